@@ -1,0 +1,7 @@
+"""Judge a loader on real ranks: a pytest plugin and conformance kit for sharded model loading."""
+
+from pytest_fsdp_meta.markers import fsdp_conformance
+from pytest_fsdp_meta.subject import Subject, SubjectError
+
+__all__ = ["Subject", "SubjectError", "fsdp_conformance"]
+__version__ = "0.1.0"

@@ -1,0 +1,27 @@
+"""The checks and their judges. Reads evidence and nothing else: no torch, no ranks."""
+
+from pytest_fsdp_meta.catalogue import materialisation, sharding, structure, training, tying, values
+from pytest_fsdp_meta.catalogue.judging import NotJudged, Unjudgeable, Verdict, View, describe_left_out, judge
+from pytest_fsdp_meta.catalogue.registry import Catalogue, Check, Finding, check
+
+FAMILIES = (structure, materialisation, values, tying, sharding, training)
+
+
+def built_in() -> Catalogue:
+    """The catalogue as it ships: every check of every family, the more basic ones first."""
+    return Catalogue(one for family in FAMILIES for one in vars(family).values() if isinstance(one, Check))
+
+
+__all__ = [
+    "Catalogue",
+    "Check",
+    "Finding",
+    "NotJudged",
+    "Unjudgeable",
+    "Verdict",
+    "View",
+    "built_in",
+    "check",
+    "describe_left_out",
+    "judge",
+]

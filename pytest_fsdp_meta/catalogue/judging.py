@@ -1,0 +1,151 @@
+"""From evidence to a verdict, without ranks and without torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+
+from pytest_fsdp_meta.catalogue.registry import Catalogue, Check, Finding
+from pytest_fsdp_meta.evidence import Comparison, Evidence, RankInventory, ReferenceFacts, TensorFacts
+
+
+class Unjudgeable(Exception):
+    """The truth itself is no truth (a reference that does not reproduce itself); the text says so."""
+
+
+class NotJudged(Exception):
+    """There is nothing to judge, for a reason that is nobody's fault here; the text says which."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """``status`` is "passed", "failed", "skipped" or "error"; ``reason`` says why it is not a plain pass or fail.
+
+    ``unjudged`` maps each more basic check to the tensors that it condemned and that were therefore left out here.
+    """
+
+    check: Check
+    status: str
+    findings: tuple[Finding, ...] = ()
+    reason: str = ""
+    detail: str = ""
+    unjudged: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+class View:
+    """The evidence as one judge sees it: without the tensors that more basic checks have condemned."""
+
+    def __init__(self, evidence: Evidence, check: Check, condemned: dict[str, str]) -> None:
+        self.evidence = evidence
+        self.check = check
+        self._condemned = condemned
+        self._left_out: dict[str, dict[str, None]] = {}
+
+    def judgeable(self, name: str) -> bool:
+        """Whether no more basic check has condemned the tensor; one that is not is counted as left out."""
+        by = self._condemned.get(name)
+        if by is not None:
+            self._left_out.setdefault(by, {})[name] = None
+        return by is None
+
+    def names(self, *kinds: str) -> list[str]:
+        """Judgeable names over all ranks, each once."""
+        seen = {t.name: None for rank in self.evidence.inventory for t in rank.tensors if t.kind in kinds}
+        return [name for name in seen if self.judgeable(name)]
+
+    def tensors(self, *kinds: str) -> Iterator[tuple[str, list[tuple[int, TensorFacts]]]]:
+        """(name, its facts by rank) of the judgeable tensors."""
+        for name in self.names(*kinds):
+            yield name, [(rank.rank, rank.by_name[name]) for rank in self.evidence.inventory if name in rank.by_name]
+
+    def broken(
+        self, facts: list[tuple[int, TensorFacts]], expect: Callable[[int, TensorFacts], tuple[str, str] | None], **words: str
+    ) -> Iterator[Finding]:
+        """A finding per distinct (actual, expected) that ``expect`` gives over the ranks of one tensor."""
+        ranks: dict[tuple[str, str], list[int]] = {}
+        for rank, tensor in facts:
+            pair = expect(rank, tensor)
+            if pair is not None:
+                ranks.setdefault(pair, []).append(rank)
+        for (actual, expected), where in ranks.items():
+            yield Finding(facts[0][1].name, tuple(where), actual, expected, **words)
+
+    @property
+    def reference(self) -> ReferenceFacts:
+        assert self.evidence.reference is not None, "a judge reads the reference without needing it"
+        return self.evidence.reference
+
+    @property
+    def truth(self) -> RankInventory:
+        return self.reference.inventory
+
+    def comparisons(self, by_rank: tuple[tuple[Comparison, ...], ...] | None) -> dict[str, list[tuple[int, Comparison]]]:
+        """Comparisons of the judgeable tensors by name, each with its rank."""
+        found: dict[str, list[tuple[int, Comparison]]] = {}
+        for rank, comparisons in enumerate(by_rank or ()):
+            for comparison in comparisons:
+                found.setdefault(comparison.name, []).append((rank, comparison))
+        return {name: pairs for name, pairs in found.items() if self.judgeable(name)}
+
+    @property
+    def left_out(self) -> dict[str, tuple[str, ...]]:
+        return {by: tuple(names) for by, names in self._left_out.items()}
+
+
+def judge(check: Check, evidence: Evidence, catalogue: Catalogue) -> Verdict:
+    """The verdict of one check; the same evidence always gives the same. Judged once per evidence."""
+    memo: dict[str, Verdict] = evidence.memo.setdefault("verdicts", {})
+    if check.id not in memo:
+        memo[check.id] = _judge(check, evidence, catalogue)
+    return memo[check.id]
+
+
+def _judge(check: Check, evidence: Evidence, catalogue: Catalogue) -> Verdict:
+    for need in check.needs:
+        if need in evidence.unavailable:
+            why = evidence.unavailable[need]
+            return Verdict(check, "error" if why.error else "skipped", reason=why.summary, detail=why.detail)
+    view = View(evidence, check, _condemned(check, evidence, catalogue))
+    findings: list[Finding] = []
+    reason = ""
+    try:
+        findings.extend(_worded(check, finding) for finding in check.judge(view))
+    except Unjudgeable as error:
+        if not findings:
+            return Verdict(check, "error", reason=str(error), unjudged=view.left_out)
+        reason = str(error)
+    except NotJudged as error:
+        return Verdict(check, "skipped", reason=str(error), unjudged=view.left_out)
+    if findings:
+        return Verdict(check, "failed", tuple(findings), reason, unjudged=view.left_out)
+    if view.left_out:
+        return Verdict(check, "skipped", reason=describe_left_out(view.left_out), unjudged=view.left_out)
+    return Verdict(check, "passed")
+
+
+def describe_left_out(left_out: dict[str, tuple[str, ...]]) -> str:
+    """ "not judged: 3 tensors that no_meta_params condemned (first: model.norm.weight)"."""
+    parts = []
+    for by, names in left_out.items():
+        count = f"{len(names)} tensor{'s' if len(names) > 1 else ''}"
+        parts.append(f"{count} that {by} condemned (first: {names[0]})")
+    return "not judged: " + ", ".join(parts)
+
+
+def _condemned(check: Check, evidence: Evidence, catalogue: Catalogue) -> dict[str, str]:
+    condemned: dict[str, str] = {}
+    for id in check.after:
+        for finding in judge(catalogue[id], evidence, catalogue).findings:
+            if finding.tensor is not None:
+                condemned.setdefault(finding.tensor, id)
+    return condemned
+
+
+def _worded(check: Check, finding: Finding) -> Finding:
+    return replace(finding, cause=finding.cause or check.cause, remedy=finding.remedy or check.remedy)
+
+
+def majority(values: Iterable[tuple[int, object]]) -> object:
+    """The value that most ranks have; of equally many, the one of the lowest rank."""
+    return Counter(value for _, value in values).most_common(1)[0][0]

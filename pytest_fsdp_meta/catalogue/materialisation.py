@@ -1,0 +1,132 @@
+"""Materialisation: nothing is left on meta, uninitialised, or on another device than the rank's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from pytest_fsdp_meta.catalogue.judging import View
+from pytest_fsdp_meta.catalogue.registry import Finding, check
+from pytest_fsdp_meta.evidence import TensorFacts
+
+META = ("no_meta_params", "no_meta_buffers")
+BYTE_TYPES = ("int8", "uint8")
+"""Too few values for the maximum to be a sign of poison in a single element."""
+
+
+def _on_meta(tensor: TensorFacts) -> tuple[str, str] | None:
+    return ("on meta", "materialised") if tensor.on_meta else None
+
+
+@check(
+    promise="no parameter is on meta",
+    family="materialisation",
+    needs=["inventory"],
+    why="A parameter on meta has no memory: the first use fails, or worse, it is never used and never saved.",
+    cause="it was materialised module by module and this one was forgotten, or its weight was not in the checkpoint",
+    remedy="call to_empty() on the root after sharding, then load or initialise every parameter",
+    references=["vllm-project/speculators#314", "pytorch/pytorch#132721"],
+)
+def no_meta_params(view: View) -> Iterable[Finding]:
+    for _, facts in view.tensors("parameter"):
+        yield from view.broken(facts, lambda _, tensor: _on_meta(tensor))
+
+
+@check(
+    promise="no buffer is on meta",
+    family="materialisation",
+    needs=["inventory"],
+    why="Buffers are easily forgotten: FSDP manages parameters only, and checkpoints leave out transient buffers.",
+    cause="the loader materialises parameters only; FSDP does not manage buffers",
+    remedy="materialise buffers as well (to_empty() on the root) and recompute those that the checkpoint lacks",
+    references=["megatron-fsdp 0.6.1"],
+)
+def no_meta_buffers(view: View) -> Iterable[Finding]:
+    for _, facts in view.tensors("buffer"):
+        yield from view.broken(facts, lambda _, tensor: _on_meta(tensor))
+
+
+@check(
+    promise="nothing that was allocated and never written is left",
+    family="materialisation",
+    needs=["inventory"],
+    uses=["values"],
+    after=["same_manifest_on_every_rank"],
+    why="Uninitialised memory is often zero or plausible, so the model runs and is wrong, and not the same twice.",
+    cause="to_empty() or torch.empty() allocated it and nothing wrote it: it is not in the checkpoint, or its name did not match",
+    remedy="load it, or recompute it after to_empty() as the module's __init__ does",
+    references=["NVIDIA-NeMo/Automodel#3808", "mosaicml/llm-foundry#1745"],
+)
+def no_uninitialized_memory(view: View) -> Iterable[Finding]:
+    meant = _equal_to_reference(view)
+    for name, facts in view.tensors("parameter", "buffer"):
+        suspects = [(rank, tensor) for rank, tensor in facts if (name, rank) not in meant]
+        for finding in view.broken(suspects, lambda _, tensor: _poisoned(tensor)) if suspects else ():
+            tensor = next(t for rank, t in suspects if rank == finding.ranks[0])
+            transient = tensor.kind == "buffer" and not tensor.persistent
+            yield Finding(
+                *(name, finding.ranks, finding.actual, finding.expected),
+                detail=f"{tensor.poisoned} of {tensor.numel} elements",
+                cause="it is a non-persistent buffer, so no checkpoint has it, and nothing recomputed it after to_empty()"
+                if transient
+                else "",
+                remedy="recompute it after to_empty(), as the module's __init__ does" if transient else "",
+            )
+
+
+def _poisoned(tensor: TensorFacts) -> tuple[str, str] | None:
+    if tensor.nan:
+        return "uninitialised (NaN under poison)", "written by the loader"
+    some = tensor.poisoned == tensor.numel if tensor.dtype in BYTE_TYPES else tensor.poisoned > 0
+    if some and tensor.poisoned:
+        return f"uninitialised ({tensor.dtype} maximum under poison)", "written by the loader"
+    return None
+
+
+def _equal_to_reference(view: View) -> set[tuple[str, int]]:
+    """(name, rank) of what equals the reference, where a NaN is a value: the reference is not built under poison."""
+    own = set(view.evidence.reference.uninitialised) if view.evidence.reference else set()
+    return {
+        (comparison.name, rank)
+        for rank, comparisons in enumerate(view.evidence.values or ())
+        for comparison in comparisons
+        if comparison.equal and comparison.elements and comparison.name not in own
+    }
+
+
+def _elsewhere(view: View, kind: str) -> Iterable[Finding]:
+    home = {rank.rank: rank.device for rank in view.evidence.inventory}
+    offloaded = set(view.evidence.subject.offloaded)
+    for name, facts in view.tensors(kind):
+        yield from view.broken(facts, lambda rank, t, n=name: _misplaced(t, "cpu" if n in offloaded else home[rank]))  # type: ignore[misc]
+
+
+def _misplaced(tensor: TensorFacts, home: str) -> tuple[str, str] | None:
+    return None if tensor.device == home else (f"on {tensor.device}", f"on {home}")
+
+
+@check(
+    promise="every parameter is on this rank's device, index included; declared CPU offload is respected",
+    family="materialisation",
+    needs=["inventory"],
+    after=["same_manifest_on_every_rank", *META],
+    why="A parameter on another rank's device costs that rank's memory; one on the CPU is copied in every forward.",
+    cause="the device was given without an index, or the loader left it where the checkpoint was read to",
+    remedy="use fsdp.device, which has its index; declare Subject(offloaded=...) for what is meant to be on the CPU",
+    references=["vllm-project/speculators#314", "pytorch/pytorch#135156"],
+)
+def params_on_rank_device(view: View) -> Iterable[Finding]:
+    yield from _elsewhere(view, "parameter")
+
+
+@check(
+    promise="every buffer is on this rank's device, index included",
+    family="materialisation",
+    needs=["inventory"],
+    after=["same_manifest_on_every_rank", *META],
+    why="The forward may move a stranded buffer along, at a price, or fail only on the path that reads it.",
+    cause="buffers were made outside of the context that sets the device, and FSDP moves parameters only",
+    remedy="move buffers with the model: model.to(fsdp.device) for buffers, or make them on the device",
+    references=["NVIDIA-NeMo/Automodel#2146"],
+)
+def buffers_on_rank_device(view: View) -> Iterable[Finding]:
+    yield from _elsewhere(view, "buffer")

@@ -1,0 +1,131 @@
+"""What a check is: a promise, the evidence it needs, a judge, and what to tell the one who broke it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pytest_fsdp_meta.catalogue.judging import View
+
+OBSERVATIONS = ("inventory", "reference", "values", "verifier", "training")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One broken promise. It reads "<tensor>, <ranks>: <actual>, but should be <expected>".
+
+    ``tensor`` is None for what concerns the whole model. ``detail`` is what differs from one tensor to the next
+    (numbers, indices): findings that are equal but for tensor, ranks and detail are told as one.
+    """
+
+    tensor: str | None
+    ranks: tuple[int, ...]
+    actual: str
+    expected: str
+    detail: str = ""
+    cause: str = ""
+    remedy: str = ""
+
+
+@dataclass(frozen=True)
+class Check:
+    """A named promise with its judge; made by ``@check``.
+
+    ``needs`` are the observations without which there is nothing to judge, ``uses`` those that sharpen the judgement
+    where they can be had. ``after`` names the more basic checks: a tensor that one of them condemned is not judged
+    again here.
+    """
+
+    id: str
+    promise: str
+    family: str
+    needs: tuple[str, ...]
+    uses: tuple[str, ...]
+    after: tuple[str, ...]
+    why: str
+    cause: str
+    remedy: str
+    references: tuple[str, ...]
+    since: str
+    judge: Callable[[View], Iterable[Finding]]
+
+
+Judge = Callable[["View"], Iterable[Finding]]
+
+
+def check(
+    *,
+    promise: str,
+    family: str,
+    needs: Sequence[str],
+    why: str,
+    cause: str,
+    remedy: str,
+    uses: Sequence[str] = (),
+    after: Sequence[str] = (),
+    references: Sequence[str] = (),
+    since: str = "0.1",
+) -> Callable[[Judge], Check]:
+    """Makes a judge into a check whose id is the function's name.
+
+    ``cause`` and ``remedy`` are told with every finding that does not bring better ones.
+    """
+    unknown = [name for name in (*needs, *uses) if name not in OBSERVATIONS]
+    if unknown:
+        raise ValueError(f"check needs {unknown[0]!r}, which no observer takes; there are {', '.join(OBSERVATIONS)}")
+
+    def make(judge: Judge) -> Check:
+        return Check(
+            id=judge.__name__,
+            promise=promise,
+            family=family,
+            needs=tuple(needs),
+            uses=tuple(uses),
+            after=tuple(after),
+            why=why,
+            cause=cause,
+            remedy=remedy,
+            references=tuple(references),
+            since=since,
+            judge=judge,
+        )
+
+    return make
+
+
+class Catalogue:
+    """Checks by id, in the order in which they are judged: the more basic ones first."""
+
+    def __init__(self, checks: Iterable[Check] = ()) -> None:
+        self._checks: dict[str, Check] = {}
+        for one in checks:
+            self.add(one)
+
+    def add(self, one: Check) -> None:
+        """Raises ValueError when the id is taken, or when it comes after a check that does not exist."""
+        if not isinstance(one, Check):
+            raise ValueError(f"{one!r} is not a check; decorate the judge with @check(...)")
+        if one.id in self._checks:
+            raise ValueError(f"two checks are called {one.id!r}")
+        for earlier in one.after:
+            self[earlier]
+        self._checks[one.id] = one
+
+    def __getitem__(self, id: str) -> Check:
+        if id not in self._checks:
+            near = difflib.get_close_matches(id, self._checks, n=1, cutoff=0.3)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"there is no check {id!r}{hint} (pytest --fsdp-list-checks shows all)")
+        return self._checks[id]
+
+    def __iter__(self) -> Iterator[Check]:
+        return iter(self._checks.values())
+
+    def __contains__(self, id: object) -> bool:
+        return id in self._checks
+
+    def ids(self) -> list[str]:
+        return list(self._checks)

@@ -1,0 +1,101 @@
+"""Sharding: every parameter lies on the mesh as declared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from pytest_fsdp_meta.catalogue.judging import View
+from pytest_fsdp_meta.catalogue.registry import Finding, check
+from pytest_fsdp_meta.evidence import TensorFacts
+
+FREE_DIMS = frozenset({"tp", "cp", "pp", "ep"})
+"""Mesh dimensions on which a plan decides parameter by parameter; nothing can be expected of them unasked."""
+
+
+@check(
+    promise="every parameter has its placements on its mesh dimensions: as declared, else sharded over every dimension "
+    "that shards and replicated over dp_replicate",
+    family="sharding",
+    needs=["inventory"],
+    after=["same_manifest_on_every_rank", "names_match_reference"],
+    why="A parameter that is not sharded costs its full size on every rank; one on the wrong dim is another tensor.",
+    cause="the module was not passed to fully_shard or parallelize_module, was ignored, or was sharded on another mesh or dim",
+    remedy="shard it; or declare what is meant with Subject(unsharded=...) or Subject(placements=...)",
+    references=["pytorch/pytorch#129229", "NVIDIA/TransformerEngine#2713"],
+)
+def dtensor_placements(view: View) -> Iterable[Finding]:
+    subject = view.evidence.subject
+    unsharded = set(subject.unsharded)
+    sharding = _sharding_dims(view)
+    for name, facts in view.tensors("parameter"):
+        declared = subject.placements.get(name)
+        if name in unsharded:
+            yield from view.broken(facts, lambda _, t: _whole(t))
+        elif declared is not None:
+            yield from view.broken(facts, lambda _, t, d=declared: _as_declared(t, d))  # type: ignore[misc]
+        else:
+            yield from view.broken(facts, lambda _, t: _by_default(t, sharding))
+
+
+def _sharding_dims(view: View) -> dict[str | None, int]:
+    """Dimensions that shard: of the meshes that parameters lie on (a loader may make its own), else of the world."""
+    dims: dict[str | None, int] = {}
+    for rank in view.evidence.inventory:
+        for tensor in rank.tensors:
+            if tensor.kind == "parameter" and tensor.mesh is not None:
+                dims.update(zip(tensor.mesh.dims, tensor.mesh.shape, strict=True))
+    dims = dims or dict(view.evidence.world.mesh)
+    return {name: size for name, size in dims.items() if size > 1 and _role(name) == "shard"}
+
+
+def _role(dim: str | None) -> str:
+    """What is expected of a mesh dimension by its name: "shard", "replicate" or "free"."""
+    if dim in FREE_DIMS:
+        return "free"
+    return "replicate" if dim is not None and ("replicate" in dim or dim == "ddp") else "shard"
+
+
+def _whole(tensor: TensorFacts) -> tuple[str, str] | None:
+    if tensor.placements is None or all(placement == "R" for placement in tensor.placements):
+        return None
+    return _placed(tensor), "whole on every rank, as declared"
+
+
+def _as_declared(tensor: TensorFacts, declared: tuple[str, ...]) -> tuple[str, str] | None:
+    actual = tensor.placements or ()
+    fits = len(actual) == len(declared) and all(_fits(a, d) for a, d in zip(actual, declared, strict=True))
+    return None if fits else (_placed(tensor), f"{_tuple(declared)}, as declared")
+
+
+def _fits(actual: str, declared: str) -> bool:
+    """A strided shard is how torch writes S(dim) where two mesh dimensions shard one tensor dim."""
+    return actual == declared or (actual.startswith("_S(") and declared == f"S({actual[3:].split(',')[0]})")
+
+
+def _by_default(tensor: TensorFacts, sharding: dict[str | None, int]) -> tuple[str, str] | None:
+    wanted = " x ".join(f"{name or 'the mesh'}={size}" for name, size in sharding.items())
+    if tensor.placements is None:
+        if not sharding or not tensor.shape:
+            return None  # nothing shards here, or a scalar, which nothing can shard
+        return "a plain tensor, whole on every rank", f"sharded over {wanted}"
+    assert tensor.mesh is not None
+    roles = [_role(dim) for dim in tensor.mesh.dims]
+    if tensor.mesh.dims == (None, None):
+        roles = ["replicate", "shard"]  # what fully_shard makes of a 2-D mesh
+    for role, size, placement, dim in zip(roles, tensor.mesh.shape, tensor.placements, tensor.mesh.dims, strict=True):
+        shards = placement.startswith(("S(", "_S("))
+        if size > 1 and role == "shard" and not shards:
+            return _placed(tensor), f"sharded over {dim or 'the mesh'}={size}"
+        if size > 1 and role == "replicate" and placement != "R":
+            return _placed(tensor), f"replicated over {dim or 'the first mesh dimension'}={size}"
+    return None
+
+
+def _placed(tensor: TensorFacts) -> str:
+    if tensor.placements is None:
+        return "a plain tensor, whole on every rank"
+    return f"{_tuple(tensor.placements)} on mesh {tensor.mesh}"
+
+
+def _tuple(placements: tuple[str, ...]) -> str:
+    return f"({', '.join(placements)})" if len(placements) != 1 else placements[0]

@@ -1,0 +1,159 @@
+"""Structure: the model has the names, dtypes and trainability that it should have, on every rank alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from pytest_fsdp_meta.catalogue.judging import NotJudged, View, majority
+from pytest_fsdp_meta.catalogue.registry import Finding, check
+from pytest_fsdp_meta.evidence import TensorFacts
+from pytest_fsdp_meta.words import name_ranks
+
+MANIFEST = "same_manifest_on_every_rank"
+NAMES = "names_match_reference"
+
+
+@check(
+    promise="names, shapes, dtypes, requires_grad and order of parameters and buffers agree on all ranks",
+    family="structure",
+    needs=["inventory"],
+    why="FSDP pairs collectives by order: ranks that disagree exchange the wrong bytes, or hang.",
+    cause="the loader branches on the rank while it builds, casts or freezes the model",
+    remedy="do on every rank what is done on rank 0, and let only the reading of bytes depend on the rank",
+    references=["vllm-project/speculators#776", "pytorch/pytorch#73547"],
+)
+def same_manifest_on_every_rank(view: View) -> Iterable[Finding]:
+    inventories = view.evidence.inventory
+    ranks = [rank.rank for rank in inventories]
+    missing = False
+    for name, facts in view.tensors("parameter", "buffer"):
+        there = [rank for rank, _ in facts]
+        absent = tuple(rank for rank in ranks if rank not in there)
+        if absent and 2 * len(absent) <= len(ranks) and (2 * len(absent) < len(ranks) or 0 in there):
+            missing = True
+            yield Finding(name, absent, "missing", f"there, as on {name_ranks(there)}")
+        elif absent:
+            missing = True
+            yield Finding(name, tuple(there), "there", f"absent, as on {name_ranks(absent)}")
+        yield from _disagreements(facts)
+    if not missing:
+        orders = [(rank.rank, tuple(tensor.name for tensor in rank.tensors)) for rank in inventories]
+        usual = majority(orders)
+        assert isinstance(usual, tuple)
+        for rank, order in orders:
+            if order != usual:
+                first, should = next((a, b) for a, b in zip(order, usual, strict=True) if a != b)
+                detail = f"the first out of place is {first}, where other ranks have {should}"
+                yield Finding(None, (rank,), "another order of names", "the order of the other ranks", detail)
+
+
+def _disagreements(facts: list[tuple[int, TensorFacts]]) -> Iterator[Finding]:
+    for aspect in ("kind", "shape", "dtype", "requires_grad"):
+        told = [(rank, getattr(tensor, aspect)) for rank, tensor in facts]
+        usual = majority(told)
+        odd: dict[object, list[int]] = {}
+        for rank, value in told:
+            if value != usual:
+                odd.setdefault(value, []).append(rank)
+        for value, ranks in odd.items():
+            others = [rank for rank, other in told if other == usual]
+            yield Finding(
+                facts[0][1].name, tuple(ranks), f"{aspect} {value}", f"{usual}, as on {name_ranks(others)}"
+            )
+
+
+@check(
+    promise="no parameter or buffer too many or too few",
+    family="structure",
+    needs=["inventory", "reference"],
+    after=[MANIFEST],
+    why="A bias that should not exist is trained and saved; one that is missing is silently left out of the forward.",
+    cause="the sharded model was built from another config than the reference, or a wrapper renames its tensors",
+    remedy="build both from one config and let wrappers be removed from names before they are compared",
+    references=["NVIDIA/TransformerEngine#2713", "pytorch/pytorch#118119"],
+)
+def names_match_reference(view: View) -> Iterable[Finding]:
+    ranks = tuple(rank.rank for rank in view.evidence.inventory)
+    # Seen over all ranks: one that is missing on some of them is the manifest's affair.
+    ours = {t.name: t for rank in view.evidence.inventory for t in rank.tensors}
+    truth = view.truth.by_name
+    twins = {name: group for group in view.evidence.inventory[0].ties() for name in group}
+    extra = [name for name in ours if name not in truth]
+    missing = [name for name in truth if name not in ours]
+    prefix = _common_prefix(extra, missing)
+    for name in extra:
+        tensor = ours[name]
+        stored_once = any(twin in truth for twin in twins.get(name, ()))
+        if not view.reference.complete and (not tensor.persistent or stored_once):
+            continue  # a checkpoint holds neither transient buffers nor a tied weight twice
+        if view.judgeable(name):
+            yield Finding(name, ranks, f"a {tensor.kind} that the reference does not have", "absent", **_extra(name, prefix))
+    for name in missing:
+        if view.judgeable(name):
+            yield Finding(name, ranks, "missing", f"a {truth[name].kind}, as in the reference", **_extra(name, prefix))
+
+
+def _common_prefix(extra: list[str], missing: list[str]) -> str:
+    """The prefix that, put before every missing name, gives exactly the extra ones; empty when there is none."""
+    if not extra or len(extra) != len(missing) or not extra[0].endswith(missing[0]):
+        return ""
+    prefix = extra[0].removesuffix(missing[0])
+    return prefix if {prefix + name for name in missing} == set(extra) else ""
+
+
+def _extra(name: str, prefix: str) -> dict[str, str]:
+    if prefix:
+        return {
+            "cause": f"a wrapper puts {prefix!r} before every name",
+            "remedy": "return the wrapped model itself, or strip the prefix",
+        }
+    if name.endswith("bias"):
+        return {
+            "cause": "a bias that the config disables is registered as a parameter all the same, or the reverse",
+            "remedy": "call register_parameter(name, None) for a disabled bias",
+        }
+    return {}
+
+
+@check(
+    promise="every parameter and buffer has the dtype that it has in the reference",
+    family="structure",
+    needs=["inventory", "reference"],
+    after=[MANIFEST, NAMES],
+    why="Norms, routers and rotary frequencies that are rounded to bfloat16 cost accuracy that no error tells of.",
+    cause="a cast of the whole model (model.to(dtype), a default dtype, torch_dtype=...) took along what must keep its own",
+    remedy="cast parameters by name, or build the reference with the same cast if it is meant",
+    references=["huggingface/accelerate#3985", "vllm-project/speculators#668", "NVIDIA-NeMo/Automodel#2549"],
+)
+def dtypes_match_reference(view: View) -> Iterable[Finding]:
+    truth = view.truth.by_name
+    for name, facts in view.tensors("parameter", "buffer"):
+        if name in truth:
+            expected = truth[name].dtype
+            yield from view.broken(facts, lambda _, t, e=expected: None if t.dtype == e else (t.dtype, e))  # type: ignore[misc]
+
+
+@check(
+    promise="frozen stays frozen, trainable stays trainable",
+    family="structure",
+    needs=["inventory", "reference"],
+    after=[MANIFEST, NAMES],
+    why="A frozen verifier that trains drifts away unseen; a trainable head that is frozen never learns.",
+    cause="requires_grad was set before the parameters were re-created (to_empty, sharding, load with assign=True)",
+    remedy="set requires_grad after the last step that makes new Parameter objects",
+    references=["vllm-project/speculators#593", "pytorch/torchtitan#4593"],
+)
+def requires_grad_matches_reference(view: View) -> Iterable[Finding]:
+    if not view.reference.complete:
+        raise NotJudged("a checkpoint does not say what is trainable; declare Subject(reference=<callable>)")
+    truth = view.truth.by_name
+    for name, facts in view.tensors("parameter"):
+        if name in truth:
+            expected = truth[name].requires_grad
+            yield from view.broken(facts, lambda _, t, e=expected: _trainability(t, e))  # type: ignore[misc]
+
+
+def _trainability(tensor: TensorFacts, expected: bool) -> tuple[str, str] | None:
+    words = {True: "trainable", False: "frozen"}
+    return None if tensor.requires_grad == expected else (words[tensor.requires_grad], words[expected])
+

@@ -1,0 +1,138 @@
+"""Training: N ranks learn what one device learns."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from pytest_fsdp_meta.catalogue.judging import NotJudged, Unjudgeable, View
+from pytest_fsdp_meta.catalogue.registry import Finding, check
+from pytest_fsdp_meta.evidence import RankTraining
+
+TOLERANCE = {"float64": 1e-9, "float32": 1e-5, "float16": 2e-3, "bfloat16": 1.6e-2}
+"""Relative, by the coarsest dtype among the parameters."""
+EXPLAINING = (
+    "same_manifest_on_every_rank",
+    "names_match_reference",
+    "dtypes_match_reference",
+    "requires_grad_matches_reference",
+    "no_meta_params",
+    "no_meta_buffers",
+    "no_uninitialized_memory",
+    "params_equal_reference",
+    "buffers_equal_reference",
+    "frozen_weights_equal_verifier",
+    "tied_weights_share_storage",
+)
+"""What makes losses differ by itself: one cause, one finding."""
+
+
+@check(
+    promise="the losses of N ranks follow the single device's, step by step",
+    family="training",
+    needs=["inventory", "reference", "training"],
+    uses=["values", "verifier"],
+    after=EXPLAINING,
+    why="A gradient that is not reduced, or scaled by the world size, shows in nothing but the curve.",
+    cause="the forward of the sharded model is not that of the reference",
+    remedy="compare gradients and attention settings; make the loss a mean that all ranks weigh alike",
+    references=["NVIDIA-NeMo/Automodel#2146", "pytorch/torchtune#2172"],
+)
+def loss_parity(view: View) -> Iterable[Finding]:
+    runs, expected = view.evidence.training or (), view.reference.losses or ()
+    _require_reproducible(view, runs)
+    actual = mean_losses(runs)
+    tolerance = _tolerance(view)
+    apart = [step for step, pair in enumerate(zip(actual, expected, strict=True)) if _distance(*pair) > tolerance]
+    if not apart:
+        return
+    # Naming the condemned tensors makes this check a skip that points at the cause.
+    if not all([view.judgeable(name) for name in _known_names(view)]):
+        raise NotJudged(
+            f"the losses differ ({_step(apart[0], actual, expected)}), which the findings of "
+            f"{', '.join(view.left_out)} explain; mend those first"
+        )
+    yield Finding(
+        None,
+        tuple(range(len(runs))),
+        "losses " + _curve(actual),
+        f"{_curve(expected)} within {tolerance:g}",
+        detail=_step(apart[0], actual, expected),
+        **_likely(view, apart[0], runs),
+    )
+
+
+def mean_losses(runs: Sequence[RankTraining]) -> tuple[float, ...]:
+    """The loss over the global batch: the mean over data-parallel slices; ranks of one slice count once."""
+    slices: dict[int, list[tuple[float, ...]]] = {}
+    for run in runs:
+        slices.setdefault(run.data_parallel[0], []).append(run.losses)
+    per_slice = [[math.fsum(step) / len(step) for step in zip(*losses, strict=True)] for losses in slices.values()]
+    return tuple(math.fsum(step) / len(step) for step in zip(*per_slice, strict=True))
+
+
+def _require_reproducible(view: View, runs: Sequence[RankTraining]) -> None:
+    reference = view.reference
+    first, again = reference.losses or (), reference.losses_again or ()
+    for step, (one, other) in enumerate(zip(first, again, strict=True)):
+        if one != other and not (math.isnan(one) and math.isnan(other)):
+            raise Unjudgeable(
+                f"the reference does not reproduce itself: step {step} gives {one:.9g}, then {other:.9g} from the same "
+                "weights; make its forward deterministic"
+            )
+    for rank, run in enumerate(runs):
+        for step, (ours, theirs) in enumerate(zip(run.batches, reference.batches, strict=True)):
+            if ours != theirs:
+                raise Unjudgeable(
+                    f"batch({step}) on rank {rank} is not the reference's; make batch(step) a function of the step alone"
+                )
+
+
+def _tolerance(view: View) -> float:
+    declared = view.evidence.tolerance
+    if view.check.id in declared or "*" in declared:
+        return declared.get(view.check.id, declared.get("*", 0.0))
+    dtypes = {t.dtype for t in view.evidence.inventory[0].tensors if t.kind == "parameter"}
+    return max((TOLERANCE[dtype] for dtype in dtypes if dtype in TOLERANCE), default=TOLERANCE["float32"])
+
+
+def _known_names(view: View) -> set[str]:
+    names = {t.name for rank in view.evidence.inventory for t in rank.tensors}
+    return names | set(view.truth.by_name)
+
+
+def _distance(actual: float, expected: float) -> float:
+    if math.isnan(actual) or math.isnan(expected):
+        return math.inf
+    if actual == expected:
+        return 0.0
+    return abs(actual - expected) / max(abs(expected), 1e-12)
+
+
+def _likely(view: View, first: int, runs: Sequence[RankTraining]) -> dict[str, str]:
+    if any(run.unreduced for run in runs) and len(runs) > 1:
+        return {
+            "cause": "all parameters are plain tensors and no DDP wraps the model, so nobody reduces their gradients",
+            "remedy": "shard or wrap the model; or declare Subject(data_parallel=(0, 1)) if every rank sees the whole batch",
+        }
+    if first == 0:
+        return {
+            "cause": "the first forward differs already though the weights are equal: the ranks' losses are not weighed "
+            "alike, a module was left out or replaced, or an attention or precision setting differs",
+        }
+    wrong = [c for run in runs for c in run.gradients if not c.equal and c.max_rel > 1e-2]
+    shown = f" (of the first step, {wrong[0].name} for one)" if wrong else ""
+    return {
+        "cause": f"the first forward agrees, later ones do not: gradients are not reduced, or scaled{shown}, or the "
+        "optimizer does not hold the live parameters",
+        "remedy": "look at the gradient reduction (mean over data-parallel ranks) and make the optimizer after sharding",
+    }
+
+
+def _curve(losses: Sequence[float]) -> str:
+    return ", ".join(f"{loss:.6f}" for loss in losses)
+
+
+def _step(step: int, actual: Sequence[float], expected: Sequence[float]) -> str:
+    off = _distance(actual[step], expected[step])
+    return f"step {step}: {actual[step]:.6f}, but should be {expected[step]:.6f}, off by {off:.2g} relative"

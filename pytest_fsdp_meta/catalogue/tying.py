@@ -1,0 +1,53 @@
+"""Tying: what is one weight in the reference is one weight on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from pytest_fsdp_meta.catalogue.judging import NotJudged, View
+from pytest_fsdp_meta.catalogue.registry import Finding, check
+from pytest_fsdp_meta.evidence import RankInventory
+
+
+@check(
+    promise="what the reference ties is one parameter or one storage on every rank",
+    family="tying",
+    needs=["inventory"],
+    uses=["reference"],
+    after=["same_manifest_on_every_rank", "names_match_reference", "no_meta_params"],
+    why="Untied, the two copies start equal, are trained apart, and one of them is dropped when the model is saved.",
+    cause="to_empty() or loading gave each name its own memory: the tie was made before, or across two FSDP groups",
+    remedy="call tie_weights() after to_empty(), before fully_shard on the root, with both modules in one FSDP group",
+    references=[
+        "hiyouga/LLaMA-Factory#10236",
+        "verl-project/verl#7834",
+        "pytorch/pytorch#188346",
+        "huggingface/accelerate#4171",
+    ],
+)
+def tied_weights_share_storage(view: View) -> Iterable[Finding]:
+    groups = _groups(view)
+    for group in groups:
+        if not all([view.judgeable(name) for name in group]):
+            continue
+        apart = tuple(rank.rank for rank in view.evidence.inventory if _apart(rank, group))
+        if apart:
+            others = ", ".join(group[1:])
+            yield Finding(group[0], apart, f"another memory than {others}", f"one weight with {others}")
+
+
+def _groups(view: View) -> tuple[tuple[str, ...], ...]:
+    subject, reference = view.evidence.subject, view.evidence.reference
+    if subject.tied:
+        return subject.tied
+    if reference is None or not reference.complete:
+        raise NotJudged("no tie is known; declare Subject(reference=<callable>) or Subject(tied=[(name, name)])")
+    return reference.inventory.ties()
+
+
+def _apart(rank: RankInventory, group: tuple[str, ...]) -> bool:
+    members = [rank.by_name[name] for name in group if name in rank.by_name]
+    if len({member.identity for member in members}) <= 1:
+        return False
+    # An empty shard has no memory to share; whether it is tied shows on the ranks that hold something.
+    return any(member.numel for member in members) and len({member.storage for member in members}) > 1

@@ -1,0 +1,214 @@
+"""What was seen: plain data that travels from the ranks to the judges.
+
+Nothing here holds a live tensor and nothing here imports torch, so evidence can be pickled, kept, and judged again
+long after the ranks are gone. Shapes are in elements; everything that is per rank is in rank order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+Region = tuple[tuple[int, int], ...]
+"""The half-open runs of indices that a rank holds of one dimension of a tensor."""
+
+
+@dataclass(frozen=True)
+class MeshFacts:
+    """A device mesh as one rank sees it; ``coordinate`` is None on a rank outside the mesh."""
+
+    dims: tuple[str | None, ...]
+    shape: tuple[int, ...]
+    coordinate: tuple[int, ...] | None
+
+    def __str__(self) -> str:
+        return " x ".join(f"{name or 'unnamed'}={size}" for name, size in zip(self.dims, self.shape, strict=True))
+
+
+@dataclass(frozen=True)
+class TensorFacts:
+    """One parameter or buffer on one rank.
+
+    ``regions`` says, dimension by dimension, which global indices this rank holds. ``storage`` is equal for two
+    tensors of one rank exactly when they are the same memory (None where there is none: meta, empty shards);
+    ``identity`` is equal exactly when they are the same Python object. ``poisoned`` counts the elements that still
+    hold the value that uninitialised memory was filled with (NaN, the integer maximum).
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    regions: tuple[Region, ...]
+    dtype: str
+    device: str
+    requires_grad: bool = False
+    persistent: bool = True
+    placements: tuple[str, ...] | None = None
+    mesh: MeshFacts | None = None
+    storage: str | None = None
+    identity: int = 0
+    attributes: Mapping[str, str] = field(default_factory=dict)
+    nan: int = 0
+    poisoned: int = 0
+    digest: str | None = None
+
+    @property
+    def on_meta(self) -> bool:
+        return self.device.split(":")[0] == "meta"
+
+    @property
+    def numel(self) -> int:
+        """Elements of the local shard."""
+        count = 1
+        for size in self.local_shape:
+            count *= size
+        return count
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Global index of the first local element, dimension by dimension."""
+        return tuple(region[0][0] if region else 0 for region in self.regions)
+
+
+@dataclass(frozen=True)
+class RankInventory:
+    """Every parameter and buffer of one rank, in the order in which the model names them."""
+
+    rank: int
+    device: str
+    tensors: tuple[TensorFacts, ...]
+
+    @cached_property
+    def by_name(self) -> dict[str, TensorFacts]:
+        return {tensor.name: tensor for tensor in self.tensors}
+
+    def ties(self) -> tuple[tuple[str, ...], ...]:
+        """Groups of parameter names that are one object or one memory."""
+        groups: dict[object, list[str]] = {}
+        alias: dict[int, object] = {}
+        for tensor in self.tensors:
+            if tensor.kind == "parameter":
+                key = alias.setdefault(tensor.identity, tensor.storage or tensor.identity)
+                groups.setdefault(key, []).append(tensor.name)
+        return tuple(tuple(names) for names in groups.values() if len(names) > 1)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A rank's own shard beside the same slice of the truth.
+
+    ``problem`` is set, and nothing else, when the two cannot be laid side by side (a shape differs). ``cast`` tells
+    that the truth was cast to the shard's dtype first. ``index`` is the first differing *global* index.
+    """
+
+    name: str
+    equal: bool
+    elements: int = 0
+    differing: int = 0
+    max_abs: float = 0.0
+    max_rel: float = 0.0
+    index: tuple[int, ...] | None = None
+    expected: float | None = None
+    actual: float | None = None
+    cast: bool = False
+    problem: str | None = None
+
+
+@dataclass(frozen=True)
+class RankTraining:
+    """K training steps as one rank saw them. ``losses`` are this rank's own, over its slice of the batch."""
+
+    losses: tuple[float, ...]
+    data_parallel: tuple[int, int]
+    batches: tuple[str, ...] = ()
+    """A hash of the global batch of each step."""
+    gradients: tuple[Comparison, ...] = ()
+    parameters: tuple[Comparison, ...] = ()
+    unreduced: bool = False
+    """True when every parameter is a plain tensor and no DDP wraps the model: nobody reduces its gradients."""
+
+
+@dataclass(frozen=True)
+class SubjectFacts:
+    """What the author declared, patterns already resolved to the names of the model."""
+
+    frozen: Mapping[str, str] = field(default_factory=dict)
+    """Frozen name -> name in the verifier."""
+    tied: tuple[tuple[str, ...], ...] = ()
+    unsharded: tuple[str, ...] = ()
+    offloaded: tuple[str, ...] = ()
+    placements: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    kept_attributes: tuple[str, ...] = ()
+    declared: frozenset[str] = frozenset()
+    """The fields of Subject that the author filled in."""
+
+
+@dataclass(frozen=True)
+class ReferenceFacts:
+    """The single-device truth.
+
+    ``source`` is "callable" or "checkpoint"; a checkpoint holds no non-persistent buffers and cannot be trained.
+    ``unstable`` names the tensors whose bits differ when the reference is built twice, ``uninitialised`` those that
+    the reference itself never writes.
+    """
+
+    source: str
+    inventory: RankInventory
+    losses: tuple[float, ...] | None = None
+    losses_again: tuple[float, ...] | None = None
+    batches: tuple[str, ...] = ()
+    unstable: tuple[str, ...] = ()
+    uninitialised: tuple[str, ...] = ()
+
+    @property
+    def complete(self) -> bool:
+        """Whether every tensor of the model is in it (a checkpoint leaves out what it does not persist)."""
+        return self.source == "callable"
+
+
+@dataclass(frozen=True)
+class WorldFacts:
+    size: int
+    mesh: tuple[tuple[str, int], ...]
+    device_type: str
+    backend: str
+
+    def __str__(self) -> str:
+        return f"world of {self.size} ({self.backend} on {self.device_type})"
+
+
+@dataclass(frozen=True)
+class Unavailable:
+    """Why an observation was not taken.
+
+    ``error`` is False when the author did not declare what it needs (checks are skipped) or when an earlier finding
+    rules it out, and True when taking it went wrong (checks are errors). ``blamed`` is then the full story.
+    """
+
+    summary: str
+    error: bool = False
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """All that one trial saw. An observation that was not taken is absent, and ``unavailable`` says why."""
+
+    world: WorldFacts
+    subject: SubjectFacts = field(default_factory=SubjectFacts)
+    inventory: tuple[RankInventory, ...] = ()
+    reference: ReferenceFacts | None = None
+    values: tuple[tuple[Comparison, ...], ...] | None = None
+    verifier: tuple[tuple[Comparison, ...], ...] | None = None
+    training: tuple[RankTraining, ...] | None = None
+    unavailable: Mapping[str, Unavailable] = field(default_factory=dict)
+    tolerance: Mapping[str, float] = field(default_factory=dict)
+    """Relative tolerances that the author set, by check id; "*" holds for all."""
+
+    @cached_property
+    def memo(self) -> dict[str, Any]:
+        """Room for judges to keep what they derived from this evidence, so that forty checks derive it once."""
+        return {}

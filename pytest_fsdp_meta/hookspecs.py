@@ -1,0 +1,21 @@
+"""Hooks that a downstream ``conftest.py`` may implement."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from pytest_fsdp_meta.catalogue import Check
+
+
+@pytest.hookspec
+def pytest_fsdp_checks() -> Sequence[Check]:  # type: ignore[empty-body]
+    """Return own checks, made with ``@check`` of ``pytest_fsdp_meta.catalogue``, to be judged after the built-in ones."""
+
+
+@pytest.hookspec
+def pytest_fsdp_preload() -> Sequence[str]:  # type: ignore[empty-body]
+    """Return names of modules that ranks shall find imported, such as ``["transformers"]``."""

@@ -1,0 +1,165 @@
+"""``@fsdp_conformance``: what it accepts, and what is said when it is misused."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, overload
+
+from pytest_fsdp_meta.catalogue import Catalogue
+from pytest_fsdp_meta.worlds import DEFAULT_MESH_DIM, resolve_mesh
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+MARK = "fsdp_conformance"
+PROCESS_GROUPS = ("plugin", "loader")
+ARGUMENTS = (
+    "world_size", "mesh", "only", "skip", "xfail", "tolerance", "steps", "timeout", "process_group",
+)  # fmt: skip
+
+
+@overload
+def fsdp_conformance(function: F, /) -> F: ...
+@overload
+def fsdp_conformance(**arguments: Any) -> Callable[[F], F]: ...
+def fsdp_conformance(function: Any = None, /, **arguments: Any) -> Any:
+    """Marks a test as a loader: its body runs on every rank, and each check of the catalogue becomes one pytest item.
+
+    ``world_size``: an int or a tuple of ints. ``mesh``: ``{"dp_replicate": 2, "dp_shard": -1}``. ``only``: check ids;
+    ``skip`` and ``xfail``: ``{id: reason}``. ``tolerance``: a relative tolerance, or one by check id. ``steps``:
+    training steps for parity. ``timeout``: seconds for one call to the ranks. ``process_group``: "plugin", or "loader"
+    when the loader calls ``init_process_group`` itself. All are checked when pytest collects the test.
+
+    The same as ``@pytest.mark.fsdp_conformance``, except that the test fails where the plugin is not active.
+    """
+    if function is None:
+        return functools.partial(_decorate, arguments=arguments)
+    return _decorate(function, arguments=arguments)
+
+
+def _decorate(function: F, arguments: Mapping[str, Any]) -> F:
+    import pytest
+
+    @functools.wraps(function)
+    def guard(*_: Any, **__: Any) -> None:
+        pytest.fail(
+            f"{function.__name__} is a loader for pytest-fsdp-meta, whose plugin is not active, so nothing was judged; "
+            "install pytest-fsdp-meta and remove '-p no:fsdp_meta'",
+            pytrace=False,
+        )
+
+    guard.__fsdp_body__ = function  # type: ignore[attr-defined]
+    return pytest.mark.fsdp_conformance(**arguments)(guard)  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class Order:
+    """A valid ``@fsdp_conformance``: what to judge, in which meshes, and how."""
+
+    meshes: tuple[Mapping[str, int], ...]
+    checks: tuple[str, ...]
+    skip: Mapping[str, str] = field(default_factory=dict)
+    xfail: Mapping[str, str] = field(default_factory=dict)
+    tolerance: Mapping[str, float] = field(default_factory=dict)
+    steps: int = 3
+    timeout: float | None = None
+    process_group: str = "plugin"
+
+
+def read_order(
+    positional: tuple[Any, ...], arguments: Mapping[str, Any], default_sizes: tuple[int, ...], catalogue: Catalogue
+) -> Order:
+    """Raises ValueError, in one line that names the argument, what is wrong and what would be right."""
+    if positional:
+        raise ValueError(f"{positional[0]!r} has no name; the arguments are {', '.join(ARGUMENTS)}")
+    for name in arguments:
+        if name not in ARGUMENTS:
+            raise ValueError(f"there is no argument {name!r}; the arguments are {', '.join(ARGUMENTS)}")
+    skip = _reasons("skip", arguments.get("skip"), catalogue)
+    xfail = _reasons("xfail", arguments.get("xfail"), catalogue)
+    both = sorted(skip.keys() & xfail.keys())
+    if both:
+        raise ValueError(f"{both[0]!r} is in skip and in xfail; a check is either left out or expected to fail")
+    return Order(
+        meshes=_meshes(arguments.get("world_size"), arguments.get("mesh"), default_sizes),
+        checks=_only(arguments.get("only"), catalogue),
+        skip=skip,
+        xfail=xfail,
+        tolerance=_tolerance(arguments.get("tolerance"), catalogue),
+        steps=_positive_int("steps", arguments.get("steps", 3)),
+        timeout=_seconds(arguments.get("timeout")),
+        process_group=_process_group(arguments.get("process_group", "plugin")),
+    )
+
+
+def _meshes(world_size: Any, mesh: Any, default_sizes: tuple[int, ...]) -> tuple[Mapping[str, int], ...]:
+    if world_size is None:
+        sizes: tuple[int, ...] | None = None
+    else:
+        listed = world_size if isinstance(world_size, (tuple, list)) else (world_size,)
+        sizes = tuple(_positive_int("world_size", size) for size in listed)
+        if not sizes or len(set(sizes)) != len(sizes):
+            raise ValueError(f"world_size={world_size!r} should be a positive int or a tuple of different ones")
+    if mesh is None:
+        return tuple({DEFAULT_MESH_DIM: size} for size in sizes or default_sizes)
+    if not isinstance(mesh, Mapping):
+        raise ValueError(f"mesh={mesh!r} should be a dict of dimension names to sizes, such as {{'dp_shard': 2}}")
+    if sizes is None and -1 not in mesh.values():
+        return (resolve_mesh(mesh, None),)
+    return tuple(resolve_mesh(mesh, size) for size in sizes or default_sizes)
+
+
+def _only(only: Any, catalogue: Catalogue) -> tuple[str, ...]:
+    if only is None:
+        return tuple(catalogue.ids())
+    listed = [only] if isinstance(only, str) else only
+    if not isinstance(listed, Collection) or not listed or not all(isinstance(id, str) for id in listed):
+        raise ValueError(f"only={only!r} should be a list of check ids (pytest --fsdp-list-checks shows them)")
+    wanted = {_known("only", id, catalogue) for id in listed}
+    return tuple(id for id in catalogue.ids() if id in wanted)
+
+
+def _reasons(name: str, reasons: Any, catalogue: Catalogue) -> dict[str, str]:
+    if reasons is None:
+        return {}
+    if not isinstance(reasons, Mapping) or not all(isinstance(why, str) and why.strip() for why in reasons.values()):
+        raise ValueError(f"{name}={reasons!r} should be a dict of check ids to reasons: {{'loss_parity': 'bf16 router'}}")
+    return {_known(name, id, catalogue): why for id, why in reasons.items()}
+
+
+def _known(name: str, id: str, catalogue: Catalogue) -> str:
+    try:
+        return catalogue[id].id
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
+def _tolerance(tolerance: Any, catalogue: Catalogue) -> dict[str, float]:
+    if tolerance is None:
+        return {}
+    by_id = tolerance if isinstance(tolerance, Mapping) else {"*": tolerance}
+    for id, value in by_id.items():
+        if id != "*":
+            _known("tolerance", id, catalogue)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e9:
+            raise ValueError(f"tolerance={tolerance!r} should be a relative tolerance such as 1e-5, or a dict by check id")
+    return {id: float(value) for id, value in by_id.items()}
+
+
+def _positive_int(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name}={value!r} should be a positive int")
+    return value
+
+
+def _seconds(value: Any) -> float | None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e9):
+        raise ValueError(f"timeout={value!r} should be a positive number of seconds")
+    return None if value is None else float(value)
+
+
+def _process_group(value: Any) -> str:
+    if value not in PROCESS_GROUPS:
+        raise ValueError(f"process_group={value!r} should be 'plugin' or 'loader'")
+    return str(value)

@@ -1,0 +1,130 @@
+"""Facts about every parameter and buffer of this rank."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
+
+from pytest_fsdp_meta.evidence import MeshFacts, RankInventory, Region, TensorFacts
+from pytest_fsdp_meta.observers.layout import regions
+from pytest_fsdp_meta.subject import short_placement
+
+WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+"""Name components that torch's own wrappers insert; the reference, which is not wrapped, does not have them."""
+
+
+def take_inventory(model: Module, rank: int, device: str, attributes: Sequence[str] = ()) -> RankInventory:
+    """The inventory of one rank; ``attributes`` are the custom parameter attributes to note."""
+    transient = _non_persistent(model)
+    with torch.no_grad():
+        tensors = [
+            describe(name, kind, tensor, persistent=name not in transient, attributes=attributes)
+            for name, kind, tensor in named_tensors(model)
+        ]
+    return RankInventory(rank, device, tuple(tensors))
+
+
+def named_tensors(model: Module) -> Iterator[tuple[str, str, Tensor]]:
+    """(FQN, kind, tensor) of all parameters, then all buffers; tied ones under each of their names."""
+    root = unwrapped(model)
+    for name, parameter in root.named_parameters(remove_duplicate=False):
+        yield clean_name(name), "parameter", parameter
+    for name, buffer in root.named_buffers(remove_duplicate=False):
+        yield clean_name(name), "buffer", buffer
+
+
+def unwrapped(model: Module) -> Module:
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def clean_name(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def _non_persistent(model: Module) -> set[str]:
+    # torch says only through this attribute which buffers a state dict leaves out.
+    return {
+        clean_name(f"{prefix}.{name}" if prefix else name)
+        for prefix, module in unwrapped(model).named_modules()
+        for name in module._non_persistent_buffers_set
+    }
+
+
+def describe(name: str, kind: str, tensor: Tensor, *, persistent: bool, attributes: Sequence[str]) -> TensorFacts:
+    local = local_part(tensor)
+    nan, poisoned = (0, 0) if local.is_meta else _count_poison(local)
+    return TensorFacts(
+        name=name,
+        kind=kind,
+        shape=tuple(tensor.shape),
+        local_shape=tuple(local.shape),
+        regions=held_regions(tensor),
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        device=str(local.device),
+        requires_grad=tensor.requires_grad,
+        persistent=persistent,
+        placements=tuple(short_placement(p) for p in tensor.placements) if isinstance(tensor, DTensor) else None,
+        mesh=mesh_facts(tensor) if isinstance(tensor, DTensor) else None,
+        storage=None if local.is_meta or not local.numel() else f"{local.data_ptr()}:{tuple(local.shape)}",
+        identity=id(tensor),
+        attributes={key: repr(getattr(tensor, key)) for key in attributes if hasattr(tensor, key)},
+        nan=nan,
+        poisoned=poisoned,
+        digest=None if local.is_meta else digest(local),
+    )
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's own memory of a tensor, without autograd."""
+    with torch.no_grad():
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def mesh_facts(tensor: DTensor) -> MeshFacts:
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    return MeshFacts(
+        dims=tuple(mesh.mesh_dim_names or [None] * mesh.ndim),
+        shape=tuple(mesh.shape),
+        coordinate=None if coordinate is None else tuple(coordinate),
+    )
+
+
+def held_regions(tensor: Tensor) -> tuple[Region, ...]:
+    """Which global indices of the tensor this rank holds."""
+    if not isinstance(tensor, DTensor):
+        return regions(tensor.shape, (), (), ())
+    mesh = mesh_facts(tensor)
+    if mesh.coordinate is None:
+        return tuple(() for _ in tensor.shape)
+    shards = [
+        (p.dim, int(getattr(p, "split_factor", 1))) if getattr(p, "dim", None) is not None else None
+        for p in tensor.placements
+    ]
+    return regions(tensor.shape, shards, mesh.shape, mesh.coordinate)
+
+
+def digest(tensor: Tensor) -> str:
+    """A hash of the bytes of a plain tensor. Read through ctypes, because numpy knows no bfloat16 or float8."""
+    data = tensor.detach().cpu().contiguous()
+    size = data.numel() * data.element_size()
+    raw = (ctypes.c_char * size).from_address(data.data_ptr()) if size else b""
+    return hashlib.sha256(raw, usedforsecurity=False).hexdigest()[:32]
+
+
+def _count_poison(local: Tensor) -> tuple[int, int]:
+    """(NaN, elements that hold what uninitialised memory is filled with)."""
+    if local.dtype == torch.bool or not local.numel():
+        return 0, 0  # bools are filled with True, which says nothing
+    if local.is_floating_point() or local.is_complex():
+        widened = local.float() if local.is_floating_point() and local.element_size() == 1 else local
+        nan = int(torch.isnan(widened).sum())
+        return nan, nan
+    return 0, int((local == torch.iinfo(local.dtype).max).sum())

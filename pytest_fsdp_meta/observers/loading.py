@@ -1,0 +1,137 @@
+"""Calling the loader on this rank, and keeping what it returned for the observers that follow."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import pickle
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import Module
+
+from pytest_fsdp_meta.evidence import RankInventory, SubjectFacts
+from pytest_fsdp_meta.observers.inventory import named_tensors, take_inventory
+from pytest_fsdp_meta.observers.poison import poisoned_memory
+from pytest_fsdp_meta.subject import Subject, SubjectError
+from pytest_fsdp_meta.worlds import Misuse, Rank, current
+
+SEED = 20240229
+SENT_FIELDS = ("reference", "verifier", "batch", "loss", "optimizer")
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What comes back from one rank. ``recipe`` holds the subject's callables, each still pickled."""
+
+    inventory: RankInventory
+    subject: SubjectFacts
+    recipe: Mapping[str, bytes]
+    checkpoints: Mapping[str, str]
+    """The sources among the recipe that are directories."""
+
+
+def load(function: bytes, arguments: Mapping[str, bytes], wants_rank: str | None) -> Loaded:
+    """Calls the loader under poison, checks what it declares and takes the inventory.
+
+    ``arguments`` are pickled one by one, so that a value that cannot be read here is named; ``wants_rank`` is the
+    name of the parameter that takes the rank itself.
+    """
+    me = current()
+    loader = _body(pickle.loads(function))
+    values = {name: _unpack(name, value) for name, value in arguments.items()}
+    if wants_rank is not None:
+        values[wants_rank] = me
+    with poisoned_memory():
+        torch.manual_seed(SEED)
+        returned = loader(**values)
+    # A loader may leave these behind; the observers' own tensors must not depend on it.
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+    subject = _as_subject(returned)
+    names = _names(subject.model)
+    facts = subject.resolve(names["parameter"], names["buffer"])
+    me.state["subject"] = subject
+    inventory = take_inventory(subject.model, me.rank, str(me.device), facts.kept_attributes)
+    sources = {field: getattr(subject, field) for field in ("reference", "verifier")}
+    checkpoints = {field: os.path.abspath(path) for field, path in sources.items() if isinstance(path, (str, os.PathLike))}
+    return Loaded(inventory, facts, pack_recipe(subject) if me.rank == 0 else {}, checkpoints)
+
+
+def loaded_subject(me: Rank) -> Subject:
+    subject = me.state["subject"]
+    assert isinstance(subject, Subject)
+    return subject
+
+
+def _body(loader: Callable[..., Any]) -> Callable[..., Any]:
+    """The loader without the guard that ``@fsdp_conformance`` puts around it, bound as it was."""
+    function = getattr(loader, "__func__", loader)
+    body = getattr(function, "__fsdp_body__", function)
+    owner = getattr(loader, "__self__", None)
+    return body.__get__(owner) if owner is not None else body  # type: ignore[no-any-return]
+
+
+def _unpack(name: str, value: bytes) -> Any:
+    try:
+        return pickle.loads(value)
+    except Exception as error:
+        raise Misuse(
+            f"fixture {name!r}: its value cannot be read on the ranks ({type(error).__name__}: {error}); "
+            "return plain data, such as a path or a config, and build the rest in the loader"
+        ) from error
+
+
+def _as_subject(returned: object) -> Subject:
+    if isinstance(returned, Subject):
+        return returned
+    if isinstance(returned, Module):
+        return Subject(returned)
+    hint = ""
+    if inspect.iscoroutine(returned) or inspect.isgenerator(returned):
+        hint = "; it is a coroutine or generator function, a loader is a plain function"
+    elif returned is None:
+        hint = "; is a return statement missing?"
+    raise Misuse(f"the loader returned {type(returned).__name__}, but should return the loaded model or a Subject{hint}")
+
+
+def _names(model: Module) -> dict[str, list[str]]:
+    names: dict[str, list[str]] = {"parameter": [], "buffer": []}
+    for name, kind, _ in named_tensors(model):
+        names[kind].append(name)
+    return names
+
+
+def pack_recipe(subject: Subject) -> dict[str, bytes]:
+    """What the reference run needs of the subject. Raises SubjectError for a field that cannot be sent."""
+    import cloudpickle
+
+    packed = {}
+    for field in SENT_FIELDS:
+        value = getattr(subject, field)
+        if field == "optimizer" and isinstance(value, torch.optim.Optimizer):
+            value = _rebuild(value)
+        try:
+            packed[field] = cloudpickle.dumps(value)
+        except Exception as error:
+            raise SubjectError(
+                field,
+                f"it cannot be sent to the reference ({type(error).__name__}: {error}); it probably captures the "
+                "sharded model or a mesh: capture paths and configs, and build everything else inside it",
+            ) from error
+    return packed
+
+
+def _rebuild(optimizer: torch.optim.Optimizer) -> Callable[[Any], torch.optim.Optimizer]:
+    """A factory that gives the reference an optimizer with the same hyperparameters."""
+    kind, defaults = type(optimizer), dict(optimizer.defaults)
+    for group in optimizer.param_groups:
+        if any(group.get(key, value) != value for key, value in defaults.items()):
+            raise SubjectError(
+                "optimizer", "its groups differ in hyperparameters, which the reference cannot copy; give a callable"
+            )
+    accepted = inspect.signature(kind).parameters
+    kept = {key: value for key, value in defaults.items() if key in accepted}
+    return lambda parameters: kind(parameters, **kept)

@@ -1,0 +1,87 @@
+"""A verdict as the terminal shows it: the promise, what broke it, why probably, and how to see it again."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Sequence
+
+from pytest_fsdp_meta.catalogue import Check, Finding, Verdict, describe_left_out
+from pytest_fsdp_meta.words import fold_names, name_ranks
+
+MOST_LINES = 20
+WIDTH = 118
+
+
+def describe_failure(verdict: Verdict, world: str, again: str) -> str:
+    """The whole message of a failed check."""
+    check = verdict.check
+    lines = [f"{check.id}: {check.promise}", f"broken in a {world}:"]
+    for (cause, remedy), findings in _by_cause(verdict.findings).items():
+        lines += ["", *_lines(findings), "", _paragraph("likely cause: ", cause), _paragraph("remedy: ", remedy)]
+    if verdict.unjudged:
+        lines += ["", describe_left_out(verdict.unjudged)]
+    if verdict.reason:
+        lines += ["", f"and not judged: {verdict.reason}"]
+    return "\n".join([*lines, "", f"run it again: {again}"])
+
+
+def describe_error(check: Check, reason: str, detail: str, again: str) -> str:
+    """The message of a check that could not be judged because something went wrong."""
+    lines = [f"{check.id} could not be judged: {reason}"]
+    if detail and detail != reason:
+        lines += ["", detail]
+    return "\n".join([*lines, "", f"run it again: {again}"])
+
+
+def describe_checks(checks: Iterable[Check]) -> str:
+    """The catalogue for ``--fsdp-list-checks``."""
+    lines: list[str] = []
+    family = ""
+    for check in checks:
+        if check.family != family:
+            family = check.family
+            lines += ["", family]
+        needs = ", ".join(need for need in check.needs if need != "inventory")
+        lines.append(textwrap.fill(check.promise, WIDTH, initial_indent=f"  {check.id}: ", subsequent_indent="      "))
+        if needs:
+            lines.append(f"      needs: {needs}")
+    return "\n".join(lines[1:])
+
+
+def _by_cause(findings: Sequence[Finding]) -> dict[tuple[str, str], list[Finding]]:
+    groups: dict[tuple[str, str], list[Finding]] = {}
+    for finding in findings:
+        groups.setdefault((finding.cause, finding.remedy), []).append(finding)
+    return groups
+
+
+def _lines(findings: Sequence[Finding]) -> list[str]:
+    """One line per set of like tensors that broke the promise in the same way on the same ranks."""
+    alike: dict[tuple[str, str, tuple[int, ...]], list[Finding]] = {}
+    for finding in findings:
+        alike.setdefault((finding.actual, finding.expected, finding.ranks), []).append(finding)
+    lines = [line for group in alike.values() for line in _alike(group)]
+    if len(lines) > MOST_LINES:
+        lines = [*lines[:MOST_LINES], f"  ... and {len(lines) - MOST_LINES} lines more"]
+    return lines
+
+
+def _alike(group: Sequence[Finding]) -> list[str]:
+    first = group[0]
+    ranks = name_ranks(first.ranks)
+    tail = f"{first.actual}, but should be {first.expected}"
+    if first.tensor is None:
+        return [f"  the model, {ranks}: {tail}" + (f" ({first.detail})" if first.detail else "")]
+    details = {finding.tensor: finding.detail for finding in group}
+    lines = []
+    for folded, name in fold_names(str(finding.tensor) for finding in group).items():
+        detail = details[name]
+        where = "" if name == folded or not detail else f"{name}: "
+        lines.append(f"  {folded}, {ranks}: {tail}" + (f" ({where}{detail})" if detail else ""))
+    return lines
+
+
+def _paragraph(label: str, text: str) -> str:
+    return textwrap.fill(
+        text, WIDTH, initial_indent=label, subsequent_indent=" " * len(label), break_long_words=False, break_on_hyphens=False
+    )

@@ -1,0 +1,166 @@
+"""Command line, ini file and environment, in this order of precedence, as one frozen Settings."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+DEVICES = ("auto", "cpu", "cuda")
+BACKENDS = ("auto", "gloo", "nccl")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the user set, checked. ``given`` are the options as typed, to be repeated in commands that we suggest."""
+
+    world_sizes: tuple[int, ...] = (2,)
+    device: str = "auto"
+    backend: str = "auto"
+    timeout: float = 300.0
+    require_gpu: bool = False
+    given: tuple[str, ...] = ()
+
+    @property
+    def again(self) -> str:
+        """The given options for a shell."""
+        return shlex.join(self.given)
+
+
+@dataclass(frozen=True)
+class Option:
+    """One setting: ``--fsdp-NAME``, ``fsdp_NAME`` in the ini file, ``PYTEST_FSDP_NAME`` in the environment."""
+
+    name: str
+    help: str
+    parse: Callable[[str], Any]
+    right: str
+    metavar: str
+
+    @property
+    def flag(self) -> str:
+        return f"--fsdp-{self.name}"
+
+    @property
+    def ini(self) -> str:
+        return f"fsdp_{self.name.replace('-', '_')}"
+
+    @property
+    def variable(self) -> str:
+        return f"PYTEST_{self.ini.upper()}"
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    sizes = tuple(int(part) for part in text.split(","))
+    if any(size < 1 for size in sizes) or len(set(sizes)) != len(sizes):
+        raise ValueError
+    return sizes
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 < seconds < 1e9:
+        raise ValueError
+    return seconds
+
+
+def _one_of(values: Sequence[str]) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in values:
+            raise ValueError
+        return text
+
+    return parse
+
+
+def _switch(text: str) -> bool:
+    return {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}[
+        text.lower()
+    ]
+
+
+OPTIONS = (
+    Option(
+        "world-size",
+        "ranks of the worlds that loaders are judged in, where the marker does not say; a list judges each: 1,2,4 (default: 2)",
+        _sizes,
+        "a positive int, or a list of different ones such as 1,2,4",
+        "N[,N...]",
+    ),
+    Option(
+        "device",
+        "auto (default: cuda when there is a GPU for every rank, else cpu), cpu or cuda",
+        _one_of(DEVICES),
+        "auto, cpu or cuda",
+        "DEVICE",
+    ),
+    Option(
+        "backend",
+        "auto (default: nccl on cuda, gloo on cpu), gloo or nccl; gloo on cuda lets several ranks share a GPU",
+        _one_of(BACKENDS),
+        "auto, gloo or nccl",
+        "BACKEND",
+    ),
+    Option(
+        "timeout",
+        "seconds for one call to the ranks, after which they are ended and their stacks shown (default: 300)",
+        _seconds,
+        "a positive number of seconds",
+        "SECONDS",
+    ),
+    Option(
+        "require-gpu",
+        "fail instead of judging on the CPU where GPUs are missing; for nightly jobs",
+        _switch,
+        "true or false",
+        "",
+    ),
+)
+
+
+def add_options(parser: pytest.Parser) -> None:
+    group = parser.getgroup("fsdp", "conformance of sharded model loaders (pytest-fsdp-meta)")
+    for option in OPTIONS:
+        known = f"{option.help} [ini: {option.ini}, env: {option.variable}]"
+        if option.metavar:
+            group.addoption(option.flag, dest=option.ini, metavar=option.metavar, default=None, help=known)
+        else:
+            group.addoption(option.flag, dest=option.ini, action="store_const", const="true", default=None, help=known)
+        parser.addini(option.ini, f"default of {option.flag}", default="")
+    group.addoption(
+        "--fsdp-list-checks", action="store_true", default=False, help="print the catalogue of checks and exit"
+    )
+
+
+def read_settings(config: pytest.Config) -> Settings:
+    """Raises UsageError, in one line that names where a wrong value comes from and what would be right."""
+    values: dict[str, Any] = {}
+    given: list[str] = []
+    for option in OPTIONS:
+        found = _find(config, option)
+        if found is None:
+            continue
+        text, source = found
+        try:
+            value = option.parse(text)
+        except (ValueError, KeyError):
+            raise pytest.UsageError(f"{source}: {text!r} is wrong, it should be {option.right}") from None
+        values["world_sizes" if option.name == "world-size" else option.ini.removeprefix("fsdp_")] = value
+        if source == option.flag:
+            given.append(f"{option.flag}={text}" if option.metavar else option.flag)
+    return Settings(**values, given=tuple(given))
+
+
+def _find(config: pytest.Config, option: Option) -> tuple[str, str] | None:
+    """(text, where it stands), or None where nobody set it."""
+    typed = config.getoption(option.ini)
+    if typed is not None:
+        return str(typed), option.flag
+    if os.environ.get(option.variable):
+        return os.environ[option.variable], option.variable
+    written = config.getini(option.ini)
+    return (str(written).strip(), f"ini option {option.ini}") if written else None

@@ -1,0 +1,254 @@
+"""What a loader hands over: the loaded model, and what its author declares about it."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Union
+
+from pytest_fsdp_meta.evidence import SubjectFacts
+from pytest_fsdp_meta.worlds import Misuse
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed.tensor import Placement
+    from torch.nn import Module, Parameter
+    from torch.optim import Optimizer
+
+    Source = Union[Callable[[], Module], str, "os.PathLike[str]"]
+    Placements = Union[str, Placement, Sequence[Union[str, Placement]]]
+
+
+class SubjectError(Misuse):
+    """A field of Subject is wrong; the message names the field, what is wrong and what would be right."""
+
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(f"Subject({field}=...): {problem}")
+
+
+@dataclass(eq=False, repr=False)
+class Subject:
+    """A loaded model with the declarations of its author. Only ``model`` is required.
+
+    Names are fully qualified (FQNs) as ``named_parameters()`` gives them, without the components that activation
+    checkpointing and ``torch.compile`` insert. Patterns are shell patterns whose ``*`` also crosses dots; a pattern
+    that matches nothing is an error, so that a typo never turns a check green. A wrong field raises SubjectError (a
+    ValueError) that names it, when the subject is made or when the loader returns it.
+    """
+
+    model: Module
+    _: KW_ONLY
+    reference: Source | None = None
+    """Builds the same model unsharded, anew on every call; or a checkpoint directory with safetensors."""
+    batch: Callable[[int], Mapping[str, Any]] | None = None
+    """``batch(step)``: the *global* batch; each data-parallel rank takes its slice of dim 0 of every tensor."""
+    data_parallel: tuple[int, int] | None = None
+    """``(index, size)`` of this rank's slice; default from the mesh of the parameters, else the marker's mesh."""
+    loss: Callable[[Module, Mapping[str, Any]], Tensor] | None = None
+    """``loss(model, batch)``: a scalar; default ``model(**batch).loss``."""
+    optimizer: Callable[[Iterable[Parameter]], Optimizer] | Optimizer | None = None
+    """``optimizer(parameters)``, or an optimizer that holds this model's parameters; default SGD."""
+    frozen: str | Sequence[str] | Mapping[str, str] = ()
+    """Names or patterns of frozen weights; a mapping gives the name in the verifier, its ``*`` filled in order."""
+    verifier: Source | None = None
+    """Where frozen weights were taken from; default the reference."""
+    tied: Sequence[Sequence[str]] = ()
+    """Groups of names that are one weight; default the ties of the reference."""
+    unsharded: str | Sequence[str] = ()
+    """Patterns of parameters that stay whole on every rank."""
+    offloaded: str | Sequence[str] = ()
+    """Patterns of parameters and buffers that live on the CPU by intent."""
+    kept_attributes: Sequence[str] = ()
+    """Custom attributes of parameters that survive sharding, such as ``_fsdp_no_shard``."""
+    placements: Mapping[str, Placements] = ()  # type: ignore[assignment]
+    """``{pattern: "S(0)"}`` or DTensor placements, one per mesh dimension in order; the first match wins."""
+
+    def __post_init__(self) -> None:
+        _require_module(self.model)
+        for name in ("reference", "verifier"):
+            _require_source(name, getattr(self, name))
+        for name in ("batch", "loss"):
+            value = getattr(self, name)
+            if value is not None and not callable(value):
+                raise SubjectError(name, f"{value!r} is not callable; give a function of {SIGNATURES[name]}")
+        _require_optimizer(self.optimizer)
+        _require_slice(self.data_parallel)
+        for name in ("frozen", "unsharded", "offloaded", "kept_attributes"):
+            _require_names(name, getattr(self, name))
+        _require_groups(self.tied)
+        self.placements = dict(self.placements)
+        for pattern, declared in self.placements.items():
+            _require_names("placements", [pattern])
+            parse_placements(declared)
+
+    def resolve(self, parameters: Sequence[str], buffers: Sequence[str]) -> SubjectFacts:
+        """The declarations with every pattern resolved to names of this model. Raises SubjectError."""
+        names = [*parameters, *buffers]
+        placements: dict[str, tuple[str, ...]] = {}
+        for pattern, declared in self.placements.items():
+            for name in _match("placements", pattern, parameters):
+                placements.setdefault(name, parse_placements(declared))
+        for group in self.tied:
+            for name in group:
+                if name not in parameters:
+                    raise SubjectError("tied", f"{name!r} is not a parameter of the model{_nearest(name, parameters)}")
+        defaults = {"reference": None, "verifier": None, "batch": None, "frozen": (), "tied": (), "placements": {}}
+        return SubjectFacts(
+            frozen=self._resolve_frozen(names),
+            tied=tuple(tuple(group) for group in self.tied),
+            unsharded=tuple(_match_all("unsharded", self.unsharded, parameters)),
+            offloaded=tuple(_match_all("offloaded", self.offloaded, names)),
+            placements=placements,
+            kept_attributes=tuple(_listed(self.kept_attributes)),
+            declared=frozenset(name for name, empty in defaults.items() if getattr(self, name) != empty),
+        )
+
+    def _resolve_frozen(self, names: Sequence[str]) -> dict[str, str]:
+        frozen: dict[str, str] = {}
+        mapping = self.frozen if isinstance(self.frozen, Mapping) else {name: None for name in _listed(self.frozen)}
+        for pattern, template in mapping.items():
+            for name in _match("frozen", pattern, names):
+                frozen.setdefault(name, name if template is None else _rename(name, pattern, template))
+        return frozen
+
+
+SIGNATURES = {"batch": "the step: batch(step) -> dict of tensors", "loss": "model and batch: loss(model, batch) -> scalar"}
+
+
+def short_placement(placement: object) -> str:
+    """A placement as messages write it: ``S(0)``, ``R``, ``P(sum)``, ``_S(0, 2)`` for a strided shard."""
+    dim = getattr(placement, "dim", None)
+    if dim is not None:
+        factor = getattr(placement, "split_factor", None)
+        return f"S({dim})" if factor is None else f"_S({dim}, {factor})"
+    kind = type(placement).__name__
+    if kind == "Partial":
+        return f"P({getattr(placement, 'reduce_op', 'sum')})"
+    return "R" if kind == "Replicate" else str(placement)
+
+
+PLACEMENT = re.compile(
+    r"(?:(?P<replicate>R|Replicate\(\))|(?:S|Shard)\((?:dim=)?(?P<dim>\d+)\)"
+    r"|(?:_S|_StridedShard)\((?:dim=)?(?P<strided>\d+),\s*(?:sf=|split_factor=)?(?P<factor>\d+)\))\s*(?:,\s*|$)"
+)
+
+
+def parse_placements(declared: Any) -> tuple[str, ...]:
+    """Declared placements in the short form, one per mesh dimension. Raises SubjectError for what is none."""
+    if isinstance(declared, str):
+        found, position = [], 0
+        while match := PLACEMENT.match(declared, position):
+            found.append(_canonical(match))
+            position = match.end()
+            if position == len(declared):
+                return tuple(found)
+        raise SubjectError(
+            "placements", f"{declared!r} is no placement; write 'S(0)', 'R' or, on two mesh dimensions, 'R, S(0)'"
+        )
+    if isinstance(declared, Sequence):
+        return tuple(part for one in declared for part in parse_placements(one))
+    short = short_placement(declared)
+    if not PLACEMENT.fullmatch(short):
+        raise SubjectError("placements", f"{declared!r} is no placement; write 'S(0)' or use Shard(0), Replicate()")
+    return (short,)
+
+
+def _canonical(match: re.Match[str]) -> str:
+    if match["replicate"]:
+        return "R"
+    return f"S({match['dim']})" if match["dim"] else f"_S({match['strided']}, {match['factor']})"
+
+
+def _listed(patterns: str | Iterable[str]) -> list[str]:
+    return [patterns] if isinstance(patterns, str) else list(patterns)
+
+
+def _match(field: str, pattern: str, names: Sequence[str]) -> list[str]:
+    found = [name for name in names if fnmatchcase(name, pattern)]
+    if not found:
+        raise SubjectError(field, f"{pattern!r} matches no name of the model{_nearest(pattern, names)}")
+    return found
+
+
+def _match_all(field: str, patterns: str | Sequence[str], names: Sequence[str]) -> list[str]:
+    return list(dict.fromkeys(name for pattern in _listed(patterns) for name in _match(field, pattern, names)))
+
+
+def _nearest(name: str, names: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
+    return f"; the nearest is {near[0]!r}" if near else f"; it has {len(names)} names"
+
+
+def _rename(name: str, pattern: str, template: str) -> str:
+    """``template`` with its ``*`` filled, in order, by what the ``*`` of ``pattern`` matched in ``name``."""
+    matched = re.fullmatch(re.escape(pattern).replace(r"\*", "(.*)").replace(r"\?", "(.)"), name)
+    parts = template.split("*")
+    if matched is None or len(matched.groups()) != len(parts) - 1:
+        raise SubjectError("frozen", f"{pattern!r}: {template!r} should have as many * as the pattern, and no [...]")
+    return "".join(part + filled for part, filled in zip(parts, (*matched.groups(), ""), strict=True))
+
+
+def _require_module(model: object) -> None:
+    from torch.nn import Module
+
+    if isinstance(model, Module):
+        return
+    raise SubjectError("model", f"{_shown(model)} is not a torch.nn.Module; hand over the loaded model itself")
+
+
+def _require_source(field: str, value: object) -> None:
+    if value is None:
+        return
+    from torch.nn import Module
+
+    if isinstance(value, Module):
+        raise SubjectError(field, "a model is no source: ranks need a fresh one; wrap it: lambda: build_the_model()")
+    if isinstance(value, (str, os.PathLike)):
+        folder = Path(value)
+        if not folder.is_dir() or not any(folder.glob("*.safetensors")):
+            raise SubjectError(field, f"{os.fspath(value)!r} is not a directory that holds *.safetensors files")
+    elif not callable(value):
+        raise SubjectError(field, f"{_shown(value)} should be a callable that builds the model, or a checkpoint directory")
+
+
+def _require_optimizer(value: object) -> None:
+    if value is None or callable(value):
+        return
+    from torch.optim import Optimizer
+
+    if not isinstance(value, Optimizer):
+        raise SubjectError("optimizer", f"{_shown(value)} should be optimizer(parameters), or an Optimizer")
+
+
+def _require_slice(value: object) -> None:
+    if value is None:
+        return
+    right = isinstance(value, tuple) and len(value) == 2 and all(isinstance(part, int) for part in value)
+    if not right or not 0 <= value[0] < value[1]:  # type: ignore[index]
+        raise SubjectError("data_parallel", f"{value!r} should be (index, size) with 0 <= index < size")
+
+
+def _require_names(field: str, value: object) -> None:
+    listed = [value] if isinstance(value, str) else value
+    if not isinstance(listed, (list, tuple, set, frozenset, Mapping)):
+        raise SubjectError(field, f"{_shown(value)} should be a name, a pattern, or a list of them")
+    texts = [*listed, *listed.values()] if isinstance(listed, Mapping) else list(listed)
+    for text in texts:
+        if not isinstance(text, str) or not text:
+            raise SubjectError(field, f"{text!r} should be a name or a pattern such as 'layers.*.weight'")
+
+
+def _require_groups(value: object) -> None:
+    for group in value if isinstance(value, (list, tuple)) else [value]:
+        if isinstance(group, str) or not isinstance(group, (list, tuple)) or len(group) < 2:
+            raise SubjectError("tied", f"{group!r} should be a group of two or more names: tied=[('a', 'b')]")
+        _require_names("tied", group)
+
+
+def _shown(value: object) -> str:
+    return "None" if value is None else f"{type(value).__name__} {str(value)[:60]!r}"

@@ -1,0 +1,58 @@
+"""How ranks and lists of names are written, everywhere alike."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from itertools import product
+
+
+def name_ranks(ranks: Iterable[int]) -> str:
+    """ "rank 1", "ranks 0-3", "ranks 0, 2"."""
+    ordered = sorted(set(ranks))
+    return f"{'rank' if len(ordered) == 1 else 'ranks'} {', '.join(_runs(ordered, '-'))}"
+
+
+def fold_names(names: Iterable[str]) -> dict[str, str]:
+    """Names that differ only in numbers, written as one: ``layers.{0..31}.mlp.weight``; with the first name of each.
+
+    Only a complete set is folded, so that what is written stands for exactly the names that were given.
+    """
+    families: dict[tuple[str, ...], list[tuple[int, ...]]] = {}
+    for name in dict.fromkeys(names):
+        parts = re.split(r"(?<![A-Za-z0-9_])(\d+)(?![A-Za-z0-9_])", name)
+        families.setdefault(tuple(parts[::2]), []).append(tuple(int(number) for number in parts[1::2]))
+    return dict(pair for words, numbers in families.items() for pair in _fold(words, numbers))
+
+
+def _fold(words: tuple[str, ...], numbers: list[tuple[int, ...]]) -> list[tuple[str, str]]:
+    columns = [sorted(set(column)) for column in zip(*numbers, strict=True)]
+    if set(product(*columns)) == set(numbers):
+        return [(_join(words, [_braced(column) for column in columns]), _join(words, map(str, numbers[0])))]
+    first = sorted({row[0] for row in numbers})
+    rows = [[row for row in numbers if row[0] == value] for value in first]
+    if len(first) > 1:
+        return [pair for group in rows for pair in _fold(words, group)]
+    return [(_join(words, map(str, row)),) * 2 for row in numbers]
+
+
+def _join(words: Sequence[str], numbers: Iterable[str]) -> str:
+    return "".join(word + number for word, number in zip(words, (*numbers, ""), strict=True))
+
+
+def _braced(column: list[int]) -> str:
+    return str(column[0]) if len(column) == 1 else "{" + ",".join(_runs(column, "..")) + "}"
+
+
+def _runs(ordered: Sequence[int], joint: str) -> list[str]:
+    """ "0-3", "7": consecutive numbers joined, two neighbours left as they are."""
+    runs: list[list[int]] = []
+    for number in ordered:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    parts: list[str] = []
+    for run in runs:
+        parts += [f"{run[0]}{joint}{run[-1]}"] if len(run) > 2 or (len(run) == 2 and joint == "..") else map(str, run)
+    return parts

@@ -1,0 +1,28 @@
+"""Process groups as a service: a world is a set of ranks that live for a while and run what they are handed.
+
+Nothing here knows of models, checks or pytest items. ``World`` lives in the parent process and imports no torch;
+``current()`` is what a rank sees of its world.
+"""
+
+from pytest_fsdp_meta.worlds.devices import choose, count_gpus
+from pytest_fsdp_meta.worlds.failures import Misuse, RankFailure, WorldError
+from pytest_fsdp_meta.worlds.launch import Preload
+from pytest_fsdp_meta.worlds.rank import Rank, current
+from pytest_fsdp_meta.worlds.spec import DEFAULT_MESH_DIM, Sources, WorldSpec, resolve_mesh
+from pytest_fsdp_meta.worlds.world import World
+
+__all__ = [
+    "DEFAULT_MESH_DIM",
+    "Misuse",
+    "Preload",
+    "Rank",
+    "RankFailure",
+    "Sources",
+    "World",
+    "WorldError",
+    "WorldSpec",
+    "choose",
+    "count_gpus",
+    "current",
+    "resolve_mesh",
+]

@@ -1,0 +1,56 @@
+"""Which device type and backend a world gets. Counting GPUs must not initialise CUDA in the parent process."""
+
+from __future__ import annotations
+
+from glob import glob
+from multiprocessing.connection import Connection
+
+from pytest_fsdp_meta.worlds.launch import Preload
+
+DEVICE_FILES = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg")
+
+
+def choose(size: int, device: str, backend: str, gpus: int, require_gpu: bool = False) -> tuple[str, str]:
+    """(device type, backend) for a world of ``size`` ranks on a machine with ``gpus`` GPUs.
+
+    Raises ValueError where what was asked for cannot be had; never a silent smaller or other world.
+    """
+    if backend == "nccl" and device == "cpu":
+        raise ValueError("--fsdp-backend=nccl runs on cuda only; use --fsdp-backend=gloo with --fsdp-device=cpu")
+    if device == "cuda" and not gpus:
+        raise ValueError("--fsdp-device=cuda: this machine has no GPU that torch can use; use cpu or auto")
+    shares = backend == "gloo" and device == "cuda"
+    if (device == "cuda" or backend == "nccl") and not shares and size > gpus:
+        raise ValueError(
+            f"a world of {size} on cuda with nccl needs {size} GPUs, this machine has {gpus}; use a smaller world, "
+            "or --fsdp-device=cuda --fsdp-backend=gloo, with which ranks share a GPU"
+        )
+    on_gpu = device == "cuda" or backend == "nccl" or (device == "auto" and backend == "auto" and 0 < size <= gpus)
+    if require_gpu and not on_gpu:
+        raise ValueError(f"--fsdp-require-gpu: a world of {size} would run on the CPU, this machine has {gpus} GPUs")
+    if not on_gpu:
+        return "cpu", "gloo"
+    return "cuda", "nccl" if backend == "auto" else backend
+
+
+def count_gpus(preload: Preload) -> int:
+    """GPUs that torch can use, asked in a process that ends at once; free of cost on a machine without any."""
+    if not any(glob(pattern) for pattern in DEVICE_FILES):
+        return 0
+    here, there = preload.context().Pipe(duplex=False)
+    process = preload.launch(_count, (there,), name="count-gpus")
+    there.close()
+    try:
+        return int(here.recv()) if here.poll(120) else 0
+    except EOFError:
+        return 0
+    finally:
+        process.kill()
+        process.join()
+        here.close()
+
+
+def _count(pipe: Connection) -> None:
+    import torch
+
+    pipe.send(torch.cuda.device_count())

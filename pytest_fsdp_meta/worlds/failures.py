@@ -1,0 +1,105 @@
+"""How ranks fail, and how that is told: by rank, the first cause first, its consequences after it."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pytest_fsdp_meta.words import name_ranks
+
+
+@dataclass(frozen=True)
+class RankFailure:
+    """One rank's end.
+
+    ``kind`` is "raised", "exited", "killed", "hung" or "unsendable"; ``summary`` fits a line; ``detail`` is the
+    traceback or the stacks. ``when`` is the machine's monotonic clock, so that the first failure can be told from
+    those that it caused. ``user`` marks an error that was made for the user to read: its traceback says nothing more.
+    ``exception`` and ``message`` are the qualified class and the text of what was raised.
+    """
+
+    rank: int
+    kind: str
+    summary: str
+    detail: str = ""
+    when: float = 0.0
+    user: bool = False
+    exception: str = ""
+    message: str = ""
+
+
+class Misuse(ValueError):
+    """A user's mistake, told completely by its message: no traceback belongs to it."""
+
+
+class WorldError(Exception):
+    """One or more ranks failed; their world has ended. ``str()`` is the full story, ``summary`` one line.
+
+    ``label`` names a world of one in place of its only rank.
+    """
+
+    def __init__(
+        self, failures: Sequence[RankFailure], doing: str, outputs: Sequence[str] = (), label: str = ""
+    ) -> None:
+        assert failures
+        self.failures = tuple(sorted(failures, key=lambda failure: (failure.when, failure.rank)))
+        self.doing = doing
+        self.outputs = tuple(outputs)
+        self.label = label
+        super().__init__(self.summary)
+
+    @property
+    def summary(self) -> str:
+        first = self.failures[0]
+        if first.user:
+            return first.summary
+        same = sorted(f.rank for f in self.failures if (f.kind, f.summary) == (first.kind, first.summary))
+        return f"{self.label or name_ranks(same)} {first.summary}"
+
+    @property
+    def user(self) -> bool:
+        """Whether the first failure is a message to the user, complete in one line."""
+        return self.failures[0].user
+
+    def __str__(self) -> str:
+        if self.user:
+            return self.summary
+        lines = [f"{self.summary} (while {self.doing})"]
+        for number, (summary, detail, ranks) in enumerate(self._told()):
+            if number and summary:
+                lines += ["", f"then {name_ranks(ranks)} {summary}"]
+            if detail:
+                lines += ["", detail.rstrip()]
+        return "\n".join(lines)
+
+    def _told(self) -> list[tuple[str, str, list[int]]]:
+        """(summary, detail, ranks): what several ranks say alike is told once, and consequences in one line."""
+        if self.failures[0].kind == "hung":
+            stacks: dict[str, list[int]] = {}
+            for failure in self.failures:
+                stacks.setdefault(failure.detail, []).append(failure.rank)
+            return [("", f"{name_ranks(ranks)} stood at (innermost last):\n{stack}", ranks) for stack, ranks in stacks.items()]
+        told: dict[tuple[str, str], list[int]] = {}
+        for number, failure in enumerate(self.failures):
+            lost = number and failure.kind == "raised" and LOST_PEER.search(failure.message)
+            words = ("lost the connection to it", "") if lost else (failure.summary, failure.detail)
+            told.setdefault(words, []).append(failure.rank)
+        return [(summary, detail, ranks) for (summary, detail), ranks in told.items()]
+
+
+LOST_PEER = re.compile(r"Connection (closed|reset) by peer|Connection refused|Broken pipe|ncclRemoteError", re.IGNORECASE)
+
+
+def describe_exit(code: int | None) -> tuple[str, str]:
+    """(kind, summary) of a process that ended by itself."""
+    if code is None:
+        return "exited", "closed its connection and did not end"
+    if code < 0:
+        try:
+            name = signal.Signals(-code).name
+        except ValueError:
+            name = f"signal {-code}"
+        return "killed", f"was killed by {name}"
+    return "exited", f"exited with code {code} before it answered"

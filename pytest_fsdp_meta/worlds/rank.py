@@ -1,0 +1,258 @@
+"""The life of one rank: join the world, answer calls, end at once when told to or when the parent is gone."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import pickle
+import queue
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib import import_module
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pytest_fsdp_meta.worlds import preload, tracebacks
+from pytest_fsdp_meta.worlds.failures import Misuse, RankFailure
+from pytest_fsdp_meta.worlds.spec import Sources, WorldSpec
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
+
+SEED = 20240229
+PR_SET_PDEATHSIG = 1
+
+
+@dataclass
+class Rank:
+    """What a rank knows of its world: the ``fsdp`` fixture of a loader."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    device: torch.device
+    """With its index: ``cuda:3``."""
+    state: dict[str, Any] = field(default_factory=dict, repr=False)
+    """Kept between the calls of one world."""
+    _mesh: DeviceMesh | None = field(default=None, repr=False)
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The mesh of the marker. Raises ValueError where the loader makes the process group itself."""
+        if self._mesh is None:
+            raise ValueError('fsdp.mesh does not exist with process_group="loader": the loader makes its own mesh')
+        return self._mesh
+
+    @property
+    def has_mesh(self) -> bool:
+        return self._mesh is not None
+
+    def barrier(self) -> None:
+        """Waits until every rank is here."""
+        import torch.distributed as dist
+
+        dist.barrier()
+
+
+_CURRENT: Rank | None = None
+
+
+def current() -> Rank:
+    """The rank that this process is. Raises RuntimeError outside a world."""
+    if _CURRENT is None:
+        raise RuntimeError("this process is not a rank of a world of pytest-fsdp-meta")
+    return _CURRENT
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Everything a new rank is told."""
+
+    rank: int
+    spec: WorldSpec
+    sources: Sources
+    output: str
+    stacks: str
+    parent: int
+    environ: dict[str, str]
+    cwd: str
+
+
+class _Channel:
+    """The control pipe. A thread reads it, so that the parent's end is noticed in the middle of a collective."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._inbox: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
+        threading.Thread(target=self._listen, name="pytest-fsdp-meta", daemon=True).start()
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                message = pickle.loads(self._connection.recv_bytes())
+            except (EOFError, OSError):
+                os._exit(0)
+            if message[0] == "stop":
+                os._exit(0)
+            self._inbox.put(message)
+
+    def receive(self) -> tuple[Any, ...]:
+        return self._inbox.get()
+
+    def send(self, *message: Any) -> None:
+        _flush()
+        self._connection.send_bytes(pickle.dumps(message))
+
+
+def main(connection: Connection, task: Assignment) -> None:
+    """The target of a rank's process; does not return."""
+    _isolate(task)
+    channel = _Channel(connection)
+    try:
+        _join(channel, task)
+    except BaseException as error:
+        channel.send("failure", _failure(task.rank, error))
+    else:
+        channel.send("ready", preload.STATE.failed)
+        while True:
+            _answer(channel, task.rank, channel.receive())
+    channel.receive()  # a rank that failed waits for its end, so that it is not mistaken for one that vanished
+    os._exit(0)
+
+
+def _isolate(task: Assignment) -> None:
+    """Own process group (no Ctrl-C from the terminal), own output file, death with the parent, the parent's state."""
+    os.setpgid(0, 0)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    output = os.open(task.output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for descriptor in (1, 2):
+        os.dup2(output, descriptor)
+    os.close(output)
+    sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, file=open(task.stacks, "w"), all_threads=True)  # noqa: SIM115
+    os.chdir(task.cwd)
+    os.environ.clear()
+    os.environ.update(task.environ)
+    preload.share(task.sources.path, task.sources.modules)
+
+
+def _join(channel: _Channel, task: Assignment) -> None:
+    global _CURRENT
+    if preload.STATE.unsafe:
+        channel.send("unsafe", preload.STATE.unsafe)
+        channel.receive()
+    import torch
+    import torch.distributed as dist
+
+    spec = task.spec
+    # An OpenMP pool does not survive the fork; torchrun gives each rank one thread too.
+    torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
+    random.seed(SEED)
+    torch.manual_seed(SEED)
+    index = spec.devices[task.rank] if spec.devices else task.rank
+    device = torch.device(spec.device_type, index) if spec.device_type != "cpu" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    store = None
+    if task.rank == 0:
+        # Port 0: the system picks a free one, so two runs on one machine never meet.
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        channel.send("store", store.port)
+    _, port = channel.receive()
+    os.environ.update(torchrun_environment(task.rank, spec.size, port))
+    if sys.platform == "linux":
+        # Without it gloo looks the host name up, which fails or hangs on machines that cannot resolve their own.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    me = Rank(task.rank, task.rank, spec.size, device)
+    if spec.process_group == "plugin":
+        from datetime import timedelta
+
+        dist.init_process_group(
+            spec.backend,
+            store=store or dist.TCPStore("127.0.0.1", port, is_master=False),
+            rank=task.rank,
+            world_size=spec.size,
+            # Later than the parent's own deadline: the parent shows the stacks of all ranks, torch only an error.
+            timeout=timedelta(seconds=2 * spec.timeout + 60),
+            device_id=device if spec.backend == "nccl" else None,
+        )
+        me._mesh = dist.device_mesh.init_device_mesh(
+            device.type, tuple(spec.mesh.values()), mesh_dim_names=tuple(spec.mesh)
+        )
+    else:
+        me.state["store"] = store  # the rendezvous that TORCHELASTIC_USE_AGENT_STORE points to lives here
+    _CURRENT = me
+
+
+def torchrun_environment(rank: int, size: int, port: int) -> dict[str, str]:
+    """What torchrun sets on one machine. The store behind the port is already served, so nothing has to bind it."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "GROUP_RANK": "0",
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
+
+
+def _answer(channel: _Channel, rank: int, message: tuple[Any, ...]) -> None:
+    _, call, target, payload = message
+    try:
+        function, args, kwargs = _unpack(target, payload)
+        result = function(*args, **kwargs)
+    except BaseException as error:
+        channel.send("failure", _failure(rank, error))
+        return
+    import cloudpickle
+
+    try:
+        packed = cloudpickle.dumps(result)
+    except Exception as error:
+        summary = f"returned a {type(result).__name__} that cannot be sent back: {type(error).__name__}: {error}"
+        channel.send("failure", RankFailure(rank, "unsendable", summary, when=time.monotonic()))
+        return
+    channel.send("result", call, packed)
+
+
+def _unpack(target: str, payload: bytes) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    function, args, kwargs = pickle.loads(payload)
+    if target:
+        module, _, name = target.partition(":")
+        function = getattr(import_module(module), name)
+    return function, args, kwargs
+
+
+def _failure(rank: int, error: BaseException) -> RankFailure:
+    kind = type(error)
+    text = str(error)
+    first = text.strip().splitlines()[0] if text.strip() else ""
+    return RankFailure(
+        rank,
+        "raised",
+        text if isinstance(error, Misuse) else f"raised {kind.__name__}" + (f": {first}" if first else ""),
+        detail=tracebacks.tell(error, hide=Path(__file__).parents[1]),
+        when=time.monotonic(),
+        user=isinstance(error, Misuse),
+        exception=f"{kind.__module__}.{kind.__qualname__}",
+        message=text,
+    )
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()

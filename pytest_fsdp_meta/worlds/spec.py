@@ -1,0 +1,70 @@
+"""What a world shall be: size, mesh, device, backend. Plain data, checked before a process is started."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+
+DEFAULT_MESH_DIM = "dp_shard"
+
+
+@dataclass(frozen=True)
+class Sources:
+    """What lets a rank import what the parent process has imported: search path, and files of loose modules.
+
+    Under pytest's ``importlib`` mode a test module cannot be found by its name, so ranks need its file.
+    """
+
+    path: tuple[str, ...] = ()
+    modules: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class WorldSpec:
+    """One world. ``mesh`` maps dimension names to sizes, in order; their product is the size of the world.
+
+    ``timeout`` is in seconds and holds for the start and for every call. ``process_group`` is "plugin", or "loader"
+    when the called code runs ``init_process_group`` itself; torchrun's environment is there in both cases.
+    """
+
+    mesh: Mapping[str, int]
+    device_type: str = "cpu"
+    backend: str = "gloo"
+    timeout: float = 300.0
+    process_group: str = "plugin"
+    devices: tuple[int, ...] = ()
+    """Device indices by local rank; empty: the local rank itself."""
+
+    @property
+    def size(self) -> int:
+        return prod(self.mesh.values())
+
+
+def resolve_mesh(mesh: Mapping[str, int], world_size: int | None) -> dict[str, int]:
+    """The mesh with its one ``-1`` filled in.
+
+    Raises ValueError, with one line that says what is wrong and what would be right, when the sizes are no sizes or
+    do not multiply out to ``world_size``.
+    """
+    if not mesh:
+        raise ValueError("mesh names no dimension; write for example mesh={'dp_shard': 2}")
+    for name, size in mesh.items():
+        if not isinstance(name, str) or not name.isidentifier():
+            raise ValueError(f"mesh dimension {name!r} is not a name; use one such as 'dp_shard' or 'tp'")
+        if isinstance(size, bool) or not isinstance(size, int) or (size < 1 and size != -1):
+            raise ValueError(f"mesh size {name}={size!r} should be a positive int, or -1 for what is left over")
+    free = [name for name, size in mesh.items() if size == -1]
+    known = prod(size for size in mesh.values() if size != -1)
+    shown = " x ".join(f"{name}={size}" for name, size in mesh.items())
+    if len(free) > 1:
+        raise ValueError(f"mesh {shown} leaves {len(free)} sizes open; only one may be -1")
+    if free:
+        if world_size is None:
+            raise ValueError(f"mesh {shown} leaves {free[0]} open, so it needs a world_size to be worked out from")
+        if world_size % known:
+            raise ValueError(f"mesh {shown} does not divide a world of {world_size}: {world_size} / {known} is no int")
+        return {name: world_size // known if size == -1 else size for name, size in mesh.items()}
+    if world_size is not None and known != world_size:
+        raise ValueError(f"mesh {shown} multiplies out to {known}, but the world size is {world_size}")
+    return dict(mesh)

@@ -1,0 +1,40 @@
+"""Tracebacks and stacks of ranks as their reader wants them: the user's code, not the plugin's."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from pathlib import Path
+
+PLUMBING = ("multiprocessing/", "pytest_fsdp_meta/worlds/rank.py", '"<string>"', "runpy")
+
+
+def tell(error: BaseException, hide: Path) -> str:
+    """The traceback without the leading frames of files under ``hide``, causes and contexts included."""
+    told = traceback.TracebackException.from_exception(error)
+    seen: set[int] = set()
+    todo: list[traceback.TracebackException | None] = [told]
+    while todo:
+        one = todo.pop()
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        frames = list(one.stack)
+        while frames and Path(frames[0].filename).is_relative_to(hide):
+            frames.pop(0)
+        one.stack = traceback.StackSummary.from_list(frames)
+        todo += [one.__cause__, one.__context__]
+    return "".join(told.format())
+
+
+def user_stack(dump: str) -> str:
+    """A faulthandler dump as a traceback reads, innermost frame last, without the plugin's own thread and frames."""
+    threads = re.split(r"\n\n(?=(?:Current thread|Thread) 0x)", dump.strip())
+    told = []
+    for thread in threads:
+        head, *frames = thread.splitlines() or [""]
+        if any(frame.endswith(" in _listen") for frame in frames):
+            continue
+        kept = [frame for frame in reversed(frames) if not any(part in frame for part in PLUMBING)]
+        told.append("\n".join(kept if head.startswith("Current") else [f"  ({head.split()[1]})", *kept]))
+    return "\n".join(told)
