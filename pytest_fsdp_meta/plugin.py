@@ -16,6 +16,7 @@ from pytest_fsdp_meta.items import VERDICT, Conductor
 from pytest_fsdp_meta.markers import MARK
 from pytest_fsdp_meta.reports.terminal import describe_checks
 from pytest_fsdp_meta.settings import add_options, read_settings
+from pytest_fsdp_meta.trial import ON_RANKS
 from pytest_fsdp_meta.worlds import Preload, Sources, count_gpus
 
 __all__ = ["fsdp"]
@@ -97,7 +98,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     conductor.plan(loaders)
     modules = {item.module.__name__: str(item.path) for item in loaders if isinstance(item, pytest.Function)}
     conductor.preload.sources = Sources(tuple(sys.path), modules | _conftests(session.config))
-    conductor.preload.modules = [name for names in session.config.hook.pytest_fsdp_preload() for name in names]
+    conductor.preload.modules = [*ON_RANKS, *(name for names in session.config.hook.pytest_fsdp_preload() for name in names)]
     conductor.preload.test_modules = list(modules)
     conductor.preload.start()
 

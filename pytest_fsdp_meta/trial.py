@@ -25,6 +25,8 @@ from pytest_fsdp_meta.worlds import DEFAULT_MESH_DIM, Preload, World, WorldError
 
 OBSERVERS = "pytest_fsdp_meta.observers"
 """Observers are called by name: they import torch, and the pytest process need not."""
+ON_RANKS = (f"{OBSERVERS}.training", f"{OBSERVERS}.truth")
+"""What every rank needs imported."""
 NOT_ASKED = Unavailable("no selected check asked for it")
 SKIPPED = "_pytest.outcomes.Skipped"
 
