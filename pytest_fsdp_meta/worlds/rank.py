@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import multiprocessing
 import os
 import pickle
 import queue
@@ -131,6 +132,8 @@ def main(connection: Connection, task: Assignment) -> None:
 def _isolate(task: Assignment) -> None:
     """Own process group (no Ctrl-C from the terminal), own output file, death with the parent, the parent's state."""
     os.setpgid(0, 0)
+    # The fork server's children inherit "forkserver"; a loader's own workers get what they get under torchrun.
+    multiprocessing.set_start_method(None, force=True)  # type: ignore[arg-type]
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     output = os.open(task.output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)

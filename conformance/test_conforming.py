@@ -1,0 +1,69 @@
+"""(a) Conforming loaders of ours, on real checkpoints of four architectures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from fixtures.conforming import blocks_named, load_sharded, subject
+from fixtures.tiny import reference_model
+from pytest_fsdp_meta import Subject, fsdp_conformance
+
+FOUR = ("llama", "llama-tied", "qwen3-moe", "gemma3", "gpt2")
+
+
+@pytest.fixture
+def path(request: pytest.FixtureRequest, checkpoint) -> Path:
+    return checkpoint(request.param)
+
+
+@pytest.mark.parametrize("path", FOUR, indirect=True)
+@fsdp_conformance(world_size=(1, 2, 4))
+def test_sharded(fsdp, path):
+    return subject(load_sharded(path, fsdp.mesh, fsdp.device), path)
+
+
+@pytest.mark.parametrize("path", ["llama-tied", "qwen3-moe"], indirect=True)
+@fsdp_conformance(mesh={"dp_replicate": 2, "dp_shard": 2})
+def test_hsdp(fsdp, path):
+    return subject(load_sharded(path, fsdp.mesh, fsdp.device), path)
+
+
+@pytest.mark.parametrize("path", ["llama-odd"], indirect=True)
+@fsdp_conformance(world_size=4)
+def test_uneven_sizes_and_empty_shards(fsdp, path):
+    return subject(load_sharded(path, fsdp.mesh, fsdp.device), path)
+
+
+def freeze(model: torch.nn.Module, prefix: str) -> torch.nn.Module:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.startswith(prefix))
+    return model
+
+
+@pytest.mark.parametrize("path", ["llama", "gpt2"], indirect=True)
+@fsdp_conformance(world_size=2)
+def test_frozen_part(fsdp, path):
+    model = load_sharded(path, fsdp.mesh, fsdp.device)
+    block = next(blocks_named(model))
+    return subject(
+        freeze(model, block),
+        path,
+        reference=lambda: freeze(reference_model(path), block),
+        frozen=f"{block}.*",
+        verifier=path,
+    )
+
+
+@pytest.mark.parametrize("path", ["llama"], indirect=True)
+@fsdp_conformance(world_size=2)
+def test_checkpoint_directory_as_reference(fsdp, path):
+    return Subject(load_sharded(path, fsdp.mesh, fsdp.device), reference=path)
+
+
+@pytest.mark.parametrize("path", ["llama"], indirect=True)
+@fsdp_conformance(world_size=2)
+def test_bare_model(fsdp, path):
+    return load_sharded(path, fsdp.mesh, fsdp.device)
