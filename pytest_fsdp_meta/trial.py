@@ -174,12 +174,12 @@ class _Observing:
     def _take_verifier(self, alone: World) -> Unavailable | None:
         names = self._frozen()
         if not names:
-            return Unavailable("nothing is frozen: Subject(frozen=...) is not declared and no reference freezes anything")
+            return Unavailable("nothing is frozen: neither Subject(frozen=...) nor the reference freezes anything")
         if "verifier" in self.subject.declared:
             source = self._record_verifier(alone, names)
         elif self.reference is None:
             why = self.unavailable["reference"]
-            return why if why.error else Unavailable("neither Subject(verifier=...) nor Subject(reference=...) is declared")
+            return why if why.error else Unavailable("no truth: neither Subject(verifier=...) nor a reference is declared")
         else:
             source = self._truth
             self.world.run(f"{OBSERVERS}.truth:check_checkpoint_names", source, names)
@@ -225,7 +225,9 @@ class _Observing:
         meta = [t.name for rank in self.inventory for t in rank.tensors if t.on_meta]
         if meta:
             return f"{meta[0]} is on meta"
-        manifests = {tuple((t.name, t.shape, t.dtype, t.requires_grad) for t in rank.tensors) for rank in self.inventory}
+        manifests = {
+            tuple((t.name, t.shape, t.dtype, t.requires_grad) for t in rank.tensors) for rank in self.inventory
+        }
         return "the ranks hold different tensors, so their collectives would not pair up" if len(manifests) > 1 else ""
 
     @property

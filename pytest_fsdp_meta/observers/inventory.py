@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
@@ -72,7 +73,7 @@ def describe(name: str, kind: str, tensor: Tensor, *, persistent: bool, attribut
         persistent=persistent,
         placements=tuple(short_placement(p) for p in tensor.placements) if isinstance(tensor, DTensor) else None,
         mesh=mesh_facts(tensor) if isinstance(tensor, DTensor) else None,
-        storage=None if local.is_meta or not local.numel() else f"{local.data_ptr()}:{tuple(local.shape)}",
+        storage=_storage(local),
         identity=id(tensor),
         attributes={key: repr(getattr(tensor, key)) for key in attributes if hasattr(tensor, key)},
         nan=nan,
@@ -85,6 +86,19 @@ def local_part(tensor: Tensor) -> Tensor:
     """This rank's own memory of a tensor, without autograd."""
     with torch.no_grad():
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _storage(local: Tensor) -> str | None:
+    """The same for the same memory; None where there is none to point at: meta, empty shards, lazy backends."""
+    address = 0 if local.is_meta or not local.numel() else local.data_ptr()
+    return f"{address}:{tuple(local.shape)}" if address else None
+
+
+def reshard(model: Module) -> None:
+    """Back to shards: after a forward FSDP2 leaves gathered what it was told not to free."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def mesh_facts(tensor: DTensor) -> MeshFacts:

@@ -13,7 +13,7 @@ import torch
 from torch.nn import Module
 
 from pytest_fsdp_meta.evidence import RankInventory, SubjectFacts
-from pytest_fsdp_meta.observers.inventory import named_tensors, take_inventory
+from pytest_fsdp_meta.observers.inventory import named_tensors, reshard, take_inventory
 from pytest_fsdp_meta.observers.poison import poisoned_memory
 from pytest_fsdp_meta.subject import Subject, SubjectError
 from pytest_fsdp_meta.worlds import Misuse, Rank, current
@@ -51,12 +51,15 @@ def load(function: bytes, arguments: Mapping[str, bytes], wants_rank: str | None
     torch.set_default_dtype(torch.float32)
     torch.set_default_device(None)
     subject = _as_subject(returned)
+    reshard(subject.model)  # a loader may have run a forward to warm up
     names = _names(subject.model)
     facts = subject.resolve(names["parameter"], names["buffer"])
     me.state["subject"] = subject
     inventory = take_inventory(subject.model, me.rank, str(me.device), facts.kept_attributes)
     sources = {field: getattr(subject, field) for field in ("reference", "verifier")}
-    checkpoints = {field: os.path.abspath(path) for field, path in sources.items() if isinstance(path, (str, os.PathLike))}
+    checkpoints = {
+        field: os.path.abspath(path) for field, path in sources.items() if isinstance(path, (str, os.PathLike))
+    }
     return Loaded(inventory, facts, pack_recipe(subject) if me.rank == 0 else {}, checkpoints)
 
 
@@ -71,7 +74,7 @@ def _body(loader: Callable[..., Any]) -> Callable[..., Any]:
     function = getattr(loader, "__func__", loader)
     body = getattr(function, "__fsdp_body__", function)
     owner = getattr(loader, "__self__", None)
-    return body.__get__(owner) if owner is not None else body  # type: ignore[no-any-return]
+    return body.__get__(owner) if owner is not None else body
 
 
 def _unpack(name: str, value: bytes) -> Any:
@@ -94,7 +97,9 @@ def _as_subject(returned: object) -> Subject:
         hint = "; it is a coroutine or generator function, a loader is a plain function"
     elif returned is None:
         hint = "; is a return statement missing?"
-    raise Misuse(f"the loader returned {type(returned).__name__}, but should return the loaded model or a Subject{hint}")
+    raise Misuse(
+        f"the loader returned {type(returned).__name__}, but should return the loaded model or a Subject{hint}"
+    )
 
 
 def _names(model: Module) -> dict[str, list[str]]:

@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from pytest_fsdp_meta.evidence import RankTraining
-from pytest_fsdp_meta.observers.inventory import digest, mesh_facts, named_tensors
+from pytest_fsdp_meta.observers.inventory import digest, mesh_facts, named_tensors, reshard
 from pytest_fsdp_meta.observers.loading import SEED, loaded_subject
 from pytest_fsdp_meta.observers.poison import deterministic
 from pytest_fsdp_meta.observers.values import compare_all
@@ -111,13 +110,6 @@ def data_parallel(model: Module, me: Rank) -> tuple[int, int]:
         if dim not in UNSPLIT:
             index = index * size + position
     return index, math.prod(size for dim, size in zip(dims, shape, strict=True) if dim not in UNSPLIT)
-
-
-def reshard(model: Module) -> None:
-    """Back to shards: FSDP2 keeps what it was told to keep gathered after a forward."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 def _unreduced(model: Module) -> bool:

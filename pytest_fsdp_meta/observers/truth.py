@@ -26,7 +26,9 @@ from pytest_fsdp_meta.reference import Record, checkpoint_entries, write_record
 from pytest_fsdp_meta.subject import Subject, SubjectError
 from pytest_fsdp_meta.worlds import current
 
-VALUES, GRADIENTS, UPDATED, VERIFIER = (f"{name}.safetensors" for name in ("values", "gradients", "updated", "verifier"))
+VALUES, GRADIENTS, UPDATED, VERIFIER = (
+    f"{name}.safetensors" for name in ("values", "gradients", "updated", "verifier")
+)
 
 
 def record_reference(recipe: Mapping[str, bytes], attributes: tuple[str, ...], folder: str) -> ReferenceFacts:
@@ -77,7 +79,7 @@ def record_verifier(recipe: Mapping[str, bytes], names: Mapping[str, str], folde
 
 
 def checkpoint_facts(path: str) -> ReferenceFacts:
-    """What the headers of a checkpoint directory say. It has parameters and persistent buffers without telling which."""
+    """What the headers of a checkpoint directory say; they do not tell parameters from persistent buffers."""
     tensors = tuple(
         TensorFacts(name, "tensor", shape, shape, (), dtype, "disk")
         for name, (shape, dtype) in checkpoint_entries(path).items()
@@ -103,7 +105,9 @@ def _build(field: str, recipe: Mapping[str, bytes]) -> Module:
     build = pickle.loads(recipe[field])
     model = build()
     if not isinstance(model, Module):
-        raise SubjectError(field, f"it returned {type(model).__name__}, but should return the model (a torch.nn.Module)")
+        raise SubjectError(
+            field, f"it returned {type(model).__name__}, but should return the model (a torch.nn.Module)"
+        )
     meta = [name for name, tensor in _tensors(model) if local_part(tensor).is_meta]
     if meta:
         raise SubjectError(field, f"{meta[0]!r} of the model that it built is on meta; it should build the real model")

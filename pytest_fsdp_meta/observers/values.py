@@ -16,11 +16,15 @@ from pytest_fsdp_meta.worlds import current
 
 def observe_values(path: str, names: Mapping[str, str] | None = None) -> tuple[Comparison, ...]:
     """This rank's subject beside the record or checkpoint at ``path``; ``names`` limits it, and maps to names there."""
-    tensors = ((name, t) for name, _, t in named_tensors(loaded_subject(current()).model) if names is None or name in names)
+    tensors = (
+        (name, t) for name, _, t in named_tensors(loaded_subject(current()).model) if names is None or name in names
+    )
     return compare_all(tensors, Record(path), names)
 
 
-def compare_all(tensors: Iterable[tuple[str, Tensor]], truth: Record, names: Mapping[str, str] | None = None) -> tuple[Comparison, ...]:
+def compare_all(
+    tensors: Iterable[tuple[str, Tensor]], truth: Record, names: Mapping[str, str] | None = None
+) -> tuple[Comparison, ...]:
     """Each tensor that the truth knows, compared; ``names`` maps to the names in the truth."""
     found = []
     for name, tensor in tensors:

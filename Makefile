@@ -1,0 +1,44 @@
+# Everything runs in .venv, which is made on first use from the pinned versions in constraints.txt.
+PYTHON ?= python3
+BIN := .venv/bin
+PYTEST := $(BIN)/python -m pytest
+WORLD_SIZE ?= 2
+# Two processes by default; tests/ and conformance/ are independent of each other and of their order.
+WORKERS ?= 2
+
+.PHONY: help conformance test lint check format clean
+
+help:
+	@echo "make conformance  install, then judge real loaders on real ranks (GPUs where there are enough, else CPU)"
+	@echo "make test         install, then lint, types, and every test"
+	@echo "make lint         ruff, mypy, import-linter"
+	@echo "make format       ruff, with fixes"
+	@echo "variables: PYTHON=$(PYTHON) WORLD_SIZE=$(WORLD_SIZE) WORKERS=$(WORKERS)"
+
+conformance: .venv/installed
+	$(PYTEST) conformance examples --fsdp-world-size=$(WORLD_SIZE)
+
+test: lint check
+
+check: .venv/installed
+	$(PYTEST) -n $(WORKERS) tests conformance examples
+
+lint: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: .venv/installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# torch first and pinned: asked for by a range, pip would take the newest build with gigabytes of CUDA.
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test]'
+	@touch $@
+
+clean:
+	rm -rf .venv

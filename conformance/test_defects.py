@@ -1,0 +1,25 @@
+"""(c) Defects: each is caught by its check, with the right words, and by no other."""
+
+from __future__ import annotations
+
+import pytest
+
+from fixtures.defects import DEFECTS
+from pytest_fsdp_meta.catalogue import built_in
+from pytest_fsdp_meta.reports.terminal import describe_failure
+
+
+@pytest.mark.parametrize("name", DEFECTS)
+def test_defect_is_caught_by_its_check_alone(name, checkpoint, judge_loader):
+    defect = DEFECTS[name]
+    verdicts = judge_loader(defect.load, defect.mesh, path=checkpoint(defect.architecture))
+    told = {id: describe_failure(v, "world", "command") for id, v in verdicts.items() if v.status == "failed"}
+    errors = {id: verdict.reason for id, verdict in verdicts.items() if verdict.status == "error"}
+    assert (set(told), errors) == ({defect.caught_by}, {}), "\n\n".join(told.values())
+    unwrapped = " ".join(told[defect.caught_by].split())
+    for words in defect.says:
+        assert words.strip() in unwrapped
+
+
+def test_every_check_has_a_defect():
+    assert {defect.caught_by for defect in DEFECTS.values()} == set(built_in().ids())
