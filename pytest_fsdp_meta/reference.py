@@ -31,10 +31,11 @@ def write_record(path: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
 
     kept: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
-    first: dict[tuple[int, tuple[int, ...]], str] = {}
+    first: dict[tuple[Any, ...], str] = {}
     for name, tensor in tensors:
         data = tensor.detach()
-        key = (data.data_ptr(), tuple(data.shape))
+        # The same memory seen in another way, as a transposed weight is, is another tensor.
+        key = (data.data_ptr(), tuple(data.shape), data.stride(), data.dtype)
         if data.numel() and key in first:
             aliases[name] = first[key]
         else:
@@ -48,7 +49,7 @@ class Record:
     """Tensors on disk, by name: one file of ours, or a checkpoint directory. Files are opened when first read."""
 
     def __init__(self, path: str | Path) -> None:
-        files = sorted(Path(path).glob("*.safetensors")) if Path(path).is_dir() else [Path(path)]
+        files = _files(Path(path)) if Path(path).is_dir() else [Path(path)]
         self._files: dict[str, Any] = {}
         self._aliases: dict[str, str] = {}
         self._where: dict[str, Path] = {}
@@ -90,6 +91,14 @@ class Record:
         return self._files[key]
 
 
+def _files(folder: Path) -> list[Path]:
+    """The files of a checkpoint. An index names them: beside it there may be a copy under other names."""
+    indexes = sorted(folder.glob("*.safetensors.index.json"))
+    if not indexes:
+        return sorted(folder.glob("*.safetensors"))
+    return sorted({folder / file for index in indexes for file in json.loads(index.read_text())["weight_map"].values()})
+
+
 def _assemble(source: Any, held: list[Region], chosen: list[tuple[int, int]]) -> Tensor:
     """One read per combination of runs, put together dimension by dimension; nearly always a single read."""
     import torch
@@ -97,13 +106,14 @@ def _assemble(source: Any, held: list[Region], chosen: list[tuple[int, int]]) ->
     dim = len(chosen)
     if dim == len(held):
         return source[tuple(slice(start, stop) for start, stop in chosen)]
-    parts = [_assemble(source, held, [*chosen, run]) for run in held[dim]]
+    parts = [_assemble(source, held, [*chosen, run]) for run in held[dim] or ((0, 0),)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def global_index(held: Sequence[Region], local: Sequence[int]) -> tuple[int, ...]:
     """The global index of a local one."""
-    return tuple(next(itertools.islice(_indices(runs), position, None)) for runs, position in zip(held, local, strict=True))
+    pairs = zip(held, local, strict=True)
+    return tuple(next(itertools.islice(_indices(runs), position, None)) for runs, position in pairs)
 
 
 def _indices(runs: Region) -> Iterable[int]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Union
+from typing import TYPE_CHECKING, Any
 
 from pytest_fsdp_meta.evidence import SubjectFacts
 from pytest_fsdp_meta.worlds import Misuse
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from torch.nn import Module, Parameter
     from torch.optim import Optimizer
 
-    Source = Union[Callable[[], Module], str, "os.PathLike[str]"]
-    Placements = Union[str, Placement, Sequence[Union[str, Placement]]]
+    Source = Callable[[], Module] | str | os.PathLike[str]
+    Placements = str | Placement | Sequence[str | Placement]
 
 
 class SubjectError(Misuse):
@@ -75,13 +75,13 @@ class Subject:
         for name in ("batch", "loss"):
             value = getattr(self, name)
             if value is not None and not callable(value):
-                raise SubjectError(name, f"{value!r} is not callable; give a function of {SIGNATURES[name]}")
+                raise SubjectError(name, f"{_shown(value)} is not callable; give a function of {SIGNATURES[name]}")
         _require_optimizer(self.optimizer)
         _require_slice(self.data_parallel)
         for name in ("frozen", "unsharded", "offloaded", "kept_attributes"):
-            _require_names(name, getattr(self, name))
+            _require_names(name, getattr(self, name), mapping=name == "frozen")
         _require_groups(self.tied)
-        self.placements = dict(self.placements)
+        self.placements = _as_mapping("placements", self.placements)
         for pattern, declared in self.placements.items():
             _require_names("placements", [pattern])
             parse_placements(declared)
@@ -97,7 +97,7 @@ class Subject:
             for name in group:
                 if name not in parameters:
                     raise SubjectError("tied", f"{name!r} is not a parameter of the model{_nearest(name, parameters)}")
-        defaults = {"reference": None, "verifier": None, "batch": None, "frozen": (), "tied": (), "placements": {}}
+        defaults: dict[str, Any] = {"reference": None, "verifier": None, "batch": None, "frozen": (), "tied": (), "placements": {}}
         return SubjectFacts(
             frozen=self._resolve_frozen(names),
             tied=tuple(tuple(group) for group in self.tied),
@@ -110,14 +110,17 @@ class Subject:
 
     def _resolve_frozen(self, names: Sequence[str]) -> dict[str, str]:
         frozen: dict[str, str] = {}
-        mapping = self.frozen if isinstance(self.frozen, Mapping) else {name: None for name in _listed(self.frozen)}
+        mapping = self.frozen if isinstance(self.frozen, Mapping) else dict.fromkeys(_listed(self.frozen))
         for pattern, template in mapping.items():
             for name in _match("frozen", pattern, names):
                 frozen.setdefault(name, name if template is None else _rename(name, pattern, template))
         return frozen
 
 
-SIGNATURES = {"batch": "the step: batch(step) -> dict of tensors", "loss": "model and batch: loss(model, batch) -> scalar"}
+SIGNATURES = {
+    "batch": "the step: batch(step) -> dict of tensors",
+    "loss": "model and batch: loss(model, batch) -> scalar",
+}
 
 
 def short_placement(placement: object) -> str:
@@ -150,7 +153,7 @@ def parse_placements(declared: Any) -> tuple[str, ...]:
         raise SubjectError(
             "placements", f"{declared!r} is no placement; write 'S(0)', 'R' or, on two mesh dimensions, 'R, S(0)'"
         )
-    if isinstance(declared, Sequence):
+    if isinstance(declared, Sequence) and declared:
         return tuple(part for one in declared for part in parse_placements(one))
     short = short_placement(declared)
     if not PLACEMENT.fullmatch(short):
@@ -213,7 +216,9 @@ def _require_source(field: str, value: object) -> None:
         if not folder.is_dir() or not any(folder.glob("*.safetensors")):
             raise SubjectError(field, f"{os.fspath(value)!r} is not a directory that holds *.safetensors files")
     elif not callable(value):
-        raise SubjectError(field, f"{_shown(value)} should be a callable that builds the model, or a checkpoint directory")
+        raise SubjectError(
+            field, f"{_shown(value)} should be a callable that builds the model, or a checkpoint directory"
+        )
 
 
 def _require_optimizer(value: object) -> None:
@@ -233,11 +238,20 @@ def _require_slice(value: object) -> None:
         raise SubjectError("data_parallel", f"{value!r} should be (index, size) with 0 <= index < size")
 
 
-def _require_names(field: str, value: object) -> None:
+def _as_mapping(field: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping) and value != ():
+        raise SubjectError(
+            field, f"{_shown(value)} should be a mapping of patterns to placements: {{'*.weight': 'S(0)'}}"
+        )
+    return dict(value)
+
+
+def _require_names(field: str, value: Any, mapping: bool = False) -> None:
     listed = [value] if isinstance(value, str) else value
-    if not isinstance(listed, (list, tuple, set, frozenset, Mapping)):
+    right = isinstance(listed, (list, tuple, set, frozenset)) or (mapping and isinstance(listed, Mapping))
+    if not right:
         raise SubjectError(field, f"{_shown(value)} should be a name, a pattern, or a list of them")
-    texts = [*listed, *listed.values()] if isinstance(listed, Mapping) else list(listed)
+    texts = [*listed, *(listed.values() if isinstance(listed, Mapping) else ())]
     for text in texts:
         if not isinstance(text, str) or not text:
             raise SubjectError(field, f"{text!r} should be a name or a pattern such as 'layers.*.weight'")

@@ -6,6 +6,9 @@ import re
 from collections.abc import Iterable, Sequence
 from itertools import product
 
+NUMBER = re.compile(r"(?<![A-Za-z0-9_])(0|[1-9][0-9]*)(?![A-Za-z0-9_])")
+"""A number that is a word of its own; ``007`` is none, because it would be written back as 7."""
+
 
 def name_ranks(ranks: Iterable[int]) -> str:
     """ "rank 1", "ranks 0-3", "ranks 0, 2"."""
@@ -20,7 +23,7 @@ def fold_names(names: Iterable[str]) -> dict[str, str]:
     """
     families: dict[tuple[str, ...], list[tuple[int, ...]]] = {}
     for name in dict.fromkeys(names):
-        parts = re.split(r"(?<![A-Za-z0-9_])(\d+)(?![A-Za-z0-9_])", name)
+        parts = NUMBER.split(name)
         families.setdefault(tuple(parts[::2]), []).append(tuple(int(number) for number in parts[1::2]))
     return dict(pair for words, numbers in families.items() for pair in _fold(words, numbers))
 
@@ -29,11 +32,10 @@ def _fold(words: tuple[str, ...], numbers: list[tuple[int, ...]]) -> list[tuple[
     columns = [sorted(set(column)) for column in zip(*numbers, strict=True)]
     if set(product(*columns)) == set(numbers):
         return [(_join(words, [_braced(column) for column in columns]), _join(words, map(str, numbers[0])))]
-    first = sorted({row[0] for row in numbers})
-    rows = [[row for row in numbers if row[0] == value] for value in first]
-    if len(first) > 1:
-        return [pair for group in rows for pair in _fold(words, group)]
-    return [(_join(words, map(str, row)),) * 2 for row in numbers]
+    # An incomplete set has two columns that vary; taken apart by the first, its parts may be complete.
+    vary = next(index for index, column in enumerate(columns) if len(column) > 1)
+    parts = [[row for row in numbers if row[vary] == value] for value in columns[vary]]
+    return [pair for part in parts for pair in _fold(words, part)]
 
 
 def _join(words: Sequence[str], numbers: Iterable[str]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from pytest_fsdp_meta.catalogue.registry import Catalogue, Check, Finding
@@ -49,10 +49,11 @@ class View:
             self._left_out.setdefault(by, {})[name] = None
         return by is None
 
-    def names(self, *kinds: str) -> list[str]:
-        """Judgeable names over all ranks, each once."""
+    def names(self, *kinds: str, only: Collection[str] | None = None, but: Collection[str] = ()) -> list[str]:
+        """Judgeable names over all ranks, each once; ``only`` and ``but`` limit what is asked for."""
         seen = {t.name: None for rank in self.evidence.inventory for t in rank.tensors if t.kind in kinds}
-        return [name for name in seen if self.judgeable(name)]
+        asked = [name for name in seen if name not in but and (only is None or name in only)]
+        return [name for name in asked if self.judgeable(name)]
 
     def tensors(self, *kinds: str) -> Iterator[tuple[str, list[tuple[int, TensorFacts]]]]:
         """(name, its facts by rank) of the judgeable tensors."""
@@ -60,7 +61,10 @@ class View:
             yield name, [(rank.rank, rank.by_name[name]) for rank in self.evidence.inventory if name in rank.by_name]
 
     def broken(
-        self, facts: list[tuple[int, TensorFacts]], expect: Callable[[int, TensorFacts], tuple[str, str] | None], **words: str
+        self,
+        facts: list[tuple[int, TensorFacts]],
+        expect: Callable[[int, TensorFacts], tuple[str, str] | None],
+        **words: str,
     ) -> Iterator[Finding]:
         """A finding per distinct (actual, expected) that ``expect`` gives over the ranks of one tensor."""
         ranks: dict[tuple[str, str], list[int]] = {}
@@ -80,13 +84,16 @@ class View:
     def truth(self) -> RankInventory:
         return self.reference.inventory
 
-    def comparisons(self, by_rank: tuple[tuple[Comparison, ...], ...] | None) -> dict[str, list[tuple[int, Comparison]]]:
-        """Comparisons of the judgeable tensors by name, each with its rank."""
-        found: dict[str, list[tuple[int, Comparison]]] = {}
+    def comparisons(
+        self, by_rank: tuple[tuple[Comparison, ...], ...] | None, names: Collection[str]
+    ) -> dict[str, list[tuple[int, Comparison]]]:
+        """Comparisons of the tensors of these names, each with its rank; without what was not compared."""
+        found: dict[str, list[tuple[int, Comparison]]] = {name: [] for name in names}
         for rank, comparisons in enumerate(by_rank or ()):
             for comparison in comparisons:
-                found.setdefault(comparison.name, []).append((rank, comparison))
-        return {name: pairs for name, pairs in found.items() if self.judgeable(name)}
+                if comparison.name in found:
+                    found[comparison.name].append((rank, comparison))
+        return {name: pairs for name, pairs in found.items() if pairs}
 
     @property
     def left_out(self) -> dict[str, tuple[str, ...]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from pytest_fsdp_meta.catalogue.judging import View
 from pytest_fsdp_meta.catalogue.registry import Finding, check
@@ -52,7 +53,8 @@ def no_meta_buffers(view: View) -> Iterable[Finding]:
     uses=["values"],
     after=["same_manifest_on_every_rank"],
     why="Uninitialised memory is often zero or plausible, so the model runs and is wrong, and not the same twice.",
-    cause="to_empty() or torch.empty() allocated it and nothing wrote it: it is not in the checkpoint, or its name did not match",
+    cause="to_empty() or torch.empty() allocated it and nothing wrote it: it is not in the checkpoint, or its name did "
+    "not match",
     remedy="load it, or recompute it after to_empty() as the module's __init__ does",
     references=["NVIDIA-NeMo/Automodel#3808", "mosaicml/llm-foundry#1745"],
 )
@@ -63,14 +65,14 @@ def no_uninitialized_memory(view: View) -> Iterable[Finding]:
         for finding in view.broken(suspects, lambda _, tensor: _poisoned(tensor)) if suspects else ():
             tensor = next(t for rank, t in suspects if rank == finding.ranks[0])
             transient = tensor.kind == "buffer" and not tensor.persistent
-            yield Finding(
-                *(name, finding.ranks, finding.actual, finding.expected),
-                detail=f"{tensor.poisoned} of {tensor.numel} elements",
-                cause="it is a non-persistent buffer, so no checkpoint has it, and nothing recomputed it after to_empty()"
-                if transient
-                else "",
-                remedy="recompute it after to_empty(), as the module's __init__ does" if transient else "",
-            )
+            told = replace(finding, detail=f"{tensor.poisoned} of {tensor.numel} elements")
+            yield replace(told, **_TRANSIENT) if transient else told
+
+
+_TRANSIENT = {
+    "cause": "it is a non-persistent buffer, so no checkpoint has it, and nothing recomputed it after to_empty()",
+    "remedy": "recompute it after to_empty(), as the module's __init__ does",
+}
 
 
 def _poisoned(tensor: TensorFacts) -> tuple[str, str] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import prod
 
 from pytest_fsdp_meta.catalogue.judging import View
 from pytest_fsdp_meta.catalogue.registry import Finding, check
@@ -19,7 +20,8 @@ FREE_DIMS = frozenset({"tp", "cp", "pp", "ep"})
     needs=["inventory"],
     after=["same_manifest_on_every_rank", "names_match_reference"],
     why="A parameter that is not sharded costs its full size on every rank; one on the wrong dim is another tensor.",
-    cause="the module was not passed to fully_shard or parallelize_module, was ignored, or was sharded on another mesh or dim",
+    cause="the module was not passed to fully_shard or parallelize_module, was ignored, or was sharded on another mesh "
+    "or dim",
     remedy="shard it; or declare what is meant with Subject(unsharded=...) or Subject(placements=...)",
     references=["pytorch/pytorch#129229", "NVIDIA/TransformerEngine#2713"],
 )
@@ -27,24 +29,29 @@ def dtensor_placements(view: View) -> Iterable[Finding]:
     subject = view.evidence.subject
     unsharded = set(subject.unsharded)
     sharding = _sharding_dims(view)
+    size = view.evidence.world.size
     for name, facts in view.tensors("parameter"):
         declared = subject.placements.get(name)
         if name in unsharded:
             yield from view.broken(facts, lambda _, t: _whole(t))
         elif declared is not None:
-            yield from view.broken(facts, lambda _, t, d=declared: _as_declared(t, d))  # type: ignore[misc]
+            yield from view.broken(facts, lambda _, t, d=declared: _as_declared(t, d, size))  # type: ignore[misc]
         else:
-            yield from view.broken(facts, lambda _, t: _by_default(t, sharding))
+            yield from view.broken(facts, lambda _, t: _by_default(t, sharding, size))
 
 
 def _sharding_dims(view: View) -> dict[str | None, int]:
-    """Dimensions that shard: of the meshes that parameters lie on (a loader may make its own), else of the world."""
+    """Dimensions that shard: of the meshes that parameters lie on (a loader may make its own), and of the world's mesh
+    those that have room beside them (a loader may have used one dimension of it and forgotten the other)."""
+    world = view.evidence.world
+    tensors = (t for rank in view.evidence.inventory for t in rank.tensors if t.kind == "parameter")
+    meshes = {tensor.mesh: None for tensor in tensors if tensor.mesh is not None}
     dims: dict[str | None, int] = {}
-    for rank in view.evidence.inventory:
-        for tensor in rank.tensors:
-            if tensor.kind == "parameter" and tensor.mesh is not None:
-                dims.update(zip(tensor.mesh.dims, tensor.mesh.shape, strict=True))
-    dims = dims or dict(view.evidence.world.mesh)
+    for mesh in meshes:
+        dims.update(zip(mesh.dims, mesh.shape, strict=True))
+    if not dims or any(name in dims for name, _ in world.mesh):
+        most = max((prod(mesh.shape) for mesh in meshes), default=1)
+        dims = {**{name: size for name, size in world.mesh if most * size <= world.size}, **dims}
     return {name: size for name, size in dims.items() if size > 1 and _role(name) == "shard"}
 
 
@@ -52,16 +59,19 @@ def _role(dim: str | None) -> str:
     """What is expected of a mesh dimension by its name: "shard", "replicate" or "free"."""
     if dim in FREE_DIMS:
         return "free"
-    return "replicate" if dim is not None and ("replicate" in dim or dim == "ddp") else "shard"
+    return "replicate" if dim is not None and ("replica" in dim or dim == "ddp") else "shard"
 
 
 def _whole(tensor: TensorFacts) -> tuple[str, str] | None:
-    if tensor.placements is None or all(placement == "R" for placement in tensor.placements):
+    sizes = tensor.mesh.shape if tensor.mesh is not None else ()
+    if all(placement == "R" or size == 1 for placement, size in zip(tensor.placements or (), sizes, strict=True)):
         return None
     return _placed(tensor), "whole on every rank, as declared"
 
 
-def _as_declared(tensor: TensorFacts, declared: tuple[str, ...]) -> tuple[str, str] | None:
+def _as_declared(tensor: TensorFacts, declared: tuple[str, ...], world: int) -> tuple[str, str] | None:
+    if tensor.placements is None and world == 1:
+        return None  # alone, a loader need not shard
     actual = tensor.placements or ()
     fits = len(actual) == len(declared) and all(_fits(a, d) for a, d in zip(actual, declared, strict=True))
     return None if fits else (_placed(tensor), f"{_tuple(declared)}, as declared")
@@ -72,7 +82,7 @@ def _fits(actual: str, declared: str) -> bool:
     return actual == declared or (actual.startswith("_S(") and declared == f"S({actual[3:].split(',')[0]})")
 
 
-def _by_default(tensor: TensorFacts, sharding: dict[str | None, int]) -> tuple[str, str] | None:
+def _by_default(tensor: TensorFacts, sharding: dict[str | None, int], world: int) -> tuple[str, str] | None:
     wanted = " x ".join(f"{name or 'the mesh'}={size}" for name, size in sharding.items())
     if tensor.placements is None:
         if not sharding or not tensor.shape:
@@ -88,6 +98,11 @@ def _by_default(tensor: TensorFacts, sharding: dict[str | None, int]) -> tuple[s
             return _placed(tensor), f"sharded over {dim or 'the mesh'}={size}"
         if size > 1 and role == "replicate" and placement != "R":
             return _placed(tensor), f"replicated over {dim or 'the first mesh dimension'}={size}"
+    for name, size in sharding.items():
+        # A dimension of another mesh over the same ranks leaves no room beside this one; experts borrow theirs.
+        room = prod(tensor.mesh.shape) * size <= world and "ep" not in tensor.mesh.dims
+        if name is not None and name not in tensor.mesh.dims and room and tensor.shape:
+            return _placed(tensor), f"sharded over {name}={size} as well"
     return None
 
 

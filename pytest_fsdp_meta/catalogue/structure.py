@@ -25,26 +25,34 @@ NAMES = "names_match_reference"
 def same_manifest_on_every_rank(view: View) -> Iterable[Finding]:
     inventories = view.evidence.inventory
     ranks = [rank.rank for rank in inventories]
-    missing = False
+    comparable = True
     for name, facts in view.tensors("parameter", "buffer"):
         there = [rank for rank, _ in facts]
         absent = tuple(rank for rank in ranks if rank not in there)
         if absent and 2 * len(absent) <= len(ranks) and (2 * len(absent) < len(ranks) or 0 in there):
-            missing = True
+            comparable = False
             yield Finding(name, absent, "missing", f"there, as on {name_ranks(there)}")
         elif absent:
-            missing = True
+            comparable = False
             yield Finding(name, tuple(there), "there", f"absent, as on {name_ranks(absent)}")
+        comparable = comparable and len({tensor.kind for _, tensor in facts}) == 1
         yield from _disagreements(facts)
-    if not missing:
-        orders = [(rank.rank, tuple(tensor.name for tensor in rank.tensors)) for rank in inventories]
-        usual = majority(orders)
-        assert isinstance(usual, tuple)
-        for rank, order in orders:
-            if order != usual:
-                first, should = next((a, b) for a, b in zip(order, usual, strict=True) if a != b)
-                detail = f"the first out of place is {first}, where other ranks have {should}"
-                yield Finding(None, (rank,), "another order of names", "the order of the other ranks", detail)
+    if comparable:
+        yield from _disorder(view)
+
+
+def _disorder(view: View) -> Iterator[Finding]:
+    told = [(rank.rank, tuple(tensor.name for tensor in rank.tensors)) for rank in view.evidence.inventory]
+    usual = majority(told)
+    assert isinstance(usual, tuple)
+    odd: dict[tuple[str, ...], list[int]] = {}
+    for rank, order in told:
+        if order != usual:
+            odd.setdefault(order, []).append(rank)
+    for order, ranks in odd.items():
+        first, should = next((a, b) for a, b in zip(order, usual, strict=True) if a != b)
+        detail = f"the first out of place is {first}, where other ranks have {should}"
+        yield Finding(None, tuple(ranks), "another order of names", "the order of the other ranks", detail)
 
 
 def _disagreements(facts: list[tuple[int, TensorFacts]]) -> Iterator[Finding]:
@@ -77,20 +85,34 @@ def names_match_reference(view: View) -> Iterable[Finding]:
     # Seen over all ranks: one that is missing on some of them is the manifest's affair.
     ours = {t.name: t for rank in view.evidence.inventory for t in rank.tensors}
     truth = view.truth.by_name
-    twins = {name: group for group in view.evidence.inventory[0].ties() for name in group}
+    ties = (*view.evidence.inventory[0].ties(), *view.evidence.subject.tied)
+    stored_once = {name for group in ties if any(twin in truth for twin in group) for name in group}
     extra = [name for name in ours if name not in truth]
+    if not view.reference.complete:  # a checkpoint holds neither transient buffers nor a tied weight twice
+        extra = [name for name in extra if ours[name].persistent and name not in stored_once]
     missing = [name for name in truth if name not in ours]
     prefix = _common_prefix(extra, missing)
     for name in extra:
-        tensor = ours[name]
-        stored_once = any(twin in truth for twin in twins.get(name, ()))
-        if not view.reference.complete and (not tensor.persistent or stored_once):
-            continue  # a checkpoint holds neither transient buffers nor a tied weight twice
         if view.judgeable(name):
-            yield Finding(name, ranks, f"a {tensor.kind} that the reference does not have", "absent", **_extra(name, prefix))
+            what = f"a {ours[name].kind} that the reference does not have"
+            yield Finding(name, ranks, what, "absent", **_extra(name, prefix))
     for name in missing:
         if view.judgeable(name):
             yield Finding(name, ranks, "missing", f"a {truth[name].kind}, as in the reference", **_extra(name, prefix))
+    if view.reference.complete:  # a checkpoint does not tell parameters from buffers
+        for name, facts in view.tensors("parameter", "buffer"):
+            if name in truth:
+                yield from view.broken(facts, lambda _, t, e=truth[name].kind: _kinds(t, e), **_RECAST)  # type: ignore[misc]
+
+
+def _kinds(tensor: TensorFacts, expected: str) -> tuple[str, str] | None:
+    return None if tensor.kind == expected else (f"a {tensor.kind}", f"a {expected}, as in the reference")
+
+
+_RECAST = {
+    "cause": "materialising or loading re-created it as the other kind: an optimizer and FSDP see parameters only",
+    "remedy": "re-create a parameter as torch.nn.Parameter, a buffer by register_buffer",
+}
 
 
 def _common_prefix(extra: list[str], missing: list[str]) -> str:
@@ -121,7 +143,8 @@ def _extra(name: str, prefix: str) -> dict[str, str]:
     needs=["inventory", "reference"],
     after=[MANIFEST, NAMES],
     why="Norms, routers and rotary frequencies that are rounded to bfloat16 cost accuracy that no error tells of.",
-    cause="a cast of the whole model (model.to(dtype), a default dtype, torch_dtype=...) took along what must keep its own",
+    cause="a cast of the whole model (model.to(dtype), a default dtype, torch_dtype=...) took along what must keep its "
+    "own",
     remedy="cast parameters by name, or build the reference with the same cast if it is meant",
     references=["huggingface/accelerate#3985", "vllm-project/speculators#668", "NVIDIA-NeMo/Automodel#2549"],
 )
@@ -146,10 +169,11 @@ def dtypes_match_reference(view: View) -> Iterable[Finding]:
 def requires_grad_matches_reference(view: View) -> Iterable[Finding]:
     if not view.reference.complete:
         raise NotJudged("a checkpoint does not say what is trainable; declare Subject(reference=<callable>)")
-    truth = view.truth.by_name
+    truth, frozen = view.truth.by_name, view.evidence.subject.frozen
     for name, facts in view.tensors("parameter"):
         if name in truth:
-            expected = truth[name].requires_grad
+            # What is declared frozen may be trainable in a reference that was just built from a config.
+            expected = truth[name].requires_grad and name not in frozen
             yield from view.broken(facts, lambda _, t, e=expected: _trainability(t, e))  # type: ignore[misc]
 
 

@@ -40,14 +40,20 @@ EXPLAINING = (
 )
 def loss_parity(view: View) -> Iterable[Finding]:
     runs, expected = view.evidence.training or (), view.reference.losses or ()
-    _require_reproducible(view, runs)
+    _require_truth(view, runs)
     actual = mean_losses(runs)
     tolerance = _tolerance(view)
     apart = [step for step, pair in enumerate(zip(actual, expected, strict=True)) if _distance(*pair) > tolerance]
     if not apart:
         return
-    # Naming the condemned tensors makes this check a skip that points at the cause.
-    if not all([view.judgeable(name) for name in _known_names(view)]):
+    thawed = [t.name for t in view.truth.tensors if t.requires_grad and t.name in view.evidence.subject.frozen]
+    if thawed:
+        raise NotJudged(
+            f"the losses differ ({_step(apart[0], actual, expected)}), and the reference trains {thawed[0]}, which "
+            "Subject(frozen=...) declares frozen; freeze it in the reference as well"
+        )
+    explained = [name for name in _known_names(view) if not view.judgeable(name)]
+    if explained:
         raise NotJudged(
             f"the losses differ ({_step(apart[0], actual, expected)}), which the findings of "
             f"{', '.join(view.left_out)} explain; mend those first"
@@ -71,11 +77,18 @@ def mean_losses(runs: Sequence[RankTraining]) -> tuple[float, ...]:
     return tuple(math.fsum(step) / len(step) for step in zip(*per_slice, strict=True))
 
 
-def _require_reproducible(view: View, runs: Sequence[RankTraining]) -> None:
+def _require_truth(view: View, runs: Sequence[RankTraining]) -> None:
+    """Raises Unjudgeable when the reference's losses tell nothing of the subject's."""
     reference = view.reference
     first, again = reference.losses or (), reference.losses_again or ()
+    for step, loss in enumerate(first):
+        if not math.isfinite(loss):
+            raise Unjudgeable(
+                f"the reference's own loss is {loss:g} at step {step}; give it a batch, a loss and an optimizer that "
+                "keep it finite"
+            )
     for step, (one, other) in enumerate(zip(first, again, strict=True)):
-        if one != other and not (math.isnan(one) and math.isnan(other)):
+        if one != other:
             raise Unjudgeable(
                 f"the reference does not reproduce itself: step {step} gives {one:.9g}, then {other:.9g} from the same "
                 "weights; make its forward deterministic"
@@ -84,7 +97,8 @@ def _require_reproducible(view: View, runs: Sequence[RankTraining]) -> None:
         for step, (ours, theirs) in enumerate(zip(run.batches, reference.batches, strict=True)):
             if ours != theirs:
                 raise Unjudgeable(
-                    f"batch({step}) on rank {rank} is not the reference's; make batch(step) a function of the step alone"
+                    f"batch({step}) on rank {rank} is not the reference's; make batch(step) a function of the step "
+                    "alone"
                 )
 
 
@@ -96,36 +110,36 @@ def _tolerance(view: View) -> float:
     return max((TOLERANCE[dtype] for dtype in dtypes if dtype in TOLERANCE), default=TOLERANCE["float32"])
 
 
-def _known_names(view: View) -> set[str]:
-    names = {t.name for rank in view.evidence.inventory for t in rank.tensors}
-    return names | set(view.truth.by_name)
+def _known_names(view: View) -> dict[str, None]:
+    names = {t.name: None for rank in view.evidence.inventory for t in rank.tensors}
+    return names | dict.fromkeys(view.truth.by_name)
 
 
 def _distance(actual: float, expected: float) -> float:
-    if math.isnan(actual) or math.isnan(expected):
+    if math.isnan(actual):
         return math.inf
-    if actual == expected:
-        return 0.0
     return abs(actual - expected) / max(abs(expected), 1e-12)
 
 
 def _likely(view: View, first: int, runs: Sequence[RankTraining]) -> dict[str, str]:
+    if first == 0:
+        return {
+            "cause": "the first forward differs already though the weights are equal: the ranks' losses are not "
+            "weighed alike, a module was left out or replaced, or an attention or precision setting differs",
+        }
     if any(run.unreduced for run in runs) and len(runs) > 1:
         return {
             "cause": "all parameters are plain tensors and no DDP wraps the model, so nobody reduces their gradients",
-            "remedy": "shard or wrap the model; or declare Subject(data_parallel=(0, 1)) if every rank sees the whole batch",
-        }
-    if first == 0:
-        return {
-            "cause": "the first forward differs already though the weights are equal: the ranks' losses are not weighed "
-            "alike, a module was left out or replaced, or an attention or precision setting differs",
+            "remedy": "shard or wrap the model; or declare Subject(data_parallel=(0, 1)) if every rank sees the "
+            "whole batch",
         }
     wrong = [c for run in runs for c in run.gradients if not c.equal and c.max_rel > 1e-2]
     shown = f" (of the first step, {wrong[0].name} for one)" if wrong else ""
     return {
         "cause": f"the first forward agrees, later ones do not: gradients are not reduced, or scaled{shown}, or the "
         "optimizer does not hold the live parameters",
-        "remedy": "look at the gradient reduction (mean over data-parallel ranks) and make the optimizer after sharding",
+        "remedy": "look at the gradient reduction (mean over data-parallel ranks) and make the optimizer after "
+        "sharding",
     }
 
 

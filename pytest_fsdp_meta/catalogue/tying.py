@@ -28,7 +28,7 @@ from pytest_fsdp_meta.evidence import RankInventory
 def tied_weights_share_storage(view: View) -> Iterable[Finding]:
     groups = _groups(view)
     for group in groups:
-        if not all([view.judgeable(name) for name in group]):
+        if [name for name in group if not view.judgeable(name)]:
             continue
         apart = tuple(rank.rank for rank in view.evidence.inventory if _apart(rank, group))
         if apart:
@@ -37,12 +37,14 @@ def tied_weights_share_storage(view: View) -> Iterable[Finding]:
 
 
 def _groups(view: View) -> tuple[tuple[str, ...], ...]:
-    subject, reference = view.evidence.subject, view.evidence.reference
-    if subject.tied:
-        return subject.tied
+    """The declared ties, and those of the reference that are not declared."""
+    declared, reference = view.evidence.subject.tied, view.evidence.reference
     if reference is None or not reference.complete:
-        raise NotJudged("no tie is known; declare Subject(reference=<callable>) or Subject(tied=[(name, name)])")
-    return reference.inventory.ties()
+        if not declared:
+            raise NotJudged("no tie is known; declare Subject(reference=<callable>) or Subject(tied=[(name, name)])")
+        return declared
+    known = [set(group) for group in declared]
+    return declared + tuple(tie for tie in reference.inventory.ties() if not any(set(tie) <= group for group in known))
 
 
 def _apart(rank: RankInventory, group: tuple[str, ...]) -> bool:

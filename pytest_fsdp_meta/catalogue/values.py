@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
+from types import MappingProxyType
 
-from pytest_fsdp_meta.catalogue.judging import Unjudgeable, View
+from pytest_fsdp_meta.catalogue.judging import NotJudged, Unjudgeable, View
 from pytest_fsdp_meta.catalogue.registry import Finding, check
 from pytest_fsdp_meta.evidence import Comparison
 
@@ -15,7 +17,10 @@ BASIC = (
     "no_meta_buffers",
     "no_uninitialized_memory",
 )
-ROUNDING = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 2.0**-23, "float8_e4m3fn": 2.0**-3, "float8_e5m2": 2.0**-2}
+REFERENCE, VERIFIER = "the reference's slice", "the verifier's"
+ROUNDING = {
+    "bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 2.0**-23, "float8_e4m3fn": 2.0**-3, "float8_e5m2": 2.0**-2
+}  # fmt: skip
 """One unit in the last place, relative: what a loader that casts may be off by."""
 
 
@@ -31,8 +36,7 @@ ROUNDING = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 2.0**-23, "floa
 )
 def params_equal_reference(view: View) -> Iterable[Finding]:
     # A frozen tensor has one judge: frozen_weights_equal_verifier.
-    frozen = frozen_names(view)
-    names = [name for name in view.names("parameter") if name not in frozen]
+    names = view.names("parameter", but=frozen_names(view))
     yield from _differences(view, names, view.evidence.values)
 
 
@@ -53,9 +57,20 @@ def params_equal_reference(view: View) -> Iterable[Finding]:
     ],
 )
 def buffers_equal_reference(view: View) -> Iterable[Finding]:
-    frozen = frozen_names(view)
-    names = [name for name in view.names("buffer") if name not in frozen]
-    yield from _differences(view, names, view.evidence.values)
+    names = view.names("buffer", but=frozen_names(view))
+    differ = False
+    for finding in _differences(view, names, view.evidence.values):
+        differ = True
+        yield finding
+    if not differ and not view.reference.complete:
+        known = {comparison.name for rank in view.evidence.values or () for comparison in rank}
+        transient = {t.name for rank in view.evidence.inventory for t in rank.tensors if not t.persistent}
+        unknown = [name for name in names if name in transient - known]
+        if unknown:
+            raise NotJudged(
+                f"a checkpoint does not hold non-persistent buffers ({len(unknown)} here, first: {unknown[0]}), so "
+                "nothing tells their values; declare Subject(reference=<callable>)"
+            )
 
 
 @check(
@@ -69,42 +84,56 @@ def buffers_equal_reference(view: View) -> Iterable[Finding]:
     references=["vllm-project/speculators#314", "vllm-project/speculators#452"],
 )
 def frozen_weights_equal_verifier(view: View) -> Iterable[Finding]:
-    names = [name for name in view.names("parameter", "buffer") if name in frozen_names(view)]
     sources = view.evidence.subject.frozen
-    for finding in _differences(view, names, view.evidence.verifier, truth="the verifier's"):
+    names = view.names("parameter", "buffer", only=frozen_names(view))
+    for finding in _differences(view, names, view.evidence.verifier, VERIFIER, sources):
         source = sources.get(finding.tensor or "", finding.tensor)
-        expected = finding.expected if source == finding.tensor else f"the verifier's {source}"
-        yield Finding(finding.tensor, finding.ranks, finding.actual, expected, finding.detail)
+        yield finding if source == finding.tensor else replace(finding, expected=f"{VERIFIER} {source}")
 
 
 def frozen_names(view: View) -> set[str]:
-    """What the subject declares frozen and, where it has a whole reference, what the reference freezes."""
-    frozen = set(view.evidence.subject.frozen)
-    reference = view.evidence.reference
-    if reference is not None and reference.complete and "verifier" not in view.evidence.unavailable:
-        frozen |= {t.name for t in reference.inventory.tensors if t.kind == "parameter" and not t.requires_grad}
-    return frozen
+    """What is laid beside the verifier: what the subject declares frozen, else what a whole reference freezes.
+
+    Nothing where the reference is the verifier and nobody laid them side by side: its slices then judge all alike.
+    """
+    subject, reference = view.evidence.subject, view.evidence.reference
+    if "verifier" in view.evidence.unavailable and "verifier" not in subject.declared:
+        return set()
+    if subject.frozen or reference is None or not reference.complete:
+        return set(subject.frozen)
+    return {t.name for t in reference.inventory.tensors if t.kind == "parameter" and not t.requires_grad}
 
 
 def _differences(
     view: View,
-    names: Sequence[str],
+    names: Collection[str],
     comparisons: tuple[tuple[Comparison, ...], ...] | None,
-    truth: str = "the reference's slice",
+    truth: str = REFERENCE,
+    sources: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[Finding]:
-    reference = view.evidence.reference
-    unusable = {name: "gives other bits when it is built again" for name in (reference.unstable if reference else ())}
-    unusable |= {name: "never writes it" for name in (reference.uninitialised if reference else ())}
-    found = view.comparisons(comparisons)
-    blamed = [name for name in names if name in unusable and name in found]
-    for name in names:
-        if name in found and name not in unusable:
-            yield from _difference(view, name, found[name], truth)
+    """``sources`` maps names to those in the truth, where they are others."""
+    unusable = _unusable(view, truth)
+    blamed: list[str] = []
+    for name, pairs in view.comparisons(comparisons, names).items():
+        source = sources.get(name, name)
+        if source in unusable:
+            blamed.append(source)
+        else:
+            yield from _difference(view, name, pairs, truth)
     if blamed:
         raise Unjudgeable(
             f"the reference does not reproduce itself: it {unusable[blamed[0]]} ({blamed[0]}"
             f"{f' and {len(blamed) - 1} more' if len(blamed) > 1 else ''}); make it build the same model every time"
         )
+
+
+def _unusable(view: View, truth: str) -> dict[str, str]:
+    """Names in the reference that are no truth, with the reason. A verifier of its own is not the reference."""
+    reference = view.evidence.reference
+    if reference is None or (truth == VERIFIER and "verifier" in view.evidence.subject.declared):
+        return {}
+    unusable = dict.fromkeys(reference.unstable, "gives other bits when it is built again")
+    return unusable | dict.fromkeys(reference.uninitialised, "never writes it")
 
 
 def _difference(view: View, name: str, pairs: list[tuple[int, Comparison]], truth: str) -> Iterator[Finding]:
@@ -123,7 +152,8 @@ def _difference(view: View, name: str, pairs: list[tuple[int, Comparison]], trut
 
 
 _SHAPE = {
-    "cause": "the placements do not fit the tensor, for example those of a 2-D weight reused for a 3-D stack of experts",
+    "cause": "the placements do not fit the tensor, for example those of a 2-D weight reused for a 3-D stack of "
+    "experts",
     "remedy": "give every parameter placements for its own dims, and DTensor.from_local the global shape",
 }
 _ODD_RANKS = {
@@ -138,7 +168,9 @@ def _rounded(comparison: Comparison, dtype: str) -> bool:
 
 def _numbers(cases: list[tuple[int, Comparison]]) -> str:
     rank, worst = max(cases, key=lambda case: case[1].max_abs)
-    index = ", ".join(map(str, worst.index or ()))
+    if not worst.index:
+        return f"{worst.actual:.6g} on rank {rank}, but should be {worst.expected:.6g}"
+    index = ", ".join(map(str, worst.index))
     differing = "all" if worst.differing == worst.elements else f"{worst.differing} of {worst.elements}"
     return (
         f"{differing} elements of rank {rank}'s shard differ, first at [{index}]: {worst.actual:.6g}, but should be "

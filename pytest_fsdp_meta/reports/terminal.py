@@ -62,7 +62,8 @@ def _lines(findings: Sequence[Finding]) -> list[str]:
         alike.setdefault((finding.actual, finding.expected, finding.ranks), []).append(finding)
     lines = [line for group in alike.values() for line in _alike(group)]
     if len(lines) > MOST_LINES:
-        lines = [*lines[:MOST_LINES], f"  ... and {len(lines) - MOST_LINES} lines more"]
+        left = len(lines) - MOST_LINES
+        lines = [*lines[:MOST_LINES], f"  ... and {left} line{'s' if left > 1 else ''} more"]
     return lines
 
 
@@ -82,6 +83,7 @@ def _alike(group: Sequence[Finding]) -> list[str]:
 
 
 def _paragraph(label: str, text: str) -> str:
+    indent = " " * len(label)
     return textwrap.fill(
-        text, WIDTH, initial_indent=label, subsequent_indent=" " * len(label), break_long_words=False, break_on_hyphens=False
+        text, WIDTH, initial_indent=label, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
     )
