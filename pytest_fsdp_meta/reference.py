@@ -69,7 +69,7 @@ class Record:
 
     def dtype(self, name: str) -> str:
         stored = self._slice(name).get_dtype()
-        return DTYPES.get(stored, stored)
+        return str(DTYPES.get(stored, stored))
 
     def read(self, name: str, held: Sequence[Region]) -> Tensor:
         """The elements of the global tensor ``name`` in the runs ``held`` of each dimension, as one CPU tensor."""

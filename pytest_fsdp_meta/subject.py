@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pytest_fsdp_meta.evidence import SubjectFacts
 from pytest_fsdp_meta.worlds import Misuse
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from torch.nn import Module, Parameter
     from torch.optim import Optimizer
 
-    Source = Callable[[], Module] | str | os.PathLike[str]
-    Placements = str | Placement | Sequence[str | Placement]
+    Source: TypeAlias = Callable[[], Module] | str | os.PathLike[str]
+    Placements: TypeAlias = str | Placement | Sequence[str | Placement]
 
 
 class SubjectError(Misuse):
@@ -97,7 +97,8 @@ class Subject:
             for name in group:
                 if name not in parameters:
                     raise SubjectError("tied", f"{name!r} is not a parameter of the model{_nearest(name, parameters)}")
-        defaults: dict[str, Any] = {"reference": None, "verifier": None, "batch": None, "frozen": (), "tied": (), "placements": {}}
+        defaults: dict[str, Any] = {"reference": None, "verifier": None, "batch": None}
+        defaults |= {"frozen": (), "tied": (), "placements": {}}
         return SubjectFacts(
             frozen=self._resolve_frozen(names),
             tied=tuple(tuple(group) for group in self.tied),

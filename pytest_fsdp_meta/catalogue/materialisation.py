@@ -66,13 +66,14 @@ def no_uninitialized_memory(view: View) -> Iterable[Finding]:
             tensor = next(t for rank, t in suspects if rank == finding.ranks[0])
             transient = tensor.kind == "buffer" and not tensor.persistent
             told = replace(finding, detail=f"{tensor.poisoned} of {tensor.numel} elements")
-            yield replace(told, **_TRANSIENT) if transient else told
+            yield replace(told, cause=_TRANSIENT[0], remedy=_TRANSIENT[1]) if transient else told
 
 
-_TRANSIENT = {
-    "cause": "it is a non-persistent buffer, so no checkpoint has it, and nothing recomputed it after to_empty()",
-    "remedy": "recompute it after to_empty(), as the module's __init__ does",
-}
+_TRANSIENT = (
+    "it is a non-persistent buffer, so no checkpoint has it, and nothing recomputed it after to_empty()",
+    "recompute it after to_empty(), as the module's __init__ does",
+)
+"""Cause and remedy."""
 
 
 def _poisoned(tensor: TensorFacts) -> tuple[str, str] | None:
