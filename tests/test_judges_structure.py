@@ -1,0 +1,279 @@
+"""same_manifest_on_every_rank, names_, dtypes_ and requires_grad_matches_reference on hand-made evidence."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pytest_fsdp_meta.evidence import RankInventory, ReferenceFacts
+from tests.evidence_factory import (
+    COUNTER,
+    EMBEDDING,
+    FROZEN,
+    HEAD,
+    MIDDLE,
+    ROTARY,
+    add,
+    buffer,
+    change,
+    change_reference,
+    declare,
+    drop,
+    drop_reference,
+    empty,
+    from_checkpoint,
+    healthy,
+    on_ranks,
+    parameter,
+    told,
+    undeclared,
+    verdict,
+)
+
+MANIFEST, NAMES = "same_manifest_on_every_rank", "names_match_reference"
+DTYPES, TRAINABLE = "dtypes_match_reference", "requires_grad_matches_reference"
+ALL = (MANIFEST, NAMES, DTYPES, TRAINABLE)
+
+
+@pytest.mark.parametrize("check", ALL)
+@pytest.mark.parametrize(
+    "evidence",
+    [healthy(1), healthy(2), healthy(4), healthy(mesh={"dp_replicate": 2, "dp_shard": 2}), empty(1), empty(2)],
+    ids=["alone", "two", "uneven", "hsdp", "empty alone", "empty"],
+)
+def test_healthy_evidence_passes(check, evidence):
+    found = verdict(check, evidence)
+    assert (found.status, found.findings, found.reason, found.unjudged) == ("passed", (), "", {})
+
+
+@pytest.mark.parametrize("check", [NAMES, DTYPES, TRAINABLE])
+def test_without_a_reference_the_field_to_fill_in_is_named(check):
+    found = verdict(check, undeclared(healthy(), "reference", why="Subject(reference=...) is not declared"))
+    assert (found.status, found.reason) == ("skipped", "Subject(reference=...) is not declared")
+
+
+@pytest.mark.parametrize("check", [NAMES, DTYPES, TRAINABLE])
+def test_a_reference_that_failed_is_an_error_with_its_story(check):
+    failed = undeclared(healthy(), "reference", why="ValueError: no such config", error=True, detail="Traceback ...")
+    found = verdict(check, failed)
+    assert (found.status, found.reason, found.detail) == ("error", "ValueError: no such config", "Traceback ...")
+
+
+def test_the_manifest_needs_no_reference():
+    assert verdict(MANIFEST, undeclared(healthy(), "reference", why="not declared")).status == "passed"
+
+
+@pytest.mark.parametrize(
+    ("world", "absent", "finding"),
+    [
+        (2, [1], (MIDDLE, (1,), "missing", "there, as on rank 0", "")),
+        (2, [0], (MIDDLE, (1,), "there", "absent, as on rank 0", "")),
+        (4, [3], (MIDDLE, (3,), "missing", "there, as on ranks 0-2", "")),
+        (4, [0], (MIDDLE, (0,), "missing", "there, as on ranks 1-3", "")),
+        (4, [1, 3], (MIDDLE, (1, 3), "missing", "there, as on ranks 0, 2", "")),
+        (4, [0, 1], (MIDDLE, (2, 3), "there", "absent, as on ranks 0, 1", "")),
+        (4, [0, 1, 3], (MIDDLE, (2,), "there", "absent, as on ranks 0, 1, 3", "")),
+    ],
+)
+def test_a_name_that_some_ranks_lack_is_told_of_the_odd_ones(world, absent, finding):
+    found = verdict(MANIFEST, drop(healthy(world), MIDDLE, absent))
+    assert found.status == "failed"
+    assert told(found) == [finding]
+
+
+@pytest.mark.parametrize(
+    ("facts", "actual", "expected"),
+    [
+        ({"shape": (6, 5)}, "shape (6, 5)", "(6, 4), as on ranks 0, 1, 3"),
+        ({"dtype": "bfloat16"}, "dtype bfloat16", "float32, as on ranks 0, 1, 3"),
+        ({"requires_grad": False}, "requires_grad False", "True, as on ranks 0, 1, 3"),
+        ({"kind": "buffer"}, "kind buffer", "parameter, as on ranks 0, 1, 3"),
+    ],
+)
+def test_one_odd_rank_is_named_beside_the_others(facts, actual, expected):
+    found = verdict(MANIFEST, change(healthy(4), MIDDLE, [2], **facts))
+    assert told(found) == [(MIDDLE, (2,), actual, expected, "")]
+    assert found.findings[0].cause == "the loader branches on the rank while it builds, casts or freezes the model"
+    assert found.findings[0].remedy == (
+        "do on every rank what is done on rank 0, and let only the reading of bytes depend on the rank"
+    )
+
+
+def test_several_odd_ranks_are_told_by_what_they_have():
+    evidence = change(change(healthy(4), MIDDLE, [1], dtype="float16"), MIDDLE, [2, 3], dtype="bfloat16")
+    assert told(verdict(MANIFEST, evidence)) == [
+        (MIDDLE, (0,), "dtype float32", "bfloat16, as on ranks 2, 3", ""),
+        (MIDDLE, (1,), "dtype float16", "bfloat16, as on ranks 2, 3", ""),
+    ]
+
+
+def test_of_equally_many_ranks_the_lowest_is_believed():
+    found = verdict(MANIFEST, change(healthy(2), MIDDLE, [1], dtype="bfloat16"))
+    assert told(found) == [(MIDDLE, (1,), "dtype bfloat16", "float32, as on rank 0", "")]
+
+
+def test_local_shapes_may_differ():
+    evidence = healthy(4)
+    shapes = {rank.by_name[MIDDLE].local_shape for rank in evidence.inventory}
+    assert shapes == {(2, 4), (0, 4)}
+    assert verdict(MANIFEST, evidence).status == "passed"
+
+
+def test_another_order_is_one_finding_for_all_ranks_that_have_it():
+    evidence = on_ranks(healthy(4), [0], lambda rank: tuple(reversed(rank.tensors)))
+    assert told(verdict(MANIFEST, evidence)) == [
+        (
+            *(None, (0,), "another order of names", "the order of the other ranks"),
+            f"the first out of place is {COUNTER}, where other ranks have {EMBEDDING}",
+        )
+    ]
+    evidence = on_ranks(healthy(8), [1, 5], lambda rank: tuple(reversed(rank.tensors)))
+    assert [finding.ranks for finding in verdict(MANIFEST, evidence).findings] == [(1, 5)]
+
+
+def test_the_order_is_not_judged_where_names_are_missing():
+    evidence = on_ranks(healthy(4), [1], lambda rank: tuple(reversed(rank.tensors[1:])))
+    assert [finding.tensor for finding in verdict(MANIFEST, evidence).findings] == [EMBEDDING]
+
+
+@pytest.mark.parametrize("world", [1, 4])
+def test_a_name_too_many(world):
+    found = verdict(NAMES, add(healthy(world), parameter("router.scale")))
+    ranks = tuple(range(world))
+    assert told(found) == [("router.scale", ranks, "a parameter that the reference does not have", "absent", "")]
+    assert found.findings[0].cause == (
+        "the sharded model was built from another config than the reference, or a wrapper renames its tensors"
+    )
+
+
+def test_a_name_too_few():
+    found = verdict(NAMES, drop(drop(healthy(), MIDDLE), ROTARY))
+    assert told(found) == [
+        (MIDDLE, (0, 1), "missing", "a parameter, as in the reference", ""),
+        (ROTARY, (0, 1), "missing", "a buffer, as in the reference", ""),
+    ]
+
+
+def test_a_disabled_bias_gets_its_own_cause():
+    (finding,) = verdict(NAMES, add(healthy(), parameter("head.bias", (8,)))).findings
+    assert finding.cause == "a bias that the config disables is registered as a parameter all the same, or the reverse"
+    assert finding.remedy == "call register_parameter(name, None) for a disabled bias"
+
+
+def test_a_prefix_before_every_name_is_recognised():
+    evidence = on_ranks(healthy(), None, lambda rank: tuple(replace(t, name=f"module.{t.name}") for t in rank.tensors))
+    found = verdict(NAMES, evidence)
+    assert len(found.findings) == 12
+    assert {finding.cause for finding in found.findings} == {"a wrapper puts 'module.' before every name"}
+    assert {finding.remedy for finding in found.findings} == {"return the wrapped model itself, or strip the prefix"}
+
+
+def test_a_prefix_is_recognised_beside_a_checkpoint_too():
+    evidence = on_ranks(healthy(), None, lambda rank: tuple(replace(t, name=f"module.{t.name}") for t in rank.tensors))
+    found = verdict(NAMES, from_checkpoint(evidence))
+    assert {finding.cause for finding in found.findings} == {"a wrapper puts 'module.' before every name"}
+
+
+def test_a_parameter_that_became_a_buffer():
+    found = verdict(NAMES, change(healthy(), MIDDLE, kind="buffer", requires_grad=False))
+    assert told(found) == [(MIDDLE, (0, 1), "a buffer", "a parameter, as in the reference", "")]
+    assert found.findings[0].remedy == "re-create a parameter as torch.nn.Parameter, a buffer by register_buffer"
+
+
+def test_a_name_on_some_ranks_only_is_the_affair_of_the_manifest():
+    found = verdict(NAMES, drop(healthy(), MIDDLE, [1]))
+    assert (found.status, found.findings) == ("skipped", ())
+    assert found.reason == f"not judged: 1 tensor that {MANIFEST} condemned (first: {MIDDLE})"
+
+
+def test_a_checkpoint_holds_neither_transient_buffers_nor_a_tie_twice():
+    evidence = from_checkpoint(drop_reference(healthy(), HEAD))
+    assert verdict(NAMES, evidence).status == "passed"
+
+
+def test_a_checkpoint_that_lacks_a_persistent_buffer():
+    evidence = from_checkpoint(drop_reference(healthy(), COUNTER))
+    assert told(verdict(NAMES, evidence)) == [
+        (COUNTER, (0, 1), "a buffer that the reference does not have", "absent", "")
+    ]
+
+
+def test_a_declared_tie_is_known_beside_a_checkpoint_even_when_it_is_broken():
+    untied = change(healthy(), HEAD, storage="its own", identity=-1)
+    evidence = from_checkpoint(drop_reference(untied, HEAD))
+    assert [finding.tensor for finding in verdict(NAMES, evidence).findings] == [HEAD]
+    assert verdict(NAMES, declare(evidence, tied=((EMBEDDING, HEAD),))).status == "passed"
+
+
+def test_a_name_that_only_the_checkpoint_has():
+    evidence = from_checkpoint(drop(healthy(), MIDDLE))
+    assert told(verdict(NAMES, evidence)) == [(MIDDLE, (0, 1), "missing", "a tensor, as in the reference", "")]
+
+
+def test_an_empty_reference_makes_every_name_too_many():
+    evidence = healthy(1)
+    nothing = ReferenceFacts("callable", RankInventory(0, "cpu", ()))
+    names = [finding.tensor for finding in verdict(NAMES, replace(evidence, reference=nothing)).findings]
+    assert names == [EMBEDDING, MIDDLE, FROZEN, HEAD, ROTARY, COUNTER]
+
+
+@pytest.mark.parametrize(("name", "was"), [(MIDDLE, "float32"), (ROTARY, "float32"), (COUNTER, "int64")])
+def test_another_dtype(name, was):
+    found = verdict(DTYPES, change(healthy(), name, dtype="bfloat16"))
+    assert told(found) == [(name, (0, 1), "bfloat16", was, "")]
+
+
+def test_a_dtype_that_is_odd_on_one_rank_is_told_once():
+    evidence = change(healthy(4), MIDDLE, [3], dtype="bfloat16")
+    found = verdict(DTYPES, evidence)
+    assert found.status == "skipped"
+    assert found.unjudged == {MANIFEST: (MIDDLE,)}
+
+
+def test_dtypes_are_judged_beside_a_checkpoint():
+    evidence = from_checkpoint(change(healthy(), MIDDLE, dtype="bfloat16"))
+    assert told(verdict(DTYPES, evidence)) == [(MIDDLE, (0, 1), "bfloat16", "float32", "")]
+
+
+def test_names_that_the_reference_lacks_have_no_dtype_to_match():
+    found = verdict(DTYPES, add(healthy(), buffer("extra", dtype="int8")))
+    assert found.reason == f"not judged: 1 tensor that {NAMES} condemned (first: extra)"
+
+
+@pytest.mark.parametrize(
+    ("name", "now", "actual", "expected"),
+    [(MIDDLE, False, "frozen", "trainable"), (FROZEN, True, "trainable", "frozen")],
+)
+def test_another_trainability(name, now, actual, expected):
+    found = verdict(TRAINABLE, change(healthy(), name, requires_grad=now))
+    assert told(found) == [(name, (0, 1), actual, expected, "")]
+    assert found.findings[0].remedy == "set requires_grad after the last step that makes new Parameter objects"
+
+
+def test_what_is_declared_frozen_may_be_trainable_in_the_reference():
+    evidence = declare(change(healthy(), MIDDLE, requires_grad=False), frozen={MIDDLE: MIDDLE})
+    assert verdict(TRAINABLE, evidence).status == "passed"
+
+
+def test_what_is_declared_frozen_must_be_frozen():
+    found = verdict(TRAINABLE, declare(healthy(), frozen={MIDDLE: MIDDLE}))
+    assert told(found) == [(MIDDLE, (0, 1), "trainable", "frozen", "")]
+
+
+def test_a_checkpoint_does_not_say_what_is_trainable():
+    found = verdict(TRAINABLE, from_checkpoint(healthy()))
+    assert found.status == "skipped"
+    assert found.reason == "a checkpoint does not say what is trainable; declare Subject(reference=<callable>)"
+
+
+def test_condemned_tensors_do_not_hide_the_others():
+    evidence = change(change(healthy(), MIDDLE, [1], dtype="float16"), ROTARY, dtype="bfloat16")
+    found = verdict(DTYPES, evidence)
+    assert told(found) == [(ROTARY, (0, 1), "bfloat16", "float32", "")]
+    assert found.unjudged == {MANIFEST: (MIDDLE,)}
+
+
+def test_the_reference_itself_is_what_counts():
+    evidence = change_reference(healthy(), MIDDLE, dtype="float64")
+    assert told(verdict(DTYPES, evidence)) == [(MIDDLE, (0, 1), "float32", "float64", "")]
