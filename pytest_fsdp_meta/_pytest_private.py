@@ -1,15 +1,21 @@
 """The one place that reads what pytest keeps private.
 
-pytest offers no public way to ask, at collection, which fixtures request which: ``item.fixturenames`` is a flat
-closure. ``tests/test_plugin.py`` holds what is read here, and breaks when it moves.
+pytest offers no public way to ask which fixtures a test requests by itself, which fixtures request which, or with which
+parameters an item was made: ``item.fixturenames`` is a flat closure. ``tests/test_plugin_private.py`` holds what is
+read here, and breaks when it moves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
+
+
+def requested_fixtures(item: pytest.Function) -> tuple[str, ...]:
+    """Names of the arguments of the test function itself, ``self`` and those with defaults left out."""
+    return tuple(item._fixtureinfo.argnames)
 
 
 def resolved_fixture(item: pytest.Function, name: str) -> Callable[..., Any] | None:
@@ -22,3 +28,15 @@ def fixtures_asking_for(item: pytest.Function, name: str) -> list[str]:
     """Names of the fixtures in the item's closure that request ``name`` themselves."""
     closure = item._fixtureinfo.name2fixturedefs
     return [fixture for fixture, definitions in closure.items() if name in definitions[-1].argnames]
+
+
+def parameters(item: pytest.Item) -> Mapping[str, Any]:
+    """The values that the item is parametrized with, by argument."""
+    callspec = getattr(item, "callspec", None)
+    return {} if callspec is None else callspec.params
+
+
+def parameter_indices(item: pytest.Item) -> Mapping[str, int]:
+    """Which value of each argument it is: equal values of one argument are told apart by this."""
+    callspec = getattr(item, "callspec", None)
+    return {} if callspec is None else callspec.indices

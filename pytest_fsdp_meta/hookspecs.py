@@ -13,7 +13,11 @@ if TYPE_CHECKING:
 
 @pytest.hookspec
 def pytest_fsdp_checks() -> Sequence[Check]:  # type: ignore[empty-body]
-    """Return own checks, made with ``@check`` of ``pytest_fsdp_meta.catalogue``, to be judged after the built-in ones."""
+    """Return own checks, made with ``@check`` of ``pytest_fsdp_meta.catalogue``; they come after the built-in ones.
+
+    pytest must know the hook before it collects: put it into the ``conftest.py`` of the root folder, of a folder in
+    ``testpaths``, or into a plugin.
+    """
 
 
 @pytest.hookspec

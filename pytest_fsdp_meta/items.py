@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import os
 import shlex
+import sys
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 
+from pytest_fsdp_meta._pytest_private import parameter_indices, requested_fixtures
 from pytest_fsdp_meta.catalogue import Catalogue, Verdict, judge
 from pytest_fsdp_meta.collection import ARGUMENT, Case, case_of
 from pytest_fsdp_meta.evidence import Evidence
 from pytest_fsdp_meta.reports.terminal import describe_error, describe_failure
 from pytest_fsdp_meta.settings import Settings
-from pytest_fsdp_meta.trial import Loader, LoaderFailed, Trial
-from pytest_fsdp_meta.worlds import Preload
+from pytest_fsdp_meta.trial import ON_RANKS, Loader, LoaderFailed, Trial
+from pytest_fsdp_meta.worlds import Preload, Sources
 
 VERDICT = pytest.StashKey[Verdict]()
+SKIPPED = pytest.StashKey[str]()
+"""Why an item is skipped, where the place of the test should be told instead of that of ``pytest.skip``."""
+
+
+class Unsendable(Exception):
+    """The loader or a fixture value cannot be pickled; the message says what to do."""
 
 
 @dataclass
@@ -27,8 +35,9 @@ class _Run:
 
     checks: list[str] = field(default_factory=list)
     evidence: Evidence | None = None
-    failure: LoaderFailed | None = None
-    told_by: str = ""
+    failure: LoaderFailed | Unsendable | None = None
+    told_by: dict[str, str] = field(default_factory=dict)
+    """Errors that were told in full, and the item that told them."""
     outputs: list[str] = field(default_factory=list)
     output_shown: bool = False
 
@@ -44,14 +53,27 @@ class Conductor:
         self.settings = settings
         self.catalogue = catalogue
         self.preload = preload
-        self._runs: dict[str, _Run] = {}
+        self._runs: dict[object, _Run] = {}
 
-    def plan(self, items: Iterable[pytest.Item]) -> None:
-        """Notes which checks are selected, so that each loader observes what they need and no more."""
+    def plan(self, items: Iterable[pytest.Item], config: pytest.Config) -> None:
+        """Notes which checks are selected, so that each loader observes what they need and no more.
+
+        Starts importing torch and the test modules beside whatever runs first.
+        """
+        modules: dict[str, str] = {}
         for item in items:
             case = case_of(item)
             if case is not None and case.check not in case.order.skip:
+                assert isinstance(item, pytest.Function)
                 self._run(item, case).checks.append(case.check)
+                modules[item.module.__name__] = str(item.path)
+        if modules:
+            named = config.hook.pytest_fsdp_preload()
+            downstream = [name for names in named for name in ([names] if isinstance(names, str) else names)]
+            self.preload.sources = Sources(tuple(sys.path), modules | _conftests(config))
+            self.preload.modules = [*ON_RANKS, *downstream]
+            self.preload.test_modules = list(modules)
+            self.preload.start()
 
     def before_fixtures(self, item: pytest.Item, case: Case) -> None:
         """Spares the fixtures of an item whose loader has run; ``fsdp`` itself exists on the ranks only."""
@@ -66,21 +88,21 @@ class Conductor:
         if not run.over:
             self._observe(item, case, run)
         if run.failure is not None:
-            self._raise_failure(item, case, run)
+            self._raise_failure(item, case, run, run.failure)
         assert run.evidence is not None
         verdict = judge(self.catalogue[case.check], run.evidence, self.catalogue)
         item.stash[VERDICT] = verdict
-        if verdict.status in ("failed", "error"):
+        if verdict.status == "failed":
             self._show_output(item, run)
         if verdict.status == "error":
-            pytest.fail(describe_error(verdict.check, verdict.reason, verdict.detail, self.again(item)), pytrace=False)
+            self._raise_error(item, case, run, verdict.reason, verdict.detail)
 
     def call(self, item: pytest.Item, case: Case) -> None:
         """Turns the verdict into pytest's outcome; ``xfail`` is strict and covers findings only."""
         verdict = item.stash[VERDICT]
         expected = case.order.xfail.get(case.check)
         if verdict.status == "skipped":
-            pytest.skip(verdict.reason)
+            _skip(item, verdict.reason)
         if verdict.status == "failed":
             if expected is not None:
                 pytest.xfail(expected)
@@ -95,20 +117,26 @@ class Conductor:
     def again(self, item: pytest.Item) -> str:
         """A shell command that runs this one item again from where pytest was started."""
         path = os.path.relpath(item.path, item.config.invocation_params.dir)
-        _, _, inner = item.nodeid.partition("::")
-        words = ["python", "-m", "pytest", f"{path}::{inner}", *self.settings.given]
-        return shlex.join(words)
+        # Not from the node id, to which xdist may append a group.
+        names = [node.name for node in item.listchain() if isinstance(node, (pytest.Class, pytest.Function))]
+        return shlex.join(["python", "-m", "pytest", "::".join([path, *names]), *self.settings.given])
 
     def _run(self, item: pytest.Item, case: Case) -> _Run:
-        return self._runs.setdefault(loader_id(item.nodeid, case.check), _Run())
+        assert isinstance(item, pytest.Function)
+        assert item.parent is not None
+        indices = {name: index for name, index in parameter_indices(item).items() if name != ARGUMENT}
+        key = (item.parent.nodeid, item.originalname, tuple(sorted(indices.items())), tuple(case.spec.mesh.items()))
+        return self._runs.setdefault(key, _Run())
 
     def _observe(self, item: pytest.Item, case: Case, run: _Run) -> None:
         assert isinstance(item, pytest.Function)
         trial = Trial(case.spec, self.preload, case.order.steps, case.order.tolerance)
+        # Fixtures may have extended the search path since collection.
+        self.preload.sources = replace(self.preload.sources, path=tuple(sys.path))
         try:
             run.evidence = trial.observe(pack_loader(item), self._wanted(run.checks or [case.check]))
-        except LoaderFailed as failure:
-            run.failure, run.told_by = failure, item.name
+        except (LoaderFailed, Unsendable) as failure:
+            run.failure = failure
         run.outputs = trial.outputs
 
     def _wanted(self, checks: Iterable[str]) -> set[str]:
@@ -119,16 +147,19 @@ class Conductor:
             wanted |= {*check.needs, *check.uses} | self._wanted(check.after)
         return wanted
 
-    def _raise_failure(self, item: pytest.Item, case: Case, run: _Run) -> None:
+    def _raise_failure(self, item: pytest.Item, case: Case, run: _Run, failure: LoaderFailed | Unsendable) -> None:
+        if isinstance(failure, LoaderFailed) and failure.skipped is not None:
+            _skip(item, failure.skipped)
+        summary = failure.summary if isinstance(failure, LoaderFailed) else str(failure)
+        self._raise_error(item, case, run, summary, str(failure))
+
+    def _raise_error(self, item: pytest.Item, case: Case, run: _Run, summary: str, story: str) -> None:
         """In full for the first item of the loader, in one line for the others."""
-        assert run.failure is not None
-        if run.failure.skipped is not None:
-            pytest.skip(run.failure.skipped)
-        check = self.catalogue[case.check]
-        if run.told_by == item.name:
-            self._show_output(item, run)
-            pytest.fail(describe_error(check, run.failure.summary, str(run.failure), self.again(item)), pytrace=False)
-        pytest.fail(f"the loader failed, see {run.told_by}: {run.failure.summary}", pytrace=False)
+        told_by = run.told_by.setdefault(story, item.name)
+        if told_by != item.name:
+            pytest.fail(f"{case.check} could not be judged, see {told_by}: {summary}", pytrace=False)
+        self._show_output(item, run)
+        pytest.fail(describe_error(self.catalogue[case.check], summary, story, self.again(item)), pytrace=False)
 
     @staticmethod
     def _show_output(item: pytest.Item, run: _Run) -> None:
@@ -140,17 +171,24 @@ class Conductor:
                     item.add_report_section("setup", f"rank {rank}", text)
 
 
-def loader_id(nodeid: str, check: str) -> str:
-    """The node id without the check: what all items of one loader in one world share."""
-    return nodeid.removesuffix(f"{check}]").rstrip("-[")
+def _conftests(config: pytest.Config) -> dict[str, str]:
+    """Files by module name. Of several that are all called "conftest", the one that this name stands for."""
+    names = {getattr(plugin, "__name__", "") for plugin in config.pluginmanager.get_plugins()}
+    modules = {name: sys.modules.get(name) for name in names if name.rpartition(".")[2] == "conftest"}
+    return {name: module.__file__ for name, module in modules.items() if module is not None and module.__file__}
+
+
+def _skip(item: pytest.Item, reason: str) -> None:
+    item.stash[SKIPPED] = reason
+    pytest.skip(reason)
 
 
 def pack_loader(item: pytest.Function) -> Loader:
-    """The loader and its fixture values, pickled one by one. Fails the item for a value that cannot be sent."""
+    """The loader and its fixture values, pickled one by one. Raises Unsendable."""
     import cloudpickle
 
+    wanted = [name for name in requested_fixtures(item) if name != ARGUMENT]
     arguments: dict[str, bytes] = {}
-    wanted = [name for name in item._fixtureinfo.argnames if name != ARGUMENT]
     for name in wanted:
         if name == "fsdp":
             continue
@@ -158,16 +196,18 @@ def pack_loader(item: pytest.Function) -> Loader:
         try:
             arguments[name] = cloudpickle.dumps(value)
         except Exception as error:
-            pytest.fail(_unsendable(name, value, error), pytrace=False)
+            raise Unsendable(_unsendable(name, value, error)) from error
     try:
         function = cloudpickle.dumps(item.obj)
     except Exception as error:
-        pytest.fail(f"{item.name}: the loader cannot be sent to the ranks: {type(error).__name__}: {error}", pytrace=False)
+        what = "the loader and its instance (self)" if item.cls else "the loader"
+        raise Unsendable(f"{what} cannot be sent to the ranks: {type(error).__name__}: {error}") from error
     return Loader(function, arguments, "fsdp" if "fsdp" in wanted else None)
 
 
 def _unsendable(name: str, value: Any, error: Exception) -> str:
     return (
         f"fixture {name!r} gives a {type(value).__name__}, which cannot be sent to the ranks "
-        f"({type(error).__name__}: {error}); return plain data, such as a path or a config, and build the rest in the loader"
+        f"({type(error).__name__}: {error}); return plain data, such as a path or a config, and build the rest in the "
+        "loader"
     )

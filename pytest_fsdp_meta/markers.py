@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, overload
@@ -23,7 +24,7 @@ ARGUMENTS = (
 def fsdp_conformance(function: F, /) -> F: ...
 @overload
 def fsdp_conformance(**arguments: Any) -> Callable[[F], F]: ...
-def fsdp_conformance(function: Any = None, /, **arguments: Any) -> Any:
+def fsdp_conformance(*positional: Any, **arguments: Any) -> Any:
     """Marks a test as a loader: its body runs on every rank, and each check of the catalogue becomes one pytest item.
 
     ``world_size``: an int or a tuple of ints. ``mesh``: ``{"dp_replicate": 2, "dp_shard": -1}``. ``only``: check ids;
@@ -33,16 +34,28 @@ def fsdp_conformance(function: Any = None, /, **arguments: Any) -> Any:
 
     The same as ``@pytest.mark.fsdp_conformance``, except that the test fails where the plugin is not active.
     """
-    if function is None:
-        return functools.partial(_decorate, arguments=arguments)
-    return _decorate(function, arguments=arguments)
-
-
-def _decorate(function: F, arguments: Mapping[str, Any]) -> F:
     import pytest
+
+    mark = pytest.mark.fsdp_conformance
+    if len(positional) == 1 and callable(positional[0]) and not arguments:
+        return mark(_guarded(positional[0]))
+    # Wrong arguments are kept as they are: collection tells all of them, each in one line.
+    marked = mark.with_args(*positional, **arguments)
+    return lambda function: marked(_guarded(function))
+
+
+def _guarded(function: Any) -> Any:
+    """The loader with a body that fails the test: whoever calls it is not this plugin. Of a class, all its tests."""
+    if isinstance(function, type):
+        for name, value in list(vars(function).items()):
+            if name.startswith("test") and inspect.isfunction(value):
+                setattr(function, name, _guarded(value))
+        return function
 
     @functools.wraps(function)
     def guard(*_: Any, **__: Any) -> None:
+        import pytest
+
         pytest.fail(
             f"{function.__name__} is a loader for pytest-fsdp-meta, whose plugin is not active, so nothing was judged; "
             "install pytest-fsdp-meta and remove '-p no:fsdp_meta'",
@@ -50,7 +63,7 @@ def _decorate(function: F, arguments: Mapping[str, Any]) -> F:
         )
 
     guard.__fsdp_body__ = function  # type: ignore[attr-defined]
-    return pytest.mark.fsdp_conformance(**arguments)(guard)  # type: ignore[no-any-return]
+    return guard
 
 
 @dataclass(frozen=True)
@@ -124,11 +137,17 @@ def _reasons(name: str, reasons: Any, catalogue: Catalogue) -> dict[str, str]:
     if reasons is None:
         return {}
     if not isinstance(reasons, Mapping) or not all(isinstance(why, str) and why.strip() for why in reasons.values()):
-        raise ValueError(f"{name}={reasons!r} should be a dict of check ids to reasons: {{'loss_parity': 'bf16 router'}}")
+        raise ValueError(
+            f"{name}={reasons!r} should be a dict of check ids to reasons: {{'loss_parity': 'bf16 router'}}"
+        )
     return {_known(name, id, catalogue): why for id, why in reasons.items()}
 
 
-def _known(name: str, id: str, catalogue: Catalogue) -> str:
+def _known(name: str, id: Any, catalogue: Catalogue) -> str:
+    if not isinstance(id, str):
+        raise ValueError(
+            f"{name}: {id!r} is not the id of a check; ids are strings (pytest --fsdp-list-checks shows all)"
+        )
     try:
         return catalogue[id].id
     except ValueError as error:
@@ -143,7 +162,9 @@ def _tolerance(tolerance: Any, catalogue: Catalogue) -> dict[str, float]:
         if id != "*":
             _known("tolerance", id, catalogue)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e9:
-            raise ValueError(f"tolerance={tolerance!r} should be a relative tolerance such as 1e-5, or a dict by check id")
+            raise ValueError(
+                f"tolerance={tolerance!r} should be a relative tolerance such as 1e-5, or a dict by check id"
+            )
     return {id: float(value) for id, value in by_id.items()}
 
 

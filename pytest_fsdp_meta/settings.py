@@ -1,9 +1,8 @@
-"""Command line, ini file and environment, in this order of precedence, as one frozen Settings."""
+"""Command line, environment and ini file, in this order of precedence, as one frozen Settings."""
 
 from __future__ import annotations
 
 import os
-import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,11 +11,13 @@ import pytest
 
 DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "gloo", "nccl")
+REPEATED = ("-c", "-o", "-p", "--config-file", "--override-ini", "--rootdir", "--import-mode")
+"""Options of pytest with a value that decide which tests there are and what they mean."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the user set, checked. ``given`` are the options as typed, to be repeated in commands that we suggest."""
+    """What the user set, checked. ``given`` is what a command that we suggest must repeat to mean the same run."""
 
     world_sizes: tuple[int, ...] = (2,)
     device: str = "auto"
@@ -24,11 +25,6 @@ class Settings:
     timeout: float = 300.0
     require_gpu: bool = False
     given: tuple[str, ...] = ()
-
-    @property
-    def again(self) -> str:
-        """The given options for a shell."""
-        return shlex.join(self.given)
 
 
 @dataclass(frozen=True)
@@ -86,7 +82,8 @@ def _switch(text: str) -> bool:
 OPTIONS = (
     Option(
         "world-size",
-        "ranks of the worlds that loaders are judged in, where the marker does not say; a list judges each: 1,2,4 (default: 2)",
+        "ranks of the world that a loader is judged in, where its marker does not say; a list, such as 1,2,4, judges "
+        "each (default: 2)",
         _sizes,
         "a positive int, or a list of different ones such as 1,2,4",
         "N[,N...]",
@@ -150,9 +147,21 @@ def read_settings(config: pytest.Config) -> Settings:
         except (ValueError, KeyError):
             raise pytest.UsageError(f"{source}: {text!r} is wrong, it should be {option.right}") from None
         values["world_sizes" if option.name == "world-size" else option.ini.removeprefix("fsdp_")] = value
-        if source == option.flag:
-            given.append(f"{option.flag}={text}" if option.metavar else option.flag)
-    return Settings(**values, given=tuple(given))
+        if not source.startswith("ini"):
+            given += [f"{option.flag}={text}"] if option.metavar else [option.flag] * value
+    return Settings(**values, given=(*_repeated(config.invocation_params.args), *given))
+
+
+def _repeated(args: Sequence[str | os.PathLike[str]]) -> list[str]:
+    """What was typed of ``REPEATED``: "-c x", "-cx", "--rootdir x" or "--rootdir=x"."""
+    found: list[str] = []
+    words = iter(map(str, args))
+    for word in words:
+        if word in REPEATED:
+            found += [word, next(words, "")]
+        elif word.startswith(REPEATED[:3]) or word.partition("=")[0] in REPEATED:
+            found.append(word)
+    return found
 
 
 def _find(config: pytest.Config, option: Option) -> tuple[str, str] | None:

@@ -1,0 +1,91 @@
+"""What the tests of the machinery share: inner pytest projects with tiny loaders."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+pytest_plugins = "pytester"
+
+TINY = """
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from pytest_fsdp_meta import Subject, fsdp_conformance
+
+
+def build():
+    torch.manual_seed(0)
+    return nn.Linear(4, 4)
+
+
+def load(fsdp, **declared):
+    model = build()
+    fully_shard(model, mesh=fsdp.mesh)
+    return Subject(model, **declared)
+
+
+def note(word, folder={folder!r}):
+    with open(f"{{folder}}/notes", "a") as file:
+        file.write(word + "\\n")
+"""
+"""At the head of an inner module whose loaders run: a model of two parameters, and a diary over all processes."""
+
+
+class Project:
+    """A downstream repository in a temporary folder."""
+
+    def __init__(self, pytester: pytest.Pytester) -> None:
+        self._pytester = pytester
+        self.path = pytester.path
+
+    def write(self, name: str, text: str) -> Path:
+        """A file as it stands."""
+        path = self.path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(dedent(text), encoding="utf-8")
+        return path
+
+    def loaders(self, text: str, name: str = "test_it.py") -> Path:
+        """A module whose loaders can run: ``load(fsdp)`` gives a subject, ``note(word)`` writes into the diary."""
+        return self.write(name, TINY.format(folder=os.fspath(self.path)) + "\n\n" + dedent(text))
+
+    def collect(self, *args: str) -> pytest.RunResult:
+        """A run in which no rank starts: fast, in this process."""
+        return self._pytester.runpytest_inprocess("-p", "no:cacheprovider", *args)
+
+    def run(self, *args: str) -> pytest.RunResult:
+        """A run with ranks."""
+        return self._pytester.runpytest_subprocess("-p", "no:cacheprovider", *args, timeout=120)
+
+    def shell(self, command: str, folder: str = ".") -> pytest.RunResult:
+        """A command as a user pastes it."""
+        before = os.getcwd()
+        os.chdir(self.path / folder)
+        try:
+            return self._pytester.run("sh", "-c", command, timeout=120)
+        finally:
+            os.chdir(before)
+
+    @property
+    def notes(self) -> list[str]:
+        diary = self.path / "notes"
+        return diary.read_text().split() if diary.exists() else []
+
+
+@pytest.fixture
+def project(pytester: pytest.Pytester) -> Project:
+    return Project(pytester)
+
+
+def errors(result: pytest.RunResult) -> list[str]:
+    """The lines of a usage error, without the word ERROR. Fails for another outcome, and for any traceback."""
+    assert result.ret == pytest.ExitCode.USAGE_ERROR, result.stdout.str() + result.stderr.str()
+    text = result.stdout.str() + result.stderr.str()
+    assert "Traceback" not in text
+    assert "INTERNALERROR" not in text
+    return [line.removeprefix("ERROR: ") for line in result.errlines if line.strip()]
