@@ -33,7 +33,25 @@ def test_from_pretrained_hsdp(fsdp, path):
     return subject(from_pretrained(path, fsdp_size=2, dp_replicate_size=2), path)
 
 
+MUP_VECTOR = "transformers 5.23: under FSDP2 nobody fills the non-persistent mup_vector of FalconH1Mixer"
+
+
 @pytest.mark.parametrize("path", ["falcon-h1"], indirect=True)
-@fsdp_conformance(world_size=2)
-def test_falcon(fsdp, path):
-    return subject(from_pretrained(path, fsdp_size=fsdp.world_size), path)
+@fsdp_conformance(world_size=2, xfail={"no_uninitialized_memory": MUP_VECTOR})
+def test_from_pretrained_with_a_known_defect(fsdp, path):
+    return subject(from_pretrained(path, fsdp_size=2), path)
+
+
+def load_falcon(fsdp, path):
+    return subject(from_pretrained(path, fsdp_size=2), path)
+
+
+def test_the_real_defect_of_falcon_h1_is_reported(checkpoint, judge_loader):
+    verdicts = judge_loader(load_falcon, {"dp_shard": 2}, path=checkpoint("falcon-h1"))
+    failed = {id: verdict.findings for id, verdict in verdicts.items() if verdict.status in ("failed", "error")}
+    assert list(failed) == ["no_uninitialized_memory"]
+    assert [(finding.tensor, finding.ranks, finding.actual) for finding in failed["no_uninitialized_memory"]] == [
+        (f"model.layers.{layer}.mamba.mup_vector", (0, 1), "uninitialised (NaN under poison)") for layer in (0, 1)
+    ]
+    assert verdicts["loss_parity"].status == "skipped"
+    assert "no_uninitialized_memory" in verdicts["loss_parity"].reason

@@ -179,7 +179,7 @@ class _Observing:
             source = self._record_verifier(alone, names)
         elif self.reference is None:
             why = self.unavailable["reference"]
-            return why if why.error else Unavailable("no truth: neither Subject(verifier=...) nor a reference is declared")
+            return why if why.error else Unavailable("neither Subject(verifier=...) nor a reference is declared")
         else:
             source = self._truth
             self.world.run(f"{OBSERVERS}.truth:check_checkpoint_names", source, names)
