@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from glob import glob
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, Pipe
 
+from pytest_fsdp_meta.worlds.failures import describe_exit
 from pytest_fsdp_meta.worlds.launch import Preload
 
 DEVICE_FILES = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg")
+PATIENCE = 120.0
+ASK_TORCH = "see what this says: python -c 'import torch; print(torch.cuda.device_count())'"
 
 
 def choose(size: int, device: str, backend: str, gpus: int, require_gpu: bool = False) -> tuple[str, str]:
@@ -19,6 +22,8 @@ def choose(size: int, device: str, backend: str, gpus: int, require_gpu: bool = 
         raise ValueError("--fsdp-backend=nccl runs on cuda only; use --fsdp-backend=gloo with --fsdp-device=cpu")
     if device == "cuda" and not gpus:
         raise ValueError("--fsdp-device=cuda: this machine has no GPU that torch can use; use cpu or auto")
+    if backend == "nccl" and not gpus:
+        raise ValueError("--fsdp-backend=nccl: this machine has no GPU that torch can use; use gloo or auto")
     shares = backend == "gloo" and device == "cuda"
     if (device == "cuda" or backend == "nccl") and not shares and size > gpus:
         raise ValueError(
@@ -37,17 +42,21 @@ def count_gpus(preload: Preload) -> int:
     """GPUs that torch can use, asked in a process that ends at once; free of cost on a machine without any."""
     if not any(glob(pattern) for pattern in DEVICE_FILES):
         return 0
-    here, there = preload.context().Pipe(duplex=False)
-    process = preload.launch(_count, (there,), name="count-gpus")
-    there.close()
-    try:
-        return int(here.recv()) if here.poll(120) else 0
-    except EOFError:
-        return 0
-    finally:
-        process.kill()
-        process.join()
-        here.close()
+    here, there = Pipe(duplex=False)
+    with here:
+        with there:
+            process = preload.launch(_count, (there,), name="count-gpus")
+        try:
+            if not here.poll(PATIENCE):
+                raise RuntimeError(f"counting the GPUs took longer than {PATIENCE:g} s; {ASK_TORCH}")
+            return int(here.recv())
+        except EOFError:
+            process.join(5)
+            _, summary = describe_exit(process.exitcode)
+            raise RuntimeError(f"counting the GPUs failed: its process {summary}; {ASK_TORCH}") from None
+        finally:
+            process.kill()
+            process.join()
 
 
 def _count(pipe: Connection) -> None:

@@ -29,6 +29,12 @@ class RankFailure:
     exception: str = ""
     message: str = ""
 
+    @property
+    def lost_peer(self) -> bool:
+        """Whether torch says that another rank has gone: a consequence, though it can be told before its cause."""
+        told_by_torch = self.exception.startswith("torch.distributed.") or "gloo" in self.message
+        return self.kind == "raised" and told_by_torch and LOST_PEER.search(self.message) is not None
+
 
 class Misuse(ValueError):
     """A user's mistake, told completely by its message: no traceback belongs to it."""
@@ -44,7 +50,7 @@ class WorldError(Exception):
         self, failures: Sequence[RankFailure], doing: str, outputs: Sequence[str] = (), label: str = ""
     ) -> None:
         assert failures
-        self.failures = tuple(sorted(failures, key=lambda failure: (failure.when, failure.rank)))
+        self.failures = tuple(sorted(failures, key=lambda one: (one.lost_peer, one.when, one.rank)))
         self.doing = doing
         self.outputs = tuple(outputs)
         self.label = label
@@ -80,16 +86,20 @@ class WorldError(Exception):
             stacks: dict[str, list[int]] = {}
             for failure in self.failures:
                 stacks.setdefault(failure.detail, []).append(failure.rank)
-            return [("", f"{name_ranks(ranks)} stood at (innermost last):\n{stack}", ranks) for stack, ranks in stacks.items()]
+            return [("", f"{name_ranks(at)} stood at (innermost last):\n{stack}", at) for stack, at in stacks.items()]
+        first = self.failures[0]
         told: dict[tuple[str, str], list[int]] = {}
-        for number, failure in enumerate(self.failures):
-            lost = number and failure.kind == "raised" and LOST_PEER.search(failure.message)
+        for failure in self.failures:
+            lost = failure.lost_peer and not first.lost_peer
             words = ("lost the connection to it", "") if lost else (failure.summary, failure.detail)
             told.setdefault(words, []).append(failure.rank)
         return [(summary, detail, ranks) for (summary, detail), ranks in told.items()]
 
 
-LOST_PEER = re.compile(r"Connection (closed|reset) by peer|Connection refused|Broken pipe|ncclRemoteError", re.IGNORECASE)
+LOST_PEER = re.compile(
+    r"Connection (was likely )?(closed|reset)|Connection refused|Broken pipe|ncclRemoteError|failed to (recv|send)",
+    re.IGNORECASE,
+)
 
 
 def describe_exit(code: int | None) -> tuple[str, str]:

@@ -2,74 +2,75 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
-import os
+import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
+from types import ModuleType
 from typing import Any
 
 from pytest_fsdp_meta.worlds import preload
+from pytest_fsdp_meta.worlds.server import Server
 from pytest_fsdp_meta.worlds.spec import Sources
+
+_LOCK = threading.RLock()
+"""Held while a process is started, because that takes changes to what the whole process shares."""
 
 
 @dataclass
 class Preload:
-    """What ranks find imported. One per pytest process: the fork server is started once and serves all worlds."""
+    """What ranks find imported. One per pytest session: its fork server is started once and serves all worlds."""
 
     sources: Sources = field(default_factory=Sources)
     modules: Sequence[str] = ()
     """Modules of ours and of downstream's that every rank needs, by name."""
     test_modules: Sequence[str] = ()
     method: str = "forkserver"
-    _started: bool = False
+    _server: Server | None = field(default=None, repr=False)
 
     def start(self) -> None:
         """Begins importing in the background; worlds wait for it only if it has not finished."""
-        if self._started or self.method != "forkserver":
-            return
-        self._started = True
-        from multiprocessing import forkserver
+        with _LOCK:
+            if self._server is None and self.method == "forkserver":
+                modules = [*preload.TORCH_MODULES, *self.modules, *self.test_modules]
+                self._server = Server(modules, self.sources.path, self.sources.modules)
 
-        request = {
-            "modules": [*preload.TORCH_MODULES, *self.modules, *self.test_modules],
-            "path": list(self.sources.path),
-            "files": dict(self.sources.modules),
-        }
-        multiprocessing.get_context("forkserver").set_forkserver_preload([preload.__name__])
-        with _environment(**{preload.REQUEST: json.dumps(request)}):
-            forkserver.ensure_running()
-
-    def context(self) -> BaseContext:
-        self.start()
-        return multiprocessing.get_context(self.method)
-
-    def give_up_forking(self, reason: str) -> None:
-        """Every later world is spawned; said once."""
-        if self.method != "spawn":
-            self.method = "spawn"
-            warnings.warn(f"pytest-fsdp-meta: {reason}, so ranks are spawned, which is slower", stacklevel=2)
+    def ready(self, seconds: float) -> None:
+        """Waits until ranks can be launched. Where they cannot be forked, every later world is spawned; said once."""
+        with _LOCK:
+            self.start()
+            reason = self._server.objection(seconds) if self._server is not None else ""
+            if self._server is not None and not reason and not self._server.alive:
+                self._server = None  # it has served and was ended from outside: a new one
+                self.start()
+                reason = self._server.objection(seconds) if self._server is not None else ""
+            if reason:
+                self._server, self.method = None, "spawn"
+                warnings.warn(f"pytest-fsdp-meta: {reason}, so ranks are spawned, which is slower", stacklevel=4)
 
     def launch(self, target: Callable[..., None], args: tuple[Any, ...], name: str) -> BaseProcess:
+        self.start()
         # Not daemonic: a daemonic process may have no children, and loaders have DataLoader workers.
-        process: BaseProcess = self.context().Process(target=target, args=args, name=name)  # type: ignore[attr-defined]
-        process.start()
+        context: Any = multiprocessing.get_context(self.method)
+        process: BaseProcess = context.Process(target=target, args=args, name=name)
+        with _LOCK, _without_main(), self._server.serving() if self._server is not None else nullcontext():
+            process.start()
         return process
 
 
 @contextmanager
-def _environment(**values: str) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
+def _without_main() -> Iterator[None]:
+    """Keeps multiprocessing from running the parent's main script again on every rank.
+
+    What ranks need of it is sent by value; a script that calls ``pytest.main()`` unguarded would start itself again.
+    """
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        sys.modules["__main__"] = main

@@ -13,14 +13,18 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import import_module
+from itertools import count
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pytest_fsdp_meta.worlds import preload, tracebacks
+from pytest_fsdp_meta.worlds import post, preload, tracebacks
 from pytest_fsdp_meta.worlds.failures import Misuse, RankFailure
 from pytest_fsdp_meta.worlds.spec import Sources, WorldSpec
 
@@ -44,6 +48,8 @@ class Rank:
     state: dict[str, Any] = field(default_factory=dict, repr=False)
     """Kept between the calls of one world."""
     _mesh: DeviceMesh | None = field(default=None, repr=False)
+    _store: object = field(default=None, repr=False)
+    """Served on rank 0 for as long as it is held; the loader's own process group meets there."""
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -80,62 +86,76 @@ class Assignment:
     rank: int
     spec: WorldSpec
     sources: Sources
-    output: str
-    stacks: str
-    parent: int
+    folder: str
+    """For its messages, its output and its stacks."""
+    dies_with_parent: bool
+    """Whether the system shall kill it when its parent ends; the parent is a thread, where ranks are spawned."""
     environ: dict[str, str]
     cwd: str
+
+    @property
+    def output(self) -> Path:
+        return Path(self.folder, f"rank{self.rank}.out")
+
+    @property
+    def stacks(self) -> Path:
+        return Path(self.folder, f"rank{self.rank}.stacks")
 
 
 class _Channel:
     """The control pipe. A thread reads it, so that the parent's end is noticed in the middle of a collective."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, task: Assignment) -> None:
         self._connection = connection
+        self._files = (Path(task.folder, f"rank{task.rank}.{number}") for number in count())
         self._inbox: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
         threading.Thread(target=self._listen, name="pytest-fsdp-meta", daemon=True).start()
 
     def _listen(self) -> None:
         while True:
             try:
-                message = pickle.loads(self._connection.recv_bytes())
+                self._inbox.put(post.unpack(self._connection.recv_bytes()))
             except (EOFError, OSError):
-                os._exit(0)
-            if message[0] == "stop":
-                os._exit(0)
-            self._inbox.put(message)
+                os.killpg(os.getpid(), signal.SIGKILL)  # the parent is gone; what this rank has started goes as well
 
     def receive(self) -> tuple[Any, ...]:
         return self._inbox.get()
 
     def send(self, *message: Any) -> None:
-        _flush()
-        self._connection.send_bytes(pickle.dumps(message))
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(Exception):  # the user's code may have closed or replaced it
+                stream.flush()
+        self._connection.send_bytes(post.pack(message, next(self._files)))
 
 
 def main(connection: Connection, task: Assignment) -> None:
-    """The target of a rank's process; does not return."""
-    _isolate(task)
-    channel = _Channel(connection)
+    """The target of a rank's process; does not return, because interpreters with a process group end badly."""
     try:
-        _join(channel, task)
-    except BaseException as error:
-        channel.send("failure", _failure(task.rank, error))
-    else:
-        channel.send("ready", preload.STATE.failed)
+        _isolate(task)
+        channel = _Channel(connection, task)
+        try:
+            _adopt(task)
+            _join(channel, task)
+        except BaseException as error:
+            channel.send("failure", _failure(task.rank, error))
+            threading.Event().wait()  # for its end, so that it is not mistaken for a rank that vanished
+        channel.send("ready")
         while True:
             _answer(channel, task.rank, channel.receive())
-    channel.receive()  # a rank that failed waits for its end, so that it is not mistaken for one that vanished
-    os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)
 
 
 def _isolate(task: Assignment) -> None:
-    """Own process group (no Ctrl-C from the terminal), own output file, death with the parent, the parent's state."""
+    """Own process group (no Ctrl-C from the terminal), death with the parent, own output file, stacks on demand."""
     os.setpgid(0, 0)
     # The fork server's children inherit "forkserver"; a loader's own workers get what they get under torchrun.
-    multiprocessing.set_start_method(None, force=True)  # type: ignore[arg-type]
-    if sys.platform == "linux":
+    multiprocessing.set_start_method(None, force=True)
+    if sys.platform == "linux" and task.dies_with_parent:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    _leave_server_alone()
     output = os.open(task.output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for descriptor in (1, 2):
         os.dup2(output, descriptor)
@@ -144,6 +164,21 @@ def _isolate(task: Assignment) -> None:
     sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, file=open(task.stacks, "w"), all_threads=True)  # noqa: SIM115
+
+
+def _leave_server_alone() -> None:
+    """Lets the fork server end with the parent: it lives as long as anybody holds this descriptor.
+
+    Its end is what the system's signal waits for, the last resort for a rank whose threads are all stuck.
+    """
+    server: Any = forkserver._forkserver
+    if server._forkserver_alive_fd is not None:
+        os.close(server._forkserver_alive_fd)
+        server._forkserver_alive_fd = None
+
+
+def _adopt(task: Assignment) -> None:
+    """The parent's working directory, environment and modules."""
     os.chdir(task.cwd)
     os.environ.clear()
     os.environ.update(task.environ)
@@ -152,15 +187,12 @@ def _isolate(task: Assignment) -> None:
 
 def _join(channel: _Channel, task: Assignment) -> None:
     global _CURRENT
-    if preload.STATE.unsafe:
-        channel.send("unsafe", preload.STATE.unsafe)
-        channel.receive()
     import torch
     import torch.distributed as dist
 
     spec = task.spec
     # An OpenMP pool does not survive the fork; torchrun gives each rank one thread too.
-    torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
+    torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1").split(",")[0]))
     random.seed(SEED)
     torch.manual_seed(SEED)
     index = spec.devices[task.rank] if spec.devices else task.rank
@@ -177,7 +209,7 @@ def _join(channel: _Channel, task: Assignment) -> None:
     if sys.platform == "linux":
         # Without it gloo looks the host name up, which fails or hangs on machines that cannot resolve their own.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    me = Rank(task.rank, task.rank, spec.size, device)
+    me = Rank(task.rank, task.rank, spec.size, device, _store=store)
     if spec.process_group == "plugin":
         from datetime import timedelta
 
@@ -193,8 +225,6 @@ def _join(channel: _Channel, task: Assignment) -> None:
         me._mesh = dist.device_mesh.init_device_mesh(
             device.type, tuple(spec.mesh.values()), mesh_dim_names=tuple(spec.mesh)
         )
-    else:
-        me.state["store"] = store  # the rendezvous that TORCHELASTIC_USE_AGENT_STORE points to lives here
     _CURRENT = me
 
 
@@ -221,15 +251,19 @@ def _answer(channel: _Channel, rank: int, message: tuple[Any, ...]) -> None:
     except BaseException as error:
         channel.send("failure", _failure(rank, error))
         return
-    import cloudpickle
-
     try:
-        packed = cloudpickle.dumps(result)
+        channel.send("result", call, _pack(result))
     except Exception as error:
         summary = f"returned a {type(result).__name__} that cannot be sent back: {type(error).__name__}: {error}"
         channel.send("failure", RankFailure(rank, "unsendable", summary, when=time.monotonic()))
-        return
-    channel.send("result", call, packed)
+
+
+def _pack(result: Any) -> bytes:
+    import cloudpickle
+
+    packed = cloudpickle.dumps(result)
+    assert isinstance(packed, bytes)
+    return packed
 
 
 def _unpack(target: str, payload: bytes) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
@@ -242,7 +276,10 @@ def _unpack(target: str, payload: bytes) -> tuple[Callable[..., Any], tuple[Any,
 
 def _failure(rank: int, error: BaseException) -> RankFailure:
     kind = type(error)
-    text = str(error)
+    try:
+        text = str(error)
+    except Exception:
+        text = "(its text cannot be made)"
     first = text.strip().splitlines()[0] if text.strip() else ""
     return RankFailure(
         rank,
@@ -254,8 +291,3 @@ def _failure(rank: int, error: BaseException) -> RankFailure:
         exception=f"{kind.__module__}.{kind.__qualname__}",
         message=text,
     )
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()

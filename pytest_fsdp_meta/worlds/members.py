@@ -1,0 +1,101 @@
+"""One rank as its world sees it from the parent process: what it says, how it ended, where it stands, what it wrote."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from pytest_fsdp_meta.worlds import post, tracebacks
+from pytest_fsdp_meta.worlds.failures import RankFailure, describe_exit
+
+OUTPUT_LIMIT = 64 * 1024
+"""Bytes of each rank's output that are kept; of a longer one, the end."""
+
+
+@dataclass
+class Member:
+    rank: int
+    process: BaseProcess
+    pipe: Connection
+    output: Path
+    stacks: Path
+
+    def send(self, note: bytes) -> None:
+        # A rank that has ended is no error here: whoever waits for its answer learns how.
+        with suppress(BrokenPipeError, ConnectionResetError):
+            self.pipe.send_bytes(note)
+
+    def hear(self) -> tuple[Any, ...] | None:
+        """The message that has arrived, None where none will: a rank that ended may have its last one in the pipe."""
+        try:
+            return post.unpack(self.pipe.recv_bytes(), remove=True) if self.pipe.poll() else None
+        except (EOFError, OSError):
+            return None
+
+    @property
+    def has_ended(self) -> bool:
+        """Asked of the process itself: a child that it has forked can hold its pipe and its sentinel open."""
+        return self.process.exitcode is not None
+
+    def ending(self) -> RankFailure:
+        when = time.monotonic()
+        self.process.join(2.0)
+        kind, summary = describe_exit(self.process.exitcode)
+        return RankFailure(self.rank, kind, summary, when=when)
+
+    def kill(self) -> None:
+        """At once, with what it has started: a rank leads a process group, which may outlive it."""
+        pid = self.process.pid
+        assert pid is not None
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)
+        if not self.has_ended:  # it may not have got as far as to lead a group
+            self.process.kill()
+
+    def release(self) -> None:
+        self.pipe.close()
+        # A process that does not end even so (it sits in a driver) is left to the system.
+        with suppress(ValueError):
+            self.process.close()
+
+    def written(self) -> str:
+        return _tail(self.output)
+
+
+def stacks(members: Sequence[Member], seconds: float = 1.0) -> list[str]:
+    """The Python stacks of all ranks, written by the signal handler even while a rank is inside C code."""
+    for member in members:
+        pid = member.process.pid
+        if pid and member.stacks.exists() and not member.has_ended:  # no handler before the file: the signal would kill
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGUSR1)
+    deadline = time.monotonic() + seconds
+    before: list[int] = []
+    while (sizes := [_size(member.stacks) for member in members]) != before or not all(sizes):
+        if time.monotonic() > deadline:
+            break
+        before = sizes
+        time.sleep(0.05)
+    return [tracebacks.user_stack(_tail(member.stacks)) or "(it did not react)" for member in members]
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def _tail(path: Path) -> str:
+    if not path.exists():
+        return ""
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - OUTPUT_LIMIT))
+        text = file.read().decode("utf-8", "backslashreplace")
+    return text if size <= OUTPUT_LIMIT else f"(the last {OUTPUT_LIMIT} of {size} bytes)\n{text}"

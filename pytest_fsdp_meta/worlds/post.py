@@ -1,0 +1,35 @@
+"""Messages between a world and its ranks: a short note through the pipe, what is large in a file beside it.
+
+So neither side can keep the other waiting: a note fits the pipe as a whole, and a rank that is stopped or killed in the
+middle of a large result leaves an unfinished file that nobody reads, not half a message whose rest never comes.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+NOTE_LIMIT = 8 * 1024
+
+
+def pack(message: tuple[Any, ...], file: Path) -> bytes:
+    """The note to send; ``file`` is written where the message does not fit into it."""
+    packed = pickle.dumps(message)
+    if len(packed) <= NOTE_LIMIT:
+        return packed
+    file.write_bytes(packed)
+    return pickle.dumps(str(file))
+
+
+def unpack(note: bytes, remove: bool = False) -> tuple[Any, ...]:
+    """The message that a note stands for. ``remove`` deletes its file, when nobody else is going to read it."""
+    message = pickle.loads(note)
+    if isinstance(message, str):
+        file = Path(message)
+        message = pickle.loads(file.read_bytes())
+        if remove:
+            os.unlink(file)
+    assert isinstance(message, tuple)
+    return message

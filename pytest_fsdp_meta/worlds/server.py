@@ -1,0 +1,96 @@
+"""The process that ranks are forked from: multiprocessing's fork server, but one of our own.
+
+The one that multiprocessing keeps for the whole process may be running already, without torch, for the user's code
+(from Python 3.14 on it is the default), or for an earlier pytest session whose test modules have the same names.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sysconfig
+import tempfile
+import time
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing import forkserver
+from pathlib import Path
+from typing import Any
+
+from pytest_fsdp_meta.worlds import warm
+
+HOME = str(Path(__file__).parents[2])
+
+
+class Server:
+    """Starts to import at once, in the background; ended with this object, or with this process."""
+
+    def __init__(self, modules: Sequence[str], path: Sequence[str], files: Mapping[str, str]) -> None:
+        folder = tempfile.mkdtemp(prefix="fsdp-preload-")
+        self._report = Path(folder, "report")
+        request = {"modules": list(modules), "path": list(path), "files": dict(files), "report": str(self._report)}
+        self._server: Any = forkserver.ForkServer()
+        self._server.set_forkserver_preload([warm.__name__])
+        environ = {warm.REQUEST: json.dumps(request)}
+        if sysconfig.get_path("purelib") != HOME:
+            # Before Python 3.13 the server does not have our sys.path, and would not find this very package.
+            environ["PYTHONPATH"] = os.pathsep.join(filter(None, (HOME, os.environ.get("PYTHONPATH"))))
+        with _environment(environ):
+            self._server.ensure_running()
+        weakref.finalize(self, _end, self._server, folder, os.getpid())
+
+    def objection(self, seconds: float) -> str:
+        """Waits until all is imported; the reason why ranks must not be forked from it, or empty."""
+        deadline = time.monotonic() + seconds
+        while not self._report.exists():
+            if not self.alive:
+                return "importing the test modules ended the process that does it"
+            if time.monotonic() > deadline:
+                return f"importing the test modules took longer than {seconds:g} s"
+            time.sleep(0.005)
+        return self._report.read_text("utf-8")
+
+    @property
+    def alive(self) -> bool:
+        pid = self._server._forkserver_pid
+        if pid is not None and os.waitpid(pid, os.WNOHANG)[0]:
+            os.close(self._server._forkserver_alive_fd)
+            self._server._forkserver_pid = None
+        return self._server._forkserver_pid is not None
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """Within it, multiprocessing forks from this server."""
+        before = forkserver.connect_to_new_process
+        forkserver.connect_to_new_process = self._server.connect_to_new_process
+        try:
+            yield
+        finally:
+            forkserver.connect_to_new_process = before
+
+
+def _end(server: Any, folder: str, owner: int) -> None:
+    if os.getpid() != owner:
+        return  # in a fork of the process that it belongs to
+    with suppress(OSError):
+        if server._forkserver_pid is not None:
+            os.kill(server._forkserver_pid, signal.SIGKILL)  # it may be importing, and nobody wants to wait for that
+        server._stop()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

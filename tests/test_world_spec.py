@@ -1,0 +1,58 @@
+"""What a world is asked to be, checked before a process is started."""
+
+from __future__ import annotations
+
+import pytest
+
+from pytest_fsdp_meta.worlds import WorldSpec, resolve_mesh
+
+
+@pytest.mark.parametrize(
+    ("mesh", "world_size", "resolved"),
+    [
+        ({"dp_shard": 2}, None, {"dp_shard": 2}),
+        ({"dp_shard": 2}, 2, {"dp_shard": 2}),
+        ({"dp_shard": -1}, 8, {"dp_shard": 8}),
+        ({"dp_replicate": 2, "dp_shard": -1}, 8, {"dp_replicate": 2, "dp_shard": 4}),
+        ({"dp_replicate": -1, "tp": 8}, 8, {"dp_replicate": 1, "tp": 8}),
+        ({"dp": 1}, 1, {"dp": 1}),
+    ],
+)
+def test_mesh(mesh: dict[str, int], world_size: int | None, resolved: dict[str, int]) -> None:
+    result = resolve_mesh(mesh, world_size)
+    assert list(result.items()) == list(resolved.items()), "the order of dimensions is the user's"
+
+
+@pytest.mark.parametrize(
+    ("mesh", "world_size", "message"),
+    [
+        ({}, 2, "mesh names no dimension; write for example mesh={'dp_shard': 2}"),
+        ({"": 2}, 2, "mesh dimension '' is not a name; use one such as 'dp_shard' or 'tp'"),
+        ({"dp shard": 2}, 2, "mesh dimension 'dp shard' is not a name; use one such as 'dp_shard' or 'tp'"),
+        ({0: 2}, 2, "mesh dimension 0 is not a name; use one such as 'dp_shard' or 'tp'"),
+        ({"dp": 0}, 2, "mesh size dp=0 should be a positive int, or -1 for what is left over"),
+        ({"dp": -2}, 2, "mesh size dp=-2 should be a positive int, or -1 for what is left over"),
+        ({"dp": True}, 2, "mesh size dp=True should be a positive int, or -1 for what is left over"),
+        ({"dp": 2.0}, 2, "mesh size dp=2.0 should be a positive int, or -1 for what is left over"),
+        ({"dp": "2"}, 2, "mesh size dp='2' should be a positive int, or -1 for what is left over"),
+        ({"dp": -1, "tp": -1}, 4, "mesh dp=-1 x tp=-1 leaves 2 sizes open; only one may be -1"),
+        ({"dp": -1, "tp": 2}, None, "mesh dp=-1 x tp=2 leaves dp open, so it needs a world_size to be worked out from"),
+        ({"dp": -1, "tp": 4}, 6, "mesh dp=-1 x tp=4 does not divide a world of 6: 6 / 4 is no int"),
+        ({"dp": -1, "tp": 4}, 2, "mesh dp=-1 x tp=4 does not divide a world of 2: 2 / 4 is no int"),
+        ({"dp": 2, "tp": 2}, 8, "mesh dp=2 x tp=2 multiplies out to 4, but the world size is 8"),
+    ],
+)
+def test_mesh_that_cannot_be(mesh: dict[str, int], world_size: int | None, message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        resolve_mesh(mesh, world_size)
+    assert str(caught.value) == message
+
+
+def test_size_is_the_product_of_the_mesh() -> None:
+    assert WorldSpec({"dp_replicate": 2, "dp_shard": 3, "tp": 4}).size == 24
+    assert WorldSpec({"dp_shard": 1}).size == 1
+
+
+def test_spec_cannot_be_changed() -> None:
+    with pytest.raises(AttributeError):
+        WorldSpec({"dp": 2}).timeout = 1.0  # type: ignore[misc]

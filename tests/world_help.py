@@ -1,0 +1,106 @@
+"""What the tests of worlds share: one fork server for all of them, and a look at which processes are left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pytest_fsdp_meta.worlds import DEFAULT_MESH_DIM, Preload, Sources, World, WorldError, WorldSpec, current
+
+ROOT = Path(__file__).parents[1]
+SOON = 20.0
+"""Seconds within which a failure is known, with room for a busy machine; the time-outs of torch begin at 300."""
+
+
+@cache
+def preload() -> Preload:
+    return Preload(Sources(tuple(dict.fromkeys((str(ROOT), *sys.path)))))
+
+
+def world_of(size: int, label: str = "", **given: Any) -> World:
+    given = {"mesh": {DEFAULT_MESH_DIM: size}, "timeout": 60.0} | given
+    return World(WorldSpec(**given), preload(), label)
+
+
+def fails(world: World, function: Any, *args: Any) -> WorldError:
+    """The error of a call that fails soon and leaves no rank behind."""
+    pids = world.run(os.getpid)
+    began = time.monotonic()
+    with pytest.raises(WorldError) as caught:
+        world.run(function, *args)
+    assert time.monotonic() - began < SOON
+    assert not world.alive
+    assert_gone(pids)
+    return caught.value
+
+
+def run_script(text: str, folder: Path, **environ: str) -> subprocess.Popen[str]:
+    """A Python process of its own, as the parent of worlds, at the head of a process group."""
+    script = folder / "script.py"
+    script.write_text(text, encoding="utf-8")
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    return subprocess.Popen(
+        [sys.executable, str(script)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"PYTHONPATH": path} | environ,
+        process_group=None,
+    )
+
+
+def is_running(pid: int) -> bool:
+    """Zombies do not run: who collects them is not a world's business."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def assert_gone(pids: Iterable[int], seconds: float = 5.0) -> None:
+    deadline = time.monotonic() + seconds
+    while left := [pid for pid in pids if is_running(pid)]:
+        assert time.monotonic() < deadline, f"still there: {left}"
+        time.sleep(0.02)
+
+
+@contextmanager
+def ended_at_last(process: subprocess.Popen[str]) -> Any:
+    """Whatever the test finds, the process and the ranks that it has printed are not left behind."""
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            process.send_signal(signal.SIGKILL)
+        process.wait(10)
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def me() -> tuple[int, int]:
+    rank = current()
+    return rank.rank, rank.world_size
+
+
+def environment(names: Iterable[str]) -> Mapping[str, str | None]:
+    return {name: os.environ.get(name) for name in names}
+
+
+def total(value: float) -> float:
+    """The sum of value x rank over all ranks."""
+    import torch
+    import torch.distributed as dist
+
+    tensor = torch.tensor(value * dist.get_rank())
+    dist.all_reduce(tensor)
+    return tensor.item()
