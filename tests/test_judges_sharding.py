@@ -1,0 +1,259 @@
+"""dtensor_placements on hand-made evidence."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.evidence_factory import (
+    EMBEDDING,
+    MIDDLE,
+    add,
+    change,
+    declare,
+    drop,
+    empty,
+    healthy,
+    parameter,
+    place,
+    told,
+    undeclared,
+    verdict,
+)
+
+PLACEMENTS = "dtensor_placements"
+PLAIN = "a plain tensor, whole on every rank"
+HSDP = {"dp_replicate": 2, "dp_shard": 2}
+TWO_D = {"dp_shard": 2, "tp": 2}
+
+
+@pytest.mark.parametrize(
+    "evidence",
+    [healthy(1), healthy(2), healthy(4), healthy(mesh=HSDP), healthy(mesh={"dp_shard": 1}), empty(1), empty(2)],
+)
+def test_healthy_evidence_passes(evidence):
+    assert verdict(PLACEMENTS, evidence).status == "passed"
+
+
+def test_no_reference_is_needed():
+    evidence = undeclared(healthy(), "reference", "values", "verifier", "training", why="not declared")
+    assert verdict(PLACEMENTS, place(evidence, MIDDLE, {})).status == "failed"
+    assert verdict(PLACEMENTS, evidence).status == "passed"
+
+
+def test_a_plain_parameter():
+    found = verdict(PLACEMENTS, place(healthy(), MIDDLE, {}))
+    assert told(found) == [(MIDDLE, (0, 1), PLAIN, "sharded over dp_shard=2", "")]
+    assert found.findings[0].remedy == (
+        "shard it; or declare what is meant with Subject(unsharded=...) or Subject(placements=...)"
+    )
+
+
+def test_a_plain_parameter_on_one_rank():
+    evidence = change(healthy(4), MIDDLE, [2], placements=None, mesh=None)
+    assert told(verdict(PLACEMENTS, evidence)) == [(MIDDLE, (2,), PLAIN, "sharded over dp_shard=4", "")]
+
+
+def test_a_model_that_nobody_sharded():
+    evidence = healthy(mesh=HSDP)
+    names = [tensor.name for tensor in evidence.inventory[0].tensors if tensor.kind == "parameter"]
+    for name in names:
+        evidence = place(evidence, name, {})
+    found = verdict(PLACEMENTS, evidence)
+    assert [finding.tensor for finding in found.findings] == names
+    assert {finding.expected for finding in found.findings} == {"sharded over dp_shard=2"}
+
+
+def test_alone_a_plain_parameter_is_right():
+    assert verdict(PLACEMENTS, place(healthy(1), MIDDLE, {})).status == "passed"
+
+
+def test_a_scalar_cannot_be_sharded():
+    evidence = place(healthy(), MIDDLE, {}, shape=())
+    assert verdict(PLACEMENTS, evidence).status == "passed"
+
+
+@pytest.mark.parametrize("shape", [(5, 2), (1, 2), (0, 2), (3,)])
+def test_uneven_and_empty_shards_are_shards(shape):
+    evidence = place(healthy(4), MIDDLE, {"dp_shard": 4}, "S(0)", shape=shape)
+    assert verdict(PLACEMENTS, evidence).status == "passed"
+
+
+def test_any_dim_is_a_shard_unless_declared():
+    evidence = place(healthy(), MIDDLE, {"dp_shard": 2}, "S(1)")
+    assert verdict(PLACEMENTS, evidence).status == "passed"
+
+
+@pytest.mark.parametrize(
+    ("mesh", "placements", "actual", "expected"),
+    [
+        ({"dp_shard": 4}, ("R",), "R on mesh dp_shard=4", "sharded over dp_shard=4"),
+        ({"dp_shard": 4}, ("P(sum)",), "P(sum) on mesh dp_shard=4", "sharded over dp_shard=4"),
+        (HSDP, ("R", "R"), "(R, R) on mesh dp_replicate=2 x dp_shard=2", "sharded over dp_shard=2"),
+        (HSDP, ("S(0)", "S(0)"), "(S(0), S(0)) on mesh dp_replicate=2 x dp_shard=2", "replicated over dp_replicate=2"),
+        (HSDP, ("P(sum)", "S(0)"), "(P(sum), S(0)) on mesh dp_replicate=2 x dp_shard=2", "replicated over dp_replicate"),
+        (TWO_D, ("R", "S(0)"), "(R, S(0)) on mesh dp_shard=2 x tp=2", "sharded over dp_shard=2"),
+        ({None: 4}, ("R",), "R on mesh unnamed=4", "sharded over the mesh"),
+    ],
+)
+def test_wrong_by_default(mesh, placements, actual, expected):
+    evidence = place(healthy(mesh={"dp_shard": 4}), MIDDLE, mesh, *placements)
+    found = verdict(PLACEMENTS, evidence).findings[0]
+    assert (found.tensor, found.ranks, found.actual) == (MIDDLE, (0, 1, 2, 3), actual)
+    assert found.expected.startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "placements"),
+    [
+        (TWO_D, ("S(0)", "R")),
+        (TWO_D, ("S(0)", "S(1)")),
+        (TWO_D, ("_S(0, 2)", "S(0)")),
+        ({"dp_shard": 2, "tp": 2, "cp": 1}, ("S(0)", "S(1)", "R")),
+        ({"dp_shard": 1, "tp": 4}, ("R", "S(0)")),
+        ({"dp_replicate": 4, "dp_shard": 1}, ("R", "R")),
+    ],
+)
+def test_tensor_parallel_dimensions_and_those_of_size_one_are_free(mesh, placements):
+    evidence = place(healthy(mesh=mesh), MIDDLE, mesh, *placements)
+    assert verdict(PLACEMENTS, evidence).status == "passed"
+
+
+def test_the_loaders_own_mesh_counts_not_the_worlds():
+    # The marker said a world of 4; the loader made hybrid sharding of it by itself.
+    evidence = replace(healthy(mesh=HSDP), world=healthy(4).world)
+    assert verdict(PLACEMENTS, evidence).status == "passed"
+    assert told(verdict(PLACEMENTS, place(evidence, MIDDLE, {}))) == [
+        (MIDDLE, (0, 1, 2, 3), PLAIN, "sharded over dp_shard=2", "")
+    ]
+
+
+def test_an_unnamed_mesh_of_two_dimensions_is_hybrid_sharding():
+    evidence = healthy(4)
+    for name in [tensor.name for tensor in evidence.inventory[0].tensors if tensor.kind == "parameter"]:
+        evidence = change(evidence, name, placements=("R", "S(0)"))
+        for rank in range(4):
+            mesh = replace(evidence.inventory[0].by_name[MIDDLE].mesh, dims=(None, None), shape=(2, 2))
+            evidence = change(evidence, name, [rank], mesh=replace(mesh, coordinate=divmod(rank, 2)))
+    assert verdict(PLACEMENTS, evidence).status == "passed"
+    found = verdict(PLACEMENTS, change(evidence, MIDDLE, placements=("S(0)", "R")))
+    assert told(found) == [
+        (
+            *(MIDDLE, (0, 1, 2, 3), "(S(0), R) on mesh unnamed=2 x unnamed=2"),
+            *("replicated over the first mesh dimension=2", ""),
+        )
+    ]
+
+
+def all_on_tp(world):
+    """Every parameter on the tensor-parallel dimension of the mesh alone."""
+    for tensor in world.inventory[0].tensors:
+        if tensor.kind == "parameter":
+            world = place(world, tensor.name, {"tp": 2}, "S(0)")
+    return world
+
+
+def test_tensor_parallel_alone_forgets_the_dimension_that_shards():
+    found = verdict(PLACEMENTS, all_on_tp(healthy(mesh=TWO_D)))
+    assert len(found.findings) == 4
+    assert {(finding.actual, finding.expected) for finding in found.findings} == {
+        ("S(0) on mesh tp=2", "sharded over dp_shard=2 as well")
+    }
+
+
+def test_tensor_parallel_alone_is_right_where_nothing_shards():
+    evidence = all_on_tp(healthy(2))
+    evidence = replace(evidence, world=replace(evidence.world, mesh=(("tp", 2),)))
+    assert verdict(PLACEMENTS, place(evidence, MIDDLE, {})).status == "passed"
+    # A mesh of the loader's own that spans the world says nothing of the marker's.
+    evidence = replace(evidence, world=replace(evidence.world, mesh=(("dp_shard", 2),)))
+    assert verdict(PLACEMENTS, evidence).status == "passed"
+
+
+def test_one_parameter_that_only_tensor_parallel_has():
+    evidence = healthy(mesh=TWO_D)
+    assert told(verdict(PLACEMENTS, place(evidence, MIDDLE, {"tp": 2}, "S(0)"))) == [
+        (MIDDLE, (0, 1, 2, 3), "S(0) on mesh tp=2", "sharded over dp_shard=2 as well", "")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "placements"),
+    [({"ep": 2}, ("S(0)",)), ({"ep": 4}, ("S(0)",)), ({"dp_shard_mod_ep": 2, "ep": 2}, ("S(1)", "S(0)"))],
+)
+def test_experts_have_a_mesh_of_their_own(mesh, placements):
+    evidence = place(healthy(4), MIDDLE, mesh, *placements)
+    assert verdict(PLACEMENTS, evidence).status == "passed"
+
+
+@pytest.mark.parametrize("placed", [(), ("R",)])
+def test_declared_unsharded_is_whole_plain_or_replicated(placed):
+    evidence = declare(place(healthy(), MIDDLE, {"dp_shard": 2}, *placed), unsharded=(MIDDLE,))
+    assert verdict(PLACEMENTS, evidence).status == "passed"
+
+
+def test_declared_unsharded_that_is_sharded():
+    found = verdict(PLACEMENTS, declare(healthy(), unsharded=(MIDDLE,)))
+    assert told(found) == [(MIDDLE, (0, 1), "S(0) on mesh dp_shard=2", "whole on every rank, as declared", "")]
+
+
+def test_a_shard_of_one_is_whole():
+    assert verdict(PLACEMENTS, declare(healthy(1), unsharded=(MIDDLE,))).status == "passed"
+
+
+@pytest.mark.parametrize(
+    ("mesh", "actual", "declared", "status"),
+    [
+        ({"dp_shard": 4}, ("S(0)",), ("S(0)",), "passed"),
+        ({"dp_shard": 4}, ("S(0)",), ("S(1)",), "failed"),
+        ({"dp_shard": 4}, ("R",), ("R",), "passed"),
+        ({"dp_shard": 4}, ("S(0)",), ("R", "S(0)"), "failed"),
+        (TWO_D, ("_S(0, 2)", "S(0)"), ("S(0)", "S(0)"), "passed"),
+        (TWO_D, ("_S(0, 2)", "S(0)"), ("_S(0, 2)", "S(0)"), "passed"),
+        (TWO_D, ("_S(0, 2)", "S(0)"), ("S(1)", "S(0)"), "failed"),
+        (TWO_D, ("_S(1, 2)", "S(1)"), ("_S(1, 4)", "S(1)"), "failed"),
+        (TWO_D, ("S(0)", "S(0)"), ("_S(0, 2)", "S(0)"), "failed"),
+    ],
+)
+def test_declared_placements(mesh, actual, declared, status):
+    evidence = declare(place(healthy(mesh=mesh), MIDDLE, mesh, *actual), placements={MIDDLE: declared})
+    assert verdict(PLACEMENTS, evidence).status == status
+
+
+def test_declared_placements_are_told_beside_the_actual_ones():
+    evidence = declare(place(healthy(mesh=TWO_D), MIDDLE, TWO_D, "S(0)", "R"), placements={MIDDLE: ("S(0)", "S(1)")})
+    assert told(verdict(PLACEMENTS, evidence)) == [
+        (MIDDLE, (0, 1, 2, 3), "(S(0), R) on mesh dp_shard=2 x tp=2", "(S(0), S(1)), as declared", "")
+    ]
+    evidence = declare(place(healthy(), MIDDLE, {}), placements={MIDDLE: ("S(0)",)})
+    assert told(verdict(PLACEMENTS, evidence)) == [(MIDDLE, (0, 1), PLAIN, "S(0), as declared", "")]
+
+
+def test_alone_a_declared_shard_may_be_plain():
+    evidence = declare(place(healthy(1), MIDDLE, {}), placements={MIDDLE: ("S(0)",)})
+    assert verdict(PLACEMENTS, evidence).status == "passed"
+
+
+def test_unsharded_counts_before_placements():
+    evidence = declare(place(healthy(), MIDDLE, {}), unsharded=(MIDDLE,), placements={MIDDLE: ("S(0)",)})
+    assert verdict(PLACEMENTS, evidence).status == "passed"
+
+
+@pytest.mark.parametrize(
+    ("evidence", "by", "name"),
+    [
+        (drop(healthy(), MIDDLE, [1]), "same_manifest_on_every_rank", MIDDLE),
+        (add(healthy(), parameter("extra")), "names_match_reference", "extra"),
+        (change(healthy(), EMBEDDING, [1], dtype="float16"), "same_manifest_on_every_rank", EMBEDDING),
+    ],
+)
+def test_condemned_tensors_are_not_judged_again(evidence, by, name):
+    found = verdict(PLACEMENTS, evidence)
+    assert (found.status, found.reason) == ("skipped", f"not judged: 1 tensor that {by} condemned (first: {name})")
+
+
+def test_a_rank_outside_of_the_mesh_has_placements_all_the_same():
+    evidence = healthy(4)
+    outside = replace(evidence.inventory[3].by_name[MIDDLE].mesh, coordinate=None)
+    assert verdict(PLACEMENTS, change(evidence, MIDDLE, [3], mesh=outside)).status == "passed"

@@ -1,0 +1,275 @@
+"""loss_parity on hand-made evidence."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from pytest_fsdp_meta.catalogue.training import mean_losses
+from pytest_fsdp_meta.evidence import Comparison, Evidence, RankTraining
+from tests.evidence_factory import (
+    COUNTER,
+    EMBEDDING,
+    LOSSES,
+    MIDDLE,
+    change,
+    change_reference,
+    declare,
+    differ,
+    empty,
+    from_checkpoint,
+    healthy,
+    on_ranks,
+    told,
+    undeclared,
+    verdict,
+    with_reference,
+)
+
+PARITY = "loss_parity"
+EXPECTED = "2.000000, 1.500000, 1.250000 within 1e-05"
+FORWARD = (
+    "the first forward differs already though the weights are equal: the ranks' losses are not weighed alike, a module "
+    "was left out or replaced, or an attention or precision setting differs"
+)
+LATER = (
+    "the first forward agrees, later ones do not: gradients are not reduced, or scaled, or the optimizer does not hold "
+    "the live parameters"
+)
+
+
+def losses(evidence: Evidence, *by_rank: tuple[float, ...]) -> Evidence:
+    training = (replace(run, losses=curve) for run, curve in zip(evidence.training, by_rank, strict=True))
+    return replace(evidence, training=tuple(training))
+
+
+def trained(evidence: Evidence, **facts) -> Evidence:
+    return replace(evidence, training=tuple(replace(run, **facts) for run in evidence.training))
+
+
+@pytest.mark.parametrize(
+    "evidence", [healthy(1), healthy(2), healthy(4), healthy(mesh={"dp_replicate": 2, "dp_shard": 2}), empty(2)]
+)
+def test_healthy_evidence_passes(evidence):
+    assert verdict(PARITY, evidence).status == "passed"
+
+
+@pytest.mark.parametrize(
+    ("observation", "why"),
+    [("reference", "Subject(reference=...) is not declared"), ("training", "Subject(batch=...) is not declared")],
+)
+def test_what_was_not_declared_is_named(observation, why):
+    found = verdict(PARITY, undeclared(healthy(), observation, why=why))
+    assert (found.status, found.reason) == ("skipped", why)
+
+
+def test_a_training_that_failed_is_an_error():
+    found = verdict(PARITY, undeclared(healthy(), "training", why="rank 1: OutOfMemoryError", error=True, detail="..."))
+    assert (found.status, found.reason, found.detail) == ("error", "rank 1: OutOfMemoryError", "...")
+
+
+def test_a_checkpoint_cannot_be_trained():
+    assert verdict(PARITY, from_checkpoint(healthy())).status == "skipped"
+
+
+def test_slices_of_the_batch_are_averaged():
+    assert verdict(PARITY, losses(healthy(2), (3.0, 2.0, 1.5), (1.0, 1.0, 1.0))).status == "passed"
+
+
+@pytest.mark.parametrize(
+    ("places", "curves", "mean"),
+    [
+        ([(0, 1)], [(2.0,)], (2.0,)),
+        ([(0, 2), (1, 2)], [(1.0,), (3.0,)], (2.0,)),
+        ([(0, 2), (0, 2), (1, 2)], [(1.0,), (1.0,), (3.0,)], (2.0,)),
+        ([(0, 1), (0, 1)], [(1.0, 4.0), (3.0, 4.0)], (2.0, 4.0)),
+        ([(1, 2), (0, 2)], [(), ()], ()),
+    ],
+)
+def test_ranks_that_see_the_same_rows_count_once(places, curves, mean):
+    runs = [RankTraining(curve, place) for place, curve in zip(places, curves, strict=True)]
+    assert mean_losses(runs) == mean
+
+
+def test_the_first_step_differs():
+    found = verdict(PARITY, losses(healthy(), (2.5, 1.5, 1.25), (2.5, 1.5, 1.25)))
+    assert told(found) == [
+        (
+            *(None, (0, 1), "losses 2.500000, 1.500000, 1.250000", EXPECTED),
+            "step 0: 2.500000, but should be 2.000000, off by 0.25 relative",
+        )
+    ]
+    assert found.findings[0].cause == FORWARD
+    assert found.findings[0].remedy == (
+        "compare gradients and attention settings; make the loss a mean that all ranks weigh alike"
+    )
+
+
+def test_a_later_step_differs():
+    found = verdict(PARITY, losses(healthy(1), (2.0, 1.5, 1.0)))
+    assert [(finding.ranks, finding.detail) for finding in found.findings] == [
+        ((0,), "step 2: 1.000000, but should be 1.250000, off by 0.2 relative")
+    ]
+    assert found.findings[0].cause == LATER
+    assert found.findings[0].remedy == (
+        "look at the gradient reduction (mean over data-parallel ranks) and make the optimizer after sharding"
+    )
+
+
+def test_one_odd_rank_moves_the_mean():
+    found = verdict(PARITY, losses(healthy(4), LOSSES, LOSSES, LOSSES, (2.0, 1.5, 5.25)))
+    assert found.findings[0].detail == "step 2: 2.250000, but should be 1.250000, off by 0.8 relative"
+
+
+def test_a_gradient_that_is_scaled_is_shown():
+    scaled = Comparison(MIDDLE, False, elements=8, differing=8, max_rel=1.0)
+    near = Comparison(EMBEDDING, False, elements=8, differing=8, max_rel=1e-6)
+    evidence = trained(losses(healthy(1), (2.0, 1.4, 1.0)), gradients=(near, scaled))
+    assert f"or scaled (of the first step, {MIDDLE} for one), or" in verdict(PARITY, evidence).findings[0].cause
+
+
+def test_nobody_reduces_the_gradients_of_plain_tensors():
+    evidence = trained(losses(healthy(2), (2.0, 1.4, 1.0), (2.0, 1.4, 1.0)), unreduced=True)
+    (finding,) = verdict(PARITY, evidence).findings
+    assert finding.cause == (
+        "all parameters are plain tensors and no DDP wraps the model, so nobody reduces their gradients"
+    )
+    assert "Subject(data_parallel=(0, 1))" in finding.remedy
+
+
+def test_the_first_forward_owes_nothing_to_the_reduction_of_gradients():
+    evidence = trained(losses(healthy(2), (2.5, 1.4, 1.0), (2.5, 1.4, 1.0)), unreduced=True)
+    assert verdict(PARITY, evidence).findings[0].cause == FORWARD
+
+
+def test_alone_nothing_need_be_reduced():
+    evidence = trained(losses(healthy(1), (2.0, 1.4, 1.0)), unreduced=True)
+    assert verdict(PARITY, evidence).findings[0].cause == LATER
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_loss_that_is_no_number(bad):
+    found = verdict(PARITY, losses(healthy(2), (2.0, bad, bad), LOSSES))
+    assert found.status == "failed"
+    assert found.findings[0].detail == f"step 1: {bad:f}, but should be 1.500000, off by inf relative"
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_reference_without_a_finite_loss_is_no_truth(bad):
+    evidence = with_reference(healthy(), losses=(2.0, bad, bad), losses_again=(2.0, bad, bad))
+    found = verdict(PARITY, evidence)
+    assert (found.status, found.reason) == (
+        "error",
+        f"the reference's own loss is {bad} at step 1; give it a batch, a loss and an optimizer that keep it finite",
+    )
+
+
+def test_a_reference_that_does_not_reproduce_itself_is_an_error():
+    found = verdict(PARITY, with_reference(healthy(), losses_again=(2.0, 1.5000001, 1.25)))
+    assert (found.status, found.reason) == (
+        "error",
+        "the reference does not reproduce itself: step 1 gives 1.5, then 1.5000001 from the same weights; make its "
+        "forward deterministic",
+    )
+
+
+def test_a_batch_that_differs_on_a_rank_is_an_error():
+    evidence = healthy(2)
+    odd = replace(evidence.training[1], batches=("batch 0", "another", "batch 2"))
+    found = verdict(PARITY, replace(evidence, training=(evidence.training[0], odd)))
+    assert (found.status, found.reason) == (
+        "error",
+        "batch(1) on rank 1 is not the reference's; make batch(step) a function of the step alone",
+    )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "off", "status"),
+    [
+        ("float64", 1e-8, "failed"),
+        ("float64", 1e-10, "passed"),
+        ("float32", 1e-4, "failed"),
+        ("float32", 1e-6, "passed"),
+        ("float16", 1e-2, "failed"),
+        ("float16", 1e-3, "passed"),
+        ("bfloat16", 3e-2, "failed"),
+        ("bfloat16", 1e-2, "passed"),
+        ("float8_e4m3fn", 1e-4, "failed"),
+    ],
+)
+def test_the_tolerance_follows_the_dtype(dtype, off, status):
+    evidence = on_ranks(healthy(1), None, lambda rank: tuple(replace(t, dtype=dtype) for t in rank.tensors))
+    truth = replace(evidence.reference.inventory, tensors=evidence.inventory[0].tensors)
+    evidence = with_reference(evidence, inventory=truth)
+    curve = tuple(loss * (1 + off) for loss in LOSSES)
+    assert verdict(PARITY, losses(evidence, curve)).status == status
+
+
+def test_the_coarsest_parameter_decides_and_no_buffer():
+    # The cast is declared by the reference as well.
+    curve = tuple(loss * 1.01 for loss in LOSSES)
+    for name, status in ((MIDDLE, "passed"), (COUNTER, "failed")):
+        evidence = change_reference(change(healthy(1), name, dtype="bfloat16"), name, dtype="bfloat16")
+        assert verdict(PARITY, losses(evidence, curve)).status == status
+
+
+@pytest.mark.parametrize(
+    ("tolerance", "status"),
+    [
+        ({}, "failed"),
+        ({PARITY: 0.1}, "passed"),
+        ({"*": 0.1}, "passed"),
+        ({PARITY: 0.001, "*": 0.1}, "failed"),
+        ({PARITY: 0.1, "*": 0.0}, "passed"),
+        ({"params_equal_reference": 0.1}, "failed"),
+    ],
+)
+def test_declared_tolerances(tolerance, status):
+    curve = tuple(loss * 1.05 for loss in LOSSES)
+    assert verdict(PARITY, replace(losses(healthy(1), curve), tolerance=tolerance)).status == status
+
+
+def test_a_declared_tolerance_is_shown():
+    evidence = replace(losses(healthy(1), (4.0, 1.5, 1.25)), tolerance={PARITY: 0.02})
+    assert verdict(PARITY, evidence).findings[0].expected == "2.000000, 1.500000, 1.250000 within 0.02"
+
+
+def test_a_loss_of_zero():
+    assert verdict(PARITY, healthy(losses=(0.0, 0.0, 0.0))).status == "passed"
+    assert verdict(PARITY, losses(healthy(1, losses=(1.0, 0.0, 0.0)), (1.0, 0.5, 0.5))).status == "failed"
+
+
+@pytest.mark.parametrize("name", [MIDDLE, EMBEDDING])
+def test_what_a_more_basic_check_explains_is_not_told_again(name):
+    evidence = differ(losses(healthy(), (2.5, 2.5, 2.5), (2.5, 2.5, 2.5)), name)
+    found = verdict(PARITY, evidence)
+    assert (found.status, found.findings) == ("skipped", ())
+    assert found.reason == (
+        "the losses differ (step 0: 2.500000, but should be 2.000000, off by 0.25 relative), which the findings of "
+        "params_equal_reference explain; mend those first"
+    )
+    assert found.unjudged == {"params_equal_reference": (name,)}
+
+
+def test_several_explanations_are_named_in_the_order_of_the_model():
+    evidence = differ(losses(healthy(), (2.5, 2.5, 2.5), (2.5, 2.5, 2.5)), MIDDLE)
+    evidence = change(differ(evidence, COUNTER), EMBEDDING, dtype="float64")
+    found = verdict(PARITY, evidence)
+    assert "dtypes_match_reference, params_equal_reference, buffers_equal_reference explain" in found.reason
+
+
+def test_equal_losses_pass_whatever_else_is_wrong():
+    assert verdict(PARITY, differ(healthy(), MIDDLE)).status == "passed"
+
+
+def test_what_the_reference_trains_and_the_author_froze():
+    evidence = declare(change(healthy(1), MIDDLE, requires_grad=False), frozen={MIDDLE: MIDDLE})
+    assert verdict(PARITY, evidence).status == "passed"
+    found = verdict(PARITY, losses(evidence, (2.0, 1.75, 1.5)))
+    assert (found.status, found.reason) == (
+        "skipped",
+        "the losses differ (step 1: 1.750000, but should be 1.500000, off by 0.17 relative), and the reference trains "
+        f"{MIDDLE}, which Subject(frozen=...) declares frozen; freeze it in the reference as well",
+    )

@@ -1,0 +1,336 @@
+"""params_ and buffers_equal_reference, frozen_weights_equal_verifier on hand-made evidence."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from tests.evidence_factory import (
+    COUNTER,
+    EMBEDDING,
+    FROZEN,
+    MIDDLE,
+    ROTARY,
+    add,
+    change,
+    change_reference,
+    declare,
+    differ,
+    drop,
+    empty,
+    from_checkpoint,
+    healthy,
+    parameter,
+    told,
+    undeclared,
+    verdict,
+    with_reference,
+)
+
+PARAMS, BUFFERS, VERIFIER = "params_equal_reference", "buffers_equal_reference", "frozen_weights_equal_verifier"
+ALL = (PARAMS, BUFFERS, VERIFIER)
+ONE = "1 of {} elements of rank {}'s shard differ, first at [0, 0]: 2.5, but should be 2; largest difference 0.5"
+NOT_LOADED = "the weight was not loaded (it still has its initialisation), or it was loaded from another tensor"
+ODD_RANKS = "these ranks read the slice of another rank, or only the others were given the weight"
+
+
+@pytest.mark.parametrize("check", ALL)
+@pytest.mark.parametrize("evidence", [healthy(1), healthy(2), healthy(4), empty(1), empty(2)])
+def test_healthy_evidence_passes(check, evidence):
+    found = verdict(check, evidence)
+    assert (found.status, found.findings, found.unjudged) == ("passed", (), {})
+
+
+@pytest.mark.parametrize(
+    ("check", "observation", "why"),
+    [
+        (PARAMS, "reference", "Subject(reference=...) is not declared"),
+        (BUFFERS, "values", "Subject(reference=...) is not declared"),
+        (VERIFIER, "verifier", "neither Subject(verifier=...) nor Subject(reference=...) is declared"),
+    ],
+)
+def test_what_was_not_declared_is_named(check, observation, why):
+    found = verdict(check, undeclared(healthy(), observation, why=why))
+    assert (found.status, found.reason) == ("skipped", why)
+
+
+@pytest.mark.parametrize(("check", "observation"), [(PARAMS, "values"), (BUFFERS, "reference"), (VERIFIER, "verifier")])
+def test_what_went_wrong_is_an_error(check, observation):
+    found = verdict(check, undeclared(healthy(), observation, why="rank 1 was killed", error=True, detail="SIGKILL"))
+    assert (found.status, found.reason, found.detail) == ("error", "rank 1 was killed", "SIGKILL")
+
+
+def test_a_parameter_that_differs_everywhere():
+    found = verdict(PARAMS, differ(healthy(), MIDDLE))
+    assert told(found) == [(MIDDLE, (0, 1), "other values", "the reference's slice", ONE.format(12, 0))]
+    assert found.findings[0].cause == NOT_LOADED
+
+
+@pytest.mark.parametrize(("check", "name"), [(PARAMS, EMBEDDING), (BUFFERS, ROTARY)])
+def test_one_odd_rank(check, name):
+    found = verdict(check, differ(healthy(), name, [1]))
+    assert [(finding.tensor, finding.ranks) for finding in found.findings] == [(name, (1,))]
+    assert found.findings[0].cause == ODD_RANKS
+
+
+def test_empty_shards_do_not_make_the_others_odd():
+    evidence = healthy(4)
+    assert evidence.values[3][1].elements == 0
+    found = verdict(PARAMS, differ(evidence, MIDDLE, [0, 1, 2]))
+    assert [(finding.ranks, finding.cause) for finding in found.findings] == [((0, 1, 2), NOT_LOADED)]
+
+
+def test_the_worst_rank_is_shown():
+    evidence = differ(healthy(), MIDDLE)
+    evidence = differ(
+        evidence, MIDDLE, [1], differing=12, max_abs=3.0, index=(3, 1), expected=-1.0, actual=2.0
+    )
+    (finding,) = verdict(PARAMS, evidence).findings
+    assert finding.detail == (
+        "all elements of rank 1's shard differ, first at [3, 1]: 2, but should be -1; largest difference 3"
+    )
+
+
+def test_nan_beside_a_number():
+    evidence = differ(healthy(), MIDDLE, max_abs=math.inf, max_rel=math.inf, actual=math.nan)
+    assert verdict(PARAMS, evidence).findings[0].detail == (
+        "1 of 12 elements of rank 0's shard differ, first at [0, 0]: nan, but should be 2; largest difference inf"
+    )
+
+
+def test_a_scalar_has_no_index():
+    evidence = differ(healthy(), COUNTER, index=(), actual=3.0, expected=7.0)
+    assert told(verdict(BUFFERS, evidence)) == [
+        (COUNTER, (0, 1), "other values", "the reference's slice", "3 on rank 0, but should be 7")
+    ]
+
+
+def test_a_problem_of_shape_has_its_own_cause():
+    problem = "local shape (2, 4), but its placements imply (4, 4)"
+    found = verdict(PARAMS, differ(healthy(), MIDDLE, [1], problem=problem))
+    assert told(found) == [(MIDDLE, (1,), "another shape", "the reference's slice", problem)]
+    assert found.findings[0].remedy == (
+        "give every parameter placements for its own dims, and DTensor.from_local the global shape"
+    )
+
+
+def test_problem_and_other_values_are_two_findings():
+    evidence = differ(differ(healthy(4), EMBEDDING), EMBEDDING, [2], problem="shape (9, 4), but should be (8, 4)")
+    found = verdict(PARAMS, evidence)
+    assert [(finding.ranks, finding.actual) for finding in found.findings] == [
+        ((0, 1, 3), "other values"),
+        ((2,), "another shape"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rel", "cast", "status"),
+    [
+        ("bfloat16", 2.0**-7, True, "passed"),
+        ("bfloat16", 2.0**-6, True, "failed"),
+        ("bfloat16", 2.0**-9, False, "failed"),
+        ("float16", 2.0**-10, True, "passed"),
+        ("float16", 2.0**-7, True, "failed"),
+        ("float32", 2.0**-23, True, "passed"),
+        ("float32", 2.0**-9, True, "failed"),
+        ("float8_e4m3fn", 2.0**-3, True, "passed"),
+        ("int64", 2.0**-30, True, "failed"),
+    ],
+)
+def test_only_a_cast_may_round_and_only_by_one_unit(dtype, rel, cast, status):
+    evidence = differ(change(healthy(), MIDDLE, dtype=dtype), MIDDLE, cast=cast, max_rel=rel)
+    assert verdict(PARAMS, evidence).status == status
+
+
+def test_a_cast_does_not_excuse_another_shape():
+    evidence = differ(change(healthy(), MIDDLE, dtype="bfloat16"), MIDDLE, cast=True, max_rel=0.0, problem="shape ()")
+    assert [finding.actual for finding in verdict(PARAMS, evidence).findings] == ["another shape"]
+
+
+@pytest.mark.parametrize(
+    ("check", "mine", "others"), [(PARAMS, MIDDLE, [ROTARY, FROZEN]), (BUFFERS, ROTARY, [MIDDLE, FROZEN])]
+)
+def test_each_tensor_has_one_judge(check, mine, others):
+    evidence = healthy()
+    for name in (mine, *others):
+        evidence = differ(evidence, name)
+    assert [finding.tensor for finding in verdict(check, evidence).findings] == [mine]
+
+
+@pytest.mark.parametrize(
+    ("check", "condemned"), [(PARAMS, ROTARY), (PARAMS, FROZEN), (BUFFERS, MIDDLE), (VERIFIER, MIDDLE)]
+)
+def test_what_is_condemned_elsewhere_is_not_missed_here(check, condemned):
+    evidence = change(differ(healthy(), condemned), condemned, nan=1, poisoned=1)
+    assert verdict("no_uninitialized_memory", evidence).status == "failed"
+    found = verdict(check, evidence)
+    assert (found.status, found.unjudged) == ("passed", {})
+
+
+@pytest.mark.parametrize(("check", "name"), [(PARAMS, MIDDLE), (BUFFERS, ROTARY), (VERIFIER, FROZEN)])
+def test_condemned_tensors_are_not_judged_again(check, name):
+    evidence = change(differ(healthy(), name), name, nan=1, poisoned=1)
+    found = verdict(check, evidence)
+    assert (found.status, found.findings) == ("skipped", ())
+    assert found.reason == f"not judged: 1 tensor that no_uninitialized_memory condemned (first: {name})"
+
+
+@pytest.mark.parametrize(("check", "name"), [(PARAMS, MIDDLE), (BUFFERS, ROTARY), (VERIFIER, FROZEN)])
+def test_a_missing_tensor_is_the_affair_of_the_names(check, name):
+    found = verdict(check, drop(healthy(), name))
+    assert (found.status, found.findings) == ("passed", ())
+    assert [finding.tensor for finding in verdict("names_match_reference", drop(healthy(), name)).findings] == [name]
+
+
+def test_a_tensor_that_the_reference_lacks_is_left_to_the_names():
+    found = verdict(PARAMS, add(healthy(), parameter("extra")))
+    assert found.reason == "not judged: 1 tensor that names_match_reference condemned (first: extra)"
+
+
+@pytest.mark.parametrize(
+    ("facts", "reason"),
+    [
+        (
+            {"unstable": (MIDDLE,)},
+            "the reference does not reproduce itself: it gives other bits when it is built again (layers.0.weight); "
+            "make it build the same model every time",
+        ),
+        (
+            {"unstable": (MIDDLE, EMBEDDING)},
+            "the reference does not reproduce itself: it gives other bits when it is built again (embed.weight and 1 "
+            "more); make it build the same model every time",
+        ),
+        (
+            {"uninitialised": (MIDDLE,)},
+            "the reference does not reproduce itself: it never writes it (layers.0.weight); "
+            "make it build the same model every time",
+        ),
+    ],
+)
+def test_an_unstable_reference_is_an_error(facts, reason):
+    found = verdict(PARAMS, with_reference(differ(healthy(), MIDDLE), **facts))
+    assert (found.status, found.reason, found.findings) == ("error", reason, ())
+
+
+def test_an_unstable_tensor_does_not_hide_a_broken_one():
+    found = verdict(PARAMS, with_reference(differ(healthy(), EMBEDDING), unstable=(MIDDLE,)))
+    assert found.status == "failed"
+    assert [finding.tensor for finding in found.findings] == [EMBEDDING]
+    assert found.reason.startswith("the reference does not reproduce itself")
+
+
+def test_what_another_check_would_judge_may_be_unstable_here():
+    evidence = with_reference(healthy(), unstable=(ROTARY,))
+    assert verdict(PARAMS, evidence).status == "passed"
+    assert verdict(BUFFERS, evidence).status == "error"
+
+
+def test_a_checkpoint_tells_nothing_of_transient_buffers():
+    found = verdict(BUFFERS, from_checkpoint(healthy()))
+    assert (found.status, found.reason) == (
+        "skipped",
+        "a checkpoint does not hold non-persistent buffers (1 here, first: rotary.inv_freq), so nothing tells their "
+        "values; declare Subject(reference=<callable>)",
+    )
+    assert verdict(PARAMS, from_checkpoint(healthy())).status == "passed"
+
+
+def test_a_checkpoint_still_tells_of_persistent_buffers():
+    found = verdict(BUFFERS, differ(from_checkpoint(healthy()), COUNTER))
+    assert (found.status, [finding.tensor for finding in found.findings]) == ("failed", [COUNTER])
+
+
+def test_a_checkpoint_judges_a_model_without_transient_buffers():
+    evidence = from_checkpoint(drop(healthy(), ROTARY))
+    assert verdict(BUFFERS, evidence).status == "passed"
+
+
+def test_a_frozen_weight_that_differs_from_the_verifier():
+    found = verdict(VERIFIER, differ(healthy(), FROZEN, observed="verifier"))
+    assert told(found) == [(FROZEN, (0, 1), "other values", "the verifier's", ONE.format(8, 0))]
+    assert found.findings[0].cause == (
+        "a second pass initialised it again after it was loaded, or it was never loaded"
+    )
+
+
+def test_a_mapped_name_is_told_as_the_verifier_has_it():
+    evidence = declare(differ(healthy(), FROZEN, observed="verifier"), frozen={FROZEN: "lm_head.weight"})
+    assert told(verdict(VERIFIER, evidence)) == [
+        (FROZEN, (0, 1), "other values", "the verifier's lm_head.weight", ONE.format(8, 0))
+    ]
+
+
+def test_a_frozen_weight_keeps_the_cause_that_was_found():
+    evidence = differ(healthy(4), FROZEN, [2], observed="verifier")
+    assert [finding.cause for finding in verdict(VERIFIER, evidence).findings] == [ODD_RANKS]
+    evidence = differ(healthy(), FROZEN, observed="verifier", problem="shape (4, 2), but should be (4, 4)")
+    assert verdict(VERIFIER, evidence).findings[0].cause.startswith("the placements do not fit the tensor")
+
+
+def test_a_frozen_buffer_is_judged_beside_the_verifier():
+    evidence = declare(healthy(), frozen={ROTARY: ROTARY})
+    taken = tuple(tuple(c for c in rank if c.name == ROTARY) for rank in evidence.values)
+    evidence = differ(replace(evidence, verifier=taken), ROTARY, observed="verifier")
+    assert [finding.tensor for finding in verdict(VERIFIER, evidence).findings] == [ROTARY]
+    assert verdict(BUFFERS, differ(evidence, ROTARY)).status == "passed"
+
+
+def test_a_frozen_weight_of_the_reference_that_is_not_declared_is_still_judged():
+    # The author declared another one, so only that was laid beside the verifier.
+    evidence = declare(healthy(), frozen={MIDDLE: MIDDLE})
+    taken = tuple(tuple(c for c in rank if c.name == MIDDLE) for rank in evidence.values)
+    evidence = differ(replace(evidence, verifier=taken), FROZEN)
+    assert [finding.tensor for finding in verdict(PARAMS, evidence).findings] == [FROZEN]
+    assert verdict(VERIFIER, evidence).status == "passed"
+
+
+def test_nobody_asked_for_the_verifier_so_the_reference_judges_frozen_weights():
+    evidence = undeclared(differ(healthy(), FROZEN), "verifier", why="no selected check asked for it")
+    assert [finding.tensor for finding in verdict(PARAMS, evidence).findings] == [FROZEN]
+
+
+def test_a_verifier_of_its_own_is_not_replaced_by_the_reference():
+    evidence = declare(differ(healthy(), FROZEN), frozen={FROZEN: FROZEN})
+    evidence = undeclared(evidence, "verifier", why="rank 0 was killed", error=True)
+    evidence = replace(evidence, subject=replace(evidence.subject, declared=frozenset({"verifier", "reference"})))
+    assert verdict(PARAMS, evidence).status == "passed"
+    assert verdict(VERIFIER, evidence).status == "error"
+
+
+@pytest.mark.parametrize(("own", "status"), [(False, "error"), (True, "passed")])
+def test_an_unstable_reference_spoils_only_what_is_taken_from_it(own, status):
+    evidence = with_reference(healthy(), unstable=(FROZEN,))
+    if own:
+        evidence = declare(evidence, declared=evidence.subject.declared | {"verifier"}, frozen={FROZEN: FROZEN})
+    assert verdict(VERIFIER, evidence).status == status
+
+
+def test_an_unstable_source_is_named_as_the_reference_has_it():
+    evidence = with_reference(declare(healthy(), frozen={FROZEN: EMBEDDING}), unstable=(EMBEDDING,))
+    found = verdict(VERIFIER, evidence)
+    assert (found.status, f"({EMBEDDING})" in found.reason) == ("error", True)
+
+
+def test_a_vocabulary_of_five_in_a_world_of_four():
+    evidence = healthy(4, parameters={"embed.weight": (5, 2)})
+    assert [rank.tensors[0].local_shape for rank in evidence.inventory] == [(2, 2), (2, 2), (1, 2), (0, 2)]
+    assert verdict(PARAMS, evidence).status == "passed"
+    found = verdict(PARAMS, differ(evidence, "embed.weight", [2], index=(4, 1), differing=2))
+    assert told(found) == [
+        (
+            *("embed.weight", (2,), "other values", "the reference's slice"),
+            "all elements of rank 2's shard differ, first at [4, 1]: 2.5, but should be 2; largest difference 0.5",
+        )
+    ]
+
+
+def test_a_world_of_one():
+    found = verdict(PARAMS, differ(healthy(1), MIDDLE))
+    assert [(finding.ranks, finding.cause) for finding in found.findings] == [((0,), NOT_LOADED)]
+
+
+def test_what_the_reference_trains_is_judged_by_its_slices():
+    evidence = differ(change_reference(healthy(), FROZEN, requires_grad=True), FROZEN)
+    assert [finding.tensor for finding in verdict(PARAMS, evidence).findings] == [FROZEN]
