@@ -11,6 +11,8 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import spec_from_file_location
 
+REQUEST = "PYTEST_FSDP_META_PRELOAD"
+"""The environment variable through which the fork server is told what to import."""
 TORCH_MODULES = ("torch", "torch.distributed", "torch.distributed.tensor", "torch.distributed.fsdp", "cloudpickle")
 
 

@@ -20,8 +20,9 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
-from pytest_fsdp_meta.worlds import warm
+from pytest_fsdp_meta.worlds.preload import REQUEST
 
+WARM = "pytest_fsdp_meta.worlds.warm"
 HOME = str(Path(__file__).parents[2])
 
 
@@ -33,8 +34,8 @@ class Server:
         self._report = Path(folder, "report")
         request = {"modules": list(modules), "path": list(path), "files": dict(files), "report": str(self._report)}
         self._server: Any = forkserver.ForkServer()
-        self._server.set_forkserver_preload([warm.__name__])
-        environ = {warm.REQUEST: json.dumps(request)}
+        self._server.set_forkserver_preload([WARM])
+        environ = {REQUEST: json.dumps(request)}
         if sysconfig.get_path("purelib") != HOME:
             # Before Python 3.13 the server does not have our sys.path, and would not find this very package.
             environ["PYTHONPATH"] = os.pathsep.join(filter(None, (HOME, os.environ.get("PYTHONPATH"))))

@@ -11,9 +11,7 @@ import os
 import signal
 from typing import Any
 
-from pytest_fsdp_meta.worlds.preload import preload, share, why_unsafe
-
-REQUEST = "PYTEST_FSDP_META_PRELOAD"
+from pytest_fsdp_meta.worlds.preload import REQUEST, preload, share, why_unsafe
 
 
 def _serve(request: dict[str, Any]) -> None:
