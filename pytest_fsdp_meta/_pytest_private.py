@@ -34,9 +34,3 @@ def parameters(item: pytest.Item) -> Mapping[str, Any]:
     """The values that the item is parametrized with, by argument."""
     callspec = getattr(item, "callspec", None)
     return {} if callspec is None else callspec.params
-
-
-def parameter_indices(item: pytest.Item) -> Mapping[str, int]:
-    """Which value of each argument it is: equal values of one argument are told apart by this."""
-    callspec = getattr(item, "callspec", None)
-    return {} if callspec is None else callspec.indices

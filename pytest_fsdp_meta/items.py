@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pytest_fsdp_meta._pytest_private import parameter_indices, requested_fixtures
+from pytest_fsdp_meta._pytest_private import parameters, requested_fixtures
 from pytest_fsdp_meta.catalogue import Catalogue, Verdict, judge
 from pytest_fsdp_meta.collection import ARGUMENT, Case, case_of
 from pytest_fsdp_meta.evidence import Evidence
@@ -124,8 +124,10 @@ class Conductor:
     def _run(self, item: pytest.Item, case: Case) -> _Run:
         assert isinstance(item, pytest.Function)
         assert item.parent is not None
-        indices = {name: index for name, index in parameter_indices(item).items() if name != ARGUMENT}
-        key = (item.parent.nodeid, item.originalname, tuple(sorted(indices.items())), tuple(case.spec.mesh.items()))
+        # Items of one loader differ in the check only. Names alone do not tell ("a", "b-c") from ("a-b", "c").
+        name = tuple(item.name.rsplit(case.check, 1))
+        values = tuple((name, id(value)) for name, value in parameters(item).items() if name != ARGUMENT)
+        key = (item.parent.nodeid, name, values, tuple(case.spec.mesh.items()))
         return self._runs.setdefault(key, _Run())
 
     def _observe(self, item: pytest.Item, case: Case, run: _Run) -> None:

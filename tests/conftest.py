@@ -36,6 +36,21 @@ def note(word, folder={folder!r}):
 """At the head of an inner module whose loaders run: a model of two parameters, and a diary over all processes."""
 
 
+CHECK = """
+from pytest_fsdp_meta.catalogue import check
+
+@check(
+    promise="every expert has its share", family="own", needs=["inventory"], after={after}, why="", cause="", remedy=""
+)
+def {name}(view):
+    return []
+
+def pytest_fsdp_checks():
+    return {value}
+"""
+"""A conftest.py that brings a check of its own."""
+
+
 class Project:
     """A downstream repository in a temporary folder."""
 

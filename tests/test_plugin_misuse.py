@@ -4,81 +4,76 @@ from __future__ import annotations
 
 import pytest
 
-from tests.conftest import Project, errors
+from tests.conftest import CHECK, Project, errors
 
 ARGUMENTS = "world_size, mesh, only, skip, xfail, tolerance, steps, timeout, process_group"
 HINT = "(pytest --fsdp-list-checks shows all)"
 NEAREST = f"there is no check 'no_meta_param'; did you mean 'no_meta_params'? {HINT}"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("only=['no_meta_param']", f"only: {NEAREST}"),
-        ("skip={'no_meta_param': 'why'}", f"skip: {NEAREST}"),
-        ("xfail={'no_meta_param': 'why'}", f"xfail: {NEAREST}"),
-        ("tolerance={'no_meta_param': 1e-3}", f"tolerance: {NEAREST}"),
-        ("only='no_meta_param'", f"only: {NEAREST}"),
-        ("skip={7: 'why'}", "skip: 7 is not the id of a check; ids are strings (pytest --fsdp-list-checks shows all)"),
-        ("only=[]", "only=[] should be a list of check ids (pytest --fsdp-list-checks shows them)"),
-        ("only=[7]", "only=[7] should be a list of check ids (pytest --fsdp-list-checks shows them)"),
-        ("world_size=0", "world_size=0 should be a positive int"),
-        ("world_size=-1", "world_size=-1 should be a positive int"),
-        ("world_size='2'", "world_size='2' should be a positive int"),
-        ("world_size=True", "world_size=True should be a positive int"),
-        ("world_size=(2, 0)", "world_size=0 should be a positive int"),
-        ("world_size=()", "world_size=() should be a positive int or a tuple of different ones"),
-        ("world_size=(2, 2)", "world_size=(2, 2) should be a positive int or a tuple of different ones"),
-        ("mesh=[2, 2]", "mesh=[2, 2] should be a dict of dimension names to sizes, such as {'dp_shard': 2}"),
-        ("mesh={}", "mesh names no dimension; write for example mesh={'dp_shard': 2}"),
-        ("mesh={'tp': 0}", "mesh size tp=0 should be a positive int, or -1 for what is left over"),
-        (
-            "world_size=4, mesh={'dp_replicate': 2, 'dp_shard': 3}",
-            "mesh dp_replicate=2 x dp_shard=3 multiplies out to 6, but the world size is 4",
-        ),
-        (
-            "world_size=3, mesh={'dp_replicate': 2, 'dp_shard': -1}",
-            "mesh dp_replicate=2 x dp_shard=-1 does not divide a world of 3: 3 / 2 is no int",
-        ),
-        (
-            "mesh={'dp_replicate': -1, 'dp_shard': -1}",
-            "mesh dp_replicate=-1 x dp_shard=-1 leaves 2 sizes open; only one may be -1",
-        ),
-        (
-            "skip={'no_meta_params': 'a'}, xfail={'no_meta_params': 'b'}",
-            "'no_meta_params' is in skip and in xfail; a check is either left out or expected to fail",
-        ),
-        (
-            "skip={'no_meta_params': ' '}",
-            "skip={'no_meta_params': ' '} should be a dict of check ids to reasons: {'loss_parity': 'bf16 router'}",
-        ),
-        (
-            "xfail=['no_meta_params']",
-            "xfail=['no_meta_params'] should be a dict of check ids to reasons: {'loss_parity': 'bf16 router'}",
-        ),
-        ("worldsize=2", f"there is no argument 'worldsize'; the arguments are {ARGUMENTS}"),
-        ("2", f"2 has no name; the arguments are {ARGUMENTS}"),
-        ("tolerance='1e-5'", "tolerance='1e-5' should be a relative tolerance such as 1e-5, or a dict by check id"),
-        ("tolerance=-1", "tolerance=-1 should be a relative tolerance such as 1e-5, or a dict by check id"),
-        ("steps=0", "steps=0 should be a positive int"),
-        ("steps=1.5", "steps=1.5 should be a positive int"),
-        ("timeout=0", "timeout=0 should be a positive number of seconds"),
-        ("timeout='5'", "timeout='5' should be a positive number of seconds"),
-        ("process_group='mine'", "process_group='mine' should be 'plugin' or 'loader'"),
-    ],
-)
+WRONG = [
+    ("only=['no_meta_param']", f"only: {NEAREST}"),
+    ("skip={'no_meta_param': 'why'}", f"skip: {NEAREST}"),
+    ("xfail={'no_meta_param': 'why'}", f"xfail: {NEAREST}"),
+    ("tolerance={'no_meta_param': 1e-3}", f"tolerance: {NEAREST}"),
+    ("only='no_meta_buffer'", f"only: there is no check 'no_meta_buffer'; did you mean 'no_meta_buffers'? {HINT}"),
+    ("skip={7: 'why'}", "skip: 7 is not the id of a check; ids are strings (pytest --fsdp-list-checks shows all)"),
+    ("only=[]", "only=[] should be a list of check ids (pytest --fsdp-list-checks shows them)"),
+    ("only=[7]", "only=[7] should be a list of check ids (pytest --fsdp-list-checks shows them)"),
+    ("world_size=0", "world_size=0 should be a positive int"),
+    ("world_size=-1", "world_size=-1 should be a positive int"),
+    ("world_size='2'", "world_size='2' should be a positive int"),
+    ("world_size=True", "world_size=True should be a positive int"),
+    ("world_size=(2, -3)", "world_size=-3 should be a positive int"),
+    ("world_size=()", "world_size=() should be a positive int or a tuple of different ones"),
+    ("world_size=(2, 2)", "world_size=(2, 2) should be a positive int or a tuple of different ones"),
+    ("mesh=[2, 2]", "mesh=[2, 2] should be a dict of dimension names to sizes, such as {'dp_shard': 2}"),
+    ("mesh={}", "mesh names no dimension; write for example mesh={'dp_shard': 2}"),
+    ("mesh={'tp': 0}", "mesh size tp=0 should be a positive int, or -1 for what is left over"),
+    (
+        "world_size=4, mesh={'dp_replicate': 2, 'dp_shard': 3}",
+        "mesh dp_replicate=2 x dp_shard=3 multiplies out to 6, but the world size is 4",
+    ),
+    (
+        "world_size=3, mesh={'dp_replicate': 2, 'dp_shard': -1}",
+        "mesh dp_replicate=2 x dp_shard=-1 does not divide a world of 3: 3 / 2 is no int",
+    ),
+    (
+        "mesh={'dp_replicate': -1, 'dp_shard': -1}",
+        "mesh dp_replicate=-1 x dp_shard=-1 leaves 2 sizes open; only one may be -1",
+    ),
+    (
+        "skip={'no_meta_params': 'a'}, xfail={'no_meta_params': 'b'}",
+        "'no_meta_params' is in skip and in xfail; a check is either left out or expected to fail",
+    ),
+    (
+        "skip={'no_meta_params': ' '}",
+        "skip={'no_meta_params': ' '} should be a dict of check ids to reasons: {'loss_parity': 'bf16 router'}",
+    ),
+    (
+        "xfail=['no_meta_params']",
+        "xfail=['no_meta_params'] should be a dict of check ids to reasons: {'loss_parity': 'bf16 router'}",
+    ),
+    ("worldsize=2", f"there is no argument 'worldsize'; the arguments are {ARGUMENTS}"),
+    ("2", f"2 has no name; the arguments are {ARGUMENTS}"),
+    ("tolerance='1e-5'", "tolerance='1e-5' should be a relative tolerance such as 1e-5, or a dict by check id"),
+    ("tolerance=-1", "tolerance=-1 should be a relative tolerance such as 1e-5, or a dict by check id"),
+    ("steps=0", "steps=0 should be a positive int"),
+    ("steps=1.5", "steps=1.5 should be a positive int"),
+    ("timeout=0", "timeout=0 should be a positive number of seconds"),
+    ("timeout='5'", "timeout='5' should be a positive number of seconds"),
+    ("process_group='mine'", "process_group='mine' should be 'plugin' or 'loader'"),
+]
+
+
 @pytest.mark.parametrize("decorator", ["fsdp_conformance", "pytest.mark.fsdp_conformance"])
-def test_wrong_argument(project: Project, decorator: str, arguments: str, message: str) -> None:
-    project.write(
-        "test_it.py",
-        f"""
-        import pytest
-        from pytest_fsdp_meta import fsdp_conformance
-        @{decorator}({arguments})
-        def test_x(fsdp): ...
-        """,
-    )
-    assert errors(project.collect()) == [f"test_it.py::test_x: @fsdp_conformance: {message}"]
+def test_wrong_arguments(project: Project, decorator: str) -> None:
+    """In one run, because each is told by itself."""
+    functions = [f"@{decorator}({wrong})\ndef test_{n}(fsdp): ...\n" for n, (wrong, _) in enumerate(WRONG)]
+    project.write("test_it.py", "import pytest\nfrom pytest_fsdp_meta import fsdp_conformance\n" + "".join(functions))
+    assert errors(project.collect()) == [
+        f"test_it.py::test_{n}: @fsdp_conformance: {message}" for n, (_, message) in enumerate(WRONG)
+    ]
 
 
 def test_every_mistake_is_told_and_the_same_one_once(project: Project) -> None:
@@ -161,7 +156,8 @@ def test_what_is_no_plain_function(project: Project) -> None:
     assert errors(project.collect()) == [
         "test_it.py::test_a and 1 more: @fsdp_conformance: it does not stack with @given yet; "
         "draw examples with @pytest.mark.parametrize instead",
-        "test_it.py::test_c and 2 more: @fsdp_conformance: a loader is a plain function, not a coroutine or a generator",
+        "test_it.py::test_c and 2 more: @fsdp_conformance: a loader is a plain function, not a coroutine or a "
+        "generator",
     ]
 
 
@@ -173,7 +169,9 @@ def test_fsdp_through_getfixturevalue(project: Project) -> None:
 
 
 def test_a_fixture_of_that_name_elsewhere_is_no_concern_of_ours(project: Project) -> None:
-    project.write("conftest.py", "import pytest\n@pytest.fixture\ndef fsdp(): return 7\n@pytest.fixture\ndef a(fsdp): return fsdp")
+    project.write(
+        "conftest.py", "import pytest\n@pytest.fixture\ndef fsdp(): return 7\n@pytest.fixture\ndef a(fsdp): return fsdp"
+    )
     project.write("test_it.py", "def test_x(fsdp, a): assert fsdp == a == 7")
     project.collect().assert_outcomes(passed=1)
 
@@ -193,24 +191,12 @@ def test_under_xdist_it_is_the_same_line(project: Project, extra: tuple[str, ...
     assert errors(project.run("-n2", *extra)) == [message]
 
 
-CHECK = """
-from pytest_fsdp_meta.catalogue import check
-
-@check(promise="p", family="own", needs=["inventory"], why="w", cause="c", remedy="r", after={after})
-def {name}(view):
-    return []
-
-def pytest_fsdp_checks():
-    return {value}
-"""
-
-
 @pytest.mark.parametrize(
     ("name", "after", "value", "message"),
     [
         ("no_meta_params", "()", "[no_meta_params]", "two checks are called 'no_meta_params'"),
         ("own", "['no_meta_param']", "[own]", NEAREST),
-        ("own", "()", "own", "it should return a list of checks, but returned Check(id='own', promise='p'"),
+        ("own", "()", "own", "it should return a list of checks, but returned Check(id='own', promise='every"),
         ("own", "()", "None", "it should return a list of checks, but returned None"),
         ("own", "()", "[print]", "<built-in function print> is not a check; decorate the judge with @check(...)"),
     ],
