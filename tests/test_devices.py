@@ -76,9 +76,7 @@ def test_gpus_are_those_that_torch_can_use(tmp_path: Path, monkeypatch: pytest.M
         ("raise ImportError('libcudart')", "its process exited with code 1"),
     ],
 )
-def test_a_count_that_fails_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, torch: str, told: str
-) -> None:
+def test_a_count_that_fails_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, torch: str, told: str) -> None:
     with pytest.raises(RuntimeError, match=f"counting the GPUs failed: {told}.*; see what this says: python -c"):
         count_gpus(_with_torch(torch, tmp_path, monkeypatch, "spawn"))
 
@@ -89,9 +87,7 @@ def test_a_count_that_hangs_is_an_error(tmp_path: Path, monkeypatch: pytest.Monk
         count_gpus(_with_torch("import time; time.sleep(100)", tmp_path, monkeypatch, "spawn"))
 
 
-def _chosen(
-    size: int, device: str, backend: str, gpus: int, require_gpu: bool = False
-) -> tuple[str, str] | str:
+def _chosen(size: int, device: str, backend: str, gpus: int, require_gpu: bool = False) -> tuple[str, str] | str:
     try:
         return choose(size, device, backend, gpus, require_gpu)
     except ValueError as error:

@@ -124,9 +124,7 @@ def test_the_loader_may_make_the_process_group_itself() -> None:
         assert world.run(total, 4.0) == [4.0, 4.0], "the group lives on between calls"
 
 
-def test_ranks_see_the_parents_environment_directory_and_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_see_the_parents_environment_directory_and_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     preload().start()  # what is set after the fork server has started is seen as well
     monkeypatch.setenv("WORLD_TEST_SET", "here")
     monkeypatch.delenv("HOME", raising=False)
@@ -170,7 +168,8 @@ def test_modules_that_only_a_file_leads_to_can_be_imported(tmp_path: Path) -> No
 
 
 def test_arguments_that_cannot_be_sent(pair: World) -> None:
-    with pytest.raises(ValueError, match="the arguments cannot be sent to the ranks: TypeError: cannot pickle") as caught:
+    message = "the arguments cannot be sent to the ranks: TypeError: cannot pickle"
+    with pytest.raises(ValueError, match=message) as caught:
         pair.run(len, threading.Lock())
     assert not isinstance(caught.value, WorldError)
     assert pair.run(me) == [(0, 2), (1, 2)], "no rank has heard of it"
@@ -426,11 +425,12 @@ def test_a_module_that_cannot_be_preloaded_keeps_nobody_from_forking(tmp_path: P
     ("text", "reason"),
     [
         (
-            "import threading, time\nthreading.Thread(target=time.sleep, args=(1000,), name='ticker', daemon=True).start()",
+            "import threading, time\n"
+            "threading.Thread(target=time.sleep, args=(1000,), name='ticker', daemon=True).start()",
             "importing the test modules started threads (ticker)",
         ),
         ("import os\nos._exit(1)", "importing the test modules ended the process that does it"),
-        ("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)", "importing the test modules ended the process that"),
+        ("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)", "importing the test modules ended the process"),
     ],
 )
 def test_ranks_are_spawned_where_forking_is_unsafe(tmp_path: Path, text: str, reason: str) -> None:
@@ -452,9 +452,9 @@ def test_ranks_are_spawned_where_forking_is_unsafe(tmp_path: Path, text: str, re
 def test_a_module_that_takes_too_long_is_not_waited_for(tmp_path: Path) -> None:
     (tmp_path / "endless.py").write_text("import time\ntime.sleep(1000)")
     shared = _preload(tmp_path, "endless")
-    with pytest.warns(UserWarning, match="importing the test modules took longer than 20 s, so ranks are spawned"):
-        with World(WorldSpec({"dp": 1}, timeout=20), shared) as world:
-            assert world.run(me) == [(0, 1)]
+    told = pytest.warns(UserWarning, match="importing the test modules took longer than 20 s, so ranks are spawned")
+    with told, World(WorldSpec({"dp": 1}, timeout=20), shared) as world:
+        assert world.run(me) == [(0, 1)]
 
 
 def test_a_fork_server_that_was_killed_is_replaced(tmp_path: Path) -> None:

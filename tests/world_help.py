@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -45,7 +45,7 @@ def fails(world: World, function: Any, *args: Any) -> WorldError:
 
 
 def run_script(text: str, folder: Path, **environ: str) -> subprocess.Popen[str]:
-    """A Python process of its own, as the parent of worlds, at the head of a process group."""
+    """A Python process of its own, as the parent of worlds."""
     script = folder / "script.py"
     script.write_text(text, encoding="utf-8")
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
@@ -55,7 +55,6 @@ def run_script(text: str, folder: Path, **environ: str) -> subprocess.Popen[str]
         stderr=subprocess.STDOUT,
         text=True,
         env=os.environ | {"PYTHONPATH": path} | environ,
-        process_group=None,
     )
 
 
@@ -75,8 +74,8 @@ def assert_gone(pids: Iterable[int], seconds: float = 5.0) -> None:
 
 
 @contextmanager
-def ended_at_last(process: subprocess.Popen[str]) -> Any:
-    """Whatever the test finds, the process and the ranks that it has printed are not left behind."""
+def ended_at_last(process: subprocess.Popen[str]) -> Iterator[subprocess.Popen[str]]:
+    """Whatever the test finds, the process is not left behind."""
     try:
         yield process
     finally:

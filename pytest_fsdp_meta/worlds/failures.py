@@ -14,8 +14,8 @@ from pytest_fsdp_meta.words import name_ranks
 class RankFailure:
     """One rank's end.
 
-    ``kind`` is "raised", "exited", "killed", "hung" or "unsendable"; ``summary`` fits a line; ``detail`` is the
-    traceback or the stacks. ``when`` is the machine's monotonic clock, so that the first failure can be told from
+    ``kind`` is "raised", "exited", "killed", "hung" or "unsendable", and beside a rank that hung also "answered";
+    ``summary`` fits a line; ``detail`` is the traceback or the stacks. ``when`` is the machine's monotonic clock, so that the first failure can be told from
     those that it caused. ``user`` marks an error that was made for the user to read: its traceback says nothing more.
     ``exception`` and ``message`` are the qualified class and the text of what was raised.
     """

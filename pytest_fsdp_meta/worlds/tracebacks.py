@@ -33,7 +33,7 @@ def user_stack(dump: str) -> str:
     told = []
     for thread in threads:
         head, *frames = thread.splitlines() or [""]
-        if any(frame.endswith(" in _listen") for frame in frames):
+        if not frames or any(frame.endswith(" in _listen") for frame in frames):
             continue
         kept = [frame for frame in reversed(frames) if not any(part in frame for part in PLUMBING)]
         told.append("\n".join(kept if head.startswith("Current") else [f"  ({head.split()[1]})", *kept]))

@@ -1,0 +1,431 @@
+"""How a world fails: the right rank is named first, soon, nothing is left behind, and the next world works."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from pytest_fsdp_meta.worlds import Misuse, RankFailure, World, WorldError, current
+from tests.world_help import (
+    SOON,
+    assert_gone,
+    ended_at_last,
+    fails,
+    is_running,
+    me,
+    preload,
+    run_script,
+    total,
+    world_of,
+)
+
+
+@pytest.fixture(autouse=True)
+def _the_next_world_works(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    folder = tmp_path_factory.mktemp("worlds")
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    preload().start()
+    yield
+    with world_of(2) as world:
+        assert world.run(total, 1.0) == [1.0, 1.0]
+    assert not list(folder.glob("fsdp-world-*"))
+
+
+def world(size: int = 2, **given: object) -> World:
+    started = world_of(size, **given)
+    started.start()
+    return started
+
+
+def on_rank(chosen: int, act: Callable[[], object]) -> Callable[[], None]:
+    """``act`` on one rank, while the others wait for it in a collective."""
+
+    def function() -> None:
+        import torch
+        import torch.distributed as dist
+
+        dist.barrier()
+        if dist.get_rank() == chosen:
+            act()
+        dist.all_reduce(torch.ones(1))
+
+    return function
+
+
+def boom() -> None:
+    raise RuntimeError("boom\nwith a second line")
+
+
+def test_exception_on_one_rank() -> None:
+    error = fails(world(4), on_rank(2, boom))
+    assert error.summary == "rank 2 raised RuntimeError: boom"
+    assert [(one.rank, one.kind, one.exception, one.message) for one in error.failures] == [
+        (2, "raised", "builtins.RuntimeError", "boom\nwith a second line")
+    ]
+    lines = str(error).splitlines()
+    assert lines[0] == "rank 2 raised RuntimeError: boom (while running on_rank.<locals>.function)"
+    assert lines[2] == "Traceback (most recent call last):"
+    assert "pytest_fsdp_meta" not in str(error), "the traceback begins with the user's code"
+    assert re.search(r'test_world_faults.py", line \d+, in boom\n    raise RuntimeError', str(error))
+    assert not error.user
+
+
+def test_exceptions_on_two_ranks_while_two_wait() -> None:
+    def function() -> None:
+        import torch
+        import torch.distributed as dist
+
+        dist.barrier()
+        if dist.get_rank() in (1, 3):
+            boom()
+        dist.all_reduce(torch.ones(1))
+
+    error = fails(world(4), function)
+    assert error.summary == "ranks 1, 3 raised RuntimeError: boom"
+
+
+def test_the_same_exception_on_all_ranks_is_told_once() -> None:
+    error = fails(world(4), boom)
+    assert error.summary == "ranks 0-3 raised RuntimeError: boom"
+    assert len(error.failures) == 4
+    assert str(error).count("RuntimeError: boom") == 2, "in the first line and in one traceback"
+
+
+def test_different_exceptions_are_told_in_their_order() -> None:
+    def differ() -> None:
+        time.sleep(0.2 * (1 - current().rank))
+        raise ValueError(f"mine is {current().rank}")
+
+    text = str(fails(world(2), differ))
+    assert text.startswith("rank 1 raised ValueError: mine is 1 (while running")
+    assert "\n\nthen rank 0 raised ValueError: mine is 0\n\n" in text
+
+
+def test_a_misuse_is_told_by_its_message_alone() -> None:
+    def misuse() -> None:
+        raise Misuse("declare the batch")
+
+    error = fails(world(2), misuse)
+    assert error.user
+    assert str(error) == error.summary == "declare the batch"
+
+
+def test_an_exception_without_text() -> None:
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise TypeError
+
+    def be_mute() -> None:
+        raise Mute
+
+    assert fails(world(1), be_mute).summary == "rank 0 raised Mute: (its text cannot be made)"
+
+
+def test_the_only_rank_goes_by_the_label() -> None:
+    alone = world_of(1, label="the reference")
+    with alone:
+        assert fails(alone, boom).summary == "the reference raised RuntimeError: boom"
+
+
+@pytest.mark.parametrize(
+    ("act", "summary"),
+    [
+        (lambda: os._exit(7), "exited with code 7 before it answered"),
+        (lambda: os._exit(0), "exited with code 0 before it answered"),
+        (lambda: sys.exit(3), "raised SystemExit: 3"),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "was killed by SIGKILL"),
+        (lambda: ctypes.string_at(0), "was killed by SIGSEGV"),
+        (lambda: os.abort(), "was killed by SIGABRT"),
+    ],
+    ids=["exit7", "exit0", "sys.exit", "sigkill", "sigsegv", "abort"],
+)
+def test_the_rank_that_ended_is_named_not_those_that_waited_for_it(act: Callable[[], object], summary: str) -> None:
+    broken = world(4)
+    error = fails(broken, on_rank(1, act))
+    assert error.summary == f"rank 1 {summary}"
+    assert error.failures[0].rank == 1
+    for waiting in error.failures[1:]:
+        assert waiting.lost_peer
+    assert re.fullmatch(
+        rf"rank 1 {summary} \(while running \S+\)(\n\nthen ranks? [\d, -]+ lost the connection to it)?",
+        str(error) if "raised" not in summary else str(error).partition("\n")[0],
+    )
+
+
+def test_where_a_rank_crashed_is_in_its_output() -> None:
+    broken = world(2)
+    fails(broken, on_rank(1, lambda: ctypes.string_at(0)))
+    assert "Fatal Python error: Segmentation fault" in broken.outputs()[1]
+    assert "Segmentation" not in broken.outputs()[0]
+
+
+def test_output_of_a_failed_world_is_kept() -> None:
+    def speak() -> None:
+        print("so far", current().rank)
+        on_rank(0, lambda: os._exit(1))()
+
+    broken = world(2)
+    error = fails(broken, speak)
+    assert broken.outputs() == list(error.outputs) == ["so far 0\n", "so far 1\n"]
+
+
+def test_a_rank_that_dies_between_calls() -> None:
+    broken = world(2)
+    pids = broken.run(os.getpid)
+    os.kill(pids[1], signal.SIGKILL)
+    assert_gone(pids[1:])
+    with pytest.raises(WorldError) as caught:
+        broken.run(total, 1.0)
+    assert caught.value.summary == "rank 1 was killed by SIGKILL"
+    assert_gone(pids)
+
+
+def test_a_rank_that_has_answered_and_dies_while_others_wait_for_it() -> None:
+    def answer_and_die() -> None:
+        if current().rank == 0:
+            threading.Timer(0.5, os._exit, (5,)).start()
+        else:
+            time.sleep(1000)
+
+    assert fails(world(2), answer_and_die).summary == "rank 0 exited with code 5 before it answered"
+
+
+def test_deadlock_shows_the_stacks_of_all_ranks() -> None:
+    def oversleep() -> None:
+        time.sleep(1000)
+
+    stuck = world(3, timeout=2.0)
+    error = fails(stuck, on_rank(1, oversleep))
+    assert error.summary == "ranks 0-2 did not answer within 2 s"
+    assert {one.kind for one in error.failures} == {"hung"}
+    told = str(error)
+    where = dict(re.findall(r"(ranks? [\d, -]+) stood at.*:\n((?:  File.*\n?)+)", told))
+    assert set(where) == {"rank 1", "ranks 0, 2"}, told
+    assert where["rank 1"].rstrip().endswith("in oversleep")
+    assert where["ranks 0, 2"].rstrip().endswith("in all_reduce")
+    assert "_listen" not in told
+
+
+def test_hang_of_one_rank_while_another_has_answered() -> None:
+    def hang() -> None:
+        if current().rank == 1:
+            time.sleep(1000)
+
+    error = fails(world(2, timeout=1.0), hang)
+    assert error.summary == "rank 1 did not answer within 1 s"
+    assert [(one.rank, one.kind) for one in error.failures] == [(1, "hung"), (0, "answered")]
+
+
+def test_a_stopped_rank_is_ended() -> None:
+    error = fails(world(2, timeout=1.0), on_rank(0, lambda: os.kill(os.getpid(), signal.SIGSTOP)))
+    assert error.summary == "ranks 0, 1 did not answer within 1 s"
+    assert "rank 0 stood at (innermost last):\n(it did not react)" in str(error)
+
+
+def test_a_rank_stopped_in_the_middle_of_a_large_result() -> None:
+    def stop_soon() -> bytes:
+        if current().rank == 1:
+            data = b"x" * (200 * 2**20)
+            subprocess.Popen(["sh", "-c", f"sleep 0.02; kill -STOP {os.getpid()}"])
+            return data
+        return b""
+
+    stopped = world(2, timeout=3.0)
+    pids = stopped.run(os.getpid)
+    began = time.monotonic()
+    # It may have been done before it was stopped; only that nobody waits for ever is certain.
+    with suppress(WorldError):
+        stopped.run(stop_soon)
+    stopped.close()
+    assert time.monotonic() - began < SOON
+    assert_gone(pids)
+
+
+def test_large_arguments_for_a_stopped_rank() -> None:
+    stopped = world(2, timeout=1.0)
+    os.kill(stopped.run(os.getpid)[1], signal.SIGSTOP)
+    began = time.monotonic()
+    with pytest.raises(WorldError) as caught:
+        stopped.run(len, b"x" * (20 * 2**20))
+    assert caught.value.summary == "rank 1 did not answer within 1 s"
+    assert time.monotonic() - began < SOON
+
+
+def test_a_rank_that_cannot_join() -> None:
+    broken = world_of(2, backend="nonsense")
+    with pytest.raises(WorldError) as caught:
+        broken.start()
+    assert re.match(r"ranks 0, 1 raised \w+: .*nonsense", caught.value.summary, re.IGNORECASE)
+    assert "(while joining the process group)" in str(caught.value)
+    assert not broken.alive
+
+
+def test_a_rank_that_cannot_have_its_device() -> None:
+    broken = world_of(2, device_type="cuda", backend="gloo", devices=(998, 999))
+    with pytest.raises(WorldError) as caught:
+        broken.start()
+    assert re.match(r"ranks? 0\b.* raised ", caught.value.summary)
+
+
+def test_a_rank_that_cannot_enter_the_parents_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(FileNotFoundError):
+        world_of(2).start()
+    monkeypatch.chdir(tmp_path)
+
+
+def test_children_of_ranks_are_ended_with_them(tmp_path: Path) -> None:
+    def start_children() -> int:
+        import multiprocessing
+
+        process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,))
+        process.start()
+        current().state["children"] = [process, child := subprocess.Popen(["sleep", "1000"])]
+        assert process.pid
+        return child.pid if current().rank else process.pid
+
+    closed = world(2)
+    pids = closed.run(start_children)
+    assert all(map(is_running, pids))
+    closed.close()
+    assert_gone(pids)
+
+    failed = world(2)
+    pids = failed.run(start_children)
+    fails(failed, on_rank(0, lambda: os._exit(1)))
+    assert_gone(pids)
+
+
+def test_a_rank_that_dies_is_noticed_though_its_children_hold_its_pipe() -> None:
+    def fork_and_die() -> None:
+        if os.fork() == 0:
+            time.sleep(1000)
+        os._exit(9)
+
+    assert fails(world(2), on_rank(0, fork_and_die)).summary == "rank 0 exited with code 9 before it answered"
+
+
+def test_threads_that_a_loader_leaves_behind_keep_nobody() -> None:
+    def leave_thread() -> None:
+        threading.Thread(target=time.sleep, args=(1000,), daemon=False).start()
+
+    left = world(2)
+    left.run(leave_thread)
+    pids = left.run(os.getpid)
+    began = time.monotonic()
+    left.close()
+    assert_gone(pids)
+    assert time.monotonic() - began < SOON
+
+
+def test_a_rank_whose_standard_output_was_closed_still_answers() -> None:
+    def close() -> tuple[int, int]:
+        sys.stdout.close()
+        sys.stderr = None
+        return me()
+
+    with world_of(2) as quiet:
+        assert quiet.run(close) == [(0, 2), (1, 2)]
+
+
+def test_interrupt_while_waiting_ends_the_ranks() -> None:
+    interrupted = world(2)
+    pids = interrupted.run(os.getpid)
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        interrupted.run(time.sleep, 1000)
+    assert not interrupted.alive
+    assert_gone(pids)
+
+
+ENDLESS = """
+import os, sys, time
+from tests.world_help import preload, world_of
+
+def stuck(how):
+    import ctypes
+    from pytest_fsdp_meta.worlds import current
+    if how == "collective" and current().rank == 0:
+        current().barrier()
+    if how == "locked":  # PyDLL keeps the interpreter's lock, so no thread of this rank can notice anything
+        ctypes.PyDLL(None).sleep(1000)
+    time.sleep(1000)
+
+preload().method = "{method}"
+world = world_of(2)
+world.start()
+print(*world.run(os.getpid), flush=True)
+world.run(stuck, "{how}")
+"""
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+@pytest.mark.parametrize("how", ["collective", "locked"])
+def test_ranks_end_when_their_parent_is_killed(tmp_path: Path, how: str, method: str) -> None:
+    with ended_at_last(run_script(ENDLESS.format(how=how, method=method), tmp_path, TMPDIR=str(tmp_path))) as process:
+        assert process.stdout is not None
+        pids = [int(word) for word in process.stdout.readline().split()]
+        assert len(pids) == 2
+        time.sleep(0.5)
+        assert all(map(is_running, pids))
+        process.kill()
+        process.wait()
+        assert_gone(pids, seconds=5.0)
+
+
+@pytest.mark.parametrize("delay", [0.1, 1.0, 2.0, 2.5])
+def test_a_parent_killed_while_it_starts_leaves_nothing(tmp_path: Path, delay: float) -> None:
+    """Everything that it started carries a word in its environment, by which it is found."""
+    word = f"WORLD_TEST_{os.getpid()}_{int(delay * 10)}"
+    text = ENDLESS.format(how="sleep", method="forkserver")
+    with ended_at_last(run_script(text, tmp_path, **{word: "1"})) as process:
+        time.sleep(delay)
+        process.kill()
+        process.wait()
+    deadline = time.monotonic() + SOON
+    while left := _carrying(word):
+        assert time.monotonic() < deadline, f"still there: {left}"
+        time.sleep(0.1)
+
+
+def _carrying(word: str) -> list[int]:
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if word.encode() in entry.read_bytes():
+                found.append(int(entry.parent.name))
+        except OSError:
+            continue
+    return [pid for pid in found if is_running(pid)]
+
+
+def test_the_first_failure_is_named_though_its_consequence_was_told_before() -> None:
+    message = "[gloo/pair.cc] Connection closed by peer"
+    lost = RankFailure(0, "raised", f"raised RuntimeError: {message}", when=1.0, message=message)
+    killed = RankFailure(1, "killed", "was killed by SIGKILL", when=1.1)
+    assert WorldError([lost, killed], "testing").summary == "rank 1 was killed by SIGKILL"
+    assert WorldError([lost], "testing").summary.startswith("rank 0 raised RuntimeError: [gloo")
+
+
+def test_a_refused_connection_of_the_users_own_is_no_consequence() -> None:
+    def refuse() -> None:
+        raise ConnectionRefusedError("Connection refused by the hub")
+
+    error = fails(world(2), refuse)
+    assert error.summary == "ranks 0, 1 raised ConnectionRefusedError: Connection refused by the hub"
+    assert "lost the connection" not in str(error)
