@@ -28,7 +28,8 @@ OBSERVERS = "pytest_fsdp_meta.observers"
 ON_RANKS = (f"{OBSERVERS}.training", f"{OBSERVERS}.truth")
 """What every rank needs imported."""
 NOT_ASKED = Unavailable("no selected check asked for it")
-SKIPPED = "_pytest.outcomes.Skipped"
+SKIPPED = "builtins.Skipped"
+"""``pytest.skip``, which hides its module."""
 
 
 @dataclass(frozen=True)
