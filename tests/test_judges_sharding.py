@@ -92,7 +92,7 @@ def test_any_dim_is_a_shard_unless_declared():
         ({"dp_shard": 4}, ("P(sum)",), "P(sum) on mesh dp_shard=4", "sharded over dp_shard=4"),
         (HSDP, ("R", "R"), "(R, R) on mesh dp_replicate=2 x dp_shard=2", "sharded over dp_shard=2"),
         (HSDP, ("S(0)", "S(0)"), "(S(0), S(0)) on mesh dp_replicate=2 x dp_shard=2", "replicated over dp_replicate=2"),
-        (HSDP, ("P(sum)", "S(0)"), "(P(sum), S(0)) on mesh dp_replicate=2 x dp_shard=2", "replicated over dp_replicate"),
+        (HSDP, ("P(sum)", "S(0)"), "(P(sum), S(0)) on mesh dp_replicate=2 x dp_shard=2", "replicated over dp_"),
         (TWO_D, ("R", "S(0)"), "(R, S(0)) on mesh dp_shard=2 x tp=2", "sharded over dp_shard=2"),
         ({None: 4}, ("R",), "R on mesh unnamed=4", "sharded over the mesh"),
     ],

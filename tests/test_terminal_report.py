@@ -248,7 +248,7 @@ def test_the_list_of_checks():
               needs: reference, values
 
         shape
-          rims_are_round: every rim is round is round is round is round is round is round is round is round is round
+          rims_are_round: every rim is round is round is round is round is round is round is round is round is round is round
               is round is round is round is round is round
         """  # noqa: E501
     )
