@@ -386,9 +386,11 @@ def test_ranks_end_when_their_parent_is_killed(tmp_path: Path, how: str, method:
         process.kill()
         process.wait()
         assert_gone(pids, seconds=5.0)
+        if how == "collective":
+            assert not list(tmp_path.glob("fsdp-*"))
 
 
-@pytest.mark.parametrize("delay", [0.1, 1.0, 2.0, 2.5])
+@pytest.mark.parametrize("delay", [0.1, 1.0, 2.5])
 def test_a_parent_killed_while_it_starts_leaves_nothing(tmp_path: Path, delay: float) -> None:
     """Everything that it started carries a word in its environment, by which it is found."""
     word = f"WORLD_TEST_{os.getpid()}_{int(delay * 10)}"

@@ -15,9 +15,10 @@ class RankFailure:
     """One rank's end.
 
     ``kind`` is "raised", "exited", "killed", "hung" or "unsendable", and beside a rank that hung also "answered";
-    ``summary`` fits a line; ``detail`` is the traceback or the stacks. ``when`` is the machine's monotonic clock, so that the first failure can be told from
-    those that it caused. ``user`` marks an error that was made for the user to read: its traceback says nothing more.
-    ``exception`` and ``message`` are the qualified class and the text of what was raised.
+    ``summary`` fits a line; ``detail`` is the traceback or the stacks. ``when`` is the machine's monotonic clock, so
+    that the first failure can be told from those that it caused. ``user`` marks an error that was made for the user to
+    read: its traceback says nothing more. ``exception`` and ``message`` are the qualified class and the text of what
+    was raised.
     """
 
     rank: int

@@ -12,7 +12,7 @@ from importlib.machinery import ModuleSpec
 from importlib.util import spec_from_file_location
 
 REQUEST = "PYTEST_FSDP_META_PRELOAD"
-"""The environment variable through which the fork server is told what to import."""
+"""The environment variable that tells the fork server in which folder it finds what to import."""
 TORCH_MODULES = ("torch", "torch.distributed", "torch.distributed.tensor", "torch.distributed.fsdp", "cloudpickle")
 
 

@@ -9,6 +9,7 @@ import os
 import pickle
 import queue
 import random
+import shutil
 import signal
 import sys
 import threading
@@ -107,6 +108,7 @@ class _Channel:
 
     def __init__(self, connection: Connection, task: Assignment) -> None:
         self._connection = connection
+        self._folder = task.folder
         self._files = (Path(task.folder, f"rank{task.rank}.{number}") for number in count())
         self._inbox: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
         threading.Thread(target=self._listen, name="pytest-fsdp-meta", daemon=True).start()
@@ -116,7 +118,9 @@ class _Channel:
             try:
                 self._inbox.put(post.unpack(self._connection.recv_bytes()))
             except (EOFError, OSError):
-                os.killpg(os.getpid(), signal.SIGKILL)  # the parent is gone; what this rank has started goes as well
+                # The parent is gone. What it would have removed and what this rank has started goes as well.
+                shutil.rmtree(self._folder, ignore_errors=True)
+                os.killpg(os.getpid(), signal.SIGKILL)
 
     def receive(self) -> tuple[Any, ...]:
         return self._inbox.get()

@@ -30,29 +30,37 @@ class Server:
     """Starts to import at once, in the background; ended with this object, or with this process."""
 
     def __init__(self, modules: Sequence[str], path: Sequence[str], files: Mapping[str, str]) -> None:
-        folder = tempfile.mkdtemp(prefix="fsdp-preload-")
-        self._report = Path(folder, "report")
-        request = {"modules": list(modules), "path": list(path), "files": dict(files), "report": str(self._report)}
+        self._folder = Path(tempfile.mkdtemp(prefix="fsdp-preload-"))
+        self._objection: str | None = None
+        # A file, because the environment has no room for the modules of a large repository.
+        request = {"modules": list(modules), "path": list(path), "files": dict(files)}
+        (self._folder / "request").write_text(json.dumps(request), "utf-8")
         self._server: Any = forkserver.ForkServer()
         self._server.set_forkserver_preload([WARM])
-        environ = {REQUEST: json.dumps(request)}
+        environ = {REQUEST: str(self._folder)}
         if sysconfig.get_path("purelib") != HOME:
             # Before Python 3.13 the server does not have our sys.path, and would not find this very package.
             environ["PYTHONPATH"] = os.pathsep.join(filter(None, (HOME, os.environ.get("PYTHONPATH"))))
         with _environment(environ):
             self._server.ensure_running()
-        weakref.finalize(self, _end, self._server, folder, os.getpid())
+        weakref.finalize(self, _end, self._server, self._folder, os.getpid())
 
     def objection(self, seconds: float) -> str:
         """Waits until all is imported; the reason why ranks must not be forked from it, or empty."""
+        if self._objection is None:
+            self._objection = self._wait(seconds)
+            shutil.rmtree(self._folder, ignore_errors=True)
+        return self._objection
+
+    def _wait(self, seconds: float) -> str:
         deadline = time.monotonic() + seconds
-        while not self._report.exists():
+        while not (self._folder / "report").exists():
             if not self.alive:
                 return "importing the test modules ended the process that does it"
             if time.monotonic() > deadline:
                 return f"importing the test modules took longer than {seconds:g} s"
             time.sleep(0.005)
-        return self._report.read_text("utf-8")
+        return (self._folder / "report").read_text("utf-8")
 
     @property
     def alive(self) -> bool:
@@ -73,7 +81,7 @@ class Server:
             forkserver.connect_to_new_process = before
 
 
-def _end(server: Any, folder: str, owner: int) -> None:
+def _end(server: Any, folder: Path, owner: int) -> None:
     if os.getpid() != owner:
         return  # in a fork of the process that it belongs to
     with suppress(OSError):

@@ -1,7 +1,7 @@
-"""Imported by the fork server and by nobody else: does what the parent asks for through the environment.
+"""Imported by the fork server and by nobody else: imports what the parent asks for.
 
-A module of its own, so that our package is complete when the test modules import it. The parent reads from a file when
-all is imported, and whether the server may be forked.
+A module of its own, so that our package is complete when the test modules import it. Parent and server share a folder:
+the parent leaves its request there, and finds a report when all is imported: whether the server may be forked.
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-from typing import Any
+from pathlib import Path
 
 from pytest_fsdp_meta.worlds.preload import REQUEST, preload, share, why_unsafe
 
 
-def _serve(request: dict[str, Any]) -> None:
+def _serve(folder: Path) -> None:
+    request = json.loads((folder / "request").read_text("utf-8"))
     # Thread pools do not survive a fork, so none may be opened while importing.
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ.setdefault(name, "1")
@@ -23,11 +24,10 @@ def _serve(request: dict[str, Any]) -> None:
     share(request["path"], request["files"])
     preload(request["modules"])
     signal.signal(signal.SIGINT, before)
-    unfinished = request["report"] + ".part"
-    with open(unfinished, "w", encoding="utf-8") as file:
-        file.write(why_unsafe())
-    os.replace(unfinished, request["report"])
+    unfinished = folder / "report.part"
+    unfinished.write_text(why_unsafe(), "utf-8")
+    unfinished.rename(folder / "report")
 
 
 if REQUEST in os.environ:
-    _serve(json.loads(os.environ.pop(REQUEST)))
+    _serve(Path(os.environ.pop(REQUEST)))
