@@ -1,0 +1,341 @@
+"""What becomes of a verdict, of a failed loader, and of a check that is expected to fail."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+
+import pytest
+
+from tests.conftest import Project
+
+
+def outcomes(result: pytest.RunResult) -> dict[str, str]:
+    """Outcome by test, from ``-v``."""
+    found = re.findall(r"^\S+?::(.+\]) (PASSED|FAILED|SKIPPED|ERROR|XFAIL|XPASS)\b", result.stdout.str(), re.MULTILINE)
+    return {name: outcome.lower() for name, outcome in found}
+
+
+def story(result: pytest.RunResult, test: str) -> list[str]:
+    """The lines that the report shows for one test, its headline left out."""
+    lines = result.outlines
+    start = next(n for n, line in enumerate(lines) if re.fullmatch(rf"_+ .*{re.escape(test)} _+", line))
+    end = next(n for n in range(start + 1, len(lines)) if re.match(r"(_{3,} .* _{3,}|={3,} .* ={3,})$", lines[n]))
+    return lines[start + 1 : end]
+
+
+CHECKS = '["no_meta_params", "no_meta_buffers", "params_equal_reference"]'
+
+
+def test_verdicts(project: Project) -> None:
+    project.loaders(
+        f"""
+        def on_meta(fsdp):
+            with torch.device("meta"):
+                return build()
+
+        @fsdp_conformance(only={CHECKS}, xfail={{"no_meta_params": "the loader is young"}})
+        def test_xfail(fsdp):
+            return on_meta(fsdp)
+
+        @fsdp_conformance(only={CHECKS}, xfail={{"no_meta_params": "the loader was young"}})
+        def test_unexpected(fsdp):
+            return load(fsdp)
+
+        @fsdp_conformance(only={CHECKS}, skip={{"no_meta_params": "we do not care"}})
+        def test_skip(fsdp):
+            return on_meta(fsdp)
+
+        @fsdp_conformance(only={CHECKS}, xfail={{"no_meta_params": "the loader is young"}})
+        def test_broken(fsdp):
+            raise RuntimeError("boom")
+
+        @fsdp_conformance(only={CHECKS}, xfail={{"params_equal_reference": "expected"}})
+        def test_reference(fsdp):
+            return load(fsdp, reference=lambda: 1 / 0)
+
+        @fsdp_conformance(only=["names_match_reference", "params_equal_reference"])
+        def test_reference_in_full_once(fsdp):
+            return load(fsdp, reference=lambda: 1 / 0)
+
+        @fsdp_conformance(only={CHECKS})
+        def test_all_skip(fsdp):
+            import pytest
+            pytest.skip("no such machine")
+
+        @fsdp_conformance(only={CHECKS})
+        def test_one_skips(fsdp):
+            import pytest
+            if fsdp.rank == 1:
+                pytest.skip("no such machine")
+            fsdp.barrier()
+
+        @fsdp_conformance(only=["no_meta_params"])
+        def test_after_all(fsdp):
+            return load(fsdp)
+        """
+    )
+    result = project.run("-v", "-rsxX")
+    assert outcomes(result) == {
+        "test_xfail[no_meta_params]": "xfail",
+        "test_xfail[no_meta_buffers]": "passed",
+        "test_xfail[params_equal_reference]": "skipped",
+        "test_unexpected[no_meta_params]": "failed",
+        "test_unexpected[no_meta_buffers]": "passed",
+        "test_unexpected[params_equal_reference]": "skipped",
+        "test_skip[no_meta_params]": "skipped",
+        "test_skip[no_meta_buffers]": "passed",
+        "test_skip[params_equal_reference]": "skipped",
+        "test_broken[no_meta_params]": "error",
+        "test_broken[no_meta_buffers]": "error",
+        "test_broken[params_equal_reference]": "error",
+        "test_reference[no_meta_params]": "passed",
+        "test_reference[no_meta_buffers]": "passed",
+        "test_reference[params_equal_reference]": "error",
+        "test_reference_in_full_once[names_match_reference]": "error",
+        "test_reference_in_full_once[params_equal_reference]": "error",
+        "test_all_skip[no_meta_params]": "skipped",
+        "test_all_skip[no_meta_buffers]": "skipped",
+        "test_all_skip[params_equal_reference]": "skipped",
+        "test_one_skips[no_meta_params]": "error",
+        "test_one_skips[no_meta_buffers]": "error",
+        "test_one_skips[params_equal_reference]": "error",
+        "test_after_all[no_meta_params]": "passed",
+    }
+    lines = result.outlines
+    line = {
+        name: n + 1
+        for n, text in enumerate((project.path / "test_it.py").read_text().splitlines())
+        for name in re.findall(r"def (test_\w+)", text)
+    }
+    undeclared = "Subject(reference=...) is not declared"
+    # pytest counts from the decorator on.
+    assert f"SKIPPED [1] test_it.py:{line['test_xfail'] - 1}: {undeclared}" in lines
+    assert f"SKIPPED [1] test_it.py:{line['test_skip'] - 1}: we do not care" in lines
+    assert f"SKIPPED [3] test_it.py:{line['test_all_skip'] - 1}: no such machine" in lines
+    assert "XFAIL test_it.py::test_xfail[no_meta_params] - the loader is young" in lines
+    assert story(result, "test_unexpected[no_meta_params]") == [
+        "no_meta_params passes, but xfail expects it to fail (the loader was young); remove it from xfail"
+    ]
+    assert story(result, "test_broken[no_meta_params]")[0] == (
+        "no_meta_params could not be judged: ranks 0, 1 raised RuntimeError: boom"
+    )
+    for check in ("no_meta_buffers", "params_equal_reference"):
+        assert story(result, f"test_broken[{check}]") == [
+            f"{check} could not be judged, see test_broken[no_meta_params]: ranks 0, 1 raised RuntimeError: boom"
+        ]
+    first = "\n".join(story(result, "test_reference_in_full_once[names_match_reference]"))
+    assert "ZeroDivisionError: division by zero" in first
+    assert "return load(fsdp, reference=lambda: 1 / 0)" in first
+    assert len(story(result, "test_reference_in_full_once[params_equal_reference]")) == 1
+    assert "rank 1 raised Skipped: no such machine" in story(result, "test_one_skips[no_meta_params]")[0]
+
+
+def test_a_loader_that_gives_no_subject(project: Project) -> None:
+    project.loaders(
+        """
+        import os
+        import pytest
+        import signal
+        import sys
+        import threading
+
+        class Unreadable:
+            def __reduce__(self):
+                return (int, ("seven",))
+
+        @pytest.fixture
+        def lock():
+            note("lock")
+            return threading.Lock()
+
+        @pytest.fixture
+        def unreadable():
+            return Unreadable()
+
+        only = fsdp_conformance(only=["no_meta_params", "no_meta_buffers"])
+
+        @only
+        def test_none(fsdp): load(fsdp)
+        @only
+        def test_list(fsdp): return [load(fsdp).model]
+        @only
+        def test_coroutine(fsdp):
+            async def later(): ...
+            return later()
+        @only
+        def test_raises(fsdp):
+            print("rank", fsdp.rank, "says hello")
+            print("on stderr", file=sys.stderr)
+            if fsdp.rank == 1:
+                raise KeyError("boom")
+            fsdp.barrier()
+        @only
+        def test_exits(fsdp):
+            if fsdp.rank == 1:
+                os._exit(3)
+            fsdp.barrier()
+        @only
+        def test_killed(fsdp):
+            if fsdp.rank == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            fsdp.barrier()
+        @fsdp_conformance(only=["no_meta_params", "no_meta_buffers"], timeout=2)
+        def test_hangs(fsdp):
+            with open(f"pid{fsdp.rank}", "w") as file:
+                file.write(str(os.getpid()))
+            if fsdp.rank == 0:
+                fsdp.barrier()
+            threading.Event().wait()
+        @only
+        def test_lock(fsdp, lock): ...
+        @only
+        def test_unreadable(fsdp, unreadable): ...
+        class TestSelf:
+            @only
+            def test_self(self, fsdp): ...
+            def setup_method(self):
+                self.lock = threading.Lock()
+        @only
+        def test_goes_on(fsdp): return load(fsdp)
+        """
+    )
+    result = project.run("-v")
+    found = outcomes(result)
+    assert {name for name, outcome in found.items() if outcome != "error"} == {
+        "test_goes_on[no_meta_params]",
+        "test_goes_on[no_meta_buffers]",
+    }
+    loader = "but should return the loaded model or a Subject"
+    remedy = "return plain data, such as a path or a config, and build the rest in the loader"
+    summaries = {
+        "none": f"the loader returned NoneType, {loader}; is a return statement missing?",
+        "list": f"the loader returned list, {loader}",
+        "coroutine": f"the loader returned coroutine, {loader}; it is a coroutine or generator function, a loader is "
+        "a plain function",
+        "raises": "rank 1 raised KeyError: 'boom'",
+        "exits": "rank 1 exited with code 3 before it answered",
+        "killed": "rank 0 was killed by SIGKILL",
+        "hangs": "ranks 0, 1 did not answer within 2 s",
+        "lock": "fixture 'lock' gives a lock, which cannot be sent to the ranks "
+        f"(TypeError: cannot pickle '_thread.lock' object); {remedy}",
+        "unreadable": "fixture 'unreadable': its value cannot be read on the ranks "
+        f"(ValueError: invalid literal for int() with base 10: 'seven'); {remedy}",
+        "self": "the loader and its instance (self) cannot be sent to the ranks: TypeError: cannot pickle "
+        "'_thread.lock' object",
+    }
+    for name, summary in summaries.items():
+        told = story(result, f"test_{name}[no_meta_params]")
+        assert told[0] == f"no_meta_params could not be judged: {summary}"
+        again = next(line for line in told if line.startswith("run it again: "))
+        assert f"test_{name}[no_meta_params]" in again
+        (line,) = story(result, f"test_{name}[no_meta_buffers]")
+        assert line == f"no_meta_buffers could not be judged, see test_{name}[no_meta_params]: {summary}"
+    assert project.notes == ["lock"]
+    raised = "\n".join(story(result, "test_raises[no_meta_params]"))
+    assert 'raise KeyError("boom")' in raised
+    assert "Captured rank 0 setup" in raised
+    assert "Captured rank 1 setup" in raised
+    assert result.stdout.str().count("rank 0 says hello") == result.stdout.str().count("rank 1 says hello") == 1
+    hung = "\n".join(story(result, "test_hangs[no_meta_params]"))
+    assert "threading.Event().wait()" in hung or "test_hangs" in hung
+    assert "barrier" in hung
+    pids = [int((project.path / f"pid{rank}").read_text()) for rank in (0, 1)]
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline and any(_alive(pid) for pid in pids):
+        time.sleep(0.1)
+    assert not any(_alive(pid) for pid in pids)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_a_failed_check(project: Project) -> None:
+    """The whole message, the output of the ranks shown once, and no line of the plugin's own traceback."""
+    project.loaders(
+        """
+        @fsdp_conformance(only=["no_meta_params", "no_uninitialized_memory"])
+        def test_x(fsdp):
+            print("hello from", fsdp.rank)
+            with torch.device("meta"):
+                model = nn.Linear(4, 4)
+            model.bias = nn.Parameter(torch.zeros(4))
+            return model
+        """
+    )
+    result = project.run("-W", "error")
+    told = story(result, "test_x[no_meta_params]")
+    again = "run it again: python -m pytest 'test_it.py::test_x[no_meta_params]' -p no:cacheprovider"
+    assert told[:4] == ["no_meta_params: no parameter is on meta", "broken in a world of 2 (gloo on cpu):", "", told[3]]
+    assert told[3] == "  weight, ranks 0, 1: on meta, but should be materialised"
+    assert again in told
+    assert told[told.index(again) + 1 :][1::2] == ["hello from 0", "hello from 1"]
+    assert result.stdout.str().count("hello from 0") == 1
+
+
+@pytest.mark.parametrize("arguments", ["", "()", "(world_size=4)"])
+def test_without_the_plugin_a_loader_fails(project: Project, arguments: str) -> None:
+    project.write(
+        "test_it.py",
+        f"""
+        import pytest
+        from pytest_fsdp_meta import fsdp_conformance
+        @fsdp_conformance{arguments}
+        @pytest.mark.parametrize("n", [1])
+        def test_x(n): ...
+        @fsdp_conformance{arguments}
+        def test_y(fsdp): ...
+        @fsdp_conformance{arguments}
+        class TestZ:
+            def test_z(self): ...
+        """,
+    )
+    result = project.run("-p", "no:fsdp_meta", "-W", "ignore")
+    result.assert_outcomes(failed=2, errors=1)
+    for name in ("test_x", "test_z"):
+        assert (
+            f"{name} is a loader for pytest-fsdp-meta, whose plugin is not active, so nothing was judged; install "
+            "pytest-fsdp-meta and remove '-p no:fsdp_meta'"
+        ) in result.outlines
+    assert "E       fixture 'fsdp' not found" in result.outlines
+
+
+def test_the_command_runs_the_same_item_again(project: Project) -> None:
+    """From where pytest was started, whatever the names look like."""
+    project.write("pytest.ini", "[pytest]\nfsdp_world_size = 1")
+    project.loaders(
+        """
+        import pytest
+
+        class TestIt:
+            @pytest.mark.parametrize("text", ["it's a \\"b", "[x]::y", "ä$HOME", "\\n"])
+            @fsdp_conformance(only=["no_meta_params"])
+            def test_x(self, fsdp, text):
+                note(f"{len(text)}-{fsdp.world_size}")
+                with torch.device("meta"):
+                    return build()
+        """,
+        "some folder/test_it's.py",
+    )
+    (project.path / "other").mkdir()
+    first = project.shell(
+        "python -m pytest -p no:cacheprovider --rootdir=.. --fsdp-world-size=1,2 '../some folder'", "other"
+    )
+    commands = [line.removeprefix("run it again: ") for line in first.outlines if line.startswith("run it again: ")]
+    first.assert_outcomes(failed=8)
+    assert len(set(commands)) == 8
+    for command in commands[1::2]:
+        chosen = project.shell(f"{command} --collect-only -q", "other")
+        assert chosen.ret == 0, chosen.stdout.str() + chosen.stderr.str()
+        assert len([line for line in chosen.outlines if "::" in line]) == 1
+    before = project.notes
+    again = project.shell(commands[1], "other")
+    again.assert_outcomes(failed=1)
+    assert commands[1] in again.stdout.str()
+    assert project.notes[len(before) :] == ["9-2", "9-2"]
