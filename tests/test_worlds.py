@@ -309,12 +309,15 @@ def test_two_processes_at_the_same_time(tmp_path: Path) -> None:
     assert [process.communicate(timeout=120)[0] for process in processes] == ["done\n", "done\n"]
 
 
-def test_many_worlds_leave_nothing() -> None:
+def test_many_worlds_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
     def use() -> None:
         with world_of(2) as world:
             world.run(me)
 
-    use()
+    with World(WorldSpec({"dp": 1})):  # without a preload of its own
+        use()
     before = _holdings()
     for _ in range(30):
         use()

@@ -25,6 +25,8 @@ GRACE = 0.8
 """Seconds that the other ranks get, after the first failure, to report theirs."""
 GLANCE = 0.5
 """Seconds between two looks at whether a rank has ended of which no pipe tells."""
+_SHARED = Preload()
+"""For worlds that name none."""
 
 
 class World:
@@ -37,7 +39,7 @@ class World:
     def __init__(self, spec: WorldSpec, preload: Preload | None = None, label: str = "") -> None:
         self.spec = spec
         self._label = label
-        self._preload = preload or Preload()
+        self._preload = preload or _SHARED
         self._members: list[Member] = []
         self._calls = 0
         self._outputs: list[str] = []
