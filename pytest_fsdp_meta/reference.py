@@ -93,7 +93,8 @@ class Record:
 
 def _files(folder: Path) -> list[Path]:
     """The files of a checkpoint. An index names them: beside it there may be a copy under other names."""
-    indexes = sorted(folder.glob("*.safetensors.index.json"))
+    usual = folder / "model.safetensors.index.json"
+    indexes = [usual] if usual.exists() else sorted(folder.glob("*.safetensors.index.json"))
     if not indexes:
         return sorted(folder.glob("*.safetensors"))
     return sorted({folder / file for index in indexes for file in json.loads(index.read_text())["weight_map"].values()})

@@ -24,12 +24,32 @@ def regions(
     the last ranks may hold less, or nothing.
     """
     held: list[Region] = [((0, size),) if size else () for size in shape]
-    for shard, ranks, index in zip(shards, mesh_shape, coordinate, strict=True):
-        if shard is not None:
-            dim, factor = shard
-            pieces = [_chunk(held[dim], factor, number) for number in range(factor)]
-            held[dim] = _join([run for piece in pieces for run in _chunk(piece, ranks, index)])
+    for mesh_dim, dim, factor in _cuts(shards, mesh_shape):
+        pieces = [_chunk(held[dim], factor, number) for number in range(factor)]
+        own = [_chunk(piece, mesh_shape[mesh_dim], coordinate[mesh_dim]) for piece in pieces]
+        held[dim] = _join([run for runs in own for run in runs])
     return tuple(held)
+
+
+def _cuts(shards: Sequence[tuple[int, int] | None], mesh_shape: Sequence[int]) -> list[tuple[int, int, int]]:
+    """(mesh dimension, tensor dim, pieces to cut each of) in the order in which the tensor is cut.
+
+    A strided shard says that the mesh dimensions to its right cut first, into as many pieces as its split factor, and
+    that is how FSDP2 makes it. Cutting the pieces first and joining them, as its placement reads from left to right,
+    gives the same only for even sizes.
+    """
+    order: list[tuple[int, int, int]] = []
+    for mesh_dim, shard in reversed(list(enumerate(shards))):
+        if shard is None:
+            continue
+        dim, factor = shard
+        before, pieces = 0, 1
+        while before < len(order) and pieces < factor:
+            other, cut, _ = order[before]
+            pieces *= mesh_shape[other] if cut == dim else 1
+            before += 1
+        order.insert(*((before, (mesh_dim, dim, 1)) if pieces == factor else (0, (mesh_dim, dim, factor))))
+    return order
 
 
 def _chunk(runs: Region, count: int, index: int) -> Region:
