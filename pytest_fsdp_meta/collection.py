@@ -134,7 +134,7 @@ def case_of(item: pytest.Item) -> Case | None:
 
 
 def mistakes(items: Iterable[pytest.Item], told: Collection[str]) -> Iterator[Mistake]:
-    """Loaders that cannot be judged, and where ``fsdp`` is asked for though there is none; those told already left out."""
+    """Loaders that cannot be judged, and where ``fsdp`` is asked for though there is none. ``told`` are left out."""
     for item in items:
         if isinstance(item, pytest.Function):
             assert item.parent is not None

@@ -29,14 +29,16 @@ class LoaderScheduling:
         if not self._decided:  # the first worker decides: all must collect the same
             self._decided = True
             if any(loader_of(nodeid, self._catalogue) for nodeid in collection):
-                scheduling = _by_loader(self._config, self._log, self._catalogue)
+                scheduling = by_loader(self._config, self._log, self._catalogue)
                 for known in self._xdists.nodes:
                     scheduling.add_node(known)
                 self._xdists = scheduling
         self._xdists.add_node_collection(node, collection)
 
 
-def _by_loader(config: Any, log: Any, catalogue: Catalogue) -> LoadGroupScheduling:
+def by_loader(config: Any, log: Any, catalogue: Catalogue) -> LoadGroupScheduling:
+    """A unit of work is an xdist group, a loader in one world, or a single test."""
+
     class ByLoader(LoadGroupScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
             group = super()._split_scope(nodeid)
