@@ -11,7 +11,7 @@ from fixtures.conforming import blocks_named, load_sharded, subject
 from fixtures.tiny import reference_model
 from pytest_fsdp_meta import Subject, fsdp_conformance
 
-FOUR = ("llama", "llama-tied", "qwen3-moe", "gemma3", "gpt2")
+CHECKPOINTS = ("llama", "llama-tied", "qwen3-moe", "gemma3", "gpt2")
 
 
 @pytest.fixture
@@ -19,13 +19,13 @@ def path(request: pytest.FixtureRequest, checkpoint) -> Path:
     return checkpoint(request.param)
 
 
-@pytest.mark.parametrize("path", FOUR, indirect=True)
+@pytest.mark.parametrize("path", CHECKPOINTS, indirect=True)
 @fsdp_conformance(world_size=(1, 2, 4))
 def test_sharded(fsdp, path):
     return subject(load_sharded(path, fsdp.mesh, fsdp.device), path)
 
 
-@pytest.mark.parametrize("path", ["llama-tied", "qwen3-moe"], indirect=True)
+@pytest.mark.parametrize("path", CHECKPOINTS, indirect=True)
 @fsdp_conformance(mesh={"dp_replicate": 2, "dp_shard": 2})
 def test_hsdp(fsdp, path):
     return subject(load_sharded(path, fsdp.mesh, fsdp.device), path)

@@ -115,6 +115,8 @@ class Comparison:
     actual: float | None = None
     cast: bool = False
     problem: str | None = None
+    should_be: str = ""
+    """What ``problem`` is in place of."""
 
 
 @dataclass(frozen=True)

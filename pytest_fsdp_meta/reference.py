@@ -87,7 +87,7 @@ class Record:
 
         key = str(file)
         if key not in self._files:
-            self._files[key] = safe_open(key, framework="pt", device="cpu").__enter__()
+            self._files[key] = safe_open(key, framework="pt", device="cpu").__enter__()  # type: ignore[no-untyped-call]
         return self._files[key]
 
 

@@ -80,9 +80,7 @@ class Trial:
     def _observe(self, world: World, loader: Loader, wanted: Collection[str], folder: Path) -> Evidence:
         try:
             world.start()
-            loaded = world.run(
-                f"{OBSERVERS}.loading:load", loader.function, dict(loader.arguments), loader.wants_rank
-            )
+            loaded = world.run(f"{OBSERVERS}.loading:load", loader.function, dict(loader.arguments), loader.wants_rank)
         except WorldError as error:
             raise LoaderFailed(error, self.spec.size) from error
         session = _Observing(
@@ -162,7 +160,11 @@ class _Observing:
             return None
         alone.start()
         self.reference = alone.run(
-            f"{OBSERVERS}.truth:record_reference", self.recipe, self.subject.kept_attributes, str(self.folder)
+            f"{OBSERVERS}.truth:record_reference",
+            self.recipe,
+            tuple(self.subject.frozen),
+            self.subject.kept_attributes,
+            str(self.folder),
         )[0]
         return None
 
@@ -216,9 +218,7 @@ class _Observing:
         losses, again, batches = alone.run(f"{OBSERVERS}.truth:train_reference", self.steps, str(self.folder))[0]
         self.reference = replace(self.reference, losses=losses, losses_again=again, batches=batches)
         gradients, updated = (str(self.folder / f"{name}.safetensors") for name in ("gradients", "updated"))
-        self.training = tuple(
-            self.world.run(f"{OBSERVERS}.training:observe_training", self.steps, gradients, updated)
-        )
+        self.training = tuple(self.world.run(f"{OBSERVERS}.training:observe_training", self.steps, gradients, updated))
         return None
 
     def _untrainable(self) -> str:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
-from pytest_fsdp_meta.catalogue.registry import Catalogue, Check, Finding
+from pytest_fsdp_meta.catalogue.registry import Catalogue, Check, Finding, Words
 from pytest_fsdp_meta.evidence import Comparison, Evidence, RankInventory, ReferenceFacts, TensorFacts
 
 
@@ -64,7 +64,7 @@ class View:
         self,
         facts: list[tuple[int, TensorFacts]],
         expect: Callable[[int, TensorFacts], tuple[str, str] | None],
-        **words: str,
+        words: Words | None = None,
     ) -> Iterator[Finding]:
         """A finding per distinct (actual, expected) that ``expect`` gives over the ranks of one tensor."""
         ranks: dict[tuple[str, str], list[int]] = {}
@@ -73,7 +73,7 @@ class View:
             if pair is not None:
                 ranks.setdefault(pair, []).append(rank)
         for (actual, expected), where in ranks.items():
-            yield Finding(facts[0][1].name, tuple(where), actual, expected, **words)
+            yield Finding(facts[0][1].name, tuple(where), actual, expected, **(words or {}))
 
     @property
     def reference(self) -> ReferenceFacts:
@@ -111,8 +111,7 @@ def judge(check: Check, evidence: Evidence, catalogue: Catalogue) -> Verdict:
 def _judge(check: Check, evidence: Evidence, catalogue: Catalogue) -> Verdict:
     for need in check.needs:
         if need in evidence.unavailable:
-            why = evidence.unavailable[need]
-            return Verdict(check, "error" if why.error else "skipped", reason=why.summary, detail=why.detail)
+            return _unavailable(check, need, evidence, catalogue)
     view = View(evidence, check, _condemned(check, evidence, catalogue))
     findings: list[Finding] = []
     reason = ""
@@ -127,8 +126,19 @@ def _judge(check: Check, evidence: Evidence, catalogue: Catalogue) -> Verdict:
     if findings:
         return Verdict(check, "failed", tuple(findings), reason, unjudged=view.left_out)
     if view.left_out:
-        return Verdict(check, "skipped", reason=describe_left_out(view.left_out), unjudged=view.left_out)
+        reason = f"kept by what could be judged; {describe_left_out(view.left_out)}"
+        return Verdict(check, "skipped", reason=reason, unjudged=view.left_out)
     return Verdict(check, "passed")
+
+
+def _unavailable(check: Check, need: str, evidence: Evidence, catalogue: Catalogue) -> Verdict:
+    why = evidence.unavailable[need]
+    if not why.error:
+        return Verdict(check, "skipped", reason=why.summary)
+    blamed = dict.fromkeys(_condemned(check, evidence, catalogue).values())
+    if blamed and need == "training":  # a forward over tensors that are missing or wrong may well fail
+        return Verdict(check, "skipped", reason=f"{why.summary}; the findings of {', '.join(blamed)} may explain it")
+    return Verdict(check, "error", reason=why.summary, detail=why.detail)
 
 
 def describe_left_out(left_out: dict[str, tuple[str, ...]]) -> str:
@@ -144,8 +154,8 @@ def _condemned(check: Check, evidence: Evidence, catalogue: Catalogue) -> dict[s
     condemned: dict[str, str] = {}
     for id in check.after:
         for finding in judge(catalogue[id], evidence, catalogue).findings:
-            if finding.tensor is not None:
-                condemned.setdefault(finding.tensor, id)
+            for name in finding.condemns or filter(None, [finding.tensor]):
+                condemned.setdefault(name, id)
     return condemned
 
 

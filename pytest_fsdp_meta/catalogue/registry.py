@@ -5,12 +5,19 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 if TYPE_CHECKING:
     from pytest_fsdp_meta.catalogue.judging import View
 
 OBSERVATIONS = ("inventory", "reference", "values", "verifier", "training")
+
+
+class Words(TypedDict, total=False):
+    """What a finding may say better than its check does."""
+
+    cause: str
+    remedy: str
 
 
 @dataclass(frozen=True)
@@ -28,6 +35,8 @@ class Finding:
     detail: str = ""
     cause: str = ""
     remedy: str = ""
+    condemns: tuple[str, ...] = ()
+    """The tensors that no later check judges, where they are not just ``tensor``."""
 
 
 @dataclass(frozen=True)

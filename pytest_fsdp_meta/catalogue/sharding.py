@@ -28,7 +28,7 @@ FREE_DIMS = frozenset({"tp", "cp", "pp", "ep"})
 def dtensor_placements(view: View) -> Iterable[Finding]:
     subject = view.evidence.subject
     unsharded = set(subject.unsharded)
-    sharding = _sharding_dims(view)
+    dims = _data_dims(view)
     size = view.evidence.world.size
     for name, facts in view.tensors("parameter"):
         declared = subject.placements.get(name)
@@ -37,12 +37,14 @@ def dtensor_placements(view: View) -> Iterable[Finding]:
         elif declared is not None:
             yield from view.broken(facts, lambda _, t, d=declared: _as_declared(t, d, size))  # type: ignore[misc]
         else:
-            yield from view.broken(facts, lambda _, t: _by_default(t, sharding, size))
+            yield from view.broken(facts, lambda _, t: _by_default(t, dims, size))
 
 
-def _sharding_dims(view: View) -> dict[str | None, int]:
-    """Dimensions that shard: of the meshes that parameters lie on (a loader may make its own), and of the world's mesh
-    those that have room beside them (a loader may have used one dimension of it and forgotten the other)."""
+def _data_dims(view: View) -> dict[str | None, int]:
+    """Dimensions that shard or replicate: of the meshes that parameters lie on, for a loader may make its own.
+
+    And those of the world's mesh that have room beside them, for it may have used one and forgotten the other.
+    """
     world = view.evidence.world
     tensors = (t for rank in view.evidence.inventory for t in rank.tensors if t.kind == "parameter")
     meshes = {tensor.mesh: None for tensor in tensors if tensor.mesh is not None}
@@ -52,7 +54,7 @@ def _sharding_dims(view: View) -> dict[str | None, int]:
     if not dims or any(name in dims for name, _ in world.mesh):
         most = max((prod(mesh.shape) for mesh in meshes), default=1)
         dims = {**{name: size for name, size in world.mesh if most * size <= world.size}, **dims}
-    return {name: size for name, size in dims.items() if size > 1 and _role(name) == "shard"}
+    return {name: size for name, size in dims.items() if size > 1 and _role(name) != "free"}
 
 
 def _role(dim: str | None) -> str:
@@ -82,7 +84,8 @@ def _fits(actual: str, declared: str) -> bool:
     return actual == declared or (actual.startswith("_S(") and declared == f"S({actual[3:].split(',')[0]})")
 
 
-def _by_default(tensor: TensorFacts, sharding: dict[str | None, int], world: int) -> tuple[str, str] | None:
+def _by_default(tensor: TensorFacts, dims: dict[str | None, int], world: int) -> tuple[str, str] | None:
+    sharding = {name: size for name, size in dims.items() if _role(name) == "shard"}
     wanted = " x ".join(f"{name or 'the mesh'}={size}" for name, size in sharding.items())
     if tensor.placements is None:
         if not sharding or not tensor.shape:
@@ -98,11 +101,20 @@ def _by_default(tensor: TensorFacts, sharding: dict[str | None, int], world: int
             return _placed(tensor), f"sharded over {dim or 'the mesh'}={size}"
         if size > 1 and role == "replicate" and placement != "R":
             return _placed(tensor), f"replicated over {dim or 'the first mesh dimension'}={size}"
-    for name, size in sharding.items():
+    return _forgotten(tensor, dims, "shard" in roles, world)
+
+
+def _forgotten(tensor: TensorFacts, dims: dict[str | None, int], shards: bool, world: int) -> tuple[str, str] | None:
+    """A dimension that the tensor's mesh leaves out: nobody shards it there, or reduces its gradients over it."""
+    assert tensor.mesh is not None
+    for name, size in dims.items():
         # A dimension of another mesh over the same ranks leaves no room beside this one; experts borrow theirs.
         room = prod(tensor.mesh.shape) * size <= world and "ep" not in tensor.mesh.dims
         if name is not None and name not in tensor.mesh.dims and room and tensor.shape:
-            return _placed(tensor), f"sharded over {name}={size} as well"
+            if _role(name) == "shard":
+                return _placed(tensor), f"sharded over {name}={size} as well"
+            if shards:  # FSDP2 reduces over the mesh that it was given and no other; DDP over TP does it by itself
+                return _placed(tensor), f"replicated over {name}={size} as well, which fully_shard(mesh=...) does"
     return None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from pytest_fsdp_meta.catalogue.judging import NotJudged, View, majority
-from pytest_fsdp_meta.catalogue.registry import Finding, check
+from pytest_fsdp_meta.catalogue.registry import Finding, Words, check
 from pytest_fsdp_meta.evidence import TensorFacts
 from pytest_fsdp_meta.words import name_ranks
 
@@ -65,9 +65,7 @@ def _disagreements(facts: list[tuple[int, TensorFacts]]) -> Iterator[Finding]:
                 odd.setdefault(value, []).append(rank)
         for value, ranks in odd.items():
             others = [rank for rank, other in told if other == usual]
-            yield Finding(
-                facts[0][1].name, tuple(ranks), f"{aspect} {value}", f"{usual}, as on {name_ranks(others)}"
-            )
+            yield Finding(facts[0][1].name, tuple(ranks), f"{aspect} {value}", f"{usual}, as on {name_ranks(others)}")
 
 
 @check(
@@ -92,24 +90,31 @@ def names_match_reference(view: View) -> Iterable[Finding]:
         extra = [name for name in extra if ours[name].persistent and name not in stored_once]
     missing = [name for name in truth if name not in ours]
     prefix = _common_prefix(extra, missing)
-    for name in extra:
-        if view.judgeable(name):
-            what = f"a {ours[name].kind} that the reference does not have"
-            yield Finding(name, ranks, what, "absent", **_extra(name, prefix))
-    for name in missing:
-        if view.judgeable(name):
-            yield Finding(name, ranks, "missing", f"a {truth[name].kind}, as in the reference", **_extra(name, prefix))
+    if prefix:
+        yield Finding(
+            *(None, ranks, f"names begin with {prefix!r} ({extra[0]})", f"those of the reference ({missing[0]})"),
+            cause="a wrapper is returned in place of the model that it wraps",
+            remedy="return the wrapped model itself, or strip the prefix from its names",
+            condemns=(*extra, *missing),
+        )
+        return
+    for name in filter(view.judgeable, extra):
+        what = f"a {ours[name].kind} that the reference does not have"
+        yield Finding(name, ranks, what, "absent", **_about_bias(name))
+    for name in filter(view.judgeable, missing):
+        wanted = f"a {truth[name].kind}, as in the reference"
+        yield Finding(name, ranks, "missing", wanted, **_about_bias(name))
     if view.reference.complete:  # a checkpoint does not tell parameters from buffers
         for name, facts in view.tensors("parameter", "buffer"):
             if name in truth:
-                yield from view.broken(facts, lambda _, t, e=truth[name].kind: _kinds(t, e), **_RECAST)  # type: ignore[misc]
+                yield from view.broken(facts, lambda _, t, e=truth[name].kind: _kinds(t, e), _RECAST)  # type: ignore[misc]
 
 
 def _kinds(tensor: TensorFacts, expected: str) -> tuple[str, str] | None:
     return None if tensor.kind == expected else (f"a {tensor.kind}", f"a {expected}, as in the reference")
 
 
-_RECAST = {
+_RECAST: Words = {
     "cause": "materialising or loading re-created it as the other kind: an optimizer and FSDP see parameters only",
     "remedy": "re-create a parameter as torch.nn.Parameter, a buffer by register_buffer",
 }
@@ -123,18 +128,14 @@ def _common_prefix(extra: list[str], missing: list[str]) -> str:
     return prefix if {prefix + name for name in missing} == set(extra) else ""
 
 
-def _extra(name: str, prefix: str) -> dict[str, str]:
-    if prefix:
-        return {
-            "cause": f"a wrapper puts {prefix!r} before every name",
-            "remedy": "return the wrapped model itself, or strip the prefix",
-        }
-    if name.endswith("bias"):
-        return {
-            "cause": "a bias that the config disables is registered as a parameter all the same, or the reverse",
-            "remedy": "call register_parameter(name, None) for a disabled bias",
-        }
-    return {}
+def _about_bias(name: str) -> Words:
+    return _BIAS if name.endswith("bias") else {}
+
+
+_BIAS: Words = {
+    "cause": "a bias that the config disables is registered as a parameter all the same, or the reverse",
+    "remedy": "call register_parameter(name, None) for a disabled bias",
+}
 
 
 @check(
@@ -169,15 +170,13 @@ def dtypes_match_reference(view: View) -> Iterable[Finding]:
 def requires_grad_matches_reference(view: View) -> Iterable[Finding]:
     if not view.reference.complete:
         raise NotJudged("a checkpoint does not say what is trainable; declare Subject(reference=<callable>)")
-    truth, frozen = view.truth.by_name, view.evidence.subject.frozen
+    truth = view.truth.by_name
     for name, facts in view.tensors("parameter"):
         if name in truth:
-            # What is declared frozen may be trainable in a reference that was just built from a config.
-            expected = truth[name].requires_grad and name not in frozen
+            expected = truth[name].requires_grad
             yield from view.broken(facts, lambda _, t, e=expected: _trainability(t, e))  # type: ignore[misc]
 
 
 def _trainability(tensor: TensorFacts, expected: bool) -> tuple[str, str] | None:
     words = {True: "trainable", False: "frozen"}
     return None if tensor.requires_grad == expected else (words[tensor.requires_grad], words[expected])
-

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from pytest_fsdp_meta.catalogue.judging import NotJudged, Unjudgeable, View
-from pytest_fsdp_meta.catalogue.registry import Finding, check
+from pytest_fsdp_meta.catalogue.registry import Finding, Words, check
 from pytest_fsdp_meta.evidence import RankTraining
 
 TOLERANCE = {"float64": 1e-9, "float32": 1e-5, "float16": 2e-3, "bfloat16": 1.6e-2}
@@ -43,29 +43,47 @@ def loss_parity(view: View) -> Iterable[Finding]:
     _require_truth(view, runs)
     actual = mean_losses(runs)
     tolerance = _tolerance(view)
-    apart = [step for step, pair in enumerate(zip(actual, expected, strict=True)) if _distance(*pair) > tolerance]
-    if not apart:
+    apart = [step for step in range(len(expected)) if _distance(actual, expected, step) > tolerance]
+    diverged = list(_disagreements(runs, tolerance))
+    if not apart and not diverged:
         return
-    thawed = [t.name for t in view.truth.tensors if t.requires_grad and t.name in view.evidence.subject.frozen]
-    if thawed:
-        raise NotJudged(
-            f"the losses differ ({_step(apart[0], actual, expected)}), and the reference trains {thawed[0]}, which "
-            "Subject(frozen=...) declares frozen; freeze it in the reference as well"
+    told = _step(apart[0], actual, expected) if apart else diverged[0].detail
+    if view.reference.unstable:
+        raise Unjudgeable(
+            f"the losses differ ({told}), and the reference does not reproduce itself: it gives other bits when it is "
+            f"built again ({view.reference.unstable[0]}); make it build the same model every time"
         )
-    explained = [name for name in _known_names(view) if not view.judgeable(name)]
-    if explained:
-        raise NotJudged(
-            f"the losses differ ({_step(apart[0], actual, expected)}), which the findings of "
-            f"{', '.join(view.left_out)} explain; mend those first"
+    if [name for name in _known_names(view) if not view.judgeable(name)]:
+        explaining = ", ".join(view.left_out)
+        raise NotJudged(f"the losses differ ({told}), which the findings of {explaining} explain; mend those first")
+    yield from diverged
+    if apart:
+        yield Finding(
+            None,
+            tuple(range(len(runs))),
+            "losses " + _curve(actual),
+            f"{_curve(expected)} within {tolerance:g}",
+            detail=told,
+            **_likely(view, apart[0], runs),
         )
-    yield Finding(
-        None,
-        tuple(range(len(runs))),
-        "losses " + _curve(actual),
-        f"{_curve(expected)} within {tolerance:g}",
-        detail=_step(apart[0], actual, expected),
-        **_likely(view, apart[0], runs),
-    )
+
+
+def _disagreements(runs: Sequence[RankTraining], tolerance: float) -> Iterator[Finding]:
+    """Ranks that see the same rows have the same loss; in the mean their deviations could cancel."""
+    first: dict[int, tuple[int, RankTraining]] = {}
+    for rank, run in enumerate(runs):
+        other, same = first.setdefault(run.data_parallel[0], (rank, run))
+        finite = [step for step in range(len(run.losses)) if math.isfinite(run.losses[step] + same.losses[step])]
+        apart = [step for step in finite if _distance(run.losses, same.losses, step) > tolerance]
+        if apart:
+            yield Finding(
+                *(None, (rank,), "losses " + _curve(run.losses)),
+                f"{_curve(same.losses)}, as on rank {other}, which sees the same rows",
+                detail=_step(apart[0], run.losses, same.losses),
+                cause="ranks of one data-parallel slice compute different things: replicas that diverged, or a "
+                "tensor-parallel layer that does not reduce its output",
+                remedy="compare the parameters of these ranks, and the output layouts of the tensor-parallel plan",
+            )
 
 
 def mean_losses(runs: Sequence[RankTraining]) -> tuple[float, ...]:
@@ -115,17 +133,20 @@ def _known_names(view: View) -> dict[str, None]:
     return names | dict.fromkeys(view.truth.by_name)
 
 
-def _distance(actual: float, expected: float) -> float:
-    if math.isnan(actual):
+def _distance(actual: Sequence[float], expected: Sequence[float], step: int) -> float:
+    """Relative to the largest loss of the curve: a loss that falls to zero, or through it, keeps a measure."""
+    if not math.isfinite(actual[step]):
         return math.inf
-    return abs(actual - expected) / max(abs(expected), 1e-12)
+    return abs(actual[step] - expected[step]) / max(1e-12, *(abs(loss) for loss in expected))
 
 
-def _likely(view: View, first: int, runs: Sequence[RankTraining]) -> dict[str, str]:
+def _likely(view: View, first: int, runs: Sequence[RankTraining]) -> Words:
     if first == 0:
         return {
             "cause": "the first forward differs already though the weights are equal: the ranks' losses are not "
             "weighed alike, a module was left out or replaced, or an attention or precision setting differs",
+            "remedy": "compare attention settings and make the loss a mean that all ranks weigh alike; where the "
+            "loader computes in another precision on purpose, set tolerance=...",
         }
     if any(run.unreduced for run in runs) and len(runs) > 1:
         return {
@@ -148,5 +169,5 @@ def _curve(losses: Sequence[float]) -> str:
 
 
 def _step(step: int, actual: Sequence[float], expected: Sequence[float]) -> str:
-    off = _distance(actual[step], expected[step])
+    off = _distance(actual, expected, step)
     return f"step {step}: {actual[step]:.6f}, but should be {expected[step]:.6f}, off by {off:.2g} relative"

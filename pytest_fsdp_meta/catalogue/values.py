@@ -7,7 +7,7 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from pytest_fsdp_meta.catalogue.judging import NotJudged, Unjudgeable, View
-from pytest_fsdp_meta.catalogue.registry import Finding, check
+from pytest_fsdp_meta.catalogue.registry import Finding, Words, check
 from pytest_fsdp_meta.evidence import Comparison
 
 BASIC = (
@@ -145,18 +145,29 @@ def _difference(view: View, name: str, pairs: list[tuple[int, Comparison]], trut
     for problem, cases in by_problem.items():
         ranks = tuple(rank for rank, _ in cases)
         if problem is not None:
-            yield Finding(name, ranks, "another shape", truth, problem, **_SHAPE)
+            yield Finding(name, ranks, problem, cases[0][1].should_be, **_SHAPE)
         else:
-            odd = {} if len(cases) == len([c for _, c in pairs if c.elements]) else _ODD_RANKS
-            yield Finding(name, ranks, "other values", truth, _numbers(cases), **odd)
+            yield Finding(name, ranks, "other values", truth, _numbers(cases), **_pattern(cases, pairs))
 
 
-_SHAPE = {
+def _pattern(cases: list[tuple[int, Comparison]], pairs: list[tuple[int, Comparison]]) -> Words:
+    """Cause and remedy that the pattern of what is wrong points to; none where everything is."""
+    if len(cases) < len([c for _, c in pairs if c.elements]):
+        return _ODD_RANKS
+    # What was drawn anew differs nearly everywhere; what was mixed up keeps whole rows or experts.
+    return _IN_PART if all(c.differing < 0.9 * c.elements for _, c in cases) else {}
+
+
+_IN_PART: Words = {
+    "cause": "part of it is right: rows, heads or experts were exchanged, transposed or left out",
+    "remedy": "compare the order in which the checkpoint stores its parts with the one that the module wants",
+}
+_SHAPE: Words = {
     "cause": "the placements do not fit the tensor, for example those of a 2-D weight reused for a 3-D stack of "
     "experts",
     "remedy": "give every parameter placements for its own dims, and DTensor.from_local the global shape",
 }
-_ODD_RANKS = {
+_ODD_RANKS: Words = {
     "cause": "these ranks read the slice of another rank, or only the others were given the weight",
     "remedy": "take the offset from the DTensor's own mesh coordinate, and let every rank load",
 }

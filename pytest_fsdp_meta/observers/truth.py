@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import pickle
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from pytest_fsdp_meta.evidence import RankInventory, ReferenceFacts, TensorFacts
-from pytest_fsdp_meta.observers.inventory import local_part, named_tensors, take_inventory
+from pytest_fsdp_meta.observers.inventory import clean_name, local_part, named_tensors, take_inventory
 from pytest_fsdp_meta.observers.loading import SEED
 from pytest_fsdp_meta.observers.poison import poisoned_memory
 from pytest_fsdp_meta.observers.training import gradients_of, train
@@ -31,12 +31,19 @@ VALUES, GRADIENTS, UPDATED, VERIFIER = (
 )
 
 
-def record_reference(recipe: Mapping[str, bytes], attributes: tuple[str, ...], folder: str) -> ReferenceFacts:
-    """Builds the reference twice and records the second: every parameter and every buffer, persistent or not."""
+def record_reference(
+    recipe: Mapping[str, bytes], frozen: Collection[str], attributes: tuple[str, ...], folder: str
+) -> ReferenceFacts:
+    """Builds the reference twice and records the second: every parameter and every buffer, persistent or not.
+
+    What the subject declares ``frozen`` is frozen here too: a reference is often just read from a checkpoint.
+    """
     me = current()
     with poisoned_memory():
         poisoned = _inventory(_build("reference", recipe), attributes)
     model = _build("reference", recipe)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        parameter.requires_grad_(parameter.requires_grad and clean_name(name) not in frozen)
     clean = _inventory(model, attributes)
     write_record(Path(folder, VALUES), _tensors(model))
     me.state["subject"] = _subject(model, recipe)

@@ -38,10 +38,14 @@ def compare(name: str, tensor: Tensor, truth: Record, there: str) -> Comparison:
     """The local shard of ``tensor`` beside its slice of ``there``."""
     actual, held = local_part(tensor), held_regions(tensor)
     if tuple(tensor.shape) != truth.shape(there):
-        return Comparison(name, False, problem=f"shape {tuple(tensor.shape)}, but should be {truth.shape(there)}")
+        return Comparison(
+            name, False, problem=f"shape {tuple(tensor.shape)}", should_be=f"{truth.shape(there)}, as in the reference"
+        )
     implied = tuple(sum(stop - start for start, stop in runs) for runs in held)
     if implied != tuple(actual.shape):
-        return Comparison(name, False, problem=f"local shape {tuple(actual.shape)}, but its placements imply {implied}")
+        return Comparison(
+            name, False, problem=f"local shape {tuple(actual.shape)}", should_be=f"{implied}, as its placements imply"
+        )
     if not actual.numel():
         return Comparison(name, True)
     return _compare(name, actual, truth.read(there, held), held)
