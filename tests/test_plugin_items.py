@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from textwrap import dedent
+
 import pytest
 
 from pytest_fsdp_meta.catalogue import built_in
-from tests.conftest import Project
+from tests.conftest import CHECK, Project
 
 COLLECTED = """
 import pytest
@@ -150,9 +152,15 @@ def test_each_thing_happens_once(project: Project) -> None:
 
 def test_fixtures_of_every_kind(project: Project) -> None:
     """Nothing is shared between loaders that differ in a parameter, however alike their ids are."""
+    own = CHECK.format(name="own_check", after="()", value="[own_check]")
     project.write(
         "conftest.py",
-        """
+        own
+        + """
+def pytest_fsdp_preload():
+    return ["colorsys"]
+"""
+        + dedent("""
         import dataclasses
         import pytest
 
@@ -166,7 +174,7 @@ def test_fixtures_of_every_kind(project: Project) -> None:
         @pytest.fixture(scope="session")
         def config():
             return Config(4)
-        """,
+        """),
     )
     project.loaders(
         """
@@ -205,9 +213,10 @@ def test_fixtures_of_every_kind(project: Project) -> None:
                 note(f"{one}/{two}")
             return load(fsdp)
 
-        @fsdp_conformance(only=["no_meta_params"])
+        @fsdp_conformance(only=["own_check"])
         def test_defaults(fsdp, config, size=3):
-            assert size == 3
+            import sys
+            assert size == 3 and "colorsys" in sys.modules
             return load(fsdp)
 
         @fsdp_conformance(only=["no_meta_params", "no_meta_buffers"])

@@ -73,7 +73,7 @@ def test_worksteal(project: Project) -> None:
 
 
 def test_a_group_of_the_user_goes_first(pytester: pytest.Pytester) -> None:
-    scheduling = by_loader(pytester.parseconfig("-n2"), None, built_in())
+    scheduling = by_loader(pytester.parseconfig("--tx", "popen"), None, built_in())
     assert scheduling._split_scope("a.py::test_x[no_meta_params]@mine") == "mine"
     assert scheduling._split_scope("a.py::test_x[no_meta_params]") == "a.py::test_x["
     assert scheduling._split_scope("a.py::test_x[a@b]") == "a.py::test_x[a@b]"
