@@ -70,8 +70,8 @@ class Project:
         return self.write(name, TINY.format(folder=os.fspath(self.path)) + "\n\n" + dedent(text))
 
     def collect(self, *args: str) -> pytest.RunResult:
-        """A run in which no rank starts: fast, in this process."""
-        return self._pytester.runpytest_inprocess("-p", "no:cacheprovider", *args)
+        """A run in which no rank starts: fast, in this process, and without Hypothesis' summary, which takes 0.8 s."""
+        return self._pytester.runpytest_inprocess("-p", "no:cacheprovider", "-p", "no:hypothesispytest", *args)
 
     def run(self, *args: str) -> pytest.RunResult:
         """A run with ranks."""
