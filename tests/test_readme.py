@@ -1,0 +1,69 @@
+"""README shows real files and real output."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pytest_fsdp_meta.catalogue import built_in
+from pytest_fsdp_meta.markers import ARGUMENTS
+from pytest_fsdp_meta.settings import OPTIONS
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text("utf-8")
+EXAMPLE = (ROOT / "examples" / "test_llama.py").read_text("utf-8")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+
+
+def run_pytest(folder: Path, *arguments: str) -> str:
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--color=no", *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False).stdout
+
+
+def test_the_example_is_the_file():
+    assert blocks("python") == [EXAMPLE]
+
+
+def test_what_a_pass_looks_like(tmp_path):
+    (tmp_path / "test_llama.py").write_text(EXAMPLE)
+    shown = blocks("console")[0].splitlines()
+    assert shown[0] == "$ pytest -v test_llama.py"
+    told = run_pytest(tmp_path, "-v", "test_llama.py")
+    outcomes = re.findall(r"^test_llama.py::(\S+) (PASSED|SKIPPED)", told, re.MULTILINE)
+    assert [re.findall(r"::(\S+) (\w+)", line)[0] for line in shown if "::" in line] == outcomes
+    assert "14 passed, 1 skipped" in told
+    assert "14 passed, 1 skipped" in shown[-1]
+
+
+def test_what_a_failure_looks_like(tmp_path):
+    lines = EXAMPLE.splitlines(keepends=True)
+    broken = [line for line in lines if "rotary_emb = " not in line]
+    assert len(lines) - len(broken) == 1
+    (tmp_path / "test_llama.py").write_text("".join(broken))
+    told = run_pytest(tmp_path, "test_llama.py").replace(" -p no:cacheprovider", "")
+    message = blocks("text")[0]
+    assert "run it again: python -m pytest" in message
+    assert message in told
+
+
+@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)
+def test_every_option_is_listed(option):
+    assert option.flag in README
+    assert f"`{option.ini}`" in README
+
+
+@pytest.mark.parametrize("argument", ARGUMENTS)
+def test_every_argument_of_the_marker_is_listed(argument):
+    assert f"`{argument}`" in README
+
+
+def test_every_check_is_listed_with_its_promise():
+    listed = re.findall(r"^\| `(\w+)` \| (.*) \|$", README.partition("## The checks")[2], re.MULTILINE)
+    assert listed == [(check.id, check.promise) for check in built_in()]
