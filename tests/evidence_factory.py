@@ -238,6 +238,21 @@ def undeclared(evidence: Evidence, *observations: str, why: str, error: bool = F
     )
 
 
+def rename(evidence: Evidence, prefix: str, *names: str) -> Evidence:
+    """The prefix put before these names, or before all of them."""
+    return on_ranks(
+        evidence,
+        None,
+        lambda r: tuple(replace(t, name=f"{prefix}{t.name}") if t.name in names or not names else t for t in r.tensors),
+    )
+
+
+def left_out(by: str, *names: str) -> str:
+    """The reason of a check that was kept by all but these tensors, which ``by`` condemned."""
+    count = f"{len(names)} tensor{'s' if len(names) > 1 else ''}"
+    return f"kept by what could be judged; not judged: {count} that {by} condemned (first: {names[0]})"
+
+
 def verdict(id: str, evidence: Evidence) -> Verdict:
     return judge(CATALOGUE[id], evidence, CATALOGUE)
 

@@ -19,6 +19,7 @@ from tests.evidence_factory import (
     drop,
     empty,
     healthy,
+    left_out,
     on_ranks,
     told,
     undeclared,
@@ -140,7 +141,7 @@ def test_what_the_manifest_condemned_is_not_judged_for_poison():
     evidence = change(unequal(MIDDLE), MIDDLE, [1], dtype="float16", nan=1, poisoned=1)
     found = verdict(WRITTEN, evidence)
     assert found.status == "skipped"
-    assert found.reason == "not judged: 1 tensor that same_manifest_on_every_rank condemned (first: layers.0.weight)"
+    assert found.reason == left_out("same_manifest_on_every_rank", MIDDLE)
 
 
 def gpus(world: int = 4):
@@ -185,7 +186,7 @@ def test_declared_offload_that_did_not_happen():
 def test_what_is_on_meta_has_no_home_to_judge(check, name, by):
     found = verdict(check, change(gpus(2), name, **META))
     assert (found.status, found.findings, found.unjudged) == ("skipped", (), {by: (name,)})
-    assert found.reason == f"not judged: 1 tensor that {by} condemned (first: {name})"
+    assert found.reason == left_out(by, name)
 
 
 def test_several_condemned_tensors_are_counted():
@@ -195,7 +196,17 @@ def test_several_condemned_tensors_are_counted():
     evidence = change(evidence, MIDDLE, [0], device="cpu")
     found = verdict(PARAM_HOME, evidence)
     assert told(found) == [(MIDDLE, (0,), "on cpu", "on cuda:0", "")]
-    assert found.unjudged == {PARAMS: (EMBEDDING, FROZEN, HEAD)}
+    assert (found.reason, found.unjudged) == ("", {PARAMS: (EMBEDDING, FROZEN, HEAD)})
+    kept = verdict(PARAM_HOME, change(evidence, MIDDLE, [0], device="cuda:0"))
+    assert (kept.status, kept.reason) == ("skipped", left_out(PARAMS, EMBEDDING, FROZEN, HEAD))
+
+
+def test_what_two_checks_condemned_is_told_of_each():
+    evidence = change(change(gpus(2), MIDDLE, device="meta"), EMBEDDING, [1], dtype="float16")
+    assert verdict(PARAM_HOME, evidence).reason == (
+        "kept by what could be judged; not judged: 1 tensor that same_manifest_on_every_rank condemned (first: "
+        "embed.weight), 1 tensor that no_meta_params condemned (first: layers.0.weight)"
+    )
 
 
 def unequal(name: str, world: int = 2):

@@ -8,6 +8,8 @@ import pytest
 
 from tests.evidence_factory import (
     EMBEDDING,
+    FROZEN,
+    HEAD,
     MIDDLE,
     add,
     change,
@@ -15,6 +17,7 @@ from tests.evidence_factory import (
     drop,
     empty,
     healthy,
+    left_out,
     parameter,
     place,
     told,
@@ -146,16 +149,86 @@ def test_an_unnamed_mesh_of_two_dimensions_is_hybrid_sharding():
     ]
 
 
-def all_on_tp(world):
-    """Every parameter on the tensor-parallel dimension of the mesh alone."""
-    for tensor in world.inventory[0].tensors:
+def all_on(evidence, mesh, *placements):
+    """Every parameter on a mesh of the loader's choice."""
+    for tensor in evidence.inventory[0].tensors:
         if tensor.kind == "parameter":
-            world = place(world, tensor.name, {"tp": 2}, "S(0)")
-    return world
+            evidence = place(evidence, tensor.name, mesh, *placements, shape=tensor.shape)
+    return evidence
+
+
+REPLICAS = "replicated over dp_replicate=2 as well, which fully_shard(mesh=...) does"
+
+
+def test_one_parameter_on_the_submesh_forgets_the_replicas():
+    evidence = place(healthy(mesh=HSDP), MIDDLE, {"dp_shard": 2}, "S(0)")
+    assert told(verdict(PLACEMENTS, evidence)) == [(MIDDLE, (0, 1, 2, 3), "S(0) on mesh dp_shard=2", REPLICAS, "")]
+
+
+def test_a_model_on_the_submesh_forgets_the_replicas():
+    evidence = all_on(healthy(mesh=HSDP), {"dp_shard": 2}, "S(0)")
+    assert told(verdict(PLACEMENTS, evidence)) == [
+        (name, (0, 1, 2, 3), "S(0) on mesh dp_shard=2", REPLICAS, "") for name in (EMBEDDING, MIDDLE, FROZEN, HEAD)
+    ]
+
+
+def test_what_is_frozen_has_no_gradients_to_reduce_over_the_replicas():
+    evidence = change(place(healthy(mesh=HSDP), MIDDLE, {"dp_shard": 2}, "S(0)"), MIDDLE, requires_grad=False)
+    assert verdict(PLACEMENTS, evidence).status == "passed"
+
+
+def test_replicas_forgotten_beside_tensor_parallelism():
+    mesh = {"dp_replicate": 2, "dp_shard": 2, "tp": 2}
+    evidence = all_on(healthy(mesh=mesh), {"dp_shard": 2, "tp": 2}, "S(0)", "S(1)")
+    assert {(finding.actual, finding.expected) for finding in verdict(PLACEMENTS, evidence).findings} == {
+        ("(S(0), S(1)) on mesh dp_shard=2 x tp=2", REPLICAS)
+    }
+    evidence = all_on(healthy(mesh=mesh), mesh, "R", "S(0)", "S(1)")
+    assert verdict(PLACEMENTS, evidence).status == "passed"
+
+
+def test_a_submesh_is_right_where_nothing_replicates():
+    evidence = all_on(healthy(mesh={"dp_replicate": 1, "dp_shard": 4}), {"dp_shard": 4}, "S(0)")
+    assert verdict(PLACEMENTS, evidence).status == "passed"
+
+
+def test_tensor_parallel_alone_may_be_replicated_by_ddp():
+    mesh = {"dp_replicate": 2, "tp": 2}
+    evidence = all_on(healthy(mesh=mesh), {"tp": 2}, "S(0)")
+    assert verdict(PLACEMENTS, evidence).status == "passed"
+    assert verdict(PLACEMENTS, place(evidence, MIDDLE, {"tp": 2}, "R")).status == "passed"
+    # Where it shards over a dimension of its own, it is FSDP after all.
+    evidence = all_on(healthy(mesh=mesh), {"fsdp": 1, "tp": 2}, "S(0)", "S(0)")
+    assert {finding.expected for finding in verdict(PLACEMENTS, evidence).findings} == {REPLICAS}
+
+
+@pytest.mark.parametrize(
+    ("world", "mesh", "placements"),
+    [
+        (HSDP, {"dp_replicate": 2, "fsdp": 2}, ("R", "S(0)")),
+        ({"dp_shard": 4}, {"fsdp": 4}, ("S(0)",)),
+        ({"dp_shard": 4}, {"dp_replicate": 2, "fsdp": 2}, ("R", "S(0)")),
+        (HSDP, {"dp": 4}, ("S(0)",)),
+        (HSDP, {"ddp": 2, "fsdp": 2}, ("R", "S(0)")),
+        ({"dp_shard": 2, "cp": 2}, {"dp_shard_cp": 4}, ("S(0)",)),
+        ({"dp_replicate": 2, "dp_shard": 2, "cp": 2}, {"dp_replicate": 2, "dp_shard_cp": 4}, ("R", "S(0)")),
+        ({"dp_replicate": 2, "dp_shard": 2, "tp": 2}, {"dp": 4, "tp": 2}, ("S(0)", "S(1)")),
+    ],
+)
+def test_a_loader_may_name_the_dimensions_as_it_likes(world, mesh, placements):
+    evidence = all_on(healthy(mesh=world), mesh, *placements)
+    assert verdict(PLACEMENTS, evidence).status == "passed"
+    # It is judged all the same.
+    evidence = place(evidence, MIDDLE, mesh, *("R" for _ in mesh))
+    assert [finding.tensor for finding in verdict(PLACEMENTS, evidence).findings] == [MIDDLE]
+
+
+def test_one_parameter_on_a_flattened_mesh_has_all_dimensions():
+    assert verdict(PLACEMENTS, place(healthy(mesh=HSDP), MIDDLE, {"dp": 4}, "S(0)")).status == "passed"
 
 
 def test_tensor_parallel_alone_forgets_the_dimension_that_shards():
-    found = verdict(PLACEMENTS, all_on_tp(healthy(mesh=TWO_D)))
+    found = verdict(PLACEMENTS, all_on(healthy(mesh=TWO_D), {"tp": 2}, "S(0)"))
     assert len(found.findings) == 4
     assert {(finding.actual, finding.expected) for finding in found.findings} == {
         ("S(0) on mesh tp=2", "sharded over dp_shard=2 as well")
@@ -163,7 +236,7 @@ def test_tensor_parallel_alone_forgets_the_dimension_that_shards():
 
 
 def test_tensor_parallel_alone_is_right_where_nothing_shards():
-    evidence = all_on_tp(healthy(2))
+    evidence = all_on(healthy(2), {"tp": 2}, "S(0)")
     evidence = replace(evidence, world=replace(evidence.world, mesh=(("tp", 2),)))
     assert verdict(PLACEMENTS, place(evidence, MIDDLE, {})).status == "passed"
     # A mesh of the loader's own that spans the world says nothing of the marker's.
@@ -183,8 +256,22 @@ def test_one_parameter_that_only_tensor_parallel_has():
     [({"ep": 2}, ("S(0)",)), ({"ep": 4}, ("S(0)",)), ({"dp_shard_mod_ep": 2, "ep": 2}, ("S(1)", "S(0)"))],
 )
 def test_experts_have_a_mesh_of_their_own(mesh, placements):
-    evidence = place(healthy(4), MIDDLE, mesh, *placements)
-    assert verdict(PLACEMENTS, evidence).status == "passed"
+    for world in ({"dp_shard": 4}, HSDP):
+        assert verdict(PLACEMENTS, place(healthy(mesh=world), MIDDLE, mesh, *placements)).status == "passed"
+
+
+def test_the_mesh_of_experts_is_expected_of_experts_alone():
+    # The router is not on the tensor-parallel dimension, which leaves room that experts fill in their own way.
+    evidence = all_on(healthy(mesh={"dp_shard": 4, "tp": 2}), {"dp_shard": 4}, "S(0)")
+    experts = {"dp_shard_mod_ep": 2, "ep": 4}
+    assert verdict(PLACEMENTS, place(evidence, MIDDLE, experts, "S(1)", "S(0)")).status == "passed"
+    found = verdict(PLACEMENTS, place(evidence, MIDDLE, experts, "R", "S(0)"))
+    assert told(found) == [
+        (
+            *(MIDDLE, tuple(range(8)), "(R, S(0)) on mesh dp_shard_mod_ep=2 x ep=4"),
+            *("sharded over dp_shard_mod_ep=2", ""),
+        )
+    ]
 
 
 @pytest.mark.parametrize("placed", [(), ("R",)])
@@ -250,7 +337,7 @@ def test_unsharded_counts_before_placements():
 )
 def test_condemned_tensors_are_not_judged_again(evidence, by, name):
     found = verdict(PLACEMENTS, evidence)
-    assert (found.status, found.reason) == ("skipped", f"not judged: 1 tensor that {by} condemned (first: {name})")
+    assert (found.status, found.reason) == ("skipped", left_out(by, name))
 
 
 def test_a_rank_outside_of_the_mesh_has_placements_all_the_same():

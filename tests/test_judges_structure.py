@@ -24,8 +24,10 @@ from tests.evidence_factory import (
     empty,
     from_checkpoint,
     healthy,
+    left_out,
     on_ranks,
     parameter,
+    rename,
     told,
     undeclared,
     verdict,
@@ -161,18 +163,77 @@ def test_a_disabled_bias_gets_its_own_cause():
     assert finding.remedy == "call register_parameter(name, None) for a disabled bias"
 
 
-def test_a_prefix_before_every_name_is_recognised():
-    evidence = on_ranks(healthy(), None, lambda rank: tuple(replace(t, name=f"module.{t.name}") for t in rank.tensors))
-    found = verdict(NAMES, evidence)
-    assert len(found.findings) == 12
-    assert {finding.cause for finding in found.findings} == {"a wrapper puts 'module.' before every name"}
-    assert {finding.remedy for finding in found.findings} == {"return the wrapped model itself, or strip the prefix"}
+PREFIX = (
+    *(None, (0, 1), "names begin with 'module.' (module.embed.weight)", "those of the reference (embed.weight)"),
+    "",
+)
+NAMED = (EMBEDDING, MIDDLE, FROZEN, HEAD, ROTARY, COUNTER)
+
+
+def test_a_prefix_before_every_name_is_one_finding():
+    found = verdict(NAMES, rename(healthy(), "module."))
+    assert told(found) == [PREFIX]
+    (finding,) = found.findings
+    assert finding.cause == "a wrapper is returned in place of the model that it wraps"
+    assert finding.remedy == "return the wrapped model itself, or strip the prefix from its names"
+    assert finding.condemns == (*(f"module.{name}" for name in NAMED), *NAMED)
 
 
 def test_a_prefix_is_recognised_beside_a_checkpoint_too():
-    evidence = on_ranks(healthy(), None, lambda rank: tuple(replace(t, name=f"module.{t.name}") for t in rank.tensors))
-    found = verdict(NAMES, from_checkpoint(evidence))
-    assert {finding.cause for finding in found.findings} == {"a wrapper puts 'module.' before every name"}
+    found = verdict(NAMES, from_checkpoint(rename(healthy(), "module.")))
+    assert told(found) == [PREFIX]
+    stored = [name for name in NAMED if name != ROTARY]
+    assert found.findings[0].condemns == (*(f"module.{name}" for name in stored), *stored)
+
+
+@pytest.mark.parametrize(
+    ("check", "names"),
+    [
+        (DTYPES, NAMED),
+        (TRAINABLE, NAMED[:4]),
+        ("dtensor_placements", NAMED[:4]),
+        ("params_equal_reference", NAMED[:4]),
+        ("buffers_equal_reference", NAMED[4:]),
+    ],
+)
+def test_what_a_prefix_condemns_is_left_out_of_later_checks(check, names):
+    found = verdict(check, rename(healthy(), "module."))
+    assert (found.status, found.reason) == ("skipped", left_out(NAMES, *(f"module.{name}" for name in names)))
+
+
+def test_what_a_prefix_does_not_touch_is_judged_all_the_same():
+    # On meta is on meta, whatever it is called.
+    found = verdict("no_meta_params", rename(change(healthy(), MIDDLE, device="meta"), "module."))
+    assert [finding.tensor for finding in found.findings] == [f"module.{MIDDLE}"]
+
+
+@pytest.mark.parametrize(
+    ("evidence", "names"),
+    [
+        (rename(healthy(), "inner.", MIDDLE, HEAD), [f"inner.{MIDDLE}", f"inner.{HEAD}", MIDDLE, HEAD]),
+        (
+            rename(healthy(parameters={MIDDLE: (6, 4)}), "old_"),
+            ["old_" + name for name in (MIDDLE, ROTARY, COUNTER)] + [MIDDLE, ROTARY, COUNTER],
+        ),
+        (
+            add(rename(healthy(parameters={MIDDLE: (6, 4)}), "module."), parameter("module.scale")),
+            [f"module.{MIDDLE}", f"module.{ROTARY}", f"module.{COUNTER}", "module.scale", MIDDLE, ROTARY, COUNTER],
+        ),
+    ],
+    ids=["some names", "no module", "one more"],
+)
+def test_what_is_no_wrapper_is_told_name_by_name(evidence, names):
+    found = verdict(NAMES, evidence)
+    assert [finding.tensor for finding in found.findings] == names
+    assert {finding.cause for finding in found.findings} == {
+        "the sharded model was built from another config than the reference, or a wrapper renames its tensors"
+    }
+    assert {finding.condemns for finding in found.findings} == {()}
+
+
+def test_names_that_moved_do_not_hide_another_kind():
+    evidence = change(rename(healthy(), "inner.", MIDDLE), ROTARY, kind="parameter")
+    assert [finding.tensor for finding in verdict(NAMES, evidence).findings] == [f"inner.{MIDDLE}", MIDDLE, ROTARY]
 
 
 def test_a_parameter_that_became_a_buffer():
@@ -184,7 +245,7 @@ def test_a_parameter_that_became_a_buffer():
 def test_a_name_on_some_ranks_only_is_the_affair_of_the_manifest():
     found = verdict(NAMES, drop(healthy(), MIDDLE, [1]))
     assert (found.status, found.findings) == ("skipped", ())
-    assert found.reason == f"not judged: 1 tensor that {MANIFEST} condemned (first: {MIDDLE})"
+    assert found.reason == left_out(MANIFEST, MIDDLE)
 
 
 def test_a_checkpoint_holds_neither_transient_buffers_nor_a_tie_twice():
@@ -238,7 +299,7 @@ def test_dtypes_are_judged_beside_a_checkpoint():
 
 def test_names_that_the_reference_lacks_have_no_dtype_to_match():
     found = verdict(DTYPES, add(healthy(), buffer("extra", dtype="int8")))
-    assert found.reason == f"not judged: 1 tensor that {NAMES} condemned (first: extra)"
+    assert found.reason == left_out(NAMES, "extra")
 
 
 @pytest.mark.parametrize(
@@ -251,14 +312,11 @@ def test_another_trainability(name, now, actual, expected):
     assert found.findings[0].remedy == "set requires_grad after the last step that makes new Parameter objects"
 
 
-def test_what_is_declared_frozen_may_be_trainable_in_the_reference():
-    evidence = declare(change(healthy(), MIDDLE, requires_grad=False), frozen={MIDDLE: MIDDLE})
-    assert verdict(TRAINABLE, evidence).status == "passed"
-
-
-def test_what_is_declared_frozen_must_be_frozen():
-    found = verdict(TRAINABLE, declare(healthy(), frozen={MIDDLE: MIDDLE}))
-    assert told(found) == [(MIDDLE, (0, 1), "trainable", "frozen", "")]
+def test_what_is_declared_frozen_is_frozen_in_the_reference_that_was_recorded():
+    # observers/truth.py freezes it there; tests/test_trial.py shows both halves together.
+    evidence = change_reference(declare(healthy(), frozen={MIDDLE: MIDDLE}), MIDDLE, requires_grad=False)
+    assert told(verdict(TRAINABLE, evidence)) == [(MIDDLE, (0, 1), "trainable", "frozen", "")]
+    assert verdict(TRAINABLE, change(evidence, MIDDLE, requires_grad=False)).status == "passed"
 
 
 def test_a_checkpoint_does_not_say_what_is_trainable():

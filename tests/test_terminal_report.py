@@ -8,7 +8,7 @@ import pytest
 
 from pytest_fsdp_meta.catalogue import Check, Finding, Verdict
 from pytest_fsdp_meta.reports.terminal import describe_checks, describe_error, describe_failure
-from tests.evidence_factory import CATALOGUE, MIDDLE, ROTARY, change, differ, healthy, verdict, with_reference
+from tests.evidence_factory import CATALOGUE, MIDDLE, ROTARY, change, differ, healthy, rename, verdict, with_reference
 
 WORLD, AGAIN = "world of 2 (gloo on cpu)", "pytest 'test_a.py::test_llama[no_meta_buffers]'"
 
@@ -208,9 +208,34 @@ def test_a_real_curve_of_losses():
     drifting = with_reference(evidence, losses=(2.0, 1.5), losses_again=(2.0, 1.5))
     assert lines(describe_failure(verdict("loss_parity", drifting), str(evidence.world), AGAIN)) == [
         "  the model, rank 0: losses 2.000000, 1.000000, but should be 2.000000, 1.500000 within 1e-05 (step 1: "
-        "1.000000, but should be 1.500000, off by 0.33 relative)",
+        "1.000000, but should be 1.500000, off by 0.25 relative)",
         "              not hold the live parameters",
     ]
+
+
+def test_a_real_prefix_is_one_line():
+    found = verdict("names_match_reference", rename(healthy(), "module."))
+    assert describe_failure(found, str(healthy().world), AGAIN) == message(
+        """
+        names_match_reference: no parameter or buffer too many or too few
+        broken in a world of 2 (gloo on cpu):
+
+          the model, ranks 0, 1: names begin with 'module.' (module.embed.weight), but should be those of the reference (embed.weight)
+
+        likely cause: a wrapper is returned in place of the model that it wraps
+        remedy: return the wrapped model itself, or strip the prefix from its names
+
+        run it again: pytest 'test_a.py::test_llama[no_meta_buffers]'
+        """  # noqa: E501
+    )
+
+
+def test_a_real_shape_beside_the_one_that_it_should_be():
+    wrong = {"problem": "shape (4, 6)", "should_be": "(6, 4), as in the reference"}
+    found = verdict("params_equal_reference", differ(healthy(), MIDDLE, **wrong))
+    assert lines(describe_failure(found, WORLD, AGAIN))[0] == (
+        "  layers.0.weight, ranks 0, 1: shape (4, 6), but should be (6, 4), as in the reference"
+    )
 
 
 def test_an_error_tells_its_story():

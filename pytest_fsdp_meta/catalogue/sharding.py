@@ -47,7 +47,8 @@ def _data_dims(view: View) -> dict[str | None, int]:
     """
     world = view.evidence.world
     tensors = (t for rank in view.evidence.inventory for t in rank.tensors if t.kind == "parameter")
-    meshes = {tensor.mesh: None for tensor in tensors if tensor.mesh is not None}
+    # Experts cut up the ranks in a way of their own, which nothing else follows.
+    meshes = {tensor.mesh: None for tensor in tensors if tensor.mesh is not None and "ep" not in tensor.mesh.dims}
     dims: dict[str | None, int] = {}
     for mesh in meshes:
         dims.update(zip(mesh.dims, mesh.shape, strict=True))
@@ -113,7 +114,8 @@ def _forgotten(tensor: TensorFacts, dims: dict[str | None, int], shards: bool, w
         if name is not None and name not in tensor.mesh.dims and room and tensor.shape:
             if _role(name) == "shard":
                 return _placed(tensor), f"sharded over {name}={size} as well"
-            if shards:  # FSDP2 reduces over the mesh that it was given and no other; DDP over TP does it by itself
+            # FSDP2 reduces over the mesh that it was given and no other; DDP over TP does it by itself.
+            if shards and tensor.requires_grad:
                 return _placed(tensor), f"replicated over {name}={size} as well, which fully_shard(mesh=...) does"
     return None
 

@@ -89,7 +89,7 @@ def names_match_reference(view: View) -> Iterable[Finding]:
     if not view.reference.complete:  # a checkpoint holds neither transient buffers nor a tied weight twice
         extra = [name for name in extra if ours[name].persistent and name not in stored_once]
     missing = [name for name in truth if name not in ours]
-    prefix = _common_prefix(extra, missing)
+    prefix = _common_prefix(extra, missing) if len(missing) == len(truth) else ""  # a wrapper renames every tensor
     if prefix:
         yield Finding(
             *(None, ranks, f"names begin with {prefix!r} ({extra[0]})", f"those of the reference ({missing[0]})"),
@@ -125,7 +125,7 @@ def _common_prefix(extra: list[str], missing: list[str]) -> str:
     if not extra or len(extra) != len(missing) or not extra[0].endswith(missing[0]):
         return ""
     prefix = extra[0].removesuffix(missing[0])
-    return prefix if {prefix + name for name in missing} == set(extra) else ""
+    return prefix if prefix.endswith(".") and {prefix + name for name in missing} == set(extra) else ""
 
 
 def _about_bias(name: str) -> Words:
