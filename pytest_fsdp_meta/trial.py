@@ -136,6 +136,7 @@ class _Observing:
         """Everything wanted beyond the inventory, the mutating observation last; ``alone`` is the reference's world."""
         if wanted & {"values", "verifier", "training"}:
             wanted = wanted | {"reference"}
+        ended: Unavailable | None = None
         for name, observe in (
             ("reference", self._take_reference),
             ("values", self._take_values),
@@ -146,9 +147,9 @@ class _Observing:
                 self.unavailable[name] = NOT_ASKED
                 continue
             try:
-                why = observe(alone)
+                why = observe(alone) if self.world.alive else ended
             except WorldError as error:
-                why = _went_wrong(error)
+                why = ended = Unavailable(error.summary, error=True, detail=str(error))
             if why is not None:
                 self.unavailable[name] = why
 
@@ -195,6 +196,7 @@ class _Observing:
             return self.checkpoints["verifier"]
         if not alone.alive:
             alone.start()
+        alone.label = "the verifier"
         alone.run(f"{OBSERVERS}.truth:record_verifier", self.recipe, names, str(self.folder))
         return str(self.folder / "verifier.safetensors")
 
@@ -215,6 +217,7 @@ class _Observing:
             return Unavailable("Subject(batch=...) is not declared")
         if why := self._untrainable():
             return Unavailable(f"not trained: {why}")
+        alone.label = "the reference"
         losses, again, batches = alone.run(f"{OBSERVERS}.truth:train_reference", self.steps, str(self.folder))[0]
         self.reference = replace(self.reference, losses=losses, losses_again=again, batches=batches)
         gradients, updated = (str(self.folder / f"{name}.safetensors") for name in ("gradients", "updated"))
@@ -234,7 +237,3 @@ class _Observing:
     @property
     def _truth(self) -> str:
         return self.checkpoints.get("reference", str(self.folder / "values.safetensors"))
-
-
-def _went_wrong(error: WorldError) -> Unavailable:
-    return Unavailable(error.summary, error=True, detail=str(error))

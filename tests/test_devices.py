@@ -77,13 +77,13 @@ def test_gpus_are_those_that_torch_can_use(tmp_path: Path, monkeypatch: pytest.M
     ],
 )
 def test_a_count_that_fails_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, torch: str, told: str) -> None:
-    with pytest.raises(RuntimeError, match=f"counting the GPUs failed: {told}.*; see what this says: python -c"):
+    with pytest.raises(ValueError, match=f"counting the GPUs failed: {told}.*; see what this says: python -c"):
         count_gpus(_with_torch(torch, tmp_path, monkeypatch, "spawn"))
 
 
 def test_a_count_that_hangs_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "PATIENCE", 0.5)
-    with pytest.raises(RuntimeError, match=r"counting the GPUs took longer than 0\.5 s; see what this says"):
+    with pytest.raises(ValueError, match=r"counting the GPUs took longer than 0\.5 s; see what this says"):
         count_gpus(_with_torch("import time; time.sleep(100)", tmp_path, monkeypatch, "spawn"))
 
 

@@ -148,11 +148,13 @@ def test_an_optimizer_is_a_factory_or_built(optimizer):
     [
         ("frozen", "embd.weight", "'embd.weight' matches no name of the model; the nearest is 'embed.weight'"),
         (
-            "unsharded", "layers.2.q.weight",
+            "unsharded",
+            "layers.2.q.weight",
             "'layers.2.q.weight' matches no name of the model; the nearest is 'layers.1.q.weight'",
         ),
         (
-            "offloaded", "rotary.invfreq",
+            "offloaded",
+            "rotary.invfreq",
             "'rotary.invfreq' matches no name of the model; the nearest is 'rotary.inv_freq'",
         ),
         ("unsharded", "rotary.inv_freq", "'rotary.inv_freq' matches no name of the model; it has 5 names"),

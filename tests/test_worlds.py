@@ -453,9 +453,23 @@ def test_a_module_that_takes_too_long_is_not_waited_for(tmp_path: Path) -> None:
     (tmp_path / "endless.py").write_text("import time\ntime.sleep(1000)")
     shared = _preload(tmp_path, "endless")
     with pytest.warns(UserWarning, match="importing the test modules took longer than 1 s, so ranks are spawned"):
-        shared.ready(1.0)
+        shared.patience = 1.0
+        shared.ready()
     with World(WorldSpec({"dp": 1}), shared) as world:
         assert world.run(me) == [(0, 1)]
+
+
+def test_a_module_of_ours_that_cannot_be_preloaded_is_told_once(tmp_path: Path) -> None:
+    shared = Preload(Sources((str(tmp_path), str(ROOT), *sys.path)), modules=["no_such_module"])
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            with World(WorldSpec({"dp": 1}), shared) as world:
+                assert world.run(me) == [(0, 1)]
+    (message,) = [str(one.message) for one in told if "pytest-fsdp-meta" in str(one.message)]
+    assert message == (
+        "pytest-fsdp-meta: no_such_module cannot be preloaded: ModuleNotFoundError: No module named 'no_such_module'"
+    )
 
 
 def test_a_fork_server_that_was_killed_is_replaced(tmp_path: Path) -> None:

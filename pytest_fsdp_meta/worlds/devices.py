@@ -39,7 +39,10 @@ def choose(size: int, device: str, backend: str, gpus: int, require_gpu: bool = 
 
 
 def count_gpus(preload: Preload) -> int:
-    """GPUs that torch can use, asked in a process that ends at once; free of cost on a machine without any."""
+    """GPUs that torch can use, asked in a process that ends at once; free of cost on a machine without any.
+
+    Raises ValueError when that process fails.
+    """
     if not any(glob(pattern) for pattern in DEVICE_FILES):
         return 0
     here, there = Pipe(duplex=False)
@@ -48,12 +51,12 @@ def count_gpus(preload: Preload) -> int:
             process = preload.launch(_count, (there,), name="count-gpus")
         try:
             if not here.poll(PATIENCE):
-                raise RuntimeError(f"counting the GPUs took longer than {PATIENCE:g} s; {ASK_TORCH}")
+                raise ValueError(f"counting the GPUs took longer than {PATIENCE:g} s; {ASK_TORCH}")
             return int(here.recv())
         except EOFError:
             process.join(5)
             _, summary = describe_exit(process.exitcode)
-            raise RuntimeError(f"counting the GPUs failed: its process {summary}; {ASK_TORCH}") from None
+            raise ValueError(f"counting the GPUs failed: its process {summary}; {ASK_TORCH}") from None
         finally:
             process.kill()
             process.join()

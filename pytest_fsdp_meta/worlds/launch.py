@@ -30,7 +30,10 @@ class Preload:
     """Modules of ours and of downstream's that every rank needs, by name."""
     test_modules: Sequence[str] = ()
     method: str = "forkserver"
+    patience: float = 120.0
+    """Seconds that importing may take; apart from the timeout of a world, which may be short."""
     _server: Server | None = field(default=None, repr=False)
+    _told: set[str] = field(default_factory=set, repr=False)
 
     def start(self) -> None:
         """Begins importing in the background; worlds wait for it only if it has not finished."""
@@ -39,18 +42,27 @@ class Preload:
                 modules = [*preload.TORCH_MODULES, *self.modules, *self.test_modules]
                 self._server = Server(modules, self.sources.path, self.sources.modules)
 
-    def ready(self, seconds: float) -> None:
+    def ready(self) -> None:
         """Waits until ranks can be launched. Where they cannot be forked, every later world is spawned; said once."""
         with _LOCK:
-            self.start()
-            reason = self._server.objection(seconds) if self._server is not None else ""
-            if self._server is not None and not reason and not self._server.alive:
+            objection = self._import()
+            if self._server is not None and not objection and not self._server.alive:
                 self._server = None  # it has served and was ended from outside: a new one
-                self.start()
-                reason = self._server.objection(seconds) if self._server is not None else ""
-            if reason:
+                objection = self._import()
+            if objection:
                 self._server, self.method = None, "spawn"
-                warnings.warn(f"pytest-fsdp-meta: {reason}, so ranks are spawned, which is slower", stacklevel=4)
+                warnings.warn(f"pytest-fsdp-meta: {objection}, so ranks are spawned, which is slower", stacklevel=4)
+
+    def _import(self) -> str:
+        """Waits for the server; why it must not be forked, or empty. Tells what of ``modules`` it could not import."""
+        self.start()
+        if self._server is None:
+            return ""
+        objection, failed = self._server.report(self.patience)
+        for name in [name for name in self.modules if name in failed and name not in self._told]:
+            self._told.add(name)
+            warnings.warn(f"pytest-fsdp-meta: {name} cannot be preloaded: {failed[name]}", stacklevel=5)
+        return objection
 
     def launch(self, target: Callable[..., None], args: tuple[Any, ...], name: str) -> BaseProcess:
         self.start()

@@ -43,15 +43,17 @@ def share(path: Sequence[str], files: Mapping[str, str]) -> None:
     sys.meta_path[:] = [LooseModules(files), *others, LooseParents(list(files))]
 
 
-def preload(modules: Sequence[str]) -> None:
-    """Imports what can be imported; a rank meets the error again where it needs the module."""
+def preload(modules: Sequence[str]) -> dict[str, str]:
+    """Imports what can be imported, and says why the others cannot; a rank meets the error again where it needs them."""
+    failed = {}
     for name in modules:
         try:
             importlib.import_module(name)
-        except BaseException:  # pytest.skip and SystemExit at module level are no Exceptions
-            continue
+        except BaseException as error:  # pytest.skip and SystemExit at module level are no Exceptions
+            failed[name] = f"{type(error).__name__}: {error}"
     with suppress(Exception):
         _warm_up()
+    return failed
 
 
 def _warm_up() -> None:

@@ -31,7 +31,7 @@ class Server:
 
     def __init__(self, modules: Sequence[str], path: Sequence[str], files: Mapping[str, str]) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="fsdp-preload-"))
-        self._objection: str | None = None
+        self._report: tuple[str, dict[str, str]] | None = None
         # A file, because the environment has no room for the modules of a large repository.
         request = {"modules": list(modules), "path": list(path), "files": dict(files)}
         (self._folder / "request").write_text(json.dumps(request), "utf-8")
@@ -45,22 +45,23 @@ class Server:
             self._server.ensure_running()
         weakref.finalize(self, _end, self._server, self._folder, os.getpid())
 
-    def objection(self, seconds: float) -> str:
-        """Waits until all is imported; the reason why ranks must not be forked from it, or empty."""
-        if self._objection is None:
-            self._objection = self._wait(seconds)
+    def report(self, seconds: float) -> tuple[str, dict[str, str]]:
+        """Waits until all is imported. Why ranks must not be forked from it, or empty; and what failed to import."""
+        if self._report is None:
+            self._report = self._wait(seconds)
             shutil.rmtree(self._folder, ignore_errors=True)
-        return self._objection
+        return self._report
 
-    def _wait(self, seconds: float) -> str:
+    def _wait(self, seconds: float) -> tuple[str, dict[str, str]]:
         deadline = time.monotonic() + seconds
         while not (self._folder / "report").exists():
             if not self.alive:
-                return "importing the test modules ended the process that does it"
+                return "importing the test modules ended the process that does it", {}
             if time.monotonic() > deadline:
-                return f"importing the test modules took longer than {seconds:g} s"
+                return f"importing the test modules took longer than {seconds:g} s", {}
             time.sleep(0.005)
-        return (self._folder / "report").read_text("utf-8")
+        told = json.loads((self._folder / "report").read_text("utf-8"))
+        return told["objection"], told["failed"]
 
     @property
     def alive(self) -> bool:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
 import traceback
 from pathlib import Path
 
 PLUMBING = ("multiprocessing/", "pytest_fsdp_meta/worlds/rank.py", '"<string>"', "runpy")
+
+PACKAGE = f'File "{Path(__file__).parents[1]}{os.sep}'
+"""How the frames of this package begin: shown only where there is nothing else."""
 
 
 def tell(error: BaseException, hide: Path) -> str:
@@ -35,6 +39,7 @@ def user_stack(dump: str) -> str:
         head, *frames = thread.splitlines() or [""]
         if not frames or any(frame.endswith(" in _listen") for frame in frames):
             continue
-        kept = [frame for frame in reversed(frames) if not any(part in frame for part in PLUMBING)]
+        shown = [frame for frame in reversed(frames) if not any(part in frame for part in PLUMBING)]
+        kept = [frame for frame in shown if PACKAGE not in frame] or shown
         told.append("\n".join(kept if head.startswith("Current") else [f"  ({head.split()[1]})", *kept]))
     return "\n".join(told)

@@ -21,11 +21,15 @@ def _serve(folder: Path) -> None:
         os.environ.setdefault(name, "1")
     # Ctrl-C is for the parent, whose end ends the server too.
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # What modules print while they are imported is not for the terminal: the parent imports them too, and shows it.
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
     share(request["path"], request["files"])
-    preload(request["modules"])
+    failed = preload(request["modules"])
     signal.signal(signal.SIGINT, before)
     unfinished = folder / "report.part"
-    unfinished.write_text(why_unsafe(), "utf-8")
+    unfinished.write_text(json.dumps({"objection": why_unsafe(), "failed": failed}), "utf-8")
     unfinished.rename(folder / "report")
 
 

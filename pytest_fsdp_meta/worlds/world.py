@@ -33,12 +33,12 @@ class World:
     """Ranks with one process group. A context manager; ``run`` calls a function on every rank.
 
     After a ``WorldError``, or when a call is interrupted, the world is over: its ranks are ended, and the next test
-    takes a fresh one.
+    takes a fresh one. ``label`` is what errors call a world of one in place of its only rank.
     """
 
     def __init__(self, spec: WorldSpec, preload: Preload | None = None, label: str = "") -> None:
         self.spec = spec
-        self._label = label
+        self.label = label
         self._preload = preload or _SHARED
         self._members: list[Member] = []
         self._calls = 0
@@ -134,7 +134,7 @@ class World:
         # Before multiprocessing joins all processes at exit, which would wait for ranks of a forgotten world for ever.
         self._at_exit = util.Finalize(None, self.close, exitpriority=1)
         self._folder = Path(tempfile.mkdtemp(prefix="fsdp-world-"))
-        self._preload.ready(self.spec.timeout)
+        self._preload.ready()
         forked = self._preload.method == "forkserver"
         for rank in range(self.spec.size):
             task = Assignment(
@@ -197,4 +197,4 @@ class World:
 
     def _fail(self, failures: list[RankFailure], doing: str) -> None:
         self.close()
-        raise WorldError(failures, doing, self._outputs, self._label)
+        raise WorldError(failures, doing, self._outputs, self.label)
