@@ -11,6 +11,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+MODEL_DIMS = frozenset({"tp", "cp", "pp", "ep"})
+"""Mesh dimensions that split the model and not the batch: their ranks see the same rows, and a plan decides how each
+parameter lies on them."""
 Region = tuple[tuple[int, int], ...]
 """The half-open runs of indices that a rank holds of one dimension of a tensor."""
 
@@ -32,7 +35,7 @@ class TensorFacts:
     """One parameter or buffer on one rank.
 
     ``regions`` says, dimension by dimension, which global indices this rank holds. ``storage`` is equal for two
-    tensors of one rank exactly when they are the same memory (None where there is none: meta, empty shards);
+    tensors of one rank exactly when they are the same memory in one shape (None where there is none: meta, empty);
     ``identity`` is equal exactly when they are the same Python object. ``poisoned`` counts the elements that still
     hold the value that uninitialised memory was filled with (NaN, the integer maximum).
     """
@@ -171,6 +174,14 @@ class ReferenceFacts:
         return self.source == "callable"
 
 
+def frozen_sources(subject: SubjectFacts, reference: ReferenceFacts | None) -> dict[str, str]:
+    """What is laid beside the verifier, with its name there: what is declared frozen, else what a reference freezes."""
+    if subject.frozen or reference is None or not reference.complete:
+        return dict(subject.frozen)
+    frozen = (t.name for t in reference.inventory.tensors if t.kind == "parameter" and not t.requires_grad)
+    return {name: name for name in frozen}
+
+
 @dataclass(frozen=True)
 class WorldFacts:
     size: int
@@ -187,7 +198,7 @@ class Unavailable:
     """Why an observation was not taken.
 
     ``error`` is False when the author did not declare what it needs (checks are skipped) or when an earlier finding
-    rules it out, and True when taking it went wrong (checks are errors). ``blamed`` is then the full story.
+    rules it out, and True when taking it went wrong (checks are errors). ``detail`` is then the full story.
     """
 
     summary: str
@@ -214,3 +225,6 @@ class Evidence:
     def memo(self) -> dict[str, Any]:
         """Room for judges to keep what they derived from this evidence, so that forty checks derive it once."""
         return {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "memo"}

@@ -25,7 +25,7 @@ SKIPPED = pytest.StashKey[str]()
 """Why an item is skipped, where the place of the test should be told instead of that of ``pytest.skip``."""
 
 
-class Unsendable(Exception):
+class Unsendable(LoaderFailed):
     """The loader or a fixture value cannot be pickled; the message says what to do."""
 
 
@@ -35,7 +35,7 @@ class _Run:
 
     checks: list[str] = field(default_factory=list)
     evidence: Evidence | None = None
-    failure: LoaderFailed | Unsendable | None = None
+    failure: LoaderFailed | None = None
     told_by: dict[str, str] = field(default_factory=dict)
     """Errors that were told in full, and the item that told them."""
     outputs: list[str] = field(default_factory=list)
@@ -137,7 +137,7 @@ class Conductor:
         self.preload.sources = replace(self.preload.sources, path=tuple(sys.path))
         try:
             run.evidence = trial.observe(pack_loader(item), self._wanted(run.checks or [case.check]))
-        except (LoaderFailed, Unsendable) as failure:
+        except LoaderFailed as failure:
             run.failure = failure
         run.outputs = trial.outputs
 
@@ -149,11 +149,10 @@ class Conductor:
             wanted |= {*check.needs, *check.uses} | self._wanted(check.after)
         return wanted
 
-    def _raise_failure(self, item: pytest.Item, case: Case, run: _Run, failure: LoaderFailed | Unsendable) -> None:
-        if isinstance(failure, LoaderFailed) and failure.skipped is not None:
+    def _raise_failure(self, item: pytest.Item, case: Case, run: _Run, failure: LoaderFailed) -> None:
+        if failure.skipped is not None:
             _skip(item, failure.skipped)
-        summary = failure.summary if isinstance(failure, LoaderFailed) else str(failure)
-        self._raise_error(item, case, run, summary, str(failure))
+        self._raise_error(item, case, run, failure.summary, str(failure))
 
     def _raise_error(self, item: pytest.Item, case: Case, run: _Run, summary: str, story: str) -> None:
         """In full for the first item of the loader, in one line for the others."""

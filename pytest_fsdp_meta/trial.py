@@ -7,19 +7,18 @@ afterwards. What cannot be observed is noted with its reason, and costs only the
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from pytest_fsdp_meta.evidence import (
-    Comparison,
     Evidence,
     RankInventory,
-    RankTraining,
-    ReferenceFacts,
     SubjectFacts,
     Unavailable,
     WorldFacts,
+    frozen_sources,
 )
 from pytest_fsdp_meta.worlds import DEFAULT_MESH_DIM, Preload, World, WorldError, WorldSpec
 
@@ -47,11 +46,10 @@ class LoaderFailed(Exception):
     ``skipped`` is the reason when every rank called ``pytest.skip``.
     """
 
-    def __init__(self, error: WorldError, size: int) -> None:
-        self.summary = error.summary
-        agreed = len(error.failures) == size and all(failure.exception == SKIPPED for failure in error.failures)
-        self.skipped = error.failures[0].message if agreed else None
-        super().__init__(str(error))
+    def __init__(self, summary: str, story: str = "", skipped: str | None = None) -> None:
+        self.summary = summary
+        self.skipped = skipped
+        super().__init__(story or summary)
 
 
 class Trial:
@@ -72,19 +70,28 @@ class Trial:
         world = World(self.spec, self._preload)
         try:
             with tempfile.TemporaryDirectory(prefix="fsdp-record-") as folder:
-                return self._observe(world, loader, wanted, Path(folder))
+                loaded = self._load(world, loader)
+                return self._observe(world, loaded, set(wanted), Path(folder))
         finally:
             world.close()
             self.outputs = world.outputs()
 
-    def _observe(self, world: World, loader: Loader, wanted: Collection[str], folder: Path) -> Evidence:
+    def _load(self, world: World, loader: Loader) -> list[Any]:
+        """One ``observers.loading.Loaded`` per rank."""
         try:
             world.start()
-            loaded = world.run(f"{OBSERVERS}.loading:load", loader.function, dict(loader.arguments), loader.wants_rank)
+            return world.run(f"{OBSERVERS}.loading:load", loader.function, dict(loader.arguments), loader.wants_rank)
         except WorldError as error:
-            raise LoaderFailed(error, self.spec.size) from error
-        session = _Observing(
+            agreed = len(error.failures) == self.spec.size and {f.exception for f in error.failures} == {SKIPPED}
+            skipped = error.failures[0].message if agreed else None
+            raise LoaderFailed(error.summary, str(error), skipped) from error
+
+    def _observe(self, world: World, loaded: list[Any], wanted: set[str], folder: Path) -> Evidence:
+        alone = World(self._single, self._preload, label="the reference")  # started when it is needed
+        session = _Session(
             world=world,
+            alone=alone,
+            verifying=World(self._single, self._preload, label="the verifier"),
             subject=loaded[0].subject,
             inventory=tuple(one.inventory for one in loaded),
             recipe=loaded[0].recipe,
@@ -92,23 +99,23 @@ class Trial:
             folder=folder,
             steps=self._steps,
         )
-        single = replace(self.spec, mesh={DEFAULT_MESH_DIM: 1}, devices=self.spec.devices[:1], process_group="plugin")
-        alone = World(single, self._preload, label="the reference")  # started by the first observation that needs it
         try:
-            session.take(alone, set(wanted))
+            session.take(wanted)
         finally:
             alone.close()
         return Evidence(
             world=self.facts,
             subject=session.subject,
             inventory=session.inventory,
-            reference=session.reference,
-            values=session.values,
-            verifier=session.verifier,
-            training=session.training,
+            **session.seen,
             unavailable=session.unavailable,
             tolerance=self._tolerance,
         )
+
+    @property
+    def _single(self) -> WorldSpec:
+        devices = self.spec.devices[:1]
+        return replace(self.spec, mesh={DEFAULT_MESH_DIM: 1}, devices=devices, process_group="plugin")
 
     @property
     def facts(self) -> WorldFacts:
@@ -116,113 +123,85 @@ class Trial:
 
 
 @dataclass
-class _Observing:
-    """The observations of one trial while they are being taken."""
+class _Session:
+    """The observations of one trial while they are being taken: what was seen by name, and why the others were not.
+
+    Each observer returns the field of ``Evidence`` that it is called after, or an ``Unavailable``.
+    """
 
     world: World
+    alone: World
+    verifying: World
     subject: SubjectFacts
     inventory: tuple[RankInventory, ...]
     recipe: Mapping[str, bytes]
     checkpoints: Mapping[str, str]
     folder: Path
     steps: int
-    reference: ReferenceFacts | None = None
-    values: tuple[tuple[Comparison, ...], ...] | None = None
-    verifier: tuple[tuple[Comparison, ...], ...] | None = None
-    training: tuple[RankTraining, ...] | None = None
+    seen: dict[str, Any] = field(default_factory=dict)
     unavailable: dict[str, Unavailable] = field(default_factory=dict)
 
-    def take(self, alone: World, wanted: set[str]) -> None:
-        """Everything wanted beyond the inventory, the mutating observation last; ``alone`` is the reference's world."""
+    def take(self, wanted: set[str]) -> None:
+        """Everything wanted beyond the inventory; the mutating observation comes last."""
         if wanted & {"values", "verifier", "training"}:
             wanted = wanted | {"reference"}
-        ended: Unavailable | None = None
-        for name, observe in (
-            ("reference", self._take_reference),
-            ("values", self._take_values),
-            ("verifier", self._take_verifier),
-            ("training", self._take_training),
-        ):
-            if name not in wanted:
-                self.unavailable[name] = NOT_ASKED
-                continue
+        ended = NOT_ASKED
+        observers: dict[str, Callable[[], Any]] = {
+            "reference": self._reference,
+            "values": self._values,
+            "verifier": self._verifier,
+            "training": self._training,
+        }
+        for name, observe in observers.items():
             try:
-                why = observe(alone) if self.world.alive else ended
+                seen: Any = NOT_ASKED if name not in wanted else observe() if self.world.alive else ended
             except WorldError as error:
-                why = ended = Unavailable(error.summary, error=True, detail=str(error))
-            if why is not None:
-                self.unavailable[name] = why
+                seen = ended = Unavailable(error.summary, error=True, detail=_story(error))
+            (self.unavailable if isinstance(seen, Unavailable) else self.seen)[name] = seen
 
-    def _take_reference(self, alone: World) -> Unavailable | None:
+    def _reference(self) -> Any:
         if "reference" not in self.subject.declared:
             return Unavailable("Subject(reference=...) is not declared")
         if "reference" in self.checkpoints:
-            self.reference = self.world.run(f"{OBSERVERS}.truth:checkpoint_facts", self.checkpoints["reference"])[0]
-            return None
-        alone.start()
-        self.reference = alone.run(
-            f"{OBSERVERS}.truth:record_reference",
-            self.recipe,
-            tuple(self.subject.frozen),
-            self.subject.kept_attributes,
-            str(self.folder),
-        )[0]
-        return None
+            return self._ask("checkpoint_facts", self.checkpoints["reference"])
+        self.alone.start()
+        arguments = tuple(self.subject.frozen), self.subject.kept_attributes, self._file("values")
+        return self.alone.run(f"{OBSERVERS}.truth:record_reference", self.recipe, *arguments)[0]
 
-    def _take_values(self, alone: World) -> Unavailable | None:
-        if self.reference is None:
-            return self.unavailable["reference"]
-        self.values = tuple(self.world.run(f"{OBSERVERS}.values:observe_values", self._truth))
-        return None
+    def _values(self) -> Any:
+        return self._compared(self._truth) if "reference" in self.seen else self.unavailable["reference"]
 
-    def _take_verifier(self, alone: World) -> Unavailable | None:
-        names = self._frozen()
+    def _verifier(self) -> Any:
+        names = frozen_sources(self.subject, self.seen.get("reference"))
         if not names:
             return Unavailable("nothing is frozen: neither Subject(frozen=...) nor the reference freezes anything")
-        if "verifier" in self.subject.declared:
-            source = self._record_verifier(alone, names)
-        elif self.reference is None:
+        if "verifier" not in self.subject.declared and "reference" not in self.seen:
             why = self.unavailable["reference"]
             return why if why.error else Unavailable("neither Subject(verifier=...) nor a reference is declared")
-        else:
-            source = self._truth
-            self.world.run(f"{OBSERVERS}.truth:check_checkpoint_names", source, names)
-        self.verifier = tuple(self.world.run(f"{OBSERVERS}.values:observe_values", source, names))
-        return None
-
-    def _record_verifier(self, alone: World, names: Mapping[str, str]) -> str:
+        source = self._truth
         if "verifier" in self.checkpoints:
-            self.world.run(f"{OBSERVERS}.truth:check_checkpoint_names", self.checkpoints["verifier"], names)
-            return self.checkpoints["verifier"]
-        if not alone.alive:
-            alone.start()
-        alone.label = "the verifier"
-        alone.run(f"{OBSERVERS}.truth:record_verifier", self.recipe, names, str(self.folder))
-        return str(self.folder / "verifier.safetensors")
+            source = self.checkpoints["verifier"]
+        elif "verifier" in self.subject.declared:
+            source = self._file("verifier")
+            with self.verifying:
+                self.verifying.run(f"{OBSERVERS}.truth:record_verifier", self.recipe, source)
+        missing = self._ask("missing_from_verifier", source, names)
+        return Unavailable(missing, error=True) if missing else self._compared(source, names)
 
-    def _frozen(self) -> dict[str, str]:
-        """Declared frozen names, else those that the reference freezes."""
-        if self.subject.frozen or self.reference is None or not self.reference.complete:
-            return dict(self.subject.frozen)
-        ours = self.inventory[0].by_name
-        frozen = (t.name for t in self.reference.inventory.tensors if t.kind == "parameter" and not t.requires_grad)
-        return {name: name for name in frozen if name in ours}
-
-    def _take_training(self, alone: World) -> Unavailable | None:
-        if self.reference is None:
+    def _training(self) -> Any:
+        reference = self.seen.get("reference")
+        if reference is None:
             return self.unavailable["reference"]
-        if not self.reference.complete:
+        if not reference.complete:
             return Unavailable("a checkpoint directory cannot be trained; declare Subject(reference=<callable>)")
         if "batch" not in self.subject.declared:
             return Unavailable("Subject(batch=...) is not declared")
         if why := self._untrainable():
             return Unavailable(f"not trained: {why}")
-        alone.label = "the reference"
-        losses, again, batches = alone.run(f"{OBSERVERS}.truth:train_reference", self.steps, str(self.folder))[0]
-        self.reference = replace(self.reference, losses=losses, losses_again=again, batches=batches)
-        gradients, updated = (str(self.folder / f"{name}.safetensors") for name in ("gradients", "updated"))
-        self.training = tuple(self.world.run(f"{OBSERVERS}.training:observe_training", self.steps, gradients, updated))
-        return None
+        files = [self._file(name) for name in ("values", "gradients", "updated")]
+        losses, again, batches = self.alone.run(f"{OBSERVERS}.truth:train_reference", self.steps, *files)[0]
+        self.seen["reference"] = replace(reference, losses=losses, losses_again=again, batches=batches)
+        return tuple(self.world.run(f"{OBSERVERS}.training:observe_training", self.steps, *files[1:]))
 
     def _untrainable(self) -> str:
         """Why a step would fail or hang for a reason that the inventory already shows; empty when it would not."""
@@ -234,6 +213,22 @@ class _Observing:
         }
         return "the ranks hold different tensors, so their collectives would not pair up" if len(manifests) > 1 else ""
 
+    def _compared(self, source: str, names: Mapping[str, str] | None = None) -> tuple[Any, ...]:
+        return tuple(self.world.run(f"{OBSERVERS}.values:observe_values", source, names))
+
+    def _ask(self, question: str, *arguments: Any) -> Any:
+        """What needs torch to read files; every rank gives the same answer."""
+        return self.world.run(f"{OBSERVERS}.truth:{question}", *arguments)[0]
+
+    def _file(self, name: str) -> str:
+        return str(self.folder / f"{name}.safetensors")
+
     @property
     def _truth(self) -> str:
-        return self.checkpoints.get("reference", str(self.folder / "values.safetensors"))
+        return self.checkpoints.get("reference", self._file("values"))
+
+
+def _story(error: WorldError) -> str:
+    """The error with what a world of one wrote; the output of the loader's ranks is shown with the item."""
+    written = error.outputs[0].strip() if error.label and error.outputs else ""
+    return f"{error}\n\noutput of {error.label}:\n{written}" if written else str(error)

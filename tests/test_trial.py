@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
+from typing import Any
 
 import cloudpickle
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from pytest_fsdp_meta import Subject
 from pytest_fsdp_meta.catalogue import Verdict, built_in, judge
+from pytest_fsdp_meta.evidence import Evidence
 from pytest_fsdp_meta.trial import Loader, Trial
 from pytest_fsdp_meta.worlds import Rank, WorldSpec
 from tests.evidence_factory import told
@@ -33,7 +37,7 @@ def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return model(**batch).square().mean()
 
 
-def subject(fsdp: Rank, freeze: bool, **declared: str) -> Subject:
+def subject(fsdp: Rank, freeze: bool, **declared: Any) -> Subject:
     """Sharded, the first layer frozen or not."""
     model = build()
     model[0].requires_grad_(not freeze)
@@ -55,11 +59,15 @@ def declared_and_not_frozen(fsdp: Rank) -> Subject:
 
 
 def judged(function: Callable[[Rank], Subject]) -> dict[str, Verdict]:
-    trial = Trial(WorldSpec({"dp_shard": 2}, timeout=60), preload(), steps=3, tolerance={})
-    loader = Loader(cloudpickle.dumps(function), wants_rank="fsdp")
-    evidence = trial.observe(loader, {"reference", "values", "verifier", "training"})
+    evidence = observed(function)
     catalogue = built_in()
     return {check.id: judge(check, evidence, catalogue) for check in catalogue}
+
+
+def observed(function: Callable[[Rank], Subject]) -> Evidence:
+    trial = Trial(WorldSpec({"dp_shard": 2}, timeout=60), preload(), steps=3, tolerance={})
+    loader = Loader(cloudpickle.dumps(function), wants_rank="fsdp")
+    return trial.observe(loader, {"reference", "values", "verifier", "training"})
 
 
 def test_what_is_declared_frozen_is_frozen_in_the_reference_as_well():
@@ -87,3 +95,71 @@ def test_what_is_declared_frozen_and_trains_is_found():
     ]
     assert verdicts[PARITY].status == "skipped"
     assert verdicts[PARITY].reason.endswith(f"which the findings of {TRAINABLE} explain; mend those first")
+
+
+def failing() -> nn.Module:
+    print("looking for the verifier")
+    raise FileNotFoundError("verifier.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("declared", "reason"),
+    [
+        (
+            {"frozen": {"0.*": "00.*"}},
+            "Subject(frozen=...): the verifier has no tensor '00.weight' (for '0.weight'); the nearest is '0.weight'",
+        ),
+        (
+            {"frozen": {"0.*": "00.*"}, "verifier": build},
+            "Subject(frozen=...): the verifier has no tensor '00.weight' (for '0.weight'); the nearest is '0.weight'",
+        ),
+        ({"frozen": "0.*", "verifier": failing}, "the verifier raised FileNotFoundError: verifier.safetensors"),
+    ],
+    ids=["typo beside the reference", "typo beside a verifier", "a verifier that raises"],
+)
+def test_a_wrong_verifier_costs_its_own_check_only(declared, reason):
+    def loader(fsdp):
+        return subject(fsdp, freeze=True, **declared)
+
+    verdicts = judged(loader)
+    wrong = {id: found for id, found in verdicts.items() if found.status in ("failed", "error")}
+    assert {id: (found.status, found.reason) for id, found in wrong.items()} == {
+        "frozen_weights_equal_verifier": ("error", reason)
+    }
+    if declared.get("verifier") is failing:
+        assert "output of the verifier:\nlooking for the verifier" in wrong["frozen_weights_equal_verifier"].detail
+    assert verdicts[PARITY].status == "passed"
+
+
+def test_gradients_of_a_warm_up_are_not_added_to_the_first_step():
+    def loader(fsdp):
+        warm = subject(fsdp, freeze=False)
+        loss(warm.model, batch(0)).backward()
+        return warm
+
+    assert judged(loader)[PARITY].status == "passed"
+
+
+def test_a_rank_that_ends_while_it_trains_costs_parity_only():
+    def loader(fsdp):
+        return Subject(subject(fsdp, freeze=False).model, reference=build, batch=batch, loss=dying_on_two)
+
+    verdicts = judged(loader)
+    wrong = {id: (found.status, found.reason) for id, found in verdicts.items() if found.status in ("failed", "error")}
+    assert wrong == {PARITY: ("error", "ranks 0, 1 exited with code 5 before it answered")}
+
+
+def dying_on_two(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    import os
+
+    if torch.distributed.get_world_size() == 2:
+        os._exit(5)
+    return loss(model, batch)
+
+
+def test_judged_evidence_can_be_kept_and_judged_again():
+    evidence = observed(frozen_as_declared)
+    catalogue = built_in()
+    first = {check.id: judge(check, evidence, catalogue).status for check in catalogue}
+    kept = pickle.loads(pickle.dumps(evidence))
+    assert {check.id: judge(check, kept, catalogue).status for check in catalogue} == first

@@ -7,10 +7,7 @@ from math import prod
 
 from pytest_fsdp_meta.catalogue.judging import View
 from pytest_fsdp_meta.catalogue.registry import Finding, check
-from pytest_fsdp_meta.evidence import TensorFacts
-
-FREE_DIMS = frozenset({"tp", "cp", "pp", "ep"})
-"""Mesh dimensions on which a plan decides parameter by parameter; nothing can be expected of them unasked."""
+from pytest_fsdp_meta.evidence import MODEL_DIMS, TensorFacts
 
 
 @check(
@@ -60,7 +57,7 @@ def _data_dims(view: View) -> dict[str | None, int]:
 
 def _role(dim: str | None) -> str:
     """What is expected of a mesh dimension by its name: "shard", "replicate" or "free"."""
-    if dim in FREE_DIMS:
+    if dim in MODEL_DIMS:
         return "free"
     return "replicate" if dim is not None and ("replica" in dim or dim == "ddp") else "shard"
 

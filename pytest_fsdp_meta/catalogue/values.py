@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from pytest_fsdp_meta.catalogue.judging import NotJudged, Unjudgeable, View
 from pytest_fsdp_meta.catalogue.registry import Finding, Words, check
-from pytest_fsdp_meta.evidence import Comparison, TensorFacts
+from pytest_fsdp_meta.evidence import Comparison, TensorFacts, frozen_sources
 
 BASIC = (
     "same_manifest_on_every_rank",
@@ -96,9 +96,7 @@ def frozen_names(view: View) -> set[str]:
     subject, reference = view.evidence.subject, view.evidence.reference
     if "verifier" in view.evidence.unavailable and "verifier" not in subject.declared:
         return set()
-    if subject.frozen or reference is None or not reference.complete:
-        return set(subject.frozen)
-    return {t.name for t in reference.inventory.tensors if t.kind == "parameter" and not t.requires_grad}
+    return set(frozen_sources(subject, reference))
 
 
 def _differences(

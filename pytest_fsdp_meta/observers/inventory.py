@@ -138,7 +138,10 @@ def _count_poison(local: Tensor) -> tuple[int, int]:
     if local.dtype == torch.bool or not local.numel():
         return 0, 0  # bools are filled with True, which says nothing
     if local.is_floating_point() or local.is_complex():
-        widened = local.float() if local.is_floating_point() and local.element_size() == 1 else local
+        try:
+            widened = local.float() if local.element_size() == 1 else local
+        except (NotImplementedError, RuntimeError):
+            return 0, 0  # a packed type such as float4, which torch cannot read element by element
         nan = int(torch.isnan(widened).sum())
         return nan, nan
     return 0, int((local == torch.iinfo(local.dtype).max).sum())

@@ -16,9 +16,8 @@ from pytest_fsdp_meta.evidence import RankInventory, SubjectFacts
 from pytest_fsdp_meta.observers.inventory import named_tensors, reshard, take_inventory
 from pytest_fsdp_meta.observers.poison import poisoned_memory
 from pytest_fsdp_meta.subject import Subject, SubjectError
-from pytest_fsdp_meta.worlds import Misuse, Rank, current
+from pytest_fsdp_meta.worlds import SEED, Misuse, Rank, current
 
-SEED = 20240229
 SENT_FIELDS = ("reference", "verifier", "batch", "loss", "optimizer")
 
 

@@ -12,17 +12,14 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
-from pytest_fsdp_meta.evidence import RankTraining
+from pytest_fsdp_meta.evidence import MODEL_DIMS, RankTraining
 from pytest_fsdp_meta.observers.inventory import digest, mesh_facts, named_tensors, reshard
-from pytest_fsdp_meta.observers.loading import SEED, loaded_subject
+from pytest_fsdp_meta.observers.loading import loaded_subject
 from pytest_fsdp_meta.observers.poison import deterministic
 from pytest_fsdp_meta.observers.values import compare_all
 from pytest_fsdp_meta.reference import Record
 from pytest_fsdp_meta.subject import Subject, SubjectError
-from pytest_fsdp_meta.worlds import Rank, current
-
-UNSPLIT = frozenset({"tp", "cp", "pp", "ep"})
-"""Mesh dimensions whose ranks see the same rows of the batch."""
+from pytest_fsdp_meta.worlds import SEED, Rank, current
 
 
 def observe_training(steps: int, gradients: str, parameters: str) -> RankTraining:
@@ -62,6 +59,7 @@ def train(
     """
     model, losses, batches = subject.model, [], []
     model.eval()  # dropout off, functional dropout too
+    model.zero_grad(set_to_none=True)  # a loader may have run a backward to warm up
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = _optimizer(subject, trainable) if trainable else None
     with deterministic():
@@ -107,9 +105,9 @@ def data_parallel(model: Module, me: Rank) -> tuple[int, int]:
         return me.rank, me.world_size
     index = 0
     for dim, size, position in zip(dims, shape, coordinate, strict=True):
-        if dim not in UNSPLIT:
+        if dim not in MODEL_DIMS:
             index = index * size + position
-    return index, math.prod(size for dim, size in zip(dims, shape, strict=True) if dim not in UNSPLIT)
+    return index, math.prod(size for dim, size in zip(dims, shape, strict=True) if dim not in MODEL_DIMS)
 
 
 def _unreduced(model: Module) -> bool:

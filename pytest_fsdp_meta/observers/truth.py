@@ -18,35 +18,31 @@ from torch import Tensor
 from torch.nn import Module
 
 from pytest_fsdp_meta.evidence import RankInventory, ReferenceFacts, TensorFacts
-from pytest_fsdp_meta.observers.inventory import clean_name, local_part, named_tensors, take_inventory
-from pytest_fsdp_meta.observers.loading import SEED
+from pytest_fsdp_meta.observers.inventory import local_part, named_tensors, take_inventory
+from pytest_fsdp_meta.observers.loading import loaded_subject
 from pytest_fsdp_meta.observers.poison import poisoned_memory
 from pytest_fsdp_meta.observers.training import gradients_of, train
 from pytest_fsdp_meta.reference import Record, checkpoint_entries, write_record
 from pytest_fsdp_meta.subject import Subject, SubjectError
-from pytest_fsdp_meta.worlds import current
-
-VALUES, GRADIENTS, UPDATED, VERIFIER = (
-    f"{name}.safetensors" for name in ("values", "gradients", "updated", "verifier")
-)
+from pytest_fsdp_meta.worlds import SEED, current
 
 
 def record_reference(
-    recipe: Mapping[str, bytes], frozen: Collection[str], attributes: tuple[str, ...], folder: str
+    recipe: Mapping[str, bytes], frozen: Collection[str], attributes: tuple[str, ...], path: str
 ) -> ReferenceFacts:
     """Builds the reference twice and records the second: every parameter and every buffer, persistent or not.
 
     What the subject declares ``frozen`` is frozen here too: a reference is often just read from a checkpoint.
     """
-    me = current()
     with poisoned_memory():
         poisoned = _inventory(_build("reference", recipe), attributes)
     model = _build("reference", recipe)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        parameter.requires_grad_(parameter.requires_grad and clean_name(name) not in frozen)
+    for name, kind, tensor in named_tensors(model):
+        if kind == "parameter" and name in frozen:
+            tensor.requires_grad_(False)
     clean = _inventory(model, attributes)
-    write_record(Path(folder, VALUES), _tensors(model))
-    me.state["subject"] = _subject(model, recipe)
+    write_record(Path(path), _tensors(model))
+    current().state["subject"] = _subject(model, recipe)
     differing = {
         name: facts
         for name, facts in poisoned.by_name.items()
@@ -61,28 +57,31 @@ def record_reference(
     )
 
 
-def train_reference(steps: int, folder: str) -> tuple[tuple[float, ...], tuple[float, ...], tuple[str, ...]]:
-    """(losses, losses of a second training from the recorded weights, hashes of the batches); records the first."""
+def train_reference(
+    steps: int, values: str, gradients: str, updated: str
+) -> tuple[tuple[float, ...], tuple[float, ...], tuple[str, ...]]:
+    """(losses, losses of a second training from the recorded ``values``, hashes of the batches).
+
+    Records the gradients of the first step and the parameters after the last.
+    """
     me = current()
-    subject: Subject = me.state["subject"]
+    subject = loaded_subject(me)
 
     def record() -> None:
-        write_record(Path(folder, GRADIENTS), gradients_of(subject.model))
+        write_record(Path(gradients), gradients_of(subject.model))
 
-    record()
+    record()  # where nothing is trainable there is no backward, and the ranks look for an empty record
     losses, batches = train(subject, me.device, steps, (0, 1), record)
-    updated = ((name, tensor) for name, kind, tensor in named_tensors(subject.model) if kind == "parameter")
-    write_record(Path(folder, UPDATED), updated)
-    _restore(subject.model, Record(Path(folder, VALUES)))
+    after = ((name, tensor) for name, kind, tensor in named_tensors(subject.model) if kind == "parameter")
+    write_record(Path(updated), after)
+    _restore(subject.model, Record(values))
     again, _ = train(subject, me.device, steps, (0, 1))
     return losses, again, batches
 
 
-def record_verifier(recipe: Mapping[str, bytes], names: Mapping[str, str], folder: str) -> None:
-    """Records what the frozen weights were taken from; ``names`` maps frozen names to names in the verifier."""
-    tensors = dict(_tensors(_build("verifier", recipe)))
-    check_verifier_names(names, list(tensors))
-    write_record(Path(folder, VERIFIER), ((name, tensors[name]) for name in dict.fromkeys(names.values())))
+def record_verifier(recipe: Mapping[str, bytes], path: str) -> None:
+    """Records what the frozen weights were taken from."""
+    write_record(Path(path), _tensors(_build("verifier", recipe)))
 
 
 def checkpoint_facts(path: str) -> ReferenceFacts:
@@ -94,17 +93,15 @@ def checkpoint_facts(path: str) -> ReferenceFacts:
     return ReferenceFacts("checkpoint", RankInventory(0, "disk", tensors))
 
 
-def check_checkpoint_names(path: str, names: Mapping[str, str]) -> None:
-    check_verifier_names(names, list(checkpoint_entries(path)))
-
-
-def check_verifier_names(names: Mapping[str, str], there: list[str]) -> None:
-    """Raises SubjectError for a frozen name that the verifier does not have."""
+def missing_from_verifier(path: str, names: Mapping[str, str]) -> str:
+    """What is wrong with a frozen name that the verifier at ``path`` does not have; empty when it has all."""
+    there = Record(path).names()
     for name, source in names.items():
         if source not in there:
-            near = difflib.get_close_matches(source, there, n=1)
+            near = difflib.get_close_matches(source, there, n=1, cutoff=0.4)
             hint = f"; the nearest is {near[0]!r}" if near else ""
-            raise SubjectError("frozen", f"the verifier has no tensor {source!r} (for {name!r}){hint}")
+            return str(SubjectError("frozen", f"the verifier has no tensor {source!r} (for {name!r}){hint}"))
+    return ""
 
 
 def _build(field: str, recipe: Mapping[str, bytes]) -> Module:

@@ -51,7 +51,7 @@ class Preload:
                 objection = self._import()
             if objection:
                 self._server, self.method = None, "spawn"
-                warnings.warn(f"pytest-fsdp-meta: {objection}, so ranks are spawned, which is slower", stacklevel=4)
+                _tell(f"pytest-fsdp-meta: {objection}, so ranks are spawned, which is slower")
 
     def _import(self) -> str:
         """Waits for the server; why it must not be forked, or empty. Tells what of ``modules`` it could not import."""
@@ -61,7 +61,7 @@ class Preload:
         objection, failed = self._server.report(self.patience)
         for name in [name for name in self.modules if name in failed and name not in self._told]:
             self._told.add(name)
-            warnings.warn(f"pytest-fsdp-meta: {name} cannot be preloaded: {failed[name]}", stacklevel=5)
+            _tell(f"pytest-fsdp-meta: {name} cannot be preloaded: {failed[name]}")
         return objection
 
     def launch(self, target: Callable[..., None], args: tuple[Any, ...], name: str) -> BaseProcess:
@@ -72,6 +72,13 @@ class Preload:
         with _LOCK, _without_main(), self._server.serving() if self._server is not None else nullcontext():
             process.start()
         return process
+
+
+def _tell(message: str) -> None:
+    """A warning also where the user turns warnings into errors: nothing is wrong, it is only slower."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        warnings.warn(message, stacklevel=2)
 
 
 @contextmanager

@@ -36,9 +36,10 @@ class Member:
     def hear(self) -> tuple[Any, ...] | None:
         """The message that has arrived, None where none will: a rank that ended may have its last one in the pipe."""
         try:
-            return post.unpack(self.pipe.recv_bytes(), remove=True) if self.pipe.poll() else None
+            note = self.pipe.recv_bytes() if self.pipe.poll() else None
         except (EOFError, OSError):
-            return None
+            note = None
+        return None if note is None else post.unpack(note, remove=True)
 
     @property
     def has_ended(self) -> bool:

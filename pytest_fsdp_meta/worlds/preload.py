@@ -44,7 +44,7 @@ def share(path: Sequence[str], files: Mapping[str, str]) -> None:
 
 
 def preload(modules: Sequence[str]) -> dict[str, str]:
-    """Imports what can be imported, and says why the others cannot; a rank meets the error again where it needs them."""
+    """Imports what can be imported, and says why others cannot; a rank meets the error again where it needs them."""
     failed = {}
     for name in modules:
         try:

@@ -116,11 +116,12 @@ class _Channel:
     def _listen(self) -> None:
         while True:
             try:
-                self._inbox.put(post.unpack(self._connection.recv_bytes()))
+                note = self._connection.recv_bytes()
             except (EOFError, OSError):
                 # The parent is gone. What it would have removed and what this rank has started goes as well.
                 shutil.rmtree(self._folder, ignore_errors=True)
                 os.killpg(os.getpid(), signal.SIGKILL)
+            self._inbox.put(post.unpack(note))
 
     def receive(self) -> tuple[Any, ...]:
         return self._inbox.get()

@@ -38,7 +38,7 @@ class World:
 
     def __init__(self, spec: WorldSpec, preload: Preload | None = None, label: str = "") -> None:
         self.spec = spec
-        self.label = label
+        self._label = label
         self._preload = preload or _SHARED
         self._members: list[Member] = []
         self._calls = 0
@@ -79,14 +79,6 @@ class World:
         rank raises, ends or does not answer within the world's timeout, and ValueError for arguments that cannot be
         sent or results that cannot be read.
         """
-        results = self.run_packed(function, *args, **kwargs)
-        try:
-            return [pickle.loads(result) for result in results]
-        except Exception as error:
-            raise ValueError(f"a rank's result cannot be read here: {type(error).__name__}: {error}") from error
-
-    def run_packed(self, function: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> list[bytes]:
-        """Like ``run``, with each result still pickled: for results that only another rank can read."""
         import cloudpickle
 
         if not self._members:
@@ -105,7 +97,10 @@ class World:
             self.close()  # also when it is interrupted: an answer that comes later must not be taken for the next one's
             raise
         assert all(call == self._calls for call, _ in answers), "an answer belongs to another call"
-        return [packed for _, packed in answers]
+        try:
+            return [pickle.loads(packed) for _, packed in answers]
+        except Exception as error:
+            raise ValueError(f"a rank's result cannot be read here: {type(error).__name__}: {error}") from error
 
     def close(self) -> None:
         """Ends every rank, at once and whatever it is doing; safe to call twice."""
@@ -197,4 +192,4 @@ class World:
 
     def _fail(self, failures: list[RankFailure], doing: str) -> None:
         self.close()
-        raise WorldError(failures, doing, self._outputs, self.label)
+        raise WorldError(failures, doing, self._outputs, self._label)
