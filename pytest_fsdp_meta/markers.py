@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping
@@ -88,15 +89,22 @@ def read_order(
         raise ValueError(f"{positional[0]!r} has no name; the arguments are {', '.join(ARGUMENTS)}")
     for name in arguments:
         if name not in ARGUMENTS:
-            raise ValueError(f"there is no argument {name!r}; the arguments are {', '.join(ARGUMENTS)}")
+            near = difflib.get_close_matches(name, ARGUMENTS, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"the arguments are {', '.join(ARGUMENTS)}"
+            raise ValueError(f"there is no argument {name!r}; {hint}")
     skip = _reasons("skip", arguments.get("skip"), catalogue)
     xfail = _reasons("xfail", arguments.get("xfail"), catalogue)
     both = sorted(skip.keys() & xfail.keys())
     if both:
         raise ValueError(f"{both[0]!r} is in skip and in xfail; a check is either left out or expected to fail")
+    checks = _only(arguments.get("only"), catalogue)
+    for argument, ids in (("skip", skip), ("xfail", xfail)):
+        left_out = [id for id in ids if id not in checks]
+        if left_out:
+            raise ValueError(f"{argument} names {left_out[0]!r}, which only leaves out; take it out of {argument}")
     return Order(
         meshes=_meshes(arguments.get("world_size"), arguments.get("mesh"), default_sizes),
-        checks=_only(arguments.get("only"), catalogue),
+        checks=checks,
         skip=skip,
         xfail=xfail,
         tolerance=_tolerance(arguments.get("tolerance"), catalogue),

@@ -48,7 +48,8 @@ def write_record(path: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
 class Record:
     """Tensors on disk, by name: one file of ours, or a checkpoint directory. Files are opened when first read."""
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, label: str = "the reference") -> None:
+        self.label = label
         files = _files(Path(path)) if Path(path).is_dir() else [Path(path)]
         self._files: dict[str, Any] = {}
         self._aliases: dict[str, str] = {}

@@ -303,13 +303,28 @@ def test_names_that_the_reference_lacks_have_no_dtype_to_match():
 
 
 @pytest.mark.parametrize(
-    ("name", "now", "actual", "expected"),
-    [(MIDDLE, False, "frozen", "trainable"), (FROZEN, True, "trainable", "frozen")],
+    ("name", "now", "actual", "expected", "remedy"),
+    [
+        (
+            MIDDLE,
+            False,
+            "frozen",
+            "trainable",
+            "narrow the pattern; where it is meant, declare Subject(frozen=...) or freeze it in the reference as well",
+        ),
+        (
+            FROZEN,
+            True,
+            "trainable",
+            "frozen",
+            "set requires_grad after the last step that makes new Parameter objects",
+        ),
+    ],
 )
-def test_another_trainability(name, now, actual, expected):
+def test_another_trainability(name, now, actual, expected, remedy):
     found = verdict(TRAINABLE, change(healthy(), name, requires_grad=now))
     assert told(found) == [(name, (0, 1), actual, expected, "")]
-    assert found.findings[0].remedy == "set requires_grad after the last step that makes new Parameter objects"
+    assert found.findings[0].remedy == remedy
 
 
 def test_what_is_declared_frozen_is_frozen_in_the_reference_that_was_recorded():

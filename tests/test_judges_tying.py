@@ -28,9 +28,23 @@ TIED = "tied_weights_share_storage"
 UNTIED = {"storage": "memory of its own", "identity": -1}
 
 
-@pytest.mark.parametrize("evidence", [healthy(1), healthy(2), healthy(4), empty(1), empty(2)])
+NOTHING = "nothing is tied: neither Subject(tied=...) nor the reference ties anything"
+
+
+@pytest.mark.parametrize("evidence", [healthy(1), healthy(2), healthy(4)])
 def test_healthy_evidence_passes(evidence):
     assert verdict(TIED, evidence).status == "passed"
+
+
+@pytest.mark.parametrize("evidence", [empty(1), empty(2)])
+def test_without_tensors_there_is_nothing_to_judge(evidence):
+    assert (verdict(TIED, evidence).status, verdict(TIED, evidence).reason) == ("skipped", NOTHING)
+
+
+def test_a_device_that_does_not_tell_addresses_ties_by_object_only():
+    blind = change(change(healthy(), HEAD, storage=None), EMBEDDING, storage=None)
+    assert verdict(TIED, blind).status == "passed"
+    assert verdict(TIED, change(blind, HEAD, identity=-1)).status == "failed"
 
 
 @pytest.mark.parametrize("ranks", [(0,), (0, 1, 2, 3), (2,), (1, 3)])
@@ -87,7 +101,7 @@ def test_what_is_declared_need_not_be_tied_in_the_reference():
 
 def test_what_nobody_ties_may_be_untied():
     evidence = change(change_reference(healthy(), HEAD, **UNTIED), HEAD, **UNTIED)
-    assert verdict(TIED, evidence).status == "passed"
+    assert (verdict(TIED, evidence).status, verdict(TIED, evidence).reason) == ("skipped", NOTHING)
 
 
 @pytest.mark.parametrize(

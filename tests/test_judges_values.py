@@ -176,7 +176,8 @@ def test_a_problem_of_shape_has_its_own_cause():
     found = verdict(PARAMS, differ(healthy(), MIDDLE, **wrong))
     assert told(found) == [(MIDDLE, (0, 1), "shape (8, 4)", "(4, 8), as in the reference", "")]
     assert found.findings[0].cause == (
-        "the placements do not fit the tensor, for example those of a 2-D weight reused for a 3-D stack of experts"
+        "the placements do not fit the tensor, for example those of a 2-D weight reused for a 3-D stack of experts; or "
+        "it is another checkpoint, or a resized vocabulary"
     )
     assert found.findings[0].remedy == (
         "give every parameter placements for its own dims, and DTensor.from_local the global shape"

@@ -238,13 +238,16 @@ def test_a_real_shape_beside_the_one_that_it_should_be():
     )
 
 
+def test_an_error_and_a_story_of_its_own():
+    told = describe_error(make(), "it broke", "Traceback ...", AGAIN)
+    assert told == f"weights_are_blue could not be judged: it broke\n\nTraceback ...\n\nrun it again: {AGAIN}"
+
+
 def test_an_error_tells_its_story():
     told = describe_error(make(), "rank 1 was killed by SIGKILL", "rank 1 was killed by SIGKILL\nrank 0: ...", AGAIN)
     assert told == message(
         """
         weights_are_blue could not be judged: rank 1 was killed by SIGKILL
-
-        rank 1 was killed by SIGKILL
         rank 0: ...
 
         run it again: pytest 'test_a.py::test_llama[no_meta_buffers]'
@@ -270,7 +273,7 @@ def test_the_list_of_checks():
         colour
           weights_are_blue: every weight is blue
           weights_are_warm: every weight is blue
-              needs: reference, values
+              needs of Subject: reference
 
         shape
           rims_are_round: every rim is round is round is round is round is round is round is round is round is round is round

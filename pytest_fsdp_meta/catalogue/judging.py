@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
-from pytest_fsdp_meta.catalogue.registry import Catalogue, Check, Finding, Words
+from pytest_fsdp_meta.catalogue.registry import Catalogue, Check, Finding, Told
 from pytest_fsdp_meta.evidence import Comparison, Evidence, RankInventory, ReferenceFacts, TensorFacts
+
+T = TypeVar("T")
 
 
 class Unjudgeable(Exception):
@@ -60,20 +63,11 @@ class View:
         for name in self.names(*kinds):
             yield name, [(rank.rank, rank.by_name[name]) for rank in self.evidence.inventory if name in rank.by_name]
 
-    def broken(
-        self,
-        facts: list[tuple[int, TensorFacts]],
-        expect: Callable[[int, TensorFacts], tuple[str, str] | None],
-        words: Words | None = None,
-    ) -> Iterator[Finding]:
-        """A finding per distinct (actual, expected) that ``expect`` gives over the ranks of one tensor."""
-        ranks: dict[tuple[str, str], list[int]] = {}
-        for rank, tensor in facts:
-            pair = expect(rank, tensor)
-            if pair is not None:
-                ranks.setdefault(pair, []).append(rank)
-        for (actual, expected), where in ranks.items():
-            yield Finding(facts[0][1].name, tuple(where), actual, expected, **(words or {}))
+    def broken(self, name: str, told: Iterable[tuple[int, Told | None]]) -> Iterator[Finding]:
+        """A finding per distinct thing that ranks show of one tensor; None where a rank keeps the promise."""
+        for one, ranks in ranks_by(told).items():
+            if one is not None:
+                yield Finding(name, ranks, one.actual, one.expected, cause=one.cause, remedy=one.remedy)
 
     @property
     def reference(self) -> ReferenceFacts:
@@ -163,6 +157,14 @@ def _worded(check: Check, finding: Finding) -> Finding:
     return replace(finding, cause=finding.cause or check.cause, remedy=finding.remedy or check.remedy)
 
 
-def majority(values: Iterable[tuple[int, object]]) -> object:
+def ranks_by(pairs: Iterable[tuple[int, T]]) -> dict[T, tuple[int, ...]]:
+    """The ranks of each value, values in the order in which they first come."""
+    ranks: dict[T, tuple[int, ...]] = {}
+    for rank, value in pairs:
+        ranks[value] = (*ranks.get(value, ()), rank)
+    return ranks
+
+
+def majority(values: Iterable[tuple[int, T]]) -> T:
     """The value that most ranks have; of equally many, the one of the lowest rank."""
     return Counter(value for _, value in values).most_common(1)[0][0]

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from pytest_fsdp_meta.catalogue.judging import View
-from pytest_fsdp_meta.catalogue.registry import Finding, check
+from pytest_fsdp_meta.catalogue.registry import Finding, Told, Words, check
 from pytest_fsdp_meta.evidence import TensorFacts
 
 META = ("no_meta_params", "no_meta_buffers")
@@ -14,8 +14,8 @@ BYTE_TYPES = ("int8", "uint8")
 """Too few values for the maximum to be a sign of poison in a single element."""
 
 
-def _on_meta(tensor: TensorFacts) -> tuple[str, str] | None:
-    return ("on meta", "materialised") if tensor.on_meta else None
+def _on_meta(tensor: TensorFacts) -> Told | None:
+    return Told("on meta", "materialised") if tensor.on_meta else None
 
 
 @check(
@@ -28,8 +28,8 @@ def _on_meta(tensor: TensorFacts) -> tuple[str, str] | None:
     references=["vllm-project/speculators#314", "pytorch/pytorch#132721"],
 )
 def no_meta_params(view: View) -> Iterable[Finding]:
-    for _, facts in view.tensors("parameter"):
-        yield from view.broken(facts, lambda _, tensor: _on_meta(tensor))
+    for name, facts in view.tensors("parameter"):
+        yield from view.broken(name, [(rank, _on_meta(tensor)) for rank, tensor in facts])
 
 
 @check(
@@ -42,8 +42,8 @@ def no_meta_params(view: View) -> Iterable[Finding]:
     references=["megatron-fsdp 0.6.1"],
 )
 def no_meta_buffers(view: View) -> Iterable[Finding]:
-    for _, facts in view.tensors("buffer"):
-        yield from view.broken(facts, lambda _, tensor: _on_meta(tensor))
+    for name, facts in view.tensors("buffer"):
+        yield from view.broken(name, [(rank, _on_meta(tensor)) for rank, tensor in facts])
 
 
 @check(
@@ -61,28 +61,25 @@ def no_meta_buffers(view: View) -> Iterable[Finding]:
 def no_uninitialized_memory(view: View) -> Iterable[Finding]:
     meant = _equal_to_reference(view)
     for name, facts in view.tensors("parameter", "buffer"):
-        suspects = [(rank, tensor) for rank, tensor in facts if (name, rank) not in meant]
-        for finding in view.broken(suspects, lambda _, tensor: _poisoned(tensor)) if suspects else ():
-            tensor = next(t for rank, t in suspects if rank == finding.ranks[0])
-            transient = tensor.kind == "buffer" and not tensor.persistent
-            told = replace(finding, detail=f"{tensor.poisoned} of {tensor.numel} elements")
-            yield replace(told, cause=_TRANSIENT[0], remedy=_TRANSIENT[1]) if transient else told
+        suspects = {rank: tensor for rank, tensor in facts if (name, rank) not in meant}
+        for finding in view.broken(name, [(rank, _poisoned(tensor)) for rank, tensor in suspects.items()]):
+            tensor = suspects[finding.ranks[0]]
+            yield replace(finding, detail=f"{tensor.poisoned} of {tensor.numel} elements")
 
 
-_TRANSIENT = (
-    "it is a non-persistent buffer, so no checkpoint has it, and nothing recomputed it after to_empty()",
-    "recompute it after to_empty(), as the module's __init__ does",
-)
-"""Cause and remedy."""
-
-
-def _poisoned(tensor: TensorFacts) -> tuple[str, str] | None:
-    if tensor.nan:
-        return "uninitialised (NaN under poison)", "written by the loader"
+def _poisoned(tensor: TensorFacts) -> Told | None:
     some = tensor.poisoned == tensor.numel if tensor.dtype in BYTE_TYPES else tensor.poisoned > 0
-    if some and tensor.poisoned:
-        return f"uninitialised ({tensor.dtype} maximum under poison)", "written by the loader"
-    return None
+    if not some or not tensor.poisoned:
+        return None
+    sign = "NaN" if tensor.nan else f"{tensor.dtype} maximum"
+    words = _TRANSIENT if tensor.kind == "buffer" and not tensor.persistent else {}
+    return Told(f"uninitialised ({sign} under poison)", "written by the loader", **words)
+
+
+_TRANSIENT: Words = {
+    "cause": "it is a non-persistent buffer, so no checkpoint has it, and nothing recomputed it after to_empty()",
+    "remedy": "recompute it after to_empty(), as the module's __init__ does",
+}
 
 
 def _equal_to_reference(view: View) -> set[tuple[str, int]]:
@@ -100,11 +97,12 @@ def _elsewhere(view: View, kind: str) -> Iterable[Finding]:
     home = {rank.rank: rank.device for rank in view.evidence.inventory}
     offloaded = set(view.evidence.subject.offloaded)
     for name, facts in view.tensors(kind):
-        yield from view.broken(facts, lambda rank, t, n=name: _misplaced(t, "cpu" if n in offloaded else home[rank]))  # type: ignore[misc]
+        told = [(rank, _misplaced(t, "cpu" if name in offloaded else home[rank])) for rank, t in facts]
+        yield from view.broken(name, told)
 
 
-def _misplaced(tensor: TensorFacts, home: str) -> tuple[str, str] | None:
-    return None if tensor.device == home else (f"on {tensor.device}", f"on {home}")
+def _misplaced(tensor: TensorFacts, home: str) -> Told | None:
+    return None if tensor.device == home else Told(f"on {tensor.device}", f"on {home}")
 
 
 @check(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
 if TYPE_CHECKING:
     from pytest_fsdp_meta.catalogue.judging import View
@@ -18,6 +18,15 @@ class Words(TypedDict, total=False):
 
     cause: str
     remedy: str
+
+
+class Told(NamedTuple):
+    """What a rank shows of a tensor, what it should show and, where it is known better than the check, why."""
+
+    actual: str
+    expected: str
+    cause: str = ""
+    remedy: str = ""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from math import prod
 
 from pytest_fsdp_meta.catalogue.judging import View
-from pytest_fsdp_meta.catalogue.registry import Finding, check
+from pytest_fsdp_meta.catalogue.registry import Finding, Told, Words, check
 from pytest_fsdp_meta.evidence import MODEL_DIMS, TensorFacts
 
 
@@ -30,11 +30,12 @@ def dtensor_placements(view: View) -> Iterable[Finding]:
     for name, facts in view.tensors("parameter"):
         declared = subject.placements.get(name)
         if name in unsharded:
-            yield from view.broken(facts, lambda _, t: _whole(t))
+            told = [(rank, _whole(tensor)) for rank, tensor in facts]
         elif declared is not None:
-            yield from view.broken(facts, lambda _, t, d=declared: _as_declared(t, d, size))  # type: ignore[misc]
+            told = [(rank, _as_declared(tensor, declared, size)) for rank, tensor in facts]
         else:
-            yield from view.broken(facts, lambda _, t: _by_default(t, dims, size))
+            told = [(rank, _by_default(tensor, dims, size)) for rank, tensor in facts]
+        yield from view.broken(name, told)
 
 
 def _data_dims(view: View) -> dict[str | None, int]:
@@ -62,19 +63,32 @@ def _role(dim: str | None) -> str:
     return "replicate" if dim is not None and ("replica" in dim or dim == "ddp") else "shard"
 
 
-def _whole(tensor: TensorFacts) -> tuple[str, str] | None:
+def _whole(tensor: TensorFacts) -> Told | None:
     sizes = tensor.mesh.shape if tensor.mesh is not None else ()
     if all(placement == "R" or size == 1 for placement, size in zip(tensor.placements or (), sizes, strict=True)):
         return None
-    return _placed(tensor), "whole on every rank, as declared"
+    return Told(
+        _placed(tensor),
+        "whole on every rank, as declared",
+        "it is declared unsharded, and sharded all the same",
+        "keep it out of fully_shard (ignored_params), or take it out of Subject(unsharded=...)",
+    )
 
 
-def _as_declared(tensor: TensorFacts, declared: tuple[str, ...], world: int) -> tuple[str, str] | None:
+def _as_declared(tensor: TensorFacts, declared: tuple[str, ...], world: int) -> Told | None:
     if tensor.placements is None and world == 1:
         return None  # alone, a loader need not shard
     actual = tensor.placements or ()
+    if actual and len(actual) != len(declared):
+        dims = f"{len(actual)} mesh dimension{'s' if len(actual) > 1 else ''}"
+        return Told(
+            _placed(tensor),
+            f"{_tuple(declared)}, as declared",
+            f"Subject(placements=...) gives {len(declared)} for {dims}",
+            "declare one placement per mesh dimension, in order",
+        )
     fits = len(actual) == len(declared) and all(_fits(a, d) for a, d in zip(actual, declared, strict=True))
-    return None if fits else (_placed(tensor), f"{_tuple(declared)}, as declared")
+    return None if fits else Told(_placed(tensor), f"{_tuple(declared)}, as declared")
 
 
 def _fits(actual: str, declared: str) -> bool:
@@ -82,13 +96,13 @@ def _fits(actual: str, declared: str) -> bool:
     return actual == declared or (actual.startswith("_S(") and declared == f"S({actual[3:].split(',')[0]})")
 
 
-def _by_default(tensor: TensorFacts, dims: dict[str | None, int], world: int) -> tuple[str, str] | None:
+def _by_default(tensor: TensorFacts, dims: dict[str | None, int], world: int) -> Told | None:
     sharding = {name: size for name, size in dims.items() if _role(name) == "shard"}
     wanted = " x ".join(f"{name or 'the mesh'}={size}" for name, size in sharding.items())
     if tensor.placements is None:
         if not sharding or not tensor.shape:
             return None  # nothing shards here, or a scalar, which nothing can shard
-        return "a plain tensor, whole on every rank", f"sharded over {wanted}"
+        return Told(_placed(tensor), f"sharded over {wanted}")
     assert tensor.mesh is not None
     roles = [_role(dim) for dim in tensor.mesh.dims]
     if tensor.mesh.dims == (None, None):
@@ -96,13 +110,13 @@ def _by_default(tensor: TensorFacts, dims: dict[str | None, int], world: int) ->
     for role, size, placement, dim in zip(roles, tensor.mesh.shape, tensor.placements, tensor.mesh.dims, strict=True):
         shards = placement.startswith(("S(", "_S("))
         if size > 1 and role == "shard" and not shards:
-            return _placed(tensor), f"sharded over {dim or 'the mesh'}={size}"
+            return Told(_placed(tensor), f"sharded over {dim or 'the mesh'}={size}", **_meant(dim, placement))
         if size > 1 and role == "replicate" and placement != "R":
-            return _placed(tensor), f"replicated over {dim or 'the first mesh dimension'}={size}"
+            return Told(_placed(tensor), f"replicated over {dim or 'the first mesh dimension'}={size}")
     return _forgotten(tensor, dims, "shard" in roles, world)
 
 
-def _forgotten(tensor: TensorFacts, dims: dict[str | None, int], shards: bool, world: int) -> tuple[str, str] | None:
+def _forgotten(tensor: TensorFacts, dims: dict[str | None, int], shards: bool, world: int) -> Told | None:
     """A dimension that the tensor's mesh leaves out: nobody shards it there, or reduces its gradients over it."""
     assert tensor.mesh is not None
     for name, size in dims.items():
@@ -110,11 +124,22 @@ def _forgotten(tensor: TensorFacts, dims: dict[str | None, int], shards: bool, w
         room = prod(tensor.mesh.shape) * size <= world and "ep" not in tensor.mesh.dims
         if name is not None and name not in tensor.mesh.dims and room and tensor.shape:
             if _role(name) == "shard":
-                return _placed(tensor), f"sharded over {name}={size} as well"
+                return Told(_placed(tensor), f"sharded over {name}={size} as well")
             # FSDP2 reduces over the mesh that it was given and no other; DDP over TP does it by itself.
             if shards and tensor.requires_grad:
-                return _placed(tensor), f"replicated over {name}={size} as well, which fully_shard(mesh=...) does"
+                return Told(_placed(tensor), f"replicated over {name}={size} as well, which fully_shard(mesh=...) does")
     return None
+
+
+def _meant(dim: str | None, placement: str) -> Words:
+    """A loader's own mesh may call its replicating dimension anything."""
+    if dim is None or dim.endswith("shard") or dim == "fsdp" or placement != "R":
+        return {}
+    return {
+        "cause": f"it was not sharded over {dim}; or {dim} is meant to replicate, which its name does not say",
+        "remedy": f"shard it; or call the dimension dp_replicate, or one of {', '.join(sorted(MODEL_DIMS))}; or "
+        "declare Subject(placements=...)",
+    }
 
 
 def _placed(tensor: TensorFacts) -> str:

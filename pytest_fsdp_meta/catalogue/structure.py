@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from pytest_fsdp_meta.catalogue.judging import NotJudged, View, majority
-from pytest_fsdp_meta.catalogue.registry import Finding, Words, check
+from pytest_fsdp_meta.catalogue.judging import NotJudged, View, majority, ranks_by
+from pytest_fsdp_meta.catalogue.registry import Finding, Told, Words, check
 from pytest_fsdp_meta.evidence import TensorFacts
 from pytest_fsdp_meta.words import name_ranks
 
@@ -24,18 +24,16 @@ NAMES = "names_match_reference"
 )
 def same_manifest_on_every_rank(view: View) -> Iterable[Finding]:
     inventories = view.evidence.inventory
-    ranks = [rank.rank for rank in inventories]
     comparable = True
     for name, facts in view.tensors("parameter", "buffer"):
-        there = [rank for rank, _ in facts]
-        absent = tuple(rank for rank in ranks if rank not in there)
-        if absent and 2 * len(absent) <= len(ranks) and (2 * len(absent) < len(ranks) or 0 in there):
-            comparable = False
-            yield Finding(name, absent, "missing", f"there, as on {name_ranks(there)}")
-        elif absent:
-            comparable = False
-            yield Finding(name, tuple(there), "there", f"absent, as on {name_ranks(absent)}")
-        comparable = comparable and len({tensor.kind for _, tensor in facts}) == 1
+        there = [(rank.rank, name in rank.by_name) for rank in inventories]
+        usual = majority(there)
+        for has, ranks in ranks_by(there).items():
+            if has != usual:
+                others = name_ranks(rank for rank, other in there if other == usual)
+                words = ("there", "absent") if has else ("missing", "there")
+                yield Finding(name, ranks, words[0], f"{words[1]}, as on {others}")
+        comparable = comparable and len({has for _, has in there}) == len({tensor.kind for _, tensor in facts}) == 1
         yield from _disagreements(facts)
     if comparable:
         yield from _disorder(view)
@@ -44,28 +42,21 @@ def same_manifest_on_every_rank(view: View) -> Iterable[Finding]:
 def _disorder(view: View) -> Iterator[Finding]:
     told = [(rank.rank, tuple(tensor.name for tensor in rank.tensors)) for rank in view.evidence.inventory]
     usual = majority(told)
-    assert isinstance(usual, tuple)
-    odd: dict[tuple[str, ...], list[int]] = {}
-    for rank, order in told:
+    for order, ranks in ranks_by(told).items():
         if order != usual:
-            odd.setdefault(order, []).append(rank)
-    for order, ranks in odd.items():
-        first, should = next((a, b) for a, b in zip(order, usual, strict=True) if a != b)
-        detail = f"the first out of place is {first}, where other ranks have {should}"
-        yield Finding(None, tuple(ranks), "another order of names", "the order of the other ranks", detail)
+            first, should = next((a, b) for a, b in zip(order, usual, strict=True) if a != b)
+            detail = f"the first out of place is {first}, where other ranks have {should}"
+            yield Finding(None, ranks, "another order of names", "the order of the other ranks", detail)
 
 
 def _disagreements(facts: list[tuple[int, TensorFacts]]) -> Iterator[Finding]:
     for aspect in ("kind", "shape", "dtype", "requires_grad"):
         told = [(rank, getattr(tensor, aspect)) for rank, tensor in facts]
         usual = majority(told)
-        odd: dict[object, list[int]] = {}
-        for rank, value in told:
+        for value, ranks in ranks_by(told).items():
             if value != usual:
-                odd.setdefault(value, []).append(rank)
-        for value, ranks in odd.items():
-            others = [rank for rank, other in told if other == usual]
-            yield Finding(facts[0][1].name, tuple(ranks), f"{aspect} {value}", f"{usual}, as on {name_ranks(others)}")
+                others = name_ranks(rank for rank, other in told if other == usual)
+                yield Finding(facts[0][1].name, ranks, f"{aspect} {value}", f"{usual}, as on {others}")
 
 
 @check(
@@ -92,7 +83,10 @@ def names_match_reference(view: View) -> Iterable[Finding]:
     prefix = _common_prefix(extra, missing) if len(missing) == len(truth) else ""  # a wrapper renames every tensor
     if prefix:
         yield Finding(
-            *(None, ranks, f"names begin with {prefix!r} ({extra[0]})", f"those of the reference ({missing[0]})"),
+            None,
+            ranks,
+            f"names begin with {prefix!r} ({extra[0]})",
+            f"those of the reference ({missing[0]})",
             cause="a wrapper is returned in place of the model that it wraps",
             remedy="return the wrapped model itself, or strip the prefix from its names",
             condemns=(*extra, *missing),
@@ -107,17 +101,18 @@ def names_match_reference(view: View) -> Iterable[Finding]:
     if view.reference.complete:  # a checkpoint does not tell parameters from buffers
         for name, facts in view.tensors("parameter", "buffer"):
             if name in truth:
-                yield from view.broken(facts, lambda _, t, e=truth[name].kind: _kinds(t, e), _RECAST)  # type: ignore[misc]
+                yield from view.broken(name, [(rank, _recast(t, truth[name].kind)) for rank, t in facts])
 
 
-def _kinds(tensor: TensorFacts, expected: str) -> tuple[str, str] | None:
-    return None if tensor.kind == expected else (f"a {tensor.kind}", f"a {expected}, as in the reference")
-
-
-_RECAST: Words = {
-    "cause": "materialising or loading re-created it as the other kind: an optimizer and FSDP see parameters only",
-    "remedy": "re-create a parameter as torch.nn.Parameter, a buffer by register_buffer",
-}
+def _recast(tensor: TensorFacts, expected: str) -> Told | None:
+    if tensor.kind == expected:
+        return None
+    return Told(
+        f"a {tensor.kind}",
+        f"a {expected}, as in the reference",
+        "materialising or loading re-created it as the other kind: an optimizer and FSDP see parameters only",
+        "re-create a parameter as torch.nn.Parameter, a buffer by register_buffer",
+    )
 
 
 def _common_prefix(extra: list[str], missing: list[str]) -> str:
@@ -154,7 +149,9 @@ def dtypes_match_reference(view: View) -> Iterable[Finding]:
     for name, facts in view.tensors("parameter", "buffer"):
         if name in truth:
             expected = truth[name].dtype
-            yield from view.broken(facts, lambda _, t, e=expected: None if t.dtype == e else (t.dtype, e))  # type: ignore[misc]
+            yield from view.broken(
+                name, [(rank, None if t.dtype == expected else Told(t.dtype, expected)) for rank, t in facts]
+            )
 
 
 @check(
@@ -173,10 +170,17 @@ def requires_grad_matches_reference(view: View) -> Iterable[Finding]:
     truth = view.truth.by_name
     for name, facts in view.tensors("parameter"):
         if name in truth:
-            expected = truth[name].requires_grad
-            yield from view.broken(facts, lambda _, t, e=expected: _trainability(t, e))  # type: ignore[misc]
+            yield from view.broken(name, [(rank, _trainability(t, truth[name].requires_grad)) for rank, t in facts])
 
 
-def _trainability(tensor: TensorFacts, expected: bool) -> tuple[str, str] | None:
-    words = {True: "trainable", False: "frozen"}
-    return None if tensor.requires_grad == expected else (words[tensor.requires_grad], words[expected])
+def _trainability(tensor: TensorFacts, expected: bool) -> Told | None:
+    if tensor.requires_grad == expected:
+        return None
+    if expected:
+        return Told(
+            "frozen",
+            "trainable",
+            "the loader freezes it, or its pattern of what to freeze matches too much",
+            "narrow the pattern; where it is meant, declare Subject(frozen=...) or freeze it in the reference as well",
+        )
+    return Told("trainable", "frozen")

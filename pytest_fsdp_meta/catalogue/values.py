@@ -161,7 +161,7 @@ _IN_PART: Words = {
 }
 _SHAPE: Words = {
     "cause": "the placements do not fit the tensor, for example those of a 2-D weight reused for a 3-D stack of "
-    "experts",
+    "experts; or it is another checkpoint, or a resized vocabulary",
     "remedy": "give every parameter placements for its own dims, and DTensor.from_local the global shape",
 }
 _ODD_RANKS: Words = {

@@ -45,7 +45,7 @@ def load(function: bytes, arguments: Mapping[str, bytes], wants_rank: str | None
         values[wants_rank] = me
     with poisoned_memory():
         torch.manual_seed(SEED)
-        returned = loader(**values)
+        returned = _call(loader, values)
     # A loader may leave these behind; the observers' own tensors must not depend on it.
     torch.set_default_dtype(torch.float32)
     torch.set_default_device(None)
@@ -60,6 +60,18 @@ def load(function: bytes, arguments: Mapping[str, bytes], wants_rank: str | None
         field: os.path.abspath(path) for field, path in sources.items() if isinstance(path, (str, os.PathLike))
     }
     return Loaded(inventory, facts, pack_recipe(subject) if me.rank == 0 else {}, checkpoints)
+
+
+def _call(loader: Callable[..., Any], values: Mapping[str, Any]) -> Any:
+    try:
+        return loader(**values)
+    except ValueError as error:
+        if "initialize the default process group twice" in str(error):
+            raise Misuse(
+                "the loader calls init_process_group, but the plugin has made the process group already; set "
+                '@fsdp_conformance(process_group="loader")'
+            ) from error
+        raise
 
 
 def loaded_subject(me: Rank) -> Subject:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from pytest_fsdp_meta.observers.poison import deterministic
 from pytest_fsdp_meta.observers.values import compare_all
 from pytest_fsdp_meta.reference import Record
 from pytest_fsdp_meta.subject import Subject, SubjectError
-from pytest_fsdp_meta.worlds import SEED, Rank, current
+from pytest_fsdp_meta.worlds import SEED, CallFailed, Misuse, Rank, current
 
 
 def observe_training(steps: int, gradients: str, parameters: str) -> RankTraining:
@@ -122,16 +123,29 @@ def _optimizer(subject: Subject, trainable: list[torch.nn.Parameter]) -> torch.o
     if declared is None:
         # foreach kernels refuse a list that mixes DTensors and plain tensors.
         return torch.optim.SGD(trainable, lr=0.1, foreach=False)
-    built = declared(trainable)
+    with _calling("Subject(optimizer=...)"):
+        built = declared(trainable)
     if not isinstance(built, torch.optim.Optimizer):
         raise SubjectError("optimizer", f"it returned {type(built).__name__}, but should return an Optimizer")
     return built
 
 
+@contextmanager
+def _calling(where: str) -> Iterator[None]:
+    """Names whose call it was that failed; what the user wrote wrong in one line is told as it is."""
+    try:
+        yield
+    except Misuse:
+        raise
+    except Exception as error:
+        raise CallFailed(where) from error
+
+
 def _batch(subject: Subject, step: int) -> Mapping[str, Any]:
     assert subject.batch is not None
     torch.manual_seed(SEED + step)  # so that a batch drawn at random is the same on every rank
-    batch = subject.batch(step)
+    with _calling(f"Subject(batch=...), batch({step})"):
+        batch = subject.batch(step)
     if not hasattr(batch, "items"):
         raise SubjectError("batch", f"batch({step}) is {type(batch).__name__}, but should be a dict of tensors")
     return dict(batch.items())
@@ -163,9 +177,11 @@ def _rows(key: str, value: Any, step: int, part: tuple[int, int], device: torch.
 
 def _loss(subject: Subject, batch: dict[str, Any]) -> Tensor:
     if subject.loss is not None:
-        loss = subject.loss(subject.model, batch)
+        with _calling("Subject(loss=...)"):
+            loss = subject.loss(subject.model, batch)
     else:
-        output = subject.model(**batch)
+        with _calling("model(**batch), the default of Subject(loss=...)"):
+            output = subject.model(**batch)
         loss = getattr(output, "loss", None)
         if loss is None:
             raise SubjectError(
@@ -176,6 +192,8 @@ def _loss(subject: Subject, batch: dict[str, Any]) -> Tensor:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         shown = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
         raise SubjectError("loss", f"it gave {shown}, but should give a scalar tensor")
+    if torch.is_grad_enabled() and not loss.requires_grad:
+        raise SubjectError("loss", "it gave a loss without gradient: detached, or computed under no_grad")
     return loss
 
 

@@ -19,7 +19,8 @@ def observe_values(path: str, names: Mapping[str, str] | None = None) -> tuple[C
     tensors = (
         (name, t) for name, _, t in named_tensors(loaded_subject(current()).model) if names is None or name in names
     )
-    return compare_all(tensors, Record(path), names)
+    label = "the reference" if names is None else "the verifier"
+    return compare_all(tensors, Record(path, label), names)
 
 
 def compare_all(
@@ -39,7 +40,7 @@ def compare(name: str, tensor: Tensor, truth: Record, there: str) -> Comparison:
     actual, held = local_part(tensor), held_regions(tensor)
     if tuple(tensor.shape) != truth.shape(there):
         return Comparison(
-            name, False, problem=f"shape {tuple(tensor.shape)}", should_be=f"{truth.shape(there)}, as in the reference"
+            name, False, problem=f"shape {tuple(tensor.shape)}", should_be=f"{truth.shape(there)}, as in {truth.label}"
         )
     implied = tuple(sum(stop - start for start, stop in runs) for runs in held)
     if implied != tuple(actual.shape):

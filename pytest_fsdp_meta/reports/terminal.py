@@ -9,6 +9,13 @@ from pytest_fsdp_meta.catalogue import Check, Finding, Verdict, describe_left_ou
 from pytest_fsdp_meta.words import fold_names, name_ranks
 
 MOST_LINES = 20
+FIELDS = {
+    "reference": "reference",
+    "values": "reference",
+    "verifier": "verifier or reference, and something frozen",
+    "training": "batch",
+}
+"""What an author declares for an observation to be taken."""
 WIDTH = 118
 
 
@@ -27,10 +34,8 @@ def describe_failure(verdict: Verdict, world: str, again: str) -> str:
 
 def describe_error(check: Check, reason: str, detail: str, again: str) -> str:
     """The message of a check that could not be judged because something went wrong."""
-    lines = [f"{check.id} could not be judged: {reason}"]
-    if detail and detail != reason:
-        lines += ["", detail]
-    return "\n".join([*lines, "", f"run it again: {again}"])
+    story = detail if detail.startswith(reason) else "\n\n".join(filter(None, [reason, detail]))
+    return f"{check.id} could not be judged: {story}\n\nrun it again: {again}"
 
 
 def describe_checks(checks: Iterable[Check]) -> str:
@@ -41,10 +46,10 @@ def describe_checks(checks: Iterable[Check]) -> str:
         if check.family != family:
             family = check.family
             lines += ["", family]
-        needs = ", ".join(need for need in check.needs if need != "inventory")
+        needs = ", ".join(dict.fromkeys(FIELDS[need] for need in check.needs if need in FIELDS))
         lines.append(textwrap.fill(check.promise, WIDTH, initial_indent=f"  {check.id}: ", subsequent_indent="      "))
         if needs:
-            lines.append(f"      needs: {needs}")
+            lines.append(f"      needs of Subject: {needs}")
     return "\n".join(lines[1:])
 
 

@@ -5,7 +5,7 @@ Nothing here knows of models, checks or pytest items. ``World`` lives in the par
 """
 
 from pytest_fsdp_meta.worlds.devices import choose, count_gpus
-from pytest_fsdp_meta.worlds.failures import Misuse, RankFailure, WorldError
+from pytest_fsdp_meta.worlds.failures import CallFailed, Misuse, RankFailure, WorldError
 from pytest_fsdp_meta.worlds.launch import Preload
 from pytest_fsdp_meta.worlds.rank import SEED, Rank, current
 from pytest_fsdp_meta.worlds.spec import DEFAULT_MESH_DIM, Sources, WorldSpec, resolve_mesh
@@ -14,6 +14,7 @@ from pytest_fsdp_meta.worlds.world import World
 __all__ = [
     "DEFAULT_MESH_DIM",
     "SEED",
+    "CallFailed",
     "Misuse",
     "Preload",
     "Rank",

@@ -37,6 +37,14 @@ class RankFailure:
         return self.kind == "raised" and told_by_torch and LOST_PEER.search(self.message) is not None
 
 
+class CallFailed(Exception):
+    """A function of the user's failed; ``where`` names it, the cause of this error is what it raised."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+        super().__init__(where)
+
+
 class Misuse(ValueError):
     """A user's mistake, told completely by its message: no traceback belongs to it."""
 

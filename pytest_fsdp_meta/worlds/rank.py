@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pytest_fsdp_meta.worlds import post, preload, tracebacks
-from pytest_fsdp_meta.worlds.failures import Misuse, RankFailure
+from pytest_fsdp_meta.worlds.failures import CallFailed, Misuse, RankFailure
 from pytest_fsdp_meta.worlds.spec import Sources, WorldSpec
 
 if TYPE_CHECKING:
@@ -280,6 +280,9 @@ def _unpack(target: str, payload: bytes) -> tuple[Callable[..., Any], tuple[Any,
 
 
 def _failure(rank: int, error: BaseException) -> RankFailure:
+    where = ""
+    if isinstance(error, CallFailed) and error.__cause__ is not None:
+        where, error = f" in {error.where}", error.__cause__
     kind = type(error)
     try:
         text = str(error)
@@ -289,7 +292,7 @@ def _failure(rank: int, error: BaseException) -> RankFailure:
     return RankFailure(
         rank,
         "raised",
-        text if isinstance(error, Misuse) else f"raised {kind.__name__}" + (f": {first}" if first else ""),
+        text if isinstance(error, Misuse) else f"raised {kind.__name__}{where}" + (f": {first}" if first else ""),
         detail=tracebacks.tell(error, hide=Path(__file__).parents[1]),
         when=time.monotonic(),
         user=isinstance(error, Misuse),
