@@ -81,7 +81,7 @@ class WorldError(Exception):
     def __str__(self) -> str:
         if self.user:
             return self.summary
-        lines = [f"{self.summary} (while {self.doing})"]
+        lines = [self.summary, f"(while {self.doing})"]
         for number, (summary, detail, ranks) in enumerate(self._told()):
             if number and summary:
                 lines += ["", f"then {name_ranks(ranks)} {summary}"]
