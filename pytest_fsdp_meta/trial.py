@@ -199,7 +199,8 @@ class _Session:
         if why := self._untrainable():
             return Unavailable(f"not trained: {why}")
         files = [self._file(name) for name in ("values", "gradients", "updated")]
-        losses, again, batches = self.alone.run(f"{OBSERVERS}.truth:train_reference", self.steps, *files)[0]
+        arguments = self.recipe, self.steps, *files
+        losses, again, batches = self.alone.run(f"{OBSERVERS}.truth:train_reference", *arguments)[0]
         self.seen["reference"] = replace(reference, losses=losses, losses_again=again, batches=batches)
         return tuple(self.world.run(f"{OBSERVERS}.training:observe_training", self.steps, *files[1:]))
 

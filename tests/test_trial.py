@@ -205,3 +205,83 @@ def test_what_fails_in_the_users_functions_names_the_field(declared, reason):
     verdicts = judged(loader)
     wrong = {id: (found.status, found.reason) for id, found in verdicts.items() if found.status in ("failed", "error")}
     assert wrong == {PARITY: ("error", reason)}
+
+
+def decaying(model: nn.Module) -> torch.optim.Optimizer:
+    """Weights decay and learn slowly, biases do neither: groups that differ from the defaults and from each other."""
+    weights = [p for name, p in model.named_parameters() if name.endswith("weight")]
+    biases = [p for name, p in model.named_parameters() if name.endswith("bias")]
+    return torch.optim.AdamW([{"params": biases, "weight_decay": 0.0}, {"params": weights, "lr": 0.3}], lr=0.05)
+
+
+def scheduled(model: nn.Module) -> torch.optim.Optimizer:
+    """A scheduler has changed the learning rate already, and left its mark in the group."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.05)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.05]
+    return optimizer
+
+
+def of_one_layer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model[0].parameters(), lr=0.5)
+
+
+def of_what_was_replaced(model: nn.Module) -> torch.optim.Optimizer:
+    """Of parameters made before sharding, which the model no longer has."""
+    return torch.optim.SGD(build().parameters(), lr=0.5)
+
+
+class Wanting(torch.optim.SGD):
+    def __init__(self, parameters: Any, more: int) -> None:
+        super().__init__(parameters, lr=more)
+
+
+def wanting(model: nn.Module) -> torch.optim.Optimizer:
+    return Wanting(model.parameters(), more=1)
+
+
+def holding_a_lock(model: nn.Module) -> torch.optim.Optimizer:
+    import threading
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    optimizer.param_groups[0]["lock"] = threading.Lock()
+    return optimizer
+
+
+def with_optimizer(make: Callable[[nn.Module], torch.optim.Optimizer]) -> Callable[[Rank], Subject]:
+    def loader(fsdp):
+        model = subject(fsdp, freeze=False).model
+        return Subject(model, reference=build, batch=batch, loss=loss, optimizer=make(model))
+
+    return loader
+
+
+@pytest.mark.parametrize("make", [decaying, scheduled])
+def test_the_reference_trains_with_the_groups_of_a_built_optimizer(make):
+    evidence = observed(with_optimizer(make))
+    catalogue = built_in()
+    verdicts = {check.id: judge(check, evidence, catalogue) for check in catalogue}
+    assert {id for id, found in verdicts.items() if found.status in ("failed", "error")} == set()
+    assert verdicts[PARITY].status == "passed"
+    assert all(c.max_abs < 1e-6 for rank in evidence.training for c in rank.parameters)
+
+
+@pytest.mark.parametrize("make", [of_one_layer, of_what_was_replaced])
+def test_an_optimizer_without_the_live_parameters_is_found(make):
+    verdicts = judged(with_optimizer(make))
+    assert {id for id, found in verdicts.items() if found.status in ("failed", "error")} == {PARITY}
+    assert verdicts[PARITY].status == "failed"
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (wanting, "TypeError: Wanting.__init__() missing 1 required positional argument: 'more'"),
+        (holding_a_lock, "TypeError: cannot pickle '_thread.lock' object"),
+    ],
+)
+def test_an_optimizer_that_cannot_be_rebuilt_costs_parity_only(make, why):
+    verdicts = judged(with_optimizer(make))
+    wrong = {id: (found.status, found.reason) for id, found in verdicts.items() if found.status in ("failed", "error")}
+    reason = f"the reference cannot build the same ({why}); give a callable: optimizer=lambda parameters: ..."
+    assert wrong == {PARITY: ("error", f"Subject(optimizer=...): {reason}")}

@@ -14,6 +14,7 @@ from torch.nn import Module
 
 from pytest_fsdp_meta.evidence import RankInventory, SubjectFacts
 from pytest_fsdp_meta.observers.inventory import named_tensors, reshard, take_inventory
+from pytest_fsdp_meta.observers.optimizers import pack_optimizer
 from pytest_fsdp_meta.observers.poison import poisoned_memory
 from pytest_fsdp_meta.subject import Subject, SubjectError
 from pytest_fsdp_meta.worlds import SEED, Misuse, Rank, current
@@ -127,8 +128,9 @@ def pack_recipe(subject: Subject) -> dict[str, bytes]:
     packed = {}
     for field in SENT_FIELDS:
         value = getattr(subject, field)
-        if field == "optimizer" and isinstance(value, torch.optim.Optimizer):
-            value = _rebuild(value)
+        if isinstance(value, torch.optim.Optimizer):
+            packed[field] = pack_optimizer(value, subject.model)
+            continue
         try:
             packed[field] = cloudpickle.dumps(value)
         except Exception as error:
@@ -138,16 +140,3 @@ def pack_recipe(subject: Subject) -> dict[str, bytes]:
                 "sharded model or a mesh: capture paths and configs, and build everything else inside it",
             ) from error
     return packed
-
-
-def _rebuild(optimizer: torch.optim.Optimizer) -> Callable[[Any], torch.optim.Optimizer]:
-    """A factory that gives the reference an optimizer with the same hyperparameters."""
-    kind, defaults = type(optimizer), dict(optimizer.defaults)
-    for group in optimizer.param_groups:
-        if any(group.get(key, value) != value for key, value in defaults.items()):
-            raise SubjectError(
-                "optimizer", "its groups differ in hyperparameters, which the reference cannot copy; give a callable"
-            )
-    accepted = inspect.signature(kind).parameters
-    kept = {key: value for key, value in defaults.items() if key in accepted}
-    return lambda parameters: kind(parameters, **kept)

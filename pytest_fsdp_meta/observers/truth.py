@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import pickle
 from collections.abc import Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.nn import Module
 
 from pytest_fsdp_meta.evidence import RankInventory, ReferenceFacts, TensorFacts
 from pytest_fsdp_meta.observers.inventory import local_part, named_tensors, take_inventory
-from pytest_fsdp_meta.observers.loading import loaded_subject
+from pytest_fsdp_meta.observers.optimizers import PackedOptimizer
 from pytest_fsdp_meta.observers.poison import poisoned_memory
 from pytest_fsdp_meta.observers.training import gradients_of, train
 from pytest_fsdp_meta.reference import Record, checkpoint_entries, write_record
@@ -42,7 +43,7 @@ def record_reference(
             tensor.requires_grad_(False)
     clean = _inventory(model, attributes)
     write_record(Path(path), _tensors(model))
-    current().state["subject"] = _subject(model, recipe)
+    current().state["reference"] = model
     differing = {
         name: facts
         for name, facts in poisoned.by_name.items()
@@ -58,14 +59,14 @@ def record_reference(
 
 
 def train_reference(
-    steps: int, values: str, gradients: str, updated: str
+    recipe: Mapping[str, bytes], steps: int, values: str, gradients: str, updated: str
 ) -> tuple[tuple[float, ...], tuple[float, ...], tuple[str, ...]]:
     """(losses, losses of a second training from the recorded ``values``, hashes of the batches).
 
     Records the gradients of the first step and the parameters after the last.
     """
     me = current()
-    subject = loaded_subject(me)
+    subject = _subject(me.state["reference"], recipe)
 
     def record() -> None:
         write_record(Path(gradients), gradients_of(subject.model))
@@ -120,6 +121,8 @@ def _build(field: str, recipe: Mapping[str, bytes]) -> Module:
 
 def _subject(model: Module, recipe: Mapping[str, bytes]) -> Subject:
     declared: dict[str, Any] = {field: pickle.loads(recipe[field]) for field in ("batch", "loss", "optimizer")}
+    if isinstance(declared["optimizer"], PackedOptimizer):
+        declared["optimizer"] = partial(declared["optimizer"].rebuild, model)
     return Subject(model, **declared)
 
 
