@@ -330,8 +330,39 @@ def test_another_trainability(name, now, actual, expected, remedy):
 def test_what_is_declared_frozen_is_frozen_in_the_reference_that_was_recorded():
     # observers/truth.py freezes it there; tests/test_trial.py shows both halves together.
     evidence = change_reference(declare(healthy(), frozen={MIDDLE: MIDDLE}), MIDDLE, requires_grad=False)
-    assert told(verdict(TRAINABLE, evidence)) == [(MIDDLE, (0, 1), "trainable", "frozen", "")]
+    assert told(verdict(TRAINABLE, evidence)) == [(MIDDLE, (0, 1), "trainable", "frozen, as declared", "")]
     assert verdict(TRAINABLE, change(evidence, MIDDLE, requires_grad=False)).status == "passed"
+
+
+@pytest.mark.parametrize(
+    "evidence",
+    [
+        undeclared(healthy(), "reference", "values", "training", why="not declared"),
+        undeclared(healthy(), "reference", "values", "training", why="rank 0 was killed", error=True),
+        from_checkpoint(healthy()),
+    ],
+    ids=["no reference", "a reference that failed", "a checkpoint"],
+)
+def test_what_is_declared_frozen_is_frozen_whatever_the_reference_is(evidence):
+    evidence = declare(evidence, frozen={MIDDLE: MIDDLE})
+    found = verdict(TRAINABLE, evidence)
+    assert told(found) == [(MIDDLE, (0, 1), "trainable", "frozen, as declared", "")]
+    assert found.findings[0].remedy == "set requires_grad after the last step that makes new Parameter objects"
+    assert verdict(TRAINABLE, change(evidence, MIDDLE, requires_grad=False)).status == "passed"
+
+
+def test_a_declared_parameter_that_is_condemned_is_not_judged_without_a_reference():
+    evidence = undeclared(change(healthy(), MIDDLE, [1], dtype="float16"), "reference", why="not declared")
+    found = verdict(TRAINABLE, declare(evidence, frozen={MIDDLE: MIDDLE}))
+    assert (found.status, found.reason) == ("skipped", left_out(MANIFEST, MIDDLE))
+    # What is not declared is not asked for.
+    evidence = declare(change(evidence, FROZEN, requires_grad=False), frozen={FROZEN: FROZEN})
+    assert verdict(TRAINABLE, evidence).status == "passed"
+
+
+def test_a_buffer_that_is_declared_frozen_says_nothing_of_parameters():
+    evidence = undeclared(declare(healthy(), frozen={ROTARY: ROTARY}), "reference", why="not declared")
+    assert (verdict(TRAINABLE, evidence).status, verdict(TRAINABLE, evidence).reason) == ("skipped", "not declared")
 
 
 def test_a_checkpoint_does_not_say_what_is_trainable():

@@ -21,6 +21,10 @@ class NotJudged(Exception):
     """There is nothing to judge, for a reason that is nobody's fault here; the text says which."""
 
 
+class NotTaken(Exception):
+    """The judge cannot do without an observation that its check only ``uses``; the text is its name."""
+
+
 @dataclass(frozen=True)
 class Verdict:
     """``status`` is "passed", "failed", "skipped" or "error"; ``reason`` says why it is not a plain pass or fail.
@@ -58,9 +62,11 @@ class View:
         asked = [name for name in seen if name not in but and (only is None or name in only)]
         return [name for name in asked if self.judgeable(name)]
 
-    def tensors(self, *kinds: str) -> Iterator[tuple[str, list[tuple[int, TensorFacts]]]]:
-        """(name, its facts by rank) of the judgeable tensors."""
-        for name in self.names(*kinds):
+    def tensors(
+        self, *kinds: str, only: Collection[str] | None = None
+    ) -> Iterator[tuple[str, list[tuple[int, TensorFacts]]]]:
+        """(name, its facts by rank) of the judgeable tensors; ``only`` limits what is asked for."""
+        for name in self.names(*kinds, only=only):
             yield name, [(rank.rank, rank.by_name[name]) for rank in self.evidence.inventory if name in rank.by_name]
 
     def broken(self, name: str, told: Iterable[tuple[int, Told | None]]) -> Iterator[Finding]:
@@ -71,7 +77,8 @@ class View:
 
     @property
     def reference(self) -> ReferenceFacts:
-        assert self.evidence.reference is not None, "a judge reads the reference without needing it"
+        if self.evidence.reference is None:
+            raise NotTaken("reference")
         return self.evidence.reference
 
     @property
@@ -115,6 +122,8 @@ def _judge(check: Check, evidence: Evidence, catalogue: Catalogue) -> Verdict:
         if not findings:
             return Verdict(check, "error", reason=str(error), unjudged=view.left_out)
         reason = str(error)
+    except NotTaken as error:
+        return _unavailable(check, str(error), evidence, catalogue)
     except NotJudged as error:
         return Verdict(check, "skipped", reason=str(error), unjudged=view.left_out)
     if findings:

@@ -157,7 +157,8 @@ def dtypes_match_reference(view: View) -> Iterable[Finding]:
 @check(
     promise="frozen stays frozen, trainable stays trainable",
     family="structure",
-    needs=["inventory", "reference"],
+    needs=["inventory"],
+    uses=["reference"],
     after=[MANIFEST, NAMES],
     why="A frozen verifier that trains drifts away unseen; a trainable head that is frozen never learns.",
     cause="requires_grad was set before the parameters were re-created (to_empty, sharding, load with assign=True)",
@@ -165,12 +166,24 @@ def dtypes_match_reference(view: View) -> Iterable[Finding]:
     references=["vllm-project/speculators#593", "pytorch/torchtitan#4593"],
 )
 def requires_grad_matches_reference(view: View) -> Iterable[Finding]:
-    if not view.reference.complete:
+    declared = _parameters(view) & set(view.evidence.subject.frozen)
+    reference = view.evidence.reference if declared else view.reference
+    truth = reference.inventory.by_name if reference is not None and reference.complete else None
+    if truth is None and not declared:
         raise NotJudged("a checkpoint does not say what is trainable; declare Subject(reference=<callable>)")
-    truth = view.truth.by_name
-    for name, facts in view.tensors("parameter"):
-        if name in truth:
+    for name, facts in view.tensors("parameter", only=declared if truth is None else None):
+        if name in declared:
+            yield from view.broken(name, [(rank, _thawed(tensor)) for rank, tensor in facts])
+        elif truth is not None and name in truth:
             yield from view.broken(name, [(rank, _trainability(t, truth[name].requires_grad)) for rank, t in facts])
+
+
+def _parameters(view: View) -> set[str]:
+    return {tensor.name for rank in view.evidence.inventory for tensor in rank.tensors if tensor.kind == "parameter"}
+
+
+def _thawed(tensor: TensorFacts) -> Told | None:
+    return Told("trainable", "frozen, as declared") if tensor.requires_grad else None
 
 
 def _trainability(tensor: TensorFacts, expected: bool) -> Told | None:
