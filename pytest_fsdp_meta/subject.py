@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -86,8 +86,13 @@ class Subject:
             _require_names("placements", [pattern])
             parse_placements(declared)
 
-    def resolve(self, parameters: Sequence[str], buffers: Sequence[str]) -> SubjectFacts:
-        """The declarations with every pattern resolved to names of this model. Raises SubjectError."""
+    def resolve(
+        self, parameters: Sequence[str], buffers: Sequence[str], transient: Collection[str] = ()
+    ) -> SubjectFacts:
+        """The declarations with every pattern resolved to names of this model. Raises SubjectError.
+
+        ``transient`` are the buffers that no checkpoint holds, because they are not persistent.
+        """
         names = [*parameters, *buffers]
         placements: dict[str, tuple[str, ...]] = {}
         for pattern, declared in self.placements.items():
@@ -100,7 +105,7 @@ class Subject:
         defaults: dict[str, Any] = {"reference": None, "verifier": None, "batch": None}
         defaults |= {"frozen": (), "tied": (), "placements": {}}
         return SubjectFacts(
-            frozen=self._resolve_frozen(names),
+            frozen=self._resolve_frozen(names, transient),
             tied=tuple(tuple(group) for group in self.tied),
             unsharded=tuple(_match_all("unsharded", self.unsharded, parameters)),
             offloaded=tuple(_match_all("offloaded", self.offloaded, names)),
@@ -109,12 +114,16 @@ class Subject:
             declared=frozenset(name for name, empty in defaults.items() if getattr(self, name) != empty),
         )
 
-    def _resolve_frozen(self, names: Sequence[str]) -> dict[str, str]:
+    def _resolve_frozen(self, names: Sequence[str], transient: Collection[str]) -> dict[str, str]:
         frozen: dict[str, str] = {}
+        source = self.reference if self.verifier is None else self.verifier
+        unheld = transient if isinstance(source, (str, os.PathLike)) else ()
         mapping = self.frozen if isinstance(self.frozen, Mapping) else dict.fromkeys(_listed(self.frozen))
         for pattern, template in mapping.items():
             for name in _match("frozen", pattern, names):
-                frozen.setdefault(name, name if template is None else _rename(name, pattern, template))
+                # A pattern such as "layers.*" means what the checkpoint has of them; a literal name insists.
+                if name == pattern or name not in unheld:
+                    frozen.setdefault(name, name if template is None else _rename(name, pattern, template))
         return frozen
 
 

@@ -220,6 +220,28 @@ def test_frozen_names_in_the_verifier(frozen, resolved):
 
 
 @pytest.mark.parametrize(
+    ("frozen", "held"),
+    [
+        ("*", PARAMETERS),
+        (["embed.*", "rotary.*"], ["embed.weight"]),
+        ({"*.weight": "m.*.w", "rotary.*": "m.rotary.*"}, PARAMETERS),
+        ("rotary.inv_freq", BUFFERS),
+        (["*", "rotary.inv_freq"], PARAMETERS + BUFFERS),
+    ],
+)
+def test_a_frozen_pattern_leaves_out_what_no_checkpoint_holds(tmp_path, frozen, held):
+    (tmp_path / "model.safetensors").touch()
+    other = {"verifier": lambda: nn.Linear(2, 2)}
+    everything = list(subject(frozen=frozen, **other).resolve(PARAMETERS, BUFFERS).frozen)
+    for sources in ({"verifier": tmp_path}, {"reference": str(tmp_path)}):
+        declared = subject(frozen=frozen, **sources)
+        assert list(declared.resolve(PARAMETERS, BUFFERS, transient=BUFFERS).frozen) == held
+        assert list(declared.resolve(PARAMETERS, BUFFERS).frozen) == everything
+    for sources in (other, {"reference": tmp_path} | other, {}):
+        assert list(subject(frozen=frozen, **sources).resolve(PARAMETERS, BUFFERS, BUFFERS).frozen) == everything
+
+
+@pytest.mark.parametrize(
     ("pattern", "template"),
     [("layers.*.q.weight", "q"), ("embed.weight", "model.*"), ("layers.*.*", "l.*"), ("layers.[0].q.weight", "l.*")],
 )

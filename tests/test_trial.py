@@ -9,6 +9,7 @@ from typing import Any
 import cloudpickle
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
@@ -285,3 +286,42 @@ def test_an_optimizer_that_cannot_be_rebuilt_costs_parity_only(make, why):
     wrong = {id: (found.status, found.reason) for id, found in verdicts.items() if found.status in ("failed", "error")}
     reason = f"the reference cannot build the same ({why}); give a callable: optimizer=lambda parameters: ..."
     assert wrong == {PARITY: ("error", f"Subject(optimizer=...): {reason}")}
+
+
+class Verified(nn.Module):
+    def __init__(self, offset: float = 0.0) -> None:
+        super().__init__()
+        self.verifier = Rotating(offset)
+
+
+class Rotating(nn.Module):
+    """A frozen weight that is in the checkpoint, and a buffer that is not."""
+
+    def __init__(self, offset: float = 0.0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(4.0), requires_grad=False)
+        self.register_buffer("angles", torch.arange(2.0) + offset, persistent=False)
+
+
+@pytest.mark.parametrize(
+    ("frozen", "field", "offset", "wrong"),
+    [
+        ("verifier.*", "verifier", 0.0, {}),
+        ("verifier.*", "reference", 0.0, {}),
+        ("verifier.*", "verifier", 1.0, {"buffers_equal_reference": "failed"}),
+        ("verifier.angles", "verifier", 0.0, {"frozen_weights_equal_verifier": "error"}),
+    ],
+)
+def test_a_frozen_pattern_beside_a_checkpoint(tmp_path, frozen, field, offset, wrong):
+    save_file({"verifier.weight": torch.arange(4.0)}, tmp_path / "model.safetensors")
+    sources = {"reference": Verified, field: tmp_path}
+
+    def loader(fsdp):
+        model = Verified(offset)
+        fully_shard(model, mesh=fsdp.mesh)
+        return Subject(model, frozen=frozen, **sources)
+
+    verdicts = judged(loader)
+    assert {id: v.status for id, v in verdicts.items() if v.status in ("failed", "error")} == wrong
+    if not wrong:
+        assert verdicts["frozen_weights_equal_verifier"].status == "passed"

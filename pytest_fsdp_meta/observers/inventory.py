@@ -23,7 +23,7 @@ WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_
 
 def take_inventory(model: Module, rank: int, device: str, attributes: Sequence[str] = ()) -> RankInventory:
     """The inventory of one rank; ``attributes`` are the custom parameter attributes to note."""
-    transient = _non_persistent(model)
+    transient = non_persistent(model)
     with torch.no_grad():
         tensors = [
             describe(name, kind, tensor, persistent=name not in transient, attributes=attributes)
@@ -49,8 +49,8 @@ def clean_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
-def _non_persistent(model: Module) -> set[str]:
-    # torch says only through this attribute which buffers a state dict leaves out.
+def non_persistent(model: Module) -> set[str]:
+    """The buffers that a state dict leaves out; torch says it only through this attribute."""
     return {
         clean_name(f"{prefix}.{name}" if prefix else name)
         for prefix, module in unwrapped(model).named_modules()

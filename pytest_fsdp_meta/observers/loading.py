@@ -13,7 +13,7 @@ import torch
 from torch.nn import Module
 
 from pytest_fsdp_meta.evidence import RankInventory, SubjectFacts
-from pytest_fsdp_meta.observers.inventory import named_tensors, reshard, take_inventory
+from pytest_fsdp_meta.observers.inventory import named_tensors, non_persistent, reshard, take_inventory
 from pytest_fsdp_meta.observers.optimizers import pack_optimizer
 from pytest_fsdp_meta.observers.poison import poisoned_memory
 from pytest_fsdp_meta.subject import Subject, SubjectError
@@ -53,7 +53,7 @@ def load(function: bytes, arguments: Mapping[str, bytes], wants_rank: str | None
     subject = _as_subject(returned)
     reshard(subject.model)  # a loader may have run a forward to warm up
     names = _names(subject.model)
-    facts = subject.resolve(names["parameter"], names["buffer"])
+    facts = subject.resolve(names["parameter"], names["buffer"], non_persistent(subject.model))
     me.state["subject"] = subject
     inventory = take_inventory(subject.model, me.rank, str(me.device), facts.kept_attributes)
     sources = {field: getattr(subject, field) for field in ("reference", "verifier")}
