@@ -125,7 +125,9 @@ def _judge(check: Check, evidence: Evidence, catalogue: Catalogue) -> Verdict:
     except NotTaken as error:
         return _unavailable(check, str(error), evidence, catalogue)
     except NotJudged as error:
-        return Verdict(check, "skipped", reason=str(error), unjudged=view.left_out)
+        if not findings:
+            return Verdict(check, "skipped", reason=str(error), unjudged=view.left_out)
+        reason = str(error)
     if findings:
         return Verdict(check, "failed", tuple(findings), reason, unjudged=view.left_out)
     if view.left_out:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from pytest_fsdp_meta.catalogue.judging import NotJudged, Unjudgeable, View
+from pytest_fsdp_meta.catalogue.judging import NotJudged, Unjudgeable, View, ranks_by
 from pytest_fsdp_meta.catalogue.registry import Finding, Words, check
-from pytest_fsdp_meta.evidence import RankTraining
+from pytest_fsdp_meta.evidence import Comparison, RankTraining
 
 TOLERANCE = {"float64": 1e-9, "float32": 1e-5, "float16": 2e-3, "bfloat16": 1.6e-2}
 """Relative, by the coarsest dtype among the parameters."""
@@ -25,6 +25,10 @@ EXPLAINING = (
     "tied_weights_share_storage",
 )
 """What makes losses differ by itself: one cause, one finding."""
+ROUNDING = 1e-2
+"""Relative: reduced gradients are the same bits on every rank, or nearly; those of other rows differ by far more."""
+NOISE = 1e-7
+"""Gradients this small are what rounding leaves of a zero, as of the bias of attention keys."""
 
 
 @check(
@@ -44,10 +48,31 @@ def loss_parity(view: View) -> Iterable[Finding]:
     actual = mean_losses(runs)
     tolerance = _tolerance(view)
     apart = [step for step in range(len(expected)) if _distance(actual, expected, step) > tolerance]
-    diverged = list(_disagreements(view, runs, tolerance))
+    diverged = _diverged(view, runs, tolerance)
+    unreduced = list(_unreduced(view, runs))
+    yield from unreduced
+    if unreduced and apart and apart[0] > 0:
+        apart = []  # what nobody reduces shows in the losses of later steps by itself
     if not apart and not diverged:
         return
-    told = _step(apart[0], actual, expected) if apart else diverged[0].detail
+    rank, other, step = diverged[0] if diverged else (0, 0, 0)
+    told = _step(apart[0], actual, expected) if apart else _step(step, runs[rank].losses, runs[other].losses)
+    _require_no_other_cause(view, told)
+    yield from (_disagreement(runs, *case) for case in diverged)
+    if apart:
+        ours, theirs = _told_apart(actual[apart[0]], expected[apart[0]])
+        yield Finding(
+            None,
+            tuple(range(len(runs))),
+            f"loss {ours} at step {apart[0]}",
+            f"{theirs} within {tolerance:g}",
+            f"losses {_curve(actual)}; the reference's {_curve(expected)}",
+            **_likely(view, apart[0], runs),
+        )
+
+
+def _require_no_other_cause(view: View, told: str) -> None:
+    """Raises when the reference, or what more basic checks found, explains losses that differ as ``told``."""
     if view.reference.unstable:
         raise Unjudgeable(
             f"the losses differ ({told}), and the reference does not reproduce itself: it gives other bits when it is "
@@ -56,36 +81,93 @@ def loss_parity(view: View) -> Iterable[Finding]:
     if [name for name in _known_names(view) if not view.judgeable(name)]:
         explaining = ", ".join(view.left_out)
         raise NotJudged(f"the losses differ ({told}), which the findings of {explaining} explain; mend those first")
-    yield from diverged
-    if apart:
-        yield Finding(
-            None,
-            tuple(range(len(runs))),
-            "losses " + _curve(actual),
-            f"{_curve(expected)} within {tolerance:g}",
-            detail=told,
-            **_likely(view, apart[0], runs),
-        )
 
 
-def _disagreements(view: View, runs: Sequence[RankTraining], tolerance: float) -> Iterator[Finding]:
-    """Ranks that see the same rows have the same loss; in the mean their deviations could cancel."""
+def _unreduced(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding]:
+    """Parameters that ranks hold alike and that each slice of the batch pulls its own way.
+
+    Their effect on the loss may be too small to see in a few steps.
+    """
+    gradients = [{comparison.name: comparison for comparison in run.gradients} for run in runs]
+    updated = [{comparison.name: comparison for comparison in run.parameters} for run in runs]
+    words = _PLAIN if any(run.unreduced for run in runs) else _IGNORED
+    for name in dict.fromkeys(name for by_name in gradients for name in by_name):
+        for ranks in _replicas(view, runs, name):
+            # One rank of each slice; the others of a slice, tensor-parallel ones, may hold parts of a sum.
+            apart = {runs[rank].data_parallel[0]: rank for rank in reversed(ranks)}
+            seen = {rank: gradients[rank][name] for rank in sorted(apart.values()) if name in gradients[rank]}
+            # An optimizer may reduce what backward left apart; its parameters are then equal.
+            together = len({updated[rank].get(name) for rank in seen}) < 2
+            detail = "" if together else _scattered(seen)
+            if detail and view.judgeable(name):
+                yield Finding(name, ranks, *_SCATTERED, detail, **words)
+
+
+def _replicas(view: View, runs: Sequence[RankTraining], name: str) -> Iterator[tuple[int, ...]]:
+    """Ranks that hold the same part of a parameter and do not all see the same rows."""
+    inventory = view.evidence.inventory
+    held = [(rank.rank, rank.by_name[name].regions) for rank in inventory if name in rank.by_name]
+    for ranks in ranks_by(held).values():
+        if len({runs[rank].data_parallel for rank in ranks}) > 1:
+            yield ranks
+
+
+def _scattered(seen: Mapping[int, Comparison]) -> str:
+    """Where tensors differ from one another by more than rounding; empty where they do not.
+
+    All are compared with one truth, so a rank that does not differ from it at an index has the truth's value there.
+    """
+    indices = [c.index for c in seen.values() if c.index is not None]
+    if not indices or max(c.max_abs for c in seen.values()) < NOISE:
+        return ""
+    index = min(indices)
+    truth = next(c.expected for c in seen.values() if c.index == index)
+    values = {rank: c.actual if c.index == index else truth for rank, c in seen.items()}
+    ordered = sorted((value, rank) for rank, value in values.items() if value is not None)
+    (low, least), (high, most) = ordered[0], ordered[-1]
+    if not high - low > ROUNDING * max(abs(low), abs(high)):  # nor where one is NaN, which the losses tell
+        return ""
+    place = f"at [{', '.join(map(str, index))}]: " if index else ""
+    return f"of the first step, {place}{low:.6g} on rank {least}, {high:.6g} on rank {most}"
+
+
+_SCATTERED = ("gradients that differ from rank to rank", "reduced over the data-parallel ranks")
+_IGNORED: Words = {
+    "cause": "it is left out of FSDP and DDP (ignored_params), and nothing else reduces its gradients",
+    "remedy": "shard it, or reduce its gradients after backward (mean over the data-parallel ranks)",
+}
+_PLAIN: Words = {
+    "cause": "all parameters are plain tensors and no DDP wraps the model, so nobody reduces their gradients",
+    "remedy": "shard or wrap the model; or declare Subject(data_parallel=(0, 1)) if every rank sees the whole batch",
+}
+
+
+def _diverged(view: View, runs: Sequence[RankTraining], tolerance: float) -> list[tuple[int, int, int]]:
+    """(rank, another of its slice, first step at which they differ): in the mean their deviations could cancel."""
     if dict(view.evidence.world.mesh).get("cp", 1) > 1:
-        return  # of the same rows, each rank has another part of the sequence
+        return []  # of the same rows, each rank has another part of the sequence
     first: dict[int, tuple[int, RankTraining]] = {}
+    found = []
     for rank, run in enumerate(runs):
         other, same = first.setdefault(run.data_parallel[0], (rank, run))
         finite = [step for step in range(len(run.losses)) if math.isfinite(run.losses[step] + same.losses[step])]
         apart = [step for step in finite if _distance(run.losses, same.losses, step) > tolerance]
-        if apart:
-            yield Finding(
-                *(None, (rank,), "losses " + _curve(run.losses)),
-                f"{_curve(same.losses)}, as on rank {other}, which sees the same rows",
-                detail=_step(apart[0], run.losses, same.losses),
-                cause="ranks of one data-parallel slice compute different things: replicas that diverged, or a "
-                "tensor-parallel layer that does not reduce its output",
-                remedy="compare the parameters of these ranks, and the output layouts of the tensor-parallel plan",
-            )
+        found += [(rank, other, step) for step in apart[:1]]
+    return found
+
+
+def _disagreement(runs: Sequence[RankTraining], rank: int, other: int, step: int) -> Finding:
+    ours, theirs = _told_apart(runs[rank].losses[step], runs[other].losses[step])
+    return Finding(
+        None,
+        (rank,),
+        f"loss {ours} at step {step}",
+        f"{theirs}, as on rank {other}, which sees the same rows",
+        f"losses {_curve(runs[rank].losses)}; rank {other}'s {_curve(runs[other].losses)}",
+        cause="ranks of one data-parallel slice compute different things: replicas that diverged, or a tensor-parallel "
+        "layer that does not reduce its output",
+        remedy="compare the parameters of these ranks, and the output layouts of the tensor-parallel plan",
+    )
 
 
 def mean_losses(runs: Sequence[RankTraining]) -> tuple[float, ...]:
@@ -151,11 +233,7 @@ def _likely(view: View, first: int, runs: Sequence[RankTraining]) -> Words:
             "loader computes in another precision on purpose, set tolerance=...",
         }
     if any(run.unreduced for run in runs) and len(runs) > 1:
-        return {
-            "cause": "all parameters are plain tensors and no DDP wraps the model, so nobody reduces their gradients",
-            "remedy": "shard or wrap the model; or declare Subject(data_parallel=(0, 1)) if every rank sees the "
-            "whole batch",
-        }
+        return _PLAIN
     wrong = [c for run in runs for c in run.gradients if not c.equal and c.max_rel > 1e-2]
     shown = f" (of the first step, {wrong[0].name} for one)" if wrong else ""
     return {
@@ -168,6 +246,15 @@ def _likely(view: View, first: int, runs: Sequence[RankTraining]) -> Words:
 
 def _curve(losses: Sequence[float]) -> str:
     return ", ".join(f"{loss:.6f}" for loss in losses)
+
+
+def _told_apart(actual: float, expected: float) -> tuple[str, str]:
+    """Both in as many digits, at least four, as show that they differ."""
+    for digits in range(4, 17):
+        told = f"{actual:.{digits}g}", f"{expected:.{digits}g}"
+        if told[0] != told[1]:
+            break
+    return told
 
 
 def _step(step: int, actual: Sequence[float], expected: Sequence[float]) -> str:
