@@ -18,31 +18,64 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ALIASES = "aliases"
+AS_BYTES = "as_bytes"
+"""Notes in the metadata of a record: which names are another's tensor, and the dtypes of those kept as bytes."""
 DTYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
     "F8_E5M2": "float8_e5m2", "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8",
     "U16": "uint16", "U32": "uint32", "U64": "uint64", "BOOL": "bool", "C64": "complex64",
 }  # fmt: skip
+YOUNG = frozenset({"uint16", "uint32", "uint64", "complex64"})
+"""What safetensors learnt too late for the oldest version that will do."""
 
 
 def write_record(path: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Writes the tensors to one safetensors file. Tied names are written once and remembered as aliases."""
+    """Writes the tensors to one safetensors file. Tied names are written once and remembered as aliases.
+
+    Left out is what is no plain array of elements, such as a sparse or a quantized tensor.
+    """
     from safetensors.torch import save_file
 
     kept: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
+    as_bytes: dict[str, str] = {}
     first: dict[tuple[Any, ...], str] = {}
     for name, tensor in tensors:
+        if not _is_array(tensor):
+            continue
         data = tensor.detach()
         # The same memory seen in another way, as a transposed weight is, is another tensor.
-        key = (data.data_ptr(), tuple(data.shape), data.stride(), data.dtype)
+        key = (data.data_ptr(), tuple(data.shape), data.stride(), data.dtype, data.is_conj(), data.is_neg())
         if data.numel() and key in first:
             aliases[name] = first[key]
         else:
             first[key] = name
+            data = data.resolve_conj().resolve_neg().cpu().contiguous()
+            dtype = str(data.dtype).removeprefix("torch.")
+            if dtype in YOUNG or dtype not in DTYPES.values():
+                as_bytes[name], data = dtype, _bytes(data)
             # A copy: safetensors refuses views that share a storage, and the model goes on to be trained.
-            kept[name] = data.cpu().contiguous().clone()
-    save_file(kept, path, metadata={ALIASES: json.dumps(aliases)})
+            kept[name] = data.clone()
+    save_file(kept, path, metadata={ALIASES: json.dumps(aliases), AS_BYTES: json.dumps(as_bytes)})
+
+
+def _is_array(tensor: Tensor) -> bool:
+    import torch
+
+    return tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_nested
+
+
+def _bytes(data: Tensor) -> Tensor:
+    """The bytes of each element in one more dimension, so that all others are sliced as ever."""
+    import torch
+
+    return data.unsqueeze(-1).view(torch.uint8)
+
+
+def _elements(data: Tensor, dtype: str) -> Tensor:
+    import torch
+
+    return data.view(getattr(torch, dtype)).squeeze(-1)
 
 
 class Record:
@@ -53,11 +86,14 @@ class Record:
         files = _files(Path(path)) if Path(path).is_dir() else [Path(path)]
         self._files: dict[str, Any] = {}
         self._aliases: dict[str, str] = {}
+        self._as_bytes: dict[str, str] = {}
         self._where: dict[str, Path] = {}
         for file in files:
             handle = self._open(file)
             self._where.update(dict.fromkeys(handle.keys(), file))
-            self._aliases.update(json.loads((handle.metadata() or {}).get(ALIASES, "{}")))
+            notes = handle.metadata() or {}
+            self._aliases.update(json.loads(notes.get(ALIASES, "{}")))
+            self._as_bytes.update(json.loads(notes.get(AS_BYTES, "{}")))
 
     def __contains__(self, name: str) -> bool:
         return self._aliases.get(name, name) in self._where
@@ -66,18 +102,26 @@ class Record:
         return [*self._where, *self._aliases]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._slice(name).get_shape())
+        stored = tuple(self._slice(name).get_shape())
+        return stored[:-1] if self._kept_as_bytes(name) else stored
 
     def dtype(self, name: str) -> str:
         stored = self._slice(name).get_dtype()
-        return str(DTYPES.get(stored, stored))
+        return self._kept_as_bytes(name) or str(DTYPES.get(stored, stored))
 
     def read(self, name: str, held: Sequence[Region]) -> Tensor:
         """The elements of the global tensor ``name`` in the runs ``held`` of each dimension, as one CPU tensor."""
         if not held:
-            return self._open(self._where[self._aliases.get(name, name)]).get_tensor(self._aliases.get(name, name))
-        source = self._slice(name)
-        return _assemble(source, list(held), [])
+            stored = self._aliases.get(name, name)
+            read = self._open(self._where[stored]).get_tensor(stored)
+        else:
+            read = _assemble(self._slice(name), list(held), [])
+        dtype = self._kept_as_bytes(name)
+        return _elements(read, dtype) if dtype else read
+
+    def _kept_as_bytes(self, name: str) -> str | None:
+        """The true dtype of a tensor that is kept as bytes."""
+        return self._as_bytes.get(self._aliases.get(name, name))
 
     def _slice(self, name: str) -> Any:
         stored = self._aliases.get(name, name)

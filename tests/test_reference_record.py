@@ -51,6 +51,16 @@ def whole(tensor: torch.Tensor):
         torch.arange(4.0).expand(3, 4),
         torch.arange(12.0)[3:7],
         torch.tensor([1 + 2j, 3 - 4j], dtype=torch.complex64),
+        torch.tensor([[1 + 2j], [1e-300 - 4j]], dtype=torch.complex128),
+        torch.tensor(3 - 4j, dtype=torch.complex128),
+        torch.empty(0, 4, dtype=torch.complex128),
+        torch.empty(3, 0, dtype=torch.complex128),
+        torch.tensor([1 + 2j, 3 - 4j]).conj(),
+        torch.tensor([65535], dtype=torch.uint16),
+        torch.tensor([2**32 - 1], dtype=torch.uint32),
+        torch.tensor([2**64 - 1], dtype=torch.uint64),
+        torch.arange(4.0).to(torch.float8_e4m3fnuz),
+        torch.arange(4.0).to(torch.float8_e5m2fnuz),
     ],
     ids=lambda tensor: f"{tensor.dtype}{list(tensor.shape)}",
 )
@@ -85,6 +95,40 @@ def test_the_runs_of_a_shard_are_read(record, held, rows, columns):
     read = record(("a", tensor)).read("a", held)
     assert (read.shape, read.dtype) == (expected.shape, expected.dtype)
     assert torch.equal(read, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex128, torch.complex64, torch.uint16])
+@pytest.mark.parametrize("held", [(((2, 4), (7, 8)), ((1, 3),)), (((0, 8),), ((0, 6),)), ((), ((0, 6),)), ((), ())])
+def test_the_runs_of_what_is_kept_as_bytes_are_read(record, dtype, held):
+    tensor = torch.arange(48).reshape(8, 6).to(dtype)
+    kept = record(("a", tensor), ("tied", tensor), ("plain", torch.ones(8, 6)))
+    rows, columns = ([index for run in runs for index in range(*run)] for runs in held)
+    for name in ("a", "tied"):
+        assert (kept.shape(name), kept.dtype(name)) == ((8, 6), str(dtype).removeprefix("torch."))
+        assert kept.read(name, held).tolist() == tensor[rows][:, columns].tolist()
+    assert kept.read("plain", held).dtype == torch.float32
+
+
+PACKED = [name for name in ("float4_e2m1fn_x2", "float8_e8m0fnu", "uint4") if hasattr(torch, name)]
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_what_torch_can_hardly_read_itself_is_kept(record, name):
+    data = torch.arange(12, dtype=torch.uint8).reshape(3, 4)
+    kept = record(("a", data.view(getattr(torch, name))))
+    assert (kept.shape("a"), kept.dtype("a")) == ((3, 4), name)
+    read = kept.read("a", (((1, 3),), ((0, 4),)))
+    assert (read.dtype, read.shape) == (getattr(torch, name), (2, 4))
+    assert torch.equal(read.view(torch.uint8), data[1:])
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_what_is_no_plain_array_is_left_out(record):
+    sparse = torch.eye(2).to_sparse()
+    quantized = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
+    kept = record(("a", sparse), ("b", torch.ones(2)), ("c", quantized))
+    assert kept.names() == ["b"]
+    assert [name in kept for name in "abc"] == [False, True, False]
 
 
 @pytest.mark.parametrize("size", [8, 7, 5, 3, 1])

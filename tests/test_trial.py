@@ -91,8 +91,8 @@ def test_what_is_frozen_and_not_declared_is_trained_by_the_reference():
 def test_what_is_declared_frozen_and_trains_is_found():
     verdicts = judged(declared_and_not_frozen)
     assert told(verdicts[TRAINABLE]) == [
-        ("0.weight", (0, 1), "trainable", "frozen", ""),
-        ("0.bias", (0, 1), "trainable", "frozen", ""),
+        ("0.weight", (0, 1), "trainable", "frozen, as declared", ""),
+        ("0.bias", (0, 1), "trainable", "frozen, as declared", ""),
     ]
     assert verdicts[PARITY].status == "skipped"
     assert verdicts[PARITY].reason.endswith(f"which the findings of {TRAINABLE} explain; mend those first")
@@ -325,3 +325,51 @@ def test_a_frozen_pattern_beside_a_checkpoint(tmp_path, frozen, field, offset, w
     assert {id: v.status for id, v in verdicts.items() if v.status in ("failed", "error")} == wrong
     if not wrong:
         assert verdicts["frozen_weights_equal_verifier"].status == "passed"
+
+
+class Odd(nn.Module):
+    """A layer with buffers as models have them, though few."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("token_type_ids", torch.zeros(1, 8, dtype=torch.long).expand(4, 8), persistent=False)
+        self.register_buffer("counts", torch.zeros(1, 2).expand(3, 2))
+        self.register_buffer("frequencies", torch.polar(torch.ones(4), torch.arange(4.0)).conj(), persistent=False)
+        self.register_buffer("precise", torch.tensor([1e-300 + 2j, 3.0], dtype=torch.complex128))
+        self.register_buffer("large", torch.tensor([2**60 + 1]))
+        self.register_buffer("packed", torch.arange(4, dtype=torch.uint8).view(torch.float8_e4m3fn))
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.counts[:1] += 1.0  # a buffer that training changes
+        return self.layer(input) * self.frequencies.real * self.counts[0, 0]
+
+
+def test_odd_buffers_are_recorded_compared_and_restored():
+    def loader(fsdp):
+        model = Odd()
+        fully_shard(model, mesh=fsdp.mesh)
+        return Subject(model, reference=Odd, batch=batch, loss=loss)
+
+    verdicts = judged(loader)
+    wrong = {id: (found.status, found.reason) for id, found in verdicts.items() if found.status in ("failed", "error")}
+    assert wrong == {}
+    assert {verdicts[id].status for id in (PARITY, "buffers_equal_reference")} == {"passed"}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"large": torch.tensor([2**60])}, {"precise": torch.tensor([1e-301 + 2j, 3.0], dtype=torch.complex128)}],
+    ids=list,
+)
+def test_a_wrong_odd_buffer_is_found(wrong):
+    def loader(fsdp):
+        model = Odd()
+        for name, value in wrong.items():
+            setattr(model, name, value)
+        fully_shard(model, mesh=fsdp.mesh)
+        return Subject(model, reference=Odd)
+
+    found = judged(loader)["buffers_equal_reference"]
+    assert (found.status, [finding.tensor for finding in found.findings]) == ("failed", list(wrong))

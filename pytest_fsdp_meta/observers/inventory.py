@@ -73,7 +73,7 @@ def describe(name: str, kind: str, tensor: Tensor, *, persistent: bool, attribut
         persistent=persistent,
         placements=tuple(short_placement(p) for p in tensor.placements) if isinstance(tensor, DTensor) else None,
         mesh=mesh_facts(tensor) if isinstance(tensor, DTensor) else None,
-        storage=_storage(local),
+        storage=_storage(_own_memory(tensor)),
         identity=id(tensor),
         attributes={key: repr(getattr(tensor, key)) for key in attributes if hasattr(tensor, key)},
         nan=nan,
@@ -83,7 +83,11 @@ def describe(name: str, kind: str, tensor: Tensor, *, persistent: bool, attribut
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """This rank's own memory of a tensor, without autograd."""
+    """This rank's own part of a tensor, without autograd; a lazy conjugate or negative is worked out."""
+    return _own_memory(tensor).resolve_conj().resolve_neg()
+
+
+def _own_memory(tensor: Tensor) -> Tensor:
     with torch.no_grad():
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
@@ -137,11 +141,10 @@ def _count_poison(local: Tensor) -> tuple[int, int]:
     """(NaN, elements that hold what uninitialised memory is filled with)."""
     if local.dtype == torch.bool or not local.numel():
         return 0, 0  # bools are filled with True, which says nothing
-    if local.is_floating_point() or local.is_complex():
-        try:
-            widened = local.float() if local.element_size() == 1 else local
-        except (NotImplementedError, RuntimeError):
-            return 0, 0  # a packed type such as float4, which torch cannot read element by element
-        nan = int(torch.isnan(widened).sum())
-        return nan, nan
-    return 0, int((local == torch.iinfo(local.dtype).max).sum())
+    try:
+        if local.is_floating_point() or local.is_complex():
+            nan = int(torch.isnan(local.float() if local.element_size() == 1 else local).sum())
+            return nan, nan
+        return 0, int((local == torch.iinfo(local.dtype).max).sum())
+    except (NotImplementedError, RuntimeError, TypeError):
+        return 0, 0  # a packed type such as float4 or uint4, which torch cannot read element by element

@@ -14,7 +14,7 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from pytest_fsdp_meta.evidence import MODEL_DIMS, RankTraining
-from pytest_fsdp_meta.observers.inventory import digest, mesh_facts, named_tensors, reshard
+from pytest_fsdp_meta.observers.inventory import digest, local_part, mesh_facts, named_tensors, reshard
 from pytest_fsdp_meta.observers.loading import loaded_subject
 from pytest_fsdp_meta.observers.poison import deterministic
 from pytest_fsdp_meta.observers.values import compare_all
@@ -152,7 +152,8 @@ def _batch(subject: Subject, step: int) -> Mapping[str, Any]:
 
 
 def _batch_digest(batch: Mapping[str, Any]) -> str:
-    return " ".join(f"{key}={digest(value)}" for key, value in sorted(batch.items()) if isinstance(value, Tensor))
+    tensors = {key: local_part(value) for key, value in sorted(batch.items()) if isinstance(value, Tensor)}
+    return " ".join(f"{key}={digest(tensor)}" for key, tensor in tensors.items())
 
 
 def _slice(batch: Mapping[str, Any], step: int, part: tuple[int, int], device: torch.device) -> dict[str, Any]:

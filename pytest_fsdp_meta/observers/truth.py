@@ -137,4 +137,14 @@ def _tensors(model: Module) -> list[tuple[str, Tensor]]:
 def _restore(model: Module, record: Record) -> None:
     with torch.no_grad():
         for name, tensor in _tensors(model):
-            tensor.copy_(record.read(name, [((0, size),) for size in tensor.shape]))
+            if name in record:
+                _once(tensor).copy_(_once(record.read(name, [((0, size),) for size in tensor.shape]), tensor))
+
+
+def _once(tensor: Tensor, like: Tensor | None = None) -> Tensor:
+    """Without the repetitions that ``expand`` made in ``like`` (the tensor itself), which cannot be written to."""
+    repeated = (tensor if like is None else like).stride()
+    for dim, stride in enumerate(repeated):
+        if not stride and tensor.shape[dim]:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor

@@ -53,18 +53,21 @@ def compare(name: str, tensor: Tensor, truth: Record, there: str) -> Comparison:
 
 
 def _compare(name: str, actual: Tensor, expected: Tensor, held: Sequence[Region]) -> Comparison:
+    """Equal means equal in the shard's own type, and NaN like NaN; numbers are only told in float64."""
     cast = expected.dtype != actual.dtype
-    expected = expected.to(device=actual.device, dtype=actual.dtype)
-    if torch.equal(actual, expected):
-        return Comparison(name, True, elements=actual.numel(), cast=cast)
-    ours, truth = _widen(actual), _widen(expected)
-    differs = (ours != truth) & ~(torch.isnan(ours) & torch.isnan(truth))
+    ours, truth = _comparable(actual), _comparable(expected.to(device=actual.device, dtype=actual.dtype))
+    differs = ours != truth
+    if differs.any():
+        differs &= ~((ours != ours) & (truth != truth))
     count = int(differs.sum())
     if not count:
         return Comparison(name, True, elements=actual.numel(), cast=cast)
-    distance = torch.where(differs, (ours - truth).abs().nan_to_num(nan=torch.inf), 0.0)
-    relative = distance / truth.abs().clamp_min(torch.finfo(torch.float32).tiny)
     first = tuple(int(i) for i in differs.nonzero()[0])
+    # Integers that differ do so by one at least, which float64 forgets of the large ones.
+    least = 0.0 if ours.is_floating_point() else 1.0
+    ours, truth = ours.double(), truth.double()
+    distance = torch.where(differs, (ours - truth).abs().nan_to_num(nan=torch.inf).clamp_min(least), 0.0)
+    relative = distance / truth.abs().clamp_min(torch.finfo(torch.float32).tiny)
     return Comparison(
         name,
         False,
@@ -79,6 +82,16 @@ def _compare(name: str, actual: Tensor, expected: Tensor, held: Sequence[Region]
     )
 
 
-def _widen(tensor: Tensor) -> Tensor:
-    """In float64; a complex tensor as its real and imaginary parts in one more dimension."""
-    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).double()
+def _comparable(tensor: Tensor) -> Tensor:
+    """The same values in a type that torch can compare.
+
+    A complex tensor gives its real and imaginary parts in one more dimension, and a packed type its bytes.
+    """
+    if tensor.is_complex():
+        return torch.view_as_real(tensor)
+    if tensor.element_size() > 1 or tensor.dtype in (torch.bool, torch.int8, torch.uint8):
+        return tensor
+    try:
+        return tensor.float()  # float8: nothing is lost
+    except (NotImplementedError, RuntimeError):
+        return tensor.view(torch.uint8)

@@ -1,0 +1,101 @@
+"""What the observers see of single tensors, without ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from pytest_fsdp_meta.evidence import Comparison
+from pytest_fsdp_meta.observers.inventory import describe, digest, local_part
+from pytest_fsdp_meta.observers.values import compare
+from pytest_fsdp_meta.reference import Record, write_record
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.fixture
+def compared(tmp_path):
+    """Compares a tensor with the record of another."""
+
+    def beside(actual: Tensor, truth: Tensor) -> Comparison:
+        write_record(tmp_path / "values.safetensors", [("a", truth)])
+        return compare("a", actual, Record(tmp_path / "values.safetensors"), "a")
+
+    return beside
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.tensor([2**60 + 1, -(2**63), 2**63 - 1]),
+        torch.tensor([2**64 - 1, 2**63], dtype=torch.uint64),
+        torch.tensor([2**16 - 1], dtype=torch.uint16),
+        torch.tensor([True, False]),
+        torch.tensor([NAN, INF, -INF, 1.0]),
+        torch.tensor([NAN, 1.0], dtype=torch.bfloat16),
+        torch.tensor([NAN, 1.0]).to(torch.float8_e4m3fn),
+        torch.tensor([complex(NAN, 1.0), complex(INF, NAN)]),
+        torch.tensor([1e-300 + 1j], dtype=torch.complex128),
+    ],
+    ids=lambda tensor: str(tensor.dtype),
+)
+def test_a_tensor_equals_itself(compared, tensor):
+    assert compared(tensor.clone(), tensor) == Comparison("a", True, elements=tensor.numel())
+
+
+@pytest.mark.parametrize(
+    ("actual", "truth", "index", "distance"),
+    [
+        (torch.tensor([0, 2**60 + 1]), torch.tensor([0, 2**60]), (1,), 1.0),
+        (torch.tensor([2**63 - 1]), torch.tensor([-(2**63)]), (0,), 2.0**64),
+        (torch.tensor([2**64 - 1], dtype=torch.uint64), torch.tensor([2**64 - 2], dtype=torch.uint64), (0,), 1.0),
+        (torch.tensor([True, True]), torch.tensor([True, False]), (1,), 1.0),
+        (torch.tensor([1.0, NAN]), torch.tensor([1.0, 2.0]), (1,), INF),
+        (torch.tensor([1.0, 2.0]).to(torch.float8_e5m2), torch.tensor([1.0, 4.0]).to(torch.float8_e5m2), (1,), 2.0),
+        (torch.tensor([complex(NAN, 1.0)]), torch.tensor([complex(NAN, 3.0)]), (0,), 2.0),
+    ],
+)
+def test_what_differs_in_its_own_type_is_found(compared, actual, truth, index, distance):
+    found = compared(actual, truth)
+    assert (found.equal, found.differing, found.index, found.max_abs) == (False, 1, index, distance)
+
+
+LAZY = {
+    "conjugated": torch.tensor([1 + 2j, 3 - 4j]).conj(),
+    "negated": torch.tensor([1 + 2j, 3 - 4j]).conj().imag,
+    "negated and conjugated": torch._neg_view(torch.tensor([1 + 2j, 3 - 4j])).conj(),
+}
+
+
+@pytest.mark.parametrize("lazy", LAZY.values(), ids=LAZY)
+def test_a_lazy_tensor_is_seen_as_what_it_says(compared, lazy):
+    real = torch.tensor(lazy.tolist())
+    assert (lazy.is_conj() or lazy.is_neg(), real.is_conj() or real.is_neg()) == (True, False)
+    assert digest(local_part(lazy)) == digest(real)
+    facts = describe("a", "buffer", lazy, persistent=True, attributes=())
+    assert (facts.digest, facts.storage) == (digest(real), f"{lazy.data_ptr()}:(2,)")
+    assert compared(lazy, real).equal
+    assert compared(real, lazy).equal
+    assert not compared(lazy, -real).equal
+
+
+def test_a_tensor_and_its_lazy_conjugate_are_two(tmp_path):
+    plain = torch.tensor([1 + 2j, 3 - 4j])
+    write_record(tmp_path / "values.safetensors", [("a", plain), ("b", plain.conj())])
+    truth = Record(tmp_path / "values.safetensors")
+    assert [compare(name, plain.conj(), truth, name).equal for name in ("a", "b")] == [False, True]
+
+
+PACKED = [name for name in ("float4_e2m1fn_x2", "uint4") if hasattr(torch, name)]
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_types_are_seen_and_compared_as_bytes(compared, name):
+    data = torch.arange(4, dtype=torch.uint8)
+    packed = data.view(getattr(torch, name))
+    facts = describe("a", "buffer", packed, persistent=True, attributes=())
+    assert (facts.dtype, facts.poisoned, facts.digest) == (name, 0, digest(data))
+    assert compared(packed, packed).equal
+    found = compared(packed, data.flip(0).view(packed.dtype))
+    assert (found.differing, found.index, found.max_abs) == (4, (0,), 3.0)
