@@ -13,7 +13,10 @@ from tests.evidence_factory import (
     HEAD,
     MIDDLE,
     ROTARY,
+    add,
+    buffer,
     change,
+    change_reference,
     declare,
     differ,
     drop,
@@ -135,6 +138,31 @@ def test_what_the_reference_never_writes_is_no_excuse():
 def test_without_values_poison_is_believed():
     evidence = undeclared(change(healthy(), COUNTER, poisoned=1), "values", why="not declared")
     assert [finding.tensor for finding in verdict(WRITTEN, evidence).findings] == [COUNTER]
+
+
+@pytest.mark.parametrize(("poisoned", "status"), [(1, "passed"), (11, "passed"), (12, "failed")])
+@pytest.mark.parametrize("dtype", ["int64", "int32", "uint8"])
+def test_without_values_one_integer_may_be_a_sentinel(dtype, poisoned, status):
+    evidence = change(undeclared(healthy(), "values", why="not declared"), MIDDLE, dtype=dtype, poisoned=poisoned)
+    evidence = undeclared(evidence, "reference", why="not declared")
+    assert verdict(WRITTEN, evidence).status == status
+    # Floating point has NaN, which nobody means.
+    assert verdict(WRITTEN, change(evidence, MIDDLE, dtype="float32", nan=poisoned)).status == "failed"
+
+
+def test_an_integer_that_only_some_ranks_compare():
+    evidence = change(unequal(MIDDLE), MIDDLE, dtype="int64", poisoned=1)
+    evidence = change_reference(evidence, MIDDLE, dtype="int64")
+    assert [finding.ranks for finding in verdict(WRITTEN, evidence).findings] == [(0, 1)]
+    evidence = replace(evidence, values=(evidence.values[0], ()))
+    assert [finding.ranks for finding in verdict(WRITTEN, evidence).findings] == [(0,)]
+
+
+def test_a_buffer_too_many_is_told_once():
+    evidence = add(healthy(), buffer("extra", nan=2, poisoned=2))
+    assert [finding.tensor for finding in verdict("names_match_reference", evidence).findings] == ["extra"]
+    found = verdict(WRITTEN, evidence)
+    assert (found.status, found.reason) == ("skipped", left_out("names_match_reference", "extra"))
 
 
 def test_what_the_manifest_condemned_is_not_judged_for_poison():

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from pytest_fsdp_meta.evidence import splits_experts, splits_model
 from tests.evidence_factory import (
     EMBEDDING,
     FROZEN,
@@ -55,7 +56,9 @@ def test_a_plain_parameter():
 
 def test_a_plain_parameter_on_one_rank():
     evidence = change(healthy(4), MIDDLE, [2], placements=None, mesh=None)
-    assert told(verdict(PLACEMENTS, evidence)) == [(MIDDLE, (2,), PLAIN, "sharded over dp_shard=4", "")]
+    assert told(verdict(PLACEMENTS, evidence)) == [
+        (MIDDLE, (2,), "a plain tensor, not a DTensor", "sharded over dp_shard=4", "")
+    ]
 
 
 def test_a_model_that_nobody_sharded():
@@ -344,3 +347,120 @@ def test_a_rank_outside_of_the_mesh_has_placements_all_the_same():
     evidence = healthy(4)
     outside = replace(evidence.inventory[3].by_name[MIDDLE].mesh, coordinate=None)
     assert verdict(PLACEMENTS, change(evidence, MIDDLE, [3], mesh=outside)).status == "passed"
+
+
+def moved(evidence, ranks, name=MIDDLE, **facts):
+    """On these ranks, one parameter with other placements or another mesh."""
+    mesh = replace(evidence.inventory[0].by_name[name].mesh, **{k: v for k, v in facts.items() if k != "placements"})
+    placements = facts.get("placements", evidence.inventory[0].by_name[name].placements)
+    return change(evidence, name, ranks, mesh=mesh, placements=placements)
+
+
+BRANCHES = (
+    "the loader branches on the rank while it shards, or ranks made different meshes",
+    "make one mesh of all ranks, and shard by the same plan on each",
+)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "finding"),
+    [
+        ([3], ((3,), "S(1) on mesh dp_shard=4", "S(0) on mesh dp_shard=4, as on ranks 0-2")),
+        ([0], ((0,), "S(1) on mesh dp_shard=4", "S(0) on mesh dp_shard=4, as on ranks 1-3")),
+        ([2, 3], ((2, 3), "S(1) on mesh dp_shard=4", "S(0) on mesh dp_shard=4, as on ranks 0, 1")),
+        ([0, 1], ((2, 3), "S(0) on mesh dp_shard=4", "S(1) on mesh dp_shard=4, as on ranks 0, 1")),
+    ],
+)
+def test_ranks_that_shard_on_another_dim_than_the_others(ranks, finding):
+    found = verdict(PLACEMENTS, moved(healthy(4), ranks, placements=("S(1)",)))
+    assert told(found) == [(MIDDLE, *finding, "")]
+    assert (found.findings[0].cause, found.findings[0].remedy) == BRANCHES
+    assert verdict(PLACEMENTS, moved(healthy(4), range(4), placements=("S(1)",))).status == "passed"
+
+
+def test_ranks_on_a_mesh_of_other_names():
+    found = verdict(PLACEMENTS, moved(healthy(4), [1], dims=("fsdp",)))
+    assert told(found) == [(MIDDLE, (1,), "S(0) on mesh fsdp=4", "S(0) on mesh dp_shard=4, as on ranks 0, 2, 3", "")]
+    assert verdict(PLACEMENTS, moved(healthy(4), range(4), dims=("fsdp",))).status == "passed"
+
+
+def test_what_is_declared_whole_is_whole_in_one_way():
+    evidence = declare(place(healthy(4), MIDDLE, {"dp_shard": 4}, "R"), unsharded=(MIDDLE,))
+    found = verdict(PLACEMENTS, change(evidence, MIDDLE, [2], placements=None, mesh=None))
+    assert told(found) == [
+        (MIDDLE, (2,), "a plain tensor, not a DTensor", "R on mesh dp_shard=4, as on ranks 0, 1, 3", "")
+    ]
+
+
+def test_a_rank_that_breaks_the_promise_is_no_measure_for_the_others():
+    # Three ranks did not shard it; the one that did is right.
+    evidence = change(healthy(4), MIDDLE, [0, 1, 2], placements=None, mesh=None)
+    assert [finding.ranks for finding in verdict(PLACEMENTS, evidence).findings] == [(0, 1, 2)]
+
+
+def test_a_mesh_of_one_rank_shards_nothing():
+    for evidence in (
+        place(healthy(), MIDDLE, {"dp_shard": 1}, "S(0)", shape=(6, 4)),
+        place(all_on(healthy(), {"dp_shard": 1}, "S(0)"), MIDDLE, {"dp_shard": 1}, "S(0)"),
+    ):
+        found = verdict(PLACEMENTS, evidence).findings
+        assert {(f.ranks, f.actual, f.expected) for f in found} == {
+            ((0, 1), "S(0) on mesh dp_shard=1", "sharded over dp_shard=2")
+        }
+        assert MIDDLE in [finding.tensor for finding in found]
+
+
+def test_a_dimension_of_half_the_size_beside_others():
+    evidence = place(healthy(4), MIDDLE, {"dp_shard": 2}, "S(0)")
+    assert told(verdict(PLACEMENTS, evidence)) == [
+        (MIDDLE, (0, 1, 2, 3), "S(0) on mesh dp_shard=2", "sharded over dp_shard=4", "")
+    ]
+    # Beside another dimension there is no room for more.
+    evidence = place(healthy(4), MIDDLE, {"dp_replicate": 2, "dp_shard": 2}, "R", "S(0)")
+    assert verdict(PLACEMENTS, evidence).status == "passed"
+
+
+def test_replicas_in_small():
+    evidence = place(healthy(mesh=HSDP), MIDDLE, {"dp_replicate": 1, "dp_shard": 2}, "R", "S(0)")
+    assert [finding.expected for finding in verdict(PLACEMENTS, evidence).findings] == [
+        "replicated over dp_replicate=2, which fully_shard(mesh=...) does"
+    ]
+
+
+@pytest.mark.parametrize(
+    "dim", ["tp", "TP", "tensor", "tensor_parallel", "model", "mp", "sp", "context", "pipe", "my_tp"]
+)
+def test_dimensions_that_split_the_model_are_free(dim):
+    evidence = all_on(healthy(mesh={"dp_shard": 2, dim: 2}), {"dp_shard": 2, dim: 2}, "S(0)", "R")
+    assert verdict(PLACEMENTS, evidence).status == "passed"
+
+
+@pytest.mark.parametrize("dim", ["ep", "expert", "etp", "moe_ep"])
+def test_experts_by_any_name(dim):
+    evidence = place(healthy(mesh=HSDP), MIDDLE, {dim: 2}, "S(0)")
+    assert verdict(PLACEMENTS, evidence).status == "passed"
+
+
+@pytest.mark.parametrize(
+    ("dim", "model", "experts"),
+    [
+        (None, False, False),
+        ("tp", True, False),
+        ("Pipeline", True, False),
+        ("decoder_pp", True, False),
+        ("moe_EP", True, True),
+        ("etp", True, True),
+        ("expert", True, True),
+        ("dp_shard", False, False),
+        ("dp_shard_cp", False, False),  # flattened from what splits the batch, and the sequence
+        ("dp_shard_mod_ep", False, False),
+        ("edp_ep", False, False),
+        ("fsdp", False, False),
+        ("data", False, False),
+        ("_tp", True, False),
+        ("http", False, False),
+        ("step", False, False),
+    ],
+)
+def test_which_dimensions_split_the_model(dim, model, experts):
+    assert (splits_model(dim), splits_experts(dim)) == (model, experts)

@@ -91,6 +91,7 @@ def test_a_name_that_some_ranks_lack_is_told_of_the_odd_ones(world, absent, find
         ({"dtype": "bfloat16"}, "dtype bfloat16", "float32, as on ranks 0, 1, 3"),
         ({"requires_grad": False}, "requires_grad False", "True, as on ranks 0, 1, 3"),
         ({"kind": "buffer"}, "kind buffer", "parameter, as on ranks 0, 1, 3"),
+        ({"persistent": False}, "persistent False", "True, as on ranks 0, 1, 3"),
     ],
 )
 def test_one_odd_rank_is_named_beside_the_others(facts, actual, expected):
@@ -240,6 +241,27 @@ def test_a_parameter_that_became_a_buffer():
     found = verdict(NAMES, change(healthy(), MIDDLE, kind="buffer", requires_grad=False))
     assert told(found) == [(MIDDLE, (0, 1), "a buffer", "a parameter, as in the reference", "")]
     assert found.findings[0].remedy == "re-create a parameter as torch.nn.Parameter, a buffer by register_buffer"
+
+
+@pytest.mark.parametrize(
+    ("name", "now", "actual", "expected"),
+    [
+        (COUNTER, False, "a non-persistent buffer", "a persistent one, as in the reference"),
+        (ROTARY, True, "a persistent buffer", "a non-persistent one, as in the reference"),
+    ],
+)
+def test_a_buffer_that_leaves_the_checkpoint_or_enters_it(name, now, actual, expected):
+    found = verdict(NAMES, change(healthy(), name, persistent=now))
+    assert told(found) == [(name, (0, 1), actual, expected, "")]
+    assert found.findings[0].cause == (
+        "it was registered again with another persistent=...: checkpoints have it or not by that alone"
+    )
+    assert found.findings[0].remedy == f"call register_buffer(name, tensor, persistent={not now})"
+
+
+def test_a_checkpoint_holds_what_is_persistent_and_says_no_more():
+    evidence = from_checkpoint(change(healthy(), COUNTER, persistent=False))
+    assert verdict(NAMES, evidence).status == "passed"
 
 
 def test_a_name_on_some_ranks_only_is_the_affair_of_the_manifest():

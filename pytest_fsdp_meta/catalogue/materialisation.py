@@ -51,7 +51,7 @@ def no_meta_buffers(view: View) -> Iterable[Finding]:
     family="materialisation",
     needs=["inventory"],
     uses=["values"],
-    after=["same_manifest_on_every_rank"],
+    after=["same_manifest_on_every_rank", "names_match_reference"],
     why="Uninitialised memory is often zero or plausible, so the model runs and is wrong, and not the same twice.",
     cause="to_empty() or torch.empty() allocated it and nothing wrote it: it is not in the checkpoint, or its name did "
     "not match",
@@ -59,17 +59,20 @@ def no_meta_buffers(view: View) -> Iterable[Finding]:
     references=["NVIDIA-NeMo/Automodel#3808", "mosaicml/llm-foundry#1745"],
 )
 def no_uninitialized_memory(view: View) -> Iterable[Finding]:
-    meant = _equal_to_reference(view)
+    equal = _compared(view)
     for name, facts in view.tensors("parameter", "buffer"):
-        suspects = {rank: tensor for rank, tensor in facts if (name, rank) not in meant}
-        for finding in view.broken(name, [(rank, _poisoned(tensor)) for rank, tensor in suspects.items()]):
+        suspects = {rank: tensor for rank, tensor in facts if not equal.get((name, rank), False)}
+        told = [(rank, _poisoned(tensor, (name, rank) in equal)) for rank, tensor in suspects.items()]
+        for finding in view.broken(name, told):
             tensor = suspects[finding.ranks[0]]
             yield replace(finding, detail=f"{tensor.poisoned} of {tensor.numel} elements")
 
 
-def _poisoned(tensor: TensorFacts) -> Told | None:
-    some = tensor.poisoned == tensor.numel if tensor.dtype in BYTE_TYPES else tensor.poisoned > 0
-    if not some or not tensor.poisoned:
+def _poisoned(tensor: TensorFacts, differs: bool) -> Told | None:
+    """``differs`` is True where the reference is known to have something else here."""
+    # Some integers at the maximum may be sentinels, unless the reference has others.
+    some = bool(tensor.nan) or (differs and tensor.dtype not in BYTE_TYPES)
+    if not tensor.poisoned or not (some or tensor.poisoned == tensor.numel):
         return None
     sign = "NaN" if tensor.nan else f"{tensor.dtype} maximum"
     words = _TRANSIENT if tensor.kind == "buffer" and not tensor.persistent else {}
@@ -82,14 +85,14 @@ _TRANSIENT: Words = {
 }
 
 
-def _equal_to_reference(view: View) -> set[tuple[str, int]]:
-    """(name, rank) of what equals the reference, where a NaN is a value: the reference is not built under poison."""
+def _compared(view: View) -> dict[tuple[str, int], bool]:
+    """Whether what was compared equals the reference, by (name, rank); a NaN is a value: its memory is not poisoned."""
     own = set(view.evidence.reference.uninitialised) if view.evidence.reference else set()
     return {
-        (comparison.name, rank)
+        (comparison.name, rank): comparison.equal and comparison.name not in own
         for rank, comparisons in enumerate(view.evidence.values or ())
         for comparison in comparisons
-        if comparison.equal and comparison.elements and comparison.name not in own
+        if comparison.elements
     }
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from math import prod
 
-from pytest_fsdp_meta.catalogue.judging import View
+from pytest_fsdp_meta.catalogue.judging import View, majority
 from pytest_fsdp_meta.catalogue.registry import Finding, Told, Words, check
-from pytest_fsdp_meta.evidence import MODEL_DIMS, TensorFacts
+from pytest_fsdp_meta.evidence import MeshFacts, TensorFacts, splits_experts, splits_model
+from pytest_fsdp_meta.words import name_ranks
 
 
 @check(
@@ -35,30 +36,69 @@ def dtensor_placements(view: View) -> Iterable[Finding]:
             told = [(rank, _as_declared(tensor, declared, size)) for rank, tensor in facts]
         else:
             told = [(rank, _by_default(tensor, dims, size)) for rank, tensor in facts]
-        yield from view.broken(name, told)
+        yield from view.broken(name, _odd(facts, told))
+
+
+def _odd(
+    facts: list[tuple[int, TensorFacts]], told: list[tuple[int, Told | None]]
+) -> Iterator[tuple[int, Told | None]]:
+    """What is told, and of the ranks that keep the promise those that keep it in another way than the others."""
+    kept = [(rank, _placed(tensor)) for (rank, tensor), (_, one) in zip(facts, told, strict=True) if one is None]
+    usual = majority(kept) if kept else ""
+    others = name_ranks(rank for rank, placed in kept if placed == usual)
+    plain = PLAIN if all(tensor.placements is None for _, tensor in facts) else "a plain tensor, not a DTensor"
+    for (rank, tensor), (_, one) in zip(facts, told, strict=True):
+        if one is None and _placed(tensor) != usual:
+            one = Told(_placed(tensor), f"{usual}, as on {others}", *_BRANCHES)
+        if one is not None:
+            one = one._replace(actual=one.actual.replace(PLAIN, plain), expected=one.expected.replace(PLAIN, plain))
+        yield rank, one
+
+
+PLAIN = "a plain tensor, whole on every rank"
+_BRANCHES = (
+    "the loader branches on the rank while it shards, or ranks made different meshes",
+    "make one mesh of all ranks, and shard by the same plan on each",
+)
 
 
 def _data_dims(view: View) -> dict[str | None, int]:
     """Dimensions that shard or replicate: of the meshes that parameters lie on, for a loader may make its own.
 
-    And those of the world's mesh that have room beside them, for it may have used one and forgotten the other.
+    And those of the world's mesh that have room beside them, for it may have used one and forgotten the other, or made
+    one too small.
     """
     world = view.evidence.world
     tensors = (t for rank in view.evidence.inventory for t in rank.tensors if t.kind == "parameter")
-    # Experts cut up the ranks in a way of their own, which nothing else follows.
-    meshes = {tensor.mesh: None for tensor in tensors if tensor.mesh is not None and "ep" not in tensor.mesh.dims}
+    meshes = {tensor.mesh: None for tensor in tensors if tensor.mesh is not None and not _of_experts(tensor.mesh)}
+    sizes = [pair for mesh in meshes for pair in zip(mesh.dims, mesh.shape, strict=True)]
+    if not sizes or any(pair[0] == name for name, _ in world.mesh for pair in sizes):
+        fits = ((n, s) for n, s in world.mesh if all(_has_room(mesh, n, s, world.size) for mesh in meshes))
+        sizes = [*fits, *sizes]
     dims: dict[str | None, int] = {}
-    for mesh in meshes:
-        dims.update(zip(mesh.dims, mesh.shape, strict=True))
-    if not dims or any(name in dims for name, _ in world.mesh):
-        most = max((prod(mesh.shape) for mesh in meshes), default=1)
-        dims = {**{name: size for name, size in world.mesh if most * size <= world.size}, **dims}
+    for name, size in sizes:
+        dims[name] = max(size, dims.get(name, 1))
     return {name: size for name, size in dims.items() if size > 1 and _role(name) != "free"}
+
+
+def _of_experts(mesh: MeshFacts) -> bool:
+    """Experts cut up the ranks in a way of their own, which nothing else follows."""
+    return any(splits_experts(dim) for dim in mesh.dims)
+
+
+def _has_room(mesh: MeshFacts, name: str | None, size: int, world: int) -> bool:
+    """Whether the ranks of the world suffice for the mesh with a dimension of this size."""
+    return prod(mesh.shape) // _size(mesh, name) * size <= world
+
+
+def _size(mesh: MeshFacts, name: str | None) -> int:
+    """Of a dimension; 1 where the mesh does not have it."""
+    return dict(zip(mesh.dims, mesh.shape, strict=True)).get(name, 1)
 
 
 def _role(dim: str | None) -> str:
     """What is expected of a mesh dimension by its name: "shard", "replicate" or "free"."""
-    if dim in MODEL_DIMS:
+    if splits_model(dim):
         return "free"
     return "replicate" if dim is not None and ("replica" in dim or dim == "ddp") else "shard"
 
@@ -117,17 +157,20 @@ def _by_default(tensor: TensorFacts, dims: dict[str | None, int], world: int) ->
 
 
 def _forgotten(tensor: TensorFacts, dims: dict[str | None, int], shards: bool, world: int) -> Told | None:
-    """A dimension that the tensor's mesh leaves out: nobody shards it there, or reduces its gradients over it."""
+    """A dimension that the tensor's mesh leaves out, or has in small: nobody shards it there, or reduces gradients."""
     assert tensor.mesh is not None
+    if _of_experts(tensor.mesh) or not tensor.shape:
+        return None  # experts borrow the room of others
     for name, size in dims.items():
-        # A dimension of another mesh over the same ranks leaves no room beside this one; experts borrow theirs.
-        room = prod(tensor.mesh.shape) * size <= world and "ep" not in tensor.mesh.dims
-        if name is not None and name not in tensor.mesh.dims and room and tensor.shape:
-            if _role(name) == "shard":
-                return Told(_placed(tensor), f"sharded over {name}={size} as well")
-            # FSDP2 reduces over the mesh that it was given and no other; DDP over TP does it by itself.
-            if shards and tensor.requires_grad:
-                return Told(_placed(tensor), f"replicated over {name}={size} as well, which fully_shard(mesh=...) does")
+        # A dimension of another mesh over the same ranks leaves no room beside this one.
+        if name is None or _size(tensor.mesh, name) >= size or not _has_room(tensor.mesh, name, size, world):
+            continue
+        as_well = "" if name in tensor.mesh.dims else " as well"
+        if _role(name) == "shard":
+            return Told(_placed(tensor), f"sharded over {name}={size}{as_well}")
+        # FSDP2 reduces over the mesh that it was given and no other; DDP over TP does it by itself.
+        if shards and tensor.requires_grad:
+            return Told(_placed(tensor), f"replicated over {name}={size}{as_well}, which fully_shard(mesh=...) does")
     return None
 
 
@@ -137,14 +180,14 @@ def _meant(dim: str | None, placement: str) -> Words:
         return {}
     return {
         "cause": f"it was not sharded over {dim}; or {dim} is meant to replicate, which its name does not say",
-        "remedy": f"shard it; or call the dimension dp_replicate, or one of {', '.join(sorted(MODEL_DIMS))}; or "
+        "remedy": "shard it; or call the dimension dp_replicate, or tp, cp, pp or ep where it splits the model; or "
         "declare Subject(placements=...)",
     }
 
 
 def _placed(tensor: TensorFacts) -> str:
     if tensor.placements is None:
-        return "a plain tensor, whole on every rank"
+        return PLAIN
     return f"{_tuple(tensor.placements)} on mesh {tensor.mesh}"
 
 

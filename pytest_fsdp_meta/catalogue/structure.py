@@ -50,7 +50,7 @@ def _disorder(view: View) -> Iterator[Finding]:
 
 
 def _disagreements(facts: list[tuple[int, TensorFacts]]) -> Iterator[Finding]:
-    for aspect in ("kind", "shape", "dtype", "requires_grad"):
+    for aspect in ("kind", "shape", "dtype", "requires_grad", "persistent"):
         told = [(rank, getattr(tensor, aspect)) for rank, tensor in facts]
         usual = majority(told)
         for value, ranks in ranks_by(told).items():
@@ -101,18 +101,29 @@ def names_match_reference(view: View) -> Iterable[Finding]:
     if view.reference.complete:  # a checkpoint does not tell parameters from buffers
         for name, facts in view.tensors("parameter", "buffer"):
             if name in truth:
-                yield from view.broken(name, [(rank, _recast(t, truth[name].kind)) for rank, t in facts])
+                yield from view.broken(name, [(rank, _recast(tensor, truth[name])) for rank, tensor in facts])
 
 
-def _recast(tensor: TensorFacts, expected: str) -> Told | None:
-    if tensor.kind == expected:
-        return None
-    return Told(
-        f"a {tensor.kind}",
-        f"a {expected}, as in the reference",
-        "materialising or loading re-created it as the other kind: an optimizer and FSDP see parameters only",
-        "re-create a parameter as torch.nn.Parameter, a buffer by register_buffer",
-    )
+def _recast(tensor: TensorFacts, truth: TensorFacts) -> Told | None:
+    if tensor.kind != truth.kind:
+        return Told(
+            f"a {tensor.kind}",
+            f"a {truth.kind}, as in the reference",
+            "materialising or loading re-created it as the other kind: an optimizer and FSDP see parameters only",
+            "re-create a parameter as torch.nn.Parameter, a buffer by register_buffer",
+        )
+    if tensor.persistent != truth.persistent:
+        return Told(
+            f"a {_lasting(tensor)} buffer",
+            f"a {_lasting(truth)} one, as in the reference",
+            "it was registered again with another persistent=...: checkpoints have it or not by that alone",
+            f"call register_buffer(name, tensor, persistent={truth.persistent})",
+        )
+    return None
+
+
+def _lasting(tensor: TensorFacts) -> str:
+    return "persistent" if tensor.persistent else "non-persistent"
 
 
 def _common_prefix(extra: list[str], missing: list[str]) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from pytest_fsdp_meta.catalogue.judging import NotJudged, Unjudgeable, View, ranks_by
 from pytest_fsdp_meta.catalogue.registry import Finding, Words, check
-from pytest_fsdp_meta.evidence import Comparison, RankTraining
+from pytest_fsdp_meta.evidence import Comparison, RankTraining, splits_sequence
 
 TOLERANCE = {"float64": 1e-9, "float32": 1e-5, "float16": 2e-3, "bfloat16": 1.6e-2}
 """Relative, by the coarsest dtype among the parameters."""
@@ -144,7 +144,7 @@ _PLAIN: Words = {
 
 def _diverged(view: View, runs: Sequence[RankTraining], tolerance: float) -> list[tuple[int, int, int]]:
     """(rank, another of its slice, first step at which they differ): in the mean their deviations could cancel."""
-    if dict(view.evidence.world.mesh).get("cp", 1) > 1:
+    if any(size > 1 and splits_sequence(dim) for dim, size in view.evidence.world.mesh):
         return []  # of the same rows, each rank has another part of the sequence
     first: dict[int, tuple[int, RankTraining]] = {}
     found = []
