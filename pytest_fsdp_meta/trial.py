@@ -20,6 +20,7 @@ from pytest_fsdp_meta.evidence import (
     WorldFacts,
     frozen_sources,
 )
+from pytest_fsdp_meta.subject import SubjectError
 from pytest_fsdp_meta.worlds import DEFAULT_MESH_DIM, Preload, World, WorldError, WorldSpec
 
 OBSERVERS = "pytest_fsdp_meta.observers"
@@ -103,6 +104,8 @@ class Trial:
             session.take(wanted)
         finally:
             alone.close()
+        if unknown := session.unknown_attribute():
+            raise LoaderFailed(unknown)
         return Evidence(
             world=self.facts,
             subject=session.subject,
@@ -158,6 +161,17 @@ class _Session:
             except WorldError as error:
                 seen = ended = Unavailable(error.summary, error=True, detail=_story(error))
             (self.unavailable if isinstance(seen, Unavailable) else self.seen)[name] = seen
+
+    def unknown_attribute(self) -> str:
+        """What is wrong with a kept attribute that no tensor has: sharding may lose it, but the reference does not."""
+        reference = self.seen.get("reference")
+        if reference is None and "reference" in self.subject.declared and "reference" not in self.checkpoints:
+            return ""  # not asked, or failed: only it could tell
+        sources = (*self.inventory, reference.inventory) if reference else self.inventory
+        there = {name for source in sources for tensor in source.tensors for name in tensor.attributes}
+        unknown = [name for name in self.subject.kept_attributes if name not in there]
+        where = "the model or the reference" if reference and reference.complete else "the model"
+        return str(SubjectError("kept_attributes", f"no tensor of {where} has {unknown[0]!r}")) if unknown else ""
 
     def _reference(self) -> Any:
         if "reference" not in self.subject.declared:

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from pytest_fsdp_meta import Subject
 from pytest_fsdp_meta.catalogue import Verdict, built_in, judge
 from pytest_fsdp_meta.evidence import Evidence
-from pytest_fsdp_meta.trial import Loader, Trial
+from pytest_fsdp_meta.trial import Loader, LoaderFailed, Trial
 from pytest_fsdp_meta.worlds import Rank, WorldSpec
 from tests.evidence_factory import told
 from tests.world_help import preload
@@ -373,3 +373,42 @@ def test_a_wrong_odd_buffer_is_found(wrong):
 
     found = judged(loader)["buffers_equal_reference"]
     assert (found.status, [finding.tensor for finding in found.findings]) == ("failed", list(wrong))
+
+
+def build_marked() -> nn.Sequential:
+    model = build()
+    model[0].weight._whole = True
+    return model
+
+
+def asked_for(attribute: str, mark: bool = False, **sources: Any) -> Callable[[Rank], Subject]:
+    def loader(fsdp):
+        model = subject(fsdp, freeze=False).model
+        if mark:
+            model[0].weight._whole = True
+        return Subject(model, kept_attributes=[attribute], **sources)
+
+    return loader
+
+
+@pytest.mark.parametrize("declared", [{"mark": True}, {"reference": build_marked}, {"mark": True, "reference": build}])
+def test_an_attribute_that_some_parameter_has_is_noted(declared):
+    assert observed(asked_for("_whole", **declared)).subject.kept_attributes == ("_whole",)
+
+
+@pytest.mark.parametrize(
+    ("declared", "where"),
+    [
+        ({"mark": True}, "the model"),
+        ({"mark": True, "reference": build_marked}, "the model or the reference"),
+        ({"mark": True, "reference": "checkpoint"}, "the model"),
+    ],
+    ids=["alone", "reference", "checkpoint"],
+)
+def test_an_attribute_that_no_parameter_has_is_an_error(tmp_path, declared, where):
+    if declared.get("reference") == "checkpoint":
+        save_file(build().state_dict(), tmp_path / "model.safetensors")
+        declared = declared | {"reference": tmp_path}
+    with pytest.raises(LoaderFailed) as caught:
+        observed(asked_for("_hole", **declared))
+    assert caught.value.summary == f"Subject(kept_attributes=...): no tensor of {where} has '_hole'"
