@@ -144,7 +144,7 @@ def test_the_order_is_not_judged_where_names_are_missing():
 def test_a_name_too_many(world):
     found = verdict(NAMES, add(healthy(world), parameter("router.scale")))
     ranks = tuple(range(world))
-    assert told(found) == [("router.scale", ranks, "a parameter that the reference does not have", "absent", "")]
+    assert told(found) == [("router.scale", ranks, "there (a parameter)", "absent, as in the reference", "")]
     assert found.findings[0].cause == (
         "the sharded model was built from another config than the reference, or a wrapper renames its tensors"
     )
@@ -162,6 +162,21 @@ def test_a_disabled_bias_gets_its_own_cause():
     (finding,) = verdict(NAMES, add(healthy(), parameter("head.bias", (8,)))).findings
     assert finding.cause == "a bias that the config disables is registered as a parameter all the same, or the reverse"
     assert finding.remedy == "call register_parameter(name, None) for a disabled bias"
+
+
+def test_the_bias_of_a_module_that_one_side_lacks_is_no_disabled_bias():
+    renamed = add(drop(add(healthy(), parameter("new.bias", (8,))), HEAD), parameter("new.weight"))
+    for evidence in (renamed, add(healthy(), parameter("bias", (8,)))):
+        assert {finding.cause for finding in verdict(NAMES, evidence).findings} == {
+            "the sharded model was built from another config than the reference, or a wrapper renames its tensors"
+        }
+    # It may be the reference that has it.
+    evidence = drop(add(healthy(), parameter("head.bias", (8,))), "head.bias")
+    truth = replace(
+        evidence.reference.inventory, tensors=(*evidence.reference.inventory.tensors, parameter("head.bias"))
+    )
+    (finding,) = verdict(NAMES, replace(evidence, reference=replace(evidence.reference, inventory=truth))).findings
+    assert (finding.actual, finding.cause.startswith("a bias that the config disables")) == ("missing", True)
 
 
 PREFIX = (
@@ -277,9 +292,7 @@ def test_a_checkpoint_holds_neither_transient_buffers_nor_a_tie_twice():
 
 def test_a_checkpoint_that_lacks_a_persistent_buffer():
     evidence = from_checkpoint(drop_reference(healthy(), COUNTER))
-    assert told(verdict(NAMES, evidence)) == [
-        (COUNTER, (0, 1), "a buffer that the reference does not have", "absent", "")
-    ]
+    assert told(verdict(NAMES, evidence)) == [(COUNTER, (0, 1), "there (a buffer)", "absent, as in the reference", "")]
 
 
 def test_a_declared_tie_is_known_beside_a_checkpoint_even_when_it_is_broken():

@@ -52,7 +52,7 @@ def test_two_memories_for_one_weight(ranks):
     found = verdict(TIED, change(healthy(4), HEAD, ranks, **UNTIED))
     assert told(found) == [(EMBEDDING, ranks, "another memory than head.weight", "one weight with head.weight", "")]
     assert found.findings[0].remedy == (
-        "call tie_weights() after to_empty(), before fully_shard on the root, with both modules in one FSDP group"
+        "tie before fully_shard with both modules in one FSDP group, and call tie_weights() again after to_empty()"
     )
 
 

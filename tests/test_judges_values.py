@@ -24,6 +24,7 @@ from tests.evidence_factory import (
     healthy,
     left_out,
     parameter,
+    place,
     told,
     undeclared,
     verdict,
@@ -36,6 +37,7 @@ ONE = "1 of {} elements of rank {}'s shard differ, first at [0, 0]: 2.5, but sho
 ALL_OF = "all elements of rank {}'s shard differ, first at [0, 0]: 2.5, but should be 2; largest difference 0.5"
 IN_PART = "part of it is right: rows, heads or experts were exchanged, transposed or left out"
 NOT_LOADED = "the weight was not loaded (it still has its initialisation), or it was loaded from another tensor"
+ODD_REPLICAS = "these ranks were not given the value that the others have, or replicas diverged after loading"
 ODD_RANKS = "these ranks read the slice of another rank, or only the others were given the weight"
 
 
@@ -132,11 +134,52 @@ def test_of_buffers_a_part_may_be_right_by_chance():
     ]
 
 
-@pytest.mark.parametrize(("check", "name"), [(PARAMS, EMBEDDING), (BUFFERS, ROTARY)])
-def test_one_odd_rank(check, name):
-    found = verdict(check, differ(healthy(), name, [1]))
-    assert [(finding.tensor, finding.ranks) for finding in found.findings] == [(name, (1,))]
+def test_one_odd_rank():
+    found = verdict(PARAMS, differ(healthy(), EMBEDDING, [1]))
+    assert [(finding.tensor, finding.ranks) for finding in found.findings] == [(EMBEDDING, (1,))]
     assert found.findings[0].cause == ODD_RANKS
+    assert found.findings[0].remedy == (
+        "take the offset from the DTensor's own mesh coordinate, and let every rank load"
+    )
+
+
+@pytest.mark.parametrize(
+    ("check", "evidence"),
+    [
+        (PARAMS, differ(place(healthy(), EMBEDDING, {}), EMBEDDING, [1])),
+        (PARAMS, differ(place(healthy(), EMBEDDING, {"dp_shard": 2}, "R"), EMBEDDING, [1])),
+        (BUFFERS, differ(healthy(), ROTARY, [1])),
+    ],
+    ids=["plain", "replicated", "buffer"],
+)
+def test_one_odd_rank_of_what_is_whole_on_every_rank(check, evidence):
+    (finding,) = verdict(check, evidence).findings
+    assert (finding.ranks, finding.cause, finding.remedy) == (
+        *((1,), ODD_REPLICAS),
+        "let every rank load or compute it alike, or broadcast it once loading is done",
+    )
+
+
+@pytest.mark.parametrize(("check", "name"), [(PARAMS, MIDDLE), (BUFFERS, ROTARY)])
+@pytest.mark.parametrize("ranks", [None, [1]])
+@pytest.mark.parametrize(
+    ("rel", "dtype", "rounded"),
+    [
+        (2.0**-8, "float32", True),
+        (2.0**-12, "float32", True),
+        (2.0**-7, "float32", False),
+        (2.0**-20, "float32", False),
+        (2.0**-8, "bfloat16", False),
+        (2.0**-8, "float64", False),
+    ],
+)
+def test_what_was_rounded_on_the_way(check, name, ranks, rel, dtype, rounded):
+    evidence = differ(
+        change_reference(change(healthy(), name, dtype=dtype), name, dtype=dtype), name, ranks, max_rel=rel
+    )
+    (finding,) = verdict(check, evidence).findings
+    assert (finding.cause == "it was rounded through bfloat16 or float16") == rounded
+    assert (finding.remedy == "read, compute and cast it in float32 all the way") == rounded
 
 
 def test_empty_shards_do_not_make_the_others_odd():

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import textwrap
+from dataclasses import replace
 
 import pytest
 
 from pytest_fsdp_meta.catalogue import Check, Finding, Verdict
 from pytest_fsdp_meta.reports.terminal import describe_checks, describe_error, describe_failure
-from tests.evidence_factory import CATALOGUE, MIDDLE, ROTARY, change, differ, healthy, rename, verdict, with_reference
+from tests.evidence_factory import (
+    CATALOGUE,
+    MIDDLE,
+    ROTARY,
+    change,
+    differ,
+    healthy,
+    on_ranks,
+    rename,
+    verdict,
+    with_reference,
+)
 
 WORLD, AGAIN = "world of 2 (gloo on cpu)", "pytest 'test_a.py::test_llama[no_meta_buffers]'"
 
@@ -207,9 +219,64 @@ def test_a_real_curve_of_losses():
     evidence = healthy(1, losses=(2.0, 1.0))
     drifting = with_reference(evidence, losses=(2.0, 1.5), losses_again=(2.0, 1.5))
     assert lines(describe_failure(verdict("loss_parity", drifting), str(evidence.world), AGAIN)) == [
-        "  the model, rank 0: losses 2.000000, 1.000000, but should be 2.000000, 1.500000 within 1e-05 (step 1: "
-        "1.000000, but should be 1.500000, off by 0.25 relative)",
+        "  the model, rank 0: loss 1 at step 1, but should be 1.5 within 1e-05 (losses 2.000000, 1.000000; the "
+        "reference's 2.000000, 1.500000)",
         "              not hold the live parameters",
+    ]
+
+
+MODEL = {"parameter": frozenset("abcd"), "buffer": frozenset("xyz")}
+
+
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        ("abcd", ["all 4 parameters"]),
+        ("dcba", ["all 4 parameters"]),
+        ("abc", ["a", "b", "c"]),
+        ("abcdx", ["all 4 parameters", "x"]),
+        ("xyz", ["x", "y", "z"]),
+        ("xyzabcd", ["all 4 parameters", "x", "y", "z"]),
+    ],
+)
+def test_all_of_a_kind_are_told_by_their_number(names, told):
+    assert lines(failed(*map(red, names), model=MODEL)) == [
+        f"  {name}, ranks 0, 1: red, but should be blue" for name in told
+    ]
+
+
+def test_all_of_both_kinds():
+    model = {"parameter": frozenset("abcd"), "buffer": frozenset("vwxyz")}
+    assert lines(failed(*map(red, "abcdvwxyz"), model=model)) == [
+        "  all 4 parameters, ranks 0, 1: red, but should be blue",
+        "  all 5 buffers, ranks 0, 1: red, but should be blue",
+    ]
+
+
+def test_all_of_a_kind_show_the_detail_of_the_first():
+    findings = [red(name, detail=f"{number} of 9") for number, name in enumerate("abcd")]
+    assert lines(failed(*findings, model=MODEL)) == [
+        "  all 4 parameters, ranks 0, 1: red, but should be blue (a: 0 of 9)"
+    ]
+
+
+def test_all_on_some_ranks_and_some_on_all_are_told_apart():
+    findings = [*(red(name, [0]) for name in "abcd"), *(red(name, [1]) for name in "ab")]
+    assert lines(failed(*findings, model=MODEL)) == [
+        "  all 4 parameters, rank 0: red, but should be blue",
+        "  a, rank 1: red, but should be blue",
+        "  b, rank 1: red, but should be blue",
+    ]
+
+
+def test_a_real_model_that_is_all_on_meta():
+    evidence = on_ranks(healthy(), None, lambda rank: tuple(replace(t, device="meta") for t in rank.tensors))
+    assert lines(describe_failure(verdict("no_meta_params", evidence), WORLD, AGAIN)) == [
+        "  all 4 parameters, ranks 0, 1: on meta, but should be materialised"
+    ]
+    assert lines(describe_failure(verdict("no_meta_buffers", evidence), WORLD, AGAIN)) == [
+        "  rotary.inv_freq, ranks 0, 1: on meta, but should be materialised",
+        "  counter, ranks 0, 1: on meta, but should be materialised",
     ]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -30,6 +30,7 @@ class Verdict:
     """``status`` is "passed", "failed", "skipped" or "error"; ``reason`` says why it is not a plain pass or fail.
 
     ``unjudged`` maps each more basic check to the tensors that it condemned and that were therefore left out here.
+    ``model`` has the names of the model by kind, "parameter" or "buffer", beside which those of findings may be all.
     """
 
     check: Check
@@ -38,6 +39,7 @@ class Verdict:
     reason: str = ""
     detail: str = ""
     unjudged: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    model: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
 
 class View:
@@ -129,11 +131,16 @@ def _judge(check: Check, evidence: Evidence, catalogue: Catalogue) -> Verdict:
             return Verdict(check, "skipped", reason=str(error), unjudged=view.left_out)
         reason = str(error)
     if findings:
-        return Verdict(check, "failed", tuple(findings), reason, unjudged=view.left_out)
+        return Verdict(check, "failed", tuple(findings), reason, unjudged=view.left_out, model=_by_kind(evidence))
     if view.left_out:
         reason = f"kept by what could be judged; {describe_left_out(view.left_out)}"
         return Verdict(check, "skipped", reason=reason, unjudged=view.left_out)
     return Verdict(check, "passed")
+
+
+def _by_kind(evidence: Evidence) -> dict[str, frozenset[str]]:
+    tensors = [tensor for rank in evidence.inventory for tensor in rank.tensors]
+    return {kind: frozenset(t.name for t in tensors if t.kind == kind) for kind in ("parameter", "buffer")}
 
 
 def _unavailable(check: Check, need: str, evidence: Evidence, catalogue: Catalogue) -> Verdict:

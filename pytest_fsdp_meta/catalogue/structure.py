@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 
 from pytest_fsdp_meta.catalogue.judging import NotJudged, View, majority, ranks_by
 from pytest_fsdp_meta.catalogue.registry import Finding, Told, Words, check
@@ -93,11 +93,11 @@ def names_match_reference(view: View) -> Iterable[Finding]:
         )
         return
     for name in filter(view.judgeable, extra):
-        what = f"a {ours[name].kind} that the reference does not have"
-        yield Finding(name, ranks, what, "absent", **_about_bias(name))
+        there = f"there (a {ours[name].kind})"
+        yield Finding(name, ranks, there, "absent, as in the reference", **_about_bias(name, ours, truth))
     for name in filter(view.judgeable, missing):
         wanted = f"a {truth[name].kind}, as in the reference"
-        yield Finding(name, ranks, "missing", wanted, **_about_bias(name))
+        yield Finding(name, ranks, "missing", wanted, **_about_bias(name, ours, truth))
     if view.reference.complete:  # a checkpoint does not tell parameters from buffers
         for name, facts in view.tensors("parameter", "buffer"):
             if name in truth:
@@ -134,8 +134,10 @@ def _common_prefix(extra: list[str], missing: list[str]) -> str:
     return prefix if prefix.endswith(".") and {prefix + name for name in missing} == set(extra) else ""
 
 
-def _about_bias(name: str) -> Words:
-    return _BIAS if name.endswith("bias") else {}
+def _about_bias(name: str, ours: Container[str], truth: Container[str]) -> Words:
+    """Where the module is on both sides: else it is the module that is too many or too few."""
+    weight = name.removesuffix("bias") + "weight"
+    return _BIAS if name.endswith("bias") and weight in ours and weight in truth else {}
 
 
 _BIAS: Words = {

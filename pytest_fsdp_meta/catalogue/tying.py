@@ -17,7 +17,7 @@ from pytest_fsdp_meta.evidence import RankInventory
     after=["same_manifest_on_every_rank", "names_match_reference", "no_meta_params"],
     why="Untied, the two copies start equal, are trained apart, and one of them is dropped when the model is saved.",
     cause="to_empty() or loading gave each name its own memory: the tie was made before, or across two FSDP groups",
-    remedy="call tie_weights() after to_empty(), before fully_shard on the root, with both modules in one FSDP group",
+    remedy="tie before fully_shard with both modules in one FSDP group, and call tie_weights() again after to_empty()",
     references=[
         "hiyouga/LLaMA-Factory#10236",
         "verl-project/verl#7834",

@@ -147,14 +147,23 @@ def _difference(view: View, name: str, pairs: list[tuple[int, Comparison]], trut
 
 def _pattern(tensor: TensorFacts, cases: list[tuple[int, Comparison]], pairs: list[tuple[int, Comparison]]) -> Words:
     """Cause and remedy that the pattern of what is wrong points to; none where everything is."""
+    if tensor.dtype == "float32" and all(LEAST_CUT < c.max_rel < ROUNDING["bfloat16"] for _, c in cases):
+        return _CUT
     if len(cases) < len([c for _, c in pairs if c.elements]):
-        return _ODD_RANKS
+        whole = not any(placement.startswith(("S(", "_S(")) for placement in tensor.placements or ())
+        return _ODD_REPLICAS if whole else _ODD_RANKS
     # A matrix that was drawn anew differs nearly everywhere; what was mixed up keeps whole rows or experts. Vectors
     # start as ones or zeros and buffers are computed: of them, a part may be right by chance.
     drawn = tensor.kind == "parameter" and len(tensor.shape) > 1
     return _IN_PART if drawn and all(c.differing < 0.9 * c.elements for _, c in cases) else {}
 
 
+LEAST_CUT = 2.0**-14
+"""Relative: what float16 leaves out is larger in one element or another; smaller is another way of computing."""
+_CUT: Words = {
+    "cause": "it was rounded through bfloat16 or float16",
+    "remedy": "read, compute and cast it in float32 all the way",
+}
 _IN_PART: Words = {
     "cause": "part of it is right: rows, heads or experts were exchanged, transposed or left out",
     "remedy": "compare the order in which the checkpoint stores its parts with the one that the module wants",
@@ -167,6 +176,10 @@ _SHAPE: Words = {
 _ODD_RANKS: Words = {
     "cause": "these ranks read the slice of another rank, or only the others were given the weight",
     "remedy": "take the offset from the DTensor's own mesh coordinate, and let every rank load",
+}
+_ODD_REPLICAS: Words = {
+    "cause": "these ranks were not given the value that the others have, or replicas diverged after loading",
+    "remedy": "let every rank load or compute it alike, or broadcast it once loading is done",
 }
 
 

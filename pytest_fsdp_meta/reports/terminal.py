@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from pytest_fsdp_meta.catalogue import Check, Finding, Verdict, describe_left_out
 from pytest_fsdp_meta.words import fold_names, name_ranks
 
 MOST_LINES = 20
+FEWEST_OF_ALL = 4
+"""Fewer tensors are told by their names, even where the model has no others of their kind."""
 FIELDS = {
     "reference": "reference",
     "values": "reference",
@@ -24,7 +26,13 @@ def describe_failure(verdict: Verdict, world: str, again: str) -> str:
     check = verdict.check
     lines = [f"{check.id}: {check.promise}", f"broken in a {world}:"]
     for (cause, remedy), findings in _by_cause(verdict.findings).items():
-        lines += ["", *_lines(findings), "", _paragraph("likely cause: ", cause), _paragraph("remedy: ", remedy)]
+        lines += [
+            "",
+            *_lines(findings, verdict.model),
+            "",
+            _paragraph("likely cause: ", cause),
+            _paragraph("remedy: ", remedy),
+        ]
     if verdict.unjudged:
         lines += ["", describe_left_out(verdict.unjudged)]
     if verdict.reason:
@@ -60,31 +68,42 @@ def _by_cause(findings: Sequence[Finding]) -> dict[tuple[str, str], list[Finding
     return groups
 
 
-def _lines(findings: Sequence[Finding]) -> list[str]:
+def _lines(findings: Sequence[Finding], model: Mapping[str, frozenset[str]]) -> list[str]:
     """One line per set of like tensors that broke the promise in the same way on the same ranks."""
     alike: dict[tuple[str, str, tuple[int, ...]], list[Finding]] = {}
     for finding in findings:
         alike.setdefault((finding.actual, finding.expected, finding.ranks), []).append(finding)
-    lines = [line for group in alike.values() for line in _alike(group)]
+    lines = [line for group in alike.values() for line in _alike(group, model)]
     if len(lines) > MOST_LINES:
         left = len(lines) - MOST_LINES
         lines = [*lines[:MOST_LINES], f"  ... and {left} line{'s' if left > 1 else ''} more"]
     return lines
 
 
-def _alike(group: Sequence[Finding]) -> list[str]:
+def _alike(group: Sequence[Finding], model: Mapping[str, frozenset[str]]) -> list[str]:
     first = group[0]
     ranks = name_ranks(first.ranks)
     tail = f"{first.actual}, but should be {first.expected}"
     if first.tensor is None:
         return [f"  the model, {ranks}: {tail}" + (f" ({first.detail})" if first.detail else "")]
-    details = {finding.tensor: finding.detail for finding in group}
+    details = {str(finding.tensor): finding.detail for finding in group}
     lines = []
-    for folded, name in fold_names(str(finding.tensor) for finding in group).items():
+    for folded, name in _folded(list(details), model).items():
         detail = details[name]
         where = "" if name == folded or not detail else f"{name}: "
         lines.append(f"  {folded}, {ranks}: {tail}" + (f" ({where}{detail})" if detail else ""))
     return lines
+
+
+def _folded(names: Sequence[str], model: Mapping[str, frozenset[str]]) -> dict[str, str]:
+    """What to call the names, with the first name of each; all of a kind, where they are many, by their number."""
+    folded: dict[str, str] = {}
+    left = list(names)
+    for kind, known in model.items():
+        if len(known) >= FEWEST_OF_ALL and known <= set(names):
+            folded[f"all {len(known)} {kind}s"] = next(name for name in names if name in known)
+            left = [name for name in left if name not in known]
+    return folded | fold_names(left)
 
 
 def _paragraph(label: str, text: str) -> str:
