@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pytest_fsdp_meta.evidence import Comparison
 from pytest_fsdp_meta.observers.inventory import describe, digest, local_part
+from pytest_fsdp_meta.observers.optimizers import pack_optimizer
 from pytest_fsdp_meta.observers.values import compare
 from pytest_fsdp_meta.reference import Record, write_record
 
@@ -99,3 +102,40 @@ def test_packed_types_are_seen_and_compared_as_bytes(compared, name):
     assert compared(packed, packed).equal
     found = compared(packed, data.flip(0).view(packed.dtype))
     assert (found.differing, found.index, found.max_abs) == (4, (0,), 3.0)
+
+
+def tied(tie: bool) -> nn.ModuleDict:
+    model = nn.ModuleDict({name: nn.Linear(2, 2, bias=name == "a") for name in "abc"})
+    if tie:
+        model["c"].weight = model["b"].weight
+    return model
+
+
+@pytest.mark.parametrize("here", [True, False])
+@pytest.mark.parametrize("there", [True, False])
+def test_an_optimizer_is_rebuilt_by_the_names_of_its_parameters(here, there):
+    ours, theirs = tied(here), tied(there)
+    theirs["a"].weight.requires_grad_(False)
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [ours["a"].weight, nn.Parameter(torch.ones(1))], "lr": 0.5},
+            {"params": list(dict.fromkeys([ours["b"].weight, ours["c"].weight])), "weight_decay": 0.25},
+        ],
+        betas=(0.5, 0.75),
+    )
+    packed = pickle.loads(pack_optimizer(optimizer, ours))
+    rebuilt = packed.rebuild(theirs, [p for p in theirs.parameters() if p.requires_grad])
+    first, second = rebuilt.param_groups
+    assert (type(rebuilt), rebuilt.state) == (torch.optim.AdamW, {})
+    assert [id(p) for p in first["params"]] == [id(theirs["a"].bias)]  # in no group, and so in the first
+    assert [id(p) for p in second["params"]] == list(dict.fromkeys([id(theirs["b"].weight), id(theirs["c"].weight)]))
+    assert (first["lr"], first["betas"], second["weight_decay"]) == (0.5, (0.5, 0.75), 0.25)
+    hyperparameters = [{k: v for k, v in group.items() if k != "params"} for group in rebuilt.param_groups]
+    assert hyperparameters == [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+
+
+def test_an_optimizer_of_named_parameters_is_rebuilt():
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.named_parameters(), lr=0.5)
+    rebuilt = pickle.loads(pack_optimizer(optimizer, model)).rebuild(model, model.parameters())
+    assert [id(p) for p in rebuilt.param_groups[0]["params"]] == [id(p) for p in model.parameters()]
