@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
-from pytest_fsdp_meta.evidence import MODEL_DIMS, RankTraining
+from pytest_fsdp_meta.evidence import RankTraining, splits_experts, splits_model
 from pytest_fsdp_meta.observers.inventory import digest, local_part, mesh_facts, named_tensors, reshard
 from pytest_fsdp_meta.observers.loading import loaded_subject
 from pytest_fsdp_meta.observers.poison import deterministic
@@ -94,7 +94,7 @@ def data_parallel(model: Module, me: Rank) -> tuple[int, int]:
     for parameter in model.parameters():
         if isinstance(parameter, DTensor):
             mesh = mesh_facts(parameter)
-            if mesh.coordinate is not None and "ep" not in mesh.dims:
+            if mesh.coordinate is not None and not any(map(splits_experts, mesh.dims)):
                 key = (mesh.dims, mesh.shape, mesh.coordinate)
                 meshes[key] = meshes.get(key, 0) + parameter.numel()
     if meshes:
@@ -106,9 +106,9 @@ def data_parallel(model: Module, me: Rank) -> tuple[int, int]:
         return me.rank, me.world_size
     index = 0
     for dim, size, position in zip(dims, shape, coordinate, strict=True):
-        if dim not in MODEL_DIMS:
+        if not splits_model(dim):
             index = index * size + position
-    return index, math.prod(size for dim, size in zip(dims, shape, strict=True) if dim not in MODEL_DIMS)
+    return index, math.prod(size for dim, size in zip(dims, shape, strict=True) if not splits_model(dim))
 
 
 def _unreduced(model: Module) -> bool:
