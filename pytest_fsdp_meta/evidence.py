@@ -88,6 +88,8 @@ class TensorFacts:
     nan: int = 0
     poisoned: int = 0
     digest: str | None = None
+    unreadable: str = ""
+    """Why torch could not read its elements (sparse, packed, without storage); nothing is known of its values then."""
 
     @property
     def on_meta(self) -> bool:
@@ -114,6 +116,8 @@ class RankInventory:
     rank: int
     device: str
     tensors: tuple[TensorFacts, ...]
+    poison_kept: bool = True
+    """False when the loader switched off what fills uninitialised memory."""
 
     @cached_property
     def by_name(self) -> dict[str, TensorFacts]:

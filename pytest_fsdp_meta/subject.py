@@ -182,7 +182,7 @@ def _listed(patterns: str | Iterable[str]) -> list[str]:
 
 
 def _match(field: str, pattern: str, names: Sequence[str]) -> list[str]:
-    found = [name for name in names if fnmatchcase(name, pattern)]
+    found = [name for name in names if name == pattern or fnmatchcase(name, pattern)]
     if not found:
         raise SubjectError(field, f"{pattern!r} matches no name of the model{_nearest(pattern, names)}")
     return found

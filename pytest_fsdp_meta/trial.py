@@ -6,7 +6,6 @@ afterwards. What cannot be observed is noted with its reason, and costs only the
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -70,9 +69,8 @@ class Trial:
         """
         world = World(self.spec, self._preload)
         try:
-            with tempfile.TemporaryDirectory(prefix="fsdp-record-") as folder:
-                loaded = self._load(world, loader)
-                return self._observe(world, loaded, set(wanted), Path(folder))
+            loaded = self._load(world, loader)
+            return self._observe(world, loaded, set(wanted))
         finally:
             world.close()
             self.outputs = world.outputs()
@@ -87,7 +85,7 @@ class Trial:
             skipped = error.failures[0].message if agreed else None
             raise LoaderFailed(error.summary, str(error), skipped) from error
 
-    def _observe(self, world: World, loaded: list[Any], wanted: set[str], folder: Path) -> Evidence:
+    def _observe(self, world: World, loaded: list[Any], wanted: set[str]) -> Evidence:
         alone = World(self._single, self._preload, label="the reference")  # started when it is needed
         session = _Session(
             world=world,
@@ -97,7 +95,7 @@ class Trial:
             inventory=tuple(one.inventory for one in loaded),
             recipe=loaded[0].recipe,
             checkpoints=loaded[0].checkpoints,
-            folder=folder,
+            folder=world.folder,
             steps=self._steps,
         )
         try:

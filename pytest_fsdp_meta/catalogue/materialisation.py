@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from pytest_fsdp_meta.catalogue.judging import View
+from pytest_fsdp_meta.catalogue.judging import NotJudged, Unjudgeable, View
 from pytest_fsdp_meta.catalogue.registry import Finding, Told, Words, check
 from pytest_fsdp_meta.evidence import TensorFacts
+from pytest_fsdp_meta.words import name_ranks
 
 META = ("no_meta_params", "no_meta_buffers")
 BYTE_TYPES = ("int8", "uint8")
@@ -60,12 +61,22 @@ def no_meta_buffers(view: View) -> Iterable[Finding]:
 )
 def no_uninitialized_memory(view: View) -> Iterable[Finding]:
     equal = _compared(view)
+    unread: list[TensorFacts] = []
     for name, facts in view.tensors("parameter", "buffer"):
+        unread += [tensor for _, tensor in facts if tensor.unreadable]
         suspects = {rank: tensor for rank, tensor in facts if not equal.get((name, rank), False)}
         told = [(rank, _poisoned(tensor, (name, rank) in equal)) for rank, tensor in suspects.items()]
         for finding in view.broken(name, told):
             tensor = suspects[finding.ranks[0]]
             yield replace(finding, detail=f"{tensor.poisoned} of {tensor.numel} elements")
+    careless = [rank.rank for rank in view.evidence.inventory if not rank.poison_kept]
+    if careless:
+        raise Unjudgeable(
+            f"on {name_ranks(careless)} the loader switched off deterministic mode, by which memory that nobody writes "
+            "is told from memory that holds zeros by chance; leave torch.utils.deterministic alone while loading"
+        )
+    if unread:
+        raise NotJudged(f"torch cannot read {unread[0].name} ({unread[0].unreadable}); the others are written")
 
 
 def _poisoned(tensor: TensorFacts, differs: bool) -> Told | None:

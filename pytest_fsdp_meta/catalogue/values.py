@@ -109,7 +109,8 @@ def _differences(
     """``sources`` maps names to those in the truth, where they are others."""
     unusable = _unusable(view, truth)
     blamed: list[str] = []
-    for name, pairs in view.comparisons(comparisons, names).items():
+    found = view.comparisons(comparisons, names)
+    for name, pairs in found.items():
         source = sources.get(name, name)
         if source in unusable:
             blamed.append(source)
@@ -119,6 +120,12 @@ def _differences(
         raise Unjudgeable(
             f"the reference does not reproduce itself: it {unusable[blamed[0]]} ({blamed[0]}"
             f"{f' and {len(blamed) - 1} more' if len(blamed) > 1 else ''}); make it build the same model every time"
+        )
+    silent = [name for name in names if name not in found and (truth == VERIFIER or name in view.truth.by_name)]
+    if silent:
+        raise NotJudged(
+            f"kept by what could be compared; {silent[0]}{f' and {len(silent) - 1} more' if len(silent) > 1 else ''} "
+            "could not be: torch cannot lay it beside the truth in slices (quantized, sparse, nested, or a subclass)"
         )
 
 

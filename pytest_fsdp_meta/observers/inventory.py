@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,27 +60,35 @@ def non_persistent(model: Module) -> set[str]:
 
 
 def describe(name: str, kind: str, tensor: Tensor, *, persistent: bool, attributes: Sequence[str]) -> TensorFacts:
-    local = local_part(tensor)
-    nan, poisoned = (0, 0) if local.is_meta else _count_poison(local)
+    own = _own_memory(tensor)
     return TensorFacts(
         name=name,
         kind=kind,
         shape=tuple(tensor.shape),
-        local_shape=tuple(local.shape),
+        local_shape=tuple(own.shape),
         regions=held_regions(tensor),
         dtype=str(tensor.dtype).removeprefix("torch."),
-        device=str(local.device),
+        device=str(own.device),
         requires_grad=tensor.requires_grad,
         persistent=persistent,
         placements=tuple(short_placement(p) for p in tensor.placements) if isinstance(tensor, DTensor) else None,
         mesh=mesh_facts(tensor) if isinstance(tensor, DTensor) else None,
-        storage=_storage(_own_memory(tensor)),
         identity=id(tensor),
         attributes={key: repr(getattr(tensor, key)) for key in attributes if hasattr(tensor, key)},
-        nan=nan,
-        poisoned=poisoned,
-        digest=None if local.is_meta else digest(local),
+        **_read(tensor, own),
     )
+
+
+def _read(tensor: Tensor, own: Tensor) -> dict[str, Any]:
+    """The facts that take a look at the memory; a tensor that torch cannot read must not cost the others theirs."""
+    if own.is_meta:
+        return {}
+    try:
+        local = local_part(tensor)
+        nan, poisoned = _count_poison(local)
+        return {"storage": _storage(own), "nan": nan, "poisoned": poisoned, "digest": digest(local)}
+    except Exception as error:  # torch raises nearly anything here
+        return {"unreadable": f"{type(error).__name__}: {str(error).splitlines()[0][:100] if str(error) else ''}"}
 
 
 def local_part(tensor: Tensor) -> Tensor:

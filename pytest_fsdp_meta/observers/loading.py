@@ -6,16 +6,18 @@ import inspect
 import os
 import pickle
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn import Module
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from pytest_fsdp_meta.evidence import RankInventory, SubjectFacts
 from pytest_fsdp_meta.observers.inventory import named_tensors, non_persistent, reshard, take_inventory
 from pytest_fsdp_meta.observers.optimizers import pack_optimizer
-from pytest_fsdp_meta.observers.poison import poisoned_memory
+from pytest_fsdp_meta.observers.poison import poisoned_memory, restore_defaults
 from pytest_fsdp_meta.subject import Subject, SubjectError
 from pytest_fsdp_meta.worlds import SEED, Misuse, Rank, current
 
@@ -44,18 +46,18 @@ def load(function: bytes, arguments: Mapping[str, bytes], wants_rank: str | None
     values = {name: _unpack(name, value) for name, value in arguments.items()}
     if wants_rank is not None:
         values[wants_rank] = me
-    with poisoned_memory():
+    with poisoned_memory() as poison:
         torch.manual_seed(SEED)
         returned = _call(loader, values)
-    # A loader may leave these behind; the observers' own tensors must not depend on it.
-    torch.set_default_dtype(torch.float32)
-    torch.set_default_device(None)
+    restore_defaults()
     subject = _as_subject(returned)
+    _require_judgeable(subject.model)
     reshard(subject.model)  # a loader may have run a forward to warm up
     names = _names(subject.model)
     facts = subject.resolve(names["parameter"], names["buffer"], non_persistent(subject.model))
     me.state["subject"] = subject
     inventory = take_inventory(subject.model, me.rank, str(me.device), facts.kept_attributes)
+    inventory = replace(inventory, poison_kept=poison.kept)
     sources = {field: getattr(subject, field) for field in ("reference", "verifier")}
     checkpoints = {
         field: os.path.abspath(path) for field, path in sources.items() if isinstance(path, (str, os.PathLike))
@@ -112,6 +114,16 @@ def _as_subject(returned: object) -> Subject:
     raise Misuse(
         f"the loader returned {type(returned).__name__}, but should return the loaded model or a Subject{hint}"
     )
+
+
+def _require_judgeable(model: Module) -> None:
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        raise SubjectError(
+            "model", "it holds FullyShardedDataParallel (FSDP1), which is not judged yet; use fully_shard"
+        )
+    for name, _, tensor in named_tensors(model):
+        if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
+            raise SubjectError("model", f"{name!r} is a lazy parameter without a shape; run a forward before sharding")
 
 
 def _names(model: Module) -> dict[str, list[str]]:

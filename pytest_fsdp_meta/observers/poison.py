@@ -7,15 +7,34 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
 
+@dataclass
+class Poison:
+    """Whether the poison was on until the end of its block."""
+
+    kept: bool = False
+
+
 @contextmanager
-def poisoned_memory() -> Iterator[None]:
-    """Poison for the time of the block; torch fills ``torch.empty`` only in deterministic mode."""
+def poisoned_memory() -> Iterator[Poison]:
+    """Poison for the time of the block; torch fills ``torch.empty`` only in deterministic mode.
+
+    Seeding helpers of loaders switch that mode on and off: for the time of the block their calls change nothing.
+    """
+    poison, setter = Poison(), torch.use_deterministic_algorithms
     with deterministic(fill=True):
-        yield
+        torch.use_deterministic_algorithms = lambda mode, *, warn_only=False: None
+        try:
+            yield poison
+        finally:
+            torch.use_deterministic_algorithms = setter
+            poison.kept = bool(
+                torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory
+            )
 
 
 @contextmanager
@@ -30,3 +49,10 @@ def deterministic(fill: bool = False) -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         torch.utils.deterministic.fill_uninitialized_memory = filled
+
+
+def restore_defaults() -> None:
+    """What a loader or a reference may leave behind, and the observers' own tensors must not depend on."""
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+    torch.set_grad_enabled(True)

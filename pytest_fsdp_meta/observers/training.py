@@ -66,10 +66,12 @@ def train(
     with deterministic():
         for step in range(steps):
             batch = _batch(subject, step)
-            batches.append(_batch_digest(batch))
+            with _calling(f"Subject(batch=...), the tensors of batch({step})"):
+                batches.append(_batch_digest(batch))
+                rows = _slice(batch, step, part, device)
             torch.manual_seed(SEED + step)
             with torch.set_grad_enabled(optimizer is not None):
-                loss = _loss(subject, _slice(batch, step, part, device))
+                loss = _loss(subject, rows)
             losses.append(_scalar(loss))
             if optimizer is not None:
                 loss.backward()
@@ -152,8 +154,8 @@ def _batch(subject: Subject, step: int) -> Mapping[str, Any]:
 
 
 def _batch_digest(batch: Mapping[str, Any]) -> str:
-    tensors = {key: local_part(value) for key, value in sorted(batch.items()) if isinstance(value, Tensor)}
-    return " ".join(f"{key}={digest(tensor)}" for key, tensor in tensors.items())
+    tensors = {str(key): local_part(value) for key, value in batch.items() if isinstance(value, Tensor)}
+    return " ".join(f"{key}={digest(tensor)}" for key, tensor in sorted(tensors.items()))
 
 
 def _slice(batch: Mapping[str, Any], step: int, part: tuple[int, int], device: torch.device) -> dict[str, Any]:

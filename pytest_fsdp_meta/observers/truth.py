@@ -21,7 +21,7 @@ from torch.nn import Module
 from pytest_fsdp_meta.evidence import RankInventory, ReferenceFacts, TensorFacts
 from pytest_fsdp_meta.observers.inventory import local_part, named_tensors, take_inventory
 from pytest_fsdp_meta.observers.optimizers import PackedOptimizer
-from pytest_fsdp_meta.observers.poison import poisoned_memory
+from pytest_fsdp_meta.observers.poison import poisoned_memory, restore_defaults
 from pytest_fsdp_meta.observers.training import gradients_of, train
 from pytest_fsdp_meta.reference import Record, checkpoint_entries, write_record
 from pytest_fsdp_meta.subject import Subject, SubjectError
@@ -109,6 +109,7 @@ def _build(field: str, recipe: Mapping[str, bytes]) -> Module:
     torch.manual_seed(SEED)
     build = pickle.loads(recipe[field])
     model = build()
+    restore_defaults()
     if not isinstance(model, Module):
         raise SubjectError(
             field, f"it returned {type(model).__name__}, but should return the model (a torch.nn.Module)"

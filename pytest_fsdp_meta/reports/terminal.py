@@ -21,6 +21,11 @@ FIELDS = {
 WIDTH = 118
 
 
+def _printable(name: str) -> str:
+    """A name may hold anything; a control character would not stay in its line."""
+    return name if name.isprintable() else repr(name)[1:-1]
+
+
 def describe_failure(verdict: Verdict, world: str, again: str) -> str:
     """The whole message of a failed check."""
     check = verdict.check
@@ -86,7 +91,7 @@ def _alike(group: Sequence[Finding], model: Mapping[str, frozenset[str]]) -> lis
     tail = f"{first.actual}, but should be {first.expected}"
     if first.tensor is None:
         return [f"  the model, {ranks}: {tail}" + (f" ({first.detail})" if first.detail else "")]
-    details = {str(finding.tensor): finding.detail for finding in group}
+    details = {_printable(str(finding.tensor)): finding.detail for finding in group}
     lines = []
     for folded, name in _folded(list(details), model).items():
         detail = details[name]

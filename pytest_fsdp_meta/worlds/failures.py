@@ -71,7 +71,8 @@ class WorldError(Exception):
         if first.user:
             return first.summary
         same = sorted(f.rank for f in self.failures if (f.kind, f.summary) == (first.kind, first.summary))
-        return f"{self.label or name_ranks(same)} {first.summary}"
+        summary = first.summary.replace("was killed", "were killed") if len(same) > 1 else first.summary
+        return f"{self.label or name_ranks(same)} {summary}"
 
     @property
     def user(self) -> bool:

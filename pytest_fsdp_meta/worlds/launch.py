@@ -40,7 +40,11 @@ class Preload:
         with _LOCK:
             if self._server is None and self.method == "forkserver":
                 modules = [*preload.TORCH_MODULES, *self.modules, *self.test_modules]
-                self._server = Server(modules, self.sources.path, self.sources.modules)
+                try:
+                    self._server = Server(modules, self.sources.path, self.sources.modules)
+                except OSError as error:  # the name of its socket is too long where TMPDIR is long
+                    self.method = "spawn"
+                    _tell(f"pytest-fsdp-meta: the fork server cannot start ({error}), so ranks are spawned")
 
     def ready(self) -> None:
         """Waits until ranks can be launched. Where they cannot be forked, every later world is spawned; said once."""

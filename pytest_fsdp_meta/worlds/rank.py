@@ -108,6 +108,7 @@ class _Channel:
 
     def __init__(self, connection: Connection, task: Assignment) -> None:
         self._connection = connection
+        self._owner = os.getpid()
         self._folder = task.folder
         self._files = (Path(task.folder, f"rank{task.rank}.{number}") for number in count())
         self._inbox: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
@@ -127,6 +128,8 @@ class _Channel:
         return self._inbox.get()
 
     def send(self, *message: Any) -> None:
+        if os.getpid() != self._owner:
+            os._exit(0)  # a child that the loader forked, and that came back from it, is no rank
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):  # the user's code may have closed or replaced it
                 stream.flush()
@@ -197,7 +200,9 @@ def _join(channel: _Channel, task: Assignment) -> None:
 
     spec = task.spec
     # An OpenMP pool does not survive the fork; torchrun gives each rank one thread too.
-    torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1").split(",")[0]))
+    threads = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    os.environ["OMP_NUM_THREADS"] = threads = threads if threads.isdecimal() and int(threads) else "1"
+    torch.set_num_threads(int(threads))
     random.seed(SEED)
     torch.manual_seed(SEED)
     index = spec.devices[task.rank] if spec.devices else task.rank
@@ -212,8 +217,9 @@ def _join(channel: _Channel, task: Assignment) -> None:
     _, port = channel.receive()
     os.environ.update(torchrun_environment(task.rank, spec.size, port))
     if sys.platform == "linux":
-        # Without it gloo looks the host name up, which fails or hangs on machines that cannot resolve their own.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        # Without it gloo looks the host name up, which fails or hangs on machines that cannot resolve their own; and
+        # what a cluster sets is for its network, while these ranks meet on 127.0.0.1.
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     me = Rank(task.rank, task.rank, spec.size, device, _store=store)
     if spec.process_group == "plugin":
         from datetime import timedelta
@@ -288,14 +294,20 @@ def _failure(rank: int, error: BaseException) -> RankFailure:
         text = str(error)
     except Exception:
         text = "(its text cannot be made)"
-    first = text.strip().splitlines()[0] if text.strip() else ""
+    first = _shortened(text.strip().splitlines()[0], 300) if text.strip() else ""
     return RankFailure(
         rank,
         "raised",
         text if isinstance(error, Misuse) else f"raised {kind.__name__}{where}" + (f": {first}" if first else ""),
-        detail=tracebacks.tell(error, hide=Path(__file__).parents[1]),
+        detail=_shortened(tracebacks.tell(error, hide=Path(__file__).parents[1]), 20_000),
         when=time.monotonic(),
         user=isinstance(error, Misuse),
         exception=f"{kind.__module__}.{kind.__qualname__}",
-        message=text,
+        message=_shortened(text, 20_000),
     )
+
+
+def _shortened(text: str, limit: int) -> str:
+    """The beginning and the end: a loader may list three thousand missing keys in one line."""
+    half = limit // 2
+    return text if len(text) <= limit else f"{text[:half]} ... ({len(text) - limit} characters) ... {text[-half:]}"

@@ -41,9 +41,9 @@ class Server:
         if sysconfig.get_path("purelib") != HOME:
             # Before Python 3.13 the server does not have our sys.path, and would not find this very package.
             environ["PYTHONPATH"] = os.pathsep.join(filter(None, (HOME, os.environ.get("PYTHONPATH"))))
+        weakref.finalize(self, _end, self._server, self._folder, os.getpid())
         with _environment(environ):
             self._server.ensure_running()
-        weakref.finalize(self, _end, self._server, self._folder, os.getpid())
 
     def report(self, seconds: float) -> tuple[str, dict[str, str]]:
         """Waits until all is imported. Why ranks must not be forked from it, or empty; and what failed to import."""

@@ -56,6 +56,12 @@ class World:
         self.close()
 
     @property
+    def folder(self) -> Path:
+        """Removed when the world ends, by its ranks where the parent was killed."""
+        assert self._folder is not None, "the world has not been started"
+        return self._folder
+
+    @property
     def alive(self) -> bool:
         return bool(self._members)
 
