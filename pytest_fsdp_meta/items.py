@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -119,7 +121,8 @@ class Conductor:
         path = os.path.relpath(item.path, item.config.invocation_params.dir)
         # Not from the node id, to which xdist may append a group.
         names = [node.name for node in item.listchain() if isinstance(node, (pytest.Class, pytest.Function))]
-        return shlex.join(["python", "-m", "pytest", "::".join([path, *names]), *self.settings.given])
+        python = _interpreter(item.config.invocation_params.dir)
+        return shlex.join([python, "-m", "pytest", "::".join([path, *names]), *self.settings.given])
 
     def _run(self, item: pytest.Item, case: Case) -> _Run:
         assert isinstance(item, pytest.Function)
@@ -170,6 +173,14 @@ class Conductor:
             for rank, text in enumerate(run.outputs):
                 if text.strip():
                     item.add_report_section("setup", f"rank {rank}", text)
+
+
+def _interpreter(cwd: Path) -> str:
+    """How a shell in ``cwd`` calls this Python: "python", unless that is another one."""
+    if os.path.abspath(shutil.which("python") or "") == os.path.abspath(sys.executable):
+        return "python"
+    near = os.path.relpath(sys.executable, cwd)
+    return sys.executable if near.startswith("..") else near
 
 
 def _conftests(config: pytest.Config) -> dict[str, str]:

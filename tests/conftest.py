@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from textwrap import dedent
 
 import pytest
 
 pytest_plugins = "pytester"
+
+# Inner runs, and the commands that they print, say "python"; nobody has to have activated the environment for that.
+os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])
 
 TINY = """
 import torch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import time
 
 import pytest
@@ -340,3 +341,17 @@ def test_the_command_runs_the_same_item_again(project: Project) -> None:
     again.assert_outcomes(failed=1)
     assert commands[1] in again.stdout.str()
     assert project.notes[len(before) :] == ["9-2", "9-2"]
+
+
+def test_the_command_names_this_python_where_python_is_another(project: Project, monkeypatch) -> None:
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    project.loaders(
+        """
+        @fsdp_conformance(only=["no_meta_params"], world_size=1)
+        def test_x(fsdp):
+            with torch.device("meta"):
+                return build()
+        """
+    )
+    (line,) = [line for line in project.run().outlines if line.startswith("run it again: ")]
+    assert line.startswith(f"run it again: {sys.executable} -m pytest 'test_it.py::test_x[no_meta_params]'")

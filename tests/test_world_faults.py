@@ -346,6 +346,8 @@ def test_a_rank_whose_standard_output_was_closed_still_answers() -> None:
 def test_interrupt_while_waiting_ends_the_ranks() -> None:
     interrupted = world(2)
     pids = interrupted.run(os.getpid)
+    # Ignored where the tests were started in the background of a shell.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
         interrupted.run(time.sleep, 1000)
@@ -386,7 +388,8 @@ def test_ranks_end_when_their_parent_is_killed(tmp_path: Path, how: str, method:
         process.kill()
         process.wait()
         assert_gone(pids, seconds=5.0)
-        if how == "collective":
+        if (how, method) == ("collective", "forkserver"):
+            # A spawned rank is killed by the system in the moment that its parent is, and has no time to clean up.
             assert not list(tmp_path.glob("fsdp-*"))
 
 

@@ -208,6 +208,8 @@ def _join(channel: _Channel, task: Assignment) -> None:
     index = spec.devices[task.rank] if spec.devices else task.rank
     device = torch.device(spec.device_type, index) if spec.device_type != "cpu" else torch.device("cpu")
     if device.type == "cuda":
+        # Before CUDA starts: without it cuBLAS may give other bits for the same product.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.cuda.set_device(device)
     store = None
     if task.rank == 0:
