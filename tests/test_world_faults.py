@@ -398,7 +398,7 @@ def test_a_parent_killed_while_it_starts_leaves_nothing(tmp_path: Path, delay: f
     """Everything that it started carries a word in its environment, by which it is found."""
     word = f"WORLD_TEST_{os.getpid()}_{int(delay * 10)}"
     text = ENDLESS.format(how="sleep", method="forkserver")
-    with ended_at_last(run_script(text, tmp_path, **{word: "1"})) as process:
+    with ended_at_last(run_script(text, tmp_path, TMPDIR=str(tmp_path), **{word: "1"})) as process:
         time.sleep(delay)
         process.kill()
         process.wait()
@@ -406,6 +406,7 @@ def test_a_parent_killed_while_it_starts_leaves_nothing(tmp_path: Path, delay: f
     while left := _carrying(word):
         assert time.monotonic() < deadline, f"still there: {left}"
         time.sleep(0.1)
+    assert not list(tmp_path.glob("fsdp-preload-*"))
 
 
 def _carrying(word: str) -> list[int]:

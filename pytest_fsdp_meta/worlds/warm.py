@@ -6,8 +6,10 @@ the parent leaves its request there, and finds a report when all is imported: wh
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -15,6 +17,8 @@ from pytest_fsdp_meta.worlds.preload import REQUEST, preload, share, why_unsafe
 
 
 def _serve(folder: Path) -> None:
+    # The parent removes the folder when it has read the report, unless it was killed before.
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     request = json.loads((folder / "request").read_text("utf-8"))
     # Thread pools do not survive a fork, so none may be opened while importing.
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
