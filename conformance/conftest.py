@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from fixtures.tiny import save_tiny
 from pytest_fsdp_meta.catalogue import Verdict, built_in, judge
 from pytest_fsdp_meta.evidence import Evidence
 from pytest_fsdp_meta.trial import ON_RANKS, Loader, Trial
-from pytest_fsdp_meta.worlds import Preload, WorldSpec
+from pytest_fsdp_meta.worlds import Preload, Sources, WorldSpec
 
 Verdicts = dict[str, Verdict]
 
@@ -35,13 +36,15 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
     return make
 
 
+@pytest.fixture
+def path(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path]) -> Path:
+    """The checkpoint that a test is parametrized with, indirectly, by its name."""
+    return checkpoint(request.param)
+
+
 @pytest.fixture(scope="session")
 def judge_loader() -> Callable[..., Verdicts]:
     """``judge_loader(function, mesh, **arguments)``: the verdict of every check, as the plugin would give it."""
-    import sys
-
-    from pytest_fsdp_meta.worlds import Sources
-
     preload = Preload(Sources(tuple(sys.path)), [*ON_RANKS, "fixtures.defects"])
 
     def run(function: Callable[..., Any], mesh: Mapping[str, int], **arguments: Any) -> Verdicts:

@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from fixtures.conforming import blocks_named, load_sharded, subject
-from fixtures.tiny import reference_model
+from fixtures.tiny import CHECKPOINTS, reference_model
 from pytest_fsdp_meta import Subject, fsdp_conformance
-
-CHECKPOINTS = ("llama", "llama-tied", "qwen3-moe", "gemma3", "gpt2")
-
-
-@pytest.fixture
-def path(request: pytest.FixtureRequest, checkpoint) -> Path:
-    return checkpoint(request.param)
 
 
 @pytest.mark.parametrize("path", CHECKPOINTS, indirect=True)

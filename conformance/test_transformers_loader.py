@@ -9,14 +9,8 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 from fixtures.conforming import subject
+from fixtures.tiny import CHECKPOINTS
 from pytest_fsdp_meta import fsdp_conformance
-
-CHECKPOINTS = ("llama", "llama-tied", "qwen3-moe", "gemma3", "gpt2")
-
-
-@pytest.fixture
-def path(request: pytest.FixtureRequest, checkpoint) -> Path:
-    return checkpoint(request.param)
 
 
 def from_pretrained(path: Path, **sizes: int):

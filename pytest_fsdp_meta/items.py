@@ -22,7 +22,6 @@ from pytest_fsdp_meta.settings import Settings
 from pytest_fsdp_meta.trial import ON_RANKS, Loader, LoaderFailed, Trial
 from pytest_fsdp_meta.worlds import Preload, Sources
 
-VERDICT = pytest.StashKey[Verdict]()
 SKIPPED = pytest.StashKey[str]()
 """Why an item is skipped, where the place of the test should be told instead of that of ``pytest.skip``."""
 
@@ -91,9 +90,7 @@ class Conductor:
             self._observe(item, case, run)
         if run.failure is not None:
             self._raise_failure(item, case, run, run.failure)
-        assert run.evidence is not None
-        verdict = judge(self.catalogue[case.check], run.evidence, self.catalogue)
-        item.stash[VERDICT] = verdict
+        verdict = self._verdict(case, run)
         if verdict.status == "failed":
             self._show_output(item, run)
         if verdict.status == "error":
@@ -101,14 +98,14 @@ class Conductor:
 
     def call(self, item: pytest.Item, case: Case) -> None:
         """Turns the verdict into pytest's outcome; ``xfail`` is strict and covers findings only."""
-        verdict = item.stash[VERDICT]
+        run = self._run(item, case)
+        verdict = self._verdict(case, run)
         expected = case.order.xfail.get(case.check)
         if verdict.status == "skipped":
             _skip(item, verdict.reason)
         if verdict.status == "failed":
             if expected is not None:
                 pytest.xfail(expected)
-            run = self._run(item, case)
             assert run.evidence is not None
             pytest.fail(describe_failure(verdict, str(run.evidence.world), self.again(item)), pytrace=False)
         if expected is not None:
@@ -132,6 +129,10 @@ class Conductor:
         values = tuple((name, id(value)) for name, value in parameters(item).items() if name != ARGUMENT)
         key = (item.parent.nodeid, name, values, tuple(case.spec.mesh.items()))
         return self._runs.setdefault(key, _Run())
+
+    def _verdict(self, case: Case, run: _Run) -> Verdict:
+        assert run.evidence is not None
+        return judge(self.catalogue[case.check], run.evidence, self.catalogue)
 
     def _observe(self, item: pytest.Item, case: Case, run: _Run) -> None:
         assert isinstance(item, pytest.Function)

@@ -234,7 +234,7 @@ def _likely(view: View, first: int, runs: Sequence[RankTraining]) -> Words:
         }
     if any(run.unreduced for run in runs) and len(runs) > 1:
         return _PLAIN
-    wrong = [c for run in runs for c in run.gradients if not c.equal and c.max_rel > 1e-2]
+    wrong = [c for run in runs for c in run.gradients if not c.equal and c.max_rel > ROUNDING]
     shown = f" (of the first step, {wrong[0].name} for one)" if wrong else ""
     return {
         "cause": f"the first forward agrees, later ones do not: gradients are not reduced, or scaled{shown}, or the "

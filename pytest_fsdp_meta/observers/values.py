@@ -59,9 +59,9 @@ def _compare(name: str, actual: Tensor, expected: Tensor, held: Sequence[Region]
     """
     cast = expected.dtype != actual.dtype
     ours, truth = _comparable(actual.cpu()), _comparable(expected.to(actual.dtype))
-    differs = ours != truth
-    if differs.any():
-        differs &= ~((ours != ours) & (truth != truth))
+    if torch.equal(ours, truth):  # nearly always so, and without a mask as large as the shard
+        return Comparison(name, True, elements=actual.numel(), cast=cast)
+    differs = (ours != truth) & ~((ours != ours) & (truth != truth))
     count = int(differs.sum())
     if not count:
         return Comparison(name, True, elements=actual.numel(), cast=cast)
