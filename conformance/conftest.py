@@ -12,6 +12,7 @@ import pytest
 
 from fixtures.tiny import save_tiny
 from pytest_fsdp_meta.catalogue import Verdict, built_in, judge
+from pytest_fsdp_meta.catalogue.registry import OBSERVATIONS
 from pytest_fsdp_meta.evidence import Evidence
 from pytest_fsdp_meta.trial import ON_RANKS, Loader, Trial
 from pytest_fsdp_meta.worlds import Preload, Sources, WorldSpec
@@ -51,7 +52,7 @@ def judge_loader() -> Callable[..., Verdicts]:
         trial = Trial(WorldSpec(mesh, timeout=120), preload, steps=3, tolerance={})
         packed = {name: cloudpickle.dumps(value) for name, value in arguments.items()}
         loader = Loader(cloudpickle.dumps(function), packed, "fsdp")
-        evidence = trial.observe(loader, {"reference", "values", "verifier", "training"})
+        evidence = trial.observe(loader, OBSERVATIONS)
         return verdicts(evidence)
 
     return run
