@@ -59,11 +59,16 @@ def describe_checks(checks: Iterable[Check]) -> str:
         if check.family != family:
             family = check.family
             lines += ["", family]
-        needs = ", ".join(dict.fromkeys(FIELDS[need] for need in check.needs if need in FIELDS))
+        needs = describe_needs(check)
         lines.append(textwrap.fill(check.promise, WIDTH, initial_indent=f"  {check.id}: ", subsequent_indent="      "))
         if needs:
             lines.append(f"      needs of Subject: {needs}")
     return "\n".join(lines[1:])
+
+
+def describe_needs(check: Check) -> str:
+    """The fields of Subject without which there is nothing to judge; empty where the model is enough."""
+    return ", ".join(dict.fromkeys(FIELDS[need] for need in check.needs if need in FIELDS))
 
 
 def _by_cause(findings: Sequence[Finding]) -> dict[tuple[str, str], list[Finding]]:
