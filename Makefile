@@ -6,12 +6,13 @@ WORLD_SIZE ?= 2
 # Two processes by default; tests/ and conformance/ are independent of each other and of their order.
 WORKERS ?= 2
 
-.PHONY: help conformance test lint check format docs clean
+.PHONY: help conformance test lint check matrix format docs clean
 
 help:
 	@echo "make conformance  install, then judge real loaders on real ranks (GPUs where there are enough, else CPU)"
 	@echo "make test         install, then lint, types, and every test"
 	@echo "make lint         ruff, mypy, import-linter"
+	@echo "make matrix       every loader against every check: build/matrix.json, .md and .svg"
 	@echo "make format       ruff, with fixes"
 	@echo "make docs         the pages that are made from the code: docs/catalogue.md"
 	@echo "variables: PYTHON=$(PYTHON) WORLD_SIZE=$(WORLD_SIZE) WORKERS=$(WORKERS)"
@@ -41,9 +42,13 @@ format: .venv/installed
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test]'
 	@touch $@
 
+# Every loader against every check, as JSON, Markdown and a picture.
+matrix: .venv/installed
+	$(BIN)/python -m conformance.matrix --out build
+
 # The pages that are made from the code.
 docs: .venv/installed
 	$(BIN)/python -m pytest_fsdp_meta.reports.catalogue_page > docs/catalogue.md
 
 clean:
-	rm -rf .venv
+	rm -rf .venv build

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import cloudpickle
 import pytest
 
+from conformance.judging import PRELOADED, Court, Verdicts
 from fixtures.tiny import save_tiny
-from pytest_fsdp_meta.catalogue import Verdict, built_in, judge
-from pytest_fsdp_meta.catalogue.registry import OBSERVATIONS
-from pytest_fsdp_meta.evidence import Evidence
-from pytest_fsdp_meta.trial import ON_RANKS, Loader, Trial
-from pytest_fsdp_meta.worlds import Preload, Sources, WorldSpec
-
-Verdicts = dict[str, Verdict]
 
 
 def pytest_fsdp_preload() -> list[str]:
-    return ["fixtures.defects"]
+    return list(PRELOADED)
 
 
 @pytest.fixture(scope="session")
@@ -46,18 +37,4 @@ def path(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path]) -> P
 @pytest.fixture(scope="session")
 def judge_loader() -> Callable[..., Verdicts]:
     """``judge_loader(function, mesh, **arguments)``: the verdict of every check, as the plugin would give it."""
-    preload = Preload(Sources(tuple(sys.path)), [*ON_RANKS, "fixtures.defects"])
-
-    def run(function: Callable[..., Any], mesh: Mapping[str, int], **arguments: Any) -> Verdicts:
-        trial = Trial(WorldSpec(mesh, timeout=120), preload, steps=3, tolerance={})
-        packed = {name: cloudpickle.dumps(value) for name, value in arguments.items()}
-        loader = Loader(cloudpickle.dumps(function), packed, "fsdp")
-        evidence = trial.observe(loader, OBSERVATIONS)
-        return verdicts(evidence)
-
-    return run
-
-
-def verdicts(evidence: Evidence) -> Verdicts:
-    catalogue = built_in()
-    return {check.id: judge(check, evidence, catalogue) for check in catalogue}
+    return Court().judge

@@ -1,0 +1,36 @@
+"""The judgement of a loader without going through pytest items."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import cloudpickle
+
+from pytest_fsdp_meta.catalogue import Verdict, built_in, judge
+from pytest_fsdp_meta.catalogue.registry import OBSERVATIONS
+from pytest_fsdp_meta.evidence import Evidence
+from pytest_fsdp_meta.trial import ON_RANKS, Loader, Trial
+from pytest_fsdp_meta.worlds import Preload, Sources, WorldSpec
+
+Verdicts = dict[str, Verdict]
+PRELOADED = ("fixtures.defects",)
+
+
+class Court:
+    """Judges one loader after another, each in a fresh world, as the plugin would."""
+
+    def __init__(self) -> None:
+        self._preload = Preload(Sources(tuple(sys.path)), [*ON_RANKS, *PRELOADED])
+
+    def judge(self, function: Callable[..., Any], mesh: Mapping[str, int], **arguments: Any) -> Verdicts:
+        """The verdict of every check; ``function`` is called with ``fsdp`` and the arguments on every rank."""
+        trial = Trial(WorldSpec(mesh, timeout=120), self._preload, steps=3, tolerance={})
+        packed = {name: cloudpickle.dumps(value) for name, value in arguments.items()}
+        return verdicts(trial.observe(Loader(cloudpickle.dumps(function), packed, "fsdp"), OBSERVATIONS))
+
+
+def verdicts(evidence: Evidence) -> Verdicts:
+    catalogue = built_in()
+    return {check.id: judge(check, evidence, catalogue) for check in catalogue}

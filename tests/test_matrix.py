@@ -1,0 +1,79 @@
+"""The detection matrix on hand-made rows: what counts as a problem, and what the pages show of it."""
+
+from __future__ import annotations
+
+import json
+from xml.etree import ElementTree
+
+import pytest
+
+from conformance.matrix import Row, all_problems, entries, main, write
+from fixtures.defects import DEFECTS
+
+CHECKS = ["first", "second"]
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def row(name: str, promised: str, first: str, second: str, why: str = "") -> Row:
+    return Row(name, "llama", {"dp_shard": 2}, promised, {"first": first, "second": second}, {"second": why})
+
+
+GOOD = [row("bad", "first", "failed", "skipped", "it has a reason"), row("good", "", "passed", "passed")]
+
+
+def test_a_matrix_that_keeps_every_promise_has_no_problem():
+    assert all_problems(GOOD, ["first"]) == []
+
+
+@pytest.mark.parametrize(
+    ("found", "problem"),
+    [
+        (row("bad", "first", "passed", "passed"), "bad: first should tell it, but passed"),
+        (row("bad", "first", "skipped", "passed"), "bad: first should tell it, but skipped"),
+        (row("bad", "third", "passed", "passed"), "bad: third should tell it, but does not exist"),
+        (row("bad", "first", "failed", "failed"), "bad: second fails, which the defect does not explain"),
+        (row("good", "", "passed", "failed"), "good: second fails, which it should not"),
+        (row("good", "", "passed", "error", "why"), "good: second could not be judged: why"),
+    ],
+)
+def test_what_differs_from_the_promise_is_a_problem(found, problem):
+    assert all_problems([found], []) == [problem]
+
+
+def test_a_check_that_no_defect_proves_is_a_problem():
+    assert all_problems(GOOD, CHECKS) == ["second: no defect proves it"]
+
+
+def test_the_pages_show_every_loader_and_every_check(tmp_path):
+    write(tmp_path / "new", GOOD, CHECKS, ["a problem with <signs>"])
+    told = json.loads((tmp_path / "new" / "matrix.json").read_text())
+    assert [loader["status"] for loader in told["loaders"]] == [dict(found.status) for found in GOOD]
+    page = (tmp_path / "new" / "matrix.md").read_text()
+    assert "| bad (llama, dp_shard=2) | [X] | - |" in page
+    assert "| good (llama, dp_shard=2) |  |  |" in page
+    assert "* a problem with <signs>" in page
+    assert "1. `first`\n2. `second`" in page
+    picture = ElementTree.fromstring((tmp_path / "new" / "matrix.svg").read_text())
+    cells = [cell for cell in picture.iter(f"{SVG}rect") if cell.find(f"{SVG}title") is not None]
+    titles = [title.text for title in picture.iter(f"{SVG}title")]
+    assert titles == [
+        "bad: first failed",
+        "bad: second skipped it has a reason",
+        "good: first passed",
+        "good: second passed",
+    ]
+    colours = [cell.get("fill") for cell in picture.iter(f"{SVG}rect") if cell.find(f"{SVG}title") is not None]
+    assert colours == ["#2e7d32", "#e0e0e0", "white", "white"]
+
+
+def test_every_defect_is_in_the_matrix_with_its_promise():
+    promised = {entry.name: entry.promised for entry in entries() if entry.promised}
+    assert promised == {name: defect.caught_by for name, defect in DEFECTS.items()}
+
+
+def test_one_defect_and_its_files(tmp_path, capfd):
+    assert main(["--out", str(tmp_path), "-k", "norm_left_on_meta"]) == 0
+    assert "[1/1] ok norm_left_on_meta (llama)" in capfd.readouterr().out
+    assert [loader["name"] for loader in json.loads((tmp_path / "matrix.json").read_text())["loaders"]] == [
+        "norm_left_on_meta"
+    ]
