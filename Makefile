@@ -6,11 +6,14 @@ WORLD_SIZE ?= 2
 # Two processes by default; tests/ and conformance/ are independent of each other and of their order.
 WORKERS ?= 2
 
-.PHONY: help conformance test lint check matrix format docs clean
+SYSTEMS := $(notdir $(patsubst %/requirements.txt,%,$(wildcard conformance/systems/*/requirements.txt)))
+
+.PHONY: help conformance test lint check matrix format docs clean systems $(SYSTEMS:%=system-%)
 
 help:
 	@echo "make conformance  install, then judge real loaders on real ranks (GPUs where there are enough, else CPU)"
 	@echo "make test         install, then lint, types, and every test"
+	@echo "make systems      judge the real released packages, each in its own environment: $(SYSTEMS:%=system-%)"
 	@echo "make lint         ruff, mypy, import-linter"
 	@echo "make matrix       every loader against every check: build/matrix.json, .md and .svg"
 	@echo "make format       ruff, with fixes"
@@ -24,6 +27,11 @@ test: lint check
 
 check: .venv/installed
 	$(PYTEST) -n $(WORKERS) tests conformance examples
+
+systems: $(SYSTEMS:%=system-%)
+
+$(SYSTEMS:%=system-%): system-%:
+	PYTHON=$(PYTHON) conformance/systems/run.sh $*
 
 lint: .venv/installed
 	$(BIN)/ruff check .
@@ -51,4 +59,4 @@ docs: .venv/installed
 	$(BIN)/python -m pytest_fsdp_meta.reports.catalogue_page > docs/catalogue.md
 
 clean:
-	rm -rf .venv build
+	rm -rf .venv .venv-systems build

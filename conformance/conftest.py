@@ -10,6 +10,8 @@ import pytest
 from conformance.judging import PRELOADED, Court, Verdicts
 from fixtures.tiny import save_tiny
 
+collect_ignore = ["systems"]  # judged in environments of their own: make systems
+
 
 def pytest_fsdp_preload() -> list[str]:
     return list(PRELOADED)

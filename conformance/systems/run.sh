@@ -1,0 +1,23 @@
+#!/bin/sh
+# Judges one real released package: conformance/systems/run.sh SYSTEM [pytest arguments]
+#
+# In .venv-systems/SYSTEM, which is made on first use, and again when requirements.txt changes. That file pins everything
+# that is imported, and nothing is resolved: what a package only asks for (servers, data sets, CUDA) stays out. torch comes
+# first and with its dependencies, because those of a CUDA build are its own affair.
+set -eu
+[ $# -ge 1 ] || { echo "usage: $0 SYSTEM [pytest arguments]" >&2; exit 2; }
+system=$1
+shift
+cd "$(dirname "$0")/../.."
+pins=conformance/systems/$system/requirements.txt
+[ -f "$pins" ] || { echo "$0: no system '$system': $pins does not exist" >&2; exit 2; }
+venv=.venv-systems/$system
+if ! cmp -s "$pins" "$venv/installed"; then
+    rm -rf "$venv"
+    "${PYTHON:-python3}" -m venv "$venv"
+    "$venv/bin/python" -m pip install --quiet -c "$pins" "$(grep '^torch==' "$pins")"
+    "$venv/bin/python" -m pip install --quiet --no-deps -r "$pins"
+    "$venv/bin/python" -m pip install --quiet --no-deps -e .
+    cp "$pins" "$venv/installed"
+fi
+exec "$venv/bin/python" -m pytest "conformance/systems/$system" "$@"
