@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import hashlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,6 +13,7 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from pytest_fsdp_meta.evidence import MeshFacts, RankInventory, Region, TensorFacts
+from pytest_fsdp_meta.observers.bits import count_poison, digest
 from pytest_fsdp_meta.observers.layout import regions
 from pytest_fsdp_meta.subject import short_placement
 
@@ -85,7 +84,7 @@ def _read(tensor: Tensor, own: Tensor) -> dict[str, Any]:
         return {}
     try:
         local = local_part(tensor)
-        nan, poisoned = _count_poison(local)
+        nan, poisoned = count_poison(local)
         return {"storage": _storage(own), "nan": nan, "poisoned": poisoned, "digest": digest(local)}
     except Exception as error:  # torch raises nearly anything here
         return {"unreadable": f"{type(error).__name__}: {str(error).splitlines()[0][:100] if str(error) else ''}"}
@@ -136,24 +135,3 @@ def held_regions(tensor: Tensor) -> tuple[Region, ...]:
         for p in tensor.placements
     ]
     return regions(tensor.shape, shards, mesh.shape, mesh.coordinate)
-
-
-def digest(tensor: Tensor) -> str:
-    """A hash of the bytes of a plain tensor. Read through ctypes, because numpy knows no bfloat16 or float8."""
-    data = tensor.detach().cpu().contiguous()
-    size = data.numel() * data.element_size()
-    raw = (ctypes.c_char * size).from_address(data.data_ptr()) if size else b""
-    return hashlib.sha256(raw, usedforsecurity=False).hexdigest()[:32]
-
-
-def _count_poison(local: Tensor) -> tuple[int, int]:
-    """(NaN, elements that hold what uninitialised memory is filled with)."""
-    if local.dtype == torch.bool or not local.numel():
-        return 0, 0  # bools are filled with True, which says nothing
-    try:
-        if local.is_floating_point() or local.is_complex():
-            nan = int(torch.isnan(local.float() if local.element_size() == 1 else local).sum())
-            return nan, nan
-        return 0, int((local == torch.iinfo(local.dtype).max).sum())
-    except (NotImplementedError, RuntimeError, TypeError):
-        return 0, 0  # a packed type such as float4 or uint4, which torch cannot read element by element

@@ -14,7 +14,8 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from pytest_fsdp_meta.evidence import RankTraining, splits_experts, splits_model
-from pytest_fsdp_meta.observers.inventory import digest, local_part, mesh_facts, named_tensors, reshard
+from pytest_fsdp_meta.observers.bits import digest
+from pytest_fsdp_meta.observers.inventory import local_part, mesh_facts, named_tensors, reshard
 from pytest_fsdp_meta.observers.loading import loaded_subject
 from pytest_fsdp_meta.observers.poison import deterministic
 from pytest_fsdp_meta.observers.values import compare_all

@@ -1,0 +1,84 @@
+"""What the benchmarks run on every rank."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from fixtures.conforming import own_rows
+from pytest_fsdp_meta import Subject
+from pytest_fsdp_meta.observers.inventory import take_inventory
+from pytest_fsdp_meta.observers.values import observe_values
+from pytest_fsdp_meta.worlds import Rank, current
+
+
+def load_shards(fsdp: Rank, path: Path) -> Subject:
+    """Every tensor of the checkpoint as a parameter sharded on dim 0, each rank reading its own rows."""
+    model = nn.Module()
+    with safe_open(path / "model.safetensors", framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118  a handle is no mapping
+            shape, (size, rank) = tuple(file.get_slice(name).get_shape()), (fsdp.world_size, fsdp.rank)
+            rows = -(-shape[0] // size)
+            local = file.get_slice(name)[rank * rows : (rank + 1) * rows].clone()
+            whole = DTensor.from_local(local, fsdp.mesh, [Shard(0)], run_check=False, shape=shape, stride=(shape[1], 1))
+            model.register_parameter(name, nn.Parameter(whole))
+    return Subject(model, reference=path)
+
+
+def verify(path: str, repeats: int) -> dict[str, Any]:
+    """Seconds of ``torch.equal`` on this rank's bytes, of their verification and of the inventory, side by side."""
+    model = current().state["subject"].model
+    shards = [own_rows(parameter)[0] for parameter in model.parameters()]
+
+    def inventory() -> Any:
+        return take_inventory(model, current().rank, "cpu")
+
+    compared = observe_values(path)
+    assert [comparison.equal for comparison in compared] == [True] * len(shards)
+    return {
+        "bytes": sum(shard.nbytes for shard in shards),
+        "largest": max(shard.nbytes for shard in shards),
+        **side_by_side(shards, {"verify": lambda: observe_values(path), "inventory": inventory}, repeats),
+        "extra": {"verify": most_memory(lambda: observe_values(path)), "inventory": most_memory(inventory)},
+    }
+
+
+def side_by_side(shards: list[Tensor], work: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
+    copies = [shard.clone() for shard in shards]
+    work = {"equal": lambda: [torch.equal(a, b) for a, b in zip(shards, copies, strict=True)], **work}
+    return {name: [seconds(one) for _ in range(repeats)] for name, one in work.items()}
+
+
+def seconds(work: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def most_memory(work: Callable[[], Any]) -> int:
+    """Bytes of anonymous memory that the work takes at its peak; pages of mapped files are the kernel's to drop."""
+    before, over, most = anonymous(), threading.Event(), [0]
+
+    def watch() -> None:
+        while not over.wait(0.001):
+            most[0] = max(most[0], anonymous() - before)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    work()
+    over.set()
+    watcher.join()
+    return most[0]
+
+
+def anonymous() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))

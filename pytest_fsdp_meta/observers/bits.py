@@ -1,0 +1,67 @@
+"""Reading the bits of a tensor fast: what they hash to, and how many are what unwritten memory is filled with.
+
+Every rank reads all its memory here, so both go through it once, in pieces that stay in the cache, and make no mask as
+large as the tensor unless there is something to count.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+PIECE = 1 << 15
+"""64-bit words that are hashed in one go."""
+
+
+def digest(tensor: Tensor) -> str:
+    """A hash of the bytes of a tensor, the same on every device.
+
+    A weighted sum modulo 2**64 per piece, with odd weights that are fixed, and SHA-256 over the sums: it reads three
+    times as fast as SHA-256 over the bytes, and unlike ``torch.hash_tensor`` it sees elements change places.
+    """
+    data = _bytes(tensor)
+    words = data[: data.numel() // 8 * 8]
+    if words.storage_offset() % 8:
+        words = words.clone()  # a view of wider elements must begin where one of them may
+    pieces = words.view(torch.int64).split(PIECE)
+    weights, room = _weights(data.device), torch.empty(PIECE, dtype=torch.int64, device=data.device)
+    sums = torch.empty(len(pieces), dtype=torch.int64, device=data.device)
+    for number, piece in enumerate(pieces):
+        size = piece.numel()
+        torch.sum(torch.mul(piece, weights[:size], out=room[:size]), 0, out=sums[number])
+    rest = bytes(data[words.numel() :].tolist())
+    hashed = hashlib.sha256(f"{data.numel()} {sums.tolist()} ".encode() + rest, usedforsecurity=False)
+    return hashed.hexdigest()[:32]
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    data = tensor.detach().contiguous()
+    return (torch.view_as_real(data) if data.is_complex() else data).view(-1).view(torch.uint8)
+
+
+@lru_cache(maxsize=4)
+def _weights(device: torch.device) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return (torch.randint(-(2**62), 2**62, (PIECE,), generator=generator) * 2 + 1).to(device)
+
+
+def count_poison(local: Tensor) -> tuple[int, int]:
+    """(NaN, elements that hold what uninitialised memory is filled with)."""
+    if local.dtype == torch.bool or not local.numel():
+        return 0, 0  # bools are filled with True, which says nothing
+    try:
+        if local.is_floating_point() or local.is_complex():
+            return (count := _count_nan(local)), count
+        most = torch.iinfo(local.dtype).max
+        return 0, int((local == most).sum()) if int(local.max()) == most else 0
+    except (NotImplementedError, RuntimeError, TypeError):
+        return 0, 0  # a packed type such as float4 or uint4, which torch cannot read element by element
+
+
+def _count_nan(local: Tensor) -> int:
+    values = local.float() if local.element_size() == 1 else local
+    # One NaN makes the sum NaN; a sum that overflows costs a count, no more.
+    return 0 if bool(torch.isfinite(values.sum())) else int(torch.isnan(values).sum())
