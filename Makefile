@@ -8,7 +8,7 @@ WORKERS ?= 2
 
 SYSTEMS := $(notdir $(patsubst %/requirements.txt,%,$(wildcard conformance/systems/*/requirements.txt)))
 
-.PHONY: help conformance test lint check matrix format docs clean systems $(SYSTEMS:%=system-%)
+.PHONY: help conformance test lint check matrix bench format docs clean systems $(SYSTEMS:%=system-%)
 
 help:
 	@echo "make conformance  install, then judge real loaders on real ranks (GPUs where there are enough, else CPU)"
@@ -16,6 +16,7 @@ help:
 	@echo "make systems      judge the real released packages, each in its own environment: $(SYSTEMS:%=system-%)"
 	@echo "make lint         ruff, mypy, import-linter"
 	@echo "make matrix       every loader against every check: build/matrix.json, .md and .svg"
+	@echo "make bench        what the catalogue costs, and how fast weights are verified"
 	@echo "make format       ruff, with fixes"
 	@echo "make docs         the pages that are made from the code: docs/catalogue.md"
 	@echo "variables: PYTHON=$(PYTHON) WORLD_SIZE=$(WORLD_SIZE) WORKERS=$(WORKERS)"
@@ -53,6 +54,11 @@ format: .venv/installed
 # Every loader against every check, as JSON, Markdown and a picture.
 matrix: .venv/installed
 	$(BIN)/python -m conformance.matrix --out build
+
+# Speed and memory, side by side with the bare work.
+bench: .venv/installed
+	$(BIN)/python -m benchmarks.catalogue
+	$(BIN)/python -m benchmarks.verification
 
 # The pages that are made from the code.
 docs: .venv/installed

@@ -13,9 +13,11 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from fixtures.conforming import own_rows
+from fixtures.conforming import load_conforming, own_rows, subject
+from fixtures.tiny import reference_model
 from pytest_fsdp_meta import Subject
 from pytest_fsdp_meta.observers.inventory import take_inventory
+from pytest_fsdp_meta.observers.training import train
 from pytest_fsdp_meta.observers.values import observe_values
 from pytest_fsdp_meta.worlds import Rank, current
 
@@ -31,6 +33,17 @@ def load_shards(fsdp: Rank, path: Path) -> Subject:
             whole = DTensor.from_local(local, fsdp.mesh, [Shard(0)], run_check=False, shape=shape, stride=(shape[1], 1))
             model.register_parameter(name, nn.Parameter(whole))
     return Subject(model, reference=path)
+
+
+def load_and_train(path: Path, steps: int) -> None:
+    """What a test of loss parity would do on every rank, and nothing else."""
+    me = current()
+    train(load_conforming(me, path), me.device, steps, (me.rank, me.world_size))
+
+
+def train_reference(path: Path, steps: int) -> None:
+    model = reference_model(path)
+    train(subject(model, path), current().device, steps, (0, 1))
 
 
 def verify(path: str, repeats: int) -> dict[str, Any]:
