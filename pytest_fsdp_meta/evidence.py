@@ -110,6 +110,18 @@ class TensorFacts:
 
 
 @dataclass(frozen=True)
+class OptimizerFacts:
+    """``held``: how often its groups hold each parameter of the model.
+
+    ``others`` are (dtype, whether without memory) of what it holds and the model does not register.
+    """
+
+    kind: str
+    held: Mapping[str, int] = field(default_factory=dict)
+    others: tuple[tuple[str, bool], ...] = ()
+
+
+@dataclass(frozen=True)
 class RankInventory:
     """Every parameter and buffer of one rank, in the order in which the model names them."""
 
@@ -118,6 +130,12 @@ class RankInventory:
     tensors: tuple[TensorFacts, ...]
     poison_kept: bool = True
     """False when the loader switched off what fills uninitialised memory."""
+    computes_in: tuple[str, ...] = ()
+    """The dtypes that mixed-precision policies cast parameters to for the forward, where they name one."""
+    reduces_in: tuple[str, ...] = ()
+    """The dtypes that such policies reduce gradients in."""
+    optimizer: OptimizerFacts | None = None
+    """Of an optimizer that the loader built itself."""
 
     @cached_property
     def by_name(self) -> dict[str, TensorFacts]:
@@ -132,6 +150,45 @@ class RankInventory:
                 key = alias.setdefault(tensor.identity, tensor.storage or tensor.identity)
                 groups.setdefault(key, []).append(tensor.name)
         return tuple(tuple(names) for names in groups.values() if len(names) > 1)
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A rank's shard and the same slice of the truth as vectors: their lengths, their distance, their product.
+
+    ``grain`` is what one rounding of every element may come to.
+    """
+
+    actual: float
+    truth: float
+    apart: float
+    dot: float
+    elements: int
+    grain: float = 0.0
+
+    @property
+    def factor(self) -> float:
+        """The multiple of the truth that comes nearest; zero where the truth is zero."""
+        return self.dot / self.truth**2 if self.truth else 0.0
+
+    @property
+    def residual(self) -> float:
+        """What that multiple does not explain, relative to the rank's own length."""
+        square = self.actual**2 - (self.dot / self.truth) ** 2 if self.truth else self.actual**2
+        return max(square, 0.0) ** 0.5 / self.actual if self.actual else 0.0
+
+
+@dataclass(frozen=True)
+class Movement:
+    """Of one trainable parameter: rows (dim 0) of a rank's shard that must move in training, and those that do not.
+
+    ``first`` is the global index of the first of them; None where there is none, or no row.
+    """
+
+    name: str
+    due: int
+    still: int
+    first: int | None = None
 
 
 @dataclass(frozen=True)
@@ -155,6 +212,22 @@ class Comparison:
     problem: str | None = None
     should_be: str = ""
     """What ``problem`` is in place of."""
+    measure: Measure | None = None
+    """Taken of gradients, and of how far trained parameters moved."""
+
+
+@dataclass(frozen=True)
+class Accumulation:
+    """The gradients of the first batch in micro-batches, reduced with the last, beside the reference's.
+
+    ``early`` names the parameters whose gradients were reduced in the first already, though told not to.
+    """
+
+    gradients: tuple[Comparison, ...] = ()
+    without_gradient: tuple[str, ...] = ()
+    early: tuple[str, ...] = ()
+    problem: str = ""
+    """Why none was made."""
 
 
 @dataclass(frozen=True)
@@ -169,6 +242,19 @@ class RankTraining:
     parameters: tuple[Comparison, ...] = ()
     unreduced: bool = False
     """True when every parameter is a plain tensor and no DDP wraps the model: nobody reduces its gradients."""
+    labels: tuple[tuple[int, int], ...] = ()
+    """Of each step: the labels of this rank's rows that are not ignored, and so without the first of each row."""
+    without_gradient: tuple[str, ...] = ()
+    """Trainable parameters that the first backward left without a gradient."""
+    norm: float | None = None
+    """Of all gradients of the first step, as clipping sees it."""
+    norm_problem: str = ""
+    """Why torch gave none."""
+    after: RankInventory | None = None
+    """The inventory once the steps are over."""
+    optimizer: OptimizerFacts | None = None
+    movements: tuple[Movement, ...] = ()
+    accumulation: Accumulation | None = None
 
 
 @dataclass(frozen=True)
@@ -202,6 +288,13 @@ class ReferenceFacts:
     batches: tuple[str, ...] = ()
     unstable: tuple[str, ...] = ()
     uninitialised: tuple[str, ...] = ()
+    gradients: Mapping[str, float] = field(default_factory=dict)
+    """The root mean square of each gradient of the first step."""
+    noise: float = 0.0
+    """The size below which an element of these gradients is rounding."""
+    norm: float | None = None
+    after: RankInventory | None = None
+    """The inventory once the steps are over."""
 
     @property
     def complete(self) -> bool:

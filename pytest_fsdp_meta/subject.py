@@ -53,6 +53,8 @@ class Subject:
     """``loss(model, batch)``: a scalar; default ``model(**batch).loss``."""
     optimizer: Callable[[Iterable[Parameter]], Optimizer] | Optimizer | None = None
     """``optimizer(parameters)``, or an optimizer that holds this model's parameters; default SGD."""
+    clip_grad_norm: Callable[[Iterable[Parameter], float], Any] | None = None
+    """``clip_grad_norm(parameters, max_norm)`` -> the norm before clipping; default as ``torch.nn.utils`` has it."""
     frozen: str | Sequence[str] | Mapping[str, str] = ()
     """Names or patterns of frozen weights; a mapping gives the name in the verifier, its ``*`` filled in order."""
     verifier: Source | None = None
@@ -72,7 +74,7 @@ class Subject:
         _require_module(self.model)
         for name in ("reference", "verifier"):
             _require_source(name, getattr(self, name))
-        for name in ("batch", "loss"):
+        for name in SIGNATURES:
             value = getattr(self, name)
             if value is not None and not callable(value):
                 raise SubjectError(name, f"{_shown(value)} is not callable; give a function of {SIGNATURES[name]}")
@@ -130,6 +132,7 @@ class Subject:
 SIGNATURES = {
     "batch": "the step: batch(step) -> dict of tensors",
     "loss": "model and batch: loss(model, batch) -> scalar",
+    "clip_grad_norm": "parameters and a bound: clip_grad_norm(parameters, max_norm) -> norm",
 }
 
 

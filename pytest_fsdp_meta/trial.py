@@ -95,6 +95,7 @@ class Trial:
             inventory=tuple(one.inventory for one in loaded),
             recipe=loaded[0].recipe,
             checkpoints=loaded[0].checkpoints,
+            slices=loaded[0].data_parallel[1],
             folder=world.folder,
             steps=self._steps,
         )
@@ -137,6 +138,8 @@ class _Session:
     inventory: tuple[RankInventory, ...]
     recipe: Mapping[str, bytes]
     checkpoints: Mapping[str, str]
+    slices: int
+    """Data-parallel ranks, which share the batch."""
     folder: Path
     steps: int
     seen: dict[str, Any] = field(default_factory=dict)
@@ -201,20 +204,16 @@ class _Session:
         return Unavailable(missing, error=True) if missing else self._compared(source, names)
 
     def _training(self) -> Any:
-        reference = self.seen.get("reference")
-        if reference is None:
-            return self.unavailable["reference"]
-        if not reference.complete:
-            return Unavailable("a checkpoint directory cannot be trained; declare Subject(reference=<callable>)")
         if "batch" not in self.subject.declared:
             return Unavailable("Subject(batch=...) is not declared")
         if why := self._untrainable():
             return Unavailable(f"not trained: {why}")
-        files = [self._file(name) for name in ("values", "gradients", "updated")]
-        arguments = self.recipe, self.steps, *files
-        losses, again, batches = self.alone.run(f"{OBSERVERS}.truth:train_reference", *arguments)[0]
-        self.seen["reference"] = replace(reference, losses=losses, losses_again=again, batches=batches)
-        return tuple(self.world.run(f"{OBSERVERS}.training:observe_training", self.steps, *files[1:]))
+        reference, truth = self.seen.get("reference"), tuple[Any, ...]()
+        if reference is not None and reference.complete:
+            arguments = self.recipe, self.steps, str(self.folder), self.slices, reference
+            reference = self.alone.run(f"{OBSERVERS}.truth:train_reference", *arguments)[0]
+            self.seen["reference"], truth = reference, (str(self.folder), reference.noise)
+        return tuple(self.world.run(f"{OBSERVERS}.training:observe_training", self.steps, *truth))
 
     def _untrainable(self) -> str:
         """Why a step would fail or hang for a reason that the inventory already shows; empty when it would not."""

@@ -15,9 +15,11 @@ from torch.nn import Module
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from pytest_fsdp_meta.evidence import RankInventory, SubjectFacts
+from pytest_fsdp_meta.observers.batches import data_parallel
 from pytest_fsdp_meta.observers.inventory import named_tensors, non_persistent, reshard, take_inventory
-from pytest_fsdp_meta.observers.optimizers import pack_optimizer
+from pytest_fsdp_meta.observers.optimizers import optimizer_facts, pack_optimizer
 from pytest_fsdp_meta.observers.poison import poisoned_memory, restore_defaults
+from pytest_fsdp_meta.observers.precision import precision
 from pytest_fsdp_meta.subject import Subject, SubjectError
 from pytest_fsdp_meta.worlds import SEED, Misuse, Rank, current
 
@@ -33,6 +35,7 @@ class Loaded:
     recipe: Mapping[str, bytes]
     checkpoints: Mapping[str, str]
     """The sources among the recipe that are directories."""
+    data_parallel: tuple[int, int] = (0, 1)
 
 
 def load(function: bytes, arguments: Mapping[str, bytes], wants_rank: str | None) -> Loaded:
@@ -57,12 +60,21 @@ def load(function: bytes, arguments: Mapping[str, bytes], wants_rank: str | None
     facts = subject.resolve(names["parameter"], names["buffer"], non_persistent(subject.model))
     me.state["subject"] = subject
     inventory = take_inventory(subject.model, me.rank, str(me.device), facts.kept_attributes)
-    inventory = replace(inventory, poison_kept=poison.kept)
+    built = subject.optimizer if isinstance(subject.optimizer, torch.optim.Optimizer) else None
+    computes_in, reduces_in = precision(subject.model)
+    inventory = replace(
+        inventory,
+        poison_kept=poison.kept,
+        computes_in=computes_in,
+        reduces_in=reduces_in,
+        optimizer=None if built is None else optimizer_facts(built, subject.model),
+    )
     sources = {field: getattr(subject, field) for field in ("reference", "verifier")}
     checkpoints = {
         field: os.path.abspath(path) for field, path in sources.items() if isinstance(path, (str, os.PathLike))
     }
-    return Loaded(inventory, facts, pack_recipe(subject) if me.rank == 0 else {}, checkpoints)
+    part = subject.data_parallel or data_parallel(subject.model, me)
+    return Loaded(inventory, facts, pack_recipe(subject) if me.rank == 0 else {}, checkpoints, part)
 
 
 def _call(loader: Callable[..., Any], values: Mapping[str, Any]) -> Any:

@@ -1,8 +1,9 @@
-"""A built optimizer, taken apart on the ranks and put together again over the reference's own parameters."""
+"""Optimizers: built, looked into, taken apart on the ranks and put together again over the reference's parameters."""
 
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -10,13 +11,51 @@ from typing import Any, NoReturn
 
 import cloudpickle
 from torch.nn import Module, Parameter
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
-from pytest_fsdp_meta.observers.inventory import named_tensors
-from pytest_fsdp_meta.subject import SubjectError
+from pytest_fsdp_meta.evidence import OptimizerFacts
+from pytest_fsdp_meta.observers.batches import calling
+from pytest_fsdp_meta.observers.inventory import local_part, named_tensors
+from pytest_fsdp_meta.subject import Subject, SubjectError
 
 BY_NAME = frozenset({"params", "param_names"})
 """Entries of a group that say which parameters are in it; all others are hyperparameters."""
+
+
+def make_optimizer(subject: Subject) -> Optimizer | None:
+    """The optimizer that the subject declares, or SGD; None where nothing is trainable."""
+    trainable = [parameter for parameter in subject.model.parameters() if parameter.requires_grad]
+    declared = subject.optimizer
+    if not trainable:
+        return None
+    if isinstance(declared, Optimizer):
+        return declared
+    if declared is None:
+        # foreach kernels refuse a list that mixes DTensors and plain tensors.
+        return SGD(trainable, lr=0.1, foreach=False)
+    with calling("Subject(optimizer=...)"):
+        built = declared(trainable)
+    if not isinstance(built, Optimizer):
+        raise SubjectError("optimizer", f"it returned {type(built).__name__}, but should return an Optimizer")
+    return built
+
+
+def optimizer_facts(optimizer: Optimizer, model: Module) -> OptimizerFacts:
+    """What the optimizer holds of the model's parameters, and what it holds that the model does not register."""
+    held = Counter(id(parameter) for group in optimizer.param_groups for parameter in group["params"])
+    live = {id(tensor) for _, kind, tensor in named_tensors(model) if kind == "parameter"}
+    others = {id(p): p for group in optimizer.param_groups for p in group["params"] if id(p) not in live}
+    return OptimizerFacts(
+        kind=type(optimizer).__name__,
+        held={name: held[id(tensor)] for name, kind, tensor in named_tensors(model) if kind == "parameter"},
+        others=tuple((str(p.dtype).removeprefix("torch."), _without_memory(p)) for p in others.values()),
+    )
+
+
+def _without_memory(parameter: Parameter) -> bool:
+    """On meta, or with its storage freed: certainly no parameter that anything computes with."""
+    local = local_part(parameter)
+    return bool(local.is_meta or (local.numel() > 0 and local.untyped_storage().nbytes() == 0))
 
 
 @dataclass(frozen=True)

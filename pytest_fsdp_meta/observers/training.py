@@ -1,206 +1,188 @@
-"""A few training steps, with what a rank sees of them: losses, gradients of the first step, parameters at the end."""
+"""A few training steps, with what a rank sees of them: losses, gradients of the first step, what they did."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
-from pytest_fsdp_meta.evidence import RankTraining, splits_experts, splits_model
-from pytest_fsdp_meta.observers.bits import digest
-from pytest_fsdp_meta.observers.inventory import local_part, mesh_facts, named_tensors, reshard
+from pytest_fsdp_meta.evidence import Accumulation, Comparison, Movement, RankTraining
+from pytest_fsdp_meta.observers.accumulation import accumulate, micro_batches, not_shared
+from pytest_fsdp_meta.observers.batches import (
+    batch_digest,
+    counted_labels,
+    data_parallel,
+    global_batch,
+    loss_of,
+    own_rows,
+    scalar,
+)
+from pytest_fsdp_meta.observers.gradients import gradient_norm, gradients_of, without_gradient
+from pytest_fsdp_meta.observers.inventory import local_part, reshard, take_inventory
 from pytest_fsdp_meta.observers.loading import loaded_subject
+from pytest_fsdp_meta.observers.movement import compare_updates, due_as_in, due_by, movements, noise, shards
+from pytest_fsdp_meta.observers.optimizers import make_optimizer, optimizer_facts
 from pytest_fsdp_meta.observers.poison import deterministic
-from pytest_fsdp_meta.observers.values import compare_all
+from pytest_fsdp_meta.observers.values import compare_gradients
 from pytest_fsdp_meta.reference import Record
-from pytest_fsdp_meta.subject import Subject, SubjectError
-from pytest_fsdp_meta.worlds import SEED, CallFailed, Misuse, Rank, current
+from pytest_fsdp_meta.subject import Subject
+from pytest_fsdp_meta.worlds import SEED, Rank, current
+
+RECORDS = ("values", "gradients", "updated", "accumulated")
+"""What the reference's training leaves: weights, first gradients, trained weights, gradients of micro-batches."""
 
 
-def observe_training(steps: int, gradients: str, parameters: str) -> RankTraining:
-    """Trains this rank's subject and compares with the records of the reference at the two paths."""
+@dataclass
+class Run:
+    """What ``train`` saw, step by step; one entry per step."""
+
+    losses: list[float] = field(default_factory=list)
+    batches: list[str] = field(default_factory=list)
+    labels: list[tuple[int, int]] = field(default_factory=list)
+
+
+def observe_training(steps: int, truth: str | None = None, floor: float = 0.0) -> RankTraining:
+    """Trains this rank's subject.
+
+    ``truth`` is the folder of the records of the reference's own training, and ``floor`` what is rounding among its
+    gradients; None where no reference can be trained. Left in the rank's state for observers that go on training:
+    "optimizer", and the number of "steps" taken.
+    """
     me = current()
     subject = loaded_subject(me)
     part = subject.data_parallel or data_parallel(subject.model, me)
-    compared: list[Any] = []
-
-    def first_gradients() -> None:
-        compared.append(compare_all(gradients_of(subject.model), Record(gradients)))
-
-    losses, batches = train(subject, me.device, steps, part, first_gradients)
+    before = shards(subject.model)
+    optimizer = make_optimizer(subject)
+    first = _First(subject, _records(truth))
+    held = None if optimizer is None else optimizer_facts(optimizer, subject.model)
+    run = train(subject, me.device, range(steps), part, optimizer, lambda step: None if step else first.look())
     reshard(subject.model)
-    after = ((name, tensor) for name, kind, tensor in named_tensors(subject.model) if kind == "parameter")
+    me.state.update(optimizer=optimizer, steps=steps)
+    after = take_inventory(subject.model, me.rank, str(me.device))
     return RankTraining(
-        losses=losses,
-        batches=batches,
+        losses=tuple(run.losses),
+        batches=tuple(run.batches),
         data_parallel=part,
-        gradients=compared[0] if compared else (),
-        parameters=compare_all(after, Record(parameters)),
+        gradients=first.gradients,
+        parameters=_updates(subject.model, before, first.records),
         unreduced=_unreduced(subject.model),
+        labels=tuple(run.labels),
+        without_gradient=first.without_gradient,
+        norm=first.norm,
+        norm_problem=first.norm_problem,
+        after=after,
+        optimizer=held,
+        movements=first.movements(before, optimizer, floor),
+        accumulation=_accumulation(subject, me, part, first.records, optimizer),
     )
 
 
 def train(
     subject: Subject,
     device: torch.device,
-    steps: int,
+    steps: range,
     part: tuple[int, int],
-    after_backward: Callable[[], None] = lambda: None,
-) -> tuple[tuple[float, ...], tuple[str, ...]]:
-    """(losses, hashes of the global batches) of ``steps`` steps, dropout off, deterministic, seeded by the step.
+    optimizer: Optimizer | None,
+    after_backward: Callable[[int], None] = lambda step: None,
+) -> Run:
+    """The ``steps``, with dropout off, deterministic, seeded by the step; ``part`` is the slice of each batch.
 
-    ``after_backward`` is called once, between the first backward and the first optimizer step. Without a trainable
-    parameter the losses of the forward are all there is.
+    ``after_backward`` is called between backward and the optimizer. Without an optimizer, because nothing is
+    trainable, the losses of the forward are all there is.
     """
-    model, losses, batches = subject.model, [], []
+    model, run = subject.model, Run()
     model.eval()  # dropout off, functional dropout too
     model.zero_grad(set_to_none=True)  # a loader may have run a backward to warm up
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = _optimizer(subject, trainable) if trainable else None
     with deterministic():
-        for step in range(steps):
-            batch = _batch(subject, step)
-            with _calling(f"Subject(batch=...), the tensors of batch({step})"):
-                batches.append(_batch_digest(batch))
-                rows = _slice(batch, step, part, device)
+        for step in steps:
+            batch = global_batch(subject, step)
+            run.batches.append(batch_digest(batch))
+            rows = own_rows(batch, step, part, device)
+            run.labels.append(counted_labels(rows))
             torch.manual_seed(SEED + step)
             with torch.set_grad_enabled(optimizer is not None):
-                loss = _loss(subject, rows)
-            losses.append(_scalar(loss))
+                loss = loss_of(subject, rows)
+            run.losses.append(scalar(loss))
             if optimizer is not None:
                 loss.backward()
-                if step == 0:
-                    after_backward()
+                after_backward(step)
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
-    return tuple(losses), tuple(batches)
+    return run
 
 
-def gradients_of(model: Module) -> list[tuple[str, Tensor]]:
-    return [
-        (name, tensor.grad)
-        for name, kind, tensor in named_tensors(model)
-        if kind == "parameter" and tensor.grad is not None
-    ]
+class _First:
+    """What there is to see between the first backward and the first optimizer step."""
+
+    def __init__(self, subject: Subject, records: Mapping[str, Record]) -> None:
+        self.records = records
+        self.gradients: tuple[Comparison, ...] = ()
+        self.without_gradient: tuple[str, ...] = ()
+        self.norm: float | None = None
+        self.norm_problem = ""
+        self._subject = subject
+        self._kept: dict[str, Tensor] = {}
+        self._noise = 0.0
+
+    def look(self) -> None:
+        model = self._subject.model
+        seen = gradients_of(model)
+        self.without_gradient = without_gradient(model)
+        self.norm, self.norm_problem = gradient_norm(model, self._subject.clip_grad_norm)
+        if self.records:
+            self.gradients = compare_gradients(seen, self.records["gradients"])
+        else:
+            self._kept = {name: local_part(gradient).to("cpu", copy=True) for name, gradient in seen}
+            self._noise = noise(model)
+
+    def movements(
+        self, before: Mapping[str, Tensor], optimizer: Optimizer | None, floor: float
+    ) -> tuple[Movement, ...]:
+        if optimizer is None:
+            return ()
+        model = self._subject.model
+        if self.records:
+            return movements(model, before, due_as_in(self.records, floor))
+        return movements(model, before, due_by(self._kept, optimizer, self._noise))
 
 
-def data_parallel(model: Module, me: Rank) -> tuple[int, int]:
-    """(index, size) of this rank's slice of the batch, from the mesh that most parameters lie on, else the world's."""
-    meshes: dict[tuple[Any, ...], int] = {}
-    for parameter in model.parameters():
-        if isinstance(parameter, DTensor):
-            mesh = mesh_facts(parameter)
-            if mesh.coordinate is not None and not any(map(splits_experts, mesh.dims)):
-                key = (mesh.dims, mesh.shape, mesh.coordinate)
-                meshes[key] = meshes.get(key, 0) + parameter.numel()
-    if meshes:
-        dims, shape, coordinate = max(meshes, key=lambda key: meshes[key])
-    elif me.has_mesh:
-        dims, shape = tuple(me.mesh.mesh_dim_names or ()), tuple(me.mesh.shape)
-        coordinate = tuple(me.mesh.get_coordinate() or ())
-    else:
-        return me.rank, me.world_size
-    index = 0
-    for dim, size, position in zip(dims, shape, coordinate, strict=True):
-        if not splits_model(dim):
-            index = index * size + position
-    return index, math.prod(size for dim, size in zip(dims, shape, strict=True) if not splits_model(dim))
+def _records(folder: str | None) -> dict[str, Record]:
+    if folder is None:
+        return {}
+    files = {name: Path(folder, f"{name}.safetensors") for name in RECORDS}
+    return {name: Record(file) for name, file in files.items() if file.exists()}
+
+
+def _updates(model: Module, before: Mapping[str, Tensor], records: Mapping[str, Record]) -> tuple[Comparison, ...]:
+    return compare_updates(model, before, records["values"], records["updated"]) if records else ()
+
+
+def _accumulation(
+    subject: Subject, me: Rank, part: tuple[int, int], records: Mapping[str, Record], optimizer: Optimizer | None
+) -> Accumulation | None:
+    """After the steps, where what goes wrong can disturb nothing that is judged by itself."""
+    if optimizer is None or not records:
+        return None
+    if problem := not_shared(subject, part[1]):
+        return Accumulation(problem=problem)
+    early = accumulate(subject, me.device, micro_batches(part))
+    seen = Accumulation(
+        compare_gradients(gradients_of(subject.model), records["accumulated"]),
+        without_gradient(subject.model),
+        early,
+    )
+    subject.model.zero_grad(set_to_none=True)
+    reshard(subject.model)
+    return seen
 
 
 def _unreduced(model: Module) -> bool:
     plain = not any(isinstance(parameter, DTensor) for parameter in model.parameters())
     return plain and not any(isinstance(module, DistributedDataParallel) for module in model.modules())
-
-
-def _optimizer(subject: Subject, trainable: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    declared = subject.optimizer
-    if isinstance(declared, torch.optim.Optimizer):
-        return declared
-    if declared is None:
-        # foreach kernels refuse a list that mixes DTensors and plain tensors.
-        return torch.optim.SGD(trainable, lr=0.1, foreach=False)
-    with _calling("Subject(optimizer=...)"):
-        built = declared(trainable)
-    if not isinstance(built, torch.optim.Optimizer):
-        raise SubjectError("optimizer", f"it returned {type(built).__name__}, but should return an Optimizer")
-    return built
-
-
-@contextmanager
-def _calling(where: str) -> Iterator[None]:
-    """Names whose call it was that failed; what the user wrote wrong in one line is told as it is."""
-    try:
-        yield
-    except Misuse:
-        raise
-    except Exception as error:
-        raise CallFailed(where) from error
-
-
-def _batch(subject: Subject, step: int) -> Mapping[str, Any]:
-    assert subject.batch is not None
-    torch.manual_seed(SEED + step)  # so that a batch drawn at random is the same on every rank
-    with _calling(f"Subject(batch=...), batch({step})"):
-        batch = subject.batch(step)
-    if not hasattr(batch, "items"):
-        raise SubjectError("batch", f"batch({step}) is {type(batch).__name__}, but should be a dict of tensors")
-    return dict(batch.items())
-
-
-def _batch_digest(batch: Mapping[str, Any]) -> str:
-    tensors = {str(key): local_part(value) for key, value in batch.items() if isinstance(value, Tensor)}
-    return " ".join(f"{key}={digest(tensor)}" for key, tensor in sorted(tensors.items()))
-
-
-def _slice(batch: Mapping[str, Any], step: int, part: tuple[int, int], device: torch.device) -> dict[str, Any]:
-    return {key: _rows(key, value, step, part, device) for key, value in batch.items()}
-
-
-def _rows(key: str, value: Any, step: int, part: tuple[int, int], device: torch.device) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    index, size = part
-    if value.ndim:
-        rows = value.shape[0]
-        if rows % size:
-            raise SubjectError(
-                "batch",
-                f"batch({step})[{key!r}] has {rows} rows, which {size} data-parallel ranks cannot share equally; "
-                f"make it a multiple of {size}",
-            )
-        value = value[index * rows // size : (index + 1) * rows // size]
-    return value.to(device)
-
-
-def _loss(subject: Subject, batch: dict[str, Any]) -> Tensor:
-    if subject.loss is not None:
-        with _calling("Subject(loss=...)"):
-            loss = subject.loss(subject.model, batch)
-    else:
-        with _calling("model(**batch), the default of Subject(loss=...)"):
-            output = subject.model(**batch)
-        loss = getattr(output, "loss", None)
-        if loss is None:
-            raise SubjectError(
-                "loss",
-                f"model(**batch) returned {type(output).__name__} without a .loss; put labels into the batch or "
-                "declare loss=lambda model, batch: ...",
-            )
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        shown = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-        raise SubjectError("loss", f"it gave {shown}, but should give a scalar tensor")
-    if torch.is_grad_enabled() and not loss.requires_grad:
-        raise SubjectError("loss", "it gave a loss without gradient: detached, or computed under no_grad")
-    return loss
-
-
-def _scalar(loss: Tensor) -> float:
-    with torch.no_grad():
-        return float(loss.full_tensor() if isinstance(loss, DTensor) else loss)

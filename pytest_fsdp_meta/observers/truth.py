@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import pickle
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,13 @@ from torch import Tensor
 from torch.nn import Module
 
 from pytest_fsdp_meta.evidence import RankInventory, ReferenceFacts, TensorFacts
+from pytest_fsdp_meta.observers.accumulation import accumulate, micro_batches, not_shared
+from pytest_fsdp_meta.observers.gradients import gradient_norm, gradients_of
 from pytest_fsdp_meta.observers.inventory import local_part, named_tensors, take_inventory
-from pytest_fsdp_meta.observers.optimizers import PackedOptimizer
+from pytest_fsdp_meta.observers.movement import noise, root_mean_square
+from pytest_fsdp_meta.observers.optimizers import PackedOptimizer, make_optimizer
 from pytest_fsdp_meta.observers.poison import poisoned_memory, restore_defaults
-from pytest_fsdp_meta.observers.training import gradients_of, train
+from pytest_fsdp_meta.observers.training import train
 from pytest_fsdp_meta.reference import Record, checkpoint_entries, write_record
 from pytest_fsdp_meta.subject import Subject, SubjectError
 from pytest_fsdp_meta.worlds import SEED, current
@@ -59,25 +63,56 @@ def record_reference(
 
 
 def train_reference(
-    recipe: Mapping[str, bytes], steps: int, values: str, gradients: str, updated: str
-) -> tuple[tuple[float, ...], tuple[float, ...], tuple[str, ...]]:
-    """(losses, losses of a second training from the recorded ``values``, hashes of the batches).
+    recipe: Mapping[str, bytes], steps: int, folder: str, parts: int, facts: ReferenceFacts
+) -> ReferenceFacts:
+    """The facts with what training adds to them; trained a second time from the recorded values, for the losses.
 
-    Records the gradients of the first step and the parameters after the last.
+    Records, in ``folder``, the gradients of the first step, the parameters after the last, and then the mean of the
+    gradients of ``parts`` data-parallel ranks' micro-batches.
     """
     me = current()
     subject = _subject(me.state["reference"], recipe)
+    model, seen = subject.model, _FirstGradients(Path(folder, "gradients.safetensors"))
+    seen.look(model)  # where nothing is trainable there is no backward, and the ranks look for an empty record
+    optimizer = make_optimizer(subject)
+    run = train(subject, me.device, range(steps), (0, 1), optimizer, lambda step: None if step else seen.look(model))
+    after = _inventory(model, ())
+    write_record(
+        Path(folder, "updated.safetensors"), ((n, t) for n, kind, t in named_tensors(model) if kind == "parameter")
+    )
+    if optimizer is not None and not not_shared(subject, parts):
+        slices = [part for index in range(parts) for part in micro_batches((index, parts))]
+        accumulate(subject, me.device, slices)
+        write_record(Path(folder, "accumulated.safetensors"), gradients_of(model))
+    _restore(model, Record(Path(folder, "values.safetensors")))
+    again = train(subject, me.device, range(steps), (0, 1), make_optimizer(subject))
+    return replace(
+        facts,
+        losses=tuple(run.losses),
+        losses_again=tuple(again.losses),
+        batches=tuple(run.batches),
+        gradients=seen.sizes,
+        noise=seen.noise,
+        norm=seen.norm,
+        after=after,
+    )
 
-    def record() -> None:
-        write_record(Path(gradients), gradients_of(subject.model))
 
-    record()  # where nothing is trainable there is no backward, and the ranks look for an empty record
-    losses, batches = train(subject, me.device, steps, (0, 1), record)
-    after = ((name, tensor) for name, kind, tensor in named_tensors(subject.model) if kind == "parameter")
-    write_record(Path(updated), after)
-    _restore(subject.model, Record(values))
-    again, _ = train(subject, me.device, steps, (0, 1))
-    return losses, again, batches
+class _FirstGradients:
+    """Recorded at ``path``, with their sizes and their norm."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.sizes: dict[str, float] = {}
+        self.noise = 0.0
+        self.norm: float | None = None
+
+    def look(self, model: Module) -> None:
+        gradients = gradients_of(model)
+        write_record(self._path, gradients)
+        self.sizes = {name: root_mean_square(gradient) for name, gradient in gradients}
+        self.noise = noise(model)
+        self.norm, _ = gradient_norm(model, None)
 
 
 def record_verifier(recipe: Mapping[str, bytes], path: str) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from pytest_fsdp_meta.evidence import Comparison, Region
+from pytest_fsdp_meta.evidence import Comparison, Measure, Region
 from pytest_fsdp_meta.observers.inventory import held_regions, local_part, named_tensors
 from pytest_fsdp_meta.observers.loading import loaded_subject
 from pytest_fsdp_meta.reference import Record, global_index
@@ -52,13 +53,44 @@ def compare(name: str, tensor: Tensor, truth: Record, there: str) -> Comparison:
     return _compare(name, actual, truth.read(there, held), held)
 
 
+def compare_gradients(tensors: Iterable[tuple[str, Tensor]], truth: Record) -> tuple[Comparison, ...]:
+    """Each gradient that the truth knows, compared and measured."""
+    found = []
+    for name, tensor in tensors:
+        if name in truth:
+            comparison = compare(name, tensor, truth, name)
+            if comparison.problem is None and comparison.elements:
+                ours, theirs = comparable(local_part(tensor).cpu()), comparable(beside(tensor, truth, name))
+                comparison = replace(comparison, measure=measure(ours, theirs))
+            found.append(comparison)
+    return tuple(found)
+
+
+def beside(tensor: Tensor, truth: Record, name: str) -> Tensor:
+    """What the truth has where this rank's part of ``tensor`` lies; of another shape where the truth is."""
+    return truth.read(name, held_regions(tensor))
+
+
+def measure(actual: Tensor, truth: Tensor, grain: float = 0.0) -> Measure:
+    """Both as vectors, in float64."""
+    ours, theirs = actual.double().flatten(), truth.double().flatten()
+    return Measure(
+        actual=float(ours.norm()),
+        truth=float(theirs.norm()),
+        apart=float((ours - theirs).norm()),
+        dot=float(ours @ theirs),
+        elements=ours.numel(),
+        grain=grain,
+    )
+
+
 def _compare(name: str, actual: Tensor, expected: Tensor, held: Sequence[Region]) -> Comparison:
     """Equal means equal in the shard's own type, and NaN like NaN; numbers are only told in float64.
 
     The CPU compares, where the truth is read to: it knows more types than other devices.
     """
     cast = expected.dtype != actual.dtype
-    ours, truth = _comparable(actual.cpu()), _comparable(expected.to(actual.dtype))
+    ours, truth = comparable(actual.cpu()), comparable(expected.to(actual.dtype))
     if torch.equal(ours, truth):  # nearly always so, and without a mask as large as the shard
         return Comparison(name, True, elements=actual.numel(), cast=cast)
     differs = (ours != truth) & ~((ours != ours) & (truth != truth))
@@ -85,7 +117,7 @@ def _compare(name: str, actual: Tensor, expected: Tensor, held: Sequence[Region]
     )
 
 
-def _comparable(tensor: Tensor) -> Tensor:
+def comparable(tensor: Tensor) -> Tensor:
     """The same values in a type that torch can compare.
 
     A complex tensor gives its real and imaginary parts in one more dimension, and a packed type its bytes.

@@ -1,0 +1,72 @@
+"""Gradients as a rank has them after backward, and their norm as clipping sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import Module, Parameter
+
+from pytest_fsdp_meta.observers.batches import calling
+from pytest_fsdp_meta.observers.inventory import local_part, named_tensors
+from pytest_fsdp_meta.subject import SubjectError
+
+ClipGradNorm = Callable[[Iterable[Parameter], float], object]
+
+
+def gradients_of(model: Module) -> list[tuple[str, Tensor]]:
+    """Every gradient, laid out as its parameter is.
+
+    What DTensor left as parts of a sum is summed, as any operation of an optimizer would do.
+    """
+    found = []
+    for name, kind, tensor in named_tensors(model):
+        gradient = tensor.grad
+        if kind == "parameter" and gradient is not None:
+            if isinstance(gradient, DTensor) and any(placement.is_partial() for placement in gradient.placements):
+                assert isinstance(tensor, DTensor)
+                gradient = gradient.redistribute(placements=tensor.placements)
+            found.append((name, gradient))
+    return found
+
+
+def without_gradient(model: Module) -> tuple[str, ...]:
+    """Trainable parameters that this rank holds something of, and that backward left without a gradient."""
+    return tuple(
+        name
+        for name, kind, tensor in named_tensors(model)
+        if kind == "parameter" and tensor.requires_grad and tensor.grad is None and local_part(tensor).numel()
+    )
+
+
+def gradient_norm(model: Module, own: ClipGradNorm | None) -> tuple[float | None, str]:
+    """(the norm of all gradients, why there is none), as ``own`` or torch tell it; the gradients stay as they are."""
+    parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    if own is not None:
+        return _own_norm(own, parameters), ""
+    try:
+        with torch.no_grad():
+            # What clip_grad_norm_ computes, and then multiplies the gradients by.
+            return _number(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])), ""
+    except Exception as error:  # torch raises nearly anything for meshes or kinds of tensors that it cannot mix
+        return None, f"{type(error).__name__}: {str(error).splitlines()[0][:160] if str(error) else ''}"
+
+
+def _own_norm(own: ClipGradNorm, parameters: list[Parameter]) -> float:
+    kept = [local_part(p.grad).clone() for p in parameters if p.grad is not None]
+    with calling("Subject(clip_grad_norm=...)"):
+        norm = own(parameters, float("inf"))
+    with torch.no_grad():
+        for parameter, before in zip(parameters, kept, strict=True):
+            if parameter.grad is not None:
+                local_part(parameter.grad).copy_(before)
+    if isinstance(norm, (int, float)) or (isinstance(norm, Tensor) and norm.numel() == 1):
+        return _number(norm)
+    shown = tuple(norm.shape) if isinstance(norm, Tensor) else type(norm).__name__
+    raise SubjectError("clip_grad_norm", f"it gave {shown}, but should give the norm before clipping, a number")
+
+
+def _number(norm: Tensor | float) -> float:
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
