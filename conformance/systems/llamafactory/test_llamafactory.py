@@ -1,4 +1,4 @@
-"""LLaMA-Factory's v1 engine on a tied Qwen3: ``ModelEngine`` builds it, ``FSDP2Engine`` shards, materialises and loads it.
+"""LLaMA-Factory's v1 engine: ``ModelEngine`` builds the model, ``FSDP2Engine`` shards, materialises and loads it.
 
 hiyouga/LLaMA-Factory#10236 brought ``init_on_meta`` and #10264 ``init_on_rank0``; docs/systems.md says what is found.
 """
@@ -80,7 +80,5 @@ def test_what_is_said_of_init_on_rank0(checkpoint, told):
     said = told(load_on_rank0, world, path=checkpoint("qwen3-tied"))
     assert list(said) == ["no_uninitialized_memory"]
     for name in ("inv_freq", "original_inv_freq"):
-        assert (
-            f"model.rotary_emb.{name}, ranks 0, 1: uninitialised (NaN under poison), but should be written by the loader "
-            "(4 of 4 elements)"
-        ) in said["no_uninitialized_memory"]
+        line = f"model.rotary_emb.{name}, ranks 0, 1: uninitialised (NaN under poison), but should be written"
+        assert line in said["no_uninitialized_memory"]

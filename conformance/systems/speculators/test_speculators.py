@@ -1,4 +1,4 @@
-"""speculators' trainer on an Eagle-3 draft of a tiny verifier: ``Trainer.setup_model`` shards it and broadcasts rank 0's.
+"""speculators' trainer on an Eagle-3 draft of a tiny verifier: ``Trainer.setup_model`` shards and broadcasts it.
 
 vllm-project/speculators#314; docs/systems.md says what is found.
 """
