@@ -1,0 +1,102 @@
+"""NeMo Automodel: ``NeMoAutoModelForCausalLM.from_pretrained`` with the FSDP2 strategy.
+
+NVIDIA-NeMo/Automodel#2146 was about buffers that its init context leaves on the CPU; docs/systems.md says what a run on
+a CPU can show of it, and what is found.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from nemo_automodel import NeMoAutoModelForCausalLM
+from nemo_automodel._transformers import auto_model
+from nemo_automodel.components.distributed.config import DistributedSetup, FSDP2Config
+from nemo_automodel.components.distributed.mesh import ParallelismSizes
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from fixtures.tiny import reference_model, save_tiny, token_batch
+from pytest_fsdp_meta import Subject, fsdp_conformance
+
+ARCHITECTURES = ("llama", "llama-tied", "qwen3-moe", "gemma3", "gpt2", "falcon-h1")
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {name: save_tiny(name, tmp_path_factory.mktemp("checkpoint") / name) for name in ARCHITECTURES}
+
+
+def load(path: Path, device: torch.device, config: FSDP2Config, *, force_hf: bool = True, **sizes: int) -> Subject:
+    """``force_hf=False`` takes the package's own implementation of an architecture, where it has one."""
+    stand_in_for_cuda(device)
+    model = NeMoAutoModelForCausalLM.from_pretrained(
+        str(path),
+        dtype=torch.float32,
+        attn_implementation="sdpa",
+        force_hf=force_hf,
+        use_liger_kernel=False,  # a CUDA kernel
+        distributed_setup=DistributedSetup.build(config, parallelism_sizes=ParallelismSizes(**sizes)),
+    )
+    return Subject(
+        model,
+        reference=lambda: reference_model(path),
+        batch=lambda step: token_batch(step, path),
+        loss=next_token_loss,
+    )
+
+
+def stand_in_for_cuda(device: torch.device) -> None:
+    """Where there is no GPU: the rank's device in place of the current CUDA device, and nothing else.
+
+    The package asks for it twice: an index to make a ``torch.device`` of, which FSDP2 does not read, and the device on
+    which parameters are materialised, which it hands to ``apply_model_infrastructure``.
+    """
+    if device.type == "cuda":
+        return
+    torch.cuda.current_device = lambda: 0
+    build = auto_model.apply_model_infrastructure
+    auto_model.apply_model_infrastructure = lambda **given: build(**{**given, "device": device})
+
+
+def next_token_loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Over tensor-parallel ranks the logits are sharded, which the loss of transformers does not know."""
+    logits = model(input_ids=batch["input_ids"]).logits
+    whole = logits.full_tensor() if isinstance(logits, DTensor) else logits
+    return torch.nn.functional.cross_entropy(whole[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+
+def in_float32() -> FSDP2Config:
+    """The package computes in bfloat16 by default, the reference in float32: parity needs one policy for both."""
+    return FSDP2Config(mp_policy=MixedPrecisionPolicy())
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@fsdp_conformance(world_size=2)
+def test_fsdp2(fsdp, checkpoints, name):
+    return load(checkpoints[name], fsdp.device, in_float32())
+
+
+@fsdp_conformance(mesh={"dp_replicate": 2, "dp_shard": 2})
+def test_hsdp(fsdp, checkpoints):
+    return load(checkpoints["llama"], fsdp.device, in_float32(), dp_replicate_size=2)
+
+
+@fsdp_conformance(mesh={"dp_shard": 2, "tp": 2})
+def test_fsdp2_with_tensor_parallelism(fsdp, checkpoints):
+    return load(checkpoints["llama"], fsdp.device, in_float32(), tp_size=2)
+
+
+NO_ORIGINAL = "its Llama keeps no copy of the frequencies (original_inv_freq)"
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied"])
+@fsdp_conformance(world_size=2, skip={"names_match_reference": NO_ORIGINAL})
+def test_own_llama(fsdp, checkpoints, name):
+    return load(checkpoints[name], fsdp.device, in_float32(), force_hf=False)
+
+
+@fsdp_conformance(world_size=2, tolerance={"loss_parity": 1.6e-2})
+def test_default_precision(fsdp, checkpoints):
+    return load(checkpoints["llama"], fsdp.device, FSDP2Config())
