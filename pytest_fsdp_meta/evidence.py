@@ -88,6 +88,8 @@ class TensorFacts:
     nan: int = 0
     poisoned: int = 0
     digest: str | None = None
+    ddp: bool = False
+    """Whether DistributedDataParallel or replicate() holds it: whole on every rank by intent, its gradients reduced."""
     unreadable: str = ""
     """Why torch could not read its elements (sparse, packed, without storage); nothing is known of its values then."""
 

@@ -165,10 +165,21 @@ def add(evidence: Evidence, tensor: TensorFacts, ranks: Iterable[int] | None = N
 
 
 def place(
-    evidence: Evidence, name: str, mesh: Mapping[str | None, int], *placements: str, shape: Sequence[int] = (8, 4)
+    evidence: Evidence,
+    name: str,
+    mesh: Mapping[str | None, int],
+    *placements: str,
+    shape: Sequence[int] | None = None,
 ) -> Evidence:
-    """One parameter on another mesh, or with other placements, on every rank; plain without placements."""
+    """One parameter on another mesh, or with other placements, on every rank; plain without placements.
+
+    Of another shape, it has that in the reference as well.
+    """
     coordinates = list(product(*(range(size) for size in mesh.values())))
+    if shape is None:
+        shape = evidence.inventory[0].by_name[name].shape
+    elif evidence.reference is not None:
+        evidence = change_reference(evidence, name, shape=tuple(shape))
 
     def there(rank: int) -> TensorFacts:
         if not placements:

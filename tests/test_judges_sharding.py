@@ -1,4 +1,4 @@
-"""dtensor_placements on hand-made evidence."""
+"""dtensor_placements, nothing_left_unsharded and unsharded_modules_stay_whole on hand-made evidence."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from tests.evidence_factory import (
     MIDDLE,
     add,
     change,
+    change_reference,
     declare,
     drop,
     empty,
@@ -27,6 +28,7 @@ from tests.evidence_factory import (
 )
 
 PLACEMENTS = "dtensor_placements"
+LEFT, STAYS = "nothing_left_unsharded", "unsharded_modules_stay_whole"
 PLAIN = "a plain tensor, whole on every rank"
 HSDP = {"dp_replicate": 2, "dp_shard": 2}
 TWO_D = {"dp_shard": 2, "tp": 2}
@@ -37,17 +39,25 @@ TWO_D = {"dp_shard": 2, "tp": 2}
     [healthy(1), healthy(2), healthy(4), healthy(mesh=HSDP), healthy(mesh={"dp_shard": 1}), empty(1), empty(2)],
 )
 def test_healthy_evidence_passes(evidence):
-    assert verdict(PLACEMENTS, evidence).status == "passed"
+    assert [verdict(id, evidence).status for id in (PLACEMENTS, LEFT)] == ["passed", "passed"]
+    assert verdict(STAYS, evidence).reason == "Subject(unsharded=...) is not declared"
+
+
+def whole(evidence, *names):
+    """Told by nothing_left_unsharded, and of these tensors not again by dtensor_placements."""
+    found, later = verdict(LEFT, evidence), verdict(PLACEMENTS, evidence)
+    assert (later.status, later.unjudged) == ("skipped", {LEFT: names or tuple(f.tensor for f in found.findings)})
+    return found
 
 
 def test_no_reference_is_needed():
     evidence = undeclared(healthy(), "reference", "values", "verifier", "training", why="not declared")
-    assert verdict(PLACEMENTS, place(evidence, MIDDLE, {})).status == "failed"
-    assert verdict(PLACEMENTS, evidence).status == "passed"
+    assert whole(place(evidence, MIDDLE, {})).status == "failed"
+    assert [verdict(id, evidence).status for id in (PLACEMENTS, LEFT)] == ["passed", "passed"]
 
 
 def test_a_plain_parameter():
-    found = verdict(PLACEMENTS, place(healthy(), MIDDLE, {}))
+    found = whole(place(healthy(), MIDDLE, {}))
     assert told(found) == [(MIDDLE, (0, 1), PLAIN, "sharded over dp_shard=2", "")]
     assert found.findings[0].remedy == (
         "shard it; or declare what is meant with Subject(unsharded=...) or Subject(placements=...)"
@@ -66,18 +76,67 @@ def test_a_model_that_nobody_sharded():
     names = [tensor.name for tensor in evidence.inventory[0].tensors if tensor.kind == "parameter"]
     for name in names:
         evidence = place(evidence, name, {})
-    found = verdict(PLACEMENTS, evidence)
+    found = whole(evidence)
     assert [finding.tensor for finding in found.findings] == names
     assert {finding.expected for finding in found.findings} == {"sharded over dp_shard=2"}
 
 
+def passed(evidence):
+    return [verdict(id, evidence).status for id in (PLACEMENTS, LEFT)] == ["passed", "passed"]
+
+
 def test_alone_a_plain_parameter_is_right():
-    assert verdict(PLACEMENTS, place(healthy(1), MIDDLE, {})).status == "passed"
+    assert passed(place(healthy(1), MIDDLE, {}))
 
 
 def test_a_scalar_cannot_be_sharded():
-    evidence = place(healthy(), MIDDLE, {}, shape=())
+    assert passed(place(healthy(), MIDDLE, {}, shape=()))
+    assert passed(place(healthy(), MIDDLE, {"dp_shard": 2}, "R", shape=()))
+
+
+def test_what_has_no_element_need_not_be_cut():
+    assert passed(place(healthy(), MIDDLE, {}, shape=(0, 4)))
+    assert whole(place(healthy(), MIDDLE, {}, shape=(1,))).status == "failed"
+
+
+def test_a_frozen_parameter_is_no_exception():
+    assert [finding.tensor for finding in whole(place(healthy(), FROZEN, {})).findings] == [FROZEN]
+
+
+@pytest.mark.parametrize("mesh", [{"dp_replicate": 2}, {"ddp": 2}, {"tp": 2}, {"pp": 2}])
+def test_where_no_dimension_shards_all_may_be_whole(mesh):
+    evidence = healthy(mesh=mesh)
+    for tensor in evidence.inventory[0].tensors:
+        if tensor.kind == "parameter":
+            evidence = place(evidence, tensor.name, {})
+    assert passed(evidence)
+
+
+def test_ddp_replicates_by_intent():
+    evidence = healthy()
+    for tensor in evidence.inventory[0].tensors:
+        if tensor.kind == "parameter":
+            evidence = change(place(evidence, tensor.name, {}), tensor.name, ddp=True)
+    found = verdict(LEFT, evidence)
+    assert (found.status, found.reason) == (
+        "skipped",
+        "DistributedDataParallel keeps embed.weight and 3 more whole by intent; call the mesh dimension dp_replicate "
+        "to say so",
+    )
     assert verdict(PLACEMENTS, evidence).status == "passed"
+    assert verdict(LEFT, replace(evidence, world=replace(evidence.world, mesh=(("dp_replicate", 2),)))).reason == ""
+
+
+def test_what_ddp_does_not_hold_is_told_all_the_same():
+    evidence = change(place(place(healthy(), MIDDLE, {}), EMBEDDING, {}), EMBEDDING, ddp=True)
+    found = whole(evidence, MIDDLE)
+    assert (found.status, [finding.tensor for finding in found.findings]) == ("failed", [MIDDLE])
+    assert found.reason.startswith("DistributedDataParallel keeps embed.weight whole")
+
+
+def test_tensor_parallel_in_ddp_forgets_nothing():
+    evidence = change(place(healthy(mesh=TWO_D), MIDDLE, {"tp": 2}, "S(0)"), MIDDLE, ddp=True)
+    assert passed(evidence)
 
 
 @pytest.mark.parametrize("shape", [(5, 2), (1, 2), (0, 2), (3,)])
@@ -95,12 +154,23 @@ def test_any_dim_is_a_shard_unless_declared():
     ("mesh", "placements", "actual", "expected"),
     [
         ({"dp_shard": 4}, ("R",), "R on mesh dp_shard=4", "sharded over dp_shard=4"),
-        ({"dp_shard": 4}, ("P(sum)",), "P(sum) on mesh dp_shard=4", "sharded over dp_shard=4"),
         (HSDP, ("R", "R"), "(R, R) on mesh dp_replicate=2 x dp_shard=2", "sharded over dp_shard=2"),
+        ({None: 4}, ("R",), "R on mesh unnamed=4", "sharded over the mesh"),
+    ],
+)
+def test_replicated_over_all_that_shards(mesh, placements, actual, expected):
+    found = whole(place(healthy(mesh={"dp_shard": 4}), MIDDLE, mesh, *placements))
+    assert told(found) == [(MIDDLE, (0, 1, 2, 3), actual, found.findings[0].expected, "")]
+    assert found.findings[0].expected.startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "placements", "actual", "expected"),
+    [
+        ({"dp_shard": 4}, ("P(sum)",), "P(sum) on mesh dp_shard=4", "sharded over dp_shard=4"),
         (HSDP, ("S(0)", "S(0)"), "(S(0), S(0)) on mesh dp_replicate=2 x dp_shard=2", "replicated over dp_replicate=2"),
         (HSDP, ("P(sum)", "S(0)"), "(P(sum), S(0)) on mesh dp_replicate=2 x dp_shard=2", "replicated over dp_"),
         (TWO_D, ("R", "S(0)"), "(R, S(0)) on mesh dp_shard=2 x tp=2", "sharded over dp_shard=2"),
-        ({None: 4}, ("R",), "R on mesh unnamed=4", "sharded over the mesh"),
     ],
 )
 def test_wrong_by_default(mesh, placements, actual, expected):
@@ -130,9 +200,7 @@ def test_the_loaders_own_mesh_counts_not_the_worlds():
     # The marker said a world of 4; the loader made hybrid sharding of it by itself.
     evidence = replace(healthy(mesh=HSDP), world=healthy(4).world)
     assert verdict(PLACEMENTS, evidence).status == "passed"
-    assert told(verdict(PLACEMENTS, place(evidence, MIDDLE, {}))) == [
-        (MIDDLE, (0, 1, 2, 3), PLAIN, "sharded over dp_shard=2", "")
-    ]
+    assert told(whole(place(evidence, MIDDLE, {}))) == [(MIDDLE, (0, 1, 2, 3), PLAIN, "sharded over dp_shard=2", "")]
 
 
 def test_an_unnamed_mesh_of_two_dimensions_is_hybrid_sharding():
@@ -223,7 +291,7 @@ def test_a_loader_may_name_the_dimensions_as_it_likes(world, mesh, placements):
     assert verdict(PLACEMENTS, evidence).status == "passed"
     # It is judged all the same.
     evidence = place(evidence, MIDDLE, mesh, *("R" for _ in mesh))
-    assert [finding.tensor for finding in verdict(PLACEMENTS, evidence).findings] == [MIDDLE]
+    assert [finding.tensor for finding in whole(evidence).findings] == [MIDDLE]
 
 
 def test_one_parameter_on_a_flattened_mesh_has_all_dimensions():
@@ -280,16 +348,46 @@ def test_the_mesh_of_experts_is_expected_of_experts_alone():
 @pytest.mark.parametrize("placed", [(), ("R",)])
 def test_declared_unsharded_is_whole_plain_or_replicated(placed):
     evidence = declare(place(healthy(), MIDDLE, {"dp_shard": 2}, *placed), unsharded=(MIDDLE,))
-    assert verdict(PLACEMENTS, evidence).status == "passed"
+    assert [verdict(id, evidence).status for id in (PLACEMENTS, LEFT, STAYS)] == ["passed"] * 3
 
 
 def test_declared_unsharded_that_is_sharded():
-    found = verdict(PLACEMENTS, declare(healthy(), unsharded=(MIDDLE,)))
+    evidence = declare(healthy(), unsharded=(MIDDLE,))
+    found = verdict(STAYS, evidence)
     assert told(found) == [(MIDDLE, (0, 1), "S(0) on mesh dp_shard=2", "whole on every rank, as declared", "")]
+    assert found.findings[0].cause == "it is declared unsharded, and sharded all the same"
+    assert verdict(PLACEMENTS, evidence).unjudged == {STAYS: (MIDDLE,)}
+    assert verdict(LEFT, evidence).status == "passed"
+
+
+def test_declared_unsharded_that_one_rank_shards():
+    evidence = declare(place(healthy(4), MIDDLE, {}), unsharded=(MIDDLE,))
+    odd = parameter(MIDDLE, (6, 4), {"dp_shard": 4}, ("S(0)",), (2,))
+    facts = {key: getattr(odd, key) for key in ("placements", "mesh", "regions", "local_shape")}
+    assert told(verdict(STAYS, change(evidence, MIDDLE, [2], **facts))) == [
+        (MIDDLE, (2,), "S(0) on mesh dp_shard=4", "whole on every rank, as declared", "")
+    ]
+
+
+def test_a_part_of_a_sum_is_not_whole():
+    evidence = declare(place(healthy(), MIDDLE, {"dp_shard": 2}, "P(sum)"), unsharded=(MIDDLE,))
+    assert [finding.actual for finding in verdict(STAYS, evidence).findings] == ["P(sum) on mesh dp_shard=2"]
 
 
 def test_a_shard_of_one_is_whole():
-    assert verdict(PLACEMENTS, declare(healthy(1), unsharded=(MIDDLE,))).status == "passed"
+    assert verdict(STAYS, declare(healthy(1), unsharded=(MIDDLE,))).status == "passed"
+
+
+def test_a_lost_attribute_explains_why_it_is_sharded():
+    evidence = declare(healthy(), unsharded=(MIDDLE,), kept_attributes=("_fsdp_no_shard",))
+    evidence = change_reference(evidence, MIDDLE, attributes={"_fsdp_no_shard": "True"})
+    assert told(verdict("parameter_attributes_kept", evidence)) == [
+        (
+            *(MIDDLE, (0, 1), "without the attribute _fsdp_no_shard"),
+            *("_fsdp_no_shard=True, as in the reference", ""),
+        )
+    ]
+    assert verdict(STAYS, evidence).reason == left_out("parameter_attributes_kept", MIDDLE)
 
 
 @pytest.mark.parametrize(
@@ -339,8 +437,9 @@ def test_unsharded_counts_before_placements():
     ],
 )
 def test_condemned_tensors_are_not_judged_again(evidence, by, name):
-    found = verdict(PLACEMENTS, evidence)
-    assert (found.status, found.reason) == ("skipped", left_out(by, name))
+    for id in (PLACEMENTS, LEFT):
+        found = verdict(id, evidence)
+        assert (found.status, found.reason) == ("skipped", left_out(by, name))
 
 
 def test_a_rank_outside_of_the_mesh_has_placements_all_the_same():
@@ -400,10 +499,10 @@ def test_a_rank_that_breaks_the_promise_is_no_measure_for_the_others():
 
 def test_a_mesh_of_one_rank_shards_nothing():
     for evidence in (
-        place(healthy(), MIDDLE, {"dp_shard": 1}, "S(0)", shape=(6, 4)),
-        place(all_on(healthy(), {"dp_shard": 1}, "S(0)"), MIDDLE, {"dp_shard": 1}, "S(0)"),
+        place(healthy(), MIDDLE, {"dp_shard": 1}, "S(0)"),
+        all_on(healthy(), {"dp_shard": 1}, "S(0)"),
     ):
-        found = verdict(PLACEMENTS, evidence).findings
+        found = whole(evidence).findings
         assert {(f.ranks, f.actual, f.expected) for f in found} == {
             ((0, 1), "S(0) on mesh dp_shard=1", "sharded over dp_shard=2")
         }

@@ -1,4 +1,4 @@
-"""same_manifest_on_every_rank, names_, dtypes_ and requires_grad_matches_reference on hand-made evidence."""
+"""same_manifest_on_every_rank, names_, shapes_, dtypes_, requires_grad_ and attributes on hand-made evidence."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from tests.evidence_factory import (
     change,
     change_reference,
     declare,
+    differ,
     drop,
     drop_reference,
     empty,
@@ -35,7 +36,8 @@ from tests.evidence_factory import (
 
 MANIFEST, NAMES = "same_manifest_on_every_rank", "names_match_reference"
 DTYPES, TRAINABLE = "dtypes_match_reference", "requires_grad_matches_reference"
-ALL = (MANIFEST, NAMES, DTYPES, TRAINABLE)
+SHAPES, ATTRIBUTES = "shapes_match_reference", "parameter_attributes_kept"
+ALL = (MANIFEST, NAMES, SHAPES, DTYPES, TRAINABLE)
 
 
 @pytest.mark.parametrize("check", ALL)
@@ -49,13 +51,13 @@ def test_healthy_evidence_passes(check, evidence):
     assert (found.status, found.findings, found.reason, found.unjudged) == ("passed", (), "", {})
 
 
-@pytest.mark.parametrize("check", [NAMES, DTYPES, TRAINABLE])
+@pytest.mark.parametrize("check", [NAMES, SHAPES, ATTRIBUTES, DTYPES, TRAINABLE])
 def test_without_a_reference_the_field_to_fill_in_is_named(check):
     found = verdict(check, undeclared(healthy(), "reference", why="Subject(reference=...) is not declared"))
     assert (found.status, found.reason) == ("skipped", "Subject(reference=...) is not declared")
 
 
-@pytest.mark.parametrize("check", [NAMES, DTYPES, TRAINABLE])
+@pytest.mark.parametrize("check", [NAMES, SHAPES, ATTRIBUTES, DTYPES, TRAINABLE])
 def test_a_reference_that_failed_is_an_error_with_its_story(check):
     failed = undeclared(healthy(), "reference", why="ValueError: no such config", error=True, detail="Traceback ...")
     found = verdict(check, failed)
@@ -416,3 +418,81 @@ def test_condemned_tensors_do_not_hide_the_others():
 def test_the_reference_itself_is_what_counts():
     evidence = change_reference(healthy(), MIDDLE, dtype="float64")
     assert told(verdict(DTYPES, evidence)) == [(MIDDLE, (0, 1), "float32", "float64", "")]
+
+
+@pytest.mark.parametrize(("name", "shape"), [(MIDDLE, (12, 4)), (MIDDLE, (6, 4, 1)), (ROTARY, ()), (COUNTER, (1,))])
+def test_another_shape_than_the_reference(name, shape):
+    evidence = change(healthy(), name, shape=shape)
+    wanted = f"{evidence.reference.inventory.by_name[name].shape}, as in the reference"
+    assert told(verdict(SHAPES, evidence)) == [(name, (0, 1), f"shape {shape}", wanted, "")]
+
+
+def test_a_wrong_shape_is_not_judged_again():
+    evidence = change(healthy(), MIDDLE, shape=(12, 4), dtype="bfloat16", requires_grad=False, local_shape=(9, 9))
+    evidence = differ(change(evidence, MIDDLE, poisoned=1, nan=1), MIDDLE)
+    later = ["no_uninitialized_memory", "shards_tile_the_tensor", "dtensor_placements", "params_equal_reference"]
+    for check in (DTYPES, TRAINABLE, *later):
+        found = verdict(check, evidence)
+        assert (check, found.status, found.reason) == (check, "skipped", left_out(SHAPES, MIDDLE))
+
+
+def test_the_shape_of_one_odd_rank_is_the_affair_of_the_manifest():
+    found = verdict(SHAPES, change(healthy(), MIDDLE, [1], shape=(12, 4)))
+    assert (found.status, found.reason) == ("skipped", left_out(MANIFEST, MIDDLE))
+
+
+def test_the_shape_of_what_a_checkpoint_does_not_hold_is_unknown():
+    assert verdict(SHAPES, change(from_checkpoint(healthy()), ROTARY, shape=(9,))).status == "passed"
+    found = verdict(SHAPES, change(from_checkpoint(healthy()), MIDDLE, shape=(9,)))
+    assert [finding.tensor for finding in found.findings] == [MIDDLE]
+
+
+def kept(evidence, *names, key="_fsdp_no_shard", value="True"):
+    """The attribute is declared to be kept, and the reference has it on these parameters."""
+    evidence = declare(evidence, kept_attributes=(*evidence.subject.kept_attributes, key))
+    for name in names:
+        there = evidence.reference.inventory.by_name[name].attributes
+        evidence = change_reference(evidence, name, attributes={**there, key: value})
+    return evidence
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_attributes_that_were_kept(world):
+    evidence = kept(healthy(world), MIDDLE)
+    assert verdict(ATTRIBUTES, change(evidence, MIDDLE, attributes={"_fsdp_no_shard": "True"})).status == "passed"
+    assert verdict(ATTRIBUTES, healthy(world)).reason == "Subject(kept_attributes=...) is not declared"
+    assert verdict(ATTRIBUTES, kept(empty(world))).status == "skipped"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "attributes", "actual"),
+    [
+        (None, {}, "without the attribute _fsdp_no_shard"),
+        ([1], {}, "without the attribute _fsdp_no_shard"),
+        (None, {"_fsdp_no_shard": "False"}, "_fsdp_no_shard=False"),
+    ],
+)
+def test_attributes_that_were_lost(ranks, attributes, actual):
+    evidence = change(kept(healthy(), MIDDLE), MIDDLE, attributes={"_fsdp_no_shard": "True"})
+    found = verdict(ATTRIBUTES, change(evidence, MIDDLE, ranks, attributes=attributes))
+    assert told(found) == [(MIDDLE, tuple(ranks or (0, 1)), actual, "_fsdp_no_shard=True, as in the reference", "")]
+
+
+def test_an_attribute_that_the_reference_does_not_carry():
+    evidence = kept(kept(healthy(), MIDDLE), key="sequence_parallel")
+    reason = (
+        "no parameter of the reference has the attribute 'sequence_parallel', so nothing tells which should keep it; "
+        "set it on the reference's parameters as well"
+    )
+    found = verdict(ATTRIBUTES, evidence)
+    assert (found.status, [f.tensor for f in found.findings], found.reason) == ("failed", [MIDDLE], reason)
+    found = verdict(ATTRIBUTES, change(evidence, MIDDLE, attributes={"_fsdp_no_shard": "True"}))
+    assert (found.status, found.reason) == ("skipped", reason)
+
+
+def test_a_checkpoint_holds_no_attributes():
+    found = verdict(ATTRIBUTES, declare(from_checkpoint(healthy()), kept_attributes=("_fsdp_no_shard",)))
+    assert (found.status, found.reason) == (
+        *("skipped",),
+        "a checkpoint holds no attributes; declare Subject(reference=<callable>)",
+    )

@@ -101,7 +101,7 @@ def test_what_no_tensor_is_condemned_for_explains_no_failure():
     assert verdict(PARITY, undeclared(evidence, "training", **FAILED)).status == "error"
     # Where a parameter lies explains no loss either.
     evidence = place(healthy(), MIDDLE, {}, shape=(6, 4))
-    assert verdict("dtensor_placements", evidence).status == "failed"
+    assert verdict("nothing_left_unsharded", evidence).status == "failed"
     assert verdict(PARITY, undeclared(evidence, "training", **FAILED)).status == "error"
 
 

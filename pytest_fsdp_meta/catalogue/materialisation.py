@@ -52,7 +52,7 @@ def no_meta_buffers(view: View) -> Iterable[Finding]:
     family="materialisation",
     needs=["inventory"],
     uses=["values"],
-    after=["same_manifest_on_every_rank", "names_match_reference"],
+    after=["same_manifest_on_every_rank", "names_match_reference", "shapes_match_reference"],
     why="Uninitialised memory is often zero or plausible, so the model runs and is wrong, and not the same twice.",
     cause="to_empty() or torch.empty() allocated it and nothing wrote it: it is not in the checkpoint, or its name did "
     "not match",

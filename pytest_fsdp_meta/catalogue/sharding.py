@@ -1,14 +1,80 @@
-"""Sharding: every parameter lies on the mesh as declared."""
+"""Sharding: every parameter lies on the mesh as declared, sharded where nothing is."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from math import prod
 
-from pytest_fsdp_meta.catalogue.judging import View, majority
-from pytest_fsdp_meta.catalogue.registry import Finding, Told, Words, check
-from pytest_fsdp_meta.evidence import MeshFacts, TensorFacts, splits_experts, splits_model
+from pytest_fsdp_meta.catalogue.expectations import (
+    PLAIN,
+    SHARDED,
+    as_declared,
+    by_default,
+    data_dims,
+    is_whole,
+    placed,
+)
+from pytest_fsdp_meta.catalogue.judging import NotJudged, View, majority
+from pytest_fsdp_meta.catalogue.registry import Finding, Told, check
+from pytest_fsdp_meta.catalogue.structure import MANIFEST, NAMES, SHAPES
+from pytest_fsdp_meta.evidence import TensorFacts
 from pytest_fsdp_meta.words import name_ranks
+
+
+@check(
+    promise="what is declared unsharded is whole on every rank, plain or replicated",
+    family="sharding",
+    needs=["inventory"],
+    after=[MANIFEST, NAMES, SHAPES, "parameter_attributes_kept"],
+    why="A module that reads its weight outside of forward, or without FSDP's hooks, finds a shard in its place.",
+    cause="it is declared unsharded, and sharded all the same",
+    remedy="keep it out of fully_shard (ignored_params), or take it out of Subject(unsharded=...)",
+    references=["NVIDIA/Megatron-LM fsdp_no_shard"],
+    since="0.2",
+)
+def unsharded_modules_stay_whole(view: View) -> Iterable[Finding]:
+    unsharded = view.evidence.subject.unsharded
+    if not unsharded:
+        raise NotJudged("Subject(unsharded=...) is not declared")
+    for name, facts in view.tensors("parameter", only=set(unsharded)):
+        wanted = "whole on every rank, as declared"
+        yield from view.broken(name, [(rank, None if is_whole(t) else Told(placed(t), wanted)) for rank, t in facts])
+
+
+@check(
+    promise="no parameter is whole on every rank unless it is declared so",
+    family="sharding",
+    needs=["inventory"],
+    after=[MANIFEST, NAMES, SHAPES],
+    why="A parameter that is not sharded costs its full size on every rank, and nobody may reduce its gradients.",
+    cause="the module was not passed to fully_shard or parallelize_module, or was ignored, or was sharded on a mesh of "
+    "one rank",
+    remedy="shard it; or declare what is meant with Subject(unsharded=...) or Subject(placements=...)",
+    references=["huggingface/accelerate#2947", "verl-project/verl#6289"],
+    since="0.2",
+)
+def nothing_left_unsharded(view: View) -> Iterable[Finding]:
+    subject, size = view.evidence.subject, view.evidence.world.size
+    meant = {*subject.unsharded, *subject.placements}
+    dims = data_dims(view)
+    replicated = []
+    for name, facts in view.tensors("parameter"):
+        if name in meant or not all(is_whole(tensor) for _, tensor in facts):
+            continue
+        told = [(rank, _left_whole(tensor, dims, size)) for rank, tensor in facts]
+        if all(tensor.ddp for _, tensor in facts):
+            replicated += [name] if any(one for _, one in told) else []
+        else:
+            yield from view.broken(name, _written(facts, told))
+    if replicated:
+        raise NotJudged(
+            f"DistributedDataParallel keeps {replicated[0]}{f' and {len(replicated) - 1} more' * (len(replicated) > 1)}"
+            " whole by intent; call the mesh dimension dp_replicate to say so"
+        )
+
+
+def _left_whole(tensor: TensorFacts, dims: dict[str | None, int], world: int) -> Told | None:
+    told = by_default(tensor, dims, world)
+    return told if told is not None and told.expected.startswith(SHARDED) else None
 
 
 @check(
@@ -16,180 +82,54 @@ from pytest_fsdp_meta.words import name_ranks
     "that shards and replicated over dp_replicate",
     family="sharding",
     needs=["inventory"],
-    after=["same_manifest_on_every_rank", "names_match_reference"],
-    why="A parameter that is not sharded costs its full size on every rank; one on the wrong dim is another tensor.",
+    after=[MANIFEST, NAMES, SHAPES, "unsharded_modules_stay_whole", "nothing_left_unsharded"],
+    why="A parameter on the wrong dim is another tensor; one that a mesh dimension forgets is held too often.",
     cause="the module was not passed to fully_shard or parallelize_module, was ignored, or was sharded on another mesh "
     "or dim",
     remedy="shard it; or declare what is meant with Subject(unsharded=...) or Subject(placements=...)",
     references=["pytorch/pytorch#129229", "NVIDIA/TransformerEngine#2713"],
 )
 def dtensor_placements(view: View) -> Iterable[Finding]:
-    subject = view.evidence.subject
-    unsharded = set(subject.unsharded)
-    dims = _data_dims(view)
-    size = view.evidence.world.size
+    dims = data_dims(view)
     for name, facts in view.tensors("parameter"):
-        declared = subject.placements.get(name)
-        if name in unsharded:
-            told = [(rank, _whole(tensor)) for rank, tensor in facts]
-        elif declared is not None:
-            told = [(rank, _as_declared(tensor, declared, size)) for rank, tensor in facts]
-        else:
-            told = [(rank, _by_default(tensor, dims, size)) for rank, tensor in facts]
-        yield from view.broken(name, _odd(facts, told))
+        told = [(rank, _misplaced(view, tensor, dims)) for rank, tensor in facts]
+        yield from view.broken(name, _written(facts, _odd(facts, told)))
 
 
-def _odd(
-    facts: list[tuple[int, TensorFacts]], told: list[tuple[int, Told | None]]
-) -> Iterator[tuple[int, Told | None]]:
+def _misplaced(view: View, tensor: TensorFacts, dims: dict[str | None, int]) -> Told | None:
+    subject, size = view.evidence.subject, view.evidence.world.size
+    if tensor.name in subject.unsharded:
+        return None
+    declared = subject.placements.get(tensor.name)
+    if declared is not None:
+        return as_declared(tensor, declared, size)
+    return None if tensor.ddp else by_default(tensor, dims, size)
+
+
+Cases = list[tuple[int, Told | None]]
+
+
+def _odd(facts: list[tuple[int, TensorFacts]], told: Cases) -> Cases:
     """What is told, and of the ranks that keep the promise those that keep it in another way than the others."""
-    kept = [(rank, _placed(tensor)) for (rank, tensor), (_, one) in zip(facts, told, strict=True) if one is None]
-    usual = majority(kept) if kept else ""
-    others = name_ranks(rank for rank, placed in kept if placed == usual)
+    kept = [(rank, placed(tensor)) for (rank, tensor), (_, one) in zip(facts, told, strict=True) if one is None]
+    if not kept:
+        return told
+    usual = majority(kept)
+    others = name_ranks(rank for rank, place in kept if place == usual)
+    odd = {rank: Told(place, f"{usual}, as on {others}", *_BRANCHES) for rank, place in kept if place != usual}
+    return [(rank, odd.get(rank, one)) for rank, one in told]
+
+
+def _written(facts: list[tuple[int, TensorFacts]], told: Cases) -> Iterator[tuple[int, Told | None]]:
+    """A plain tensor is called whole on every rank only where it is."""
     plain = PLAIN if all(tensor.placements is None for _, tensor in facts) else "a plain tensor, not a DTensor"
-    for (rank, tensor), (_, one) in zip(facts, told, strict=True):
-        if one is None and _placed(tensor) != usual:
-            one = Told(_placed(tensor), f"{usual}, as on {others}", *_BRANCHES)
+    for rank, one in told:
         if one is not None:
             one = one._replace(actual=one.actual.replace(PLAIN, plain), expected=one.expected.replace(PLAIN, plain))
         yield rank, one
 
 
-PLAIN = "a plain tensor, whole on every rank"
 _BRANCHES = (
     "the loader branches on the rank while it shards, or ranks made different meshes",
     "make one mesh of all ranks, and shard by the same plan on each",
 )
-
-
-def _data_dims(view: View) -> dict[str | None, int]:
-    """Dimensions that shard or replicate: of the meshes that parameters lie on, for a loader may make its own.
-
-    And those of the world's mesh that have room beside them, for it may have used one and forgotten the other, or made
-    one too small.
-    """
-    world = view.evidence.world
-    tensors = (t for rank in view.evidence.inventory for t in rank.tensors if t.kind == "parameter")
-    meshes = {tensor.mesh: None for tensor in tensors if tensor.mesh is not None and not _of_experts(tensor.mesh)}
-    sizes = [pair for mesh in meshes for pair in zip(mesh.dims, mesh.shape, strict=True)]
-    if not sizes or any(pair[0] == name for name, _ in world.mesh for pair in sizes):
-        fits = ((n, s) for n, s in world.mesh if all(_has_room(mesh, n, s, world.size) for mesh in meshes))
-        sizes = [*fits, *sizes]
-    dims: dict[str | None, int] = {}
-    for name, size in sizes:
-        dims[name] = max(size, dims.get(name, 1))
-    return {name: size for name, size in dims.items() if size > 1 and _role(name) != "free"}
-
-
-def _of_experts(mesh: MeshFacts) -> bool:
-    """Experts cut up the ranks in a way of their own, which nothing else follows."""
-    return any(splits_experts(dim) for dim in mesh.dims)
-
-
-def _has_room(mesh: MeshFacts, name: str | None, size: int, world: int) -> bool:
-    """Whether the ranks of the world suffice for the mesh with a dimension of this size."""
-    return prod(mesh.shape) // _size(mesh, name) * size <= world
-
-
-def _size(mesh: MeshFacts, name: str | None) -> int:
-    """Of a dimension; 1 where the mesh does not have it."""
-    return dict(zip(mesh.dims, mesh.shape, strict=True)).get(name, 1)
-
-
-def _role(dim: str | None) -> str:
-    """What is expected of a mesh dimension by its name: "shard", "replicate" or "free"."""
-    if splits_model(dim):
-        return "free"
-    return "replicate" if dim is not None and ("replica" in dim or dim == "ddp") else "shard"
-
-
-def _whole(tensor: TensorFacts) -> Told | None:
-    sizes = tensor.mesh.shape if tensor.mesh is not None else ()
-    if all(placement == "R" or size == 1 for placement, size in zip(tensor.placements or (), sizes, strict=True)):
-        return None
-    return Told(
-        _placed(tensor),
-        "whole on every rank, as declared",
-        "it is declared unsharded, and sharded all the same",
-        "keep it out of fully_shard (ignored_params), or take it out of Subject(unsharded=...)",
-    )
-
-
-def _as_declared(tensor: TensorFacts, declared: tuple[str, ...], world: int) -> Told | None:
-    if tensor.placements is None and world == 1:
-        return None  # alone, a loader need not shard
-    actual = tensor.placements or ()
-    if actual and len(actual) != len(declared):
-        dims = f"{len(actual)} mesh dimension{'s' if len(actual) > 1 else ''}"
-        return Told(
-            _placed(tensor),
-            f"{_tuple(declared)}, as declared",
-            f"Subject(placements=...) gives {len(declared)} for {dims}",
-            "declare one placement per mesh dimension, in order",
-        )
-    fits = len(actual) == len(declared) and all(_fits(a, d) for a, d in zip(actual, declared, strict=True))
-    return None if fits else Told(_placed(tensor), f"{_tuple(declared)}, as declared")
-
-
-def _fits(actual: str, declared: str) -> bool:
-    """A strided shard is how torch writes S(dim) where two mesh dimensions shard one tensor dim."""
-    return actual == declared or (actual.startswith("_S(") and declared == f"S({actual[3:].split(',')[0]})")
-
-
-def _by_default(tensor: TensorFacts, dims: dict[str | None, int], world: int) -> Told | None:
-    sharding = {name: size for name, size in dims.items() if _role(name) == "shard"}
-    wanted = " x ".join(f"{name or 'the mesh'}={size}" for name, size in sharding.items())
-    if tensor.placements is None:
-        if not sharding or not tensor.shape:
-            return None  # nothing shards here, or a scalar, which nothing can shard
-        return Told(_placed(tensor), f"sharded over {wanted}")
-    assert tensor.mesh is not None
-    roles = [_role(dim) for dim in tensor.mesh.dims]
-    if tensor.mesh.dims == (None, None):
-        roles = ["replicate", "shard"]  # what fully_shard makes of a 2-D mesh
-    for role, size, placement, dim in zip(roles, tensor.mesh.shape, tensor.placements, tensor.mesh.dims, strict=True):
-        shards = placement.startswith(("S(", "_S("))
-        if size > 1 and role == "shard" and not shards:
-            return Told(_placed(tensor), f"sharded over {dim or 'the mesh'}={size}", **_meant(dim, placement))
-        if size > 1 and role == "replicate" and placement != "R":
-            return Told(_placed(tensor), f"replicated over {dim or 'the first mesh dimension'}={size}")
-    return _forgotten(tensor, dims, "shard" in roles, world)
-
-
-def _forgotten(tensor: TensorFacts, dims: dict[str | None, int], shards: bool, world: int) -> Told | None:
-    """A dimension that the tensor's mesh leaves out, or has in small: nobody shards it there, or reduces gradients."""
-    assert tensor.mesh is not None
-    if _of_experts(tensor.mesh) or not tensor.shape:
-        return None  # experts borrow the room of others
-    for name, size in dims.items():
-        # A dimension of another mesh over the same ranks leaves no room beside this one.
-        if name is None or _size(tensor.mesh, name) >= size or not _has_room(tensor.mesh, name, size, world):
-            continue
-        as_well = "" if name in tensor.mesh.dims else " as well"
-        if _role(name) == "shard":
-            return Told(_placed(tensor), f"sharded over {name}={size}{as_well}")
-        # FSDP2 reduces over the mesh that it was given and no other; DDP over TP does it by itself.
-        if shards and tensor.requires_grad:
-            return Told(_placed(tensor), f"replicated over {name}={size}{as_well}, which fully_shard(mesh=...) does")
-    return None
-
-
-def _meant(dim: str | None, placement: str) -> Words:
-    """A loader's own mesh may call its replicating dimension anything."""
-    if dim is None or dim.endswith("shard") or dim == "fsdp" or placement != "R":
-        return {}
-    return {
-        "cause": f"it was not sharded over {dim}; or {dim} is meant to replicate, which its name does not say",
-        "remedy": "shard it; or call the dimension dp_replicate, or tp, cp, pp or ep where it splits the model; or "
-        "declare Subject(placements=...)",
-    }
-
-
-def _placed(tensor: TensorFacts) -> str:
-    if tensor.placements is None:
-        return PLAIN
-    return f"{_tuple(tensor.placements)} on mesh {tensor.mesh}"
-
-
-def _tuple(placements: tuple[str, ...]) -> str:
-    return f"({', '.join(placements)})" if len(placements) != 1 else placements[0]

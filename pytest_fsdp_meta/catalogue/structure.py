@@ -1,4 +1,4 @@
-"""Structure: the model has the names, dtypes and trainability that it should have, on every rank alike."""
+"""Structure: the model has the names, shapes, dtypes and trainability that it should have, on every rank alike."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pytest_fsdp_meta.words import name_ranks
 
 MANIFEST = "same_manifest_on_every_rank"
 NAMES = "names_match_reference"
+SHAPES = "shapes_match_reference"
 
 
 @check(
@@ -147,10 +148,31 @@ _BIAS: Words = {
 
 
 @check(
-    promise="every parameter and buffer has the dtype that it has in the reference",
+    promise="every parameter and buffer has the global shape that it has in the reference",
     family="structure",
     needs=["inventory", "reference"],
     after=[MANIFEST, NAMES],
+    why="DTensor.from_local believes what it is told: wrong placements make another tensor, and no error tells of it.",
+    cause="the placements do not fit the tensor, for example those of a 2-D weight reused for a 3-D stack of experts; "
+    "or it is another checkpoint, or a resized vocabulary",
+    remedy="give every parameter placements for its own dims, and DTensor.from_local the global shape",
+    references=["NVIDIA/TransformerEngine#2713"],
+    since="0.2",
+)
+def shapes_match_reference(view: View) -> Iterable[Finding]:
+    truth = view.truth.by_name
+    for name, facts in view.tensors("parameter", "buffer", only=truth):
+        shape = truth[name].shape
+        wanted = f"{shape}, as in the reference"
+        told = [(rank, None if t.shape == shape else Told(f"shape {t.shape}", wanted)) for rank, t in facts]
+        yield from view.broken(name, told)
+
+
+@check(
+    promise="every parameter and buffer has the dtype that it has in the reference",
+    family="structure",
+    needs=["inventory", "reference"],
+    after=[MANIFEST, NAMES, SHAPES],
     why="Norms, routers and rotary frequencies that are rounded to bfloat16 cost accuracy that no error tells of.",
     cause="a cast of the whole model (model.to(dtype), a default dtype, torch_dtype=...) took along what must keep its "
     "own",
@@ -172,7 +194,7 @@ def dtypes_match_reference(view: View) -> Iterable[Finding]:
     family="structure",
     needs=["inventory"],
     uses=["reference"],
-    after=[MANIFEST, NAMES],
+    after=[MANIFEST, NAMES, SHAPES],
     why="A frozen verifier that trains drifts away unseen; a trainable head that is frozen never learns.",
     cause="requires_grad was set before the parameters were re-created (to_empty, sharding, load with assign=True)",
     remedy="set requires_grad after the last step that makes new Parameter objects",
@@ -210,3 +232,39 @@ def _trainability(tensor: TensorFacts, expected: bool) -> Told | None:
             "narrow the pattern; where it is meant, declare Subject(frozen=...) or freeze it in the reference as well",
         )
     return Told("trainable", "frozen")
+
+
+@check(
+    promise="the custom attributes that Subject(kept_attributes=...) names survive sharding and re-creation",
+    family="structure",
+    needs=["inventory", "reference"],
+    after=[MANIFEST, NAMES, SHAPES],
+    why="What reads the attribute later (what to shard, whose gradients to reduce) silently does the other thing.",
+    cause="the parameter was re-created (to_empty, fully_shard, load with assign=True), which drops its attributes",
+    remedy="set the attributes again after the last step that makes new Parameter objects, and read them only then",
+    references=["NVIDIA/Megatron-LM fsdp_no_shard", "NVIDIA/TransformerEngine#1771"],
+    since="0.2",
+)
+def parameter_attributes_kept(view: View) -> Iterable[Finding]:
+    kept = view.evidence.subject.kept_attributes
+    if not kept:
+        raise NotJudged("Subject(kept_attributes=...) is not declared")
+    if not view.reference.complete:
+        raise NotJudged("a checkpoint holds no attributes; declare Subject(reference=<callable>)")
+    truth = view.truth.by_name
+    unknown = [key for key in kept if not any(key in tensor.attributes for tensor in truth.values())]
+    for name, facts in view.tensors("parameter", only=truth):
+        for key, expected in truth[name].attributes.items():
+            yield from view.broken(name, [(rank, _lost(tensor, key, expected)) for rank, tensor in facts])
+    if unknown:
+        raise NotJudged(
+            f"no parameter of the reference has the attribute {unknown[0]!r}, so nothing tells which should keep it; "
+            "set it on the reference's parameters as well"
+        )
+
+
+def _lost(tensor: TensorFacts, key: str, expected: str) -> Told | None:
+    if tensor.attributes.get(key) == expected:
+        return None
+    actual = f"{key}={tensor.attributes[key]}" if key in tensor.attributes else f"without the attribute {key}"
+    return Told(actual, f"{key}={expected}, as in the reference")

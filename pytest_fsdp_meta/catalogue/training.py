@@ -14,11 +14,13 @@ TOLERANCE = {"float64": 1e-9, "float32": 1e-5, "float16": 2e-3, "bfloat16": 1.6e
 EXPLAINING = (
     "same_manifest_on_every_rank",
     "names_match_reference",
+    "shapes_match_reference",
     "dtypes_match_reference",
     "requires_grad_matches_reference",
     "no_meta_params",
     "no_meta_buffers",
     "no_uninitialized_memory",
+    "shards_tile_the_tensor",
     "params_equal_reference",
     "buffers_equal_reference",
     "frozen_weights_equal_verifier",

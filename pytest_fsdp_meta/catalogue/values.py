@@ -12,9 +12,11 @@ from pytest_fsdp_meta.evidence import Comparison, TensorFacts, frozen_sources
 BASIC = (
     "same_manifest_on_every_rank",
     "names_match_reference",
+    "shapes_match_reference",
     "no_meta_params",
     "no_meta_buffers",
     "no_uninitialized_memory",
+    "shards_tile_the_tensor",
 )
 REFERENCE, VERIFIER = "the reference's slice", "the verifier's"
 ROUNDING = {
@@ -176,9 +178,9 @@ _IN_PART: Words = {
     "remedy": "compare the order in which the checkpoint stores its parts with the one that the module wants",
 }
 _SHAPE: Words = {
-    "cause": "the placements do not fit the tensor, for example those of a 2-D weight reused for a 3-D stack of "
-    "experts; or it is another checkpoint, or a resized vocabulary",
-    "remedy": "give every parameter placements for its own dims, and DTensor.from_local the global shape",
+    "cause": "it is the verifier of another model, or a tensor of another name there, or a resized vocabulary",
+    "remedy": "take the frozen weights from the model that they were made for, or map its names: "
+    "Subject(frozen={name: name in the verifier})",
 }
 _ODD_RANKS: Words = {
     "cause": "these ranks read the slice of another rank, or only the others were given the weight",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pytest_fsdp_meta.evidence import MeshFacts, RankInventory, Region, TensorFacts
 from pytest_fsdp_meta.observers.bits import count_poison, digest
 from pytest_fsdp_meta.observers.layout import regions
+from pytest_fsdp_meta.observers.torch_private import is_replicated
 from pytest_fsdp_meta.subject import short_placement
 
 WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
@@ -23,13 +25,22 @@ WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_
 
 def take_inventory(model: Module, rank: int, device: str, attributes: Sequence[str] = ()) -> RankInventory:
     """The inventory of one rank; ``attributes`` are the custom parameter attributes to note."""
-    transient = non_persistent(model)
+    transient, replicated = non_persistent(model), held_by_ddp(model)
     with torch.no_grad():
         tensors = [
-            describe(name, kind, tensor, persistent=name not in transient, attributes=attributes)
+            replace(
+                describe(name, kind, tensor, persistent=name not in transient, attributes=attributes),
+                ddp=id(tensor) in replicated,
+            )
             for name, kind, tensor in named_tensors(model)
         ]
     return RankInventory(rank, device, tuple(tensors))
+
+
+def held_by_ddp(model: Module) -> set[int]:
+    """The identities of the parameters that DDP or replicate() holds, be it on the root or on a part of the model."""
+    held = (m for m in model.modules() if isinstance(m, DistributedDataParallel) or is_replicated(m))
+    return {id(parameter) for module in held for parameter in module.parameters()}
 
 
 def named_tensors(model: Module) -> Iterator[tuple[str, str, Tensor]]:
@@ -73,9 +84,16 @@ def describe(name: str, kind: str, tensor: Tensor, *, persistent: bool, attribut
         placements=tuple(short_placement(p) for p in tensor.placements) if isinstance(tensor, DTensor) else None,
         mesh=mesh_facts(tensor) if isinstance(tensor, DTensor) else None,
         identity=id(tensor),
-        attributes={key: repr(getattr(tensor, key)) for key in attributes if hasattr(tensor, key)},
+        attributes={key: _shown(getattr(tensor, key)) for key in attributes if hasattr(tensor, key)},
         **_read(tensor, own),
     )
+
+
+def _shown(value: object) -> str:
+    """An attribute's value, the same for the same; of what has no plain value (its repr is an address), its type."""
+    parts = value if isinstance(value, (tuple, list)) else [value]
+    plain = all(isinstance(part, (bool, int, float, str, type(None), torch.dtype, torch.Size)) for part in parts)
+    return repr(value) if plain else f"a {type(value).__name__}"
 
 
 def _read(tensor: Tensor, own: Tensor) -> dict[str, Any]:
