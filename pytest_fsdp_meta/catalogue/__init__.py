@@ -1,10 +1,10 @@
 """The checks and their judges. Reads evidence and nothing else: no torch, no ranks."""
 
-from pytest_fsdp_meta.catalogue import materialisation, sharding, structure, tiling, training, tying, values
+from pytest_fsdp_meta.catalogue import materialisation, replicas, sharding, structure, tiling, training, tying, values
 from pytest_fsdp_meta.catalogue.judging import NotJudged, Unjudgeable, Verdict, View, describe_left_out, judge
 from pytest_fsdp_meta.catalogue.registry import Catalogue, Check, Finding, check
 
-FAMILIES = (structure, materialisation, sharding, tiling, values, tying, training)
+FAMILIES = (structure, materialisation, sharding, tiling, replicas, values, tying, training)
 
 
 def built_in() -> Catalogue:

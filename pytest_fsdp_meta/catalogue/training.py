@@ -21,6 +21,7 @@ EXPLAINING = (
     "no_meta_buffers",
     "no_uninitialized_memory",
     "shards_tile_the_tensor",
+    "replicas_equal",
     "params_equal_reference",
     "buffers_equal_reference",
     "frozen_weights_equal_verifier",

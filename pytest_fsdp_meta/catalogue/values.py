@@ -29,7 +29,7 @@ ROUNDING = {
     promise="every parameter shard equals the reference's slice, bit for bit (within rounding where the loader casts)",
     family="values",
     needs=["inventory", "reference", "values"],
-    after=BASIC,
+    after=[*BASIC, "replicas_equal"],
     why="A weight that was not loaded, or loaded into the wrong place, trains all the same.",
     cause="the weight was not loaded (it still has its initialisation), or it was loaded from another tensor",
     remedy="load by name and fail on missing and unexpected keys; initialise before loading, never after",
@@ -45,7 +45,7 @@ def params_equal_reference(view: View) -> Iterable[Finding]:
     promise="every buffer, persistent or not, equals the reference's on every rank",
     family="values",
     needs=["inventory", "reference", "values"],
-    after=BASIC,
+    after=[*BASIC, "replicas_equal"],
     why="A rotary frequency or a mask that is garbage still gives a finite loss.",
     cause="the buffer was not recomputed after to_empty(), or it was computed from other settings or in another dtype",
     remedy="recompute buffers on every rank from the config, in the dtype of the reference",
@@ -78,7 +78,7 @@ def buffers_equal_reference(view: View) -> Iterable[Finding]:
     promise="frozen weights equal the verifier's tensors that they were taken from",
     family="values",
     needs=["inventory", "verifier"],
-    after=BASIC,
+    after=[*BASIC, "replicas_equal"],
     why="A frozen weight is never trained, so what went wrong while loading stays wrong for good.",
     cause="a second pass initialised it again after it was loaded, or it was never loaded",
     remedy="load frozen weights last, and keep init_weights() away from modules that are frozen or already loaded",
@@ -151,7 +151,7 @@ def _difference(view: View, name: str, pairs: list[tuple[int, Comparison]], trut
         if problem is not None:
             yield Finding(name, ranks, problem, should_be, **_SHAPE)
         else:
-            yield Finding(name, ranks, "other values", truth, _numbers(cases), **_pattern(tensor, cases, pairs))
+            yield Finding(name, ranks, "other values", truth, numbers(cases), **_pattern(tensor, cases, pairs))
 
 
 def _pattern(tensor: TensorFacts, cases: list[tuple[int, Comparison]], pairs: list[tuple[int, Comparison]]) -> Words:
@@ -159,8 +159,7 @@ def _pattern(tensor: TensorFacts, cases: list[tuple[int, Comparison]], pairs: li
     if tensor.dtype == "float32" and all(LEAST_CUT < c.max_rel < ROUNDING["bfloat16"] for _, c in cases):
         return _CUT
     if len(cases) < len([c for _, c in pairs if c.elements]):
-        whole = not any(placement.startswith(("S(", "_S(")) for placement in tensor.placements or ())
-        return _ODD_REPLICAS if whole else _ODD_RANKS
+        return _ODD_RANKS
     # A matrix that was drawn anew differs nearly everywhere; what was mixed up keeps whole rows or experts. Vectors
     # start as ones or zeros and buffers are computed: of them, a part may be right by chance.
     drawn = tensor.kind == "parameter" and len(tensor.shape) > 1
@@ -186,17 +185,14 @@ _ODD_RANKS: Words = {
     "cause": "these ranks read the slice of another rank, or only the others were given the weight",
     "remedy": "take the offset from the DTensor's own mesh coordinate, and let every rank load",
 }
-_ODD_REPLICAS: Words = {
-    "cause": "these ranks were not given the value that the others have, or replicas diverged after loading",
-    "remedy": "let every rank load or compute it alike, or broadcast it once loading is done",
-}
 
 
 def _rounded(comparison: Comparison, dtype: str) -> bool:
     return comparison.cast and comparison.problem is None and comparison.max_rel <= ROUNDING.get(dtype, 0.0)
 
 
-def _numbers(cases: list[tuple[int, Comparison]]) -> str:
+def numbers(cases: list[tuple[int, Comparison]]) -> str:
+    """How far apart the worst of them is, and where."""
     rank, worst = max(cases, key=lambda case: case[1].max_abs)
     if not worst.index:
         return f"{worst.actual:.6g} on rank {rank}, but should be {worst.expected:.6g}"
