@@ -15,7 +15,7 @@ from pytest_fsdp_meta.trial import ON_RANKS, Loader, Trial
 from pytest_fsdp_meta.worlds import Preload, Sources, WorldSpec
 
 Verdicts = dict[str, Verdict]
-PRELOADED = ("fixtures.defects",)
+PRELOADED = ("fixtures.defects", "fixtures.forms")
 
 
 class Court:

@@ -1,7 +1,8 @@
 """Judge a loader on real ranks: a pytest plugin and conformance kit for sharded model loading."""
 
 from pytest_fsdp_meta.markers import fsdp_conformance
+from pytest_fsdp_meta.observers.adapters import Part
 from pytest_fsdp_meta.subject import Subject, SubjectError
 
-__all__ = ["Subject", "SubjectError", "fsdp_conformance"]
+__all__ = ["Part", "Subject", "SubjectError", "fsdp_conformance"]
 __version__ = "0.1.0"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 from typing import Any
 
 DATA_WORDS = frozenset({"dp", "ddp", "fsdp", "hsdp", "edp", "data", "shard", "replicate"})
@@ -65,10 +66,10 @@ class MeshFacts:
 class TensorFacts:
     """One parameter or buffer on one rank.
 
-    ``regions`` says, dimension by dimension, which global indices this rank holds. ``storage`` is equal for two
-    tensors of one rank exactly when they are the same memory in one shape (None where there is none: meta, empty);
-    ``identity`` is equal exactly when they are the same Python object. ``poisoned`` counts the elements that still
-    hold the value that uninitialised memory was filled with (NaN, the integer maximum).
+    ``regions`` says, dimension by dimension of ``extent``, which global indices this rank holds. ``storage`` is equal
+    for two tensors of one rank exactly when they are the same memory in one shape (None where there is none: meta,
+    empty); ``identity`` is equal exactly when they are the same Python object. ``poisoned`` counts the elements that
+    still hold the value that uninitialised memory was filled with (NaN, the integer maximum).
     """
 
     name: str
@@ -90,6 +91,10 @@ class TensorFacts:
     digest: str | None = None
     ddp: bool = False
     """Whether DistributedDataParallel or replicate() holds it: whole on every rank by intent, its gradients reduced."""
+    flat: bool = False
+    """Whether this rank holds a run of the elements of the tensor laid out as one row, and no block of it."""
+    sharded_by: str = ""
+    """Who sharded it, where it is no DTensor that says so by itself: the adapter's name."""
     unreadable: str = ""
     """Why torch could not read its elements (sparse, packed, without storage); nothing is known of its values then."""
 
@@ -100,10 +105,20 @@ class TensorFacts:
     @property
     def numel(self) -> int:
         """Elements of the local shard."""
-        count = 1
-        for size in self.local_shape:
-            count *= size
-        return count
+        return prod(self.local_shape)
+
+    @property
+    def extent(self) -> tuple[int, ...]:
+        """The shape that ``regions`` are indices of: where ``flat``, of the tensor laid out as one row."""
+        return (prod(self.shape),) if self.flat else self.shape
+
+    @property
+    def whole(self) -> bool:
+        """Whether this rank holds all of it."""
+        return all(
+            sum(stop - start for start, stop in runs) == size
+            for runs, size in zip(self.regions, self.extent, strict=False)  # on disk there are no regions
+        )
 
     @property
     def offsets(self) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -119,6 +120,16 @@ class Record:
         dtype = self._kept_as_bytes(name)
         return _elements(read, dtype) if dtype else read
 
+    def read_run(self, name: str, runs: Region) -> Tensor:
+        """The elements in ``runs`` of the tensor laid out as one row; read as blocks of it, and no more than those."""
+        import torch
+
+        shape = self.shape(name)
+        held = [[(span,) for span in box] for first, last in runs for box in boxes(shape, first, last)]
+        if not held:
+            return self.read(name, [() for _ in shape]).reshape(-1)[:0]
+        return torch.cat([self.read(name, list(box)).reshape(-1) for box in held])
+
     def _kept_as_bytes(self, name: str) -> str | None:
         """The true dtype of a tensor that is kept as bytes."""
         return self._as_bytes.get(self._aliases.get(name, name))
@@ -154,6 +165,25 @@ def _assemble(source: Any, held: list[Region], chosen: list[tuple[int, int]]) ->
         return source[tuple(slice(start, stop) for start, stop in chosen)]
     parts = [_assemble(source, held, [*chosen, run]) for run in held[dim] or ((0, 0),)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def boxes(shape: Sequence[int], first: int, last: int) -> list[Region]:
+    """The run of elements ``first`` to ``last`` of a tensor laid out as one row, as blocks of it, in their order.
+
+    Each block is one run of indices per dimension: at most two for every dimension but the last.
+    """
+    if first >= last:
+        return []
+    if len(shape) < 2:
+        return [((first, last),) if shape else ()]
+    row = prod(shape[1:])
+    top, bottom = -(-first // row), last // row
+    if top > bottom:  # within one row
+        return [((bottom, bottom + 1), *box) for box in boxes(shape[1:], first - bottom * row, last - bottom * row)]
+    head = [((top - 1, top), *box) for box in boxes(shape[1:], first - (top - 1) * row, row)] if first % row else []
+    body = [((top, bottom), *((0, size) for size in shape[1:]))] if top < bottom else []
+    tail = [((bottom, bottom + 1), *box) for box in boxes(shape[1:], 0, last - bottom * row)]
+    return [*head, *body, *tail]
 
 
 def global_index(held: Sequence[Region], local: Sequence[int]) -> tuple[int, ...]:

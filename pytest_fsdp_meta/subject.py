@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from torch.nn import Module, Parameter
     from torch.optim import Optimizer
 
+    from pytest_fsdp_meta.observers.adapters import Adapter
+
     Source: TypeAlias = Callable[[], Module] | str | os.PathLike[str]
     Placements: TypeAlias = str | Placement | Sequence[str | Placement]
 
@@ -69,6 +71,11 @@ class Subject:
     """Custom attributes of parameters that survive sharding, such as ``_fsdp_no_shard``."""
     placements: Mapping[str, Placements] = ()  # type: ignore[assignment]
     """``{pattern: "S(0)"}`` or DTensor placements, one per mesh dimension in order; the first match wins."""
+    adapter: Adapter | None = None
+    """``adapter(name, tensor)``: the Part of it that this rank holds, where neither DTensor nor FSDP1 tells, else None.
+
+    For parameters sharded by hand, such as the experts that each rank has of its own.
+    """
 
     def __post_init__(self) -> None:
         _require_module(self.model)
@@ -133,6 +140,7 @@ SIGNATURES = {
     "batch": "the step: batch(step) -> dict of tensors",
     "loss": "model and batch: loss(model, batch) -> scalar",
     "clip_grad_norm": "parameters and a bound: clip_grad_norm(parameters, max_norm) -> norm",
+    "adapter": "name and tensor: adapter(name, tensor) -> Part or None",
 }
 
 

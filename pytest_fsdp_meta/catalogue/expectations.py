@@ -78,8 +78,15 @@ def _fits(actual: str, declared: str) -> bool:
 
 def is_whole(tensor: TensorFacts) -> bool:
     """Whether this rank holds all of it: a plain tensor, or one that no mesh dimension of more than one rank splits."""
+    if in_parts(tensor):
+        return False
     sizes = tensor.mesh.shape if tensor.mesh is not None else ()
     return all(placement == "R" or size == 1 for placement, size in zip(tensor.placements or (), sizes, strict=True))
+
+
+def in_parts(tensor: TensorFacts) -> bool:
+    """Whether an adapter says that this rank holds less than all of it, without placements that could be told."""
+    return bool(tensor.sharded_by) and tensor.placements is None and not tensor.whole
 
 
 def by_default(tensor: TensorFacts, dims: dict[str | None, int], world: int) -> Told | None:
@@ -137,7 +144,7 @@ def _meant(dim: str | None, placement: str) -> Words:
 def placed(tensor: TensorFacts) -> str:
     """How a parameter lies on its mesh, as messages write it."""
     if tensor.placements is None:
-        return PLAIN
+        return f"in parts, as {tensor.sharded_by} says" if tensor.sharded_by else PLAIN
     return f"{_tuple(tensor.placements)} on mesh {tensor.mesh}"
 
 

@@ -10,6 +10,7 @@ from pytest_fsdp_meta.catalogue.expectations import (
     as_declared,
     by_default,
     data_dims,
+    in_parts,
     is_whole,
     placed,
 )
@@ -90,8 +91,10 @@ def _left_whole(tensor: TensorFacts, dims: dict[str | None, int], world: int) ->
     references=["pytorch/pytorch#129229", "NVIDIA/TransformerEngine#2713"],
 )
 def dtensor_placements(view: View) -> Iterable[Finding]:
-    dims = data_dims(view)
+    dims, declared = data_dims(view), view.evidence.subject.placements
     for name, facts in view.tensors("parameter"):
+        if name not in declared and any(in_parts(tensor) for _, tensor in facts):
+            continue  # it is sharded, and has no placements
         told = [(rank, _misplaced(view, tensor, dims)) for rank, tensor in facts]
         yield from view.broken(name, _written(facts, _odd(facts, told)))
 

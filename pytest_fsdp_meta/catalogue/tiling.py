@@ -67,10 +67,14 @@ _CUT: Words = {
 def _pattern(facts: list[tuple[int, TensorFacts]]) -> Pattern:
     held = tuple((rank, tensor.regions) for rank, tensor in facts if not _outside(tensor))
     first = next((tensor for _, tensor in facts if not _outside(tensor)), facts[0][1])
+    if first.placements is None and first.sharded_by:
+        # Nothing says how many replicas there are, but how much there is in all.
+        copies = round(sum(tensor.numel for _, tensor in facts) / max(1, prod(first.shape)))
+        return first.extent, held, max(1, copies)
     sizes = zip(first.placements or (), first.mesh.shape if first.mesh else (), strict=True)
     shards = prod(size for placement, size in sizes if placement.startswith(("S(", "_S(")))
     # A mesh may span a part of the ranks, which then hold the tensor several times.
-    return first.shape, held, max(1, len(held) // shards)
+    return first.extent, held, max(1, len(held) // shards)
 
 
 def _flaw(shape: tuple[int, ...], held: Sequence[tuple[int, Held]], replicas: int) -> Flaw | None:

@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 
+from pytest_fsdp_meta.observers.adapters import Part
+from pytest_fsdp_meta.observers.adapters.lookup import parts_of
 from pytest_fsdp_meta.observers.batches import calling
 from pytest_fsdp_meta.observers.inventory import local_part, named_tensors
 from pytest_fsdp_meta.subject import SubjectError
@@ -16,20 +18,11 @@ from pytest_fsdp_meta.subject import SubjectError
 ClipGradNorm = Callable[[Iterable[Parameter], float], object]
 
 
-def gradients_of(model: Module) -> list[tuple[str, Tensor]]:
-    """Every gradient, laid out as its parameter is.
-
-    What DTensor left as parts of a sum is summed, as any operation of an optimizer would do.
-    """
-    found = []
-    for name, kind, tensor in named_tensors(model):
-        gradient = tensor.grad
-        if kind == "parameter" and gradient is not None:
-            if isinstance(gradient, DTensor) and any(placement.is_partial() for placement in gradient.placements):
-                assert isinstance(tensor, DTensor)
-                gradient = gradient.redistribute(placements=tensor.placements)
-            found.append((name, gradient))
-    return found
+def gradients_of(model: Module) -> list[tuple[str, Part]]:
+    """This rank's part of every gradient, laid out as its parameter is."""
+    parts = parts_of(model)
+    held = ((name, parts.gradient(name, tensor)) for name, kind, tensor in named_tensors(model) if kind == "parameter")
+    return [(name, part) for name, part in held if part is not None]
 
 
 def without_gradient(model: Module) -> tuple[str, ...]:

@@ -9,15 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
-from pytest_fsdp_meta.evidence import MeshFacts, RankInventory, Region, TensorFacts
+from pytest_fsdp_meta.evidence import RankInventory, TensorFacts
+from pytest_fsdp_meta.observers.adapters import Part, megatron_fsdp
+from pytest_fsdp_meta.observers.adapters.dtensor import held_regions as held_regions
+from pytest_fsdp_meta.observers.adapters.dtensor import local_part as local_part
+from pytest_fsdp_meta.observers.adapters.dtensor import mesh_facts as mesh_facts
+from pytest_fsdp_meta.observers.adapters.dtensor import own_part
+from pytest_fsdp_meta.observers.adapters.lookup import parts_of
 from pytest_fsdp_meta.observers.bits import count_poison, digest
-from pytest_fsdp_meta.observers.layout import regions
 from pytest_fsdp_meta.observers.torch_private import is_replicated
-from pytest_fsdp_meta.subject import short_placement
 
 WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 """Name components that torch's own wrappers insert; the reference, which is not wrapped, does not have them."""
@@ -25,14 +28,14 @@ WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_
 
 def take_inventory(model: Module, rank: int, device: str, attributes: Sequence[str] = ()) -> RankInventory:
     """The inventory of one rank; ``attributes`` are the custom parameter attributes to note."""
-    transient, replicated = non_persistent(model), held_by_ddp(model)
+    transient, replicated, parts = non_persistent(model), held_by_ddp(model), parts_of(model)
     with torch.no_grad():
         tensors = [
             replace(
-                describe(name, kind, tensor, persistent=name not in transient, attributes=attributes),
-                ddp=id(tensor) in replicated,
+                describe(name, kind, t, parts.of(name, t), persistent=name not in transient, attributes=attributes),
+                ddp=id(t) in replicated,
             )
-            for name, kind, tensor in named_tensors(model)
+            for name, kind, t in named_tensors(model)
         ]
     return RankInventory(rank, device, tuple(tensors))
 
@@ -53,7 +56,9 @@ def named_tensors(model: Module) -> Iterator[tuple[str, str, Tensor]]:
 
 
 def unwrapped(model: Module) -> Module:
-    return model.module if isinstance(model, DistributedDataParallel) else model
+    while isinstance(model, DistributedDataParallel) or megatron_fsdp.is_wrapper(model):
+        model = model.module
+    return model
 
 
 def clean_name(name: str) -> str:
@@ -69,23 +74,28 @@ def non_persistent(model: Module) -> set[str]:
     }
 
 
-def describe(name: str, kind: str, tensor: Tensor, *, persistent: bool, attributes: Sequence[str]) -> TensorFacts:
-    own = _own_memory(tensor)
+def describe(
+    name: str, kind: str, tensor: Tensor, part: Part | None = None, *, persistent: bool, attributes: Sequence[str]
+) -> TensorFacts:
+    part = part or own_part(tensor)
+    own = part.local
     return TensorFacts(
         name=name,
         kind=kind,
-        shape=tuple(tensor.shape),
+        shape=part.shape,
         local_shape=tuple(own.shape),
-        regions=held_regions(tensor),
+        regions=part.regions,
         dtype=str(tensor.dtype).removeprefix("torch."),
         device=str(own.device),
         requires_grad=tensor.requires_grad,
         persistent=persistent,
-        placements=tuple(short_placement(p) for p in tensor.placements) if isinstance(tensor, DTensor) else None,
-        mesh=mesh_facts(tensor) if isinstance(tensor, DTensor) else None,
+        placements=part.placements,
+        mesh=part.mesh,
         identity=id(tensor),
         attributes={key: _shown(getattr(tensor, key)) for key in attributes if hasattr(tensor, key)},
-        **_read(tensor, own),
+        flat=part.flat,
+        sharded_by=part.by,
+        **_read(own),
     )
 
 
@@ -96,26 +106,16 @@ def _shown(value: object) -> str:
     return repr(value) if plain else f"a {type(value).__name__}"
 
 
-def _read(tensor: Tensor, own: Tensor) -> dict[str, Any]:
+def _read(own: Tensor) -> dict[str, Any]:
     """The facts that take a look at the memory; a tensor that torch cannot read must not cost the others theirs."""
     if own.is_meta:
         return {}
     try:
-        local = local_part(tensor)
+        local = local_part(own)
         nan, poisoned = count_poison(local)
         return {"storage": _storage(own), "nan": nan, "poisoned": poisoned, "digest": digest(local)}
     except Exception as error:  # torch raises nearly anything here
         return {"unreadable": f"{type(error).__name__}: {str(error).splitlines()[0][:100] if str(error) else ''}"}
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """This rank's own part of a tensor, without autograd; a lazy conjugate or negative is worked out."""
-    return _own_memory(tensor).resolve_conj().resolve_neg()
-
-
-def _own_memory(tensor: Tensor) -> Tensor:
-    with torch.no_grad():
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def _storage(local: Tensor) -> str | None:
@@ -129,27 +129,4 @@ def reshard(model: Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-def mesh_facts(tensor: DTensor) -> MeshFacts:
-    mesh = tensor.device_mesh
-    coordinate = mesh.get_coordinate()
-    return MeshFacts(
-        dims=tuple(mesh.mesh_dim_names or [None] * mesh.ndim),
-        shape=tuple(mesh.shape),
-        coordinate=None if coordinate is None else tuple(coordinate),
-    )
-
-
-def held_regions(tensor: Tensor) -> tuple[Region, ...]:
-    """Which global indices of the tensor this rank holds."""
-    if not isinstance(tensor, DTensor):
-        return regions(tensor.shape, (), (), ())
-    mesh = mesh_facts(tensor)
-    if mesh.coordinate is None:
-        return tuple(() for _ in tensor.shape)
-    shards = [
-        (p.dim, int(getattr(p, "split_factor", 1))) if getattr(p, "dim", None) is not None else None
-        for p in tensor.placements
-    ]
-    return regions(tensor.shape, shards, mesh.shape, mesh.coordinate)
+    megatron_fsdp.reshard(model)

@@ -56,7 +56,11 @@ def _chunk(runs: Region, count: int, index: int) -> Region:
     """The chunk ``index`` of ``count`` of these runs, as ``torch.chunk`` cuts them."""
     total = sum(stop - start for start, stop in runs)
     size = -(-total // count)
-    first, last = index * size, min((index + 1) * size, total)
+    return take(runs, index * size, (index + 1) * size)
+
+
+def take(runs: Region, first: int, last: int) -> Region:
+    """The runs of the indices number ``first`` to ``last`` of these."""
     taken, position = [], 0
     for start, stop in runs:
         low, high = max(first, position), min(last, position + stop - start)

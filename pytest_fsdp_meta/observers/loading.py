@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FlatParameter
 from torch.nn import Module
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from pytest_fsdp_meta.evidence import RankInventory, SubjectFacts
+from pytest_fsdp_meta.observers.adapters import lookup
 from pytest_fsdp_meta.observers.batches import data_parallel
 from pytest_fsdp_meta.observers.inventory import named_tensors, non_persistent, reshard, take_inventory
 from pytest_fsdp_meta.observers.optimizers import optimizer_facts, pack_optimizer
@@ -59,6 +60,7 @@ def load(function: bytes, arguments: Mapping[str, bytes], wants_rank: str | None
     names = _names(subject.model)
     facts = subject.resolve(names["parameter"], names["buffer"], non_persistent(subject.model))
     me.state["subject"] = subject
+    lookup.remember(subject.model, subject.adapter)
     inventory = take_inventory(subject.model, me.rank, str(me.device), facts.kept_attributes)
     built = subject.optimizer if isinstance(subject.optimizer, torch.optim.Optimizer) else None
     computes_in, reduces_in = precision(subject.model)
@@ -129,11 +131,13 @@ def _as_subject(returned: object) -> Subject:
 
 
 def _require_judgeable(model: Module) -> None:
-    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
-        raise SubjectError(
-            "model", "it holds FullyShardedDataParallel (FSDP1), which is not judged yet; use fully_shard"
-        )
     for name, _, tensor in named_tensors(model):
+        if isinstance(tensor, FlatParameter):
+            raise SubjectError(
+                "model",
+                f"{name!r} is a parameter that FSDP1 made of others, whose names are lost; shard with "
+                "FullyShardedDataParallel(use_orig_params=True), or fully_shard",
+            )
         if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
             raise SubjectError("model", f"{name!r} is a lazy parameter without a shape; run a forward before sharding")
 

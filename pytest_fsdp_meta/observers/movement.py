@@ -12,18 +12,21 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from pytest_fsdp_meta.evidence import Comparison, Measure, Movement
+from pytest_fsdp_meta.observers.adapters import Part
+from pytest_fsdp_meta.observers.adapters.dtensor import local_part
+from pytest_fsdp_meta.observers.adapters.lookup import parts_of
 from pytest_fsdp_meta.observers.gradients import gradients_of
-from pytest_fsdp_meta.observers.inventory import held_regions, local_part, named_tensors
-from pytest_fsdp_meta.observers.values import beside, comparable, compare, measure
-from pytest_fsdp_meta.reference import Record, global_index
+from pytest_fsdp_meta.observers.inventory import named_tensors
+from pytest_fsdp_meta.observers.values import beside, comparable, compare, measure, whole_index
+from pytest_fsdp_meta.reference import Record
 
 GRAINS = 8.0
 """An update of fewer units in the last place may be rounded away on one side and not on the other."""
 ROUNDING = 32.0
 """Gradients that are fewer roundings of a typical one are what rounding leaves of a zero."""
 
-Due = Callable[[str, Tensor, Tensor], Tensor]
-"""Of a name, its parameter and the local shard before the steps: which elements must move."""
+Due = Callable[[str, Tensor, Part, Tensor], Tensor]
+"""Of a name, its parameter, this rank's part and that part before the steps: which elements must move."""
 
 
 def shards(model: Module) -> dict[str, Tensor]:
@@ -40,7 +43,8 @@ def shards(model: Module) -> dict[str, Tensor]:
 
 def noise(model: Module) -> float:
     """The size below which an element of the present gradients is rounding."""
-    parts = [part for part in {id(g): local_part(g) for _, g in gradients_of(model)}.values() if _readable(part)]
+    held = {g.local.data_ptr(): local_part(g.local) for _, g in gradients_of(model) if _readable(g.local)}
+    parts = list(held.values())  # a tied gradient once
     if not parts:
         return 0.0
     total = math.fsum(root_mean_square(part) ** 2 * part.numel() for part in parts)
@@ -65,10 +69,10 @@ def due_as_in(records: Mapping[str, Record], floor: float) -> Due:
 
     compared = [records[name] for name in ("values", "gradients", "updated")]
 
-    def due(name: str, tensor: Tensor, before: Tensor) -> Tensor:
-        if not all(name in record and record.shape(name) == tensor.shape for record in compared):
+    def due(name: str, tensor: Tensor, part: Part, before: Tensor) -> Tensor:
+        if not all(name in record and record.shape(name) == part.shape for record in compared):
             return torch.zeros_like(before, dtype=torch.bool)
-        old, gradient, new = (beside(tensor, record, name) for record in compared)
+        old, gradient, new = (beside(part, record, name) for record in compared)
         grain = torch.finfo(before.dtype).eps * torch.maximum(old.abs(), new.abs())
         return ((new - old).abs() > GRAINS * grain) & (gradient.abs() > floor)
 
@@ -82,7 +86,7 @@ def due_by(gradients: Mapping[str, Tensor], optimizer: Optimizer, floor: float) 
     """
     rates = {id(p): float(group.get("lr", 0.0)) for group in optimizer.param_groups for p in group["params"]}
 
-    def due(name: str, tensor: Tensor, before: Tensor) -> Tensor:
+    def due(name: str, tensor: Tensor, part: Part, before: Tensor) -> Tensor:
         if name not in gradients or gradients[name].shape != before.shape:
             return torch.zeros_like(before, dtype=torch.bool)
         size = gradients[name].abs()
@@ -94,18 +98,19 @@ def due_by(gradients: Mapping[str, Tensor], optimizer: Optimizer, floor: float) 
 
 def movements(model: Module, before: Mapping[str, Tensor], due: Due) -> tuple[Movement, ...]:
     """Of each trainable parameter, how many rows of this rank's shard must move and do not."""
-    found = []
+    found, parts = [], parts_of(model)
     for name, _, tensor in named_tensors(model):
         if name not in before or not before[name].numel():
             continue
-        now = local_part(tensor).cpu()
+        part = parts.of(name, tensor)
+        now = local_part(part.local).cpu()
         if now.shape != before[name].shape:
             continue  # laid out anew: nothing to lay side by side
-        must, moved = _by_row(due(name, tensor, before[name])), _by_row(now != before[name])
+        must, moved = _by_row(due(name, tensor, part, before[name])), _by_row(now != before[name])
         still = (must & ~moved).nonzero()
         first = None
         if len(still) and now.ndim:
-            first = global_index(held_regions(tensor), [int(still[0]), *[0] * (now.ndim - 1)])[0]
+            first = whole_index(part, [int(still[0]), *[0] * (now.ndim - 1)])[0]
         found.append(Movement(name, int(must.sum()), len(still), first))
     return tuple(found)
 
@@ -118,21 +123,22 @@ def compare_updates(
     model: Module, before: Mapping[str, Tensor], values: Record, updated: Record
 ) -> tuple[Comparison, ...]:
     """The parameters after the steps beside the reference's, measured by how far each moved."""
-    found = []
+    found, parts = [], parts_of(model)
     for name, kind, tensor in named_tensors(model):
         if kind == "parameter" and name in updated and not tensor.is_meta:
-            comparison = compare(name, tensor, updated, name)
+            part = parts.of(name, tensor)
+            comparison = compare(name, part, updated, name)
             if name in before and comparison.problem is None and name in values:
-                comparison = replace(comparison, measure=_moved(tensor, before[name], values, updated, name))
+                comparison = replace(comparison, measure=_moved(part, before[name], values, updated, name))
             found.append(comparison)
     return tuple(found)
 
 
-def _moved(tensor: Tensor, before: Tensor, values: Record, updated: Record, name: str) -> Measure | None:
-    if values.shape(name) != tensor.shape:
+def _moved(part: Part, before: Tensor, values: Record, updated: Record, name: str) -> Measure | None:
+    if values.shape(name) != part.shape:
         return None
-    old, new = beside(tensor, values, name), beside(tensor, updated, name)
-    now = local_part(tensor).cpu()
+    old, new = beside(part, values, name), beside(part, updated, name)
+    now = local_part(part.local).cpu()
     if not now.numel() or not old.shape == new.shape == now.shape == before.shape:
         return None
     ours, theirs = (comparable(a).double() - comparable(b).double() for a, b in ((now, before), (new, old)))

@@ -15,6 +15,8 @@ from torch.optim import Optimizer
 
 from pytest_fsdp_meta.evidence import Accumulation, Comparison, Movement, RankTraining
 from pytest_fsdp_meta.observers.accumulation import accumulate, micro_batches, not_shared
+from pytest_fsdp_meta.observers.adapters.dtensor import local_part
+from pytest_fsdp_meta.observers.adapters.lookup import parts_of
 from pytest_fsdp_meta.observers.batches import (
     batch_digest,
     counted_labels,
@@ -25,7 +27,7 @@ from pytest_fsdp_meta.observers.batches import (
     scalar,
 )
 from pytest_fsdp_meta.observers.gradients import gradient_norm, gradients_of, without_gradient
-from pytest_fsdp_meta.observers.inventory import local_part, reshard, take_inventory
+from pytest_fsdp_meta.observers.inventory import named_tensors, reshard, take_inventory
 from pytest_fsdp_meta.observers.loading import loaded_subject
 from pytest_fsdp_meta.observers.movement import compare_updates, due_as_in, due_by, movements, noise, shards
 from pytest_fsdp_meta.observers.optimizers import make_optimizer, optimizer_facts
@@ -139,7 +141,7 @@ class _First:
         if self.records:
             self.gradients = compare_gradients(seen, self.records["gradients"])
         else:
-            self._kept = {name: local_part(gradient).to("cpu", copy=True) for name, gradient in seen}
+            self._kept = {name: local_part(gradient.local).to("cpu", copy=True) for name, gradient in seen}
             self._noise = noise(model)
 
     def movements(
@@ -184,5 +186,6 @@ def _accumulation(
 
 
 def _unreduced(model: Module) -> bool:
-    plain = not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    held = parts_of(model)
+    plain = not any(isinstance(p, DTensor) or held.of(name, p).by for name, _, p in named_tensors(model))
     return plain and not any(isinstance(module, DistributedDataParallel) for module in model.modules())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import pickle
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from torch.nn import Module
 
 from pytest_fsdp_meta.evidence import RankInventory, ReferenceFacts, TensorFacts
 from pytest_fsdp_meta.observers.accumulation import accumulate, micro_batches, not_shared
+from pytest_fsdp_meta.observers.adapters import Part
 from pytest_fsdp_meta.observers.gradients import gradient_norm, gradients_of
 from pytest_fsdp_meta.observers.inventory import local_part, named_tensors, take_inventory
 from pytest_fsdp_meta.observers.movement import noise, root_mean_square
@@ -83,7 +84,7 @@ def train_reference(
     if optimizer is not None and not not_shared(subject, parts):
         slices = [part for index in range(parts) for part in micro_batches((index, parts))]
         accumulate(subject, me.device, slices)
-        write_record(Path(folder, "accumulated.safetensors"), gradients_of(model))
+        write_record(Path(folder, "accumulated.safetensors"), _whole(gradients_of(model)))
     _restore(model, Record(Path(folder, "values.safetensors")))
     again = train(subject, me.device, range(steps), (0, 1), make_optimizer(subject))
     return replace(
@@ -109,10 +110,15 @@ class _FirstGradients:
 
     def look(self, model: Module) -> None:
         gradients = gradients_of(model)
-        write_record(self._path, gradients)
-        self.sizes = {name: root_mean_square(gradient) for name, gradient in gradients}
+        write_record(self._path, _whole(gradients))
+        self.sizes = {name: root_mean_square(gradient.local) for name, gradient in gradients}
         self.noise = noise(model)
         self.norm, _ = gradient_norm(model, None)
+
+
+def _whole(gradients: Sequence[tuple[str, Part]]) -> list[tuple[str, Tensor]]:
+    """Alone, a rank holds all of everything."""
+    return [(name, part.local) for name, part in gradients]
 
 
 def record_verifier(recipe: Mapping[str, bytes], path: str) -> None:

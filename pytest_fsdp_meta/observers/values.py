@@ -8,8 +8,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from pytest_fsdp_meta.evidence import Comparison, Measure, Region
-from pytest_fsdp_meta.observers.inventory import held_regions, local_part, named_tensors
+from pytest_fsdp_meta.evidence import Comparison, Measure
+from pytest_fsdp_meta.observers.adapters import Part
+from pytest_fsdp_meta.observers.adapters.dtensor import local_part
+from pytest_fsdp_meta.observers.adapters.lookup import parts_of
+from pytest_fsdp_meta.observers.inventory import named_tensors
 from pytest_fsdp_meta.observers.loading import loaded_subject
 from pytest_fsdp_meta.reference import Record, global_index
 from pytest_fsdp_meta.worlds import current
@@ -17,58 +20,57 @@ from pytest_fsdp_meta.worlds import current
 
 def observe_values(path: str, names: Mapping[str, str] | None = None) -> tuple[Comparison, ...]:
     """This rank's subject beside the record or checkpoint at ``path``; ``names`` limits it, and maps to names there."""
-    tensors = (
-        (name, t) for name, _, t in named_tensors(loaded_subject(current()).model) if names is None or name in names
-    )
+    model = loaded_subject(current()).model
+    parts = parts_of(model)
+    tensors = ((n, parts.of(n, tensor)) for n, _, tensor in named_tensors(model) if names is None or n in names)
     label = "the reference" if names is None else "the verifier"
     return compare_all(tensors, Record(path, label), names)
 
 
 def compare_all(
-    tensors: Iterable[tuple[str, Tensor]], truth: Record, names: Mapping[str, str] | None = None
+    parts: Iterable[tuple[str, Part]], truth: Record, names: Mapping[str, str] | None = None
 ) -> tuple[Comparison, ...]:
-    """Each tensor that the truth knows, compared; ``names`` maps to the names in the truth."""
+    """This rank's part of each tensor that the truth knows, compared; ``names`` maps to the names in the truth."""
     found = []
-    for name, tensor in tensors:
+    for name, part in parts:
         there = name if names is None else names[name]
-        if there in truth and not local_part(tensor).is_meta:
-            found.append(compare(name, tensor, truth, there))
+        if there in truth and not part.local.is_meta:
+            found.append(compare(name, part, truth, there))
     return tuple(found)
 
 
-def compare(name: str, tensor: Tensor, truth: Record, there: str) -> Comparison:
-    """The local shard of ``tensor`` beside its slice of ``there``."""
-    actual, held = local_part(tensor), held_regions(tensor)
-    if tuple(tensor.shape) != truth.shape(there):
+def compare(name: str, part: Part, truth: Record, there: str) -> Comparison:
+    """The ``part`` of a tensor beside the same part of ``there``."""
+    actual = local_part(part.local)
+    if part.shape != truth.shape(there):
         return Comparison(
-            name, False, problem=f"shape {tuple(tensor.shape)}", should_be=f"{truth.shape(there)}, as in {truth.label}"
+            name, False, problem=f"shape {part.shape}", should_be=f"{truth.shape(there)}, as in {truth.label}"
         )
-    implied = tuple(sum(stop - start for start, stop in runs) for runs in held)
+    implied = tuple(sum(stop - start for start, stop in runs) for runs in part.regions)
     if implied != tuple(actual.shape):
-        return Comparison(
-            name, False, problem=f"local shape {tuple(actual.shape)}", should_be=f"{implied}, as its placements imply"
-        )
+        says = f"{part.by} says" if part.by else "its placements imply"
+        return Comparison(name, False, problem=f"local shape {tuple(actual.shape)}", should_be=f"{implied}, as {says}")
     if not actual.numel():
         return Comparison(name, True)
-    return _compare(name, actual, truth.read(there, held), held)
+    return _compare(name, actual, beside(part, truth, there), part)
 
 
-def compare_gradients(tensors: Iterable[tuple[str, Tensor]], truth: Record) -> tuple[Comparison, ...]:
+def compare_gradients(parts: Iterable[tuple[str, Part]], truth: Record) -> tuple[Comparison, ...]:
     """Each gradient that the truth knows, compared and measured."""
     found = []
-    for name, tensor in tensors:
+    for name, part in parts:
         if name in truth:
-            comparison = compare(name, tensor, truth, name)
+            comparison = compare(name, part, truth, name)
             if comparison.problem is None and comparison.elements:
-                ours, theirs = comparable(local_part(tensor).cpu()), comparable(beside(tensor, truth, name))
+                ours, theirs = comparable(local_part(part.local).cpu()), comparable(beside(part, truth, name))
                 comparison = replace(comparison, measure=measure(ours, theirs))
             found.append(comparison)
     return tuple(found)
 
 
-def beside(tensor: Tensor, truth: Record, name: str) -> Tensor:
-    """What the truth has where this rank's part of ``tensor`` lies; of another shape where the truth is."""
-    return truth.read(name, held_regions(tensor))
+def beside(part: Part, truth: Record, name: str) -> Tensor:
+    """What the truth has where the ``part`` lies; of another shape where the truth is."""
+    return truth.read_run(name, part.regions[0]) if part.flat else truth.read(name, part.regions)
 
 
 def measure(actual: Tensor, truth: Tensor, grain: float = 0.0) -> Measure:
@@ -84,7 +86,7 @@ def measure(actual: Tensor, truth: Tensor, grain: float = 0.0) -> Measure:
     )
 
 
-def _compare(name: str, actual: Tensor, expected: Tensor, held: Sequence[Region]) -> Comparison:
+def _compare(name: str, actual: Tensor, expected: Tensor, part: Part) -> Comparison:
     """Equal means equal in the shard's own type, and NaN like NaN; numbers are only told in float64.
 
     The CPU compares, where the truth is read to: it knows more types than other devices.
@@ -110,11 +112,23 @@ def _compare(name: str, actual: Tensor, expected: Tensor, held: Sequence[Region]
         differing=count,
         max_abs=float(distance.max()),
         max_rel=float(relative.max()),
-        index=global_index(held, first[: actual.ndim]),
+        index=whole_index(part, first[: actual.ndim]),
         expected=float(truth[first]),
         actual=float(ours[first]),
         cast=cast,
     )
+
+
+def whole_index(part: Part, local: Sequence[int]) -> tuple[int, ...]:
+    """The index in the whole tensor of one in the part."""
+    index = global_index(part.regions, local)
+    if not part.flat:
+        return index
+    place = []
+    for size in reversed(part.shape):
+        place.append(index[0] % size)
+        index = (index[0] // size,)
+    return tuple(reversed(place))
 
 
 def comparable(tensor: Tensor) -> Tensor:

@@ -1,0 +1,58 @@
+"""Tensors that say by themselves how they lie: DTensors, and plain ones, which are whole."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from pytest_fsdp_meta.evidence import MeshFacts, Region
+from pytest_fsdp_meta.observers.adapters import Part
+from pytest_fsdp_meta.observers.layout import regions
+from pytest_fsdp_meta.subject import short_placement
+
+
+def own_part(tensor: Tensor) -> Part:
+    sharded = isinstance(tensor, DTensor)
+    return Part(
+        own_memory(tensor),
+        tuple(tensor.shape),
+        held_regions(tensor),
+        placements=tuple(short_placement(p) for p in tensor.placements) if sharded else None,
+        mesh=mesh_facts(tensor) if sharded else None,
+    )
+
+
+def own_memory(tensor: Tensor) -> Tensor:
+    """This rank's own part of a tensor, without autograd."""
+    with torch.no_grad():
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """``own_memory`` with a lazy conjugate or negative worked out."""
+    return own_memory(tensor).resolve_conj().resolve_neg()
+
+
+def mesh_facts(tensor: DTensor) -> MeshFacts:
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    return MeshFacts(
+        dims=tuple(mesh.mesh_dim_names or [None] * mesh.ndim),
+        shape=tuple(mesh.shape),
+        coordinate=None if coordinate is None else tuple(coordinate),
+    )
+
+
+def held_regions(tensor: Tensor) -> tuple[Region, ...]:
+    """Which global indices of the tensor this rank holds."""
+    if not isinstance(tensor, DTensor):
+        return regions(tensor.shape, (), (), ())
+    mesh = mesh_facts(tensor)
+    if mesh.coordinate is None:
+        return tuple(() for _ in tensor.shape)
+    shards = [
+        (p.dim, int(getattr(p, "split_factor", 1))) if getattr(p, "dim", None) is not None else None
+        for p in tensor.placements
+    ]
+    return regions(tensor.shape, shards, mesh.shape, mesh.coordinate)

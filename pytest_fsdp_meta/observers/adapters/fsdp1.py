@@ -1,0 +1,26 @@
+"""FSDP1 with ``use_orig_params=True``: a parameter is a run of its elements, cut out of one flat tensor of many."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn import Module
+
+from pytest_fsdp_meta.observers.adapters import Adapter, Part
+from pytest_fsdp_meta.observers.torch_private import flat_parameters
+
+BY = "FSDP1"
+
+
+def adapter(model: Module) -> Adapter | None:
+    if not any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        return None
+    layout = {id(parameter): (shape, start) for parameter, shape, start in flat_parameters(model)}
+
+    def part(name: str, tensor: Tensor) -> Part | None:
+        if id(tensor) not in layout:
+            return None  # a buffer, an ignored parameter, or one that NO_SHARD keeps whole
+        shape, start = layout[id(tensor)]
+        return Part.run(tensor.detach(), shape, start, by=BY)
+
+    return part

@@ -1,0 +1,82 @@
+"""Asking the adapters of one model, each for what it knows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import Module
+
+from pytest_fsdp_meta.observers.adapters import Adapter, Part, fsdp1, megatron_fsdp
+from pytest_fsdp_meta.observers.adapters.dtensor import own_memory, own_part
+from pytest_fsdp_meta.subject import SubjectError
+from pytest_fsdp_meta.worlds import CallFailed
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts that this rank holds of the tensors of one model; ``adapters`` are asked in order."""
+
+    adapters: Sequence[Adapter] = ()
+
+    def of(self, name: str, tensor: Tensor) -> Part:
+        return self._adapted(name, tensor) or own_part(tensor)
+
+    def gradient(self, name: str, parameter: Tensor) -> Part | None:
+        """The part of the parameter's gradient; None where this rank has none.
+
+        What DTensor left as parts of a sum is summed, as any operation of an optimizer would do.
+        """
+        part = self._adapted(name, parameter)
+        gradient = parameter.grad if part is None or part.gradient is None else part.gradient
+        if gradient is None:
+            return None
+        if part is not None:
+            return replace(part, local=own_memory(gradient), gradient=None)
+        if isinstance(gradient, DTensor) and any(placement.is_partial() for placement in gradient.placements):
+            assert isinstance(parameter, DTensor)
+            gradient = gradient.redistribute(placements=parameter.placements)
+        return own_part(gradient)
+
+    def _adapted(self, name: str, tensor: Tensor) -> Part | None:
+        for adapter in self.adapters:
+            part = adapter(name, tensor)
+            if part is not None:
+                return replace(part, local=own_memory(part.local))
+        return None
+
+
+_declared: WeakKeyDictionary[Module, Adapter] = WeakKeyDictionary()
+
+
+def remember(model: Module, declared: Adapter | None) -> None:
+    """The adapter that the author brings for this model."""
+    if declared is not None:
+        _declared[model] = _called(declared)
+
+
+def parts_of(model: Module) -> Parts:
+    """What the author declared is asked first, then what knows how the model was sharded."""
+    own = [_declared[model]] if model in _declared else []
+    built_in = (made for make in (fsdp1.adapter, megatron_fsdp.adapter) if (made := make(model)) is not None)
+    return Parts((*own, *built_in))
+
+
+def _called(declared: Adapter) -> Adapter:
+    def adapter(name: str, tensor: Tensor) -> Part | None:
+        try:
+            part = declared(name, tensor)
+        except Exception as error:
+            raise CallFailed(f"Subject(adapter=...), adapter({name!r}, ...)") from error
+        if part is not None and not isinstance(part, Part):
+            raise SubjectError(
+                "adapter",
+                f"it returned {type(part).__name__} for {name!r}, but should return pytest_fsdp_meta.Part, or None for "
+                "a tensor that it does not describe",
+            )
+        return part
+
+    return adapter

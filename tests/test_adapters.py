@@ -1,0 +1,182 @@
+"""Which part of a tensor a rank holds, as adapters tell it: the arithmetic, without ranks."""
+
+from __future__ import annotations
+
+import itertools
+from math import prod
+
+import pytest
+import torch
+from torch import nn
+
+from pytest_fsdp_meta import Part, Subject, SubjectError
+from pytest_fsdp_meta.evidence import Comparison
+from pytest_fsdp_meta.observers.adapters.lookup import Parts, parts_of, remember
+from pytest_fsdp_meta.observers.inventory import describe
+from pytest_fsdp_meta.observers.values import compare
+from pytest_fsdp_meta.reference import Record, boxes, write_record
+from pytest_fsdp_meta.worlds import CallFailed
+
+SHAPES = [(), (1,), (7,), (2, 3), (3, 1), (1, 5), (2, 3, 4), (3, 2, 1, 2), (2, 0, 3)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_run_of_elements_is_read_as_blocks_in_their_order(shape):
+    numbers = torch.arange(prod(shape)).reshape(shape)
+    for first, last in itertools.combinations(range(numbers.numel() + 1), 2):
+        read = [numbers[tuple(slice(*span) for span in box)].reshape(-1) for box in boxes(shape, first, last)]
+        assert torch.cat(read).tolist() == list(range(first, last))
+    assert boxes(shape, 0, 0) == []
+
+
+def test_a_long_run_is_few_blocks():
+    assert boxes((1000, 1000), 500, 998_500) == [
+        ((0, 1), (500, 1000)),
+        ((1, 998), (0, 1000)),
+        ((998, 999), (0, 500)),
+    ]
+
+
+@pytest.fixture
+def truth(tmp_path):
+    """A record of tensors ``a`` (4 x 3: 0 to 11) and ``scalar``."""
+    path = tmp_path / "values.safetensors"
+    write_record(path, [("a", torch.arange(12.0).reshape(4, 3)), ("scalar", torch.tensor(5.0))])
+    return Record(path)
+
+
+def test_a_run_is_compared_with_the_same_elements(truth):
+    part = Part.run(torch.arange(4.0, 9.0), (4, 3), 4)
+    assert compare("a", part, truth, "a") == Comparison("a", True, elements=5)
+
+
+def test_the_element_of_a_run_that_differs_is_told_by_its_index_in_the_whole(truth):
+    local = torch.arange(4.0, 9.0)
+    local[3] = -1  # element 7: row 2, column 1
+    found = compare("a", Part.run(local, (4, 3), 4), truth, "a")
+    assert (found.equal, found.differing, found.index) == (False, 1, (2, 1))
+    assert (found.actual, found.expected) == (-1.0, 7.0)
+
+
+def test_a_run_of_a_scalar_is_the_scalar(truth):
+    part = Part.run(torch.tensor(5.0), (), 0)
+    assert compare("scalar", part, truth, "scalar").equal
+    assert describe("scalar", "parameter", part.local, part, persistent=True, attributes=()).whole
+
+
+def test_an_empty_run_and_an_empty_block_equal_anything(truth):
+    assert compare("a", Part.run(torch.empty(0), (4, 3), 12), truth, "a") == Comparison("a", True)
+    assert compare("a", Part.block(torch.empty(0, 3), (4, 3), (4, 0)), truth, "a") == Comparison("a", True)
+
+
+def test_an_empty_run_is_read_in_the_type_of_the_truth(truth):
+    assert [tuple(truth.read_run(name, ()).shape) for name in ("a", "scalar")] == [(0,), (0,)]
+
+
+def test_a_block_is_compared_with_the_same_rows(truth):
+    rows = torch.arange(6.0, 12.0).reshape(2, 3)
+    assert compare("a", Part.block(rows, (4, 3), (2, 0)), truth, "a").equal
+    wrong = compare("a", Part.block(rows, (4, 3), (1, 0)), truth, "a")
+    assert (wrong.differing, wrong.index, wrong.expected) == (6, (1, 0), 3.0)
+
+
+def test_the_global_shape_is_the_parts(truth):
+    found = compare("a", Part.run(torch.zeros(3), (3, 4), 0), truth, "a")
+    assert (found.problem, found.should_be) == ("shape (3, 4)", "(4, 3), as in the reference")
+
+
+def test_a_local_part_of_another_size_than_its_adapter_says(truth):
+    part = Part(torch.zeros(2, 3), (4, 3), (((0, 1),), ((0, 3),)), by="hand")
+    assert compare("a", part, truth, "a").should_be == "(1, 3), as hand says"
+
+
+def test_facts_of_a_run():
+    part = Part.run(torch.zeros(5), (4, 3), 4, by="FSDP1")
+    facts = describe("a", "parameter", part.local, part, persistent=True, attributes=())
+    assert (facts.shape, facts.extent, facts.local_shape, facts.regions) == ((4, 3), (12,), (5,), (((4, 9),),))
+    assert (facts.flat, facts.whole, facts.sharded_by, facts.placements) == (True, False, "FSDP1", None)
+
+
+def test_facts_of_a_plain_tensor():
+    facts = describe("a", "parameter", torch.zeros(2, 3), persistent=True, attributes=())
+    assert (facts.extent, facts.flat, facts.whole, facts.sharded_by) == ((2, 3), False, True, "")
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: Part.block(torch.zeros(2, 3), (4, 3), (3, 0)), "indices 3 to 5 are not within the 4 of the whole"),
+        (lambda: Part.block(torch.zeros(2, 3), (4, 3), (-1, 0)), "indices -1 to 1 are not within the 4"),
+        (lambda: Part.block(torch.zeros(2, 3), (4, 3), (0,)), "one entry for each of the 2 dims of the local (2, 3)"),
+        (lambda: Part.block(torch.zeros(6), (4, 3), (0, 0)), "one entry for each of the 1 dims of the local (6,)"),
+        (lambda: Part.run(torch.zeros(5), (4, 3), 8), "indices 8 to 13 are not within the 12 of the whole"),
+    ],
+)
+def test_a_part_that_cannot_be_is_refused(make, says):
+    with pytest.raises(ValueError) as refused:
+        make()
+    assert says in str(refused.value)
+
+
+def halves(name, tensor):
+    return Part.block(tensor, (4, 3), (2, 0), by="hand") if name == "experts.weight" else None
+
+
+@pytest.fixture
+def model():
+    model = nn.Module()
+    model.experts = nn.Linear(3, 2, bias=False)
+    model.norm = nn.Linear(2, 2, bias=False)
+    return model
+
+
+def test_the_declared_adapter_is_asked_and_what_it_leaves_is_plain(model):
+    remember(model, halves)
+    parts = parts_of(model)
+    experts = parts.of("experts.weight", model.experts.weight)
+    assert (experts.shape, experts.regions, experts.by) == ((4, 3), (((2, 4),), ((0, 3),)), "hand")
+    assert not experts.local.requires_grad
+    norm = parts.of("norm.weight", model.norm.weight)
+    assert (norm.shape, norm.regions, norm.by) == ((2, 2), (((0, 2),), ((0, 2),)), "")
+
+
+def test_a_gradient_lies_as_its_parameter(model):
+    remember(model, halves)
+    parts = parts_of(model)
+    assert parts.gradient("experts.weight", model.experts.weight) is None
+    model.experts.weight.grad = torch.ones(2, 3)
+    model.norm.weight.grad = torch.ones(2, 2)
+    gradient = parts.gradient("experts.weight", model.experts.weight)
+    assert (gradient.shape, gradient.regions, gradient.local.tolist()) == (
+        (4, 3), (((2, 4),), ((0, 3),)), [[1.0] * 3] * 2,
+    )  # fmt: skip
+    assert parts.gradient("norm.weight", model.norm.weight).shape == (2, 2)
+
+
+def test_an_adapter_may_keep_the_gradient_elsewhere(model):
+    kept = torch.full((2, 3), 7.0)
+    parts = Parts([lambda name, tensor: Part(tensor, (4, 3), (((2, 4),), ((0, 3),)), gradient=kept)])
+    assert parts.gradient("experts.weight", model.experts.weight).local.tolist() == kept.tolist()
+
+
+def test_an_adapter_that_is_none(model):
+    with pytest.raises(SubjectError, match=r"adapter=\.\.\.\): int '3' is not callable; give a function of name and"):
+        Subject(model, adapter=3)
+
+
+def test_an_adapter_that_returns_nonsense(model):
+    remember(model, lambda name, tensor: (2, 0))
+    parts = parts_of(model)
+    with pytest.raises(SubjectError, match=r"returned tuple for 'norm.weight', but should return .*\.Part"):
+        parts.of("norm.weight", model.norm.weight)
+
+
+def test_an_adapter_that_raises_is_named(model):
+    remember(model, lambda name, tensor: Part.run(tensor, (1,), 0))
+    parts = parts_of(model)
+    with pytest.raises(CallFailed, match=r"Subject\(adapter=\.\.\.\), adapter\('norm.weight', \.\.\.\)"):
+        parts.of("norm.weight", model.norm.weight)
+
+
+def test_no_adapter_is_asked_of_a_model_that_torch_explains(model):
+    assert parts_of(model).adapters == ()
