@@ -95,6 +95,8 @@ class TensorFacts:
     """Whether this rank holds a run of the elements of the tensor laid out as one row, and no block of it."""
     sharded_by: str = ""
     """Who sharded it, where it is no DTensor that says so by itself: the adapter's name."""
+    managed: bool | None = None
+    """Whether the registered parameter is the one that FSDP2 manages in its place; None where it manages none."""
     unreadable: str = ""
     """Why torch could not read its elements (sparse, packed, without storage); nothing is known of its values then."""
 

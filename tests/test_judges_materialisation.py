@@ -1,4 +1,4 @@
-"""no_meta_*, no_uninitialized_memory and *_on_rank_device on hand-made evidence."""
+"""no_meta_*, no_uninitialized_memory, *_on_rank_device and managed_params_are_registered on hand-made evidence."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from tests.evidence_factory import (
     healthy,
     left_out,
     on_ranks,
+    place,
     told,
     undeclared,
     verdict,
@@ -240,3 +241,71 @@ def test_what_two_checks_condemned_is_told_of_each():
 def unequal(name: str, world: int = 2):
     """Healthy but for one tensor that is not the reference's."""
     return differ(healthy(world), name)
+
+
+MANAGED = "managed_params_are_registered"
+
+
+def managed(evidence, live=True):
+    """fully_shard manages every parameter."""
+    for tensor in evidence.inventory[0].tensors:
+        if tensor.kind == "parameter":
+            evidence = change(evidence, tensor.name, managed=live)
+    return evidence
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_what_fsdp_manages_is_registered(world):
+    assert verdict(MANAGED, managed(healthy(world))).status == "passed"
+    assert verdict(MANAGED, change(managed(healthy(world)), MIDDLE, managed=None)).status == "passed"
+    assert verdict(MANAGED, empty(world)).status == "passed"
+
+
+def test_where_fsdp_manages_nothing():
+    found = verdict(MANAGED, healthy())
+    assert (found.status, found.reason) == ("skipped", "fully_shard manages no parameter of the model")
+
+
+@pytest.mark.parametrize("ranks", [None, [1]])
+def test_a_parameter_that_fsdp_does_not_know(ranks):
+    evidence = change(managed(healthy()), MIDDLE, ranks, managed=False)
+    found = verdict(MANAGED, evidence)
+    assert told(found) == [
+        (MIDDLE, tuple(ranks or (0, 1)), "a parameter that FSDP does not know", "the one that FSDP manages", "")
+    ]
+    assert found.findings[0].cause == (
+        "the parameter was made anew after fully_shard() and a first forward: FSDP keeps the old one, and puts it back"
+    )
+    for later in ("dtensor_placements", "shards_tile_the_tensor", "params_equal_reference"):
+        assert verdict(later, evidence).unjudged == {MANAGED: (MIDDLE,)}
+
+
+def test_a_plain_parameter_in_place_of_a_managed_one():
+    evidence = change(place(managed(healthy()), MIDDLE, {}), MIDDLE, managed=False)
+    found = verdict(MANAGED, evidence)
+    assert [(f.tensor, f.actual) for f in found.findings] == [(MIDDLE, "a plain parameter that FSDP does not know")]
+    assert found.findings[0].cause.startswith("a plain parameter was put where fully_shard() had made a DTensor")
+    assert verdict("nothing_left_unsharded", evidence).unjudged == {MANAGED: (MIDDLE,)}
+
+
+def test_a_shard_in_place_of_a_managed_parameter_has_another_shape():
+    evidence = change(place(managed(healthy()), MIDDLE, {}), MIDDLE, managed=False, shape=(3, 4), local_shape=(3, 4))
+    assert verdict(MANAGED, evidence).unjudged == {"shapes_match_reference": (MIDDLE,)}
+    (finding,) = verdict("shapes_match_reference", evidence).findings
+    assert finding.cause == (
+        "another parameter was put where fully_shard() had made a DTensor, perhaps of its local shard"
+    )
+
+
+def test_a_tie_that_came_apart_is_the_affair_of_the_ties():
+    evidence = change(managed(healthy()), HEAD, managed=False, storage="its own", identity=7)
+    assert verdict(MANAGED, evidence).status == "passed"
+    assert [f.tensor for f in verdict("tied_weights_share_storage", evidence).findings] == [EMBEDDING]
+    # Where both names have the same new parameter, the tie is kept.
+    both = managed(healthy())
+    for name in (HEAD, EMBEDDING):
+        both = change(both, name, managed=False)
+    assert [f.tensor for f in verdict(MANAGED, both).findings] == [EMBEDDING, HEAD]
+    # And where nobody knows of a tie, nothing else would tell.
+    alone = undeclared(evidence, "reference", "values", why="not declared")
+    assert [f.tensor for f in verdict(MANAGED, alone).findings] == [HEAD]

@@ -7,7 +7,8 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 
 from pytest_fsdp_meta.observers.adapters.lookup import parts_of
-from pytest_fsdp_meta.observers.torch_private import flat_parameters, is_replicated, mixed_precision
+from pytest_fsdp_meta.observers.inventory import managed_names
+from pytest_fsdp_meta.observers.torch_private import flat_parameters, is_replicated, managed_places, mixed_precision
 from pytest_fsdp_meta.worlds import current
 from tests.world_help import world_of
 
@@ -70,3 +71,85 @@ def test_the_parameters_that_fsdp1_flattened():
     held = [sum(stop - start for runs in regions for start, stop in runs) for found in results
             for _, regions, _, _ in found.values()]  # fmt: skip
     assert sum(held) == sum(p.numel() for p in build().parameters())
+
+
+def sharded_pair(forward: bool) -> nn.Sequential:
+    """Two groups, one of them the root's, which stays gathered after a forward."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.BatchNorm1d(4))
+    fully_shard(model[0], mesh=current().mesh)
+    fully_shard(model, mesh=current().mesh, ignored_params={model[2].weight, model[2].bias})
+    if forward:
+        model(torch.ones(2, 4)).sum().backward() if forward == "backward" else model(torch.ones(2, 4))
+    return model
+
+
+def anew(model: nn.Sequential, layer: int) -> None:
+    model[layer].weight = nn.Parameter(model[layer].weight.detach().clone())
+
+
+def told(model: nn.Module) -> list[str]:
+    """The names that are not live."""
+    names = managed_names(model)
+    assert set(names) == {"0.weight", "0.bias", "1.weight", "1.bias"}
+    return [name for name, live in names.items() if not live]
+
+
+def managed() -> dict[str, list[str]]:
+    found = {}
+    for forward in (False, True, "backward"):
+        found[f"sound, {forward}"] = told(sharded_pair(forward))
+        model = sharded_pair(forward)
+        model.to_empty(device="cpu")
+        found[f"to_empty, {forward}"] = told(model)
+        model = sharded_pair(forward)
+        model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+        found[f"assign, {forward}"] = told(model)
+        for layer in (0, 1):
+            model = sharded_pair(forward)
+            anew(model, layer)
+            found[f"layer {layer} anew, {forward}"] = told(model)
+    model = sharded_pair(False)
+    model[1].weight = nn.Parameter(torch.ones(4, 4))
+    found["plain"] = told(model)
+    return found
+
+
+def test_the_parameters_that_fsdp_manages():
+    with world_of(2) as world:
+        first, second = world.run(managed)
+    assert first == second
+    broken = {case: names for case, names in first.items() if names}
+    # Before the first forward FSDP takes what it finds.
+    assert broken == {
+        "layer 0 anew, True": ["0.weight"],
+        "layer 1 anew, True": ["1.weight"],
+        "layer 0 anew, backward": ["0.weight"],
+        "layer 1 anew, backward": ["1.weight"],
+        "plain": ["1.weight"],
+    }
+
+
+def shared() -> list[dict[str, bool]]:
+    def tied() -> nn.Sequential:
+        model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+        model[1].weight = model[0].weight
+        fully_shard(model, mesh=current().mesh)
+        return model
+
+    sound, untied, assigned = tied(), tied(), tied()
+    anew(untied, 1)
+    assigned.load_state_dict(assigned.state_dict(), assign=True)
+    twice = nn.Sequential(*[nn.Linear(4, 4, bias=False)] * 2)
+    fully_shard(twice, mesh=current().mesh)
+    return [managed_names(model) for model in (sound, untied, assigned, twice)]
+
+
+def test_what_two_modules_share():
+    with world_of(2) as world:
+        sound, untied, assigned, twice = world.run(shared)[0]
+    assert sound == assigned == twice == {"0.weight": True, "1.weight": True}
+    assert untied == {"0.weight": True, "1.weight": False}
+
+
+def test_a_model_without_fsdp_has_nothing_that_is_managed():
+    assert list(managed_places(nn.Linear(2, 2))) == []

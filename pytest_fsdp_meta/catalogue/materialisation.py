@@ -7,10 +7,13 @@ from dataclasses import replace
 
 from pytest_fsdp_meta.catalogue.judging import NotJudged, Unjudgeable, View
 from pytest_fsdp_meta.catalogue.registry import Finding, Told, Words, check
+from pytest_fsdp_meta.catalogue.structure import MANIFEST, NAMES, SHAPES
+from pytest_fsdp_meta.catalogue.tying import came_apart
 from pytest_fsdp_meta.evidence import TensorFacts
 from pytest_fsdp_meta.words import name_ranks
 
 META = ("no_meta_params", "no_meta_buffers")
+MANAGED = "managed_params_are_registered"
 BYTE_TYPES = ("int8", "uint8")
 """Too few values for the maximum to be a sign of poison in a single element."""
 
@@ -145,3 +148,43 @@ def params_on_rank_device(view: View) -> Iterable[Finding]:
 )
 def buffers_on_rank_device(view: View) -> Iterable[Finding]:
     yield from _elsewhere(view, "buffer")
+
+
+@check(
+    promise="the Parameter objects that FSDP2 manages are the ones that the modules register",
+    family="materialisation",
+    needs=["inventory"],
+    uses=["reference"],
+    after=[MANIFEST, NAMES, SHAPES],
+    why="FSDP gathers the old parameter and reduces into it: the new one, which the optimizer may hold, never learns.",
+    cause="the parameter was made anew after fully_shard() and a first forward: FSDP keeps the old one, and puts it "
+    "back",
+    remedy="write into the parameter in place (under torch.no_grad), or make parameters anew before fully_shard()",
+    references=["NVIDIA/Megatron-LM#6799"],
+    since="0.2",
+)
+def managed_params_are_registered(view: View) -> Iterable[Finding]:
+    parameters = [t for rank in view.evidence.inventory for t in rank.tensors if t.kind == "parameter"]
+    if parameters and all(tensor.managed is None for tensor in parameters):
+        raise NotJudged("fully_shard manages no parameter of the model")
+    apart = came_apart(view)  # FSDP shares what was tied when it sharded; that it is no more is another promise
+    for name, facts in view.tensors("parameter"):
+        if name not in apart:
+            yield from view.broken(name, [(rank, _replaced(tensor)) for rank, tensor in facts])
+
+
+def _replaced(tensor: TensorFacts) -> Told | None:
+    if tensor.managed is not False:
+        return None
+    should = "the one that FSDP manages"
+    if tensor.placements is None:
+        return Told("a plain parameter that FSDP does not know", should, **_PLAIN)
+    return Told("a parameter that FSDP does not know", should)
+
+
+_PLAIN: Words = {
+    "cause": "a plain parameter was put where fully_shard() had made a DTensor: the first forward fails, or takes the "
+    "old one",
+    "remedy": "write into the DTensor (distribute_tensor, or set_model_state_dict with full_state_dict=True), or make "
+    "parameters anew before fully_shard()",
+}

@@ -15,6 +15,7 @@ from pytest_fsdp_meta.catalogue.expectations import (
     placed,
 )
 from pytest_fsdp_meta.catalogue.judging import NotJudged, View, majority
+from pytest_fsdp_meta.catalogue.materialisation import MANAGED
 from pytest_fsdp_meta.catalogue.registry import Finding, Told, check
 from pytest_fsdp_meta.catalogue.structure import MANIFEST, NAMES, SHAPES
 from pytest_fsdp_meta.evidence import TensorFacts
@@ -25,7 +26,7 @@ from pytest_fsdp_meta.words import name_ranks
     promise="what is declared unsharded is whole on every rank, plain or replicated",
     family="sharding",
     needs=["inventory"],
-    after=[MANIFEST, NAMES, SHAPES, "parameter_attributes_kept"],
+    after=[MANIFEST, NAMES, SHAPES, MANAGED, "parameter_attributes_kept"],
     why="A module that reads its weight outside of forward, or without FSDP's hooks, finds a shard in its place.",
     cause="it is declared unsharded, and sharded all the same",
     remedy="keep it out of fully_shard (ignored_params), or take it out of Subject(unsharded=...)",
@@ -45,7 +46,7 @@ def unsharded_modules_stay_whole(view: View) -> Iterable[Finding]:
     promise="no parameter is whole on every rank unless it is declared so",
     family="sharding",
     needs=["inventory"],
-    after=[MANIFEST, NAMES, SHAPES],
+    after=[MANIFEST, NAMES, SHAPES, MANAGED],
     why="A parameter that is not sharded costs its full size on every rank, and nobody may reduce its gradients.",
     cause="the module was not passed to fully_shard or parallelize_module, or was ignored, or was sharded on a mesh of "
     "one rank",
@@ -83,7 +84,7 @@ def _left_whole(tensor: TensorFacts, dims: dict[str | None, int], world: int) ->
     "that shards and replicated over dp_replicate",
     family="sharding",
     needs=["inventory"],
-    after=[MANIFEST, NAMES, SHAPES, "unsharded_modules_stay_whole", "nothing_left_unsharded"],
+    after=[MANIFEST, NAMES, SHAPES, MANAGED, "unsharded_modules_stay_whole", "nothing_left_unsharded"],
     why="A parameter on the wrong dim is another tensor; one that a mesh dimension forgets is held too often.",
     cause="the module was not passed to fully_shard or parallelize_module, was ignored, or was sharded on another mesh "
     "or dim",

@@ -164,8 +164,20 @@ def shapes_match_reference(view: View) -> Iterable[Finding]:
     for name, facts in view.tensors("parameter", "buffer", only=truth):
         shape = truth[name].shape
         wanted = f"{shape}, as in the reference"
-        told = [(rank, None if t.shape == shape else Told(f"shape {t.shape}", wanted)) for rank, t in facts]
+        told = [(rank, None if t.shape == shape else _reshaped(t, wanted)) for rank, t in facts]
         yield from view.broken(name, told)
+
+
+def _reshaped(tensor: TensorFacts, wanted: str) -> Told:
+    if tensor.managed is False:
+        return Told(f"shape {tensor.shape}", wanted, *_REPLACED)
+    return Told(f"shape {tensor.shape}", wanted)
+
+
+_REPLACED = (
+    "another parameter was put where fully_shard() had made a DTensor, perhaps of its local shard",
+    "write into the DTensor, or make parameters anew before fully_shard()",
+)
 
 
 @check(

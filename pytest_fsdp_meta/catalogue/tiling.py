@@ -7,6 +7,7 @@ from itertools import product
 from math import prod
 
 from pytest_fsdp_meta.catalogue.judging import View
+from pytest_fsdp_meta.catalogue.materialisation import MANAGED
 from pytest_fsdp_meta.catalogue.registry import Finding, Told, Words, check
 from pytest_fsdp_meta.catalogue.structure import MANIFEST, NAMES, SHAPES
 from pytest_fsdp_meta.evidence import Region, TensorFacts
@@ -23,7 +24,15 @@ Flaw = tuple[tuple[int, ...], str, str]
     promise="the shards of all ranks cover the global tensor exactly once, in each set of replicas",
     family="sharding",
     needs=["inventory"],
-    after=[MANIFEST, NAMES, SHAPES, "unsharded_modules_stay_whole", "nothing_left_unsharded", "dtensor_placements"],
+    after=[
+        MANIFEST,
+        NAMES,
+        SHAPES,
+        MANAGED,
+        "unsharded_modules_stay_whole",
+        "nothing_left_unsharded",
+        "dtensor_placements",
+    ],
     why="What no rank holds is lost when the model is saved; what two ranks hold is written twice, one over the other.",
     cause="ranks made meshes of their own, in which two have the same coordinate or some have none",
     remedy="make one mesh of all ranks, in the same order on each",

@@ -20,6 +20,7 @@ EXPLAINING = (
     "no_meta_params",
     "no_meta_buffers",
     "no_uninitialized_memory",
+    "managed_params_are_registered",
     "shards_tile_the_tensor",
     "replicas_equal",
     "params_equal_reference",

@@ -49,6 +49,15 @@ def _groups(view: View) -> tuple[tuple[str, ...], ...]:
     return declared + tuple(tie for tie in reference.inventory.ties() if not any(set(tie) <= group for group in known))
 
 
+def came_apart(view: View) -> set[str]:
+    """The names of the known ties that are one weight no more, on some rank."""
+    try:
+        groups = _groups(view)
+    except NotJudged:
+        return set()
+    return {name for group in groups for name in group if any(_apart(rank, group) for rank in view.evidence.inventory)}
+
+
 def _apart(rank: RankInventory, group: tuple[str, ...]) -> bool:
     members = [rank.by_name[name] for name in group if name in rank.by_name]
     if len({member.identity for member in members}) <= 1:

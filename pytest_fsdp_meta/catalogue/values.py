@@ -16,6 +16,7 @@ BASIC = (
     "no_meta_params",
     "no_meta_buffers",
     "no_uninitialized_memory",
+    "managed_params_are_registered",
     "shards_tile_the_tensor",
 )
 REFERENCE, VERIFIER = "the reference's slice", "the verifier's"

@@ -20,7 +20,7 @@ from pytest_fsdp_meta.observers.adapters.dtensor import mesh_facts as mesh_facts
 from pytest_fsdp_meta.observers.adapters.dtensor import own_part
 from pytest_fsdp_meta.observers.adapters.lookup import parts_of
 from pytest_fsdp_meta.observers.bits import count_poison, digest
-from pytest_fsdp_meta.observers.torch_private import is_replicated
+from pytest_fsdp_meta.observers.torch_private import is_replicated, managed_places
 
 WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 """Name components that torch's own wrappers insert; the reference, which is not wrapped, does not have them."""
@@ -38,6 +38,18 @@ def take_inventory(model: Module, rank: int, device: str, attributes: Sequence[s
             for name, kind, t in named_tensors(model)
         ]
     return RankInventory(rank, device, tuple(tensors))
+
+
+def managed_names(model: Module) -> dict[str, bool]:
+    """What FSDP2 manages, by FQN: whether the parameter that is registered there is the one that it manages."""
+    names: dict[Module, list[str]] = {}
+    for prefix, module in unwrapped(model).named_modules(remove_duplicate=False):
+        names.setdefault(module, []).append(prefix)
+    return {
+        clean_name(f"{prefix}.{name}" if prefix else name): live
+        for module, name, live in managed_places(model)
+        for prefix in names.get(module, ())
+    }
 
 
 def held_by_ddp(model: Module) -> set[int]:

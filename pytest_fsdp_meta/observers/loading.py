@@ -17,7 +17,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from pytest_fsdp_meta.evidence import RankInventory, SubjectFacts
 from pytest_fsdp_meta.observers.adapters import lookup
 from pytest_fsdp_meta.observers.batches import data_parallel
-from pytest_fsdp_meta.observers.inventory import named_tensors, non_persistent, reshard, take_inventory
+from pytest_fsdp_meta.observers.inventory import managed_names, named_tensors, non_persistent, reshard, take_inventory
 from pytest_fsdp_meta.observers.optimizers import optimizer_facts, pack_optimizer
 from pytest_fsdp_meta.observers.poison import poisoned_memory, restore_defaults
 from pytest_fsdp_meta.observers.precision import precision
@@ -56,6 +56,7 @@ def load(function: bytes, arguments: Mapping[str, bytes], wants_rank: str | None
     restore_defaults()
     subject = _as_subject(returned)
     _require_judgeable(subject.model)
+    managed = managed_names(subject.model)  # to reshard puts back what FSDP manages, and hides what took its place
     reshard(subject.model)  # a loader may have run a forward to warm up
     names = _names(subject.model)
     facts = subject.resolve(names["parameter"], names["buffer"], non_persistent(subject.model))
@@ -66,6 +67,7 @@ def load(function: bytes, arguments: Mapping[str, bytes], wants_rank: str | None
     computes_in, reduces_in = precision(subject.model)
     inventory = replace(
         inventory,
+        tensors=tuple(replace(tensor, managed=managed.get(tensor.name)) for tensor in inventory.tensors),
         poison_kept=poison.kept,
         computes_in=computes_in,
         reduces_in=reduces_in,

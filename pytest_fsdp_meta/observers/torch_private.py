@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
 try:
@@ -45,3 +46,47 @@ def flat_parameters(model: Module) -> Iterator[tuple[Tensor, tuple[int, ...], in
             flat = handle.flat_param
             for parameter, shape, info in zip(flat._params, flat._shapes, flat._shard_param_infos, strict=True):
                 yield parameter, tuple(shape), info.intra_param_start_idx or 0
+
+
+def managed_places(model: Module) -> Iterator[tuple[Module, str, bool]]:
+    """(module, name in it, whether the parameter there is the one that FSDP2 manages) of all that it manages.
+
+    FSDP2 keeps the Parameter objects that it found, or has made of them, and public torch shows only what the modules
+    register.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            for group in _param_groups(module):
+                for managed in group.fsdp_params:
+                    yield from _places(managed, adopts=not group._reset_sharded_params)
+
+
+def _param_groups(module: FSDPModule) -> list[Any]:
+    state: Any = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []  # before torch 2.12
+
+
+def _places(managed: Any, adopts: bool) -> Iterator[tuple[Module, str, bool]]:
+    """Until its first forward FSDP2 ``adopts`` the DTensor that it finds in the first place of a parameter."""
+    info, state = managed._module_info, managed.sharded_state.name
+    registered = info.module._parameters.get(info.param_name)
+    own = {
+        "SHARDED": managed.sharded_param,
+        "SHARDED_POST_FORWARD": getattr(managed, "_sharded_post_forward_param", None),
+        "UNSHARDED": getattr(managed, "_unsharded_param", None),
+    }[state]
+    if adopts and state == "SHARDED" and isinstance(registered, DTensor):
+        own = registered
+    if registered is not None:
+        yield info.module, info.param_name, registered is own
+    for module, name in zip(info.shared_modules, info.shared_param_names, strict=True):
+        twin = module._parameters.get(name)
+        if twin is not None:  # two objects of one memory are one parameter to all but the optimizer
+            yield module, name, twin is own or _address(twin) == _address(own)
+
+
+def _address(parameter: Tensor) -> int:
+    local: Tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return int(local.data_ptr())
