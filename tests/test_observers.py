@@ -1,4 +1,4 @@
-"""What the observers see of single tensors, without ranks."""
+"""What the observers see of single tensors, nearly always without ranks."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ import pickle
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from pytest_fsdp_meta.evidence import Comparison
 from pytest_fsdp_meta.observers.adapters.dtensor import own_part
-from pytest_fsdp_meta.observers.inventory import describe, digest, local_part
+from pytest_fsdp_meta.observers.inventory import describe, digest, local_part, take_inventory
 from pytest_fsdp_meta.observers.optimizers import pack_optimizer
 from pytest_fsdp_meta.observers.values import compare
 from pytest_fsdp_meta.reference import Record, write_record
+from tests.world_help import world_of
 
 NAN, INF = float("nan"), float("inf")
 
@@ -140,3 +142,31 @@ def test_an_optimizer_of_named_parameters_is_rebuilt():
     optimizer = torch.optim.SGD(model.named_parameters(), lr=0.5)
     rebuilt = pickle.loads(pack_optimizer(optimizer, model)).rebuild(model, model.parameters())
     assert [id(p) for p in rebuilt.param_groups[0]["params"]] == [id(p) for p in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (True, "True"),
+        ((1, "a", None), "(1, 'a', None)"),
+        (torch.bfloat16, "torch.bfloat16"),
+        (nn.Linear(1, 1), "a Linear"),
+        (torch.ones(2), "a Tensor"),
+        ([object()], "a list"),
+    ],
+)
+def test_an_attribute_reads_the_same_in_every_process(value, shown):
+    parameter = nn.Parameter(torch.ones(1))
+    parameter.kept = value
+    facts = describe("a", "parameter", parameter, persistent=True, attributes=("kept", "lost"))
+    assert facts.attributes == {"kept": shown}
+
+
+def wrapped_in_part() -> dict[str, bool]:
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), DistributedDataParallel(nn.Linear(2, 2, bias=False)))
+    return {tensor.name: tensor.ddp for tensor in take_inventory(model, 0, "cpu").tensors}
+
+
+def test_what_ddp_holds_is_noted():
+    with world_of(2) as world:
+        assert world.run(wrapped_in_part) == [{"0.weight": False, "1.module.weight": True}] * 2
