@@ -277,6 +277,62 @@ class RankTraining:
 
 
 @dataclass(frozen=True)
+class RankStateDict:
+    """The keys under which a rank saves the model.
+
+    ``refused`` says why torch's own ``get_model_state_dict`` does not take the model; the keys are then those of
+    ``model.state_dict()``, without what torch's wrappers insert.
+    """
+
+    keys: tuple[str, ...]
+    refused: str = ""
+
+
+@dataclass(frozen=True)
+class RankSaved:
+    """What a rank holds of what a checkpoint keeps: before it was saved, or after it was loaded.
+
+    ``tensors`` are digests of this rank's parts of parameters and persistent buffers by name, ``extra`` those of what
+    modules keep as ``_extra_state``; ``left_out`` are the tensors for which the state dict has no key.
+    """
+
+    tensors: Mapping[str, str]
+    extra: Mapping[str, str] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class RankResumed:
+    """A rank at a checkpoint of model and optimizer, and the losses of the steps that it trains from there.
+
+    ``state`` is the optimizer's, by parameter and key, ``groups`` the hyperparameters of its groups: digests of
+    tensors, and how all else is written.
+    """
+
+    model: RankSaved
+    state: Mapping[str, Mapping[str, str]]
+    groups: tuple[Mapping[str, str], ...]
+    losses: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Export:
+    """The gathered state dict beside the reference: keys too few and too many, and each tensor compared."""
+
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    comparisons: tuple[Comparison, ...] = ()
+
+
+@dataclass(frozen=True)
+class Resharded:
+    """A checkpoint loaded in a world of another size: each of its ranks beside the reference."""
+
+    mesh: tuple[tuple[str, int], ...]
+    comparisons: tuple[tuple[Comparison, ...], ...]
+
+
+@dataclass(frozen=True)
 class SubjectFacts:
     """What the author declared, patterns already resolved to the names of the model."""
 
@@ -314,6 +370,8 @@ class ReferenceFacts:
     norm: float | None = None
     after: RankInventory | None = None
     """The inventory once the steps are over."""
+    state_dict: tuple[str, ...] = ()
+    """The keys of its state dict, or of the checkpoint."""
 
     @property
     def complete(self) -> bool:
@@ -364,6 +422,17 @@ class Evidence:
     values: tuple[tuple[Comparison, ...], ...] | None = None
     verifier: tuple[tuple[Comparison, ...], ...] | None = None
     training: tuple[RankTraining, ...] | None = None
+    state_dict: tuple[RankStateDict, ...] | None = None
+    saved: tuple[RankSaved, ...] | None = None
+    restored: tuple[RankSaved, ...] | None = None
+    """What was saved, in a second load that it was loaded into."""
+    continued: tuple[RankResumed, ...] | None = None
+    resumed: tuple[RankResumed, ...] | None = None
+    """As ``continued``, in a second load that the checkpoint was loaded into."""
+    repetition: tuple[RankInventory, ...] | None = None
+    """The inventory of a second load, in a fresh world."""
+    export: Export | None = None
+    resharded: Resharded | None = None
     unavailable: Mapping[str, Unavailable] = field(default_factory=dict)
     tolerance: Mapping[str, float] = field(default_factory=dict)
     """Relative tolerances that the author set, by check id; "*" holds for all."""

@@ -57,6 +57,13 @@ class Subject:
     """``optimizer(parameters)``, or an optimizer that holds this model's parameters; default SGD."""
     clip_grad_norm: Callable[[Iterable[Parameter], float], Any] | None = None
     """``clip_grad_norm(parameters, max_norm)`` -> the norm before clipping; default as ``torch.nn.utils`` has it."""
+    save: Callable[[Module, Optimizer | None, Path], object] | None = None
+    """``save(model, optimizer, folder)``, called on every rank; default torch.distributed.checkpoint. With resume."""
+    resume: Callable[[Module, Optimizer | None, Path], object] | None = None
+    """``resume(model, optimizer, folder)``: loads into both what ``save`` left in the folder; the optimizer may be
+    None in either, where the model alone is saved."""
+    state_dict: Callable[[Module], Mapping[str, Any]] | None = None
+    """``state_dict(model)``: what the author saves of the model, by name; default torch's get_model_state_dict."""
     frozen: str | Sequence[str] | Mapping[str, str] = ()
     """Names or patterns of frozen weights; a mapping gives the name in the verifier, its ``*`` filled in order."""
     verifier: Source | None = None
@@ -85,6 +92,9 @@ class Subject:
             value = getattr(self, name)
             if value is not None and not callable(value):
                 raise SubjectError(name, f"{_shown(value)} is not callable; give a function of {SIGNATURES[name]}")
+        for name, other in (("save", "resume"), ("resume", "save")):
+            if getattr(self, name) is not None and getattr(self, other) is None:
+                raise SubjectError(name, f"it is declared without {other}; declare both, or neither")
         _require_optimizer(self.optimizer)
         _require_slice(self.data_parallel)
         for name in ("frozen", "unsharded", "offloaded", "kept_attributes"):
@@ -111,7 +121,7 @@ class Subject:
             for name in group:
                 if name not in parameters:
                     raise SubjectError("tied", f"{name!r} is not a parameter of the model{_nearest(name, parameters)}")
-        defaults: dict[str, Any] = {"reference": None, "verifier": None, "batch": None}
+        defaults: dict[str, Any] = dict.fromkeys(("reference", "verifier", "batch", "save", "state_dict"))
         defaults |= {"frozen": (), "tied": (), "placements": {}}
         return SubjectFacts(
             frozen=self._resolve_frozen(names, transient),
@@ -141,6 +151,9 @@ SIGNATURES = {
     "loss": "model and batch: loss(model, batch) -> scalar",
     "clip_grad_norm": "parameters and a bound: clip_grad_norm(parameters, max_norm) -> norm",
     "adapter": "name and tensor: adapter(name, tensor) -> Part or None",
+    "save": "model, optimizer and folder: save(model, optimizer, folder)",
+    "resume": "model, optimizer and folder: resume(model, optimizer, folder)",
+    "state_dict": "the model: state_dict(model) -> dict by name",
 }
 
 

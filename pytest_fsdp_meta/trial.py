@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from pytest_fsdp_meta.evidence import (
@@ -19,14 +21,14 @@ from pytest_fsdp_meta.evidence import (
     WorldFacts,
     frozen_sources,
 )
+from pytest_fsdp_meta.reloading import NOT_ASKED, Reloading, odd_model, unavailable
 from pytest_fsdp_meta.subject import SubjectError
 from pytest_fsdp_meta.worlds import DEFAULT_MESH_DIM, Preload, World, WorldError, WorldSpec
 
 OBSERVERS = "pytest_fsdp_meta.observers"
 """Observers are called by name: they import torch, and the pytest process need not."""
-ON_RANKS = (f"{OBSERVERS}.training", f"{OBSERVERS}.truth")
+ON_RANKS = (f"{OBSERVERS}.checkpoint", f"{OBSERVERS}.training", f"{OBSERVERS}.truth")
 """What every rank needs imported."""
-NOT_ASKED = Unavailable("no selected check asked for it")
 SKIPPED = "builtins.Skipped"
 """``pytest.skip``, which hides its module."""
 
@@ -67,25 +69,25 @@ class Trial:
 
         Raises LoaderFailed when the loader gives no subject on every rank.
         """
-        world = World(self.spec, self._preload)
-        try:
-            loaded = self._load(world, loader)
-            return self._observe(world, loaded, set(wanted))
-        finally:
-            world.close()
-            self.outputs = world.outputs()
+        with TemporaryDirectory(prefix="fsdp-trial-", ignore_cleanup_errors=True) as folder:
+            world = World(self.spec, self._preload, shared=Path(folder))
+            try:
+                loaded = self._load(world, loader)
+                return self._observe(world, loaded, loader, set(wanted), Path(folder))
+            finally:
+                world.close()
+                self.outputs = world.outputs()
 
     def _load(self, world: World, loader: Loader) -> list[Any]:
         """One ``observers.loading.Loaded`` per rank."""
         try:
-            world.start()
-            return world.run(f"{OBSERVERS}.loading:load", loader.function, dict(loader.arguments), loader.wants_rank)
+            return _loaded(world, loader)
         except WorldError as error:
             agreed = len(error.failures) == self.spec.size and {f.exception for f in error.failures} == {SKIPPED}
             skipped = error.failures[0].message if agreed else None
             raise LoaderFailed(error.summary, str(error), skipped) from error
 
-    def _observe(self, world: World, loaded: list[Any], wanted: set[str]) -> Evidence:
+    def _observe(self, world: World, loaded: list[Any], loader: Loader, wanted: set[str], folder: Path) -> Evidence:
         alone = World(self._single, self._preload, label="the reference")  # started when it is needed
         session = _Session(
             world=world,
@@ -96,8 +98,9 @@ class Trial:
             recipe=loaded[0].recipe,
             checkpoints=loaded[0].checkpoints,
             slices=loaded[0].data_parallel[1],
-            folder=world.folder,
+            folder=folder,
             steps=self._steps,
+            load_again=partial(self._load_again, loader),
         )
         try:
             session.take(wanted)
@@ -113,6 +116,12 @@ class Trial:
             unavailable=session.unavailable,
             tolerance=self._tolerance,
         )
+
+    def _load_again(self, loader: Loader, spec: WorldSpec, label: str, worlds: list[World]) -> tuple[World, list[Any]]:
+        """Another world with what the loader gives there. The world is noted first: it is closed with the others."""
+        world = World(spec, self._preload, label)
+        worlds.append(world)
+        return world, _loaded(world, loader)
 
     @property
     def _single(self) -> WorldSpec:
@@ -142,12 +151,13 @@ class _Session:
     """Data-parallel ranks, which share the batch."""
     folder: Path
     steps: int
+    load_again: Callable[[WorldSpec, str, list[World]], tuple[World, list[Any]]]
     seen: dict[str, Any] = field(default_factory=dict)
     unavailable: dict[str, Unavailable] = field(default_factory=dict)
 
     def take(self, wanted: set[str]) -> None:
-        """Everything wanted beyond the inventory; the mutating observation comes last."""
-        if wanted & {"values", "verifier", "training"}:
+        """Everything wanted beyond the inventory; the mutating observations come last."""
+        if wanted & {"values", "verifier", "training", "export", "resharded"}:
             wanted = wanted | {"reference"}
         ended = NOT_ASKED
         observers: dict[str, Callable[[], Any]] = {
@@ -160,8 +170,26 @@ class _Session:
             try:
                 seen: Any = NOT_ASKED if name not in wanted else observe() if self.world.alive else ended
             except WorldError as error:
-                seen = ended = Unavailable(error.summary, error=True, detail=_story(error))
+                seen = ended = unavailable(error)
             (self.unavailable if isinstance(seen, Unavailable) else self.seen)[name] = seen
+        self._reload(wanted)
+
+    def _reload(self, wanted: set[str]) -> None:
+        training = self.unavailable.get("training")
+        again = Reloading(
+            first=self.world,
+            alone=self.alone,
+            load=self.load_again,
+            subject=self.subject,
+            inventory=self.inventory,
+            folder=self.folder,
+            reference=self.seen.get("reference"),
+            training=training if training is not None and training.error else None,
+            record=self._truth,
+        )
+        again.take(wanted)
+        self.seen |= again.seen
+        self.unavailable |= again.unavailable
 
     def unknown_attribute(self) -> str:
         """What is wrong with a kept attribute that no tensor has: sharding may lose it, but the reference does not."""
@@ -206,7 +234,7 @@ class _Session:
     def _training(self) -> Any:
         if "batch" not in self.subject.declared:
             return Unavailable("Subject(batch=...) is not declared")
-        if why := self._untrainable():
+        if why := odd_model(self.inventory):
             return Unavailable(f"not trained: {why}")
         reference, truth = self.seen.get("reference"), tuple[Any, ...]()
         if reference is not None and reference.complete:
@@ -214,16 +242,6 @@ class _Session:
             reference = self.alone.run(f"{OBSERVERS}.truth:train_reference", *arguments)[0]
             self.seen["reference"], truth = reference, (str(self.folder), reference.noise)
         return tuple(self.world.run(f"{OBSERVERS}.training:observe_training", self.steps, *truth))
-
-    def _untrainable(self) -> str:
-        """Why a step would fail or hang for a reason that the inventory already shows; empty when it would not."""
-        meta = [t.name for rank in self.inventory for t in rank.tensors if t.on_meta]
-        if meta:
-            return f"{meta[0]} is on meta"
-        manifests = {
-            tuple((t.name, t.shape, t.dtype, t.requires_grad) for t in rank.tensors) for rank in self.inventory
-        }
-        return "the ranks hold different tensors, so their collectives would not pair up" if len(manifests) > 1 else ""
 
     def _compared(self, source: str, names: Mapping[str, str] | None = None) -> tuple[Any, ...]:
         return tuple(self.world.run(f"{OBSERVERS}.values:observe_values", source, names))
@@ -240,7 +258,7 @@ class _Session:
         return self.checkpoints.get("reference", self._file("values"))
 
 
-def _story(error: WorldError) -> str:
-    """The error with what a world of one wrote; the output of the loader's ranks is shown with the item."""
-    written = error.outputs[0].strip() if error.label and error.outputs else ""
-    return f"{error}\n\noutput of {error.label}:\n{written}" if written else str(error)
+def _loaded(world: World, loader: Loader) -> list[Any]:
+    """The world started, and the loader run on its ranks."""
+    world.start()
+    return world.run(f"{OBSERVERS}.loading:load", loader.function, dict(loader.arguments), loader.wants_rank)

@@ -1,10 +1,20 @@
 """The checks and their judges. Reads evidence and nothing else: no torch, no ranks."""
 
-from pytest_fsdp_meta.catalogue import materialisation, replicas, sharding, structure, tiling, training, tying, values
+from pytest_fsdp_meta.catalogue import (
+    checkpoint,
+    materialisation,
+    replicas,
+    sharding,
+    structure,
+    tiling,
+    training,
+    tying,
+    values,
+)
 from pytest_fsdp_meta.catalogue.judging import NotJudged, Unjudgeable, Verdict, View, describe_left_out, judge
 from pytest_fsdp_meta.catalogue.registry import Catalogue, Check, Finding, check
 
-FAMILIES = (structure, materialisation, sharding, tiling, replicas, values, tying, training)
+FAMILIES = (structure, materialisation, sharding, tiling, replicas, values, tying, training, checkpoint)
 
 
 def built_in() -> Catalogue:

@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING, NamedTuple, TypedDict
 if TYPE_CHECKING:
     from pytest_fsdp_meta.catalogue.judging import View
 
-OBSERVATIONS = ("inventory", "reference", "values", "verifier", "training")
+OBSERVATIONS = (
+    *("inventory", "reference", "values", "verifier", "training"),
+    *("repetition", "state_dict", "export", "saved", "restored", "resharded", "continued", "resumed"),
+)
 
 
 class Words(TypedDict, total=False):

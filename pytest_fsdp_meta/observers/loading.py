@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import os
 import pickle
@@ -16,6 +17,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from pytest_fsdp_meta.evidence import RankInventory, SubjectFacts
 from pytest_fsdp_meta.observers.adapters import lookup
+from pytest_fsdp_meta.observers.adapters.dtensor import local_part
 from pytest_fsdp_meta.observers.batches import data_parallel
 from pytest_fsdp_meta.observers.inventory import managed_names, named_tensors, non_persistent, reshard, take_inventory
 from pytest_fsdp_meta.observers.optimizers import optimizer_facts, pack_optimizer
@@ -24,6 +26,8 @@ from pytest_fsdp_meta.observers.precision import precision
 from pytest_fsdp_meta.subject import Subject, SubjectError
 from pytest_fsdp_meta.worlds import SEED, Misuse, Rank, current
 
+MUCH = 2**26
+"""Bytes of a model worth looking for."""
 SENT_FIELDS = ("reference", "verifier", "batch", "loss", "optimizer")
 
 
@@ -91,6 +95,18 @@ def _call(loader: Callable[..., Any], values: Mapping[str, Any]) -> Any:
                 '@fsdp_conformance(process_group="loader")'
             ) from error
         raise
+
+
+def release() -> None:
+    """Lets go of the subject, whose turn is over, for the memory that another load takes."""
+    me = current()
+    held = sum(local_part(t).nbytes for _, _, t in named_tensors(loaded_subject(me).model) if not local_part(t).is_meta)
+    me.state.clear()
+    if held < MUCH:
+        return  # looking for cycles takes a second in a process that has imported so much
+    gc.collect()
+    if me.device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def loaded_subject(me: Rank) -> Subject:

@@ -60,6 +60,7 @@ def record_reference(
         inventory=clean,
         unstable=tuple(name for name in differing if name not in uninitialised),
         uninitialised=uninitialised,
+        state_dict=tuple(model.state_dict()),
     )
 
 
@@ -132,7 +133,8 @@ def checkpoint_facts(path: str) -> ReferenceFacts:
         TensorFacts(name, "tensor", shape, shape, (), dtype, "disk")
         for name, (shape, dtype) in checkpoint_entries(path).items()
     )
-    return ReferenceFacts("checkpoint", RankInventory(0, "disk", tensors))
+    names = tuple(tensor.name for tensor in tensors)
+    return ReferenceFacts("checkpoint", RankInventory(0, "disk", tensors), state_dict=names)
 
 
 def missing_from_verifier(path: str, names: Mapping[str, str]) -> str:

@@ -16,6 +16,7 @@ FIELDS = {
     "values": "reference",
     "verifier": "verifier or reference, and something frozen",
     "training": "batch",
+    "continued": "batch",
 }
 """What an author declares for an observation to be taken."""
 WIDTH = 118

@@ -52,7 +52,7 @@ class Misuse(ValueError):
 class WorldError(Exception):
     """One or more ranks failed; their world has ended. ``str()`` is the full story, ``summary`` one line.
 
-    ``label`` names a world of one in place of its only rank.
+    ``label`` names the world beside its ranks, and a world of one in place of its only rank.
     """
 
     def __init__(
@@ -72,7 +72,12 @@ class WorldError(Exception):
             return first.summary
         same = sorted(f.rank for f in self.failures if (f.kind, f.summary) == (first.kind, first.summary))
         summary = first.summary.replace("was killed", "were killed") if len(same) > 1 else first.summary
-        return f"{self.label or name_ranks(same)} {summary}"
+        return f"{self._who(same)} {summary}"
+
+    def _who(self, ranks: Sequence[int]) -> str:
+        if not self.label:
+            return name_ranks(ranks)
+        return self.label if len(self.outputs) <= 1 else f"{name_ranks(ranks)} of {self.label}"
 
     @property
     def user(self) -> bool:

@@ -89,6 +89,8 @@ class Assignment:
     sources: Sources
     folder: str
     """For its messages, its output and its stacks."""
+    leftovers: tuple[str, ...]
+    """The folders that go when the parent is killed; its own is one of them."""
     dies_with_parent: bool
     """Whether the system shall kill it when its parent ends; the parent is a thread, where ranks are spawned."""
     environ: dict[str, str]
@@ -109,7 +111,7 @@ class _Channel:
     def __init__(self, connection: Connection, task: Assignment) -> None:
         self._connection = connection
         self._owner = os.getpid()
-        self._folder = task.folder
+        self._leftovers = task.leftovers
         self._files = (Path(task.folder, f"rank{task.rank}.{number}") for number in count())
         self._inbox: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
         threading.Thread(target=self._listen, name="pytest-fsdp-meta", daemon=True).start()
@@ -120,7 +122,8 @@ class _Channel:
                 note = self._connection.recv_bytes()
             except (EOFError, OSError):
                 # The parent is gone. What it would have removed and what this rank has started goes as well.
-                shutil.rmtree(self._folder, ignore_errors=True)
+                for folder in self._leftovers:
+                    shutil.rmtree(folder, ignore_errors=True)
                 os.killpg(os.getpid(), signal.SIGKILL)
             self._inbox.put(post.unpack(note))
 

@@ -33,11 +33,15 @@ class World:
     """Ranks with one process group. A context manager; ``run`` calls a function on every rank.
 
     After a ``WorldError``, or when a call is interrupted, the world is over: its ranks are ended, and the next test
-    takes a fresh one. ``label`` is what errors call a world of one in place of its only rank.
+    takes a fresh one. ``label`` is what errors call it beside its ranks, or in place of its only one. ``shared``
+    is a folder of the parent's, which the ranks remove where the parent is killed.
     """
 
-    def __init__(self, spec: WorldSpec, preload: Preload | None = None, label: str = "") -> None:
+    def __init__(
+        self, spec: WorldSpec, preload: Preload | None = None, label: str = "", shared: Path | None = None
+    ) -> None:
         self.spec = spec
+        self._shared = [] if shared is None else [str(shared)]
         self._label = label
         self._preload = preload or _SHARED
         self._members: list[Member] = []
@@ -143,6 +147,7 @@ class World:
                 spec=self.spec,
                 sources=self._preload.sources,
                 folder=str(self._folder),
+                leftovers=(str(self._folder), *self._shared),
                 dies_with_parent=forked or threading.current_thread() is threading.main_thread(),
                 environ=dict(os.environ),
                 cwd=os.getcwd(),

@@ -1,0 +1,303 @@
+"""Saving, and loading again: the state dict, torch.distributed.checkpoint, the optimizer, and the steps after it."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from pytest_fsdp_meta.evidence import Comparison, Export, RankResumed, RankSaved, RankStateDict
+from pytest_fsdp_meta.observers.batches import calling, data_parallel
+from pytest_fsdp_meta.observers.bits import digest
+from pytest_fsdp_meta.observers.inventory import (
+    clean_name,
+    local_part,
+    named_tensors,
+    non_persistent,
+    reshard,
+    unwrapped,
+)
+from pytest_fsdp_meta.observers.loading import loaded_subject
+from pytest_fsdp_meta.observers.optimizers import make_optimizer
+from pytest_fsdp_meta.observers.training import train
+from pytest_fsdp_meta.observers.values import compare, compare_all
+from pytest_fsdp_meta.reference import Record, write_record
+from pytest_fsdp_meta.subject import Subject
+from pytest_fsdp_meta.worlds import Rank, current
+
+EXTRA_STATE = "_extra_state"
+"""What torch calls the key under which a module saves whatever it likes."""
+OTHER = -0.0123456789
+"""No weight is that by chance, let alone all of a tensor."""
+
+
+def observe_state_dict() -> RankStateDict:
+    """The keys of what the author saves of the model."""
+    subject = _resharded_subject()
+    keys, refused = _torch_keys(subject.model)
+    if subject.state_dict is not None:
+        with calling("Subject(state_dict=...)"):
+            keys = tuple(map(str, subject.state_dict(subject.model)))
+    return RankStateDict(keys, refused)
+
+
+def _torch_keys(model: Module) -> tuple[tuple[str, ...], str]:
+    try:
+        return tuple(get_model_state_dict(model)), ""
+    except Exception as error:  # of any kind: it looks up each key among the modules, and a hook may have renamed it
+        keys = tuple(clean_name(key) for key in unwrapped(model).state_dict())
+        return keys, f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+
+
+def save_model(folder: str) -> RankSaved:
+    """Saves the model in the folder; what it held when it was saved."""
+    subject = _resharded_subject()
+    held = _held(subject)
+    _save(subject, None, Path(folder))
+    return held
+
+
+def load_model(folder: str) -> RankSaved:
+    """What this rank holds once the model in the folder has been loaded over other values."""
+    subject = _resharded_subject()
+    _overwrite(subject)
+    _load(subject, None, Path(folder))
+    return _held(subject)
+
+
+def load_elsewhere(folder: str, record: str) -> tuple[Comparison, ...]:
+    """As ``load_model``, beside the record of the reference."""
+    load_model(folder)
+    subject = _resharded_subject()
+    return compare_all(_persistent(subject.model).items(), Record(record))
+
+
+def export(path: str) -> tuple[str, ...]:
+    """Gathers the whole state dict, on rank 0, into a file at ``path``; the keys that it has there."""
+    subject = _resharded_subject()
+    whole = get_model_state_dict(subject.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if current().rank == 0:
+        write_record(Path(path), ((key, value) for key, value in whole.items() if isinstance(value, Tensor)))
+    return tuple(whole)
+
+
+def compare_export(path: str, record: str, keys: Collection[str]) -> Export:
+    """Loads the export at ``path`` into the reference, strictly, and lays each of its tensors beside the record.
+
+    Alone, where the reference is; it does not matter that it has been trained, since nothing of it is kept.
+    """
+    model, exported, truth = current().state["reference"], Record(path, "the export"), Record(record)
+    names = [name for name in exported.names() if name in truth]
+    fits = [name for name in names if exported.shape(name) == truth.shape(name)]
+    state = {name: _whole(exported, name) for name in exported.names() if name in fits or name not in truth}
+    known = {key for key in keys if key.endswith(EXTRA_STATE)} | set(names)
+    loaded = model.load_state_dict(state, strict=False)
+    return Export(
+        missing=tuple(key for key in loaded.missing_keys if key not in known),
+        unexpected=tuple(loaded.unexpected_keys),
+        comparisons=tuple(compare(name, _whole(exported, name), truth, name) for name in names),
+    )
+
+
+def first_step() -> tuple[str, ...]:
+    """Trains one step with the optimizer of ``save_and_go_on``; the trainable parameters that it keeps no state of.
+
+    Empty where it keeps none of any: then none is due.
+    """
+    me, subject = current(), _resharded_subject()
+    trained = me.state.get("optimizer") if subject.optimizer is not None else None
+    me.state["resumable"] = trained or _optimizer(subject)
+    _steps(me, subject, 1)
+    state, held = me.state["resumable"].state, _names(subject.model)
+    due = {p for group in me.state["resumable"].param_groups for p in group["params"] if p.requires_grad}
+    return tuple(sorted(held.get(id(p), "?") for p in due if not state.get(p))) if any(state.values()) else ()
+
+
+def save_and_go_on(folder: str, steps: int) -> RankResumed:
+    """Saves model and optimizer, and trains on as if nothing had been."""
+    me, subject = current(), _resharded_subject()
+    optimizer = me.state["resumable"]
+    if subject.save is None:
+        # Torch steps an optimizer without state once, by zero gradients, before it saves it; so it will when loading.
+        get_optimizer_state_dict(subject.model, optimizer)
+    model, (state, groups) = _held(subject), _optimizer_held(subject.model, optimizer)
+    _save(subject, optimizer, Path(folder))
+    return RankResumed(model, state, groups, _steps(me, subject, steps))
+
+
+def load_and_go_on(folder: str, steps: int) -> RankResumed:
+    """Loads model and optimizer into this load, and trains on from there."""
+    me, subject = current(), _resharded_subject()
+    me.state["resumable"] = _optimizer(subject)
+    _load(subject, me.state["resumable"], Path(folder))
+    model, (state, groups) = _held(subject), _optimizer_held(subject.model, me.state["resumable"])
+    return RankResumed(model, state, groups, _steps(me, subject, steps))
+
+
+def _resharded_subject() -> Subject:
+    subject = loaded_subject(current())
+    reshard(subject.model)
+    return subject
+
+
+def _persistent(model: Module) -> dict[str, Tensor]:
+    transient = non_persistent(model)
+    return {name: tensor for name, _, tensor in named_tensors(model) if name not in transient}
+
+
+def _readable(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_nested
+
+
+def _save(subject: Subject, optimizer: Optimizer | None, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    if subject.save is not None:
+        with calling("Subject(save=...)"):
+            subject.save(subject.model, optimizer, folder)
+        return
+    dcp.save(_states(subject.model, optimizer), checkpoint_id=folder)
+
+
+def _load(subject: Subject, optimizer: Optimizer | None, folder: Path) -> None:
+    if subject.resume is not None:
+        with calling("Subject(resume=...)"):
+            subject.resume(subject.model, optimizer, folder)
+        return
+    states = _states(subject.model, optimizer)
+    dcp.load(states, checkpoint_id=folder)
+    # What the state dict leaves out is told by its own check.
+    complete = not _left_out(subject.model)
+    set_model_state_dict(subject.model, states["model"], options=StateDictOptions(strict=complete))
+    if optimizer is not None:
+        set_optimizer_state_dict(subject.model, optimizer, states["optimizer"])
+
+
+def _states(model: Module, optimizer: Optimizer | None) -> dict[str, Any]:
+    states: dict[str, Any] = {"model": get_model_state_dict(model)}
+    if optimizer is not None:
+        states["optimizer"] = get_optimizer_state_dict(model, optimizer)
+    return states
+
+
+def _left_out(model: Module) -> tuple[str, ...]:
+    keys = get_model_state_dict(model)
+    return tuple(name for name in _persistent(model) if name not in keys)
+
+
+def _held(subject: Subject) -> RankSaved:
+    model = subject.model
+    tensors = {name: digest(local_part(tensor)) for name, tensor in _persistent(model).items() if _readable(tensor)}
+    if subject.save is not None:
+        return RankSaved(tensors)
+    extra = {key: _sum(value) for key, value in get_model_state_dict(model).items() if key.endswith(EXTRA_STATE)}
+    return RankSaved(tensors, extra, _left_out(model))
+
+
+def _overwrite(subject: Subject) -> None:
+    """Puts other values into all that a checkpoint has to bring back, so that loading nothing does not pass.
+
+    What authors who save by themselves do not train, they may well take from where the loader took it.
+    """
+    done: set[int] = set()  # what is tied must not be turned round twice
+    with torch.no_grad():
+        for tensor in _persistent(subject.model).values():
+            if not _readable(tensor) or (subject.save is not None and not tensor.requires_grad):
+                continue
+            local = local_part(tensor)
+            if local.numel() and local.data_ptr() not in done and 0 not in local.stride():
+                done.add(local.data_ptr())
+                _fill(local)
+
+
+def _fill(local: Tensor) -> None:
+    if local.is_complex() or (local.is_floating_point() and local.element_size() > 1):
+        local.fill_(OTHER)
+    elif local.is_floating_point():
+        local.view(torch.uint8).bitwise_not_()
+    else:
+        local.bitwise_not_()
+
+
+def _optimizer(subject: Subject) -> Optimizer:
+    """The author's; where none is declared, the usual SGD with a state to save."""
+    trainable = [parameter for parameter in subject.model.parameters() if parameter.requires_grad]
+    if subject.optimizer is None:
+        return torch.optim.SGD(trainable, lr=0.1, momentum=0.9, foreach=False)
+    optimizer = make_optimizer(subject)
+    assert optimizer is not None, "something is trainable"
+    return optimizer
+
+
+def _steps(me: Rank, subject: Subject, steps: int) -> tuple[float, ...]:
+    """The losses of the first batches, which an author is sure to have."""
+    part = subject.data_parallel or data_parallel(subject.model, me)
+    run = train(subject, me.device, range(steps), part, me.state["resumable"])
+    reshard(subject.model)
+    return tuple(run.losses)
+
+
+def _optimizer_held(
+    model: Module, optimizer: Optimizer
+) -> tuple[Mapping[str, Mapping[str, str]], tuple[Mapping[str, str], ...]]:
+    names = _names(model)
+    state: dict[str, Mapping[str, str]] = {}
+    for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+        if kept := optimizer.state.get(parameter):
+            name = names.get(id(parameter), f"(parameter {number} of the optimizer)")
+            state[name] = {str(key): _sum(value) for key, value in kept.items()}
+    groups = (
+        {key: _sum(value) for key, value in group.items() if key not in ("params", "param_names")}
+        for group in optimizer.param_groups
+    )
+    return state, tuple(groups)
+
+
+def _names(model: Module) -> dict[int, str]:
+    """Of tied names the first."""
+    return {id(tensor): name for name, _, tensor in reversed(list(named_tensors(model)))}
+
+
+def _sum(value: Any) -> str:
+    """A value in few characters: equal for equal ones, however they are pickled."""
+    if isinstance(value, Tensor):
+        kind = str(value.dtype).removeprefix("torch.")
+        return f"{kind} {tuple(value.shape)} {'on meta' if local_part(value).is_meta else digest(local_part(value))}"
+    told = repr(value) if isinstance(value, (bool, int, float, str, type(None))) else " ".join(_parts(value))
+    return told if len(told) <= 40 else hashlib.sha256(told.encode(), usedforsecurity=False).hexdigest()[:32]
+
+
+def _parts(value: Any) -> Iterator[str]:
+    yield type(value).__name__
+    if isinstance(value, Mapping):
+        yield from sorted(f"{key!r}={_sum(part)}" for key, part in value.items())
+    elif isinstance(value, (list, tuple)):
+        yield from map(_sum, value)
+    elif isinstance(value, (set, frozenset)):
+        yield from sorted(map(_sum, value))
+    elif isinstance(value, io.BytesIO):
+        yield hashlib.sha256(value.getvalue(), usedforsecurity=False).hexdigest()[:32]
+    elif isinstance(value, (bytes, bytearray)):
+        yield hashlib.sha256(value, usedforsecurity=False).hexdigest()[:32]
+    elif hasattr(value, "__dict__"):
+        yield _sum(dict(vars(value)))
+    else:
+        yield repr(value)
+
+
+def _whole(record: Record, name: str) -> Tensor:
+    return record.read(name, [((0, size),) for size in record.shape(name)])

@@ -1,0 +1,282 @@
+"""What is seen by loading again: a second load, and checkpoints that are saved in one load and read in another.
+
+The loader's own world is asked last of all it is asked, after its training; whatever goes wrong here costs nothing
+that was seen before. Then it lets go of its model, so that no two loads of one size are held at a time.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from pytest_fsdp_meta.evidence import (
+    RankInventory,
+    ReferenceFacts,
+    Resharded,
+    SubjectFacts,
+    TensorFacts,
+    Unavailable,
+    splits_model,
+)
+from pytest_fsdp_meta.worlds import World, WorldError, WorldSpec
+
+OBSERVER = "pytest_fsdp_meta.observers.checkpoint"
+NOT_ASKED = Unavailable("no selected check asked for it")
+STEPS = 2
+"""Trained after a checkpoint: the second shows what the first did to the optimizer."""
+DECLARE = "declare Subject(save=..., resume=...)"
+
+
+@dataclass
+class Reloading:
+    """The observations of one trial that take more than one load. ``load`` starts a world and runs the loader there."""
+
+    first: World
+    alone: World
+    load: Callable[[WorldSpec, str, list[World]], tuple[World, list[Any]]]
+    subject: SubjectFacts
+    inventory: tuple[RankInventory, ...]
+    folder: Path
+    reference: ReferenceFacts | None = None
+    training: Unavailable | None = None
+    """Why it was not trained, where that went wrong."""
+    record: str = ""
+    """Where the truth is recorded."""
+    wanted: set[str] = field(default_factory=set)
+    seen: dict[str, Any] = field(default_factory=dict)
+    unavailable: dict[str, Unavailable] = field(default_factory=dict)
+    worlds: list[World] = field(default_factory=list)
+    _second: tuple[World, list[Any]] | None = None
+    _failure: WorldError | None = None
+
+    def take(self, wanted: set[str]) -> None:
+        """Everything wanted of it, in an order in which each finds its world as it needs it."""
+        for name, others in NEEDS.items():
+            wanted = wanted | set(others) if name in wanted else wanted
+        self.wanted = wanted
+        observers: Mapping[str, Callable[[], Any]] = {
+            "state_dict": self._state_dict,
+            "saved": self._saved,
+            "continued": self._continued,
+            "repetition": self._repetition,
+            "export": self._export,
+            "kept": self._kept,
+            "restored": self._restored,
+            "resumed": self._resumed,
+            "resharded": self._resharded,
+        }
+        try:
+            for name, observe in observers.items():
+                self._take(name, observe)
+        finally:
+            for world in self.worlds:
+                world.close()
+        for results in (self.seen, self.unavailable):
+            results.pop("kept", None)
+
+    def _take(self, name: str, observe: Callable[[], Any]) -> None:
+        try:
+            seen: Any = observe() if name in self.wanted else NOT_ASKED
+        except WorldError as error:
+            seen = unavailable(error)
+        (self.unavailable if isinstance(seen, Unavailable) else self.seen)[name] = seen
+
+    def _state_dict(self) -> Any:
+        return tuple(self._run_first("observe_state_dict"))
+
+    def _saved(self) -> Any:
+        return self._unsavable() or tuple(self._run_first("save_model", self._at("saved")))
+
+    def _continued(self) -> Any:
+        if "batch" not in self.subject.declared:
+            return Unavailable("Subject(batch=...) is not declared")
+        if self.training is not None:
+            return self.training
+        if why := self._unsavable() or self._nothing_trainable():
+            return why
+        stateless = [name for names in self._run_first("first_step") for name in names]
+        if stateless and not self._saves_itself:
+            return Unavailable(
+                f"{stateless[0]} got no gradient, so the optimizer keeps no state of it, and "
+                f"torch.distributed.checkpoint loads only the state of all that is trainable; {DECLARE}"
+            )
+        return tuple(self._run_first("save_and_go_on", self._at("continued"), STEPS))
+
+    def _repetition(self) -> Any:
+        return tuple(one.inventory for one in self._load_second()[1])
+
+    def _export(self) -> Any:
+        if self.reference is None or not self.reference.complete:
+            return Unavailable("a checkpoint directory is no model to load into; declare Subject(reference=<callable>)")
+        if not self.alone.alive:
+            return Unavailable("the reference has ended")
+        why = self._unsavable(by_torch=True) or self._ungatherable()
+        if why is not None:
+            return why
+        path = self._at("export.safetensors")
+        keys = self._run_second("export", path)[0]
+        return self.alone.run(f"{OBSERVER}:compare_export", path, self.record, keys)[0]
+
+    def _kept(self) -> Any:
+        """A checkpoint of the model as it was loaded, while the second load is as it was loaded."""
+        return self._unsavable() or self._run_second("save_model", self._at("kept"))
+
+    def _restored(self) -> Any:
+        return self._after("saved") or tuple(self._run_second("load_model", self._at("saved")))
+
+    def _resumed(self) -> Any:
+        return self._after("continued") or tuple(self._run_second("load_and_go_on", self._at("continued"), STEPS))
+
+    def _resharded(self) -> Any:
+        if (why := self._after("kept")) is not None:
+            return why
+        if self.reference is None:
+            return Unavailable("Subject(reference=...) is not declared")
+        spec = other_size(self.first.spec)
+        if isinstance(spec, Unavailable):
+            return spec
+        shown = f"a world of {spec.size} ({', '.join(f'{name}={size}' for name, size in spec.mesh.items())})"
+        self._end_second()
+        try:
+            world, _ = self.load(spec, f"the load in {shown}", self.worlds)
+        except WorldError as error:
+            return Unavailable(f"the loader gives no model in {shown}: {error.summary}")
+        comparisons = world.run(f"{OBSERVER}:load_elsewhere", self._at("kept"), self.record)
+        return Resharded(tuple(spec.mesh.items()), tuple(comparisons))
+
+    def _after(self, name: str) -> Unavailable | None:
+        return self.unavailable.get(name)
+
+    def _run_first(self, observer: str, *arguments: Any) -> list[Any]:
+        """On the loader's own world; where training has ended that, on another load."""
+        if not self.first.alive:
+            self.first, _ = self.load(self.first.spec, "another load", self.worlds)
+        return self.first.run(f"{OBSERVER}:{observer}", *arguments)
+
+    def _run_second(self, observer: str, *arguments: Any) -> list[Any]:
+        return self._load_second()[0].run(f"{OBSERVER}:{observer}", *arguments)
+
+    def _load_second(self) -> tuple[World, list[Any]]:
+        """The second load; anew where an observation has ended it, but a load that failed is not tried again."""
+        if self._failure is not None:
+            raise self._failure
+        if self._second is None or not self._second[0].alive:
+            self._release_first()
+            try:
+                self._second = self.load(self.first.spec, "the second load", self.worlds)
+            except WorldError as error:
+                self._failure = error
+                raise
+        return self._second
+
+    def _release_first(self) -> None:
+        if self.first.alive:
+            self.first.run("pytest_fsdp_meta.observers.loading:release")
+
+    def _end_second(self) -> None:
+        if self._second is not None:
+            self._second[0].close()
+
+    def _unsavable(self, by_torch: bool = False) -> Unavailable | None:
+        """Why saving would fail or hang, for a reason that is seen already; an author's own way is tried."""
+        if why := odd_model(self.inventory):
+            return Unavailable(f"not saved: {why}")
+        if self._saves_itself and not by_torch:
+            return None
+        tensors = [t for rank in self.inventory for t in rank.tensors if t.persistent]
+        if odd := [t.name for t in tensors if t.unreadable or _sharded_otherwise(t)]:
+            return Unavailable(
+                f"{odd[0]} is no DTensor and no whole plain tensor, which is all that torch.distributed.checkpoint "
+                f"saves; {DECLARE}"
+            )
+        refused = [rank.refused for rank in self.seen.get("state_dict", ()) if rank.refused]
+        return (
+            Unavailable(f"torch's get_model_state_dict refuses the model ({refused[0]}); {DECLARE}")
+            if refused
+            else None
+        )
+
+    @property
+    def _saves_itself(self) -> bool:
+        return "save" in self.subject.declared
+
+    def _nothing_trainable(self) -> Unavailable | None:
+        trainable = any(t.requires_grad for t in self.inventory[0].tensors)
+        return None if trainable else Unavailable("nothing is trainable, so there is no optimizer")
+
+    def _ungatherable(self) -> Unavailable | None:
+        """gloo hangs when it gathers along another dim than 0 and a rank holds nothing (torch 2.13)."""
+        if self.first.spec.backend != "gloo":
+            return None
+        for rank in self.inventory:
+            for tensor in rank.tensors:
+                if not tensor.numel and any(_dim(placement) > 0 for placement in tensor.placements or ()):
+                    return Unavailable(
+                        f"{tensor.name} is sharded on another dim than 0 and rank {rank.rank} holds nothing of it, "
+                        "which gloo cannot gather"
+                    )
+        return None
+
+    def _at(self, name: str) -> str:
+        return str(self.folder / name)
+
+
+NEEDS = {
+    "restored": ("saved",),
+    "resumed": ("continued",),
+    "resharded": ("kept",),
+    "saved": ("state_dict",),
+    "continued": ("state_dict",),
+    "kept": ("state_dict",),
+    "export": ("state_dict",),
+}
+"""What is taken with it; in an order in which what is added is looked at later."""
+
+
+def odd_model(inventory: tuple[RankInventory, ...]) -> str:
+    """Why ranks cannot work on the model together, for a reason that the inventory shows; empty where they can."""
+    meta = [t.name for rank in inventory for t in rank.tensors if t.on_meta]
+    if meta:
+        return f"{meta[0]} is on meta"
+    manifests = {tuple((t.name, t.shape, t.dtype, t.requires_grad) for t in rank.tensors) for rank in inventory}
+    return "the ranks hold different tensors, so their collectives would not pair up" if len(manifests) > 1 else ""
+
+
+def other_size(spec: WorldSpec) -> WorldSpec | Unavailable:
+    """A world with half the ranks along one dimension: the largest that shards data, else any; of one rank, two."""
+    sharding = {dim: size for dim, size in spec.mesh.items() if not splits_model(dim) and "replica" not in dim.lower()}
+    dim = next((max(sizes, key=lambda one: sizes[one]) for sizes in (sharding, spec.mesh) if _most(sizes) > 1), None)
+    if dim is not None:
+        mesh = {**spec.mesh, dim: spec.mesh[dim] // 2}
+    elif spec.backend == "nccl":
+        return Unavailable("a world of 2 takes another GPU than that of this world of 1")
+    else:
+        mesh = {**spec.mesh, next(iter(sharding or spec.mesh)): 2}
+    smaller = replace(spec, mesh=mesh)
+    devices = spec.devices[: smaller.size] if smaller.size <= len(spec.devices) else spec.devices * smaller.size
+    return replace(smaller, devices=devices)
+
+
+def unavailable(error: WorldError) -> Unavailable:
+    """The error with what its world wrote; the output of the loader's own ranks is shown with the item."""
+    written = [(rank, text.strip()) for rank, text in enumerate(error.outputs) if text.strip()] if error.label else []
+    who = {rank: error.label if len(error.outputs) == 1 else f"rank {rank} of {error.label}" for rank, _ in written}
+    story = "\n\n".join([str(error), *(f"output of {who[rank]}:\n{text}" for rank, text in written)])
+    return Unavailable(error.summary, error=True, detail=story)
+
+
+def _dim(placement: str) -> int:
+    """The dim that a placement shards, -1 where it shards none."""
+    found = re.match(r"_?S\((\d+)", placement)
+    return int(found[1]) if found else -1
+
+
+def _most(sizes: Mapping[str, int]) -> int:
+    return max(sizes.values(), default=0)
+
+
+def _sharded_otherwise(tensor: TensorFacts) -> bool:
+    return tensor.placements is None and tensor.local_shape != tensor.shape
