@@ -27,6 +27,7 @@ OBSERVER = "pytest_fsdp_meta.observers.checkpoint"
 NOT_ASKED = Unavailable("no selected check asked for it")
 STEPS = 2
 """Trained after a checkpoint: the second shows what the first did to the optimizer."""
+AGAIN = "the loader gave a model once, and fails when it runs again in a fresh world with the same fixtures"
 DECLARE = "declare Subject(save=..., resume=...)"
 
 
@@ -82,6 +83,8 @@ class Reloading:
             seen: Any = observe() if name in self.wanted else NOT_ASKED
         except WorldError as error:
             seen = unavailable(error)
+            if error is self._failure:
+                seen = replace(seen, detail=f"{AGAIN}:\n\n{seen.detail}")
         (self.unavailable if isinstance(seen, Unavailable) else self.seen)[name] = seen
 
     def _state_dict(self) -> Any:

@@ -12,10 +12,15 @@ from pytest_fsdp_meta.catalogue import Verdict, built_in, judge
 from pytest_fsdp_meta.evidence import (
     Comparison,
     Evidence,
+    Export,
     MeshFacts,
     RankInventory,
+    RankResumed,
+    RankSaved,
+    RankStateDict,
     RankTraining,
     ReferenceFacts,
+    Resharded,
     SubjectFacts,
     TensorFacts,
     Unavailable,
@@ -119,13 +124,38 @@ def healthy(
         world=WorldFacts(prod(mesh.values()), tuple(mesh.items()), "cpu", "gloo"),
         subject=SubjectFacts(declared=frozenset({"reference", "batch"})),
         inventory=ranks,
-        reference=ReferenceFacts("callable", reference, tuple(losses), tuple(losses), batches),
+        reference=ReferenceFacts(
+            "callable", reference, tuple(losses), tuple(losses), batches, state_dict=persistent(reference)
+        ),
         values=tuple(tuple(equal(tensor) for tensor in rank.tensors) for rank in ranks),
         verifier=tuple(tuple(equal(t) for t in rank.tensors if t.name in frozen) for rank in ranks),
         training=tuple(
             RankTraining(losses=tuple(losses), data_parallel=(rank.rank, len(ranks)), batches=batches) for rank in ranks
         ),
+        **reloaded(ranks, reference),
     )
+
+
+def reloaded(ranks: Sequence[RankInventory], reference: RankInventory) -> dict[str, Any]:
+    """What is seen by loading again, where all comes back."""
+    saved = tuple(RankSaved({name: f"saved {name}" for name in persistent(rank)}) for rank in ranks)
+    momenta = {t.name: {"momentum_buffer": f"momentum of {t.name}"} for t in reference.tensors if t.requires_grad}
+    resumed = tuple(RankResumed(held, momenta, ({"lr": "0.1"},), (1.25, 1.0)) for held in saved)
+    whole = tuple(equal(tensor) for tensor in reference.tensors if tensor.persistent)
+    return {
+        "repetition": tuple(ranks),
+        "state_dict": tuple(RankStateDict(persistent(rank)) for rank in ranks),
+        "saved": saved,
+        "restored": saved,
+        "continued": resumed,
+        "resumed": resumed,
+        "export": Export(comparisons=whole),
+        "resharded": Resharded((("dp_shard", 1),), (whole,)),
+    }
+
+
+def persistent(rank: RankInventory) -> tuple[str, ...]:
+    return tuple(tensor.name for tensor in rank.tensors if tensor.persistent)
 
 
 def equal(tensor: TensorFacts) -> Comparison:
@@ -139,8 +169,9 @@ def empty(world: int = 2) -> Evidence:
     return replace(
         bare,
         inventory=nothing,
-        reference=replace(bare.reference, inventory=replace(bare.reference.inventory, tensors=())),
+        reference=replace(bare.reference, inventory=replace(bare.reference.inventory, tensors=()), state_dict=()),
         values=tuple(() for _ in nothing),
+        **reloaded(nothing, replace(bare.inventory[0], tensors=())),
     )
 
 

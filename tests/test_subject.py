@@ -69,6 +69,18 @@ def test_what_is_declared_is_noted(tmp_path):
             {"loss": "mse"},
             "loss=...): str 'mse' is not callable; give a function of model and batch: loss(model, batch) -> scalar",
         ),
+        (
+            {"save": "dcp", "resume": print},
+            "save=...): str 'dcp' is not callable; "
+            "give a function of model, optimizer and folder: save(model, optimizer, folder)",
+        ),
+        ({"save": print}, "save=...): it is declared without resume; declare both, or neither"),
+        ({"resume": print}, "resume=...): it is declared without save; declare both, or neither"),
+        (
+            {"state_dict": {}},
+            "state_dict=...): dict '{}' is not callable; "
+            "give a function of the model: state_dict(model) -> dict by name",
+        ),
         ({"optimizer": "adam"}, "optimizer=...): str 'adam' should be optimizer(parameters), or an Optimizer"),
         ({"data_parallel": 1}, "data_parallel=...): 1 should be (index, size) with 0 <= index < size"),
         ({"data_parallel": (2, 2)}, "data_parallel=...): (2, 2) should be (index, size) with 0 <= index < size"),

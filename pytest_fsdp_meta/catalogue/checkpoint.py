@@ -76,7 +76,7 @@ def state_dict_names_clean(view: View) -> Iterable[Finding]:
             yield Finding(key, ranks, "a name that a wrapper made", f"without {inserted}", **_WRAPPED)
     if not view.reference.complete:
         return  # what a checkpoint calls its tensors, and which of two tied ones it keeps, is its own affair
-    told = [(rank, {_clean(key) for key in keys}) for rank, keys in by_rank]
+    told = [(rank, {spoiled.get(key, key) for key in keys}) for rank, keys in by_rank]
     for name, ranks in _ranks_by_name((rank, key) for rank, keys in told for key in sorted(expected - keys)).items():
         if view.judgeable(name):
             yield Finding(name, ranks, "no key in the state dict", "saved under its name", condemns=(name,))
@@ -280,10 +280,9 @@ def optimizer_state_round_trip(view: View) -> Iterable[Finding]:
             continue
         told = ((rank, _lost(one, two, name)) for rank, (one, two) in enumerate(zip(before, after, strict=True)))
         yield from view.broken(name, told)
-    for rank, (one, two) in enumerate(zip(before, after, strict=True)):
-        yield from _groups_apart(rank, one.groups, two.groups)
-        if rank == 0 and one.groups != two.groups:
-            return  # what all ranks have alike need not be told by each
+    pairs = enumerate(zip(before, after, strict=True))
+    for group, ranks in ranks_by((rank, told) for rank, two in pairs for told in _groups_apart(*two)).items():
+        yield Finding(None, ranks, group.actual, group.expected)
 
 
 def _lost(before: RankResumed, after: RankResumed, name: str) -> Told | None:
@@ -298,21 +297,15 @@ def _lost(before: RankResumed, after: RankResumed, name: str) -> Told | None:
     return Told(f"another {', '.join(wrong)} once it is loaded", "the optimizer state that was saved")
 
 
-def _groups_apart(
-    rank: int, before: Sequence[Mapping[str, str]], after: Sequence[Mapping[str, str]]
-) -> Iterator[Finding]:
-    if len(before) != len(after):
-        yield Finding(None, (rank,), f"{len(after)} parameter groups once it is loaded", f"{len(before)}, as saved")
+def _groups_apart(before: RankResumed, after: RankResumed) -> Iterator[Told]:
+    if len(before.groups) != len(after.groups):
+        yield Told(f"{len(after.groups)} parameter groups once it is loaded", f"{len(before.groups)}, as saved")
         return
-    for number, (one, two) in enumerate(zip(before, after, strict=True)):
+    for number, (one, two) in enumerate(zip(before.groups, after.groups, strict=True)):
         for key in {**one, **two}:
             if one.get(key) != two.get(key):
-                yield Finding(
-                    None,
-                    (rank,),
-                    f"{key}={two.get(key, 'nothing')} in group {number} of the optimizer once it is loaded",
-                    f"{one.get(key, 'nothing')}, as saved",
-                )
+                where = f"in group {number} of the optimizer once it is loaded"
+                yield Told(f"{key}={two.get(key, 'nothing')} {where}", f"{one.get(key, 'nothing')}, as saved")
 
 
 @check(
