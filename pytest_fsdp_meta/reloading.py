@@ -282,4 +282,4 @@ def _most(sizes: Mapping[str, int]) -> int:
 
 
 def _sharded_otherwise(tensor: TensorFacts) -> bool:
-    return tensor.placements is None and tensor.local_shape != tensor.shape
+    return bool(tensor.sharded_by) or (tensor.placements is None and not tensor.whole)

@@ -22,11 +22,13 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from pytest_fsdp_meta.evidence import Comparison, Export, RankResumed, RankSaved, RankStateDict
+from pytest_fsdp_meta.observers.adapters import Part
+from pytest_fsdp_meta.observers.adapters.dtensor import local_part, own_part
+from pytest_fsdp_meta.observers.adapters.lookup import parts_of
 from pytest_fsdp_meta.observers.batches import calling, data_parallel
 from pytest_fsdp_meta.observers.bits import digest
 from pytest_fsdp_meta.observers.inventory import (
     clean_name,
-    local_part,
     named_tensors,
     non_persistent,
     reshard,
@@ -84,7 +86,7 @@ def load_elsewhere(folder: str, record: str) -> tuple[Comparison, ...]:
     """As ``load_model``, beside the record of the reference."""
     load_model(folder)
     subject = _resharded_subject()
-    return compare_all(_persistent(subject.model).items(), Record(record))
+    return compare_all(_parts(subject.model).items(), Record(record))
 
 
 def export(path: str) -> tuple[str, ...]:
@@ -110,7 +112,7 @@ def compare_export(path: str, record: str, keys: Collection[str]) -> Export:
     return Export(
         missing=tuple(key for key in loaded.missing_keys if key not in known),
         unexpected=tuple(loaded.unexpected_keys),
-        comparisons=tuple(compare(name, _whole(exported, name), truth, name) for name in names),
+        comparisons=tuple(compare(name, own_part(_whole(exported, name)), truth, name) for name in names),
     )
 
 
@@ -164,6 +166,13 @@ def _readable(tensor: Tensor) -> bool:
     return tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_nested
 
 
+def _parts(model: Module) -> dict[str, Part]:
+    """This rank's parts of what a checkpoint keeps, as far as torch reads them like any other."""
+    parts = parts_of(model)
+    found = {name: parts.of(name, tensor) for name, tensor in _persistent(model).items()}
+    return {name: part for name, part in found.items() if _readable(part.local)}
+
+
 def _save(subject: Subject, optimizer: Optimizer | None, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if subject.save is not None:
@@ -201,7 +210,7 @@ def _left_out(model: Module) -> tuple[str, ...]:
 
 def _held(subject: Subject) -> RankSaved:
     model = subject.model
-    tensors = {name: digest(local_part(tensor)) for name, tensor in _persistent(model).items() if _readable(tensor)}
+    tensors = {name: digest(local_part(part.local)) for name, part in _parts(model).items()}
     if subject.save is not None:
         return RankSaved(tensors)
     extra = {key: _sum(value) for key, value in get_model_state_dict(model).items() if key.endswith(EXTRA_STATE)}
@@ -215,10 +224,11 @@ def _overwrite(subject: Subject) -> None:
     """
     done: set[int] = set()  # what is tied must not be turned round twice
     with torch.no_grad():
-        for tensor in _persistent(subject.model).values():
-            if not _readable(tensor) or (subject.save is not None and not tensor.requires_grad):
+        trained = {name for name, tensor in _persistent(subject.model).items() if tensor.requires_grad}
+        for name, part in _parts(subject.model).items():
+            if subject.save is not None and name not in trained:
                 continue
-            local = local_part(tensor)
+            local = part.local
             if local.numel() and local.data_ptr() not in done and 0 not in local.stride():
                 done.add(local.data_ptr())
                 _fill(local)
@@ -277,11 +287,11 @@ def _sum(value: Any) -> str:
     if isinstance(value, Tensor):
         kind = str(value.dtype).removeprefix("torch.")
         return f"{kind} {tuple(value.shape)} {'on meta' if local_part(value).is_meta else digest(local_part(value))}"
-    told = repr(value) if isinstance(value, (bool, int, float, str, type(None))) else " ".join(_parts(value))
+    told = repr(value) if isinstance(value, (bool, int, float, str, type(None))) else " ".join(_told(value))
     return told if len(told) <= 40 else hashlib.sha256(told.encode(), usedforsecurity=False).hexdigest()[:32]
 
 
-def _parts(value: Any) -> Iterator[str]:
+def _told(value: Any) -> Iterator[str]:
     yield type(value).__name__
     if isinstance(value, Mapping):
         yield from sorted(f"{key!r}={_sum(part)}" for key, part in value.items())
