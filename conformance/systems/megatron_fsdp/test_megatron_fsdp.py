@@ -1,0 +1,130 @@
+"""megatron-fsdp: ``fully_shard_model`` and ``fully_shard_optimizer`` around a tiny Llama.
+
+docs/systems.md says what runs on a CPU, what stands in for CUDA there (handles.py), and what is found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron_fsdp import MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+from conformance.systems.megatron_fsdp.handles import stand_in_for_cuda
+from conformance.systems.megatron_fsdp.plain import KEPT, Block, Plain, batch, loss
+from fixtures.tiny import reference_model, save_tiny, token_batch
+from pytest_fsdp_meta import Subject, fsdp_conformance
+from pytest_fsdp_meta.worlds import Rank, WorldSpec
+
+SHARDED, GRADIENTS, OPTIMIZER, WHOLE = "optim_grads_params", "optim_grads", "optim", "no_shard"
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    names = ("llama", "llama-tied", "llama-odd")
+    return {name: save_tiny(name, tmp_path_factory.mktemp("checkpoint") / name) for name in names}
+
+
+def sharded(model: nn.Module, fsdp: Rank, units: list[type[nn.Module]], **options: Any) -> nn.Module:
+    """With main weights and gradients in the dtype of the parameters: parity needs one precision."""
+    stand_in_for_cuda(fsdp.device)
+    wrapped = fully_shard_model(
+        model,
+        device_mesh=init_device_mesh(fsdp.device.type, (fsdp.world_size, 1), mesh_dim_names=("dp_shard", "tp")),
+        dp_shard_dim="dp_shard",
+        tp_dim="tp",
+        fsdp_unit_modules=units,
+        device=fsdp.device,
+        mixed_precision_policy=MixedPrecisionPolicy(main_params_dtype=None, main_grads_dtype=None),
+        **options,
+    )
+    # Gradients are scaled before their sum, not in it: the fused operation is NCCL's alone.
+    wrapped.ddp_config.gradient_reduce_div_fusion = False
+    return wrapped
+
+
+def declared(model: nn.Module, **more: Any) -> Subject:
+    optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1, foreach=False))
+    return Subject(model, optimizer=optimizer, **more)
+
+
+def llama(model: nn.Module, path: Path, **more: Any) -> Subject:
+    truth = {"reference": lambda: reference_model(path), "batch": lambda step: token_batch(step, path)}
+    return declared(model, **truth, **more)
+
+
+def clip_grad_norm(parameters: Iterable[nn.Parameter], limit: float) -> torch.Tensor:
+    """The package has none, and torch's pairs norms by position, though ranks without a shard have no gradient."""
+    gradients = [parameter.grad.to_local() for parameter in parameters]
+    norm = sum((gradient.square().sum() for gradient in gradients), torch.zeros(()))
+    dist.all_reduce(norm)
+    norm = norm.sqrt()
+    for gradient in gradients:
+        gradient.mul_((limit / (norm + 1e-6)).clamp(max=1.0))
+    return norm
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "llama-odd"])
+@fsdp_conformance(world_size=(2, 4))
+def test_sharded(fsdp, checkpoints, name):
+    path = checkpoints[name]
+    return llama(sharded(reference_model(path), fsdp, [LlamaDecoderLayer]), path, clip_grad_norm=clip_grad_norm)
+
+
+@pytest.mark.parametrize("strategy", [GRADIENTS, OPTIMIZER])
+@fsdp_conformance(world_size=2)
+def test_weights_whole_while_computing(fsdp, checkpoints, strategy):
+    path = checkpoints["llama"]
+    model = sharded(reference_model(path), fsdp, [LlamaDecoderLayer], zero_dp_strategy=strategy)
+    return llama(model, path, clip_grad_norm=clip_grad_norm)
+
+
+@fsdp_conformance(world_size=2)
+def test_no_shard(fsdp, checkpoints):
+    path = checkpoints["llama"]
+    model = sharded(reference_model(path), fsdp, [LlamaDecoderLayer], zero_dp_strategy=WHOLE)
+    return llama(model, path, unsharded="*")
+
+
+def plain(fsdp: Rank, **options: Any) -> Subject:
+    with torch.device("meta" if options.get("init_model_with_meta_device") else fsdp.device):
+        built = Plain()
+    model = sharded(built, fsdp, [Block], **options)
+    return declared(
+        model, reference=Plain, batch=batch, loss=loss, kept_attributes=(KEPT,), clip_grad_norm=clip_grad_norm
+    )
+
+
+@fsdp_conformance(world_size=2)
+def test_built_on_the_device(fsdp):
+    return plain(fsdp)
+
+
+BUFFERS = "megatron-fsdp 0.6.1 materialises modules that have parameters, so buffers of others stay on meta"
+ATTRIBUTES = "megatron-fsdp 0.6.1 carries over _tensor_parallel_mode alone from the parameters that it re-creates"
+
+
+def built_on_meta(fsdp: Rank) -> Subject:
+    return plain(fsdp, init_model_with_meta_device=True)
+
+
+@fsdp_conformance(world_size=2, xfail={"no_meta_buffers": BUFFERS, "parameter_attributes_kept": ATTRIBUTES})
+def test_built_on_meta(fsdp):
+    return built_on_meta(fsdp)
+
+
+def test_what_is_said_of_building_on_meta(told: Callable[..., dict[str, str]]):
+    said = told(built_on_meta, WorldSpec({"dp_shard": 2}, timeout=120))
+    assert set(said) == {"no_meta_buffers", "parameter_attributes_kept"}
+    assert "rotary.frequencies, ranks 0, 1: on meta, but should be materialised" in said["no_meta_buffers"]
+    assert (
+        "blocks.{0..1}.norm.weight, ranks 0, 1: without the attribute sequence_parallel, but should be "
+        "sequence_parallel=True, as in the reference"
+    ) in said["parameter_attributes_kept"]
