@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from math import prod
 
 import pytest
@@ -16,6 +17,7 @@ from pytest_fsdp_meta.observers.inventory import describe
 from pytest_fsdp_meta.observers.values import compare
 from pytest_fsdp_meta.reference import Record, boxes, write_record
 from pytest_fsdp_meta.worlds import CallFailed
+from tests.evidence_factory import MIDDLE, change, healthy, verdict
 
 SHAPES = [(), (1,), (7,), (2, 3), (3, 1), (1, 5), (2, 3, 4), (3, 2, 1, 2), (2, 0, 3)]
 
@@ -180,3 +182,49 @@ def test_an_adapter_that_raises_is_named(model):
 
 def test_no_adapter_is_asked_of_a_model_that_torch_explains(model):
     assert parts_of(model).adapters == ()
+
+
+def in_runs(*held: tuple[int, int], shape: tuple[int, ...] = (6, 4)):
+    """Evidence in which each rank holds this run of elements of the middle weight, as an adapter says."""
+    evidence = healthy(len(held))
+    for rank, (start, stop) in enumerate(held):
+        runs = ((start, stop),) if start < stop else ()
+        facts = {"local_shape": (stop - start,), "regions": (runs,), "flat": True, "sharded_by": "FSDP1"}
+        evidence = change(evidence, MIDDLE, [rank], placements=None, mesh=None, **facts)
+    return evidence
+
+
+SHARDING = ("nothing_left_unsharded", "dtensor_placements", "unsharded_modules_stay_whole", "shards_tile_the_tensor")
+
+
+@pytest.mark.parametrize("held", [[(0, 7), (7, 24)], [(0, 24), (24, 24)], [(0, 5), (5, 24), (0, 5), (5, 24)]], ids=str)
+def test_runs_that_cover_a_parameter_need_no_placements(held):
+    assert [verdict(id, in_runs(*held)).findings for id in SHARDING] == [()] * len(SHARDING)
+
+
+@pytest.mark.parametrize(
+    ("held", "told"),
+    [
+        ([(0, 7), (8, 24)], ((0, 1), "no rank holds [7:8]")),
+        ([(0, 9), (7, 24)], ((0, 1), "2 ranks hold [7:9]")),
+    ],
+)
+def test_runs_that_leave_out_or_repeat_elements(held, told):
+    findings = verdict("shards_tile_the_tensor", in_runs(*held)).findings
+    assert [(f.tensor, f.ranks, f.actual, f.expected) for f in findings] == [
+        (MIDDLE, *told, "shards that cover (24,) exactly once")
+    ]
+
+
+def test_what_an_adapter_leaves_whole_on_every_rank_is_unsharded():
+    evidence = change(healthy(2), MIDDLE, [0, 1], placements=None, mesh=None, sharded_by="hand", local_shape=(6, 4),
+                      regions=(((0, 6),), ((0, 4),)))  # fmt: skip
+    findings = verdict("nothing_left_unsharded", evidence).findings
+    assert [(f.tensor, f.actual) for f in findings] == [(MIDDLE, "a plain tensor, whole on every rank")]
+
+
+def test_what_is_declared_unsharded_and_lies_in_parts():
+    evidence = in_runs((0, 7), (7, 24))
+    evidence = replace(evidence, subject=replace(evidence.subject, unsharded=(MIDDLE,)))
+    findings = verdict("unsharded_modules_stay_whole", evidence).findings
+    assert [(f.ranks, f.actual) for f in findings] == [((0, 1), "in parts, as FSDP1 says")]

@@ -144,7 +144,7 @@ def _meant(dim: str | None, placement: str) -> Words:
 def placed(tensor: TensorFacts) -> str:
     """How a parameter lies on its mesh, as messages write it."""
     if tensor.placements is None:
-        return f"in parts, as {tensor.sharded_by} says" if tensor.sharded_by else PLAIN
+        return f"in parts, as {tensor.sharded_by} says" if in_parts(tensor) else PLAIN
     return f"{_tuple(tensor.placements)} on mesh {tensor.mesh}"
 
 

@@ -51,7 +51,8 @@ def shards_tile_the_tensor(view: View) -> Iterable[Finding]:
             known[pattern] = _flaw(*pattern)
         flaw = known[pattern]
         if flaw is not None:
-            yield Finding(name, *flaw)
+            by_hand = facts[0][1].sharded_by and facts[0][1].placements is None
+            yield Finding(name, *flaw, **(_BY_HAND if by_hand else {}))
 
 
 def _outside(tensor: TensorFacts) -> bool:
@@ -66,6 +67,10 @@ def _cut_otherwise(tensor: TensorFacts) -> Told | None:
     return Told(f"local shape {tensor.local_shape}", f"{implied}, as its placements imply", **_CUT)
 
 
+_BY_HAND: Words = {
+    "cause": "ranks were given the same part, or one that nobody else has was left out",
+    "remedy": "choose the part by the rank's place in its group, and let Subject(adapter=...) say the same",
+}
 _CUT: Words = {
     "cause": "it was cut otherwise than its placements say: torch cuts a dim into chunks of ceil(size / ranks), so "
     "that the last ranks may hold less, or nothing",

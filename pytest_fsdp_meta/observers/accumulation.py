@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
@@ -57,11 +57,13 @@ def accumulate(subject: Subject, device: torch.device, parts: Sequence[tuple[int
 
 @contextmanager
 def _unsynced(model: Module) -> Iterator[None]:
-    """FSDP2 and DDP told not to reduce. FSDP2 reads its switch in backward, DDP in forward."""
+    """FSDP and DDP told not to reduce. FSDP2 reads its switch in backward, DDP in forward; FSDP1 has it on the root."""
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     with ExitStack() as stack:
         for module in model.modules():
-            if isinstance(module, DistributedDataParallel):
+            if isinstance(module, DistributedDataParallel) or (
+                module is model and isinstance(module, FullyShardedDataParallel)
+            ):
                 stack.enter_context(module.no_sync())
         for one in sharded:
             one.set_requires_gradient_sync(False, recurse=False)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 
@@ -37,14 +39,24 @@ def without_gradient(model: Module) -> tuple[str, ...]:
 def gradient_norm(model: Module, own: ClipGradNorm | None) -> tuple[float | None, str]:
     """(the norm of all gradients, why there is none), as ``own`` or torch tell it; the gradients stay as they are."""
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    if own is None and isinstance(model, FullyShardedDataParallel):
+        own = partial(_norm_of_fsdp1, model)
     if own is not None:
         return _own_norm(own, parameters), ""
+    by = next((part.by for _, part in gradients_of(model) if part.by and part.placements is None), "")
+    if by:
+        return None, f"each rank holds parts of some, as {by} says"
     try:
         with torch.no_grad():
             # What clip_grad_norm_ computes, and then multiplies the gradients by.
             return _number(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])), ""
     except Exception as error:  # torch raises nearly anything for meshes or kinds of tensors that it cannot mix
         return None, f"{type(error).__name__}: {str(error).splitlines()[0][:160] if str(error) else ''}"
+
+
+def _norm_of_fsdp1(model: FullyShardedDataParallel, _: Iterable[Parameter], bound: float) -> Tensor:
+    """Torch's own function takes flat parameters for whole ones."""
+    return model.clip_grad_norm_(bound)
 
 
 def _own_norm(own: ClipGradNorm, parameters: list[Parameter]) -> float:

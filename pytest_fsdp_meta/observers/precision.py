@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from pytest_fsdp_meta.observers.torch_private import mixed_precision
+
+WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel)
 
 
 def precision(model: Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -23,7 +25,7 @@ def _policies(model: Module) -> Iterator[tuple[torch.dtype | None, torch.dtype |
         if isinstance(module, FSDPModule):
             policy = mixed_precision(module)
             yield policy.param_dtype, policy.reduce_dtype
-        elif isinstance(module, DistributedDataParallel) and module.mixed_precision is not None:
+        elif isinstance(module, WRAPPERS) and module.mixed_precision is not None:
             yield module.mixed_precision.param_dtype, module.mixed_precision.reduce_dtype
 
 
