@@ -35,7 +35,7 @@ def replicas_equal(view: View) -> Iterable[Finding]:
         apart = [ranks for ranks in sets if len({tensor.digest for _, tensor in ranks}) > 1]
         if apart and name in drawn:
             loose.append(name)
-        else:
+        elif apart:
             yield from _diverged(view, name, apart, compared.get(name, {}))
     if loose:
         raise NotJudged(
