@@ -1,4 +1,4 @@
-"""Which part of a tensor a rank holds, as adapters tell it: the arithmetic, without ranks."""
+"""Which part of a tensor a rank holds, as adapters tell it: the arithmetic."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from math import prod
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, Shard
 
 from pytest_fsdp_meta import Part, Subject, SubjectError
 from pytest_fsdp_meta.evidence import Comparison
@@ -16,8 +17,9 @@ from pytest_fsdp_meta.observers.adapters.lookup import Parts, parts_of, remember
 from pytest_fsdp_meta.observers.inventory import describe
 from pytest_fsdp_meta.observers.values import compare
 from pytest_fsdp_meta.reference import Record, boxes, write_record
-from pytest_fsdp_meta.worlds import CallFailed
+from pytest_fsdp_meta.worlds import CallFailed, current
 from tests.evidence_factory import MIDDLE, change, healthy, verdict
+from tests.world_help import world_of
 
 SHAPES = [(), (1,), (7,), (2, 3), (3, 1), (1, 5), (2, 3, 4), (3, 2, 1, 2), (2, 0, 3)]
 
@@ -228,3 +230,35 @@ def test_what_is_declared_unsharded_and_lies_in_parts():
     evidence = replace(evidence, subject=replace(evidence.subject, unsharded=(MIDDLE,)))
     findings = verdict("unsharded_modules_stay_whole", evidence).findings
     assert [(f.ranks, f.actual) for f in findings] == [((0, 1), "in parts, as FSDP1 says")]
+
+
+def cut_as_megatron_fsdp_does():
+    """A weight of five rows of which rank 0 holds one and rank 1 four, as they fall in the flat buffer."""
+    me, rows = current(), [(0, 1), (1, 5)]
+    whole = nn.Parameter(torch.arange(15.0).reshape(5, 3))
+    first, last = rows[me.rank]
+    local = whole.detach()[first:last].clone()
+    sharded = DTensor.from_local(local, me.mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())
+    model = nn.Module()
+    model.weight = nn.Parameter(sharded)
+    model.weight.orig_param = whole
+    model.weight.megatron_fsdp_slice = slice(first * 3, last * 3)
+    model.bias = nn.Parameter(torch.zeros(2))
+    model.weight.grad = DTensor.from_local(
+        local + 1, me.mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+    parts = parts_of(model)
+    seen = [parts.of("weight", model.weight), parts.gradient("weight", model.weight)]
+    plain = parts.of("bias", model.bias)
+    return [(p.shape, p.regions, p.local.tolist(), p.placements, p.by) for p in seen], (plain.by, plain.regions)
+
+
+def test_rows_that_megatron_fsdp_cut_unevenly():
+    with world_of(2) as world:
+        seen = world.run(cut_as_megatron_fsdp_does)
+    numbers = torch.arange(15.0).reshape(5, 3)
+    for (held, plain), (first, last) in zip(seen, [(0, 1), (1, 5)], strict=True):
+        for (shape, regions, local, placements, by), more in zip(held, (0, 1), strict=True):
+            assert (shape, regions) == ((5, 3), (((first, last),), ((0, 3),)))
+            assert (local, placements, by) == ((numbers[first:last] + more).tolist(), ("S(0)",), "megatron-fsdp")
+        assert plain == ("", (((0, 2),),))
