@@ -12,6 +12,8 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
+from pytest_fsdp_meta.traffic import RankCollectives, RankMemory
+
 DATA_WORDS = frozenset({"dp", "ddp", "fsdp", "hsdp", "edp", "data", "shard", "replicate"})
 EXPERT_DIMS = frozenset({"ep", "etp", "expert"})
 SEQUENCE_DIMS = frozenset({"cp", "context", "sp"})
@@ -97,6 +99,9 @@ class TensorFacts:
     """Who sharded it, where it is no DTensor that says so by itself: the adapter's name."""
     managed: bool | None = None
     """Whether the registered parameter is the one that FSDP2 manages in its place; None where it manages none."""
+    width: int = 0  # bytes per element
+    backing: str | None = None  # equal where one storage is behind two tensors of a rank
+    backing_bytes: int = 0  # the size of that storage; 0 for a mapped file, which is no memory
     unreadable: str = ""
     """Why torch could not read its elements (sparse, packed, without storage); nothing is known of its values then."""
 
@@ -343,6 +348,8 @@ class SubjectFacts:
     offloaded: tuple[str, ...] = ()
     placements: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     kept_attributes: tuple[str, ...] = ()
+    whole_while_loading: tuple[int, ...] = ()
+    """The ranks that may hold the whole model while loading."""
     declared: frozenset[str] = frozenset()
     """The fields of Subject that the author filled in."""
 
@@ -433,6 +440,8 @@ class Evidence:
     """The inventory of a second load, in a fresh world."""
     export: Export | None = None
     resharded: Resharded | None = None
+    collectives: tuple[RankCollectives, ...] | None = None
+    memory: tuple[RankMemory, ...] | None = None
     unavailable: Mapping[str, Unavailable] = field(default_factory=dict)
     tolerance: Mapping[str, float] = field(default_factory=dict)
     """Relative tolerances that the author set, by check id; "*" holds for all."""

@@ -146,11 +146,15 @@ class Conductor:
         run.outputs = trial.outputs
 
     def _wanted(self, checks: Iterable[str]) -> set[str]:
-        """The observations that the checks read, and those of the more basic checks that they look at first."""
+        """The observations that the checks read, and those of the more basic checks that they look at first.
+
+        What training would tell a more basic check beside what it needs is not worth training for.
+        """
         wanted: set[str] = set()
         for id in checks:
             check = self.catalogue[id]
-            wanted |= {*check.needs, *check.uses} | self._wanted(check.after)
+            basic = self._wanted(check.after) if "training" in check.needs else self._wanted(check.after) - {"training"}
+            wanted |= {*check.needs, *check.uses} | basic
         return wanted
 
     def _raise_failure(self, item: pytest.Item, case: Case, run: _Run, failure: LoaderFailed) -> None:

@@ -76,6 +76,8 @@ class Subject:
     """Patterns of parameters and buffers that live on the CPU by intent."""
     kept_attributes: Sequence[str] = ()
     """Custom attributes of parameters that survive sharding, such as ``_fsdp_no_shard``."""
+    whole_while_loading: bool | Sequence[int] = False
+    """The ranks that may hold the whole model while loading: True for all, or some, as ``(0,)``."""
     placements: Mapping[str, Placements] = ()  # type: ignore[assignment]
     """``{pattern: "S(0)"}`` or DTensor placements, one per mesh dimension in order; the first match wins."""
     adapter: Adapter | None = None
@@ -100,13 +102,14 @@ class Subject:
         for name in ("frozen", "unsharded", "offloaded", "kept_attributes"):
             _require_names(name, getattr(self, name), mapping=name == "frozen")
         _require_groups(self.tied)
+        _require_ranks("whole_while_loading", self.whole_while_loading)
         self.placements = _as_mapping("placements", self.placements)
         for pattern, declared in self.placements.items():
             _require_names("placements", [pattern])
             parse_placements(declared)
 
     def resolve(
-        self, parameters: Sequence[str], buffers: Sequence[str], transient: Collection[str] = ()
+        self, parameters: Sequence[str], buffers: Sequence[str], transient: Collection[str] = (), world_size: int = 1
     ) -> SubjectFacts:
         """The declarations with every pattern resolved to names of this model. Raises SubjectError.
 
@@ -130,6 +133,7 @@ class Subject:
             offloaded=tuple(_match_all("offloaded", self.offloaded, names)),
             placements=placements,
             kept_attributes=tuple(_listed(self.kept_attributes)),
+            whole_while_loading=_resolve_ranks(self.whole_while_loading, world_size),
             declared=frozenset(name for name, empty in defaults.items() if getattr(self, name) != empty),
         )
 
@@ -289,6 +293,19 @@ def _require_names(field: str, value: Any, mapping: bool = False) -> None:
     for text in texts:
         if not isinstance(text, str) or not text:
             raise SubjectError(field, f"{text!r} should be a name or a pattern such as 'layers.*.weight'")
+
+
+def _require_ranks(field: str, value: object) -> None:
+    listed = () if isinstance(value, bool) else value
+    right = isinstance(listed, (list, tuple, set, frozenset, range))
+    if not right or not all(isinstance(rank, int) and not isinstance(rank, bool) and rank >= 0 for rank in listed):  # type: ignore[attr-defined]
+        raise SubjectError(field, f"{value!r} should be True, or the ranks that do, as (0,)")
+
+
+def _resolve_ranks(value: bool | Iterable[int], world_size: int) -> tuple[int, ...]:
+    if isinstance(value, bool):
+        return tuple(range(world_size)) if value else ()
+    return tuple(sorted(set(value)))
 
 
 def _require_groups(value: object) -> None:

@@ -6,7 +6,7 @@ afterwards. What cannot be observed is noted with its reason, and costs only the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from pytest_fsdp_meta.evidence import (
 )
 from pytest_fsdp_meta.reloading import NOT_ASKED, Reloading, odd_model, unavailable
 from pytest_fsdp_meta.subject import SubjectError
+from pytest_fsdp_meta.traffic import Collective, RankCollectives, RankMemory
 from pytest_fsdp_meta.worlds import DEFAULT_MESH_DIM, Preload, World, WorldError, WorldSpec
 
 OBSERVERS = "pytest_fsdp_meta.observers"
@@ -72,16 +73,16 @@ class Trial:
         with TemporaryDirectory(prefix="fsdp-trial-", ignore_cleanup_errors=True) as folder:
             world = World(self.spec, self._preload, shared=Path(folder))
             try:
-                loaded = self._load(world, loader)
+                loaded = self._load(world, loader, sorted({"collectives", "memory"} & set(wanted)))
                 return self._observe(world, loaded, loader, set(wanted), Path(folder))
             finally:
                 world.close()
                 self.outputs = world.outputs()
 
-    def _load(self, world: World, loader: Loader) -> list[Any]:
+    def _load(self, world: World, loader: Loader, watch: list[str]) -> list[Any]:
         """One ``observers.loading.Loaded`` per rank."""
         try:
-            return _loaded(world, loader)
+            return _loaded(world, loader, watch)
         except WorldError as error:
             agreed = len(error.failures) == self.spec.size and {f.exception for f in error.failures} == {SKIPPED}
             skipped = error.failures[0].message if agreed else None
@@ -95,6 +96,8 @@ class Trial:
             verifying=World(self._single, self._preload, label="the verifier"),
             subject=loaded[0].subject,
             inventory=tuple(one.inventory for one in loaded),
+            loading=tuple(one.collectives for one in loaded),
+            memory=tuple(one.memory for one in loaded),
             recipe=loaded[0].recipe,
             checkpoints=loaded[0].checkpoints,
             slices=loaded[0].data_parallel[1],
@@ -145,6 +148,8 @@ class _Session:
     verifying: World
     subject: SubjectFacts
     inventory: tuple[RankInventory, ...]
+    loading: tuple[tuple[Collective, ...] | None, ...]
+    memory: tuple[RankMemory | None, ...]
     recipe: Mapping[str, bytes]
     checkpoints: Mapping[str, str]
     slices: int
@@ -161,6 +166,7 @@ class _Session:
             wanted = wanted | {"reference"}
         ended = NOT_ASKED
         observers: dict[str, Callable[[], Any]] = {
+            "memory": self._memory,
             "reference": self._reference,
             "values": self._values,
             "verifier": self._verifier,
@@ -172,6 +178,9 @@ class _Session:
             except WorldError as error:
                 seen = ended = unavailable(error)
             (self.unavailable if isinstance(seen, Unavailable) else self.seen)[name] = seen
+        # What loading said stays known, whatever became of the training.
+        kept = self.seen if "collectives" in wanted else self.unavailable
+        kept["collectives"] = self._collectives() if "collectives" in wanted else NOT_ASKED
         self._reload(wanted)
 
     def _reload(self, wanted: set[str]) -> None:
@@ -243,6 +252,18 @@ class _Session:
             self.seen["reference"], truth = reference, (str(self.folder), reference.noise)
         return tuple(self.world.run(f"{OBSERVERS}.training:observe_training", self.steps, *truth))
 
+    def _collectives(self) -> Any:
+        steps = [None for _ in self.loading]
+        if "training" in self.seen:
+            steps = self.world.run(f"{OBSERVERS}.steps:observe_step")
+        return tuple(
+            RankCollectives(loading or (), *(step or ())) for loading, step in zip(self.loading, steps, strict=True)
+        )
+
+    def _memory(self) -> Any:
+        unknown = Unavailable("memory is only measured on Linux, which tells mapped files from memory")
+        return unknown if None in self.memory else self.memory
+
     def _compared(self, source: str, names: Mapping[str, str] | None = None) -> tuple[Any, ...]:
         return tuple(self.world.run(f"{OBSERVERS}.values:observe_values", source, names))
 
@@ -258,7 +279,8 @@ class _Session:
         return self.checkpoints.get("reference", self._file("values"))
 
 
-def _loaded(world: World, loader: Loader) -> list[Any]:
+def _loaded(world: World, loader: Loader, watch: Sequence[str] = ()) -> list[Any]:
     """The world started, and the loader run on its ranks."""
     world.start()
-    return world.run(f"{OBSERVERS}.loading:load", loader.function, dict(loader.arguments), loader.wants_rank)
+    arguments = loader.function, dict(loader.arguments), loader.wants_rank, watch
+    return world.run(f"{OBSERVERS}.loading:load", *arguments)

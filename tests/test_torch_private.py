@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed._functional_collectives import all_reduce, wait_tensor
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pytest_fsdp_meta.observers.adapters.lookup import parts_of
 from pytest_fsdp_meta.observers.inventory import managed_names
-from pytest_fsdp_meta.observers.torch_private import flat_parameters, is_replicated, managed_places, mixed_precision
+from pytest_fsdp_meta.observers.torch_private import (
+    flat_parameters,
+    fsdp_groups,
+    is_replicated,
+    managed_places,
+    mixed_precision,
+    process_group,
+)
 from pytest_fsdp_meta.worlds import current
 from tests.world_help import world_of
 
@@ -153,3 +164,55 @@ def test_what_two_modules_share():
 
 def test_a_model_without_fsdp_has_nothing_that_is_managed():
     assert list(managed_places(nn.Linear(2, 2))) == []
+
+
+def grouped() -> list[tuple[list[int], list[int]]]:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False))
+    fully_shard(model[0], mesh=current().mesh)
+    fully_shard(model, mesh=current().mesh)
+    modules = {id(module): index for index, module in enumerate(model.modules())}
+    parameters = {id(parameter): index for index, parameter in enumerate(model.parameters())}
+    return [
+        ([modules[id(m)] for m in group.modules], [parameters[id(p)] for p in group.parameters])
+        for group in fsdp_groups(model)
+    ]
+
+
+def policies_of_groups() -> list[tuple[bool, bool]]:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    fully_shard(model[0], mesh=current().mesh)
+    fully_shard(model[1], mesh=current().mesh, reshard_after_forward=False)
+    return [(group.reshards, group.replicates) for group in fsdp_groups(model)]
+
+
+def test_what_fsdp_manages_together():
+    with world_of(2) as world:
+        assert world.run(grouped) == [[([0], [2]), ([1], [0, 1])]] * 2
+
+
+@pytest.mark.parametrize("mesh", [{"dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 1}])
+def test_how_fsdp_manages_it(mesh):
+    with world_of(2, mesh=mesh) as world:
+        assert world.run(policies_of_groups) == [[(True, len(mesh) == 2), (False, len(mesh) == 2)]] * 2
+
+
+def groups() -> list[tuple[str, list[int]]]:
+    seen: list[dist.ProcessGroup] = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            for argument, value in zip(func._schema.arguments, args, strict=False):
+                if argument.name in ("process_group", "group_name"):
+                    seen.append(process_group(value))
+            return func(*args, **(kwargs or {}))
+
+    pair = dist.new_group([0, 1])
+    with Mode():
+        dist.all_reduce(torch.ones(1), group=pair)
+        wait_tensor(all_reduce(torch.ones(1), "sum", pair))
+    return [(group.group_name == pair.group_name, dist.get_process_group_ranks(group)) for group in seen]
+
+
+def test_the_group_of_a_collective():
+    with world_of(2) as world:
+        assert world.run(groups) == [[(True, [0, 1])] * 2] * 2

@@ -2,7 +2,9 @@
 
 from pytest_fsdp_meta.catalogue import (
     checkpoint,
+    communication,
     materialisation,
+    memory,
     replicas,
     sharding,
     structure,
@@ -14,7 +16,10 @@ from pytest_fsdp_meta.catalogue import (
 from pytest_fsdp_meta.catalogue.judging import NotJudged, Unjudgeable, Verdict, View, describe_left_out, judge
 from pytest_fsdp_meta.catalogue.registry import Catalogue, Check, Finding, check
 
-FAMILIES = (structure, materialisation, sharding, tiling, replicas, values, tying, training, checkpoint)
+FAMILIES = (
+    *(structure, materialisation, sharding, tiling, communication),
+    *(replicas, values, tying, memory, training, checkpoint),
+)
 
 
 def built_in() -> Catalogue:

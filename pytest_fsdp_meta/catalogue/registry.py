@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from pytest_fsdp_meta.catalogue.judging import View
 
 OBSERVATIONS = (
-    *("inventory", "reference", "values", "verifier", "training"),
+    *("inventory", "reference", "values", "verifier", "training", "collectives", "memory"),
     *("repetition", "state_dict", "export", "saved", "restored", "resharded", "continued", "resumed"),
 )
 

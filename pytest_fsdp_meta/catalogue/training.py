@@ -15,6 +15,7 @@ EXPLAINING = (
     "same_manifest_on_every_rank",
     "names_match_reference",
     "shapes_match_reference",
+    "collectives_match_on_every_rank",
     "dtypes_match_reference",
     "requires_grad_matches_reference",
     "no_meta_params",

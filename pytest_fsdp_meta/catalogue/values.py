@@ -13,6 +13,7 @@ BASIC = (
     "same_manifest_on_every_rank",
     "names_match_reference",
     "shapes_match_reference",
+    "collectives_match_on_every_rank",
     "no_meta_params",
     "no_meta_buffers",
     "no_uninitialized_memory",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,9 @@ from pytest_fsdp_meta.observers.adapters.dtensor import mesh_facts as mesh_facts
 from pytest_fsdp_meta.observers.adapters.dtensor import own_part
 from pytest_fsdp_meta.observers.adapters.lookup import parts_of
 from pytest_fsdp_meta.observers.bits import count_poison, digest
+from pytest_fsdp_meta.observers.mapped import MAPS, MappedFiles
 from pytest_fsdp_meta.observers.torch_private import is_replicated, managed_places
+from pytest_fsdp_meta.observers.watching import tensors_in
 
 WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 """Name components that torch's own wrappers insert; the reference, which is not wrapped, does not have them."""
@@ -29,10 +32,12 @@ WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_
 def take_inventory(model: Module, rank: int, device: str, attributes: Sequence[str] = ()) -> RankInventory:
     """The inventory of one rank; ``attributes`` are the custom parameter attributes to note."""
     transient, replicated, parts = non_persistent(model), held_by_ddp(model), parts_of(model)
+    files = MappedFiles() if MAPS.exists() else None
+    told = partial(describe, attributes=attributes, files=files)
     with torch.no_grad():
         tensors = [
             replace(
-                describe(name, kind, t, parts.of(name, t), persistent=name not in transient, attributes=attributes),
+                told(name, kind, t, parts.of(name, t), persistent=name not in transient),
                 ddp=id(t) in replicated,
             )
             for name, kind, t in named_tensors(model)
@@ -87,7 +92,14 @@ def non_persistent(model: Module) -> set[str]:
 
 
 def describe(
-    name: str, kind: str, tensor: Tensor, part: Part | None = None, *, persistent: bool, attributes: Sequence[str]
+    name: str,
+    kind: str,
+    tensor: Tensor,
+    part: Part | None = None,
+    *,
+    persistent: bool,
+    attributes: Sequence[str],
+    files: MappedFiles | None = None,
 ) -> TensorFacts:
     part = part or own_part(tensor)
     own = part.local
@@ -107,7 +119,8 @@ def describe(
         attributes={key: _shown(getattr(tensor, key)) for key in attributes if hasattr(tensor, key)},
         flat=part.flat,
         sharded_by=part.by,
-        **_read(own),
+        width=tensor.element_size(),
+        **_read(own, files),
     )
 
 
@@ -118,14 +131,16 @@ def _shown(value: object) -> str:
     return repr(value) if plain else f"a {type(value).__name__}"
 
 
-def _read(own: Tensor) -> dict[str, Any]:
+def _read(own: Tensor, files: MappedFiles | None) -> dict[str, Any]:
     """The facts that take a look at the memory; a tensor that torch cannot read must not cost the others theirs."""
     if own.is_meta:
         return {}
     try:
         local = local_part(own)
         nan, poisoned = count_poison(local)
-        return {"storage": _storage(own), "nan": nan, "poisoned": poisoned, "digest": digest(local)}
+        return {"storage": _storage(own), "nan": nan, "poisoned": poisoned, "digest": digest(local)} | _backing(
+            own, files
+        )
     except Exception as error:  # torch raises nearly anything here
         return {"unreadable": f"{type(error).__name__}: {str(error).splitlines()[0][:100] if str(error) else ''}"}
 
@@ -134,6 +149,14 @@ def _storage(local: Tensor) -> str | None:
     """The same for the same memory; None where there is none to point at: meta, empty shards, lazy backends."""
     address = 0 if local.is_meta or not local.numel() else local.data_ptr()
     return f"{address}:{tuple(local.shape)}" if address else None
+
+
+def _backing(own: Tensor, files: MappedFiles | None) -> dict[str, Any]:
+    plain = list(tensors_in(own))
+    if files is None or not plain or plain[0] is not own:
+        return {}
+    storage = own.untyped_storage()
+    return {"backing": str(storage.data_ptr()), "backing_bytes": 0 if files.hold(storage) else storage.nbytes()}
 
 
 def reshard(model: Module) -> None:

@@ -6,7 +6,8 @@ import gc
 import inspect
 import os
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,11 +20,16 @@ from pytest_fsdp_meta.evidence import RankInventory, SubjectFacts
 from pytest_fsdp_meta.observers.adapters import lookup
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part
 from pytest_fsdp_meta.observers.batches import data_parallel
+from pytest_fsdp_meta.observers.collectives import Recorder
 from pytest_fsdp_meta.observers.inventory import managed_names, named_tensors, non_persistent, reshard, take_inventory
+from pytest_fsdp_meta.observers.mapped import MAPS
+from pytest_fsdp_meta.observers.memory import Peak
 from pytest_fsdp_meta.observers.optimizers import optimizer_facts, pack_optimizer
 from pytest_fsdp_meta.observers.poison import poisoned_memory, restore_defaults
 from pytest_fsdp_meta.observers.precision import precision
+from pytest_fsdp_meta.observers.watching import watching
 from pytest_fsdp_meta.subject import Subject, SubjectError
+from pytest_fsdp_meta.traffic import Collective, RankMemory
 from pytest_fsdp_meta.worlds import SEED, Misuse, Rank, current
 
 MUCH = 2**26
@@ -41,30 +47,49 @@ class Loaded:
     checkpoints: Mapping[str, str]
     """The sources among the recipe that are directories."""
     data_parallel: tuple[int, int] = (0, 1)
+    collectives: tuple[Collective, ...] | None = None
+    memory: RankMemory | None = None
+    """What the loader did; None where nobody asked."""
 
 
-def load(function: bytes, arguments: Mapping[str, bytes], wants_rank: str | None) -> Loaded:
+def load(
+    function: bytes, arguments: Mapping[str, bytes], wants_rank: str | None, watch: Collection[str] = ()
+) -> Loaded:
     """Calls the loader under poison, checks what it declares and takes the inventory.
 
     ``arguments`` are pickled one by one, so that a value that cannot be read here is named; ``wants_rank`` is the
-    name of the parameter that takes the rank itself.
+    name of the parameter that takes the rank itself. ``watch`` says what to observe while the loader runs:
+    "collectives", "memory", or nothing.
     """
     me = current()
     loader = _body(pickle.loads(function))
     values = {name: _unpack(name, value) for name, value in arguments.items()}
     if wants_rank is not None:
         values[wants_rank] = me
-    with poisoned_memory() as poison:
+    recorder = Recorder() if "collectives" in watch else None
+    peak = Peak(me.device) if "memory" in watch and MAPS.exists() else None
+    with poisoned_memory() as poison, peak.measured() if peak else nullcontext():
         torch.manual_seed(SEED)
-        returned = _call(loader, values)
+        watchers = (recorder, peak.meter if peak else None)
+        with watching(*(watcher for watcher in watchers if watcher is not None)):
+            returned = _call(loader, values)
     restore_defaults()
     subject = _as_subject(returned)
     _require_judgeable(subject.model)
     managed = managed_names(subject.model)  # to reshard puts back what FSDP manages, and hides what took its place
     reshard(subject.model)  # a loader may have run a forward to warm up
+    me.state.update(subject=subject, watch=watch)
+    return replace(
+        _told(subject, me, managed, poison.kept),
+        collectives=recorder.told(subject.model) if recorder else None,
+        memory=peak.facts(subject.model) if peak else None,
+    )
+
+
+def _told(subject: Subject, me: Rank, managed: Mapping[str, bool], poison_kept: bool) -> Loaded:
+    """What the subject says of itself, and what there is of it on this rank."""
     names = _names(subject.model)
-    facts = subject.resolve(names["parameter"], names["buffer"], non_persistent(subject.model))
-    me.state["subject"] = subject
+    facts = subject.resolve(names["parameter"], names["buffer"], non_persistent(subject.model), me.world_size)
     lookup.remember(subject.model, subject.adapter)
     inventory = take_inventory(subject.model, me.rank, str(me.device), facts.kept_attributes)
     built = subject.optimizer if isinstance(subject.optimizer, torch.optim.Optimizer) else None
@@ -72,7 +97,7 @@ def load(function: bytes, arguments: Mapping[str, bytes], wants_rank: str | None
     inventory = replace(
         inventory,
         tensors=tuple(replace(tensor, managed=managed.get(tensor.name)) for tensor in inventory.tensors),
-        poison_kept=poison.kept,
+        poison_kept=poison_kept,
         computes_in=computes_in,
         reduces_in=reduces_in,
         optimizer=None if built is None else optimizer_facts(built, subject.model),
@@ -82,7 +107,13 @@ def load(function: bytes, arguments: Mapping[str, bytes], wants_rank: str | None
         field: os.path.abspath(path) for field, path in sources.items() if isinstance(path, (str, os.PathLike))
     }
     part = subject.data_parallel or data_parallel(subject.model, me)
-    return Loaded(inventory, facts, pack_recipe(subject) if me.rank == 0 else {}, checkpoints, part)
+    return Loaded(
+        inventory=inventory,
+        subject=facts,
+        recipe=pack_recipe(subject) if me.rank == 0 else {},
+        checkpoints=checkpoints,
+        data_parallel=part,
+    )
 
 
 def _call(loader: Callable[..., Any], values: Mapping[str, Any]) -> Any:

@@ -6,13 +6,17 @@ tests/test_torch_private.py breaks when one moves.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._composable.replicate import replicate
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
 try:
     from torch.distributed._composable.replicate_with_fsdp import ReplicateModule
@@ -90,3 +94,46 @@ def _places(managed: Any, adopts: bool) -> Iterator[tuple[Module, str, bool]]:
 def _address(parameter: Tensor) -> int:
     local: Tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     return int(local.data_ptr())
+
+
+def process_group(argument: Any) -> dist.ProcessGroup:
+    """The group that a collective's operator was given.
+
+    Operators get it as a TorchScript object (``c10d``) or by its name (``_c10d_functional``); torch has public ways
+    to make either of a group, and none back.
+    """
+    if isinstance(argument, str):
+        return _resolve_process_group(argument)
+    return dist.ProcessGroup.unbox(argument) if isinstance(argument, torch.ScriptObject) else argument
+
+
+@dataclass(frozen=True)
+class ManagedGroup:
+    """Parameters that FSDP2 gathers and reduces together, the sharded ones that the modules register."""
+
+    modules: tuple[Module, ...]
+    parameters: tuple[Parameter, ...]
+    reshards: bool
+    """Whether they are freed after the forward."""
+    replicates: bool
+    """Whether they are reduced over a second mesh dimension as well (HSDP)."""
+
+
+def fsdp_groups(model: Module) -> Iterator[ManagedGroup]:
+    """What FSDP2 manages of the model, group by group.
+
+    Which parameters a ``fully_shard`` took, and whether it frees them, is in its state only.
+    """
+    seen: set[int] = set()
+    for module in model.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        for group in _param_groups(module):
+            if id(group) not in seen:
+                seen.add(id(group))
+                yield ManagedGroup(
+                    modules=tuple(group.modules),
+                    parameters=tuple(managed.sharded_param for managed in group.fsdp_params),
+                    reshards=group.post_forward_mesh_info is not None,
+                    replicates=getattr(group.mesh_info, "replicate_mesh_dim", None) is not None,
+                )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -32,6 +34,7 @@ from pytest_fsdp_meta.observers.loading import loaded_subject
 from pytest_fsdp_meta.observers.movement import compare_updates, due_as_in, due_by, movements, noise, shards
 from pytest_fsdp_meta.observers.optimizers import make_optimizer, optimizer_facts
 from pytest_fsdp_meta.observers.poison import deterministic
+from pytest_fsdp_meta.observers.steps import watching_step
 from pytest_fsdp_meta.observers.values import compare_gradients
 from pytest_fsdp_meta.reference import Record
 from pytest_fsdp_meta.subject import Subject
@@ -64,7 +67,8 @@ def observe_training(steps: int, truth: str | None = None, floor: float = 0.0) -
     optimizer = make_optimizer(subject)
     first = _First(subject, _records(truth))
     held = None if optimizer is None else optimizer_facts(optimizer, subject.model)
-    run = train(subject, me.device, range(steps), part, optimizer, lambda step: None if step else first.look())
+    watched = partial(watching_step, me, subject.model, steps)
+    run = train(subject, me.device, range(steps), part, optimizer, lambda step: None if step else first.look(), watched)
     reshard(subject.model)
     me.state.update(optimizer=optimizer, steps=steps)
     after = take_inventory(subject.model, me.rank, str(me.device))
@@ -93,11 +97,12 @@ def train(
     part: tuple[int, int],
     optimizer: Optimizer | None,
     after_backward: Callable[[int], None] = lambda step: None,
+    watched: Callable[[int], AbstractContextManager[None]] = lambda step: nullcontext(),
 ) -> Run:
     """The ``steps``, with dropout off, deterministic, seeded by the step; ``part`` is the slice of each batch.
 
-    ``after_backward`` is called between backward and the optimizer. Without an optimizer, because nothing is
-    trainable, the losses of the forward are all there is.
+    ``after_backward`` is called between backward and the optimizer, and ``watched`` is around each step. Without an
+    optimizer, because nothing is trainable, the losses of the forward are all there is.
     """
     model, run = subject.model, Run()
     model.eval()  # dropout off, functional dropout too
@@ -109,14 +114,15 @@ def train(
             rows = own_rows(batch, step, part, device)
             run.labels.append(counted_labels(rows))
             torch.manual_seed(SEED + step)
-            with torch.set_grad_enabled(optimizer is not None):
-                loss = loss_of(subject, rows)
-            run.losses.append(scalar(loss))
-            if optimizer is not None:
-                loss.backward()
-                after_backward(step)
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
+            with watched(step):
+                with torch.set_grad_enabled(optimizer is not None):
+                    loss = loss_of(subject, rows)
+                run.losses.append(scalar(loss))
+                if optimizer is not None:
+                    loss.backward()
+                    after_backward(step)
+                    optimizer.step()
+                    optimizer.zero_grad(set_to_none=True)
     return run
 
 

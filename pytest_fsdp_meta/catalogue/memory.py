@@ -1,0 +1,152 @@
+"""Memory: a rank keeps its shards, and never holds what sharding is there to spare it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from math import prod
+
+from pytest_fsdp_meta.catalogue.judging import NotJudged, View, ranks_by
+from pytest_fsdp_meta.catalogue.registry import Finding, check
+from pytest_fsdp_meta.catalogue.structure import MANIFEST
+from pytest_fsdp_meta.evidence import RankInventory, TensorFacts
+from pytest_fsdp_meta.traffic import RankMemory
+from pytest_fsdp_meta.words import name_ranks
+
+FULL = 0.95
+"""Of the elements of a model: as good as whole, for what is left out may be tiny, or not in the checkpoint."""
+CLEARLY_LESS = 0.75
+"""Of the whole model: a rank that keeps more than this is not relieved by sharding, whatever it held before."""
+FEW = 3
+"""Of the largest tensors, which a loader may hold at one time: one whole, its copy, and the next."""
+SLACK = 1.5
+"""Of the bytes that explain a storage: flat buffers are padded; a full tensor is at least twice its shard."""
+LEAST = 512
+"""Bytes of a storage beyond what explains it, below which alignment is as good an explanation."""
+
+
+@check(
+    promise="the memory behind a shard is about as large as the shards in it: storages are counted, not views",
+    family="memory",
+    needs=["inventory"],
+    after=[MANIFEST],
+    why="A shard that is a view keeps the full tensor alive: the model is sharded, and saves nothing.",
+    cause="the shard was cut out of the full tensor as a view, which keeps all of its storage alive",
+    remedy="clone() the slice before it becomes the parameter, or read only the slice from the checkpoint",
+    references=["axolotl-ai-cloud/axolotl#3597"],
+    since="0.2",
+)
+def shard_bytes_within_budget(view: View) -> Iterable[Finding]:
+    names = set(view.names("parameter"))
+    if not any(_cut(t) for rank in view.evidence.inventory for t in rank.tensors):
+        raise NotJudged("no parameter is sharded, so every rank keeps all of them")
+    kept = [(rank.rank, name, *told) for rank in view.evidence.inventory for name, told in _kept(rank) if name in names]
+    for name in dict.fromkeys(name for _, name, *_ in kept):
+        own = [(rank, actual, expected, detail) for rank, other, actual, expected, detail in kept if other == name]
+        for (actual, expected), ranks in ranks_by((rank, (a, e)) for rank, a, e, _ in own).items():
+            detail = next(detail for rank, *_, detail in own if rank == ranks[0])
+            yield Finding(name, ranks, actual, expected, detail)
+
+
+def _kept(rank: RankInventory) -> Iterator[tuple[str, tuple[str, str, str]]]:
+    """The shards of a rank behind which much more is kept than they explain."""
+    behind: dict[str, list[TensorFacts]] = {}
+    for tensor in rank.tensors:
+        if tensor.backing is not None and tensor.backing_bytes:
+            behind.setdefault(tensor.backing, []).append(tensor)
+    total = sum(tensors[0].backing_bytes for tensors in behind.values())
+    needed = sum(map(_explained, behind.values()))
+    for tensors in behind.values():
+        kept, explained = tensors[0].backing_bytes, _explained(tensors)
+        if kept > SLACK * explained and kept - explained > LEAST:
+            others = f", with {len(tensors) - 1} more in it" if len(tensors) > 1 else ""
+            detail = f"rank {rank.rank} keeps {total} bytes, and its tensors explain {needed}"
+            for tensor in filter(_cut, tensors):
+                yield tensor.name, (f"a storage of {kept} bytes behind its shard{others}", f"{explained} bytes", detail)
+
+
+def _cut(tensor: TensorFacts) -> bool:
+    """Whether a rank holds, of a parameter, a part only."""
+    return tensor.kind == "parameter" and tensor.numel < prod(tensor.shape)
+
+
+def _explained(tensors: list[TensorFacts]) -> int:
+    """The bytes of a storage that its tensors need, what is tied once; FSDP2 pads shards to equal sizes."""
+    return sum({t.storage or t.name: t.width * max(t.numel, _padded(t)) for t in tensors}.values())
+
+
+def _padded(tensor: TensorFacts) -> int:
+    """Elements of the largest shard that any rank has."""
+    shape = list(tensor.shape)
+    for placement, ranks in zip(tensor.placements or (), tensor.mesh.shape if tensor.mesh else (), strict=True):
+        if placement.startswith(("S(", "_S(")):
+            dim = int(placement.partition("(")[2].rstrip(")").split(",")[0])
+            shape[dim] = -(-shape[dim] // ranks)
+    return prod(shape)
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """The model in bytes and elements, and what one rank keeps of it."""
+
+    whole: int
+    elements: int
+    largest: int
+    kept: int
+
+
+@check(
+    promise="no rank ever holds the whole model while loading, unless declared",
+    family="memory",
+    needs=["inventory", "memory"],
+    after=[MANIFEST],
+    why="A loader that holds the whole model on a rank works until the model is one that needs sharding.",
+    cause="the model was built or read whole on the rank, and sharded afterwards",
+    remedy="build it on meta, shard it, then to_empty() and read only the rank's own slices; or declare the ranks that "
+    "mean it: Subject(whole_while_loading=(0,))",
+    references=["huggingface/transformers#43749", "huggingface/transformers#45649"],
+    since="0.2",
+)
+def load_peak_memory_bounded(view: View) -> Iterable[Finding]:
+    memory, declared = view.evidence.memory or (), set(view.evidence.subject.whole_while_loading)
+    sizes = {rank.rank: _sizes(rank) for rank in view.evidence.inventory}
+    judged = [rank for rank, size in sizes.items() if size.kept <= CLEARLY_LESS * size.whole and size.whole]
+    if not judged:
+        raise NotJudged("every rank keeps the model, or nearly all of it: it has to be held while loading, too")
+    if declared >= set(judged):
+        raise NotJudged("Subject(whole_while_loading=...) declares that every rank may hold the whole model")
+    held = {rank: _held_whole(memory[rank], sizes[rank]) for rank in judged if rank not in declared}
+    ranks = tuple(rank for rank, whole in held.items() if whole)
+    if ranks:
+        first = memory[ranks[0]]
+        detail = f"rank {ranks[0]} held {max(first.host, first.device or 0)} bytes at one time; the model has "
+        detail += f"{sizes[ranks[0]].whole}, of which the rank keeps {sizes[ranks[0]].kept}"
+        yield Finding(None, ranks, "held whole while loading", "a few tensors at a time beside the shards", detail)
+    unknown = [rank for rank, whole in held.items() if whole is None]
+    if unknown:
+        raise NotJudged(
+            f"{name_ranks(unknown)}: as many bytes as the model has were alive at one time, which may as well be "
+            "copies of shards; more ranks tell them apart"
+        )
+
+
+def _held_whole(memory: RankMemory, sizes: _Sizes) -> bool | None:
+    """None where the sizes of what was alive do not tell the whole model from copies of shards."""
+    few = FEW * sizes.largest
+    if memory.whole >= FULL * sizes.elements or memory.beyond > sizes.kept + few:
+        return True
+    device = memory.device or 0
+    if device >= sizes.whole:
+        return True if device > 2 * sizes.kept + few else None
+    return None if memory.beyond > few else False
+
+
+def _sizes(rank: RankInventory) -> _Sizes:
+    distinct = {t.storage or t.identity: t for t in rank.tensors if t.kind == "parameter"}.values()
+    whole = [prod(tensor.shape) * tensor.width for tensor in distinct]
+    return _Sizes(
+        whole=sum(whole),
+        elements=sum(prod(tensor.shape) for tensor in distinct),
+        largest=max(whole, default=0),
+        kept=sum(tensor.numel * tensor.width for tensor in distinct if not tensor.on_meta),
+    )
