@@ -348,8 +348,7 @@ class SubjectFacts:
     offloaded: tuple[str, ...] = ()
     placements: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     kept_attributes: tuple[str, ...] = ()
-    whole_while_loading: tuple[int, ...] = ()
-    """The ranks that may hold the whole model while loading."""
+    whole_while_loading: tuple[int, ...] = ()  # the ranks that may hold the whole model meanwhile
     declared: frozenset[str] = frozenset()
     """The fields of Subject that the author filled in."""
 

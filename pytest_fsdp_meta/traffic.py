@@ -1,4 +1,4 @@
-"""Evidence of what a rank says to others, and of what it holds while it loads. As all evidence: plain data, no torch."""
+"""Evidence of what a rank says to others, and of what it holds while it loads: plain data, no torch."""
 
 from __future__ import annotations
 
