@@ -21,6 +21,7 @@ from conformance.judging import Court
 from conformance.matrix_pages import markdown, picture
 from fixtures.conforming import load_conforming
 from fixtures.defects import DEFECTS
+from fixtures.systems import PAIRS
 from fixtures.tiny import CHECKPOINTS, save_tiny
 from pytest_fsdp_meta.catalogue import built_in
 
@@ -69,9 +70,11 @@ class Row:
 
 
 def entries() -> list[Entry]:
-    """Every defect, then every conforming loader."""
+    """Every defect, then every conforming loader, those among them that a pull request repaired."""
     defects = [Entry(name, d.load, d.mesh, d.architecture, d.caught_by) for name, d in DEFECTS.items()]
     sound = [Entry("conforming", load_conforming, mesh, name) for name in CHECKPOINTS for mesh in MESHES]
+    repaired = {pair.repaired: pair for pair in PAIRS.values()}
+    sound += [Entry(load.__name__, load, pair.mesh, pair.architecture) for load, pair in repaired.items()]
     return defects + sound
 
 
