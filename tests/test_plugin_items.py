@@ -112,7 +112,7 @@ def test_nothing_is_started(project: Project, monkeypatch: pytest.MonkeyPatch, a
 
 
 def test_each_thing_happens_once(project: Project) -> None:
-    """Over the whole catalogue; the fixture is alive while the loader runs, and torn down after it."""
+    """Over the whole catalogue; the fixture is alive whenever the loader runs, and torn down after it."""
     project.loaders(
         """
         import os
@@ -147,7 +147,10 @@ def test_each_thing_happens_once(project: Project) -> None:
     assert notes[:2] in (["autouse", "setup"], ["setup", "autouse"])
     assert sorted(notes[2:4]) == ["rank0-yes", "rank1-yes"]
     # Twice in its one run: once under poison, to see what it leaves uninitialised, once to be recorded.
-    assert notes[4:] == ["reference", "reference", "teardown"]
+    assert notes[4:6] == ["reference", "reference"]
+    # Checkpoints are loaded into a second load, and into one of another size, while the fixtures are alive.
+    assert sorted(notes[6:8]) == ["rank0-yes", "rank1-yes"]
+    assert notes[8:] == ["rank0-yes", "teardown"]
 
 
 def test_fixtures_of_every_kind(project: Project) -> None:
