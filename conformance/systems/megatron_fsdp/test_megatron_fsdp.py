@@ -52,10 +52,17 @@ def sharded(model: nn.Module, fsdp: Rank, units: list[type[nn.Module]], **option
 
 def declared(model: nn.Module, **more: Any) -> Subject:
     optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1, foreach=False))
-    return Subject(model, optimizer=optimizer, **more)
+    return Subject(model, optimizer=optimizer, state_dict=exported, **more)
+
+
+def exported(model: nn.Module) -> dict[str, Any]:
+    """The wrapper's keys begin with ``module.``, and it loads them so; who exports them takes that off."""
+    return {key.removeprefix("module."): value for key, value in model.state_dict().items()}
 
 
 def llama(model: nn.Module, path: Path, **more: Any) -> Subject:
+    """Shards what was built whole on every rank, which is the usual way to use the package."""
+    more["whole_while_loading"] = tuple(range(dist.get_world_size()))
     truth = {"reference": lambda: reference_model(path), "batch": lambda step: token_batch(step, path)}
     return declared(model, **truth, **more)
 
@@ -98,7 +105,14 @@ def plain(fsdp: Rank, **options: Any) -> Subject:
         built = Plain()
     model = sharded(built, fsdp, [Block], **options)
     return declared(
-        model, reference=Plain, batch=batch, loss=loss, kept_attributes=(KEPT,), clip_grad_norm=clip_grad_norm
+        model,
+        reference=Plain,
+        batch=batch,
+        loss=loss,
+        kept_attributes=(KEPT,),
+        clip_grad_norm=clip_grad_norm,
+        # The buffers and copies of one of its two small blocks outweigh the model, built on meta or not.
+        whole_while_loading=tuple(range(fsdp.world_size)),
     )
 
 
