@@ -12,6 +12,7 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
+from pytest_fsdp_meta.saved import RankResumed, RankSaved, RankStateDict
 from pytest_fsdp_meta.traffic import RankCollectives, RankMemory
 
 DATA_WORDS = frozenset({"dp", "ddp", "fsdp", "hsdp", "edp", "data", "shard", "replicate"})
@@ -279,45 +280,6 @@ class RankTraining:
     optimizer: OptimizerFacts | None = None
     movements: tuple[Movement, ...] = ()
     accumulation: Accumulation | None = None
-
-
-@dataclass(frozen=True)
-class RankStateDict:
-    """The keys under which a rank saves the model.
-
-    ``refused`` says why torch's own ``get_model_state_dict`` does not take the model; the keys are then those of
-    ``model.state_dict()``, without what torch's wrappers insert.
-    """
-
-    keys: tuple[str, ...]
-    refused: str = ""
-
-
-@dataclass(frozen=True)
-class RankSaved:
-    """What a rank holds of what a checkpoint keeps: before it was saved, or after it was loaded.
-
-    ``tensors`` are digests of this rank's parts of parameters and persistent buffers by name, ``extra`` those of what
-    modules keep as ``_extra_state``; ``left_out`` are the tensors for which the state dict has no key.
-    """
-
-    tensors: Mapping[str, str]
-    extra: Mapping[str, str] = field(default_factory=dict)
-    left_out: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class RankResumed:
-    """A rank at a checkpoint of model and optimizer, and the losses of the steps that it trains from there.
-
-    ``state`` is the optimizer's, by parameter and key, ``groups`` the hyperparameters of its groups: digests of
-    tensors, and how all else is written.
-    """
-
-    model: RankSaved
-    state: Mapping[str, Mapping[str, str]]
-    groups: tuple[Mapping[str, str], ...]
-    losses: tuple[float, ...]
 
 
 @dataclass(frozen=True)

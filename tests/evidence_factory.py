@@ -15,9 +15,6 @@ from pytest_fsdp_meta.evidence import (
     Export,
     MeshFacts,
     RankInventory,
-    RankResumed,
-    RankSaved,
-    RankStateDict,
     RankTraining,
     ReferenceFacts,
     Resharded,
@@ -27,6 +24,7 @@ from pytest_fsdp_meta.evidence import (
     WorldFacts,
 )
 from pytest_fsdp_meta.observers.layout import regions
+from pytest_fsdp_meta.saved import RankResumed, RankSaved, RankStateDict
 
 CATALOGUE = built_in()
 EMBEDDING, HEAD, MIDDLE, FROZEN = "embed.weight", "head.weight", "layers.0.weight", "verifier.weight"

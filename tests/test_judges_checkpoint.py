@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from pytest_fsdp_meta.evidence import Comparison, Evidence, Export, RankSaved, RankStateDict
+from pytest_fsdp_meta.evidence import Comparison, Evidence, Export
+from pytest_fsdp_meta.saved import RankSaved, RankStateDict
 from tests.evidence_factory import (
     COUNTER,
     EMBEDDING,

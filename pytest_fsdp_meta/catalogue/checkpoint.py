@@ -10,7 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from pytest_fsdp_meta.catalogue.judging import NotJudged, Unjudgeable, View, ranks_by
 from pytest_fsdp_meta.catalogue.registry import Finding, Told, Words, check
-from pytest_fsdp_meta.evidence import Comparison, RankResumed, RankSaved, TensorFacts
+from pytest_fsdp_meta.evidence import Comparison, TensorFacts
+from pytest_fsdp_meta.saved import RankResumed, RankSaved
 
 HERE = ("same_manifest_on_every_rank", "no_meta_params", "no_meta_buffers", "no_uninitialized_memory")
 EQUAL = (*HERE, "names_match_reference", "params_equal_reference", "buffers_equal_reference")

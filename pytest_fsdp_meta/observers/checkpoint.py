@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from pytest_fsdp_meta.evidence import Comparison, Export, RankResumed, RankSaved, RankStateDict
+from pytest_fsdp_meta.evidence import Comparison, Export
 from pytest_fsdp_meta.observers.adapters import Part
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part, own_part
 from pytest_fsdp_meta.observers.adapters.lookup import parts_of
@@ -39,6 +39,7 @@ from pytest_fsdp_meta.observers.optimizers import make_optimizer
 from pytest_fsdp_meta.observers.training import train
 from pytest_fsdp_meta.observers.values import compare, compare_all
 from pytest_fsdp_meta.reference import Record, write_record
+from pytest_fsdp_meta.saved import RankResumed, RankSaved, RankStateDict
 from pytest_fsdp_meta.subject import Subject
 from pytest_fsdp_meta.worlds import Rank, current
 
