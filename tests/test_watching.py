@@ -196,6 +196,21 @@ def test_the_most_that_is_alive_at_one_time():
     assert len(meter.diary) > before
 
 
+def largest_seen_of_a_gradient() -> int:
+    """DTensor works out what a new operation gives on fake tensors of the global shape; 7919 was not seen before."""
+    meter = Meter()
+    whole = distribute_tensor(torch.ones(2 * 7919, 3), current().mesh, [Shard(0)])
+    with watching(meter):
+        kept = torch.zeros_like(whole)
+    assert kept.shape == whole.shape
+    return max(after for _, after, _ in meter.diary)
+
+
+def test_what_dtensor_only_tries_has_no_memory():
+    with world_of(2) as world:
+        assert world.run(largest_seen_of_a_gradient) == [7919 * 3 * 4] * 2
+
+
 def test_memory_of_threads_counts():
     meter = Meter()
     with watching(meter), ThreadPoolExecutor(1) as pool:

@@ -91,8 +91,13 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
         if is_traceable_wrapper_subclass(value):
             for name in value.__tensor_flatten__()[0]:
                 yield from tensors_in(getattr(value, name))
-        elif value.layout == torch.strided and value.device.type not in WITHOUT_STORAGE:
+        elif value.layout == torch.strided and value.device.type not in WITHOUT_STORAGE and not _is_fake(value):
             yield value
     elif isinstance(value, (list, tuple)):
         for part in value:
             yield from tensors_in(part)
+
+
+def _is_fake(tensor: Tensor) -> bool:
+    """DTensor tries each new operation on fake tensors of the global shape, which claim a device but have no memory."""
+    return tensor.untyped_storage().device.type == "meta"
