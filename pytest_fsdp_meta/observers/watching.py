@@ -100,4 +100,4 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 def _is_fake(tensor: Tensor) -> bool:
     """DTensor tries each new operation on fake tensors of the global shape, which claim a device but have no memory."""
-    return tensor.untyped_storage().device.type == "meta"
+    return bool(tensor.untyped_storage().device.type == "meta")
