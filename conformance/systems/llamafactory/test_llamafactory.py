@@ -47,12 +47,7 @@ def load(path: Path, init: str, **mesh: int) -> Subject:
     DistributedInterface(config)
     engine = ModelEngine(ModelArguments(model=str(path), init_config={"name": init}), is_train=True)
     model = FSDP2Engine(config).shard_model(engine.model)
-    return Subject(
-        model,
-        reference=lambda: reference_model(path),
-        batch=lambda step: token_batch(step, path),
-        whole_while_loading=(0,) if init == "init_on_rank0" else False,
-    )
+    return Subject(model, reference=lambda: reference_model(path), batch=lambda step: token_batch(step, path))
 
 
 @pytest.mark.parametrize("path", ["qwen3-tied", "qwen3-moe", "gemma3"], indirect=True)
