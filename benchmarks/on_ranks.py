@@ -17,6 +17,7 @@ from fixtures.conforming import load_conforming, own_rows, subject
 from fixtures.tiny import reference_model
 from pytest_fsdp_meta import Subject
 from pytest_fsdp_meta.observers.inventory import take_inventory
+from pytest_fsdp_meta.observers.optimizers import make_optimizer
 from pytest_fsdp_meta.observers.training import train
 from pytest_fsdp_meta.observers.values import observe_values
 from pytest_fsdp_meta.worlds import Rank, current
@@ -38,12 +39,14 @@ def load_shards(fsdp: Rank, path: Path) -> Subject:
 def load_and_train(path: Path, steps: int) -> None:
     """What a test of loss parity would do on every rank, and nothing else."""
     me = current()
-    train(load_conforming(me, path), me.device, steps, (me.rank, me.world_size))
+    loaded = load_conforming(me, path)
+    train(loaded, me.device, range(steps), (me.rank, me.world_size), make_optimizer(loaded))
 
 
 def train_reference(path: Path, steps: int) -> None:
     model = reference_model(path)
-    train(subject(model, path), current().device, steps, (0, 1))
+    alone = subject(model, path)
+    train(alone, current().device, range(steps), (0, 1), make_optimizer(alone))
 
 
 def verify(path: str, repeats: int) -> dict[str, Any]:

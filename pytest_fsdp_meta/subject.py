@@ -124,7 +124,7 @@ class Subject:
             for name in group:
                 if name not in parameters:
                     raise SubjectError("tied", f"{name!r} is not a parameter of the model{_nearest(name, parameters)}")
-        defaults: dict[str, Any] = dict.fromkeys(("reference", "verifier", "batch", "save", "state_dict"))
+        defaults: dict[str, Any] = dict.fromkeys(("reference", "verifier", "batch", "optimizer", "save", "state_dict"))
         defaults |= {"frozen": (), "tied": (), "placements": {}}
         return SubjectFacts(
             frozen=self._resolve_frozen(names, transient),

@@ -10,10 +10,14 @@ from typing import Any
 
 from pytest_fsdp_meta.catalogue import Verdict, built_in, judge
 from pytest_fsdp_meta.evidence import (
+    Accumulation,
     Comparison,
     Evidence,
     Export,
+    Measure,
     MeshFacts,
+    Movement,
+    OptimizerFacts,
     RankInventory,
     RankTraining,
     ReferenceFacts,
@@ -120,16 +124,23 @@ def healthy(
     frozen = {FROZEN} & set(parameters)
     return Evidence(
         world=WorldFacts(prod(mesh.values()), tuple(mesh.items()), "cpu", "gloo"),
-        subject=SubjectFacts(declared=frozenset({"reference", "batch"})),
+        subject=SubjectFacts(declared=frozenset({"reference", "batch", "optimizer"})),
         inventory=ranks,
         reference=ReferenceFacts(
-            "callable", reference, tuple(losses), tuple(losses), batches, state_dict=persistent(reference)
+            "callable",
+            reference,
+            tuple(losses),
+            tuple(losses),
+            batches,
+            state_dict=persistent(reference),
+            gradients={t.name: 1.0 for t in reference.tensors if t.requires_grad},
+            noise=1e-6,
+            norm=3.0,
+            after=stepped(reference),
         ),
         values=tuple(tuple(equal(tensor) for tensor in rank.tensors) for rank in ranks),
         verifier=tuple(tuple(equal(t) for t in rank.tensors if t.name in frozen) for rank in ranks),
-        training=tuple(
-            RankTraining(losses=tuple(losses), data_parallel=(rank.rank, len(ranks)), batches=batches) for rank in ranks
-        ),
+        training=tuple(trained(rank, len(ranks), losses, batches) for rank in ranks),
         **reloaded(ranks, reference),
     )
 
@@ -154,6 +165,68 @@ def reloaded(ranks: Sequence[RankInventory], reference: RankInventory) -> dict[s
 
 def persistent(rank: RankInventory) -> tuple[str, ...]:
     return tuple(tensor.name for tensor in rank.tensors if tensor.persistent)
+
+
+def trained(rank: RankInventory, slices: int, losses: Sequence[float], batches: Sequence[str]) -> RankTraining:
+    """What a rank sees of a training that goes as the reference's."""
+    trainable = [tensor for tensor in rank.tensors if tensor.requires_grad]
+    alike = tuple(replace(equal(tensor), measure=measured(tensor.numel)) for tensor in trainable)
+    return RankTraining(
+        losses=tuple(losses),
+        data_parallel=(rank.rank, slices),
+        batches=tuple(batches),
+        gradients=alike,
+        parameters=alike,
+        labels=tuple((8, 6) for _ in losses),
+        norm=3.0,
+        after=stepped(rank),
+        optimizer=OptimizerFacts("SGD", {t.name: int(t.requires_grad) for t in rank.tensors if t.kind == "parameter"}),
+        movements=tuple(Movement(t.name, t.local_shape[0], 0) for t in trainable if t.numel),
+        accumulation=Accumulation(alike),
+    )
+
+
+def measured(elements: int, factor: float = 1.0, apart: float = 0.0) -> Measure:
+    """Of a tensor of ones that has ``factor`` times the truth, and is ``apart`` from that in another direction."""
+    length = elements**0.5
+    actual = ((factor * length) ** 2 + apart**2) ** 0.5
+    distance = (((factor - 1) * length) ** 2 + apart**2) ** 0.5
+    return Measure(actual, length, distance, factor * elements, elements)
+
+
+def stepped(rank: RankInventory) -> RankInventory:
+    """The inventory once the steps are over: what is trainable has other bits."""
+    return replace(
+        rank, tensors=tuple(replace(t, digest=f"trained {t.digest}") if t.requires_grad else t for t in rank.tensors)
+    )
+
+
+def on_runs(evidence: Evidence, ranks: Iterable[int] | None, **facts: Any) -> Evidence:
+    """The training with other facts on these ranks, or on all."""
+    chosen = range(len(evidence.training or ())) if ranks is None else set(ranks)
+    runs = (replace(run, **facts) if rank in chosen else run for rank, run in enumerate(evidence.training or ()))
+    return replace(evidence, training=tuple(runs))
+
+
+def remeasured(
+    evidence: Evidence,
+    name: str,
+    factor: float = 1.0,
+    apart: float = 0.0,
+    ranks: Iterable[int] | None = None,
+    observed: str = "gradients",
+) -> Evidence:
+    """A gradient, or an update, that is ``factor`` times the reference's and ``apart`` from it in another direction."""
+    chosen = range(len(evidence.training or ())) if ranks is None else set(ranks)
+    runs = []
+    for rank, run in enumerate(evidence.training or ()):
+        off = {"equal": False, "differing": 1, "index": (0, 0), "expected": 0.5, "actual": 0.75}
+        seen = tuple(
+            replace(c, **off, measure=measured(c.elements, factor, apart)) if c.name == name and rank in chosen else c
+            for c in getattr(run, observed)
+        )
+        runs.append(replace(run, **{observed: seen}))
+    return replace(evidence, training=tuple(runs))
 
 
 def equal(tensor: TensorFacts) -> Comparison:

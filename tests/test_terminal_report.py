@@ -221,7 +221,7 @@ def test_a_real_curve_of_losses():
     assert lines(describe_failure(verdict("loss_parity", drifting), str(evidence.world), AGAIN)) == [
         "  the model, rank 0: loss 1 at step 1, but should be 1.5 within 1e-05 (losses 2.000000, 1.000000; the "
         "reference's 2.000000, 1.500000)",
-        "              not hold the live parameters",
+        "              such as a buffer or a cache that the forward updates on each rank for itself",
     ]
 
 

@@ -3,8 +3,10 @@
 from pytest_fsdp_meta.catalogue import (
     checkpoint,
     communication,
+    gradients,
     materialisation,
     memory,
+    optimization,
     replicas,
     sharding,
     structure,
@@ -18,7 +20,8 @@ from pytest_fsdp_meta.catalogue.registry import Catalogue, Check, Finding, check
 
 FAMILIES = (
     *(structure, materialisation, sharding, tiling, communication),
-    *(replicas, values, tying, memory, training, checkpoint),
+    *(replicas, values, tying, memory),
+    *(gradients, optimization, training, checkpoint),
 )
 
 

@@ -45,9 +45,13 @@ class Verdict:
 class View:
     """The evidence as one judge sees it: without the tensors that more basic checks have condemned."""
 
-    def __init__(self, evidence: Evidence, check: Check, condemned: dict[str, str]) -> None:
+    def __init__(
+        self, evidence: Evidence, check: Check, condemned: dict[str, str], failed: tuple[str, ...] = ()
+    ) -> None:
         self.evidence = evidence
         self.check = check
+        self.failed = failed
+        """The more basic checks that found something, whether or not they condemned a tensor."""
         self._condemned = condemned
         self._left_out: dict[str, dict[str, None]] = {}
 
@@ -57,6 +61,10 @@ class View:
         if by is not None:
             self._left_out.setdefault(by, {})[name] = None
         return by is None
+
+    def condemned_by(self, name: str) -> str | None:
+        """The more basic check that condemned the tensor; unlike ``judgeable``, asking does not count it."""
+        return self._condemned.get(name)
 
     def names(self, *kinds: str, only: Collection[str] | None = None, but: Collection[str] = ()) -> list[str]:
         """Judgeable names over all ranks, each once; ``only`` and ``but`` limit what is asked for."""
@@ -115,7 +123,8 @@ def _judge(check: Check, evidence: Evidence, catalogue: Catalogue) -> Verdict:
     for need in check.needs:
         if need in evidence.unavailable:
             return _unavailable(check, need, evidence, catalogue)
-    view = View(evidence, check, _condemned(check, evidence, catalogue))
+    failed = tuple(id for id in check.after if judge(catalogue[id], evidence, catalogue).findings)
+    view = View(evidence, check, _condemned(check, evidence, catalogue), failed)
     findings: list[Finding] = []
     reason = ""
     try:

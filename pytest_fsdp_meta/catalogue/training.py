@@ -3,37 +3,107 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from pytest_fsdp_meta.catalogue.judging import NotJudged, Unjudgeable, View, ranks_by
-from pytest_fsdp_meta.catalogue.registry import Finding, Words, check
-from pytest_fsdp_meta.evidence import Comparison, RankTraining, splits_sequence
-
-TOLERANCE = {"float64": 1e-9, "float32": 1e-5, "float16": 2e-3, "bfloat16": 1.6e-2}
-"""Relative, by the coarsest dtype among the parameters."""
-EXPLAINING = (
-    "same_manifest_on_every_rank",
-    "names_match_reference",
-    "shapes_match_reference",
-    "collectives_match_on_every_rank",
-    "dtypes_match_reference",
-    "requires_grad_matches_reference",
-    "no_meta_params",
-    "no_meta_buffers",
-    "no_uninitialized_memory",
-    "managed_params_are_registered",
-    "shards_tile_the_tensor",
-    "replicas_equal",
-    "params_equal_reference",
-    "buffers_equal_reference",
-    "frozen_weights_equal_verifier",
-    "tied_weights_share_storage",
+from pytest_fsdp_meta.catalogue.gradients import multiple
+from pytest_fsdp_meta.catalogue.judging import NotJudged, View
+from pytest_fsdp_meta.catalogue.parity import (
+    EXPLAINING,
+    OF_GRADIENTS,
+    OF_UPDATES,
+    TOLERANCE,
+    distance,
+    gradient_apart,
+    is_rounding,
+    mean_losses,
+    other_precision,
+    require_no_other_cause,
+    require_same_forward,
+    slice_losses,
+    tolerance,
+    trained,
+    typical_gradient,
 )
-"""What makes losses differ by itself: one cause, one finding."""
-ROUNDING = 1e-2
-"""Relative: reduced gradients are the same bits on every rank, or nearly; those of other rows differ by far more."""
-NOISE = 1e-7
-"""Gradients this small are what rounding leaves of a zero, as of the bias of attention keys."""
+from pytest_fsdp_meta.catalogue.registry import Finding, Words, check
+from pytest_fsdp_meta.evidence import Comparison, Measure, RankTraining, splits_sequence
+
+LOOSE = 0.1
+"""What a way of several steps may be off a multiple of the reference's: each step starts from another place."""
+BEFORE_UPDATES = (
+    *EXPLAINING,
+    "grad_parity",
+    "optimizer_owns_parameters",
+    "frozen_weights_stay_frozen",
+    "tied_weights_stay_tied",
+    "every_trainable_moves",
+    "replicas_stay_equal",
+)
+
+
+@check(
+    promise="after K steps, each parameter has moved as the reference's has",
+    family="training",
+    needs=["inventory", "reference", "training"],
+    uses=["values", "verifier"],
+    after=BEFORE_UPDATES,
+    why="Right gradients in the wrong hands: a learning rate or a decay that a group lost shows late in the losses.",
+    cause="the optimizer does something else on the ranks: another learning rate, decay or grouping of parameters",
+    remedy="compare the optimizer's groups and their settings with the reference's, by parameter name",
+    references=["pytorch/pytorch#149205"],
+    since="0.2",
+)
+def update_parity(view: View) -> Iterable[Finding]:
+    runs = trained(view)
+    found = list(_moved_otherwise(view, runs))
+    if found:
+        require_same_forward(view, runs)
+        require_no_other_cause(view, f"the updates differ ({found[0].tensor}: {found[0].actual})")
+        yield from found
+
+
+def _moved_otherwise(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding]:
+    """The parameters that are farthest off: those that merely follow them, through the forward, are less so."""
+    allowed = tolerance(view, OF_UPDATES)
+    off = {name: pairs for name, pairs in _off(view, runs, allowed).items() if pairs}
+    worst = max((_way(m) for pairs in off.values() for _, m in pairs), default=0.0)
+    for name, pairs in off.items():
+        farthest = [(rank, m) for rank, m in pairs if _way(m) >= min(worst, 1.0) / 2]
+        by_factor: dict[str, list[tuple[int, Measure]]] = {}
+        for rank, m in farthest:
+            by_factor.setdefault(_share(m), []).append((rank, m))
+        for factor, cases in by_factor.items():
+            actual = (
+                f"moved about {factor} times as far as the reference"
+                if factor
+                else "moved otherwise than the reference"
+            )
+            detail = "" if factor else f"off by {max(_way(m) for _, m in cases):.2g} of the way"
+            expected = f"moved as the reference within {allowed:g}"
+            yield Finding(name, tuple(rank for rank, _ in cases), actual, expected, detail)
+
+
+def _off(view: View, runs: Sequence[RankTraining], allowed: float) -> dict[str, list[tuple[int, Measure]]]:
+    """The ranks on which a parameter moved otherwise than rounding explains."""
+    steps = len(view.reference.losses or ())
+    names = [name for name in view.names("parameter", only=view.reference.gradients) if not is_rounding(view, name)]
+    found = {}
+    for name, pairs in view.comparisons(tuple(run.parameters for run in runs), names).items():
+        measured = [(rank, c.measure) for rank, c in pairs if c.measure is not None]
+        far = max((m.truth for _, m in measured), default=0.0)
+        # Each step rounds each element once, on either side.
+        found[name] = [(rank, m) for rank, m in measured if not m.apart <= allowed * far + 2 * steps * m.grain]
+    return found
+
+
+def _share(measure: Measure) -> str:
+    """The part of the reference's way that was gone in the same direction; empty where it was another direction."""
+    same = math.isfinite(measure.apart) and measure.residual <= LOOSE and measure.factor > 0
+    return f"{measure.factor:.1g}" if same else ""
+
+
+def _way(measure: Measure) -> float:
+    """How far off, relative to the way that the reference went."""
+    return measure.apart / measure.truth if measure.truth and math.isfinite(measure.apart) else math.inf
 
 
 @check(
@@ -41,28 +111,24 @@ NOISE = 1e-7
     family="training",
     needs=["inventory", "reference", "training"],
     uses=["values", "verifier"],
-    after=EXPLAINING,
-    why="A gradient that is not reduced, or scaled by the world size, shows in nothing but the curve.",
+    after=[*BEFORE_UPDATES, "update_parity"],
+    why="A forward that differs, or ranks whose losses are not weighed alike, show in nothing but the curve.",
     cause="the forward of the sharded model is not that of the reference",
     remedy="compare gradients and attention settings; make the loss a mean that all ranks weigh alike",
     references=["NVIDIA-NeMo/Automodel#2146", "pytorch/torchtune#2172"],
 )
 def loss_parity(view: View) -> Iterable[Finding]:
-    runs, expected = view.evidence.training or (), view.reference.losses or ()
-    _require_truth(view, runs)
-    actual = mean_losses(runs)
-    tolerance = _tolerance(view)
-    apart = [step for step in range(len(expected)) if _distance(actual, expected, step) > tolerance]
-    diverged = _diverged(view, runs, tolerance)
-    unreduced = list(_unreduced(view, runs))
-    yield from unreduced
-    if unreduced and apart and apart[0] > 0:
-        apart = []  # what nobody reduces shows in the losses of later steps by itself
+    runs = trained(view)
+    expected, actual = view.reference.losses or (), mean_losses(runs)
+    allowed = tolerance(view, TOLERANCE)
+    apart = [step for step in range(len(expected)) if distance(actual, expected, step) > allowed]
+    diverged = _diverged(view, runs, allowed)
     if not apart and not diverged:
         return
     rank, other, step = diverged[0] if diverged else (0, 0, 0)
     told = _step(apart[0], actual, expected) if apart else _step(step, runs[rank].losses, runs[other].losses)
-    _require_no_other_cause(view, told)
+    first = apart[:1] == [0] or any(case[2] == 0 for case in diverged)
+    require_no_other_cause(view, f"the losses differ ({told})", first)
     yield from (_disagreement(runs, *case) for case in diverged)
     if apart:
         ours, theirs = _told_apart(actual[apart[0]], expected[apart[0]])
@@ -70,84 +136,13 @@ def loss_parity(view: View) -> Iterable[Finding]:
             None,
             tuple(range(len(runs))),
             f"loss {ours} at step {apart[0]}",
-            f"{theirs} within {tolerance:g}",
+            f"{theirs} within {allowed:g}",
             f"losses {_curve(actual)}; the reference's {_curve(expected)}",
-            **_likely(view, apart[0], runs),
+            **_likely(view, apart[0], runs, allowed),
         )
 
 
-def _require_no_other_cause(view: View, told: str) -> None:
-    """Raises when the reference, or what more basic checks found, explains losses that differ as ``told``."""
-    if view.reference.unstable:
-        raise Unjudgeable(
-            f"the losses differ ({told}), and the reference does not reproduce itself: it gives other bits when it is "
-            f"built again ({view.reference.unstable[0]}); make it build the same model every time"
-        )
-    if [name for name in _known_names(view) if not view.judgeable(name)]:
-        explaining = ", ".join(view.left_out)
-        raise NotJudged(f"the losses differ ({told}), which the findings of {explaining} explain; mend those first")
-
-
-def _unreduced(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding]:
-    """Parameters that ranks hold alike and that each slice of the batch pulls its own way.
-
-    Their effect on the loss may be too small to see in a few steps.
-    """
-    gradients = [{comparison.name: comparison for comparison in run.gradients} for run in runs]
-    updated = [{comparison.name: comparison for comparison in run.parameters} for run in runs]
-    words = _PLAIN if any(run.unreduced for run in runs) else _IGNORED
-    for name in dict.fromkeys(name for by_name in gradients for name in by_name):
-        for ranks in _replicas(view, runs, name):
-            # One rank of each slice; the others of a slice, tensor-parallel ones, may hold parts of a sum.
-            apart = {runs[rank].data_parallel[0]: rank for rank in reversed(ranks)}
-            seen = {rank: gradients[rank][name] for rank in sorted(apart.values()) if name in gradients[rank]}
-            # An optimizer may reduce what backward left apart; its parameters are then equal.
-            together = len({updated[rank].get(name) for rank in seen}) < 2
-            detail = "" if together else _scattered(seen)
-            if detail and view.judgeable(name):
-                yield Finding(name, ranks, *_SCATTERED, detail, **words)
-
-
-def _replicas(view: View, runs: Sequence[RankTraining], name: str) -> Iterator[tuple[int, ...]]:
-    """Ranks that hold the same part of a parameter and do not all see the same rows."""
-    inventory = view.evidence.inventory
-    held = [(rank.rank, rank.by_name[name].regions) for rank in inventory if name in rank.by_name]
-    for ranks in ranks_by(held).values():
-        if len({runs[rank].data_parallel for rank in ranks}) > 1:
-            yield ranks
-
-
-def _scattered(seen: Mapping[int, Comparison]) -> str:
-    """Where tensors differ from one another by more than rounding; empty where they do not.
-
-    All are compared with one truth, so a rank that does not differ from it at an index has the truth's value there.
-    """
-    indices = [c.index for c in seen.values() if c.index is not None]
-    if not indices or max(c.max_abs for c in seen.values()) < NOISE:
-        return ""
-    index = min(indices)
-    truth = next(c.expected for c in seen.values() if c.index == index)
-    values = {rank: c.actual if c.index == index else truth for rank, c in seen.items()}
-    ordered = sorted((value, rank) for rank, value in values.items() if value is not None)
-    (low, least), (high, most) = ordered[0], ordered[-1]
-    if not high - low > ROUNDING * max(abs(low), abs(high)):  # nor where one is NaN, which the losses tell
-        return ""
-    place = f"at [{', '.join(map(str, index))}]: " if index else ""
-    return f"of the first step, {place}{low:.6g} on rank {least}, {high:.6g} on rank {most}"
-
-
-_SCATTERED = ("gradients that differ from rank to rank", "reduced over the data-parallel ranks")
-_IGNORED: Words = {
-    "cause": "it is left out of FSDP and DDP (ignored_params), and nothing else reduces its gradients",
-    "remedy": "shard it, or reduce its gradients after backward (mean over the data-parallel ranks)",
-}
-_PLAIN: Words = {
-    "cause": "all parameters are plain tensors and no DDP wraps the model, so nobody reduces their gradients",
-    "remedy": "shard or wrap the model; or declare Subject(data_parallel=(0, 1)) if every rank sees the whole batch",
-}
-
-
-def _diverged(view: View, runs: Sequence[RankTraining], tolerance: float) -> list[tuple[int, int, int]]:
+def _diverged(view: View, runs: Sequence[RankTraining], allowed: float) -> list[tuple[int, int, int]]:
     """(rank, another of its slice, first step at which they differ): in the mean their deviations could cancel."""
     if any(size > 1 and splits_sequence(dim) for dim, size in view.evidence.world.mesh):
         return []  # of the same rows, each rank has another part of the sequence
@@ -156,7 +151,7 @@ def _diverged(view: View, runs: Sequence[RankTraining], tolerance: float) -> lis
     for rank, run in enumerate(runs):
         other, same = first.setdefault(run.data_parallel[0], (rank, run))
         finite = [step for step in range(len(run.losses)) if math.isfinite(run.losses[step] + same.losses[step])]
-        apart = [step for step in finite if _distance(run.losses, same.losses, step) > tolerance]
+        apart = [step for step in finite if distance(run.losses, same.losses, step) > allowed]
         found += [(rank, other, step) for step in apart[:1]]
     return found
 
@@ -175,78 +170,41 @@ def _disagreement(runs: Sequence[RankTraining], rank: int, other: int, step: int
     )
 
 
-def mean_losses(runs: Sequence[RankTraining]) -> tuple[float, ...]:
-    """The loss over the global batch: the mean over data-parallel slices; ranks of one slice count once."""
-    slices: dict[int, list[tuple[float, ...]]] = {}
-    for run in runs:
-        slices.setdefault(run.data_parallel[0], []).append(run.losses)
-    per_slice = [[math.fsum(step) / len(step) for step in zip(*losses, strict=True)] for losses in slices.values()]
-    return tuple(math.fsum(step) / len(step) for step in zip(*per_slice, strict=True))
-
-
-def _require_truth(view: View, runs: Sequence[RankTraining]) -> None:
-    """Raises Unjudgeable when the reference's losses tell nothing of the subject's."""
-    reference = view.reference
-    first, again = reference.losses or (), reference.losses_again or ()
-    for step, loss in enumerate(first):
-        if not math.isfinite(loss):
-            raise Unjudgeable(
-                f"the reference's own loss is {loss:g} at step {step}; give it a batch, a loss and an optimizer that "
-                "keep it finite"
-            )
-    for step, (one, other) in enumerate(zip(first, again, strict=True)):
-        if one != other:
-            raise Unjudgeable(
-                f"the reference does not reproduce itself: step {step} gives {one:.9g}, then {other:.9g} from the same "
-                "weights; make its forward deterministic"
-            )
-    for rank, run in enumerate(runs):
-        for step, (ours, theirs) in enumerate(zip(run.batches, reference.batches, strict=True)):
-            if ours != theirs:
-                raise Unjudgeable(
-                    f"batch({step}) on rank {rank} is not the reference's; make batch(step) a function of the step "
-                    "alone"
-                )
-
-
-def _tolerance(view: View) -> float:
-    declared = view.evidence.tolerance
-    if view.check.id in declared or "*" in declared:
-        return declared.get(view.check.id, declared.get("*", 0.0))
-    dtypes = {t.dtype for t in view.evidence.inventory[0].tensors if t.kind == "parameter"}
-    return max((TOLERANCE[dtype] for dtype in dtypes if dtype in TOLERANCE), default=TOLERANCE["float32"])
-
-
-def _known_names(view: View) -> dict[str, None]:
-    names = {t.name: None for rank in view.evidence.inventory for t in rank.tensors}
-    return names | dict.fromkeys(view.truth.by_name)
-
-
-def _distance(actual: Sequence[float], expected: Sequence[float], step: int) -> float:
-    """Relative to the largest loss of the curve: a loss that falls to zero, or through it, keeps a measure."""
-    if not math.isfinite(actual[step]):
-        return math.inf
-    return abs(actual[step] - expected[step]) / max(1e-12, *(abs(loss) for loss in expected))
-
-
-def _likely(view: View, first: int, runs: Sequence[RankTraining]) -> Words:
+def _likely(view: View, first: int, runs: Sequence[RankTraining], allowed: float) -> Words:
+    if first == 0 and _explained_by_labels(view, runs, allowed):
+        return {
+            "cause": "each rank averages over its own labels, and the ranks have different numbers of labels that "
+            "count (-100 does not): weighed by these numbers, the losses of the ranks give the reference's",
+            "remedy": "divide each rank's summed loss by the number of labels in the global batch, and multiply it by "
+            "the number of data-parallel ranks, over which gradients are averaged",
+        }
     if first == 0:
         return {
             "cause": "the first forward differs already though the weights are equal: the ranks' losses are not "
-            "weighed alike, a module was left out or replaced, or an attention or precision setting differs",
+            "weighed alike, a module was left out or replaced, or an attention or precision setting differs"
+            + other_precision(view),
             "remedy": "compare attention settings and make the loss a mean that all ranks weigh alike; where the "
             "loader computes in another precision on purpose, set tolerance=...",
         }
-    if any(run.unreduced for run in runs) and len(runs) > 1:
-        return _PLAIN
-    wrong = [c for run in runs for c in run.gradients if not c.equal and c.max_rel > ROUNDING]
-    shown = f" (of the first step, {wrong[0].name} for one)" if wrong else ""
     return {
-        "cause": f"the first forward agrees, later ones do not: gradients are not reduced, or scaled{shown}, or the "
-        "optimizer does not hold the live parameters",
-        "remedy": "look at the gradient reduction (mean over data-parallel ranks) and make the optimizer after "
-        "sharding",
+        "cause": "the first forward and its gradients agree, later losses do not: something changes between the steps, "
+        "such as a buffer or a cache that the forward updates on each rank for itself" + other_precision(view),
+        "remedy": "compare what the forward keeps from one step to the next with the reference's",
     }
+
+
+def _explained_by_labels(view: View, runs: Sequence[RankTraining], allowed: float) -> bool:
+    """Whether the mean of the first losses, weighed by the labels that each slice counts, is the reference's."""
+    first = {run.data_parallel[0]: run.labels[0] for run in reversed(runs) if run.labels}
+    losses = {index: curve[0] for index, curve in slice_losses(runs).items()}
+    expected = view.reference.losses or ()
+    for kind in (0, 1):
+        weights = {index: labels[kind] for index, labels in first.items()}
+        if len(set(weights.values())) > 1 and weights.keys() == losses.keys():
+            weighed = math.fsum(weights[i] * losses[i] for i in weights if weights[i]) / sum(weights.values())
+            if distance([weighed], expected, 0) <= allowed:
+                return True
+    return False
 
 
 def _curve(losses: Sequence[float]) -> str:
@@ -263,5 +221,85 @@ def _told_apart(actual: float, expected: float) -> tuple[str, str]:
 
 
 def _step(step: int, actual: Sequence[float], expected: Sequence[float]) -> str:
-    off = _distance(actual, expected, step)
+    off = distance(actual, expected, step)
     return f"step {step}: {actual[step]:.6f}, but should be {expected[step]:.6f}, off by {off:.2g} relative"
+
+
+@check(
+    promise="gradients accumulated over micro-batches are those of one batch, and are reduced with the last one only",
+    family="training",
+    needs=["inventory", "reference", "training"],
+    uses=["values", "verifier"],
+    after=[*BEFORE_UPDATES, "update_parity", "loss_parity"],
+    why="A switch that is ignored costs a reduction per micro-batch; one that sticks loses a whole step.",
+    cause="the switch (set_requires_gradient_sync of FSDP2, no_sync of DDP) does not reach every wrapped module",
+    remedy="pass the switch on to every FSDP module, and turn it on again before the backward of the last micro-batch",
+    references=["nvidia-cosmos/cosmos-framework#161"],
+    since="0.2",
+)
+def grad_accumulation_parity(view: View) -> Iterable[Finding]:
+    runs = trained(view)
+    seen = [run.accumulation for run in runs if run.accumulation is not None]
+    if not seen or len(seen) < len(runs):
+        raise NotJudged("nothing is trainable, so there are no gradients to accumulate")
+    if problem := next((one.problem for one in seen if one.problem), ""):
+        raise NotJudged(f"batch(0): {problem}; give it more rows")
+    for name in view.names("parameter"):
+        early = tuple(rank for rank, one in enumerate(seen) if name in one.early)
+        if early:
+            yield Finding(name, early, "reduced in the first micro-batch", "reduced with the last one only", **_IGNORED)
+    found = list(_accumulated(view, runs))
+    changing = next(_changed_by_the_forward(view), None)
+    if found and changing is not None:
+        raise NotJudged(
+            f"the forward changes {changing} each time, and the reference takes more forwards for the same rows"
+        )
+    if found:
+        require_same_forward(view, runs)
+        require_no_other_cause(view, f"accumulated gradients differ ({found[0].tensor}: {found[0].actual})")
+    yield from found
+
+
+def _changed_by_the_forward(view: View) -> Iterator[str]:
+    """Buffers, and what else is not trained, that change in the reference."""
+    after = view.reference.after
+    for tensor in view.truth.tensors:
+        if after is not None and not tensor.requires_grad and after.by_name[tensor.name].digest != tensor.digest:
+            yield tensor.name
+
+
+def _accumulated(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding]:
+    # The steps are over: what tells the parameters from the reference's tells their gradients apart as well.
+    drift = [c.measure.apart / c.measure.truth for run in runs for c in run.parameters if c.measure and c.measure.truth]
+    drift = [one for one in drift if one < OF_UPDATES["bfloat16"]]
+    allowed, typical = tolerance(view, OF_GRADIENTS) + max(drift, default=0.0), typical_gradient(view)
+    names = view.names("parameter", only=view.reference.gradients)
+    seen = [run.accumulation for run in runs if run.accumulation is not None]
+    pairs = view.comparisons(tuple(one.gradients for one in seen), names)
+    for name in names:
+        lost = [rank for rank, one in enumerate(seen) if name in one.without_gradient]
+        lost = [rank for rank in lost if name not in runs[rank].without_gradient]
+        if lost:
+            yield Finding(name, tuple(lost), "no gradient once the last micro-batch is over", _MEAN, **_NEVER)
+        yield from _unlike(name, pairs.get(name, []), allowed, typical)
+
+
+def _unlike(name: str, pairs: list[tuple[int, Comparison]], allowed: float, typical: float) -> Iterator[Finding]:
+    by_factor: dict[str, list[int]] = {}
+    for rank, comparison in pairs:
+        if comparison.measure is not None and gradient_apart(comparison.measure, allowed, typical):
+            by_factor.setdefault(multiple(comparison.measure, allowed), []).append(rank)
+    for factor, ranks in by_factor.items():
+        actual = f"a gradient {factor} times as large" if factor else "another gradient"
+        yield Finding(name, tuple(ranks), f"{actual} once the last micro-batch is over", _MEAN)
+
+
+_MEAN = "the mean of the micro-batches"
+_IGNORED: Words = {
+    "cause": "the switch (set_requires_gradient_sync of FSDP2) is ignored: each micro-batch costs a reduction",
+    "remedy": "pass the switch on to every FSDP module",
+}
+_NEVER: Words = {
+    "cause": "the reduction is not turned on again for the last micro-batch, so gradients stay unreduced inside FSDP",
+    "remedy": "call set_requires_gradient_sync(True) before the backward of the last micro-batch, on every FSDP module",
+}

@@ -38,6 +38,59 @@ def tied_weights_share_storage(view: View) -> Iterable[Finding]:
             yield Finding(group[0], apart, f"another memory than {others}", f"one weight with {others}")
 
 
+@check(
+    promise="what is tied is still one weight, with equal values, after training steps",
+    family="tying",
+    needs=["inventory", "training"],
+    uses=["reference"],
+    after=[
+        "same_manifest_on_every_rank",
+        "names_match_reference",
+        "shapes_match_reference",
+        "no_meta_params",
+        "no_uninitialized_memory",
+        "tied_weights_share_storage",
+    ],
+    why="A tie that breaks while training saves one weight and goes on with two.",
+    cause="something puts a new parameter in the place of one of the names, or writes to one of them alone",
+    remedy="update tied weights in place, and once; call tie_weights() after whatever re-creates parameters",
+    references=["pytorch/pytorch#176076"],
+    since="0.2",
+)
+def tied_weights_stay_tied(view: View) -> Iterable[Finding]:
+    after = [run.after for run in view.evidence.training or () if run.after is not None]
+    groups = _groups_or_own(view)
+    if not groups or not after:
+        raise NotJudged(
+            "nothing is tied: neither Subject(tied=...), nor the reference, nor the loaded model ties anything"
+        )
+    steps = max(len(run.losses) for run in view.evidence.training or ())
+    for group in groups:
+        if [name for name in group if not view.judgeable(name)]:
+            continue
+        apart = tuple(rank.rank for rank in after if _apart(rank, group))
+        if apart:
+            others = ", ".join(group[1:])
+            values = {after[rank].by_name[name].digest for rank in apart[:1] for name in group}
+            yield Finding(
+                group[0],
+                apart,
+                f"another memory than {others} after {steps} step{'' if steps == 1 else 's'}",
+                f"one weight with {others}",
+                "with other values" if len(values) > 1 else "with equal values, so far",
+                condemns=group,
+            )
+
+
+def _groups_or_own(view: View) -> tuple[tuple[str, ...], ...]:
+    """The ties that are known; where none is, those that the loaded model shows by itself on every rank."""
+    try:
+        return _groups(view)
+    except NotJudged:
+        shown = [set(rank.ties()) for rank in view.evidence.inventory]
+        return tuple(sorted(set[tuple[str, ...]].intersection(*shown))) if shown else ()
+
+
 def _groups(view: View) -> tuple[tuple[str, ...], ...]:
     """The declared ties, and those of the reference that are not declared."""
     declared, reference = view.evidence.subject.tied, view.evidence.reference

@@ -27,13 +27,11 @@ def gradients_of(model: Module) -> list[tuple[str, Part]]:
     return [(name, part) for name, part in held if part is not None]
 
 
-def without_gradient(model: Module) -> tuple[str, ...]:
-    """Trainable parameters that this rank holds something of, and that backward left without a gradient."""
-    return tuple(
-        name
-        for name, kind, tensor in named_tensors(model)
-        if kind == "parameter" and tensor.requires_grad and tensor.grad is None and local_part(tensor).numel()
-    )
+def without_gradient(model: Module, seen: Iterable[tuple[str, Part]]) -> tuple[str, ...]:
+    """Trainable parameters that this rank holds something of, and that are not among the gradients ``seen``."""
+    parts, known = parts_of(model), {name for name, _ in seen}
+    trainable = ((name, t) for name, kind, t in named_tensors(model) if kind == "parameter" and t.requires_grad)
+    return tuple(name for name, t in trainable if name not in known and parts.of(name, t).local.numel())
 
 
 def gradient_norm(model: Module, own: ClipGradNorm | None) -> tuple[float | None, str]:

@@ -142,7 +142,7 @@ class _First:
     def look(self) -> None:
         model = self._subject.model
         seen = gradients_of(model)
-        self.without_gradient = without_gradient(model)
+        self.without_gradient = without_gradient(model, seen)
         self.norm, self.norm_problem = gradient_norm(model, self._subject.clip_grad_norm)
         if self.records:
             self.gradients = compare_gradients(seen, self.records["gradients"])
@@ -181,14 +181,12 @@ def _accumulation(
     if problem := not_shared(subject, part[1]):
         return Accumulation(problem=problem)
     early = accumulate(subject, me.device, micro_batches(part))
-    seen = Accumulation(
-        compare_gradients(gradients_of(subject.model), records["accumulated"]),
-        without_gradient(subject.model),
-        early,
-    )
+    seen = gradients_of(subject.model)
+    missing = without_gradient(subject.model, seen)
+    accumulated = Accumulation(compare_gradients(seen, records["accumulated"]), missing, early)
     subject.model.zero_grad(set_to_none=True)
     reshard(subject.model)
-    return seen
+    return accumulated
 
 
 def _unreduced(model: Module) -> bool:

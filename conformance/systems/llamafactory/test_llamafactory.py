@@ -47,7 +47,12 @@ def load(path: Path, init: str, **mesh: int) -> Subject:
     DistributedInterface(config)
     engine = ModelEngine(ModelArguments(model=str(path), init_config={"name": init}), is_train=True)
     model = FSDP2Engine(config).shard_model(engine.model)
-    return Subject(model, reference=lambda: reference_model(path), batch=lambda step: token_batch(step, path))
+    return Subject(
+        model,
+        reference=lambda: reference_model(path),
+        batch=lambda step: token_batch(step, path),
+        whole_while_loading=(0,) if init == "init_on_rank0" else False,
+    )
 
 
 @pytest.mark.parametrize("path", ["qwen3-tied", "qwen3-moe", "gemma3"], indirect=True)

@@ -69,11 +69,13 @@ def test_setup_model(fsdp, verifier):
             "verifier_norm.weight": "model.norm.weight",
         },
         verifier=verifier,
+        whole_while_loading=True,  # every rank builds the draft
     )
 
 
 def load(fsdp: Rank, verifier: Path) -> Subject:
-    return Subject(set_up(draft(verifier, seed=0)), reference=lambda: draft(verifier, seed=0))
+    model = set_up(draft(verifier, seed=0))
+    return Subject(model, reference=lambda: draft(verifier, seed=0), whole_while_loading=True)
 
 
 def test_what_is_said_of_it(verifier, told):

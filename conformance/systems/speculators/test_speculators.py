@@ -112,4 +112,5 @@ def test_setup_model(fsdp, verifier, vocabulary):
         batch=batch,
         loss=loss,
         optimizer=trainer.optimizers[0],
+        whole_while_loading=True,  # since #333 by design: every rank builds the draft, then shards it
     )

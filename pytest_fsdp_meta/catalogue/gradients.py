@@ -1,0 +1,308 @@
+"""Gradients: what N ranks make of a batch pulls every weight as it does on one device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from pytest_fsdp_meta.catalogue.judging import NotJudged, View, ranks_by
+from pytest_fsdp_meta.catalogue.parity import (
+    EXPLAINING,
+    OF_GRADIENTS,
+    OF_UPDATES,
+    gradient_apart,
+    is_rounding,
+    other_precision,
+    require_no_other_cause,
+    require_same_forward,
+    tolerance,
+    trained,
+    typical_gradient,
+)
+from pytest_fsdp_meta.catalogue.registry import Finding, Words, check
+from pytest_fsdp_meta.evidence import Comparison, Measure, RankTraining, splits_model
+
+ROUNDING = 1e-2
+"""Relative: reduced gradients are the same bits on every rank, or nearly; those of other rows differ by far more."""
+NOISE = 1e-7
+"""Gradients this small are what rounding leaves of a zero, as of the bias of attention keys."""
+
+
+@check(
+    promise="each gradient equals the reference's, by direction and by size",
+    family="training",
+    needs=["inventory", "reference", "training"],
+    uses=["values", "verifier"],
+    after=EXPLAINING,
+    why="Gradients that are scaled or not reduced train a model that looks fine and is worse; Adam hides it longer.",
+    cause="the gradient is not reduced as the reference's mean over the batch is: ranks are left out or counted twice",
+    remedy="compare how the gradients of this parameter are reduced with those of one that is right",
+    references=[
+        "NVIDIA/Megatron-LM#5956",
+        "pytorch/torchtitan#4332",
+        "verl-project/verl#7835",
+        "NVIDIA-NeMo/Automodel#2146",
+    ],
+    since="0.2",
+)
+def grad_parity(view: View) -> Iterable[Finding]:
+    runs = trained(view)
+    scattered = list(_unreduced(view, runs))
+    yield from scattered
+    told = {finding.tensor for finding in scattered}
+    found = [finding for finding in _apart(view, runs) if finding.tensor not in told]
+    if found:
+        require_same_forward(view, runs)
+        first = found[0]
+        require_no_other_cause(view, f"the gradients differ ({first.tensor}: {first.actual})")
+        yield from found
+
+
+def _apart(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding]:
+    """Gradients that are not the reference's, or that are missing."""
+    allowed, typical = tolerance(view, OF_GRADIENTS), typical_gradient(view)
+    names = view.names("parameter", only=view.reference.gradients)
+    pairs = view.comparisons(tuple(run.gradients for run in runs), names)
+    for name in names:
+        missing = tuple(rank for rank, run in enumerate(runs) if name in run.without_gradient)
+        if missing and not is_rounding(view, name):
+            yield Finding(name, missing, "no gradient", "the reference's", **_MISSING)
+        wrong = [(rank, c) for rank, c in pairs.get(name, []) if _wrong(c, allowed, typical)]
+        if wrong and not _in_parts(view, name) and not _made_good(view, runs, name):
+            yield from _differing(view, runs, name, wrong, allowed)
+
+
+def _wrong(comparison: Comparison, allowed: float, typical: float) -> bool:
+    return comparison.measure is not None and gradient_apart(comparison.measure, allowed, typical)
+
+
+def _in_parts(view: View, name: str) -> bool:
+    """Whether a tie is one memory under two parameters, each of which has the gradient of its own uses alone."""
+    for rank in view.evidence.inventory:
+        if name in rank.by_name:
+            own = rank.by_name[name]
+            same = [t for t in rank.tensors if t.storage and t.storage == own.storage and t.identity != own.identity]
+            if same:
+                return True
+    return False
+
+
+def _made_good(view: View, runs: Sequence[RankTraining], name: str) -> bool:
+    """Whether an optimizer reduced what backward left apart: ranks that hold all of it moved it as the reference did.
+
+    Adam moves by the sign alone, so what is a multiple of the reference's on every rank is not excused.
+    """
+    placements = {p for rank in view.evidence.inventory for p in rank.by_name[name].placements or ()}
+    if placements - {"R"}:
+        return False
+    moved = [c.measure for run in runs for c in run.parameters if c.name == name and c.measure]
+    pulled = [c.measure for run in runs for c in run.gradients if c.name == name and c.measure]
+    limit = tolerance(view, OF_UPDATES, "update_parity")
+    alike = len(runs) > 1 and any(m.residual > ROUNDING for m in pulled)
+    return alike and bool(moved) and all(m.apart <= limit * m.truth for m in moved)
+
+
+def _differing(
+    view: View, runs: Sequence[RankTraining], name: str, wrong: list[tuple[int, Comparison]], allowed: float
+) -> Iterator[Finding]:
+    """A finding per multiple of the reference's gradient that ranks have, and one for what is no multiple of it."""
+    by_factor: dict[str, list[tuple[int, Comparison]]] = {}
+    for rank, comparison in wrong:
+        assert comparison.measure is not None
+        by_factor.setdefault(multiple(comparison.measure, allowed), []).append((rank, comparison))
+    expected = f"the reference's within {allowed:g}"
+    for factor, cases in by_factor.items():
+        ranks = tuple(rank for rank, _ in cases)
+        words = _scaled(view, runs, name, factor) if factor else _other(view, name)
+        actual = f"a gradient {factor} times the reference's" if factor else "a gradient unlike the reference's"
+        yield Finding(name, ranks, actual, expected, "" if factor else _numbers(cases), **words)
+
+
+def multiple(measure: Measure, allowed: float) -> str:
+    """The constant factor by which a gradient is off: "2", "1/2", "0"; empty where there is none."""
+    if not math.isfinite(measure.apart):
+        return ""
+    if not measure.actual:
+        return "0"
+    factor = measure.factor
+    if measure.residual > max(allowed, ROUNDING) or factor <= 0 or not measure.truth:
+        return ""
+    number = round(max(factor, 1 / factor))
+    for value, told in ((float(number), str(number)), (1 / number, f"1/{number}")):
+        if number > 1 and abs(factor / value - 1) <= max(allowed, 1e-3):
+            return told
+    return f"{factor:.4g}"
+
+
+def _scaled(view: View, runs: Sequence[RankTraining], name: str, factor: str) -> Words:
+    if factor == "0":
+        return _ZERO
+    number, sizes = factor.removeprefix("1/"), _sizes(view, runs, name)
+    of = " and ".join(f"the number of {what}" for what, size in sizes.items() if str(size) == number)
+    if not of:
+        return {
+            "cause": "gradients, or the loss, are multiplied by a constant that the reference does not have",
+            "remedy": "look at loss scaling, gradient accumulation and the gradient divide factor",
+        }
+    if factor.startswith("1/"):
+        return {
+            "cause": f"divided once too often ({number} is {of}): the loss is scaled and the reduction averages as "
+            "well, or parts of a sum are averaged",
+            "remedy": "divide either the loss or the gradients, and sum what ranks hold in parts",
+        }
+    return {
+        "cause": f"summed where the reference takes the mean ({number} is {of})",
+        "remedy": "average gradients over the data-parallel ranks (leave FSDP2's gradient divide factor alone), and "
+        "count ranks that see the same rows once",
+    }
+
+
+def _sizes(view: View, runs: Sequence[RankTraining], name: str) -> dict[str, int]:
+    """What there are several of: data-parallel ranks, and ranks along each dimension of a mesh."""
+    mesh = dict(view.evidence.world.mesh)
+    for rank in view.evidence.inventory:
+        own = rank.by_name[name].mesh if name in rank.by_name else None
+        if own is not None:
+            mesh |= {dim: size for dim, size in zip(own.dims, own.shape, strict=True) if dim}
+    slices = runs[0].data_parallel[1]
+    sizes = {"data-parallel ranks": slices} if slices > 1 else {}
+    others = {f"ranks along {dim}": size for dim, size in mesh.items() if size > 1}
+    if sizes and list(others.values()) == [slices] and not splits_model(next(iter(mesh))):
+        return sizes
+    return sizes | others
+
+
+def _other(view: View, name: str) -> Words:
+    words = _EXPERTS if "expert" in name else _UNLIKE
+    return {"cause": words["cause"] + other_precision(view), "remedy": words["remedy"]}
+
+
+def _numbers(cases: list[tuple[int, Comparison]]) -> str:
+    """Of the rank that is farthest off."""
+    rank, worst = max(cases, key=lambda case: _relative(case[1]))
+    place = f" at [{', '.join(map(str, worst.index))}]" if worst.index else ""
+    off = f"off by {_relative(worst):.2g} of its length, " if math.isfinite(_relative(worst)) else ""
+    return f"{off}{worst.actual:.6g}{place} on rank {rank}, but should be {worst.expected:.6g}"
+
+
+def _relative(comparison: Comparison) -> float:
+    measure = comparison.measure
+    if measure is None or not math.isfinite(measure.apart) or not measure.truth:
+        return math.inf
+    return measure.apart / measure.truth
+
+
+_MISSING: Words = {
+    "cause": "nothing of the loss reaches it: its output is detached, it is computed under no_grad, or the module "
+    "computes with another parameter than the one it registers",
+    "remedy": "make the forward use the registered parameter, and keep detach() and no_grad() out of its way",
+}
+_ZERO: Words = {
+    "cause": "nothing of the loss reaches it on these ranks, or its gradient was zeroed before the optimizer saw it",
+    "remedy": "look for masks and hooks on its gradient, and for a zero_grad() between backward and the optimizer",
+}
+_UNLIKE: Words = {
+    "cause": "the forward agrees and the backward does not: a gradient is reduced over too few ranks, or a hook or a "
+    "backward of its own changes it",
+    "remedy": "compare how the gradients of this parameter are reduced with those of one that is right",
+}
+_EXPERTS: Words = {
+    "cause": "gradients of experts are reduced over the wrong ranks, or over none: experts that several ranks hold "
+    "need the rows of all of them",
+    "remedy": "reduce gradients of experts over the ranks that hold the same experts, and scale them as all others",
+}
+
+
+def _unreduced(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding]:
+    """Parameters that ranks hold alike and that each slice of the batch pulls its own way."""
+    gradients = [{comparison.name: comparison for comparison in run.gradients} for run in runs]
+    words = _PLAIN if any(run.unreduced for run in runs) else _IGNORED
+    for name in dict.fromkeys(name for by_name in gradients for name in by_name):
+        for ranks in _replicas(view, runs, name):
+            # One rank of each slice; the others of a slice, tensor-parallel ones, may hold parts of a sum.
+            apart = {runs[rank].data_parallel[0]: rank for rank in reversed(ranks)}
+            seen = {rank: gradients[rank][name] for rank in sorted(apart.values()) if name in gradients[rank]}
+            # An optimizer may reduce what backward left apart; its parameters are then equal.
+            detail = "" if _equal_after(runs, name, seen) else _scattered(seen)
+            if detail and view.judgeable(name):
+                yield Finding(name, ranks, *_SCATTERED, detail, **words)
+
+
+def _equal_after(runs: Sequence[RankTraining], name: str, ranks: Iterable[int]) -> bool:
+    """Whether these ranks hold the same bits once the steps are over; False where nobody looked."""
+    after = [run.after.by_name.get(name) for run in (runs[rank] for rank in ranks) if run.after is not None]
+    return bool(after) and len({tensor.digest for tensor in after if tensor is not None}) == 1
+
+
+def _replicas(view: View, runs: Sequence[RankTraining], name: str) -> Iterator[tuple[int, ...]]:
+    """Ranks that hold the same part of a parameter and do not all see the same rows."""
+    inventory = view.evidence.inventory
+    held = [(rank.rank, rank.by_name[name].regions) for rank in inventory if name in rank.by_name]
+    for ranks in ranks_by(held).values():
+        if len({runs[rank].data_parallel for rank in ranks}) > 1:
+            yield ranks
+
+
+def _scattered(seen: Mapping[int, Comparison]) -> str:
+    """Where tensors differ from one another by more than rounding; empty where they do not.
+
+    All are compared with one truth, so a rank that does not differ from it at an index has the truth's value there.
+    """
+    indices = [c.index for c in seen.values() if c.index is not None]
+    if not indices or max(c.max_abs for c in seen.values()) < NOISE:
+        return ""
+    index = min(indices)
+    truth = next(c.expected for c in seen.values() if c.index == index)
+    values = {rank: c.actual if c.index == index else truth for rank, c in seen.items()}
+    ordered = sorted((value, rank) for rank, value in values.items() if value is not None)
+    (low, least), (high, most) = ordered[0], ordered[-1]
+    if not high - low > ROUNDING * max(abs(low), abs(high)):  # nor where one is NaN, which the losses tell
+        return ""
+    place = f"at [{', '.join(map(str, index))}]: " if index else ""
+    return f"of the first step, {place}{low:.6g} on rank {least}, {high:.6g} on rank {most}"
+
+
+_SCATTERED = ("gradients that differ from rank to rank", "reduced over the data-parallel ranks")
+_IGNORED: Words = {
+    "cause": "it is left out of FSDP and DDP (ignored_params), and nothing else reduces its gradients",
+    "remedy": "shard it, or reduce its gradients after backward (mean over the data-parallel ranks)",
+}
+_PLAIN: Words = {
+    "cause": "all parameters are plain tensors and no DDP wraps the model, so nobody reduces their gradients",
+    "remedy": "shard or wrap the model; or declare Subject(data_parallel=(0, 1)) if every rank sees the whole batch",
+}
+
+
+@check(
+    promise="the norm of all gradients, as clip_grad_norm_ sees it, is the reference's on every rank",
+    family="training",
+    needs=["inventory", "reference", "training"],
+    uses=["values", "verifier"],
+    after=[*EXPLAINING, "grad_parity"],
+    why="A norm over a rank's own shards is too small, so gradients are clipped too late, and on each rank otherwise.",
+    cause="the norm is taken over the rank's own shards and not reduced, or replicated parameters count more than once",
+    remedy="use torch.nn.utils.clip_grad_norm_ on the sharded parameters, or sum the squares over the ranks that shard",
+    references=["pytorch/pytorch#170862", "pytorch/torchtune#2420", "pytorch/pytorch#180346"],
+    since="0.2",
+)
+def grad_norm_parity(view: View) -> Iterable[Finding]:
+    runs, truth = trained(view), view.reference.norm
+    allowed = tolerance(view, OF_GRADIENTS)
+    problem = next((run.norm_problem for run in runs if run.norm_problem), "")
+    if problem:
+        raise NotJudged(
+            f"torch has no norm over these gradients ({problem}); declare Subject(clip_grad_norm=<callable>), as the "
+            "training uses it"
+        )
+    if truth is None or any(run.norm is None for run in runs):
+        raise NotJudged("nothing is trainable, so there is no gradient to take a norm of")
+    off = [(rank, run.norm) for rank, run in enumerate(runs) if not _near(run.norm, truth, allowed)]
+    if off:
+        require_same_forward(view, runs)
+        require_no_other_cause(view, f"the norm of the gradients differs ({off[0][1]:.6g}, but should be {truth:.6g})")
+    for norm, ranks in ranks_by((rank, f"{norm:.6g}") for rank, norm in off).items():
+        yield Finding(None, ranks, f"norm {norm}", f"{truth:.6g} within {allowed:g}")
+
+
+def _near(actual: float | None, expected: float, allowed: float) -> bool:
+    return actual is not None and abs(actual - expected) <= allowed * expected + NOISE * allowed
