@@ -136,7 +136,7 @@ class TensorFacts:
 
 @dataclass(frozen=True)
 class OptimizerFacts:
-    """``held``: how often its groups hold each parameter of the model.
+    """``held``: how often its groups hold each parameter of the model; ``stepped``: those that it keeps a state of.
 
     ``others`` are (dtype, whether without memory) of what it holds and the model does not register.
     """
@@ -144,6 +144,7 @@ class OptimizerFacts:
     kind: str
     held: Mapping[str, int] = field(default_factory=dict)
     others: tuple[tuple[str, bool], ...] = ()
+    stepped: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)

@@ -146,6 +146,13 @@ def test_frozen_and_repeated_parameters_in_the_groups():
     ]
 
 
+def test_a_parameter_that_was_trained_before_it_was_frozen_may_stay_in_its_group():
+    evidence = held(healthy(), verifier=1)
+    ranks = [replace(run.optimizer, stepped=frozenset({FROZEN})) for run in evidence.training]
+    runs = tuple(replace(run, optimizer=one) for run, one in zip(evidence.training, ranks, strict=True))
+    assert verdict(OWNS, replace(evidence, training=runs)).status == "passed"
+
+
 def test_old_parameters_beside_the_live_ones():
     found = verdict(OWNS, held(healthy(), others=(("float32", True), ("float32", False))))
     assert told(found) == [

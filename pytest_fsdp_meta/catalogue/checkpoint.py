@@ -14,7 +14,30 @@ from pytest_fsdp_meta.evidence import Comparison, TensorFacts
 from pytest_fsdp_meta.saved import RankResumed, RankSaved
 
 HERE = ("same_manifest_on_every_rank", "no_meta_params", "no_meta_buffers", "no_uninitialized_memory")
-EQUAL = (*HERE, "names_match_reference", "params_equal_reference", "buffers_equal_reference")
+SOUND = (
+    *HERE,
+    "names_match_reference",
+    "shapes_match_reference",
+    "managed_params_are_registered",
+    "shards_tile_the_tensor",
+    "collectives_match_on_every_rank",
+    "replicas_equal",
+)
+"""Without which saving, loading or training may fail or give anything."""
+EQUAL = (*SOUND, "params_equal_reference", "buffers_equal_reference")
+TRAINED = (
+    "tied_weights_share_storage",
+    "tied_weights_stay_tied",
+    "optimizer_owns_parameters",
+    "frozen_weights_stay_frozen",
+    "every_trainable_moves",
+    "replicas_stay_equal",
+    "loss_parity",
+    "grad_parity",
+    "update_parity",
+    "grad_accumulation_parity",
+)
+"""What goes wrong in training goes wrong in another way when it is resumed."""
 EXTRA_STATE = "_extra_state"
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 TOLERANCE = {"float64": 1e-12, "float32": 1e-6, "float16": 2e-4, "bfloat16": 2e-3}
@@ -102,7 +125,7 @@ def _clean(key: str) -> str:
     "_extra_state included",
     family="checkpoint",
     needs=["inventory", "saved", "restored"],
-    after=[*HERE, "state_dict_names_clean", "load_is_repeatable"],
+    after=[*SOUND, "frozen_weights_stay_frozen", "state_dict_names_clean", "load_is_repeatable"],
     why="A checkpoint that does not come back is found out when it is needed.",
     cause="saving leaves it out, or loading skips it: a filter of names, strict=False, set_extra_state() that drops it",
     remedy="save and load by torch.distributed.checkpoint with get_model_state_dict and set_model_state_dict, strictly",
@@ -261,7 +284,7 @@ def full_state_dict_exports(view: View) -> Iterable[Finding]:
     promise="the optimizer's state survives saving and loading, that of frozen and empty parameters included",
     family="checkpoint",
     needs=["inventory", "continued", "resumed"],
-    after=["same_manifest_on_every_rank", "load_is_repeatable", "dcp_round_trip"],
+    after=[*SOUND, "optimizer_owns_parameters", "load_is_repeatable", "dcp_round_trip"],
     why="Momenta that are lost show as a bump in the loss, if they show at all.",
     cause="the state of some parameters is not saved or not loaded: of frozen ones, of another group, or all of it is "
     "loaded by position",
@@ -313,7 +336,7 @@ def _groups_apart(before: RankResumed, after: RankResumed) -> Iterator[Told]:
     promise="training after saving and loading follows the uninterrupted run",
     family="checkpoint",
     needs=["inventory", "continued", "resumed"],
-    after=["same_manifest_on_every_rank", "load_is_repeatable", "dcp_round_trip", "optimizer_state_round_trip"],
+    after=[*SOUND, *TRAINED, "load_is_repeatable", "dcp_round_trip", "optimizer_state_round_trip"],
     why="A run that is resumed is taken for the run that it continues.",
     cause="the forward depends on something that no checkpoint keeps: a buffer that is not persistent, a counter, a "
     "module that resume() made anew",
@@ -354,8 +377,8 @@ def _require_no_other_cause(view: View, told: str) -> None:
         raise NotJudged(f"the losses differ ({told}), and so does the model that was loaded; mend that first")
     if any((one.state, one.groups) != (two.state, two.groups) for one, two in pairs):
         raise NotJudged(f"the losses differ ({told}), and so does the optimizer that was loaded; mend that first")
-    if [name for name in view.names("parameter", "buffer") if not view.judgeable(name)] or view.left_out:
-        raise NotJudged(f"the losses differ ({told}), which the findings of {', '.join(view.left_out)} explain")
+    if view.failed:
+        raise NotJudged(f"the losses differ ({told}), which the findings of {', '.join(view.failed)} explain")
 
 
 def _tolerance(view: View) -> float:

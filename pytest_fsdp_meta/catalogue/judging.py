@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -11,6 +11,8 @@ from pytest_fsdp_meta.catalogue.registry import Catalogue, Check, Finding, Told
 from pytest_fsdp_meta.evidence import Comparison, Evidence, RankInventory, ReferenceFacts, TensorFacts
 
 T = TypeVar("T")
+AS_LOADED = ("inventory", "reference", "values", "verifier")
+"""Observations that look at the model and do not use it."""
 
 
 class Unjudgeable(Exception):
@@ -120,10 +122,10 @@ def judge(check: Check, evidence: Evidence, catalogue: Catalogue) -> Verdict:
 
 
 def _judge(check: Check, evidence: Evidence, catalogue: Catalogue) -> Verdict:
+    failed = tuple(id for id in check.after if judge(catalogue[id], evidence, catalogue).findings)
     for need in check.needs:
         if need in evidence.unavailable:
-            return _unavailable(check, need, evidence, catalogue)
-    failed = tuple(id for id in check.after if judge(catalogue[id], evidence, catalogue).findings)
+            return _unavailable(check, need, evidence, failed)
     view = View(evidence, check, _condemned(check, evidence, catalogue), failed)
     findings: list[Finding] = []
     reason = ""
@@ -134,7 +136,7 @@ def _judge(check: Check, evidence: Evidence, catalogue: Catalogue) -> Verdict:
             return Verdict(check, "error", reason=str(error), unjudged=view.left_out)
         reason = str(error)
     except NotTaken as error:
-        return _unavailable(check, str(error), evidence, catalogue)
+        return _unavailable(check, str(error), evidence, failed)
     except NotJudged as error:
         if not findings:
             return Verdict(check, "skipped", reason=str(error), unjudged=view.left_out)
@@ -152,13 +154,12 @@ def _by_kind(evidence: Evidence) -> dict[str, frozenset[str]]:
     return {kind: frozenset(t.name for t in tensors if t.kind == kind) for kind in ("parameter", "buffer")}
 
 
-def _unavailable(check: Check, need: str, evidence: Evidence, catalogue: Catalogue) -> Verdict:
+def _unavailable(check: Check, need: str, evidence: Evidence, failed: Sequence[str]) -> Verdict:
     why = evidence.unavailable[need]
     if not why.error:
         return Verdict(check, "skipped", reason=why.summary)
-    blamed = dict.fromkeys(_condemned(check, evidence, catalogue).values())
-    if blamed and need == "training":  # a forward over tensors that are missing or wrong may well fail
-        return Verdict(check, "skipped", reason=f"{why.summary}; the findings of {', '.join(blamed)} may explain it")
+    if failed and need not in AS_LOADED:  # what uses a model that is missing tensors, or has wrong ones, may well fail
+        return Verdict(check, "skipped", reason=f"{why.summary}; the findings of {', '.join(failed)} may explain it")
     return Verdict(check, "error", reason=why.summary, detail=why.detail)
 
 

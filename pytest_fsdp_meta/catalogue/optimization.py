@@ -90,7 +90,11 @@ def _wrongly_held(view: View, facts: list[tuple[int, OptimizerFacts]]) -> Iterat
     for name, tensors in view.tensors("parameter"):
         trainable = {rank: tensor.requires_grad for rank, tensor in tensors}
         counts = [(rank, held.held.get(name, 0)) for rank, held in facts]
-        frozen = tuple(rank for rank, count in counts if count and not trainable.get(rank, True))
+        # One with a state was trained before it was frozen, and may be thawed again.
+        stepped = {rank for rank, held in facts if name in held.stepped}
+        frozen = tuple(
+            rank for rank, count in counts if count and not trainable.get(rank, True) and rank not in stepped
+        )
         if frozen:
             yield Finding(name, frozen, f"frozen, and in a group of {facts[0][1].kind}", "in none", **_FROZEN)
         for count, ranks in ranks_by((rank, count) for rank, count in counts if count > 1).items():

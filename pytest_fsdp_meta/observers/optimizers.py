@@ -43,11 +43,13 @@ def make_optimizer(subject: Subject) -> Optimizer | None:
 def optimizer_facts(optimizer: Optimizer, model: Module) -> OptimizerFacts:
     """What the optimizer holds of the model's parameters, and what it holds that the model does not register."""
     held = Counter(id(parameter) for group in optimizer.param_groups for parameter in group["params"])
-    live = {id(tensor) for _, kind, tensor in named_tensors(model) if kind == "parameter"}
+    parameters = [(name, tensor) for name, kind, tensor in named_tensors(model) if kind == "parameter"]
+    live = {id(tensor) for _, tensor in parameters}
     others = {id(p): p for group in optimizer.param_groups for p in group["params"] if id(p) not in live}
     return OptimizerFacts(
         kind=type(optimizer).__name__,
-        held={name: held[id(tensor)] for name, kind, tensor in named_tensors(model) if kind == "parameter"},
+        held={name: held[id(tensor)] for name, tensor in parameters},
+        stepped=frozenset(name for name, tensor in parameters if optimizer.state.get(tensor)),
         others=tuple((str(p.dtype).removeprefix("torch."), _without_memory(p)) for p in others.values()),
     )
 
