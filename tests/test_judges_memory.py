@@ -186,6 +186,10 @@ KEEPS = "every rank keeps the model, or nearly all of it: it has to be held whil
             measured(RankMemory(host=WHOLE, whole=ELEMENTS), whole_while_loading=(0, 1, 2, 3)),
             "Subject(whole_while_loading=...) declares that every rank may hold the whole model",
         ),
+        (
+            replace(stored(2, {"a.weight": (1, 1)}), memory=(RankMemory(4, whole=1),) * 2),
+            "the model is no more than a tensor or two, which a rank may well read whole",
+        ),
         (undeclared(stored(), "memory", why="not on this system"), "not on this system"),
     ],
 )

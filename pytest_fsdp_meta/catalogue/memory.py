@@ -93,6 +93,8 @@ class _Sizes:
     elements: int
     largest: int
     kept: int
+    two: int
+    """Elements of the two largest tensors: one that is read, and the one before it."""
 
 
 @check(
@@ -113,6 +115,8 @@ def load_peak_memory_bounded(view: View) -> Iterable[Finding]:
     judged = [rank for rank, size in sizes.items() if size.kept <= CLEARLY_LESS * size.whole and size.whole]
     if not judged:
         raise NotJudged("every rank keeps the model, or nearly all of it: it has to be held while loading, too")
+    if all(size.two >= FULL * size.elements for size in sizes.values()):
+        raise NotJudged("the model is no more than a tensor or two, which a rank may well read whole")
     if declared >= set(judged):
         raise NotJudged("Subject(whole_while_loading=...) declares that every rank may hold the whole model")
     held = {rank: _held_whole(memory[rank], sizes[rank]) for rank in judged if rank not in declared}
@@ -149,4 +153,5 @@ def _sizes(rank: RankInventory) -> _Sizes:
         elements=sum(prod(tensor.shape) for tensor in distinct),
         largest=max(whole, default=0),
         kept=sum(tensor.numel * tensor.width for tensor in distinct if not tensor.on_meta),
+        two=sum(sorted(prod(tensor.shape) for tensor in distinct)[-2:]),
     )
