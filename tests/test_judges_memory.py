@@ -188,7 +188,7 @@ KEEPS = "every rank keeps the model, or nearly all of it: it has to be held whil
         ),
         (
             replace(stored(2, {"a.weight": (1, 1)}), memory=(RankMemory(4, whole=1),) * 2),
-            "the model is no more than a tensor or two, which a rank may well read whole",
+            "the model is no more than a tensor or two, or than 2048 bytes: reading it is holding it whole",
         ),
         (undeclared(stored(), "memory", why="not on this system"), "not on this system"),
     ],

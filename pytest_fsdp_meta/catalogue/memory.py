@@ -17,6 +17,8 @@ FULL = 0.95
 """Of the elements of a model: as good as whole, for what is left out may be tiny, or not in the checkpoint."""
 CLEARLY_LESS = 0.75
 """Of the whole model: a rank that keeps more than this is not relieved by sharding, whatever it held before."""
+TINY = 2048
+"""Bytes of a model among which those of temporaries cannot be told."""
 FEW = 3
 """Of the largest tensors, which a loader may hold at one time: one whole, its copy, and the next."""
 SLACK = 1.5
@@ -115,8 +117,8 @@ def load_peak_memory_bounded(view: View) -> Iterable[Finding]:
     judged = [rank for rank, size in sizes.items() if size.kept <= CLEARLY_LESS * size.whole and size.whole]
     if not judged:
         raise NotJudged("every rank keeps the model, or nearly all of it: it has to be held while loading, too")
-    if all(size.two >= FULL * size.elements for size in sizes.values()):
-        raise NotJudged("the model is no more than a tensor or two, which a rank may well read whole")
+    if all(size.two >= FULL * size.elements or size.whole < TINY for size in sizes.values()):
+        raise NotJudged(f"the model is no more than a tensor or two, or than {TINY} bytes: reading it is holding it whole")
     if declared >= set(judged):
         raise NotJudged("Subject(whole_while_loading=...) declares that every rank may hold the whole model")
     held = {rank: _held_whole(memory[rank], sizes[rank]) for rank in judged if rank not in declared}
