@@ -45,6 +45,12 @@ def test_the_number_of_bytes_counts():
     assert digest(torch.zeros(0)) == digest(torch.zeros(0, 4))
 
 
+@pytest.mark.filterwarnings("ignore:.*quantize")
+def test_quantized_tensors_are_refused():
+    with pytest.raises(TypeError, match=r"torch.quint8 cannot be read as bytes"):
+        digest(torch.quantize_per_tensor(torch.eye(4), 0.1, 0, torch.quint8))
+
+
 @pytest.mark.parametrize(
     ("tensor", "found"),
     [

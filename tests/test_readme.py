@@ -40,8 +40,8 @@ def test_what_a_pass_looks_like(tmp_path):
     told = run_pytest(tmp_path, "-v", "test_llama.py")
     outcomes = re.findall(r"^test_llama.py::(\S+) (PASSED|SKIPPED)", told, re.MULTILINE)
     assert [re.findall(r"::(\S+) (\w+)", line)[0] for line in shown if "::" in line] == outcomes
-    assert "13 passed, 2 skipped" in told
-    assert "13 passed, 2 skipped" in shown[-1]
+    assert "34 passed, 9 skipped" in told
+    assert "34 passed, 9 skipped" in shown[-1]
 
 
 def test_what_a_failure_looks_like(tmp_path):

@@ -118,7 +118,9 @@ def load_peak_memory_bounded(view: View) -> Iterable[Finding]:
     if not judged:
         raise NotJudged("every rank keeps the model, or nearly all of it: it has to be held while loading, too")
     if all(size.two >= FULL * size.elements or size.whole < TINY for size in sizes.values()):
-        raise NotJudged(f"the model is no more than a tensor or two, or than {TINY} bytes: reading it is holding it whole")
+        raise NotJudged(
+            f"the model is no more than a tensor or two, or than {TINY} bytes: reading it is holding it whole"
+        )
     if declared >= set(judged):
         raise NotJudged("Subject(whole_while_loading=...) declares that every rank may hold the whole model")
     held = {rank: _held_whole(memory[rank], sizes[rank]) for rank in judged if rank not in declared}

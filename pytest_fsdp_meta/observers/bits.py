@@ -20,8 +20,11 @@ def digest(tensor: Tensor) -> str:
     """A hash of the bytes of a tensor, the same on every device.
 
     A weighted sum modulo 2**64 per piece, with odd weights that are fixed, and SHA-256 over the sums: it reads three
-    times as fast as SHA-256 over the bytes, and unlike ``torch.hash_tensor`` it sees elements change places.
+    times as fast as SHA-256 over the bytes, and unlike ``torch.hash_tensor`` it sees elements change places. Raises
+    TypeError for quantized tensors: reading those as bytes ends the process.
     """
+    if tensor.is_quantized:
+        raise TypeError(f"{tensor.dtype} cannot be read as bytes")
     data = _bytes(tensor)
     words = data[: data.numel() // 8 * 8]
     if words.storage_offset() % 8:

@@ -18,7 +18,7 @@ from pytest_fsdp_meta.observers.adapters import Part, megatron_fsdp
 from pytest_fsdp_meta.observers.adapters.dtensor import held_regions as held_regions
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part as local_part
 from pytest_fsdp_meta.observers.adapters.dtensor import mesh_facts as mesh_facts
-from pytest_fsdp_meta.observers.adapters.dtensor import own_part
+from pytest_fsdp_meta.observers.adapters.dtensor import own_part, sizes
 from pytest_fsdp_meta.observers.adapters.lookup import parts_of
 from pytest_fsdp_meta.observers.bits import count_poison, digest
 from pytest_fsdp_meta.observers.mapped import MAPS, MappedFiles
@@ -107,7 +107,7 @@ def describe(
         name=name,
         kind=kind,
         shape=part.shape,
-        local_shape=tuple(own.shape),
+        local_shape=sizes(own),
         regions=part.regions,
         dtype=str(tensor.dtype).removeprefix("torch."),
         device=str(own.device),

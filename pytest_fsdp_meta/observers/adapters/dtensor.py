@@ -16,11 +16,16 @@ def own_part(tensor: Tensor) -> Part:
     sharded = isinstance(tensor, DTensor)
     return Part(
         own_memory(tensor),
-        tuple(tensor.shape),
+        sizes(tensor),
         held_regions(tensor),
         placements=tuple(short_placement(p) for p in tensor.placements) if sharded else None,
         mesh=mesh_facts(tensor) if sharded else None,
     )
+
+
+def sizes(tensor: Tensor) -> tuple[int, ...]:
+    """The shape; 0 for a ragged dimension, whose size is a symbol, and another one in every tensor."""
+    return tuple(size if isinstance(size, int) else 0 for size in tensor.shape)
 
 
 def own_memory(tensor: Tensor) -> Tensor:
@@ -47,7 +52,7 @@ def mesh_facts(tensor: DTensor) -> MeshFacts:
 def held_regions(tensor: Tensor) -> tuple[Region, ...]:
     """Which global indices of the tensor this rank holds."""
     if not isinstance(tensor, DTensor):
-        return regions(tensor.shape, (), (), ())
+        return regions(sizes(tensor), (), (), ())
     mesh = mesh_facts(tensor)
     if mesh.coordinate is None:
         return tuple(() for _ in tensor.shape)
