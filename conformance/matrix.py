@@ -21,6 +21,7 @@ from conformance.judging import Court
 from conformance.matrix_pages import markdown, picture
 from fixtures.conforming import load_conforming
 from fixtures.defects import DEFECTS
+from fixtures.forms import FORMS
 from fixtures.systems import PAIRS
 from fixtures.tiny import CHECKPOINTS, save_tiny
 from pytest_fsdp_meta.catalogue import built_in
@@ -40,7 +41,8 @@ class Entry:
     name: str
     load: Callable[..., Any]
     mesh: Mapping[str, int]
-    architecture: str
+    architecture: str | None
+    """Of the checkpoint that it loads; None for one that makes its own model."""
     promised: str = ""
 
 
@@ -70,21 +72,31 @@ class Row:
 
 
 def entries() -> list[Entry]:
-    """Every defect, then every conforming loader, those among them that a pull request repaired."""
+    """Every defect, then every conforming loader: ours, every form of sharding, what a pull request repaired."""
     defects = [Entry(name, d.load, d.mesh, d.architecture, d.caught_by) for name, d in DEFECTS.items()]
     sound = [Entry("conforming", load_conforming, mesh, name) for name in CHECKPOINTS for mesh in MESHES]
+    possible = {name: form for name, form in FORMS.items() if not form.needs_accelerator or accelerated()}
+    sound += [Entry(name, form.load, form.mesh, form.architecture) for name, form in possible.items()]
     repaired = {pair.repaired: pair for pair in PAIRS.values()}
     sound += [Entry(load.__name__, load, pair.mesh, pair.architecture) for load, pair in repaired.items()]
     return defects + sound
 
 
+def accelerated() -> bool:
+    """Whether torch has an accelerator, without which it refuses some forms."""
+    import torch
+
+    return bool(torch.accelerator.is_available())
+
+
 def judge_all(entries: Iterable[Entry], checkpoint: Callable[[str], Path]) -> Iterator[Row]:
     court = Court()
     for entry in entries:
-        found = court.judge(entry.load, entry.mesh, path=checkpoint(entry.architecture))
+        path = checkpoint(entry.architecture) if entry.architecture else None
+        found = court.judge(entry.load, entry.mesh, path=path)
         reasons = {id: verdict.reason for id, verdict in found.items() if verdict.reason}
         status = {id: verdict.status for id, verdict in found.items()}
-        yield Row(entry.name, entry.architecture, entry.mesh, entry.promised, status, reasons)
+        yield Row(entry.name, entry.architecture or "its own model", entry.mesh, entry.promised, status, reasons)
 
 
 def all_problems(rows: Sequence[Row], checks: Iterable[str]) -> list[str]:
