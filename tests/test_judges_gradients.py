@@ -14,6 +14,7 @@ from tests.evidence_factory import (
     FROZEN,
     HEAD,
     MIDDLE,
+    PARAMETERS,
     change,
     change_reference,
     differ,
@@ -134,6 +135,15 @@ def test_what_is_rounding_in_a_tensor_beside_large_ones():
 
 def alike() -> Measure:
     return healthy().training[0].gradients[0].measure
+
+
+def test_no_gradient_at_all_points_to_the_switches():
+    found = verdict(PARITY, on_runs(healthy(), None, without_gradient=tuple(PARAMETERS)))
+    assert {(finding.actual, finding.expected) for finding in found.findings} == {("no gradient", "the reference's")}
+    assert {finding.cause for finding in found.findings} == {
+        "no parameter has one: the reduction is switched off and never on again (set_requires_gradient_sync(False), "
+        "set_requires_all_reduce(False)), or the loss reaches nothing"
+    }
 
 
 def test_no_gradient_where_the_reference_has_one():

@@ -76,6 +76,20 @@ def test_a_full_storage_behind_a_shard():
     ]
 
 
+def test_a_little_behind_each_of_many_shards_adds_up():
+    small = {f"layers.{number}.weight": (8, 8) for number in range(8)}
+    evidence = stored(parameters=small)
+    assert verdict(KEPT, kept(evidence, "layers.0.weight", 256)).status == "passed"
+    for name in small:
+        evidence = kept(evidence, name, 256)
+    found = verdict(KEPT, evidence)
+    assert [finding.tensor for finding in found.findings] == [*small]
+    assert told(found)[0] == (
+        *("layers.0.weight", (0, 1), "a storage of 256 bytes behind its shard", "128 bytes"),
+        "rank 0 keeps 2060 bytes, and its tensors explain 1036",
+    )
+
+
 def test_a_full_storage_on_one_rank():
     found = verdict(KEPT, kept(stored(4), "b.weight", 2048 * 16 * WIDTH, [2]))
     assert [(finding.tensor, finding.ranks) for finding in found.findings] == [("b.weight", (2,))]

@@ -284,7 +284,7 @@ def full_state_dict_exports(view: View) -> Iterable[Finding]:
     promise="the optimizer's state survives saving and loading, that of frozen and empty parameters included",
     family="checkpoint",
     needs=["inventory", "continued", "resumed"],
-    after=[*SOUND, "optimizer_owns_parameters", "load_is_repeatable", "dcp_round_trip"],
+    after=[*SOUND, "tied_weights_share_storage", "optimizer_owns_parameters", "load_is_repeatable", "dcp_round_trip"],
     why="Momenta that are lost show as a bump in the loss, if they show at all.",
     cause="the state of some parameters is not saved or not loaded: of frozen ones, of another group, or all of it is "
     "loaded by position",

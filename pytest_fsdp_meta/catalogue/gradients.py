@@ -63,10 +63,11 @@ def _apart(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding]:
     allowed, typical = tolerance(view, OF_GRADIENTS), typical_gradient(view)
     names = view.names("parameter", only=view.reference.gradients)
     pairs = view.comparisons(tuple(run.gradients for run in runs), names)
+    none = len(names) > 1 and all(set(names) <= set(run.without_gradient) for run in runs)
     for name in names:
         missing = tuple(rank for rank, run in enumerate(runs) if name in run.without_gradient)
         if missing and not is_rounding(view, name):
-            yield Finding(name, missing, "no gradient", "the reference's", **_MISSING)
+            yield Finding(name, missing, "no gradient", "the reference's", **(_SWITCHED_OFF if none else _MISSING))
         wrong = [(rank, c) for rank, c in pairs.get(name, []) if _wrong(c, allowed, typical)]
         if wrong and not _in_parts(view, name) and not _made_good(view, runs, name):
             yield from _differing(view, runs, name, wrong, allowed)
@@ -196,6 +197,11 @@ _MISSING: Words = {
     "cause": "nothing of the loss reaches it: its output is detached, it is computed under no_grad, or the module "
     "computes with another parameter than the one it registers",
     "remedy": "make the forward use the registered parameter, and keep detach() and no_grad() out of its way",
+}
+_SWITCHED_OFF: Words = {
+    "cause": "no parameter has one: the reduction is switched off and never on again "
+    "(set_requires_gradient_sync(False), set_requires_all_reduce(False)), or the loss reaches nothing",
+    "remedy": "switch it on for every FSDP module before the backward whose gradients the optimizer takes",
 }
 _ZERO: Words = {
     "cause": "nothing of the loss reaches it on these ranks, or its gradient was zeroed before the optimizer saw it",

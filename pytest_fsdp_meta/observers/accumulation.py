@@ -58,20 +58,29 @@ def accumulate(subject: Subject, device: torch.device, parts: Sequence[tuple[int
 @contextmanager
 def _unsynced(model: Module) -> Iterator[None]:
     """FSDP and DDP told not to reduce. FSDP2 reads its switch in backward, DDP in forward; FSDP1 has it on the root."""
-    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    outermost = list(_outermost(model))  # called as an author calls it, who may have made a switch of his own
     with ExitStack() as stack:
         for module in model.modules():
             if isinstance(module, DistributedDataParallel) or (
                 module is model and isinstance(module, FullyShardedDataParallel)
             ):
                 stack.enter_context(module.no_sync())
-        for one in sharded:
-            one.set_requires_gradient_sync(False, recurse=False)
+        for one in outermost:
+            one.set_requires_gradient_sync(False)
         try:
             yield
         finally:
-            for one in sharded:
-                one.set_requires_gradient_sync(True, recurse=False)
+            for one in outermost:
+                one.set_requires_gradient_sync(True)
+
+
+def _outermost(module: Module) -> Iterator[FSDPModule]:
+    """The FSDP2 modules that are in no other."""
+    if isinstance(module, FSDPModule):
+        yield module
+        return
+    for child in module.children():
+        yield from _outermost(child)
 
 
 def _reduced(model: Module) -> Iterator[str]:
