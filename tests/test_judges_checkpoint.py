@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from pytest_fsdp_meta.evidence import Comparison, Evidence, Export
 from pytest_fsdp_meta.saved import RankSaved, RankStateDict
 from tests.evidence_factory import (
+    CATALOGUE,
     COUNTER,
     EMBEDDING,
     HEAD,
@@ -34,6 +36,7 @@ REPEATABLE, NAMES, ROUND_TRIP = "load_is_repeatable", "state_dict_names_clean", 
 RESHARDS, EXPORTS = "dcp_reshards", "full_state_dict_exports"
 OPTIMIZER, RESUME = "optimizer_state_round_trip", "resume_parity"
 ALL = (REPEATABLE, NAMES, ROUND_TRIP, RESHARDS, EXPORTS, OPTIMIZER, RESUME)
+NAN = math.nan
 OTHER = Comparison(
     MIDDLE, False, elements=24, differing=12, max_abs=1.0, max_rel=0.5, index=(3, 0), expected=2.0, actual=1.0
 )
@@ -339,15 +342,17 @@ def test_losses_that_a_loss_of_weights_explains():
     found = verdict(RESUME, evidence)
     assert found.status == "skipped"
     assert found.reason == (
-        "the losses differ (step 0 after the checkpoint: 9, without it 1.25), and so does the model that was loaded; "
-        "mend that first"
+        "the losses differ (step 0 after the checkpoint: 9, without it 1.25), and so does the model that was loaded, "
+        "which dcp_round_trip tells; mend that first"
     )
 
 
 def test_losses_that_a_loss_of_momenta_explains():
     found = verdict(RESUME, again(resumed(healthy(), head__weight=None), "resumed", losses=(1.25, 9.0)))
     assert found.status == "skipped"
-    assert found.reason.endswith("and so does the optimizer that was loaded; mend that first")
+    assert found.reason.endswith(
+        "and so does the optimizer that was loaded, which optimizer_state_round_trip tells; mend that first"
+    )
 
 
 def test_losses_that_a_load_explains_that_is_another_each_time():
@@ -360,9 +365,42 @@ def test_losses_that_a_load_explains_that_is_another_each_time():
 def test_losses_that_are_not_finite():
     endless = again(again(healthy(), "continued", losses=(1.25, float("inf"))), "resumed", losses=(1.25, 1.0))
     assert verdict(RESUME, endless).status == "error"
-    nan = float("nan")
-    alike = again(again(healthy(), "continued", losses=(nan, nan)), "resumed", losses=(nan, nan))
-    assert verdict(RESUME, alike).status == "passed"
+
+
+@pytest.mark.parametrize(
+    ("losses", "shown"), [((NAN, NAN), "nan, nan"), ((1.25, math.inf), "1.250000, inf"), ((1.25, NAN), "1.250000, nan")]
+)
+def test_losses_that_are_not_finite_in_either_run_tell_nothing(losses, shown):
+    alike = again(again(healthy(), "continued", losses=losses), "resumed", losses=losses)
+    found = verdict(RESUME, alike)
+    assert found.status == "skipped"
+    assert found.reason == f"the losses of the uninterrupted run are not finite ({shown}), nor those after it"
+
+
+def test_losses_that_are_not_finite_on_one_rank_tell_nothing():
+    alike = again(again(healthy(), "continued", (1,), losses=(NAN, NAN)), "resumed", (1,), losses=(NAN, NAN))
+    assert verdict(RESUME, alike).status == "skipped"
+
+
+def test_a_loss_that_is_not_finite_only_after_the_checkpoint():
+    found = verdict(RESUME, again(healthy(), "resumed", losses=(1.25, NAN)))
+    assert told(found) == [
+        (
+            None,
+            (0, 1),
+            "loss nan at step 1 after the checkpoint",
+            "1 within 1e-06, as without it",
+            "losses of rank 0 1.250000, nan; uninterrupted 1.250000, 1.000000",
+        )
+    ]
+
+
+@pytest.mark.parametrize("check", ALL)
+@pytest.mark.parametrize("missing", ["saved", "restored", "continued", "resumed", "repetition", "resharded", "export"])
+def test_no_judge_raises_where_one_observation_failed_and_others_did_not(check, missing):
+    evidence = undeclared(healthy(), missing, why="rank 1 ended", error=True)
+    needed = missing in CATALOGUE[check].needs
+    assert verdict(check, evidence).status == ("error" if needed else "passed")
 
 
 def test_a_state_dict_that_torch_refuses_has_keys_all_the_same():

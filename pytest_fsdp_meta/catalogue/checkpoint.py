@@ -190,8 +190,11 @@ def _differing(name: str, before: Sequence[Mapping[str, str]], after: Sequence[M
 
 
 def _not_one_tensor(view: View, before: Sequence[RankSaved]) -> list[str]:
-    """Names under which ranks hold different things in the same place of a tensor: one checkpoint cannot hold both."""
-    if "save" in view.evidence.subject.declared:
+    """Names under which ranks hold different things in the same place of a tensor: one checkpoint cannot hold both.
+
+    None are known where nothing was saved, which may be so though another checkpoint was.
+    """
+    if "save" in view.evidence.subject.declared or not before:
         return []
     places: dict[tuple[str, object], set[str]] = {}
     for rank in view.evidence.inventory:
@@ -354,6 +357,11 @@ def resume_parity(view: View) -> Iterable[Finding]:
             if _off(actual, expected, one.losses) > tolerance:
                 apart.setdefault(step, []).append(rank)
     if not apart:
+        if endless := _not_finite(before):
+            # Whatever was not loaded, it would give the same.
+            raise NotJudged(
+                f"the losses of the uninterrupted run are not finite ({_curve(endless)}), nor those after it"
+            )
         return
     step = min(apart)
     rank = apart[step][0]
@@ -370,15 +378,24 @@ def resume_parity(view: View) -> Iterable[Finding]:
 
 def _require_no_other_cause(view: View, told: str) -> None:
     before, after = view.evidence.continued or (), view.evidence.resumed or ()
-    if not all(math.isfinite(loss) for run in before for loss in run.losses):
+    if _not_finite(before):
         raise Unjudgeable(f"the losses of the uninterrupted run are not finite ({told})")
     pairs = list(zip(before, after, strict=True))
     if any(one.model != two.model for one, two in pairs):
-        raise NotJudged(f"the losses differ ({told}), and so does the model that was loaded; mend that first")
+        raise NotJudged(
+            f"the losses differ ({told}), and so does the model that was loaded, which dcp_round_trip tells; mend that first"
+        )
     if any((one.state, one.groups) != (two.state, two.groups) for one, two in pairs):
-        raise NotJudged(f"the losses differ ({told}), and so does the optimizer that was loaded; mend that first")
+        raise NotJudged(
+            f"the losses differ ({told}), and so does the optimizer that was loaded, which optimizer_state_round_trip tells; mend that first"
+        )
     if view.failed:
         raise NotJudged(f"the losses differ ({told}), which the findings of {', '.join(view.failed)} explain")
+
+
+def _not_finite(runs: Sequence[RankResumed]) -> Sequence[float]:
+    """The losses of the first rank that has one that is not finite."""
+    return next((run.losses for run in runs if not all(map(math.isfinite, run.losses))), ())
 
 
 def _tolerance(view: View) -> float:
