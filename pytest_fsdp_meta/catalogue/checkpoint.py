@@ -383,11 +383,13 @@ def _require_no_other_cause(view: View, told: str) -> None:
     pairs = list(zip(before, after, strict=True))
     if any(one.model != two.model for one, two in pairs):
         raise NotJudged(
-            f"the losses differ ({told}), and so does the model that was loaded, which dcp_round_trip tells; mend that first"
+            f"the losses differ ({told}), and so does the model that was loaded, which dcp_round_trip tells; mend that "
+            "first"
         )
     if any((one.state, one.groups) != (two.state, two.groups) for one, two in pairs):
         raise NotJudged(
-            f"the losses differ ({told}), and so does the optimizer that was loaded, which optimizer_state_round_trip tells; mend that first"
+            f"the losses differ ({told}), and so does the optimizer that was loaded, which optimizer_state_round_trip "
+            "tells; mend that first"
         )
     if view.failed:
         raise NotJudged(f"the losses differ ({told}), which the findings of {', '.join(view.failed)} explain")
