@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from pytest_fsdp_meta import Part, Subject, SubjectError
-from pytest_fsdp_meta.evidence import Comparison
+from pytest_fsdp_meta.evidence import Comparison, MeshFacts
 from pytest_fsdp_meta.observers.adapters.lookup import Parts, parts_of, remember
 from pytest_fsdp_meta.observers.inventory import describe
 from pytest_fsdp_meta.observers.values import compare
@@ -176,10 +176,133 @@ def test_an_adapter_that_returns_nonsense(model):
 
 
 def test_an_adapter_that_raises_is_named(model):
-    remember(model, lambda name, tensor: Part.run(tensor, (1,), 0))
+    remember(model, lambda name, tensor: 1 // 0)
     parts = parts_of(model)
     with pytest.raises(CallFailed, match=r"Subject\(adapter=\.\.\.\), adapter\('norm.weight', \.\.\.\)"):
         parts.of("norm.weight", model.norm.weight)
+
+
+def refusal(model, make, ask="of"):
+    """What is told of ``make(weight)`` as the part of ``norm.weight``, a 2 x 2."""
+    remember(model, lambda name, tensor: make(tensor))
+    with pytest.raises(SubjectError) as refused:
+        getattr(parts_of(model), ask)("norm.weight", model.norm.weight)
+    told = str(refused.value)
+    assert told.startswith("Subject(adapter=...): 'norm.weight': ")
+    assert "\n" not in told
+    return told.removeprefix("Subject(adapter=...): 'norm.weight': ")
+
+
+RUNS = (((0, 2),), ((0, 2),))
+MESH = MeshFacts(("dp",), (2,), (0,))
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda t: Part(None, (2, 2), RUNS), "Part(local=...): None should be a tensor"),
+        (lambda t: Part(t, "shape", RUNS), "Part(shape=...): str 'shape' should be a tuple of sizes: (4, 8)"),
+        (lambda t: Part(t, (2.0, 2), RUNS), "Part(shape=...): tuple (2.0, 2) should be a tuple of sizes: (4, 8)"),
+        (lambda t: Part(t, [2, 2], RUNS), "Part(shape=...): list [2, 2] should be a tuple of sizes: (4, 8)"),
+        (
+            lambda t: Part(t, (2, 2), "regions"),
+            "Part(regions=...): str 'regions' should be one tuple of (start, stop) for each dim: "
+            "(((0, 4),), ((0, 8),))",
+        ),
+        (
+            lambda t: Part(t, (2, 2), ((0, 2), (0, 2))),
+            "Part(regions=...): tuple ((0, 2), (0, 2)) should be one tuple of (start, stop) for each dim: "
+            "(((0, 4),), ((0, 8),))",
+        ),
+        (
+            lambda t: Part(t, (2, 2), (((0, 2),),)),
+            "Part(regions=(((0, 2),),)) should have one entry for each of the 2 dims of the shape (2, 2)",
+        ),
+        (
+            lambda t: Part(t.reshape(-1), (2, 2), RUNS, flat=True),
+            "Part(regions=(((0, 2),), ((0, 2),))) should have one entry, as it is flat",
+        ),
+        (
+            lambda t: Part(t, (2, 2), (((0, 99),), ((0, 2),))),
+            "Part(regions=...): (0, 99) is not within the 2 of the shape (2, 2)",
+        ),
+        (
+            lambda t: Part(t, (4, 2), (((0, 1),), ((0, 2),))),
+            "Part(local=...) has the shape (2, 2), but should have (1, 2), as its regions say",
+        ),
+        (
+            lambda t: Part(t.reshape(-1), (2, 2), (((0, 3),),), flat=True),
+            "Part(local=...) has the shape (4,), but should have (3,), as its regions say",
+        ),
+        (
+            lambda t: Part(t, (2, 2), RUNS, placements="R"),
+            "Part(placements=...): str 'R' should be None or a tuple of strings: ('S(0)',)",
+        ),
+        (
+            lambda t: Part(t, (2, 2), RUNS, placements=("R",)),
+            "Part(placements=('R',)) should have a mesh, or be without placements",
+        ),
+        (
+            lambda t: Part(t, (2, 2), RUNS, placements=("R", "R"), mesh=MESH),
+            "Part(placements=('R', 'R')) should have one entry for each of the 1 dims of its mesh",
+        ),
+        (lambda t: Part(t, (2, 2), RUNS, mesh="dp"), "Part(mesh=...): str 'dp' should be None or MeshFacts"),
+        (lambda t: Part(t, (2, 2), RUNS, by=3), "Part(by=...): int 3 should be a string"),
+        (lambda t: Part(t, (2, 2), RUNS, flat=None), "Part(flat=...): None should be True or False"),
+        (lambda t: Part(t, (2, 2), RUNS, gradient=3), "Part(gradient=...): int 3 should be None or a tensor"),
+        (
+            lambda t: Part(t, (2, 2), RUNS, gradient=torch.zeros(3)),
+            "Part(gradient=...) is a gradient of shape (3,), but should have the part's (2, 2)",
+        ),
+        (lambda t: Part.block(t, (2, 2), (5, 0)), "indices 5 to 7 are not within the 2 of the whole tensor"),
+        (lambda t: Part.run(t, (1,), 0), "indices 0 to 4 are not within the 1 of the whole tensor"),
+        (
+            lambda t: Part.block(t, (2.0, 2), (0, 0)),
+            "shape=(2.0, 2) should be a tuple of whole numbers, one for each dim",
+        ),
+        (lambda t: Part.block(t, (2, 2), 0), "start=0 should be a tuple of whole numbers, one for each dim"),
+        (lambda t: Part.run(t, (2, 2), 0.5), "start=0.5 should be one whole number"),
+        (lambda t: Part.run(t, 4, 0), "shape=4 should be a tuple of whole numbers, one for each dim"),
+        (lambda t: Part.block([1], (2, 2), (0, 0)), "local=[1] should be a tensor"),
+    ],
+)
+def test_a_part_that_cannot_be_is_told_with_the_name_of_its_tensor(model, make, says):
+    assert refusal(model, make) == says
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda t: Part(t, t.shape, RUNS, placements=("R",), mesh=MESH, gradient=torch.zeros(2, 2)),
+        lambda t: Part(t.reshape(-1), (2, 2), (((0, 4),),), flat=True, gradient=torch.zeros(2, 2)),
+        lambda t: Part(t[:0], (2, 2), ((), ((0, 2),))),
+        lambda t: Part(t, (4, 2), (((0, 1), (2, 3)), ((0, 2),))),
+        lambda t: Part.block(t, torch.Size((4, 2)), [torch.tensor(2), 0]),
+    ],
+)
+def test_a_part_that_can_be_is_taken(model, make):
+    remember(model, lambda name, tensor: make(tensor))
+    part = parts_of(model).of("norm.weight", model.norm.weight)
+    assert type(part.shape) is tuple
+    assert part.regions == make(model.norm.weight).regions
+
+
+def test_a_gradient_of_another_shape_than_its_part_is_an_error(model):
+    """There is nothing to compare it with: the checks of gradients would pass."""
+    model.norm.weight.grad = torch.ones(2, 2)
+    said = refusal(model, lambda t: Part.block(t[:1], (2, 2), (0, 0)), "gradient")
+    assert said == "parameter.grad is a gradient of shape (2, 2), but should have the part's (1, 2)"
+    bare = Parts([lambda name, tensor: Part(tensor, (2, 2), RUNS, gradient=torch.zeros(3))])
+    with pytest.raises(
+        SubjectError, match=r"'w': Part\(gradient=\.\.\.\) is a gradient of shape \(3,\), but should have"
+    ):
+        bare.gradient("w", model.norm.weight)
+
+
+def test_the_gradient_of_a_run_is_the_run(model):
+    remember(model, lambda name, tensor: Part.run(tensor, (2, 2), 0))
+    model.norm.weight.grad = torch.arange(4.0).reshape(2, 2)
+    assert parts_of(model).gradient("norm.weight", model.norm.weight).local.tolist() == [0, 1, 2, 3]
 
 
 def test_no_adapter_is_asked_of_a_model_that_torch_explains(model):

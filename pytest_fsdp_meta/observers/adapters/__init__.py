@@ -10,12 +10,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Protocol
+from operator import index
+from typing import TYPE_CHECKING, Protocol, SupportsIndex
 
 from pytest_fsdp_meta.evidence import MeshFacts, Region
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+class PartError(ValueError):
+    """What ``Part.block`` or ``Part.run`` was given describes no part of a tensor."""
 
 
 @dataclass(frozen=True)
@@ -40,25 +45,54 @@ class Part:
     @classmethod
     def block(cls, local: Tensor, shape: Sequence[int], start: Sequence[int], by: str = "adapter") -> Part:
         """``local`` is the block of a tensor of this shape whose first element has the global index ``start``."""
+        _require_tensor(local)
+        shape, start = _numbers("shape", shape), _numbers("start", start)
         if not len(start) == len(shape) == local.ndim:
-            raise ValueError(
-                f"start={tuple(start)} and shape={tuple(shape)} should have one entry for each of the "
+            raise PartError(
+                f"start={start} and shape={shape} should have one entry for each of the "
                 f"{local.ndim} dims of the local {tuple(local.shape)}"
             )
         regions = tuple(
             _region(first, size, whole) for first, size, whole in zip(start, local.shape, shape, strict=True)
         )
-        return cls(local, tuple(shape), regions, by=by)
+        return cls(local, shape, regions, by=by)
 
     @classmethod
     def run(cls, local: Tensor, shape: Sequence[int], start: int, by: str = "adapter") -> Part:
         """``local`` is the run of elements from number ``start`` of the tensor laid out as one row."""
-        return cls(local.reshape(-1), tuple(shape), (_region(start, local.numel(), prod(shape)),), flat=True, by=by)
+        _require_tensor(local)
+        shape, first = _numbers("shape", shape), _number("start", start)
+        return cls(local.reshape(-1), shape, (_region(first, local.numel(), prod(shape)),), flat=True, by=by)
+
+
+def _require_tensor(local: object) -> None:
+    from torch import Tensor
+
+    if not isinstance(local, Tensor):
+        raise PartError(f"local={_shown(local)} should be a tensor")
+
+
+def _numbers(field: str, value: Sequence[SupportsIndex]) -> tuple[int, ...]:
+    try:
+        return tuple(index(one) for one in value)
+    except TypeError:
+        raise PartError(f"{field}={_shown(value)} should be a tuple of whole numbers, one for each dim") from None
+
+
+def _number(field: str, value: SupportsIndex) -> int:
+    try:
+        return index(value)
+    except TypeError:
+        raise PartError(f"{field}={_shown(value)} should be one whole number") from None
+
+
+def _shown(value: object) -> str:
+    return " ".join(repr(value).split())[:60]
 
 
 def _region(start: int, size: int, whole: int) -> Region:
     if size and not 0 <= start <= start + size <= whole:
-        raise ValueError(f"indices {start} to {start + size} are not within the {whole} of the whole tensor")
+        raise PartError(f"indices {start} to {start + size} are not within the {whole} of the whole tensor")
     return ((start, start + size),) if size else ()
 
 

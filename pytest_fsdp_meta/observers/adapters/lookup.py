@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
-from pytest_fsdp_meta.observers.adapters import Adapter, Part, fsdp1, megatron_fsdp
+from pytest_fsdp_meta.observers.adapters import Adapter, Part, PartError, fsdp1, megatron_fsdp
+from pytest_fsdp_meta.observers.adapters.checking import fault, misfit
 from pytest_fsdp_meta.observers.adapters.dtensor import own_memory, own_part
 from pytest_fsdp_meta.subject import SubjectError
 from pytest_fsdp_meta.worlds import CallFailed
@@ -35,7 +36,9 @@ class Parts:
         if gradient is None:
             return None
         if part is not None:
-            return replace(part, local=own_memory(gradient), gradient=None)
+            _require_fit(name, gradient, part)
+            own = own_memory(gradient)
+            return replace(part, local=own.reshape(-1) if part.flat else own, gradient=None)
         if isinstance(gradient, DTensor) and any(placement.is_partial() for placement in gradient.placements):
             assert isinstance(parameter, DTensor)
             gradient = gradient.redistribute(placements=parameter.placements)
@@ -47,6 +50,16 @@ class Parts:
             if part is not None:
                 return replace(part, local=own_memory(part.local))
         return None
+
+
+def _require_fit(name: str, gradient: Tensor, part: Part) -> None:
+    """No check tells of a gradient whose elements are not those of its parameter: it has nothing to compare.
+
+    What shards by itself may hold whole gradients meanwhile, as FSDP1 does under no_sync().
+    """
+    if part.by not in (fsdp1.BY, megatron_fsdp.BY) and (problem := misfit(gradient, part)):
+        where = "parameter.grad is a" if part.gradient is None else "Part(gradient=...) is a"
+        raise SubjectError("adapter", f"{name!r}: {where} {problem}")
 
 
 _declared: WeakKeyDictionary[Module, Adapter] = WeakKeyDictionary()
@@ -69,6 +82,8 @@ def _called(declared: Adapter) -> Adapter:
     def adapter(name: str, tensor: Tensor) -> Part | None:
         try:
             part = declared(name, tensor)
+        except PartError as error:
+            raise SubjectError("adapter", f"{name!r}: {error}") from None
         except Exception as error:
             raise CallFailed(f"Subject(adapter=...), adapter({name!r}, ...)") from error
         if part is not None and not isinstance(part, Part):
@@ -77,6 +92,8 @@ def _called(declared: Adapter) -> Adapter:
                 f"it returned {type(part).__name__} for {name!r}, but should return pytest_fsdp_meta.Part, or None for "
                 "a tensor that it does not describe",
             )
-        return part
+        if part is not None and (problem := fault(part)):
+            raise SubjectError("adapter", f"{name!r}: {problem}")
+        return part and replace(part, shape=tuple(part.shape))  # messages shall not read torch.Size([4, 8])
 
     return adapter
