@@ -100,12 +100,9 @@ class Reloading:
             return self.training
         if why := self._unsavable() or self._nothing_trainable():
             return why
-        stateless = [name for names in self._run_first("first_step") for name in names]
-        if stateless and not self._saves_itself:
-            return Unavailable(
-                f"{stateless[0]} got no gradient, so the optimizer keeps no state of it, and "
-                f"torch.distributed.checkpoint loads only the state of all that is trainable; {DECLARE}"
-            )
+        unloadable = [why for why in self._run_first("first_step") if why]
+        if unloadable and not self._saves_itself:
+            return Unavailable(f"{unloadable[0]}; {DECLARE}")
         return tuple(self._run_first("save_and_go_on", self._at("continued"), STEPS))
 
     def _repetition(self) -> Any:

@@ -11,7 +11,10 @@ import cloudpickle
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
 from pytest_fsdp_meta import Subject
 from pytest_fsdp_meta.catalogue import Verdict, built_in, judge
@@ -298,3 +301,35 @@ def test_the_other_size_takes_the_devices_that_there_are():
     assert other_size(WorldSpec({"dp_shard": 1}, "cuda", "gloo", devices=(3,))).devices == (3, 3)
     alone = other_size(WorldSpec({"dp_shard": 1}, "cuda", "nccl", devices=(3,)))
     assert alone == Unavailable("a world of 2 takes another GPU than that of this world of 1")
+
+
+def test_an_empty_group_is_more_than_torch_can_load():
+    def with_empty_group(fsdp):
+        model = sharded(fsdp, build())
+        groups = [{"params": [], "weight_decay": 0.1}, {"params": list(model.parameters())}]
+        optimizer = torch.optim.AdamW(groups, foreach=False)
+        return Subject(model, reference=build, batch=batch, loss=loss, optimizer=optimizer)
+
+    verdicts = judged(with_empty_group, (OPTIMIZER, RESUME))
+    assert statuses(verdicts) == {OPTIMIZER: "skipped", RESUME: "skipped"}
+    assert verdicts[OPTIMIZER].reason == (
+        "group 0 of the optimizer is empty, and torch loads no settings of an empty group; declare "
+        "Subject(save=..., resume=...)"
+    )
+
+
+def test_a_state_that_lies_otherwise_than_its_parameter_until_it_is_loaded():
+    """Of a vocabulary-parallel embedding: its gradient, of which SGD makes the momentum, lies whole on every rank."""
+
+    def embedding() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 2))
+
+    def loader(fsdp):
+        model = embedding()
+        plan = RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
+        parallelize_module(model, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), {"0": plan})
+        tokens = {"input": torch.arange(8).view(4, 2)}
+        return Subject(model, reference=embedding, batch=lambda step: tokens, loss=loss, data_parallel=(0, 1))
+
+    assert statuses(judged(loader, (ROUND_TRIP, OPTIMIZER))) == {ROUND_TRIP: "passed", OPTIMIZER: "passed"}

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
@@ -117,18 +118,27 @@ def compare_export(path: str, record: str, keys: Collection[str]) -> Export:
     )
 
 
-def first_step() -> tuple[str, ...]:
-    """Trains one step with the optimizer of ``save_and_go_on``; the trainable parameters that it keeps no state of.
-
-    Empty where it keeps none of any: then none is due.
-    """
+def first_step() -> str:
+    """Trains one step with the optimizer of ``save_and_go_on``; why torch cannot load its state, empty where it can."""
     me, subject = current(), _resharded_subject()
     trained = me.state.get("optimizer") if subject.optimizer is not None else None
     me.state["resumable"] = trained or _optimizer(subject)
     _steps(me, subject, 1)
-    state, held = me.state["resumable"].state, _names(subject.model)
-    due = {p for group in me.state["resumable"].param_groups for p in group["params"] if p.requires_grad}
-    return tuple(sorted(held.get(id(p), "?") for p in due if not state.get(p))) if any(state.values()) else ()
+    return _unloadable(me.state["resumable"], _names(subject.model))
+
+
+def _unloadable(optimizer: Optimizer, names: Mapping[int, str]) -> str:
+    for number, group in enumerate(optimizer.param_groups):
+        if not group["params"]:
+            return f"group {number} of the optimizer is empty, and torch loads no settings of an empty group"
+    due = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    missing = sorted(names.get(id(p), "?") for p in due if not optimizer.state.get(p))
+    if not missing or not any(optimizer.state.values()):  # where it keeps none of any, none is due
+        return ""
+    return (
+        f"{missing[0]} got no gradient, so the optimizer keeps no state of it, and torch.distributed.checkpoint loads "
+        "only the state of all that is trainable"
+    )
 
 
 def save_and_go_on(folder: str, steps: int) -> RankResumed:
@@ -270,12 +280,19 @@ def _optimizer_held(
     for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
         if kept := optimizer.state.get(parameter):
             name = names.get(id(parameter), f"(parameter {number} of the optimizer)")
-            state[name] = {str(key): _sum(value) for key, value in kept.items()}
+            state[name] = {str(key): _sum(_lying_as(parameter, value)) for key, value in kept.items()}
     groups = (
         {key: _sum(value) for key, value in group.items() if key not in ("params", "param_names")}
         for group in optimizer.param_groups
     )
     return state, tuple(groups)
+
+
+def _lying_as(parameter: Tensor, value: Any) -> Any:
+    """A state as its parameter lies: made of a gradient, it may lie otherwise until it is loaded, and be the same."""
+    if isinstance(parameter, DTensor) and isinstance(value, DTensor) and value.placements != parameter.placements:
+        return value.redistribute(placements=parameter.placements)
+    return value
 
 
 def _names(model: Module) -> dict[int, str]:
