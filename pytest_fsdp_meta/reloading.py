@@ -28,6 +28,7 @@ NOT_ASKED = Unavailable("no selected check asked for it")
 STEPS = 2
 """Trained after a checkpoint: the second shows what the first did to the optimizer."""
 AGAIN = "the loader gave a model once, and fails when it runs again in a fresh world with the same fixtures"
+UNSAVED = "saving gave no answer, and is not tried again"
 DECLARE = "declare Subject(save=..., resume=...)"
 
 
@@ -52,6 +53,9 @@ class Reloading:
     worlds: list[World] = field(default_factory=list)
     _second: tuple[World, list[Any]] | None = None
     _failure: WorldError | None = None
+    _save_failure: WorldError | None = None
+    """How saving ended a world without a word: it took all the time that there is, and would do so again."""
+    _released: bool = False
 
     def take(self, wanted: set[str]) -> None:
         """Everything wanted of it, in an order in which each finds its world as it needs it."""
@@ -85,13 +89,15 @@ class Reloading:
             seen = unavailable(error)
             if error is self._failure:
                 seen = replace(seen, detail=f"{AGAIN}:\n\n{seen.detail}")
+            elif error is self._save_failure:
+                seen = replace(seen, detail=f"{UNSAVED}:\n\n{seen.detail}")
         (self.unavailable if isinstance(seen, Unavailable) else self.seen)[name] = seen
 
     def _state_dict(self) -> Any:
         return tuple(self._run_first("observe_state_dict"))
 
     def _saved(self) -> Any:
-        return self._unsavable() or tuple(self._run_first("save_model", self._at("saved")))
+        return self._unsavable() or self._saving(self._first_world, "save_model", self._at("saved"))
 
     def _continued(self) -> Any:
         if "batch" not in self.subject.declared:
@@ -100,10 +106,12 @@ class Reloading:
             return self.training
         if why := self._unsavable() or self._nothing_trainable():
             return why
+        if self._save_failure is not None:
+            raise self._save_failure
         unloadable = [why for why in self._run_first("first_step") if why]
         if unloadable and not self._saves_itself:
             return Unavailable(f"{unloadable[0]}; {DECLARE}")
-        return tuple(self._run_first("save_and_go_on", self._at("continued"), STEPS))
+        return self._saving(self._first_world, "save_and_go_on", self._at("continued"), STEPS)
 
     def _repetition(self) -> Any:
         return tuple(one.inventory for one in self._load_second()[1])
@@ -122,7 +130,7 @@ class Reloading:
 
     def _kept(self) -> Any:
         """A checkpoint of the model as it was loaded, while the second load is as it was loaded."""
-        return self._unsavable() or self._run_second("save_model", self._at("kept"))
+        return self._unsavable() or self._saving(self._second_world, "save_model", self._at("kept"))
 
     def _restored(self) -> Any:
         return self._after("saved") or tuple(self._run_second("load_model", self._at("saved")))
@@ -150,14 +158,33 @@ class Reloading:
     def _after(self, name: str) -> Unavailable | None:
         return self.unavailable.get(name)
 
-    def _run_first(self, observer: str, *arguments: Any) -> list[Any]:
-        """On the loader's own world; where training has ended that, on another load."""
+    def _saving(self, world: Callable[[], World], observer: str, *arguments: Any) -> tuple[Any, ...]:
+        """Saves, unless that has hung or ended a rank before; an error that it raised may be another next time."""
+        if self._save_failure is not None:
+            raise self._save_failure
+        there = world()  # outside of it: a loader that hangs is not taken for a save() that does
+        try:
+            return tuple(there.run(f"{OBSERVER}:{observer}", *arguments))
+        except WorldError as error:
+            # What was saved once can be: then it is the steps after it, or the optimizer, that hang.
+            if error.failures[0].kind in ("hung", "exited", "killed") and "saved" not in self.seen:
+                self._save_failure = error
+            raise
+
+    def _first_world(self) -> World:
+        """The loader's own world; where training has ended that, another load."""
         if not self.first.alive:
             self.first, _ = self.load(self.first.spec, "another load", self.worlds)
-        return self.first.run(f"{OBSERVER}:{observer}", *arguments)
+        return self.first
+
+    def _second_world(self) -> World:
+        return self._load_second()[0]
+
+    def _run_first(self, observer: str, *arguments: Any) -> list[Any]:
+        return self._first_world().run(f"{OBSERVER}:{observer}", *arguments)
 
     def _run_second(self, observer: str, *arguments: Any) -> list[Any]:
-        return self._load_second()[0].run(f"{OBSERVER}:{observer}", *arguments)
+        return self._second_world().run(f"{OBSERVER}:{observer}", *arguments)
 
     def _load_second(self) -> tuple[World, list[Any]]:
         """The second load; anew where an observation has ended it, but a load that failed is not tried again."""
@@ -173,7 +200,8 @@ class Reloading:
         return self._second
 
     def _release_first(self) -> None:
-        if self.first.alive:
+        if self.first.alive and not self._released:
+            self._released = True
             self.first.run("pytest_fsdp_meta.observers.loading:release")
 
     def _end_second(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -10,7 +11,9 @@ from typing import Any
 import cloudpickle
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate
@@ -20,7 +23,7 @@ from pytest_fsdp_meta import Subject
 from pytest_fsdp_meta.catalogue import Verdict, built_in, judge
 from pytest_fsdp_meta.evidence import Unavailable
 from pytest_fsdp_meta.reloading import other_size
-from pytest_fsdp_meta.trial import Loader, Trial
+from pytest_fsdp_meta.trial import Loader, LoaderFailed, Trial
 from pytest_fsdp_meta.worlds import Rank, WorldSpec
 from tests.world_help import preload
 
@@ -252,6 +255,85 @@ def test_saving_that_hangs_costs_nothing_else():
     assert {id for id, one in found.items() if one.status == "passed"} == passed
     assert {id: one.status for id, one in found.items() if id not in passed} == dict.fromkeys(SAVING, "error")
     assert "did not answer within 8 s" in found[ROUND_TRIP].reason
+
+
+@pytest.mark.parametrize("how", ["hangs", "ends"])
+def test_saving_that_gives_no_answer_is_not_tried_again(tmp_path, how):
+    def save(model, optimizer, folder):
+        (tmp_path / f"{folder.name} of rank {torch.distributed.get_rank()}").touch()
+        if how == "hangs":
+            torch.distributed.barrier()
+            time.sleep(60)
+        os._exit(3)
+
+    def resume(model, optimizer, folder):
+        raise AssertionError("nothing was saved")
+
+    found = judged(lambda fsdp: declared(fsdp, build(), save=save, resume=resume), SAVING, timeout=8)
+    assert statuses(found) == dict.fromkeys(SAVING, "error")
+    said = "did not answer within 8 s" if how == "hangs" else "exited with code 3 before it answered"
+    assert all(said in one.reason for one in found.values())
+    assert found[ROUND_TRIP].detail.startswith("saving gave no answer, and is not tried again:\n\nrank")
+    assert {path.name.partition(" ")[0] for path in tmp_path.iterdir()} == {"saved"}
+
+
+def test_saving_that_raised_once_is_tried_again():
+    def save(model, optimizer, folder):
+        if folder.name == "saved":
+            raise OSError("the disk is full")
+        for_torch(model, folder)
+
+    def for_torch(model: nn.Module, folder: Path) -> None:
+        dcp.save(get_model_state_dict(model), checkpoint_id=folder)
+
+    def resume(model, optimizer, folder):
+        state = get_model_state_dict(model)
+        dcp.load(state, checkpoint_id=folder)
+        set_model_state_dict(model, state)
+
+    found = judged(lambda fsdp: declared(fsdp, build(), save=save, resume=resume), (ROUND_TRIP, RESHARDS))
+    assert statuses(found) == {ROUND_TRIP: "error", RESHARDS: "passed"}
+    assert "raised OSError in Subject(save=...): the disk is full" in found[ROUND_TRIP].reason
+
+
+def test_loading_that_fails_says_so_each_time():
+    def save(model, optimizer, folder):
+        pass
+
+    def resume(model, optimizer, folder):
+        raise ArithmeticError("no checkpoint here")
+
+    found = judged(lambda fsdp: declared(fsdp, build(), save=save, resume=resume), SAVING)
+    assert statuses(found) == dict.fromkeys(SAVING, "error")
+    said = "raised ArithmeticError in Subject(resume=...): no checkpoint here"
+    assert {id: one.reason for id, one in found.items() if said not in one.reason} == {}
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        (None, "NoneType"),
+        (["0.weight"], "list"),
+        ({1: "0.weight"}, "a dict with a key of int (1)"),
+    ],
+)
+def test_a_state_dict_that_is_none(given, shown):
+    found = judged(lambda fsdp: declared(fsdp, build(), state_dict=lambda model: given), (NAMES,))[NAMES]
+    assert found.status == "error"
+    assert found.reason == f"Subject(state_dict=...): it gave {shown}, but should give a dict by name"
+
+
+def test_a_loader_that_ends_the_process_group():
+    def loader(fsdp):
+        subject = declared(fsdp, build())
+        torch.distributed.destroy_process_group()
+        return subject
+
+    with pytest.raises(LoaderFailed) as caught:
+        judged(loader, (NAMES, "collectives_within_budget"))
+    assert str(caught.value) == (
+        "the loader ended the process group (destroy_process_group); the checks need it: leave it to the plugin"
+    )
 
 
 def test_training_that_fails_leaves_the_checkpoints():

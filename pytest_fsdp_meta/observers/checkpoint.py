@@ -41,7 +41,7 @@ from pytest_fsdp_meta.observers.training import train
 from pytest_fsdp_meta.observers.values import compare, compare_all
 from pytest_fsdp_meta.reference import Record, write_record
 from pytest_fsdp_meta.saved import RankResumed, RankSaved, RankStateDict
-from pytest_fsdp_meta.subject import Subject
+from pytest_fsdp_meta.subject import Subject, SubjectError
 from pytest_fsdp_meta.worlds import Rank, current
 
 EXTRA_STATE = "_extra_state"
@@ -56,8 +56,21 @@ def observe_state_dict() -> RankStateDict:
     keys, refused = _torch_keys(subject.model)
     if subject.state_dict is not None:
         with calling("Subject(state_dict=...)"):
-            keys = tuple(map(str, subject.state_dict(subject.model)))
+            state = subject.state_dict(subject.model)
+        keys = _keys_by_name(state)
     return RankStateDict(keys, refused)
+
+
+def _keys_by_name(state: object) -> tuple[str, ...]:
+    if not isinstance(state, Mapping):
+        raise SubjectError("state_dict", f"it gave {type(state).__name__}, but should give a dict by name")
+    for key in state:
+        if not isinstance(key, str):
+            raise SubjectError(
+                "state_dict",
+                f"it gave a dict with a key of {type(key).__name__} ({key!r:.80}), but should give a dict by name",
+            )
+    return tuple(state)
 
 
 def _torch_keys(model: Module) -> tuple[tuple[str, ...], str]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import FlatParameter
 from torch.nn import Module
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
@@ -73,6 +74,7 @@ def load(
         watchers = (recorder, peak.meter if peak else None)
         with watching(*(watcher for watcher in watchers if watcher is not None)):
             returned = _call(loader, values)
+            _require_process_group(me)
     restore_defaults()
     subject = _as_subject(returned)
     _require_judgeable(subject.model)
@@ -126,6 +128,14 @@ def _call(loader: Callable[..., Any], values: Mapping[str, Any]) -> Any:
                 '@fsdp_conformance(process_group="loader")'
             ) from error
         raise
+
+
+def _require_process_group(me: Rank) -> None:
+    """Only the plugin's own has a mesh; a loader that makes one itself may not need it for its model."""
+    if me.has_mesh and not dist.is_initialized():
+        raise Misuse(
+            "the loader ended the process group (destroy_process_group); the checks need it: leave it to the plugin"
+        )
 
 
 def release() -> None:
