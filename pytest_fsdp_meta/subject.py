@@ -99,8 +99,9 @@ class Subject:
                 raise SubjectError(name, f"it is declared without {other}; declare both, or neither")
         _require_optimizer(self.optimizer)
         _require_slice(self.data_parallel)
-        for name in ("frozen", "unsharded", "offloaded", "kept_attributes"):
+        for name in ("frozen", "unsharded", "offloaded"):
             _require_names(name, getattr(self, name), mapping=name == "frozen")
+        _require_attributes(self.kept_attributes)
         _require_groups(self.tied)
         _require_ranks("whole_while_loading", self.whole_while_loading)
         self.placements = _as_mapping("placements", self.placements)
@@ -271,7 +272,7 @@ def _require_optimizer(value: object) -> None:
 def _require_slice(value: object) -> None:
     if value is None:
         return
-    right = isinstance(value, tuple) and len(value) == 2 and all(isinstance(part, int) for part in value)
+    right = isinstance(value, tuple) and len(value) == 2 and all(map(_is_number, value))
     if not right or not 0 <= value[0] < value[1]:  # type: ignore[index]
         raise SubjectError("data_parallel", f"{value!r} should be (index, size) with 0 <= index < size")
 
@@ -295,17 +296,39 @@ def _require_names(field: str, value: Any, mapping: bool = False) -> None:
             raise SubjectError(field, f"{text!r} should be a name or a pattern such as 'layers.*.weight'")
 
 
+def _require_attributes(value: Any) -> None:
+    listed = [value] if isinstance(value, str) else value
+    if not isinstance(listed, (list, tuple, set, frozenset)):
+        raise SubjectError("kept_attributes", f"{_shown(value)} should be a name, or a list of them")
+    from torch.nn import Parameter
+
+    for name in listed:
+        if not isinstance(name, str) or not name:
+            raise SubjectError("kept_attributes", f"{name!r} should be the name of an attribute")
+        if hasattr(Parameter, name):
+            raise SubjectError(
+                "kept_attributes", f"every parameter has {name!r}; give custom attributes, such as '_fsdp_no_shard'"
+            )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def _require_ranks(field: str, value: object) -> None:
     listed = () if isinstance(value, bool) else value
     right = isinstance(listed, (list, tuple, set, frozenset, range))
-    if not right or not all(isinstance(rank, int) and not isinstance(rank, bool) and rank >= 0 for rank in listed):  # type: ignore[attr-defined]
+    if not right or not all(_is_number(rank) and rank >= 0 for rank in listed):  # type: ignore[attr-defined]
         raise SubjectError(field, f"{value!r} should be True, or the ranks that do, as (0,)")
 
 
 def _resolve_ranks(value: bool | Iterable[int], world_size: int) -> tuple[int, ...]:
     if isinstance(value, bool):
         return tuple(range(world_size)) if value else ()
-    return tuple(sorted(set(value)))
+    ranks = tuple(sorted(set(value)))
+    if ranks and ranks[-1] >= world_size:
+        raise SubjectError("whole_while_loading", f"rank {ranks[-1]} does not exist in a world of {world_size}")
+    return ranks
 
 
 def _require_groups(value: object) -> None:
@@ -313,6 +336,9 @@ def _require_groups(value: object) -> None:
         if isinstance(group, str) or not isinstance(group, (list, tuple)) or len(group) < 2:
             raise SubjectError("tied", f"{group!r} should be a group of two or more names: tied=[('a', 'b')]")
         _require_names("tied", group)
+        if len(set(group)) < len(group):
+            twice = next(name for name in group if list(group).count(name) > 1)
+            raise SubjectError("tied", f"{group!r} has {twice!r} twice; a group needs two different names")
 
 
 def _shown(value: object) -> str:

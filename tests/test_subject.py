@@ -85,6 +85,10 @@ def test_what_is_declared_is_noted(tmp_path):
         ({"data_parallel": 1}, "data_parallel=...): 1 should be (index, size) with 0 <= index < size"),
         ({"data_parallel": (2, 2)}, "data_parallel=...): (2, 2) should be (index, size) with 0 <= index < size"),
         ({"data_parallel": (-1, 2)}, "data_parallel=...): (-1, 2) should be (index, size) with 0 <= index < size"),
+        (
+            {"data_parallel": (False, True)},
+            "data_parallel=...): (False, True) should be (index, size) with 0 <= index < size",
+        ),
         ({"data_parallel": (0, 1.0)}, "data_parallel=...): (0, 1.0) should be (index, size) with 0 <= index < size"),
         ({"frozen": None}, "frozen=...): None should be a name, a pattern, or a list of them"),
         ({"frozen": [1]}, "frozen=...): 1 should be a name or a pattern such as 'layers.*.weight'"),
@@ -96,11 +100,29 @@ def test_what_is_declared_is_noted(tmp_path):
             "unsharded=...): dict \"{'a': 'b'}\" should be a name, a pattern, or a list of them",
         ),
         ({"offloaded": [""]}, "offloaded=...): '' should be a name or a pattern such as 'layers.*.weight'"),
-        ({"kept_attributes": True}, "kept_attributes=...): bool 'True' should be a name, a pattern, or a list of them"),
+        ({"kept_attributes": True}, "kept_attributes=...): bool 'True' should be a name, or a list of them"),
+        ({"kept_attributes": 5}, "kept_attributes=...): int '5' should be a name, or a list of them"),
+        ({"kept_attributes": [5]}, "kept_attributes=...): 5 should be the name of an attribute"),
+        (
+            {"kept_attributes": ("_mine", "data")},
+            "kept_attributes=...): every parameter has 'data'; give custom attributes, such as '_fsdp_no_shard'",
+        ),
+        (
+            {"kept_attributes": "__class__"},
+            "kept_attributes=...): every parameter has '__class__'; give custom attributes, such as '_fsdp_no_shard'",
+        ),
         ({"tied": "a"}, "tied=...): 'a' should be a group of two or more names: tied=[('a', 'b')]"),
         ({"tied": ["a", "b"]}, "tied=...): 'a' should be a group of two or more names: tied=[('a', 'b')]"),
         ({"tied": [("a",)]}, "tied=...): ('a',) should be a group of two or more names: tied=[('a', 'b')]"),
         ({"tied": [("a", 1)]}, "tied=...): 1 should be a name or a pattern such as 'layers.*.weight'"),
+        (
+            {"tied": [("a", "a")]},
+            "tied=...): ('a', 'a') has 'a' twice; a group needs two different names",
+        ),
+        (
+            {"tied": [["a", "b", "b"]]},
+            "tied=...): ['a', 'b', 'b'] has 'b' twice; a group needs two different names",
+        ),
         ({"tied": None}, "tied=...): None should be a group of two or more names: tied=[('a', 'b')]"),
         (
             {"placements": "S(0)"},
@@ -191,6 +213,13 @@ def test_a_tie_of_an_unknown_name_is_an_error():
     assert str(caught.value) == (
         "Subject(tied=...): 'layers.0.k.weight' is not a parameter of the model; the nearest is 'layers.0.q.weight'"
     )
+
+
+def test_a_rank_that_does_not_exist_is_an_error():
+    with pytest.raises(SubjectError) as caught:
+        subject(whole_while_loading=(0, 7)).resolve(PARAMETERS, BUFFERS, world_size=2)
+    assert str(caught.value) == "Subject(whole_while_loading=...): rank 7 does not exist in a world of 2"
+    assert subject(whole_while_loading=(1,)).resolve([], [], world_size=2).whole_while_loading == (1,)
 
 
 def test_patterns_cross_dots_and_each_name_is_listed_once():
