@@ -179,6 +179,23 @@ def test_another_rank_than_declared():
 
 
 @pytest.mark.parametrize(
+    ("memory", "declared", "means"),
+    [
+        ([RankMemory(host=WHOLE, whole=ELEMENTS)], (), "True"),
+        ([RankMemory(host=WHOLE, whole=ELEMENTS)], (0,), "True"),
+        ([LOADED, RankMemory(host=WHOLE, whole=ELEMENTS), LOADED], (), "(1,)"),
+        ([LOADED, RankMemory(host=WHOLE, whole=ELEMENTS), LOADED], (0,), "(0, 1)"),
+    ],
+)
+def test_the_remedy_declares_the_ranks_that_hold_it(memory, declared, means):
+    [finding] = verdict(PEAK, measured(*memory, whole_while_loading=declared)).findings
+    assert finding.remedy == (
+        "build it on meta, shard it, then to_empty() and read only the rank's own slices; or declare the ranks that "
+        f"mean it: Subject(whole_while_loading={means})"
+    )
+
+
+@pytest.mark.parametrize(
     "unclear", [RankMemory(host=WHOLE, beyond=3 * LARGEST + 1), RankMemory(host=0, device=WHOLE + LARGEST)]
 )
 def test_what_may_be_copies_of_shards_is_not_judged(unclear):

@@ -396,6 +396,14 @@ def test_a_frozen_weight_keeps_the_cause_that_was_found():
     )
 
 
+def test_a_part_of_another_size_than_its_adapter_says_is_no_other_verifier():
+    evidence = change(healthy(), FROZEN, [0, 1], sharded_by="hand")
+    wrong = shapes("local shape (2,)", "(16, 8), as hand says")
+    finding = verdict(VERIFIER, differ(evidence, FROZEN, observed="verifier", **wrong)).findings[0]
+    assert finding.cause == "the adapter describes another part than the rank holds"
+    assert finding.remedy == "compare start and shape of its Part.block or Part.run with what the rank holds"
+
+
 def test_a_frozen_buffer_is_judged_beside_the_verifier():
     evidence = declare(healthy(), frozen={ROTARY: ROTARY})
     taken = tuple(tuple(c for c in rank if c.name == ROTARY) for rank in evidence.values)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 
 from pytest_fsdp_meta.catalogue.judging import NotJudged, View, ranks_by
-from pytest_fsdp_meta.catalogue.registry import Finding, check
+from pytest_fsdp_meta.catalogue.registry import Finding, Words, check
 from pytest_fsdp_meta.catalogue.structure import MANIFEST
 from pytest_fsdp_meta.evidence import RankInventory, TensorFacts
 from pytest_fsdp_meta.traffic import RankMemory
@@ -104,6 +104,9 @@ class _Sizes:
     """Elements of the two largest tensors: one that is read, and the one before it."""
 
 
+BY_SLICES = "build it on meta, shard it, then to_empty() and read only the rank's own slices"
+
+
 @check(
     promise="no rank ever holds the whole model while loading, unless declared",
     family="memory",
@@ -111,8 +114,7 @@ class _Sizes:
     after=[MANIFEST],
     why="A loader that holds the whole model on a rank works until the model is one that needs sharding.",
     cause="the model was built or read whole on the rank, and sharded afterwards",
-    remedy="build it on meta, shard it, then to_empty() and read only the rank's own slices; or declare the ranks that "
-    "mean it: Subject(whole_while_loading=(0,))",
+    remedy=f"{BY_SLICES}; or declare the ranks that mean it: Subject(whole_while_loading=(0,))",
     references=["huggingface/transformers#43749", "huggingface/transformers#45649"],
     since="0.2",
 )
@@ -134,13 +136,19 @@ def load_peak_memory_bounded(view: View) -> Iterable[Finding]:
         first = memory[ranks[0]]
         detail = f"rank {ranks[0]} held {max(first.host, first.device or 0)} bytes at one time; the model has "
         detail += f"{sizes[ranks[0]].whole}, of which the rank keeps {sizes[ranks[0]].kept}"
-        yield Finding(None, ranks, "held whole while loading", "a few tensors at a time beside the shards", detail)
+        expected = "a few tensors at a time beside the shards"
+        yield Finding(None, ranks, "held whole while loading", expected, detail, **_meant({*ranks, *declared}, sizes))
     unknown = [rank for rank, whole in held.items() if whole is None]
     if unknown:
         raise NotJudged(
             f"{name_ranks(unknown)}: as many bytes as the model has were alive at one time, which may as well be "
             "copies of shards; more ranks tell them apart"
         )
+
+
+def _meant(ranks: Collection[int], world: Collection[int]) -> Words:
+    declared = "True" if len(ranks) == len(world) else str(tuple(sorted(ranks)))
+    return {"remedy": f"{BY_SLICES}; or declare the ranks that mean it: Subject(whole_while_loading={declared})"}
 
 
 def _held_whole(memory: RankMemory, sizes: _Sizes) -> bool | None:

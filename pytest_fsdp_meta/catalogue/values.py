@@ -151,7 +151,8 @@ def _difference(view: View, name: str, pairs: list[tuple[int, Comparison]], trut
     for (problem, should_be), cases in by_problem.items():
         ranks = tuple(rank for rank, _ in cases)
         if problem is not None:
-            yield Finding(name, ranks, problem, should_be, **_SHAPE)
+            local = problem.startswith("local shape") and tensor.sharded_by
+            yield Finding(name, ranks, problem, should_be, **(_ADAPTED if local else _SHAPE))
         else:
             yield Finding(name, ranks, "other values", truth, numbers(cases), **_pattern(tensor, cases, pairs))
 
@@ -182,6 +183,10 @@ _SHAPE: Words = {
     "cause": "it is the verifier of another model, or a tensor of another name there, or a resized vocabulary",
     "remedy": "take the frozen weights from the model that they were made for, or map its names: "
     "Subject(frozen={name: name in the verifier})",
+}
+_ADAPTED: Words = {
+    "cause": "the adapter describes another part than the rank holds",
+    "remedy": "compare start and shape of its Part.block or Part.run with what the rank holds",
 }
 _ODD_RANKS: Words = {
     "cause": "these ranks read the slice of another rank, or only the others were given the weight",
