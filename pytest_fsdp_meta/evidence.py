@@ -162,6 +162,8 @@ class RankInventory:
     """The dtypes that such policies reduce gradients in."""
     optimizer: OptimizerFacts | None = None
     """Of an optimizer that the loader built itself."""
+    custom_attributes: tuple[str, ...] = ()
+    """The names of all that tensors carry; noted where attributes are asked for."""
 
     @cached_property
     def by_name(self) -> dict[str, TensorFacts]:

@@ -6,6 +6,7 @@ afterwards. What cannot be observed is noted with its reason, and costs only the
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -208,8 +209,13 @@ class _Session:
         sources = (*self.inventory, reference.inventory) if reference else self.inventory
         there = {name for source in sources for tensor in source.tensors for name in tensor.attributes}
         unknown = [name for name in self.subject.kept_attributes if name not in there]
+        if not unknown:
+            return ""
         where = "the model or the reference" if reference and reference.complete else "the model"
-        return str(SubjectError("kept_attributes", f"no tensor of {where} has {unknown[0]!r}")) if unknown else ""
+        carried = sorted({name for source in sources for name in source.custom_attributes})
+        near = difflib.get_close_matches(unknown[0], carried, n=1)
+        hint = f"; the nearest is {near[0]!r}" if near else ""
+        return str(SubjectError("kept_attributes", f"no tensor of {where} has {unknown[0]!r}{hint}"))
 
     def _reference(self) -> Any:
         if "reference" not in self.subject.declared:

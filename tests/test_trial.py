@@ -416,4 +416,11 @@ def test_an_attribute_that_no_parameter_has_is_an_error(tmp_path, declared, wher
         declared = declared | {"reference": tmp_path}
     with pytest.raises(LoaderFailed) as caught:
         observed(asked_for("_hole", **declared))
-    assert caught.value.summary == f"Subject(kept_attributes=...): no tensor of {where} has '_hole'"
+    told = f"Subject(kept_attributes=...): no tensor of {where} has '_hole'; the nearest is '_whole'"
+    assert caught.value.summary == told
+
+
+def test_an_attribute_that_is_like_no_other():
+    with pytest.raises(LoaderFailed) as caught:
+        observed(asked_for("zzz", mark=True))
+    assert caught.value.summary == "Subject(kept_attributes=...): no tensor of the model has 'zzz'"

@@ -42,7 +42,8 @@ def take_inventory(model: Module, rank: int, device: str, attributes: Sequence[s
             )
             for name, kind, t in named_tensors(model)
         ]
-    return RankInventory(rank, device, tuple(tensors))
+    carried = {key for _, _, tensor in named_tensors(model) for key in vars(tensor)} if attributes else ()
+    return RankInventory(rank, device, tuple(tensors), custom_attributes=tuple(sorted(carried)))
 
 
 def managed_names(model: Module) -> dict[str, bool]:
