@@ -107,8 +107,8 @@ _REPLACED: Words = {
     "remedy": "make the optimizer after fully_shard and to_empty",
 }
 _FROZEN: Words = {
-    "cause": "the optimizer was given all parameters; a frozen one then costs state, and moves as soon as anything "
-    "gives it a gradient",
+    "cause": "the optimizer was given all parameters; a frozen one then stays as it is only as long as nothing gives "
+    "it a gradient",
     "remedy": "give it the parameters that require a gradient: [p for p in model.parameters() if p.requires_grad]",
 }
 

@@ -100,8 +100,11 @@ def reduced_verifier(path: Path, vocabulary: int) -> PreTrainedModel:
     return whole
 
 
+ALL_PARAMETERS = "speculators 0.9.0: setup_optimizer gives AdamW all parameters, the verifier's frozen ones as well"
+
+
 @pytest.mark.parametrize("vocabulary", [VOCABULARY, 64])
-@fsdp_conformance(world_size=(2, 4))
+@fsdp_conformance(world_size=(2, 4), xfail={"optimizer_owns_parameters": ALL_PARAMETERS})
 def test_setup_model(fsdp, verifier, vocabulary):
     trainer = set_up(draft(verifier, vocabulary, seed=fsdp.rank))  # only rank 0's initialisation may count
     return Subject(
