@@ -268,8 +268,9 @@ def full_state_dict_exports(view: View) -> Iterable[Finding]:
     assert export is not None
     unusable = {*view.reference.unstable, *view.reference.uninitialised}
     equal = _equal_before(view)
+    renamed = {_clean(key) for key in export.unexpected}  # told of the key that a wrapper made
     for name in export.missing:
-        if view.judgeable(name):
+        if name not in renamed and view.judgeable(name):
             yield Finding(name, (0,), "missing in the gathered state dict", "exported")
     for name in export.unexpected:
         if view.judgeable(name):

@@ -55,13 +55,15 @@ def observe_state_dict() -> RankStateDict:
     subject = _resharded_subject()
     keys, refused = _torch_keys(subject.model)
     if subject.state_dict is not None:
-        with calling("Subject(state_dict=...)"):
-            state = subject.state_dict(subject.model)
-        keys = _keys_by_name(state)
+        keys = tuple(_authors(subject))
     return RankStateDict(keys, refused)
 
 
-def _keys_by_name(state: object) -> tuple[str, ...]:
+def _authors(subject: Subject) -> Mapping[str, Any]:
+    """The state dict as the author makes it."""
+    assert subject.state_dict is not None
+    with calling("Subject(state_dict=...)"):
+        state: object = subject.state_dict(subject.model)
     if not isinstance(state, Mapping):
         raise SubjectError("state_dict", f"it gave {type(state).__name__}, but should give a dict by name")
     for key in state:
@@ -70,7 +72,7 @@ def _keys_by_name(state: object) -> tuple[str, ...]:
                 "state_dict",
                 f"it gave a dict with a key of {type(key).__name__} ({key!r:.80}), but should give a dict by name",
             )
-    return tuple(state)
+    return state
 
 
 def _torch_keys(model: Module) -> tuple[tuple[str, ...], str]:
@@ -107,10 +109,18 @@ def load_elsewhere(folder: str, record: str) -> tuple[Comparison, ...]:
 def export(path: str) -> tuple[str, ...]:
     """Gathers the whole state dict, on rank 0, into a file at ``path``; the keys that it has there."""
     subject = _resharded_subject()
-    whole = get_model_state_dict(subject.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    whole: Mapping[str, Any]
+    if subject.state_dict is not None:
+        whole = {key: _gathered(value) for key, value in _authors(subject).items()}
+    else:
+        whole = get_model_state_dict(subject.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if current().rank == 0:
         write_record(Path(path), ((key, value) for key, value in whole.items() if isinstance(value, Tensor)))
     return tuple(whole)
+
+
+def _gathered(value: Any) -> Any:
+    return value.full_tensor().cpu() if isinstance(value, DTensor) else value
 
 
 def compare_export(path: str, record: str, keys: Collection[str]) -> Export:
