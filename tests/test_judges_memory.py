@@ -90,6 +90,11 @@ def test_a_little_behind_each_of_many_shards_adds_up():
     )
 
 
+def test_the_padding_of_flat_buffers_is_their_makers_affair():
+    evidence = kept(stored(), "a.weight", 4096 * 16 * WIDTH)
+    assert verdict(KEPT, change(evidence, "a.weight", sharded_by="megatron-fsdp")).status == "passed"
+
+
 def test_a_full_storage_on_one_rank():
     found = verdict(KEPT, kept(stored(4), "b.weight", 2048 * 16 * WIDTH, [2]))
     assert [(finding.tensor, finding.ranks) for finding in found.findings] == [("b.weight", (2,))]

@@ -54,7 +54,8 @@ def _kept(rank: RankInventory) -> Iterator[tuple[str, tuple[str, str, str]]]:
     """The shards of a rank behind which much more is kept than they explain."""
     behind: dict[str, list[TensorFacts]] = {}
     for tensor in rank.tensors:
-        if tensor.backing is not None and tensor.backing_bytes:
+        # What only an adapter knows lies in flat buffers, which whoever made them pads as they like.
+        if tensor.backing is not None and tensor.backing_bytes and not tensor.sharded_by:
             behind.setdefault(tensor.backing, []).append(tensor)
     total = sum(tensors[0].backing_bytes for tensors in behind.values())
     needed = sum(map(_explained, behind.values()))

@@ -85,8 +85,13 @@ def test_sharded(fsdp, checkpoints, name):
     return llama(sharded(reference_model(path), fsdp, [LlamaDecoderLayer]), path, clip_grad_norm=clip_grad_norm)
 
 
+OWN_SWITCH = (
+    "megatron-fsdp has a switch of its own for the reduction (no_sync of the wrapper), which the kit does not turn"
+)
+
+
 @pytest.mark.parametrize("strategy", [GRADIENTS, OPTIMIZER])
-@fsdp_conformance(world_size=2)
+@fsdp_conformance(world_size=2, skip={"grad_accumulation_parity": OWN_SWITCH})
 def test_weights_whole_while_computing(fsdp, checkpoints, strategy):
     path = checkpoints["llama"]
     model = sharded(reference_model(path), fsdp, [LlamaDecoderLayer], zero_dp_strategy=strategy)
