@@ -85,7 +85,7 @@ def test_sharded(fsdp, checkpoints, name):
     return llama(sharded(reference_model(path), fsdp, [LlamaDecoderLayer]), path, clip_grad_norm=clip_grad_norm)
 
 
-OWN_SWITCH = "megatron-fsdp has a switch of its own for the reduction (no_sync of the wrapper), which nothing turns here"
+OWN_SWITCH = (
     "megatron-fsdp has a switch of its own for the reduction (no_sync of the wrapper), which the kit does not turn"
 )
 
