@@ -8,6 +8,8 @@ from itertools import product
 
 NUMBER = re.compile(r"(?<![A-Za-z0-9_])(0|[1-9][0-9]*)(?![A-Za-z0-9_])")
 """A number that is a word of its own; ``007`` is none, because it would be written back as 7."""
+WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+"""Name components that torch's own wrappers insert; the reference, which is not wrapped, does not have them."""
 
 
 def name_ranks(ranks: Iterable[int]) -> str:
@@ -58,3 +60,8 @@ def _runs(ordered: Sequence[int], joint: str) -> list[str]:
     for run in runs:
         parts += [f"{run[0]}{joint}{run[-1]}"] if len(run) > 2 or (len(run) == 2 and joint == "..") else map(str, run)
     return parts
+
+
+def clean_name(name: str) -> str:
+    """A name as it is without torch's wrappers."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)

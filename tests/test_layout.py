@@ -105,7 +105,7 @@ def hold_what_torch_holds(shapes):
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    from pytest_fsdp_meta.observers.inventory import held_regions
+    from pytest_fsdp_meta.observers.adapters.dtensor import held_regions
 
     me = current()
     wrong, seen = [], set()
@@ -156,7 +156,7 @@ def hold_what_fsdp_holds(sizes):
     from torch import nn
     from torch.distributed.fsdp import fully_shard
 
-    from pytest_fsdp_meta.observers.inventory import held_regions
+    from pytest_fsdp_meta.observers.adapters.dtensor import held_regions
 
     me = current()
     found = []
@@ -185,7 +185,7 @@ def hold_what_hsdp_holds():
     from torch import nn
     from torch.distributed.fsdp import fully_shard
 
-    from pytest_fsdp_meta.observers.inventory import held_regions
+    from pytest_fsdp_meta.observers.adapters.dtensor import held_regions
 
     model = nn.Embedding(5, 2)
     fully_shard(model, mesh=current().mesh)
@@ -203,7 +203,7 @@ def hold_over_tensor_parallelism(sizes):
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-    from pytest_fsdp_meta.observers.inventory import held_regions
+    from pytest_fsdp_meta.observers.adapters.dtensor import held_regions
 
     me = current()
     found = []

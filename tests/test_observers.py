@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pytest_fsdp_meta.evidence import Comparison
-from pytest_fsdp_meta.observers.adapters.dtensor import own_part
-from pytest_fsdp_meta.observers.inventory import describe, digest, local_part, take_inventory
+from pytest_fsdp_meta.observers.adapters.dtensor import local_part, own_part
+from pytest_fsdp_meta.observers.bits import digest
+from pytest_fsdp_meta.observers.inventory import describe, take_inventory
 from pytest_fsdp_meta.observers.optimizers import pack_optimizer
 from pytest_fsdp_meta.observers.values import compare
 from pytest_fsdp_meta.reference import Record, write_record

@@ -9,9 +9,11 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from pytest_fsdp_meta.catalogue.judging import NotJudged, Unjudgeable, View, ranks_by
+from pytest_fsdp_meta.catalogue.parity import curve, declared_or_coarsest
 from pytest_fsdp_meta.catalogue.registry import Finding, Told, Words, check
 from pytest_fsdp_meta.evidence import Comparison, TensorFacts
 from pytest_fsdp_meta.saved import RankResumed, RankSaved
+from pytest_fsdp_meta.words import WRAPPERS, clean_name
 
 HERE = ("same_manifest_on_every_rank", "no_meta_params", "no_meta_buffers", "no_uninitialized_memory")
 SOUND = (
@@ -39,7 +41,6 @@ TRAINED = (
 )
 """What goes wrong in training goes wrong in another way when it is resumed."""
 EXTRA_STATE = "_extra_state"
-WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 TOLERANCE = {"float64": 1e-12, "float32": 1e-6, "float16": 2e-4, "bfloat16": 2e-3}
 """Relative, by the coarsest dtype among the parameters: the same ranks compute the same twice, nearly bit for bit."""
 ROUNDING = 1e-2
@@ -64,7 +65,7 @@ def load_is_repeatable(view: View) -> Iterable[Finding]:
         yield from view.broken(name, ((rank, _again(tensor, again[rank].get(name))) for rank, tensor in pairs))
     known = {tensor.name for rank in view.evidence.inventory for tensor in rank.tensors}
     new = [(rank, name) for rank, tensors in again.items() for name in tensors if name not in known]
-    for name, ranks in _ranks_by_name(new).items():
+    for name, ranks in ranks_by(new).items():
         if view.judgeable(name):
             yield Finding(name, ranks, "only in the second load", "in both")
 
@@ -93,18 +94,20 @@ def _again(tensor: TensorFacts, other: TensorFacts | None) -> Told | None:
 def state_dict_names_clean(view: View) -> Iterable[Finding]:
     expected = set(view.reference.state_dict)
     by_rank = [(number, rank.keys) for number, rank in enumerate(view.evidence.state_dict or ())]
-    spoiled = {key: _clean(key) for _, keys in by_rank for key in keys if key not in expected and _clean(key) != key}
-    for key, ranks in _ranks_by_name((rank, key) for rank, keys in by_rank for key in keys if key in spoiled).items():
+    spoiled = {
+        key: clean_name(key) for _, keys in by_rank for key in keys if key not in expected and clean_name(key) != key
+    }
+    for key, ranks in ranks_by((rank, key) for rank, keys in by_rank for key in keys if key in spoiled).items():
         if view.judgeable(spoiled[key]):
             inserted = ", ".join(dict.fromkeys(part for part in key.split(".") if part in WRAPPERS))
             yield Finding(key, ranks, "a name that a wrapper made", f"without {inserted}", **_WRAPPED)
     if not view.reference.complete:
         return  # what a checkpoint calls its tensors, and which of two tied ones it keeps, is its own affair
     told = [(rank, {spoiled.get(key, key) for key in keys}) for rank, keys in by_rank]
-    for name, ranks in _ranks_by_name((rank, key) for rank, keys in told for key in sorted(expected - keys)).items():
+    for name, ranks in ranks_by((rank, key) for rank, keys in told for key in sorted(expected - keys)).items():
         if view.judgeable(name):
             yield Finding(name, ranks, "no key in the state dict", "saved under its name", condemns=(name,))
-    for name, ranks in _ranks_by_name((rank, key) for rank, keys in told for key in sorted(keys - expected)).items():
+    for name, ranks in ranks_by((rank, key) for rank, keys in told for key in sorted(keys - expected)).items():
         if view.judgeable(name):
             yield Finding(name, ranks, "a key of the state dict", "none: the reference's has no such key")
 
@@ -113,11 +116,6 @@ _WRAPPED: Words = {
     "cause": "the state dict is taken from the module that torch.compile, checkpoint_wrapper or FSDP1 put around it",
     "remedy": "save what torch.distributed.checkpoint.state_dict.get_model_state_dict gives, which knows the wrappers",
 }
-
-
-def _clean(key: str) -> str:
-    parts = [part for part in key.split(".") if part not in WRAPPERS]
-    return ".".join(parts)
 
 
 @check(
@@ -268,7 +266,7 @@ def full_state_dict_exports(view: View) -> Iterable[Finding]:
     assert export is not None
     unusable = {*view.reference.unstable, *view.reference.uninitialised}
     equal = _equal_before(view)
-    renamed = {_clean(key) for key in export.unexpected}  # told of the key that a wrapper made
+    renamed = {clean_name(key) for key in export.unexpected}  # told of the key that a wrapper made
     for name in export.missing:
         if name not in renamed and view.judgeable(name):
             yield Finding(name, (0,), "missing in the gathered state dict", "exported")
@@ -351,7 +349,7 @@ def _groups_apart(before: RankResumed, after: RankResumed) -> Iterator[Told]:
 )
 def resume_parity(view: View) -> Iterable[Finding]:
     before, after = view.evidence.continued or (), view.evidence.resumed or ()
-    tolerance = _tolerance(view)
+    tolerance = declared_or_coarsest(view, TOLERANCE)
     apart: dict[int, list[int]] = {}
     for rank, (one, two) in enumerate(zip(before, after, strict=True)):
         for step, (expected, actual) in enumerate(zip(one.losses, two.losses, strict=True)):
@@ -361,7 +359,7 @@ def resume_parity(view: View) -> Iterable[Finding]:
         if endless := _not_finite(before):
             # Whatever was not loaded, it would give the same.
             raise NotJudged(
-                f"the losses of the uninterrupted run are not finite ({_curve(endless)}), nor those after it"
+                f"the losses of the uninterrupted run are not finite ({curve(endless)}), nor those after it"
             )
         return
     step = min(apart)
@@ -373,7 +371,7 @@ def resume_parity(view: View) -> Iterable[Finding]:
         tuple(apart[step]),
         f"loss {ours[step]:.9g} at step {step} after the checkpoint",
         f"{theirs[step]:.9g} within {tolerance:g}, as without it",
-        f"losses of rank {rank} {_curve(ours)}; uninterrupted {_curve(theirs)}",
+        f"losses of rank {rank} {curve(ours)}; uninterrupted {curve(theirs)}",
     )
 
 
@@ -401,14 +399,6 @@ def _not_finite(runs: Sequence[RankResumed]) -> Sequence[float]:
     return next((run.losses for run in runs if not all(map(math.isfinite, run.losses))), ())
 
 
-def _tolerance(view: View) -> float:
-    declared = view.evidence.tolerance
-    if view.check.id in declared or "*" in declared:
-        return declared.get(view.check.id, declared.get("*", 0.0))
-    dtypes = {t.dtype for t in view.evidence.inventory[0].tensors if t.kind == "parameter"}
-    return max((TOLERANCE[dtype] for dtype in dtypes if dtype in TOLERANCE), default=TOLERANCE["float32"])
-
-
 def _off(actual: float, expected: float, curve: Sequence[float]) -> float:
     """Relative to the largest loss of the curve."""
     if actual == expected or (math.isnan(actual) and math.isnan(expected)):
@@ -416,11 +406,3 @@ def _off(actual: float, expected: float, curve: Sequence[float]) -> float:
     if not math.isfinite(actual) or not math.isfinite(expected):
         return math.inf
     return abs(actual - expected) / max(1e-12, *(abs(loss) for loss in curve if math.isfinite(loss)))
-
-
-def _curve(losses: Sequence[float]) -> str:
-    return ", ".join(f"{loss:.6f}" for loss in losses)
-
-
-def _ranks_by_name(pairs: Iterable[tuple[int, str]]) -> dict[str, tuple[int, ...]]:
-    return ranks_by(pairs)

@@ -5,23 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from pytest_fsdp_meta.catalogue.judging import NotJudged, View, majority, ranks_by
-from pytest_fsdp_meta.catalogue.parity import EXPLAINING, require_no_other_cause, require_same_forward, trained
+from pytest_fsdp_meta.catalogue.parity import BASIC, EXPLAINING, require_no_other_cause, require_same_forward, trained
 from pytest_fsdp_meta.catalogue.registry import Finding, Words, check
 from pytest_fsdp_meta.evidence import Movement, OptimizerFacts, RankInventory, RankTraining
-
-BASIC = (
-    "same_manifest_on_every_rank",
-    "names_match_reference",
-    "shapes_match_reference",
-    "collectives_match_on_every_rank",
-    "dtypes_match_reference",
-    "requires_grad_matches_reference",
-    "no_meta_params",
-    "no_meta_buffers",
-    "no_uninitialized_memory",
-    "managed_params_are_registered",
-)
-"""What may keep a step from being taken at all, or from being that of the parameters which the model registers."""
 
 
 @check(

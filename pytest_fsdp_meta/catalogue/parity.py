@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from pytest_fsdp_meta.catalogue.judging import NotJudged, Unjudgeable, View
 from pytest_fsdp_meta.evidence import Measure, RankTraining
@@ -14,7 +14,7 @@ OF_GRADIENTS = {"float64": 1e-7, "float32": 1e-3, "float16": 2e-2, "bfloat16": 0
 """Of the length of a gradient. Measured: 2e-7 in float32 and 1e-2 in bfloat16, on tiny models."""
 OF_UPDATES = {"float64": 1e-4, "float32": 2e-2, "float16": 0.2, "bfloat16": 0.35}
 """Of how far a parameter moved. Adam makes whole steps of what rounding decides the sign of: 3e-3 in float32."""
-EXPLAINING = (
+BASIC = (
     "same_manifest_on_every_rank",
     "names_match_reference",
     "shapes_match_reference",
@@ -25,6 +25,10 @@ EXPLAINING = (
     "no_meta_buffers",
     "no_uninitialized_memory",
     "managed_params_are_registered",
+)
+"""What may keep a step from being taken at all, or from being that of the parameters which the model registers."""
+EXPLAINING = (
+    *BASIC,
     "shards_tile_the_tensor",
     "replicas_equal",
     "params_equal_reference",
@@ -94,12 +98,23 @@ def require_same_forward(view: View, runs: Sequence[RankTraining]) -> None:
 
 def tolerance(view: View, by_dtype: Mapping[str, float], id: str = "") -> float:
     """The author's for the check, or that of the coarsest dtype that the ranks compute or reduce in."""
+    first = view.evidence.inventory[0]
+    return declared_or_coarsest(view, by_dtype, {*first.computes_in, *first.reduces_in}, id)
+
+
+def declared_or_coarsest(
+    view: View, by_dtype: Mapping[str, float], computed: Collection[str] = (), id: str = ""
+) -> float:
+    """The author's for the check, or that of the coarsest dtype among the parameters and what is ``computed`` in."""
     declared, id = view.evidence.tolerance, id or view.check.id
     if id in declared or "*" in declared:
         return declared.get(id, declared.get("*", 0.0))
-    first = view.evidence.inventory[0]
-    dtypes = {t.dtype for t in first.tensors if t.kind == "parameter"} | {*first.computes_in, *first.reduces_in}
+    dtypes = {t.dtype for t in view.evidence.inventory[0].tensors if t.kind == "parameter"} | set(computed)
     return max((by_dtype[dtype] for dtype in dtypes if dtype in by_dtype), default=by_dtype["float32"])
+
+
+def curve(losses: Sequence[float]) -> str:
+    return ", ".join(f"{loss:.6f}" for loss in losses)
 
 
 def other_precision(view: View) -> str:

@@ -12,6 +12,7 @@ from pytest_fsdp_meta.catalogue.parity import (
     OF_GRADIENTS,
     OF_UPDATES,
     TOLERANCE,
+    curve,
     distance,
     gradient_apart,
     is_rounding,
@@ -137,7 +138,7 @@ def loss_parity(view: View) -> Iterable[Finding]:
             tuple(range(len(runs))),
             f"loss {ours} at step {apart[0]}",
             f"{theirs} within {allowed:g}",
-            f"losses {_curve(actual)}; the reference's {_curve(expected)}",
+            f"losses {curve(actual)}; the reference's {curve(expected)}",
             **_likely(view, apart[0], runs, allowed),
         )
 
@@ -163,7 +164,7 @@ def _disagreement(runs: Sequence[RankTraining], rank: int, other: int, step: int
         (rank,),
         f"loss {ours} at step {step}",
         f"{theirs}, as on rank {other}, which sees the same rows",
-        f"losses {_curve(runs[rank].losses)}; rank {other}'s {_curve(runs[other].losses)}",
+        f"losses {curve(runs[rank].losses)}; rank {other}'s {curve(runs[other].losses)}",
         cause="ranks of one data-parallel slice compute different things: replicas that diverged, or a tensor-parallel "
         "layer that does not reduce its output",
         remedy="compare the parameters of these ranks, and the output layouts of the tensor-parallel plan",
@@ -205,10 +206,6 @@ def _explained_by_labels(view: View, runs: Sequence[RankTraining], allowed: floa
             if distance([weighed], expected, 0) <= allowed:
                 return True
     return False
-
-
-def _curve(losses: Sequence[float]) -> str:
-    return ", ".join(f"{loss:.6f}" for loss in losses)
 
 
 def _told_apart(actual: float, expected: float) -> tuple[str, str]:

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
 from pytest_fsdp_meta.evidence import splits_experts, splits_model
+from pytest_fsdp_meta.observers.adapters.dtensor import local_part, mesh_facts
 from pytest_fsdp_meta.observers.bits import digest
-from pytest_fsdp_meta.observers.inventory import local_part, mesh_facts
 from pytest_fsdp_meta.subject import Subject, SubjectError
 from pytest_fsdp_meta.worlds import SEED, CallFailed, Misuse, Rank
 

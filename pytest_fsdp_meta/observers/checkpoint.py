@@ -28,13 +28,7 @@ from pytest_fsdp_meta.observers.adapters.dtensor import local_part, own_part
 from pytest_fsdp_meta.observers.adapters.lookup import parts_of
 from pytest_fsdp_meta.observers.batches import calling, data_parallel
 from pytest_fsdp_meta.observers.bits import digest
-from pytest_fsdp_meta.observers.inventory import (
-    clean_name,
-    named_tensors,
-    non_persistent,
-    reshard,
-    unwrapped,
-)
+from pytest_fsdp_meta.observers.inventory import named_tensors, non_persistent, reshard, unwrapped
 from pytest_fsdp_meta.observers.loading import loaded_subject
 from pytest_fsdp_meta.observers.optimizers import make_optimizer
 from pytest_fsdp_meta.observers.training import train
@@ -42,6 +36,7 @@ from pytest_fsdp_meta.observers.values import compare, compare_all
 from pytest_fsdp_meta.reference import Record, write_record
 from pytest_fsdp_meta.saved import RankResumed, RankSaved, RankStateDict
 from pytest_fsdp_meta.subject import Subject, SubjectError
+from pytest_fsdp_meta.words import clean_name
 from pytest_fsdp_meta.worlds import Rank, current
 
 EXTRA_STATE = "_extra_state"
@@ -224,7 +219,7 @@ def _load(subject: Subject, optimizer: Optimizer | None, folder: Path) -> None:
     states = _states(subject.model, optimizer)
     dcp.load(states, checkpoint_id=folder)
     # What the state dict leaves out is told by its own check.
-    complete = not _left_out(subject.model)
+    complete = not _left_out(subject.model, states["model"])
     set_model_state_dict(subject.model, states["model"], options=StateDictOptions(strict=complete))
     if optimizer is not None:
         set_optimizer_state_dict(subject.model, optimizer, states["optimizer"])
@@ -237,8 +232,7 @@ def _states(model: Module, optimizer: Optimizer | None) -> dict[str, Any]:
     return states
 
 
-def _left_out(model: Module) -> tuple[str, ...]:
-    keys = get_model_state_dict(model)
+def _left_out(model: Module, keys: Collection[str]) -> tuple[str, ...]:
     return tuple(name for name in _persistent(model) if name not in keys)
 
 
@@ -247,8 +241,9 @@ def _held(subject: Subject) -> RankSaved:
     tensors = {name: digest(local_part(part.local)) for name, part in _parts(model).items()}
     if subject.save is not None:
         return RankSaved(tensors)
-    extra = {key: _sum(value) for key, value in get_model_state_dict(model).items() if key.endswith(EXTRA_STATE)}
-    return RankSaved(tensors, extra, _left_out(model))
+    state = get_model_state_dict(model)
+    extra = {key: _sum(value) for key, value in state.items() if key.endswith(EXTRA_STATE)}
+    return RankSaved(tensors, extra, _left_out(model, state))
 
 
 def _overwrite(subject: Subject) -> None:

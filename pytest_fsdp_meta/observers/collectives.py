@@ -10,13 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Module
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from pytest_fsdp_meta.observers.adapters.dtensor import local_part, own_memory
 from pytest_fsdp_meta.observers.bits import digest
-from pytest_fsdp_meta.observers.inventory import local_part, named_tensors
+from pytest_fsdp_meta.observers.inventory import named_tensors
 from pytest_fsdp_meta.observers.torch_private import process_group
 from pytest_fsdp_meta.observers.watching import tensors_in
 from pytest_fsdp_meta.traffic import Collective
@@ -130,7 +130,7 @@ class Recorder:
         places: dict[int, list[tuple[int, int, str]]] = {}
         alive = []
         for name, _, tensor in named_tensors(model):
-            for local in tensors_in(_memory(tensor)):
+            for local in tensors_in(own_memory(tensor)):
                 if local.numel():
                     ref, first, last = _place(local)
                     alive.append(ref)
@@ -156,13 +156,8 @@ class Recorder:
 
 
 def _alike(known: Tensor, tensor: Tensor) -> bool:
-    local = _memory(known)
+    local = own_memory(known)
     return bool(local.numel() == tensor.numel() and local.dtype == tensor.dtype)
-
-
-def _memory(tensor: Tensor) -> Tensor:
-    with torch.no_grad():
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def _place(tensor: Tensor) -> tuple[StorageWeakRef, int, int]:

@@ -12,9 +12,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 
 from pytest_fsdp_meta.observers.adapters import Part
+from pytest_fsdp_meta.observers.adapters.dtensor import local_part
 from pytest_fsdp_meta.observers.adapters.lookup import parts_of
 from pytest_fsdp_meta.observers.batches import calling
-from pytest_fsdp_meta.observers.inventory import local_part, named_tensors
+from pytest_fsdp_meta.observers.inventory import named_tensors
 from pytest_fsdp_meta.subject import SubjectError
 
 ClipGradNorm = Callable[[Iterable[Parameter], float], object]

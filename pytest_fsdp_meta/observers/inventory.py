@@ -15,18 +15,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pytest_fsdp_meta.evidence import RankInventory, TensorFacts
 from pytest_fsdp_meta.observers.adapters import Part, megatron_fsdp
-from pytest_fsdp_meta.observers.adapters.dtensor import held_regions as held_regions
-from pytest_fsdp_meta.observers.adapters.dtensor import local_part as local_part
-from pytest_fsdp_meta.observers.adapters.dtensor import mesh_facts as mesh_facts
-from pytest_fsdp_meta.observers.adapters.dtensor import own_part, sizes
+from pytest_fsdp_meta.observers.adapters.dtensor import local_part, own_part, sizes
 from pytest_fsdp_meta.observers.adapters.lookup import parts_of
 from pytest_fsdp_meta.observers.bits import count_poison, digest
 from pytest_fsdp_meta.observers.mapped import MAPS, MappedFiles
 from pytest_fsdp_meta.observers.torch_private import is_replicated, managed_places
 from pytest_fsdp_meta.observers.watching import tensors_in
-
-WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
-"""Name components that torch's own wrappers insert; the reference, which is not wrapped, does not have them."""
+from pytest_fsdp_meta.words import clean_name
 
 
 def take_inventory(model: Module, rank: int, device: str, attributes: Sequence[str] = ()) -> RankInventory:
@@ -77,10 +72,6 @@ def unwrapped(model: Module) -> Module:
     while isinstance(model, DistributedDataParallel) or megatron_fsdp.is_wrapper(model):
         model = model.module
     return model
-
-
-def clean_name(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 def non_persistent(model: Module) -> set[str]:

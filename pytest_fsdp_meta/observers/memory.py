@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from pytest_fsdp_meta.observers.inventory import local_part, unwrapped
+from pytest_fsdp_meta.observers.adapters.dtensor import local_part
+from pytest_fsdp_meta.observers.inventory import unwrapped
 from pytest_fsdp_meta.observers.mapped import MappedFiles
 from pytest_fsdp_meta.observers.watching import tensors_in
 from pytest_fsdp_meta.traffic import RankMemory

@@ -14,8 +14,9 @@ from torch.nn import Module, Parameter
 from torch.optim import SGD, Optimizer
 
 from pytest_fsdp_meta.evidence import OptimizerFacts
+from pytest_fsdp_meta.observers.adapters.dtensor import local_part
 from pytest_fsdp_meta.observers.batches import calling
-from pytest_fsdp_meta.observers.inventory import local_part, named_tensors
+from pytest_fsdp_meta.observers.inventory import named_tensors
 from pytest_fsdp_meta.subject import Subject, SubjectError
 
 BY_NAME = frozenset({"params", "param_names"})

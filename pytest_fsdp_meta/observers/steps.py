@@ -11,10 +11,11 @@ from typing import Any
 from torch.nn import Module
 
 from pytest_fsdp_meta.observers.collectives import Recorder
-from pytest_fsdp_meta.observers.inventory import clean_name, named_tensors, unwrapped
+from pytest_fsdp_meta.observers.inventory import named_tensors, unwrapped
 from pytest_fsdp_meta.observers.torch_private import ManagedGroup, fsdp_groups
 from pytest_fsdp_meta.observers.watching import watching
 from pytest_fsdp_meta.traffic import Collective, FsdpGroup
+from pytest_fsdp_meta.words import clean_name
 from pytest_fsdp_meta.worlds import Rank, current
 
 

@@ -22,8 +22,9 @@ from torch.nn import Module
 from pytest_fsdp_meta.evidence import RankInventory, ReferenceFacts, TensorFacts
 from pytest_fsdp_meta.observers.accumulation import accumulate, micro_batches, not_shared
 from pytest_fsdp_meta.observers.adapters import Part
+from pytest_fsdp_meta.observers.adapters.dtensor import local_part
 from pytest_fsdp_meta.observers.gradients import gradient_norm, gradients_of
-from pytest_fsdp_meta.observers.inventory import local_part, named_tensors, take_inventory
+from pytest_fsdp_meta.observers.inventory import named_tensors, take_inventory
 from pytest_fsdp_meta.observers.movement import noise, root_mean_square
 from pytest_fsdp_meta.observers.optimizers import PackedOptimizer, make_optimizer
 from pytest_fsdp_meta.observers.poison import poisoned_memory, restore_defaults
