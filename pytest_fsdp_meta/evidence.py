@@ -341,6 +341,8 @@ class ReferenceFacts:
     norm: float | None = None
     after: RankInventory | None = None
     """The inventory once the steps are over."""
+    sensitivity: float = 1.0
+    """How many times larger than a change of its parameters that of its accumulated gradients is, both relative."""
     state_dict: tuple[str, ...] = ()
     """The keys of its state dict, or of the checkpoint."""
 

@@ -378,6 +378,15 @@ def test_parameters_that_drifted_within_their_tolerance_have_other_gradients():
     assert verdict(ACCUMULATION, accumulated(drifted, gradients=seen)).status == "passed"
 
 
+def test_a_sensitive_model_makes_more_of_the_same_drift():
+    seen = remeasured(healthy(), MIDDLE, apart=0.02).training[0].gradients
+    drifted = accumulated(remeasured(healthy(), EMBEDDING, apart=1e-4, observed="parameters"), gradients=seen)
+    assert verdict(ACCUMULATION, drifted).status == "failed"
+    assert verdict(ACCUMULATION, with_reference(drifted, sensitivity=300.0)).status == "passed"
+    undrifted = with_reference(accumulated(healthy(), gradients=seen), sensitivity=300.0)
+    assert verdict(ACCUMULATION, undrifted).status == "failed"
+
+
 def test_a_forward_that_changes_a_buffer_does_so_more_often_in_the_reference():
     seen = remeasured(healthy(), MIDDLE, 2.0).training[0].gradients
     after = healthy().reference.after

@@ -132,7 +132,8 @@ def multiple(measure: Measure, allowed: float) -> str:
     for value, told in ((float(number), str(number)), (1 / number, f"1/{number}")):
         if number > 1 and abs(factor / value - 1) <= max(allowed, 1e-3):
             return told
-    return f"{factor:.4g}"
+    told = f"{factor:.4g}"
+    return "" if told == "1" else told
 
 
 def _scaled(view: View, runs: Sequence[RankTraining], name: str, factor: str) -> Words:

@@ -240,7 +240,7 @@ def _trainability(tensor: TensorFacts, expected: bool) -> Told | None:
         return Told(
             "frozen",
             "trainable",
-            "the loader freezes it, or its pattern of what to freeze matches too much",
+            "the loader freezes it, by a pattern that matches too much; or the reference's own loading thaws it",
             "narrow the pattern; where it is meant, declare Subject(frozen=...) or freeze it in the reference as well",
         )
     return Told("trainable", "frozen")

@@ -266,10 +266,12 @@ def _changed_by_the_forward(view: View) -> Iterator[str]:
 
 
 def _accumulated(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding]:
-    # The steps are over: what tells the parameters from the reference's tells their gradients apart as well.
+    # The steps are over: what tells the parameters from the reference's tells their gradients apart as well, the more
+    # the more sensitive the model is.
     drift = [c.measure.apart / c.measure.truth for run in runs for c in run.parameters if c.measure and c.measure.truth]
     drift = [one for one in drift if one < OF_UPDATES["bfloat16"]]
-    allowed, typical = tolerance(view, OF_GRADIENTS) + max(drift, default=0.0), typical_gradient(view)
+    carried = max(drift, default=0.0) * max(view.reference.sensitivity, 1.0)
+    allowed, typical = tolerance(view, OF_GRADIENTS) + carried, typical_gradient(view)
     names = view.names("parameter", only=view.reference.gradients)
     seen = [run.accumulation for run in runs if run.accumulation is not None]
     pairs = view.comparisons(tuple(one.gradients for one in seen), names)

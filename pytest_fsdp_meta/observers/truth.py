@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import pickle
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from pytest_fsdp_meta.evidence import RankInventory, ReferenceFacts, TensorFacts
+from pytest_fsdp_meta.evidence import Measure, RankInventory, ReferenceFacts, TensorFacts
 from pytest_fsdp_meta.observers.accumulation import accumulate, micro_batches, not_shared
 from pytest_fsdp_meta.observers.adapters import Part
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part
@@ -28,7 +28,9 @@ from pytest_fsdp_meta.observers.inventory import named_tensors, take_inventory
 from pytest_fsdp_meta.observers.movement import noise, root_mean_square
 from pytest_fsdp_meta.observers.optimizers import PackedOptimizer, make_optimizer
 from pytest_fsdp_meta.observers.poison import poisoned_memory, restore_defaults
+from pytest_fsdp_meta.observers.sensitivity import sensitivity
 from pytest_fsdp_meta.observers.training import train
+from pytest_fsdp_meta.observers.values import compare_gradients
 from pytest_fsdp_meta.reference import Record, checkpoint_entries, write_record
 from pytest_fsdp_meta.subject import Subject, SubjectError
 from pytest_fsdp_meta.worlds import SEED, current
@@ -83,10 +85,9 @@ def train_reference(
     write_record(
         Path(folder, "updated.safetensors"), ((n, t) for n, kind, t in named_tensors(model) if kind == "parameter")
     )
+    amplified = 1.0
     if optimizer is not None and not not_shared(subject, parts):
-        slices = [part for index in range(parts) for part in micro_batches((index, parts))]
-        accumulate(subject, me.device, slices)
-        write_record(Path(folder, "accumulated.safetensors"), _whole(gradients_of(model)))
+        amplified = _accumulated(subject, parts, Path(folder, "accumulated.safetensors"))
     _restore(model, Record(Path(folder, "values.safetensors")))
     again = train(subject, me.device, range(steps), (0, 1), make_optimizer(subject))
     return replace(
@@ -98,7 +99,23 @@ def train_reference(
         noise=seen.noise,
         norm=seen.norm,
         after=after,
+        sensitivity=amplified,
     )
+
+
+def _accumulated(subject: Subject, parts: int, path: Path) -> float:
+    """Records the mean gradient at ``path``, and tells how sensitive it is; leaves the parameters changed."""
+    model, device = subject.model, current().device
+    slices = [part for index in range(parts) for part in micro_batches((index, parts))]
+    accumulate(subject, device, slices)
+    write_record(path, _whole(gradients_of(model)))
+
+    def apart() -> Iterator[Measure | None]:
+        accumulate(subject, device, slices)
+        return (one.measure for one in compare_gradients(gradients_of(model), Record(path)))
+
+    trained = (_once(tensor) for _, tensor in _tensors(model) if tensor.requires_grad)
+    return sensitivity(trained, apart)
 
 
 class _FirstGradients:
