@@ -7,6 +7,7 @@ import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any, TypeVar, overload
 
 from pytest_fsdp_meta.catalogue import Catalogue
@@ -47,6 +48,8 @@ def fsdp_conformance(*positional: Any, **arguments: Any) -> Any:
 
 def _guarded(function: Any) -> Any:
     """The loader with a body that fails the test: whoever calls it is not this plugin. Of a class, all its tests."""
+    if hasattr(function, "__fsdp_body__"):
+        return function  # decorated twice: pytest takes the arguments of the inner one
     if isinstance(function, type):
         for name, value in list(vars(function).items()):
             if name.startswith("test") and inspect.isfunction(value):
@@ -177,9 +180,9 @@ def _tolerance(tolerance: Any, catalogue: Catalogue) -> dict[str, float]:
 
 
 def _positive_int(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:  # numpy's integers, too
         raise ValueError(f"{name}={value!r} should be a positive int")
-    return value
+    return int(value)
 
 
 def _seconds(value: Any) -> float | None:

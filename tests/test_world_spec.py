@@ -23,6 +23,13 @@ def test_mesh(mesh: dict[str, int], world_size: int | None, resolved: dict[str, 
     assert list(result.items()) == list(resolved.items()), "the order of dimensions is the user's"
 
 
+def test_numbers_of_numpy_are_sizes() -> None:
+    numpy = pytest.importorskip("numpy")
+    resolved = resolve_mesh({"dp_shard": -1, "tp": numpy.int32(2)}, 4)
+    assert resolved == {"dp_shard": 2, "tp": 2}
+    assert {type(size) for size in resolved.values()} == {int}
+
+
 @pytest.mark.parametrize(
     ("mesh", "world_size", "message"),
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
+from numbers import Integral
 
 DEFAULT_MESH_DIM = "dp_shard"
 
@@ -52,8 +53,9 @@ def resolve_mesh(mesh: Mapping[str, int], world_size: int | None) -> dict[str, i
     for name, size in mesh.items():
         if not isinstance(name, str) or not name.isidentifier():
             raise ValueError(f"mesh dimension {name!r} is not a name; use one such as 'dp_shard' or 'tp'")
-        if isinstance(size, bool) or not isinstance(size, int) or (size < 1 and size != -1):
+        if isinstance(size, bool) or not isinstance(size, Integral) or (size < 1 and size != -1):
             raise ValueError(f"mesh size {name}={size!r} should be a positive int, or -1 for what is left over")
+    mesh = {name: int(size) for name, size in mesh.items()}
     free = [name for name, size in mesh.items() if size == -1]
     known = prod(size for size in mesh.values() if size != -1)
     shown = " x ".join(f"{name}={size}" for name, size in mesh.items())
@@ -67,4 +69,4 @@ def resolve_mesh(mesh: Mapping[str, int], world_size: int | None) -> dict[str, i
         return {name: world_size // known if size == -1 else size for name, size in mesh.items()}
     if world_size is not None and known != world_size:
         raise ValueError(f"mesh {shown} multiplies out to {known}, but the world size is {world_size}")
-    return dict(mesh)
+    return mesh
