@@ -241,7 +241,7 @@ class Comparison:
     should_be: str = ""
     """What ``problem`` is in place of."""
     measure: Measure | None = None
-    """Taken of gradients, and of how far trained parameters moved."""
+    """Taken of gradients, of how far trained parameters moved, and of loaded values that differ."""
 
 
 @dataclass(frozen=True)

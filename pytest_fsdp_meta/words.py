@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Iterable, Sequence
 from itertools import product
 
@@ -16,6 +17,12 @@ def name_ranks(ranks: Iterable[int]) -> str:
     """ "rank 1", "ranks 0-3", "ranks 0, 2"."""
     ordered = sorted(set(ranks))
     return f"{'rank' if len(ordered) == 1 else 'ranks'} {', '.join(_runs(ordered, '-'))}"
+
+
+def first_line(error: BaseException, width: int = 160) -> str:
+    """What an error says in its first line, without a word that is cut in two."""
+    lines = str(error).splitlines()
+    return textwrap.shorten(lines[0], width, placeholder=" ...") if lines else ""
 
 
 def fold_names(names: Iterable[str]) -> dict[str, str]:

@@ -303,6 +303,9 @@ def test_an_optimizer_with_another_learning_rate():
     assert told(found) == [
         (None, (0, 1), "lr=0.2 in group 0 of the optimizer once it is loaded", "0.1, as saved", ""),
     ]
+    assert [finding.cause.split(":")[0] for finding in found.findings] == [
+        "the settings of the groups are not saved, or something sets them anew after they were loaded"
+    ]
 
 
 def test_an_optimizer_with_fewer_groups():

@@ -324,6 +324,22 @@ def test_norms(norm, status):
     assert verdict(NORM, on_runs(healthy(), None, norm=norm)).status == status
 
 
+@pytest.mark.parametrize(
+    ("norms", "cause"),
+    [
+        ((2.0, 2.0), "all ranks agree and miss a part: "),
+        ((4.0, 4.0), "all ranks agree on too much: "),
+        ((2.0, 2.5), "the norm is taken over the rank's own shards"),
+        ((3.0, 2.0), "the norm is taken over the rank's own shards"),
+    ],
+)
+def test_the_ranks_norms_point_to_the_cause(norms, cause):
+    evidence = healthy()
+    for rank, norm in enumerate(norms):
+        evidence = on_runs(evidence, [rank], norm=norm)
+    assert {finding.cause[: len(cause)] for finding in verdict(NORM, evidence).findings} == {cause}
+
+
 def test_what_torch_cannot_take_a_norm_of():
     found = verdict(NORM, on_runs(healthy(), None, norm=None, norm_problem="RuntimeError: mixed"))
     assert (found.status, found.reason) == (

@@ -62,8 +62,16 @@ def test_a_replica_that_differs_without_a_reference():
     found = verdict(REPLICAS, alone(odd(healthy(mesh=HSDP), MIDDLE, [3])))
     assert told(found) == [(MIDDLE, (3,), "other bits", "those of rank 1, which holds the same elements", "")]
     assert found.findings[0].cause == (
-        "these ranks read the slice of another rank, or only the first replica was given the weight"
+        "each rank drew or computed it by itself, with a seed or a number that depends on the rank; or only some ranks "
+        "were given it, or another part of it"
     )
+
+
+def test_one_of_several_replicas_without_a_reference():
+    evidence = alone(odd(healthy(mesh={"dp_replicate": 3, "dp_shard": 1}), MIDDLE, [2]))
+    assert [(f.ranks, f.cause) for f in verdict(REPLICAS, evidence).findings] == [
+        ((2,), "these ranks read the slice of another rank, or only the first replica was given the weight")
+    ]
 
 
 def test_a_buffer_that_differs_on_one_rank():

@@ -34,7 +34,8 @@ PARITY = "loss_parity"
 TRUE_CURVE = "2.000000, 1.500000, 1.250000"
 FORWARD = (
     "the first forward differs already though the weights are equal: the ranks' losses are not weighed alike, a module "
-    "was left out or replaced, or an attention or precision setting differs"
+    "was left out or replaced, it draws random numbers, or a setting of it differs (attention, scale, activation, "
+    "precision)"
 )
 LATER = (
     "the first forward and its gradients agree, later losses do not: something changes between the steps, such as a "

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from pytest_fsdp_meta.evidence import Measure
 from tests.evidence_factory import (
     COUNTER,
     EMBEDDING,
@@ -36,7 +37,10 @@ ALL = (PARAMS, BUFFERS, VERIFIER)
 ONE = "1 of {} elements of rank {}'s shard differ, first at [0, 0]: 2.5, but should be 2; largest difference 0.5"
 ALL_OF = "all elements of rank {}'s shard differ, first at [0, 0]: 2.5, but should be 2; largest difference 0.5"
 IN_PART = "part of it is right: rows, heads or experts were exchanged, transposed or left out"
-NOT_LOADED = "the weight was not loaded (it still has its initialisation), or it was loaded from another tensor"
+NOT_LOADED = (
+    "the weight was not loaded (it still has its initialisation), was loaded from another tensor or checkpoint, or was "
+    "initialised again once it was loaded"
+)
 ODD_RANKS = "these ranks read the slice of another rank, or only the others were given the weight"
 
 
@@ -130,6 +134,65 @@ def test_of_scalars_and_vectors_a_part_may_be_right_by_chance(shape, differing, 
     evidence = place(healthy(1, parameters={"one.weight": shape or (1,)}), "one.weight", {}, shape=shape)
     evidence = differ(evidence, "one.weight", differing=differing)
     assert [finding.cause for finding in verdict(PARAMS, evidence).findings] == [cause]
+
+
+@pytest.mark.parametrize(
+    ("shape", "differing", "index", "transposed"),
+    [
+        ((8, 8), 28, (0, 1), True),  # on each of two ranks, half of 64 without half of the diagonal
+        ((8, 8), 28, (0, 0), False),
+        ((8, 8), 27, (0, 1), False),
+        ((4, 16), 28, (0, 1), False),
+        ((2, 4, 4), 12, (0, 0, 1), True),  # a stack of two, one on each rank
+        ((2, 4, 4), 12, (0, 1, 1), False),
+    ],
+)
+def test_a_square_matrix_that_is_transposed(shape, differing, index, transposed):
+    evidence = differ(healthy(2, parameters={MIDDLE: shape}), MIDDLE, differing=differing, index=index)
+    [finding] = verdict(PARAMS, evidence).findings
+    assert finding.cause.startswith("it is transposed: ") is transposed
+
+
+def measured(evidence, name, rank, actual, truth, apart=1.0, **facts):
+    measure = Measure(actual=actual, truth=truth, apart=apart, dot=0.0, elements=12)
+    return differ(evidence, name, [rank], measure=measure, **{"differing": 12, **facts})
+
+
+@pytest.mark.parametrize(
+    ("by_rank", "cause"),
+    [
+        (((5.0, 5.0, 4.0), (7.0, 7.0, 4.0)), "it has the right numbers in another order: "),
+        (((5.0, 7.0, 4.0), (7.0, 5.0, 4.0)), "these ranks read the slice of another rank"),
+        (((5.0, 7.1, 4.0), (7.1, 5.1, 4.0)), "the weight was not loaded"),
+        (((5.0, 5.0, 1e-3), (7.0, 7.0, 1e-3)), "the weight was not loaded"),  # so little is rounding, or a row
+        (((0.0, 0.0, 0.0), (7.0, 0.0, 7.0)), "the weight was not loaded"),
+        (((5.0, math.nan, math.nan), (7.0, 7.0, 4.0)), "the weight was not loaded"),
+        ((None, (7.0, 7.0, 4.0)), "it has the right numbers in another order: "),
+        ((None, (7.0, 5.0, 4.0)), "these ranks read the slice of another rank"),
+    ],
+)
+def test_lengths_tell_what_is_in_another_order(by_rank, cause):
+    evidence = healthy(2)
+    for rank, lengths in enumerate(by_rank):
+        if lengths is not None:
+            evidence = measured(evidence, MIDDLE, rank, *lengths)
+    assert {finding.cause[: len(cause)] for finding in verdict(PARAMS, evidence).findings} == {cause}
+
+
+def test_two_tensors_that_were_exchanged_are_told_as_such():
+    evidence = healthy(1)
+    for name, actual, truth in ((MIDDLE, 5.0, 7.0), (EMBEDDING, 7.0, 5.0)):
+        evidence = measured(evidence, name, 0, actual, truth, elements=12)
+    found = verdict(PARAMS, evidence).findings
+    assert [(f.tensor, f.detail.rpartition("; ")[2]) for f in found] == [
+        (EMBEDDING, f"it is what {MIDDLE} should be"),
+        (MIDDLE, f"it is what {EMBEDDING} should be"),
+    ]
+    assert {finding.cause.split(":")[0] for finding in found} == {"it holds what another tensor should hold"}
+    # Of another rank, the other is no owner.
+    evidence = measured(healthy(2), MIDDLE, 0, 5.0, 7.0, elements=12)
+    evidence = measured(evidence, EMBEDDING, 1, 7.0, 5.0, elements=12)
+    assert not [f for f in verdict(PARAMS, evidence).findings if f.cause.startswith("it holds what another")]
 
 
 def test_of_buffers_a_part_may_be_right_by_chance():

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_fsdp_meta.words import fold_names, name_ranks
+from pytest_fsdp_meta.words import first_line, fold_names, name_ranks
 
 
 @pytest.mark.parametrize(
@@ -117,3 +117,11 @@ def test_what_is_written_stands_for_exactly_the_ranks_that_were_given(ranks):
     listed = name_ranks(ranks).split(" ", 1)[1].split(", ")
     runs = (run.split("-") for run in listed)
     assert {rank for run in runs for rank in range(int(run[0]), int(run[-1]) + 1)} == ranks
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [("", ""), ("one\ntwo", "one"), ("a line that is too long", "a line that ..."), ("a  b\tc", "a b c")],
+)
+def test_an_error_is_told_in_whole_words(text, told):
+    assert first_line(RuntimeError(text), 16) == told

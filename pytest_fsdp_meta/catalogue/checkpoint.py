@@ -308,7 +308,14 @@ def optimizer_state_round_trip(view: View) -> Iterable[Finding]:
         yield from view.broken(name, told)
     pairs = enumerate(zip(before, after, strict=True))
     for group, ranks in ranks_by((rank, told) for rank, two in pairs for told in _groups_apart(*two)).items():
-        yield Finding(None, ranks, group.actual, group.expected)
+        yield Finding(None, ranks, group.actual, group.expected, **_SET_ANEW)
+
+
+_SET_ANEW: Words = {
+    "cause": "the settings of the groups are not saved, or something sets them anew after they were loaded: resume() "
+    "itself, or a scheduler that starts from the beginning",
+    "remedy": "save param_groups with the state, load the scheduler as well, and set no option after loading",
+}
 
 
 def _lost(before: RankResumed, after: RankResumed, name: str) -> Told | None:

@@ -209,8 +209,8 @@ _ZERO: Words = {
     "remedy": "look for masks and hooks on its gradient, and for a zero_grad() between backward and the optimizer",
 }
 _UNLIKE: Words = {
-    "cause": "the forward agrees and the backward does not: a gradient is reduced over too few ranks, or a hook or a "
-    "backward of its own changes it",
+    "cause": "the forward agrees and the backward does not: a gradient is reduced over too few ranks, a hook or a "
+    "backward of its own changes it, or activation checkpointing computes anew with other random numbers",
     "remedy": "compare how the gradients of this parameter are reduced with those of one that is right",
 }
 _EXPERTS: Words = {
@@ -308,7 +308,22 @@ def grad_norm_parity(view: View) -> Iterable[Finding]:
         require_same_forward(view, runs)
         require_no_other_cause(view, f"the norm of the gradients differs ({off[0][1]:.6g}, but should be {truth:.6g})")
     for norm, ranks in ranks_by((rank, f"{norm:.6g}") for rank, norm in off).items():
-        yield Finding(None, ranks, f"norm {norm}", f"{truth:.6g} within {allowed:g}")
+        words = _NORM[float(norm) > truth] if len(ranks) == len(runs) > 1 else {}
+        yield Finding(None, ranks, f"norm {norm}", f"{truth:.6g} within {allowed:g}", **words)
+
+
+_NORM: dict[bool, Words] = {
+    False: {
+        "cause": "all ranks agree and miss a part: gradients are left out of the sum (vectors, unsharded parameters, "
+        "another mesh), or one rank's part is taken for the whole",
+        "remedy": "sum the squares of all gradients that the optimizer takes, over the ranks that shard them",
+    },
+    True: {
+        "cause": "all ranks agree on too much: replicated parameters count once per rank, or norms are added up in "
+        "place of their squares",
+        "remedy": "count what several ranks hold alike once, and sum squares over the ranks that shard",
+    },
+}
 
 
 def _near(actual: float | None, expected: float, allowed: float) -> bool:

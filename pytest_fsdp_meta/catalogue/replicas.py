@@ -125,13 +125,17 @@ def _diverged(view: View, name: str, apart: list[Cases], compared: Mapping[int, 
         )
         wrong = [(rank, compared[rank]) for rank in odd if rank in compared]
         detail = numbers(wrong) if known and wrong else ""
-        words = _words(apart[0][0][1], bool(wrong), known)
+        each = all(len({tensor.digest for _, tensor in ranks}) == len(ranks) for ranks in apart)
+        words = _words(apart[0][0][1], bool(wrong), known, each)
         yield Finding(name, tuple(sorted(odd)), "other bits", expected, detail, **words)
 
 
-def _words(tensor: TensorFacts, compared: bool, right: bool) -> Words:
+def _words(tensor: TensorFacts, compared: bool, right: bool, each: bool) -> Words:
+    """``each`` tells that no two replicas agree, so that none of them is odd."""
     if compared and not right:
         return _NONE_RIGHT
+    if each and not right:
+        return _EACH_ITS_OWN
     sharded = any(placement.startswith(("S(", "_S(")) for placement in tensor.placements or ())
     return _ODD_SHARDS if sharded else {}
 
@@ -140,6 +144,11 @@ _NONE_RIGHT: Words = {
     "cause": "each rank drew or computed it by itself, and none as the truth has it: it was not loaded or not "
     "recomputed, and a seed or the rank went into it",
     "remedy": "load or compute it alike on every rank, and fail on keys that are missing",
+}
+_EACH_ITS_OWN: Words = {
+    "cause": "each rank drew or computed it by itself, with a seed or a number that depends on the rank; or only some "
+    "ranks were given it, or another part of it",
+    "remedy": "draw it with one seed for all ranks that hold it, or broadcast it once loading is done",
 }
 _ODD_SHARDS: Words = {
     "cause": "these ranks read the slice of another rank, or only the first replica was given the weight",

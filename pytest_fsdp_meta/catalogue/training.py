@@ -26,7 +26,7 @@ from pytest_fsdp_meta.catalogue.parity import (
     typical_gradient,
 )
 from pytest_fsdp_meta.catalogue.registry import Finding, Words, check
-from pytest_fsdp_meta.evidence import Comparison, Measure, RankTraining, splits_sequence
+from pytest_fsdp_meta.evidence import Comparison, Measure, RankTraining, splits_model, splits_sequence
 
 LOOSE = 0.1
 """What a way of several steps may be off a multiple of the reference's: each step starts from another place."""
@@ -182,8 +182,8 @@ def _likely(view: View, first: int, runs: Sequence[RankTraining], allowed: float
     if first == 0:
         return {
             "cause": "the first forward differs already though the weights are equal: the ranks' losses are not "
-            "weighed alike, a module was left out or replaced, or an attention or precision setting differs"
-            + other_precision(view),
+            "weighed alike, a module was left out or replaced, it draws random numbers, or a setting of it differs "
+            "(attention, scale, activation, precision)" + _cut_across(view) + other_precision(view),
             "remedy": "compare attention settings and make the loss a mean that all ranks weigh alike; where the "
             "loader computes in another precision on purpose, set tolerance=...",
         }
@@ -192,6 +192,15 @@ def _likely(view: View, first: int, runs: Sequence[RankTraining], allowed: float
         "such as a buffer or a cache that the forward updates on each rank for itself" + other_precision(view),
         "remedy": "compare what the forward keeps from one step to the next with the reference's",
     }
+
+
+def _cut_across(view: View) -> str:
+    """What tensor parallelism adds to the likely causes; empty where no dimension of a mesh splits the model."""
+    meshes = {tensor.mesh for rank in view.evidence.inventory for tensor in rank.tensors if tensor.mesh is not None}
+    sizes = [*view.evidence.world.mesh, *(pair for mesh in meshes for pair in zip(mesh.dims, mesh.shape, strict=True))]
+    if not any(size > 1 and splits_model(dim) for dim, size in sizes):
+        return ""
+    return "; or a tensor-parallel plan cuts a fused weight (qkv) across its parts, or adds a bias once per rank"
 
 
 def _explained_by_labels(view: View, runs: Sequence[RankTraining], allowed: float) -> bool:
@@ -290,13 +299,19 @@ def _unlike(name: str, pairs: list[tuple[int, Comparison]], allowed: float, typi
             by_factor.setdefault(multiple(comparison.measure, allowed), []).append(rank)
     for factor, ranks in by_factor.items():
         actual = f"a gradient {factor} times as large" if factor else "another gradient"
-        yield Finding(name, tuple(ranks), f"{actual} once the last micro-batch is over", _MEAN)
+        yield Finding(name, tuple(ranks), f"{actual} once the last micro-batch is over", _MEAN, **_UNLIKE)
 
 
 _MEAN = "the mean of the micro-batches"
 _IGNORED: Words = {
     "cause": "the switch (set_requires_gradient_sync of FSDP2) is ignored: each micro-batch costs a reduction",
     "remedy": "pass the switch on to every FSDP module",
+}
+_UNLIKE: Words = {
+    "cause": "what an earlier micro-batch left is lost or changed by a later one: a zero_grad() in the forward or in a "
+    "hook, or a hook that scales or reduces all that is accumulated each time",
+    "remedy": "touch gradients once per step, after the last backward: no zero_grad() between micro-batches, no hook "
+    "on p.grad that runs in each backward",
 }
 _NEVER: Words = {
     "cause": "the reduction is not turned on again for the last micro-batch, so gradients stay unreduced inside FSDP",

@@ -6,8 +6,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from types import MappingProxyType
 
 from pytest_fsdp_meta.catalogue.judging import NotJudged, Unjudgeable, View
+from pytest_fsdp_meta.catalogue.patterns import EXCHANGED, ROUNDING, Cases, exchanged, pattern
 from pytest_fsdp_meta.catalogue.registry import Finding, Words, check
-from pytest_fsdp_meta.evidence import Comparison, TensorFacts, frozen_sources
+from pytest_fsdp_meta.evidence import Comparison, frozen_sources
 
 BASIC = (
     "same_manifest_on_every_rank",
@@ -21,10 +22,6 @@ BASIC = (
     "shards_tile_the_tensor",
 )
 REFERENCE, VERIFIER = "the reference's slice", "the verifier's"
-ROUNDING = {
-    "bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 2.0**-23, "float8_e4m3fn": 2.0**-3, "float8_e5m2": 2.0**-2
-}  # fmt: skip
-"""One unit in the last place, relative: what a loader that casts may be off by."""
 
 
 @check(
@@ -33,7 +30,8 @@ ROUNDING = {
     needs=["inventory", "reference", "values"],
     after=[*BASIC, "replicas_equal"],
     why="A weight that was not loaded, or loaded into the wrong place, trains all the same.",
-    cause="the weight was not loaded (it still has its initialisation), or it was loaded from another tensor",
+    cause="the weight was not loaded (it still has its initialisation), was loaded from another tensor or checkpoint, "
+    "or was initialised again once it was loaded",
     remedy="load by name and fail on missing and unexpected keys; initialise before loading, never after",
     references=["NVIDIA-NeMo/Automodel#3597", "huggingface/transformers#46620", "speculators 0.4.0"],
 )
@@ -114,12 +112,13 @@ def _differences(
     unusable = _unusable(view, truth)
     blamed: list[str] = []
     found = view.comparisons(comparisons, names)
+    swapped = exchanged({name: [(rank, c) for rank, c in pairs if not c.equal] for name, pairs in found.items()})
     for name, pairs in found.items():
         source = sources.get(name, name)
         if source in unusable:
             blamed.append(source)
         else:
-            yield from _difference(view, name, pairs, truth if source == name else f"{truth} {source}")
+            yield from _difference(view, name, pairs, truth if source == name else f"{truth} {source}", swapped)
     if blamed:
         raise Unjudgeable(
             f"the reference does not reproduce itself: it {unusable[blamed[0]]} ({blamed[0]}"
@@ -142,7 +141,8 @@ def _unusable(view: View, truth: str) -> dict[str, str]:
     return unusable | dict.fromkeys(reference.uninitialised, "never writes it")
 
 
-def _difference(view: View, name: str, pairs: list[tuple[int, Comparison]], truth: str) -> Iterator[Finding]:
+def _difference(view: View, name: str, pairs: Cases, truth: str, swapped: Mapping[str, str]) -> Iterator[Finding]:
+    """``swapped`` names what a tensor holds in place of its own."""
     tensor = view.evidence.inventory[pairs[0][0]].by_name[name]
     wrong = [(rank, c) for rank, c in pairs if not c.equal and not _rounded(c, tensor.dtype)]
     by_problem: dict[tuple[str | None, str], list[tuple[int, Comparison]]] = {}
@@ -154,31 +154,12 @@ def _difference(view: View, name: str, pairs: list[tuple[int, Comparison]], trut
             local = problem.startswith("local shape") and tensor.sharded_by
             yield Finding(name, ranks, problem, should_be, **(_ADAPTED if local else _SHAPE))
         else:
-            yield Finding(name, ranks, "other values", truth, numbers(cases), **_pattern(tensor, cases, pairs))
+            other = swapped.get(name, "")
+            detail = numbers(cases) + f"; it is what {other} should be" * bool(other)
+            words = EXCHANGED if other else pattern(tensor, cases, pairs)
+            yield Finding(name, ranks, "other values", truth, detail, **words)
 
 
-def _pattern(tensor: TensorFacts, cases: list[tuple[int, Comparison]], pairs: list[tuple[int, Comparison]]) -> Words:
-    """Cause and remedy that the pattern of what is wrong points to; none where everything is."""
-    if tensor.dtype == "float32" and all(LEAST_CUT < c.max_rel < ROUNDING["bfloat16"] for _, c in cases):
-        return _CUT
-    if len(cases) < len([c for _, c in pairs if c.elements]):
-        return _ODD_RANKS
-    # A matrix that was drawn anew differs nearly everywhere; what was mixed up keeps whole rows or experts. Vectors
-    # start as ones or zeros and buffers are computed: of them, a part may be right by chance.
-    drawn = tensor.kind == "parameter" and len(tensor.shape) > 1
-    return _IN_PART if drawn and all(c.differing < 0.9 * c.elements for _, c in cases) else {}
-
-
-LEAST_CUT = 2.0**-14
-"""Relative: what float16 leaves out is larger in one element or another; smaller is another way of computing."""
-_CUT: Words = {
-    "cause": "it was rounded through bfloat16 or float16",
-    "remedy": "read, compute and cast it in float32 all the way",
-}
-_IN_PART: Words = {
-    "cause": "part of it is right: rows, heads or experts were exchanged, transposed or left out",
-    "remedy": "compare the order in which the checkpoint stores its parts with the one that the module wants",
-}
 _SHAPE: Words = {
     "cause": "it is the verifier of another model, or a tensor of another name there, or a resized vocabulary",
     "remedy": "take the frozen weights from the model that they were made for, or map its names: "
@@ -187,10 +168,6 @@ _SHAPE: Words = {
 _ADAPTED: Words = {
     "cause": "the adapter describes another part than the rank holds",
     "remedy": "compare start and shape of its Part.block or Part.run with what the rank holds",
-}
-_ODD_RANKS: Words = {
-    "cause": "these ranks read the slice of another rank, or only the others were given the weight",
-    "remedy": "take the offset from the DTensor's own mesh coordinate, and let every rank load",
 }
 
 

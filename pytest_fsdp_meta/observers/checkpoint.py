@@ -36,7 +36,7 @@ from pytest_fsdp_meta.observers.values import compare, compare_all
 from pytest_fsdp_meta.reference import Record, write_record
 from pytest_fsdp_meta.saved import RankResumed, RankSaved, RankStateDict
 from pytest_fsdp_meta.subject import Subject, SubjectError
-from pytest_fsdp_meta.words import clean_name
+from pytest_fsdp_meta.words import clean_name, first_line
 from pytest_fsdp_meta.worlds import Rank, current
 
 EXTRA_STATE = "_extra_state"
@@ -75,7 +75,7 @@ def _torch_keys(model: Module) -> tuple[tuple[str, ...], str]:
         return tuple(get_model_state_dict(model)), ""
     except Exception as error:  # of any kind: it looks up each key among the modules, and a hook may have renamed it
         keys = tuple(clean_name(key) for key in unwrapped(model).state_dict())
-        return keys, f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+        return keys, f"{type(error).__name__}: {first_line(error, 200)}"
 
 
 def save_model(folder: str) -> RankSaved:

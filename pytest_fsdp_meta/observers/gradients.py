@@ -17,6 +17,7 @@ from pytest_fsdp_meta.observers.adapters.lookup import parts_of
 from pytest_fsdp_meta.observers.batches import calling
 from pytest_fsdp_meta.observers.inventory import named_tensors
 from pytest_fsdp_meta.subject import SubjectError
+from pytest_fsdp_meta.words import first_line
 
 ClipGradNorm = Callable[[Iterable[Parameter], float], object]
 
@@ -50,7 +51,7 @@ def gradient_norm(model: Module, own: ClipGradNorm | None) -> tuple[float | None
             # What clip_grad_norm_ computes, and then multiplies the gradients by.
             return _number(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])), ""
     except Exception as error:  # torch raises nearly anything for meshes or kinds of tensors that it cannot mix
-        return None, f"{type(error).__name__}: {str(error).splitlines()[0][:160] if str(error) else ''}"
+        return None, f"{type(error).__name__}: {first_line(error)}"
 
 
 def _norm_of_fsdp1(model: FullyShardedDataParallel, _: Iterable[Parameter], bound: float) -> Tensor:

@@ -21,7 +21,7 @@ from pytest_fsdp_meta.observers.bits import count_poison, digest
 from pytest_fsdp_meta.observers.mapped import MAPS, MappedFiles
 from pytest_fsdp_meta.observers.torch_private import is_replicated, managed_places
 from pytest_fsdp_meta.observers.watching import tensors_in
-from pytest_fsdp_meta.words import clean_name
+from pytest_fsdp_meta.words import clean_name, first_line
 
 
 def take_inventory(model: Module, rank: int, device: str, attributes: Sequence[str] = ()) -> RankInventory:
@@ -134,7 +134,7 @@ def _read(own: Tensor, files: MappedFiles | None) -> dict[str, Any]:
             own, files
         )
     except Exception as error:  # torch raises nearly anything here
-        return {"unreadable": f"{type(error).__name__}: {str(error).splitlines()[0][:100] if str(error) else ''}"}
+        return {"unreadable": f"{type(error).__name__}: {first_line(error, 100)}"}
 
 
 def _storage(local: Tensor) -> str | None:

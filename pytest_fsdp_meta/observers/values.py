@@ -35,12 +35,12 @@ def compare_all(
     for name, part in parts:
         there = name if names is None else names[name]
         if there in truth and not part.local.is_meta:
-            found.append(compare(name, part, truth, there))
+            found.append(compare(name, part, truth, there, measuring=True))
     return tuple(found)
 
 
-def compare(name: str, part: Part, truth: Record, there: str) -> Comparison:
-    """The ``part`` of a tensor beside the same part of ``there``."""
+def compare(name: str, part: Part, truth: Record, there: str, measuring: bool = False) -> Comparison:
+    """The ``part`` of a tensor beside the same part of ``there``; measured where they differ, if that is wanted."""
     actual = local_part(part.local)
     if part.shape != truth.shape(there):
         return Comparison(
@@ -52,7 +52,7 @@ def compare(name: str, part: Part, truth: Record, there: str) -> Comparison:
         return Comparison(name, False, problem=f"local shape {tuple(actual.shape)}", should_be=f"{implied}, as {says}")
     if not actual.numel():
         return Comparison(name, True)
-    return _compare(name, actual, beside(part, truth, there), part)
+    return _compare(name, actual, beside(part, truth, there), part, measuring)
 
 
 def compare_gradients(parts: Iterable[tuple[str, Part]], truth: Record) -> tuple[Comparison, ...]:
@@ -86,7 +86,7 @@ def measure(actual: Tensor, truth: Tensor, grain: float = 0.0) -> Measure:
     )
 
 
-def _compare(name: str, actual: Tensor, expected: Tensor, part: Part) -> Comparison:
+def _compare(name: str, actual: Tensor, expected: Tensor, part: Part, measuring: bool) -> Comparison:
     """Equal means equal in the shard's own type, and NaN like NaN; numbers are only told in float64.
 
     The CPU compares, where the truth is read to: it knows more types than other devices.
@@ -116,6 +116,7 @@ def _compare(name: str, actual: Tensor, expected: Tensor, part: Part) -> Compari
         expected=float(truth[first]),
         actual=float(ours[first]),
         cast=cast,
+        measure=measure(ours, truth) if measuring else None,
     )
 
 

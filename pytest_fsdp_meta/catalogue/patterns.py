@@ -1,0 +1,105 @@
+"""What a pattern of wrong values points to: rounded, transposed, in another order, another tensor's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from pytest_fsdp_meta.catalogue.registry import Words
+from pytest_fsdp_meta.evidence import Comparison, TensorFacts
+
+Cases = Sequence[tuple[int, Comparison]]
+"""Comparisons of one tensor, each with its rank."""
+ROUNDING = {
+    "bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 2.0**-23, "float8_e4m3fn": 2.0**-3, "float8_e5m2": 2.0**-2
+}  # fmt: skip
+"""One unit in the last place, relative: what a loader that casts may be off by."""
+
+
+def pattern(tensor: TensorFacts, cases: Cases, pairs: Cases) -> Words:
+    """Cause and remedy that the pattern of what is wrong points to; none where everything is."""
+    if tensor.dtype == "float32" and all(LEAST_CUT < c.max_rel < ROUNDING["bfloat16"] for _, c in cases):
+        return _CUT
+    if _transposed(tensor, cases):
+        return _TRANSPOSED
+    if len(cases) < len([c for _, c in pairs if c.elements]) and not _shuffled(cases):
+        return _ODD_RANKS
+    if _shuffled(cases):
+        return _ODD_RANKS if _of_other_ranks(cases) else _SHUFFLED
+    # A matrix that was drawn anew differs nearly everywhere; what was mixed up keeps whole rows or experts. Vectors
+    # start as ones or zeros and buffers are computed: of them, a part may be right by chance.
+    drawn = tensor.kind == "parameter" and len(tensor.shape) > 1
+    return _IN_PART if drawn and all(c.differing < 0.9 * c.elements for _, c in cases) else {}
+
+
+def _transposed(tensor: TensorFacts, cases: Cases) -> bool:
+    """Whether of square matrices just as many elements are right as lie on their diagonals, the first one included."""
+    rows, columns = tensor.shape[-2:] if len(tensor.shape) > 1 else (0, 1)
+    right = sum(c.elements - c.differing for _, c in cases)
+    first = any(c.index is not None and c.index[-2:] == (0, 1) for _, c in cases)
+    return first and rows == columns > 1 and right * rows == sum(c.elements for _, c in cases)
+
+
+def _shuffled(cases: Cases) -> bool:
+    """Whether the numbers are those of the truth in another order: far from them, and together of the same length."""
+    measures = [c.measure for _, c in cases if c.measure is not None]
+    ours, theirs, apart = (
+        math.fsum(length * length for length in lengths)
+        for lengths in ([m.actual for m in measures], [m.truth for m in measures], [m.apart for m in measures])
+    )
+    return len(measures) == len(cases) and apart > FAR * theirs > 0 and math.isclose(ours, theirs, rel_tol=1e-9)
+
+
+def _of_other_ranks(cases: Cases) -> bool:
+    """Whether each rank holds what another rank should hold of the same tensor."""
+    lengths = [(rank, c.elements, c.measure) for rank, c in cases]
+    should = {(size, m.truth): rank for rank, size, m in lengths if m is not None}
+    return all(m is not None and should.get((size, m.actual), rank) != rank for rank, size, m in lengths)
+
+
+def exchanged(wrong: Mapping[str, Cases]) -> dict[str, str]:
+    """The tensors that hold what another of these should hold, each with the other.
+
+    Both are wrong on the same ranks; one order of adding up gives one length, to the last bit.
+    """
+    owners: dict[tuple[object, ...], str] = {}
+    for name, cases in wrong.items():
+        if cases and all(c.measure is not None and c.measure.truth for _, c in cases):
+            owners.setdefault(tuple((rank, c.elements, c.measure and c.measure.truth) for rank, c in cases), name)
+    held = {
+        name: tuple((rank, c.elements, c.measure and c.measure.actual) for rank, c in cases)
+        for name, cases in wrong.items()
+    }
+    return {name: owners[key] for name, key in held.items() if owners.get(key, name) != name}
+
+
+LEAST_CUT = 2.0**-14
+"""Relative: what float16 leaves out is larger in one element or another; smaller is another way of computing."""
+FAR = 1e-4
+"""Of the squared length: less may be a few rows, or rounding."""
+_CUT: Words = {
+    "cause": "it was rounded through bfloat16 or float16",
+    "remedy": "read, compute and cast it in float32 all the way",
+}
+_TRANSPOSED: Words = {
+    "cause": "it is transposed: as many elements are right as lie on the diagonal, and it is square, so no shape tells",
+    "remedy": "turn it while loading where the checkpoint's module has the other layout (x @ W in place of W @ x)",
+}
+_IN_PART: Words = {
+    "cause": "part of it is right: rows, heads or experts were exchanged, transposed or left out",
+    "remedy": "compare the order in which the checkpoint stores its parts with the one that the module wants",
+}
+_SHUFFLED: Words = {
+    "cause": "it has the right numbers in another order: rows, halves (gate and up), heads (rotary layouts) or experts "
+    "were exchanged or transposed",
+    "remedy": _IN_PART["remedy"],
+}
+EXCHANGED: Words = {
+    "cause": "it holds what another tensor should hold: names were mapped crosswise (q and k, gate and up, a block and "
+    "the next), or ranks took tensors in another order",
+    "remedy": "compare the names in the checkpoint with those of the modules, and exchange tensors by name",
+}
+_ODD_RANKS: Words = {
+    "cause": "these ranks read the slice of another rank, or only the others were given the weight",
+    "remedy": "take the offset from the DTensor's own mesh coordinate, and let every rank load",
+}
