@@ -216,10 +216,8 @@ class Reloading:
             return None
         tensors = [t for rank in self.inventory for t in rank.tensors if t.persistent]
         if odd := [t.name for t in tensors if t.unreadable or _sharded_otherwise(t)]:
-            return Unavailable(
-                f"{odd[0]} is no DTensor and no whole plain tensor, which is all that torch.distributed.checkpoint "
-                f"saves; {DECLARE}"
-            )
+            unfit = f"{odd[0]} is no DTensor and no whole plain tensor, which is all that torch"
+            return Unavailable(f"{unfit} gathers" if by_torch else f"{unfit}.distributed.checkpoint saves; {DECLARE}")
         refused = [rank.refused for rank in self.seen.get("state_dict", ()) if rank.refused]
         return (
             Unavailable(f"torch's get_model_state_dict refuses the model ({refused[0]}); {DECLARE}")

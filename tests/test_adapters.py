@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
 
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from pytest_fsdp_meta import Part, Subject, SubjectError
 from pytest_fsdp_meta.evidence import Comparison, MeshFacts
+from pytest_fsdp_meta.observers.accumulation import accumulate, micro_batches
 from pytest_fsdp_meta.observers.adapters.lookup import Parts, parts_of, remember
 from pytest_fsdp_meta.observers.inventory import describe
 from pytest_fsdp_meta.observers.values import compare
@@ -385,3 +387,46 @@ def test_rows_that_megatron_fsdp_cut_unevenly():
             assert (shape, regions) == ((5, 3), (((first, last),), ((0, 3),)))
             assert (local, placements, by) == ((numbers[first:last] + more).tolist(), ("S(0)",), "megatron-fsdp")
         assert plain == ("", (((0, 2),),))
+
+
+class MegatronFSDP(nn.Module):
+    """The switches of the wrapper around a model, by the names that megatron-fsdp gives them, and how they stood."""
+
+    __module__ = "megatron_fsdp.megatron_fsdp"
+
+    def __init__(self, every: bool) -> None:
+        super().__init__()
+        self.module = nn.Linear(2, 1)
+        self.model_auto_sync, self.is_last_microbatch = every, True
+        self.stood: list[tuple[bool, bool]] = []
+
+    def set_model_auto_sync(self, sync_model: bool = True) -> None:
+        self.model_auto_sync = sync_model
+
+    @contextmanager
+    def no_sync(self):
+        self.is_last_microbatch = False
+        try:
+            yield
+        finally:
+            self.is_last_microbatch = True
+
+    def forward(self, x):
+        self.stood.append((self.model_auto_sync, self.is_last_microbatch))
+        return self.module(x)
+
+
+@pytest.mark.parametrize("every", [True, False])
+def test_megatron_fsdp_is_told_to_reduce_with_the_last_micro_batch_only(every):
+    model = MegatronFSDP(every)
+    subject = Subject(model, batch=lambda step: {"x": torch.ones(4, 2)}, loss=lambda model, rows: model(**rows).sum())
+    accumulate(subject, torch.device("cpu"), micro_batches((0, 1)))
+    assert model.stood == [(False, False), (every, True)]
+
+
+def test_megatron_fsdp_reduces_again_after_a_micro_batch_that_failed():
+    model = MegatronFSDP(every=True)
+    subject = Subject(model, batch=lambda step: {"x": torch.ones(4, 3)}, loss=lambda model, rows: model(**rows).sum())
+    with pytest.raises(CallFailed, match="Subject"):
+        accumulate(subject, torch.device("cpu"), micro_batches((0, 1)))
+    assert (model.model_auto_sync, model.is_last_microbatch) == (True, True)

@@ -12,6 +12,7 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from pytest_fsdp_meta.evidence import splits_model
+from pytest_fsdp_meta.observers.adapters import megatron_fsdp
 from pytest_fsdp_meta.observers.adapters.dtensor import mesh_facts
 from pytest_fsdp_meta.observers.batches import global_batch, indivisible, loss_of, own_rows
 from pytest_fsdp_meta.observers.inventory import named_tensors
@@ -66,6 +67,8 @@ def _unsynced(model: Module) -> Iterator[None]:
                 module is model and isinstance(module, FullyShardedDataParallel)
             ):
                 stack.enter_context(module.no_sync())
+            elif megatron_fsdp.is_wrapper(module):
+                stack.enter_context(megatron_fsdp.unsynced(module))
         for one in outermost:
             one.set_requires_gradient_sync(False)
         try:

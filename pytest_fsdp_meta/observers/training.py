@@ -184,6 +184,7 @@ def _accumulation(
     seen = gradients_of(subject.model)
     missing = without_gradient(subject.model, seen)
     accumulated = Accumulation(compare_gradients(seen, records["accumulated"]), missing, early)
+    optimizer.zero_grad(set_to_none=True)  # buffers of a wrapper's own, which zero_grad() of the model does not reach
     subject.model.zero_grad(set_to_none=True)
     reshard(subject.model)
     return accumulated

@@ -97,6 +97,6 @@ def test_own_llama(fsdp, checkpoints, name):
     return load(checkpoints[name], fsdp.device, in_float32(), force_hf=False)
 
 
-@fsdp_conformance(world_size=2, tolerance={"loss_parity": 1.6e-2})
+@fsdp_conformance(world_size=2)
 def test_default_precision(fsdp, checkpoints):
     return load(checkpoints["llama"], fsdp.device, FSDP2Config())

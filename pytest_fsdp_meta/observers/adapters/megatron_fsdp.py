@@ -7,7 +7,10 @@ computes; during a forward they have whole ones (``orig_param``), in memory that
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from math import prod
+from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -59,3 +62,15 @@ def reshard(model: Module) -> None:
 def is_wrapper(module: Module) -> bool:
     """Whether it is the module that megatron-fsdp puts around a model; Megatron-LM has a copy of the package."""
     return type(module).__name__ == "MegatronFSDP" and "megatron_fsdp" in type(module).__module__
+
+
+@contextmanager
+def unsynced(wrapper: Any) -> Iterator[None]:
+    """Both of its switches are turned: one reduces in every backward, the other in that of the last micro-batch."""
+    every = wrapper.model_auto_sync
+    wrapper.set_model_auto_sync(False)
+    try:
+        with wrapper.no_sync():
+            yield
+    finally:
+        wrapper.set_model_auto_sync(every)
