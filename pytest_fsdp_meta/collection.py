@@ -13,6 +13,7 @@ from pytest_fsdp_meta._pytest_private import fixtures_asking_for, parameters, re
 from pytest_fsdp_meta.catalogue import Catalogue, Check, built_in
 from pytest_fsdp_meta.markers import MARK, Order, read_order
 from pytest_fsdp_meta.settings import Settings
+from pytest_fsdp_meta.words import first_of
 from pytest_fsdp_meta.worlds import WorldSpec, choose
 
 ARGUMENT = "_fsdp_case"
@@ -45,8 +46,7 @@ def tell(mistakes: Iterable[Mistake]) -> str:
 
 
 def _line(wheres: list[str], what: str) -> str:
-    others = f" and {len(wheres) - 1} more" if len(wheres) > 1 else ""
-    return f"{wheres[0]}{others}: {what}" if wheres[0] else what
+    return f"{first_of(wheres)}: {what}" if wheres[0] else what
 
 
 @pytest.fixture

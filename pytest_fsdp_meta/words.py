@@ -1,4 +1,4 @@
-"""How ranks and lists of names are written, everywhere alike."""
+"""How ranks, names and numbers of things are written, everywhere alike."""
 
 from __future__ import annotations
 
@@ -72,3 +72,14 @@ def _runs(ordered: Sequence[int], joint: str) -> list[str]:
 def clean_name(name: str) -> str:
     """A name as it is without torch's wrappers."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def counted(number: int, noun: str) -> str:
+    """ "1 step", "3 steps"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def first_of(names: Sequence[str], most: int = 1) -> str:
+    """ "embed.weight and 2 more": the first ``most`` names, and how many others there are."""
+    others = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + others

@@ -182,17 +182,17 @@ def test_what_groups_explain_passes(evidence):
 @pytest.mark.parametrize(
     ("evidence", "actual", "expected"),
     [
-        (step(*NEEDED, GATHER), "4 all_gathers of FSDP groups in one training step", "at most 3, as 2 groups need"),
-        (step(*NEEDED, SCATTER), "3 reduce_scatters of FSDP groups in one training step", "at most 2, as 2 groups"),
+        (step(*NEEDED, GATHER), "4 all_gathers of FSDP groups in one training step", "at most 3 for 2 groups"),
+        (step(*NEEDED, SCATTER), "3 reduce_scatters of FSDP groups in one training step", "at most 2 for 2 groups"),
         (
             step(*NEEDED, groups=[replace(GROUPS[0], trainable=False), GROUPS[1]]),
             "2 reduce_scatters of FSDP groups in one training step",
-            "at most 1, as 2 groups need",
+            "at most 1 for 2 groups",
         ),
         (
             step(*NEEDED, said("all_reduce", by_fsdp=True)),
-            "1 all_reduces of FSDP groups in one training step",
-            "at most 0, as 2 groups need",
+            "1 all_reduce of FSDP groups in one training step",
+            "at most 0 for 2 groups",
         ),
     ],
 )
@@ -221,6 +221,12 @@ def test_a_parameter_gathered_besides():
             "",
         )
     ]
+
+
+def test_collectives_of_lists_in_the_plural():
+    gather = said("all_gather of lists", MIDDLE)
+    [finding] = verdict(BUDGET, step(*NEEDED, gather, gather)).findings
+    assert finding.actual.startswith("2 all_gathers of lists (float32 [8, 4]) in one training step")
 
 
 def test_a_declared_unsharded_parameter_is_told_by_its_own_check():

@@ -156,7 +156,7 @@ def test_a_parameter_that_was_trained_before_it_was_frozen_may_stay_in_its_group
 def test_old_parameters_beside_the_live_ones():
     found = verdict(OWNS, held(healthy(), others=(("float32", True), ("float32", False))))
     assert told(found) == [
-        *[(None, (0, 1), "SGD holds 1 parameters without memory that the model does not register",
+        *[(None, (0, 1), "SGD holds 1 parameter without memory that the model does not register",
            "the model's parameters", "")],
     ]  # fmt: skip
     # Of a loss with parameters of its own, nothing is known.

@@ -1,4 +1,4 @@
-"""How ranks and lists of names are written."""
+"""How ranks, names and numbers of things are written."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_fsdp_meta.words import first_line, fold_names, name_ranks
+from pytest_fsdp_meta.words import counted, first_line, first_of, fold_names, name_ranks
 
 
 @pytest.mark.parametrize(
@@ -28,6 +28,23 @@ from pytest_fsdp_meta.words import first_line, fold_names, name_ranks
 )
 def test_ranks(ranks, written):
     assert name_ranks(ranks) == written
+
+
+def test_numbers_of_things():
+    assert [counted(number, "step") for number in (0, 1, 2)] == ["0 steps", "1 step", "2 steps"]
+
+
+@pytest.mark.parametrize(
+    ("names", "most", "written"),
+    [
+        (["a"], 1, "a"),
+        (["a", "b", "c"], 1, "a and 2 more"),
+        (["a", "b"], 2, "a, b"),
+        (list("abc"), 2, "a, b and 1 more"),
+    ],
+)
+def test_the_first_of_many(names, most, written):
+    assert first_of(names, most) == written
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pytest_fsdp_meta.catalogue.judging import NotJudged, View, majority, ranks_
 from pytest_fsdp_meta.catalogue.registry import Finding, check
 from pytest_fsdp_meta.catalogue.structure import MANIFEST
 from pytest_fsdp_meta.traffic import Collective, FsdpGroup, RankCollectives
-from pytest_fsdp_meta.words import fold_names, name_ranks
+from pytest_fsdp_meta.words import counted, first_of, fold_names, name_ranks
 
 EQUAL_SIZES = frozenset({"all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter"})
 """Every rank hands over as many elements; lists and all_to_all may be cut unevenly, as tokens are among experts."""
@@ -135,7 +135,7 @@ def _said(one: Collective | None) -> str:
 
 def _named(names: Sequence[str]) -> str:
     folded = list(fold_names(names))
-    return ", ".join(folded[:2]) + (f" and {len(folded) - 2} more" if len(folded) > 2 else "")
+    return first_of(folded, 2)
 
 
 @check(
@@ -195,7 +195,8 @@ def _excess(op: str, one: RankCollectives, budget: int) -> tuple[str, str] | Non
     groups = len(one.groups or ())
     if count <= budget:
         return None
-    return f"{count} {op}s of FSDP groups in one training step", f"at most {budget}, as {groups} groups need"
+    actual = f"{counted(count, op)} of FSDP groups in one training step"
+    return actual, f"at most {budget} for {counted(groups, 'group')}"
 
 
 def _moved(
@@ -216,11 +217,16 @@ def _moved(
 
 
 def _counted(found: Sequence[Collective]) -> str:
-    said = [one.op for one in found]
-    parts = []
-    for op in dict.fromkeys(said):
-        first = next(one for one in found if one.op == op)
-        parts.append(
-            f"{said.count(op)} {op}{'s' if said.count(op) > 1 else ''} ({first.dtype} {list(first.shapes[0])})"
-        )
-    return " and ".join(parts)
+    """ "2 all_gathers (float32 [3, 4]) and 1 broadcast (float32 [8, 4])"."""
+    by_op: dict[str, list[Collective]] = {}
+    for one in found:
+        by_op.setdefault(one.op, []).append(one)
+    return " and ".join(
+        f"{_times(len(same), op)} ({same[0].dtype} {list(same[0].shapes[0])})" for op, same in by_op.items()
+    )
+
+
+def _times(number: int, op: str) -> str:
+    """ "2 all_gathers of lists"."""
+    kind, of, what = op.partition(" of ")
+    return counted(number, kind) + of + what

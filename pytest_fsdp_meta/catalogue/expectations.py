@@ -7,6 +7,7 @@ from math import prod
 from pytest_fsdp_meta.catalogue.judging import View
 from pytest_fsdp_meta.catalogue.registry import Told, Words
 from pytest_fsdp_meta.evidence import MeshFacts, TensorFacts, splits_experts, splits_model
+from pytest_fsdp_meta.words import counted
 
 PLAIN = "a plain tensor, whole on every rank"
 SHARDED = "sharded over"
@@ -60,11 +61,10 @@ def as_declared(tensor: TensorFacts, declared: tuple[str, ...], world: int) -> T
         return None  # alone, a loader need not shard
     actual = tensor.placements or ()
     if actual and len(actual) != len(declared):
-        dims = f"{len(actual)} mesh dimension{'s' if len(actual) > 1 else ''}"
         return Told(
             placed(tensor),
             f"{_tuple(declared)}, as declared",
-            f"Subject(placements=...) gives {len(declared)} for {dims}",
+            f"Subject(placements=...) gives {len(declared)} for {counted(len(actual), 'mesh dimension')}",
             "declare one placement per mesh dimension, in order",
         )
     fits = len(actual) == len(declared) and all(_fits(a, d) for a, d in zip(actual, declared, strict=True))

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from pytest_fsdp_meta.catalogue.registry import Catalogue, Check, Finding, Told
 from pytest_fsdp_meta.evidence import Comparison, Evidence, RankInventory, ReferenceFacts, TensorFacts
+from pytest_fsdp_meta.words import counted
 
 T = TypeVar("T")
 AS_LOADED = ("inventory", "reference", "values", "verifier")
@@ -167,8 +168,7 @@ def describe_left_out(left_out: dict[str, tuple[str, ...]]) -> str:
     """ "not judged: 3 tensors that no_meta_params condemned (first: model.norm.weight)"."""
     parts = []
     for by, names in left_out.items():
-        count = f"{len(names)} tensor{'s' if len(names) > 1 else ''}"
-        parts.append(f"{count} that {by} condemned (first: {names[0]})")
+        parts.append(f"{counted(len(names), 'tensor')} that {by} condemned (first: {names[0]})")
     return "not judged: " + ", ".join(parts)
 
 

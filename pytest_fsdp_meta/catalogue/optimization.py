@@ -8,6 +8,7 @@ from pytest_fsdp_meta.catalogue.judging import NotJudged, View, majority, ranks_
 from pytest_fsdp_meta.catalogue.parity import BASIC, EXPLAINING, require_no_other_cause, require_same_forward, trained
 from pytest_fsdp_meta.catalogue.registry import Finding, Words, check
 from pytest_fsdp_meta.evidence import Movement, OptimizerFacts, RankInventory, RankTraining
+from pytest_fsdp_meta.words import counted
 
 
 @check(
@@ -32,7 +33,9 @@ def optimizer_owns_parameters(view: View) -> Iterable[Finding]:
             missing.setdefault(name, []).append(rank)
         without_memory = sum(without for _, without in held.others)
         if without_memory and not unheld:
-            stale.append((rank, f"{without_memory} parameters without memory that the model does not register"))
+            stale.append(
+                (rank, f"{counted(without_memory, 'parameter')} without memory that the model does not register")
+            )
     kind = facts[0][1].kind
     words = _REPLACED if any(held.others for _, held in facts) else {}
     for name, ranks in missing.items():
@@ -241,4 +244,4 @@ def _after(view: View) -> list[RankInventory]:
 
 def _steps(view: View) -> str:
     count = max((len(run.losses) for run in _runs(view)), default=0)
-    return f"{count} step{'' if count == 1 else 's'}"
+    return counted(count, "step")

@@ -19,7 +19,7 @@ from pytest_fsdp_meta.catalogue.materialisation import MANAGED
 from pytest_fsdp_meta.catalogue.registry import Finding, Told, check
 from pytest_fsdp_meta.catalogue.structure import MANIFEST, NAMES, SHAPES
 from pytest_fsdp_meta.evidence import TensorFacts
-from pytest_fsdp_meta.words import name_ranks
+from pytest_fsdp_meta.words import first_of, name_ranks
 
 
 @check(
@@ -69,8 +69,8 @@ def nothing_left_unsharded(view: View) -> Iterable[Finding]:
             yield from view.broken(name, _written(facts, told))
     if replicated:
         raise NotJudged(
-            f"DistributedDataParallel keeps {replicated[0]}{f' and {len(replicated) - 1} more' * (len(replicated) > 1)}"
-            " whole by intent; call the mesh dimension dp_replicate to say so"
+            f"DistributedDataParallel keeps {first_of(replicated)} whole by intent; call the mesh dimension "
+            "dp_replicate to say so"
         )
 
 

@@ -11,6 +11,7 @@ from pytest_fsdp_meta.catalogue.materialisation import MANAGED
 from pytest_fsdp_meta.catalogue.registry import Finding, Told, Words, check
 from pytest_fsdp_meta.catalogue.structure import MANIFEST, NAMES, SHAPES
 from pytest_fsdp_meta.evidence import Region, TensorFacts
+from pytest_fsdp_meta.words import counted
 
 Held = tuple[Region, ...]
 """What one rank holds, dimension by dimension."""
@@ -107,9 +108,7 @@ def _flaw(shape: tuple[int, ...], held: Sequence[tuple[int, Held]], replicas: in
         parts.append(f"{len(ranks)} ranks hold {_box(cuts, often)}")
     if seldom:
         count = len(holders.get(seldom[0], ()))
-        few = (
-            f"only {count} rank{'s' if count > 1 else ''} hold{'' if count > 1 else 's'}" if count else "no rank holds"
-        )
+        few = f"only {counted(count, 'rank')} hold{'s' * (count == 1)}" if count else "no rank holds"
         parts.append(f"{few} {_box(cuts, seldom)}")
     once = "exactly once" if replicas == 1 else f"exactly once in each of {replicas} replicas"
     return ranks, " and ".join(parts), f"shards that cover {shape} {once}"
@@ -136,4 +135,4 @@ def _holders(cuts: list[list[int]], held: Sequence[tuple[int, Held]]) -> dict[tu
 def _box(cuts: list[list[int]], cells: list[tuple[int, ...]]) -> str:
     """ "[4:8, 0:4]": the indices of the first of the cells."""
     first = ", ".join(f"{edges[index]}:{edges[index + 1]}" for edges, index in zip(cuts, cells[0], strict=True))
-    return f"[{first}]" + (f" and {len(cells) - 1} parts more" if len(cells) > 1 else "")
+    return f"[{first}]" + (f" and {counted(len(cells) - 1, 'more part')}" if len(cells) > 1 else "")

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pytest_fsdp_meta.catalogue.judging import NotJudged, View
 from pytest_fsdp_meta.catalogue.registry import Finding, check
 from pytest_fsdp_meta.evidence import RankInventory
+from pytest_fsdp_meta.words import counted
 
 
 @check(
@@ -75,7 +76,7 @@ def tied_weights_stay_tied(view: View) -> Iterable[Finding]:
             yield Finding(
                 group[0],
                 apart,
-                f"another memory than {others} after {steps} step{'' if steps == 1 else 's'}",
+                f"another memory than {others} after {counted(steps, 'step')}",
                 f"one weight with {others}",
                 "with other values" if len(values) > 1 else "with equal values, so far",
                 condemns=group,

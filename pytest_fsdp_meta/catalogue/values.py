@@ -9,6 +9,7 @@ from pytest_fsdp_meta.catalogue.judging import NotJudged, Unjudgeable, View
 from pytest_fsdp_meta.catalogue.patterns import EXCHANGED, ROUNDING, Cases, exchanged, pattern
 from pytest_fsdp_meta.catalogue.registry import Finding, Words, check
 from pytest_fsdp_meta.evidence import Comparison, frozen_sources
+from pytest_fsdp_meta.words import first_of
 
 BASIC = (
     "same_manifest_on_every_rank",
@@ -121,14 +122,14 @@ def _differences(
             yield from _difference(view, name, pairs, truth if source == name else f"{truth} {source}", swapped)
     if blamed:
         raise Unjudgeable(
-            f"the reference does not reproduce itself: it {unusable[blamed[0]]} ({blamed[0]}"
-            f"{f' and {len(blamed) - 1} more' if len(blamed) > 1 else ''}); make it build the same model every time"
+            f"the reference does not reproduce itself: it {unusable[blamed[0]]} ({first_of(blamed)}); make it build "
+            "the same model every time"
         )
     silent = [name for name in names if name not in found and (truth == VERIFIER or name in view.truth.by_name)]
     if silent:
         raise NotJudged(
-            f"kept by what could be compared; {silent[0]}{f' and {len(silent) - 1} more' if len(silent) > 1 else ''} "
-            "could not be: torch cannot lay it beside the truth in slices (quantized, sparse, nested, or a subclass)"
+            f"kept by what could be compared; {first_of(silent)} could not be: torch cannot lay it beside the "
+            "truth in slices (quantized, sparse, nested, or a subclass)"
         )
 
 

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 
 from pytest_fsdp_meta.catalogue import Check, Finding, Verdict, describe_left_out
-from pytest_fsdp_meta.words import fold_names, name_ranks
+from pytest_fsdp_meta.words import counted, fold_names, name_ranks
 
 MOST_LINES = 20
 FEWEST_OF_ALL = 4
@@ -87,7 +87,7 @@ def _lines(findings: Sequence[Finding], model: Mapping[str, frozenset[str]]) -> 
     lines = [line for group in alike.values() for line in _alike(group, model)]
     if len(lines) > MOST_LINES:
         left = len(lines) - MOST_LINES
-        lines = [*lines[:MOST_LINES], f"  ... and {left} line{'s' if left > 1 else ''} more"]
+        lines = [*lines[:MOST_LINES], f"  ... and {counted(left, 'line')} more"]
     return lines
 
 
