@@ -141,7 +141,10 @@ def test_no_step_is_no_promise():
     evidence = undeclared(loading([A], [A]), "training", why="no batch")
     silent = replace(evidence, collectives=tuple(replace(one, step=None) for one in evidence.collectives))
     found = verdict(MATCH, silent)
-    assert (found.status, found.reason) == ("skipped", "kept while loading; no training step was watched (no batch)")
+    reason = "no training step was watched (no batch)"
+    assert (found.status, found.reason) == ("skipped", f"kept by what could be judged; {reason}")
+    apart = replace(silent, collectives=(RankCollectives((A,)), RankCollectives((B,))))
+    assert (verdict(MATCH, apart).status, verdict(MATCH, apart).reason) == ("failed", reason)
 
 
 @pytest.mark.parametrize("id", [MATCH, BUDGET, UNSHARDED])

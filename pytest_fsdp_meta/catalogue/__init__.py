@@ -15,7 +15,15 @@ from pytest_fsdp_meta.catalogue import (
     tying,
     values,
 )
-from pytest_fsdp_meta.catalogue.judging import NotJudged, Unjudgeable, Verdict, View, describe_left_out, judge
+from pytest_fsdp_meta.catalogue.judging import (
+    NotJudged,
+    PartlyJudged,
+    Unjudgeable,
+    Verdict,
+    View,
+    describe_left_out,
+    judge,
+)
 from pytest_fsdp_meta.catalogue.registry import Catalogue, Check, Finding, check
 
 FAMILIES = (
@@ -35,6 +43,7 @@ __all__ = [
     "Check",
     "Finding",
     "NotJudged",
+    "PartlyJudged",
     "Unjudgeable",
     "Verdict",
     "View",

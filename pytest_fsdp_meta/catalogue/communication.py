@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import prod
 
-from pytest_fsdp_meta.catalogue.judging import NotJudged, View, majority, ranks_by
+from pytest_fsdp_meta.catalogue.judging import NotJudged, PartlyJudged, View, majority, ranks_by
 from pytest_fsdp_meta.catalogue.registry import Finding, check
 from pytest_fsdp_meta.catalogue.structure import MANIFEST
 from pytest_fsdp_meta.traffic import Collective, FsdpGroup, RankCollectives
@@ -61,7 +61,7 @@ def collectives_match_on_every_rank(view: View) -> Iterable[Finding]:
             if len(members) > 1 and set(members) <= set(seen):
                 yield from _apart({rank: sequences.get(rank, []) for rank in members}, words)
     if any(one.step is None for one in ranks):
-        raise NotJudged(f"kept while loading; {_no_step(view)}")
+        raise PartlyJudged(_no_step(view))
 
 
 def _no_step(view: View) -> str:

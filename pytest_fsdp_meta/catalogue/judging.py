@@ -14,6 +14,7 @@ from pytest_fsdp_meta.words import counted
 T = TypeVar("T")
 AS_LOADED = ("inventory", "reference", "values", "verifier")
 """Observations that look at the model and do not use it."""
+KEPT = "kept by what could be judged"
 
 
 class Unjudgeable(Exception):
@@ -22,6 +23,10 @@ class Unjudgeable(Exception):
 
 class NotJudged(Exception):
     """There is nothing to judge, for a reason that is nobody's fault here; the text says which."""
+
+
+class PartlyJudged(NotJudged):
+    """Something of it could not be judged, for the reason in the text; the rest was, and its findings stand."""
 
 
 class NotTaken(Exception):
@@ -140,12 +145,13 @@ def _judge(check: Check, evidence: Evidence, catalogue: Catalogue) -> Verdict:
         return _unavailable(check, str(error), evidence, failed)
     except NotJudged as error:
         if not findings:
-            return Verdict(check, "skipped", reason=str(error), unjudged=view.left_out)
+            kept = f"{KEPT}; " if isinstance(error, PartlyJudged) else ""
+            return Verdict(check, "skipped", reason=f"{kept}{error}", unjudged=view.left_out)
         reason = str(error)
     if findings:
         return Verdict(check, "failed", tuple(findings), reason, unjudged=view.left_out, model=_by_kind(evidence))
     if view.left_out:
-        reason = f"kept by what could be judged; {describe_left_out(view.left_out)}"
+        reason = f"{KEPT}; {describe_left_out(view.left_out)}"
         return Verdict(check, "skipped", reason=reason, unjudged=view.left_out)
     return Verdict(check, "passed")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from pytest_fsdp_meta.catalogue.judging import NotJudged, Unjudgeable, View
+from pytest_fsdp_meta.catalogue.judging import NotJudged, PartlyJudged, Unjudgeable, View
 from pytest_fsdp_meta.catalogue.registry import Finding, Told, Words, check
 from pytest_fsdp_meta.catalogue.structure import MANIFEST, NAMES, SHAPES
 from pytest_fsdp_meta.catalogue.tying import came_apart
@@ -79,7 +79,7 @@ def no_uninitialized_memory(view: View) -> Iterable[Finding]:
             "is told from memory that holds zeros by chance; leave torch.utils.deterministic alone while loading"
         )
     if unread:
-        raise NotJudged(f"torch cannot read {unread[0].name} ({unread[0].unreadable}); the others are written")
+        raise PartlyJudged(f"torch cannot read {unread[0].name} ({unread[0].unreadable})")
 
 
 def _poisoned(tensor: TensorFacts, differs: bool) -> Told | None:

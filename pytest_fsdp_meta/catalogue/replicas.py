@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from pytest_fsdp_meta.catalogue.judging import NotJudged, View, majority, ranks_by
+from pytest_fsdp_meta.catalogue.judging import NotJudged, PartlyJudged, View, majority, ranks_by
 from pytest_fsdp_meta.catalogue.registry import Finding, Words, check
 from pytest_fsdp_meta.catalogue.values import BASIC, frozen_names, numbers
 from pytest_fsdp_meta.evidence import Comparison, TensorFacts, splits_model
@@ -42,7 +42,7 @@ def replicas_equal(view: View) -> Iterable[Finding]:
             f"the reference gives other bits of {loose[0]} each time that it is built, and so may each rank"
         )
     if unread:
-        raise NotJudged(f"torch cannot read {unread[0].name} ({unread[0].unreadable}); the others are equal")
+        raise PartlyJudged(f"torch cannot read {unread[0].name} ({unread[0].unreadable})")
 
 
 Cases = list[tuple[int, TensorFacts]]

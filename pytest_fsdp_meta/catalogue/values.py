@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from types import MappingProxyType
 
-from pytest_fsdp_meta.catalogue.judging import NotJudged, Unjudgeable, View
+from pytest_fsdp_meta.catalogue.judging import NotJudged, PartlyJudged, Unjudgeable, View
 from pytest_fsdp_meta.catalogue.patterns import EXCHANGED, ROUNDING, Cases, exchanged, pattern
 from pytest_fsdp_meta.catalogue.registry import Finding, Words, check
 from pytest_fsdp_meta.evidence import Comparison, frozen_sources
@@ -60,11 +60,8 @@ def params_equal_reference(view: View) -> Iterable[Finding]:
 )
 def buffers_equal_reference(view: View) -> Iterable[Finding]:
     names = view.names("buffer", but=frozen_names(view))
-    differ = False
-    for finding in _differences(view, names, view.evidence.values):
-        differ = True
-        yield finding
-    if not differ and not view.reference.complete:
+    yield from _differences(view, names, view.evidence.values)
+    if not view.reference.complete:
         known = {comparison.name for rank in view.evidence.values or () for comparison in rank}
         transient = {t.name for rank in view.evidence.inventory for t in rank.tensors if not t.persistent}
         unknown = [name for name in names if name in transient - known]
@@ -127,9 +124,9 @@ def _differences(
         )
     silent = [name for name in names if name not in found and (truth == VERIFIER or name in view.truth.by_name)]
     if silent:
-        raise NotJudged(
-            f"kept by what could be compared; {first_of(silent)} could not be: torch cannot lay it beside the "
-            "truth in slices (quantized, sparse, nested, or a subclass)"
+        raise PartlyJudged(
+            f"{first_of(silent)} could not be compared: torch cannot lay it beside the truth in slices (quantized, "
+            "sparse, nested, or a subclass)"
         )
 
 
