@@ -128,11 +128,6 @@ class TensorFacts:
             for runs, size in zip(self.regions, self.extent, strict=False)  # on disk there are no regions
         )
 
-    @property
-    def offsets(self) -> tuple[int, ...]:
-        """Global index of the first local element, dimension by dimension."""
-        return tuple(region[0][0] if region else 0 for region in self.regions)
-
 
 @dataclass(frozen=True)
 class OptimizerFacts:

@@ -20,7 +20,6 @@ class Collective:
     ranks: tuple[int, ...]
     dtype: str = ""
     shapes: tuple[tuple[int, ...], ...] = ()
-    bytes: int = 0
     root: int | None = None
     reduction: str = ""
     tensors: tuple[str, ...] = ()
@@ -33,7 +32,6 @@ class Collective:
 class FsdpGroup:
     """Parameters that FSDP2 gathers together, as one rank saw them in one training step."""
 
-    module: str
     parameters: tuple[str, ...]
     forwards: int
     """How often its forward ran, recomputation by activation checkpointing included."""

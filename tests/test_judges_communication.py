@@ -33,7 +33,7 @@ WHOLE = (EMBEDDING, HEAD)
 
 def said(op="broadcast", *tensors, ranks=(0, 1), shape=(8, 4), root=None, **facts) -> Collective:
     root = 0 if root is None and op in ("broadcast", "reduce", "scatter", "gather") else root
-    facts = {"group": "0", "dtype": "float32", "shapes": (shape,), "bytes": 128, **facts}
+    facts = {"group": "0", "dtype": "float32", "shapes": (shape,), **facts}
     return Collective(op=op, ranks=tuple(ranks), root=root, tensors=tensors, **facts)
 
 
@@ -154,8 +154,8 @@ def test_a_missing_observation(id):
 
 
 GROUPS = (
-    FsdpGroup("layers.0", (MIDDLE,), forwards=1, reshards=True, trainable=True),
-    FsdpGroup("", WHOLE, forwards=1, reshards=False, trainable=True),
+    FsdpGroup((MIDDLE,), forwards=1, reshards=True, trainable=True),
+    FsdpGroup(WHOLE, forwards=1, reshards=False, trainable=True),
 )
 GATHER, SCATTER = said("all_gather", by_fsdp=True), said("reduce_scatter", by_fsdp=True)
 NEEDED = [GATHER] * 3 + [SCATTER] * 2

@@ -99,7 +99,6 @@ class Recorder:
             ranks=tuple(dist.get_process_group_ranks(group)),
             dtype=_dtype(inputs),
             shapes=tuple(tuple(tensor.shape) for tensor in inputs),
-            bytes=sum(tensor.numel() * tensor.element_size() for tensor in inputs),
             root=given.get("root_rank", given.get("src")),
             reduction=given["reduce_op"] if isinstance(given.get("reduce_op"), str) else "",
             by_fsdp=by_fsdp,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -11,11 +11,10 @@ from typing import Any
 from torch.nn import Module
 
 from pytest_fsdp_meta.observers.collectives import Recorder
-from pytest_fsdp_meta.observers.inventory import named_tensors, unwrapped
+from pytest_fsdp_meta.observers.inventory import named_tensors
 from pytest_fsdp_meta.observers.torch_private import ManagedGroup, fsdp_groups
 from pytest_fsdp_meta.observers.watching import watching
 from pytest_fsdp_meta.traffic import Collective, FsdpGroup
-from pytest_fsdp_meta.words import clean_name
 from pytest_fsdp_meta.worlds import Rank, current
 
 
@@ -44,7 +43,10 @@ def _watching(me: Rank, model: Module) -> Iterator[None]:
             hooks.callback(group.modules[0].register_forward_pre_hook(partial(ran, index)).remove)
         with recorder.noting_optimizers(), watching(recorder):
             yield
-    facts = tuple(_facts(model, group, forwards[index]) for index, group in enumerate(groups))
+    names: dict[int, list[str]] = {}
+    for name, _, tensor in named_tensors(model):
+        names.setdefault(id(tensor), []).append(name)
+    facts = tuple(_facts(group, names, forwards[index]) for index, group in enumerate(groups))
     me.state["step"] = recorder.told(model), facts
 
 
@@ -54,12 +56,10 @@ def observe_step() -> tuple[tuple[Collective, ...], tuple[FsdpGroup, ...]] | Non
     return step
 
 
-def _facts(model: Module, group: ManagedGroup, forwards: int) -> FsdpGroup:
-    names = {id(module): clean_name(name) for name, module in unwrapped(model).named_modules()}
-    own = {id(parameter) for parameter in group.parameters}
+def _facts(group: ManagedGroup, names: Mapping[int, Sequence[str]], forwards: int) -> FsdpGroup:
+    """``names`` are those of each tensor of the model, by identity."""
     return FsdpGroup(
-        module=names.get(id(group.modules[0]), ""),
-        parameters=tuple(name for name, kind, tensor in named_tensors(model) if id(tensor) in own),
+        parameters=tuple(name for parameter in group.parameters for name in names.get(id(parameter), ())),
         forwards=forwards,
         reshards=group.reshards,
         trainable=any(parameter.requires_grad for parameter in group.parameters),
