@@ -140,22 +140,10 @@ class Conductor:
         # Fixtures may have extended the search path since collection.
         self.preload.sources = replace(self.preload.sources, path=tuple(sys.path))
         try:
-            run.evidence = trial.observe(pack_loader(item), self._wanted(run.checks or [case.check]))
+            run.evidence = trial.observe(pack_loader(item), self.catalogue.observations(run.checks or [case.check]))
         except LoaderFailed as failure:
             run.failure = failure
         run.outputs = trial.outputs
-
-    def _wanted(self, checks: Iterable[str]) -> set[str]:
-        """The observations that the checks read, and those of the more basic checks that they look at first.
-
-        What training would tell a more basic check beside what it needs is not worth training for.
-        """
-        wanted: set[str] = set()
-        for id in checks:
-            check = self.catalogue[id]
-            basic = self._wanted(check.after) if "training" in check.needs else self._wanted(check.after) - {"training"}
-            wanted |= {*check.needs, *check.uses} | basic
-        return wanted
 
     def _raise_failure(self, item: pytest.Item, case: Case, run: _Run, failure: LoaderFailed) -> None:
         if failure.skipped is not None:

@@ -122,6 +122,7 @@ class Catalogue:
 
     def __init__(self, checks: Iterable[Check] = ()) -> None:
         self._checks: dict[str, Check] = {}
+        self._read: dict[str, frozenset[str]] = {}
         for one in checks:
             self.add(one)
 
@@ -131,9 +132,16 @@ class Catalogue:
             raise ValueError(f"{one!r} is not a check; decorate the judge with @check(...)")
         if one.id in self._checks:
             raise ValueError(f"two checks are called {one.id!r}")
-        for earlier in one.after:
-            self[earlier]
+        basic = frozenset[str]().union(*(self._read[self[earlier].id] for earlier in one.after))
+        if "training" not in one.needs:
+            # What it would tell a more basic check beside what that needs is not worth training for.
+            basic -= {"training"}
+        self._read[one.id] = frozenset({*one.needs, *one.uses}) | basic
         self._checks[one.id] = one
+
+    def observations(self, ids: Iterable[str]) -> set[str]:
+        """The observations that these checks read, and those of the more basic checks that they look at first."""
+        return set[str]().union(*(self._read[id] for id in ids))
 
     def __getitem__(self, id: str) -> Check:
         if id not in self._checks:
