@@ -6,6 +6,7 @@ long after the ranks are gone. Shapes are in elements; everything that is per ra
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -47,6 +48,12 @@ def _ends(dim: str, *endings: str) -> bool:
     """``my_tp`` ends in ``tp``; what is named for data parallelism (dp_shard_cp, dp_shard_mod_ep) splits the batch."""
     words = dim.lower().split("_")
     return len(words) > 1 and words[-1] in endings and not DATA_WORDS & set(words)
+
+
+def sharded_dim(placement: str) -> int | None:
+    """The dim that a placement shards: 0 for ``S(0)`` and for ``_S(0, 2)``; None where it shards none."""
+    found = re.match(r"_?S\((\d+)", placement)
+    return int(found[1]) if found else None
 
 
 Region = tuple[tuple[int, int], ...]

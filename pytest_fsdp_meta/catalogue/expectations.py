@@ -6,7 +6,7 @@ from math import prod
 
 from pytest_fsdp_meta.catalogue.judging import View
 from pytest_fsdp_meta.catalogue.registry import Told, Words
-from pytest_fsdp_meta.evidence import MeshFacts, TensorFacts, splits_experts, splits_model
+from pytest_fsdp_meta.evidence import MeshFacts, TensorFacts, sharded_dim, splits_experts, splits_model
 from pytest_fsdp_meta.words import counted
 
 PLAIN = "a plain tensor, whole on every rank"
@@ -73,7 +73,7 @@ def as_declared(tensor: TensorFacts, declared: tuple[str, ...], world: int) -> T
 
 def _fits(actual: str, declared: str) -> bool:
     """A strided shard is how torch writes S(dim) where two mesh dimensions shard one tensor dim."""
-    return actual == declared or (actual.startswith("_S(") and declared == f"S({actual[3:].split(',')[0]})")
+    return actual == declared or (actual.startswith("_S(") and declared == f"S({sharded_dim(actual)})")
 
 
 def is_whole(tensor: TensorFacts) -> bool:
@@ -104,8 +104,7 @@ def by_default(tensor: TensorFacts, dims: dict[str | None, int], world: int) -> 
     if tensor.mesh.dims == (None, None):
         roles = ["replicate", "shard"]  # what fully_shard makes of a 2-D mesh
     for role, size, placement, dim in zip(roles, tensor.mesh.shape, tensor.placements, tensor.mesh.dims, strict=True):
-        shards = placement.startswith(("S(", "_S("))
-        if size > 1 and role == "shard" and not shards:
+        if size > 1 and role == "shard" and sharded_dim(placement) is None:
             return Told(placed(tensor), f"{SHARDED} {dim or 'the mesh'}={size}", **_meant(dim, placement))
         if size > 1 and role == "replicate" and placement != "R":
             return Told(placed(tensor), f"replicated over {dim or 'the first mesh dimension'}={size}")

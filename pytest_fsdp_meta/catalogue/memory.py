@@ -9,7 +9,7 @@ from math import prod
 from pytest_fsdp_meta.catalogue.judging import NotJudged, View, ranks_by
 from pytest_fsdp_meta.catalogue.registry import Finding, Words, check
 from pytest_fsdp_meta.catalogue.structure import MANIFEST
-from pytest_fsdp_meta.evidence import RankInventory, TensorFacts
+from pytest_fsdp_meta.evidence import RankInventory, TensorFacts, sharded_dim
 from pytest_fsdp_meta.traffic import RankMemory
 from pytest_fsdp_meta.words import name_ranks
 
@@ -87,8 +87,7 @@ def _padded(tensor: TensorFacts) -> int:
     """Elements of the largest shard that any rank has."""
     shape = list(tensor.shape)
     for placement, ranks in zip(tensor.placements or (), tensor.mesh.shape if tensor.mesh else (), strict=True):
-        if placement.startswith(("S(", "_S(")):
-            dim = int(placement.partition("(")[2].rstrip(")").split(",")[0])
+        if (dim := sharded_dim(placement)) is not None:
             shape[dim] = -(-shape[dim] // ranks)
     return prod(shape)
 

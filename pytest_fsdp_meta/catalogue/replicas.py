@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pytest_fsdp_meta.catalogue.judging import NotJudged, PartlyJudged, View, majority, ranks_by
 from pytest_fsdp_meta.catalogue.registry import Finding, Words, check
 from pytest_fsdp_meta.catalogue.values import BASIC, frozen_names, numbers
-from pytest_fsdp_meta.evidence import Comparison, TensorFacts, splits_model
+from pytest_fsdp_meta.evidence import Comparison, TensorFacts, sharded_dim, splits_model
 from pytest_fsdp_meta.words import name_ranks
 
 
@@ -136,7 +136,7 @@ def _words(tensor: TensorFacts, compared: bool, right: bool, each: bool) -> Word
         return _NONE_RIGHT
     if each and not right:
         return _EACH_ITS_OWN
-    sharded = any(placement.startswith(("S(", "_S(")) for placement in tensor.placements or ())
+    sharded = any(sharded_dim(placement) is not None for placement in tensor.placements or ())
     return _ODD_SHARDS if sharded else {}
 
 

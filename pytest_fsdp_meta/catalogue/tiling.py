@@ -10,7 +10,7 @@ from pytest_fsdp_meta.catalogue.judging import View
 from pytest_fsdp_meta.catalogue.materialisation import MANAGED
 from pytest_fsdp_meta.catalogue.registry import Finding, Told, Words, check
 from pytest_fsdp_meta.catalogue.structure import MANIFEST, NAMES, SHAPES
-from pytest_fsdp_meta.evidence import Region, TensorFacts
+from pytest_fsdp_meta.evidence import Region, TensorFacts, sharded_dim
 from pytest_fsdp_meta.words import counted
 
 Held = tuple[Region, ...]
@@ -87,7 +87,7 @@ def _pattern(facts: list[tuple[int, TensorFacts]]) -> Pattern:
         copies = round(sum(tensor.numel for _, tensor in facts) / max(1, prod(first.shape)))
         return first.extent, held, max(1, copies)
     sizes = zip(first.placements or (), first.mesh.shape if first.mesh else (), strict=True)
-    shards = prod(size for placement, size in sizes if placement.startswith(("S(", "_S(")))
+    shards = prod(size for placement, size in sizes if sharded_dim(placement) is not None)
     # A mesh may span a part of the ranks, which then hold the tensor several times.
     return first.extent, held, max(1, len(held) // shards)
 
