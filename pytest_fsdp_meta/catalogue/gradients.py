@@ -10,8 +10,8 @@ from pytest_fsdp_meta.catalogue.parity import (
     EXPLAINING,
     OF_GRADIENTS,
     OF_UPDATES,
+    beyond_rounding,
     gradient_apart,
-    is_rounding,
     other_precision,
     require_no_other_cause,
     require_same_forward,
@@ -19,8 +19,9 @@ from pytest_fsdp_meta.catalogue.parity import (
     trained,
     typical_gradient,
 )
+from pytest_fsdp_meta.catalogue.patterns import Cases
 from pytest_fsdp_meta.catalogue.registry import Finding, Words, check
-from pytest_fsdp_meta.evidence import Comparison, Measure, RankTraining, splits_model
+from pytest_fsdp_meta.evidence import Comparison, Measure, RankTraining, TensorFacts, splits_model
 
 ROUNDING = 1e-2
 """Relative: reduced gradients are the same bits on every rank, or nearly; those of other rows differ by far more."""
@@ -61,15 +62,17 @@ def grad_parity(view: View) -> Iterable[Finding]:
 def _apart(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding]:
     """Gradients that are not the reference's, or that are missing."""
     allowed, typical = tolerance(view, OF_GRADIENTS), typical_gradient(view)
-    names = view.names("parameter", only=view.reference.gradients)
+    names, due = view.names("parameter", only=view.reference.gradients), beyond_rounding(view)
     pairs = view.comparisons(tuple(run.gradients for run in runs), names)
+    updates = view.comparisons(tuple(run.parameters for run in runs), names)
+    in_parts = _in_parts(view)
     none = len(names) > 1 and all(set(names) <= set(run.without_gradient) for run in runs)
     for name in names:
         missing = tuple(rank for rank, run in enumerate(runs) if name in run.without_gradient)
-        if missing and not is_rounding(view, name):
+        if missing and name in due:
             yield Finding(name, missing, "no gradient", "the reference's", **(_SWITCHED_OFF if none else _MISSING))
         wrong = [(rank, c) for rank, c in pairs.get(name, []) if _wrong(c, allowed, typical)]
-        if wrong and not _in_parts(view, name) and not _made_good(view, runs, name):
+        if wrong and name not in in_parts and not _made_good(view, name, pairs[name], updates.get(name, [])):
             yield from _differing(view, runs, name, wrong, allowed)
 
 
@@ -77,18 +80,21 @@ def _wrong(comparison: Comparison, allowed: float, typical: float) -> bool:
     return comparison.measure is not None and gradient_apart(comparison.measure, allowed, typical)
 
 
-def _in_parts(view: View, name: str) -> bool:
-    """Whether a tie is one memory under two parameters, each of which has the gradient of its own uses alone."""
+def _in_parts(view: View) -> set[str]:
+    """The names of one memory under two parameters, each of which has the gradient of its own uses alone."""
+    found: set[str] = set()
     for rank in view.evidence.inventory:
-        if name in rank.by_name:
-            own = rank.by_name[name]
-            same = [t for t in rank.tensors if t.storage and t.storage == own.storage and t.identity != own.identity]
-            if same:
-                return True
-    return False
+        sharing: dict[str, list[TensorFacts]] = {}
+        for tensor in rank.tensors:
+            if tensor.storage:
+                sharing.setdefault(tensor.storage, []).append(tensor)
+        for tensors in sharing.values():
+            if len({tensor.identity for tensor in tensors}) > 1:
+                found.update(tensor.name for tensor in tensors)
+    return found
 
 
-def _made_good(view: View, runs: Sequence[RankTraining], name: str) -> bool:
+def _made_good(view: View, name: str, gradients: Cases, updates: Cases) -> bool:
     """Whether an optimizer reduced what backward left apart: ranks that hold all of it moved it as the reference did.
 
     Adam moves by the sign alone, so what is a multiple of the reference's on every rank is not excused.
@@ -96,16 +102,14 @@ def _made_good(view: View, runs: Sequence[RankTraining], name: str) -> bool:
     placements = {p for rank in view.evidence.inventory for p in rank.by_name[name].placements or ()}
     if placements - {"R"}:
         return False
-    moved = [c.measure for run in runs for c in run.parameters if c.name == name and c.measure]
-    pulled = [c.measure for run in runs for c in run.gradients if c.name == name and c.measure]
+    moved = [comparison.measure for _, comparison in updates if comparison.measure]
+    pulled = [comparison.measure for _, comparison in gradients if comparison.measure]
     limit = tolerance(view, OF_UPDATES, "update_parity")
-    alike = len(runs) > 1 and any(m.residual > ROUNDING for m in pulled)
+    alike = len(view.evidence.inventory) > 1 and any(m.residual > ROUNDING for m in pulled)
     return alike and bool(moved) and all(m.apart <= limit * m.truth for m in moved)
 
 
-def _differing(
-    view: View, runs: Sequence[RankTraining], name: str, wrong: list[tuple[int, Comparison]], allowed: float
-) -> Iterator[Finding]:
+def _differing(view: View, runs: Sequence[RankTraining], name: str, wrong: Cases, allowed: float) -> Iterator[Finding]:
     """A finding per multiple of the reference's gradient that ranks have, and one for what is no multiple of it."""
     by_factor: dict[str, list[tuple[int, Comparison]]] = {}
     for rank, comparison in wrong:
@@ -179,7 +183,7 @@ def _other(view: View, name: str) -> Words:
     return {"cause": words["cause"] + other_precision(view), "remedy": words["remedy"]}
 
 
-def _numbers(cases: list[tuple[int, Comparison]]) -> str:
+def _numbers(cases: Cases) -> str:
     """Of the rank that is farthest off."""
     rank, worst = max(cases, key=lambda case: _relative(case[1]))
     place = f" at [{', '.join(map(str, worst.index))}]" if worst.index else ""

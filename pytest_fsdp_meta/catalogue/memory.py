@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
-from pytest_fsdp_meta.catalogue.judging import NotJudged, View, ranks_by
-from pytest_fsdp_meta.catalogue.registry import Finding, Words, check
+from pytest_fsdp_meta.catalogue.judging import NotJudged, View
+from pytest_fsdp_meta.catalogue.registry import Finding, Told, Words, check
 from pytest_fsdp_meta.catalogue.structure import MANIFEST
 from pytest_fsdp_meta.evidence import RankInventory, TensorFacts, sharded_dim
 from pytest_fsdp_meta.traffic import RankMemory
@@ -42,16 +42,20 @@ def shard_bytes_within_budget(view: View) -> Iterable[Finding]:
     names = set(view.names("parameter"))
     if not any(_cut(t) for rank in view.evidence.inventory for t in rank.tensors):
         raise NotJudged("no parameter is sharded, so every rank keeps all of them")
-    kept = [(rank.rank, name, *told) for rank in view.evidence.inventory for name, told in _kept(rank) if name in names]
-    for name in dict.fromkeys(name for _, name, *_ in kept):
-        own = [(rank, actual, expected, detail) for rank, other, actual, expected, detail in kept if other == name]
-        for (actual, expected), ranks in ranks_by((rank, (a, e)) for rank, a, e, _ in own).items():
-            detail = next(detail for rank, *_, detail in own if rank == ranks[0])
-            yield Finding(name, ranks, actual, expected, detail)
+    kept: dict[str, list[tuple[int, Told]]] = {}
+    details: dict[int, str] = {}
+    for rank in view.evidence.inventory:
+        for name, told, detail in _kept(rank):
+            details[rank.rank] = detail
+            if name in names:
+                kept.setdefault(name, []).append((rank.rank, told))
+    for name, by_rank in kept.items():
+        for finding in view.broken(name, by_rank):
+            yield replace(finding, detail=details[finding.ranks[0]])
 
 
-def _kept(rank: RankInventory) -> Iterator[tuple[str, tuple[str, str, str]]]:
-    """The shards of a rank behind which much more is kept than they explain."""
+def _kept(rank: RankInventory) -> Iterator[tuple[str, Told, str]]:
+    """The shards of a rank behind which much more is kept than they explain, with what the rank keeps in all."""
     behind: dict[str, list[TensorFacts]] = {}
     for tensor in rank.tensors:
         # What only an adapter knows lies in flat buffers, which whoever made them pads as they like.
@@ -70,7 +74,8 @@ def _kept(rank: RankInventory) -> Iterator[tuple[str, tuple[str, str, str]]]:
             others = f", with {len(tensors) - 1} more in it" if len(tensors) > 1 else ""
             detail = f"rank {rank.rank} keeps {total} bytes, and its tensors explain {needed}"
             for tensor in filter(_cut, tensors):
-                yield tensor.name, (f"a storage of {kept} bytes behind its shard{others}", f"{explained} bytes", detail)
+                told = Told(f"a storage of {kept} bytes behind its shard{others}", f"{explained} bytes")
+                yield tensor.name, told, detail
 
 
 def _cut(tensor: TensorFacts) -> bool:

@@ -170,8 +170,8 @@ def gradient_apart(measure: Measure, allowed: float, typical: float) -> bool:
     return measure.apart > allowed * (measure.truth + typical * math.sqrt(measure.elements))
 
 
-def is_rounding(view: View, name: str) -> bool:
-    """Whether the reference's gradient is what rounding left of a zero, at the precision of the ranks."""
+def beyond_rounding(view: View) -> set[str]:
+    """The parameters whose gradient in the reference is more than what rounding leaves of a zero on the ranks."""
     allowed = tolerance(view, OF_GRADIENTS, "grad_parity")
     floor = max(view.reference.noise, min(allowed, OF_GRADIENTS["bfloat16"]) / 10 * typical_gradient(view))
-    return view.reference.gradients.get(name, 0.0) <= floor
+    return {name for name, size in view.reference.gradients.items() if not size <= floor}  # nor is NaN rounding

@@ -12,10 +12,10 @@ from pytest_fsdp_meta.catalogue.parity import (
     OF_GRADIENTS,
     OF_UPDATES,
     TOLERANCE,
+    beyond_rounding,
     curve,
     distance,
     gradient_apart,
-    is_rounding,
     mean_losses,
     other_precision,
     require_no_other_cause,
@@ -86,7 +86,8 @@ def _moved_otherwise(view: View, runs: Sequence[RankTraining]) -> Iterator[Findi
 def _off(view: View, runs: Sequence[RankTraining], allowed: float) -> dict[str, list[tuple[int, Measure]]]:
     """The ranks on which a parameter moved otherwise than rounding explains."""
     steps = len(view.reference.losses or ())
-    names = [name for name in view.names("parameter", only=view.reference.gradients) if not is_rounding(view, name)]
+    due = beyond_rounding(view)
+    names = [name for name in view.names("parameter", only=view.reference.gradients) if name in due]
     found = {}
     for name, pairs in view.comparisons(tuple(run.parameters for run in runs), names).items():
         measured = [(rank, c.measure) for rank, c in pairs if c.measure is not None]
