@@ -21,6 +21,7 @@ from pytest_fsdp_meta.evidence import (
     Unavailable,
     splits_model,
 )
+from pytest_fsdp_meta.saved import RankResumed, RankSaved
 from pytest_fsdp_meta.worlds import World, WorldError, WorldSpec
 
 OBSERVER = "pytest_fsdp_meta.observers.checkpoint"
@@ -51,6 +52,9 @@ class Reloading:
     seen: dict[str, Any] = field(default_factory=dict)
     unavailable: dict[str, Unavailable] = field(default_factory=dict)
     worlds: list[World] = field(default_factory=list)
+    _whole: tuple[RankResumed, ...] = ()
+    """Model and optimizer when they were saved together, and when that was loaded."""
+    _whole_again: tuple[RankResumed, ...] = ()
     _second: tuple[World, list[Any]] | None = None
     _failure: WorldError | None = None
     _save_failure: WorldError | None = None
@@ -64,13 +68,13 @@ class Reloading:
         self.wanted = wanted
         observers: Mapping[str, Callable[[], Any]] = {
             "state_dict": self._state_dict,
-            "saved": self._saved,
             "continued": self._continued,
+            "saved": self._saved,
             "repetition": self._repetition,
             "export": self._export,
             "kept": self._kept,
-            "restored": self._restored,
             "resumed": self._resumed,
+            "restored": self._restored,
             "resharded": self._resharded,
         }
         try:
@@ -96,9 +100,6 @@ class Reloading:
     def _state_dict(self) -> Any:
         return tuple(self._run_first("observe_state_dict"))
 
-    def _saved(self) -> Any:
-        return self._unsavable() or self._saving(self._first_world, "save_model", self._at("saved"))
-
     def _continued(self) -> Any:
         if "batch" not in self.subject.declared:
             return Unavailable("Subject(batch=...) is not declared")
@@ -111,7 +112,14 @@ class Reloading:
         unloadable = [why for why in self._run_first("first_step") if why]
         if unloadable and not self._saves_itself:
             return Unavailable(f"{unloadable[0]}; {DECLARE}")
-        return self._saving(self._first_world, "save_and_go_on", self._at("continued"), STEPS)
+        self._whole = self._saving(self._first_world, "save_all", self._at("continued"))
+        return self._gone_on(self._whole, self._run_first)
+
+    def _saved(self) -> Any:
+        """One checkpoint does for both, where there is one of model and optimizer."""
+        if self._whole:
+            return _models(self._whole)
+        return self._unsavable() or self._saving(self._first_world, "save_model", self._at("saved"))
 
     def _repetition(self) -> Any:
         return tuple(one.inventory for one in self._load_second()[1])
@@ -132,11 +140,21 @@ class Reloading:
         """A checkpoint of the model as it was loaded, while the second load is as it was loaded."""
         return self._unsavable() or self._saving(self._second_world, "save_model", self._at("kept"))
 
-    def _restored(self) -> Any:
-        return self._after("saved") or tuple(self._run_second("load_model", self._at("saved")))
-
     def _resumed(self) -> Any:
-        return self._after("continued") or tuple(self._run_second("load_and_go_on", self._at("continued"), STEPS))
+        if (why := self._after("continued")) is not None:
+            return why
+        self._whole_again = tuple(self._run_second("load_all", self._at("continued")))
+        return self._gone_on(self._whole_again, self._run_second)
+
+    def _restored(self) -> Any:
+        if (why := self._after("saved")) is not None:
+            return why
+        if self._whole_again:
+            return _models(self._whole_again)
+        return tuple(self._run_second("load_model", self._at("continued" if self._whole else "saved")))
+
+    def _gone_on(self, held: tuple[RankResumed, ...], run: Callable[..., list[Any]]) -> tuple[RankResumed, ...]:
+        return tuple(replace(one, losses=losses) for one, losses in zip(held, run("go_on", STEPS), strict=True))
 
     def _resharded(self) -> Any:
         if (why := self._after("kept")) is not None:
@@ -292,6 +310,10 @@ def unavailable(error: WorldError) -> Unavailable:
     who = {rank: error.label if len(error.outputs) == 1 else f"rank {rank} of {error.label}" for rank, _ in written}
     story = "\n\n".join([str(error), *(f"output of {who[rank]}:\n{text}" for rank, text in written)])
     return Unavailable(error.summary, error=True, detail=story)
+
+
+def _models(runs: tuple[RankResumed, ...]) -> tuple[RankSaved, ...]:
+    return tuple(run.model for run in runs)
 
 
 def _dim(placement: str) -> int:

@@ -42,4 +42,4 @@ class RankResumed:
     model: RankSaved
     state: Mapping[str, Mapping[str, str]]
     groups: tuple[Mapping[str, str], ...]
-    losses: tuple[float, ...]
+    losses: tuple[float, ...] = ()

@@ -193,12 +193,6 @@ def test_an_extra_state_that_does_not_come_back():
     ]
 
 
-def test_what_comes_back_before_training_and_not_after_it():
-    evidence = again(healthy(), "resumed", model=saved(head__weight="other"))
-    found = verdict(ROUND_TRIP, evidence)
-    assert told(found) == [(HEAD, (0, 1), "other values once it is loaded", "those that were saved", "")]
-
-
 def test_what_ranks_hold_apart_under_one_name_is_not_judged():
     apart = (saved(counter="experts of rank 0"), saved(counter="experts of rank 1"))
     evidence = replace(healthy(), saved=apart, restored=(apart[0], apart[0]))

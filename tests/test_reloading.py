@@ -274,7 +274,7 @@ def test_saving_that_gives_no_answer_is_not_tried_again(tmp_path, how):
     said = "did not answer within 8 s" if how == "hangs" else "exited with code 3 before it answered"
     assert all(said in one.reason for one in found.values())
     assert found[ROUND_TRIP].detail.startswith("saving gave no answer, and is not tried again:\n\nrank")
-    assert {path.name.partition(" ")[0] for path in tmp_path.iterdir()} == {"saved"}
+    assert {path.name.partition(" ")[0] for path in tmp_path.iterdir()} == {"continued"}
 
 
 def test_saving_that_raised_once_is_tried_again():
@@ -294,6 +294,34 @@ def test_saving_that_raised_once_is_tried_again():
     found = judged(lambda fsdp: declared(fsdp, build(), save=save, resume=resume), (ROUND_TRIP, RESHARDS))
     assert statuses(found) == {ROUND_TRIP: "error", RESHARDS: "passed"}
     assert "raised OSError in Subject(save=...): the disk is full" in found[ROUND_TRIP].reason
+
+
+def test_going_on_that_ends_a_rank_costs_the_round_trip_of_the_model_nothing():
+    class Fragile(nn.Linear):
+        saved = False
+
+        def forward(self, input: Tensor) -> Tensor:
+            return os._exit(3) if self.saved else super().forward(input)
+
+    def fragile() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(Fragile(4, 4), nn.Linear(4, 2))
+
+    def save(model, optimizer, folder):
+        dcp.save(get_model_state_dict(model), checkpoint_id=folder)
+        model[0].saved = True
+
+    def resume(model, optimizer, folder):
+        state = get_model_state_dict(model)
+        dcp.load(state, checkpoint_id=folder)
+        set_model_state_dict(model, state)
+
+    def loader(fsdp):
+        return declared(fsdp, fragile(), build=fragile, save=save, resume=resume)
+
+    found = judged(loader, (ROUND_TRIP, RESUME))
+    assert statuses(found) == {ROUND_TRIP: "passed", RESUME: "error"}
+    assert "exited with code 3 before it answered" in found[RESUME].reason
 
 
 def test_loading_that_fails_says_so_each_time():

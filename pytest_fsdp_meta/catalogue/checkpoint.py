@@ -132,31 +132,18 @@ _WRAPPED: Words = {
 )
 def dcp_round_trip(view: View) -> Iterable[Finding]:
     evidence = view.evidence
-    apart: list[str] = []
-    told: set[str] = set()
-    rounds = [(evidence.saved, evidence.restored)]
-    if evidence.continued and evidence.resumed:  # taken for others, it tells of trained values as well
-        rounds.append((_models(evidence.continued), _models(evidence.resumed)))
-    for before, after in rounds:
-        skipped = _not_one_tensor(view, before or ())
-        for finding in _not_restored(view, before or (), after or (), skipped):
-            if finding.tensor not in told:
-                told.add(str(finding.tensor))
-                yield finding
-        apart += skipped
+    before = evidence.saved or ()
+    apart = _not_one_tensor(view, before)
+    yield from _not_restored(view, before, evidence.restored or (), apart)
     if apart:
         raise NotJudged(
             f"kept by what could be judged; of {apart[0]}{f' and {len(apart) - 1} more' if len(apart) > 1 else ''} "
             "ranks hold what differs though it has one name and one place, and torch.distributed.checkpoint keeps one "
             "of each; declare Subject(save=..., resume=...)"
         )
-    left = [name for rank in evidence.saved or () for name in rank.left_out if view.judgeable(name)]
+    left = [name for rank in before for name in rank.left_out if view.judgeable(name)]
     if left and evidence.reference is None:
         raise NotJudged(f"the state dict has no key for {left[0]}, and no reference tells whether it should")
-
-
-def _models(runs: Sequence[RankResumed]) -> tuple[RankSaved, ...]:
-    return tuple(run.model for run in runs)
 
 
 def _not_restored(
@@ -299,7 +286,7 @@ def optimizer_state_round_trip(view: View) -> Iterable[Finding]:
     before, after = view.evidence.continued or (), view.evidence.resumed or ()
     if not any(run.state for run in before):
         raise NotJudged("the optimizer keeps no state; declare Subject(optimizer=...) with one that does")
-    skipped = set(_not_one_tensor(view, _models(before)))
+    skipped = set(_not_one_tensor(view, [run.model for run in before]))
     names = dict.fromkeys(name for run in (*before, *after) for name in run.state)
     for name in names:
         if name in skipped or not view.judgeable(name):

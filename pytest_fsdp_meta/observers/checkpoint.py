@@ -137,11 +137,15 @@ def compare_export(path: str, record: str, keys: Collection[str]) -> Export:
 
 
 def first_step() -> str:
-    """Trains one step with the optimizer of ``save_and_go_on``; why torch cannot load its state, empty where it can."""
+    """Makes the optimizer of ``save_all``, with a state; why torch cannot load that, empty where it can.
+
+    The author's has been stepped in training; without one, SGD with momentum is, once.
+    """
     me, subject = current(), _resharded_subject()
     trained = me.state.get("optimizer") if subject.optimizer is not None else None
     me.state["resumable"] = trained or _optimizer(subject)
-    _steps(me, subject, 1)
+    if trained is None:
+        _steps(me, subject, 1)
     return _unloadable(me.state["resumable"], _names(subject.model))
 
 
@@ -159,25 +163,31 @@ def _unloadable(optimizer: Optimizer, names: Mapping[int, str]) -> str:
     )
 
 
-def save_and_go_on(folder: str, steps: int) -> RankResumed:
-    """Saves model and optimizer, and trains on as if nothing had been."""
+def save_all(folder: str) -> RankResumed:
+    """Saves model and optimizer in the folder; what they held."""
     me, subject = current(), _resharded_subject()
     optimizer = me.state["resumable"]
     if subject.save is None:
         # Torch steps an optimizer without state once, by zero gradients, before it saves it; so it will when loading.
         get_optimizer_state_dict(subject.model, optimizer)
-    model, (state, groups) = _held(subject), _optimizer_held(subject.model, optimizer)
+    held = _all_held(subject, optimizer)
     _save(subject, optimizer, Path(folder))
-    return RankResumed(model, state, groups, _steps(me, subject, steps))
+    return held
 
 
-def load_and_go_on(folder: str, steps: int) -> RankResumed:
-    """Loads model and optimizer into this load, and trains on from there."""
+def load_all(folder: str) -> RankResumed:
+    """What model and optimizer hold once those in the folder have been loaded over other values."""
     me, subject = current(), _resharded_subject()
     me.state["resumable"] = _optimizer(subject)
+    _overwrite(subject)
     _load(subject, me.state["resumable"], Path(folder))
-    model, (state, groups) = _held(subject), _optimizer_held(subject.model, me.state["resumable"])
-    return RankResumed(model, state, groups, _steps(me, subject, steps))
+    return _all_held(subject, me.state["resumable"])
+
+
+def go_on(steps: int) -> tuple[float, ...]:
+    """Trains on from a checkpoint that was saved, as if nothing had been, or loaded."""
+    me, subject = current(), _resharded_subject()
+    return _steps(me, subject, steps)
 
 
 def _resharded_subject() -> Subject:
@@ -290,20 +300,18 @@ def _steps(me: Rank, subject: Subject, steps: int) -> tuple[float, ...]:
     return tuple(run.losses)
 
 
-def _optimizer_held(
-    model: Module, optimizer: Optimizer
-) -> tuple[Mapping[str, Mapping[str, str]], tuple[Mapping[str, str], ...]]:
-    names = _names(model)
+def _all_held(subject: Subject, optimizer: Optimizer) -> RankResumed:
+    names = _names(subject.model)
     state: dict[str, Mapping[str, str]] = {}
     for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
         if kept := optimizer.state.get(parameter):
             name = names.get(id(parameter), f"(parameter {number} of the optimizer)")
             state[name] = {str(key): _sum(_lying_as(parameter, value)) for key, value in kept.items()}
-    groups = (
+    groups = tuple(
         {key: _sum(value) for key, value in group.items() if key not in ("params", "param_names")}
         for group in optimizer.param_groups
     )
-    return state, tuple(groups)
+    return RankResumed(_held(subject), state, groups)
 
 
 def _lying_as(parameter: Tensor, value: Any) -> Any:
