@@ -43,8 +43,9 @@ def load_and_train(path: Path, steps: int) -> None:
     train(loaded, me.device, range(steps), (me.rank, me.world_size), make_optimizer(loaded))
 
 
-def train_reference(path: Path, steps: int) -> None:
-    model = reference_model(path)
+def train_reference(path: Path, steps: int, builds: int) -> None:
+    for _ in range(builds):
+        model = reference_model(path)
     alone = subject(model, path)
     train(alone, current().device, range(steps), (0, 1), make_optimizer(alone))
 
