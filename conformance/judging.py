@@ -15,7 +15,9 @@ from pytest_fsdp_meta.trial import ON_RANKS, Loader, Trial
 from pytest_fsdp_meta.worlds import Preload, Sources, WorldSpec
 
 Verdicts = dict[str, Verdict]
-PRELOADED = ("fixtures.defects", "fixtures.forms")
+KINDS = ("llama", "qwen3", "qwen3_moe", "gemma3", "gpt2")
+PRELOADED = ("fixtures.defects", "fixtures.forms", *(f"transformers.models.{kind}.modeling_{kind}" for kind in KINDS))
+"""transformers imports an architecture when a model of it is built, which without this every rank would do."""
 
 
 class Court:

@@ -25,7 +25,7 @@ from pytest_fsdp_meta.evidence import Unavailable
 from pytest_fsdp_meta.reloading import other_size
 from pytest_fsdp_meta.trial import Loader, LoaderFailed, Trial
 from pytest_fsdp_meta.worlds import Rank, WorldSpec
-from tests.world_help import preload
+from tests.world_help import trial_preload
 
 REPEATABLE, NAMES, ROUND_TRIP = "load_is_repeatable", "state_dict_names_clean", "dcp_round_trip"
 RESHARDS, EXPORTS = "dcp_reshards", "full_state_dict_exports"
@@ -68,7 +68,7 @@ def judged(
         check = catalogue[todo.pop()]
         wanted |= {*check.needs, *check.uses}
         todo += check.after
-    trial = Trial(WorldSpec({"dp_shard": size}, timeout=timeout), preload(), steps=3, tolerance={})
+    trial = Trial(WorldSpec({"dp_shard": size}, timeout=timeout), trial_preload(), steps=3, tolerance={})
     packed = {name: cloudpickle.dumps(value) for name, value in arguments.items()}
     evidence = trial.observe(Loader(cloudpickle.dumps(function), packed, "fsdp"), wanted)
     return {id: judge(catalogue[id], evidence, catalogue) for id in checks}

@@ -19,7 +19,7 @@ from pytest_fsdp_meta.evidence import Evidence
 from pytest_fsdp_meta.trial import Loader, LoaderFailed, Trial
 from pytest_fsdp_meta.worlds import Rank, WorldSpec
 from tests.evidence_factory import told
-from tests.world_help import preload
+from tests.world_help import trial_preload
 
 TRAINABLE, PARITY = "requires_grad_matches_reference", "loss_parity"
 TRAINED = [check.id for check in built_in() if "training" in check.needs]
@@ -70,7 +70,7 @@ def judged(function: Callable[[Rank], Subject]) -> dict[str, Verdict]:
 
 
 def observed(function: Callable[[Rank], Subject]) -> Evidence:
-    trial = Trial(WorldSpec({"dp_shard": 2}, timeout=60), preload(), steps=3, tolerance={})
+    trial = Trial(WorldSpec({"dp_shard": 2}, timeout=60), trial_preload(), steps=3, tolerance={})
     loader = Loader(cloudpickle.dumps(function), wants_rank="fsdp")
     return trial.observe(loader, OBSERVED)
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from pytest_fsdp_meta.trial import ON_RANKS
 from pytest_fsdp_meta.worlds import DEFAULT_MESH_DIM, Preload, Sources, World, WorldError, WorldSpec, current
 
 ROOT = Path(__file__).parents[1]
@@ -25,6 +26,12 @@ SOON = 20.0
 @cache
 def preload() -> Preload:
     return Preload(Sources(tuple(dict.fromkeys((str(ROOT), *sys.path)))))
+
+
+@cache
+def trial_preload() -> Preload:
+    """As a trial's worlds have it, so that not every rank imports the observers anew."""
+    return Preload(preload().sources, ON_RANKS)
 
 
 def world_of(size: int, label: str = "", **given: Any) -> World:
