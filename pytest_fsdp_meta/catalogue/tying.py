@@ -27,6 +27,8 @@ from pytest_fsdp_meta.words import counted
     ],
 )
 def tied_weights_share_storage(view: View) -> Iterable[Finding]:
+    if not _told(view):
+        raise NotJudged("no tie is known; declare Subject(reference=<callable>) or Subject(tied=[(name, name)])")
     groups = _groups(view)
     if not groups:
         raise NotJudged("nothing is tied: neither Subject(tied=...) nor the reference ties anything")
@@ -60,7 +62,7 @@ def tied_weights_share_storage(view: View) -> Iterable[Finding]:
 )
 def tied_weights_stay_tied(view: View) -> Iterable[Finding]:
     after = [run.after for run in view.evidence.training or () if run.after is not None]
-    groups = _groups_or_own(view)
+    groups = _groups(view) if _told(view) else _own(view)
     if not groups or not after:
         raise NotJudged(
             "nothing is tied: neither Subject(tied=...), nor the reference, nor the loaded model ties anything"
@@ -83,21 +85,22 @@ def tied_weights_stay_tied(view: View) -> Iterable[Finding]:
             )
 
 
-def _groups_or_own(view: View) -> tuple[tuple[str, ...], ...]:
-    """The ties that are known; where none is, those that the loaded model shows by itself on every rank."""
-    try:
-        return _groups(view)
-    except NotJudged:
-        shown = [set(rank.ties()) for rank in view.evidence.inventory]
-        return tuple(sorted(set[tuple[str, ...]].intersection(*shown))) if shown else ()
+def _told(view: View) -> bool:
+    """Whether anybody tells what is tied: the author, or a whole reference."""
+    reference = view.evidence.reference
+    return bool(view.evidence.subject.tied) or (reference is not None and reference.complete)
+
+
+def _own(view: View) -> tuple[tuple[str, ...], ...]:
+    """The ties that the loaded model shows by itself, on every rank."""
+    shown = [set(rank.ties()) for rank in view.evidence.inventory]
+    return tuple(sorted(set[tuple[str, ...]].intersection(*shown))) if shown else ()
 
 
 def _groups(view: View) -> tuple[tuple[str, ...], ...]:
     """The declared ties, and those of the reference that are not declared."""
     declared, reference = view.evidence.subject.tied, view.evidence.reference
     if reference is None or not reference.complete:
-        if not declared:
-            raise NotJudged("no tie is known; declare Subject(reference=<callable>) or Subject(tied=[(name, name)])")
         return declared
     known = [set(group) for group in declared]
     return declared + tuple(tie for tie in reference.inventory.ties() if not any(set(tie) <= group for group in known))
@@ -105,11 +108,8 @@ def _groups(view: View) -> tuple[tuple[str, ...], ...]:
 
 def came_apart(view: View) -> set[str]:
     """The names of the known ties that are one weight no more, on some rank."""
-    try:
-        groups = _groups(view)
-    except NotJudged:
-        return set()
-    return {name for group in groups for name in group if any(_apart(rank, group) for rank in view.evidence.inventory)}
+    inventory = view.evidence.inventory
+    return {name for group in _groups(view) if any(_apart(rank, group) for rank in inventory) for name in group}
 
 
 def _apart(rank: RankInventory, group: tuple[str, ...]) -> bool:
