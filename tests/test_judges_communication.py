@@ -297,9 +297,9 @@ def test_what_is_sharded_all_the_same_is_told_elsewhere():
 @pytest.mark.parametrize(
     ("evidence", "reason"),
     [
-        (step(*NEEDED), "Subject(unsharded=...) declares nothing"),
+        (step(*NEEDED), "Subject(unsharded=...) is not declared"),
         (whole(size=1), "alone, a rank has nobody to communicate with"),
-        (replace(empty(), collectives=(RankCollectives((), (), ()),) * 2), "Subject(unsharded=...) declares nothing"),
+        (replace(empty(), collectives=(RankCollectives((), (), ()),) * 2), "Subject(unsharded=...) is not declared"),
     ],
 )
 def test_nothing_to_keep_in_place(evidence, reason):

@@ -38,6 +38,7 @@ def make(**words) -> Check:
         "remedy": "buy paint",
         "references": (),
         "since": "0.1",
+        "fields": (),
         "judge": lambda view: [],
     }
     return Check(**{**facts, **words})
@@ -333,6 +334,7 @@ def test_the_list_of_checks():
     checks = [
         make(),
         make(id="weights_are_warm", needs=("inventory", "reference", "values")),
+        make(id="weights_are_dry", needs=("inventory", "training"), fields=("paint",)),
         make(id="rims_are_round", family="shape", promise="every rim " + "is round " * 15),
     ]
     assert describe_checks(checks) == message(
@@ -341,6 +343,8 @@ def test_the_list_of_checks():
           weights_are_blue: every weight is blue
           weights_are_warm: every weight is blue
               needs of Subject: reference
+          weights_are_dry: every weight is blue
+              needs of Subject: batch, paint
 
         shape
           rims_are_round: every rim is round is round is round is round is round is round is round is round is round is round

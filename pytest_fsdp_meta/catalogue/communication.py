@@ -23,6 +23,7 @@ PHASES = {"loading": "while loading", "step": "in one training step"}
     promise="no collective moves a declared-unsharded parameter in forward and backward; its gradient may be reduced",
     family="sharding",
     needs=["inventory", "collectives"],
+    fields=["unsharded", "batch"],
     uses=["training"],
     after=[MANIFEST, "unsharded_modules_stay_whole"],
     why="A parameter is kept whole so that nothing has to be gathered in a forward; gathering it all the same costs "
@@ -35,7 +36,7 @@ PHASES = {"loading": "while loading", "step": "in one training step"}
 def unsharded_modules_are_not_gathered(view: View) -> Iterable[Finding]:
     ranks, names = view.evidence.collectives or (), view.evidence.subject.unsharded
     if not names:
-        raise NotJudged("Subject(unsharded=...) declares nothing")
+        raise NotJudged("Subject(unsharded=...) is not declared")
     _require_step(view, ranks)
     for name, what, where in _moved(view, ranks, lambda _: set(view.names("parameter", only=names))):
         actual = f"moved by {what} in one training step"
@@ -143,6 +144,7 @@ def _named(names: Sequence[str]) -> str:
     "parameter besides",
     family="communication",
     needs=["inventory", "collectives"],
+    fields=["batch"],
     uses=["training"],
     after=[MANIFEST, "collectives_match_on_every_rank"],
     why="A weight that is gathered once more in every step costs bandwidth and memory, and nothing shows it.",

@@ -15,6 +15,7 @@ from pytest_fsdp_meta.words import counted
     promise="the optimizer holds each trainable parameter of the model exactly once, and no frozen one",
     family="training",
     needs=["inventory"],
+    fields=["optimizer"],
     uses=["training"],
     after=BASIC,
     why="An optimizer over the parameters of before sharding steps happily, and trains nothing.",

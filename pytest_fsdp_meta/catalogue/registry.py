@@ -57,7 +57,7 @@ class Check:
 
     ``needs`` are the observations without which there is nothing to judge, ``uses`` those that sharpen the judgement
     where they can be had. ``after`` names the more basic checks: a tensor that one of them condemned is not judged
-    again here.
+    again here. ``fields`` are those of Subject that it cannot do without, beside those that its ``needs`` are taken by.
     """
 
     id: str
@@ -71,6 +71,7 @@ class Check:
     remedy: str
     references: tuple[str, ...]
     since: str
+    fields: tuple[str, ...]
     judge: Callable[[View], Iterable[Finding]]
 
 
@@ -89,6 +90,7 @@ def check(
     after: Sequence[str] = (),
     references: Sequence[str] = (),
     since: str = "0.1",
+    fields: Sequence[str] = (),
 ) -> Callable[[Judge], Check]:
     """Makes a judge into a check whose id is the function's name.
 
@@ -111,6 +113,7 @@ def check(
             remedy=remedy,
             references=tuple(references),
             since=since,
+            fields=tuple(fields),
             judge=judge,
         )
 

@@ -26,6 +26,7 @@ from pytest_fsdp_meta.words import first_of, name_ranks
     promise="what is declared unsharded is whole on every rank, plain or replicated",
     family="sharding",
     needs=["inventory"],
+    fields=["unsharded"],
     after=[MANIFEST, NAMES, SHAPES, MANAGED, "parameter_attributes_kept"],
     why="A module that reads its weight outside of forward, or without FSDP's hooks, finds a shard in its place.",
     cause="it is declared unsharded, and sharded all the same",

@@ -14,6 +14,7 @@ from pytest_fsdp_meta.words import counted
     promise="what the reference ties is one parameter or one storage on every rank",
     family="tying",
     needs=["inventory"],
+    fields=["reference or tied"],
     uses=["reference"],
     after=["same_manifest_on_every_rank", "names_match_reference", "no_meta_params"],
     why="Untied, the two copies start equal, are trained apart, and one of them is dropped when the model is saved.",

@@ -69,7 +69,8 @@ def describe_checks(checks: Iterable[Check]) -> str:
 
 def describe_needs(check: Check) -> str:
     """The fields of Subject without which there is nothing to judge; empty where the model is enough."""
-    return ", ".join(dict.fromkeys(FIELDS[need] for need in check.needs if need in FIELDS))
+    observed = (FIELDS[need] for need in check.needs if need in FIELDS)
+    return ", ".join(dict.fromkeys((*observed, *check.fields)))
 
 
 def _by_cause(findings: Sequence[Finding]) -> dict[tuple[str, str], list[Finding]]:
