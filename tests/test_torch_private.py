@@ -15,13 +15,39 @@ from pytest_fsdp_meta.observers.inventory import managed_names
 from pytest_fsdp_meta.observers.torch_private import (
     flat_parameters,
     fsdp_groups,
+    is_operator,
     is_replicated,
     managed_places,
     mixed_precision,
+    non_persistent_names,
+    operator_arguments,
+    operator_name,
     process_group,
 )
 from pytest_fsdp_meta.worlds import current
 from tests.world_help import world_of
+
+
+def test_the_buffers_that_a_state_dict_leaves_out():
+    module = nn.Module()
+    module.register_buffer("kept", torch.zeros(1))
+    module.register_buffer("left_out", torch.zeros(1), persistent=False)
+    assert non_persistent_names(module) == {"left_out"} == {"kept", "left_out"} - set(module.state_dict())
+
+
+def test_an_operator_and_what_it_is_given():
+    class Noted(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            noted.append((is_operator(func), operator_name(func), operator_arguments(func, args, kwargs or {})))
+            return func(*args, **(kwargs or {}))
+
+    noted = []
+    with Noted():
+        torch.add(torch.ones(1), 2, alpha=3)
+    [(known, name, given)] = [one for one in noted if one[1] == "add"]
+    assert known
+    assert (name, given["other"], given["alpha"]) == ("add", 2, 3)
+    assert not is_operator(torch.ops.higher_order.cond)
 
 
 def policies() -> list[MixedPrecisionPolicy]:

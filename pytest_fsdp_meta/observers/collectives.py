@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part, own_memory
 from pytest_fsdp_meta.observers.bits import digest
 from pytest_fsdp_meta.observers.inventory import named_tensors
-from pytest_fsdp_meta.observers.torch_private import process_group
+from pytest_fsdp_meta.observers.torch_private import operator_arguments, operator_name, process_group
 from pytest_fsdp_meta.observers.watching import tensors_in
 from pytest_fsdp_meta.traffic import Collective
 
@@ -81,13 +81,13 @@ class Recorder:
 
     def before(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         if func.namespace == "fsdp":
-            if func._opname in FSDP_BUFFERS:
+            if operator_name(func) in FSDP_BUFFERS:
                 self._mark(kwargs.get("out"))
             return
-        op = OPS.get(func._opname) if func.namespace in NAMESPACES else None
+        op = OPS.get(operator_name(func)) if func.namespace in NAMESPACES else None
         if op is None:
             return
-        given = {spec.name: value for spec, value in zip(func._schema.arguments, args, strict=False)} | dict(kwargs)
+        given = operator_arguments(func, args, kwargs)
         group = process_group(next(given[name] for name in GROUPS if name in given))
         inputs = [] if op == "barrier" else list(tensors_in(next((given[n] for n in INPUTS if n in given), None)))
         by_fsdp = any(self._is_fsdp(tensor) for tensor in inputs)
@@ -108,7 +108,7 @@ class Recorder:
         self._seen.append(_Seen(facts, [_place(tensor) for tensor in inputs], copies))
 
     def after(self, func: Any, args: Sequence[Any], out: Any) -> None:
-        if func.namespace == "fsdp" and func._opname in FSDP_BUFFERS:
+        if func.namespace == "fsdp" and operator_name(func) in FSDP_BUFFERS:
             self._mark(out)
 
     @contextmanager

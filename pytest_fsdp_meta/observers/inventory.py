@@ -19,7 +19,7 @@ from pytest_fsdp_meta.observers.adapters.dtensor import local_part, own_part, si
 from pytest_fsdp_meta.observers.adapters.lookup import parts_of
 from pytest_fsdp_meta.observers.bits import count_poison, digest
 from pytest_fsdp_meta.observers.mapped import MAPS, MappedFiles
-from pytest_fsdp_meta.observers.torch_private import is_replicated, managed_places
+from pytest_fsdp_meta.observers.torch_private import is_replicated, managed_places, non_persistent_names
 from pytest_fsdp_meta.observers.watching import tensors_in
 from pytest_fsdp_meta.words import clean_name, first_line
 
@@ -75,11 +75,11 @@ def unwrapped(model: Module) -> Module:
 
 
 def non_persistent(model: Module) -> set[str]:
-    """The buffers that a state dict leaves out; torch says it only through this attribute."""
+    """The buffers that a state dict leaves out."""
     return {
         clean_name(f"{prefix}.{name}" if prefix else name)
         for prefix, module in unwrapped(model).named_modules()
-        for name in module._non_persistent_buffers_set
+        for name in non_persistent_names(module)
     }
 
 

@@ -17,6 +17,7 @@ from torch.nn import Module
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part
 from pytest_fsdp_meta.observers.inventory import unwrapped
 from pytest_fsdp_meta.observers.mapped import MappedFiles
+from pytest_fsdp_meta.observers.torch_private import operator_name
 from pytest_fsdp_meta.observers.watching import tensors_in
 from pytest_fsdp_meta.traffic import RankMemory
 
@@ -50,7 +51,7 @@ class Meter:
     def after(self, func: Any, args: Sequence[Any], out: Any) -> None:
         # What is new here was allocated, unless the operation took memory that is somebody else's.
         for tensor in tensors_in(out):
-            self._meet(tensor, met=func._opname in ("set_", "from_file"))
+            self._meet(tensor, met=operator_name(func) in ("set_", "from_file"))
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         with self._lock:

@@ -5,7 +5,7 @@ tests/test_torch_private.py breaks when one moves.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,8 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
 
 try:
     from torch.distributed._composable.replicate_with_fsdp import ReplicateModule
@@ -94,6 +96,26 @@ def _places(managed: Any, adopts: bool) -> Iterator[tuple[Module, str, bool]]:
 def _address(parameter: Tensor) -> int:
     local: Tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     return int(local.data_ptr())
+
+
+def non_persistent_names(module: Module) -> set[str]:
+    """The names, in the module, of its buffers that a state dict leaves out."""
+    return set(module._non_persistent_buffers_set)
+
+
+def is_operator(func: object) -> bool:
+    """Whether what a dispatch mode is told of is an operator with a schema, and no higher-order one."""
+    return isinstance(func, torch._ops.OpOverload)
+
+
+def operator_name(func: Any) -> str:
+    """Without namespace and overload: "all_reduce"."""
+    return str(func._opname)
+
+
+def operator_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """What it is given, by the names of its schema."""
+    return {spec.name: value for spec, value in zip(func._schema.arguments, args, strict=False)} | dict(kwargs)
 
 
 def process_group(argument: Any) -> dist.ProcessGroup:

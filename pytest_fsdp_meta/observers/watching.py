@@ -10,7 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+
+from pytest_fsdp_meta.observers.torch_private import TorchDispatchMode, is_operator, is_traceable_wrapper_subclass
 
 
 class Watcher(Protocol):
@@ -43,7 +44,7 @@ class _Watching(TorchDispatchMode):  # type: ignore[misc]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.over or not isinstance(func, torch._ops.OpOverload):
+        if self.over or not is_operator(func):
             return func(*args, **kwargs)
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # DTensor's turn: it comes back with plain tensors and collectives
