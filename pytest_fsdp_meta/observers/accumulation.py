@@ -29,13 +29,13 @@ def not_shared(subject: Subject, size: int) -> str:
     return f"{rows}, which {size} ranks cannot cut into {MICRO_BATCHES} micro-batches each" if rows else ""
 
 
-def micro_batches(part: tuple[int, int]) -> list[tuple[int, int]]:
+def micro_batches(share: tuple[int, int]) -> list[tuple[int, int]]:
     """The slices of the global batch that a slice of it falls into."""
-    index, size = part
+    index, size = share
     return [(index * MICRO_BATCHES + number, size * MICRO_BATCHES) for number in range(MICRO_BATCHES)]
 
 
-def accumulate(subject: Subject, device: torch.device, parts: Sequence[tuple[int, int]]) -> tuple[str, ...]:
+def accumulate(subject: Subject, device: torch.device, shares: Sequence[tuple[int, int]]) -> tuple[str, ...]:
     """Leaves the mean gradient over these slices of the first batch; the caller zeroes it.
 
     Returns the parameters whose gradients were reduced already when the first micro-batch was over.
@@ -44,14 +44,14 @@ def accumulate(subject: Subject, device: torch.device, parts: Sequence[tuple[int
     model.zero_grad(set_to_none=True)
     with deterministic():
         batch = global_batch(subject, 0)
-        for number, part in enumerate(parts):
-            rows = own_rows(batch, 0, part, device)
+        for number, share in enumerate(shares):
+            rows = own_rows(batch, 0, share, device)
             torch.manual_seed(SEED)
-            last = number == len(parts) - 1
+            last = number == len(shares) - 1
             with ExitStack() as unsynced:
                 if not last:
                     unsynced.enter_context(_unsynced(model))
-                (loss_of(subject, rows) / len(parts)).backward()
+                (loss_of(subject, rows) / len(shares)).backward()
             if number == 0 and not last:
                 early = tuple(_reduced(model))
     return early

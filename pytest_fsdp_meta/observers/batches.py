@@ -72,9 +72,9 @@ def batch_digest(batch: Mapping[str, Any]) -> str:
     return " ".join(f"{key}={digest(tensor)}" for key, tensor in sorted(tensors.items()))
 
 
-def own_rows(batch: Mapping[str, Any], step: int, part: tuple[int, int], device: torch.device) -> dict[str, Any]:
+def own_rows(batch: Mapping[str, Any], step: int, share: tuple[int, int], device: torch.device) -> dict[str, Any]:
     """The slice ``(index, size)`` of every tensor of the batch, on ``device``."""
-    return {key: _rows(key, value, step, part, device) for key, value in batch.items()}
+    return {key: _rows(key, value, step, share, device) for key, value in batch.items()}
 
 
 def indivisible(batch: Mapping[str, Any], size: int) -> str:
@@ -125,10 +125,10 @@ def scalar(loss: Tensor) -> float:
         return float(loss.full_tensor() if isinstance(loss, DTensor) else loss)
 
 
-def _rows(key: str, value: Any, step: int, part: tuple[int, int], device: torch.device) -> Any:
+def _rows(key: str, value: Any, step: int, share: tuple[int, int], device: torch.device) -> Any:
     if not isinstance(value, Tensor):
         return value
-    index, size = part
+    index, size = share
     if value.ndim:
         rows = value.shape[0]
         if rows % size:

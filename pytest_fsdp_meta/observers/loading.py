@@ -108,13 +108,13 @@ def _told(subject: Subject, me: Rank, managed: Mapping[str, bool], poison_kept: 
     checkpoints = {
         field: os.path.abspath(path) for field, path in sources.items() if isinstance(path, (str, os.PathLike))
     }
-    part = subject.data_parallel or data_parallel(subject.model, me)
+    share = subject.data_parallel or data_parallel(subject.model, me)
     return Loaded(
         inventory=inventory,
         subject=facts,
         recipe=pack_recipe(subject) if me.rank == 0 else {},
         checkpoints=checkpoints,
-        data_parallel=part,
+        data_parallel=share,
     )
 
 

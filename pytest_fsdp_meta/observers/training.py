@@ -57,25 +57,25 @@ def observe_training(steps: int, truth: str | None = None, floor: float = 0.0) -
     """Trains this rank's subject.
 
     ``truth`` is the folder of the records of the reference's own training, and ``floor`` what is rounding among its
-    gradients; None where no reference can be trained. Left in the rank's state for observers that go on training:
-    "optimizer", and the number of "steps" taken.
+    gradients; None where no reference can be trained. The "optimizer" is left in the rank's state, for those that
+    go on training.
     """
     me = current()
     subject = loaded_subject(me)
-    part = subject.data_parallel or data_parallel(subject.model, me)
+    share = subject.data_parallel or data_parallel(subject.model, me)
     before = shards(subject.model)
     optimizer = make_optimizer(subject)
     first = _First(subject, _records(truth))
     held = None if optimizer is None else optimizer_facts(optimizer, subject.model)
     watched = partial(watching_step, me, subject.model, steps)
-    run = train(subject, me.device, range(steps), part, optimizer, lambda step: None if step else first.look(), watched)
+    run = train(subject, me.device, range(steps), share, optimizer, first.look, watched)
     reshard(subject.model)
-    me.state.update(optimizer=optimizer, steps=steps)
+    me.state["optimizer"] = optimizer
     after = take_inventory(subject.model, me.rank, str(me.device))
     return RankTraining(
         losses=tuple(run.losses),
         batches=tuple(run.batches),
-        data_parallel=part,
+        data_parallel=share,
         gradients=first.gradients,
         parameters=_updates(subject.model, before, first.records),
         unreduced=_unreduced(subject.model),
@@ -86,7 +86,7 @@ def observe_training(steps: int, truth: str | None = None, floor: float = 0.0) -
         after=after,
         optimizer=held,
         movements=first.movements(before, optimizer, floor),
-        accumulation=_accumulation(subject, me, part, first.records, optimizer),
+        accumulation=_accumulation(subject, me, share, first.records, optimizer),
     )
 
 
@@ -94,15 +94,15 @@ def train(
     subject: Subject,
     device: torch.device,
     steps: range,
-    part: tuple[int, int],
+    share: tuple[int, int],
     optimizer: Optimizer | None,
-    after_backward: Callable[[int], None] = lambda step: None,
+    after_first_backward: Callable[[], None] = lambda: None,
     watched: Callable[[int], AbstractContextManager[None]] = lambda step: nullcontext(),
 ) -> Run:
-    """The ``steps``, with dropout off, deterministic, seeded by the step; ``part`` is the slice of each batch.
+    """The ``steps``, with dropout off, deterministic, seeded by the step; ``share`` is the slice of each batch.
 
-    ``after_backward`` is called between backward and the optimizer, and ``watched`` is around each step. Without an
-    optimizer, because nothing is trainable, the losses of the forward are all there is.
+    ``after_first_backward`` is called before the optimizer's first step, and ``watched`` is around each step. Without
+    an optimizer, because nothing is trainable, the losses of the forward are all there is.
     """
     model, run = subject.model, Run()
     model.eval()  # dropout off, functional dropout too
@@ -111,7 +111,7 @@ def train(
         for step in steps:
             batch = global_batch(subject, step)
             run.batches.append(batch_digest(batch))
-            rows = own_rows(batch, step, part, device)
+            rows = own_rows(batch, step, share, device)
             run.labels.append(counted_labels(rows))
             torch.manual_seed(SEED + step)
             with watched(step):
@@ -120,7 +120,8 @@ def train(
                 run.losses.append(scalar(loss))
                 if optimizer is not None:
                     loss.backward()
-                    after_backward(step)
+                    if step == steps.start:
+                        after_first_backward()
                     optimizer.step()
                     optimizer.zero_grad(set_to_none=True)
     return run
@@ -173,14 +174,14 @@ def _updates(model: Module, before: Mapping[str, Tensor], records: Mapping[str, 
 
 
 def _accumulation(
-    subject: Subject, me: Rank, part: tuple[int, int], records: Mapping[str, Record], optimizer: Optimizer | None
+    subject: Subject, me: Rank, share: tuple[int, int], records: Mapping[str, Record], optimizer: Optimizer | None
 ) -> Accumulation | None:
     """After the steps, where what goes wrong can disturb nothing that is judged by itself."""
     if optimizer is None or not records:
         return None
-    if problem := not_shared(subject, part[1]):
+    if problem := not_shared(subject, share[1]):
         return Accumulation(problem=problem)
-    early = accumulate(subject, me.device, micro_batches(part))
+    early = accumulate(subject, me.device, micro_batches(share))
     seen = gradients_of(subject.model)
     missing = without_gradient(subject.model, seen)
     accumulated = Accumulation(compare_gradients(seen, records["accumulated"]), missing, early)

@@ -68,26 +68,26 @@ def record_reference(
 
 
 def train_reference(
-    recipe: Mapping[str, bytes], steps: int, folder: str, parts: int, facts: ReferenceFacts
+    recipe: Mapping[str, bytes], steps: int, folder: str, shares: int, facts: ReferenceFacts
 ) -> ReferenceFacts:
     """The facts with what training adds to them; trained a second time from the recorded values, for the losses.
 
     Records, in ``folder``, the gradients of the first step, the parameters after the last, and then the mean of the
-    gradients of ``parts`` data-parallel ranks' micro-batches.
+    gradients of ``shares`` data-parallel ranks' micro-batches.
     """
     me = current()
     subject = _subject(me.state["reference"], recipe)
     model, seen = subject.model, _FirstGradients(Path(folder, "gradients.safetensors"))
     seen.look(model)  # where nothing is trainable there is no backward, and the ranks look for an empty record
     optimizer = make_optimizer(subject)
-    run = train(subject, me.device, range(steps), (0, 1), optimizer, lambda step: None if step else seen.look(model))
+    run = train(subject, me.device, range(steps), (0, 1), optimizer, partial(seen.look, model))
     after = _inventory(model, ())
     write_record(
         Path(folder, "updated.safetensors"), ((n, t) for n, kind, t in named_tensors(model) if kind == "parameter")
     )
     amplified = 1.0
-    if optimizer is not None and not not_shared(subject, parts):
-        amplified = _accumulated(subject, parts, Path(folder, "accumulated.safetensors"))
+    if optimizer is not None and not not_shared(subject, shares):
+        amplified = _accumulated(subject, shares, Path(folder, "accumulated.safetensors"))
     _restore(model, Record(Path(folder, "values.safetensors")))
     again = train(subject, me.device, range(steps), (0, 1), make_optimizer(subject))
     return replace(
@@ -103,10 +103,10 @@ def train_reference(
     )
 
 
-def _accumulated(subject: Subject, parts: int, path: Path) -> float:
+def _accumulated(subject: Subject, shares: int, path: Path) -> float:
     """Records the mean gradient at ``path``, and tells how sensitive it is; leaves the parameters changed."""
     model, device = subject.model, current().device
-    slices = [part for index in range(parts) for part in micro_batches((index, parts))]
+    slices = [share for index in range(shares) for share in micro_batches((index, shares))]
     accumulate(subject, device, slices)
     write_record(path, _whole(gradients_of(model)))
 
