@@ -7,7 +7,7 @@ that was seen before. Then it lets go of its model, so that no two loads of one 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from pytest_fsdp_meta.evidence import (
     Unavailable,
     splits_model,
 )
-from pytest_fsdp_meta.saved import RankResumed, RankSaved
+from pytest_fsdp_meta.saved import FirstStep, RankResumed, RankSaved
 from pytest_fsdp_meta.worlds import World, WorldError, WorldSpec
 
 OBSERVER = "pytest_fsdp_meta.observers.checkpoint"
@@ -109,9 +109,9 @@ class Reloading:
             return why
         if self._save_failure is not None:
             raise self._save_failure
-        unloadable = [why for why in self._run_first("first_step") if why]
+        unloadable = _unloadable(self._run_first("first_step"))
         if unloadable and not self._saves_itself:
-            return Unavailable(f"{unloadable[0]}; {DECLARE}")
+            return Unavailable(f"{unloadable}; {DECLARE}")
         self._whole = self._saving(self._first_world, "save_all", self._at("continued"))
         return self._gone_on(self._whole, self._run_first)
 
@@ -287,6 +287,21 @@ def odd_model(inventory: tuple[RankInventory, ...]) -> str:
         return f"{meta[0]} is on meta"
     manifests = {tuple((t.name, t.shape, t.dtype, t.requires_grad) for t in rank.tensors) for rank in inventory}
     return "the ranks hold different tensors, so their collectives would not pair up" if len(manifests) > 1 else ""
+
+
+def _unloadable(ranks: Sequence[FirstStep]) -> str:
+    """Why torch.distributed.checkpoint cannot load the optimizer's state; empty where it can."""
+    if refused := next((one.unloadable for one in ranks if one.unloadable), ""):
+        return refused
+    for rank, one in enumerate(ranks):
+        if one.stateless != ranks[0].stateless:
+            name = min(set(one.stateless) ^ set(ranks[0].stateless))
+            has, has_not = (0, rank) if name in one.stateless else (rank, 0)
+            return (
+                f"{name} got a gradient on rank {has} and none on rank {has_not}, so the optimizer keeps a state of it "
+                "on one only, and torch.distributed.checkpoint loads it on all"
+            )
+    return ""
 
 
 def other_size(spec: WorldSpec) -> WorldSpec | Unavailable:

@@ -43,3 +43,15 @@ class RankResumed:
     state: Mapping[str, Mapping[str, str]]
     groups: tuple[Mapping[str, str], ...]
     losses: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class FirstStep:
+    """A rank's optimizer once it has stepped.
+
+    ``unloadable`` is why torch cannot load its state, ``stateless`` the trainable parameters that it keeps none of,
+    as no gradient came to them.
+    """
+
+    unloadable: str
+    stateless: tuple[str, ...]

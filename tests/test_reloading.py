@@ -174,18 +174,32 @@ def test_a_trained_model_may_have_but_a_few_batches():
     assert verdicts[RESUME].status == "passed"
 
 
-def test_what_gets_no_gradient_has_no_state_to_load():
-    class Idle(nn.Linear):
-        def forward(self, input: Tensor) -> Tensor:
-            return input
+class Idle(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return input
 
-    def idle() -> nn.Sequential:
-        return nn.Sequential(nn.Linear(4, 4), Idle(4, 4))
 
-    verdicts = judged(lambda fsdp: declared(fsdp, idle(), build=idle), SAVING)
-    assert {id: verdicts[id].status for id in (ROUND_TRIP, RESHARDS)} == {ROUND_TRIP: "passed", RESHARDS: "passed"}
-    assert verdicts[OPTIMIZER].reason == verdicts[RESUME].reason
-    assert verdicts[RESUME].reason.startswith("1.bias got no gradient, so the optimizer keeps no state of it, and")
+def idle() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), Idle(4, 4))
+
+
+def adam(parameters) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=0.01)
+
+
+@pytest.mark.parametrize("fields", [{}, {"optimizer": adam}], ids=["ours", "declared"])
+def test_what_gets_no_gradient_has_no_state_and_needs_none(fields):
+    verdicts = judged(lambda fsdp: declared(fsdp, idle(), build=idle, **fields), SAVING)
+    assert statuses(verdicts) == dict.fromkeys(SAVING, "passed")
+
+
+def test_what_gets_a_gradient_on_one_rank_only_cannot_be_loaded_by_torch():
+    def loader(fsdp: Rank) -> Subject:
+        model = nn.Sequential(nn.Linear(4, 4), (Idle if fsdp.rank else nn.Linear)(4, 4))
+        return Subject(model, batch=batch, loss=loss)
+
+    reason = judged(loader, (OPTIMIZER,))[OPTIMIZER].reason
+    assert reason.startswith("1.bias got a gradient on rank 0 and none on rank 1, so the optimizer keeps a state of it")
 
 
 def test_nothing_to_train():

@@ -34,7 +34,7 @@ from pytest_fsdp_meta.observers.optimizers import make_optimizer
 from pytest_fsdp_meta.observers.training import train
 from pytest_fsdp_meta.observers.values import compare, compare_all
 from pytest_fsdp_meta.reference import Record, write_record
-from pytest_fsdp_meta.saved import RankResumed, RankSaved, RankStateDict
+from pytest_fsdp_meta.saved import FirstStep, RankResumed, RankSaved, RankStateDict
 from pytest_fsdp_meta.subject import Subject, SubjectError
 from pytest_fsdp_meta.words import clean_name, first_line
 from pytest_fsdp_meta.worlds import Rank, current
@@ -136,31 +136,28 @@ def compare_export(path: str, record: str, keys: Collection[str]) -> Export:
     )
 
 
-def first_step() -> str:
-    """Makes the optimizer of ``save_all``, with a state; why torch cannot load that, empty where it can.
+def first_step() -> FirstStep:
+    """Makes the optimizer of ``save_all``, with a state, and tells what torch makes of that.
 
     The author's has been stepped in training; without one, SGD with momentum is, once.
     """
     me, subject = current(), _resharded_subject()
     trained = me.state.get("optimizer") if subject.optimizer is not None else None
-    me.state["resumable"] = trained or _optimizer(subject)
+    me.state["resumable"] = optimizer = trained or _optimizer(subject)
     if trained is None:
         _steps(me, subject, 1)
-    return _unloadable(me.state["resumable"], _names(subject.model))
+    names = _names(subject.model)
+    due = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    without = sorted(names.get(id(p), "?") for p in due if not optimizer.state.get(p))
+    # Where it keeps none of any, none is due.
+    return FirstStep(_unloadable(optimizer), tuple(without) if any(optimizer.state.values()) else ())
 
 
-def _unloadable(optimizer: Optimizer, names: Mapping[int, str]) -> str:
+def _unloadable(optimizer: Optimizer) -> str:
     for number, group in enumerate(optimizer.param_groups):
         if not group["params"]:
             return f"group {number} of the optimizer is empty, and torch loads no settings of an empty group"
-    due = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    missing = sorted(names.get(id(p), "?") for p in due if not optimizer.state.get(p))
-    if not missing or not any(optimizer.state.values()):  # where it keeps none of any, none is due
-        return ""
-    return (
-        f"{missing[0]} got no gradient, so the optimizer keeps no state of it, and torch.distributed.checkpoint loads "
-        "only the state of all that is trainable"
-    )
+    return ""
 
 
 def save_all(folder: str) -> RankResumed:
@@ -227,12 +224,29 @@ def _load(subject: Subject, optimizer: Optimizer | None, folder: Path) -> None:
             subject.resume(subject.model, optimizer, folder)
         return
     states = _states(subject.model, optimizer)
+    # A new optimizer has a state of all that is trainable, a checkpoint none of what never had a gradient.
+    unsaved = {} if optimizer is None else _unsaved(states["optimizer"]["state"], folder)
     dcp.load(states, checkpoint_id=folder)
     # What the state dict leaves out is told by its own check.
     complete = not _left_out(subject.model, states["model"])
     set_model_state_dict(subject.model, states["model"], options=StateDictOptions(strict=complete))
     if optimizer is not None:
+        states["optimizer"]["state"].update(unsaved)  # without them torch refuses the rest
         set_optimizer_state_dict(subject.model, optimizer, states["optimizer"])
+        names = _names(subject.model)
+        for parameter in [p for p in optimizer.state if names.get(id(p)) in unsaved]:
+            del optimizer.state[parameter]
+
+
+def _unsaved(state: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Takes out of an optimizer's state what the checkpoint in the folder has no key for."""
+    saved = {
+        key[:end]
+        for key in dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+        for end, letter in enumerate(key)
+        if letter == "."
+    }
+    return {name: state.pop(name) for name in list(state) if f"optimizer.state.{name}" not in saved}
 
 
 def _states(model: Module, optimizer: Optimizer | None) -> dict[str, Any]:
