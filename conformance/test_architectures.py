@@ -12,6 +12,7 @@ from pytest_fsdp_meta import fsdp_conformance
 
 REPRESENTATIVE = {
     "deepseek_v3": "latent attention, experts",
+    "minimax": "linear attention whose tables of decay are larger than all weights",
     "mamba2": "a state space",
     "gemma4_text": "tied, buffers that scale, gradients that show a small drift of the parameters 300 times over",
 }

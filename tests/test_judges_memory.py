@@ -157,6 +157,14 @@ def test_a_few_tensors_at_a_time_pass(evidence):
     assert verdict(PEAK, evidence).status == "passed"
 
 
+def test_buffers_are_whole_on_every_rank():
+    buffered = on_ranks(stored(4), None, lambda rank: [replace(t, width=WIDTH) for t in rank.tensors])
+    table = change(buffered, ROTARY, None, shape=(WHOLE,), local_shape=(WHOLE,))
+    held = replace(table, memory=(RankMemory(host=0, device=WHOLE // 4 + WHOLE * WIDTH),) * 4)
+    assert verdict(PEAK, held).status == "passed"
+    assert verdict(PEAK, replace(held, inventory=stored(4).inventory)).status == "failed"
+
+
 def test_the_whole_model_on_every_rank():
     found = verdict(PEAK, measured(RankMemory(host=WHOLE + 100, whole=ELEMENTS)))
     detail = f"rank 0 held {WHOLE + 100} bytes at one time; the model has {WHOLE}, of which the rank keeps {WHOLE // 4}"

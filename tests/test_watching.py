@@ -291,3 +291,11 @@ def test_the_same_bits_whether_watched_or_not():
     plain = draw()
     with watching(Meter(), Recorder()):
         assert draw() == plain
+
+
+def test_buffers_explain_what_is_alive_beside_the_shards():
+    model = nn.Module()
+    model.register_buffer("table", torch.empty(1000))
+    assert read_diary([(0, 4000, 4)] * 2, model).beyond == 0
+    assert read_diary([(0, 4000, 4)] * 3, model).beyond == 4000
+    assert read_diary([(0, 4000, 4)] * 2, nn.Module()).beyond == 8000

@@ -99,12 +99,14 @@ def _padded(tensor: TensorFacts) -> int:
 
 @dataclass(frozen=True)
 class _Sizes:
-    """The model in bytes and elements, and what one rank keeps of it."""
+    """The parameters in bytes and elements, and what one rank keeps of them."""
 
     whole: int
     elements: int
     largest: int
+    """Of all tensors: buffers are copied as well."""
     kept: int
+    buffers: int
     two: int
     """Elements of the two largest tensors: one that is read, and the one before it."""
 
@@ -161,7 +163,7 @@ def _held_whole(memory: RankMemory, sizes: _Sizes) -> bool | None:
     few = FEW * sizes.largest
     if memory.whole >= FULL * sizes.elements or memory.beyond > sizes.kept + few:
         return True
-    device = memory.device or 0
+    device = (memory.device or 0) - sizes.buffers
     if device >= sizes.whole:
         return True if device > 2 * sizes.kept + few else None
     return None if memory.beyond > few else False
@@ -170,10 +172,12 @@ def _held_whole(memory: RankMemory, sizes: _Sizes) -> bool | None:
 def _sizes(rank: RankInventory) -> _Sizes:
     distinct = {t.storage or t.identity: t for t in rank.tensors if t.kind == "parameter"}.values()
     whole = [prod(tensor.shape) * tensor.width for tensor in distinct]
+    buffers = [t.numel * t.width for t in rank.tensors if t.kind == "buffer" and not t.on_meta]
     return _Sizes(
         whole=sum(whole),
         elements=sum(prod(tensor.shape) for tensor in distinct),
-        largest=max(whole, default=0),
+        largest=max([*whole, *buffers], default=0),
         kept=sum(tensor.numel * tensor.width for tensor in distinct if not tensor.on_meta),
+        buffers=sum(buffers),
         two=sum(sorted(prod(tensor.shape) for tensor in distinct)[-2:]),
     )

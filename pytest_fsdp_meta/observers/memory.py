@@ -119,9 +119,12 @@ def _step(counts: Counter[int], size: int, change: int, limit: int) -> int:
 
 
 def _sizes(model: Module) -> tuple[Counter[int], Counter[int]]:
-    """How many parameters of each number of elements there are, and how many of this rank's storages of each size."""
+    """How many parameters of each number of elements there are, and how many of this rank's storages of each size.
+
+    Buffers are whole on every rank: masks and tables of decay may be larger than all weights.
+    """
     whole = Counter(tensor.numel() for tensor in _distinct(model))
-    local = tensors_in([local_part(tensor) for tensor in _distinct(model)])
+    local = tensors_in([local_part(tensor) for tensor in (*_distinct(model), *unwrapped(model).buffers())])
     storages = {
         storage.data_ptr(): storage.nbytes() for storage in (t.untyped_storage() for t in local if not t.is_meta)
     }
