@@ -18,6 +18,8 @@ from pytest_fsdp_meta.evidence import Region
 if TYPE_CHECKING:
     from torch import Tensor
 
+RECORDS = ("values", "gradients", "updated", "accumulated")
+"""What the reference and its training leave: weights, first gradients, trained weights, gradients of micro-batches."""
 ALIASES = "aliases"
 AS_BYTES = "as_bytes"
 """Notes in the metadata of a record: which names are another's tensor, and the dtypes of those kept as bytes."""
@@ -28,6 +30,11 @@ DTYPES = {
 }  # fmt: skip
 YOUNG = frozenset({"uint16", "uint32", "uint64", "complex64"})
 """What safetensors learnt too late for the oldest version that will do."""
+
+
+def record_at(folder: str | Path, name: str) -> Path:
+    """Where the record of this name is: one of ``RECORDS``, or what else is the truth of something."""
+    return Path(folder, f"{name}.safetensors")
 
 
 def write_record(path: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:

@@ -22,6 +22,7 @@ from pytest_fsdp_meta.evidence import (
     WorldFacts,
     frozen_sources,
 )
+from pytest_fsdp_meta.reference import record_at
 from pytest_fsdp_meta.reloading import NOT_ASKED, Reloading, odd_model, unavailable
 from pytest_fsdp_meta.subject import SubjectError
 from pytest_fsdp_meta.traffic import Collective, RankCollectives, RankMemory
@@ -278,7 +279,7 @@ class _Session:
         return self.world.run(f"{OBSERVERS}.truth:{question}", *arguments)[0]
 
     def _file(self, name: str) -> str:
-        return str(self.folder / f"{name}.safetensors")
+        return str(record_at(self.folder, name))
 
     @property
     def _truth(self) -> str:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -36,12 +35,9 @@ from pytest_fsdp_meta.observers.optimizers import make_optimizer, optimizer_fact
 from pytest_fsdp_meta.observers.poison import deterministic
 from pytest_fsdp_meta.observers.steps import watching_step
 from pytest_fsdp_meta.observers.values import compare_gradients
-from pytest_fsdp_meta.reference import Record
+from pytest_fsdp_meta.reference import RECORDS, Record, record_at
 from pytest_fsdp_meta.subject import Subject
 from pytest_fsdp_meta.worlds import SEED, Rank, current
-
-RECORDS = ("values", "gradients", "updated", "accumulated")
-"""What the reference's training leaves: weights, first gradients, trained weights, gradients of micro-batches."""
 
 
 @dataclass
@@ -165,7 +161,7 @@ class _First:
 def _records(folder: str | None) -> dict[str, Record]:
     if folder is None:
         return {}
-    files = {name: Path(folder, f"{name}.safetensors") for name in RECORDS}
+    files = {name: record_at(folder, name) for name in RECORDS}
     return {name: Record(file) for name, file in files.items() if file.exists()}
 
 

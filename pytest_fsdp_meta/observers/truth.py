@@ -31,7 +31,7 @@ from pytest_fsdp_meta.observers.poison import poisoned_memory, restore_defaults
 from pytest_fsdp_meta.observers.sensitivity import sensitivity
 from pytest_fsdp_meta.observers.training import train
 from pytest_fsdp_meta.observers.values import compare_gradients
-from pytest_fsdp_meta.reference import Record, checkpoint_entries, write_record
+from pytest_fsdp_meta.reference import Record, checkpoint_entries, record_at, write_record
 from pytest_fsdp_meta.subject import Subject, SubjectError
 from pytest_fsdp_meta.worlds import SEED, current
 
@@ -77,18 +77,16 @@ def train_reference(
     """
     me = current()
     subject = _subject(me.state["reference"], recipe)
-    model, seen = subject.model, _FirstGradients(Path(folder, "gradients.safetensors"))
+    model, seen = subject.model, _FirstGradients(record_at(folder, "gradients"))
     seen.look(model)  # where nothing is trainable there is no backward, and the ranks look for an empty record
     optimizer = make_optimizer(subject)
     run = train(subject, me.device, range(steps), (0, 1), optimizer, partial(seen.look, model))
     after = _inventory(model, ())
-    write_record(
-        Path(folder, "updated.safetensors"), ((n, t) for n, kind, t in named_tensors(model) if kind == "parameter")
-    )
+    write_record(record_at(folder, "updated"), ((n, t) for n, kind, t in named_tensors(model) if kind == "parameter"))
     amplified = 1.0
     if optimizer is not None and not not_shared(subject, shares):
-        amplified = _accumulated(subject, shares, Path(folder, "accumulated.safetensors"))
-    _restore(model, Record(Path(folder, "values.safetensors")))
+        amplified = _accumulated(subject, shares, record_at(folder, "accumulated"))
+    _restore(model, Record(record_at(folder, "values")))
     again = train(subject, me.device, range(steps), (0, 1), make_optimizer(subject))
     return replace(
         facts,
