@@ -181,6 +181,11 @@ class RankInventory:
                 groups.setdefault(key, []).append(tensor.name)
         return tuple(tuple(names) for names in groups.values() if len(names) > 1)
 
+    @cached_property
+    def tied_with(self) -> dict[str, frozenset[str]]:
+        """The group of each parameter that is tied, itself included."""
+        return {name: frozenset(group) for group in self.ties() for name in group}
+
 
 @dataclass(frozen=True)
 class Measure:

@@ -137,6 +137,15 @@ def test_a_key_that_is_missing_on_one_rank():
     assert told(found) == [(HEAD, (1,), "no key in the state dict", "saved under its name", "")]
 
 
+def test_a_state_dict_that_one_rank_gathers():
+    evidence = again(healthy(), "state_dict", (1,), keys=())
+    own = replace(evidence, subject=replace(evidence.subject, declared=evidence.subject.declared | {"state_dict"}))
+    assert verdict(NAMES, own).status == "passed"
+    nowhere = again(own, "state_dict", (0, 1), keys=())
+    for broken, ranks in ((evidence, (1,)), (nowhere, (0, 1))):
+        assert {(f.ranks, f.actual) for f in verdict(NAMES, broken).findings} == {(ranks, "no key in the state dict")}
+
+
 def test_a_key_that_is_renamed():
     found = verdict(NAMES, keys(healthy(), head__weight="output.weight"))
     assert told(found) == [
@@ -278,6 +287,15 @@ def test_an_optimizer_that_forgets():
     assert told(found) == [
         (MIDDLE, (0, 1), "no optimizer state once it is loaded", "momentum_buffer as saved", ""),
     ]
+
+
+def test_an_optimizer_of_which_nothing_is_loaded():
+    names = {name.replace(".", "__"): None for name in healthy().continued[0].state}
+    found = verdict(OPTIMIZER, resumed(healthy(), **names)).findings
+    assert {finding.cause.split(":")[0] for finding in found} == {"none of it is loaded"}
+    # On one rank, something else is wrong.
+    found = verdict(OPTIMIZER, resumed(healthy(), (1,), **names)).findings
+    assert not [finding for finding in found if finding.cause.startswith("none of it")]
 
 
 def test_an_optimizer_with_another_state_on_one_rank():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from pytest_fsdp_meta.catalogue.judging import NotJudged, Unjudgeable, View, ranks_by
 from pytest_fsdp_meta.catalogue.parity import curve, declared_or_coarsest
@@ -103,7 +104,9 @@ def state_dict_names_clean(view: View) -> Iterable[Finding]:
             yield Finding(key, ranks, "a name that a wrapper made", f"without {inserted}", **_WRAPPED)
     if not view.reference.complete:
         return  # what a checkpoint calls its tensors, and which of two tied ones it keeps, is its own affair
-    told = [(rank, {spoiled.get(key, key) for key in keys}) for rank, keys in by_rank]
+    # An author may gather it on one rank, as torch does with full_state_dict and cpu_offload: the others have nothing.
+    gathered = "state_dict" in view.evidence.subject.declared and any(keys for _, keys in by_rank)
+    told = [(rank, {spoiled.get(key, key) for key in keys}) for rank, keys in by_rank if keys or not gathered]
     for name, ranks in ranks_by((rank, key) for rank, keys in told for key in sorted(expected - keys)).items():
         if view.judgeable(name):
             yield Finding(name, ranks, "no key in the state dict", "saved under its name", condemns=(name,))
@@ -125,7 +128,8 @@ _WRAPPED: Words = {
     needs=["inventory", "saved", "restored"],
     after=[*SOUND, "frozen_weights_stay_frozen", "state_dict_names_clean", "load_is_repeatable"],
     why="A checkpoint that does not come back is found out when it is needed.",
-    cause="saving leaves it out, or loading skips it: a filter of names, strict=False, set_extra_state() that drops it",
+    cause="saving leaves it out, renames or casts it, writes the shards of one rank only, or loading skips it: a "
+    "filter of names, strict=False, copies that nobody writes back",
     remedy="save and load by torch.distributed.checkpoint with get_model_state_dict and set_model_state_dict, strictly",
     references=["NVIDIA/TransformerEngine#2713", "NVIDIA/TransformerEngine#1860"],
     since="0.2",
@@ -288,16 +292,22 @@ def optimizer_state_round_trip(view: View) -> Iterable[Finding]:
         raise NotJudged("the optimizer keeps no state; declare Subject(optimizer=...) with one that does")
     skipped = set(_not_one_tensor(view, [run.model for run in before]))
     names = dict.fromkeys(name for run in (*before, *after) for name in run.state)
+    words = {} if any(run.state for run in after) else _NOTHING
     for name in names:
         if name in skipped or not view.judgeable(name):
             continue
         told = ((rank, _lost(one, two, name)) for rank, (one, two) in enumerate(zip(before, after, strict=True)))
-        yield from view.broken(name, told)
+        yield from (replace(finding, **words) for finding in view.broken(name, told))
     pairs = enumerate(zip(before, after, strict=True))
     for group, ranks in ranks_by((rank, told) for rank, two in pairs for told in _groups_apart(*two)).items():
         yield Finding(None, ranks, group.actual, group.expected, **_SET_ANEW)
 
 
+_NOTHING: Words = {
+    "cause": "none of it is loaded: save() or resume() leaves the optimizer out, or the loader left gradients, with "
+    "which torch takes the optimizer for one that has a state (set_optimizer_state_dict)",
+    "remedy": "save and load the optimizer beside the model, and zero_grad() after a warm-up",
+}
 _SET_ANEW: Words = {
     "cause": "the settings of the groups are not saved, or something sets them anew after they were loaded: resume() "
     "itself, or a scheduler that starts from the beginning",

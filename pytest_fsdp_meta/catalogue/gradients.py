@@ -118,7 +118,7 @@ def _differing(view: View, runs: Sequence[RankTraining], name: str, wrong: Cases
     expected = f"the reference's within {allowed:g}"
     for factor, cases in by_factor.items():
         ranks = tuple(rank for rank, _ in cases)
-        words = _scaled(view, runs, name, factor) if factor else _other(view, name)
+        words = _scaled(view, runs, name, factor) if factor else _other(view, name, cases)
         actual = f"a gradient {factor} times the reference's" if factor else "a gradient unlike the reference's"
         yield Finding(name, ranks, actual, expected, "" if factor else _numbers(cases), **words)
 
@@ -178,9 +178,19 @@ def _sizes(view: View, runs: Sequence[RankTraining], name: str) -> dict[str, int
     return sizes | others
 
 
-def _other(view: View, name: str) -> Words:
+def _other(view: View, name: str, cases: Cases) -> Words:
     words = _EXPERTS if "expert" in name else _UNLIKE
+    if _tied_beyond(view, name):
+        words = _TIED
+    elif max(_relative(comparison) for _, comparison in cases) < SLIGHT:
+        words = _SLIGHTLY
     return {"cause": words["cause"] + other_precision(view), "remedy": words["remedy"]}
+
+
+def _tied_beyond(view: View, name: str) -> bool:
+    """Whether the model ties it to what the reference keeps apart from it."""
+    own, truth = view.evidence.inventory[0].tied_with, view.truth.tied_with
+    return not own.get(name, frozenset({name})) <= truth.get(name, frozenset({name}))
 
 
 def _numbers(cases: Cases) -> str:
@@ -216,6 +226,18 @@ _UNLIKE: Words = {
     "cause": "the forward agrees and the backward does not: a gradient is reduced over too few ranks, a hook or a "
     "backward of its own changes it, or activation checkpointing computes anew with other random numbers",
     "remedy": "compare how the gradients of this parameter are reduced with those of one that is right",
+}
+SLIGHT = 0.01
+"""Of its length: what is not reduced, or not computed, is farther off."""
+_SLIGHTLY: Words = {
+    "cause": "it is slightly off: the forward computes a little otherwise (another activation, epsilon, scale or "
+    "precision), or gradients are rounded while they are reduced",
+    "remedy": "compare the settings of the modules and the dtypes that they compute in with the reference's; where "
+    "another precision is meant, set tolerance=...",
+}
+_TIED: Words = {
+    "cause": "it is tied to another parameter here, and the reference keeps the two apart: it has both gradients",
+    "remedy": "look at what ties weights while loading: tie_weights(), tie_word_embeddings; or tie the reference",
 }
 _EXPERTS: Words = {
     "cause": "gradients of experts are reduced over the wrong ranks, or over none: experts that several ranks hold "

@@ -350,7 +350,8 @@ def _sum(value: Any) -> str:
 
 
 def _told(value: Any) -> Iterator[str]:
-    yield type(value).__name__
+    # Torch gathers a tuple, such as Adam's betas, as a list.
+    yield "list" if isinstance(value, tuple) else type(value).__name__
     if isinstance(value, Mapping):
         yield from sorted(f"{key!r}={_sum(part)}" for key, part in value.items())
     elif isinstance(value, (list, tuple)):
