@@ -114,6 +114,8 @@ def test_a_gradient_that_is_slightly_off():
     size = next(c.measure.truth for c in healthy().training[0].gradients if c.name == MIDDLE)
     near = verdict(PARITY, remeasured(healthy(), MIDDLE, apart=0.005 * size)).findings[0]
     assert near.cause.startswith("it is slightly off: the forward computes a little otherwise")
+    factor = verdict(PARITY, remeasured(healthy(), MIDDLE, 0.9997)).findings[0]  # of a bias, by chance
+    assert (factor.actual, factor.cause) == ("a gradient unlike the reference's", near.cause)
 
 
 def test_a_parameter_that_is_tied_to_what_the_reference_keeps_apart():
@@ -406,6 +408,18 @@ def test_accumulated_gradients_that_differ(factor, apart, actual):
     found = verdict(ACCUMULATION, accumulated(healthy(), gradients=seen))
     mean = "the mean of the micro-batches"
     assert told(found) == [(MIDDLE, (0, 1), f"{actual} once the last micro-batch is over", mean, "")]
+
+
+@pytest.mark.parametrize("truth", [math.inf, math.nan])
+def test_a_reference_whose_training_diverges(truth):
+    measure = Measure(actual=truth, truth=truth, apart=math.nan, dot=math.nan, elements=4)
+    gradients = tuple(replace(c, measure=measure) for c in healthy().training[0].accumulation.gradients)
+    found = verdict(ACCUMULATION, accumulated(healthy(), gradients=gradients))
+    assert (found.status, found.reason) == (
+        "skipped",
+        f"after the steps the reference's own gradient of {gradients[0].name} is not finite: its training diverges; "
+        "give Subject(optimizer=...) a smaller learning rate",
+    )
 
 
 def test_parameters_that_drifted_within_their_tolerance_have_other_gradients():

@@ -226,6 +226,12 @@ def test_ranks_of_one_slice_that_cancel_in_the_mean():
     assert verdict(PARITY, losses(in_slices(healthy(4), 0, 1, 2, 3), *curves)).status == "passed"
 
 
+def test_ranks_of_one_slice_that_disagree_after_all_were_wrong():
+    curves = [(3.0, 1.5, 1.25), (3.0, 1.75, 1.25), (3.0, 1.5, 1.25), (3.0, 1.5, 1.25)]
+    found = verdict(PARITY, losses(in_slices(healthy(4), 0, 0, 1, 1), *curves))
+    assert [(f.ranks, f.actual) for f in found.findings] == [((0, 1, 2, 3), "loss 3 at step 0")]
+
+
 def test_every_rank_that_differs_from_the_first_of_its_slice_is_named():
     curves = (LOSSES, (2.0, 1.75, 1.25), (2.0, 1.25, 1.25), LOSSES)
     found = verdict(PARITY, losses(in_slices(healthy(4), 0, 0, 0, 0), *curves))

@@ -124,7 +124,7 @@ def _differing(view: View, runs: Sequence[RankTraining], name: str, wrong: Cases
 
 
 def multiple(measure: Measure, allowed: float) -> str:
-    """The constant factor by which a gradient is off: "2", "1/2", "0"; empty where there is none."""
+    """The constant factor by which a gradient is off: "2", "1/2", "0"; empty where there is none but nearly 1."""
     if not math.isfinite(measure.apart):
         return ""
     if not measure.actual:
@@ -136,8 +136,7 @@ def multiple(measure: Measure, allowed: float) -> str:
     for value, told in ((float(number), str(number)), (1 / number, f"1/{number}")):
         if number > 1 and abs(factor / value - 1) <= max(allowed, 1e-3):
             return told
-    told = f"{factor:.4g}"
-    return "" if told == "1" else told
+    return f"{factor:.4g}" if abs(factor - 1) >= SLIGHT else ""
 
 
 def _scaled(view: View, runs: Sequence[RankTraining], name: str, factor: str) -> Words:

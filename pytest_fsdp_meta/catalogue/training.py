@@ -124,7 +124,8 @@ def loss_parity(view: View) -> Iterable[Finding]:
     expected, actual = view.reference.losses or (), mean_losses(runs)
     allowed = tolerance(view, TOLERANCE)
     apart = [step for step in range(len(expected)) if distance(actual, expected, step) > allowed]
-    diverged = _diverged(view, runs, allowed)
+    # Ranks that agree, and are wrong, for a step before they disagree do so because of it.
+    diverged = [case for case in _diverged(view, runs, allowed) if not apart or case[2] <= apart[0]]
     if not apart and not diverged:
         return
     rank, other, step = diverged[0] if diverged else (0, 0, 0)
@@ -285,6 +286,14 @@ def _accumulated(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding]:
     names = view.names("parameter", only=view.reference.gradients)
     seen = [run.accumulation for run in runs if run.accumulation is not None]
     pairs = view.comparisons(tuple(one.gradients for one in seen), names)
+    endless = [
+        name for name, found in pairs.items() if any(c.measure and not math.isfinite(c.measure.truth) for _, c in found)
+    ]
+    if endless:
+        raise NotJudged(
+            f"after the steps the reference's own gradient of {endless[0]} is not finite: its training diverges; give "
+            "Subject(optimizer=...) a smaller learning rate"
+        )
     for name in names:
         lost = [rank for rank, one in enumerate(seen) if name in one.without_gradient]
         lost = [rank for rank in lost if name not in runs[rank].without_gradient]
