@@ -8,7 +8,7 @@ WORKERS ?= 2
 
 SYSTEMS := $(notdir $(patsubst %/requirements.txt,%,$(wildcard conformance/systems/*/requirements.txt)))
 
-.PHONY: help conformance test lint check matrix bench format docs clean systems $(SYSTEMS:%=system-%)
+.PHONY: help conformance test lint check matrix architectures bench format docs clean systems $(SYSTEMS:%=system-%)
 
 help:
 	@echo "make conformance  install, then judge real loaders on real ranks (GPUs where there are enough, else CPU)"
@@ -16,6 +16,7 @@ help:
 	@echo "make systems      judge the real released packages, each in its own environment: $(SYSTEMS:%=system-%)"
 	@echo "make lint         ruff, mypy, import-linter"
 	@echo "make matrix       every loader against every check: build/matrix.json, .md and .svg"
+	@echo "make architectures  every causal language model of transformers, judged: build/architectures-*.json"
 	@echo "make bench        what the catalogue costs, and how fast weights are verified"
 	@echo "make format       ruff, with fixes"
 	@echo "make docs         the pages that are made from the code: docs/catalogue.md"
@@ -54,6 +55,11 @@ format: .venv/installed
 # Every loader against every check, as JSON, Markdown and a picture.
 matrix: .venv/installed
 	$(BIN)/python -m conformance.matrix --out build
+
+# Half an hour each: what differs from what is known of transformers, and whether a loader that conforms is clean.
+architectures: .venv/installed
+	$(BIN)/python -m conformance.architectures
+	$(BIN)/python -m conformance.architectures --loader plain
 
 # Speed and memory, side by side with the bare work.
 bench: .venv/installed

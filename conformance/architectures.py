@@ -46,28 +46,29 @@ def load_plain(fsdp: Rank, path: Path) -> Subject:
 LOADERS = {"transformers": load_transformers, "plain": load_plain}
 
 FUSED = {"params_equal_reference"}
+"""Projections that are fused in the model or in the checkpoint: cut first, and fused or taken apart afterwards."""
 THAWED = {"requires_grad_matches_reference"}
+"""Built frozen, and trainable once one device has loaded them; shards stay frozen."""
 FINDINGS: dict[str, dict[str, set[str]]] = {
     "plain": {},
     "transformers": {
-        "afmoe": THAWED,
-        "bailing_hybrid": FUSED,
-        "blt": THAWED,
-        "ernie4_5_moe": THAWED,
         "falcon_h1": {"no_uninitialized_memory"},
-        "hrm_text": FUSED,
-        "kimi_linear": FUSED,
-        "laguna": THAWED,
-        "marian": THAWED,
+        **dict.fromkeys(("bailing_hybrid", "hrm_text", "kimi_linear", "olmo_hybrid"), FUSED),
+        **dict.fromkeys(("afmoe", "blt", "ernie4_5_moe", "laguna"), THAWED),
+        **dict.fromkeys(("marian", "moss_transcribe_diarize", "pegasus", "roformer"), THAWED),
     },
 }
 """What transformers 5.23.0 is known for; docs/systems.md says why. A release that mends it asks to be noted here."""
 
-WITHOUT_CHECKPOINT: set[str] = set()
-"""No tiny configuration of theirs builds, or they want more than tokens, or packages that are not here."""
+WITHOUT_CHECKPOINT = {
+    *("dots3_note", "gemma4_assistant", "gemma4_unified_assistant"),  # sizes that depend on each other
+    *("emu3", "mllama", "musicgen", "musicgen_melody"),  # AutoModelForCausalLM does not take their own configuration
+    "gemma3n",  # wants pillow and timm
+}
+"""Nothing is judged of them."""
 
-UNTRAINABLE: set[str] = set()
-"""One device cannot train them either: in evaluation mode, on a CPU, from tokens alone."""
+UNTRAINABLE = {"blt", "git", "reformer", "rwkv", "xlstm"}
+"""One device cannot train them either, from tokens alone and in evaluation mode; their loading is judged."""
 
 
 @dataclass
