@@ -5,4 +5,4 @@ from pytest_fsdp_meta.observers.adapters import Part
 from pytest_fsdp_meta.subject import Subject, SubjectError
 
 __all__ = ["Part", "Subject", "SubjectError", "fsdp_conformance"]
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -44,6 +44,11 @@ def splits_sequence(dim: str) -> bool:
     return dim.lower() in SEQUENCE_DIMS or _ends(dim, "cp")
 
 
+def replicates(dim: str | None) -> bool:
+    """Whether ranks along a mesh dimension, by its name, are to hold the same."""
+    return dim is not None and ("replica" in dim.lower() or dim.lower() == "ddp")
+
+
 def _ends(dim: str, *endings: str) -> bool:
     """``my_tp`` ends in ``tp``; what is named for data parallelism (dp_shard_cp, dp_shard_mod_ep) splits the batch."""
     words = dim.lower().split("_")

@@ -6,7 +6,6 @@ that was seen before. Then it lets go of its model, so that no two loads of one 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,6 +18,8 @@ from pytest_fsdp_meta.evidence import (
     SubjectFacts,
     TensorFacts,
     Unavailable,
+    replicates,
+    sharded_dim,
     splits_model,
 )
 from pytest_fsdp_meta.saved import FirstStep, RankResumed, RankSaved
@@ -257,7 +258,7 @@ class Reloading:
             return None
         for rank in self.inventory:
             for tensor in rank.tensors:
-                if not tensor.numel and any(_dim(placement) > 0 for placement in tensor.placements or ()):
+                if not tensor.numel and any(sharded_dim(placement) for placement in tensor.placements or ()):
                     return Unavailable(
                         f"{tensor.name} is sharded on another dim than 0 and rank {rank.rank} holds nothing of it, "
                         "which gloo cannot gather"
@@ -306,7 +307,7 @@ def _unloadable(ranks: Sequence[FirstStep]) -> str:
 
 def other_size(spec: WorldSpec) -> WorldSpec | Unavailable:
     """A world with half the ranks along one dimension: the largest that shards data, else any; of one rank, two."""
-    sharding = {dim: size for dim, size in spec.mesh.items() if not splits_model(dim) and "replica" not in dim.lower()}
+    sharding = {dim: size for dim, size in spec.mesh.items() if not splits_model(dim) and not replicates(dim)}
     dim = next((max(sizes, key=lambda one: sizes[one]) for sizes in (sharding, spec.mesh) if _most(sizes) > 1), None)
     if dim is not None:
         mesh = {**spec.mesh, dim: spec.mesh[dim] // 2}
@@ -329,12 +330,6 @@ def unavailable(error: WorldError) -> Unavailable:
 
 def _models(runs: tuple[RankResumed, ...]) -> tuple[RankSaved, ...]:
     return tuple(run.model for run in runs)
-
-
-def _dim(placement: str) -> int:
-    """The dim that a placement shards, -1 where it shards none."""
-    found = re.match(r"_?S\((\d+)", placement)
-    return int(found[1]) if found else -1
 
 
 def _most(sizes: Mapping[str, int]) -> int:

@@ -9,12 +9,12 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from pytest_fsdp_meta.catalogue.judging import NotJudged, Unjudgeable, View, ranks_by
+from pytest_fsdp_meta.catalogue.judging import NotJudged, PartlyJudged, Unjudgeable, View, ranks_by
 from pytest_fsdp_meta.catalogue.parity import curve, declared_or_coarsest
 from pytest_fsdp_meta.catalogue.registry import Finding, Told, Words, check
 from pytest_fsdp_meta.evidence import Comparison, TensorFacts
 from pytest_fsdp_meta.saved import RankResumed, RankSaved
-from pytest_fsdp_meta.words import WRAPPERS, clean_name
+from pytest_fsdp_meta.words import WRAPPERS, clean_name, first_of
 
 HERE = ("same_manifest_on_every_rank", "no_meta_params", "no_meta_buffers", "no_uninitialized_memory")
 SOUND = (
@@ -140,10 +140,9 @@ def dcp_round_trip(view: View) -> Iterable[Finding]:
     apart = _not_one_tensor(view, before)
     yield from _not_restored(view, before, evidence.restored or (), apart)
     if apart:
-        raise NotJudged(
-            f"kept by what could be judged; of {apart[0]}{f' and {len(apart) - 1} more' if len(apart) > 1 else ''} "
-            "ranks hold what differs though it has one name and one place, and torch.distributed.checkpoint keeps one "
-            "of each; declare Subject(save=..., resume=...)"
+        raise PartlyJudged(
+            f"of {first_of(apart)} ranks hold what differs though it has one name and one place, and "
+            "torch.distributed.checkpoint keeps one of each; declare Subject(save=..., resume=...)"
         )
     left = [name for rank in before for name in rank.left_out if view.judgeable(name)]
     if left and evidence.reference is None:
@@ -211,8 +210,8 @@ def dcp_reshards(view: View) -> Iterable[Finding]:
     size = math.prod(size for _, size in resharded.mesh)
     equal = _equal_before(view)
     skipped = set(_not_one_tensor(view, view.evidence.saved or ()))
-    for name in view.names("parameter", "buffer"):
-        pairs = view.comparisons(resharded.comparisons, [name]).get(name, [])
+    names = view.names("parameter", "buffer")
+    for name, pairs in view.comparisons(resharded.comparisons, names).items():
         wrong = [(rank, c) for rank, c in pairs if not c.equal and not (c.cast and c.max_rel <= ROUNDING)]
         if wrong and name in equal and name not in skipped:
             ranks = tuple(rank for rank, _ in wrong)

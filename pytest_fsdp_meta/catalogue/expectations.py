@@ -6,7 +6,7 @@ from math import prod
 
 from pytest_fsdp_meta.catalogue.judging import View
 from pytest_fsdp_meta.catalogue.registry import Told, Words
-from pytest_fsdp_meta.evidence import MeshFacts, TensorFacts, sharded_dim, splits_experts, splits_model
+from pytest_fsdp_meta.evidence import MeshFacts, TensorFacts, replicates, sharded_dim, splits_experts, splits_model
 from pytest_fsdp_meta.words import counted
 
 PLAIN = "a plain tensor, whole on every rank"
@@ -52,7 +52,7 @@ def _role(dim: str | None) -> str:
     """What is expected of a mesh dimension by its name: "shard", "replicate" or "free"."""
     if splits_model(dim):
         return "free"
-    return "replicate" if dim is not None and ("replica" in dim or dim == "ddp") else "shard"
+    return "replicate" if replicates(dim) else "shard"
 
 
 def as_declared(tensor: TensorFacts, declared: tuple[str, ...], world: int) -> Told | None:
