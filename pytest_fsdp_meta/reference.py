@@ -49,7 +49,7 @@ def write_record(path: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
     as_bytes: dict[str, str] = {}
     first: dict[tuple[Any, ...], str] = {}
     for name, tensor in tensors:
-        if not _is_array(tensor):
+        if not is_array(tensor):
             continue
         data = tensor.detach()
         # The same memory seen in another way, as a transposed weight is, is another tensor.
@@ -67,7 +67,8 @@ def write_record(path: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
     save_file(kept, path, metadata={ALIASES: json.dumps(aliases), AS_BYTES: json.dumps(as_bytes)})
 
 
-def _is_array(tensor: Tensor) -> bool:
+def is_array(tensor: Tensor) -> bool:
+    """Whether torch reads its elements like those of any other."""
     import torch
 
     return tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_nested

@@ -22,6 +22,11 @@ IGNORED_LABEL = -100
 """The label that torch's cross entropy, and with it every loss of transformers, leaves out of its mean."""
 
 
+def own_share(subject: Subject, me: Rank) -> tuple[int, int]:
+    """(index, size) of this rank's slice of the batch, as declared, else by the mesh."""
+    return subject.data_parallel or data_parallel(subject.model, me)
+
+
 def data_parallel(model: Module, me: Rank) -> tuple[int, int]:
     """(index, size) of this rank's slice of the batch, from the mesh that most parameters lie on, else the world's."""
     meshes: dict[tuple[Any, ...], int] = {}

@@ -26,14 +26,14 @@ from pytest_fsdp_meta.evidence import Comparison, Export
 from pytest_fsdp_meta.observers.adapters import Part
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part, own_part
 from pytest_fsdp_meta.observers.adapters.lookup import parts_of
-from pytest_fsdp_meta.observers.batches import calling, data_parallel
+from pytest_fsdp_meta.observers.batches import calling, own_share
 from pytest_fsdp_meta.observers.bits import digest
 from pytest_fsdp_meta.observers.inventory import named_tensors, non_persistent, reshard, unwrapped
 from pytest_fsdp_meta.observers.loading import loaded_subject
-from pytest_fsdp_meta.observers.optimizers import make_optimizer
+from pytest_fsdp_meta.observers.optimizers import BY_NAME, make_optimizer
 from pytest_fsdp_meta.observers.training import train
 from pytest_fsdp_meta.observers.values import compare, compare_all
-from pytest_fsdp_meta.reference import Record, write_record
+from pytest_fsdp_meta.reference import Record, is_array, write_record
 from pytest_fsdp_meta.saved import FirstStep, RankResumed, RankSaved, RankStateDict
 from pytest_fsdp_meta.subject import Subject, SubjectError
 from pytest_fsdp_meta.words import clean_name, first_line
@@ -198,15 +198,11 @@ def _persistent(model: Module) -> dict[str, Tensor]:
     return {name: tensor for name, _, tensor in named_tensors(model) if name not in transient}
 
 
-def _readable(tensor: Tensor) -> bool:
-    return tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_nested
-
-
 def _parts(model: Module) -> dict[str, Part]:
     """This rank's parts of what a checkpoint keeps, as far as torch reads them like any other."""
     parts = parts_of(model)
     found = {name: parts.of(name, tensor) for name, tensor in _persistent(model).items()}
-    return {name: part for name, part in found.items() if _readable(part.local)}
+    return {name: part for name, part in found.items() if is_array(part.local)}
 
 
 def _save(subject: Subject, optimizer: Optimizer | None, folder: Path) -> None:
@@ -308,8 +304,7 @@ def _optimizer(subject: Subject) -> Optimizer:
 
 def _steps(me: Rank, subject: Subject, steps: int) -> tuple[float, ...]:
     """The losses of the first batches, which an author is sure to have."""
-    part = subject.data_parallel or data_parallel(subject.model, me)
-    run = train(subject, me.device, range(steps), part, me.state["resumable"])
+    run = train(subject, me.device, range(steps), own_share(subject, me), me.state["resumable"])
     reshard(subject.model)
     return tuple(run.losses)
 
@@ -322,8 +317,7 @@ def _all_held(subject: Subject, optimizer: Optimizer) -> RankResumed:
             name = names.get(id(parameter), f"(parameter {number} of the optimizer)")
             state[name] = {str(key): _sum(_lying_as(parameter, value)) for key, value in kept.items()}
     groups = tuple(
-        {key: _sum(value) for key, value in group.items() if key not in ("params", "param_names")}
-        for group in optimizer.param_groups
+        {key: _sum(value) for key, value in group.items() if key not in BY_NAME} for group in optimizer.param_groups
     )
     return RankResumed(_held(subject), state, groups)
 

@@ -20,7 +20,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from pytest_fsdp_meta.evidence import RankInventory, SubjectFacts
 from pytest_fsdp_meta.observers.adapters import lookup
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part
-from pytest_fsdp_meta.observers.batches import data_parallel
+from pytest_fsdp_meta.observers.batches import own_share
 from pytest_fsdp_meta.observers.collectives import Recorder
 from pytest_fsdp_meta.observers.inventory import managed_names, named_tensors, non_persistent, reshard, take_inventory
 from pytest_fsdp_meta.observers.mapped import MAPS
@@ -108,7 +108,7 @@ def _told(subject: Subject, me: Rank, managed: Mapping[str, bool], poison_kept: 
     checkpoints = {
         field: os.path.abspath(path) for field, path in sources.items() if isinstance(path, (str, os.PathLike))
     }
-    share = subject.data_parallel or data_parallel(subject.model, me)
+    share = own_share(subject, me)
     return Loaded(
         inventory=inventory,
         subject=facts,

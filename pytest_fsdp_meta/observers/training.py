@@ -21,10 +21,10 @@ from pytest_fsdp_meta.observers.adapters.lookup import parts_of
 from pytest_fsdp_meta.observers.batches import (
     batch_digest,
     counted_labels,
-    data_parallel,
     global_batch,
     loss_of,
     own_rows,
+    own_share,
     scalar,
 )
 from pytest_fsdp_meta.observers.gradients import gradient_norm, gradients_of, without_gradient
@@ -58,7 +58,7 @@ def observe_training(steps: int, truth: str | None = None, floor: float = 0.0) -
     """
     me = current()
     subject = loaded_subject(me)
-    share = subject.data_parallel or data_parallel(subject.model, me)
+    share = own_share(subject, me)
     before = shards(subject.model)
     optimizer = make_optimizer(subject)
     first = _First(subject, _records(truth))
