@@ -18,6 +18,7 @@ help:
 	@echo "make matrix       every loader against every check: build/matrix.json, .md and .svg"
 	@echo "make architectures  every causal language model of transformers, judged: build/architectures-*.json"
 	@echo "make bench        what the catalogue costs, and how fast weights are verified"
+	@echo "make clean        removes the environments and what was built"
 	@echo "make format       ruff, with fixes"
 	@echo "make docs         the pages that are made from the code: docs/catalogue.md"
 	@echo "variables: PYTHON=$(PYTHON) WORLD_SIZE=$(WORLD_SIZE) WORKERS=$(WORKERS)"

@@ -87,6 +87,14 @@ class Subject:
     For parameters sharded by hand, such as the experts that each rank has of its own.
     """
 
+    def __new__(cls, *_: Any, **given: Any) -> Subject:
+        for name in given:
+            if name not in cls.__dataclass_fields__:
+                near = difflib.get_close_matches(name, cls.__dataclass_fields__, n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(cls.__dataclass_fields__)}"
+                raise SubjectError(name, f"there is no such field; {hint}")
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         _require_module(self.model)
         for name in ("reference", "verifier"):

@@ -55,6 +55,19 @@ def test_what_a_failure_looks_like(tmp_path):
     assert message in told
 
 
+def test_an_own_check(tmp_path):
+    (tmp_path / "test_llama.py").write_text(EXAMPLE)
+    own = next(block for block in blocks("py") if "pytest_fsdp_checks" in block)
+    (tmp_path / "conftest.py").write_text(own)
+    assert "1 passed, 43 deselected" in run_pytest(tmp_path, "-k", "norms_are_float32")
+    (tmp_path / "conftest.py").write_text(
+        own.replace('!= "float32"', '!= "float64"').replace('dtype, "float32"', 'dtype, "float64"')
+    )
+    told = run_pytest(tmp_path, "-k", "norms_are_float32")
+    assert "model.norm.weight, ranks 0, 1: float32, but should be float64" in told
+    assert "likely cause: the whole model was cast" in told
+
+
 @pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)
 def test_every_option_is_listed(option):
     assert option.flag in README

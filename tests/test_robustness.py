@@ -40,7 +40,10 @@ def test_a_seeding_helper_does_not_switch_the_poison_off(warn_only):
 
 def without_poison(fsdp) -> nn.Module:
     torch.utils.deterministic.fill_uninitialized_memory = False
-    return never_written(fsdp)
+    model = never_written(fsdp)
+    for parameter in model.parameters():
+        nn.init.zeros_(parameter)  # memory from before the switch may be poisoned, by chance
+    return model
 
 
 def test_who_switches_the_poison_off_all_the_same_is_told():

@@ -147,6 +147,15 @@ def test_a_wrong_field_is_named(fields, message):
     assert isinstance(caught.value, ValueError)
 
 
+def test_a_field_that_there_is_not():
+    with pytest.raises(
+        SubjectError, match=r"^Subject\(refrence=\.\.\.\): there is no such field; did you mean 'reference'\?$"
+    ):
+        Subject(nn.Linear(1, 1), refrence=None)
+    with pytest.raises(SubjectError, match=r"no such field; there are model, reference, batch, "):
+        Subject(nn.Linear(1, 1), xyzzy=None)
+
+
 def test_what_is_no_model():
     with pytest.raises(SubjectError) as caught:
         Subject({"weight": 1})

@@ -115,7 +115,7 @@ BY_SLICES = "build it on meta, shard it, then to_empty() and read only the rank'
 
 
 @check(
-    promise="no rank ever holds the whole model while loading, unless declared",
+    promise="no rank ever holds the whole model while loading, unless declared; pages mapped from a file do not count",
     family="memory",
     needs=["inventory", "memory"],
     after=[MANIFEST],
