@@ -308,10 +308,16 @@ class Export:
 
 @dataclass(frozen=True)
 class Resharded:
-    """A checkpoint loaded in a world of another size: each of its ranks beside the reference."""
+    """A checkpoint loaded in a world of another size: each of its ranks beside the reference.
+
+    ``refused`` is what loading raised there, in one line, though it is loaded in a world of the same size; ``ranks``
+    are those that raised it.
+    """
 
     mesh: tuple[tuple[str, int], ...]
-    comparisons: tuple[tuple[Comparison, ...], ...]
+    comparisons: tuple[tuple[Comparison, ...], ...] = ()
+    refused: str = ""
+    ranks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ that was seen before. Then it lets go of its model, so that no two loads of one 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -171,8 +172,24 @@ class Reloading:
             world, _ = self.load(spec, f"the load in {shown}", self.worlds)
         except WorldError as error:
             return Unavailable(f"the loader gives no model in {shown}: {error.summary}")
-        comparisons = world.run(f"{OBSERVER}:load_elsewhere", self._at("kept"), self.record)
-        return Resharded(tuple(spec.mesh.items()), tuple(comparisons))
+        mesh = tuple(spec.mesh.items())
+        try:
+            world.run(f"{OBSERVER}:load_over", self._at("kept"))
+        except WorldError as error:
+            if not _refuses(error) or not self._loads_here():
+                raise
+            first = error.failures[0]
+            ranks = sorted(one.rank for one in error.failures if (one.kind, one.summary) == (first.kind, first.summary))
+            return Resharded(mesh, refused=first.summary.removeprefix("raised "), ranks=tuple(ranks))
+        return Resharded(mesh, tuple(world.run(f"{OBSERVER}:compare_loaded", self.record)))
+
+    def _loads_here(self) -> bool:
+        """Whether the very checkpoint is loaded in a world of the size that saved it."""
+        try:
+            self._run_second("load_over", self._at("kept"))
+        except WorldError:
+            return False
+        return True
 
     def _after(self, name: str) -> Unavailable | None:
         return self.unavailable.get(name)
@@ -288,6 +305,22 @@ def odd_model(inventory: tuple[RankInventory, ...]) -> str:
         return f"{meta[0]} is on meta"
     manifests = {tuple((t.name, t.shape, t.dtype, t.requires_grad) for t in rank.tensors) for rank in inventory}
     return "the ranks hold different tensors, so their collectives would not pair up" if len(manifests) > 1 else ""
+
+
+NOT_THE_CHECKPOINT = re.compile(r"(OutOfMemoryError|MemoryError|DistBackendError|DistNetworkError|\.Skipped)$")
+"""What raises in a world of another size for the sake of its machine or its network, or because it was told to skip."""
+
+
+def _refuses(error: WorldError) -> bool:
+    """Whether a rank raised first, and what it raised may be about the checkpoint."""
+    first = error.failures[0]
+    return (
+        first.kind == "raised"
+        and not first.user
+        and not first.lost_peer
+        and not NOT_THE_CHECKPOINT.search(first.exception)
+        and "out of memory" not in first.message
+    )
 
 
 def _unloadable(ranks: Sequence[FirstStep]) -> str:

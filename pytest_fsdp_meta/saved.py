@@ -23,12 +23,14 @@ class RankSaved:
     """What a rank holds of what a checkpoint keeps: before it was saved, or after it was loaded.
 
     ``tensors`` are digests of this rank's parts of parameters and persistent buffers by name, ``extra`` those of what
-    modules keep as ``_extra_state``; ``left_out`` are the tensors for which the state dict has no key.
+    modules keep as ``_extra_state``; ``left_out`` are the tensors for which the state dict has no key, ``untouched``
+    those that loading left as they were before it.
     """
 
     tensors: Mapping[str, str]
     extra: Mapping[str, str] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
+    untouched: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -188,6 +188,19 @@ def test_a_tensor_that_does_not_come_back():
     ]
 
 
+def test_a_tensor_that_loading_leaves_as_it_was():
+    other = saved(layers__0__weight="other")
+    found = verdict(ROUND_TRIP, replace(healthy(), restored=(replace(other, untouched=(MIDDLE,)), other)))
+    assert told(found) == [
+        (MIDDLE, (0,), "not restored: loading leaves it as it was", "those that were saved", ""),
+        (MIDDLE, (1,), "other values once it is loaded", "those that were saved", ""),
+    ]
+    assert ["casts" in finding.cause for finding in found.findings] == [False, True]
+    # What was saved with those very values is restored.
+    alike = replace(healthy(), restored=(replace(saved(), untouched=(MIDDLE,)),) * 2)
+    assert verdict(ROUND_TRIP, alike).status == "passed"
+
+
 def test_a_tensor_that_does_not_come_back_on_one_rank():
     found = verdict(ROUND_TRIP, replace(healthy(), restored=(saved(), saved(counter="other"))))
     assert told(found) == [(COUNTER, (1,), "other values once it is loaded", "those that were saved", "")]
@@ -234,6 +247,32 @@ def elsewhere(evidence: Evidence, *comparisons: Comparison) -> Evidence:
 def test_a_world_of_another_size_that_reads_other_values():
     found = verdict(RESHARDS, elsewhere(healthy(), OTHER))
     assert told(found) == [(MIDDLE, (0,), "other values in a world of 1", "those that were saved", NUMBERS)]
+
+
+REFUSED = {"comparisons": (), "refused": "RuntimeError in Subject(resume=...): another size", "ranks": (0,)}
+
+
+def refused(evidence: Evidence) -> Evidence:
+    return replace(evidence, resharded=replace(evidence.resharded, **REFUSED))
+
+
+def test_a_world_of_another_size_that_cannot_load_it():
+    found = verdict(RESHARDS, refused(healthy()))
+    raised = "loading it in a world of 1 raises RuntimeError in Subject(resume=...): another size"
+    assert told(found) == [(None, (0,), raised, "the values that were saved", "")]
+    assert found.findings[0].cause == CATALOGUE[RESHARDS].cause
+    # Other values than the reference's explain no refusal.
+    assert verdict(RESHARDS, refused(differ(healthy(), MIDDLE))).findings == found.findings
+
+
+def test_a_refusal_that_a_more_basic_finding_may_explain():
+    broken = replace(refused(healthy()), restored=(saved(layers__0__weight="other"),) * 2)
+    found = verdict(RESHARDS, broken)
+    assert (found.status, found.reason) == (
+        "skipped",
+        "loading it in a world of 1 raises RuntimeError in Subject(resume=...): another size; the findings of "
+        "dcp_round_trip may explain it",
+    )
 
 
 def test_another_shape_in_a_world_of_another_size():
@@ -358,7 +397,7 @@ def test_losses_that_a_loss_of_weights_explains():
     assert found.status == "skipped"
     assert found.reason == (
         "the losses differ (step 0 after the checkpoint: 9, without it 1.25), and so does the model that was loaded, "
-        "which dcp_round_trip tells; mend that first"
+        "which may explain it; see dcp_round_trip"
     )
 
 
@@ -366,7 +405,7 @@ def test_losses_that_a_loss_of_momenta_explains():
     found = verdict(RESUME, again(resumed(healthy(), head__weight=None), "resumed", losses=(1.25, 9.0)))
     assert found.status == "skipped"
     assert found.reason.endswith(
-        "and so does the optimizer that was loaded, which optimizer_state_round_trip tells; mend that first"
+        "and so does the optimizer that was loaded, which may explain it; see optimizer_state_round_trip"
     )
 
 

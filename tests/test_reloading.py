@@ -252,6 +252,40 @@ def test_a_loader_for_one_size_of_world_only():
     assert "made for two" in found[RESHARDS].reason
 
 
+def test_a_checkpoint_that_another_size_of_world_refuses():
+    def save(model, optimizer, folder):
+        own = {name: parameter.to_local() for name, parameter in model.named_parameters()}
+        torch.save(own, folder / f"r{torch.distributed.get_rank()}.pt")
+
+    def resume(model, optimizer, folder):
+        own = torch.load(folder / f"r{torch.distributed.get_rank()}.pt")
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.to_local().copy_(own[name])
+
+    found = judged(lambda fsdp: declared(fsdp, build(), save=save, resume=resume), (ROUND_TRIP, RESHARDS))
+    assert statuses(found) == {ROUND_TRIP: "passed", RESHARDS: "failed"}
+    assert [(one.tensor, one.ranks, one.actual.partition(" tensor ")[0]) for one in found[RESHARDS].findings] == [
+        (None, (0,), "loading it in a world of 1 raises RuntimeError in Subject(resume=...): The size of")
+    ]
+
+
+def test_a_checkpoint_that_no_world_loads_without_its_optimizer():
+    def save(model, optimizer, folder):
+        dcp.save(get_model_state_dict(model), checkpoint_id=folder)
+
+    def resume(model, optimizer, folder):
+        state = get_model_state_dict(model)
+        dcp.load(state, checkpoint_id=folder)
+        set_model_state_dict(model, state)
+        optimizer.state.clear()
+
+    found = judged(lambda fsdp: declared(fsdp, build(), save=save, resume=resume), (ROUND_TRIP, RESHARDS, RESUME))
+    assert found[ROUND_TRIP].status == "passed", found[ROUND_TRIP].reason
+    assert found[RESHARDS].status == "error"
+    assert "'NoneType' object has no attribute 'state'" in found[RESHARDS].reason
+
+
 def test_saving_that_hangs_costs_nothing_else():
     def save(model, optimizer, folder):
         if torch.distributed.get_rank() == 0:

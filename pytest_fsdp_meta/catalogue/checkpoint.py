@@ -28,6 +28,7 @@ SOUND = (
 )
 """Without which saving, loading or training may fail or give anything."""
 EQUAL = (*SOUND, "params_equal_reference", "buffers_equal_reference")
+EXPLAINING_A_REFUSAL = (*SOUND, "state_dict_names_clean", "dcp_round_trip")
 TRAINED = (
     "tied_weights_share_storage",
     "tied_weights_stay_tied",
@@ -157,14 +158,24 @@ def _not_restored(
         if name in but or name in left_out or not view.judgeable(name):
             continue
         ranks = _differing(name, [rank.tensors for rank in before], [rank.tensors for rank in after])
-        if ranks:
-            yield Finding(name, ranks, "other values once it is loaded", "those that were saved")
+        untouched = tuple(rank for rank in ranks if name in after[rank].untouched)
+        if untouched:
+            yield Finding(name, untouched, "not restored: loading leaves it as it was", SAVED, **_UNTOUCHED)
+        if others := tuple(rank for rank in ranks if rank not in untouched):
+            yield Finding(name, others, "other values once it is loaded", SAVED)
     for key in dict.fromkeys(key for rank in before for key in rank.extra):
         ranks = _differing(key, [rank.extra for rank in before], [rank.extra for rank in after])
         if ranks:
             yield Finding(key, ranks, "another state once it is loaded", "that which was saved", **_EXTRA)
 
 
+SAVED = "those that were saved"
+_UNTOUCHED: Words = {
+    "cause": "saving leaves it out, or loading skips it: a filter of names, strict=False, a renamed key, copies that "
+    "nobody writes back",
+    "remedy": "save and load by torch.distributed.checkpoint with get_model_state_dict and set_model_state_dict, "
+    "strictly",
+}
 _EXTRA: Words = {
     "cause": "set_extra_state() does not restore what get_extra_state() gives, or it differs from rank to rank",
     "remedy": "restore all of it in set_extra_state(), and keep what differs between ranks in tensors",
@@ -208,6 +219,12 @@ def dcp_reshards(view: View) -> Iterable[Finding]:
     resharded = view.evidence.resharded
     assert resharded is not None
     size = math.prod(size for _, size in resharded.mesh)
+    if resharded.refused:
+        told = f"loading it in a world of {size} raises {resharded.refused}"
+        if by := [id for id in view.failed if id in EXPLAINING_A_REFUSAL]:
+            raise NotJudged(f"{told}; the findings of {', '.join(by)} may explain it")
+        yield Finding(None, resharded.ranks, told, "the values that were saved")
+        return
     equal = _equal_before(view)
     skipped = set(_not_one_tensor(view, view.evidence.saved or ()))
     names = view.names("parameter", "buffer")
@@ -385,13 +402,13 @@ def _require_no_other_cause(view: View, told: str) -> None:
     pairs = list(zip(before, after, strict=True))
     if any(one.model != two.model for one, two in pairs):
         raise NotJudged(
-            f"the losses differ ({told}), and so does the model that was loaded, which dcp_round_trip tells; mend that "
-            "first"
+            f"the losses differ ({told}), and so does the model that was loaded, which may explain it; see "
+            "dcp_round_trip"
         )
     if any((one.state, one.groups) != (two.state, two.groups) for one, two in pairs):
         raise NotJudged(
-            f"the losses differ ({told}), and so does the optimizer that was loaded, which optimizer_state_round_trip "
-            "tells; mend that first"
+            f"the losses differ ({told}), and so does the optimizer that was loaded, which may explain it; see "
+            "optimizer_state_round_trip"
         )
     if view.failed:
         raise NotJudged(f"the losses differ ({told}), which the findings of {', '.join(view.failed)} explain")

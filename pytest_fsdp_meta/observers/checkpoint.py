@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -88,17 +89,20 @@ def save_model(folder: str) -> RankSaved:
 
 def load_model(folder: str) -> RankSaved:
     """What this rank holds once the model in the folder has been loaded over other values."""
+    load_over(folder)
+    return _held_after(_resharded_subject())
+
+
+def load_over(folder: str) -> None:
+    """Loads the model in the folder over other values, and nothing more: what this raises, loading has raised."""
     subject = _resharded_subject()
     _overwrite(subject)
     _load(subject, None, Path(folder))
-    return _held(subject)
 
 
-def load_elsewhere(folder: str, record: str) -> tuple[Comparison, ...]:
-    """As ``load_model``, beside the record of the reference."""
-    load_model(folder)
-    subject = _resharded_subject()
-    return compare_all(_parts(subject.model).items(), Record(record))
+def compare_loaded(record: str) -> tuple[Comparison, ...]:
+    """What a checkpoint keeps of the model, beside the record of the reference."""
+    return compare_all(_parts(_resharded_subject().model).items(), Record(record))
 
 
 def export(path: str) -> tuple[str, ...]:
@@ -178,7 +182,8 @@ def load_all(folder: str) -> RankResumed:
     me.state["resumable"] = _optimizer(subject)
     _overwrite(subject)
     _load(subject, me.state["resumable"], Path(folder))
-    return _all_held(subject, me.state["resumable"])
+    held = _all_held(subject, me.state["resumable"])
+    return replace(held, model=_held_after(subject))
 
 
 def go_on(steps: int) -> tuple[float, ...]:
@@ -266,6 +271,13 @@ def _held(subject: Subject) -> RankSaved:
     return RankSaved(tensors, extra, _left_out(model, state))
 
 
+def _held_after(subject: Subject) -> RankSaved:
+    """What is held once it is loaded, and which of it is what ``_overwrite`` put there."""
+    held = _held(subject)
+    parts = {name: local_part(part.local) for name, part in _parts(subject.model).items()}
+    return replace(held, untouched=tuple(name for name, local in parts.items() if _is_filled(local)))
+
+
 def _overwrite(subject: Subject) -> None:
     """Puts other values into all that a checkpoint has to bring back, so that loading nothing does not pass.
 
@@ -283,8 +295,20 @@ def _overwrite(subject: Subject) -> None:
                 _fill(local)
 
 
+def _is_filled(local: Tensor) -> bool:
+    """Whether it is all ``OTHER``; of what is turned round bit by bit, that does not show."""
+    if not local.numel() or local.is_meta or not _takes_other(local):
+        return False
+    other = torch.full((), OTHER, dtype=local.dtype, device=local.device)
+    return bool(torch.eq(local, other).all())
+
+
+def _takes_other(local: Tensor) -> bool:
+    return bool(local.is_complex() or (local.is_floating_point() and local.element_size() > 1))
+
+
 def _fill(local: Tensor) -> None:
-    if local.is_complex() or (local.is_floating_point() and local.element_size() > 1):
+    if _takes_other(local):
         local.fill_(OTHER)
     elif local.is_floating_point():
         local.view(torch.uint8).bitwise_not_()
