@@ -10,6 +10,7 @@ import pytest
 from pytest_fsdp_meta.catalogue.parity import mean_losses
 from pytest_fsdp_meta.evidence import Evidence, RankTraining
 from tests.evidence_factory import (
+    CATALOGUE,
     COUNTER,
     EMBEDDING,
     LOSSES,
@@ -103,6 +104,34 @@ def test_what_concerns_the_whole_model_may_explain_a_failure_too():
         "skipped",
         "rank 1: OutOfMemoryError; the findings of same_manifest_on_every_rank may explain it",
     )
+
+
+CRASHED = ("training", "continued", "resumed", "saved", "restored", "resharded", "export", "state_dict")
+
+
+def test_a_wrong_model_explains_a_crash_to_every_check_alike():
+    wrong = undeclared(change(healthy(), MIDDLE, dtype="bfloat16"), *CRASHED, **FAILED)
+    using = [check.id for check in CATALOGUE if set(check.needs) & set(CRASHED)]
+    assert {"tied_weights_stay_tied", "optimizer_state_round_trip", "resume_parity"} < set(using)
+    for id in using:
+        found = verdict(id, wrong)
+        assert (found.status, found.detail) == ("skipped", ""), id
+        summary, _, why = found.reason.partition("; the findings of ")
+        assert summary == "rank 1: OutOfMemoryError"
+        assert "dtypes_match_reference" in why, id
+
+
+def test_a_sound_model_explains_no_crash():
+    crashed = undeclared(healthy(), *CRASHED, **FAILED)
+    for check in CATALOGUE:
+        if set(check.needs) & set(CRASHED):
+            found = verdict(check.id, crashed)
+            assert (found.status, found.detail) == ("error", "..."), check.id
+
+
+def test_a_wrong_model_explains_no_second_load_that_fails():
+    wrong = undeclared(change(healthy(), MIDDLE, dtype="bfloat16"), "repetition", **FAILED)
+    assert verdict("load_is_repeatable", wrong).status == "error"
 
 
 def test_where_a_parameter_lies_explains_no_failure():

@@ -356,3 +356,54 @@ def test_the_command_names_this_python_where_python_is_another(project: Project,
     # In CI pytest repeats the whole message in its summary.
     lines = [line for line in project.run().outlines if line.startswith("run it again: ")]
     assert lines[0].startswith(f"run it again: {sys.executable} -m pytest 'test_it.py::test_x[no_meta_params]'")
+
+
+OWN = """
+import pytest
+from pytest_fsdp_meta.catalogue import Finding, check
+
+def owned(name):
+    return {{"weight": 1}}[name]
+
+@check(promise="it holds", family="own", needs=["inventory"], why="", cause="a cause", remedy="a remedy")
+def my_broken_check(view):
+{first}
+    yield Finding(None, (0,), owned("oops"), "none")
+
+@check(promise="so too", family="own", needs=["inventory"], after=["my_broken_check"], why="", cause="", remedy="")
+def my_other_check(view):
+    return []
+
+def pytest_fsdp_checks():
+    return [my_broken_check, my_other_check]
+"""
+ONLY_OWN = """
+@fsdp_conformance(only=["my_broken_check", "my_other_check"])
+def test_it(fsdp):
+    return load(fsdp)
+"""
+
+
+def test_an_own_check_that_raises_shows_its_authors_frames(project: Project) -> None:
+    project.write("conftest.py", OWN.format(first=""))
+    project.loaders(ONLY_OWN)
+    result = project.run()
+    result.assert_outcomes(passed=1, errors=1)
+    output = result.stdout.str()
+    assert "my_broken_check could not be judged: the own check my_broken_check raised KeyError: 'oops'" in output
+    told = [line.strip() for line in output.splitlines() if line.strip().startswith("File ")]
+    assert [line.partition(", line ")[0].endswith('conftest.py"') for line in told] == [True, True]
+    assert "run it again: python -m pytest 'test_it.py::test_it[my_broken_check]'" in output
+
+
+def test_an_own_check_that_raises_keeps_what_it_found(project: Project) -> None:
+    project.write("conftest.py", OWN.format(first='    yield Finding("weight", (0,), "odd", "even")'))
+    project.loaders(ONLY_OWN)
+    result = project.run()
+    result.assert_outcomes(failed=1, passed=1)
+    result.stdout.fnmatch_lines(
+        [
+            "*  weight, rank 0: odd, but should be even",
+            "*and not judged: the own check my_broken_check raised KeyError: 'oops'",
+        ]
+    )

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import traceback
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
+from pathlib import Path
 from typing import TypeVar
 
 from pytest_fsdp_meta.catalogue.registry import Catalogue, Check, Finding, Told
 from pytest_fsdp_meta.evidence import Comparison, Evidence, RankInventory, ReferenceFacts, TensorFacts
-from pytest_fsdp_meta.words import counted
+from pytest_fsdp_meta.words import counted, first_line
 
 T = TypeVar("T")
 AS_LOADED = ("inventory", "reference", "values", "verifier")
 """Observations that look at the model and do not use it."""
+EXPLAINING_A_CRASH = ("structure", "materialisation")
+"""Families whose findings may explain why the model fails when it is used, whatever it is used for."""
+PACKAGE = Path(__file__).parents[1]
 KEPT = "kept by what could be judged"
 
 
@@ -131,7 +137,7 @@ def _judge(check: Check, evidence: Evidence, catalogue: Catalogue) -> Verdict:
     failed = tuple(id for id in check.after if judge(catalogue[id], evidence, catalogue).findings)
     for need in check.needs:
         if need in evidence.unavailable:
-            return _unavailable(check, need, evidence, failed)
+            return _unavailable(check, need, evidence, catalogue, failed)
     view = View(evidence, check, _condemned(check, evidence, catalogue), failed)
     findings: list[Finding] = []
     reason = ""
@@ -142,12 +148,18 @@ def _judge(check: Check, evidence: Evidence, catalogue: Catalogue) -> Verdict:
             return Verdict(check, "error", reason=str(error), unjudged=view.left_out)
         reason = str(error)
     except NotTaken as error:
-        return _unavailable(check, str(error), evidence, failed)
+        return _unavailable(check, str(error), evidence, catalogue, failed)
     except NotJudged as error:
         if not findings:
             kept = f"{KEPT}; " if isinstance(error, PartlyJudged) else ""
             return Verdict(check, "skipped", reason=f"{kept}{error}", unjudged=view.left_out)
         reason = str(error)
+    except Exception as error:
+        if _is_ours(check):
+            raise
+        reason = f"the own check {check.id} raised {_one_line(error)}"
+        if not findings:
+            return Verdict(check, "error", reason=reason, detail=_traceback(error), unjudged=view.left_out)
     if findings:
         return Verdict(check, "failed", tuple(findings), reason, unjudged=view.left_out, model=_by_kind(evidence))
     if view.left_out:
@@ -161,13 +173,43 @@ def _by_kind(evidence: Evidence) -> dict[str, frozenset[str]]:
     return {kind: frozenset(t.name for t in tensors if t.kind == kind) for kind in ("parameter", "buffer")}
 
 
-def _unavailable(check: Check, need: str, evidence: Evidence, failed: Sequence[str]) -> Verdict:
+def _unavailable(check: Check, need: str, evidence: Evidence, catalogue: Catalogue, failed: Sequence[str]) -> Verdict:
     why = evidence.unavailable[need]
     if not why.error:
         return Verdict(check, "skipped", reason=why.summary)
-    if failed and need not in AS_LOADED:  # what uses a model that is missing tensors, or has wrong ones, may well fail
-        return Verdict(check, "skipped", reason=f"{why.summary}; the findings of {', '.join(failed)} may explain it")
+    if need not in AS_LOADED:  # what uses a model that is missing tensors, or has wrong ones, may well fail
+        basic = _failed_basics(check, evidence, catalogue) if need != "repetition" else ()
+        if by := ", ".join(dict.fromkeys((*failed, *basic))):
+            return Verdict(check, "skipped", reason=f"{why.summary}; the findings of {by} may explain it")
     return Verdict(check, "error", reason=why.summary, detail=why.detail)
+
+
+def _failed_basics(check: Check, evidence: Evidence, catalogue: Catalogue) -> Iterator[str]:
+    """The checks before this one that found the model itself wrong, in its ``after`` or not.
+
+    What a model crashes of, every check that uses it meets, so all of them have to tell it alike.
+    """
+    for one in takewhile(lambda one: one.id != check.id, catalogue):
+        basic = one.family in EXPLAINING_A_CRASH and set(one.needs) <= set(AS_LOADED)
+        if basic and judge(one, evidence, catalogue).findings:
+            yield one.id
+
+
+def _is_ours(check: Check) -> bool:
+    return getattr(check.judge, "__module__", "").partition(".")[0] == PACKAGE.name
+
+
+def _one_line(error: Exception) -> str:
+    text = first_line(error, 200)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _traceback(error: Exception) -> str:
+    """Where it was raised, by its author's frames: those of this package say nothing about an own check."""
+    told = traceback.TracebackException.from_exception(error)
+    frames = [frame for frame in told.stack if not Path(frame.filename).is_relative_to(PACKAGE)]
+    told.stack = traceback.StackSummary.from_list(frames)
+    return "".join(told.format()).rstrip()
 
 
 def describe_left_out(left_out: dict[str, tuple[str, ...]]) -> str:
