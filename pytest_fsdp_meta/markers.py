@@ -170,8 +170,9 @@ def _tolerance(tolerance: Any, catalogue: Catalogue) -> dict[str, float]:
         return {}
     by_id = tolerance if isinstance(tolerance, Mapping) else {"*": tolerance}
     for id, value in by_id.items():
-        if id != "*":
-            _known("tolerance", id, catalogue)
+        if id != "*" and not catalogue[_known("tolerance", id, catalogue)].tolerance:
+            ids = ", ".join(check.id for check in catalogue if check.tolerance)
+            raise ValueError(f"tolerance: {id!r} has no tolerance; those that have one are {ids}")
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e9:
             raise ValueError(
                 f"tolerance={tolerance!r} should be a relative tolerance such as 1e-5, or a dict by check id"

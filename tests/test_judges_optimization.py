@@ -248,9 +248,57 @@ def test_what_differs_from_the_start_is_no_replica():
 def test_an_update_that_is_another():
     found = verdict(UPDATES, remeasured(healthy(), MIDDLE, 0.1, observed="parameters"))
     within = "moved as the reference within 0.02"
-    assert told(found) == [(MIDDLE, (0, 1), "moved about 0.1 times as far as the reference", within, "")]
+    assert told(found) == [(MIDDLE, (0, 1), "moved 0.1 times as far as the reference", within, "")]
     found = verdict(UPDATES, remeasured(healthy(4), MIDDLE, apart=4.0, ranks=[1], observed="parameters"))
     assert [(f.ranks, f.actual) for f in found.findings] == [((1,), "moved otherwise than the reference")]
+
+
+@pytest.mark.parametrize(
+    ("factors", "told_as"),
+    [
+        ((1.25, 1.25, 1.25), {"1.25"}),
+        ((1.03, 1.03, 1.03), {"1.03"}),
+        ((1.0004, 1.0004, 1.0004), {"1.0004"}),
+        ((0.2499, 0.25, 0.2501), {"0.25"}),
+        ((0.251, 0.2501, 0.2503), {"0.25"}),
+        ((0.333, 0.3335, 0.3337), {"0.333"}),
+        ((0.1, 0.1, 0.137), {"0.1", "0.137"}),
+        ((0.996, 0.994, 1.005), {"0.995", "1.005"}),
+        ((3.14159, 3.14159, 3.14159), {"3.14"}),
+    ],
+)
+def test_factors_that_are_nearly_alike_have_one_name(factors, told_as):
+    evidence = replace(healthy(), tolerance={UPDATES: 1e-5})
+    for name, factor in zip((EMBEDDING, MIDDLE, HEAD), factors, strict=True):
+        evidence = remeasured(evidence, name, factor, observed="parameters")
+    found = {f.actual for f in verdict(UPDATES, evidence).findings}
+    assert found == {f"moved {one} times as far as the reference" for one in told_as}
+
+
+def test_a_factor_that_several_steps_blurred():
+    evidence = healthy()
+    for name, factor, apart in ((EMBEDDING, 0.24, 0.1), (MIDDLE, 0.262, 0.1), (HEAD, 0.25, 0.12)):
+        evidence = remeasured(evidence, name, factor, apart, observed="parameters")
+    found = verdict(UPDATES, evidence)
+    assert {f.actual for f in found.findings} == {"moved 0.25 times as far as the reference"}
+    # What turned farther than it is longer has no factor.
+    turned = remeasured(healthy(), MIDDLE, 1.05, 1.0, observed="parameters")
+    assert [f.actual for f in verdict(UPDATES, turned).findings] == ["moved otherwise than the reference"]
+
+
+@pytest.mark.parametrize(
+    ("evidence", "factor", "cause"),
+    [
+        (healthy(4), 4.0, "is multiplied by the number of data-parallel ranks, which is 4, and the reference's is not"),
+        (healthy(4), 0.25, "is divided by the number of data-parallel ranks, which is 4, and the reference's is not"),
+        (healthy(mesh=HYBRID), 0.5, "the number of ranks along dp_replicate and the number of ranks along dp_shard"),
+        (healthy(4), 2.0, "another learning rate, decay or grouping of parameters"),
+        (healthy(1), 2.0, "another learning rate, decay or grouping of parameters"),
+    ],
+)
+def test_an_update_scaled_by_the_number_of_ranks(evidence, factor, cause):
+    (finding,) = verdict(UPDATES, remeasured(evidence, MIDDLE, factor, observed="parameters")).findings
+    assert cause in finding.cause
 
 
 def test_only_the_farthest_updates_are_told():

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from pytest_fsdp_meta.evidence import Measure
 from tests.evidence_factory import (
     COUNTER,
     EMBEDDING,
@@ -31,6 +32,12 @@ REPLICAS = "replicas_equal"
 HSDP = {"dp_replicate": 2, "dp_shard": 2}
 ONE_OF_12 = "1 of 12 elements of rank 3's shard differ, first at [0, 0]: 2.5, but should be 2; largest difference 0.5"
 NOT_GIVEN = "these ranks were not given the value that the others have, or replicas diverged after loading"
+ZEROS = "nothing was ever written on these ranks (all zeros)"
+ODD_SHARDS = "these ranks read the slice of another rank, or only the first replica was given the weight"
+IN_PART = (
+    "these ranks have it right but for some elements, or nearly: replicas diverged after loading (part was written "
+    "over, or updated on some ranks only), or computed or rounded it each in its own way"
+)
 NONE_RIGHT = (
     "each rank drew or computed it by itself, and none as the truth has it: it was not loaded or not recomputed, and a "
     "seed or the rank went into it"
@@ -65,6 +72,33 @@ def test_a_replica_that_differs_without_a_reference():
         "each rank drew or computed it by itself, with a seed or a number that depends on the rank; or only some ranks "
         "were given it, or another part of it"
     )
+
+
+@pytest.mark.parametrize(
+    ("differing", "lengths", "cause"),
+    [
+        (1, None, IN_PART),
+        (12, (5.0, 5.0, 0.1), IN_PART),
+        (12, (5.0, 5.1, 7.0), ODD_SHARDS),
+        (12, (0.0, 5.0, 5.0), ZEROS),
+    ],
+)
+def test_what_a_replica_that_differs_holds(differing, lengths, cause):
+    measure = lengths and Measure(*lengths, dot=0.0, elements=12)
+    evidence = differ(odd(healthy(mesh=HSDP), MIDDLE, [3]), MIDDLE, [3], differing=differing, measure=measure)
+    found = verdict(REPLICAS, evidence)
+    assert [(f.ranks, f.cause) for f in found.findings] == [((3,), cause)]
+
+
+def test_replicas_of_zeros_are_told_apart_from_others():
+    evidence = odd(odd(healthy(4), ROTARY, [1], "zeros"), ROTARY, [2], "drawn")
+    evidence = differ(evidence, ROTARY, [1], measure=Measure(0.0, 5.0, 5.0, 0.0, 2), differing=2)
+    found = verdict(REPLICAS, differ(evidence, ROTARY, [2], differing=2))
+    expected = "those of ranks 0, 3, which hold the same elements and equal the reference"
+    assert [(f.ranks, f.expected, f.cause) for f in found.findings] == [
+        ((2,), expected, NOT_GIVEN),
+        ((1,), expected, ZEROS),
+    ]
 
 
 def test_one_of_several_replicas_without_a_reference():

@@ -418,6 +418,39 @@ def test_declared_placements_are_told_beside_the_actual_ones():
     assert told(verdict(PLACEMENTS, evidence)) == [(MIDDLE, (0, 1), PLAIN, "S(0), as declared", "")]
 
 
+@pytest.mark.parametrize(
+    ("mesh", "actual", "declared", "remedy"),
+    [
+        ({"dp_shard": 2}, ("S(0)",), ("R",), "keep it whole: leave it out of fully_shard (ignored_params) or of "),
+        (TWO_D, ("S(0)", "S(1)"), ("R", "R"), "keep it whole: "),
+        (TWO_D, ("S(0)", "R"), ("R", "R"), "keep it whole: "),
+        (HSDP, ("S(0)", "S(0)"), ("R", "S(0)"), "give fully_shard a mesh of two dimensions, the first of which "),
+        (
+            {"dp_shard": 2},
+            ("S(0)",),
+            ("S(1)",),
+            "shard it on that dim (shard_placement_fn of fully_shard, or the plan)",
+        ),
+        ({"dp_shard": 2}, ("R",), ("S(0)",), "shard it; "),
+        (TWO_D, ("S(0)", "S(0)"), ("_S(0, 2)", "S(0)"), "shard it; "),
+        ({"dp_shard": 2}, ("P(sum)",), ("R",), "shard it; "),
+        ({"dp_shard": 2}, (), ("S(0)",), "shard it; "),
+        ({"dp_shard": 2}, (), ("R",), "declare Subject(unsharded=...) in place of Subject(placements=...)"),
+    ],
+)
+def test_the_remedy_fits_what_is_found(mesh, actual, declared, remedy):
+    on = mesh if actual else {}
+    evidence = declare(place(healthy(mesh=mesh), MIDDLE, on, *actual), placements={MIDDLE: declared})
+    (finding,) = verdict(PLACEMENTS, evidence).findings
+    assert finding.remedy.startswith(remedy)
+
+
+def test_what_should_be_replicated_and_is_sharded_is_not_to_be_sharded():
+    (finding,) = verdict(PLACEMENTS, place(healthy(mesh=HSDP), MIDDLE, HSDP, "S(0)", "S(0)")).findings
+    assert finding.expected == "replicated over dp_replicate=2"
+    assert finding.remedy.startswith("give fully_shard a mesh of two dimensions")
+
+
 def test_alone_a_declared_shard_may_be_plain():
     evidence = declare(place(healthy(1), MIDDLE, {}), placements={MIDDLE: ("S(0)",)})
     assert verdict(PLACEMENTS, evidence).status == "passed"

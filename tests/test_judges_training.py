@@ -189,6 +189,37 @@ def test_the_first_step_differs():
     )
 
 
+@pytest.mark.parametrize(
+    ("evidence", "curve", "cause"),
+    [
+        (healthy(2), (4.0, 3.0, 2.5), "the loss is 2 times the reference's in every step (2 is the number of data-"),
+        (healthy(4), (8.0, 6.1, 4.9), "the loss is 4 times the reference's in every step (4 is the number of data-"),
+        (healthy(2), (1.0, 0.75, 0.625), "the loss is 1/2 of the reference's in every step (2 is the number of data-"),
+        (healthy(2), (6.0, 4.5, 3.75), "the loss is 3 times the reference's in every step: the rank's own rows are"),
+        (healthy(1), (4.0, 3.0, 2.5), "the loss is 2 times the reference's in every step: the rank's own rows are"),
+        (healthy(1), (0.5, 0.375, 0.3125), "the loss is 1/4 of the reference's in every step: the loss is divided"),
+        (healthy(2), (3.0, 2.25, 1.875), FORWARD),  # no whole number
+        (healthy(2), (4.001, 3.0, 2.5), FORWARD),
+        (healthy(2), (4.0, 1.5, 1.25), FORWARD),  # not in every step
+        (healthy(2), (4.0, math.nan, math.nan), FORWARD),
+        (healthy(2, losses=(0.0, 1.0)), (2.0, 2.0), FORWARD),
+        (healthy(2), (-4.0, -3.0, -2.5), FORWARD),
+        (healthy(1), (2.0, 3.0, 2.5), LATER),
+    ],
+)
+def test_a_whole_multiple_of_the_loss(evidence, curve, cause):
+    (finding,) = verdict(PARITY, losses(evidence, *[curve] * evidence.world.size)).findings
+    assert finding.cause.startswith(cause)
+
+
+def test_a_whole_multiple_by_chance():
+    # Where the tolerance is wide, every large factor is near a whole number.
+    for factor, whole in ((20.1, False), (4.01, True)):
+        evidence = replace(losses(healthy(1), tuple(factor * loss for loss in LOSSES)), tolerance={PARITY: 0.02})
+        found = verdict(PARITY, evidence).findings
+        assert [finding.cause.startswith("the loss is ") for finding in found] == [whole]
+
+
 def test_a_later_step_differs():
     found = verdict(PARITY, losses(healthy(1), (2.0, 1.5, 1.0)))
     assert told(found) == [

@@ -41,6 +41,11 @@ NOT_LOADED = (
     "the weight was not loaded (it still has its initialisation), was loaded from another tensor or checkpoint, or was "
     "initialised again once it was loaded"
 )
+ODD_IN_PART = (
+    "these ranks have it right but for some elements, or nearly: part of it was written over once it was loaded, or "
+    "was read, computed or rounded otherwise than on the others"
+)
+ZEROS = "nothing was ever written on these ranks (all zeros)"
 ODD_RANKS = "these ranks read the slice of another rank, or only the others were given the weight"
 
 
@@ -204,7 +209,7 @@ def test_of_buffers_a_part_may_be_right_by_chance():
 
 
 def test_one_odd_rank():
-    found = verdict(PARAMS, differ(healthy(), EMBEDDING, [1]))
+    found = verdict(PARAMS, differ(healthy(), EMBEDDING, [1], differing=16))
     assert [(finding.tensor, finding.ranks) for finding in found.findings] == [(EMBEDDING, (1,))]
     assert found.findings[0].cause == ODD_RANKS
     assert found.findings[0].remedy == (
@@ -257,7 +262,45 @@ def test_empty_shards_do_not_make_the_others_odd():
     for differing, cause in ((8, NOT_LOADED), (1, IN_PART)):
         found = verdict(PARAMS, differ(evidence, MIDDLE, [0, 1, 2], differing=differing))
         assert [(finding.ranks, finding.cause) for finding in found.findings] == [((0, 1, 2), cause)]
-    assert [finding.cause for finding in verdict(PARAMS, differ(evidence, MIDDLE, [0, 1])).findings] == [ODD_RANKS]
+    for differing, cause in ((8, ODD_RANKS), (1, ODD_IN_PART)):
+        found = verdict(PARAMS, differ(evidence, MIDDLE, [0, 1], differing=differing))
+        assert [finding.cause for finding in found.findings] == [cause]
+
+
+@pytest.mark.parametrize(
+    ("differing", "lengths", "cause"),
+    [
+        (12, (5.0, 5.1, 0.1), ODD_IN_PART),  # all of it, by a little
+        (12, (5.0, 5.1, 7.0), ODD_RANKS),
+        (12, (math.nan, 5.0, math.nan), ODD_RANKS),
+        (3, (5.0, 5.1, 3.0), ODD_IN_PART),
+        (12, (0.0, 5.0, 5.0), ZEROS),
+        (12, (1.0, 0.0, 1.0), ODD_RANKS),
+    ],
+)
+def test_what_one_odd_rank_holds(differing, lengths, cause):
+    found = verdict(PARAMS, measured(healthy(), MIDDLE, 1, *lengths, differing=differing, max_rel=1.0))
+    assert [(finding.ranks, finding.cause) for finding in found.findings] == [((1,), cause)]
+
+
+def test_zeros_where_the_truth_has_none():
+    everywhere = healthy()
+    for rank in (0, 1):
+        everywhere = measured(everywhere, MIDDLE, rank, 0.0, 5.0, 5.0)
+    (finding,) = verdict(PARAMS, everywhere).findings
+    assert (finding.ranks, finding.cause, finding.remedy.split(" and ")[0]) == ((0, 1), ZEROS, "load by name")
+    # What other ranks hold is told apart, and they are not odd for it.
+    mixed = measured(differ(healthy(), MIDDLE, differing=12), MIDDLE, 1, 0.0, 5.0, 5.0)
+    found = verdict(PARAMS, mixed).findings
+    assert [(f.ranks, f.cause) for f in found] == [((0,), NOT_LOADED), ((1,), ZEROS)]
+
+
+def test_what_is_whole_is_no_slice():
+    found = verdict(BUFFERS, differ(healthy(), ROTARY))
+    detail = "1 of 2 elements of rank 0's tensor differ, first at [0, 0]: 2.5, but should be 2; largest difference 0.5"
+    assert told(found) == [(ROTARY, (0, 1), "other values", "the reference's value", detail)]
+    whole = declare(place(healthy(), MIDDLE, {}), unsharded=(MIDDLE,))
+    assert verdict(PARAMS, differ(whole, MIDDLE)).findings[0].expected == "the reference's value"
 
 
 def test_the_worst_rank_is_shown():
@@ -279,7 +322,7 @@ def test_nan_beside_a_number():
 def test_a_scalar_has_no_index():
     evidence = differ(healthy(), COUNTER, index=(), actual=3.0, expected=7.0)
     assert told(verdict(BUFFERS, evidence)) == [
-        (COUNTER, (0, 1), "other values", "the reference's slice", "3 on rank 0, but should be 7")
+        (COUNTER, (0, 1), "other values", "the reference's value", "3 on rank 0, but should be 7")
     ]
 
 
@@ -449,7 +492,7 @@ def test_a_mapped_name_is_told_as_the_verifier_has_it():
 
 
 def test_a_frozen_weight_keeps_the_cause_that_was_found():
-    evidence = differ(healthy(4), FROZEN, [2], observed="verifier")
+    evidence = differ(healthy(4), FROZEN, [2], observed="verifier", differing=4)
     assert [finding.cause for finding in verdict(VERIFIER, evidence).findings] == [ODD_RANKS]
     assert [f.cause for f in verdict(VERIFIER, differ(healthy(), FROZEN, observed="verifier")).findings] == [IN_PART]
     wrong = shapes("shape (4, 2)", "(4, 4), as in the reference")

@@ -198,13 +198,13 @@ def test_a_real_verdict():
 
 
 def test_a_real_verdict_with_numbers_and_an_unstable_reference():
-    evidence = with_reference(differ(healthy(), MIDDLE, [1]), unstable=("embed.weight",))
+    evidence = with_reference(differ(healthy(), MIDDLE, [1], differing=12), unstable=("embed.weight",))
     assert describe_failure(verdict("params_equal_reference", evidence), str(evidence.world), AGAIN) == message(
         """
         params_equal_reference: every parameter shard equals the reference's slice, bit for bit (within rounding where the loader casts)
         broken in a world of 2 (gloo on cpu):
 
-          layers.0.weight, rank 1: other values, but should be the reference's slice (1 of 12 elements of rank 1's shard differ, first at [0, 0]: 2.5, but should be 2; largest difference 0.5)
+          layers.0.weight, rank 1: other values, but should be the reference's slice (all elements of rank 1's shard differ, first at [0, 0]: 2.5, but should be 2; largest difference 0.5)
 
         likely cause: these ranks read the slice of another rank, or only the others were given the weight
         remedy: take the offset from the DTensor's own mesh coordinate, and let every rank load

@@ -366,10 +366,11 @@ def _groups_apart(before: RankResumed, after: RankResumed) -> Iterator[Told]:
     "after loading",
     references=["huggingface/transformers#31034"],
     since="0.2",
+    tolerance=TOLERANCE,
 )
 def resume_parity(view: View) -> Iterable[Finding]:
     before, after = view.evidence.continued or (), view.evidence.resumed or ()
-    tolerance = declared_or_coarsest(view, TOLERANCE)
+    tolerance = declared_or_coarsest(view, view.check.tolerance)
     apart: dict[int, list[int]] = {}
     for rank, (one, two) in enumerate(zip(before, after, strict=True)):
         for step, (expected, actual) in enumerate(zip(one.losses, two.losses, strict=True)):

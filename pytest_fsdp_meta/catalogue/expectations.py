@@ -68,7 +68,39 @@ def as_declared(tensor: TensorFacts, declared: tuple[str, ...], world: int) -> T
             "declare one placement per mesh dimension, in order",
         )
     fits = len(actual) == len(declared) and all(_fits(a, d) for a, d in zip(actual, declared, strict=True))
-    return None if fits else Told(placed(tensor), f"{_tuple(declared)}, as declared")
+    return None if fits else Told(placed(tensor), f"{_tuple(declared)}, as declared", **_otherwise(actual, declared))
+
+
+def _otherwise(actual: tuple[str, ...], declared: tuple[str, ...]) -> Words:
+    """What to say of a parameter that need not be sharded, because it is, or because it is declared whole."""
+    if not actual:
+        return _NO_PLACEMENTS if set(declared) == {"R"} else {}
+    pairs = list(zip(actual, declared, strict=True))
+    wrong = [(a, d) for a, d in pairs if not _fits(a, d)]
+    if all(d == "R" and sharded_dim(a) is not None for a, d in wrong):
+        return _KEEP_WHOLE if set(declared) == {"R"} else _REPLICATE
+    dims = [(sharded_dim(a), sharded_dim(d)) for a, d in wrong]
+    return _OTHER_DIM if all(a != d and None not in (a, d) for a, d in dims) else {}
+
+
+_DECLARE = "or declare what is meant with Subject(placements=...)"
+_KEEP_WHOLE: Words = {
+    "cause": "it is declared whole, and was passed to fully_shard or parallelize_module with the rest of its module",
+    "remedy": f"keep it whole: leave it out of fully_shard (ignored_params) or of the plan; {_DECLARE}",
+}
+_REPLICATE: Words = {
+    "cause": "it is sharded over a mesh dimension that should replicate it: the mesh was passed with its dimensions in "
+    "another order, or flattened, or another one was passed",
+    "remedy": f"give fully_shard a mesh of two dimensions, the first of which replicates; {_DECLARE}",
+}
+_OTHER_DIM: Words = {
+    "cause": "it was sharded on another dim than declared: fully_shard takes dim 0 where nothing else is asked for",
+    "remedy": f"shard it on that dim (shard_placement_fn of fully_shard, or the plan); {_DECLARE}",
+}
+_NO_PLACEMENTS: Words = {
+    "cause": "it is declared replicated on a mesh, and is a plain tensor that lies on none",
+    "remedy": "declare Subject(unsharded=...) in place of Subject(placements=...), or make it a DTensor of this mesh",
+}
 
 
 def _fits(actual: str, declared: str) -> bool:
@@ -107,7 +139,8 @@ def by_default(tensor: TensorFacts, dims: dict[str | None, int], world: int) -> 
         if size > 1 and role == "shard" and sharded_dim(placement) is None:
             return Told(placed(tensor), f"{SHARDED} {dim or 'the mesh'}={size}", **_meant(dim, placement))
         if size > 1 and role == "replicate" and placement != "R":
-            return Told(placed(tensor), f"replicated over {dim or 'the first mesh dimension'}={size}")
+            where = f"replicated over {dim or 'the first mesh dimension'}={size}"
+            return Told(placed(tensor), where, **(_REPLICATE if sharded_dim(placement) is not None else {}))
     return _forgotten(tensor, dims, "shard" in roles, world)
 
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from pytest_fsdp_meta.catalogue.judging import NotJudged, View, ranks_by
+from pytest_fsdp_meta.catalogue.multiples import ROUNDING, SLIGHT, multiple, number_of, sizes
 from pytest_fsdp_meta.catalogue.parity import (
     EXPLAINING,
     OF_GRADIENTS,
@@ -21,10 +22,8 @@ from pytest_fsdp_meta.catalogue.parity import (
 )
 from pytest_fsdp_meta.catalogue.patterns import Cases
 from pytest_fsdp_meta.catalogue.registry import Finding, Words, check
-from pytest_fsdp_meta.evidence import Comparison, Measure, RankTraining, TensorFacts, splits_model
+from pytest_fsdp_meta.evidence import Comparison, RankTraining, TensorFacts
 
-ROUNDING = 1e-2
-"""Relative: reduced gradients are the same bits on every rank, or nearly; those of other rows differ by far more."""
 NOISE = 1e-7
 """Gradients this small are what rounding leaves of a zero, as of the bias of attention keys."""
 
@@ -45,6 +44,7 @@ NOISE = 1e-7
         "NVIDIA-NeMo/Automodel#2146",
     ],
     since="0.2",
+    tolerance=OF_GRADIENTS,
 )
 def grad_parity(view: View) -> Iterable[Finding]:
     runs = trained(view)
@@ -61,7 +61,7 @@ def grad_parity(view: View) -> Iterable[Finding]:
 
 def _apart(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding]:
     """Gradients that are not the reference's, or that are missing."""
-    allowed, typical = tolerance(view, OF_GRADIENTS), typical_gradient(view)
+    allowed, typical = tolerance(view, view.check.tolerance), typical_gradient(view)
     names, due = view.names("parameter", only=view.reference.gradients), beyond_rounding(view)
     pairs = view.comparisons(tuple(run.gradients for run in runs), names)
     updates = view.comparisons(tuple(run.parameters for run in runs), names)
@@ -123,27 +123,11 @@ def _differing(view: View, runs: Sequence[RankTraining], name: str, wrong: Cases
         yield Finding(name, ranks, actual, expected, "" if factor else _numbers(cases), **words)
 
 
-def multiple(measure: Measure, allowed: float) -> str:
-    """The constant factor by which a gradient is off: "2", "1/2", "0"; empty where there is none but nearly 1."""
-    if not math.isfinite(measure.apart):
-        return ""
-    if not measure.actual:
-        return "0"
-    factor = measure.factor
-    if measure.residual > max(allowed, ROUNDING) or factor <= 0 or not measure.truth:
-        return ""
-    number = round(max(factor, 1 / factor))
-    for value, told in ((float(number), str(number)), (1 / number, f"1/{number}")):
-        if number > 1 and abs(factor / value - 1) <= max(allowed, 1e-3):
-            return told
-    return f"{factor:.4g}" if abs(factor - 1) >= SLIGHT else ""
-
-
 def _scaled(view: View, runs: Sequence[RankTraining], name: str, factor: str) -> Words:
     if factor == "0":
         return _ZERO
-    number, sizes = factor.removeprefix("1/"), _sizes(view, runs, name)
-    of = " and ".join(f"the number of {what}" for what, size in sizes.items() if str(size) == number)
+    number = factor.removeprefix("1/")
+    of = number_of(number, sizes(view, runs, name))
     if not of:
         return {
             "cause": "gradients, or the loss, are multiplied by a constant that the reference does not have",
@@ -160,21 +144,6 @@ def _scaled(view: View, runs: Sequence[RankTraining], name: str, factor: str) ->
         "remedy": "average gradients over the data-parallel ranks (leave FSDP2's gradient divide factor alone), and "
         "count ranks that see the same rows once",
     }
-
-
-def _sizes(view: View, runs: Sequence[RankTraining], name: str) -> dict[str, int]:
-    """What there are several of: data-parallel ranks, and ranks along each dimension of a mesh."""
-    mesh = dict(view.evidence.world.mesh)
-    for rank in view.evidence.inventory:
-        own = rank.by_name[name].mesh if name in rank.by_name else None
-        if own is not None:
-            mesh |= {dim: size for dim, size in zip(own.dims, own.shape, strict=True) if dim}
-    slices = runs[0].data_parallel[1]
-    sizes = {"data-parallel ranks": slices} if slices > 1 else {}
-    others = {f"ranks along {dim}": size for dim, size in mesh.items() if size > 1}
-    if sizes and list(others.values()) == [slices] and not splits_model(next(iter(mesh))):
-        return sizes
-    return sizes | others
 
 
 def _other(view: View, name: str, cases: Cases) -> Words:
@@ -226,8 +195,6 @@ _UNLIKE: Words = {
     "backward of its own changes it, or activation checkpointing computes anew with other random numbers",
     "remedy": "compare how the gradients of this parameter are reduced with those of one that is right",
 }
-SLIGHT = 0.01
-"""Of its length: what is not reduced, or not computed, is farther off."""
 _SLIGHTLY: Words = {
     "cause": "it is slightly off: the forward computes a little otherwise (another activation, epsilon, scale or "
     "precision), or gradients are rounded while they are reduced",
@@ -316,10 +283,11 @@ _PLAIN: Words = {
     remedy="use torch.nn.utils.clip_grad_norm_ on the sharded parameters, or sum the squares over the ranks that shard",
     references=["pytorch/pytorch#170862", "pytorch/torchtune#2420", "pytorch/pytorch#180346"],
     since="0.2",
+    tolerance=OF_GRADIENTS,
 )
 def grad_norm_parity(view: View) -> Iterable[Finding]:
     runs, truth = trained(view), view.reference.norm
-    allowed = tolerance(view, OF_GRADIENTS)
+    allowed = tolerance(view, view.check.tolerance)
     problem = next((run.norm_problem for run in runs if run.norm_problem), "")
     if problem:
         raise NotJudged(

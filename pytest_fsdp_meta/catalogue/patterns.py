@@ -20,10 +20,13 @@ def pattern(tensor: TensorFacts, cases: Cases, pairs: Cases) -> Words:
     """Cause and remedy that the pattern of what is wrong points to; none where everything is."""
     if tensor.dtype == "float32" and all(LEAST_CUT < c.max_rel < ROUNDING["bfloat16"] for _, c in cases):
         return _CUT
+    odd = len(cases) < len([c for _, c in pairs if c.elements])
+    if all(unwritten(c) for _, c in cases):
+        return {**UNWRITTEN, "remedy": _ODD_RANKS["remedy"]} if odd else UNWRITTEN
     if _transposed(tensor, cases):
         return _TRANSPOSED
-    if len(cases) < len([c for _, c in pairs if c.elements]) and not _shuffled(cases):
-        return _ODD_RANKS
+    if odd and not _shuffled(cases):
+        return _ODD_RANKS if other_part(cases) else _ODD_IN_PART
     if _shuffled(cases):
         return _ODD_RANKS if _of_other_ranks(cases) else _SHUFFLED
     # A matrix that was drawn anew differs nearly everywhere; what was mixed up keeps whole rows or experts. Vectors
@@ -57,6 +60,27 @@ def _of_other_ranks(cases: Cases) -> bool:
     return all(m is not None and should.get((size, m.actual), rank) != rank for rank, size, m in lengths)
 
 
+def unwritten(comparison: Comparison) -> bool:
+    """Whether all of it is zero, and the truth is not."""
+    measure = comparison.measure
+    return measure is not None and measure.actual == 0 < measure.truth
+
+
+def other_part(cases: Cases) -> bool:
+    """Whether ranks may hold the slice of another rank, or none of the truth: nearly all differs, and by much.
+
+    Of what was rounded, or changed in part, neither can be.
+    """
+    return _of_other_ranks(cases) or not all(_little(c) for _, c in cases)
+
+
+def _little(comparison: Comparison) -> bool:
+    measure = comparison.measure
+    if 2 * comparison.differing < comparison.elements:
+        return True
+    return measure is not None and math.isfinite(measure.apart) and measure.apart < NEAR * measure.truth
+
+
 def exchanged(wrong: Mapping[str, Cases]) -> dict[str, str]:
     """The tensors that hold what another of these should hold, each with the other.
 
@@ -77,6 +101,14 @@ LEAST_CUT = 2.0**-14
 """Relative: what float16 leaves out is larger in one element or another; smaller is another way of computing."""
 FAR = 1e-4
 """Of the squared length: less may be a few rows, or rounding."""
+NEAR = 0.1
+"""Of its length: another slice, or another initialisation, is farther away."""
+UNWRITTEN: Words = {"cause": "nothing was ever written on these ranks (all zeros)"}
+_ODD_IN_PART: Words = {
+    "cause": "these ranks have it right but for some elements, or nearly: part of it was written over once it was "
+    "loaded, or was read, computed or rounded otherwise than on the others",
+    "remedy": "let every rank load and change it by the same code; look for what runs on some ranks only",
+}
 _CUT: Words = {
     "cause": "it was rounded through bfloat16 or float16",
     "remedy": "read, compute and cast it in float32 all the way",

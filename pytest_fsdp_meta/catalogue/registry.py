@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ class Check:
     ``needs`` are the observations without which there is nothing to judge, ``uses`` those that sharpen the judgement
     where they can be had. ``after`` names the more basic checks: a tensor that one of them condemned is not judged
     again here. ``fields`` are those of Subject that it cannot do without, beside those that its ``needs`` are taken by.
+    ``tolerance`` is what it allows by dtype where the author sets none; a check without it takes none of the author.
     """
 
     id: str
@@ -73,6 +75,7 @@ class Check:
     since: str
     fields: tuple[str, ...]
     judge: Callable[[View], Iterable[Finding]]
+    tolerance: Mapping[str, float] = field(default_factory=dict, hash=False)
 
 
 Judge = Callable[["View"], Iterable[Finding]]
@@ -91,6 +94,7 @@ def check(
     references: Sequence[str] = (),
     since: str = "0.1",
     fields: Sequence[str] = (),
+    tolerance: Mapping[str, float] = MappingProxyType({}),
 ) -> Callable[[Judge], Check]:
     """Makes a judge into a check whose id is the function's name.
 
@@ -115,6 +119,7 @@ def check(
             since=since,
             fields=tuple(fields),
             judge=judge,
+            tolerance=dict(tolerance),
         )
 
     return make

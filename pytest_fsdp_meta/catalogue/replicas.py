@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 from pytest_fsdp_meta.catalogue.judging import NotJudged, PartlyJudged, View, majority, ranks_by
+from pytest_fsdp_meta.catalogue.patterns import UNWRITTEN, other_part, unwritten
+from pytest_fsdp_meta.catalogue.patterns import Cases as Wrong
 from pytest_fsdp_meta.catalogue.registry import Finding, Words, check
 from pytest_fsdp_meta.catalogue.values import BASIC, frozen_names, numbers
 from pytest_fsdp_meta.evidence import Comparison, TensorFacts, sharded_dim, splits_model
@@ -118,24 +120,29 @@ def _diverged(view: View, name: str, apart: list[Cases], compared: Mapping[int, 
         all_kept += kept
         all_odd += [rank for rank, _ in replicas if rank not in kept]
     truth = "verifier" if name in frozen_names(view) else "reference"
+    tensor = apart[0][0][1]
+    each = all(len({tensor.digest for _, tensor in ranks}) == len(ranks) for ranks in apart)
     for known, (kept, odd) in found.items():
         s = "s" if len(kept) == 1 else ""
         expected = (
             f"those of {name_ranks(kept)}, which hold{s} the same elements" + f" and equal{s} the {truth}" * known
         )
-        wrong = [(rank, compared[rank]) for rank in odd if rank in compared]
-        detail = numbers(wrong) if known and wrong else ""
-        each = all(len({tensor.digest for _, tensor in ranks}) == len(ranks) for ranks in apart)
-        words = _words(apart[0][0][1], bool(wrong), known, each)
-        yield Finding(name, tuple(sorted(odd)), "other bits", expected, detail, **words)
+        zeros = [rank for rank in odd if rank in compared and unwritten(compared[rank])]
+        for ranks in filter(None, [[rank for rank in odd if rank not in zeros], zeros]):
+            wrong = [(rank, compared[rank]) for rank in ranks if rank in compared]
+            detail = numbers(wrong, tensor) if known and wrong else ""
+            words = UNWRITTEN if ranks is zeros else _words(tensor, wrong, known, each)
+            yield Finding(name, tuple(sorted(ranks)), "other bits", expected, detail, **words)
 
 
-def _words(tensor: TensorFacts, compared: bool, right: bool, each: bool) -> Words:
+def _words(tensor: TensorFacts, wrong: Wrong, right: bool, each: bool) -> Words:
     """``each`` tells that no two replicas agree, so that none of them is odd."""
-    if compared and not right:
+    if wrong and not right:
         return _NONE_RIGHT
     if each and not right:
         return _EACH_ITS_OWN
+    if wrong and not other_part(wrong):
+        return _IN_PART
     sharded = any(sharded_dim(placement) is not None for placement in tensor.placements or ())
     return _ODD_SHARDS if sharded else {}
 
@@ -149,6 +156,11 @@ _EACH_ITS_OWN: Words = {
     "cause": "each rank drew or computed it by itself, with a seed or a number that depends on the rank; or only some "
     "ranks were given it, or another part of it",
     "remedy": "draw it with one seed for all ranks that hold it, or broadcast it once loading is done",
+}
+_IN_PART: Words = {
+    "cause": "these ranks have it right but for some elements, or nearly: replicas diverged after loading (part was "
+    "written over, or updated on some ranks only), or computed or rounded it each in its own way",
+    "remedy": "let every rank load or compute it by the same code, or broadcast it once loading is done",
 }
 _ODD_SHARDS: Words = {
     "cause": "these ranks read the slice of another rank, or only the first replica was given the weight",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
-from pytest_fsdp_meta.catalogue.gradients import multiple
 from pytest_fsdp_meta.catalogue.judging import NotJudged, View
+from pytest_fsdp_meta.catalogue.multiples import alike, multiple, number_of, sizes, whole
 from pytest_fsdp_meta.catalogue.parity import (
     EXPLAINING,
     OF_GRADIENTS,
@@ -30,6 +30,12 @@ from pytest_fsdp_meta.evidence import Comparison, Measure, RankTraining, splits_
 
 LOOSE = 0.1
 """What a way of several steps may be off a multiple of the reference's: each step starts from another place."""
+TURNED = 0.35
+"""Relative: what a way of several steps may turn for being longer or shorter; by signs alone it turns by 0.6."""
+ALIKE = 0.02
+"""Relative: factors that differ by less have one cause."""
+CHANCE = 0.1
+"""Of a whole number: where so much of it is within the tolerance, that a factor is whole may be chance."""
 BEFORE_UPDATES = (
     *EXPLAINING,
     "grad_parity",
@@ -52,6 +58,7 @@ BEFORE_UPDATES = (
     remedy="compare the optimizer's groups and their settings with the reference's, by parameter name",
     references=["pytorch/pytorch#149205"],
     since="0.2",
+    tolerance=OF_UPDATES,
 )
 def update_parity(view: View) -> Iterable[Finding]:
     runs = trained(view)
@@ -64,23 +71,39 @@ def update_parity(view: View) -> Iterable[Finding]:
 
 def _moved_otherwise(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding]:
     """The parameters that are farthest off: those that merely follow them, through the forward, are less so."""
-    allowed = tolerance(view, OF_UPDATES)
+    allowed = tolerance(view, view.check.tolerance)
     off = {name: pairs for name, pairs in _off(view, runs, allowed).items() if pairs}
     worst = max((_way(m) for pairs in off.values() for _, m in pairs), default=0.0)
-    for name, pairs in off.items():
-        farthest = [(rank, m) for rank, m in pairs if _way(m) >= min(worst, 1.0) / 2]
+    least = min(worst, 1.0) / 2
+    farthest = {name: [(rank, m) for rank, m in pairs if _way(m) >= least] for name, pairs in off.items()}
+    measured = [m for pairs in farthest.values() for _, m in pairs]
+    called = alike({_share(m): m.residual for m in measured if _share(m)}, max(allowed, ALIKE))
+    for name, pairs in farthest.items():
         by_factor: dict[str, list[tuple[int, Measure]]] = {}
-        for rank, m in farthest:
-            by_factor.setdefault(_share(m), []).append((rank, m))
+        for rank, m in pairs:
+            by_factor.setdefault(called.get(_share(m), ""), []).append((rank, m))
         for factor, cases in by_factor.items():
-            actual = (
-                f"moved about {factor} times as far as the reference"
-                if factor
-                else "moved otherwise than the reference"
-            )
+            actual = f"moved {factor} times as far as the reference" if factor else "moved otherwise than the reference"
             detail = "" if factor else f"off by {max(_way(m) for _, m in cases):.2g} of the way"
             expected = f"moved as the reference within {allowed:g}"
-            yield Finding(name, tuple(rank for rank, _ in cases), actual, expected, detail)
+            words = _stepped(view, runs, name, factor) if factor else Words()
+            yield Finding(name, tuple(rank for rank, _ in cases), actual, expected, detail, **words)
+
+
+def _stepped(view: View, runs: Sequence[RankTraining], name: str, factor: str) -> Words:
+    """What explains the part of the way; nothing where there are not just as many of anything."""
+    told = whole(float(factor), ALIKE)
+    number = told.removeprefix("1/")
+    of = number_of(number, sizes(view, runs, name))
+    if not of:
+        return {}
+    done = "divided" if told.startswith("1/") else "multiplied"
+    return {
+        "cause": f"the learning rate, or the step that the optimizer takes, is {done} by {of}, which is {number}, and "
+        "the reference's is not",
+        "remedy": "give the ranks the learning rate of the reference: gradients are a mean over the data-parallel "
+        "ranks already; and look for what scales gradients between backward and the step",
+    }
 
 
 def _off(view: View, runs: Sequence[RankTraining], allowed: float) -> dict[str, list[tuple[int, Measure]]]:
@@ -97,10 +120,14 @@ def _off(view: View, runs: Sequence[RankTraining], allowed: float) -> dict[str, 
     return found
 
 
-def _share(measure: Measure) -> str:
-    """The part of the reference's way that was gone in the same direction; empty where it was another direction."""
-    same = math.isfinite(measure.apart) and measure.residual <= LOOSE and measure.factor > 0
-    return f"{measure.factor:.1g}" if same else ""
+def _share(measure: Measure) -> float:
+    """The part of the reference's way that was gone in the same direction; zero where it was another direction.
+
+    Of what is apart, a factor near 1 explains less than a small turn does.
+    """
+    if not math.isfinite(measure.apart) or measure.residual > TURNED:
+        return 0.0
+    return measure.factor if measure.factor > 0 and abs(measure.factor - 1) >= measure.residual else 0.0
 
 
 def _way(measure: Measure) -> float:
@@ -118,11 +145,12 @@ def _way(measure: Measure) -> float:
     cause="the forward of the sharded model is not that of the reference",
     remedy="compare gradients and attention settings; make the loss a mean that all ranks weigh alike",
     references=["NVIDIA-NeMo/Automodel#2146", "pytorch/torchtune#2172"],
+    tolerance=TOLERANCE,
 )
 def loss_parity(view: View) -> Iterable[Finding]:
     runs = trained(view)
     expected, actual = view.reference.losses or (), mean_losses(runs)
-    allowed = tolerance(view, TOLERANCE)
+    allowed = tolerance(view, view.check.tolerance)
     apart = [step for step in range(len(expected)) if distance(actual, expected, step) > allowed]
     # Ranks that agree, and are wrong, for a step before they disagree do so because of it.
     diverged = [case for case in _diverged(view, runs, allowed) if not apart or case[2] <= apart[0]]
@@ -181,6 +209,8 @@ def _likely(view: View, first: int, runs: Sequence[RankTraining], allowed: float
             "remedy": "divide each rank's summed loss by the number of labels in the global batch, and multiply it by "
             "the number of data-parallel ranks, over which gradients are averaged",
         }
+    if first == 0 and (words := _multiplied(view, runs, allowed)):
+        return words
     if first == 0:
         return {
             "cause": "the first forward differs already though the weights are equal: the ranks' losses are not "
@@ -194,6 +224,34 @@ def _likely(view: View, first: int, runs: Sequence[RankTraining], allowed: float
         "such as a buffer or a cache that the forward updates on each rank for itself" + other_precision(view),
         "remedy": "compare what the forward keeps from one step to the next with the reference's",
     }
+
+
+def _multiplied(view: View, runs: Sequence[RankTraining], allowed: float) -> Words:
+    """What to say where the first loss is a whole multiple of the reference's, and the later ones nearly."""
+    pairs = list(zip(mean_losses(runs), view.reference.losses or (), strict=True))
+    factors = [ours / theirs if theirs and math.isfinite(ours) else math.nan for ours, theirs in pairs]
+    factor = whole(factors[0], max(allowed, TOLERANCE["float64"]))
+    number = factor.removeprefix("1/")
+    # A scaled loss has scaled gradients, so later losses are those of another place.
+    if not factor or not all(abs(other / factors[0] - 1) <= LOOSE for other in factors):
+        return {}
+    of = number_of(number, sizes(view, runs))
+    if not of and int(number) * allowed > CHANCE:
+        return {}
+    told = f"the loss is {factor} of" if factor.startswith("1/") else f"the loss is {factor} times"
+    return {
+        "cause": f"{told} the reference's in every step{f' ({number} is {of})' * bool(of)}: " + _why(factor, bool(of)),
+        "remedy": "make each rank's loss the mean over its own rows, without a factor for the number of ranks, rows or "
+        "micro-batches",
+    }
+
+
+def _why(factor: str, ranks: bool) -> str:
+    if factor.startswith("1/"):
+        divided = "each rank's sum is divided by the count of the global batch in place of its own, or "
+        return divided * ranks + "the loss is divided once too often (gradient accumulation, number of ranks or rows)"
+    summed = "the losses of the ranks are summed or multiplied by their number, or "
+    return summed * ranks + "the rank's own rows are summed where the reference takes the mean"
 
 
 def _cut_across(view: View) -> str:
@@ -244,6 +302,7 @@ def _step(step: int, actual: Sequence[float], expected: Sequence[float]) -> str:
     remedy="pass the switch on to every FSDP module, and turn it on again before the backward of the last micro-batch",
     references=["nvidia-cosmos/cosmos-framework#161"],
     since="0.2",
+    tolerance=OF_GRADIENTS,
 )
 def grad_accumulation_parity(view: View) -> Iterable[Finding]:
     runs = trained(view)
@@ -282,7 +341,7 @@ def _accumulated(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding]:
     drift = [c.measure.apart / c.measure.truth for run in runs for c in run.parameters if c.measure and c.measure.truth]
     drift = [one for one in drift if one < OF_UPDATES["bfloat16"]]
     carried = max(drift, default=0.0) * max(view.reference.sensitivity, 1.0)
-    allowed, typical = tolerance(view, OF_GRADIENTS) + carried, typical_gradient(view)
+    allowed, typical = tolerance(view, view.check.tolerance) + carried, typical_gradient(view)
     names = view.names("parameter", only=view.reference.gradients)
     seen = [run.accumulation for run in runs if run.accumulation is not None]
     pairs = view.comparisons(tuple(one.gradients for one in seen), names)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from types import MappingProxyType
 
+from pytest_fsdp_meta.catalogue.expectations import is_whole
 from pytest_fsdp_meta.catalogue.judging import NotJudged, PartlyJudged, Unjudgeable, View
-from pytest_fsdp_meta.catalogue.patterns import EXCHANGED, ROUNDING, Cases, exchanged, pattern
+from pytest_fsdp_meta.catalogue.patterns import EXCHANGED, ROUNDING, Cases, exchanged, pattern, unwritten
 from pytest_fsdp_meta.catalogue.registry import Finding, Words, check
-from pytest_fsdp_meta.evidence import Comparison, frozen_sources
+from pytest_fsdp_meta.evidence import Comparison, TensorFacts, frozen_sources
 from pytest_fsdp_meta.words import first_of
 
 BASIC = (
@@ -22,7 +23,7 @@ BASIC = (
     "managed_params_are_registered",
     "shards_tile_the_tensor",
 )
-REFERENCE, VERIFIER = "the reference's slice", "the verifier's"
+REFERENCE, WHOLE, VERIFIER = "the reference's slice", "the reference's value", "the verifier's"
 
 
 @check(
@@ -143,19 +144,23 @@ def _difference(view: View, name: str, pairs: Cases, truth: str, swapped: Mappin
     """``swapped`` names what a tensor holds in place of its own."""
     tensor = view.evidence.inventory[pairs[0][0]].by_name[name]
     wrong = [(rank, c) for rank, c in pairs if not c.equal and not _rounded(c, tensor.dtype)]
-    by_problem: dict[tuple[str | None, str], list[tuple[int, Comparison]]] = {}
-    for rank, comparison in wrong:
-        by_problem.setdefault((comparison.problem, comparison.should_be), []).append((rank, comparison))
-    for (problem, should_be), cases in by_problem.items():
+    zeros = [rank for rank, c in wrong if unwritten(c)]
+    by_problem: dict[tuple[str | None, str, bool], list[tuple[int, Comparison]]] = {}
+    for rank, c in wrong:
+        by_problem.setdefault((c.problem, c.should_be, rank in zeros), []).append((rank, c))
+    for (problem, should_be, zero), cases in by_problem.items():
         ranks = tuple(rank for rank, _ in cases)
         if problem is not None:
             local = problem.startswith("local shape") and tensor.sharded_by
             yield Finding(name, ranks, problem, should_be, **(_ADAPTED if local else _SHAPE))
         else:
             other = swapped.get(name, "")
-            detail = numbers(cases) + f"; it is what {other} should be" * bool(other)
-            words = EXCHANGED if other else pattern(tensor, cases, pairs)
-            yield Finding(name, ranks, "other values", truth, detail, **words)
+            detail = numbers(cases, tensor) + f"; it is what {other} should be" * bool(other)
+            # Beside ranks on which nothing was written, the others are not odd for being wrong.
+            beside = pairs if zero else [(rank, c) for rank, c in pairs if rank not in zeros]
+            words = EXCHANGED if other else pattern(tensor, cases, beside)
+            should = truth.replace(REFERENCE, WHOLE) if is_whole(tensor) else truth
+            yield Finding(name, ranks, "other values", should, detail, **words)
 
 
 _SHAPE: Words = {
@@ -173,14 +178,15 @@ def _rounded(comparison: Comparison, dtype: str) -> bool:
     return comparison.cast and comparison.problem is None and comparison.max_rel <= ROUNDING.get(dtype, 0.0)
 
 
-def numbers(cases: list[tuple[int, Comparison]]) -> str:
+def numbers(cases: list[tuple[int, Comparison]], tensor: TensorFacts) -> str:
     """How far apart the worst of them is, and where."""
     rank, worst = max(cases, key=lambda case: case[1].max_abs)
     if not worst.index:
         return f"{worst.actual:.6g} on rank {rank}, but should be {worst.expected:.6g}"
     index = ", ".join(map(str, worst.index))
     differing = "all" if worst.differing == worst.elements else f"{worst.differing} of {worst.elements}"
+    what = "tensor" if is_whole(tensor) else "shard"
     return (
-        f"{differing} elements of rank {rank}'s shard differ, first at [{index}]: {worst.actual:.6g}, but should be "
+        f"{differing} elements of rank {rank}'s {what} differ, first at [{index}]: {worst.actual:.6g}, but should be "
         f"{worst.expected:.6g}; largest difference {worst.max_abs:.3g}"
     )

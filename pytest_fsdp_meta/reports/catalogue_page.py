@@ -49,6 +49,9 @@ def _check(check: Check) -> Iterator[str]:
     yield f"* Usual remedy: {check.remedy}."
     yield f"* Needs of `Subject`: {describe_needs(check) or 'the model alone'}."
     yield f"* Evidence: {_evidence(check)}."
+    if check.tolerance:
+        allowed = ", ".join(f"{value:g} in {dtype}" for dtype, value in check.tolerance.items())
+        yield f"* Tolerance, relative, unless `tolerance=` sets another: {allowed}."
     if check.after:
         yield f"* Comes after: {', '.join(f'[`{id}`](#{id})' for id in check.after)}."
     if check.references:
