@@ -90,6 +90,14 @@ def test_what_a_replica_that_differs_holds(differing, lengths, cause):
     assert [(f.ranks, f.cause) for f in found.findings] == [((3,), cause)]
 
 
+def test_a_norm_that_kept_its_ones_is_near_the_truth_and_was_not_given_it():
+    evidence = place(healthy(), MIDDLE, {}, shape=(12,))
+    evidence = declare(odd(evidence, MIDDLE, [1]), unsharded=(MIDDLE,))
+    near = Measure(5.0, 5.1, 0.1, dot=0.0, elements=12)
+    found = verdict(REPLICAS, differ(evidence, MIDDLE, [1], differing=12, elements=12, index=(0,), measure=near))
+    assert [(f.ranks, f.cause) for f in found.findings] == [((1,), NOT_GIVEN)]
+
+
 def test_replicas_of_zeros_are_told_apart_from_others():
     evidence = odd(odd(healthy(4), ROTARY, [1], "zeros"), ROTARY, [2], "drawn")
     evidence = differ(evidence, ROTARY, [1], measure=Measure(0.0, 5.0, 5.0, 0.0, 2), differing=2)

@@ -26,7 +26,7 @@ def pattern(tensor: TensorFacts, cases: Cases, pairs: Cases) -> Words:
     if _transposed(tensor, cases):
         return _TRANSPOSED
     if odd and not _shuffled(cases):
-        return _ODD_RANKS if other_part(cases) else _ODD_IN_PART
+        return _ODD_RANKS if other_part(tensor, cases) else _ODD_IN_PART
     if _shuffled(cases):
         return _ODD_RANKS if _of_other_ranks(cases) else _SHUFFLED
     # A matrix that was drawn anew differs nearly everywhere; what was mixed up keeps whole rows or experts. Vectors
@@ -66,19 +66,21 @@ def unwritten(comparison: Comparison) -> bool:
     return measure is not None and measure.actual == 0 < measure.truth
 
 
-def other_part(cases: Cases) -> bool:
+def other_part(tensor: TensorFacts, cases: Cases) -> bool:
     """Whether ranks may hold the slice of another rank, or none of the truth: nearly all differs, and by much.
 
-    Of what was rounded, or changed in part, neither can be.
+    Of a matrix that was rounded, and of what was changed in part, neither can be. The weights of a norm are all near
+    the ones that they started as, and near one another.
     """
-    return _of_other_ranks(cases) or not all(_little(c) for _, c in cases)
+    near = NEAR if len(tensor.shape) > 1 else 0.0
+    return _of_other_ranks(cases) or not all(_little(c, near) for _, c in cases)
 
 
-def _little(comparison: Comparison) -> bool:
+def _little(comparison: Comparison, near: float) -> bool:
     measure = comparison.measure
     if 2 * comparison.differing < comparison.elements:
         return True
-    return measure is not None and math.isfinite(measure.apart) and measure.apart < NEAR * measure.truth
+    return measure is not None and math.isfinite(measure.apart) and measure.apart < near * measure.truth
 
 
 def exchanged(wrong: Mapping[str, Cases]) -> dict[str, str]:

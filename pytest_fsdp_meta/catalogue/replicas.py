@@ -141,7 +141,7 @@ def _words(tensor: TensorFacts, wrong: Wrong, right: bool, each: bool) -> Words:
         return _NONE_RIGHT
     if each and not right:
         return _EACH_ITS_OWN
-    if wrong and not other_part(wrong):
+    if wrong and not other_part(tensor, wrong):
         return _IN_PART
     sharded = any(sharded_dim(placement) is not None for placement in tensor.placements or ())
     return _ODD_SHARDS if sharded else {}
