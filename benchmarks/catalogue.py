@@ -96,9 +96,10 @@ def main() -> None:
     preload = Preload(Sources(tuple(sys.path)), [*ON_RANKS, "benchmarks.on_ranks", "fixtures.conforming"])
     with tempfile.TemporaryDirectory() as folder:
         path = save_tiny(options.architecture, Path(folder) / "tiny")
-        for work in (bare, once, alone, whole):
+        works = (bare, once, alone, whole)
+        for work in works:
             work(preload, path, options.world)
-        taken = {work: [0.0] * options.repeats for work in (bare, once, alone, whole)}
+        taken = {work: [0.0] * options.repeats for work in works}
         for number in range(options.repeats):  # side by side, so that a busy machine slows both
             for work, times in taken.items():
                 times[number] = seconds(lambda work=work: work(preload, path, options.world))

@@ -109,8 +109,6 @@ class Reloading:
             return self.training
         if why := self._unsavable() or self._nothing_trainable():
             return why
-        if self._save_failure is not None:
-            raise self._save_failure
         unloadable = _unloadable(self._run_first("first_step"))
         if unloadable and not self._saves_itself:
             return Unavailable(f"{unloadable}; {DECLARE}")
@@ -202,7 +200,7 @@ class Reloading:
         try:
             return tuple(there.run(f"{OBSERVER}:{observer}", *arguments))
         except WorldError as error:
-            # What was saved once can be: then it is the steps after it, or the optimizer, that hang.
+            # What was saved once can be, and the last of the checkpoints is not tried again in any case.
             if error.failures[0].kind in ("hung", "exited", "killed") and "saved" not in self.seen:
                 self._save_failure = error
             raise

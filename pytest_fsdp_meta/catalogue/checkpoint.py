@@ -173,8 +173,6 @@ SAVED = "those that were saved"
 _UNTOUCHED: Words = {
     "cause": "saving leaves it out, or loading skips it: a filter of names, strict=False, a renamed key, copies that "
     "nobody writes back",
-    "remedy": "save and load by torch.distributed.checkpoint with get_model_state_dict and set_model_state_dict, "
-    "strictly",
 }
 _EXTRA: Words = {
     "cause": "set_extra_state() does not restore what get_extra_state() gives, or it differs from rank to rank",

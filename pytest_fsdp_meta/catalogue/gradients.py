@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from pytest_fsdp_meta.catalogue.judging import NotJudged, View, ranks_by
-from pytest_fsdp_meta.catalogue.multiples import ROUNDING, SLIGHT, multiple, number_of, sizes
+from pytest_fsdp_meta.catalogue.multiples import ROUNDING, SLIGHT, multiple, number_of
 from pytest_fsdp_meta.catalogue.parity import (
     EXPLAINING,
     OF_GRADIENTS,
@@ -126,8 +126,7 @@ def _differing(view: View, runs: Sequence[RankTraining], name: str, wrong: Cases
 def _scaled(view: View, runs: Sequence[RankTraining], name: str, factor: str) -> Words:
     if factor == "0":
         return _ZERO
-    number = factor.removeprefix("1/")
-    of = number_of(number, sizes(view, runs, name))
+    number, of = number_of(view, runs, factor, name)
     if not of:
         return {
             "cause": "gradients, or the loss, are multiplied by a constant that the reference does not have",

@@ -62,20 +62,18 @@ def _kept(rank: RankInventory) -> Iterator[tuple[str, Told, str]]:
         if tensor.backing is not None and tensor.backing_bytes and not tensor.sharded_by:
             behind.setdefault(tensor.backing, []).append(tensor)
     total = sum(tensors[0].backing_bytes for tensors in behind.values())
-    needed = sum(map(_explained, behind.values()))
-    beyond = {key: tensors[0].backing_bytes - _explained(tensors) for key, tensors in behind.items()}
-    large = {key for key, tensors in behind.items() if tensors[0].backing_bytes > SLACK * _explained(tensors)}
+    sizes = [(tensors, tensors[0].backing_bytes, _explained(tensors)) for tensors in behind.values()]
+    needed = sum(explained for _, _, explained in sizes)
+    large = [(tensors, kept, explained) for tensors, kept, explained in sizes if kept > SLACK * explained]
     # Alignment explains a little behind one shard; what many shards of a small model keep adds up.
-    if sum(beyond[key] for key in large) <= LEAST:
+    if sum(kept - explained for _, kept, explained in large) <= LEAST:
         return
-    for key, tensors in behind.items():
-        kept, explained = tensors[0].backing_bytes, _explained(tensors)
-        if key in large:
-            others = f", with {len(tensors) - 1} more in it" if len(tensors) > 1 else ""
-            detail = f"rank {rank.rank} keeps {total} bytes, and its tensors explain {needed}"
-            for tensor in filter(_cut, tensors):
-                told = Told(f"a storage of {kept} bytes behind its shard{others}", f"{explained} bytes")
-                yield tensor.name, told, detail
+    detail = f"rank {rank.rank} keeps {total} bytes, and its tensors explain {needed}"
+    for tensors, kept, explained in large:
+        others = f", with {len(tensors) - 1} more in it" if len(tensors) > 1 else ""
+        told = Told(f"a storage of {kept} bytes behind its shard{others}", f"{explained} bytes")
+        for tensor in filter(_cut, tensors):
+            yield tensor.name, told, detail
 
 
 def _cut(tensor: TensorFacts) -> bool:

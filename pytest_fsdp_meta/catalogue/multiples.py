@@ -42,11 +42,18 @@ def whole(factor: float, allowed: float) -> str:
     return ""
 
 
-def sizes(view: View, runs: Sequence[RankTraining], name: str | None = None) -> dict[str, int]:
-    """What there are several of: data-parallel ranks, and ranks along each dimension of a mesh.
+def number_of(view: View, runs: Sequence[RankTraining], factor: str, name: str | None = None) -> tuple[str, str]:
+    """The 2 of "2" and "1/2", and what there are just as many of: "the number of data-parallel ranks", or nothing.
 
     Of the meshes that loaders make themselves, that of the tensor ``name`` counts.
     """
+    number = factor.removeprefix("1/")
+    of = [f"the number of {what}" for what, size in _sizes(view, runs, name).items() if str(size) == number]
+    return number, " and ".join(of)
+
+
+def _sizes(view: View, runs: Sequence[RankTraining], name: str | None) -> dict[str, int]:
+    """What there are several of: data-parallel ranks, and ranks along each dimension of a mesh."""
     mesh = dict(view.evidence.world.mesh)
     for rank in view.evidence.inventory:
         own = rank.by_name[name].mesh if name in rank.by_name else None
@@ -58,11 +65,6 @@ def sizes(view: View, runs: Sequence[RankTraining], name: str | None = None) -> 
     if found and list(others.values()) == [slices] and not splits_model(next(iter(mesh))):
         return found
     return found | others
-
-
-def number_of(number: str, sizes: Mapping[str, int]) -> str:
-    """ "the number of data-parallel ranks": all of which there are so many; empty where there is nothing."""
-    return " and ".join(f"the number of {what}" for what, size in sizes.items() if str(size) == number)
 
 
 def alike(shares: Mapping[float, float], spread: float) -> dict[float, str]:

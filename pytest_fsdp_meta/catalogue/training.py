@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 
 from pytest_fsdp_meta.catalogue.judging import NotJudged, View
-from pytest_fsdp_meta.catalogue.multiples import alike, multiple, number_of, sizes, whole
+from pytest_fsdp_meta.catalogue.multiples import alike, multiple, number_of, whole
 from pytest_fsdp_meta.catalogue.parity import (
     EXPLAINING,
     OF_GRADIENTS,
@@ -93,8 +93,7 @@ def _moved_otherwise(view: View, runs: Sequence[RankTraining]) -> Iterator[Findi
 def _stepped(view: View, runs: Sequence[RankTraining], name: str, factor: str) -> Words:
     """What explains the part of the way; nothing where there are not just as many of anything."""
     told = whole(float(factor), ALIKE)
-    number = told.removeprefix("1/")
-    of = number_of(number, sizes(view, runs, name))
+    number, of = number_of(view, runs, told, name)
     if not of:
         return {}
     done = "divided" if told.startswith("1/") else "multiplied"
@@ -231,11 +230,10 @@ def _multiplied(view: View, runs: Sequence[RankTraining], allowed: float) -> Wor
     pairs = list(zip(mean_losses(runs), view.reference.losses or (), strict=True))
     factors = [ours / theirs if theirs and math.isfinite(ours) else math.nan for ours, theirs in pairs]
     factor = whole(factors[0], max(allowed, TOLERANCE["float64"]))
-    number = factor.removeprefix("1/")
     # A scaled loss has scaled gradients, so later losses are those of another place.
     if not factor or not all(abs(other / factors[0] - 1) <= LOOSE for other in factors):
         return {}
-    of = number_of(number, sizes(view, runs))
+    number, of = number_of(view, runs, factor)
     if not of and int(number) * allowed > CHANCE:
         return {}
     told = f"the loss is {factor} of" if factor.startswith("1/") else f"the loss is {factor} times"

@@ -171,7 +171,7 @@ def save_all(folder: str) -> RankResumed:
     if subject.save is None:
         # Torch steps an optimizer without state once, by zero gradients, before it saves it; so it will when loading.
         get_optimizer_state_dict(subject.model, optimizer)
-    held = _all_held(subject, optimizer)
+    held = _all_held(subject, optimizer, _held(subject))
     _save(subject, optimizer, Path(folder))
     return held
 
@@ -182,8 +182,7 @@ def load_all(folder: str) -> RankResumed:
     me.state["resumable"] = _optimizer(subject)
     _overwrite(subject)
     _load(subject, me.state["resumable"], Path(folder))
-    held = _all_held(subject, me.state["resumable"])
-    return replace(held, model=_held_after(subject))
+    return _all_held(subject, me.state["resumable"], _held_after(subject))
 
 
 def go_on(steps: int) -> tuple[float, ...]:
@@ -333,7 +332,7 @@ def _steps(me: Rank, subject: Subject, steps: int) -> tuple[float, ...]:
     return tuple(run.losses)
 
 
-def _all_held(subject: Subject, optimizer: Optimizer) -> RankResumed:
+def _all_held(subject: Subject, optimizer: Optimizer, model: RankSaved) -> RankResumed:
     names = _names(subject.model)
     state: dict[str, Mapping[str, str]] = {}
     for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
@@ -343,7 +342,7 @@ def _all_held(subject: Subject, optimizer: Optimizer) -> RankResumed:
     groups = tuple(
         {key: _sum(value) for key, value in group.items() if key not in BY_NAME} for group in optimizer.param_groups
     )
-    return RankResumed(_held(subject), state, groups)
+    return RankResumed(model, state, groups)
 
 
 def _lying_as(parameter: Tensor, value: Any) -> Any:
