@@ -480,3 +480,21 @@ def test_a_fork_server_that_was_killed_is_replaced(tmp_path: Path) -> None:
 
 def _preload(folder: Path, *modules: str) -> Preload:
     return Preload(Sources((str(folder), str(ROOT), *sys.path)), test_modules=modules)
+
+
+def test_notes_arrive_in_order_and_before_the_answer() -> None:
+    def speak() -> int:
+        for step in range(3):
+            note("doing", f"step {step}")
+        return current().rank
+
+    heard: list[tuple[int, str, object]] = []
+    with world_of(2, noted=lambda *told: heard.append(told)) as world:
+        assert world.run(speak) == [0, 1]
+    assert [what for rank, kind, what in heard if (rank, kind) == (1, "doing")] == ["step 0", "step 1", "step 2"]
+    assert len(heard) == 6
+
+
+def test_a_note_outside_a_world() -> None:
+    with pytest.raises(RuntimeError, match="is not a rank of a world"):
+        note("doing", "nothing")

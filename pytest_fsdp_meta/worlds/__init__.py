@@ -7,7 +7,7 @@ Nothing here knows of models, checks or pytest items. ``World`` lives in the par
 from pytest_fsdp_meta.worlds.devices import choose, count_gpus
 from pytest_fsdp_meta.worlds.failures import CallFailed, Misuse, RankFailure, WorldError
 from pytest_fsdp_meta.worlds.launch import Preload
-from pytest_fsdp_meta.worlds.rank import SEED, Rank, current
+from pytest_fsdp_meta.worlds.rank import SEED, Rank, current, note
 from pytest_fsdp_meta.worlds.spec import DEFAULT_MESH_DIM, Sources, WorldSpec, resolve_mesh
 from pytest_fsdp_meta.worlds.world import World
 
@@ -26,5 +26,6 @@ __all__ = [
     "choose",
     "count_gpus",
     "current",
+    "note",
     "resolve_mesh",
 ]

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 SEED = 20240229
 PR_SET_PDEATHSIG = 1
+OUTSIDE = "this process is not a rank of a world of pytest-fsdp-meta"
 
 
 @dataclass
@@ -71,12 +72,24 @@ class Rank:
 
 
 _CURRENT: Rank | None = None
+_CHANNEL: _Channel | None = None
+
+
+def note(kind: str, what: Any) -> None:
+    """Tells the parent something beside the answer that it waits for: what this rank is doing, a warning.
+
+    Not from a process that a rank has forked, where it does nothing. Raises RuntimeError outside a world.
+    """
+    if _CHANNEL is None:
+        raise RuntimeError(OUTSIDE)
+    if _CHANNEL.is_own:
+        _CHANNEL.send("note", kind, what)
 
 
 def current() -> Rank:
     """The rank that this process is. Raises RuntimeError outside a world."""
     if _CURRENT is None:
-        raise RuntimeError("this process is not a rank of a world of pytest-fsdp-meta")
+        raise RuntimeError(OUTSIDE)
     return _CURRENT
 
 
@@ -114,6 +127,7 @@ class _Channel:
         self._leftovers = task.leftovers
         self._files = (Path(task.folder, f"rank{task.rank}.{number}") for number in count())
         self._inbox: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
+        self._sending = threading.Lock()
         threading.Thread(target=self._listen, name="pytest-fsdp-meta", daemon=True).start()
 
     def _listen(self) -> None:
@@ -130,20 +144,27 @@ class _Channel:
     def receive(self) -> tuple[Any, ...]:
         return self._inbox.get()
 
+    @property
+    def is_own(self) -> bool:
+        """Whether this process is the rank, and not a child that it has forked."""
+        return os.getpid() == self._owner
+
     def send(self, *message: Any) -> None:
-        if os.getpid() != self._owner:
+        if not self.is_own:
             os._exit(0)  # a child that the loader forked, and that came back from it, is no rank
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):  # the user's code may have closed or replaced it
                 stream.flush()
-        self._connection.send_bytes(post.pack(message, next(self._files)))
+        with self._sending:
+            self._connection.send_bytes(post.pack(message, next(self._files)))
 
 
 def main(connection: Connection, task: Assignment) -> None:
     """The target of a rank's process; does not return, because interpreters with a process group end badly."""
+    global _CHANNEL
     try:
         _isolate(task)
-        channel = _Channel(connection, task)
+        _CHANNEL = channel = _Channel(connection, task)
         try:
             _adopt(task)
             _join(channel, task)

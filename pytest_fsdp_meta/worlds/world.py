@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from multiprocessing import connection, util
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeAlias
 
 from pytest_fsdp_meta.worlds import post
 from pytest_fsdp_meta.worlds.failures import RankFailure, WorldError
@@ -25,6 +25,8 @@ GRACE = 0.8
 """Seconds that the other ranks get, after the first failure, to report theirs."""
 GLANCE = 0.5
 """Seconds between two looks at whether a rank has ended of which no pipe tells."""
+Noted: TypeAlias = Callable[[int, str, Any], None]
+"""Takes the rank, the kind of note and what it says."""
 _SHARED = Preload()
 """For worlds that name none."""
 
@@ -34,15 +36,22 @@ class World:
 
     After a ``WorldError``, or when a call is interrupted, the world is over: its ranks are ended, and the next test
     takes a fresh one. ``label`` is what errors call it beside its ranks, or in place of its only one. ``shared``
-    is a folder of the parent's, which the ranks remove where the parent is killed.
+    is a folder of the parent's, which the ranks remove where the parent is killed. ``noted(rank, kind, what)`` is
+    called for what ranks ``note`` while a call runs.
     """
 
     def __init__(
-        self, spec: WorldSpec, preload: Preload | None = None, label: str = "", shared: Path | None = None
+        self,
+        spec: WorldSpec,
+        preload: Preload | None = None,
+        label: str = "",
+        shared: Path | None = None,
+        noted: Noted | None = None,
     ) -> None:
         self.spec = spec
         self._shared = [] if shared is None else [str(shared)]
         self._label = label
+        self._noted = noted or (lambda rank, kind, what: None)
         self._preload = preload or _SHARED
         self._members: list[Member] = []
         self._calls = 0
@@ -175,6 +184,8 @@ class World:
                     failures[member.rank] = member.ending()
                 elif message[0] == "failure":
                     failures[member.rank] = message[1]
+                elif message[0] == "note":
+                    self._noted(member.rank, *message[1:])
                 else:
                     assert message[0] == kind, message
                     answers[member.rank] = message[1:]
