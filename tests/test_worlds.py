@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_fsdp_meta.worlds import Preload, Rank, Sources, World, WorldError, WorldSpec, current
+from pytest_fsdp_meta.worlds import Preload, Rank, Sources, World, WorldError, WorldSpec, current, note
 from tests.world_help import (
     ROOT,
     assert_gone,
