@@ -21,9 +21,10 @@ import torch
 
 from fixtures.conforming import load_conforming
 from fixtures.tiny import save_tiny
+from pytest_fsdp_meta.calls import Call
 from pytest_fsdp_meta.catalogue import built_in, judge
 from pytest_fsdp_meta.catalogue.registry import OBSERVATIONS
-from pytest_fsdp_meta.trial import ON_RANKS, Loader, Trial
+from pytest_fsdp_meta.trial import ON_RANKS, Trial
 from pytest_fsdp_meta.worlds import Preload, Sources, World, WorldSpec
 
 STEPS = 3
@@ -73,7 +74,7 @@ def _reference(preload: Preload, path: Path, steps: int, builds: int) -> None:
 
 def _judged(preload: Preload, path: Path, world: int, wanted: Collection[str]) -> None:
     trial = Trial(WorldSpec({"dp_shard": world}, timeout=120), preload, STEPS, {})
-    loader = Loader(cloudpickle.dumps(load_conforming), {"path": cloudpickle.dumps(path)}, "fsdp")
+    loader = Call(cloudpickle.dumps(load_conforming), {"path": cloudpickle.dumps(path)}, "fsdp")
     evidence = trial.observe(loader, wanted)
     catalogue = built_in()
     statuses = [judge(check, evidence, catalogue).status for check in catalogue]

@@ -18,8 +18,9 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.on_ranks import load_shards
+from pytest_fsdp_meta.calls import Call
 from pytest_fsdp_meta.catalogue import built_in, judge
-from pytest_fsdp_meta.trial import ON_RANKS, Loader, Trial
+from pytest_fsdp_meta.trial import ON_RANKS, Trial
 from pytest_fsdp_meta.worlds import Preload, Sources, World, WorldSpec
 
 WORLD = 2
@@ -36,8 +37,8 @@ def checkpoint(folder: Path, tensors: int, rows: int, columns: int) -> Path:
     return folder
 
 
-def packed(path: Path) -> Loader:
-    return Loader(cloudpickle.dumps(load_shards), {"path": cloudpickle.dumps(path)}, "fsdp")
+def packed(path: Path) -> Call:
+    return Call(cloudpickle.dumps(load_shards), {"path": cloudpickle.dumps(path)}, "fsdp")
 
 
 def throughput(folder: Path, gib: float, repeats: int) -> list[dict[str, Any]]:
@@ -45,7 +46,7 @@ def throughput(folder: Path, gib: float, repeats: int) -> list[dict[str, Any]]:
     path = checkpoint(folder / "large", tensors, 4096, 4096)  # 64 MiB each
     loader = packed(path)
     with World(WorldSpec({"dp_shard": WORLD}, timeout=1800), preload()) as world:
-        world.run("pytest_fsdp_meta.observers.loading:load", loader.function, dict(loader.arguments), "fsdp")
+        world.run("pytest_fsdp_meta.observers.loading:load", loader)
         return list(world.run("benchmarks.on_ranks:verify", str(path), repeats))
 
 

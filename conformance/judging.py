@@ -8,10 +8,11 @@ from typing import Any
 
 import cloudpickle
 
+from pytest_fsdp_meta.calls import Call
 from pytest_fsdp_meta.catalogue import Verdict, built_in, judge
 from pytest_fsdp_meta.catalogue.registry import OBSERVATIONS
 from pytest_fsdp_meta.evidence import Evidence
-from pytest_fsdp_meta.trial import ON_RANKS, Loader, Trial
+from pytest_fsdp_meta.trial import ON_RANKS, Trial
 from pytest_fsdp_meta.worlds import Preload, Sources, WorldSpec
 
 Verdicts = dict[str, Verdict]
@@ -30,7 +31,7 @@ class Court:
         """The verdict of every check; ``function`` is called with ``fsdp`` and the arguments on every rank."""
         trial = Trial(WorldSpec(mesh, timeout=120), self._preload, steps=3, tolerance={})
         packed = {name: cloudpickle.dumps(value) for name, value in arguments.items()}
-        return verdicts(trial.observe(Loader(cloudpickle.dumps(function), packed, "fsdp"), OBSERVATIONS))
+        return verdicts(trial.observe(Call(cloudpickle.dumps(function), packed, "fsdp"), OBSERVATIONS))
 
 
 def verdicts(evidence: Evidence) -> Verdicts:

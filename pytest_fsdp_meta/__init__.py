@@ -1,8 +1,8 @@
 """Judge a loader on real ranks: a pytest plugin and conformance kit for sharded model loading."""
 
-from pytest_fsdp_meta.markers import fsdp_conformance
+from pytest_fsdp_meta.markers import fsdp_conformance, fsdp_spmd
 from pytest_fsdp_meta.observers.adapters import Part
 from pytest_fsdp_meta.subject import Subject, SubjectError
 
-__all__ = ["Part", "Subject", "SubjectError", "fsdp_conformance"]
+__all__ = ["Part", "Subject", "SubjectError", "fsdp_conformance", "fsdp_spmd"]
 __version__ = "0.2.0"

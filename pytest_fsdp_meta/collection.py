@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from pytest_fsdp_meta._pytest_private import fixtures_asking_for, parameters, requested_fixtures, resolved_fixture
+from pytest_fsdp_meta.calls import BODY
 from pytest_fsdp_meta.catalogue import Catalogue, Check, built_in
 from pytest_fsdp_meta.markers import MARK, Order, read_order
 from pytest_fsdp_meta.settings import Settings
@@ -121,7 +122,7 @@ def _spec(order: Order, mesh: Mapping[str, int], settings: Settings, gpus: int |
 
 
 def _require_plain_function(function: object) -> None:
-    body = getattr(function, "__fsdp_body__", function)
+    body = getattr(function, BODY, function)
     if getattr(function, "is_hypothesis_test", False) or getattr(body, "is_hypothesis_test", False):
         raise ValueError("it does not stack with @given yet; draw examples with @pytest.mark.parametrize instead")
     if inspect.iscoroutinefunction(body) or inspect.isgeneratorfunction(body) or inspect.isasyncgenfunction(body):

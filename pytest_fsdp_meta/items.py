@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 
 from pytest_fsdp_meta._pytest_private import parameters, requested_fixtures
+from pytest_fsdp_meta.calls import Call
 from pytest_fsdp_meta.catalogue import Catalogue, Verdict, judge
 from pytest_fsdp_meta.collection import ARGUMENT, Case, case_of
 from pytest_fsdp_meta.evidence import Evidence
 from pytest_fsdp_meta.reports.terminal import describe_error, describe_failure
 from pytest_fsdp_meta.settings import Settings
-from pytest_fsdp_meta.trial import ON_RANKS, Loader, LoaderFailed, Trial
+from pytest_fsdp_meta.trial import ON_RANKS, LoaderFailed, Trial
 from pytest_fsdp_meta.worlds import Preload, Sources
 
 SKIPPED = pytest.StashKey[str]()
@@ -188,7 +189,7 @@ def _skip(item: pytest.Item, reason: str) -> None:
     pytest.skip(reason)
 
 
-def pack_loader(item: pytest.Function) -> Loader:
+def pack_loader(item: pytest.Function) -> Call:
     """The loader and its fixture values, pickled one by one. Raises Unsendable."""
     import cloudpickle
 
@@ -207,7 +208,7 @@ def pack_loader(item: pytest.Function) -> Loader:
     except Exception as error:
         what = "the loader and its instance (self)" if item.cls else "the loader"
         raise Unsendable(f"{what} cannot be sent to the ranks: {type(error).__name__}: {error}") from error
-    return Loader(function, arguments, "fsdp" if "fsdp" in wanted else None)
+    return Call(function, arguments, "fsdp" if "fsdp" in wanted else None)
 
 
 def _unsendable(name: str, value: Any, error: Exception) -> str:

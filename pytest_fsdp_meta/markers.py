@@ -1,25 +1,31 @@
-"""``@fsdp_conformance``: what it accepts, and what is said when it is misused."""
+"""``@fsdp_conformance``, ``@fsdp_spmd``, ``fsdp_world``: what they accept, and what is said when they are misused."""
 
 from __future__ import annotations
 
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, TypeVar, overload
 
+from pytest_fsdp_meta.calls import BODY
 from pytest_fsdp_meta.catalogue import Catalogue
 from pytest_fsdp_meta.worlds import DEFAULT_MESH_DIM, resolve_mesh
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 MARK = "fsdp_conformance"
+SPMD = "fsdp_spmd"
+WORLD = "fsdp_world"
+"""The mark, and the name of the fixture whose world it describes."""
+SCOPES = ("function", "module", "session")
 PROCESS_GROUPS = ("plugin", "loader")
 ARGUMENTS = (
     "world_size", "mesh", "only", "skip", "xfail", "tolerance", "steps", "timeout", "process_group",
 )  # fmt: skip
+WORLD_ARGUMENTS = ("world_size", "mesh", "scope", "timeout", "process_group")
 
 
 @overload
@@ -36,24 +42,46 @@ def fsdp_conformance(*positional: Any, **arguments: Any) -> Any:
 
     The same as ``@pytest.mark.fsdp_conformance``, except that the test fails where the plugin is not active.
     """
+    return _marked(MARK, positional, arguments, "is a loader for pytest-fsdp-meta", "nothing was judged")
+
+
+@overload
+def fsdp_spmd(function: F, /) -> F: ...
+@overload
+def fsdp_spmd(**arguments: Any) -> Callable[[F], F]: ...
+def fsdp_spmd(*positional: Any, **arguments: Any) -> Any:
+    """Runs the whole body of a test on every rank; it passes when every rank passes.
+
+    ``world_size`` and ``mesh`` as for a loader. ``scope``: "function" (default: a fresh world for the test), "module"
+    or "session" (the ranks are kept for the next test that wants the same world). ``timeout``: seconds for the body.
+    ``process_group``: "plugin", or "loader" when the body calls ``init_process_group`` itself. The argument ``fsdp`` is
+    the rank; other fixtures are evaluated in the pytest process, and their values are sent. ``pytest.skip`` and
+    ``pytest.xfail`` count when all ranks call them.
+
+    The same as ``@pytest.mark.fsdp_spmd``, except that the test fails where the plugin is not active.
+    """
+    return _marked(SPMD, positional, arguments, "runs on ranks of pytest-fsdp-meta", "it did not run")
+
+
+def _marked(name: str, positional: tuple[Any, ...], arguments: dict[str, Any], what: str, so: str) -> Any:
     import pytest
 
-    mark = pytest.mark.fsdp_conformance
+    mark = getattr(pytest.mark, name)
     if len(positional) == 1 and callable(positional[0]) and not arguments:
-        return mark(_guarded(positional[0]))
+        return mark(_guarded(positional[0], what, so))
     # Wrong arguments are kept as they are: collection tells all of them, each in one line.
     marked = mark.with_args(*positional, **arguments)
-    return lambda function: marked(_guarded(function))
+    return lambda function: marked(_guarded(function, what, so))
 
 
-def _guarded(function: Any) -> Any:
-    """The loader with a body that fails the test: whoever calls it is not this plugin. Of a class, all its tests."""
-    if hasattr(function, "__fsdp_body__"):
+def _guarded(function: Any, what: str, so: str) -> Any:
+    """The test with a body that fails it: whoever calls it is not this plugin. Of a class, all its tests."""
+    if hasattr(function, BODY):
         return function  # decorated twice: pytest takes the arguments of the inner one
     if isinstance(function, type):
         for name, value in list(vars(function).items()):
             if name.startswith("test") and inspect.isfunction(value):
-                setattr(function, name, _guarded(value))
+                setattr(function, name, _guarded(value, what, so))
         return function
 
     @functools.wraps(function)
@@ -61,12 +89,12 @@ def _guarded(function: Any) -> Any:
         import pytest
 
         pytest.fail(
-            f"{function.__name__} is a loader for pytest-fsdp-meta, whose plugin is not active, so nothing was judged; "
+            f"{function.__name__} {what}, whose plugin is not active, so {so}; "
             "install pytest-fsdp-meta and remove '-p no:fsdp_meta'",
             pytrace=False,
         )
 
-    guard.__fsdp_body__ = function  # type: ignore[attr-defined]
+    setattr(guard, BODY, function)
     return guard
 
 
@@ -88,13 +116,7 @@ def read_order(
     positional: tuple[Any, ...], arguments: Mapping[str, Any], default_sizes: tuple[int, ...], catalogue: Catalogue
 ) -> Order:
     """Raises ValueError, in one line that names the argument, what is wrong and what would be right."""
-    if positional:
-        raise ValueError(f"{positional[0]!r} has no name; the arguments are {', '.join(ARGUMENTS)}")
-    for name in arguments:
-        if name not in ARGUMENTS:
-            near = difflib.get_close_matches(name, ARGUMENTS, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"the arguments are {', '.join(ARGUMENTS)}"
-            raise ValueError(f"there is no argument {name!r}; {hint}")
+    _require_known(positional, arguments, ARGUMENTS)
     skip = _reasons("skip", arguments.get("skip"), catalogue)
     xfail = _reasons("xfail", arguments.get("xfail"), catalogue)
     both = sorted(skip.keys() & xfail.keys())
@@ -115,6 +137,50 @@ def read_order(
         timeout=_seconds(arguments.get("timeout")),
         process_group=_process_group(arguments.get("process_group", "plugin")),
     )
+
+
+@dataclass(frozen=True)
+class WorldOrder:
+    """A valid ``@fsdp_spmd`` or ``@pytest.mark.fsdp_world``: which worlds, and for how long each is kept."""
+
+    meshes: tuple[Mapping[str, int], ...]
+    scope: str = "function"
+    timeout: float | None = None
+    process_group: str = "plugin"
+
+
+def read_world_order(
+    positional: tuple[Any, ...], arguments: Mapping[str, Any], default_sizes: tuple[int, ...], default_scope: str
+) -> WorldOrder:
+    """Raises ValueError, in one line that names the argument, what is wrong and what would be right."""
+    _require_known(positional, arguments, WORLD_ARGUMENTS)
+    scope = arguments.get("scope", default_scope)
+    if scope not in SCOPES:
+        raise ValueError(f"scope={scope!r} should be 'function', 'module' or 'session'")
+    process_group = _process_group(arguments.get("process_group", "plugin"))
+    if process_group == "loader" and scope != "function":
+        if "scope" in arguments:
+            raise ValueError(
+                f"scope={scope!r} keeps the ranks for other tests, but with process_group='loader' each test makes its "
+                "own process group; leave scope out"
+            )
+        scope = "function"
+    return WorldOrder(
+        meshes=_meshes(arguments.get("world_size"), arguments.get("mesh"), default_sizes),
+        scope=scope,
+        timeout=_seconds(arguments.get("timeout")),
+        process_group=process_group,
+    )
+
+
+def _require_known(positional: tuple[Any, ...], arguments: Mapping[str, Any], known: Sequence[str]) -> None:
+    if positional:
+        raise ValueError(f"{positional[0]!r} has no name; the arguments are {', '.join(known)}")
+    for name in arguments:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"the arguments are {', '.join(known)}"
+            raise ValueError(f"there is no argument {name!r}; {hint}")
 
 
 def _meshes(world_size: Any, mesh: Any, default_sizes: tuple[int, ...]) -> tuple[Mapping[str, int], ...]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from pytest_fsdp_meta.calls import Call
 from pytest_fsdp_meta.evidence import (
     Evidence,
     RankInventory,
@@ -34,15 +35,6 @@ ON_RANKS = (f"{OBSERVERS}.checkpoint", f"{OBSERVERS}.training", f"{OBSERVERS}.tr
 """What every rank needs imported."""
 SKIPPED = "builtins.Skipped"
 """``pytest.skip``, which hides its module."""
-
-
-@dataclass(frozen=True)
-class Loader:
-    """A loader ready to be sent: the function and the values of its fixtures, each pickled by itself."""
-
-    function: bytes
-    arguments: Mapping[str, bytes] = field(default_factory=dict)
-    wants_rank: str | None = None
 
 
 class LoaderFailed(Exception):
@@ -67,7 +59,7 @@ class Trial:
         self._steps = steps
         self._tolerance = tolerance
 
-    def observe(self, loader: Loader, wanted: Collection[str]) -> Evidence:
+    def observe(self, loader: Call, wanted: Collection[str]) -> Evidence:
         """Runs the loader on every rank and takes the observations that are wanted, each once.
 
         Raises LoaderFailed when the loader gives no subject on every rank.
@@ -81,7 +73,7 @@ class Trial:
                 world.close()
                 self.outputs = world.outputs()
 
-    def _load(self, world: World, loader: Loader, watch: list[str]) -> list[Any]:
+    def _load(self, world: World, loader: Call, watch: list[str]) -> list[Any]:
         """One ``observers.loading.Loaded`` per rank."""
         try:
             return _loaded(world, loader, watch)
@@ -90,7 +82,7 @@ class Trial:
             skipped = error.failures[0].message if agreed else None
             raise LoaderFailed(error.summary, str(error), skipped) from error
 
-    def _observe(self, world: World, loaded: list[Any], loader: Loader, wanted: set[str], folder: Path) -> Evidence:
+    def _observe(self, world: World, loaded: list[Any], loader: Call, wanted: set[str], folder: Path) -> Evidence:
         alone = World(self._single, self._preload, label="the reference")  # started when it is needed
         session = _Session(
             world=world,
@@ -122,7 +114,7 @@ class Trial:
             tolerance=self._tolerance,
         )
 
-    def _load_again(self, loader: Loader, spec: WorldSpec, label: str, worlds: list[World]) -> tuple[World, list[Any]]:
+    def _load_again(self, loader: Call, spec: WorldSpec, label: str, worlds: list[World]) -> tuple[World, list[Any]]:
         """Another world with what the loader gives there. The world is noted first: it is closed with the others."""
         world = World(spec, self._preload, label)
         worlds.append(world)
@@ -286,8 +278,7 @@ class _Session:
         return self.checkpoints.get("reference", self._file("values"))
 
 
-def _loaded(world: World, loader: Loader, watch: Sequence[str] = ()) -> list[Any]:
+def _loaded(world: World, loader: Call, watch: Sequence[str] = ()) -> list[Any]:
     """The world started, and the loader run on its ranks."""
     world.start()
-    arguments = loader.function, dict(loader.arguments), loader.wants_rank, watch
-    return world.run(f"{OBSERVERS}.loading:load", *arguments)
+    return world.run(f"{OBSERVERS}.loading:load", loader, watch)

@@ -209,7 +209,7 @@ def test_a_loader_that_gives_no_subject(project: Project) -> None:
         "test_goes_on[no_meta_buffers]",
     }
     loader = "but should return the loaded model or a Subject"
-    remedy = "return plain data, such as a path or a config, and build the rest in the loader"
+    remedy = "return plain data, such as a path or a config, and build the rest on the ranks"
     summaries = {
         "none": f"the loader returned NoneType, {loader}; is a return statement missing?",
         "list": f"the loader returned list, {loader}",

@@ -20,10 +20,11 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
 from pytest_fsdp_meta import Subject
+from pytest_fsdp_meta.calls import Call
 from pytest_fsdp_meta.catalogue import Verdict, built_in, judge
 from pytest_fsdp_meta.evidence import Unavailable
 from pytest_fsdp_meta.reloading import other_size
-from pytest_fsdp_meta.trial import Loader, LoaderFailed, Trial
+from pytest_fsdp_meta.trial import LoaderFailed, Trial
 from pytest_fsdp_meta.worlds import Rank, WorldSpec
 from tests.world_help import trial_preload
 
@@ -70,7 +71,7 @@ def judged(
         todo += check.after
     trial = Trial(WorldSpec({"dp_shard": size}, timeout=timeout), trial_preload(), steps=3, tolerance={})
     packed = {name: cloudpickle.dumps(value) for name, value in arguments.items()}
-    evidence = trial.observe(Loader(cloudpickle.dumps(function), packed, "fsdp"), wanted)
+    evidence = trial.observe(Call(cloudpickle.dumps(function), packed, "fsdp"), wanted)
     return {id: judge(catalogue[id], evidence, catalogue) for id in checks}
 
 

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from pytest_fsdp_meta import Subject
+from pytest_fsdp_meta.calls import Call
 from pytest_fsdp_meta.catalogue import Verdict, built_in, judge
 from pytest_fsdp_meta.evidence import Evidence
-from pytest_fsdp_meta.trial import Loader, LoaderFailed, Trial
+from pytest_fsdp_meta.trial import LoaderFailed, Trial
 from pytest_fsdp_meta.worlds import Rank, WorldSpec
 from tests.evidence_factory import told
 from tests.world_help import trial_preload
@@ -71,7 +72,7 @@ def judged(function: Callable[[Rank], Subject]) -> dict[str, Verdict]:
 
 def observed(function: Callable[[Rank], Subject]) -> Evidence:
     trial = Trial(WorldSpec({"dp_shard": 2}, timeout=60), trial_preload(), steps=3, tolerance={})
-    loader = Loader(cloudpickle.dumps(function), wants_rank="fsdp")
+    loader = Call(cloudpickle.dumps(function), wants_rank="fsdp")
     return trial.observe(loader, OBSERVED)
 
 

@@ -10,9 +10,10 @@ import cloudpickle
 import pytest
 
 from conformance.judging import verdicts
+from pytest_fsdp_meta.calls import Call
 from pytest_fsdp_meta.catalogue.registry import OBSERVATIONS
 from pytest_fsdp_meta.reports.terminal import describe_failure
-from pytest_fsdp_meta.trial import ON_RANKS, Loader, Trial
+from pytest_fsdp_meta.trial import ON_RANKS, Trial
 from pytest_fsdp_meta.worlds import Preload, Sources, WorldSpec
 
 Told = dict[str, str]
@@ -28,7 +29,7 @@ def told() -> Callable[..., Told]:
     def run(function: Callable[..., Any], world: WorldSpec, **arguments: Any) -> Told:
         trial = Trial(world, Preload(Sources(tuple(sys.path)), ON_RANKS), steps=3, tolerance={})
         packed = {name: cloudpickle.dumps(value) for name, value in arguments.items()}
-        evidence = trial.observe(Loader(cloudpickle.dumps(function), packed, "fsdp"), OBSERVATIONS)
+        evidence = trial.observe(Call(cloudpickle.dumps(function), packed, "fsdp"), OBSERVATIONS)
         broken = {id: v for id, v in verdicts(evidence).items() if v.status in ("failed", "error")}
         return {id: " ".join(describe_failure(v, "world", "command").split()) for id, v in broken.items()}
 

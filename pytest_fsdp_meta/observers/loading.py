@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import inspect
 import os
-import pickle
 from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from torch.distributed.fsdp import FlatParameter
 from torch.nn import Module
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from pytest_fsdp_meta.calls import Call
 from pytest_fsdp_meta.evidence import RankInventory, SubjectFacts
 from pytest_fsdp_meta.observers.adapters import lookup
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part
@@ -53,20 +53,13 @@ class Loaded:
     """What the loader did; None where nobody asked."""
 
 
-def load(
-    function: bytes, arguments: Mapping[str, bytes], wants_rank: str | None, watch: Collection[str] = ()
-) -> Loaded:
+def load(call: Call, watch: Collection[str] = ()) -> Loaded:
     """Calls the loader under poison, checks what it declares and takes the inventory.
 
-    ``arguments`` are pickled one by one, so that a value that cannot be read here is named; ``wants_rank`` is the
-    name of the parameter that takes the rank itself. ``watch`` says what to observe while the loader runs:
-    "collectives", "memory", or nothing.
+    ``watch`` says what to observe while the loader runs: "collectives", "memory", or nothing.
     """
     me = current()
-    loader = _body(pickle.loads(function))
-    values = {name: _unpack(name, value) for name, value in arguments.items()}
-    if wants_rank is not None:
-        values[wants_rank] = me
+    loader, values = call.unpack(me)
     recorder = Recorder() if "collectives" in watch else None
     peak = Peak(me.device) if "memory" in watch and MAPS.exists() else None
     with poisoned_memory() as poison, peak.measured() if peak else nullcontext():
@@ -154,24 +147,6 @@ def loaded_subject(me: Rank) -> Subject:
     subject = me.state["subject"]
     assert isinstance(subject, Subject)
     return subject
-
-
-def _body(loader: Callable[..., Any]) -> Callable[..., Any]:
-    """The loader without the guard that ``@fsdp_conformance`` puts around it, bound as it was."""
-    function = getattr(loader, "__func__", loader)
-    body = getattr(function, "__fsdp_body__", function)
-    owner = getattr(loader, "__self__", None)
-    return body.__get__(owner) if owner is not None else body
-
-
-def _unpack(name: str, value: bytes) -> Any:
-    try:
-        return pickle.loads(value)
-    except Exception as error:
-        raise Misuse(
-            f"fixture {name!r}: its value cannot be read on the ranks ({type(error).__name__}: {error}); "
-            "return plain data, such as a path or a config, and build the rest in the loader"
-        ) from error
 
 
 def _as_subject(returned: object) -> Subject:
