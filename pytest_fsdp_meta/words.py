@@ -16,7 +16,12 @@ WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_
 def name_ranks(ranks: Iterable[int]) -> str:
     """ "rank 1", "ranks 0-3", "ranks 0, 2"."""
     ordered = sorted(set(ranks))
-    return f"{'rank' if len(ordered) == 1 else 'ranks'} {', '.join(_runs(ordered, '-'))}"
+    return f"{'rank' if len(ordered) == 1 else 'ranks'} {joined_runs(ordered)}"
+
+
+def joined_runs(numbers: Iterable[int]) -> str:
+    """ "0-3", "0, 2"."""
+    return ", ".join(_runs(sorted(set(numbers)), "-"))
 
 
 def first_line(error: BaseException, width: int = 160) -> str:

@@ -7,6 +7,7 @@ Nothing here knows of models, checks or pytest items. ``World`` lives in the par
 from pytest_fsdp_meta.worlds.devices import choose, count_gpus
 from pytest_fsdp_meta.worlds.failures import CallFailed, Misuse, RankFailure, WorldError
 from pytest_fsdp_meta.worlds.launch import Preload
+from pytest_fsdp_meta.worlds.leases import Lease, LeaseError, Leases, Waiting
 from pytest_fsdp_meta.worlds.rank import SEED, Rank, current, note
 from pytest_fsdp_meta.worlds.spec import DEFAULT_MESH_DIM, Sources, WorldSpec, resolve_mesh
 from pytest_fsdp_meta.worlds.world import World
@@ -15,11 +16,15 @@ __all__ = [
     "DEFAULT_MESH_DIM",
     "SEED",
     "CallFailed",
+    "Lease",
+    "LeaseError",
+    "Leases",
     "Misuse",
     "Preload",
     "Rank",
     "RankFailure",
     "Sources",
+    "Waiting",
     "World",
     "WorldError",
     "WorldSpec",
