@@ -21,7 +21,7 @@ from pytest_fsdp_meta.evidence import Evidence
 from pytest_fsdp_meta.reports.terminal import describe_error, describe_failure
 from pytest_fsdp_meta.settings import Settings
 from pytest_fsdp_meta.trial import ON_RANKS, LoaderFailed, Trial
-from pytest_fsdp_meta.worlds import Preload, Sources
+from pytest_fsdp_meta.worlds import Engine, Sources
 
 SKIPPED = pytest.StashKey[str]()
 """Why an item is skipped, where the place of the test should be told instead of that of ``pytest.skip``."""
@@ -51,10 +51,10 @@ class _Run:
 class Conductor:
     """Keeps the run of each loader between its items. One per pytest session."""
 
-    def __init__(self, settings: Settings, catalogue: Catalogue, preload: Preload) -> None:
+    def __init__(self, settings: Settings, catalogue: Catalogue, engine: Engine) -> None:
         self.settings = settings
         self.catalogue = catalogue
-        self.preload = preload
+        self.engine = engine
         self._runs: dict[object, _Run] = {}
 
     def plan(self, items: Iterable[pytest.Item], config: pytest.Config) -> None:
@@ -72,10 +72,10 @@ class Conductor:
         if modules:
             named = config.hook.pytest_fsdp_preload()
             downstream = [name for names in named for name in ([names] if isinstance(names, str) else names)]
-            self.preload.sources = Sources(tuple(sys.path), modules | _conftests(config))
-            self.preload.modules = [*ON_RANKS, *downstream]
-            self.preload.test_modules = list(modules)
-            self.preload.start()
+            self.engine.sources = Sources(tuple(sys.path), modules | _conftests(config))
+            self.engine.modules = [*ON_RANKS, *downstream]
+            self.engine.test_modules = list(modules)
+            self.engine.start()
 
     def before_fixtures(self, item: pytest.Item, case: Case) -> None:
         """Spares the fixtures of an item whose loader has run; ``fsdp`` itself exists on the ranks only."""
@@ -137,9 +137,9 @@ class Conductor:
 
     def _observe(self, item: pytest.Item, case: Case, run: _Run) -> None:
         assert isinstance(item, pytest.Function)
-        trial = Trial(case.spec, self.preload, case.order.steps, case.order.tolerance)
+        trial = Trial(case.spec, self.engine, case.order.steps, case.order.tolerance)
         # Fixtures may have extended the search path since collection.
-        self.preload.sources = replace(self.preload.sources, path=tuple(sys.path))
+        self.engine.sources = replace(self.engine.sources, path=tuple(sys.path))
         try:
             run.evidence = trial.observe(pack_loader(item), self.catalogue.observations(run.checks or [case.check]))
         except LoaderFailed as failure:

@@ -27,7 +27,7 @@ from pytest_fsdp_meta.reference import record_at
 from pytest_fsdp_meta.reloading import NOT_ASKED, Reloading, odd_model, unavailable
 from pytest_fsdp_meta.subject import SubjectError
 from pytest_fsdp_meta.traffic import Collective, RankCollectives, RankMemory
-from pytest_fsdp_meta.worlds import DEFAULT_MESH_DIM, Preload, World, WorldError, WorldSpec
+from pytest_fsdp_meta.worlds import DEFAULT_MESH_DIM, Engine, World, WorldError, WorldSpec
 
 OBSERVERS = "pytest_fsdp_meta.observers"
 """Observers are called by name: they import torch, and the pytest process need not."""
@@ -52,10 +52,10 @@ class LoaderFailed(Exception):
 class Trial:
     """One loader in one world. ``outputs`` is what its ranks wrote, once it is over."""
 
-    def __init__(self, spec: WorldSpec, preload: Preload, steps: int, tolerance: Mapping[str, float]) -> None:
+    def __init__(self, spec: WorldSpec, engine: Engine, steps: int, tolerance: Mapping[str, float]) -> None:
         self.spec = spec
         self.outputs: list[str] = []
-        self._preload = preload
+        self._engine = engine
         self._steps = steps
         self._tolerance = tolerance
 
@@ -65,7 +65,7 @@ class Trial:
         Raises LoaderFailed when the loader gives no subject on every rank.
         """
         with TemporaryDirectory(prefix="fsdp-trial-", ignore_cleanup_errors=True) as folder:
-            world = World(self.spec, self._preload, shared=Path(folder))
+            world = World(self.spec, self._engine, shared=Path(folder))
             try:
                 loaded = self._load(world, loader, sorted({"collectives", "memory"} & set(wanted)))
                 return self._observe(world, loaded, loader, set(wanted), Path(folder))
@@ -83,11 +83,11 @@ class Trial:
             raise LoaderFailed(error.summary, str(error), skipped) from error
 
     def _observe(self, world: World, loaded: list[Any], loader: Call, wanted: set[str], folder: Path) -> Evidence:
-        alone = World(self._single, self._preload, label="the reference")  # started when it is needed
+        alone = World(self._single, self._engine, label="the reference")  # started when it is needed
         session = _Session(
             world=world,
             alone=alone,
-            verifying=World(self._single, self._preload, label="the verifier"),
+            verifying=World(self._single, self._engine, label="the verifier"),
             subject=loaded[0].subject,
             inventory=tuple(one.inventory for one in loaded),
             loading=tuple(one.collectives for one in loaded),
@@ -116,7 +116,7 @@ class Trial:
 
     def _load_again(self, loader: Call, spec: WorldSpec, label: str, worlds: list[World]) -> tuple[World, list[Any]]:
         """Another world with what the loader gives there. The world is noted first: it is closed with the others."""
-        world = World(spec, self._preload, label)
+        world = World(spec, self._engine, label)
         worlds.append(world)
         return world, _loaded(world, loader)
 

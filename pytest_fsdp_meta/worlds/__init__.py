@@ -5,6 +5,7 @@ Nothing here knows of models, checks or pytest items. ``World`` lives in the par
 """
 
 from pytest_fsdp_meta.worlds.devices import choose, count_gpus
+from pytest_fsdp_meta.worlds.engine import Engine
 from pytest_fsdp_meta.worlds.failures import CallFailed, Misuse, RankFailure, WorldError
 from pytest_fsdp_meta.worlds.launch import Preload
 from pytest_fsdp_meta.worlds.leases import Lease, LeaseError, Leases, Waiting
@@ -16,6 +17,7 @@ __all__ = [
     "DEFAULT_MESH_DIM",
     "SEED",
     "CallFailed",
+    "Engine",
     "Lease",
     "LeaseError",
     "Leases",

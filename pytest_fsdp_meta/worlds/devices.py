@@ -48,7 +48,7 @@ def count_gpus(preload: Preload) -> int:
     here, there = Pipe(duplex=False)
     with here:
         with there:
-            process = preload.launch(_count, (there,), name="count-gpus")
+            process = preload.launch_process(_count, (there,), name="count-gpus")
         try:
             if not here.poll(PATIENCE):
                 raise ValueError(f"counting the GPUs took longer than {PATIENCE:g} s; {ASK_TORCH}")

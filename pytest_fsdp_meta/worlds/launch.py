@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from multiprocessing.connection import Pipe
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from pytest_fsdp_meta.worlds import preload
+from pytest_fsdp_meta.worlds.members import LocalMember
+from pytest_fsdp_meta.worlds.rank import Assignment, main
 from pytest_fsdp_meta.worlds.server import Server
-from pytest_fsdp_meta.worlds.spec import Sources
+from pytest_fsdp_meta.worlds.spec import Place, Sources, WorldSpec
 
 _LOCK = threading.RLock()
 """Held while a process is started, because that takes changes to what the whole process shares."""
@@ -23,7 +28,7 @@ _LOCK = threading.RLock()
 
 @dataclass
 class Preload:
-    """What ranks find imported. One per pytest session: its fork server is started once and serves all worlds."""
+    """Engine of this machine, by what ranks find imported. Its fork server is started once and serves all worlds."""
 
     sources: Sources = field(default_factory=Sources)
     modules: Sequence[str] = ()
@@ -68,7 +73,34 @@ class Preload:
             _tell(f"pytest-fsdp-meta: {name} cannot be preloaded: {failed[name]}")
         return objection
 
-    def launch(self, target: Callable[..., None], args: tuple[Any, ...], name: str) -> BaseProcess:
+    def launch(self, spec: WorldSpec, folder: Path, leftovers: Sequence[str]) -> Iterator[LocalMember]:
+        self.ready()
+        for rank in range(spec.size):
+            task = Assignment(
+                place=Place(rank, local_rank=rank, local_size=spec.size),
+                spec=spec,
+                sources=self.sources,
+                folder=str(folder),
+                leftovers=tuple(leftovers),
+                environ=dict(os.environ),
+                cwd=os.getcwd(),
+            )
+            yield self.launch_rank(task)
+
+    def launch_rank(self, task: Assignment) -> LocalMember:
+        here, there = Pipe()
+        forked = self.method == "forkserver"
+        dies_with_parent = forked or threading.current_thread() is threading.main_thread()
+        with there:
+            process = self.launch_process(main, (there, task, dies_with_parent), name=f"rank{task.place.rank}")
+        return LocalMember(task.place.rank, process, here, task.output, task.stacks)
+
+    def close(self) -> None:
+        """The server ends with its object."""
+        with _LOCK:
+            self._server = None
+
+    def launch_process(self, target: Callable[..., None], args: tuple[Any, ...], name: str) -> BaseProcess:
         self.start()
         # Not daemonic: a daemonic process may have no children, and loaders have DataLoader workers.
         context: Any = multiprocessing.get_context(self.method)

@@ -1,11 +1,10 @@
-"""One rank as its world sees it from the parent process: what it says, how it ended, where it stands, what it wrote."""
+"""A rank that is a process of this machine: what it says, how it ended, where it stands, what it wrote."""
 
 from __future__ import annotations
 
 import os
 import signal
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -21,12 +20,18 @@ OUTPUT_LIMIT = 64 * 1024
 
 
 @dataclass
-class Member:
+class LocalMember:
+    """A ``Member`` whose process was started here."""
+
     rank: int
     process: BaseProcess
     pipe: Connection
     output: Path
     stacks: Path
+
+    @property
+    def handles(self) -> tuple[Any, ...]:
+        return self.pipe, self.process.sentinel
 
     def send(self, note: bytes) -> None:
         # A rank that has ended is no error here: whoever waits for its answer learns how.
@@ -61,6 +66,9 @@ class Member:
         if not self.has_ended:  # it may not have got as far as to lead a group
             self.process.kill()
 
+    def join(self, seconds: float) -> None:
+        self.process.join(seconds)
+
     def release(self) -> None:
         self.pipe.close()
         # A process that does not end even so (it sits in a driver) is left to the system.
@@ -70,22 +78,21 @@ class Member:
     def written(self) -> str:
         return _tail(self.output)
 
-
-def stacks(members: Sequence[Member], seconds: float = 1.0) -> list[str]:
-    """The Python stacks of all ranks, written by the signal handler even while a rank is inside C code."""
-    for member in members:
-        pid = member.process.pid
-        if pid and member.stacks.exists() and not member.has_ended:  # no handler before the file: the signal would kill
+    def ask_stack(self) -> None:
+        pid = self.process.pid
+        if pid and self.stacks.exists() and not self.has_ended:  # no handler before the file: the signal would kill
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGUSR1)
-    deadline = time.monotonic() + seconds
-    before: list[int] = []
-    while (sizes := [_size(member.stacks) for member in members]) != before or not all(sizes):
-        if time.monotonic() > deadline:
-            break
-        before = sizes
-        time.sleep(0.05)
-    return [tracebacks.user_stack(_tail(member.stacks)) or "(it did not react)" for member in members]
+
+    def stack(self, deadline: float) -> str:
+        """Written by the signal handler even while the rank is inside C code, and whole once it grows no more."""
+        before = 0
+        while (size := _size(self.stacks)) != before or not size:
+            if time.monotonic() > deadline:
+                break
+            before = size
+            time.sleep(0.05)
+        return tracebacks.user_stack(_tail(self.stacks)) or "(it did not react)"
 
 
 def _size(path: Path) -> int:

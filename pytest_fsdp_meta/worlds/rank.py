@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_fsdp_meta.worlds import post, preload, tracebacks
 from pytest_fsdp_meta.worlds.failures import CallFailed, Misuse, RankFailure
-from pytest_fsdp_meta.worlds.spec import Sources, WorldSpec
+from pytest_fsdp_meta.worlds.spec import Place, Sources, WorldSpec
 
 if TYPE_CHECKING:
     import torch
@@ -97,25 +97,23 @@ def current() -> Rank:
 class Assignment:
     """Everything a new rank is told."""
 
-    rank: int
+    place: Place
     spec: WorldSpec
     sources: Sources
     folder: str
     """For its messages, its output and its stacks."""
     leftovers: tuple[str, ...]
     """The folders that go when the parent is killed; its own is one of them."""
-    dies_with_parent: bool
-    """Whether the system shall kill it when its parent ends; the parent is a thread, where ranks are spawned."""
     environ: dict[str, str]
     cwd: str
 
     @property
     def output(self) -> Path:
-        return Path(self.folder, f"rank{self.rank}.out")
+        return Path(self.folder, f"rank{self.place.rank}.out")
 
     @property
     def stacks(self) -> Path:
-        return Path(self.folder, f"rank{self.rank}.stacks")
+        return Path(self.folder, f"rank{self.place.rank}.stacks")
 
 
 class _Channel:
@@ -125,7 +123,7 @@ class _Channel:
         self._connection = connection
         self._owner = os.getpid()
         self._leftovers = task.leftovers
-        self._files = (Path(task.folder, f"rank{task.rank}.{number}") for number in count())
+        self._files = (Path(task.folder, f"rank{task.place.rank}.{number}") for number in count())
         self._inbox: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
         self._sending = threading.Lock()
         threading.Thread(target=self._listen, name="pytest-fsdp-meta", daemon=True).start()
@@ -159,33 +157,36 @@ class _Channel:
             self._connection.send_bytes(post.pack(message, next(self._files)))
 
 
-def main(connection: Connection, task: Assignment) -> None:
-    """The target of a rank's process; does not return, because interpreters with a process group end badly."""
+def main(connection: Connection, task: Assignment, dies_with_parent: bool) -> None:
+    """The target of a rank's process; does not return, because interpreters with a process group end badly.
+
+    ``dies_with_parent``: the system shall kill it when its parent ends, which is a thread where ranks are spawned.
+    """
     global _CHANNEL
     try:
-        _isolate(task)
+        _isolate(task, dies_with_parent)
         _CHANNEL = channel = _Channel(connection, task)
         try:
             _adopt(task)
             _join(channel, task)
         except BaseException as error:
-            channel.send("failure", _failure(task.rank, error))
+            channel.send("failure", _failure(task.place.rank, error))
             threading.Event().wait()  # for its end, so that it is not mistaken for a rank that vanished
         channel.send("ready")
         while True:
-            _answer(channel, task.rank, channel.receive())
+            _answer(channel, task.place.rank, channel.receive())
     except BaseException:
         traceback.print_exc()
     finally:
         os._exit(1)
 
 
-def _isolate(task: Assignment) -> None:
+def _isolate(task: Assignment, dies_with_parent: bool) -> None:
     """Own process group (no Ctrl-C from the terminal), death with the parent, own output file, stacks on demand."""
     os.setpgid(0, 0)
     # The fork server's children inherit "forkserver"; a loader's own workers get what they get under torchrun.
     multiprocessing.set_start_method(None, force=True)
-    if sys.platform == "linux" and task.dies_with_parent:
+    if sys.platform == "linux" and dies_with_parent:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     _leave_server_alone()
     output = os.open(task.output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -222,38 +223,38 @@ def _join(channel: _Channel, task: Assignment) -> None:
     import torch
     import torch.distributed as dist
 
-    spec = task.spec
+    spec, place = task.spec, task.place
     # An OpenMP pool does not survive the fork; torchrun gives each rank one thread too.
     threads = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     os.environ["OMP_NUM_THREADS"] = threads = threads if threads.isdecimal() and int(threads) else "1"
     torch.set_num_threads(int(threads))
     random.seed(SEED)
     torch.manual_seed(SEED)
-    index = spec.devices[task.rank] if spec.devices else task.rank
+    index = spec.devices[place.rank] if spec.devices else place.local_rank
     device = torch.device(spec.device_type, index) if spec.device_type != "cpu" else torch.device("cpu")
     if device.type == "cuda":
         # Before CUDA starts: without it cuBLAS may give other bits for the same product.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.cuda.set_device(device)
     store = None
-    if task.rank == 0:
+    if place.rank == 0:
         # Port 0: the system picks a free one, so two runs on one machine never meet.
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        channel.send("store", store.port)
-    _, port = channel.receive()
-    os.environ.update(torchrun_environment(task.rank, spec.size, port))
+        store = dist.TCPStore(place.address, 0, is_master=True, wait_for_workers=False)
+        channel.send("store", place.address, store.port)
+    _, address, port = channel.receive()
+    os.environ.update(torchrun_environment(place, spec.size, address, port))
     if sys.platform == "linux":
         # Without it gloo looks the host name up, which fails or hangs on machines that cannot resolve their own; and
-        # what a cluster sets is for its network, while these ranks meet on 127.0.0.1.
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    me = Rank(task.rank, task.rank, spec.size, device, _store=store)
+        # what a cluster sets is for its network, while the ranks of one machine meet on 127.0.0.1.
+        os.environ["GLOO_SOCKET_IFNAME"] = place.interface
+    me = Rank(place.rank, place.local_rank, spec.size, device, _store=store)
     if spec.process_group == "plugin":
         from datetime import timedelta
 
         dist.init_process_group(
             spec.backend,
-            store=store or dist.TCPStore("127.0.0.1", port, is_master=False),
-            rank=task.rank,
+            store=store or dist.TCPStore(address, port, is_master=False),
+            rank=place.rank,
             world_size=spec.size,
             # Later than the parent's own deadline: the parent shows the stacks of all ranks, torch only an error.
             timeout=timedelta(seconds=2 * spec.timeout + 60),
@@ -265,18 +266,23 @@ def _join(channel: _Channel, task: Assignment) -> None:
     _CURRENT = me
 
 
-def torchrun_environment(rank: int, size: int, port: int) -> dict[str, str]:
-    """What torchrun sets on one machine. The store behind the port is already served, so nothing has to bind it."""
+def torchrun_environment(place: Place, size: int, address: str, port: int) -> dict[str, str]:
+    """What torchrun sets. The store behind the port is already served, so nothing has to bind it."""
     return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "GROUP_RANK": "0",
+        "RANK": str(place.rank),
+        "LOCAL_RANK": str(place.local_rank),
+        "GROUP_RANK": str(place.group_rank),
+        "ROLE_RANK": str(place.rank),
+        "ROLE_NAME": "default",
         "WORLD_SIZE": str(size),
-        "LOCAL_WORLD_SIZE": str(size),
-        "MASTER_ADDR": "127.0.0.1",
+        "LOCAL_WORLD_SIZE": str(place.local_size),
+        "GROUP_WORLD_SIZE": str(place.group_size),
+        "ROLE_WORLD_SIZE": str(size),
+        "MASTER_ADDR": address,
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
     }
 
 

@@ -42,6 +42,22 @@ class WorldSpec:
         return prod(self.mesh.values())
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a rank is, as torchrun numbers it: nodes in the order of their ranks, and the ranks of each node."""
+
+    rank: int
+    local_rank: int
+    local_size: int
+    group_rank: int = 0
+    """The number of its node."""
+    group_size: int = 1
+    address: str = "127.0.0.1"
+    """By which the other ranks reach it."""
+    interface: str = "lo"
+    """The network interface that has this address."""
+
+
 def resolve_mesh(mesh: Mapping[str, int], world_size: int | None) -> dict[str, int]:
     """The mesh with its one ``-1`` filled in.
 

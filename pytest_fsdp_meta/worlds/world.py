@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import shutil
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from multiprocessing import connection, util
@@ -15,10 +13,9 @@ from types import TracebackType
 from typing import Any, TypeAlias
 
 from pytest_fsdp_meta.worlds import post
+from pytest_fsdp_meta.worlds.engine import Engine, Member
 from pytest_fsdp_meta.worlds.failures import RankFailure, WorldError
 from pytest_fsdp_meta.worlds.launch import Preload
-from pytest_fsdp_meta.worlds.members import Member, stacks
-from pytest_fsdp_meta.worlds.rank import Assignment, main
 from pytest_fsdp_meta.worlds.spec import WorldSpec
 
 GRACE = 0.8
@@ -27,7 +24,7 @@ GLANCE = 0.5
 """Seconds between two looks at whether a rank has ended of which no pipe tells."""
 Noted: TypeAlias = Callable[[int, str, Any], None]
 """Takes the rank, the kind of note and what it says."""
-_SHARED = Preload()
+_SHARED: Engine = Preload()
 """For worlds that name none."""
 
 
@@ -43,7 +40,7 @@ class World:
     def __init__(
         self,
         spec: WorldSpec,
-        preload: Preload | None = None,
+        engine: Engine | None = None,
         label: str = "",
         shared: Path | None = None,
         noted: Noted | None = None,
@@ -52,7 +49,7 @@ class World:
         self._shared = [] if shared is None else [str(shared)]
         self._label = label
         self._noted = noted or (lambda rank, kind, what: None)
-        self._preload = preload or _SHARED
+        self._engine = engine or _SHARED
         self._members: list[Member] = []
         self._calls = 0
         self._outputs: list[str] = []
@@ -84,8 +81,8 @@ class World:
             raise RuntimeError("this world has been started")
         try:
             self._launch()
-            (port,) = self._collect("store", "starting", self._members[:1])[0]
-            self._send(("store", port))
+            store = self._collect("store", "starting", self._members[:1])[0]
+            self._send(("store", *store))
             self._collect("ready", "joining the process group")
         except BaseException:
             self.close()
@@ -127,7 +124,7 @@ class World:
             member.kill()
         deadline = time.monotonic() + 10
         for member in self._members:
-            member.process.join(max(0.0, deadline - time.monotonic()))
+            member.join(max(0.0, deadline - time.monotonic()))
         if self._members:
             self._outputs = self.outputs()
         for member in self._members:
@@ -148,23 +145,9 @@ class World:
         # Before multiprocessing joins all processes at exit, which would wait for ranks of a forgotten world for ever.
         self._at_exit = util.Finalize(None, self.close, exitpriority=1)
         self._folder = Path(tempfile.mkdtemp(prefix="fsdp-world-"))
-        self._preload.ready()
-        forked = self._preload.method == "forkserver"
-        for rank in range(self.spec.size):
-            task = Assignment(
-                rank=rank,
-                spec=self.spec,
-                sources=self._preload.sources,
-                folder=str(self._folder),
-                leftovers=(str(self._folder), *self._shared),
-                dies_with_parent=forked or threading.current_thread() is threading.main_thread(),
-                environ=dict(os.environ),
-                cwd=os.getcwd(),
-            )
-            here, there = connection.Pipe()
-            with there:
-                process = self._preload.launch(main, (there, task), name=f"rank{rank}")
-            self._members.append(Member(rank, process, here, task.output, task.stacks))
+        leftovers = str(self._folder), *self._shared
+        for member in self._engine.launch(self.spec, self._folder, leftovers):
+            self._members.append(member)
 
     def _send(self, message: tuple[Any, ...]) -> None:
         assert self._folder is not None
@@ -198,19 +181,25 @@ class World:
     def _events(self, deadline: float, skip: Collection[int]) -> Iterator[tuple[Member, tuple[Any, ...] | None]]:
         """What members have said (None: it ended), waiting for the first a while, at most until the deadline."""
         watched = [member for member in self._members if member.rank not in skip]
-        handles = [handle for member in watched for handle in (member.pipe, member.process.sentinel)]
+        handles = [handle for member in watched for handle in member.handles]
         ready = connection.wait(handles, timeout=max(0.0, min(GLANCE, deadline - time.monotonic())))
         for member in watched:
-            if member.pipe in ready or member.process.sentinel in ready or member.has_ended:
+            if member.has_ended or any(handle in ready for handle in member.handles):
                 yield member, member.hear()
 
     def _hung(self, waiting: Sequence[int]) -> list[RankFailure]:
-        stood = stacks(self._members)
+        stood = self._stacks()
         when = time.monotonic()
         summary = f"did not answer within {self.spec.timeout:g} s"
         late = [RankFailure(rank, "hung", summary, stood[rank], when) for rank in waiting]
         others = sorted({member.rank for member in self._members} - set(waiting))
         return late + [RankFailure(rank, "answered", "had answered", stood[rank], when + 1) for rank in others]
+
+    def _stacks(self, seconds: float = 1.0) -> list[str]:
+        for member in self._members:
+            member.ask_stack()
+        deadline = time.monotonic() + seconds
+        return [member.stack(deadline) for member in self._members]
 
     def _fail(self, failures: list[RankFailure], doing: str) -> None:
         self.close()
