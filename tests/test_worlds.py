@@ -396,6 +396,22 @@ def test_preloading_gives_ranks_what_it_imports(tmp_path: Path) -> None:
         assert first not in {os.getpid(), *world.run(os.getpid)}, "imported in the fork server"
 
 
+def test_ranks_do_not_copy_what_was_preloaded() -> None:
+    def look() -> tuple[bool, bool, int]:
+        import gc
+
+        gc.collect()
+        rollup = Path("/proc/self/smaps_rollup").read_text().splitlines()
+        own = sum(int(line.split()[1]) for line in rollup if line.startswith("Private_"))
+        return gc.isenabled(), gc.get_freeze_count() > 100_000, own // 1024
+
+    with world_of(2) as world:
+        for enabled, frozen, own in world.run(look):
+            assert enabled
+            assert frozen
+            assert own < 60, "MiB; all that torch has made are some 200"
+
+
 def test_modules_that_cannot_be_preloaded_keep_nobody_from_forking(tmp_path: Path) -> None:
     modules = {
         "raises": "raise RuntimeError('not today')",
