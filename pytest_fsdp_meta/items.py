@@ -18,6 +18,7 @@ from pytest_fsdp_meta.calls import Call
 from pytest_fsdp_meta.catalogue import Catalogue, Verdict, judge
 from pytest_fsdp_meta.collection import ARGUMENT, Case, case_of
 from pytest_fsdp_meta.evidence import Evidence
+from pytest_fsdp_meta.reports.listener import Ear
 from pytest_fsdp_meta.reports.terminal import describe_error, describe_failure
 from pytest_fsdp_meta.settings import Settings
 from pytest_fsdp_meta.trial import ON_RANKS, LoaderFailed, Trial
@@ -51,10 +52,11 @@ class _Run:
 class Conductor:
     """Keeps the run of each loader between its items. One per pytest session."""
 
-    def __init__(self, settings: Settings, catalogue: Catalogue, engine: Engine) -> None:
+    def __init__(self, settings: Settings, catalogue: Catalogue, engine: Engine, ear: Ear) -> None:
         self.settings = settings
         self.catalogue = catalogue
         self.engine = engine
+        self.ear = ear
         self._runs: dict[object, _Run] = {}
 
     def plan(self, items: Iterable[pytest.Item], config: pytest.Config) -> None:
@@ -137,9 +139,10 @@ class Conductor:
 
     def _observe(self, item: pytest.Item, case: Case, run: _Run) -> None:
         assert isinstance(item, pytest.Function)
-        trial = Trial(case.spec, self.engine, case.order.steps, case.order.tolerance)
+        trial = Trial(case.spec, self.engine, case.order.steps, case.order.tolerance, self.ear)
         # Fixtures may have extended the search path since collection.
         self.engine.sources = replace(self.engine.sources, path=tuple(sys.path))
+        self.ear.begin()
         try:
             run.evidence = trial.observe(pack_loader(item), self.catalogue.observations(run.checks or [case.check]))
         except LoaderFailed as failure:
@@ -159,10 +162,9 @@ class Conductor:
         self._show_output(item, run)
         pytest.fail(describe_error(self.catalogue[case.check], summary, story, self.again(item)), pytrace=False)
 
-    @staticmethod
-    def _show_output(item: pytest.Item, run: _Run) -> None:
-        """What the ranks wrote, with the first item of the loader that does not pass."""
-        if not run.output_shown:
+    def _show_output(self, item: pytest.Item, run: _Run) -> None:
+        """What the ranks wrote, with the first item of the loader that does not pass; unless it was shown live."""
+        if not run.output_shown and not self.ear.live:
             run.output_shown = True
             for rank, text in enumerate(run.outputs):
                 if text.strip():

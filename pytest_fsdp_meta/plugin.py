@@ -12,6 +12,7 @@ from pytest_fsdp_meta.catalogue import Catalogue
 from pytest_fsdp_meta.collection import Mistake, case_of, fsdp
 from pytest_fsdp_meta.items import SKIPPED, Conductor
 from pytest_fsdp_meta.markers import MARK
+from pytest_fsdp_meta.reports.listener import Ear
 from pytest_fsdp_meta.reports.terminal import describe_checks
 from pytest_fsdp_meta.settings import add_options, read_settings
 from pytest_fsdp_meta.worlds import Preload, count_gpus
@@ -38,7 +39,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", f"{MARK}(world_size, mesh, only, skip, xfail, ...): the test is a loader, judged by the catalogue"
     )
-    config.stash[CONDUCTOR] = Conductor(read_settings(config), Catalogue(), Preload())
+    config.stash[CONDUCTOR] = Conductor(read_settings(config), Catalogue(), Preload(), Ear(config))
     config.stash[MISTAKES] = []
 
 

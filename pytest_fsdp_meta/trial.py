@@ -27,7 +27,7 @@ from pytest_fsdp_meta.reference import record_at
 from pytest_fsdp_meta.reloading import NOT_ASKED, Reloading, odd_model, unavailable
 from pytest_fsdp_meta.subject import SubjectError
 from pytest_fsdp_meta.traffic import Collective, RankCollectives, RankMemory
-from pytest_fsdp_meta.worlds import DEFAULT_MESH_DIM, Engine, World, WorldError, WorldSpec
+from pytest_fsdp_meta.worlds import DEFAULT_MESH_DIM, Engine, Listener, World, WorldError, WorldSpec
 
 OBSERVERS = "pytest_fsdp_meta.observers"
 """Observers are called by name: they import torch, and the pytest process need not."""
@@ -52,12 +52,20 @@ class LoaderFailed(Exception):
 class Trial:
     """One loader in one world. ``outputs`` is what its ranks wrote, once it is over."""
 
-    def __init__(self, spec: WorldSpec, engine: Engine, steps: int, tolerance: Mapping[str, float]) -> None:
+    def __init__(
+        self,
+        spec: WorldSpec,
+        engine: Engine,
+        steps: int,
+        tolerance: Mapping[str, float],
+        listener: Listener | None = None,
+    ) -> None:
         self.spec = spec
         self.outputs: list[str] = []
         self._engine = engine
         self._steps = steps
         self._tolerance = tolerance
+        self._listener = listener
 
     def observe(self, loader: Call, wanted: Collection[str]) -> Evidence:
         """Runs the loader on every rank and takes the observations that are wanted, each once.
@@ -65,7 +73,7 @@ class Trial:
         Raises LoaderFailed when the loader gives no subject on every rank.
         """
         with TemporaryDirectory(prefix="fsdp-trial-", ignore_cleanup_errors=True) as folder:
-            world = World(self.spec, self._engine, shared=Path(folder))
+            world = World(self.spec, self._engine, shared=Path(folder), listener=self._listener)
             try:
                 loaded = self._load(world, loader, sorted({"collectives", "memory"} & set(wanted)))
                 return self._observe(world, loaded, loader, set(wanted), Path(folder))
@@ -83,11 +91,13 @@ class Trial:
             raise LoaderFailed(error.summary, str(error), skipped) from error
 
     def _observe(self, world: World, loaded: list[Any], loader: Call, wanted: set[str], folder: Path) -> Evidence:
-        alone = World(self._single, self._engine, label="the reference")  # started when it is needed
+        # Started when they are needed.
+        alone = World(self._single, self._engine, label="the reference", listener=self._listener)
+        verifying = World(self._single, self._engine, label="the verifier", listener=self._listener)
         session = _Session(
             world=world,
             alone=alone,
-            verifying=World(self._single, self._engine, label="the verifier"),
+            verifying=verifying,
             subject=loaded[0].subject,
             inventory=tuple(one.inventory for one in loaded),
             loading=tuple(one.collectives for one in loaded),
@@ -116,7 +126,7 @@ class Trial:
 
     def _load_again(self, loader: Call, spec: WorldSpec, label: str, worlds: list[World]) -> tuple[World, list[Any]]:
         """Another world with what the loader gives there. The world is noted first: it is closed with the others."""
-        world = World(spec, self._engine, label)
+        world = World(spec, self._engine, label, listener=self._listener)
         worlds.append(world)
         return world, _loaded(world, loader)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_fsdp_meta.worlds import Preload, Rank, Sources, World, WorldError, WorldSpec, current, note
+from pytest_fsdp_meta.worlds import Listener, Preload, Rank, Sources, World, WorldError, WorldSpec, current, note
 from tests.world_help import (
     ROOT,
     assert_gone,
@@ -505,7 +505,12 @@ def test_notes_arrive_in_order_and_before_the_answer() -> None:
         return current().rank
 
     heard: list[tuple[int, str, object]] = []
-    with world_of(2, noted=lambda *told: heard.append(told)) as world:
+
+    class Ears(Listener):
+        def noted(self, world: World, rank: int, kind: str, what: object) -> None:
+            heard.append((rank, kind, what))
+
+    with world_of(2, listener=Ears()) as world:
         assert world.run(speak) == [0, 1]
     assert [what for rank, kind, what in heard if (rank, kind) == (1, "doing")] == ["step 0", "step 1", "step 2"]
     assert len(heard) == 6

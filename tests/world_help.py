@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 
 from pytest_fsdp_meta.trial import ON_RANKS
-from pytest_fsdp_meta.worlds import DEFAULT_MESH_DIM, Preload, Sources, World, WorldError, WorldSpec, current
-from pytest_fsdp_meta.worlds.world import Noted
+from pytest_fsdp_meta.worlds import DEFAULT_MESH_DIM, Listener, Preload, Sources, World, WorldError, WorldSpec, current
 
 ROOT = Path(__file__).parents[1]
 SOON = 20.0
@@ -35,9 +34,9 @@ def trial_preload() -> Preload:
     return Preload(preload().sources, ON_RANKS)
 
 
-def world_of(size: int, label: str = "", noted: Noted | None = None, **given: Any) -> World:
+def world_of(size: int, label: str = "", listener: Listener | None = None, **given: Any) -> World:
     given = {"mesh": {DEFAULT_MESH_DIM: size}, "timeout": 60.0} | given
-    return World(WorldSpec(**given), preload(), label, noted=noted)
+    return World(WorldSpec(**given), preload(), label, listener=listener)
 
 
 def fails(world: World, function: Any, *args: Any) -> WorldError:

@@ -9,6 +9,7 @@ from pytest_fsdp_meta.worlds.engine import Engine
 from pytest_fsdp_meta.worlds.failures import CallFailed, Misuse, RankFailure, WorldError
 from pytest_fsdp_meta.worlds.launch import Preload
 from pytest_fsdp_meta.worlds.leases import Lease, LeaseError, Leases, Waiting
+from pytest_fsdp_meta.worlds.listening import Listener
 from pytest_fsdp_meta.worlds.rank import SEED, Rank, current, note
 from pytest_fsdp_meta.worlds.spec import DEFAULT_MESH_DIM, Sources, WorldSpec, resolve_mesh
 from pytest_fsdp_meta.worlds.world import World
@@ -21,6 +22,7 @@ __all__ = [
     "Lease",
     "LeaseError",
     "Leases",
+    "Listener",
     "Misuse",
     "Preload",
     "Rank",

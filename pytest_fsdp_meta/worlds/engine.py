@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from pytest_fsdp_meta.worlds.failures import RankFailure
 from pytest_fsdp_meta.worlds.spec import Sources, WorldSpec
+from pytest_fsdp_meta.worlds.written import Written
 
 
 class Member(Protocol):
@@ -40,8 +41,11 @@ class Member(Protocol):
     def release(self) -> None:
         """Nobody will ask anything again."""
 
-    def written(self) -> str:
-        """What it has written to stdout and stderr so far; of a long one, the end."""
+    def written(self) -> Written:
+        """What it has written to stdout and stderr so far."""
+
+    def read(self, at: int) -> bytes:
+        """What it has written after the first ``at`` bytes, or the beginning of that; empty where there is none."""
 
     def ask_stack(self) -> None:
         """Makes it write down where it stands."""

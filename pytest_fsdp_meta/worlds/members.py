@@ -14,9 +14,7 @@ from typing import Any
 
 from pytest_fsdp_meta.worlds import post, tracebacks
 from pytest_fsdp_meta.worlds.failures import RankFailure, describe_exit
-
-OUTPUT_LIMIT = 64 * 1024
-"""Bytes of each rank's output that are kept; of a longer one, the end."""
+from pytest_fsdp_meta.worlds.written import Written, read
 
 
 @dataclass
@@ -75,8 +73,11 @@ class LocalMember:
         with suppress(ValueError):
             self.process.close()
 
-    def written(self) -> str:
-        return _tail(self.output)
+    def written(self) -> Written:
+        return Written.read(self.output)
+
+    def read(self, at: int) -> bytes:
+        return read(self.output, at)
 
     def ask_stack(self) -> None:
         pid = self.process.pid
@@ -92,18 +93,8 @@ class LocalMember:
                 break
             before = size
             time.sleep(0.05)
-        return tracebacks.user_stack(_tail(self.stacks)) or "(it did not react)"
+        return tracebacks.user_stack(Written.read(self.stacks).since()) or "(it did not react)"
 
 
 def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
-
-
-def _tail(path: Path) -> str:
-    if not path.exists():
-        return ""
-    with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - OUTPUT_LIMIT))
-        text = file.read().decode("utf-8", "backslashreplace")
-    return text if size <= OUTPUT_LIMIT else f"(the last {OUTPUT_LIMIT} of {size} bytes)\n{text}"

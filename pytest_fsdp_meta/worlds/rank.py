@@ -16,7 +16,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import import_module
 from itertools import count
@@ -25,7 +24,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pytest_fsdp_meta.worlds import post, preload, tracebacks
+from pytest_fsdp_meta.worlds import post, preload, tracebacks, written
 from pytest_fsdp_meta.worlds.failures import CallFailed, Misuse, RankFailure
 from pytest_fsdp_meta.worlds.spec import Place, Sources, WorldSpec
 
@@ -150,9 +149,7 @@ class _Channel:
     def send(self, *message: Any) -> None:
         if not self.is_own:
             os._exit(0)  # a child that the loader forked, and that came back from it, is no rank
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(Exception):  # the user's code may have closed or replaced it
-                stream.flush()
+        written.flush()
         with self._sending:
             self._connection.send_bytes(post.pack(message, next(self._files)))
 
@@ -189,12 +186,7 @@ def _isolate(task: Assignment, dies_with_parent: bool) -> None:
     if sys.platform == "linux" and dies_with_parent:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     _leave_server_alone()
-    output = os.open(task.output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    for descriptor in (1, 2):
-        os.dup2(output, descriptor)
-    os.close(output)
-    sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
-    sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+    written.redirect(task.output)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, file=open(task.stacks, "w"), all_threads=True)  # noqa: SIM115
 

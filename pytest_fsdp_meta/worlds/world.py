@@ -7,23 +7,24 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from multiprocessing import connection, util
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import Any
 
 from pytest_fsdp_meta.worlds import post
 from pytest_fsdp_meta.worlds.engine import Engine, Member
 from pytest_fsdp_meta.worlds.failures import RankFailure, WorldError
 from pytest_fsdp_meta.worlds.launch import Preload
+from pytest_fsdp_meta.worlds.listening import Listener
 from pytest_fsdp_meta.worlds.spec import WorldSpec
+from pytest_fsdp_meta.worlds.written import Follower, Written
 
 GRACE = 0.8
 """Seconds that the other ranks get, after the first failure, to report theirs."""
 GLANCE = 0.5
 """Seconds between two looks at whether a rank has ended of which no pipe tells."""
-Noted: TypeAlias = Callable[[int, str, Any], None]
-"""Takes the rank, the kind of note and what it says."""
 _SHARED: Engine = Preload()
 """For worlds that name none."""
 
@@ -33,8 +34,8 @@ class World:
 
     After a ``WorldError``, or when a call is interrupted, the world is over: its ranks are ended, and the next test
     takes a fresh one. ``label`` is what errors call it beside its ranks, or in place of its only one. ``shared``
-    is a folder of the parent's, which the ranks remove where the parent is killed. ``noted(rank, kind, what)`` is
-    called for what ranks ``note`` while a call runs.
+    is a folder of the parent's, which the ranks remove where the parent is killed. ``listener`` is told what happens
+    while a call runs.
     """
 
     def __init__(
@@ -43,16 +44,18 @@ class World:
         engine: Engine | None = None,
         label: str = "",
         shared: Path | None = None,
-        noted: Noted | None = None,
+        listener: Listener | None = None,
     ) -> None:
         self.spec = spec
         self._shared = [] if shared is None else [str(shared)]
-        self._label = label
-        self._noted = noted or (lambda rank, kind, what: None)
+        self.label = label
+        self._listener = listener or Listener()
         self._engine = engine or _SHARED
         self._members: list[Member] = []
         self._calls = 0
-        self._outputs: list[str] = []
+        self._written: list[Written] = []
+        """By rank, once the ranks have ended."""
+        self._follower: Follower | None = None
         self._folder: Path | None = None
         self._at_exit: util.Finalize | None = None
 
@@ -126,7 +129,10 @@ class World:
         for member in self._members:
             member.join(max(0.0, deadline - time.monotonic()))
         if self._members:
-            self._outputs = self.outputs()
+            self._written = self._all_written()
+        if self._follower is not None:
+            self._follower.stop()
+            self._follower = None
         for member in self._members:
             member.release()
         self._members = []
@@ -137,9 +143,20 @@ class World:
             self._at_exit.cancel()
             self._at_exit = None
 
-    def outputs(self) -> list[str]:
-        """What each rank has written to stdout and stderr so far; of a long one, the end."""
-        return [member.written() for member in self._members] if self._members else list(self._outputs)
+    def outputs(self, since: Sequence[int] = ()) -> list[str]:
+        """What each rank has written to stdout and stderr so far; of a long one, the end.
+
+        ``since`` is what ``mark`` gave: only what was written after it.
+        """
+        written = self._all_written()
+        return [one.since(mark) for one, mark in zip(written, since or [0] * len(written), strict=True)]
+
+    def mark(self) -> list[int]:
+        """How much each rank has written so far."""
+        return [one.size for one in self._all_written()]
+
+    def _all_written(self) -> list[Written]:
+        return [member.written() for member in self._members] if self._members else list(self._written)
 
     def _launch(self) -> None:
         # Before multiprocessing joins all processes at exit, which would wait for ranks of a forgotten world for ever.
@@ -148,6 +165,8 @@ class World:
         leftovers = str(self._folder), *self._shared
         for member in self._engine.launch(self.spec, self._folder, leftovers):
             self._members.append(member)
+        if self._listener.live:
+            self._follower = Follower([member.read for member in self._members], partial(self._listener.wrote, self))
 
     def _send(self, message: tuple[Any, ...]) -> None:
         assert self._folder is not None
@@ -168,7 +187,7 @@ class World:
                 elif message[0] == "failure":
                     failures[member.rank] = message[1]
                 elif message[0] == "note":
-                    self._noted(member.rank, *message[1:])
+                    self._listener.noted(self, member.rank, *message[1:])
                 else:
                     assert message[0] == kind, message
                     answers[member.rank] = message[1:]
@@ -203,4 +222,4 @@ class World:
 
     def _fail(self, failures: list[RankFailure], doing: str) -> None:
         self.close()
-        raise WorldError(failures, doing, self._outputs, self._label)
+        raise WorldError(failures, doing, self.outputs(), self.label)

@@ -1,0 +1,46 @@
+"""What is heard of ranks while an item runs, as pytest's user gets to see it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import pytest
+
+from pytest_fsdp_meta.worlds import Listener, World
+
+
+def name_of(world: World, rank: int) -> str:
+    """The rank, and of which world it is one where that is not the item's own."""
+    if not world.label:
+        return f"rank {rank}"
+    return world.label if world.spec.size == 1 else f"rank {rank} of {world.label}"
+
+
+def column(config: pytest.Config) -> int:
+    """Where pytest itself is in its line; 0 where it writes nothing (-p no:terminal)."""
+    shown = config.pluginmanager.hasplugin("terminalreporter")
+    return config.get_terminal_writer().width_of_current_line if shown else 0
+
+
+class Ear(Listener):
+    """One per pytest session; hears all its worlds."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        # A worker of xdist has no terminal, and what it writes would be lost; so there it is captured as ever.
+        self.live = config.getoption("capture") == "no" and not hasattr(config, "workerinput")
+        self._at_line_start = False
+
+    def begin(self) -> None:
+        """An item is about to use ranks."""
+        self._at_line_start = False
+
+    def wrote(self, world: World, rank: int, lines: Sequence[str]) -> None:
+        who = name_of(world, rank)
+        text = "".join(f"[{who}] {line}\n" for line in lines)
+        if not self._at_line_start and column(self._config):
+            text = f"\n{text}"  # pytest has begun a line with the name of the item
+        self._at_line_start = True
+        sys.stdout.write(text)
+        sys.stdout.flush()
