@@ -202,38 +202,6 @@ def test_a_rank_that_has_answered_and_dies_while_others_wait_for_it() -> None:
     assert fails(world(2), answer_and_die).summary == "rank 0 exited with code 5 before it answered"
 
 
-def test_deadlock_shows_the_stacks_of_all_ranks() -> None:
-    def oversleep() -> None:
-        time.sleep(1000)
-
-    stuck = world(3, timeout=2.0)
-    error = fails(stuck, on_rank(1, oversleep))
-    assert error.summary == "ranks 0-2 did not answer within 2 s"
-    assert {one.kind for one in error.failures} == {"hung"}
-    told = str(error)
-    where = dict(re.findall(r"(ranks? [\d, -]+) stood at.*:\n((?:  File.*\n?)+)", told))
-    assert set(where) == {"rank 1", "ranks 0, 2"}, told
-    assert where["rank 1"].rstrip().endswith("in oversleep")
-    assert where["ranks 0, 2"].rstrip().endswith("in all_reduce")
-    assert "_listen" not in told
-
-
-def test_hang_of_one_rank_while_another_has_answered() -> None:
-    def hang() -> None:
-        if current().rank == 1:
-            time.sleep(1000)
-
-    error = fails(world(2, timeout=1.0), hang)
-    assert error.summary == "rank 1 did not answer within 1 s"
-    assert [(one.rank, one.kind) for one in error.failures] == [(1, "hung"), (0, "answered")]
-
-
-def test_a_stopped_rank_is_ended() -> None:
-    error = fails(world(2, timeout=1.0), on_rank(0, lambda: os.kill(os.getpid(), signal.SIGSTOP)))
-    assert error.summary == "ranks 0, 1 did not answer within 1 s"
-    assert "rank 0 stood at (innermost last):\n(it did not react)" in str(error)
-
-
 def test_a_rank_stopped_in_the_middle_of_a_large_result() -> None:
     def stop_soon() -> bytes:
         if current().rank == 1:

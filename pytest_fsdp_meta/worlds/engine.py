@@ -18,6 +18,10 @@ class Member(Protocol):
     def rank(self) -> int: ...
 
     @property
+    def pid(self) -> int | None:
+        """Where a debugger of this machine can look at it."""
+
+    @property
     def handles(self) -> Sequence[Any]:
         """For ``multiprocessing.connection.wait``: one is ready when there is something to hear, or the rank ended."""
 

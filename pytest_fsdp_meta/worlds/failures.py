@@ -52,17 +52,24 @@ class Misuse(ValueError):
 class WorldError(Exception):
     """One or more ranks failed; their world has ended. ``str()`` is the full story, ``summary`` one line.
 
-    ``label`` names the world beside its ranks, and a world of one in place of its only rank.
+    ``label`` names the world beside its ranks, and a world of one in place of its only rank. ``view`` is what is
+    known of all ranks together.
     """
 
     def __init__(
-        self, failures: Sequence[RankFailure], doing: str, outputs: Sequence[str] = (), label: str = ""
+        self,
+        failures: Sequence[RankFailure],
+        doing: str,
+        outputs: Sequence[str] = (),
+        label: str = "",
+        view: str = "",
     ) -> None:
         assert failures
         self.failures = tuple(sorted(failures, key=lambda one: (one.lost_peer, one.when, one.rank)))
         self.doing = doing
         self.outputs = tuple(outputs)
         self.label = label
+        self.view = view
         super().__init__(self.summary)
 
     @property
@@ -87,7 +94,7 @@ class WorldError(Exception):
     def __str__(self) -> str:
         if self.user:
             return self.summary
-        lines = [self.summary, f"(while {self.doing})"]
+        lines = [self.summary, f"(while {self.doing})", *(["", self.view] if self.view else [])]
         for number, (summary, detail, ranks) in enumerate(self._told()):
             if number and summary:
                 lines += ["", f"then {name_ranks(ranks)} {summary}"]

@@ -28,6 +28,10 @@ class LocalMember:
     stacks: Path
 
     @property
+    def pid(self) -> int | None:
+        return self.process.pid
+
+    @property
     def handles(self) -> tuple[Any, ...]:
         return self.pipe, self.process.sentinel
 
@@ -93,7 +97,15 @@ class LocalMember:
                 break
             before = size
             time.sleep(0.05)
-        return tracebacks.user_stack(Written.read(self.stacks).since()) or "(it did not react)"
+        return tracebacks.user_stack(Written.read(self.stacks).since()) or f"  (it did not react{self._condition()})"
+
+    def _condition(self) -> str:
+        """Why a process does not react, where the system says so."""
+        try:
+            state = Path(f"/proc/{self.process.pid}/stat").read_text("utf-8").rpartition(")")[2].split()[0]
+        except (OSError, IndexError):
+            return ""
+        return {"T": ": it is stopped", "D": ": it waits inside the kernel", "Z": ": it has ended"}.get(state, "")
 
 
 def _size(path: Path) -> int:

@@ -14,11 +14,12 @@ from typing import Any
 NOTE_LIMIT = 8 * 1024
 
 
-def pack(message: tuple[Any, ...], file: Path) -> bytes:
+def pack(message: tuple[Any, ...], file: Path | None = None) -> bytes:
     """The note to send; ``file`` is written where the message does not fit into it."""
     packed = pickle.dumps(message)
     if len(packed) <= NOTE_LIMIT:
         return packed
+    assert file is not None, "this message has no file to go to"
     file.write_bytes(packed)
     return pickle.dumps(str(file))
 

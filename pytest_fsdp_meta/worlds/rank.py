@@ -16,6 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import import_module
 from itertools import count
@@ -24,7 +25,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pytest_fsdp_meta.worlds import post, preload, tracebacks, written
+from pytest_fsdp_meta.worlds import flight, post, preload, tracebacks, written
 from pytest_fsdp_meta.worlds.failures import CallFailed, Misuse, RankFailure
 from pytest_fsdp_meta.worlds.spec import Place, Sources, WorldSpec
 
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
 SEED = 20240229
 PR_SET_PDEATHSIG = 1
+PR_SET_PTRACER = 0x59616D61
+ANYBODY = ctypes.c_ulong(-1)
 OUTSIDE = "this process is not a rank of a world of pytest-fsdp-meta"
 
 
@@ -136,7 +139,21 @@ class _Channel:
                 for folder in self._leftovers:
                     shutil.rmtree(folder, ignore_errors=True)
                 os.killpg(os.getpid(), signal.SIGKILL)
-            self._inbox.put(post.unpack(note))
+            message = post.unpack(note)
+            if message == flight.QUESTION:
+                self._say_where()
+            else:
+                self._inbox.put(message)
+
+    def _say_where(self) -> None:
+        """Answers for the main thread, which may sit in a collective for ever."""
+        if sys.platform == "linux":
+            # Where the system restricts debuggers to ancestors, gdb may look at this rank from here on.
+            ctypes.CDLL(None).prctl(PR_SET_PTRACER, ANYBODY, 0, 0, 0)
+        found = flight.Whereabouts(tracebacks.user_stack(tracebacks.dump()), flight.read())
+        # Without an answer the parent tells less; with this thread gone, the rank would outlive its parent.
+        with suppress(OSError):
+            self._post((*flight.QUESTION, found))
 
     def receive(self) -> tuple[Any, ...]:
         return self._inbox.get()
@@ -150,6 +167,9 @@ class _Channel:
         if not self.is_own:
             os._exit(0)  # a child that the loader forked, and that came back from it, is no rank
         written.flush()
+        self._post(message)
+
+    def _post(self, message: tuple[Any, ...]) -> None:
         with self._sending:
             self._connection.send_bytes(post.pack(message, next(self._files)))
 
@@ -235,6 +255,7 @@ def _join(channel: _Channel, task: Assignment) -> None:
         channel.send("store", place.address, store.port)
     _, address, port = channel.receive()
     os.environ.update(torchrun_environment(place, spec.size, address, port))
+    flight.switch_on()
     if sys.platform == "linux":
         # Without it gloo looks the host name up, which fails or hangs on machines that cannot resolve their own; and
         # what a cluster sets is for its network, while the ranks of one machine meet on 127.0.0.1.

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+import sys
+import threading
 import traceback
 from pathlib import Path
 
 PLUMBING = ("multiprocessing/", "pytest_fsdp_meta/worlds/rank.py", '"<string>"', "runpy")
 
+NO_FRAME = "  <no Python frame>"
+"""What faulthandler says of the threads of a C++ library."""
 PACKAGE = f'File "{Path(__file__).parents[1]}{os.sep}'
 """How the frames of this package begin: shown only where there is nothing else."""
 
@@ -31,13 +35,26 @@ def tell(error: BaseException, hide: Path) -> str:
     return "".join(told.format())
 
 
+def dump() -> str:
+    """The stacks of this process as faulthandler dumps them, the main thread as the current one."""
+    told = []
+    for thread, frame in sys._current_frames().items():
+        head = "Current thread" if thread == threading.main_thread().ident else "Thread"
+        lines = [
+            f'  File "{one.f_code.co_filename}", line {line} in {one.f_code.co_name}'
+            for one, line in traceback.walk_stack(frame)
+        ]
+        told.append("\n".join([f"{head} 0x{thread:016x}", *lines]))
+    return "\n\n".join(sorted(told))
+
+
 def user_stack(dump: str) -> str:
     """A faulthandler dump as a traceback reads, innermost frame last, without the plugin's own thread and frames."""
     threads = re.split(r"\n\n(?=(?:Current thread|Thread) 0x)", dump.strip())
     told = []
     for thread in threads:
         head, *frames = thread.splitlines() or [""]
-        if not frames or any(frame.endswith(" in _listen") for frame in frames):
+        if not frames or frames == [NO_FRAME] or any(frame.endswith(" in _listen") for frame in frames):
             continue
         shown = [frame for frame in reversed(frames) if not any(part in frame for part in PLUMBING)]
         kept = [frame for frame in shown if PACKAGE not in frame] or shown

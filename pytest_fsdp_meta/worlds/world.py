@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from pytest_fsdp_meta.worlds import post
+from pytest_fsdp_meta.worlds import hang, post
 from pytest_fsdp_meta.worlds.engine import Engine, Member
 from pytest_fsdp_meta.worlds.failures import RankFailure, WorldError
 from pytest_fsdp_meta.worlds.launch import Preload
@@ -194,7 +194,8 @@ class World:
             if failures:
                 deadline = min(deadline, time.monotonic() + GRACE)
         if missing or failures:
-            self._fail(list(failures.values()) or self._hung(sorted(missing)), doing)
+            failed, view = (list(failures.values()), "") if failures else self._hung(sorted(missing))
+            self._fail(failed, doing, view)
         return [answers[rank] for rank in sorted(awaited)]
 
     def _events(self, deadline: float, skip: Collection[int]) -> Iterator[tuple[Member, tuple[Any, ...] | None]]:
@@ -206,20 +207,16 @@ class World:
             if member.has_ended or any(handle in ready for handle in member.handles):
                 yield member, member.hear()
 
-    def _hung(self, waiting: Sequence[int]) -> list[RankFailure]:
-        stood = self._stacks()
+    def _hung(self, waiting: Sequence[int]) -> tuple[list[RankFailure], str]:
+        """What is known of every rank when some did not answer, and of all together."""
+        stood = hang.look(self._members)
         when = time.monotonic()
         summary = f"did not answer within {self.spec.timeout:g} s"
-        late = [RankFailure(rank, "hung", summary, stood[rank], when) for rank in waiting]
+        late = [RankFailure(rank, "hung", summary, stood[rank].stack, when) for rank in waiting]
         others = sorted({member.rank for member in self._members} - set(waiting))
-        return late + [RankFailure(rank, "answered", "had answered", stood[rank], when + 1) for rank in others]
+        answered = [RankFailure(rank, "answered", "had answered", stood[rank].stack, when + 1) for rank in others]
+        return late + answered, hang.describe({rank: there.flight for rank, there in stood.items()}, returned=others)
 
-    def _stacks(self, seconds: float = 1.0) -> list[str]:
-        for member in self._members:
-            member.ask_stack()
-        deadline = time.monotonic() + seconds
-        return [member.stack(deadline) for member in self._members]
-
-    def _fail(self, failures: list[RankFailure], doing: str) -> None:
+    def _fail(self, failures: list[RankFailure], doing: str, view: str) -> None:
         self.close()
-        raise WorldError(failures, doing, self.outputs(), self.label)
+        raise WorldError(failures, doing, self.outputs(), self.label, view)
