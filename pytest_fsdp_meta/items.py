@@ -142,7 +142,6 @@ class Conductor:
         trial = Trial(case.spec, self.engine, case.order.steps, case.order.tolerance, self.ear)
         # Fixtures may have extended the search path since collection.
         self.engine.sources = replace(self.engine.sources, path=tuple(sys.path))
-        self.ear.begin()
         try:
             run.evidence = trial.observe(pack_loader(item), self.catalogue.observations(run.checks or [case.check]))
         except LoaderFailed as failure:

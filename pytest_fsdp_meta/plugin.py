@@ -116,11 +116,18 @@ def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
     """The innermost wrapper: the fixtures are there when it goes on, and output is still captured."""
     case = case_of(item)
     conductor = item.config.stash[CONDUCTOR]
-    if case is not None:
-        conductor.before_fixtures(item, case)
-    yield
-    if case is not None and not item.config.getoption("setuponly", False):
-        conductor.after_fixtures(item, case)
+    with conductor.ear.hearing():
+        if case is not None:
+            conductor.before_fixtures(item, case)
+        yield
+        if case is not None and not item.config.getoption("setuponly", False):
+            conductor.after_fixtures(item, case)
+
+
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
+    with item.config.stash[CONDUCTOR].ear.hearing():
+        yield
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -15,8 +15,9 @@ from torch.nn import Module
 from pytest_fsdp_meta.evidence import splits_experts, splits_model
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part, mesh_facts
 from pytest_fsdp_meta.observers.bits import digest
+from pytest_fsdp_meta.observers.poison import NOTICES
 from pytest_fsdp_meta.subject import Subject, SubjectError
-from pytest_fsdp_meta.worlds import SEED, CallFailed, Misuse, Rank
+from pytest_fsdp_meta.worlds import SEED, CallFailed, Misuse, Rank, telling
 
 IGNORED_LABEL = -100
 """The label that torch's cross entropy, and with it every loss of transformers, leaves out of its mean."""
@@ -54,7 +55,8 @@ def data_parallel(model: Module, me: Rank) -> tuple[int, int]:
 def calling(where: str) -> Iterator[None]:
     """Names whose call it was that failed; what the user wrote wrong in one line is told as it is."""
     try:
-        yield
+        with telling(NOTICES):
+            yield
     except Misuse:
         raise
     except Exception as error:

@@ -26,12 +26,12 @@ from pytest_fsdp_meta.observers.inventory import managed_names, named_tensors, n
 from pytest_fsdp_meta.observers.mapped import MAPS
 from pytest_fsdp_meta.observers.memory import Peak
 from pytest_fsdp_meta.observers.optimizers import optimizer_facts, pack_optimizer
-from pytest_fsdp_meta.observers.poison import poisoned_memory, restore_defaults
+from pytest_fsdp_meta.observers.poison import NOTICES, poisoned_memory, restore_defaults
 from pytest_fsdp_meta.observers.precision import precision
 from pytest_fsdp_meta.observers.watching import watching
 from pytest_fsdp_meta.subject import Subject, SubjectError
 from pytest_fsdp_meta.traffic import Collective, RankMemory
-from pytest_fsdp_meta.worlds import SEED, Misuse, Rank, current
+from pytest_fsdp_meta.worlds import SEED, Misuse, Rank, current, telling
 
 MUCH = 2**26
 """Bytes of a model worth looking for."""
@@ -113,7 +113,8 @@ def _told(subject: Subject, me: Rank, managed: Mapping[str, bool], poison_kept: 
 
 def _call(loader: Callable[..., Any], values: Mapping[str, Any]) -> Any:
     try:
-        return loader(**values)
+        with telling(NOTICES):
+            return loader(**values)
     except ValueError as error:
         if "initialize the default process group twice" in str(error):
             raise Misuse(

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
+NOTICES = r"torch\.use_deterministic_algorithms\(True, warn_only=True\)|Deterministic behavior was enabled"
+"""What torch says of operations without a deterministic algorithm: it is us who asked for them."""
+
 
 @dataclass
 class Poison:

@@ -27,13 +27,13 @@ from pytest_fsdp_meta.observers.gradients import gradient_norm, gradients_of
 from pytest_fsdp_meta.observers.inventory import named_tensors, take_inventory
 from pytest_fsdp_meta.observers.movement import noise, root_mean_square
 from pytest_fsdp_meta.observers.optimizers import PackedOptimizer, make_optimizer
-from pytest_fsdp_meta.observers.poison import poisoned_memory, restore_defaults
+from pytest_fsdp_meta.observers.poison import NOTICES, poisoned_memory, restore_defaults
 from pytest_fsdp_meta.observers.sensitivity import sensitivity
 from pytest_fsdp_meta.observers.training import train
 from pytest_fsdp_meta.observers.values import compare_gradients
 from pytest_fsdp_meta.reference import Record, checkpoint_entries, record_at, write_record
 from pytest_fsdp_meta.subject import Subject, SubjectError
-from pytest_fsdp_meta.worlds import SEED, current
+from pytest_fsdp_meta.worlds import SEED, current, telling
 
 
 def record_reference(
@@ -167,7 +167,8 @@ def missing_from_verifier(path: str, names: Mapping[str, str]) -> str:
 def _build(field: str, recipe: Mapping[str, bytes]) -> Module:
     torch.manual_seed(SEED)
     build = pickle.loads(recipe[field])
-    model = build()
+    with telling(NOTICES):
+        model = build()
     restore_defaults()
     if not isinstance(model, Module):
         raise SubjectError(

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
+from pytest_fsdp_meta.reports.warned import Warnings
 from pytest_fsdp_meta.worlds import Listener, World
+from pytest_fsdp_meta.worlds.warned import Warned
 
 
 def name_of(world: World, rank: int) -> str:
@@ -31,10 +35,23 @@ class Ear(Listener):
         # A worker of xdist has no terminal, and what it writes would be lost; so there it is captured as ever.
         self.live = config.getoption("capture") == "no" and not hasattr(config, "workerinput")
         self._at_line_start = False
+        self._warnings = Warnings()
 
-    def begin(self) -> None:
-        """An item is about to use ranks."""
+    @contextmanager
+    def hearing(self) -> Iterator[None]:
+        """Around one phase of an item. A warning that the user's filters make an error of fails it, at its end."""
         self._at_line_start = False
+        try:
+            yield
+        except BaseException:
+            self._warnings.tell()  # what is raised already is more than any of them
+            raise
+        if errors := self._warnings.tell():
+            pytest.fail("\n".join(errors), pytrace=False)
+
+    def noted(self, world: World, rank: int, kind: str, what: Any) -> None:
+        if isinstance(what, Warned):
+            self._warnings.hear(world, rank, what)
 
     def wrote(self, world: World, rank: int, lines: Sequence[str]) -> None:
         who = name_of(world, rank)

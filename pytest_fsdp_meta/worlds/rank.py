@@ -15,9 +15,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from itertools import count
 from multiprocessing import forkserver
@@ -25,7 +26,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pytest_fsdp_meta.worlds import flight, post, preload, tracebacks, written
+from pytest_fsdp_meta.worlds import flight, post, preload, tracebacks, warned, written
 from pytest_fsdp_meta.worlds.failures import CallFailed, Misuse, RankFailure
 from pytest_fsdp_meta.worlds.spec import Place, Sources, WorldSpec
 
@@ -75,6 +76,7 @@ class Rank:
 
 _CURRENT: Rank | None = None
 _CHANNEL: _Channel | None = None
+_TELLER: warned.Teller | None = None
 
 
 def note(kind: str, what: Any) -> None:
@@ -86,6 +88,17 @@ def note(kind: str, what: Any) -> None:
         raise RuntimeError(OUTSIDE)
     if _CHANNEL.is_own:
         _CHANNEL.send("note", kind, what)
+
+
+@contextmanager
+def telling(unless: str = "") -> Iterator[None]:
+    """Within it, warnings are the parent's to show, but those that match the pattern ``unless``, which are dropped.
+
+    ``World.run`` puts it around a function that it is given; one that is only named does so itself, where it calls
+    what the user wrote. Outside of a world it does nothing.
+    """
+    with nullcontext() if _TELLER is None else _TELLER.telling(unless):
+        yield
 
 
 def current() -> Rank:
@@ -179,10 +192,12 @@ def main(connection: Connection, task: Assignment, dies_with_parent: bool) -> No
 
     ``dies_with_parent``: the system shall kill it when its parent ends, which is a thread where ranks are spawned.
     """
-    global _CHANNEL
+    global _CHANNEL, _TELLER
     try:
         _isolate(task, dies_with_parent)
         _CHANNEL = channel = _Channel(connection, task)
+        warned.hear_all()
+        _TELLER = warned.Teller(partial(note, warned.KIND))
         try:
             _adopt(task)
             _join(channel, task)
@@ -301,9 +316,12 @@ def torchrun_environment(place: Place, size: int, address: str, port: int) -> di
 
 def _answer(channel: _Channel, rank: int, message: tuple[Any, ...]) -> None:
     _, call, target, payload = message
+    if _TELLER is not None:
+        _TELLER.forget()
     try:
         function, args, kwargs = _unpack(target, payload)
-        result = function(*args, **kwargs)
+        with nullcontext() if target else telling():
+            result = function(*args, **kwargs)
     except BaseException as error:
         channel.send("failure", _failure(rank, error))
         return

@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 
 from pytest_fsdp_meta.worlds.preload import REQUEST, preload, share, why_unsafe
+from pytest_fsdp_meta.worlds.warned import hear_all
 
 MADV_COLLAPSE = 25
 """Of Linux 6.1 and later; the mmap module does not name it."""
@@ -36,6 +37,7 @@ def _serve(folder: Path) -> None:
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
     share(request["path"], request["files"])
+    hear_all()
     gc.disable()  # while modules are made nothing becomes garbage, and to look for some takes a seventh of the time
     failed = preload(request["modules"])
     gc.enable()
