@@ -18,7 +18,7 @@ from pytest_fsdp_meta.observers.batches import global_batch, indivisible, loss_o
 from pytest_fsdp_meta.observers.inventory import named_tensors
 from pytest_fsdp_meta.observers.poison import deterministic
 from pytest_fsdp_meta.subject import Subject
-from pytest_fsdp_meta.worlds import SEED
+from pytest_fsdp_meta.worlds import SEED, doing
 
 MICRO_BATCHES = 2
 
@@ -47,6 +47,7 @@ def accumulate(subject: Subject, device: torch.device, shares: Sequence[tuple[in
         for number, share in enumerate(shares):
             rows = own_rows(batch, 0, share, device)
             torch.manual_seed(SEED)
+            doing(f"accumulating gradients, micro-batch {number + 1} of {len(shares)}")
             last = number == len(shares) - 1
             with ExitStack() as unsynced:
                 if not last:

@@ -38,7 +38,7 @@ from pytest_fsdp_meta.reference import Record, is_array, write_record
 from pytest_fsdp_meta.saved import FirstStep, RankResumed, RankSaved, RankStateDict
 from pytest_fsdp_meta.subject import Subject, SubjectError
 from pytest_fsdp_meta.words import clean_name, first_line
-from pytest_fsdp_meta.worlds import Rank, current
+from pytest_fsdp_meta.worlds import Rank, current, doing
 
 EXTRA_STATE = "_extra_state"
 """What torch calls the key under which a module saves whatever it likes."""
@@ -108,6 +108,7 @@ def compare_loaded(record: str) -> tuple[Comparison, ...]:
 def export(path: str) -> tuple[str, ...]:
     """Gathers the whole state dict, on rank 0, into a file at ``path``; the keys that it has there."""
     subject = _resharded_subject()
+    doing("gathering the state dict")
     whole: Mapping[str, Any]
     if subject.state_dict is not None:
         whole = {key: _gathered(value) for key, value in _authors(subject).items()}
@@ -210,6 +211,7 @@ def _parts(model: Module) -> dict[str, Part]:
 
 
 def _save(subject: Subject, optimizer: Optimizer | None, folder: Path) -> None:
+    doing("saving")
     folder.mkdir(parents=True, exist_ok=True)
     if subject.save is not None:
         with calling("Subject(save=...)"):
@@ -219,6 +221,7 @@ def _save(subject: Subject, optimizer: Optimizer | None, folder: Path) -> None:
 
 
 def _load(subject: Subject, optimizer: Optimizer | None, folder: Path) -> None:
+    doing("loading what was saved")
     if subject.resume is not None:
         with calling("Subject(resume=...)"):
             subject.resume(subject.model, optimizer, folder)

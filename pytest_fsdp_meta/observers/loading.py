@@ -31,7 +31,7 @@ from pytest_fsdp_meta.observers.precision import precision
 from pytest_fsdp_meta.observers.watching import watching
 from pytest_fsdp_meta.subject import Subject, SubjectError
 from pytest_fsdp_meta.traffic import Collective, RankMemory
-from pytest_fsdp_meta.worlds import SEED, Misuse, Rank, current, telling
+from pytest_fsdp_meta.worlds import SEED, Misuse, Rank, current, doing, telling
 
 MUCH = 2**26
 """Bytes of a model worth looking for."""
@@ -59,6 +59,7 @@ def load(call: Call, watch: Collection[str] = ()) -> Loaded:
     ``watch`` says what to observe while the loader runs: "collectives", "memory", or nothing.
     """
     me = current()
+    doing("loading")
     loader, values = call.unpack(me)
     recorder = Recorder() if "collectives" in watch else None
     peak = Peak(me.device) if "memory" in watch and MAPS.exists() else None
@@ -68,6 +69,7 @@ def load(call: Call, watch: Collection[str] = ()) -> Loaded:
         with watching(*(watcher for watcher in watchers if watcher is not None)):
             returned = _call(loader, values)
             _require_process_group(me)
+    doing("taking the inventory")
     restore_defaults()
     subject = _as_subject(returned)
     _require_judgeable(subject.model)

@@ -37,7 +37,7 @@ from pytest_fsdp_meta.observers.steps import watching_step
 from pytest_fsdp_meta.observers.values import compare_gradients
 from pytest_fsdp_meta.reference import RECORDS, Record, record_at
 from pytest_fsdp_meta.subject import Subject
-from pytest_fsdp_meta.worlds import SEED, Rank, current
+from pytest_fsdp_meta.worlds import SEED, Rank, current, doing
 
 
 @dataclass
@@ -105,6 +105,7 @@ def train(
     model.zero_grad(set_to_none=True)  # a loader may have run a backward to warm up
     with deterministic():
         for step in steps:
+            doing(f"training step {step - steps.start + 1} of {len(steps)}")
             batch = global_batch(subject, step)
             run.batches.append(batch_digest(batch))
             rows = own_rows(batch, step, share, device)

@@ -33,7 +33,7 @@ from pytest_fsdp_meta.observers.training import train
 from pytest_fsdp_meta.observers.values import compare_gradients
 from pytest_fsdp_meta.reference import Record, checkpoint_entries, record_at, write_record
 from pytest_fsdp_meta.subject import Subject, SubjectError
-from pytest_fsdp_meta.worlds import SEED, current, telling
+from pytest_fsdp_meta.worlds import SEED, current, doing, telling
 
 
 def record_reference(
@@ -49,6 +49,7 @@ def record_reference(
     for name, kind, tensor in named_tensors(model):
         if kind == "parameter" and name in frozen:
             tensor.requires_grad_(False)
+    doing("recording its values")
     clean = _inventory(model, attributes)
     write_record(Path(path), _tensors(model))
     current().state["reference"] = model
@@ -166,6 +167,7 @@ def missing_from_verifier(path: str, names: Mapping[str, str]) -> str:
 
 def _build(field: str, recipe: Mapping[str, bytes]) -> Module:
     torch.manual_seed(SEED)
+    doing(f"building the {field}")
     build = pickle.loads(recipe[field])
     with telling(NOTICES):
         model = build()

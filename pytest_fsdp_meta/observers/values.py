@@ -15,11 +15,12 @@ from pytest_fsdp_meta.observers.adapters.lookup import parts_of
 from pytest_fsdp_meta.observers.inventory import named_tensors
 from pytest_fsdp_meta.observers.loading import loaded_subject
 from pytest_fsdp_meta.reference import Record, global_index
-from pytest_fsdp_meta.worlds import current
+from pytest_fsdp_meta.worlds import current, doing
 
 
 def observe_values(path: str, names: Mapping[str, str] | None = None) -> tuple[Comparison, ...]:
     """This rank's subject beside the record or checkpoint at ``path``; ``names`` limits it, and maps to names there."""
+    doing("comparing values")
     model = loaded_subject(current()).model
     parts = parts_of(model)
     tensors = ((n, parts.of(n, tensor)) for n, _, tensor in named_tensors(model) if names is None or n in names)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
 
+from pytest_fsdp_meta.reports.progress import Progress, terminal_of
 from pytest_fsdp_meta.reports.warned import Warnings
 from pytest_fsdp_meta.worlds import Listener, World
+from pytest_fsdp_meta.worlds.listening import DOING
 from pytest_fsdp_meta.worlds.warned import Warned
 
 
@@ -36,22 +39,31 @@ class Ear(Listener):
         self.live = config.getoption("capture") == "no" and not hasattr(config, "workerinput")
         self._at_line_start = False
         self._warnings = Warnings()
+        self._progress = Progress(terminal_of(config), partial(column, config))
 
     @contextmanager
     def hearing(self) -> Iterator[None]:
         """Around one phase of an item. A warning that the user's filters make an error of fails it, at its end."""
         self._at_line_start = False
+        self._progress.begin()
         try:
             yield
         except BaseException:
             self._warnings.tell()  # what is raised already is more than any of them
             raise
+        finally:
+            self._progress.end()
         if errors := self._warnings.tell():
             pytest.fail("\n".join(errors), pytrace=False)
 
     def noted(self, world: World, rank: int, kind: str, what: Any) -> None:
-        if isinstance(what, Warned):
+        if kind == DOING:
+            self._progress.rank_does(rank, what)
+        elif isinstance(what, Warned):
             self._warnings.hear(world, rank, what)
+
+    def waits(self, world: World, doing: str) -> None:
+        self._progress.waits(world, doing)
 
     def wrote(self, world: World, rank: int, lines: Sequence[str]) -> None:
         who = name_of(world, rank)

@@ -10,7 +10,7 @@ from pytest_fsdp_meta.worlds.failures import CallFailed, Misuse, RankFailure, Wo
 from pytest_fsdp_meta.worlds.launch import Preload
 from pytest_fsdp_meta.worlds.leases import Lease, LeaseError, Leases, Waiting
 from pytest_fsdp_meta.worlds.listening import Listener
-from pytest_fsdp_meta.worlds.rank import SEED, Rank, current, note, telling
+from pytest_fsdp_meta.worlds.rank import SEED, Rank, current, doing, note, telling
 from pytest_fsdp_meta.worlds.spec import DEFAULT_MESH_DIM, Sources, WorldSpec, resolve_mesh
 from pytest_fsdp_meta.worlds.world import World
 
@@ -35,6 +35,7 @@ __all__ = [
     "choose",
     "count_gpus",
     "current",
+    "doing",
     "note",
     "resolve_mesh",
     "telling",

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pytest_fsdp_meta.worlds.world import World
 
+DOING = "doing"
+"""The kind of the notes that say what a rank does: "training step 2 of 3"."""
+
 
 class Listener:
     """Hears what happens in worlds. Does nothing by itself: override what is to be heard.
@@ -17,6 +20,9 @@ class Listener:
 
     live = False
     """Whether to call ``wrote``."""
+
+    def waits(self, world: World, doing: str) -> None:
+        """The world begins to wait for its ranks, which are doing this: "starting", "running load"."""
 
     def noted(self, world: World, rank: int, kind: str, what: Any) -> None:
         """A rank has called ``note(kind, what)``."""

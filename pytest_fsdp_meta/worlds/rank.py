@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_fsdp_meta.worlds import flight, post, preload, tracebacks, warned, written
 from pytest_fsdp_meta.worlds.failures import CallFailed, Misuse, RankFailure
+from pytest_fsdp_meta.worlds.listening import DOING
 from pytest_fsdp_meta.worlds.spec import Place, Sources, WorldSpec
 
 if TYPE_CHECKING:
@@ -88,6 +89,15 @@ def note(kind: str, what: Any) -> None:
         raise RuntimeError(OUTSIDE)
     if _CHANNEL.is_own:
         _CHANNEL.send("note", kind, what)
+
+
+def doing(what: str) -> None:
+    """Says what this rank does from now on: "training step 2 of 3". For whoever waits, and for the error it may become.
+
+    Outside of a world it does nothing.
+    """
+    if _CHANNEL is not None:
+        note(DOING, what)
 
 
 @contextmanager

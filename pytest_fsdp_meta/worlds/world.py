@@ -17,7 +17,7 @@ from pytest_fsdp_meta.worlds import hang, post
 from pytest_fsdp_meta.worlds.engine import Engine, Member
 from pytest_fsdp_meta.worlds.failures import RankFailure, WorldError
 from pytest_fsdp_meta.worlds.launch import Preload
-from pytest_fsdp_meta.worlds.listening import Listener
+from pytest_fsdp_meta.worlds.listening import DOING, Listener
 from pytest_fsdp_meta.worlds.spec import WorldSpec
 from pytest_fsdp_meta.worlds.written import Follower, Written
 
@@ -56,6 +56,8 @@ class World:
         self._written: list[Written] = []
         """By rank, once the ranks have ended."""
         self._follower: Follower | None = None
+        self._doing: dict[int, str] = {}
+        """What ranks say that they do in the call that runs."""
         self._folder: Path | None = None
         self._at_exit: util.Finalize | None = None
 
@@ -83,6 +85,7 @@ class World:
         if self._members:
             raise RuntimeError("this world has been started")
         try:
+            self._listener.waits(self, "starting")
             self._launch()
             store = self._collect("store", "starting", self._members[:1])[0]
             self._send(("store", *store))
@@ -176,6 +179,8 @@ class World:
 
     def _collect(self, kind: str, doing: str, members: Sequence[Member] | None = None) -> list[tuple[Any, ...]]:
         """One message of this kind from each member. Every other rank is watched as well."""
+        self._doing = {}
+        self._listener.waits(self, doing)
         awaited = {member.rank for member in (self._members if members is None else members)}
         answers: dict[int, tuple[Any, ...]] = {}
         failures: dict[int, RankFailure] = {}
@@ -187,7 +192,7 @@ class World:
                 elif message[0] == "failure":
                     failures[member.rank] = message[1]
                 elif message[0] == "note":
-                    self._listener.noted(self, member.rank, *message[1:])
+                    self._hear_note(member.rank, *message[1:])
                 else:
                     assert message[0] == kind, message
                     answers[member.rank] = message[1:]
@@ -197,6 +202,11 @@ class World:
             failed, view = (list(failures.values()), "") if failures else self._hung(sorted(missing))
             self._fail(failed, doing, view)
         return [answers[rank] for rank in sorted(awaited)]
+
+    def _hear_note(self, rank: int, kind: str, what: Any) -> None:
+        if kind == DOING:
+            self._doing[rank] = what
+        self._listener.noted(self, rank, kind, what)
 
     def _events(self, deadline: float, skip: Collection[int]) -> Iterator[tuple[Member, tuple[Any, ...] | None]]:
         """What members have said (None: it ended), waiting for the first a while, at most until the deadline."""
@@ -218,5 +228,8 @@ class World:
         return late + answered, hang.describe({rank: there.flight for rank, there in stood.items()}, returned=others)
 
     def _fail(self, failures: list[RankFailure], doing: str, view: str) -> None:
+        told = [self._doing[failure.rank] for failure in failures if failure.rank in self._doing]
+        if told:
+            doing = " or ".join(dict.fromkeys(told))
         self.close()
         raise WorldError(failures, doing, self.outputs(), self.label, view)
