@@ -21,12 +21,9 @@ from pytest_fsdp_meta.worlds import Misuse, RankFailure, World, WorldError, curr
 from tests.world_help import (
     SOON,
     assert_gone,
-    ended_at_last,
     fails,
-    is_running,
     me,
     preload,
-    run_script,
     total,
     world_of,
 )
@@ -257,28 +254,6 @@ def test_a_rank_that_cannot_enter_the_parents_directory(tmp_path: Path, monkeypa
     monkeypatch.chdir(tmp_path)
 
 
-def test_children_of_ranks_are_ended_with_them(tmp_path: Path) -> None:
-    def start_children() -> int:
-        import multiprocessing
-
-        process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,))
-        process.start()
-        current().state["children"] = [process, child := subprocess.Popen(["sleep", "1000"])]
-        assert process.pid
-        return child.pid if current().rank else process.pid
-
-    closed = world(2)
-    pids = closed.run(start_children)
-    assert all(map(is_running, pids))
-    closed.close()
-    assert_gone(pids)
-
-    failed = world(2)
-    pids = failed.run(start_children)
-    fails(failed, on_rank(0, lambda: os._exit(1)))
-    assert_gone(pids)
-
-
 def test_a_rank_that_dies_is_noticed_though_its_children_hold_its_pipe() -> None:
     def fork_and_die() -> None:
         if os.fork() == 0:
@@ -309,83 +284,6 @@ def test_a_rank_whose_standard_output_was_closed_still_answers() -> None:
 
     with world_of(2) as quiet:
         assert quiet.run(close) == [(0, 2), (1, 2)]
-
-
-def test_interrupt_while_waiting_ends_the_ranks() -> None:
-    interrupted = world(2)
-    pids = interrupted.run(os.getpid)
-    # Ignored where the tests were started in the background of a shell.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
-    with pytest.raises(KeyboardInterrupt):
-        interrupted.run(time.sleep, 1000)
-    assert not interrupted.alive
-    assert_gone(pids)
-
-
-ENDLESS = """
-import os, sys, time
-from tests.world_help import preload, world_of
-
-def stuck(how):
-    import ctypes
-    from pytest_fsdp_meta.worlds import current
-    if how == "collective" and current().rank == 0:
-        current().barrier()
-    if how == "locked":  # PyDLL keeps the interpreter's lock, so no thread of this rank can notice anything
-        ctypes.PyDLL(None).sleep(1000)
-    time.sleep(1000)
-
-preload().method = "{method}"
-world = world_of(2)
-world.start()
-print(*world.run(os.getpid), flush=True)
-world.run(stuck, "{how}")
-"""
-
-
-@pytest.mark.parametrize("method", ["forkserver", "spawn"])
-@pytest.mark.parametrize("how", ["collective", "locked"])
-def test_ranks_end_when_their_parent_is_killed(tmp_path: Path, how: str, method: str) -> None:
-    with ended_at_last(run_script(ENDLESS.format(how=how, method=method), tmp_path, TMPDIR=str(tmp_path))) as process:
-        assert process.stdout is not None
-        pids = [int(word) for word in process.stdout.readline().split()]
-        assert len(pids) == 2
-        time.sleep(0.5)
-        assert all(map(is_running, pids))
-        process.kill()
-        process.wait()
-        assert_gone(pids, seconds=5.0)
-        if (how, method) == ("collective", "forkserver"):
-            # A spawned rank is killed by the system in the moment that its parent is, and has no time to clean up.
-            assert not list(tmp_path.glob("fsdp-*"))
-
-
-@pytest.mark.parametrize("delay", [0.1, 1.0, 2.5])
-def test_a_parent_killed_while_it_starts_leaves_nothing(tmp_path: Path, delay: float) -> None:
-    """Everything that it started carries a word in its environment, by which it is found."""
-    word = f"WORLD_TEST_{os.getpid()}_{int(delay * 10)}"
-    text = ENDLESS.format(how="sleep", method="forkserver")
-    with ended_at_last(run_script(text, tmp_path, TMPDIR=str(tmp_path), **{word: "1"})) as process:
-        time.sleep(delay)
-        process.kill()
-        process.wait()
-    deadline = time.monotonic() + SOON
-    while left := _carrying(word):
-        assert time.monotonic() < deadline, f"still there: {left}"
-        time.sleep(0.1)
-    assert not list(tmp_path.glob("fsdp-preload-*"))
-
-
-def _carrying(word: str) -> list[int]:
-    found = []
-    for entry in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            if word.encode() in entry.read_bytes():
-                found.append(int(entry.parent.name))
-        except OSError:
-            continue
-    return [pid for pid in found if is_running(pid)]
 
 
 def test_the_first_failure_is_named_though_its_consequence_was_told_before() -> None:

@@ -7,8 +7,9 @@ import os
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Pipe
 from multiprocessing.process import BaseProcess
@@ -38,6 +39,7 @@ class Preload:
     patience: float = 120.0
     """Seconds that importing may take; apart from the timeout of a world, which may be short."""
     _server: Server | None = field(default=None, repr=False)
+    _processes: weakref.WeakSet[BaseProcess] = field(default_factory=weakref.WeakSet, repr=False)
     _told: set[str] = field(default_factory=set, repr=False)
 
     def start(self) -> None:
@@ -93,7 +95,20 @@ class Preload:
         dies_with_parent = forked or threading.current_thread() is threading.main_thread()
         with there:
             process = self.launch_process(main, (there, task, dies_with_parent), name=f"rank{task.place.rank}")
-        return LocalMember(task.place.rank, process, here, task.output, task.stacks)
+        return LocalMember(task.place.rank, process, here, task.output, task.stacks, self.end_strays)
+
+    def end_strays(self) -> None:
+        """Ends what ranks that are gone have left behind."""
+        with _LOCK:  # nobody starts a rank meanwhile, so every rank there is is known
+            if self._server is not None:
+                self._server.end_strays(self._ranks)
+
+    def _ranks(self) -> set[int]:
+        pids = set()
+        for process in self._processes:
+            with suppress(ValueError):  # it has ended and was closed
+                pids.add(process.pid)
+        return {pid for pid in pids if pid is not None}
 
     def close(self) -> None:
         """The server ends with its object."""
@@ -107,6 +122,7 @@ class Preload:
         process: BaseProcess = context.Process(target=target, args=args, name=name)
         with _LOCK, _without_main(), self._server.serving() if self._server is not None else nullcontext():
             process.start()
+            self._processes.add(process)
         return process
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -26,6 +27,7 @@ class LocalMember:
     pipe: Connection
     output: Path
     stacks: Path
+    end_strays: Callable[[], None] = lambda: None
 
     @property
     def pid(self) -> int | None:
@@ -55,7 +57,7 @@ class LocalMember:
 
     def ending(self) -> RankFailure:
         when = time.monotonic()
-        self.process.join(2.0)
+        self.process.join(1.0)
         kind, summary = describe_exit(self.process.exitcode)
         return RankFailure(self.rank, kind, summary, when=when)
 
@@ -73,6 +75,7 @@ class LocalMember:
 
     def release(self) -> None:
         self.pipe.close()
+        self.end_strays()
         # A process that does not end even so (it sits in a driver) is left to the system.
         with suppress(ValueError):
             self.process.close()

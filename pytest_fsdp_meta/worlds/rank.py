@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import multiprocessing
 import os
@@ -26,7 +25,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pytest_fsdp_meta.worlds import flight, post, preload, tracebacks, warned, written
+from pytest_fsdp_meta.worlds import flight, post, preload, processes, tracebacks, warned, written
 from pytest_fsdp_meta.worlds.failures import CallFailed, Misuse, RankFailure
 from pytest_fsdp_meta.worlds.listening import DOING
 from pytest_fsdp_meta.worlds.spec import Place, Sources, WorldSpec
@@ -36,9 +35,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 SEED = 20240229
-PR_SET_PDEATHSIG = 1
-PR_SET_PTRACER = 0x59616D61
-ANYBODY = ctypes.c_ulong(-1)
 OUTSIDE = "this process is not a rank of a world of pytest-fsdp-meta"
 
 
@@ -170,9 +166,7 @@ class _Channel:
 
     def _say_where(self) -> None:
         """Answers for the main thread, which may sit in a collective for ever."""
-        if sys.platform == "linux":
-            # Where the system restricts debuggers to ancestors, gdb may look at this rank from here on.
-            ctypes.CDLL(None).prctl(PR_SET_PTRACER, ANYBODY, 0, 0, 0)
+        processes.let_debuggers_in()
         found = flight.Whereabouts(tracebacks.user_stack(tracebacks.dump()), flight.read())
         # Without an answer the parent tells less; with this thread gone, the rank would outlive its parent.
         with suppress(OSError):
@@ -228,8 +222,10 @@ def _isolate(task: Assignment, dies_with_parent: bool) -> None:
     os.setpgid(0, 0)
     # The fork server's children inherit "forkserver"; a loader's own workers get what they get under torchrun.
     multiprocessing.set_start_method(None, force=True)
-    if sys.platform == "linux" and dies_with_parent:
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if dies_with_parent:
+        processes.die_with_parent()
+    # So that what the children of this rank leave behind is not taken for what a rank has left that has ended.
+    processes.adopt_orphans()
     _leave_server_alone()
     written.redirect(task.output)
     faulthandler.enable()

@@ -12,14 +12,16 @@ import shutil
 import signal
 import sysconfig
 import tempfile
+import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
+from pytest_fsdp_meta.worlds import processes
 from pytest_fsdp_meta.worlds.preload import REQUEST
 
 WARM = "pytest_fsdp_meta.worlds.warm"
@@ -32,8 +34,15 @@ class Server:
     def __init__(self, modules: Sequence[str], path: Sequence[str], files: Mapping[str, str]) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="fsdp-preload-"))
         self._report: tuple[str, dict[str, str]] | None = None
+        self._kept: frozenset[int] = frozenset()
+        """What the imported modules have started, which is theirs."""
         # A file, because the environment has no room for the modules of a large repository.
-        request = {"modules": list(modules), "path": list(path), "files": dict(files)}
+        request = {
+            "modules": list(modules),
+            "path": list(path),
+            "files": dict(files),
+            "parent": os.getpid() if threading.current_thread() is threading.main_thread() else None,
+        }
         (self._folder / "request").write_text(json.dumps(request), "utf-8")
         self._server: Any = forkserver.ForkServer()
         self._server.set_forkserver_preload([WARM])
@@ -61,6 +70,7 @@ class Server:
                 return f"importing the test modules took longer than {seconds:g} s", {}
             time.sleep(0.005)
         told = json.loads((self._folder / "report").read_text("utf-8"))
+        self._kept = frozenset(told["children"])
         return told["objection"], told["failed"]
 
     @property
@@ -70,6 +80,12 @@ class Server:
             os.close(self._server._forkserver_alive_fd)
             self._server._forkserver_pid = None
         return self._server._forkserver_pid is not None
+
+    def end_strays(self, ranks: Callable[[], Collection[int]]) -> None:
+        """Ends what ranks that are gone have left behind, in other process groups and sessions too."""
+        pid = self._server._forkserver_pid
+        if pid is not None:
+            processes.end_children(pid, spare=lambda: self._kept.union(ranks()))
 
     @contextmanager
     def serving(self) -> Iterator[None]:

@@ -14,11 +14,18 @@ import os
 import shutil
 import signal
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+from pytest_fsdp_meta.worlds import processes
 from pytest_fsdp_meta.worlds.preload import REQUEST, preload, share, why_unsafe
 from pytest_fsdp_meta.worlds.warned import hear_all
 
+PATIENCE = 0.8
+"""Seconds for ranks to end by themselves."""
 MADV_COLLAPSE = 25
 """Of Linux 6.1 and later; the mmap module does not name it."""
 
@@ -27,6 +34,17 @@ def _serve(folder: Path) -> None:
     # The parent removes the folder when it has read the report, unless it was killed before.
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     request = json.loads((folder / "request").read_text("utf-8"))
+    with _ending_with(request["parent"], folder):
+        failed = _import(request)
+    processes.adopt_orphans()
+    atexit.register(_end_ranks, os.getpid())
+    told = {"objection": why_unsafe(), "failed": failed, "children": sorted(processes.children(os.getpid()))}
+    unfinished = folder / "report.part"
+    unfinished.write_text(json.dumps(told), "utf-8")
+    unfinished.rename(folder / "report")
+
+
+def _import(request: dict[str, Any]) -> dict[str, str]:
     # Thread pools do not survive a fork, so none may be opened while importing.
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ.setdefault(name, "1")
@@ -43,9 +61,43 @@ def _serve(folder: Path) -> None:
     gc.enable()
     _make_cheap_to_fork()
     signal.signal(signal.SIGINT, before)
-    unfinished = folder / "report.part"
-    unfinished.write_text(json.dumps({"objection": why_unsafe(), "failed": failed}), "utf-8")
-    unfinished.rename(folder / "report")
+    return failed
+
+
+@contextmanager
+def _ending_with(parent: int | None, folder: Path) -> Iterator[None]:
+    """While it imports, this process does not see that its parent has gone: the system tells it by a signal.
+
+    ``parent`` is None where a thread of it has started this process, whose end would be taken for the parent's.
+    """
+    if parent is None:
+        yield
+        return
+
+    def leave(*_: object) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        os._exit(1)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    processes.die_with_parent(signal.SIGTERM)
+    if os.getppid() != parent:
+        leave()  # it had gone before
+    yield
+    processes.die_with_parent(0)
+    signal.signal(signal.SIGTERM, before)
+
+
+def _end_ranks(server: int) -> None:
+    """When the parent has gone, ranks end by themselves and clean up; those that cannot are ended here, children too.
+
+    The system would end the ranks with this process, but not what they have started.
+    """
+    if os.getpid() != server:
+        return
+    deadline = time.monotonic() + PATIENCE
+    while processes.children(server) and time.monotonic() < deadline:
+        time.sleep(processes.PAUSE)
+    processes.end_children(server)
 
 
 def _make_cheap_to_fork() -> None:

@@ -1,0 +1,69 @@
+"""What Linux knows of processes: whose children they are, and what becomes of them when somebody ends.
+
+Elsewhere the process group of a rank is all that ends with it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from pathlib import Path
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+PR_SET_PTRACER = 0x59616D61
+ANYBODY = ctypes.c_ulong(-1)
+NONE = ctypes.c_ulong(0)
+PAUSE = 0.002
+
+
+def die_with_parent(number: int = signal.SIGKILL) -> None:
+    """The system sends this signal when the thread ends that started this process; 0 for none."""
+    _prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(number))
+
+
+def adopt_orphans() -> None:
+    """What descendants of this process leave behind becomes its child, whatever session it is in."""
+    _prctl(PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1))
+
+
+def let_debuggers_in() -> None:
+    """Where the system restricts debuggers to ancestors, anybody of the same user may look at this process."""
+    _prctl(PR_SET_PTRACER, ANYBODY)
+
+
+def _prctl(option: int, argument: ctypes.c_ulong) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, argument, NONE, NONE, NONE)
+
+
+def children(pid: int) -> set[int]:
+    """Those that run; empty where the system does not say."""
+    try:
+        lists = [task.read_text() for task in Path(f"/proc/{pid}/task").glob("*/children")]
+    except OSError:
+        return set()
+    return {child for text in lists for child in map(int, text.split()) if is_running(child)}
+
+
+def is_running(pid: int) -> bool:
+    """Zombies do not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def end_children(pid: int, spare: Callable[[], Collection[int]] = tuple, seconds: float = 1.0) -> None:
+    """Kills the children of a process that adopts orphans, and what they leave behind, until there is none."""
+    deadline = time.monotonic() + seconds
+    while (left := children(pid).difference(spare())) and time.monotonic() < deadline:
+        for child in left:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(child, signal.SIGKILL)
+        time.sleep(PAUSE)
