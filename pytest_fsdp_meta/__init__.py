@@ -3,6 +3,7 @@
 from pytest_fsdp_meta.markers import fsdp_conformance, fsdp_spmd
 from pytest_fsdp_meta.observers.adapters import Part
 from pytest_fsdp_meta.subject import Subject, SubjectError
+from pytest_fsdp_meta.worlds import WorldError
 
-__all__ = ["Part", "Subject", "SubjectError", "fsdp_conformance", "fsdp_spmd"]
+__all__ = ["Part", "Subject", "SubjectError", "WorldError", "fsdp_conformance", "fsdp_spmd"]
 __version__ = "0.2.0"

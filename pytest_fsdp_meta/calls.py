@@ -5,12 +5,19 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
+from operator import attrgetter
 from typing import Any
 
 from pytest_fsdp_meta.worlds import Misuse, Rank
 
 BODY = "__fsdp_body__"
 """The attribute in which a guard keeps the function that it guards (markers.py)."""
+
+SKIP, XFAIL, ASSUME = "builtins.Skipped", "_pytest.outcomes.XFailed", "hypothesis.errors.UnsatisfiedAssumption"
+"""What pytest and Hypothesis raise, by qualified name: no rank has to import them to know."""
+VOTES = {SKIP: "skipped", XFAIL: "expected to fail", ASSUME: "did not assume what was drawn"}
+"""What counts when every rank raises it, and how a rank that raises it alone is told."""
 
 
 @dataclass(frozen=True)
@@ -24,12 +31,36 @@ class Call:
     arguments: Mapping[str, bytes] = field(default_factory=dict)
     wants_rank: str | None = None
 
+    @property
+    def names(self) -> list[str]:
+        """Of all parameters that get a value."""
+        return [*self.arguments, *([self.wants_rank] if self.wants_rank else ())]
+
     def unpack(self, rank: Rank) -> tuple[Callable[..., Any], dict[str, Any]]:
         """On a rank: the function and its arguments. Raises Misuse for a value that cannot be read here."""
         values = {name: _unpack(name, value) for name, value in self.arguments.items()}
         if self.wants_rank is not None:
             values[self.wants_rank] = rank
         return body(pickle.loads(self.function)), values
+
+
+class ByName:
+    """A test on its way: on the ranks it is what its module has under this name, bound to ``owner`` if there is one.
+
+    For what ``@given`` made: its own ``__qualname__`` leads nowhere, so pickle would copy it, Hypothesis and all.
+    """
+
+    def __init__(self, module: str, name: str, owner: object | None = None) -> None:
+        self._arguments = module, name, owner
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str, str, object | None]]:
+        return _resolve, self._arguments
+
+
+def _resolve(module: str, name: str, owner: object | None) -> Callable[..., Any]:
+    function = attrgetter(name)(import_module(module))
+    bound: Callable[..., Any] = function if owner is None else function.__get__(owner)
+    return bound
 
 
 def body(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 
 from pytest_fsdp_meta._pytest_private import fixtures_asking_for, parameters, requested_fixtures, resolved_fixture
-from pytest_fsdp_meta.calls import BODY
+from pytest_fsdp_meta.calls import body
 from pytest_fsdp_meta.catalogue import Catalogue, Check, built_in
-from pytest_fsdp_meta.markers import MARK, Order, read_order
+from pytest_fsdp_meta.markers import MARK, SPMD, WORLD, Order, WorldOrder, read_order, read_world_order
 from pytest_fsdp_meta.settings import Settings
 from pytest_fsdp_meta.words import first_of
 from pytest_fsdp_meta.worlds import WorldSpec, choose
 
+FIXTURES = "pytest_fsdp_meta.fixtures"
+HIDDEN = getattr(pytest, "HIDDEN_PARAM", None)
+"""Keeps the only case out of the test's name; before pytest 8.4 it is seen there."""
+SKIPPED = pytest.StashKey[str]()
+"""Why an item is skipped, where the place of the test should be told instead of that of ``pytest.skip``."""
 ARGUMENT = "_fsdp_case"
 """The parametrized argument that makes one loader into many items."""
 
@@ -28,6 +34,15 @@ class Case:
     check: str
     order: Order
     spec: WorldSpec
+
+
+@dataclass(frozen=True)
+class WorldCase:
+    """One test's world, and how long it is kept. ``spmd``: the whole body runs on the ranks."""
+
+    spec: WorldSpec
+    scope: str
+    spmd: bool
 
 
 @dataclass(frozen=True)
@@ -48,12 +63,6 @@ def tell(mistakes: Iterable[Mistake]) -> str:
 
 def _line(wheres: list[str], what: str) -> str:
     return f"{first_of(wheres)}: {what}" if wheres[0] else what
-
-
-@pytest.fixture
-def fsdp() -> None:
-    """On a rank: rank, local_rank, world_size, device (with its index), mesh, barrier(). For loaders only."""
-    pytest.fail("the fixture 'fsdp' exists on the ranks only; a loader asks for it as an argument", pytrace=False)
 
 
 def read_catalogue(config: pytest.Config) -> Catalogue:
@@ -87,14 +96,49 @@ def _place(plugin: object, config: pytest.Config) -> str:
     return os.path.relpath(file, config.rootpath) if file else str(plugin)
 
 
+def mark_of(metafunc: pytest.Metafunc) -> str | None:
+    """The mark that says how the test's world shall be: a loader's, an SPMD test's, that of ``fsdp_world``, or none."""
+    for mark in (MARK, SPMD):
+        if metafunc.definition.get_closest_marker(mark) is not None:
+            return mark
+    return WORLD if WORLD in metafunc.fixturenames else None
+
+
 def generate(metafunc: pytest.Metafunc, settings: Settings, catalogue: Catalogue, gpus: int | None) -> None:
-    """Parametrizes a marked test with its cases. Raises ValueError for arguments that are wrong.
+    """Parametrizes a test that needs ranks with its cases. Raises ValueError for arguments that are wrong.
 
     ``gpus`` is None where nothing will run, so that devices need not be there.
     """
+    mark = mark_of(metafunc)
+    if mark == MARK:
+        _generate_loader(metafunc, settings, catalogue, gpus)
+    elif mark is not None:
+        _generate_worlds(metafunc, mark, settings, gpus)
+
+
+def _generate_worlds(metafunc: pytest.Metafunc, mark: str, settings: Settings, gpus: int | None) -> None:
+    marker = metafunc.definition.get_closest_marker(mark)
+    if mark == SPMD:
+        _require_plain_function(metafunc.function, "an SPMD test")
+    args, kwargs = (marker.args, marker.kwargs) if marker else ((), {})
+    order = read_world_order(args, kwargs, settings.world_sizes, settings.world_scope)
+    specs = [_spec(order, mesh, settings, gpus) for mesh in order.meshes]
+    metafunc.fixturenames.append(ARGUMENT)
+    metafunc.parametrize(
+        ARGUMENT,
+        [
+            pytest.param(
+                WorldCase(spec, order.scope, mark == SPMD), id=f"world{spec.size}" if len(specs) > 1 else HIDDEN
+            )
+            for spec in specs
+        ],
+    )
+
+
+def _generate_loader(metafunc: pytest.Metafunc, settings: Settings, catalogue: Catalogue, gpus: int | None) -> None:
     marker = metafunc.definition.get_closest_marker(MARK)
     assert marker is not None
-    _require_plain_function(metafunc.function)
+    _require_plain_function(metafunc.function, "a loader")
     order = read_order(marker.args, marker.kwargs, settings.world_sizes, catalogue)
     several = len(order.meshes) > 1
     metafunc.fixturenames.append(ARGUMENT)
@@ -112,7 +156,7 @@ def generate(metafunc: pytest.Metafunc, settings: Settings, catalogue: Catalogue
     )
 
 
-def _spec(order: Order, mesh: Mapping[str, int], settings: Settings, gpus: int | None) -> WorldSpec:
+def _spec(order: Order | WorldOrder, mesh: Mapping[str, int], settings: Settings, gpus: int | None) -> WorldSpec:
     spec = WorldSpec(mesh, timeout=order.timeout or settings.timeout, process_group=order.process_group)
     if gpus is None:
         return spec
@@ -121,17 +165,20 @@ def _spec(order: Order, mesh: Mapping[str, int], settings: Settings, gpus: int |
     return replace(spec, device_type=device, backend=backend, devices=devices)
 
 
-def _require_plain_function(function: object) -> None:
-    body = getattr(function, BODY, function)
-    if getattr(function, "is_hypothesis_test", False) or getattr(body, "is_hypothesis_test", False):
-        raise ValueError("it does not stack with @given yet; draw examples with @pytest.mark.parametrize instead")
-    if inspect.iscoroutinefunction(body) or inspect.isgeneratorfunction(body) or inspect.isasyncgenfunction(body):
-        raise ValueError("a loader is a plain function, not a coroutine or a generator")
+def _require_plain_function(function: Callable[..., Any], what: str) -> None:
+    plain = body(function)
+    if inspect.iscoroutinefunction(plain) or inspect.isgeneratorfunction(plain) or inspect.isasyncgenfunction(plain):
+        raise ValueError(f"{what} is a plain function, not a coroutine or a generator")
 
 
 def case_of(item: pytest.Item) -> Case | None:
     found = parameters(item).get(ARGUMENT)
     return found if isinstance(found, Case) else None
+
+
+def world_case_of(item: pytest.Item) -> WorldCase | None:
+    found = parameters(item).get(ARGUMENT)
+    return found if isinstance(found, WorldCase) else None
 
 
 def mistakes(items: Iterable[pytest.Item], told: Collection[str]) -> Iterator[Mistake]:
@@ -146,18 +193,27 @@ def mistakes(items: Iterable[pytest.Item], told: Collection[str]) -> Iterator[Mi
 
 def _mistake(item: pytest.Function) -> str | None:
     loader = item.get_closest_marker(MARK) is not None
+    spmd = item.get_closest_marker(SPMD) is not None
     fixture = resolved_fixture(item, "fsdp")
-    ours = fixture is not None and fixture.__module__ == __name__
+    if loader and spmd:
+        return f"@{MARK} and @{SPMD}: a test is a loader that is judged, or a body that every rank runs; take one off"
+    if spmd and world_case_of(item) is None:
+        return f"@{SPMD}: such a test is a function, or a method of a plain class; pytest cannot parametrize this test"
+    if (loader or spmd) and WORLD in item.fixturenames:
+        return "it asks for 'fsdp_world', which exists in the pytest process only, but it runs on ranks of its own"
+    ours = fixture is not None and fixture.__module__ == FIXTURES
     if loader and case_of(item) is None:
         return f"@{MARK}: a loader is a function, or a method of a plain class; pytest cannot parametrize this test"
-    if loader and not ours and "fsdp" in requested_fixtures(item):
-        return "the loader would get another 'fsdp' than that of pytest-fsdp-meta, which it hides; rename the other one"
+    if (loader or spmd) and not ours and "fsdp" in requested_fixtures(item):
+        return "the test would get another 'fsdp' than that of pytest-fsdp-meta, which it hides; rename the other one"
     if not ours:
         return None
     asking = fixtures_asking_for(item, "fsdp")
     if asking:
         return (
             f"fixture {asking[0]!r} asks for 'fsdp', which exists on the ranks only, while fixtures are evaluated in "
-            "the pytest process; ask for fsdp in the loader"
+            "the pytest process; ask for fsdp in the test itself"
         )
-    return None if loader else "it asks for 'fsdp' without being a loader; decorate it with @fsdp_conformance"
+    if loader or spmd:
+        return None
+    return "it asks for 'fsdp', which exists on the ranks only; decorate it with @fsdp_conformance or @fsdp_spmd"

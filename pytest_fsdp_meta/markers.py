@@ -12,7 +12,7 @@ from typing import Any, TypeVar, overload
 
 from pytest_fsdp_meta.calls import BODY
 from pytest_fsdp_meta.catalogue import Catalogue
-from pytest_fsdp_meta.worlds import DEFAULT_MESH_DIM, resolve_mesh
+from pytest_fsdp_meta.worlds import DEFAULT_MESH_DIM, SCOPES, resolve_mesh
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -20,7 +20,6 @@ MARK = "fsdp_conformance"
 SPMD = "fsdp_spmd"
 WORLD = "fsdp_world"
 """The mark, and the name of the fixture whose world it describes."""
-SCOPES = ("function", "module", "session")
 PROCESS_GROUPS = ("plugin", "loader")
 ARGUMENTS = (
     "world_size", "mesh", "only", "skip", "xfail", "tolerance", "steps", "timeout", "process_group",

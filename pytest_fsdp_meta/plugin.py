@@ -7,17 +7,19 @@ from typing import Any
 
 import pytest
 
-from pytest_fsdp_meta import collection, hookspecs
+from pytest_fsdp_meta import collection, hookspecs, preloading, spmd
 from pytest_fsdp_meta.catalogue import Catalogue
-from pytest_fsdp_meta.collection import Mistake, case_of, fsdp
-from pytest_fsdp_meta.items import SKIPPED, Conductor
-from pytest_fsdp_meta.markers import MARK
+from pytest_fsdp_meta.collection import SKIPPED, Mistake, case_of, world_case_of
+from pytest_fsdp_meta.fixtures import KEEPER, fsdp, fsdp_world
+from pytest_fsdp_meta.items import Conductor
+from pytest_fsdp_meta.keeping import Keeper
+from pytest_fsdp_meta.markers import MARK, SPMD, WORLD
 from pytest_fsdp_meta.reports.listener import Ear
 from pytest_fsdp_meta.reports.terminal import describe_checks
 from pytest_fsdp_meta.settings import add_options, read_settings
 from pytest_fsdp_meta.worlds import Preload, count_gpus
 
-__all__ = ["fsdp"]
+__all__ = ["fsdp", "fsdp_world"]
 
 CONDUCTOR = pytest.StashKey[Conductor]()
 MISTAKES = pytest.StashKey[list[Mistake]]()
@@ -36,10 +38,15 @@ def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line(
-        "markers", f"{MARK}(world_size, mesh, only, skip, xfail, ...): the test is a loader, judged by the catalogue"
-    )
-    config.stash[CONDUCTOR] = Conductor(read_settings(config), Catalogue(), Preload(), Ear(config))
+    for mark in (
+        f"{MARK}(world_size, mesh, only, skip, xfail, ...): the test is a loader, judged by the catalogue",
+        f"{SPMD}(world_size, mesh, scope, timeout, process_group): the body of the test runs on every rank",
+        f"{WORLD}(world_size, mesh, scope, timeout, process_group): how the fixture fsdp_world shall be",
+    ):
+        config.addinivalue_line("markers", mark)
+    engine, ear = Preload(), Ear(config)
+    config.stash[CONDUCTOR] = Conductor(read_settings(config), Catalogue(), engine, ear)
+    config.stash[KEEPER] = Keeper(engine, ear)
     config.stash[MISTAKES] = []
 
 
@@ -60,14 +67,15 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if metafunc.definition.get_closest_marker(MARK) is None:
+    mark = collection.mark_of(metafunc)
+    if mark is None:
         return
     config = metafunc.config
     conductor = config.stash[CONDUCTOR]
     try:
         collection.generate(metafunc, conductor.settings, conductor.catalogue, _gpus(config))
     except ValueError as error:
-        config.stash[MISTAKES].append(Mistake(metafunc.definition.nodeid, f"@{MARK}: {error}"))
+        config.stash[MISTAKES].append(Mistake(metafunc.definition.nodeid, f"@{mark}: {error}"))
 
 
 def _gpus(config: pytest.Config) -> int | None:
@@ -108,20 +116,28 @@ def pytest_testnodedown(node: Any) -> None:
 def pytest_collection_finish(session: pytest.Session) -> None:
     config = session.config
     if not (config.getoption("collectonly") or config.getoption("setuponly", False)):
-        config.stash[CONDUCTOR].plan(session.items, config)
+        conductor = config.stash[CONDUCTOR]
+        conductor.plan(session.items)
+        preloading.plan(conductor.engine, session.items, config)
 
 
 @pytest.hookimpl(wrapper=True, trylast=True)
 def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
     """The innermost wrapper: the fixtures are there when it goes on, and output is still captured."""
-    case = case_of(item)
-    conductor = item.config.stash[CONDUCTOR]
+    case, world_case = case_of(item), world_case_of(item)
+    conductor, keeper = item.config.stash[CONDUCTOR], item.config.stash[KEEPER]
     with conductor.ear.hearing():
         if case is not None:
             conductor.before_fixtures(item, case)
+        elif world_case is not None:
+            spmd.before_fixtures(item, world_case, keeper)
         yield
-        if case is not None and not item.config.getoption("setuponly", False):
+        if item.config.getoption("setuponly", False):
+            return
+        if case is not None:
             conductor.after_fixtures(item, case)
+        elif world_case is not None:
+            spmd.after_fixtures(item, world_case, keeper)
 
 
 @pytest.hookimpl(wrapper=True, trylast=True)
@@ -132,11 +148,33 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    case = case_of(pyfuncitem)
-    if case is None:
+    case, world_case = case_of(pyfuncitem), world_case_of(pyfuncitem)
+    conductor = pyfuncitem.config.stash[CONDUCTOR]
+    if case is not None:
+        conductor.call(pyfuncitem, case)
+    elif world_case is not None and world_case.spmd:
+        spmd.call(pyfuncitem, pyfuncitem.config.stash[KEEPER], conductor.settings.given)
+    else:
         return None
-    pyfuncitem.config.stash[CONDUCTOR].call(pyfuncitem, case)
     return True
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, None, None]:
+    """After the fixtures' own ends, which may use the world; an error of theirs goes first."""
+    keeper = item.config.stash[KEEPER]
+    try:
+        yield
+    except BaseException:
+        keeper.end(item, nextitem)
+        raise
+    if told := keeper.end(item, nextitem):
+        pytest.fail(told, pytrace=False)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if KEEPER in config.stash:
+        config.stash[KEEPER].close()
 
 
 @pytest.hookimpl(wrapper=True)

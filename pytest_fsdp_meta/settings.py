@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from pytest_fsdp_meta.worlds import SCOPES
+
 DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "gloo", "nccl")
 REPEATED = ("-c", "-o", "-p", "--config-file", "--override-ini", "--rootdir", "--import-mode")
@@ -24,6 +26,7 @@ class Settings:
     backend: str = "auto"
     timeout: float = 300.0
     require_gpu: bool = False
+    world_scope: str = "function"
     given: tuple[str, ...] = ()
 
 
@@ -115,6 +118,14 @@ OPTIONS = (
         _switch,
         "true or false",
         "",
+    ),
+    Option(
+        "world-scope",
+        "how long ranks of @fsdp_spmd and fsdp_world are kept, where the mark does not say: function (default: every "
+        "test gets fresh ones), module or session",
+        _one_of(SCOPES),
+        "function, module or session",
+        "SCOPE",
     ),
 )
 

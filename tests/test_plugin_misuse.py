@@ -128,9 +128,10 @@ def test_places_where_there_is_no_fsdp(project: Project) -> None:
     )
     assert errors(project.collect()) == [
         "test_it.py::test_a: fixture 'sharded' asks for 'fsdp', which exists on the ranks only, while fixtures are "
-        "evaluated in the pytest process; ask for fsdp in the loader",
-        "test_it.py::test_b: it asks for 'fsdp' without being a loader; decorate it with @fsdp_conformance",
-        "test_it.py::test_c: the loader would get another 'fsdp' than that of pytest-fsdp-meta, which it hides; "
+        "evaluated in the pytest process; ask for fsdp in the test itself",
+        "test_it.py::test_b: it asks for 'fsdp', which exists on the ranks only; decorate it with @fsdp_conformance "
+        "or @fsdp_spmd",
+        "test_it.py::test_c: the test would get another 'fsdp' than that of pytest-fsdp-meta, which it hides; "
         "rename the other one",
         "test_it.py::TestD::test_d: @fsdp_conformance: a loader is a function, or a method of a plain class; "
         "pytest cannot parametrize this test",
@@ -142,14 +143,7 @@ def test_what_is_no_plain_function(project: Project) -> None:
         "test_it.py",
         """
         import pytest
-        from hypothesis import given, strategies
         from pytest_fsdp_meta import fsdp_conformance
-        @fsdp_conformance
-        @given(n=strategies.integers())
-        def test_a(fsdp, n): ...
-        @given(n=strategies.integers())
-        @fsdp_conformance(world_size=2)
-        def test_b(fsdp, n): ...
         @fsdp_conformance
         async def test_c(fsdp): ...
         @pytest.mark.fsdp_conformance
@@ -160,18 +154,17 @@ def test_what_is_no_plain_function(project: Project) -> None:
         """,
     )
     assert errors(project.collect()) == [
-        "test_it.py::test_a and 1 more: @fsdp_conformance: it does not stack with @given yet; "
-        "draw examples with @pytest.mark.parametrize instead",
         "test_it.py::test_c and 2 more: @fsdp_conformance: a loader is a plain function, not a coroutine or a "
         "generator",
     ]
 
 
 def test_fsdp_through_getfixturevalue(project: Project) -> None:
-    project.write("test_it.py", "def test_x(request): request.getfixturevalue('fsdp')")
+    project.write("test_it.py", "def test_x(request): request.getfixturevalue('fsdp').rank")
     result = project.collect()
     result.assert_outcomes(failed=1)
-    assert "the fixture 'fsdp' exists on the ranks only; a loader asks for it as an argument" in result.outlines
+    told = "fsdp.rank: 'fsdp' exists on the ranks only; a loader or an SPMD test asks for it as an argument"
+    assert told in result.outlines
 
 
 def test_a_fixture_of_that_name_elsewhere_is_no_concern_of_ours(project: Project) -> None:

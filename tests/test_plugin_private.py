@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
-from pytest_fsdp_meta._pytest_private import fixtures_asking_for, parameters, requested_fixtures, resolved_fixture
+from pytest_fsdp_meta._pytest_private import (
+    fixtures_asking_for,
+    parameters,
+    requested_fixtures,
+    resolved_fixture,
+    rewritten_modules,
+)
+from pytest_fsdp_meta.calls import ASSUME, SKIP, XFAIL
 
 
 @pytest.fixture
@@ -39,3 +50,36 @@ class TestMethod:
     def test_self_is_no_fixture(self, request: pytest.FixtureRequest) -> None:
         assert requested_fixtures(request.node) == ("request",)
         assert parameters(request.node) == {}
+
+
+def test_the_names_of_outcomes() -> None:
+    hypothesis = pytest.importorskip("hypothesis.errors")
+    kinds = {SKIP: pytest.skip.Exception, XFAIL: pytest.xfail.Exception, ASSUME: hypothesis.UnsatisfiedAssumption}
+    for name, kind in kinds.items():
+        assert name == f"{kind.__module__}.{kind.__qualname__}"
+
+
+def test_modules_given_to_register_assert_rewrite() -> None:
+    pytest.register_assert_rewrite("tests.no_such_module")
+    assert "tests.no_such_module" in rewritten_modules()
+
+
+REWRITING = """
+import os
+from pytest_fsdp_meta._pytest_private import rewrite_asserts
+os.environ["PYTEST_PLUGINS"] = "no_such_plugin"
+for _ in range(2):
+    rewrite_asserts(os.getcwd(), "2", "odd_name")
+assert os.environ["PYTEST_PLUGINS"] == "no_such_plugin" and "PYTEST_DISABLE_PLUGIN_AUTOLOAD" not in os.environ
+try:
+    import odd_name
+except AssertionError as error:
+    print(error)
+"""
+
+
+def test_asserts_are_rewritten_without_a_session(tmp_path: Path) -> None:
+    (tmp_path / "odd_name.py").write_text("left = ['100%', 2]\nassert left == ['100%', 3]")
+    run = subprocess.run([sys.executable, "-c", REWRITING], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert run.stderr == ""
+    assert run.stdout.splitlines()[:3] == ["assert ['100%', 2] == ['100%', 3]", "  ", "  At index 1 diff: 2 != 3"]

@@ -301,3 +301,37 @@ def test_a_refused_connection_of_the_users_own_is_no_consequence() -> None:
     error = fails(world(2), refuse)
     assert error.summary == "ranks 0, 1 raised ConnectionRefusedError: Connection refused by the hub"
     assert "lost the connection" not in str(error)
+
+
+VOTE = ["builtins.LookupError"]
+
+
+def vote(delays: dict[int, float]) -> None:
+    if current().rank in delays:
+        time.sleep(delays[current().rank])
+        raise LookupError("nothing to do")
+
+
+def test_a_vote_of_all_ranks_leaves_the_world_running() -> None:
+    with world_of(2) as voting:
+        with pytest.raises(WorldError) as caught:
+            voting.call(vote, [{0: 0.0, 1: 1.5}], votes=VOTE)
+        assert caught.value.unanimous == "builtins.LookupError"
+        assert voting.run(total, 1.0) == [1.0, 1.0]
+
+
+def test_a_vote_of_one_rank_ends_the_world() -> None:
+    with world_of(2) as voting:
+        with pytest.raises(WorldError) as caught:
+            voting.call(vote, [{1: 0.0}], votes=VOTE)
+        assert [failure.rank for failure in caught.value.failures] == [1]
+        assert caught.value.unanimous == ""
+        assert not voting.alive
+
+
+def test_the_same_exception_on_all_ranks_is_no_vote_unless_it_was_asked_for() -> None:
+    with world_of(2) as voting:
+        with pytest.raises(WorldError) as caught:
+            voting.run(vote, {0: 0.0, 1: 0.0})
+        assert caught.value.unanimous == "builtins.LookupError"
+        assert not voting.alive

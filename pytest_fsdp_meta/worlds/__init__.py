@@ -10,12 +10,14 @@ from pytest_fsdp_meta.worlds.failures import CallFailed, Misuse, RankFailure, Wo
 from pytest_fsdp_meta.worlds.launch import Preload
 from pytest_fsdp_meta.worlds.leases import Lease, LeaseError, Leases, Waiting
 from pytest_fsdp_meta.worlds.listening import Listener
+from pytest_fsdp_meta.worlds.pool import Pool
 from pytest_fsdp_meta.worlds.rank import SEED, Rank, current, doing, note, telling
-from pytest_fsdp_meta.worlds.spec import DEFAULT_MESH_DIM, Sources, WorldSpec, resolve_mesh
+from pytest_fsdp_meta.worlds.spec import DEFAULT_MESH_DIM, SCOPES, Sources, WorldSpec, resolve_mesh
 from pytest_fsdp_meta.worlds.world import World
 
 __all__ = [
     "DEFAULT_MESH_DIM",
+    "SCOPES",
     "SEED",
     "CallFailed",
     "Engine",
@@ -24,6 +26,7 @@ __all__ = [
     "Leases",
     "Listener",
     "Misuse",
+    "Pool",
     "Preload",
     "Rank",
     "RankFailure",

@@ -38,10 +38,14 @@ class RankFailure:
 
 
 class CallFailed(Exception):
-    """A function of the user's failed; ``where`` names it, the cause of this error is what it raised."""
+    """A function of the user's failed; ``where`` names it, the cause of this error is what it raised.
 
-    def __init__(self, where: str) -> None:
+    ``detail`` is what is shown in place of the cause's traceback.
+    """
+
+    def __init__(self, where: str = "", detail: str = "") -> None:
         self.where = where
+        self.detail = detail
         super().__init__(where)
 
 
@@ -85,6 +89,12 @@ class WorldError(Exception):
         if not self.label:
             return name_ranks(ranks)
         return self.label if len(self.outputs) <= 1 else f"{name_ranks(ranks)} of {self.label}"
+
+    @property
+    def unanimous(self) -> str:
+        """The qualified class of what every rank raised; empty where they differ or one did not raise."""
+        raised = {failure.exception for failure in self.failures}
+        return raised.pop() if len(raised) == 1 and len(self.failures) == len(self.outputs) else ""
 
     @property
     def user(self) -> bool:

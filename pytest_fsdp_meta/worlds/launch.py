@@ -48,7 +48,7 @@ class Preload:
             if self._server is None and self.method == "forkserver":
                 modules = [*preload.TORCH_MODULES, *self.modules, *self.test_modules]
                 try:
-                    self._server = Server(modules, self.sources.path, self.sources.modules)
+                    self._server = Server(modules, self.sources)
                 except OSError as error:  # the name of its socket is too long where TMPDIR is long
                     self.method = "spawn"
                     _tell(f"pytest-fsdp-meta: the fork server cannot start ({error}), so ranks are spawned")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 import threading
 from collections.abc import Mapping, Sequence
@@ -10,6 +11,8 @@ from contextlib import suppress
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import spec_from_file_location
+
+from pytest_fsdp_meta.worlds.spec import Sources
 
 REQUEST = "PYTEST_FSDP_META_PRELOAD"
 """The environment variable that tells the fork server in which folder it finds what to import."""
@@ -23,7 +26,15 @@ class LooseModules(MetaPathFinder):
         self._files = dict(files)
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        return spec_from_file_location(name, self._files[name]) if name in self._files else None
+        if name not in self._files:
+            return None
+        file = self._files[name]
+        # As pytest finds them: another finder, such as the one that rewrites asserts, may want to load it.
+        for finder in sys.meta_path:
+            spec = None if finder is self else finder.find_spec(name, [os.path.dirname(file)])
+            if spec is not None and spec.origin == file:
+                return spec
+        return spec_from_file_location(name, file)
 
 
 class LooseParents(MetaPathFinder):
@@ -36,11 +47,14 @@ class LooseParents(MetaPathFinder):
         return ModuleSpec(name, None, is_package=True) if name in self._names else None
 
 
-def share(path: Sequence[str], files: Mapping[str, str]) -> None:
+def share(sources: Sources) -> None:
     """Lets this process import what the parent has imported."""
-    sys.path[:] = path or sys.path
+    sys.path[:] = sources.path or sys.path
+    if sources.before is not None:
+        (module, _, name), arguments = sources.before[0].partition(":"), sources.before[1]
+        getattr(importlib.import_module(module), name)(*arguments)
     others = [finder for finder in sys.meta_path if not isinstance(finder, (LooseModules, LooseParents))]
-    sys.meta_path[:] = [LooseModules(files), *others, LooseParents(list(files))]
+    sys.meta_path[:] = [LooseModules(sources.modules), *others, LooseParents(list(sources.modules))]
 
 
 def preload(modules: Sequence[str]) -> dict[str, str]:

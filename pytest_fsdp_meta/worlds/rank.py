@@ -248,7 +248,7 @@ def _adopt(task: Assignment) -> None:
     os.chdir(task.cwd)
     os.environ.clear()
     os.environ.update(task.environ)
-    preload.share(task.sources.path, task.sources.modules)
+    preload.share(task.sources)
 
 
 def _join(channel: _Channel, task: Assignment) -> None:
@@ -355,9 +355,9 @@ def _unpack(target: str, payload: bytes) -> tuple[Callable[..., Any], tuple[Any,
 
 
 def _failure(rank: int, error: BaseException) -> RankFailure:
-    where = ""
+    where = detail = ""
     if isinstance(error, CallFailed) and error.__cause__ is not None:
-        where, error = f" in {error.where}", error.__cause__
+        where, detail, error = f" in {error.where}" if error.where else "", error.detail, error.__cause__
     kind = type(error)
     try:
         text = str(error)
@@ -368,7 +368,7 @@ def _failure(rank: int, error: BaseException) -> RankFailure:
         rank,
         "raised",
         text if isinstance(error, Misuse) else f"raised {kind.__name__}{where}" + (f": {first}" if first else ""),
-        detail=_shortened(tracebacks.tell(error, hide=Path(__file__).parents[1]), 20_000),
+        detail=_shortened(detail or tracebacks.tell(error, hide=Path(__file__).parents[1]), 20_000),
         when=time.monotonic(),
         user=isinstance(error, Misuse),
         exception=f"{kind.__module__}.{kind.__qualname__}",

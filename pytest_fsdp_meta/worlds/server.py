@@ -23,6 +23,7 @@ from typing import Any
 
 from pytest_fsdp_meta.worlds import processes
 from pytest_fsdp_meta.worlds.preload import REQUEST
+from pytest_fsdp_meta.worlds.spec import Sources
 
 WARM = "pytest_fsdp_meta.worlds.warm"
 HOME = str(Path(__file__).parents[2])
@@ -31,7 +32,7 @@ HOME = str(Path(__file__).parents[2])
 class Server:
     """Starts to import at once, in the background; ended with this object, or with this process."""
 
-    def __init__(self, modules: Sequence[str], path: Sequence[str], files: Mapping[str, str]) -> None:
+    def __init__(self, modules: Sequence[str], sources: Sources) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="fsdp-preload-"))
         self._report: tuple[str, dict[str, str]] | None = None
         self._kept: frozenset[int] = frozenset()
@@ -39,8 +40,9 @@ class Server:
         # A file, because the environment has no room for the modules of a large repository.
         request = {
             "modules": list(modules),
-            "path": list(path),
-            "files": dict(files),
+            "path": list(sources.path),
+            "files": dict(sources.modules),
+            "before": sources.before,
             "parent": os.getpid() if threading.current_thread() is threading.main_thread() else None,
         }
         (self._folder / "request").write_text(json.dumps(request), "utf-8")

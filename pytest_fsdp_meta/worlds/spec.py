@@ -8,6 +8,8 @@ from math import prod
 from numbers import Integral
 
 DEFAULT_MESH_DIM = "dp_shard"
+SCOPES = ("function", "module", "session")
+"""For how long a world may be kept."""
 
 
 @dataclass(frozen=True)
@@ -19,6 +21,8 @@ class Sources:
 
     path: tuple[str, ...] = ()
     modules: Mapping[str, str] = field(default_factory=dict)
+    before: tuple[str, tuple[str, ...]] | None = None
+    """A function, as "module:name", and its arguments: called before anything of the parent's is imported."""
 
 
 @dataclass(frozen=True)

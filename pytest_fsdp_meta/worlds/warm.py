@@ -22,6 +22,7 @@ from typing import Any
 
 from pytest_fsdp_meta.worlds import processes
 from pytest_fsdp_meta.worlds.preload import REQUEST, preload, share, why_unsafe
+from pytest_fsdp_meta.worlds.spec import Sources
 from pytest_fsdp_meta.worlds.warned import hear_all
 
 PATIENCE = 0.8
@@ -54,7 +55,7 @@ def _import(request: dict[str, Any]) -> dict[str, str]:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
-    share(request["path"], request["files"])
+    share(Sources(request["path"], request["files"], request["before"]))
     hear_all()
     gc.disable()  # while modules are made nothing becomes garbage, and to look for some takes a seventh of the time
     failed = preload(request["modules"])

@@ -6,7 +6,7 @@ import pickle
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from multiprocessing import connection, util
 from pathlib import Path
@@ -23,6 +23,8 @@ from pytest_fsdp_meta.worlds.written import Follower, Written
 
 GRACE = 0.8
 """Seconds that the other ranks get, after the first failure, to report theirs."""
+VOTING = 10.0
+"""Seconds that they get to say that they, too, leave the call: a skip on one rank may come long before the next."""
 GLANCE = 0.5
 """Seconds between two looks at whether a rank has ended of which no pipe tells."""
 _SHARED: Engine = Preload()
@@ -101,20 +103,38 @@ class World:
         rank raises, ends or does not answer within the world's timeout, and ValueError for arguments that cannot be
         sent or results that cannot be read.
         """
+        return self.call(function, args, kwargs)
+
+    def call(
+        self,
+        function: Callable[..., Any] | str,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        doing: str = "",
+        votes: Collection[str] = (),
+    ) -> list[Any]:
+        """As ``run``. ``doing`` is what an error says was going on.
+
+        ``votes`` are qualified classes of exceptions that mean something only when every rank raises one (a skip):
+        the others get longer to do so, and when all have, the world goes on after the WorldError.
+        """
         import cloudpickle
 
         if not self._members:
             raise RuntimeError("this world has ended; a test takes a fresh one")
         target = function if isinstance(function, str) else ""
         try:
-            payload = cloudpickle.dumps((None if target else function, args, kwargs))
+            payload = cloudpickle.dumps((None if target else function, tuple(args), dict(kwargs or {})))
         except Exception as error:
             raise ValueError(f"the arguments cannot be sent to the ranks: {type(error).__name__}: {error}") from error
         self._calls += 1
         name = target or getattr(function, "__qualname__", repr(function))
         try:
             self._send(("call", self._calls, target, payload))
-            answers = self._collect("result", f"running {name.rpartition(':')[2]}")
+            answers = self._collect("result", doing or f"running {name.rpartition(':')[2]}", votes=votes)
+        except WorldError:
+            raise
         except BaseException:
             self.close()  # also when it is interrupted: an answer that comes later must not be taken for the next one's
             raise
@@ -177,7 +197,9 @@ class World:
         for member in self._members:
             member.send(note)
 
-    def _collect(self, kind: str, doing: str, members: Sequence[Member] | None = None) -> list[tuple[Any, ...]]:
+    def _collect(
+        self, kind: str, doing: str, members: Sequence[Member] | None = None, votes: Collection[str] = ()
+    ) -> list[tuple[Any, ...]]:
         """One message of this kind from each member. Every other rank is watched as well."""
         self._doing = {}
         self._listener.waits(self, doing)
@@ -197,10 +219,11 @@ class World:
                     assert message[0] == kind, message
                     answers[member.rank] = message[1:]
             if failures:
-                deadline = min(deadline, time.monotonic() + GRACE)
+                voting = all(failure.exception in votes for failure in failures.values())
+                deadline = min(deadline, time.monotonic() + (VOTING if voting else GRACE))
         if missing or failures:
             failed, view = (list(failures.values()), "") if failures else self._hung(sorted(missing))
-            self._fail(failed, doing, view)
+            self._fail(failed, doing, view, votes)
         return [answers[rank] for rank in sorted(awaited)]
 
     def _hear_note(self, rank: int, kind: str, what: Any) -> None:
@@ -227,9 +250,13 @@ class World:
         answered = [RankFailure(rank, "answered", "had answered", stood[rank].stack, when + 1) for rank in others]
         return late + answered, hang.describe({rank: there.flight for rank, there in stood.items()}, returned=others)
 
-    def _fail(self, failures: list[RankFailure], doing: str, view: str) -> None:
+    def _fail(self, failures: list[RankFailure], doing: str, view: str, votes: Collection[str]) -> None:
         told = [self._doing[failure.rank] for failure in failures if failure.rank in self._doing]
         if told:
             doing = " or ".join(dict.fromkeys(told))
+        error = WorldError(failures, doing, self.outputs(), self.label, view)
+        if error.unanimous in votes:
+            raise error  # every rank is back, and waits for the next call
         self.close()
-        raise WorldError(failures, doing, self.outputs(), self.label, view)
+        error.outputs = tuple(self.outputs())
+        raise error

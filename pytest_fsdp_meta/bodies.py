@@ -1,0 +1,51 @@
+"""On a rank: the body of an SPMD test, and its failure as pytest would show it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from pytest_fsdp_meta.calls import Call
+from pytest_fsdp_meta.worlds import CallFailed, current, telling
+
+BODY = f"{__name__}:run_body"
+"""What a world calls."""
+ASSUMING = "Using `assume` outside a property-based test"
+"""By intent: the ranks say that an example is of no use, and the pytest process tells Hypothesis."""
+
+
+@dataclass(frozen=True)
+class Style:
+    """How the user wants failures shown: the options of pytest that say so."""
+
+    traceback: Any = "long"
+    locals: bool = False
+
+
+def run_body(call: Call, style: Style, votes: frozenset[str]) -> str | None:
+    """Runs the body; the class of what it returns, which should be nothing.
+
+    Raises what a vote is as it is, and anything else as CallFailed, whose detail is pytest's own account of it.
+    """
+    function, arguments = call.unpack(current())
+    try:
+        with telling(unless=ASSUMING):
+            returned = function(**arguments)
+    except BaseException as error:
+        if f"{type(error).__module__}.{type(error).__qualname__}" in votes:
+            raise
+        raise CallFailed(detail=_account(error, style)) from error
+    return None if returned is None else type(returned).__name__
+
+
+def _account(error: BaseException, style: Style) -> str:
+    """The traceback from the body on, with its source lines."""
+    own = error.__traceback__
+    assert own is not None
+    info = pytest.ExceptionInfo.from_exception(error.with_traceback(own.tb_next or own))
+    bare = isinstance(error, pytest.fail.Exception) and not error.pytrace
+    told = str(info.getrepr(style="value" if bare else style.traceback, showlocals=style.locals, chain=True))
+    # str() strips the indentation of the first source line, and of no other.
+    return told if bare or style.traceback == "short" or told.startswith((">", "E")) else f"    {told}"

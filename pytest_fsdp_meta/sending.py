@@ -1,0 +1,76 @@
+"""From pytest items to ranks: what is sent, and the command that runs an item again."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pytest_fsdp_meta._pytest_private import requested_fixtures
+from pytest_fsdp_meta.calls import ByName, Call, body
+from pytest_fsdp_meta.collection import ARGUMENT
+from pytest_fsdp_meta.drawing import given_test
+from pytest_fsdp_meta.trial import LoaderFailed
+
+
+class Unsendable(LoaderFailed):
+    """The test or a fixture value cannot be pickled; the message says what to do."""
+
+
+def pack_call(item: pytest.Function) -> Call:
+    """The test and its fixture values, pickled one by one. Raises Unsendable."""
+    import cloudpickle
+
+    wanted = [name for name in requested_fixtures(item) if name != ARGUMENT]
+    arguments = {name: pack_value(name, item.funcargs[name], "fixture") for name in wanted if name != "fsdp"}
+    try:
+        function = cloudpickle.dumps(_by_name(item.obj))
+    except Exception as error:
+        what = "the test and its instance (self)" if item.cls else "the test"
+        raise Unsendable(f"{what} cannot be sent to the ranks: {type(error).__name__}: {error}") from error
+    return Call(function, arguments, "fsdp" if "fsdp" in wanted else None)
+
+
+def _by_name(function: Any) -> Any:
+    if given_test(function) is None:
+        return function
+    inner, owner = body(function), getattr(function, "__self__", None)
+    return ByName(inner.__module__, inner.__qualname__, owner)
+
+
+def pack_value(name: str, value: Any, what: str) -> bytes:
+    """``what`` is "fixture", or "argument" for what Hypothesis drew. Raises Unsendable."""
+    import cloudpickle
+
+    try:
+        packed = cloudpickle.dumps(value)
+    except Exception as error:
+        raise Unsendable(
+            f"{what} {name!r} gives a {type(value).__name__}, which cannot be sent to the ranks "
+            f"({type(error).__name__}: {error}); return plain data, such as a path or a config, and build the rest on "
+            "the ranks"
+        ) from error
+    assert isinstance(packed, bytes)
+    return packed
+
+
+def again(item: pytest.Item, given: tuple[str, ...]) -> str:
+    """A shell command that runs this one item again from where pytest was started, with the options ``given``."""
+    path = os.path.relpath(item.path, item.config.invocation_params.dir)
+    # Not from the node id, to which xdist may append a group.
+    names = [node.name for node in item.listchain() if isinstance(node, (pytest.Class, pytest.Function))]
+    python = _interpreter(item.config.invocation_params.dir)
+    return shlex.join([python, "-m", "pytest", "::".join([path, *names]), *given])
+
+
+def _interpreter(cwd: Path) -> str:
+    """How a shell in ``cwd`` calls this Python: "python", unless that is another one."""
+    if os.path.abspath(shutil.which("python") or "") == os.path.abspath(sys.executable):
+        return "python"
+    near = os.path.relpath(sys.executable, cwd)
+    return sys.executable if near.startswith("..") else near

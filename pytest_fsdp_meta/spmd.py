@@ -1,0 +1,82 @@
+"""Tests that run on ranks: ``@fsdp_spmd``, whose body every rank runs, and those that ask for ``fsdp_world``."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pytest_fsdp_meta import drawing
+from pytest_fsdp_meta.bodies import BODY, Style
+from pytest_fsdp_meta.calls import VOTES, Call
+from pytest_fsdp_meta.collection import WorldCase
+from pytest_fsdp_meta.keeping import Disagreement, Keeper
+from pytest_fsdp_meta.sending import Unsendable, again, pack_call, pack_value
+from pytest_fsdp_meta.worlds import WorldError
+
+SENT = pytest.StashKey[Call]()
+
+
+def before_fixtures(item: pytest.Item, case: WorldCase, keeper: Keeper) -> None:
+    """Fixtures of the test may use ``fsdp_world`` already."""
+    keeper.begin(item, case)
+
+
+def after_fixtures(item: pytest.Item, case: WorldCase, keeper: Keeper) -> None:
+    """Starts the ranks, so that a world that cannot start is an error and no failure of the test."""
+    assert isinstance(item, pytest.Function)
+    try:
+        if case.spmd:
+            item.stash[SENT] = pack_call(item)
+        keeper.world()
+    except (Unsendable, WorldError) as error:
+        _show(item, keeper, "setup", error)
+        told = str(error)
+    else:
+        return
+    pytest.fail(told, pytrace=False)
+
+
+def call(item: pytest.Function, keeper: Keeper, given: tuple[str, ...]) -> None:
+    """Runs the body of ``@fsdp_spmd`` on every rank. ``given`` are the options that a command must repeat."""
+    values = {name: item.funcargs[name] for name in item.stash[SENT].names}
+    test = drawing.given_test(item.obj)
+    try:
+        if test is None:
+            _run(item, keeper, {})
+        else:
+            drawing.draw(test, values, lambda drawn: _run(item, keeper, drawn))
+    except (WorldError, Disagreement, Unsendable) as error:
+        _show(item, keeper, "call", error)
+        told = "\n\n".join(filter(None, [str(error), drawing.notes(error), f"run it again: {again(item, given)}"]))
+    else:
+        return
+    pytest.fail(told, pytrace=False)
+
+
+def _run(item: pytest.Function, keeper: Keeper, drawn: dict[str, Any]) -> None:
+    sent = item.stash[SENT]
+    if drawn:
+        packed = {name: pack_value(name, value, "argument") for name, value in drawn.items()}
+        sent = replace(sent, arguments={**sent.arguments, **packed})
+    options = item.config.option
+    style = Style("short" if options.tbstyle == "short" else "long", bool(options.showlocals))
+    returned = {kind for kind in keeper.call(BODY, (sent, style, frozenset(VOTES)), {}) if kind is not None}
+    if returned:
+        warnings.warn(
+            pytest.PytestReturnNotNoneWarning(
+                f"{item.nodeid} returned a {sorted(returned)[0]}, but a test returns nothing; did you mean assert?"
+            ),
+            stacklevel=2,
+        )
+
+
+def _show(item: pytest.Item, keeper: Keeper, when: str, error: Exception) -> None:
+    """What the ranks wrote, unless it was shown live."""
+    if keeper.ear.live:
+        return
+    for rank, text in enumerate(error.outputs if isinstance(error, WorldError) else ()):
+        if text.strip():
+            item.add_report_section(when, f"rank {rank}", text)
