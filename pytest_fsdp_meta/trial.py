@@ -72,7 +72,11 @@ class Trial:
 
         Raises LoaderFailed when the loader gives no subject on every rank.
         """
-        with TemporaryDirectory(prefix="fsdp-trial-", ignore_cleanup_errors=True) as folder:
+        try:
+            temporary = TemporaryDirectory(prefix="fsdp-trial-", ignore_cleanup_errors=True)
+        except OSError as error:
+            raise LoaderFailed(f"no temporary folder can be made: {error}; TMPDIR says where") from error
+        with temporary as folder:
             world = World(self.spec, self._engine, shared=Path(folder), listener=self._listener)
             try:
                 loaded = self._load(world, loader, sorted({"collectives", "memory"} & set(wanted)))

@@ -23,6 +23,7 @@ from tests.world_help import (
     preload,
     run_script,
     total,
+    world,
     world_of,
 )
 
@@ -36,12 +37,6 @@ def _the_next_world_works(tmp_path_factory: pytest.TempPathFactory, monkeypatch:
     with world_of(2) as world:
         assert world.run(total, 1.0) == [1.0, 1.0]
     assert not list(folder.glob("fsdp-world-*"))
-
-
-def world(size: int = 2, **given: object) -> World:
-    started = world_of(size, **given)
-    started.start()
-    return started
 
 
 def start_children() -> list[int]:

@@ -17,14 +17,16 @@ from pathlib import Path
 
 import pytest
 
-from pytest_fsdp_meta.worlds import Misuse, RankFailure, World, WorldError, current
+from pytest_fsdp_meta.worlds import Misuse, RankFailure, WorldError, current
 from tests.world_help import (
     SOON,
     assert_gone,
     fails,
     me,
+    on_rank,
     preload,
     total,
+    world,
     world_of,
 )
 
@@ -38,27 +40,6 @@ def _the_next_world_works(tmp_path_factory: pytest.TempPathFactory, monkeypatch:
     with world_of(2) as world:
         assert world.run(total, 1.0) == [1.0, 1.0]
     assert not list(folder.glob("fsdp-world-*"))
-
-
-def world(size: int = 2, **given: object) -> World:
-    started = world_of(size, **given)
-    started.start()
-    return started
-
-
-def on_rank(chosen: int, act: Callable[[], object]) -> Callable[[], None]:
-    """``act`` on one rank, while the others wait for it in a collective."""
-
-    def function() -> None:
-        import torch
-        import torch.distributed as dist
-
-        dist.barrier()
-        if dist.get_rank() == chosen:
-            act()
-        dist.all_reduce(torch.ones(1))
-
-    return function
 
 
 def boom() -> None:

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -37,6 +37,28 @@ def trial_preload() -> Preload:
 def world_of(size: int, label: str = "", listener: Listener | None = None, **given: Any) -> World:
     given = {"mesh": {DEFAULT_MESH_DIM: size}, "timeout": 60.0} | given
     return World(WorldSpec(**given), preload(), label, listener=listener)
+
+
+def world(size: int = 2, **given: Any) -> World:
+    """One that has been started."""
+    started = world_of(size, **given)
+    started.start()
+    return started
+
+
+def on_rank(chosen: int, act: Callable[[], object]) -> Callable[[], None]:
+    """``act`` on one rank, while the others wait for it in a collective."""
+
+    def function() -> None:
+        import torch
+        import torch.distributed as dist
+
+        dist.barrier()
+        if dist.get_rank() == chosen:
+            act()
+        dist.all_reduce(torch.ones(1))
+
+    return function
 
 
 def fails(world: World, function: Any, *args: Any) -> WorldError:

@@ -134,6 +134,10 @@ LOST_PEER = re.compile(
 )
 
 
+CUT_OFF = 113
+"""The exit code of a rank that cannot speak to its parent any more, for that is all it can still say."""
+
+
 def describe_exit(code: int | None) -> tuple[str, str]:
     """(kind, summary) of a process that ended by itself."""
     if code is None:
@@ -144,4 +148,6 @@ def describe_exit(code: int | None) -> tuple[str, str]:
         except ValueError:
             name = f"signal {-code}"
         return "killed", f"was killed by {name}"
+    if code == CUT_OFF:
+        return "exited", "closed a descriptor that was not its own: the connection to pytest"
     return "exited", f"exited with code {code} before it answered"

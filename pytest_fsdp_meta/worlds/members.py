@@ -7,13 +7,13 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from pytest_fsdp_meta.worlds import post, tracebacks
+from pytest_fsdp_meta.worlds import memory, post, tracebacks
 from pytest_fsdp_meta.worlds.failures import RankFailure, describe_exit
 from pytest_fsdp_meta.worlds.written import Written, read
 
@@ -28,6 +28,7 @@ class LocalMember:
     output: Path
     stacks: Path
     end_strays: Callable[[], None] = lambda: None
+    shortages: int = field(default_factory=memory.shortages)
 
     @property
     def pid(self) -> int | None:
@@ -59,6 +60,8 @@ class LocalMember:
         when = time.monotonic()
         self.process.join(1.0)
         kind, summary = describe_exit(self.process.exitcode)
+        if self.process.exitcode == -signal.SIGKILL and memory.shortages() > self.shortages:
+            summary += memory.SEEN
         return RankFailure(self.rank, kind, summary, when=when)
 
     def kill(self) -> None:

@@ -20,7 +20,11 @@ def pack(message: tuple[Any, ...], file: Path | None = None) -> bytes:
     if len(packed) <= NOTE_LIMIT:
         return packed
     assert file is not None, "this message has no file to go to"
-    file.write_bytes(packed)
+    try:
+        file.write_bytes(packed)
+    except OSError:
+        file.unlink(missing_ok=True)  # a part of it is of no use, and may have taken the last room
+        raise
     return pickle.dumps(str(file))
 
 

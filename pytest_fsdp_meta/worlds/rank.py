@@ -6,26 +6,24 @@ import faulthandler
 import multiprocessing
 import os
 import pickle
-import queue
 import random
-import shutil
 import signal
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
-from itertools import count
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pytest_fsdp_meta.worlds import flight, post, preload, processes, tracebacks, warned, written
+from pytest_fsdp_meta.worlds import disk, flight, preload, processes, tracebacks, warned, written
+from pytest_fsdp_meta.worlds.channel import Channel
 from pytest_fsdp_meta.worlds.failures import CallFailed, Misuse, RankFailure
 from pytest_fsdp_meta.worlds.listening import DOING
 from pytest_fsdp_meta.worlds.spec import Place, Sources, WorldSpec
@@ -72,7 +70,7 @@ class Rank:
 
 
 _CURRENT: Rank | None = None
-_CHANNEL: _Channel | None = None
+_CHANNEL: Channel | None = None
 _TELLER: warned.Teller | None = None
 
 
@@ -137,60 +135,6 @@ class Assignment:
         return Path(self.folder, f"rank{self.place.rank}.stacks")
 
 
-class _Channel:
-    """The control pipe. A thread reads it, so that the parent's end is noticed in the middle of a collective."""
-
-    def __init__(self, connection: Connection, task: Assignment) -> None:
-        self._connection = connection
-        self._owner = os.getpid()
-        self._leftovers = task.leftovers
-        self._files = (Path(task.folder, f"rank{task.place.rank}.{number}") for number in count())
-        self._inbox: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
-        self._sending = threading.Lock()
-        threading.Thread(target=self._listen, name="pytest-fsdp-meta", daemon=True).start()
-
-    def _listen(self) -> None:
-        while True:
-            try:
-                note = self._connection.recv_bytes()
-            except (EOFError, OSError):
-                # The parent is gone. What it would have removed and what this rank has started goes as well.
-                for folder in self._leftovers:
-                    shutil.rmtree(folder, ignore_errors=True)
-                os.killpg(os.getpid(), signal.SIGKILL)
-            message = post.unpack(note)
-            if message == flight.QUESTION:
-                self._say_where()
-            else:
-                self._inbox.put(message)
-
-    def _say_where(self) -> None:
-        """Answers for the main thread, which may sit in a collective for ever."""
-        processes.let_debuggers_in()
-        found = flight.Whereabouts(tracebacks.user_stack(tracebacks.dump()), flight.read())
-        # Without an answer the parent tells less; with this thread gone, the rank would outlive its parent.
-        with suppress(OSError):
-            self._post((*flight.QUESTION, found))
-
-    def receive(self) -> tuple[Any, ...]:
-        return self._inbox.get()
-
-    @property
-    def is_own(self) -> bool:
-        """Whether this process is the rank, and not a child that it has forked."""
-        return os.getpid() == self._owner
-
-    def send(self, *message: Any) -> None:
-        if not self.is_own:
-            os._exit(0)  # a child that the loader forked, and that came back from it, is no rank
-        written.flush()
-        self._post(message)
-
-    def _post(self, message: tuple[Any, ...]) -> None:
-        with self._sending:
-            self._connection.send_bytes(post.pack(message, next(self._files)))
-
-
 def main(connection: Connection, task: Assignment, dies_with_parent: bool) -> None:
     """The target of a rank's process; does not return, because interpreters with a process group end badly.
 
@@ -198,27 +142,28 @@ def main(connection: Connection, task: Assignment, dies_with_parent: bool) -> No
     """
     global _CHANNEL, _TELLER
     try:
-        _isolate(task, dies_with_parent)
-        _CHANNEL = channel = _Channel(connection, task)
+        _isolate(dies_with_parent)
+        _CHANNEL = channel = Channel(connection, task.output, task.leftovers)
         warned.hear_all()
         _TELLER = warned.Teller(partial(note, warned.KIND))
         try:
+            _redirect(task)
             _adopt(task)
             _join(channel, task)
         except BaseException as error:
-            channel.send("failure", _failure(task.place.rank, error))
+            _report(channel, _failure(task, error))
             threading.Event().wait()  # for its end, so that it is not mistaken for a rank that vanished
         channel.send("ready")
         while True:
-            _answer(channel, task.place.rank, channel.receive())
+            _answer(channel, task, channel.receive())
     except BaseException:
         traceback.print_exc()
     finally:
         os._exit(1)
 
 
-def _isolate(task: Assignment, dies_with_parent: bool) -> None:
-    """Own process group (no Ctrl-C from the terminal), death with the parent, own output file, stacks on demand."""
+def _isolate(dies_with_parent: bool) -> None:
+    """Own process group (no Ctrl-C from the terminal), death with the parent."""
     os.setpgid(0, 0)
     # The fork server's children inherit "forkserver"; a loader's own workers get what they get under torchrun.
     multiprocessing.set_start_method(None, force=True)
@@ -227,6 +172,10 @@ def _isolate(task: Assignment, dies_with_parent: bool) -> None:
     # So that what the children of this rank leave behind is not taken for what a rank has left that has ended.
     processes.adopt_orphans()
     _leave_server_alone()
+
+
+def _redirect(task: Assignment) -> None:
+    """Own output file, stacks on demand."""
     written.redirect(task.output)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, file=open(task.stacks, "w"), all_threads=True)  # noqa: SIM115
@@ -251,7 +200,7 @@ def _adopt(task: Assignment) -> None:
     preload.share(task.sources)
 
 
-def _join(channel: _Channel, task: Assignment) -> None:
+def _join(channel: Channel, task: Assignment) -> None:
     global _CURRENT
     import torch
     import torch.distributed as dist
@@ -320,7 +269,7 @@ def torchrun_environment(place: Place, size: int, address: str, port: int) -> di
     }
 
 
-def _answer(channel: _Channel, rank: int, message: tuple[Any, ...]) -> None:
+def _answer(channel: Channel, task: Assignment, message: tuple[Any, ...]) -> None:
     _, call, target, payload = message
     if _TELLER is not None:
         _TELLER.forget()
@@ -329,13 +278,22 @@ def _answer(channel: _Channel, rank: int, message: tuple[Any, ...]) -> None:
         with nullcontext() if target else telling():
             result = function(*args, **kwargs)
     except BaseException as error:
-        channel.send("failure", _failure(rank, error))
+        _report(channel, _failure(task, error))
         return
     try:
         channel.send("result", call, _pack(result))
     except Exception as error:
-        summary = f"returned a {type(result).__name__} that cannot be sent back: {type(error).__name__}: {error}"
-        channel.send("failure", RankFailure(rank, "unsendable", summary, when=time.monotonic()))
+        why = disk.hint(task.folder, error) or f"{type(error).__name__}: {error}"
+        summary = f"returned a {type(result).__name__} that cannot be sent back: {why}"
+        _report(channel, RankFailure(task.place.rank, "unsendable", summary, when=time.monotonic()))
+
+
+def _report(channel: Channel, failure: RankFailure) -> None:
+    try:
+        channel.send("failure", failure)
+    except OSError:  # there is no room on the disk for a long one, and the pipe takes a short one
+        short = replace(failure, detail=_shortened(failure.detail, 1500), message=_shortened(failure.message, 1500))
+        channel.send("failure", short)
 
 
 def _pack(result: Any) -> bytes:
@@ -354,7 +312,7 @@ def _unpack(target: str, payload: bytes) -> tuple[Callable[..., Any], tuple[Any,
     return function, args, kwargs
 
 
-def _failure(rank: int, error: BaseException) -> RankFailure:
+def _failure(task: Assignment, error: BaseException) -> RankFailure:
     where = detail = ""
     if isinstance(error, CallFailed) and error.__cause__ is not None:
         where, detail, error = f" in {error.where}" if error.where else "", error.detail, error.__cause__
@@ -364,10 +322,11 @@ def _failure(rank: int, error: BaseException) -> RankFailure:
     except Exception:
         text = "(its text cannot be made)"
     first = _shortened(text.strip().splitlines()[0], 300) if text.strip() else ""
+    said = ": ".join(filter(None, (f"raised {kind.__name__}{where}", first, disk.hint(task.folder, error, text))))
     return RankFailure(
-        rank,
+        task.place.rank,
         "raised",
-        text if isinstance(error, Misuse) else f"raised {kind.__name__}{where}" + (f": {first}" if first else ""),
+        text if isinstance(error, Misuse) else said,
         detail=_shortened(detail or tracebacks.tell(error, hide=Path(__file__).parents[1]), 20_000),
         when=time.monotonic(),
         user=isinstance(error, Misuse),

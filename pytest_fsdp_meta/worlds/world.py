@@ -7,15 +7,17 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from multiprocessing import connection, util
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from pytest_fsdp_meta.worlds import hang, post
+from pytest_fsdp_meta.worlds import disk, hang, post
 from pytest_fsdp_meta.worlds.engine import Engine, Member
 from pytest_fsdp_meta.worlds.failures import RankFailure, WorldError
+from pytest_fsdp_meta.worlds.interrupts import held_back
 from pytest_fsdp_meta.worlds.launch import Preload
 from pytest_fsdp_meta.worlds.listening import DOING, Listener
 from pytest_fsdp_meta.worlds.spec import WorldSpec
@@ -86,15 +88,12 @@ class World:
         """Starts the ranks and joins them. Raises WorldError when one of them fails to."""
         if self._members:
             raise RuntimeError("this world has been started")
-        try:
+        with self._or_end("starting"):
             self._listener.waits(self, "starting")
             self._launch()
             store = self._collect("store", "starting", self._members[:1])[0]
             self._send(("store", *store))
             self._collect("ready", "joining the process group")
-        except BaseException:
-            self.close()
-            raise
 
     def run(self, function: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> list[Any]:
         """Calls ``function`` on every rank; the results in rank order.
@@ -130,22 +129,37 @@ class World:
             raise ValueError(f"the arguments cannot be sent to the ranks: {type(error).__name__}: {error}") from error
         self._calls += 1
         name = target or getattr(function, "__qualname__", repr(function))
-        try:
+        doing = doing or f"running {name.rpartition(':')[2]}"
+        with self._or_end(doing):
             self._send(("call", self._calls, target, payload))
-            answers = self._collect("result", doing or f"running {name.rpartition(':')[2]}", votes=votes)
-        except WorldError:
-            raise
-        except BaseException:
-            self.close()  # also when it is interrupted: an answer that comes later must not be taken for the next one's
-            raise
+            answers = self._collect("result", doing, votes=votes)
         assert all(call == self._calls for call, _ in answers), "an answer belongs to another call"
         try:
             return [pickle.loads(packed) for _, packed in answers]
         except Exception as error:
             raise ValueError(f"a rank's result cannot be read here: {type(error).__name__}: {error}") from error
 
+    @contextmanager
+    def _or_end(self, doing: str) -> Iterator[None]:
+        """Also when it is interrupted: an answer that comes later must not be taken for the next one's."""
+        try:
+            yield
+        except WorldError:
+            raise  # it has ended, unless its ranks voted
+        except BaseException as error:
+            # Of the ranks' own errors they have said it themselves.
+            full = disk.hint(self._folder or tempfile.gettempdir(), error) if isinstance(error, OSError) else ""
+            self.close()
+            if full:
+                raise WorldError([RankFailure(0, "unstarted", full, user=True)], doing, label=self.label) from error
+            raise
+
     def close(self) -> None:
-        """Ends every rank, at once and whatever it is doing; safe to call twice."""
+        """Ends every rank, at once and whatever it is doing; safe to call twice. Ctrl-C waits until it is done."""
+        with held_back():
+            self._close()
+
+    def _close(self) -> None:
         for member in self._members:
             member.kill()
         deadline = time.monotonic() + 10
