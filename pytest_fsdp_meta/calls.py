@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from operator import attrgetter
 from typing import Any
@@ -35,6 +35,10 @@ class Call:
     def names(self) -> list[str]:
         """Of all parameters that get a value."""
         return [*self.arguments, *([self.wants_rank] if self.wants_rank else ())]
+
+    def with_drawn(self, packed: Mapping[str, bytes]) -> Call:
+        """The same with what Hypothesis drew for one example, each value pickled by itself."""
+        return replace(self, arguments={**self.arguments, **packed})
 
     def unpack(self, rank: Rank) -> tuple[Callable[..., Any], dict[str, Any]]:
         """On a rank: the function and its arguments. Raises Misuse for a value that cannot be read here."""

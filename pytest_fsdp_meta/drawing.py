@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from pytest_fsdp_meta.calls import BODY
 
@@ -21,10 +21,35 @@ def given_test(function: Callable[..., Any]) -> Callable[..., Any] | None:
     return bound
 
 
-def draw(test: Callable[..., Any], values: Mapping[str, Any], run: Callable[[dict[str, Any]], None]) -> None:
+def relax(test: Callable[..., Any]) -> None:
+    """Takes Hypothesis' default deadline off: ranks wait for each other, and a loader is no function of 0.2 s.
+
+    One that the user has set stays. Hypothesis has no public way to change settings that a test has.
+    """
+    from hypothesis import settings
+
+    function: Any = getattr(test, "__func__", test)
+    given, usual = function._hypothesis_internal_use_settings, settings.default
+    if usual is not None and given.deadline == usual.deadline:
+        function._hypothesis_internal_use_settings = settings(given, deadline=None)
+
+
+def same_draws(test: Callable[..., Any], seed: int) -> None:
+    """Lets every test that is given this seed draw the same, unless the user has said how they are drawn."""
+    import hypothesis
+
+    function: Any = getattr(test, "__func__", test)
+    if function._hypothesis_internal_use_seed is None and not function._hypothesis_internal_use_settings.derandomize:
+        hypothesis.seed(seed)(function)
+
+
+def draw(
+    test: Callable[..., Any], values: Mapping[str, Any], run: Callable[[dict[str, Any]], None], key: str = ""
+) -> None:
     """Lets Hypothesis call ``run`` with what it draws, beside the ``values`` of the other arguments.
 
-    Raises what ``run`` raised for the smallest example, with Hypothesis' notes.
+    Tests of one ``key`` share the examples that Hypothesis keeps. Raises what ``run`` raised for the smallest
+    example, with Hypothesis' notes.
     """
     handle = getattr(test, "hypothesis")  # noqa: B009  (the wrapper has no type that says so)
     inner, owner = handle.inner_test, getattr(test, "__self__", object())
@@ -33,6 +58,8 @@ def draw(test: Callable[..., Any], values: Mapping[str, Any], run: Callable[[dic
     def example(*_: Any, **arguments: Any) -> None:
         run({name: value for name, value in arguments.items() if name not in values and value is not owner})
 
+    if key:
+        example._hypothesis_internal_add_digest = key.encode()  # type: ignore[attr-defined]
     handle.inner_test = example
     try:
         test(**values)
@@ -46,3 +73,10 @@ def notes(error: BaseException) -> str:
     Without the lines of code that it found to matter: it saw those of the pytest process, and the test ran elsewhere.
     """
     return "\n".join(getattr(error, "__notes__", ())).partition("\nExplanation:")[0]
+
+
+def reject() -> NoReturn:
+    """Tells Hypothesis that the example is of no use."""
+    import hypothesis
+
+    hypothesis.reject()

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import secrets
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 
 from pytest_fsdp_meta._pytest_private import parameters
-from pytest_fsdp_meta.catalogue import Catalogue, Verdict, judge
+from pytest_fsdp_meta.calls import ASSUME, SKIP, Call
+from pytest_fsdp_meta.catalogue import Catalogue, judge
 from pytest_fsdp_meta.collection import ARGUMENT, SKIPPED, Case, case_of
+from pytest_fsdp_meta.drawing import draw, given_test, notes, reject, relax, same_draws
 from pytest_fsdp_meta.evidence import Evidence
 from pytest_fsdp_meta.reports.listener import Ear
 from pytest_fsdp_meta.reports.terminal import describe_error, describe_failure
-from pytest_fsdp_meta.sending import again, pack_call
+from pytest_fsdp_meta.sending import Unsendable, again, pack_call, pack_value
 from pytest_fsdp_meta.settings import Settings
 from pytest_fsdp_meta.trial import LoaderFailed, Trial
 from pytest_fsdp_meta.worlds import Engine
@@ -25,16 +29,37 @@ class _Run:
     """One loader in one world: its selected checks, and what came of it."""
 
     checks: list[str] = field(default_factory=list)
+    call: Call | None = None
     evidence: Evidence | None = None
     failure: LoaderFailed | None = None
     told_by: dict[str, str] = field(default_factory=dict)
     """Errors that were told in full, and the item that told them."""
     outputs: list[str] = field(default_factory=list)
     output_shown: bool = False
+    seed: int = field(default_factory=lambda: secrets.randbits(64))
+    examples: dict[object, _Run] = field(default_factory=dict)
+    """By what Hypothesis drew, where the loader takes drawn arguments."""
 
     @property
     def over(self) -> bool:
         return self.evidence is not None or self.failure is not None
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """For one item: "passed", "failed", "skipped" or "error"; and the message."""
+
+    status: str
+    told: str = ""
+
+
+class _Fallen(Exception):
+    """An example that is broken or could not be judged, for Hypothesis to make smaller."""
+
+    def __init__(self, outcome: _Outcome, run: _Run) -> None:
+        self.outcome = outcome
+        self.run = run
+        super().__init__(outcome.told.partition("\n")[0])
 
 
 class Conductor:
@@ -61,36 +86,100 @@ class Conductor:
             item.fixturenames = []
 
     def after_fixtures(self, item: pytest.Item, case: Case) -> None:
-        """Runs the loader if it has not run, and takes the item's verdict; an error of the ranks is raised here."""
+        """Runs the loader if it has not run, and takes the item's verdict; an error of the ranks is raised here.
+
+        A loader with ``@given`` is only made ready: its examples are drawn in the call.
+        """
+        assert isinstance(item, pytest.Function)
         run = self._run(item, case)
-        if not run.over:
-            self._observe(item, case, run)
-        if run.failure is not None:
-            self._raise_failure(item, case, run, run.failure)
-        verdict = self._verdict(case, run)
-        if verdict.status == "failed":
-            self._show_output(item, run)
-        if verdict.status == "error":
-            self._raise_error(item, case, run, verdict.reason, verdict.detail)
+        if run.call is None and not run.over:
+            try:
+                run.call = pack_call(item)
+            except LoaderFailed as failure:
+                run.failure = failure
+        drawn = given_test(item.obj) is not None
+        if not drawn and not run.over:
+            self._observe(case, run)
+        if run.over:
+            outcome = self._outcome(item, case, run)
+            if run.failure is not None and outcome.status == "skipped":
+                _skip(item, outcome.told)
+            if outcome.status == "failed":
+                self._show_output(item, "setup", run)
+            if outcome.status == "error":
+                pytest.fail(outcome.told, pytrace=False)
 
     def call(self, item: pytest.Item, case: Case) -> None:
         """Turns the verdict into pytest's outcome; ``xfail`` is strict and covers findings only."""
+        assert isinstance(item, pytest.Function)
+        test = given_test(item.obj)
         run = self._run(item, case)
-        verdict = self._verdict(case, run)
+        outcome = self._outcome(item, case, run) if test is None else self._draw(item, case, run, test)
         expected = case.order.xfail.get(case.check)
-        if verdict.status == "skipped":
-            _skip(item, verdict.reason)
-        if verdict.status == "failed":
-            if expected is not None:
-                pytest.xfail(expected)
-            assert run.evidence is not None
-            pytest.fail(
-                describe_failure(verdict, str(run.evidence.world), again(item, self.settings.given)), pytrace=False
-            )
+        if outcome.status == "skipped":
+            _skip(item, outcome.told)
+        if outcome.status == "failed" and expected is not None:
+            pytest.xfail(expected)
+        if outcome.status in ("failed", "error"):
+            pytest.fail(outcome.told, pytrace=False)
         if expected is not None:
             pytest.fail(
                 f"{case.check} passes, but xfail expects it to fail ({expected}); remove it from xfail", pytrace=False
             )
+
+    def _draw(self, item: pytest.Function, case: Case, run: _Run, test: Callable[..., Any]) -> _Outcome:
+        """The outcome over all examples; the items of one loader draw the same, and each example is loaded once."""
+        assert run.call is not None
+        seen: list[_Outcome] = []
+        values = {name: item.funcargs[name] for name in run.call.names}
+        relax(test)
+        if item.config.getoption("--hypothesis-seed", None) is None:
+            same_draws(test, run.seed)
+
+        def judge_example(drawn: dict[str, Any]) -> None:
+            assert run.call is not None
+            packed = {name: pack_value(name, value, "argument") for name, value in drawn.items()}
+            example = run.examples.setdefault(tuple(packed.items()), _Run(run.checks, run.call.with_drawn(packed)))
+            if not example.over:
+                self._observe(case, example)
+            if example.failure is not None and example.failure.vote == ASSUME:
+                reject()
+            seen.append(self._outcome(item, case, example))
+            if seen[-1].status in ("failed", "error"):
+                raise _Fallen(seen[-1], example)
+
+        try:
+            draw(test, values, judge_example, key="".join(item.nodeid.rsplit(case.check, 1)))
+        except _Fallen as fallen:
+            self._show_output(item, "call", fallen.run)
+            return replace(fallen.outcome, told=f"{fallen.outcome.told}\n\n{notes(fallen)}")
+        except Unsendable as error:
+            return _Outcome("error", str(error))
+        return next((outcome for outcome in seen if outcome.status != "skipped"), seen[-1])
+
+    def _outcome(self, item: pytest.Item, case: Case, run: _Run) -> _Outcome:
+        """What came of one run, for one item."""
+        if run.failure is not None:
+            if run.failure.vote == SKIP:
+                return _Outcome("skipped", run.failure.reason)
+            return self._error(item, case, run, run.failure.summary, str(run.failure))
+        assert run.evidence is not None
+        verdict = judge(self.catalogue[case.check], run.evidence, self.catalogue)
+        if verdict.status == "failed":
+            told = describe_failure(verdict, str(run.evidence.world), again(item, self.settings.given))
+            return _Outcome("failed", told)
+        if verdict.status == "error":
+            return self._error(item, case, run, verdict.reason, verdict.detail)
+        return _Outcome(verdict.status, verdict.reason)
+
+    def _error(self, item: pytest.Item, case: Case, run: _Run, summary: str, story: str) -> _Outcome:
+        """In full for the first item of the loader, in one line for the others."""
+        told_by = run.told_by.setdefault(story, item.name)
+        if told_by != item.name:
+            return _Outcome("error", f"{case.check} could not be judged, see {told_by}: {summary}")
+        self._show_output(item, "setup", run)
+        check = self.catalogue[case.check]
+        return _Outcome("error", describe_error(check, summary, story, again(item, self.settings.given)))
 
     def _run(self, item: pytest.Item, case: Case) -> _Run:
         assert isinstance(item, pytest.Function)
@@ -101,43 +190,24 @@ class Conductor:
         key = (item.parent.nodeid, name, values, tuple(case.spec.mesh.items()))
         return self._runs.setdefault(key, _Run())
 
-    def _verdict(self, case: Case, run: _Run) -> Verdict:
-        assert run.evidence is not None
-        return judge(self.catalogue[case.check], run.evidence, self.catalogue)
-
-    def _observe(self, item: pytest.Item, case: Case, run: _Run) -> None:
-        assert isinstance(item, pytest.Function)
+    def _observe(self, case: Case, run: _Run) -> None:
+        assert run.call is not None
         trial = Trial(case.spec, self.engine, case.order.steps, case.order.tolerance, self.ear)
         # Fixtures may have extended the search path since collection.
         self.engine.sources = replace(self.engine.sources, path=tuple(sys.path))
         try:
-            run.evidence = trial.observe(pack_call(item), self.catalogue.observations(run.checks or [case.check]))
+            run.evidence = trial.observe(run.call, self.catalogue.observations(run.checks or [case.check]))
         except LoaderFailed as failure:
             run.failure = failure
         run.outputs = trial.outputs
 
-    def _raise_failure(self, item: pytest.Item, case: Case, run: _Run, failure: LoaderFailed) -> None:
-        if failure.skipped is not None:
-            _skip(item, failure.skipped)
-        self._raise_error(item, case, run, failure.summary, str(failure))
-
-    def _raise_error(self, item: pytest.Item, case: Case, run: _Run, summary: str, story: str) -> None:
-        """In full for the first item of the loader, in one line for the others."""
-        told_by = run.told_by.setdefault(story, item.name)
-        if told_by != item.name:
-            pytest.fail(f"{case.check} could not be judged, see {told_by}: {summary}", pytrace=False)
-        self._show_output(item, run)
-        pytest.fail(
-            describe_error(self.catalogue[case.check], summary, story, again(item, self.settings.given)), pytrace=False
-        )
-
-    def _show_output(self, item: pytest.Item, run: _Run) -> None:
+    def _show_output(self, item: pytest.Item, when: str, run: _Run) -> None:
         """What the ranks wrote, with the first item of the loader that does not pass; unless it was shown live."""
         if not run.output_shown and not self.ear.live:
             run.output_shown = True
             for rank, text in enumerate(run.outputs):
                 if text.strip():
-                    item.add_report_section("setup", f"rank {rank}", text)
+                    item.add_report_section(when, f"rank {rank}", text)
 
 
 def _skip(item: pytest.Item, reason: str) -> None:

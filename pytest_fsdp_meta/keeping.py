@@ -11,7 +11,6 @@ import pytest
 
 from pytest_fsdp_meta.calls import ASSUME, SKIP, VOTES
 from pytest_fsdp_meta.collection import SKIPPED, WorldCase
-from pytest_fsdp_meta.drawing import given_test
 from pytest_fsdp_meta.reports.listener import Ear
 from pytest_fsdp_meta.words import name_ranks
 from pytest_fsdp_meta.worlds import Engine, Pool, RankFailure, World, WorldError, WorldSpec
@@ -60,9 +59,6 @@ class Keeper:
             return self.world().call(function, args, kwargs, doing=f"running {self._item.name}", votes=VOTES)
         except WorldError as error:
             error.outputs = tuple(self.outputs())
-            if given_test(getattr(self._item, "obj", None) or len) is not None:
-                # The next example must not pay for the ranks that this one has lost: Hypothesis has a deadline.
-                self.world()
             failure = error
         raised = _translated(failure)
         if isinstance(raised, pytest.skip.Exception):

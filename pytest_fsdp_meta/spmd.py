@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,6 +20,10 @@ SENT = pytest.StashKey[Call]()
 
 def before_fixtures(item: pytest.Item, case: WorldCase, keeper: Keeper) -> None:
     """Fixtures of the test may use ``fsdp_world`` already."""
+    assert isinstance(item, pytest.Function)
+    test = drawing.given_test(item.obj)
+    if test is not None:
+        drawing.relax(test)
     keeper.begin(item, case)
 
 
@@ -57,10 +60,7 @@ def call(item: pytest.Function, keeper: Keeper, given: tuple[str, ...]) -> None:
 
 
 def _run(item: pytest.Function, keeper: Keeper, drawn: dict[str, Any]) -> None:
-    sent = item.stash[SENT]
-    if drawn:
-        packed = {name: pack_value(name, value, "argument") for name, value in drawn.items()}
-        sent = replace(sent, arguments={**sent.arguments, **packed})
+    sent = item.stash[SENT].with_drawn({name: pack_value(name, value, "argument") for name, value in drawn.items()})
     options = item.config.option
     style = Style("short" if options.tbstyle == "short" else "long", bool(options.showlocals))
     returned = {kind for kind in keeper.call(BODY, (sent, style, frozenset(VOTES)), {}) if kind is not None}

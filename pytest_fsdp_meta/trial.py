@@ -14,7 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from pytest_fsdp_meta.calls import Call
+from pytest_fsdp_meta.calls import ASSUME, SKIP, Call
 from pytest_fsdp_meta.evidence import (
     Evidence,
     RankInventory,
@@ -33,19 +33,21 @@ OBSERVERS = "pytest_fsdp_meta.observers"
 """Observers are called by name: they import torch, and the pytest process need not."""
 ON_RANKS = (f"{OBSERVERS}.checkpoint", f"{OBSERVERS}.training", f"{OBSERVERS}.truth")
 """What every rank needs imported."""
-SKIPPED = "builtins.Skipped"
-"""``pytest.skip``, which hides its module."""
+VOTES = (SKIP, ASSUME)
+"""What a loader may raise on every rank; an expected failure is said by the marker."""
 
 
 class LoaderFailed(Exception):
     """The loader gave no subject, so there is nothing to observe. ``summary`` is one line, ``str()`` the full story.
 
-    ``skipped`` is the reason when every rank called ``pytest.skip``.
+    ``vote`` is what every rank raised to leave the loader, one of ``VOTES``: a skip, an assumption of Hypothesis.
+    ``reason`` is what it said.
     """
 
-    def __init__(self, summary: str, story: str = "", skipped: str | None = None) -> None:
+    def __init__(self, summary: str, story: str = "", vote: str = "", reason: str = "") -> None:
         self.summary = summary
-        self.skipped = skipped
+        self.vote = vote
+        self.reason = reason
         super().__init__(story or summary)
 
 
@@ -90,9 +92,8 @@ class Trial:
         try:
             return _loaded(world, loader, watch)
         except WorldError as error:
-            agreed = len(error.failures) == self.spec.size and {f.exception for f in error.failures} == {SKIPPED}
-            skipped = error.failures[0].message if agreed else None
-            raise LoaderFailed(error.summary, str(error), skipped) from error
+            vote = error.unanimous if error.unanimous in VOTES else ""
+            raise LoaderFailed(error.summary, str(error), vote, error.failures[0].message) from error
 
     def _observe(self, world: World, loaded: list[Any], loader: Call, wanted: set[str], folder: Path) -> Evidence:
         # Started when they are needed.
@@ -295,4 +296,4 @@ class _Session:
 def _loaded(world: World, loader: Call, watch: Sequence[str] = ()) -> list[Any]:
     """The world started, and the loader run on its ranks."""
     world.start()
-    return world.run(f"{OBSERVERS}.loading:load", loader, watch)
+    return world.call(f"{OBSERVERS}.loading:load", (loader, watch), votes=VOTES)

@@ -223,7 +223,7 @@ def test_a_loader_that_gives_no_subject(project: Project) -> None:
         f"(TypeError: cannot pickle '_thread.lock' object); {remedy}",
         "unreadable": "fixture 'unreadable': its value cannot be read on the ranks "
         f"(ValueError: invalid literal for int() with base 10: 'seven'); {remedy}",
-        "self": "the loader and its instance (self) cannot be sent to the ranks: TypeError: cannot pickle "
+        "self": "the test and its instance (self) cannot be sent to the ranks: TypeError: cannot pickle "
         "'_thread.lock' object",
     }
     for name, summary in summaries.items():
