@@ -33,6 +33,10 @@ def test_the_example_is_the_file():
     assert blocks("python") == [EXAMPLE]
 
 
+def test_the_tests_on_ranks_are_the_file():
+    assert (ROOT / "examples" / "test_ranks.py").read_text("utf-8") in blocks("py")
+
+
 def test_what_a_pass_looks_like(tmp_path):
     (tmp_path / "test_llama.py").write_text(EXAMPLE)
     shown = blocks("console")[0].splitlines()
