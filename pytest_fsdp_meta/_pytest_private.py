@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -77,3 +78,9 @@ def _compared(config: pytest.Config, operator: str, left: object, right: object)
 
 def _rewriters() -> list[AssertionRewritingHook]:
     return [finder for finder in sys.meta_path if isinstance(finder, AssertionRewritingHook)]
+
+
+def uncaptured(config: pytest.Config) -> AbstractContextManager[None]:
+    """Within it, what is written goes where pytest's own output goes."""
+    manager = config.pluginmanager.getplugin("capturemanager")
+    return nullcontext() if manager is None else manager.global_and_fixture_disabled()

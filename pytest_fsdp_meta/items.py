@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import secrets
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,8 +21,9 @@ from pytest_fsdp_meta.reports.listener import Ear
 from pytest_fsdp_meta.reports.terminal import describe_error, describe_failure
 from pytest_fsdp_meta.sending import Unsendable, again, pack_call, pack_value
 from pytest_fsdp_meta.settings import Settings
-from pytest_fsdp_meta.trial import LoaderFailed, Trial
-from pytest_fsdp_meta.worlds import Engine
+from pytest_fsdp_meta.trial import LoaderFailed, Trial, ranks_of
+from pytest_fsdp_meta.workers import Devices
+from pytest_fsdp_meta.worlds import Engine, LeaseError
 
 
 @dataclass
@@ -65,11 +67,12 @@ class _Fallen(Exception):
 class Conductor:
     """Keeps the run of each loader between its items. One per pytest session."""
 
-    def __init__(self, settings: Settings, catalogue: Catalogue, engine: Engine, ear: Ear) -> None:
+    def __init__(self, settings: Settings, catalogue: Catalogue, engine: Engine, ear: Ear, devices: Devices) -> None:
         self.settings = settings
         self.catalogue = catalogue
         self.engine = engine
         self.ear = ear
+        self.devices = devices
         self._runs: dict[object, _Run] = {}
 
     def plan(self, items: Iterable[pytest.Item]) -> None:
@@ -78,6 +81,21 @@ class Conductor:
             case = case_of(item)
             if case is not None and case.check not in case.order.skip:
                 self._run(item, case).checks.append(case.check)
+
+    @contextmanager
+    def running(self, item: pytest.Item, case: Case) -> Iterator[None]:
+        """Around everything that an item does: a loader that has ended a worker of xdist is not run by the next one."""
+        run = self._run(item, case)
+        if run.over:
+            yield
+            return
+        assert item.parent is not None
+        loader = "\0".join((item.parent.nodeid, *item.name.rsplit(case.check, 1)))
+        with self.devices.running(loader, item) as (worker, where):
+            if worker:
+                summary = f"worker {worker} ended while the loader or its fixtures ran, so it is not run again"
+                run.failure, run.told_by = LoaderFailed(summary), {summary: where}
+            yield
 
     def before_fixtures(self, item: pytest.Item, case: Case) -> None:
         """Spares the fixtures of an item whose loader has run."""
@@ -99,7 +117,7 @@ class Conductor:
                 run.failure = failure
         drawn = given_test(item.obj) is not None
         if not drawn and not run.over:
-            self._observe(case, run)
+            self._observe(item, case, run)
         if run.over:
             outcome = self._outcome(item, case, run)
             if run.failure is not None and outcome.status == "skipped":
@@ -141,7 +159,7 @@ class Conductor:
             packed = {name: pack_value(name, value, "argument") for name, value in drawn.items()}
             example = run.examples.setdefault(tuple(packed.items()), _Run(run.checks, run.call.with_drawn(packed)))
             if not example.over:
-                self._observe(case, example)
+                self._observe(item, case, example)
             if example.failure is not None and example.failure.vote == ASSUME:
                 reject()
             seen.append(self._outcome(item, case, example))
@@ -190,16 +208,22 @@ class Conductor:
         key = (item.parent.nodeid, name, values, tuple(case.spec.mesh.items()))
         return self._runs.setdefault(key, _Run())
 
-    def _observe(self, case: Case, run: _Run) -> None:
+    def _observe(self, item: pytest.Item, case: Case, run: _Run) -> None:
         assert run.call is not None
-        trial = Trial(case.spec, self.engine, case.order.steps, case.order.tolerance, self.ear)
+        wanted = self.catalogue.observations(run.checks or [case.check])
         # Fixtures may have extended the search path since collection.
         self.engine.sources = replace(self.engine.sources, path=tuple(sys.path))
         try:
-            run.evidence = trial.observe(run.call, self.catalogue.observations(run.checks or [case.check]))
+            with self.devices.leased(case.spec, item, ranks_of(case.spec, wanted)) as spec:
+                trial = Trial(spec, self.engine, case.order.steps, case.order.tolerance, self.ear)
+                try:
+                    run.evidence = trial.observe(run.call, wanted)
+                finally:
+                    run.outputs = trial.outputs
+        except LeaseError as error:
+            run.failure = LoaderFailed(str(error))
         except LoaderFailed as failure:
             run.failure = failure
-        run.outputs = trial.outputs
 
     def _show_output(self, item: pytest.Item, when: str, run: _Run) -> None:
         """What the ranks wrote, with the first item of the loader that does not pass; unless it was shown live."""

@@ -13,7 +13,8 @@ from pytest_fsdp_meta.calls import ASSUME, SKIP, VOTES
 from pytest_fsdp_meta.collection import SKIPPED, WorldCase
 from pytest_fsdp_meta.reports.listener import Ear
 from pytest_fsdp_meta.words import name_ranks
-from pytest_fsdp_meta.worlds import Engine, Pool, RankFailure, World, WorldError, WorldSpec
+from pytest_fsdp_meta.workers import Devices
+from pytest_fsdp_meta.worlds import Engine, Lease, Pool, RankFailure, World, WorldError, WorldSpec
 
 
 class Disagreement(Exception):
@@ -23,9 +24,12 @@ class Disagreement(Exception):
 class Keeper:
     """One per pytest session: gives the test that is running its world, and ends worlds in their time."""
 
-    def __init__(self, engine: Engine, ear: Ear) -> None:
+    def __init__(self, engine: Engine, ear: Ear, devices: Devices) -> None:
         self.engine = engine
         self.ear = ear
+        self._devices = devices
+        self._leases: dict[World, Lease] = {}
+        """Held only while a test runs that uses the world: one that is kept for the next test is idle meanwhile."""
         self._pool = Pool(self._make)
         self._world: World | None = None
         """The running test's last one, and how much its ranks had written before the test."""
@@ -44,9 +48,11 @@ class Keeper:
         return self._case
 
     def world(self) -> World:
-        """The running test's world; a fresh one where it has none yet, or lost it. Raises WorldError."""
+        """The running test's world; a fresh one where it has none yet, or lost it. Raises WorldError and LeaseError."""
         assert self._item is not None
         world = self._pool.take(_owner(self._item, self.case.scope), self.case.spec)
+        if world in self._leases:
+            self._devices.resume(self._leases[world], self._item)
         if world is not self._world:
             self._world, self._mark = world, world.mark()
         return world
@@ -76,7 +82,16 @@ class Keeper:
         for scope in ("function", "module"):
             if following is None or _owner(item, scope) != _owner(following, scope):
                 self._pool.end(_owner(item, scope))
+        self._give_back()
         return told
+
+    def _give_back(self) -> None:
+        for world, lease in list(self._leases.items()):
+            if world.spec.device_type != "cpu" and self._devices.wanted:
+                world.close()  # it holds memory of its GPUs also while it is idle
+            lease.release()
+            if not world.alive:
+                del self._leases[world]
 
     def close(self) -> None:
         self._pool.close()
@@ -84,7 +99,12 @@ class Keeper:
     def _make(self, spec: WorldSpec) -> World:
         # Fixtures may have extended the search path since collection.
         self.engine.sources = replace(self.engine.sources, path=tuple(sys.path))
-        return World(spec, self.engine, listener=self.ear)
+        assert self._item is not None
+        placed, lease = self._devices.take(spec, self._item)
+        world = World(placed, self.engine, listener=self.ear)
+        if lease is not None:
+            self._leases[world] = lease
+        return world
 
 
 def _owner(item: pytest.Item, scope: str) -> tuple[str, str]:

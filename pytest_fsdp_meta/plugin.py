@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from pytest_fsdp_meta.markers import MARK, SPMD, WORLD
 from pytest_fsdp_meta.reports.listener import Ear
 from pytest_fsdp_meta.reports.terminal import describe_checks
 from pytest_fsdp_meta.settings import add_options, read_settings
+from pytest_fsdp_meta.workers import Controller, Devices
 from pytest_fsdp_meta.worlds import Preload, count_gpus
 
 __all__ = ["fsdp", "fsdp_world"]
@@ -44,9 +46,11 @@ def pytest_configure(config: pytest.Config) -> None:
         f"{WORLD}(world_size, mesh, scope, timeout, process_group): how the fixture fsdp_world shall be",
     ):
         config.addinivalue_line("markers", mark)
-    engine, ear = Preload(), Ear(config)
-    config.stash[CONDUCTOR] = Conductor(read_settings(config), Catalogue(), engine, ear)
-    config.stash[KEEPER] = Keeper(engine, ear)
+    settings = read_settings(config)
+    engine, ear, devices = Preload(), Ear(config), Devices(config, settings)
+    config.stash[CONDUCTOR] = Conductor(settings, Catalogue(), engine, ear, devices)
+    config.stash[KEEPER] = Keeper(engine, ear, devices)
+    config.pluginmanager.register(Controller(), "fsdp_controller")
     config.stash[MISTAKES] = []
 
 
@@ -85,7 +89,8 @@ def _gpus(config: pytest.Config) -> int | None:
     if config.stash[CONDUCTOR].settings.device == "cpu":
         return 0
     if GPUS not in config.stash:
-        config.stash[GPUS] = count_gpus(Preload(method="spawn"))
+        devices = config.stash[CONDUCTOR].devices
+        config.stash[GPUS] = devices.count_gpus(lambda: count_gpus(Preload(method="spawn")))
     return config.stash[GPUS]
 
 
@@ -119,6 +124,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         conductor = config.stash[CONDUCTOR]
         conductor.plan(session.items)
         preloading.plan(conductor.engine, session.items, config)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    case = case_of(item)
+    with nullcontext() if case is None else item.config.stash[CONDUCTOR].running(item, case):
+        return (yield)
 
 
 @pytest.hookimpl(wrapper=True, trylast=True)

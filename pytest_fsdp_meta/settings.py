@@ -27,6 +27,7 @@ class Settings:
     timeout: float = 300.0
     require_gpu: bool = False
     world_scope: str = "function"
+    slots: int | None = None
     given: tuple[str, ...] = ()
 
 
@@ -58,6 +59,13 @@ def _sizes(text: str) -> tuple[int, ...]:
     if any(size < 1 for size in sizes) or len(set(sizes)) != len(sizes):
         raise ValueError
     return sizes
+
+
+def _count(text: str) -> int:
+    count = int(text)
+    if count < 1:
+        raise ValueError
+    return count
 
 
 def _seconds(text: str) -> float:
@@ -126,6 +134,14 @@ OPTIONS = (
         _one_of(SCOPES),
         "function, module or session",
         "SCOPE",
+    ),
+    Option(
+        "slots",
+        "ranks that the workers of pytest-xdist run on the CPU at a time, all together; a larger world runs alone "
+        "(default: the CPU cores that may be used)",
+        _count,
+        "a positive int",
+        "N",
     ),
 )
 

@@ -13,7 +13,7 @@ from pytest_fsdp_meta.calls import VOTES, Call
 from pytest_fsdp_meta.collection import WorldCase
 from pytest_fsdp_meta.keeping import Disagreement, Keeper
 from pytest_fsdp_meta.sending import Unsendable, again, pack_call, pack_value
-from pytest_fsdp_meta.worlds import WorldError
+from pytest_fsdp_meta.worlds import LeaseError, WorldError
 
 SENT = pytest.StashKey[Call]()
 
@@ -34,7 +34,7 @@ def after_fixtures(item: pytest.Item, case: WorldCase, keeper: Keeper) -> None:
         if case.spmd:
             item.stash[SENT] = pack_call(item)
         keeper.world()
-    except (Unsendable, WorldError) as error:
+    except (Unsendable, WorldError, LeaseError) as error:
         _show(item, keeper, "setup", error)
         told = str(error)
     else:

@@ -24,7 +24,7 @@ from pytest_fsdp_meta.evidence import (
     frozen_sources,
 )
 from pytest_fsdp_meta.reference import record_at
-from pytest_fsdp_meta.reloading import NOT_ASKED, Reloading, odd_model, unavailable
+from pytest_fsdp_meta.reloading import NOT_ASKED, Reloading, odd_model, other_size, unavailable
 from pytest_fsdp_meta.subject import SubjectError
 from pytest_fsdp_meta.traffic import Collective, RankCollectives, RankMemory
 from pytest_fsdp_meta.worlds import DEFAULT_MESH_DIM, Engine, Listener, World, WorldError, WorldSpec
@@ -49,6 +49,12 @@ class LoaderFailed(Exception):
         self.vote = vote
         self.reason = reason
         super().__init__(story or summary)
+
+
+def ranks_of(spec: WorldSpec, wanted: Collection[str]) -> int:
+    """The size of the largest world of a trial; its worlds work one after the other."""
+    other = other_size(spec) if "resharded" in wanted else spec
+    return spec.size if isinstance(other, Unavailable) else max(spec.size, other.size)
 
 
 class Trial:

@@ -79,7 +79,7 @@ class Project:
 
     def run(self, *args: str) -> pytest.RunResult:
         """A run with ranks."""
-        return self._pytester.runpytest_subprocess("-p", "no:cacheprovider", *args, timeout=120)
+        return self._pytester.runpytest_subprocess("-p", "no:cacheprovider", *args, timeout=300)
 
     def shell(self, command: str, folder: str = ".") -> pytest.RunResult:
         """A command as a user pastes it."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from tempfile import TemporaryDirectory
+
 import pytest
 
 from pytest_fsdp_meta.catalogue import built_in
@@ -73,7 +76,7 @@ def test_worksteal(project: Project) -> None:
 
 
 def test_a_group_of_the_user_goes_first(pytester: pytest.Pytester) -> None:
-    scheduling = by_loader(pytester.parseconfig("--tx", "popen"), None, built_in())
+    scheduling = by_loader(pytester.parseconfig("--tx", "popen", "--dist", "load"), None, built_in())
     assert scheduling._split_scope("a.py::test_x[no_meta_params]@mine") == "mine"
     assert scheduling._split_scope("a.py::test_x[no_meta_params]") == "a.py::test_x["
     assert scheduling._split_scope("a.py::test_x[a@b]") == "a.py::test_x[a@b]"
@@ -100,3 +103,134 @@ def test_loader_of() -> None:
     )
     for other in ("a.py::test_x", "a.py::test_no_meta_params", "a.py::test_x[own]", "a.py::test_x[xno_meta_params]"):
         assert loader_of(other, catalogue) is None
+
+
+CRASHING = """
+import os
+import pytest
+
+@pytest.fixture
+def ending():
+    note("fixture")
+    os._exit(7)
+
+@fsdp_conformance(only=["no_meta_params", "no_meta_buffers", "same_manifest_on_every_rank"])
+def test_crash(fsdp, ending): ...
+
+@pytest.mark.parametrize("n", [1, 2])
+@fsdp_conformance(only=["no_meta_params", "no_meta_buffers"])
+def test_x(fsdp, n):
+    note(f"{n}/{fsdp.rank}")
+    return load(fsdp)
+
+def test_plain():
+    note("plain")
+"""
+
+
+@pytest.mark.parametrize("dist", ["load", "loadscope", "each"])
+def test_a_worker_that_crashes_in_a_loader(project: Project, dist: str) -> None:
+    """Its items are told once, its devices are free, and the worker in its place goes on."""
+    project.loaders(CRASHING)
+    result = project.run("-n2", "--dist", dist, "--fsdp-slots=2")
+    runs = 2 if dist == "each" else 1
+    result.assert_outcomes(passed=5 * runs, failed=runs, errors=2 * runs)
+    text = result.stdout.str()
+    assert "INTERNALERROR" not in text
+    ended = "ended while the loader or its fixtures ran, so it is not run again"
+    assert len([line for line in result.outlines if "could not be judged" in line and line.endswith(ended)]) == 2 * runs
+    assert project.notes.count("fixture") == project.notes.count("plain") == runs
+    loads = [f"{n}/{rank}" for n in (1, 2) for rank in (0, 1)]
+    assert sorted(note for note in project.notes if "/" in note) == sorted(loads * runs)
+
+
+SHARED = """
+import time
+import pytest
+
+@pytest.mark.parametrize("n", range(4))
+@fsdp_conformance(only=["no_meta_params", "no_meta_buffers"])
+def test_x(fsdp, n):
+    if fsdp.rank == 0:
+        note("in")
+        time.sleep(0.3)
+        note("out")
+    fsdp.barrier()
+    return load(fsdp)
+"""
+
+
+@pytest.mark.parametrize("slots", ["--fsdp-slots=3", "--fsdp-slots=1"])
+def test_workers_share_the_slots(project: Project, slots: str) -> None:
+    """Worlds of 2 on 3 slots run one at a time; and where there is but 1 slot, as well."""
+    project.loaders(SHARED)
+    project.run("-n2", slots).assert_outcomes(passed=8)
+    assert project.notes == ["in", "out"] * 4
+
+
+@pytest.mark.parametrize("scope", ["function", "session"])
+def test_worlds_of_tests_share_the_slots(project: Project, scope: str) -> None:
+    """One that is kept for the next test holds no slot meanwhile, so nobody waits for a worker that is idle."""
+    project.loaders(
+        f"""
+        import time
+        import pytest
+        import torch.distributed as dist
+        from pytest_fsdp_meta import fsdp_spmd
+
+        @pytest.mark.parametrize("n", range(6))
+        @fsdp_spmd(scope={scope!r})
+        def test_x(fsdp, n):
+            fsdp.barrier()
+            if fsdp.rank == 0:
+                note("in")
+                time.sleep(0.2)
+                note("out")
+            fsdp.barrier()
+        """
+    )
+    project.run("-n2", "--fsdp-slots=3").assert_outcomes(passed=6)
+    assert project.notes == ["in", "out"] * 6
+
+
+def test_the_folder_of_the_run_goes(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    project.loaders(
+        """
+        import os
+
+        @fsdp_conformance(only=["no_meta_params"])
+        def test_x(fsdp):
+            note("there" if any(name.startswith("fsdp-run-") for name in os.listdir(os.environ["TMPDIR"])) else "not")
+            return load(fsdp)
+        """
+    )
+    with TemporaryDirectory(prefix="a b ", dir="/tmp") as odd:
+        monkeypatch.setenv("TMPDIR", odd)
+        project.run("-n1").assert_outcomes(passed=1)
+        assert not [name for name in os.listdir(odd) if name.startswith(("fsdp-", "pymp-"))]
+    assert project.notes == ["there", "there"]
+
+
+def test_a_long_wait_is_told(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    project.write("conftest.py", "from pytest_fsdp_meta import workers\nworkers.LONG = 1.0\n")
+    project.loaders(
+        """
+        import pytest, time
+
+        @pytest.mark.parametrize("n", [1, 2])
+        @fsdp_conformance(only=["no_meta_params"])
+        def test_x(fsdp, n):
+            time.sleep(6)
+            return load(fsdp)
+        """
+    )
+    result = project.run("-n2", "--fsdp-slots=2")
+    result.assert_outcomes(passed=2)
+    result.stderr.re_match_lines(
+        [r"\[gw\d\] test_it.py::test_x: waiting for 2 of 2 slots: gw\d holds 0, 1 for test_it.py::test_x, \d+ s"]
+    )
+
+
+def test_slots_without_xdist_change_nothing(project: Project) -> None:
+    project.loaders("@fsdp_conformance(only=['no_meta_params'])\ndef test_x(fsdp): return load(fsdp)\n")
+    project.run("--fsdp-slots=1").assert_outcomes(passed=1)

@@ -12,6 +12,7 @@ from pytest_fsdp_meta.worlds.leases import Lease, LeaseError, Leases, Waiting
 from pytest_fsdp_meta.worlds.listening import Listener
 from pytest_fsdp_meta.worlds.pool import Pool
 from pytest_fsdp_meta.worlds.rank import SEED, Rank, current, doing, note, telling
+from pytest_fsdp_meta.worlds.sharing import Presence, Sharing, folder_of, placed, usable_cores
 from pytest_fsdp_meta.worlds.spec import DEFAULT_MESH_DIM, SCOPES, Sources, WorldSpec, resolve_mesh
 from pytest_fsdp_meta.worlds.world import World
 
@@ -28,8 +29,10 @@ __all__ = [
     "Misuse",
     "Pool",
     "Preload",
+    "Presence",
     "Rank",
     "RankFailure",
+    "Sharing",
     "Sources",
     "Waiting",
     "World",
@@ -39,7 +42,10 @@ __all__ = [
     "count_gpus",
     "current",
     "doing",
+    "folder_of",
     "note",
+    "placed",
     "resolve_mesh",
     "telling",
+    "usable_cores",
 ]
