@@ -134,6 +134,15 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 
 @pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, object]:
+    """The innermost wrapper: pytest-cov saves what was measured in one around it."""
+    try:
+        return (yield)
+    finally:
+        session.config.stash[CONDUCTOR].ear.finish()
+
+
+@pytest.hookimpl(wrapper=True, trylast=True)
 def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
     """The innermost wrapper: the fixtures are there when it goes on, and output is still captured."""
     case, world_case = case_of(item), world_case_of(item)

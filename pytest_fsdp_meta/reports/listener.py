@@ -12,7 +12,7 @@ import pytest
 
 from pytest_fsdp_meta.reports.progress import Progress, terminal_of
 from pytest_fsdp_meta.reports.warned import Warnings
-from pytest_fsdp_meta.worlds import Listener, World
+from pytest_fsdp_meta.worlds import Listener, World, measured
 from pytest_fsdp_meta.worlds.listening import DOING
 from pytest_fsdp_meta.worlds.warned import Warned
 
@@ -39,6 +39,7 @@ class Ear(Listener):
         self.live = config.getoption("capture") == "no" and not hasattr(config, "workerinput")
         self._at_line_start = False
         self._warnings = Warnings()
+        self._coverage = measured.Sum()
         self._progress = Progress(terminal_of(config), partial(column, config))
 
     @contextmanager
@@ -53,12 +54,20 @@ class Ear(Listener):
             raise
         finally:
             self._progress.end()
+            self._coverage.collect()
         if errors := self._warnings.tell():
             pytest.fail("\n".join(errors), pytrace=False)
+
+    def finish(self) -> None:
+        """All items have run; what measures coverage has not saved it yet."""
+        self._coverage.hand_over()
 
     def noted(self, world: World, rank: int, kind: str, what: Any) -> None:
         if kind == DOING:
             self._progress.rank_does(rank, what)
+        elif kind == measured.KIND:
+            source, packed = what
+            self._coverage.add((world, rank, source), packed)
         elif isinstance(what, Warned):
             self._warnings.hear(world, rank, what)
 

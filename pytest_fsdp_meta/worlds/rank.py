@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pytest_fsdp_meta.worlds import disk, flight, preload, processes, tracebacks, warned, written
+from pytest_fsdp_meta.worlds import disk, flight, measured, preload, processes, tracebacks, warned, written
 from pytest_fsdp_meta.worlds.channel import Channel
 from pytest_fsdp_meta.worlds.failures import CallFailed, Misuse, RankFailure
 from pytest_fsdp_meta.worlds.listening import DOING
@@ -72,6 +72,7 @@ class Rank:
 _CURRENT: Rank | None = None
 _CHANNEL: Channel | None = None
 _TELLER: warned.Teller | None = None
+_MEASUREMENT: measured.Measurement | None = None
 
 
 def note(kind: str, what: Any) -> None:
@@ -125,6 +126,8 @@ class Assignment:
     """The folders that go when the parent is killed; its own is one of them."""
     environ: dict[str, str]
     cwd: str
+    measuring: measured.Measuring | None = field(default_factory=measured.wanted)
+    """As the parent measures coverage."""
 
     @property
     def output(self) -> Path:
@@ -198,6 +201,11 @@ def _adopt(task: Assignment) -> None:
     os.environ.clear()
     os.environ.update(task.environ)
     preload.share(task.sources)
+    if task.measuring is not None:
+        global _MEASUREMENT
+        _MEASUREMENT = measured.Measurement(task.measuring)
+        if task.place.rank == 0 and (before := measured.before_the_fork()):
+            note(measured.KIND, ("imports", before))
 
 
 def _join(channel: Channel, task: Assignment) -> None:
@@ -278,8 +286,10 @@ def _answer(channel: Channel, task: Assignment, message: tuple[Any, ...]) -> Non
         with nullcontext() if target else telling():
             result = function(*args, **kwargs)
     except BaseException as error:
+        _tell_coverage()
         _report(channel, _failure(task, error))
         return
+    _tell_coverage()
     try:
         channel.send("result", call, _pack(result))
     except Exception as error:
@@ -294,6 +304,12 @@ def _report(channel: Channel, failure: RankFailure) -> None:
     except OSError:  # there is no room on the disk for a long one, and the pipe takes a short one
         short = replace(failure, detail=_shortened(failure.detail, 1500), message=_shortened(failure.message, 1500))
         channel.send("failure", short)
+
+
+def _tell_coverage() -> None:
+    """With every answer, because a rank is killed in the end."""
+    if _MEASUREMENT is not None and (news := _MEASUREMENT.news()):
+        note(measured.KIND, ("calls", news))
 
 
 def _pack(result: Any) -> bytes:

@@ -17,11 +17,12 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
-from pytest_fsdp_meta.worlds import processes
+from pytest_fsdp_meta.worlds import measured, processes
 from pytest_fsdp_meta.worlds.preload import REQUEST
 from pytest_fsdp_meta.worlds.spec import Sources
 
@@ -37,12 +38,14 @@ class Server:
         self._report: tuple[str, dict[str, str]] | None = None
         self._kept: frozenset[int] = frozenset()
         """What the imported modules have started, which is theirs."""
+        measuring = measured.wanted()
         # A file, because the environment has no room for the modules of a large repository.
         request = {
             "modules": list(modules),
             "path": list(sources.path),
             "files": dict(sources.modules),
             "before": sources.before,
+            "measuring": None if measuring is None else asdict(measuring),
             "parent": os.getpid() if threading.current_thread() is threading.main_thread() else None,
         }
         (self._folder / "request").write_text(json.dumps(request), "utf-8")

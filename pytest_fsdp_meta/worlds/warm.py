@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from pytest_fsdp_meta.worlds import processes
+from pytest_fsdp_meta.worlds.measured import preloading
 from pytest_fsdp_meta.worlds.preload import REQUEST, preload, share, why_unsafe
 from pytest_fsdp_meta.worlds.spec import Sources
 from pytest_fsdp_meta.worlds.warned import hear_all
@@ -58,7 +59,8 @@ def _import(request: dict[str, Any]) -> dict[str, str]:
     share(Sources(request["path"], request["files"], request["before"]))
     hear_all()
     gc.disable()  # while modules are made nothing becomes garbage, and to look for some takes a seventh of the time
-    failed = preload(request["modules"])
+    with preloading(request["measuring"]):
+        failed = preload(request["modules"])
     gc.enable()
     _make_cheap_to_fork()
     signal.signal(signal.SIGINT, before)

@@ -1,0 +1,113 @@
+"""Code that runs on ranks counts in coverage, with nothing configured for it; to the line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import Project
+from tests.world_help import world_of
+
+LIBRARY = """
+def on_both(rank):
+    if rank == 0:
+        word = "first"
+    else:
+        word = "second"
+    return word
+
+
+def on_the_second(rank):
+    if rank != 1:
+        return None
+    return "only there"
+
+
+def nowhere():
+    return 3
+
+
+def before_it_fails():
+    return 1 / 0
+"""
+RUN = [1, 2, 3, 5, 6, 9, 10, 11, 12, 15, 19, 20]
+"""Its first line is empty and the second one counts as 1 once dedented, as ``Project.write`` does."""
+LOADERS = """
+import pytest
+
+@pytest.mark.parametrize("n", [1, 2])
+@fsdp_conformance(only=["no_meta_params"])
+def test_x(fsdp, n):
+    import library
+    library.on_both(fsdp.rank)
+    if fsdp.world_size == 1:
+        library.nowhere()
+    library.on_the_second(fsdp.rank)
+    return load(fsdp)
+
+@fsdp_conformance(only=["no_meta_params"])
+def test_fails(fsdp):
+    import library
+    library.before_it_fails()
+"""
+PRELOADING = """
+def pytest_fsdp_preload():
+    return ["library"]
+"""
+
+
+@pytest.fixture
+def measured(project: Project) -> Project:
+    project.write("library.py", LIBRARY.lstrip("\n"))
+    project.loaders(LOADERS)
+    project.write("conftest.py", "")
+    return project
+
+
+def executed(project: Project) -> list[int]:
+    """The lines of the library that a run has executed, from the data that it left."""
+    command = [sys.executable, "-m", "coverage", "json", "-o", "-", "--include=*library.py"]
+    told = subprocess.run(command, cwd=project.path, capture_output=True, text=True, check=True, timeout=60)
+    ((_, file),) = json.loads(told.stdout)["files"].items()
+    return list(file["executed_lines"])
+
+
+@pytest.mark.parametrize("args", [("--cov=library",), ("--cov=.", "--cov-branch"), ("--cov", "-n2")])
+def test_pytest_cov(measured: Project, args: tuple[str, ...]) -> None:
+    result = measured.run(*args)
+    result.assert_outcomes(passed=2, errors=1)
+    assert executed(measured) == RUN
+    assert "ranks are spawned" not in result.stdout.str()
+    assert [path.name for path in measured.path.glob(".coverage*")] == [".coverage"]
+
+
+def test_what_the_fork_server_imports(measured: Project) -> None:
+    measured.write("conftest.py", PRELOADING)
+    measured.run("--cov=library").assert_outcomes(passed=2, errors=1)
+    assert executed(measured) == RUN
+
+
+def test_coverage_run(measured: Project) -> None:
+    command = f"{sys.executable} -m coverage run --source=. -m pytest -p no:cacheprovider"
+    measured.shell(command).assert_outcomes(passed=2, errors=1)
+    assert executed(measured) == RUN
+
+
+def test_the_users_configuration_holds(measured: Project) -> None:
+    measured.write(".coveragerc", "[run]\nomit = library.py\n")
+    measured.run("--cov=.").assert_outcomes(passed=2, errors=1)
+    command = [sys.executable, "-m", "coverage", "json", "-o", "-"]
+    told = subprocess.run(command, cwd=measured.path, capture_output=True, text=True, check=True, timeout=60)
+    files = json.loads(told.stdout)["files"]
+    assert "library.py" not in files
+    lines = (measured.path / "test_it.py").read_text().splitlines()
+    number = next(n for n, line in enumerate(lines, 1) if "library.on_both" in line)
+    assert number in files["test_it.py"]["executed_lines"]
+
+
+def test_nothing_is_imported_where_nobody_measures() -> None:
+    with world_of(1) as world:
+        assert world.run(lambda: "coverage" in __import__("sys").modules) == [False]
