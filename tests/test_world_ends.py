@@ -21,6 +21,7 @@ from tests.world_help import (
     is_running,
     me,
     preload,
+    processes_with,
     run_script,
     total,
     world,
@@ -155,18 +156,7 @@ def test_a_parent_killed_while_it_starts_leaves_nothing(tmp_path: Path, delay: f
         process.kill()
         process.wait()
     deadline = time.monotonic() + 5.0
-    while left := _carrying(word):
+    while left := processes_with(word):
         assert time.monotonic() < deadline, f"still there: {left}"
         time.sleep(0.1)
     assert not list(tmp_path.glob("fsdp-preload-*"))
-
-
-def _carrying(word: str) -> list[int]:
-    found = []
-    for entry in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            if word.encode() in entry.read_bytes():
-                found.append(int(entry.parent.name))
-        except OSError:
-            continue
-    return [pid for pid in found if is_running(pid)]

@@ -303,28 +303,6 @@ def test_two_processes_at_the_same_time(tmp_path: Path) -> None:
     assert [process.communicate(timeout=120)[0] for process in processes] == ["done\n", "done\n"]
 
 
-def test_many_worlds_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-
-    def use() -> None:
-        with world_of(2) as world:
-            world.run(me)
-
-    with World(WorldSpec({"dp": 1})):  # without a preload of its own
-        use()
-    before = _holdings()
-    for _ in range(30):
-        use()
-    assert _holdings() == before
-
-
-def _holdings() -> tuple[int, int, int]:
-    """Open descriptors, children, temporary folders of this process."""
-    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    folders = list(Path(tempfile.gettempdir()).glob("fsdp-world-*"))
-    return len(os.listdir("/proc/self/fd")), len(children), len(folders)
-
-
 def test_the_parent_imports_no_torch(tmp_path: Path) -> None:
     text = """
 import sys

@@ -102,6 +102,16 @@ def assert_gone(pids: Iterable[int], seconds: float = 5.0) -> None:
         time.sleep(0.02)
 
 
+def processes_with(word: str, value: str = "") -> list[int]:
+    """Those that run and carry this in the environment that they were started with."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            if f"{word}={value}".encode() in entry.read_bytes():
+                found.append(int(entry.parent.name))
+    return [pid for pid in found if is_running(pid)]
+
+
 @contextmanager
 def ended_at_last(process: subprocess.Popen[str]) -> Iterator[subprocess.Popen[str]]:
     """Whatever the test finds, the process is not left behind."""

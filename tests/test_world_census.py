@@ -1,0 +1,82 @@
+"""Many worlds in a row, and what there is of everything before and after."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pytest_fsdp_meta.worlds import WorldError
+from tests.world_help import me, preload, total, world_of
+
+WORLDS = int(os.environ.get("FSDP_TEST_WORLDS", "20"))
+"""A hundred take a minute."""
+
+
+def holdings(pid: int, mine: Path) -> dict[str, int]:
+    """What a process holds, and what lies about on the machine that is its own."""
+    proc = Path(f"/proc/{pid}")
+    return {
+        "descriptors": len(list((proc / "fd").iterdir())),
+        "threads": len(list((proc / "task").iterdir())),
+        "children": sum(len(list_of.read_text().split()) for list_of in (proc / "task").glob("*/children")),
+        "folders": len(list(mine.glob("fsdp-*"))),
+        "shared memory": _shared_memory(),
+    }
+
+
+def _shared_memory() -> int:
+    """Segments of torch and of multiprocessing; other programs have theirs."""
+    return len([one for one in os.listdir("/dev/shm") if one.startswith(("torch_", "psm_", "sem.", "nccl-", "gloo"))])
+
+
+def server() -> int:
+    """The process that ranks are forked from."""
+    with world_of(1) as world:
+        return int(world.run(os.getppid)[0])
+
+
+def work() -> None:
+    import torch
+
+    assert total(1.0) == 1.0
+    torch.ones(1000).share_memory_()
+
+
+def crash() -> None:
+    work()
+    os._exit(3)
+
+
+def fail() -> None:
+    work()
+    raise RuntimeError
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="only Linux tells what a process holds")
+def test_worlds_in_a_row_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    preload().start()
+
+    def use(act: Callable[[], object]) -> None:
+        with world_of(2) as world:
+            world.run(me)
+            if act is work:
+                world.run(act)
+            else:
+                with pytest.raises(WorldError):
+                    world.run(act)
+
+    for act in (work, crash, fail):
+        use(act)
+    forking = server()
+    before = {pid: holdings(pid, tmp_path) for pid in (os.getpid(), forking)}
+    for number in range(WORLDS):
+        use((work, crash, work, fail)[number % 4])
+    assert server() == forking
+    after = {pid: holdings(pid, tmp_path) for pid in (os.getpid(), forking)}
+    print(before, after)
+    assert after == before
