@@ -6,14 +6,17 @@ WORLD_SIZE ?= 2
 # Two processes by default; tests/ and conformance/ are independent of each other and of their order.
 WORKERS ?= 2
 
+RAY := .venv-ray/bin
+
 SYSTEMS := $(notdir $(patsubst %/requirements.txt,%,$(wildcard conformance/systems/*/requirements.txt)))
 
-.PHONY: help conformance test lint check matrix architectures bench format docs clean systems $(SYSTEMS:%=system-%)
+.PHONY: help conformance test lint check matrix architectures bench format docs clean ray systems $(SYSTEMS:%=system-%)
 
 help:
 	@echo "make conformance  install, then judge real loaders on real ranks (GPUs where there are enough, else CPU)"
 	@echo "make test         install, then lint, types, and every test"
 	@echo "make systems      judge the real released packages, each in its own environment: $(SYSTEMS:%=system-%)"
+	@echo "make ray          install Ray as well, elsewhere, then the tests of worlds over several machines"
 	@echo "make lint         ruff, mypy, import-linter"
 	@echo "make matrix       every loader against every check: build/matrix.json, .md and .svg"
 	@echo "make architectures  every causal language model of transformers, judged: build/architectures-*.json"
@@ -36,6 +39,10 @@ systems: $(SYSTEMS:%=system-%)
 $(SYSTEMS:%=system-%): system-%:
 	PYTHON=$(PYTHON) conformance/systems/run.sh $*
 
+# Alone, because each module starts clusters of its own.
+ray: .venv-ray/installed
+	$(RAY)/python -m pytest tests/test_ray.py tests/test_ray_same.py tests/test_hosted_ranks.py
+
 lint: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -51,6 +58,13 @@ format: .venv/installed
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch==2.13.0
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test]'
+	@touch $@
+
+# In an environment of its own: what comes with Ray is for nobody else.
+.venv-ray/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-ray
+	$(RAY)/python -m pip install --quiet -c constraints.txt torch==2.13.0
+	$(RAY)/python -m pip install --quiet -c constraints.txt -e '.[test,ray]'
 	@touch $@
 
 # Every loader against every check, as JSON, Markdown and a picture.
@@ -72,4 +86,4 @@ docs: .venv/installed
 	$(BIN)/python -m pytest_fsdp_meta.reports.catalogue_page > docs/catalogue.md
 
 clean:
-	rm -rf .venv .venv-systems build
+	rm -rf .venv .venv-ray .venv-systems build

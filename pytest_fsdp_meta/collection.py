@@ -160,7 +160,8 @@ def _spec(order: Order | WorldOrder, mesh: Mapping[str, int], settings: Settings
     spec = WorldSpec(mesh, timeout=order.timeout or settings.timeout, process_group=order.process_group)
     if gpus is None:
         return spec
-    device, backend = choose(spec.size, settings.device, settings.backend, gpus, settings.require_gpu)
+    here = "this machine" if settings.engine == "local" else "the cluster"
+    device, backend = choose(spec.size, settings.device, settings.backend, gpus, settings.require_gpu, here)
     devices = tuple(rank % gpus for rank in range(spec.size)) if device == "cuda" else ()
     return replace(spec, device_type=device, backend=backend, devices=devices)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Generator
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,9 +19,9 @@ from pytest_fsdp_meta.keeping import Keeper
 from pytest_fsdp_meta.markers import MARK, SPMD, WORLD
 from pytest_fsdp_meta.reports.listener import Ear
 from pytest_fsdp_meta.reports.terminal import describe_checks
-from pytest_fsdp_meta.settings import add_options, read_settings
+from pytest_fsdp_meta.settings import Settings, add_options, read_settings
 from pytest_fsdp_meta.workers import Controller, Devices
-from pytest_fsdp_meta.worlds import Preload, count_gpus
+from pytest_fsdp_meta.worlds import Engine, Preload, RayEngine, count_gpus
 
 __all__ = ["fsdp", "fsdp_world"]
 
@@ -47,11 +49,21 @@ def pytest_configure(config: pytest.Config) -> None:
     ):
         config.addinivalue_line("markers", mark)
     settings = read_settings(config)
-    engine, ear, devices = Preload(), Ear(config), Devices(config, settings)
+    engine, ear, devices = _engine(settings), Ear(config), Devices(config, settings)
     config.stash[CONDUCTOR] = Conductor(settings, Catalogue(), engine, ear, devices)
     config.stash[KEEPER] = Keeper(engine, ear, devices)
     config.pluginmanager.register(Controller(), "fsdp_controller")
     config.stash[MISTAKES] = []
+
+
+def _engine(settings: Settings) -> Engine:
+    if settings.engine == "local":
+        return Preload()
+    if importlib.util.find_spec("ray") is None:
+        raise pytest.UsageError(
+            "--fsdp-engine=ray needs Ray, which is not installed; install it with: pip install 'pytest-fsdp-meta[ray]'"
+        )
+    return RayEngine(settings.ray_address)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -86,11 +98,16 @@ def _gpus(config: pytest.Config) -> int | None:
     """None where nothing will run. Counting takes seconds on a machine that has some."""
     if config.getoption("collectonly"):
         return None
-    if config.stash[CONDUCTOR].settings.device == "cpu":
+    conductor = config.stash[CONDUCTOR]
+    if isinstance(conductor.engine, RayEngine):
+        conductor.engine.start()  # a cluster that is not there is told while collecting
+    if conductor.settings.device == "cpu":
         return 0
     if GPUS not in config.stash:
-        devices = config.stash[CONDUCTOR].devices
-        config.stash[GPUS] = devices.count_gpus(lambda: count_gpus(Preload(method="spawn")))
+        engine = conductor.engine
+        local = partial(count_gpus, Preload(method="spawn"))
+        count = engine.count_gpus if isinstance(engine, RayEngine) else partial(conductor.devices.count_gpus, local)
+        config.stash[GPUS] = count()
     return config.stash[GPUS]
 
 
@@ -196,6 +213,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 def pytest_unconfigure(config: pytest.Config) -> None:
     if KEEPER in config.stash:
         config.stash[KEEPER].close()
+        config.stash[KEEPER].engine.close()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -13,6 +13,7 @@ from pytest_fsdp_meta.worlds import SCOPES
 
 DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "gloo", "nccl")
+ENGINES = ("local", "ray")
 REPEATED = ("-c", "-o", "-p", "--config-file", "--override-ini", "--rootdir", "--import-mode")
 """Options of pytest with a value that decide which tests there are and what they mean."""
 
@@ -28,6 +29,8 @@ class Settings:
     require_gpu: bool = False
     world_scope: str = "function"
     slots: int | None = None
+    engine: str = "local"
+    ray_address: str = ""
     given: tuple[str, ...] = ()
 
 
@@ -82,6 +85,13 @@ def _one_of(values: Sequence[str]) -> Callable[[str], str]:
         return text
 
     return parse
+
+
+def _ray_address(text: str) -> str:
+    host, _, port = text.rpartition(":")
+    if text not in ("auto", "local") and not (host and port.isdecimal() and "/" not in host):
+        raise ValueError
+    return text
 
 
 def _switch(text: str) -> bool:
@@ -142,6 +152,22 @@ OPTIONS = (
         _count,
         "a positive int",
         "N",
+    ),
+    Option(
+        "engine",
+        "local (default: ranks are processes of this machine) or ray (they are spread over a Ray cluster; needs the "
+        "extra 'ray')",
+        _one_of(ENGINES),
+        "local or ray",
+        "ENGINE",
+    ),
+    Option(
+        "ray-address",
+        "which cluster --fsdp-engine=ray uses: HOST:PORT, auto (the one that this machine belongs to), or local (a new "
+        "one of this machine alone, for this run); default: RAY_ADDRESS, else local",
+        _ray_address,
+        "HOST:PORT, auto or local; Ray's client protocol (ray://) has no place for ranks",
+        "ADDRESS",
     ),
 )
 

@@ -35,6 +35,8 @@ class Devices:
     def __init__(self, config: pytest.Config, settings: Settings) -> None:
         self._config = config
         self._sharing: Sharing | None = None
+        self._leases = settings.engine == "local"
+        """Whether devices are this machine's; those of a cluster are the cluster's to give."""
         worker: dict[str, Any] = getattr(config, "workerinput", {})
         if worker:
             handed = Path(worker.get(FOLDER, ""))
@@ -55,7 +57,7 @@ class Devices:
         Waits until the devices are free. Raises LeaseError after a long time in which nothing moves. ``ranks`` is the
         size of the largest other world that will run on them, one after the other.
         """
-        if self._sharing is None:
+        if self._sharing is None or not self._leases:
             return spec, None
         with _Told(self._config, item) as waiting:
             lease = self._sharing.take(spec, _name(item), ranks, waiting)
@@ -76,7 +78,7 @@ class Devices:
     @property
     def wanted(self) -> bool:
         """Whether another worker waits for devices of a kind of which this one holds some."""
-        return self._sharing is not None and self._sharing.wanted()
+        return self._sharing is not None and self._leases and self._sharing.wanted()
 
     @contextmanager
     def running(self, what: str, item: pytest.Item) -> Iterator[tuple[str, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 
@@ -32,6 +33,13 @@ def test_defaults(pytester: pytest.Pytester) -> None:
         ("device", "device", ("cpu", "cuda", "auto"), ("cpu", "cuda", "auto")),
         ("backend", "backend", ("gloo", "nccl", "auto"), ("gloo", "nccl", "auto")),
         ("timeout", "timeout", ("5", "0.5", "60"), (5.0, 0.5, 60.0)),
+        ("engine", "engine", ("ray", "local", "ray"), ("ray", "local", "ray")),
+        (
+            "ray-address",
+            "ray_address",
+            ("head:6379", "auto", "local"),
+            ("head:6379", "auto", "local"),
+        ),
         ("require-gpu", "require_gpu", ("true", "0", "yes"), (True, False, True)),
     ],
 )
@@ -79,6 +87,12 @@ def test_what_a_command_must_repeat(pytester: pytest.Pytester, monkeypatch: pyte
         ),
         ("device", ("tpu", "CUDA"), "auto, cpu or cuda"),
         ("backend", ("mpi",), "auto, gloo or nccl"),
+        ("engine", ("RAY", "slurm"), "local or ray"),
+        (
+            "ray-address",
+            ("ray://head:10001", "head", ":6379", "head:port"),
+            r"HOST:PORT, auto or local; Ray's client protocol \(ray://\) has no place for ranks",
+        ),
         ("timeout", ("0", "-3", "soon", "nan", "inf"), "a positive number of seconds"),
     ],
 )
@@ -103,6 +117,15 @@ def test_a_wrong_switch(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("PYTEST_FSDP_REQUIRE_GPU", "perhaps")
     with pytest.raises(pytest.UsageError, match=r"^PYTEST_FSDP_REQUIRE_GPU: 'perhaps' is wrong, it should be true or"):
         settings(pytester)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="Ray is installed here")
+@pytest.mark.parametrize("args", [(), ("-n2",), ("--collect-only",)])
+def test_ray_that_is_not_installed(project: Project, args: tuple[str, ...]) -> None:
+    project.write("test_it.py", LOADER)
+    assert errors(project.collect("--fsdp-engine=ray", *args)) == [
+        "--fsdp-engine=ray needs Ray, which is not installed; install it with: pip install 'pytest-fsdp-meta[ray]'"
+    ]
 
 
 @pytest.mark.parametrize("args", [(), ("-n2",), ("--collect-only",), ("--fsdp-list-checks",)])

@@ -12,6 +12,7 @@ from pytest_fsdp_meta.worlds.leases import Lease, LeaseError, Leases, Waiting
 from pytest_fsdp_meta.worlds.listening import Listener
 from pytest_fsdp_meta.worlds.pool import Pool
 from pytest_fsdp_meta.worlds.rank import SEED, Rank, current, doing, note, telling
+from pytest_fsdp_meta.worlds.ray_engine import RayEngine
 from pytest_fsdp_meta.worlds.sharing import Presence, Sharing, folder_of, placed, usable_cores
 from pytest_fsdp_meta.worlds.spec import DEFAULT_MESH_DIM, SCOPES, Sources, WorldSpec, resolve_mesh
 from pytest_fsdp_meta.worlds.world import World
@@ -32,6 +33,7 @@ __all__ = [
     "Presence",
     "Rank",
     "RankFailure",
+    "RayEngine",
     "Sharing",
     "Sources",
     "Waiting",

@@ -13,26 +13,28 @@ PATIENCE = 120.0
 ASK_TORCH = "see what this says: python -c 'import torch; print(torch.cuda.device_count())'"
 
 
-def choose(size: int, device: str, backend: str, gpus: int, require_gpu: bool = False) -> tuple[str, str]:
-    """(device type, backend) for a world of ``size`` ranks on a machine with ``gpus`` GPUs.
+def choose(
+    size: int, device: str, backend: str, gpus: int, require_gpu: bool = False, here: str = "this machine"
+) -> tuple[str, str]:
+    """(device type, backend) for a world of ``size`` ranks, where ``here`` has ``gpus`` GPUs.
 
     Raises ValueError where what was asked for cannot be had; never a silent smaller or other world.
     """
     if backend == "nccl" and device == "cpu":
         raise ValueError("--fsdp-backend=nccl runs on cuda only; use --fsdp-backend=gloo with --fsdp-device=cpu")
     if device == "cuda" and not gpus:
-        raise ValueError("--fsdp-device=cuda: this machine has no GPU that torch can use; use cpu or auto")
+        raise ValueError(f"--fsdp-device=cuda: {here} has no GPU that torch can use; use cpu or auto")
     if backend == "nccl" and not gpus:
-        raise ValueError("--fsdp-backend=nccl: this machine has no GPU that torch can use; use gloo or auto")
+        raise ValueError(f"--fsdp-backend=nccl: {here} has no GPU that torch can use; use gloo or auto")
     shares = backend == "gloo" and device == "cuda"
     if (device == "cuda" or backend == "nccl") and not shares and size > gpus:
         raise ValueError(
-            f"a world of {size} on cuda with nccl needs {size} GPUs, this machine has {gpus}; use a smaller world, "
+            f"a world of {size} on cuda with nccl needs {size} GPUs, {here} has {gpus}; use a smaller world, "
             "or --fsdp-device=cuda --fsdp-backend=gloo, with which ranks share a GPU"
         )
     on_gpu = device == "cuda" or backend == "nccl" or (device == "auto" and backend == "auto" and 0 < size <= gpus)
     if require_gpu and not on_gpu:
-        raise ValueError(f"--fsdp-require-gpu: a world of {size} would run on the CPU, this machine has {gpus} GPUs")
+        raise ValueError(f"--fsdp-require-gpu: a world of {size} would run on the CPU, {here} has {gpus} GPUs")
     if not on_gpu:
         return "cpu", "gloo"
     return "cuda", "nccl" if backend == "auto" else backend

@@ -19,7 +19,7 @@ class Member(Protocol):
 
     @property
     def pid(self) -> int | None:
-        """Where a debugger of this machine can look at it."""
+        """Where a debugger of this machine can look at it; None where the rank is on another."""
 
     @property
     def handles(self) -> Sequence[Any]:
@@ -27,6 +27,10 @@ class Member(Protocol):
 
     @property
     def has_ended(self) -> bool: ...
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there is something to hear of which no handle may tell."""
 
     def send(self, note: bytes) -> None:
         """``note`` is a message as ``post.pack`` made it."""

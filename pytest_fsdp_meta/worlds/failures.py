@@ -14,7 +14,8 @@ from pytest_fsdp_meta.words import name_ranks
 class RankFailure:
     """One rank's end.
 
-    ``kind`` is "raised", "exited", "killed", "hung" or "unsendable", and beside a rank that hung also "answered";
+    ``kind`` is "raised", "exited", "killed", "hung" or "unsendable", in a cluster also "lost" (with its machine) or
+    "refused" (by its machine, before it ran), and beside a rank that hung also "answered";
     ``summary`` fits a line; ``detail`` is the traceback or the stacks. ``when`` is the machine's monotonic clock, so
     that the first failure can be told from those that it caused. ``user`` marks an error that was made for the user to
     read: its traceback says nothing more. ``exception`` and ``message`` are the qualified class and the text of what
@@ -82,7 +83,7 @@ class WorldError(Exception):
         if first.user:
             return first.summary
         same = sorted(f.rank for f in self.failures if (f.kind, f.summary) == (first.kind, first.summary))
-        summary = first.summary.replace("was killed", "were killed") if len(same) > 1 else first.summary
+        summary = _plural(first.summary) if len(same) > 1 else first.summary
         return f"{self._who(same)} {summary}"
 
     def _who(self, ranks: Sequence[int]) -> str:
@@ -126,6 +127,12 @@ class WorldError(Exception):
             words = ("lost the connection to it", "") if lost else (failure.summary, failure.detail)
             told.setdefault(words, []).append(failure.rank)
         return [(summary, detail, ranks) for (summary, detail), ranks in told.items()]
+
+
+def _plural(summary: str) -> str:
+    for one, several in (("was killed", "were killed"), ("was lost", "were lost"), ("with its ", "with their ")):
+        summary = summary.replace(one, several)
+    return summary
 
 
 LOST_PEER = re.compile(

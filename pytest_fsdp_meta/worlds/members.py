@@ -44,12 +44,20 @@ class LocalMember:
             self.pipe.send_bytes(note)
 
     def hear(self) -> tuple[Any, ...] | None:
+        packed = self.hear_packed()
+        return None if packed is None else post.open_packed(packed)
+
+    def hear_packed(self) -> bytes | None:
         """The message that has arrived, None where none will: a rank that ended may have its last one in the pipe."""
         try:
             note = self.pipe.recv_bytes() if self.pipe.poll() else None
         except (EOFError, OSError):
             note = None
-        return None if note is None else post.unpack(note, remove=True)
+        return None if note is None else post.disclose(note, remove=True)
+
+    @property
+    def has_news(self) -> bool:
+        return self.has_ended
 
     @property
     def has_ended(self) -> bool:

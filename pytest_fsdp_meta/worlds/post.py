@@ -12,29 +12,46 @@ from pathlib import Path
 from typing import Any
 
 NOTE_LIMIT = 8 * 1024
+HERE = b"h"
+FILED = b"f"
+"""How a note begins: with the message itself, or with where it lies."""
 
 
 def pack(message: tuple[Any, ...], file: Path | None = None) -> bytes:
     """The note to send; ``file`` is written where the message does not fit into it."""
-    packed = pickle.dumps(message)
+    return enclose(pickle.dumps(message), file)
+
+
+def enclose(packed: bytes, file: Path | None) -> bytes:
+    """The note for a message that is packed already."""
     if len(packed) <= NOTE_LIMIT:
-        return packed
+        return HERE + packed
     assert file is not None, "this message has no file to go to"
     try:
         file.write_bytes(packed)
     except OSError:
         file.unlink(missing_ok=True)  # a part of it is of no use, and may have taken the last room
         raise
-    return pickle.dumps(str(file))
+    return FILED + os.fsencode(file)
 
 
-def unpack(note: bytes, remove: bool = False) -> tuple[Any, ...]:
-    """The message that a note stands for. ``remove`` deletes its file, when nobody else is going to read it."""
-    message = pickle.loads(note)
-    if isinstance(message, str):
-        file = Path(message)
-        message = pickle.loads(file.read_bytes())
-        if remove:
-            os.unlink(file)
+def disclose(note: bytes, remove: bool = False) -> bytes:
+    """The packed message that a note stands for. ``remove`` deletes its file, when nobody else is going to read it."""
+    if note[:1] == HERE:
+        return note[1:]
+    file = Path(os.fsdecode(note[1:]))
+    packed = file.read_bytes()
+    if remove:
+        file.unlink()
+    return packed
+
+
+def unpack(note: bytes) -> tuple[Any, ...]:
+    """The message that a note stands for."""
+    return open_packed(disclose(note))
+
+
+def open_packed(packed: bytes) -> tuple[Any, ...]:
+    message = pickle.loads(packed)
     assert isinstance(message, tuple)
     return message

@@ -8,7 +8,6 @@ import os
 import pickle
 import random
 import signal
-import sys
 import threading
 import time
 import traceback
@@ -234,7 +233,7 @@ def _join(channel: Channel, task: Assignment) -> None:
     _, address, port = channel.receive()
     os.environ.update(torchrun_environment(place, spec.size, address, port))
     flight.switch_on()
-    if sys.platform == "linux":
+    if place.interface and not (place.group_size > 1 and os.environ.get("GLOO_SOCKET_IFNAME")):
         # Without it gloo looks the host name up, which fails or hangs on machines that cannot resolve their own; and
         # what a cluster sets is for its network, while the ranks of one machine meet on 127.0.0.1.
         os.environ["GLOO_SOCKET_IFNAME"] = place.interface

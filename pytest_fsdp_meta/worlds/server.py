@@ -56,7 +56,7 @@ class Server:
             # Before Python 3.13 the server does not have our sys.path, and would not find this very package.
             environ["PYTHONPATH"] = os.pathsep.join(filter(None, (HOME, os.environ.get("PYTHONPATH"))))
         weakref.finalize(self, _end, self._server, self._folder, os.getpid())
-        with _environment(environ):
+        with environment(environ):
             self._server.ensure_running()
 
     def report(self, seconds: float) -> tuple[str, dict[str, str]]:
@@ -114,7 +114,7 @@ def _end(server: Any, folder: Path, owner: int) -> None:
 
 
 @contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
+def environment(values: Mapping[str, str]) -> Iterator[None]:
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
@@ -58,8 +59,8 @@ class Place:
     group_size: int = 1
     address: str = "127.0.0.1"
     """By which the other ranks reach it."""
-    interface: str = "lo"
-    """The network interface that has this address."""
+    interface: str = "lo" if sys.platform == "linux" else ""
+    """The network interface that has this address, where it is known."""
 
 
 def resolve_mesh(mesh: Mapping[str, int], world_size: int | None) -> dict[str, int]:

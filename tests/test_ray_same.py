@@ -1,0 +1,39 @@
+"""The faults of worlds over again, on a Ray cluster of two nodes: each told in the same words, nothing left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+pytest.importorskip("ray", reason="Ray is not installed here; make ray has it")
+
+from pytest_fsdp_meta.worlds import RayEngine
+from tests import test_world_faults, world_help
+from tests.ray_help import cluster_of, engine_of
+from tests.test_world_faults import *  # noqa: F403
+
+OTHERWISE = {
+    "test_a_rank_that_cannot_have_its_device": "the cluster is asked for GPUs first, which it has not",
+    "test_ranks_end_when_their_parent_is_killed": "the parent uses its own machine; test_ray.py has one that does not",
+    "test_a_parent_killed_while_it_starts_leaves_nothing": "the parent uses its own machine",
+}
+
+
+@pytest.fixture(scope="module")
+def ray_engine() -> Iterator[RayEngine]:
+    with cluster_of(2) as cluster, engine_of(cluster) as engine:
+        yield engine
+
+
+@pytest.fixture(autouse=True)
+def _on_the_cluster(
+    request: pytest.FixtureRequest, ray_engine: RayEngine, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    name = request.node.originalname
+    assert OTHERWISE.keys() <= vars(test_world_faults).keys()
+    if name in OTHERWISE:
+        pytest.skip(OTHERWISE[name])
+    monkeypatch.setattr(world_help, "preload", lambda: ray_engine)
+    yield
+    assert ray_engine.seats or "start" in name, "this test has not used the cluster"
