@@ -77,6 +77,7 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionstart(session: pytest.Session) -> None:
     config = session.config
+    config.stash[CONDUCTOR].ear.debug()
     config.stash[CHECKED] = tuple(impl.plugin for impl in config.hook.pytest_fsdp_checks.get_hookimpls())
     config.stash[CONDUCTOR].catalogue = collection.read_catalogue(config)
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import pytest
 
+from pytest_fsdp_meta.reports.debugger import Debugger, debug_ranks
 from pytest_fsdp_meta.reports.progress import Progress, terminal_of
 from pytest_fsdp_meta.reports.warned import Warnings
-from pytest_fsdp_meta.worlds import Listener, World, measured
+from pytest_fsdp_meta.worlds import Listener, World, WorldError, measured
 from pytest_fsdp_meta.worlds.listening import DOING
 from pytest_fsdp_meta.worlds.warned import Warned
 
@@ -40,6 +41,7 @@ class Ear(Listener):
         self._at_line_start = False
         self._warnings = Warnings()
         self._coverage = measured.Sum()
+        self._debugger: Debugger | None = None
         self._progress = Progress(terminal_of(config), partial(column, config))
 
     @contextmanager
@@ -58,8 +60,14 @@ class Ear(Listener):
         if errors := self._warnings.tell():
             pytest.fail("\n".join(errors), pytrace=False)
 
+    def debug(self) -> None:
+        """The session begins: --pdb is about ranks from now on."""
+        self._debugger = debug_ranks(self._config)
+
     def finish(self) -> None:
         """All items have run; what measures coverage has not saved it yet."""
+        if self._debugger is not None:
+            self._debugger.close()
         self._coverage.hand_over()
 
     def noted(self, world: World, rank: int, kind: str, what: Any) -> None:
@@ -70,6 +78,10 @@ class Ear(Listener):
             self._coverage.add((world, rank, source), packed)
         elif isinstance(what, Warned):
             self._warnings.hear(world, rank, what)
+
+    def failed(self, world: World, error: WorldError, keep: Callable[[], World]) -> None:
+        if self._debugger is not None:
+            self._debugger.failed(world, error, keep)
 
     def waits(self, world: World, doing: str) -> None:
         self._progress.waits(world, doing)

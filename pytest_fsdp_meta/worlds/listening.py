@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pytest_fsdp_meta.worlds.failures import WorldError
     from pytest_fsdp_meta.worlds.world import World
 
 DOING = "doing"
 """The kind of the notes that say what a rank does: "training step 2 of 3"."""
+
+POST_MORTEM = "post mortem"
+"""The kind of the messages by which a rank is asked for a debugger, and says that it is over."""
 
 
 class Listener:
@@ -26,6 +30,9 @@ class Listener:
 
     def noted(self, world: World, rank: int, kind: str, what: Any) -> None:
         """A rank has called ``note(kind, what)``."""
+
+    def failed(self, world: World, error: WorldError, keep: Callable[[], World]) -> None:
+        """The world is going to end with this error. ``keep()`` gives its ranks as they are, to be closed later."""
 
     def wrote(self, world: World, rank: int, lines: Sequence[str]) -> None:
         """A rank has written these lines. From another thread, while the world runs and until it is closed."""

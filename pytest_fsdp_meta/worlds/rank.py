@@ -21,10 +21,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pytest_fsdp_meta.worlds import disk, flight, measured, preload, processes, tracebacks, warned, written
+from pytest_fsdp_meta.worlds import debugging, disk, flight, measured, preload, processes, tracebacks, warned, written
 from pytest_fsdp_meta.worlds.channel import Channel
 from pytest_fsdp_meta.worlds.failures import CallFailed, Misuse, RankFailure
-from pytest_fsdp_meta.worlds.listening import DOING
+from pytest_fsdp_meta.worlds.listening import DOING, POST_MORTEM
 from pytest_fsdp_meta.worlds.spec import Place, Sources, WorldSpec
 
 if TYPE_CHECKING:
@@ -72,6 +72,8 @@ _CURRENT: Rank | None = None
 _CHANNEL: Channel | None = None
 _TELLER: warned.Teller | None = None
 _MEASUREMENT: measured.Measurement | None = None
+_RAISED: BaseException | None = None
+"""What the last call raised, for a debugger."""
 
 
 def note(kind: str, what: Any) -> None:
@@ -157,7 +159,12 @@ def main(connection: Connection, task: Assignment, dies_with_parent: bool) -> No
             threading.Event().wait()  # for its end, so that it is not mistaken for a rank that vanished
         channel.send("ready")
         while True:
-            _answer(channel, task, channel.receive())
+            message = channel.receive()
+            if message[0] == POST_MORTEM:
+                assert _RAISED is not None
+                channel.send(POST_MORTEM, debugging.post_mortem(_RAISED, *message[1:]))
+            else:
+                _answer(channel, task, message)
     except BaseException:
         traceback.print_exc()
     finally:
@@ -285,6 +292,8 @@ def _answer(channel: Channel, task: Assignment, message: tuple[Any, ...]) -> Non
         with nullcontext() if target else telling():
             result = function(*args, **kwargs)
     except BaseException as error:
+        global _RAISED
+        _RAISED = error
         _tell_coverage()
         _report(channel, _failure(task, error))
         return

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 import pickle
 import shutil
 import tempfile
@@ -19,8 +21,9 @@ from pytest_fsdp_meta.worlds.engine import Engine, Member
 from pytest_fsdp_meta.worlds.failures import RankFailure, WorldError
 from pytest_fsdp_meta.worlds.interrupts import held_back
 from pytest_fsdp_meta.worlds.launch import Preload
-from pytest_fsdp_meta.worlds.listening import DOING, Listener
+from pytest_fsdp_meta.worlds.listening import DOING, POST_MORTEM, Listener
 from pytest_fsdp_meta.worlds.spec import WorldSpec
+from pytest_fsdp_meta.worlds.terminal import Terminal
 from pytest_fsdp_meta.worlds.written import Follower, Written
 
 GRACE = 0.8
@@ -180,6 +183,35 @@ class World:
             self._at_exit.cancel()
             self._at_exit = None
 
+    def _set_aside(self) -> World:
+        """The ranks in a world of their own, while this one ends without them."""
+        aside = copy.copy(self)
+        aside._at_exit = util.Finalize(None, aside.close, exitpriority=1)
+        if self._at_exit is not None:
+            self._at_exit.cancel()
+        self._written = self._all_written()
+        self._members, self._folder, self._follower, self._at_exit = [], None, None, None
+        return aside
+
+    def post_mortem(self, rank: int, terminal: Terminal, debugger: str) -> bool:
+        """Has the user look at where a call has failed on this rank; whether that ended with "quit".
+
+        ``debugger`` is a class as "module:name", empty for Python's own. Waits for the user, and for nobody else.
+        """
+        member = next(member for member in self._members if member.rank == rank)
+        assert member.pid is not None
+        others = [one.rank for one in self._members if one is not member]
+        with terminal.lent_to(member.pid):
+            member.send(post.pack((POST_MORTEM, debugger), self.folder / "call"))
+            while True:
+                for _, message in self._events(math.inf, skip=others):
+                    if message is None or message[0] == POST_MORTEM:
+                        return bool(message and message[1])
+
+    def can_debug(self, rank: int) -> bool:
+        """Whether the rank is there, and on this machine."""
+        return any(member.rank == rank and member.pid is not None and not member.has_ended for member in self._members)
+
     def outputs(self, since: Sequence[int] = ()) -> list[str]:
         """What each rank has written to stdout and stderr so far; of a long one, the end.
 
@@ -271,6 +303,7 @@ class World:
         error = WorldError(failures, doing, self.outputs(), self.label, view)
         if error.unanimous in votes:
             raise error  # every rank is back, and waits for the next call
+        self._listener.failed(self, error, self._set_aside)
         self.close()
         error.outputs = tuple(self.outputs())
         raise error

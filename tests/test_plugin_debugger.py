@@ -1,0 +1,171 @@
+"""--pdb on a rank: a debugger at the terminal, where there is one."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+from typing import Any
+
+import pytest
+
+from tests.conftest import Project
+from tests.world_help import assert_gone
+
+BOOM = """
+import os
+
+@fsdp_conformance(only=["no_meta_params", "no_meta_buffers"])
+def test_x(fsdp):
+    with open(f"pid{fsdp.rank}", "w") as file:
+        file.write(str(os.getpid()))
+    secret = f"secret of rank {fsdp.rank}"
+    if fsdp.rank == 1:
+        raise RuntimeError("boom")
+    fsdp.barrier()
+
+@fsdp_conformance(only=["no_meta_params"])
+def test_after(fsdp):
+    return load(fsdp)
+"""
+PROMPT = r"\(Pdb\) "
+
+
+@pytest.fixture
+def shell(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("TERM", "dumb")
+
+    def start(*args: str) -> Any:
+        return pytester.spawn(f"{sys.executable} -m pytest -p no:cacheprovider {' '.join(args)}", expect_timeout=60)
+
+    return start
+
+
+def ranks_of(project: Project) -> list[int]:
+    return [int((project.path / f"pid{rank}").read_text()) for rank in (0, 1)]
+
+
+def test_the_debugger_opens_where_the_rank_failed(project: Project, shell: Any) -> None:
+    project.loaders(BOOM)
+    child = shell("--pdb")
+    child.expect_exact("rank 1 raised RuntimeError: boom")
+    child.expect_exact("pdb on rank 1 of 2: RuntimeError: boom")
+    child.expect(PROMPT)
+    child.sendline("p fsdp.rank, secret")
+    child.expect_exact("(1, 'secret of rank 1')")
+    child.expect(PROMPT)
+    child.sendline("import os; print('I am', os.getpid())")
+    child.expect(r"I am (\d+)")
+    assert int(child.match[1]) == ranks_of(project)[1]
+    child.expect(PROMPT)
+    child.sendintr()  # is the debugger's, and ends nothing
+    child.expect(PROMPT)
+    child.sendline("c")
+    rest = child.read().decode()
+    assert "1 passed" in rest
+    assert "2 errors" in rest
+    assert re.search(r"no_meta_buffers could not be judged, see test_x\[no_meta_params\]", rest)
+    child.wait()
+    assert_gone(ranks_of(project))
+
+
+def test_quit_ends_the_session(project: Project, shell: Any) -> None:
+    project.loaders(BOOM)
+    child = shell("--pdb", "--pdbcls=pdb:Pdb")
+    child.expect(PROMPT)
+    child.sendline("q")
+    rest = child.read().decode()
+    assert "Quitting debugger" in rest
+    assert "1 error" in rest
+    assert "passed" not in rest
+    assert_gone(ranks_of(project))
+
+
+def test_nothing_is_left_when_pytest_is_killed_meanwhile(project: Project, shell: Any) -> None:
+    project.loaders(BOOM)
+    child = shell("--pdb")
+    child.expect(PROMPT)
+    os.kill(child.pid, signal.SIGKILL)
+    assert_gone(ranks_of(project))
+
+
+def test_a_rank_that_ends_in_the_debugger(project: Project, shell: Any) -> None:
+    project.loaders(BOOM)
+    child = shell("--pdb", "-k", "test_x", "-x")
+    child.expect(PROMPT)
+    child.sendline("import os; os._exit(3)")
+    rest = child.read().decode()
+    assert "1 error" in rest
+    assert_gone(ranks_of(project))
+
+
+BODIES = """
+import pytest
+from pytest_fsdp_meta import fsdp_spmd
+from pytest_fsdp_meta.worlds import WorldError
+
+def fails(word):
+    raise ValueError(word)
+
+def test_expected(fsdp_world):
+    with pytest.raises(WorldError):
+        fsdp_world.run(fails, "expected")
+
+def test_world(fsdp_world):
+    fsdp_world.run(fails, "not expected")
+
+@fsdp_spmd(world_size=2)
+def test_body(fsdp):
+    number = fsdp.rank + 41
+    assert number == 41
+
+def test_plain():
+    plain = 1
+    assert plain == 2
+"""
+
+
+def test_of_other_tests_on_ranks_and_of_none(project: Project, shell: Any) -> None:
+    project.write("test_it.py", BODIES)
+    child = shell("--pdb")
+    child.expect_exact("pdb on rank 0 of 2: ValueError: not expected")
+    child.expect(PROMPT)
+    child.sendline("p word")
+    child.expect_exact("'not expected'")
+    child.sendline("c")
+    child.expect_exact("pdb on rank 1 of 2: AssertionError")
+    child.expect(PROMPT)
+    child.sendline("p number")
+    child.expect_exact("42")
+    child.sendline("c")
+    child.expect_exact("entering PDB")
+    child.expect(PROMPT)
+    child.sendline("p plain")
+    child.expect_exact("1")
+    child.sendline("c")
+    rest = child.read().decode()
+    assert "3 failed, 1 passed" in rest
+
+
+def test_a_finding_is_nobodys_exception(project: Project, shell: Any) -> None:
+    project.loaders(
+        """
+        @fsdp_conformance(only=["no_meta_params"])
+        def test_x(fsdp):
+            with torch.device("meta"):
+                return build()
+        """
+    )
+    child = shell("--pdb")
+    told = child.read().decode()
+    assert "--pdb: no rank raised, so there is nothing to look at" in told
+    assert "1 failed" in told
+
+
+def test_without_a_terminal(project: Project) -> None:
+    project.loaders(BOOM)
+    result = project.run("--pdb")
+    text = result.stdout.str()
+    assert text.count("--pdb: no debugger on rank 1 of 2: stdin is no terminal") == 1
+    assert "rank 1 raised RuntimeError: boom" in text
