@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +16,9 @@ from pathlib import Path
 
 import pytest
 
+from pytest_fsdp_meta.worlds import current
 from pytest_fsdp_meta.worlds.leases import Lease, LeaseError, Leases
+from pytest_fsdp_meta.worlds.locks import FileLock
 from tests.world_help import ROOT, SOON, world_of
 
 EIGHT = tuple(map(str, range(8)))
@@ -185,33 +189,58 @@ HOLDER = """
 import os, subprocess, sys, time
 from pathlib import Path
 from pytest_fsdp_meta.worlds.leases import Leases
+from tests.test_leases import use
+from tests.world_help import world_of
 leases = Leases(Path(sys.argv[1]), "slot", tuple(map(str, range(8))), "gw0")
 lease = leases.take(8, "test_a")
-child = os.fork() if sys.argv[2] == "fork" else subprocess.Popen(["sleep", "60"]).pid
-if not child:
-    time.sleep(60)
+child = 0
+if sys.argv[2] == "rank":
+    world = world_of(2)
+    world.start()
+    world.run(use, sys.argv[1])
+elif sys.argv[2] == "fork":
+    child = os.fork()
+    if not child:
+        time.sleep(60)
+else:
+    child = subprocess.Popen(["sleep", "60"]).pid
 print(child, flush=True)
 time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("child", ["fork", "exec"])
+def use(folder: str) -> None:
+    """On a rank: holds a lock for as long as the rank lives."""
+    rank = current()
+    rank.state["lock"] = FileLock.attempt(Path(folder, f"used-{rank.rank}"))
+    assert rank.state["lock"] is not None
+
+
+@pytest.mark.parametrize("child", ["fork", "exec", "rank"])
 def test_what_a_killed_worker_held_is_free_though_its_child_lives(tmp_path: Path, child: str) -> None:
-    environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    """And when it is free no rank uses it any more."""
+    temporary = Path(tempfile.mkdtemp(dir="/tmp"))  # a short name, as sockets want it
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environ = os.environ | {"PYTHONPATH": path, "TMPDIR": str(temporary)}
     process = subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(tmp_path), child], stdout=subprocess.PIPE, text=True, env=environ
     )
     assert process.stdout is not None
     try:
         pid = int(process.stdout.readline())
+        assert child != "rank" or FileLock.attempt(tmp_path / "used-1") is None
         with taking(worker(tmp_path, "gw1"), 8) as came:
             time.sleep(0.2)
             assert not came
             process.kill()
             process.wait(SOON)
         assert isinstance(came[0], Lease)
-        os.kill(pid, signal.SIGKILL)
+        assert FileLock.attempt(tmp_path / "used-1")
+        if pid:
+            os.kill(pid, signal.SIGKILL)
+        soon(lambda: not [one for one in temporary.iterdir() if one.name.startswith(("fsdp-", "pymp-"))])
     finally:
+        shutil.rmtree(temporary)
         process.kill()
         process.wait(SOON)
         process.stdout.close()

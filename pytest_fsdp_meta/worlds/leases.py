@@ -26,6 +26,8 @@ QUIET = 2.0
 """Seconds of waiting that are not worth a word."""
 PATIENCE = 3600.0
 """Seconds in which nobody takes or gives back a device, after which nobody is expected to."""
+ORPHANS = 2.0
+"""Seconds in which the ranks of a worker that was killed end by themselves."""
 QUEUE = "queue"
 Waiting: TypeAlias = Callable[[str], None]
 """Takes a line that says what is waited for and who holds it; called every second of a long wait."""
@@ -79,6 +81,8 @@ class Leases:
         self._board = _Board(folder, kind)
         self._held: dict[int, FileLock] = {}
         self._lent: list[Lease] = []
+        self._settled = 0.0
+        """When no orphan uses a device any more, on the machine's monotonic clock."""
 
     def take(self, count: int, what: str, waiting: Waiting | None = None, patience: float = PATIENCE) -> Lease:
         """Waits for ``count`` devices, or for all where there are fewer. ``what`` is what the others are told.
@@ -125,7 +129,7 @@ class Leases:
         got: dict[int, FileLock] = {}
         try:
             with self._queued(wait):
-                while not self._grab(got, count, wanted):
+                while not self._grab(got, count, wanted) or time.monotonic() < self._settled:
                     self._board.write(QUEUE, mine)
                     wait.pause()
         except BaseException:
@@ -155,7 +159,9 @@ class Leases:
                 lock = self._lock(self._names[device])
                 if lock is not None:
                     got[device] = lock
-                    self._board.clear(self._names[device])  # that of a worker that has ended while it held it
+                    if self._board.clear(self._names[device]):
+                        # Of a worker that has ended while it held the device, a moment ago perhaps.
+                        self._settled = time.monotonic() + ORPHANS
         return len(got) == count
 
     def _free(self, devices: Collection[int]) -> None:
@@ -193,9 +199,13 @@ class _Board:
         with suppress(OSError):  # the disk is full: only messages suffer
             self._path(name).write_text(json.dumps(asdict(note)), "utf-8")
 
-    def clear(self, name: str) -> None:
-        with suppress(OSError):
+    def clear(self, name: str) -> bool:
+        """Whether there was one."""
+        try:
             self._path(name).unlink()
+        except OSError:
+            return False
+        return True
 
     def read(self, name: str) -> _Note | None:
         try:

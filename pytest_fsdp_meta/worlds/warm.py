@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -36,6 +37,7 @@ def _serve(folder: Path) -> None:
     # The parent removes the folder when it has read the report, unless it was killed before.
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     request = json.loads((folder / "request").read_text("utf-8"))
+    atexit.register(_forget_address, _address(), os.getppid(), os.getpid())
     with _ending_with(request["parent"], folder):
         failed = _import(request)
     processes.adopt_orphans()
@@ -50,6 +52,8 @@ def _import(request: dict[str, Any]) -> dict[str, str]:
     # Thread pools do not survive a fork, so none may be opened while importing.
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ.setdefault(name, "1")
+    # Test modules ask torch.cuda.is_available(), which otherwise starts as much of CUDA as keeps ranks from using it.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     # Ctrl-C is for the parent, whose end ends the server too.
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     # What modules print while they are imported is not for the terminal: the parent imports them too, and shows it.
@@ -77,8 +81,11 @@ def _ending_with(parent: int | None, folder: Path) -> Iterator[None]:
         yield
         return
 
+    address = _address()
+
     def leave(*_: object) -> None:
         shutil.rmtree(folder, ignore_errors=True)
+        _forget_address(address, parent, os.getpid())
         os._exit(1)
 
     before = signal.signal(signal.SIGTERM, leave)
@@ -88,6 +95,26 @@ def _ending_with(parent: int | None, folder: Path) -> Iterator[None]:
     yield
     processes.die_with_parent(0)
     signal.signal(signal.SIGTERM, before)
+
+
+def _address() -> Path | None:
+    """The socket at which this server is asked for processes."""
+    for name in os.listdir("/dev/fd"):
+        try:
+            one = socket.socket(fileno=int(name))
+        except OSError:
+            continue  # it is none, or that of the list itself
+        where = one.getsockname() if one.family == socket.AF_UNIX else b""
+        one.detach()
+        if "pymp-" in os.fsdecode(where):
+            return Path(os.fsdecode(where))
+    return None
+
+
+def _forget_address(address: Path | None, parent: int | None, server: int) -> None:
+    """When the parent was killed: nobody else removes the folder that its multiprocessing has made for the socket."""
+    if address is not None and os.getpid() == server and os.getppid() != parent:
+        shutil.rmtree(address.parent, ignore_errors=True)
 
 
 def _end_ranks(server: int) -> None:
