@@ -10,7 +10,7 @@ RAY := .venv-ray/bin
 
 SYSTEMS := $(notdir $(patsubst %/requirements.txt,%,$(wildcard conformance/systems/*/requirements.txt)))
 
-.PHONY: help conformance test lint check matrix architectures bench format docs clean ray systems $(SYSTEMS:%=system-%)
+.PHONY: help conformance test lint check matrix architectures bench soak gpu format docs clean ray systems $(SYSTEMS:%=system-%)
 
 help:
 	@echo "make conformance  install, then judge real loaders on real ranks (GPUs where there are enough, else CPU)"
@@ -21,6 +21,8 @@ help:
 	@echo "make matrix       every loader against every check: build/matrix.json, .md and .svg"
 	@echo "make architectures  every causal language model of transformers, judged: build/architectures-*.json"
 	@echo "make bench        what the catalogue costs, and how fast weights are verified"
+	@echo "make soak         four workers on eight slots for ten minutes: no slot used twice, nothing left"
+	@echo "make gpu          what only a machine with a GPU can show; writes benchmarks/results/DATE-gpu.md"
 	@echo "make clean        removes the environments and what was built"
 	@echo "make format       ruff, with fixes"
 	@echo "make docs         the pages that are made from the code: docs/catalogue.md"
@@ -80,6 +82,13 @@ architectures: .venv/installed
 bench: .venv/installed
 	$(BIN)/python -m benchmarks.catalogue
 	$(BIN)/python -m benchmarks.verification
+
+soak: .venv/installed
+	$(BIN)/python -m benchmarks.soak --seconds 600
+
+# Exits with 2 where there is no GPU. torch 2.13.0 from PyPI comes with CUDA and NCCL.
+gpu: .venv/installed
+	$(BIN)/python -m benchmarks.gpu
 
 # The pages that are made from the code.
 docs: .venv/installed

@@ -12,6 +12,17 @@ from pytest_fsdp_meta.worlds import Preload, Sources, choose, count_gpus, device
 NO_GPU = "--fsdp-device=cuda: this machine has no GPU that torch can use; use cpu or auto"
 NO_GPU_NCCL = "--fsdp-backend=nccl: this machine has no GPU that torch can use; use gloo or auto"
 NCCL_ON_CPU = "--fsdp-backend=nccl runs on cuda only; use --fsdp-backend=gloo with --fsdp-device=cpu"
+TORCH = """
+class cuda:
+    device_count = staticmethod(lambda: 3)
+    is_initialized = staticmethod(lambda: False)
+    _is_in_bad_fork = staticmethod(lambda: {bad_fork})
+
+class backends:
+    class cuda:
+        is_built = staticmethod(lambda: True)
+"""
+"""As much of it as is asked."""
 TOO_FEW = (
     "a world of 4 on cuda with nccl needs 4 GPUs, this machine has 2; use a smaller world, "
     "or --fsdp-device=cuda --fsdp-backend=gloo, with which ranks share a GPU"
@@ -64,8 +75,22 @@ def test_no_gpu_is_counted_without_a_process(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_gpus_are_those_that_torch_can_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
-    torch = "class cuda:\n    device_count = staticmethod(lambda: 3)\n    is_initialized = staticmethod(lambda: False)"
-    assert count_gpus(_with_torch(torch, tmp_path, monkeypatch, method)) == 3
+    assert count_gpus(_with_torch(TORCH.format(bad_fork=False), tmp_path, monkeypatch, method)) == 3
+
+
+def test_a_server_in_which_cuda_was_asked_is_not_forked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA then refuses to start in what is forked, and tells nobody but that."""
+    preload = _with_torch(TORCH.format(bad_fork=True), tmp_path, monkeypatch, "forkserver")
+    with pytest.warns(UserWarning, match="importing the test modules asked CUDA for its devices, so ranks are spawned"):
+        preload.ready()
+    assert preload.method == "bare"
+
+
+def test_torch_still_says_whether_cuda_can_start_in_a_forked_process() -> None:
+    import torch
+
+    assert torch.cuda._is_in_bad_fork() is False
+    assert torch.backends.cuda.is_built() in (True, False)
 
 
 @pytest.mark.parametrize(

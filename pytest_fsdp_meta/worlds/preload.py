@@ -11,6 +11,7 @@ from contextlib import suppress
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import spec_from_file_location
+from typing import Any
 
 from pytest_fsdp_meta.worlds.spec import Sources
 
@@ -86,4 +87,18 @@ def why_unsafe() -> str:
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         return "importing the test modules initialised CUDA"
+    if torch is not None and torch.backends.cuda.is_built() and _forks_without_cuda(torch):
+        return "importing the test modules asked CUDA for its devices"
     return ""
+
+
+def _forks_without_cuda(torch: Any) -> bool:
+    """Whether CUDA refuses to start in what is forked from here. Nobody but a forked process is told.
+
+    ``torch.cuda.is_available()`` is enough for it, where it cannot ask NVML. Private: ``_is_in_bad_fork``, which torch
+    itself asks before it starts CUDA; in public it only raises, and starts CUDA where it may.
+    """
+    pid = os.fork()
+    if not pid:
+        os._exit(bool(torch.cuda._is_in_bad_fork()))
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) != 0
