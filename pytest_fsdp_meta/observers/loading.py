@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FlatParameter
+from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
@@ -73,6 +74,7 @@ def load(call: Call, watch: Collection[str] = ()) -> Loaded:
     restore_defaults()
     subject = _as_subject(returned)
     _require_judgeable(subject.model)
+    _require_living_groups(subject.model)
     managed = managed_names(subject.model)  # to reshard puts back what FSDP manages, and hides what took its place
     reshard(subject.model)  # a loader may have run a forward to warm up
     me.state.update(subject=subject, watch=watch)
@@ -118,7 +120,7 @@ def _call(loader: Callable[..., Any], values: Mapping[str, Any]) -> Any:
         with telling(NOTICES):
             return loader(**values)
     except ValueError as error:
-        if "initialize the default process group twice" in str(error):
+        if "initialize the default process group twice" in str(error) and current().has_mesh:
             raise Misuse(
                 "the loader calls init_process_group, but the plugin has made the process group already; set "
                 '@fsdp_conformance(process_group="loader")'
@@ -131,6 +133,15 @@ def _require_process_group(me: Rank) -> None:
     if me.has_mesh and not dist.is_initialized():
         raise Misuse(
             "the loader ended the process group (destroy_process_group); the checks need it: leave it to the plugin"
+        )
+
+
+def _require_living_groups(model: Module) -> None:
+    """Without its group a DTensor still has its shard and its mesh, and fails deep inside torch when it is used."""
+    if not dist.is_initialized() and any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        raise Misuse(
+            "the loader ended its process group (destroy_process_group), on which its model lies; the checks train and "
+            "save it: leave the group to the plugin, which ends it with the ranks"
         )
 
 

@@ -21,7 +21,18 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pytest_fsdp_meta.worlds import debugging, disk, flight, measured, preload, processes, tracebacks, warned, written
+from pytest_fsdp_meta.worlds import (
+    debugging,
+    disk,
+    flight,
+    measured,
+    meetings,
+    preload,
+    processes,
+    tracebacks,
+    warned,
+    written,
+)
 from pytest_fsdp_meta.worlds.channel import Channel
 from pytest_fsdp_meta.worlds.failures import CallFailed, Misuse, RankFailure
 from pytest_fsdp_meta.worlds.listening import DOING, POST_MORTEM
@@ -244,6 +255,8 @@ def _join(channel: Channel, task: Assignment) -> None:
         # Without it gloo looks the host name up, which fails or hangs on machines that cannot resolve their own; and
         # what a cluster sets is for its network, while the ranks of one machine meet on 127.0.0.1.
         os.environ["GLOO_SOCKET_IFNAME"] = place.interface
+    if spec.process_group == "loader":
+        meetings.number(address, port)
     me = Rank(place.rank, place.local_rank, spec.size, device, _store=store)
     if spec.process_group == "plugin":
         from datetime import timedelta
