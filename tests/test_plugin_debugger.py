@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import sys
+import time
 from typing import Any
 
 import pytest
@@ -169,3 +170,68 @@ def test_without_a_terminal(project: Project) -> None:
     text = result.stdout.str()
     assert text.count("--pdb: no debugger on rank 1 of 2: stdin is no terminal") == 1
     assert "rank 1 raised RuntimeError: boom" in text
+
+
+STOPS = """
+import pdb
+import torch.distributed as dist
+
+@fsdp_conformance(only=["no_meta_params"], timeout=20)
+def test_x(fsdp):
+    first = fsdp.rank + 41
+    {stop}
+    total = torch.tensor(1.0)
+    dist.all_reduce(total)
+    second = total.item()
+    return load(fsdp)
+"""
+
+
+def test_breakpoints_of_all_ranks_in_turns_through_a_collective(project: Project, shell: Any) -> None:
+    project.loaders(STOPS.format(stop="breakpoint()"))
+    child = shell()
+    todo = {rank: ["n", "n", "n", "p f'{second} on {first}'", "c"] for rank in (0, 1)}
+    while any(todo.values()):
+        child.expect(PROMPT)
+        child.sendline("p f'rank is {fsdp.rank}'")
+        child.expect(r"'rank is (\d)'")
+        rank = int(child.match[1])
+        child.expect(PROMPT)
+        child.sendline(todo[rank].pop(0))  # what comes next may be the other one's prompt
+    rest = child.read().decode()
+    assert "1 passed" in rest
+    spoken = (project.path / "spawn.out").read_text()
+    for rank in (0, 1):
+        assert spoken.count(f"'2.0 on {rank + 41}'") == 1
+
+
+@pytest.mark.parametrize("stop", ["pdb.set_trace()", "dist.breakpoint(1)"])
+def test_other_ways_to_stop_and_a_pause_longer_than_the_timeout(project: Project, shell: Any, stop: str) -> None:
+    project.loaders(STOPS.format(stop=f"fsdp.rank == 1 and {stop}" if "dist" not in stop else stop).replace("20", "3"))
+    child = shell("-s")
+    child.expect(r"pdb on rank 1 of 2")
+    child.expect(PROMPT)
+    time.sleep(4)
+    child.sendline("up" if "dist" in stop else "p 1")
+    child.expect(PROMPT)
+    child.sendline("p first")
+    child.expect_exact("42")
+    child.sendline("c")
+    assert "1 passed" in child.read().decode()
+
+
+def test_quit_at_a_breakpoint_ends_the_session(project: Project, shell: Any) -> None:
+    project.loaders(STOPS.format(stop="fsdp.rank == 1 and breakpoint()"))
+    child = shell()
+    child.expect(PROMPT)
+    child.sendline("q")
+    assert "Quitting debugger" in child.read().decode()
+
+
+@pytest.mark.parametrize("args", [(), ("-n1",)])
+def test_a_breakpoint_without_a_terminal(project: Project, args: tuple[str, ...]) -> None:
+    project.loaders(STOPS.format(stop="breakpoint()"))
+    result = project.run(*args)
+    result.assert_outcomes(errors=1)
+    why = "RuntimeError: there is no terminal for a debugger on this rank: stdin is no terminal"
+    assert why in result.stdout.str()

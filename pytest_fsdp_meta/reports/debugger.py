@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from pytest_fsdp_meta.worlds.terminal import Terminal
 
 USUAL = "pdbinvoke"
 """The plugin that pytest registers for --pdb."""
+QUIT = "bdb.BdbQuit"
 PACKAGE = Path(__file__).parents[1]
 
 
@@ -80,7 +81,7 @@ class Debugger:
             return
         world, error = kept
         first = error.failures[0]
-        who = f"rank {first.rank} of {world.spec.size}" + (f" of {world.label}" if world.label else "")
+        who = _who(world, first.rank)
         if self._terminal is None or not world.can_debug(first.rank):
             why = self._why_not or "it runs on another machine"
             self._config.get_terminal_writer().line(f"\n--pdb: no debugger on {who}: {why}")
@@ -127,6 +128,43 @@ def _own_stdin(config: pytest.Config) -> Iterator[None]:
 
 def _function(item: pytest.Item) -> tuple[object, str]:
     return item.parent, getattr(item, "originalname", item.name)
+
+
+def _who(world: World, rank: int) -> str:
+    return f"rank {rank} of {world.spec.size}" + (f" of {world.label}" if world.label else "")
+
+
+class Desk:
+    """Where a debugger that the user's code opens gets the terminal."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._last: tuple[World, int] | None = None
+
+    @contextmanager
+    def terminal(self, world: World, rank: int) -> Iterator[Terminal]:
+        """For one prompt. Raises ValueError, with the reason, where there is none."""
+        capture = self._config.pluginmanager.getplugin("capturemanager")
+        if capture is not None:
+            capture.suspend_global_capture(in_=True)
+        try:
+            with closing(Terminal()) as terminal:
+                if self._last != (world, rank):
+                    self._last = world, rank
+                    writer = self._config.get_terminal_writer()
+                    writer.line()
+                    writer.sep(">", f"pdb on {_who(world, rank)}")
+                    writer.flush()
+                yield terminal
+        finally:
+            if capture is not None:
+                capture.resume_global_capture()
+
+    def failed(self, error: WorldError) -> None:
+        """Ends the session where a rank has failed because the user has typed "quit"."""
+        self._last = None
+        if any(failure.exception == QUIT for failure in error.failures):
+            pytest.exit("Quitting debugger")
 
 
 def _is_verdict(info: pytest.ExceptionInfo[BaseException] | None) -> bool:

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
-from pytest_fsdp_meta.reports.debugger import Debugger, debug_ranks
+from pytest_fsdp_meta.reports.debugger import Debugger, Desk, debug_ranks
 from pytest_fsdp_meta.reports.progress import Progress, terminal_of
 from pytest_fsdp_meta.reports.warned import Warnings
 from pytest_fsdp_meta.worlds import Listener, World, WorldError, measured
 from pytest_fsdp_meta.worlds.listening import DOING
+from pytest_fsdp_meta.worlds.terminal import Terminal
 from pytest_fsdp_meta.worlds.warned import Warned
 
 
@@ -42,6 +43,7 @@ class Ear(Listener):
         self._warnings = Warnings()
         self._coverage = measured.Sum()
         self._debugger: Debugger | None = None
+        self._desk = Desk(config)
         self._progress = Progress(terminal_of(config), partial(column, config))
 
     @contextmanager
@@ -80,8 +82,15 @@ class Ear(Listener):
             self._warnings.hear(world, rank, what)
 
     def failed(self, world: World, error: WorldError, keep: Callable[[], World]) -> None:
+        self._desk.failed(error)
         if self._debugger is not None:
             self._debugger.failed(world, error, keep)
+
+    @contextmanager
+    def terminal(self, world: World, rank: int) -> Iterator[Terminal]:
+        self._progress.end()
+        with self._desk.terminal(world, rank) as terminal:
+            yield terminal
 
     def waits(self, world: World, doing: str) -> None:
         self._progress.waits(world, doing)

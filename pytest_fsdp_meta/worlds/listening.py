@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pytest_fsdp_meta.worlds.failures import WorldError
+    from pytest_fsdp_meta.worlds.terminal import Terminal
     from pytest_fsdp_meta.worlds.world import World
 
 DOING = "doing"
@@ -33,6 +35,12 @@ class Listener:
 
     def failed(self, world: World, error: WorldError, keep: Callable[[], World]) -> None:
         """The world is going to end with this error. ``keep()`` gives its ranks as they are, to be closed later."""
+
+    @contextmanager
+    def terminal(self, world: World, rank: int) -> Iterator[Terminal]:
+        """A debugger on this rank asks for the terminal. Raises ValueError, with the reason, where there is none."""
+        raise ValueError("nobody lends one")
+        yield
 
     def wrote(self, world: World, rank: int, lines: Sequence[str]) -> None:
         """A rank has written these lines. From another thread, while the world runs and until it is closed."""

@@ -161,6 +161,7 @@ def main(connection: Connection, task: Assignment, dies_with_parent: bool) -> No
         _CHANNEL = channel = Channel(connection, task.output, task.leftovers)
         warned.hear_all()
         _TELLER = warned.Teller(partial(note, warned.KIND))
+        debugging.borrow_by(channel)
         try:
             _redirect(task)
             _adopt(task)

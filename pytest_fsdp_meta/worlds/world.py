@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any
 
 from pytest_fsdp_meta.worlds import disk, hang, post
+from pytest_fsdp_meta.worlds.debugging import BORROWING, RETURNING
 from pytest_fsdp_meta.worlds.engine import Engine, Member
 from pytest_fsdp_meta.worlds.failures import RankFailure, WorldError
 from pytest_fsdp_meta.worlds.interrupts import held_back
@@ -261,6 +262,8 @@ class World:
                     failures[member.rank] = message[1]
                 elif message[0] == "note":
                     self._hear_note(member.rank, *message[1:])
+                elif message[0] == BORROWING:
+                    deadline += self._lend_terminal(member)
                 else:
                     assert message[0] == kind, message
                     answers[member.rank] = message[1:]
@@ -271,6 +274,26 @@ class World:
             failed, view = (list(failures.values()), "") if failures else self._hung(sorted(missing))
             self._fail(failed, doing, view, votes)
         return [answers[rank] for rank in sorted(awaited)]
+
+    def _lend_terminal(self, member: Member) -> float:
+        """For one prompt of a debugger on this rank; how long it took, for which nobody is to blame."""
+        began = time.monotonic()
+        others = [one.rank for one in self._members if one is not member]
+        reply = self.folder / "reply"
+        try:
+            if member.pid is None:
+                raise ValueError("it runs on another machine")
+            with self._listener.terminal(self, member.rank) as terminal, terminal.lent_to(member.pid):
+                member.send(post.pack((BORROWING, ""), reply))
+                over = False
+                while not over:
+                    for _, message in self._events(math.inf, skip=others):
+                        if message is not None and message[0] == "note":
+                            self._hear_note(member.rank, *message[1:])
+                        over = over or message is None or message[0] == RETURNING
+        except ValueError as error:
+            member.send(post.pack((BORROWING, str(error)), reply))
+        return time.monotonic() - began
 
     def _hear_note(self, rank: int, kind: str, what: Any) -> None:
         if kind == DOING:
