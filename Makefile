@@ -43,7 +43,7 @@ $(SYSTEMS:%=system-%): system-%:
 
 # Alone, because each module starts clusters of its own.
 ray: .venv-ray/installed
-	$(RAY)/python -m pytest tests/test_ray.py tests/test_ray_same.py tests/test_hosted_ranks.py tests/test_process_groups.py
+	$(RAY)/python -m pytest tests/test_ray.py tests/test_ray_same.py tests/test_hosted_ranks.py tests/test_process_groups.py tests/test_ray_namespaces.py
 
 lint: .venv/installed
 	$(BIN)/ruff check .

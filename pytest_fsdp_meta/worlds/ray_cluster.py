@@ -228,7 +228,7 @@ def _embedded() -> Cluster:
     short = len(tempfile.gettempdir()) + len("/fsdp-ray-12345678") + SOCKET_NAME < 107
     folder = tempfile.mkdtemp(prefix="fsdp-ray-", dir=None if short else "/tmp")
     try:
-        with environment({"RAY_USAGE_STATS_ENABLED": "0"}):
+        with environment({"RAY_USAGE_STATS_ENABLED": "0"} | _own_token()):
             ray.init(
                 address="local",
                 include_dashboard=False,
@@ -241,6 +241,13 @@ def _embedded() -> Cluster:
         shutil.rmtree(folder, ignore_errors=True)
         raise ValueError(f"--fsdp-engine=ray: Ray cannot start here: {first_line(error)}") from error
     return Cluster(cpu=SHARED_CPU, ours=True, folder=folder)
+
+
+def _own_token() -> dict[str, str]:
+    """Ray asks for one, and would leave it in the home directory and in our environment."""
+    if "RAY_AUTH_MODE" in os.environ:
+        return {}
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
 
 def _nodes() -> Mapping[str, Any]:

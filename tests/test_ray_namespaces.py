@@ -1,0 +1,229 @@
+"""Two nodes that have nothing in common but a cable: each in a network namespace of its own, joined by a veth pair.
+
+Neither has another network, so what connects their ranks is nothing that one machine alone could give. One of them does
+not see the other's temporary folder either. Needs the rights to make namespaces, as root has them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("ray", reason="Ray is not installed here; make ray has it")
+
+from tests.conftest import TINY
+from tests.world_help import ROOT, SOON, assert_gone
+
+HERE, THERE = "10.213.7.1", "10.213.7.2"
+PORT = 6379
+PATIENCE = 120
+RAY = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "12" * 32}
+
+
+@dataclass
+class Cable:
+    """Two namespaces and a Ray cluster of both; ``private`` is a folder that only the first one sees."""
+
+    names: tuple[str, str]
+    private: Path
+
+    def run(self, command: list[str], side: int = 0, **environ: str) -> subprocess.Popen[str]:
+        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        return subprocess.Popen(
+            ["ip", "netns", "exec", self.names[side], *command],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=os.environ | {"PYTHONPATH": path} | RAY | environ,
+        )
+
+    def cut(self) -> None:
+        ip("-n", self.names[1], "link", "set", "cable", "down")
+
+    def pids(self, side: int) -> list[int]:
+        told = subprocess.run(["ip", "netns", "pids", self.names[side]], capture_output=True, text=True, check=False)
+        return [int(word) for word in told.stdout.split()]
+
+
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
+
+
+@pytest.fixture
+def cable() -> Iterator[Cable]:
+    """Made anew for each test, because one of them cuts it."""
+    if shutil.which("ip") is None:
+        pytest.skip("there is no command ip here, from iproute2")
+    names = f"fsdp-a{os.getpid()}", f"fsdp-b{os.getpid()}"
+    folder = Path(tempfile.mkdtemp(prefix="fsdp-ns-", dir="/tmp"))  # Ray's sockets have room for a short name only
+    made = Cable(names, folder / "private")
+    made.private.mkdir()
+    try:
+        try:
+            for name in names:
+                ip("netns", "add", name)
+            ip("link", "add", "cable", "netns", names[0], "type", "veth", "peer", "name", "cable", "netns", names[1])
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"no network namespaces may be made here: {error.stderr.strip()}")
+        for name, address in zip(names, (HERE, THERE), strict=True):
+            ip("-n", name, "address", "add", f"{address}/24", "dev", "cable")
+            ip("-n", name, "link", "set", "cable", "up")
+            ip("-n", name, "link", "set", "lo", "up")
+        _start_ray(made, folder)
+        yield made
+    finally:
+        for side in (0, 1):
+            for pid in made.pids(side):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            subprocess.run(["ip", "netns", "del", names[side]], check=False, capture_output=True)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _start_ray(cable: Cable, folder: Path) -> None:
+    ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--num-cpus=1", "--object-store-memory=80000000"]
+    head = ["--head", f"--port={PORT}", "--include-dashboard=false", f"--temp-dir={folder}/ray"]
+    _done(cable.run([*ray, f"--node-ip-address={HERE}", *head]))
+    # A mount of its own hides the folder from this node.
+    hidden = f'mount -t tmpfs none "{cable.private}" && exec "$@"'
+    alone = ["unshare", "--mount", "--propagation=private", "sh", "-c", hidden, "sh"]
+    _done(cable.run([*alone, *ray, f"--node-ip-address={THERE}", f"--address={HERE}:{PORT}"], side=1))
+
+
+def _done(process: subprocess.Popen[str]) -> None:
+    told, _ = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0, told
+
+
+WORLDS = f"""
+import json, os, sys, time
+from pytest_fsdp_meta.worlds import RayEngine, Sources, World, WorldError, WorldSpec
+from tests.world_help import environment, total
+
+PLACE = ["RANK", "LOCAL_RANK", "GROUP_RANK", "LOCAL_WORLD_SIZE", "GLOO_SOCKET_IFNAME"]
+engine = RayEngine("{HERE}:{PORT}", Sources(tuple(sys.path)))
+said = {{}}
+
+def join():
+    import torch.distributed as dist
+    dist.init_process_group("gloo")
+    return total(2.0)
+
+with World(WorldSpec({{"dp": 2}}, timeout=60), engine) as world:
+    said["sums"] = world.run(total, 1.0)
+    said["networks"] = len(set(world.run(os.readlink, "/proc/self/ns/net")))
+    said["places"] = [list(place.values()) for place in world.run(environment, PLACE)]
+    said["master"] = sorted({{place["MASTER_ADDR"] for place in world.run(environment, ["MASTER_ADDR"])}})
+    said["large"] = [len(data) for data in world.run(lambda data: data, b"x" * 3_000_000)]
+    world.run(print, "written there")
+    said["outputs"] = [output.endswith("written there\\n") for output in world.outputs()]
+with World(WorldSpec({{"dp": 2}}, timeout=60, process_group="loader"), engine) as world:
+    said["loader"] = world.run(join)
+try:
+    with World(WorldSpec({{"dp": 2}}, timeout=3), engine) as world:
+        world.run(time.sleep, 1000)
+except WorldError as error:
+    said["hang"] = error.summary, "stood at" in str(error)
+engine.close()
+print(json.dumps(said))
+"""
+
+
+def test_a_world_over_two_networks(cable: Cable, tmp_path: Path) -> None:
+    script = tmp_path / "worlds.py"
+    script.write_text(WORLDS)
+    process = cable.run([sys.executable, str(script)])
+    told, _ = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0, told
+    said = json.loads(told.splitlines()[-1])
+    assert said.pop("master") in ([HERE], [THERE])
+    assert said == {
+        "sums": [1.0, 1.0],
+        "networks": 2,
+        "places": [["0", "0", "0", "1", "cable"], ["1", "0", "1", "1", "cable"]],
+        "large": [3_000_000, 3_000_000],
+        "outputs": [True, True],
+        "loader": [2.0, 2.0],
+        "hang": ["ranks 0, 1 did not answer within 3 s", True],
+    }
+
+
+CUT = f"""
+import os, sys, time
+from pytest_fsdp_meta.worlds import RayEngine, Sources, World, WorldError, WorldSpec
+
+engine = RayEngine("{HERE}:{PORT}", Sources(tuple(sys.path)))
+try:
+    with World(WorldSpec({{"dp": 2}}, timeout=100), engine) as world:
+        print("addresses", *[seat.address for seat in engine.seats], flush=True)
+        print("pids", *world.run(os.getpid), flush=True)
+        world.run(time.sleep, 1000)
+except WorldError as error:
+    print("lost", error.summary, flush=True)
+os._exit(0)  # Ray has lost half of its cluster, and takes its time
+"""
+
+
+def test_a_node_whose_cable_is_cut(cable: Cable, tmp_path: Path) -> None:
+    script = tmp_path / "cut.py"
+    script.write_text(CUT)
+    process = cable.run([sys.executable, str(script)])
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("pids "):
+            break
+    pids = [int(word) for word in line.split()[1:]]
+    cable.cut()
+    began = time.monotonic()
+    told = next(line for line in process.stdout if line.startswith("lost "))
+    assert time.monotonic() - began < SOON, "TCP alone would wait for a quarter of an hour"
+    process.kill()
+    process.wait()
+    assert re.fullmatch(rf"lost rank [01] was lost with its node {re.escape(THERE)} \(\w{{8}}\)\n", told)
+    assert_gone(pids, SOON)
+
+
+LOADER = """
+@fsdp_conformance(world_size=2, only=["no_meta_params", "params_equal_reference"])
+def test_loader(fsdp):
+    return load(fsdp, reference=build)
+
+
+@fsdp_spmd(world_size=2)
+def test_body(fsdp):
+    import torch.distributed as dist
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total.item() == 3, "two ranks"
+"""
+
+
+def test_pytest_with_a_temporary_folder_that_is_not_shared(cable: Cable, tmp_path: Path) -> None:
+    text = TINY.format(folder=str(tmp_path)).replace("import Subject", "import Subject, fsdp_spmd")
+    (tmp_path / "test_it.py").write_text(text + LOADER)
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), str(tmp_path)]
+    options = ["--fsdp-engine=ray", f"--fsdp-ray-address={HERE}:{PORT}"]
+    told, _ = cable.run([*command, *options], TMPDIR=str(cable.private)).communicate(timeout=PATIENCE)
+    assert re.search(
+        rf"could not be judged: node {THERE} does not see {cable.private}/fsdp-trial-\w+, where the ranks of a loader "
+        "meet their reference; set TMPDIR to a folder that all nodes share",
+        told,
+    ), told
+    assert "assert 2.0 == 3" in told, "a test body needs no shared folder, and its assert is rewritten over there"
+    shared = cable.private.parent / "shared"
+    shared.mkdir()
+    told, _ = cable.run([*command, *options], TMPDIR=str(shared)).communicate(timeout=PATIENCE)
+    assert "1 failed, 2 passed" in told, told
