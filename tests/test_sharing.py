@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import stat
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 
 from pytest_fsdp_meta.worlds import LeaseError, Presence, Sharing, WorldSpec, folder_of, placed, sharing, usable_cores
 from pytest_fsdp_meta.worlds.locks import FileLock
+from tests.world_help import ROOT, SOON
 
 CPU = WorldSpec({"dp_shard": 2})
 CUDA = WorldSpec({"dp_shard": 4}, "cuda", "gloo")
@@ -170,3 +173,34 @@ def test_what_a_worker_ran_when_it_ended(folder: Path) -> None:
 
 def test_usable_cores() -> None:
     assert 1 <= usable_cores() <= (os.cpu_count() or 1)
+
+
+WORKER = """
+import sys, time
+from pathlib import Path
+from pytest_fsdp_meta.worlds import Sharing
+sharing = Sharing(Path(sys.argv[1]), "gw0", 8)
+sharing.count_gpus(lambda: 0)
+print("there", flush=True)
+time.sleep(60)
+"""
+STARTS_WORKER = """
+import subprocess, sys
+subprocess.run([sys.executable, "-c", sys.argv[2], sys.argv[1]])
+"""
+
+
+def test_a_worker_ends_with_whoever_started_it_and_removes_the_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-c", STARTS_WORKER, str(folder), WORKER]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "there\n"
+        assert folder.exists()
+        process.kill()
+        process.wait(SOON)
+        deadline = time.monotonic() + SOON
+        while folder.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)

@@ -6,10 +6,12 @@ lock there, so that a later run can tell and remove what a run that was killed h
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import os
 import secrets
 import shutil
+import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from urllib.parse import quote
 
+from pytest_fsdp_meta.worlds import processes
 from pytest_fsdp_meta.worlds.leases import PATIENCE, Lease, LeaseError, Leases, Waiting
 from pytest_fsdp_meta.worlds.locks import FileLock
 from pytest_fsdp_meta.worlds.spec import WorldSpec
@@ -91,6 +94,7 @@ class Sharing:
         self._folder = folder
         self._worker = worker
         self._slots = slots
+        self._parent = os.getppid()
         self._presence: Presence | None = None
         self._leases: dict[tuple[str, tuple[str, ...]], Leases] = {}
         self._gpus: int | None = None
@@ -143,7 +147,17 @@ class Sharing:
     def _here(self) -> Path:
         if self._presence is None:
             self._presence = Presence(self._folder)
+            # Nobody asks for its results any more, then; by itself xdist interrupts it five seconds later.
+            processes.die_with_parent(signal.SIGINT)
+            atexit.register(self._leave)
         return self._folder
+
+    def _leave(self) -> None:
+        """At the end of this worker. Where the process that started it was killed, the last one removes the folder."""
+        if self._presence is not None:
+            self._presence.leave()
+            if os.getppid() != self._parent and not _somebody_in(self._folder):
+                shutil.rmtree(self._folder, ignore_errors=True)
 
     def _once(self, name: str, ask: Callable[[], int]) -> int:
         path = self._here() / name
