@@ -193,28 +193,48 @@ def mistakes(items: Iterable[pytest.Item], told: Collection[str]) -> Iterator[Mi
 
 
 def _mistake(item: pytest.Function) -> str | None:
-    loader = item.get_closest_marker(MARK) is not None
-    spmd = item.get_closest_marker(SPMD) is not None
-    fixture = resolved_fixture(item, "fsdp")
+    loader, spmd = (item.get_closest_marker(mark) is not None for mark in (MARK, SPMD))
     if loader and spmd:
         return f"@{MARK} and @{SPMD}: a test is a loader that is judged, or a body that every rank runs; take one off"
-    if spmd and world_case_of(item) is None:
-        return f"@{SPMD}: such a test is a function, or a method of a plain class; pytest cannot parametrize this test"
-    if (loader or spmd) and WORLD in item.fixturenames:
-        return "it asks for 'fsdp_world', which exists in the pytest process only, but it runs on ranks of its own"
-    ours = fixture is not None and fixture.__module__ == FIXTURES
-    if loader and case_of(item) is None:
-        return f"@{MARK}: a loader is a function, or a method of a plain class; pytest cannot parametrize this test"
-    if (loader or spmd) and not ours and "fsdp" in requested_fixtures(item):
-        return "the test would get another 'fsdp' than that of pytest-fsdp-meta, which it hides; rename the other one"
-    if not ours:
+    on_ranks = MARK if loader else SPMD if spmd else ""
+    return _missing_case(item, on_ranks) or _world_on_ranks(item, on_ranks) or _misplaced_rank(item, on_ranks)
+
+
+def _missing_case(item: pytest.Function, on_ranks: str) -> str | None:
+    asks = WORLD in item.fixturenames and _is_ours(item, WORLD)
+    if parameters(item).get(ARGUMENT) is not None or not (on_ranks or asks):
         return None
+    who = {MARK: f"@{MARK}: a loader", SPMD: f"@{SPMD}: such a test"}.get(
+        on_ranks, f"it asks for {WORLD!r}: such a test"
+    )
+    return f"{who} is a function, or a method of a plain class; pytest cannot parametrize this test"
+
+
+def _world_on_ranks(item: pytest.Function, on_ranks: str) -> str | None:
+    if on_ranks and any(mark.name == WORLD for mark in item.own_markers):
+        return f"@pytest.mark.{WORLD} is about the fixture of this name; give what it says to @{on_ranks}"
+    if on_ranks and WORLD in item.fixturenames:
+        return f"it asks for {WORLD!r}, which exists in the pytest process only, but it runs on ranks of its own"
+    return None
+
+
+def _misplaced_rank(item: pytest.Function, on_ranks: str) -> str | None:
+    if not _is_ours(item, "fsdp"):
+        hidden = on_ranks and "fsdp" in requested_fixtures(item)
+        what = "the test would get another 'fsdp' than that of pytest-fsdp-meta, which it hides; rename the other one"
+        return what if hidden else None
     asking = fixtures_asking_for(item, "fsdp")
     if asking:
         return (
             f"fixture {asking[0]!r} asks for 'fsdp', which exists on the ranks only, while fixtures are evaluated in "
             "the pytest process; ask for fsdp in the test itself"
         )
-    if loader or spmd:
+    if on_ranks:
         return None
-    return "it asks for 'fsdp', which exists on the ranks only; decorate it with @fsdp_conformance or @fsdp_spmd"
+    return f"it asks for 'fsdp', which exists on the ranks only; decorate it with @{MARK} or @{SPMD}"
+
+
+def _is_ours(item: pytest.Function, name: str) -> bool:
+    """Whether it is this plugin's fixture that the item gets under this name."""
+    fixture = resolved_fixture(item, name)
+    return fixture is not None and fixture.__module__ == FIXTURES

@@ -10,8 +10,6 @@ import pytest
 from pytest_fsdp_meta.keeping import Keeper
 
 KEEPER = pytest.StashKey[Keeper]()
-
-
 OF_RANKS = ("rank", "local_rank", "world_size", "device", "mesh", "barrier")
 
 
@@ -38,12 +36,13 @@ class FsdpWorld:
     def backend(self) -> str:
         return self._keeper.case.spec.backend
 
-    def run(self, function: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> list[Any]:
+    def run(self, function: Callable[..., Any] | str, /, *args: Any, **kwargs: Any) -> list[Any]:
         """Calls ``function`` ("module:name", or any callable that cloudpickle can send) on every rank.
 
         Returns the results in rank order. Raises WorldError, with every failed rank's traceback, when a rank raises,
         ends or does not answer in time: the ranks are ended then, and the next call gets fresh ones. Raises ValueError
-        for arguments that cannot be sent and results that cannot be read. A skip or xfail on all ranks is the test's.
+        for arguments that cannot be sent and results that cannot be read, outside of a test that asked for it, and
+        while another thread's call runs. A skip or xfail on all ranks is the test's.
         """
         __tracebackhide__ = True
         return self._keeper.call(function, args, kwargs)
@@ -51,6 +50,9 @@ class FsdpWorld:
     def outputs(self) -> list[str]:
         """What each rank has written to stdout and stderr."""
         return self._keeper.outputs()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("fsdp_world exists in the pytest process only; what runs on ranks takes plain values")
 
     def __repr__(self) -> str:
         return f"<fsdp_world of {self.size} ({self.backend} on {self.device_type})>"

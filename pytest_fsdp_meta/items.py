@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -17,6 +16,7 @@ from pytest_fsdp_meta.catalogue import Catalogue, judge
 from pytest_fsdp_meta.collection import ARGUMENT, SKIPPED, Case, case_of
 from pytest_fsdp_meta.drawing import draw, given_test, notes, reject, relax, same_draws
 from pytest_fsdp_meta.evidence import Evidence
+from pytest_fsdp_meta.preloading import refresh
 from pytest_fsdp_meta.reports.listener import Ear
 from pytest_fsdp_meta.reports.terminal import describe_error, describe_failure
 from pytest_fsdp_meta.sending import Unsendable, again, pack_call, pack_value
@@ -211,8 +211,7 @@ class Conductor:
     def _observe(self, item: pytest.Item, case: Case, run: _Run) -> None:
         assert run.call is not None
         wanted = self.catalogue.observations(run.checks or [case.check])
-        # Fixtures may have extended the search path since collection.
-        self.engine.sources = replace(self.engine.sources, path=tuple(sys.path))
+        refresh(self.engine)
         try:
             with self.devices.leased(case.spec, item, ranks_of(case.spec, wanted)) as spec:
                 trial = Trial(spec, self.engine, case.order.steps, case.order.tolerance, self.ear)
@@ -226,12 +225,10 @@ class Conductor:
             run.failure = failure
 
     def _show_output(self, item: pytest.Item, when: str, run: _Run) -> None:
-        """What the ranks wrote, with the first item of the loader that does not pass; unless it was shown live."""
-        if not run.output_shown and not self.ear.live:
+        """What the ranks wrote, with the first item of the loader that does not pass."""
+        if not run.output_shown:
             run.output_shown = True
-            for rank, text in enumerate(run.outputs):
-                if text.strip():
-                    item.add_report_section(when, f"rank {rank}", text)
+            self.ear.show(item, when, run.outputs)
 
 
 def _skip(item: pytest.Item, reason: str) -> None:

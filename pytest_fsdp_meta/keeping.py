@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
 from pytest_fsdp_meta.calls import ASSUME, SKIP, VOTES
 from pytest_fsdp_meta.collection import SKIPPED, WorldCase
+from pytest_fsdp_meta.preloading import refresh
 from pytest_fsdp_meta.reports.listener import Ear
 from pytest_fsdp_meta.words import name_ranks
 from pytest_fsdp_meta.workers import Devices
 from pytest_fsdp_meta.worlds import Engine, Lease, Pool, RankFailure, World, WorldError, WorldSpec
+
+PATIENCE = 5.0
 
 
 class Disagreement(Exception):
@@ -34,56 +37,95 @@ class Keeper:
         self._world: World | None = None
         """The running test's last one, and how much its ranks had written before the test."""
         self._mark: list[int] = []
-        self._item: pytest.Item | None = None
-        self._case: WorldCase | None = None
+        self._test: tuple[pytest.Item, WorldCase] | None = None
+        self._turn = threading.RLock()
+        """Held while ranks are started or called."""
 
     def begin(self, item: pytest.Item, case: WorldCase) -> None:
-        self._item, self._case, self._world = item, case, None
+        self._test, self._world = (item, case), None
 
     @property
     def case(self) -> WorldCase:
         """That of the running test. Raises ValueError where it has none."""
-        if self._case is None:
-            raise ValueError("fsdp_world is there for the test that asks for it, and not after its end")
-        return self._case
+        __tracebackhide__ = True
+        return self._running[1]
+
+    @property
+    def _running(self) -> tuple[pytest.Item, WorldCase]:
+        __tracebackhide__ = True
+        if self._test is None:
+            raise ValueError(
+                "fsdp_world: no test is running that asked for it; the test, or a fixture of it, has to name it as an "
+                "argument, and to be done with it when the test ends"
+            )
+        return self._test
 
     def world(self) -> World:
         """The running test's world; a fresh one where it has none yet, or lost it. Raises WorldError and LeaseError."""
-        assert self._item is not None
-        world = self._pool.take(_owner(self._item, self.case.scope), self.case.spec)
-        if world in self._leases:
-            self._devices.resume(self._leases[world], self._item)
-        if world is not self._world:
-            self._world, self._mark = world, world.mark()
+        item, case = self._running
+        with self._alone():
+            world = self._pool.take(_owner(item, case.scope), case.spec)
+            if world in self._leases:
+                self._devices.resume(self._leases[world], item)
+            if world is not self._world:
+                self._world, self._mark = world, world.mark()
         return world
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Two calls at a time would take each other's answers, and nobody should wait for a call that may hang."""
+        if not self._turn.acquire(blocking=False):
+            raise ValueError("fsdp_world: another thread's call runs, and ranks run one after the other; take turns")
+        try:
+            yield
+        finally:
+            self._turn.release()
 
     def call(self, function: Callable[..., Any] | str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """Calls the function on the running test's ranks. Raises pytest's own skip or xfail where all ranks do."""
         __tracebackhide__ = True
-        assert self._item is not None
+        item, _ = self._running
         try:
-            return self.world().call(function, args, kwargs, doing=f"running {self._item.name}", votes=VOTES)
+            with self._alone():
+                return self.world().call(function, args, kwargs, doing=f"running {item.name}", votes=VOTES)
         except WorldError as error:
             error.outputs = tuple(self.outputs())
             failure = error
         raised = _translated(failure)
         if isinstance(raised, pytest.skip.Exception):
-            self._item.stash[SKIPPED] = str(raised)
+            item.stash[SKIPPED] = str(raised)
         raise raised
 
     def outputs(self) -> list[str]:
         """What the ranks have written in the running test, those of its last world."""
         return self._world.outputs(self._mark) if self._world is not None else []
 
+    def show_outputs(self, item: pytest.Item, when: str) -> None:
+        """With the report of this phase, what no earlier phase of the test has shown."""
+        self.ear.show(item, when, self.outputs())
+        if self._world is not None:
+            self._mark = self._world.mark()
+
     def end(self, item: pytest.Item, following: pytest.Item | None) -> str:
         """After a test: ends what only it wanted, and tidies the rest. Says what it left that no other may meet."""
-        case, self._item, self._case = self._case, None, None
-        told = "" if case is None or case.scope == "function" else self._pool.tidy(_owner(item, case.scope))
+        test, self._test = self._test, None
+        told = "" if test is None or test[1].scope == "function" else self._tidied(*test)
         for scope in ("function", "module"):
-            if following is None or _owner(item, scope) != _owner(following, scope):
+            if following is None or _owner(item, scope) is not _owner(following, scope):
                 self._pool.end(_owner(item, scope))
         self._give_back()
+        if self._turn.acquire(timeout=PATIENCE):  # a thread that still calls ranks is about to see that they have ended
+            self._turn.release()
         return told
+
+    def _tidied(self, item: pytest.Item, case: WorldCase) -> str:
+        owner = _owner(item, case.scope)
+        try:
+            with self._alone():
+                return self._pool.tidy(owner)
+        except ValueError:
+            self._pool.end(owner)
+            return "the test has ended while a thread of it still called the ranks, so they were ended; join it before"
 
     def _give_back(self) -> None:
         for world, lease in list(self._leases.items()):
@@ -97,21 +139,19 @@ class Keeper:
         self._pool.close()
 
     def _make(self, spec: WorldSpec) -> World:
-        # Fixtures may have extended the search path since collection.
-        self.engine.sources = replace(self.engine.sources, path=tuple(sys.path))
-        assert self._item is not None
-        placed, lease = self._devices.take(spec, self._item)
+        refresh(self.engine)
+        placed, lease = self._devices.take(spec, self._running[0])
         world = World(placed, self.engine, listener=self.ear)
         if lease is not None:
             self._leases[world] = lease
+        self._world, self._mark = world, []  # it may say why it cannot start
         return world
 
 
-def _owner(item: pytest.Item, scope: str) -> tuple[str, str]:
-    """Whose world it is: the test's, its module's or the session's."""
-    module = item.getparent(pytest.Module)
-    nodes = {"function": item, "module": module or item, "session": item.session}
-    return scope, nodes[scope].nodeid
+def _owner(item: pytest.Item, scope: str) -> pytest.Item | pytest.Collector:
+    """Whose world it is: the test's, its module's or the session's. Not by name: a test may be there twice."""
+    nodes = {"function": item, "module": item.getparent(pytest.Module) or item, "session": item.session}
+    return nodes[scope]
 
 
 def _translated(error: WorldError) -> BaseException:

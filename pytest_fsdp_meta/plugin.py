@@ -198,17 +198,18 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
-@pytest.hookimpl(wrapper=True)
+@pytest.hookimpl(wrapper=True, trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, None, None]:
     """After the fixtures' own ends, which may use the world; an error of theirs goes first."""
     keeper = item.config.stash[KEEPER]
-    try:
-        yield
-    except BaseException:
-        keeper.end(item, nextitem)
-        raise
-    if told := keeper.end(item, nextitem):
-        pytest.fail(told, pytrace=False)
+    with keeper.ear.hearing():
+        try:
+            yield
+        except BaseException:
+            keeper.end(item, nextitem)
+            raise
+        if told := keeper.end(item, nextitem):
+            pytest.fail(told, pytrace=False)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -218,7 +219,11 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    if call.excinfo is not None and world_case_of(item) is not None:
+        item.config.stash[KEEPER].show_outputs(item, call.when)
     report = yield
     reason = item.stash.get(SKIPPED, None)
     if reason is not None and report.skipped:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 import pytest
 
@@ -32,6 +33,11 @@ def plan(engine: Engine, items: Iterable[pytest.Item], config: pytest.Config) ->
         engine.modules = [*(ON_RANKS if loaders else ()), *downstream]
         engine.test_modules = list(modules)
         engine.start()
+
+
+def refresh(engine: Engine) -> None:
+    """Before ranks are started: fixtures may have extended the search path since collection."""
+    engine.sources = replace(engine.sources, path=tuple(sys.path))
 
 
 def _rewriting(files: Mapping[str, str], config: pytest.Config) -> tuple[str, tuple[str, ...]] | None:

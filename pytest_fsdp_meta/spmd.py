@@ -35,7 +35,6 @@ def after_fixtures(item: pytest.Item, case: WorldCase, keeper: Keeper) -> None:
             item.stash[SENT] = pack_call(item)
         keeper.world()
     except (Unsendable, WorldError, LeaseError) as error:
-        _show(item, keeper, "setup", error)
         told = str(error)
     else:
         return
@@ -52,7 +51,6 @@ def call(item: pytest.Function, keeper: Keeper, given: tuple[str, ...]) -> None:
         else:
             drawing.draw(test, values, lambda drawn: _run(item, keeper, drawn))
     except (WorldError, Disagreement, Unsendable) as error:
-        _show(item, keeper, "call", error)
         told = "\n\n".join(filter(None, [str(error), drawing.notes(error), f"run it again: {again(item, given)}"]))
     else:
         return
@@ -71,12 +69,3 @@ def _run(item: pytest.Function, keeper: Keeper, drawn: dict[str, Any]) -> None:
             ),
             stacklevel=2,
         )
-
-
-def _show(item: pytest.Item, keeper: Keeper, when: str, error: Exception) -> None:
-    """What the ranks wrote, unless it was shown live."""
-    if keeper.ear.live:
-        return
-    for rank, text in enumerate(error.outputs if isinstance(error, WorldError) else ()):
-        if text.strip():
-            item.add_report_section(when, f"rank {rank}", text)

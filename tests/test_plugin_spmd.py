@@ -294,6 +294,95 @@ def test_unreadable(fsdp_world):
     assert "ranks 0, 1 returned a generator that cannot be sent back" in text
 
 
+def test_fsdp_world_where_it_is_not_at_hand(project: Project) -> None:
+    result = run(
+        project,
+        """
+import threading
+KEPT = []
+
+@pytest.mark.fsdp_world(world_size=1)
+class TestClass:
+    def test_keeps(self, fsdp_world): KEPT.append(fsdp_world)
+
+    def test_threads(self, fsdp_world):
+        told, busy = [], threading.Event()
+        def call():
+            busy.set()
+            fsdp_world.run("time:sleep", 1000)
+        thread = threading.Thread(target=call, daemon=True)
+        thread.start()
+        while not told:
+            try:
+                fsdp_world.run(os.getpid)
+            except ValueError as error:
+                told.append(str(error))
+        assert told == ["fsdp_world: another thread's call runs, and ranks run one after the other; take turns"]
+
+    def test_function(self, fsdp_world): assert fsdp_world.run(lambda function: function, function=3) == [3]
+
+    def test_closure(self, fsdp_world): fsdp_world.run(lambda: fsdp_world.size)
+
+def test_after(): KEPT[0].run(os.getpid)
+
+def test_by_request(request): request.getfixturevalue("fsdp_world").run(os.getpid)
+""",
+        "-p", "no:randomly",
+    )  # fmt: skip
+    assert list(results(result).values()) == ["passed", "passed", "passed", "failed", "failed", "failed"]
+    text = result.stdout.str()
+    assert "TypeError: fsdp_world exists in the pytest process only; what runs on ranks takes plain values" in text
+    for name in ("test_after", "test_by_request"):
+        (line,) = [line for line in story(result, name) if line.startswith("E ")]
+        assert "ValueError: fsdp_world: no test is running that asked for it; the test, or a fixture of it," in line
+
+
+def test_what_ranks_write_is_shown_with_the_test_that_fails(project: Project) -> None:
+    result = run(
+        project,
+        """
+def say(word): print("it says", word)
+
+@pytest.fixture
+def loud(fsdp_world):
+    yield
+    fsdp_world.run(say, "bye")
+    assert False
+
+@pytest.mark.fsdp_world(world_size=1, scope="module")
+class TestClass:
+    def test_before(self, fsdp_world): fsdp_world.run(say, "nothing")
+
+    def test_fails(self, fsdp_world):
+        fsdp_world.run(say, "hello")
+        assert False
+
+    def test_ends_badly(self, loud): ...
+
+@fsdp_spmd
+def test_disagrees(fsdp):
+    say(f"rank {fsdp.rank}")
+    if fsdp.rank: pytest.skip("alone")
+""",
+        "-p", "no:randomly",
+    )  # fmt: skip
+    result.assert_outcomes(passed=2, failed=2, errors=1)
+    said = [line for line in result.outlines if line.startswith("it says")]
+    assert sorted(said) == ["it says bye", "it says hello", "it says rank 0", "it says rank 1"]
+
+
+def test_a_test_that_is_collected_twice_gets_a_fresh_world_twice(project: Project) -> None:
+    text = """
+import os
+def test_x(fsdp_world):
+    with open("notes", "a") as file:
+        print(fsdp_world.run(os.getpid)[0], file=file)
+"""
+    project.write("test_it.py", text)
+    project.run("--keep-duplicates", "--fsdp-world-size=1", "test_it.py", "test_it.py").assert_outcomes(passed=2)
+    assert len(set(project.notes)) == 2
+
+
 def test_hypothesis_draws_once_for_all_ranks(project: Project) -> None:
     result = run(
         project,
@@ -368,6 +457,13 @@ def test_both(fsdp): ...
 def test_neither(fsdp): ...
 @pytest.mark.fsdp_world(4)
 def test_positional(fsdp_world): ...
+@pytest.mark.fsdp_world(world_size=4)
+@fsdp_spmd
+def test_other_mark(fsdp): ...
+class TestUnit(__import__("unittest").TestCase):
+    @pytest.fixture(autouse=True)
+    def world(self, fsdp_world): self.world = fsdp_world
+    def test_unit(self): ...
 """,
     )
     known = "the arguments are world_size, mesh, scope, timeout, process_group"
@@ -385,6 +481,10 @@ def test_positional(fsdp_world): ...
         "every rank runs; take one off",
         "test_it.py::test_neither: it asks for 'fsdp', which exists on the ranks only; decorate it with "
         "@fsdp_conformance or @fsdp_spmd",
+        "test_it.py::test_other_mark: @pytest.mark.fsdp_world is about the fixture of this name; give what it says to "
+        "@fsdp_spmd",
+        "test_it.py::TestUnit::test_unit: it asks for 'fsdp_world': such a test is a function, or a method of a plain "
+        "class; pytest cannot parametrize this test",
     ]
 
 

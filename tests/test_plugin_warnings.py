@@ -74,6 +74,28 @@ def test_the_users_filters_decide(project: Project) -> None:
     assert summary(result) == ""
 
 
+def test_at_the_end_of_a_fixture_it_is_that_tests(project: Project) -> None:
+    project.write(
+        "test_it.py",
+        """
+import pytest
+import warnings
+
+@pytest.fixture
+def ends(fsdp_world):
+    yield
+    fsdp_world.run(warnings.warn, "at the end")
+
+def test_first(ends): ...
+def test_second(): ...
+""",
+    )
+    result = project.run("-p", "no:randomly")
+    result.assert_outcomes(passed=2, warnings=1)
+    assert summary(result).splitlines()[0] == "test_it.py::test_first"
+    assert "UserWarning: at the end (on ranks 0, 1)" in summary(result)
+
+
 def test_what_hides_behind_a_failure(project: Project) -> None:
     project.loaders(
         """

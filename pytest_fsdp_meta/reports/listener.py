@@ -92,6 +92,12 @@ class Ear(Listener):
         with self._desk.terminal(world, rank) as terminal:
             yield terminal
 
+    def show(self, item: pytest.Item, when: str, outputs: Sequence[str]) -> None:
+        """What each rank wrote, as sections of the item's report, unless it was shown live."""
+        for rank, text in enumerate(outputs):
+            if text.strip() and not self.live:
+                item.add_report_section(when, f"rank {rank}", text)
+
     def waits(self, world: World, doing: str) -> None:
         self._progress.waits(world, doing)
 
