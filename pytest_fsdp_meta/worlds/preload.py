@@ -72,10 +72,9 @@ def preload(modules: Sequence[str]) -> dict[str, str]:
 
 
 def _warm_up() -> None:
-    """Makes torch do now what it does on first use: deterministic mode alone imports the inductor, 0.4 s."""
+    """Makes torch import now what it imports on first use: deterministic mode alone brings in the inductor, 0.4 s."""
     torch = sys.modules.get("torch")
     if torch is not None:
-        torch.manual_seed(torch.initial_seed())  # reads source files, for the traceback of what it puts off
         torch.use_deterministic_algorithms(torch.are_deterministic_algorithms_enabled())
 
 

@@ -236,8 +236,7 @@ def _join(channel: Channel, task: Assignment) -> None:
     threads = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     os.environ["OMP_NUM_THREADS"] = threads = threads if threads.isdecimal() and int(threads) else "1"
     torch.set_num_threads(int(threads))
-    random.seed(SEED)
-    torch.manual_seed(SEED)
+    seed(spec.device_type)
     index = spec.devices[place.rank] if spec.devices else place.local_rank
     device = torch.device(spec.device_type, index) if spec.device_type != "cpu" else torch.device("cpu")
     if device.type == "cuda":
@@ -275,6 +274,18 @@ def _join(channel: Channel, task: Assignment) -> None:
             device.type, tuple(spec.mesh.values()), mesh_dim_names=tuple(spec.mesh)
         )
     _CURRENT = me
+
+
+def seed(device_type: str) -> None:
+    """The state of random numbers that every rank and every test begins with."""
+    import torch
+
+    random.seed(SEED)
+    if device_type == "cpu":
+        # torch.manual_seed keeps a traceback for each kind of device that is not there: 2 ms in a new rank.
+        torch.default_generator.manual_seed(SEED)
+    else:
+        torch.manual_seed(SEED)
 
 
 def torchrun_environment(place: Place, size: int, address: str, port: int) -> dict[str, str]:

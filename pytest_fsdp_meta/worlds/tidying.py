@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import random
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pytest_fsdp_meta.worlds.rank import SEED, current
+from pytest_fsdp_meta.worlds.rank import current, seed
 
 if TYPE_CHECKING:
     import torch
@@ -65,8 +64,9 @@ def tidy() -> Left:
 
     before = _BEGINNING
     assert before is not None, "remember() comes first"
-    os.environ.clear()
-    os.environ.update(before.environ)
+    if os.environ != before.environ:
+        os.environ.clear()
+        os.environ.update(before.environ)
     os.chdir(before.folder)
     current().state.clear()
     torch.set_default_dtype(before.dtype)
@@ -74,8 +74,7 @@ def tidy() -> Left:
     torch.set_grad_enabled(True)
     mode, warn_only, torch.utils.deterministic.fill_uninitialized_memory = before.deterministic
     torch.use_deterministic_algorithms(mode, warn_only=warn_only)
-    random.seed(SEED)
-    torch.manual_seed(SEED)
+    seed(current().device.type)
     stays = {
         "threads": not _threads() <= before.threads,
         "another process group": dist.group.WORLD is not before.group,

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 LIMIT = 64 * 1024
@@ -67,7 +68,7 @@ def redirect(path: Path) -> None:
     sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
     with suppress(ValueError, AttributeError):
         # C keeps what it writes into a file until the process exits, which a rank does not: it is killed.
-        ctypes.CDLL(None).setvbuf(_c_stdout(), None, _IOLBF, ctypes.c_size_t(0))
+        _libc().setvbuf(_c_stdout(), None, _IOLBF, ctypes.c_size_t(0))
 
 
 def flush() -> None:
@@ -76,12 +77,18 @@ def flush() -> None:
         with suppress(Exception):  # the user's code may have closed or replaced it
             stream.flush()
     with suppress(ValueError, AttributeError):
-        ctypes.CDLL(None).fflush(_c_stdout())
+        _libc().fflush(_c_stdout())
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    """Made once: making it takes as long as the rest of an answer."""
+    return ctypes.CDLL(None)
 
 
 def _c_stdout() -> ctypes.c_void_p:
     """Raises ValueError where C calls it otherwise."""
-    return ctypes.c_void_p.in_dll(ctypes.CDLL(None), "__stdoutp" if sys.platform == "darwin" else "stdout")
+    return ctypes.c_void_p.in_dll(_libc(), "__stdoutp" if sys.platform == "darwin" else "stdout")
 
 
 class Follower:
