@@ -10,7 +10,7 @@ RAY := .venv-ray/bin
 
 SYSTEMS := $(notdir $(patsubst %/requirements.txt,%,$(wildcard conformance/systems/*/requirements.txt)))
 
-.PHONY: help conformance test lint check matrix architectures bench soak gpu format docs clean ray systems $(SYSTEMS:%=system-%)
+.PHONY: help conformance test lint check matrix architectures bench bench-catalogue bench-worlds bench-faults soak gpu format docs clean ray systems $(SYSTEMS:%=system-%)
 
 help:
 	@echo "make conformance  install, then judge real loaders on real ranks (GPUs where there are enough, else CPU)"
@@ -20,7 +20,8 @@ help:
 	@echo "make lint         ruff, mypy, import-linter"
 	@echo "make matrix       every loader against every check: build/matrix.json, .md and .svg"
 	@echo "make architectures  every causal language model of transformers, judged: build/architectures-*.json"
-	@echo "make bench        what the catalogue costs, and how fast weights are verified"
+	@echo "make bench        what the catalogue costs, how fast weights are verified, worlds and their faults beside the peers"
+	@echo "                  (alone: make bench-worlds, make bench-faults), to benchmarks/results"
 	@echo "make soak         four workers on eight slots for ten minutes: no slot used twice, nothing left"
 	@echo "make gpu          what only a machine with a GPU can show; writes benchmarks/results/DATE-gpu.md"
 	@echo "make clean        removes the environments and what was built"
@@ -78,10 +79,28 @@ architectures: .venv/installed
 	$(BIN)/python -m conformance.architectures
 	$(BIN)/python -m conformance.architectures --loader plain
 
-# Speed and memory, side by side with the bare work.
-bench: .venv/installed
-	$(BIN)/python -m benchmarks.catalogue
-	$(BIN)/python -m benchmarks.verification
+# Speed and memory, side by side with the bare work and with the peers; written to files of the day.
+DATED := benchmarks/results/$(shell date +%F)
+TESTS ?= 20
+
+bench: bench-catalogue bench-worlds bench-faults
+
+bench-catalogue: .venv/installed
+	$(BIN)/python -m benchmarks.catalogue | tee $(DATED)-catalogue.txt
+	$(BIN)/python -m benchmarks.verification | tee $(DATED)-verification.txt
+
+bench-worlds: .venv-peers/installed
+	.venv-peers/bin/python -m benchmarks.worlds --tests $(TESTS) --out $(DATED)-worlds.md
+
+bench-faults: .venv-peers/installed
+	.venv-peers/bin/python -m benchmarks.faults --out $(DATED)-faults.md
+
+# Whatever else pip finds, torch comes first and pinned. Of the peers, only what an index has: see the file.
+.venv-peers/installed: benchmarks/peers/requirements.txt
+	$(PYTHON) -m venv .venv-peers
+	.venv-peers/bin/python -m pip install --quiet torch==2.13.0
+	.venv-peers/bin/python -m pip install --quiet -r benchmarks/peers/requirements.txt
+	@touch $@
 
 soak: .venv/installed
 	$(BIN)/python -m benchmarks.soak --seconds 600

@@ -1,0 +1,17 @@
+"""A fresh World for each test, and nothing else of the plugin."""
+
+import sys
+
+import bodies
+import pytest
+
+from pytest_fsdp_meta.worlds import Preload, Sources, World, WorldSpec
+
+PRELOAD = Preload(Sources(tuple(sys.path)), test_modules=["bodies"])
+PRELOAD.start()
+
+
+@pytest.mark.parametrize("number", range(bodies.TESTS))
+def test_body(number):
+    with World(WorldSpec({"dp_shard": bodies.WORLD}, timeout=bodies.LIMIT), PRELOAD) as world:
+        world.run("bodies:run", number)

@@ -1,0 +1,15 @@
+"""garrett361/dtest: spawns a world for each test. On no index: taken from its repository where it is installed."""
+
+import bodies
+import pytest
+from dtest import DTest
+
+
+class TestBodies(DTest):
+    requires_cuda_env = False
+    default_world_size = bodies.WORLD
+    _init_timeout_sec = int(bodies.LIMIT)
+
+    @pytest.mark.parametrize("number", range(bodies.TESTS))
+    def test_body(self, number):
+        bodies.run(number)
