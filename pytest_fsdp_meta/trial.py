@@ -27,7 +27,7 @@ from pytest_fsdp_meta.reference import record_at
 from pytest_fsdp_meta.reloading import NOT_ASKED, Reloading, odd_model, other_size, unavailable
 from pytest_fsdp_meta.subject import SubjectError
 from pytest_fsdp_meta.traffic import Collective, RankCollectives, RankMemory
-from pytest_fsdp_meta.worlds import DEFAULT_MESH_DIM, Engine, Listener, World, WorldError, WorldSpec
+from pytest_fsdp_meta.worlds import DEFAULT_MESH_DIM, Engine, Listener, World, WorldError, WorldSpec, folders
 
 OBSERVERS = "pytest_fsdp_meta.observers"
 """Observers are called by name: they import torch, and the pytest process need not."""
@@ -81,7 +81,7 @@ class Trial:
         Raises LoaderFailed when the loader gives no subject on every rank.
         """
         try:
-            temporary = TemporaryDirectory(prefix="fsdp-trial-", ignore_cleanup_errors=True)
+            temporary = TemporaryDirectory(prefix=folders.prefix("trial"), ignore_cleanup_errors=True)
         except OSError as error:
             raise LoaderFailed(f"no temporary folder can be made: {error}; TMPDIR says where") from error
         with temporary as folder:

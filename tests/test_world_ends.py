@@ -139,8 +139,7 @@ def test_ranks_end_when_their_parent_is_killed(tmp_path: Path, how: str, method:
         process.kill()
         process.wait()
         assert_gone(pids, seconds=5.0)
-        if how == "collective":
-            assert not list(tmp_path.glob("fsdp-*"))
+    assert not list(tmp_path.glob("fsdp-*"))
 
 
 def test_spawned_ranks_end_when_their_parent_is_killed(tmp_path: Path) -> None:
@@ -176,4 +175,4 @@ def test_a_parent_killed_while_it_starts_leaves_nothing(tmp_path: Path, delay: f
     while left := processes_with(word):
         assert time.monotonic() < deadline, f"still there: {left}"
         time.sleep(0.1)
-    assert not list(tmp_path.glob("fsdp-preload-*"))
+    assert not list(tmp_path.glob("fsdp-*"))

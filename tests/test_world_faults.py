@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -316,3 +317,28 @@ def test_the_same_exception_on_all_ranks_is_no_vote_unless_it_was_asked_for() ->
             voting.run(vote, {0: 0.0, 1: 0.0})
         assert caught.value.unanimous == "builtins.LookupError"
         assert not voting.alive
+
+
+def test_the_process_that_ranks_are_forked_from_is_killed() -> None:
+    broken = world(2)
+    (server,) = set(broken.run(os.getppid))
+    threading.Timer(0.3, os.kill, (server, signal.SIGKILL)).start()
+    error = fails(broken, time.sleep, 1000)
+    assert error.summary == (
+        "ranks 0, 1 were killed with the process that ranks are forked from, which somebody has ended"
+    )
+
+
+def test_no_file_descriptor_is_left() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = len(os.listdir("/proc/self/fd")) + 8
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    try:
+        with pytest.raises(WorldError) as caught:
+            world(8)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert str(caught.value) == (
+        f"no file descriptor is left for another rank, of which each takes four in the pytest process ({most} at most, "
+        "see ulimit -n)"
+    )

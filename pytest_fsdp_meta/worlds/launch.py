@@ -98,7 +98,12 @@ class Preload:
         dies_with_parent = forked or threading.current_thread() is threading.main_thread()
         with there:
             process = self.launch_process(main, (there, task, dies_with_parent), name=f"rank{task.place.rank}")
-        return LocalMember(task.place.rank, process, here, task.output, task.stacks, self.end_strays)
+        return LocalMember(task.place.rank, process, here, task.output, task.stacks, self.end_strays, self._is_orphan)
+
+    def _is_orphan(self) -> bool:
+        """Whether the process that ranks were forked from has ended, which ends them."""
+        with _LOCK:
+            return self._server is not None and self._server.ends(0.5)
 
     def end_strays(self) -> None:
         """Ends what ranks that are gone have left behind."""

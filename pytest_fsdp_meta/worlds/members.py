@@ -17,6 +17,8 @@ from pytest_fsdp_meta.worlds import memory, post, tracebacks
 from pytest_fsdp_meta.worlds.failures import RankFailure, describe_exit
 from pytest_fsdp_meta.worlds.written import Written, read
 
+UNTOLD = 255
+
 
 @dataclass
 class LocalMember:
@@ -28,6 +30,7 @@ class LocalMember:
     output: Path
     stacks: Path
     end_strays: Callable[[], None] = lambda: None
+    is_orphan: Callable[[], bool] = lambda: False
     shortages: int = field(default_factory=memory.shortages)
 
     @property
@@ -68,7 +71,11 @@ class LocalMember:
         when = time.monotonic()
         self.process.join(1.0)
         kind, summary = describe_exit(self.process.exitcode)
-        if self.process.exitcode == -signal.SIGKILL and memory.shortages() > self.shortages:
+        # Multiprocessing makes up an exit code where nobody is left to tell it.
+        orphan = self.process.exitcode == UNTOLD and self.is_orphan()
+        if orphan:
+            kind, summary = "killed", "was killed with the process that ranks are forked from, which somebody has ended"
+        if (orphan or self.process.exitcode == -signal.SIGKILL) and memory.shortages() > self.shortages:
             summary += memory.SEEN
         return RankFailure(self.rank, kind, summary, when=when)
 

@@ -6,7 +6,9 @@ Elsewhere the process group of a rank is all that ends with it.
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
+import resource
 import signal
 import sys
 import time
@@ -22,6 +24,17 @@ NONE = ctypes.c_ulong(0)
 PAUSE = 0.002
 THREADS = 16
 """Where in /proc/PID/stat after the state the number of threads is."""
+
+
+def no_descriptors(error: OSError) -> str:
+    """The line to tell with an error that says that there is no file descriptor left; else empty."""
+    if error.errno not in (errno.EMFILE, errno.ENFILE):
+        return ""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return (
+        f"no file descriptor is left for another rank, of which each takes four in the pytest process ({most} at most, "
+        "see ulimit -n)"
+    )
 
 
 def die_with_parent(number: int = signal.SIGKILL) -> None:

@@ -22,7 +22,7 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
-from pytest_fsdp_meta.worlds import measured, processes
+from pytest_fsdp_meta.worlds import folders, measured, processes
 from pytest_fsdp_meta.worlds.preload import REQUEST
 from pytest_fsdp_meta.worlds.spec import Sources
 
@@ -34,7 +34,7 @@ class Server:
     """Starts to import at once, in the background; ended with this object, or with this process."""
 
     def __init__(self, modules: Sequence[str], sources: Sources) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="fsdp-preload-"))
+        self._folder = Path(tempfile.mkdtemp(prefix=folders.prefix("preload")))
         self._report: tuple[str, dict[str, str]] | None = None
         self._kept: frozenset[int] = frozenset()
         """What the imported modules have started, which is theirs."""
@@ -46,6 +46,7 @@ class Server:
             "files": dict(sources.modules),
             "before": sources.before,
             "measuring": None if measuring is None else asdict(measuring),
+            "leftovers": folders.pattern(),
             "parent": os.getpid() if threading.current_thread() is threading.main_thread() else None,
         }
         (self._folder / "request").write_text(json.dumps(request), "utf-8")
@@ -85,6 +86,13 @@ class Server:
             os.close(self._server._forkserver_alive_fd)
             self._server._forkserver_pid = None
         return self._server._forkserver_pid is not None
+
+    def ends(self, seconds: float) -> bool:
+        """Whether it has ended, or does within so long: its descriptors are closed a moment before."""
+        deadline = time.monotonic() + seconds
+        while self.alive and time.monotonic() < deadline:
+            time.sleep(0.005)
+        return not self.alive
 
     def end_strays(self, ranks: Callable[[], Collection[int]]) -> None:
         """Ends what ranks that are gone have left behind, in other process groups and sessions too."""

@@ -21,27 +21,25 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pytest_fsdp_meta.worlds import processes
+from pytest_fsdp_meta.worlds import folders, processes
 from pytest_fsdp_meta.worlds.measured import preloading
 from pytest_fsdp_meta.worlds.preload import REQUEST, preload, share, why_unsafe
 from pytest_fsdp_meta.worlds.spec import Sources
 from pytest_fsdp_meta.worlds.warned import hear_all
 
-PATIENCE = 0.8
+PATIENCE = 0.5
 """Seconds for ranks to end by themselves."""
 MADV_COLLAPSE = 25
 """Of Linux 6.1 and later; the mmap module does not name it."""
 
 
 def _serve(folder: Path) -> None:
-    # The parent removes the folder when it has read the report, unless it was killed before.
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     request = json.loads((folder / "request").read_text("utf-8"))
     atexit.register(_forget_address, _address(), os.getppid(), os.getpid())
-    with _ending_with(request["parent"], folder):
+    with _ending_with(request["parent"], request["leftovers"]):
         failed = _import(request)
     processes.adopt_orphans()
-    atexit.register(_end_ranks, os.getpid())
+    atexit.register(_end_ranks, os.getpid(), request["leftovers"])
     told = {"objection": why_unsafe(), "failed": failed, "children": sorted(processes.children(os.getpid()))}
     unfinished = folder / "report.part"
     unfinished.write_text(json.dumps(told), "utf-8")
@@ -72,7 +70,7 @@ def _import(request: dict[str, Any]) -> dict[str, str]:
 
 
 @contextmanager
-def _ending_with(parent: int | None, folder: Path) -> Iterator[None]:
+def _ending_with(parent: int | None, leftovers: str) -> Iterator[None]:
     """While it imports, this process does not see that its parent has gone: the system tells it by a signal.
 
     ``parent`` is None where a thread of it has started this process, whose end would be taken for the parent's.
@@ -84,7 +82,7 @@ def _ending_with(parent: int | None, folder: Path) -> Iterator[None]:
     address = _address()
 
     def leave(*_: object) -> None:
-        shutil.rmtree(folder, ignore_errors=True)
+        folders.remove(leftovers)
         _forget_address(address, parent, os.getpid())
         os._exit(1)
 
@@ -117,10 +115,10 @@ def _forget_address(address: Path | None, parent: int | None, server: int) -> No
         shutil.rmtree(address.parent, ignore_errors=True)
 
 
-def _end_ranks(server: int) -> None:
-    """When the parent has gone, ranks end by themselves and clean up; those that cannot are ended here, children too.
+def _end_ranks(server: int, leftovers: str) -> None:
+    """When the parent has gone, ranks end by themselves; those that cannot are ended here, and what they have started.
 
-    The system would end the ranks with this process, but not what they have started.
+    The system would end the ranks with this process, and nothing else.
     """
     if os.getpid() != server:
         return
@@ -128,6 +126,7 @@ def _end_ranks(server: int) -> None:
     while processes.children(server) and time.monotonic() < deadline:
         time.sleep(processes.PAUSE)
     processes.end_children(server)
+    folders.remove(leftovers)
 
 
 def _make_cheap_to_fork() -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from pytest_fsdp_meta.worlds import disk, hang, post
+from pytest_fsdp_meta.worlds import disk, folders, hang, post, processes
 from pytest_fsdp_meta.worlds.debugging import BORROWING, RETURNING
 from pytest_fsdp_meta.worlds.engine import Engine, Member
 from pytest_fsdp_meta.worlds.failures import RankFailure, WorldError
@@ -152,11 +152,15 @@ class World:
             raise  # it has ended, unless its ranks voted
         except BaseException as error:
             # Of the ranks' own errors they have said it themselves.
-            full = disk.hint(self._folder or tempfile.gettempdir(), error) if isinstance(error, OSError) else ""
+            want = self._want(error) if isinstance(error, OSError) else ""
             self.close()
-            if full:
-                raise WorldError([RankFailure(0, "unstarted", full, user=True)], doing, label=self.label) from error
+            if want:
+                raise WorldError([RankFailure(0, "unstarted", want, user=True)], doing, label=self.label) from error
             raise
+
+    def _want(self, error: OSError) -> str:
+        """What this machine has no more of, in one line that says what to do; empty for another error."""
+        return disk.hint(self._folder or tempfile.gettempdir(), error) or processes.no_descriptors(error)
 
     def close(self) -> None:
         """Ends every rank, at once and whatever it is doing; safe to call twice. Ctrl-C waits until it is done."""
@@ -231,7 +235,7 @@ class World:
     def _launch(self) -> None:
         # Before multiprocessing joins all processes at exit, which would wait for ranks of a forgotten world for ever.
         self._at_exit = util.Finalize(None, self.close, exitpriority=1)
-        self._folder = Path(tempfile.mkdtemp(prefix="fsdp-world-"))
+        self._folder = Path(tempfile.mkdtemp(prefix=folders.prefix("world")))
         leftovers = str(self._folder), *self._shared
         for member in self._engine.launch(self.spec, self._folder, leftovers):
             self._members.append(member)

@@ -1,0 +1,27 @@
+"""Temporary folders of this process, by whose names its fork server finds what is left when it has been killed."""
+
+from __future__ import annotations
+
+import glob
+import os
+import secrets
+import shutil
+import tempfile
+
+_RUN = secrets.token_hex(4)
+"""No other process has it, not even one of another machine or container that shares the disk."""
+
+
+def prefix(kind: str) -> str:
+    """How the name of such a folder begins."""
+    return f"fsdp-{kind}-{_RUN}-"
+
+
+def pattern() -> str:
+    """All that this process makes, for ``remove``."""
+    return os.path.join(glob.escape(tempfile.gettempdir()), f"fsdp-*-{_RUN}-*")
+
+
+def remove(pattern: str) -> None:
+    for folder in glob.glob(pattern):
+        shutil.rmtree(folder, ignore_errors=True)
