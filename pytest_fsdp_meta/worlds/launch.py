@@ -125,6 +125,15 @@ class Preload:
 
     def launch_process(self, target: Callable[..., None], args: tuple[Any, ...], name: str) -> BaseProcess:
         self.start()
+        try:
+            return self._start(target, args, name)
+        except (ConnectionError, EOFError):
+            if self._server is None or not self._server.ends(1.0):
+                raise
+        self.ready()  # it was ended from outside since somebody looked: a new one
+        return self._start(target, args, name)
+
+    def _start(self, target: Callable[..., None], args: tuple[Any, ...], name: str) -> BaseProcess:
         # Not daemonic: a daemonic process may have no children, and loaders have DataLoader workers.
         context: Any = multiprocessing.get_context("spawn" if self.method == "spawn" else "forkserver")
         process: BaseProcess = context.Process(target=target, args=args, name=name)
