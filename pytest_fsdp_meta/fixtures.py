@@ -45,7 +45,9 @@ class FsdpWorld:
         while another thread's call runs. A skip or xfail on all ranks is the test's.
         """
         __tracebackhide__ = True
-        return self._keeper.call(function, args, kwargs)
+        results = self._keeper.call(function, args, kwargs)
+        self._keeper.ear.warn()  # here, where pytest.warns and the like may be waiting for it
+        return results
 
     def outputs(self) -> list[str]:
         """What each rank has written to stdout and stderr."""

@@ -60,3 +60,51 @@ def test_s_under_xdist(project: Project) -> None:
     result = project.run("-s", "-n1")
     result.assert_outcomes(passed=3, errors=2)
     assert result.stdout.str().count("Captured rank 0 setup") == 1
+
+
+BODIES = """
+import warnings
+import pytest
+from pytest_fsdp_meta import fsdp_spmd
+
+def speak(word):
+    from pytest_fsdp_meta.worlds import current
+    print(f"{word} from {current().rank}")
+    warnings.warn(f"{word} again", DeprecationWarning)
+
+pytestmark = pytest.mark.fsdp_world(scope="module")
+
+def test_first(fsdp_world):
+    with pytest.warns(DeprecationWarning, match="first again .on ranks 0, 1."):
+        fsdp_world.run(speak, "first")
+
+def test_second(fsdp_world):
+    fsdp_world.run(speak, "second")
+    assert fsdp_world.size == 3
+
+@fsdp_spmd(world_size=2, scope="module")
+def test_third(fsdp):
+    speak("third")
+    assert fsdp.rank == 0
+"""
+
+
+def test_of_a_world_that_serves_many_each_test_has_its_own(project: Project) -> None:
+    project.write("test_it.py", BODIES)
+    result = project.run()
+    result.assert_outcomes(passed=1, failed=2, warnings=2)
+    text = result.stdout.str()
+    for word in ("second", "third"):
+        for rank in (0, 1):
+            section = text.split(f"Captured rank {rank} call")[1 if word == "second" else 2]
+            assert section.split("\n")[1] == f"{word} from {rank}"
+        assert f"DeprecationWarning: {word} again (on ranks 0, 1)" in text
+    assert "first from" not in text
+    assert "first again" not in text
+
+
+def test_a_warning_that_is_an_error_is_raised_by_the_call(project: Project) -> None:
+    project.write("test_it.py", BODIES)
+    result = project.run("-k", "second", "-W", "error:second")
+    result.assert_outcomes(failed=1)
+    assert "DeprecationWarning: second again (on ranks 0, 1)" in result.stdout.str()

@@ -32,6 +32,10 @@ def column(config: pytest.Config) -> int:
     return config.get_terminal_writer().width_of_current_line if shown else 0
 
 
+def _told(error: Warning) -> str:
+    return "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
+
+
 class Ear(Listener):
     """One per pytest session; hears all its worlds."""
 
@@ -60,7 +64,12 @@ class Ear(Listener):
             self._progress.end()
             self._coverage.collect()
         if errors := self._warnings.tell():
-            pytest.fail("\n".join(errors), pytrace=False)
+            pytest.fail("\n".join(map(_told, errors)), pytrace=False)
+
+    def warn(self) -> None:
+        """Raises again what the last call warned of. Raises the first that the user's filters make an error of."""
+        for error in self._warnings.tell():
+            raise error
 
     def debug(self) -> None:
         """The session begins: --pdb is about ranks from now on."""

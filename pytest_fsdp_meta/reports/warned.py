@@ -25,15 +25,16 @@ class Warnings:
         elif world.label not in alone:
             alone.append(world.label)
 
-    def tell(self) -> list[str]:
-        """Raises them all again, and returns what to say of those that the user's filters make errors of."""
+    def tell(self) -> list[Warning]:
+        """Raises them all again, and returns those that the user's filters make errors of."""
         heard, self._heard = self._heard, {}
-        errors: list[str] = []
+        errors = []
         for one, (ranks, alone) in heard.items():
             try:
                 raise_again(one, f"on {name_ranks(ranks)}" if ranks else f"in {' and '.join(alone)}")
             except Warning as error:
-                errors.append(f"{type(error).__name__}: {error}\nraised at {one.file}:{one.line}")
+                error.__notes__ = [f"raised at {one.file}:{one.line}"]  # type: ignore[attr-defined]
+                errors.append(error)
         return errors
 
 
