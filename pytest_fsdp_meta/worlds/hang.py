@@ -43,7 +43,7 @@ def _ask(members: Sequence[Member]) -> dict[int, Whereabouts]:
     deadline = time.monotonic() + PATIENCE
     while asked and (left := deadline - time.monotonic()) > 0:
         ready = connection.wait([handle for member in asked for handle in member.handles], left)
-        for member in [one for one in asked if any(handle in ready for handle in one.handles)]:
+        for member in [one for one in asked if one.has_news or any(handle in ready for handle in one.handles)]:
             message = member.hear()
             if message is None or message[0] == QUESTION[0]:
                 asked.remove(member)
