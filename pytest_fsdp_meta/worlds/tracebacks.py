@@ -9,7 +9,13 @@ import threading
 import traceback
 from pathlib import Path
 
-PLUMBING = ("multiprocessing/", "pytest_fsdp_meta/worlds/rank.py", '"<string>"', "runpy")
+PLUMBING = (
+    "multiprocessing/",
+    "pytest_fsdp_meta/worlds/rank.py",
+    "pytest_fsdp_meta/worlds/channel.py",
+    '"<string>"',
+    "runpy",
+)
 
 NO_FRAME = "  <no Python frame>"
 """What faulthandler says of the threads of a C++ library."""
