@@ -9,9 +9,13 @@ import pytest
 pytest.importorskip("ray", reason="Ray is not installed here; make ray has it")
 
 from pytest_fsdp_meta.worlds import RayEngine
-from tests import test_world_faults, world_help
+from tests import world_help
 from tests.ray_help import cluster_of, engine_of
+from tests.test_world_ends import *  # noqa: F403
 from tests.test_world_faults import *  # noqa: F403
+from tests.test_world_hangs import *  # noqa: F403
+from tests.test_world_output import *  # noqa: F403
+from tests.test_world_resources import *  # noqa: F403
 
 OTHERWISE = {
     "test_a_rank_that_cannot_have_its_device": "the cluster is asked for GPUs first, which it has not",
@@ -27,13 +31,8 @@ def ray_engine() -> Iterator[RayEngine]:
 
 
 @pytest.fixture(autouse=True)
-def _on_the_cluster(
-    request: pytest.FixtureRequest, ray_engine: RayEngine, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[None]:
+def _on_the_cluster(request: pytest.FixtureRequest, ray_engine: RayEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     name = request.node.originalname
-    assert OTHERWISE.keys() <= vars(test_world_faults).keys()
     if name in OTHERWISE:
         pytest.skip(OTHERWISE[name])
     monkeypatch.setattr(world_help, "preload", lambda: ray_engine)
-    yield
-    assert ray_engine.seats or "start" in name, "this test has not used the cluster"
