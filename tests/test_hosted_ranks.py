@@ -56,7 +56,7 @@ class OneHost:
             task = Assignment(
                 Place(rank, rank, spec.size), spec, preload().sources, "", (), environ, self.cwd or os.getcwd()
             )
-            member.begin(Order(task, self.shared))
+            member.begin(Order(task, self.shared, (*leftovers, *self.shared)))
             failure = member.await_start(60)
             if failure is not None:
                 member.release()
@@ -178,6 +178,16 @@ def test_a_machine_that_does_not_share_the_folder_of_the_trial(host: Host) -> No
         "node 127.0.0.1 does not see /not/shared, where the ranks of a loader meet their reference; set TMPDIR to a "
         "folder that all nodes share"
     )
+
+
+def test_a_machine_that_cannot_start_a_rank() -> None:
+    class Broken(Preload):
+        def ready(self) -> None:
+            raise EOFError("the server is gone")
+
+    with pytest.raises(WorldError) as caught:
+        pair(OneHost(Host(Broken(preload().sources), HOME, KEY))).start()
+    assert str(caught.value) == "node 127.0.0.1 could not start a rank: EOFError: the server is gone"
 
 
 def test_what_the_rank_is_told_comes_from_both_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,14 +14,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from pytest_fsdp_meta.worlds import post, wire
+from pytest_fsdp_meta.worlds import disk, folders, post, wire
 from pytest_fsdp_meta.worlds.failures import Misuse
 from pytest_fsdp_meta.worlds.launch import Preload
 from pytest_fsdp_meta.worlds.members import LocalMember
@@ -43,6 +43,8 @@ class Order:
     task: Assignment
     shared: Sequence[str] = ()
     """Folders of the parent's that this machine must see."""
+    leftovers: Sequence[str] = ()
+    """Folders that go when the parent is killed."""
 
 
 @dataclass(frozen=True)
@@ -82,30 +84,32 @@ class Host:
             self._keep(parent, first)
 
     def _keep(self, parent: Connection, order: Order) -> None:
-        folder = Path(tempfile.mkdtemp(prefix="fsdp-world-"))
-        member: LocalMember | None = None
-        try:
+        with ExitStack() as stack:
             try:
+                folder = Path(tempfile.mkdtemp(prefix=folders.prefix("world")))
+                stack.callback(shutil.rmtree, folder, ignore_errors=True)
                 task = settle_in(order, folder, self.address)
                 self._preload.ready()
                 member = self._preload.launch_rank(task)
-            except (Misuse, OSError) as error:
-                _tell(parent, "refused", str(error))
-            else:
-                _tell(parent, "started", time.monotonic(), str(task.output))
-                relay = _Relay(parent, member, folder)
-                try:
-                    relay.run()
-                finally:
-                    if not relay.dismissed:  # what a parent removes that ends as it should
-                        for left in order.shared:
-                            shutil.rmtree(left, ignore_errors=True)
-        finally:
-            if member is not None:
-                member.kill()
-                member.join(5.0)
-                member.release()
-            shutil.rmtree(folder, ignore_errors=True)
+            except Exception as error:
+                why = f"could not start a rank: {disk.hint(tempfile.gettempdir(), error) or describe(error)}"
+                _tell(parent, "refused", str(error) if isinstance(error, Misuse) else f"node {self.address} {why}")
+                return
+            relay = _Relay(parent, member, folder)
+            stack.callback(relay.tidy_up, order.leftovers)
+            stack.callback(_end, member)  # before the others, so that it writes nothing more
+            _tell(parent, "started", time.monotonic(), str(task.output))
+            relay.run()
+
+
+def _end(member: LocalMember) -> None:
+    member.kill()
+    member.join(5.0)
+    member.release()
+
+
+def describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def settle_in(order: Order, folder: Path, address: str) -> Assignment:
@@ -141,6 +145,11 @@ class _Relay:
     folder: Path
     dismissed: bool = False
     """Whether the parent has ended the rank itself, or knows how it ended."""
+
+    def tidy_up(self, leftovers: Sequence[str]) -> None:
+        """Removes what a parent removes that ends as it should."""
+        for folder in () if self.dismissed else leftovers:
+            shutil.rmtree(folder, ignore_errors=True)
 
     def run(self) -> None:
         """Until the rank has ended and the parent has been told, or the parent has gone."""
