@@ -90,6 +90,41 @@ def test_what_the_fork_server_imports(measured: Project) -> None:
     assert executed(measured) == RUN
 
 
+BODIES = """
+from pytest_fsdp_meta import fsdp_spmd
+
+@fsdp_spmd(world_size=2, scope="module")
+def test_body(fsdp):
+    if fsdp.rank == 0:
+        value = 1
+    else:
+        value = 2
+    assert value == fsdp.rank + 1
+    if fsdp.rank == 7:
+        value = 3
+
+@fsdp_spmd(world_size=2, scope="module")
+def test_more(fsdp):
+    helper(fsdp.rank)
+
+def helper(rank):
+    if rank == 1:
+        return 5
+    return 6
+
+def test_world(fsdp_world):
+    assert fsdp_world.run(helper, 1) == [5, 5]
+"""
+
+
+def test_bodies_on_ranks_to_the_branch(project: Project) -> None:
+    path = project.write("test_it.py", BODIES)
+    result = project.run("--cov=.", "--cov-branch", "--cov-report=term-missing")
+    result.assert_outcomes(passed=3)
+    missed = next(n for n, line in enumerate(path.read_text().splitlines(), 1) if "value = 3" in line)
+    result.stdout.re_match_lines([rf"test_it\.py +18 +1 +6 +1 +\d+% +{missed}$"])
+
+
 def test_coverage_run(measured: Project) -> None:
     command = f"{sys.executable} -m coverage run --source=. -m pytest -p no:cacheprovider"
     measured.shell(command).assert_outcomes(passed=2, errors=1)

@@ -162,8 +162,8 @@ class Desk:
 
     def failed(self, error: WorldError) -> None:
         """Ends the session where a rank has failed because the user has typed "quit"."""
-        self._last = None
-        if any(failure.exception == QUIT for failure in error.failures):
+        lent, self._last = self._last is not None, None
+        if lent and any(failure.exception == QUIT for failure in error.failures):
             pytest.exit("Quitting debugger")
 
 
