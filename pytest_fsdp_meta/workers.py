@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -83,11 +83,12 @@ class Devices:
     @contextmanager
     def running(self, what: str, item: pytest.Item) -> Iterator[tuple[str, str]]:
         """Within it, a crash of this worker is noted; yields (worker, item) of an earlier crash, or empty ones."""
-        if self._sharing is None:
-            yield "", ""
-            return
-        worker: str = self._config.workerinput["workerid"]  # type: ignore[attr-defined]
-        with self._sharing.running(what, f"{worker} {item.name}") as before:
+        before = ""
+        with ExitStack() as stack:
+            if self._sharing is not None:
+                worker: str = self._config.workerinput["workerid"]  # type: ignore[attr-defined]
+                with suppress(LeaseError):  # told where a device is taken
+                    before = stack.enter_context(self._sharing.running(what, f"{worker} {item.name}"))
             who, _, where = before.partition(" ")
             yield who, where
 

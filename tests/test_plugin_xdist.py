@@ -9,7 +9,8 @@ import pytest
 
 from pytest_fsdp_meta.catalogue import built_in
 from pytest_fsdp_meta.scheduling import by_loader, loader_of
-from tests.conftest import Project
+from pytest_fsdp_meta.worlds import folder_of
+from tests.conftest import Project, errors
 
 LOADERS = """
 import os
@@ -209,6 +210,21 @@ def test_the_folder_of_the_run_goes(project: Project, monkeypatch: pytest.Monkey
         project.run("-n1").assert_outcomes(passed=1)
         assert not [name for name in os.listdir(odd) if name.startswith(("fsdp-", "pymp-"))]
     assert project.notes == ["there", "there"]
+
+
+def test_a_folder_of_somebody_else(project: Project) -> None:
+    project.loaders("@fsdp_conformance(only=['no_meta_params'])\ndef test_x(fsdp): return load(fsdp)\n")
+    name = f"the run of {os.getpid()}"
+    folder_of(name).symlink_to(project.path)
+    try:
+        counting = project.run("-n1", "--testrunuid", name)
+        leasing = project.run("-n1", "--testrunuid", name, "--fsdp-device=cpu")
+    finally:
+        folder_of(name).unlink()
+    told = f"devices cannot be shared: {folder_of(name)} belongs to somebody else; remove it"
+    assert errors(counting) == [f"test_it.py::test_x: @fsdp_conformance: {told}"]
+    leasing.assert_outcomes(errors=1)
+    leasing.stdout.fnmatch_lines([f"*{told}*"])
 
 
 def test_a_long_wait_is_told(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:

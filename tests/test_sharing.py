@@ -46,7 +46,7 @@ def test_a_folder_of_somebody_else_is_not_used(folder: Path, tmp_path: Path) -> 
 
 def test_no_folder_can_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(LeaseError, match=r"^devices cannot be shared: .*/file/run: Not a directory$"):
+    with pytest.raises(LeaseError, match=r"^devices cannot be shared: .*/file/run: Not a directory; set TMPDIR"):
         Presence(tmp_path / "file" / "run")
 
 

@@ -29,6 +29,7 @@ PATIENCE = 3600.0
 ORPHANS = 2.0
 """Seconds in which the ranks of a worker that was killed end by themselves."""
 QUEUE = "queue"
+REMEDY = "set TMPDIR to a folder of this machine's own disk"
 Waiting: TypeAlias = Callable[[str], None]
 """Takes a line that says what is waited for and who holds it; called every second of a long wait."""
 
@@ -174,7 +175,7 @@ class Leases:
         try:
             return FileLock.attempt(path)
         except OSError as error:
-            raise LeaseError(f"devices cannot be leased: {path}: {error.strerror}") from error
+            raise LeaseError(f"devices cannot be leased: {path}: {error.strerror}; {REMEDY}") from error
 
 
 @dataclass(frozen=True)

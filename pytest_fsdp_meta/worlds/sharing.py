@@ -21,7 +21,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from pytest_fsdp_meta.worlds import processes
-from pytest_fsdp_meta.worlds.leases import PATIENCE, Lease, LeaseError, Leases, Waiting
+from pytest_fsdp_meta.worlds.leases import PATIENCE, REMEDY, Lease, LeaseError, Leases, Waiting
 from pytest_fsdp_meta.worlds.locks import FileLock
 from pytest_fsdp_meta.worlds.spec import WorldSpec
 
@@ -49,7 +49,7 @@ class Presence:
         try:
             self._lock = self._enter()
         except OSError as error:
-            raise LeaseError(f"devices cannot be shared: {folder}: {error.strerror}") from error
+            raise LeaseError(f"devices cannot be shared: {folder}: {error.strerror}; {REMEDY}") from error
 
     def _enter(self) -> FileLock:
         with suppress(FileExistsError):
@@ -121,17 +121,23 @@ class Sharing:
 
     @contextmanager
     def running(self, what: str, note: str) -> Iterator[str]:
-        """Leaves the note while the block runs; yields that of a worker that ended in its own block, or nothing."""
+        """Leaves the note while the block runs; yields that of a worker that ended in its own block, or nothing.
+
+        Raises LeaseError where nothing can be noted.
+        """
         path = self._here() / f"runs-{hashlib.sha256(what.encode()).hexdigest()[:16]}"
-        lock = FileLock.attempt(path)
+        lock = _attempt(path)
         if lock is None:
             yield ""  # with --dist=each another worker runs it at the same time
             return
+        before = ""
         try:
-            before = path.read_text("utf-8")
-            path.write_text(before or note, "utf-8")
+            with suppress(OSError):  # the disk is full
+                before = path.read_text("utf-8")
+                path.write_text(before or note, "utf-8")
             yield before
-            path.write_text(before, "utf-8")
+            with suppress(OSError):
+                path.write_text(before, "utf-8")
         finally:
             lock.release()
 
@@ -161,14 +167,24 @@ class Sharing:
 
     def _once(self, name: str, ask: Callable[[], int]) -> int:
         path = self._here() / name
-        while (lock := FileLock.attempt(path.with_suffix(".lock"))) is None:
+        while (lock := _attempt(path.with_suffix(".lock"))) is None:
             time.sleep(0.05)  # whoever holds it gives up after a while
         try:
-            if not path.exists():
-                path.write_text(str(ask()), "utf-8")
-            return int(path.read_text("utf-8"))
+            if path.exists() and (known := path.read_text("utf-8")):
+                return int(known)
+            answer = ask()
+            with suppress(OSError):  # the disk is full, so the next worker asks again
+                path.write_text(str(answer), "utf-8")
+            return answer
         finally:
             lock.release()
+
+
+def _attempt(path: Path) -> FileLock | None:
+    try:
+        return FileLock.attempt(path)
+    except OSError as error:
+        raise LeaseError(f"devices cannot be shared: {path}: {error.strerror}; {REMEDY}") from error
 
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
