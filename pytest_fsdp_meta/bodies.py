@@ -1,7 +1,8 @@
-"""On a rank: the body of an SPMD test, and its failure as pytest would show it."""
+"""On a rank: what a test has there, the body of an SPMD test above all, and its failure as pytest would show it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from pytest_fsdp_meta.calls import Call
 from pytest_fsdp_meta.worlds import CallFailed, current, telling
 
-BODY = f"{__name__}:run_body"
+BODY, FUNCTION = f"{__name__}:run_body", f"{__name__}:run_function"
 """What a world calls."""
 ASSUMING = "Using `assume` outside a property-based test"
 """By intent: the ranks say that an example is of no use, and the pytest process tells Hypothesis."""
@@ -38,6 +39,12 @@ def run_body(call: Call, style: Style, votes: frozenset[str]) -> str | None:
             raise
         raise CallFailed(detail=_account(error, style)) from error
     return None if returned is None else type(returned).__name__
+
+
+def run_function(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Calls what a test has handed to ``fsdp_world.run``."""
+    with telling(unless=ASSUMING):
+        return function(*args, **kwargs)
 
 
 def _account(error: BaseException, style: Style) -> str:

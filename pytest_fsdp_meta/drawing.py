@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from pytest_fsdp_meta.calls import BODY
+
+OF_CODE = re.compile(r"^(?:Explanation:|Failed to reproduce exception)", re.MULTILINE)
+"""How the notes of Hypothesis begin that are about code."""
 
 
 def given_test(function: Callable[..., Any]) -> Callable[..., Any] | None:
@@ -29,8 +33,8 @@ def relax(test: Callable[..., Any]) -> None:
     from hypothesis import settings
 
     function: Any = getattr(test, "__func__", test)
-    given, usual = function._hypothesis_internal_use_settings, settings.default
-    if usual is not None and given.deadline == usual.deadline:
+    given, usual = function._hypothesis_internal_use_settings, settings.get_profile("default")
+    if given.deadline == usual.deadline:
         function._hypothesis_internal_use_settings = settings(given, deadline=None)
 
 
@@ -49,7 +53,7 @@ def draw(
     """Lets Hypothesis call ``run`` with what it draws, beside the ``values`` of the other arguments.
 
     Tests of one ``key`` share the examples that Hypothesis keeps. Raises what ``run`` raised for the smallest
-    example, with Hypothesis' notes.
+    example, with Hypothesis' notes; of several failures that differ the first, with a note of the others.
     """
     handle = getattr(test, "hypothesis")  # noqa: B009  (the wrapper has no type that says so)
     inner, owner = handle.inner_test, getattr(test, "__self__", object())
@@ -63,16 +67,34 @@ def draw(
     handle.inner_test = example
     try:
         test(**values)
+    except BaseException as error:
+        first, *others = _leaves(error)
+        if first is error:
+            raise
+        told = "\n\n".join((f"({error.args[0]})\n{notes(error)}".rstrip(), *map(_brief, others)))
+        vars(first)["__notes__"] = [*getattr(first, "__notes__", ()), told]
+        raise first from None
     finally:
         handle.inner_test = inner
+
+
+def _leaves(error: BaseException) -> list[BaseException]:
+    """What an exception group is of. By attribute: Python 3.10 has no class of groups, but Hypothesis has."""
+    within = getattr(error, "exceptions", None)
+    return [error] if within is None else [leaf for one in within for leaf in _leaves(one)]
+
+
+def _brief(error: BaseException) -> str:
+    return "\n".join((*str(error).splitlines()[:1], notes(error)))
 
 
 def notes(error: BaseException) -> str:
     """What Hypothesis says of the example that raised this.
 
-    Without the lines of code that it found to matter: it saw those of the pytest process, and the test ran elsewhere.
+    Without lines and tracebacks of code: it saw those of the pytest process, and the test ran elsewhere.
     """
-    return "\n".join(getattr(error, "__notes__", ())).partition("\nExplanation:")[0]
+    told = [re.split(OF_CODE, note)[0].rstrip() for note in getattr(error, "__notes__", ())]
+    return "\n".join(filter(None, told))
 
 
 def reject() -> NoReturn:

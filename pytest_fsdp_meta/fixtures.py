@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 import pytest
 
+from pytest_fsdp_meta.bodies import FUNCTION
 from pytest_fsdp_meta.keeping import Keeper
 
 KEEPER = pytest.StashKey[Keeper]()
@@ -45,7 +46,10 @@ class FsdpWorld:
         while another thread's call runs. A skip or xfail on all ranks is the test's.
         """
         __tracebackhide__ = True
-        results = self._keeper.call(function, args, kwargs)
+        if isinstance(function, str):
+            results = self._keeper.call(function, args, kwargs)
+        else:
+            results = self._keeper.call(FUNCTION, (function, args, kwargs), {})
         self._keeper.ear.warn()  # here, where pytest.warns and the like may be waiting for it
         return results
 

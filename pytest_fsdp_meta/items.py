@@ -173,7 +173,8 @@ class Conductor:
             return replace(fallen.outcome, told=f"{fallen.outcome.told}\n\n{notes(fallen)}")
         except Unsendable as error:
             return _Outcome("error", str(error))
-        return next((outcome for outcome in seen if outcome.status != "skipped"), seen[-1])
+        nothing = _Outcome("skipped", "Hypothesis has drawn no example; see the phases in its settings")
+        return next((outcome for outcome in seen if outcome.status != "skipped"), (nothing, *seen)[-1])
 
     def _outcome(self, item: pytest.Item, case: Case, run: _Run) -> _Outcome:
         """What came of one run, for one item."""

@@ -40,6 +40,8 @@ def _by_name(function: Any) -> Any:
     if given_test(function) is None:
         return function
     inner, owner = body(function), getattr(function, "__self__", None)
+    if "<locals>" in inner.__qualname__:
+        return inner  # made by a function, so that no name leads to it
     return ByName(inner.__module__, inner.__qualname__, owner)
 
 

@@ -96,6 +96,12 @@ def test_skip(fsdp, n):
     pytest.skip("not here")
 
 @fsdp_conformance(only=["no_meta_params"])
+@given(n=st.integers(0, 5))
+@settings(phases=[])
+def test_nothing(fsdp, n):
+    return load(fsdp)
+
+@fsdp_conformance(only=["no_meta_params"])
 @given(n=st.integers(0, 100))
 @few
 def test_assume(fsdp, n):
@@ -113,6 +119,7 @@ def test_error(fsdp, n):
         "test_xfail[params_equal_reference]": "xfail",
         "test_undeclared[params_equal_reference]": "skipped",
         "test_skip[no_meta_params]": "skipped",
+        "test_nothing[no_meta_params]": "skipped",
         "test_assume[no_meta_params]": "passed",
         "test_error[no_meta_params]": "failed",
         "test_error[no_meta_buffers]": "failed",

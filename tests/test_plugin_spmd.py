@@ -421,15 +421,65 @@ class TestClass:
 @fsdp_spmd
 @given(data=st.data())
 def test_interactive(fsdp, data): ...
+
+def make():
+    @fsdp_spmd(world_size=1)
+    @given(n=st.integers(0, 5))
+    def test_made(fsdp, n): assert summed(n) == n
+    return test_made
+test_made = make()
+
+@pytest.mark.fsdp_world(world_size=1)
+@given(n=st.integers(0, 9))
+def test_assume_in_a_call(fsdp_world, n):
+    fsdp_world.run(lambda n: assume(n % 2), n)
 """,
     )
-    assert list(results(result).values()) == ["failed", "passed", "passed", "passed", "failed"]
+    assert list(results(result).values()) == ["failed", "passed", "passed", "passed", "failed", "passed", "passed"]
+    assert "outside a property-based test" not in result.stdout.str()
     told = story(result, "test_given")
     assert told[0] == "rank 1 raised AssertionError: assert (300 < 300 or 1 == 0)"
     drawn = sorted(line.strip() for line in told if re.fullmatch(r"    \w+=\w+,", line))
     assert drawn == ["fsdp=fsdp,", "limit=300,", "n=300,"]
     assert "Explanation" not in "\n".join(told)
     assert "argument 'data' gives a DataObject, which cannot be sent to the ranks" in result.stdout.str()
+
+
+def test_examples_that_fail_in_different_ways(project: Project) -> None:
+    result = run(
+        project,
+        """
+from hypothesis import example, given, settings, strategies as st
+few = settings(database=None, deadline=None, max_examples=5)
+CALLS = []
+
+@fsdp_spmd
+@few
+@given(n=st.integers(0, 10))
+@example(n=20)
+@example(n=21)
+def test_differ(fsdp, n):
+    if n == 20 and fsdp.rank: pytest.skip("not twenty")
+    assert n != 21
+
+@fsdp_spmd(world_size=1)
+@settings(database=None, deadline=None)
+@given(n=st.integers(0, 1000))
+def test_flaky(fsdp, n):
+    with open(__file__ + ".calls", "a") as file:
+        file.write("x")
+    assert os.path.getsize(__file__ + ".calls") != 5
+""",
+    )
+    (flaky,) = [line for line in story(result, "test_flaky") if "produces unreliable results" in line]
+    assert flaky.startswith("(Hypothesis test_flaky(fsdp=fsdp, n=")
+    told = story(result, "test_differ")
+    text = "\n".join(told)
+    assert "rank 1 skipped (not twenty), but rank 0 did not" in text
+    assert "ranks 0, 1 raised AssertionError: assert 21 != 21" in text
+    assert "    n=20," in told
+    assert "    n=21," in told
+    assert not any("pytest_fsdp_meta/" in line for line in told)
 
 
 def test_misuse(project: Project) -> None:
