@@ -18,6 +18,8 @@ from pytest_fsdp_meta.workers import Devices
 from pytest_fsdp_meta.worlds import Engine, Lease, Pool, RankFailure, World, WorldError, WorldSpec
 
 PATIENCE = 5.0
+PRIVATE = ("PYTEST_CURRENT_TEST",)
+"""Another one for every phase of every test, in the parent."""
 
 
 class Disagreement(Exception):
@@ -33,7 +35,7 @@ class Keeper:
         self._devices = devices
         self._leases: dict[World, Lease] = {}
         """Held only while a test runs that uses the world: one that is kept for the next test is idle meanwhile."""
-        self._pool = Pool(self._make)
+        self._pool = Pool(self._make, private=PRIVATE)
         self._world: World | None = None
         """The running test's last one, and how much its ranks had written before the test."""
         self._mark: list[int] = []

@@ -229,6 +229,97 @@ def test_after_that(fsdp): assert summed(1) == 2
     assert re.match(r"the ranks have not called the same number of collectives \(rank 0: \d+, rank 1: \d+\), and", told)
 
 
+def test_a_kept_world_has_what_a_fresh_one_would_have(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTHERS", "2")
+    result = run(
+        project,
+        """
+import subprocess
+from pytest_fsdp_meta.worlds import processes
+
+PIDS = set()
+
+@pytest.fixture
+def away(tmp_path, monkeypatch):
+    monkeypatch.setenv("MINE", "1")
+    monkeypatch.delenv("OTHERS")
+    monkeypatch.chdir(tmp_path)
+
+def surroundings(): return os.environ.get("MINE"), os.environ.get("OTHERS"), os.getcwd()
+
+@pytest.mark.fsdp_world(world_size=1, scope="module")
+class TestKept:
+    def test_first(self, fsdp_world):
+        PIDS.update(fsdp_world.run(os.getpid))
+
+    def test_second(self, away, fsdp_world):
+        assert fsdp_world.run(surroundings) == [("1", None, os.getcwd())]
+
+    def test_third(self, fsdp_world):
+        assert fsdp_world.run(surroundings) == [(None, "2", os.getcwd())]
+        assert PIDS == set(fsdp_world.run(os.getpid))
+
+@pytest.mark.fsdp_world(world_size=1, scope="session")
+class TestBegunElsewhere:
+    def test_first(self, away, fsdp_world): ...
+
+    def test_second(self, fsdp_world):
+        assert fsdp_world.run(surroundings) == [(None, "2", os.getcwd())]
+
+    def test_program(self, fsdp_world): fsdp_world.run(start)
+
+    def test_after(self, fsdp_world): assert fsdp_world.run(programs) == [set()]
+
+def start(): subprocess.Popen(["sleep", "1000"])
+
+def programs(): return processes.children(os.getpid())
+""",
+        "-p", "no:randomly", "-o", "tmp_path_retention_policy=none",
+    )  # fmt: skip
+    result.assert_outcomes(passed=7)
+
+
+def test_what_ranks_of_a_kept_world_did_not_do_together(project: Project) -> None:
+    result = run(
+        project,
+        """
+def rows(): return current().mesh["dp_shard"].get_group()
+
+@pytest.mark.fsdp_world(mesh={"dp_replicate": 2, "dp_shard": 2}, scope="module")
+class TestKept:
+    def test_unpaired_in_a_row(self, fsdp_world):
+        def alone():
+            if current().rank == 3:
+                dist.all_reduce(torch.ones(1), group=rows(), async_op=True)
+        fsdp_world.run(alone)
+
+    def test_next(self, fsdp_world):
+        def row():
+            ones = torch.ones(1)
+            dist.all_reduce(ones, group=rows())
+            return ones.item()
+        assert fsdp_world.run(row) == [2] * 4
+
+    def test_two_of_them_talk(self, fsdp_world):
+        def talk():
+            if current().rank == 0: dist.send(torch.ones(1), 3)
+            if current().rank == 3: dist.recv(torch.ones(1), 0)
+        fsdp_world.run(talk)
+
+    def test_destroys_a_row(self, fsdp_world): fsdp_world.run(lambda: dist.destroy_process_group(rows()))
+
+    def test_last(self, fsdp_world): assert fsdp_world.run(lambda: dist.get_world_size(rows())) == [2] * 4
+""",
+        "-p", "no:randomly", "--fsdp-timeout=60",
+    )  # fmt: skip
+    result.assert_outcomes(passed=5, errors=1)
+    told = story(result, "test_unpaired_in_a_row")[0]
+    count = (
+        r"the ranks have not called the same number of collectives in the group of ranks 2, 3 \(rank 2: 0, rank 3: 1\)"
+    )
+    assert re.match(count, told)
+
+
 @pytest.mark.parametrize(("scope", "worlds"), [("function", 4), ("module", 2), ("session", 1)])
 def test_how_long_a_world_is_kept(project: Project, scope: str, worlds: int) -> None:
     text = """

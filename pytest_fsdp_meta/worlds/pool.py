@@ -2,68 +2,110 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from dataclasses import astuple
+import os
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import astuple, dataclass, field
 
 from pytest_fsdp_meta.words import name_ranks
 from pytest_fsdp_meta.worlds.failures import WorldError
 from pytest_fsdp_meta.worlds.spec import WorldSpec
-from pytest_fsdp_meta.worlds.tidying import Left
+from pytest_fsdp_meta.worlds.tidying import Counts, Left
 from pytest_fsdp_meta.worlds.world import World
 
 TIDYING = "pytest_fsdp_meta.worlds.tidying"
+DOING = "tidying up after the test"
+
+
+@dataclass
+class _Kept:
+    """A world, and what its ranks were started with."""
+
+    world: World
+    environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    folder: str = field(default_factory=os.getcwd)
+    idle: bool = False
+
+    def follow(self, but: Collection[str]) -> None:
+        """Lets the ranks have what a fresh world would have now; without a call where that is what they have."""
+        names = (self.environ.keys() | os.environ.keys()) - set(but)
+        changed = {name: os.environ.get(name) for name in names if os.environ.get(name) != self.environ.get(name)}
+        folder = os.getcwd()
+        if changed or folder != self.folder:
+            self.world.run(f"{TIDYING}:follow", changed, folder if folder != self.folder else None)
 
 
 class Pool:
-    """Running worlds by owner: each is kept until its owner's end."""
+    """Running worlds by owner: each is kept until its owner's end.
 
-    def __init__(self, make: Callable[[WorldSpec], World]) -> None:
+    ``private`` are names of the parent's environment variables that mean nothing to ranks.
+    """
+
+    def __init__(self, make: Callable[[WorldSpec], World], private: Collection[str] = ()) -> None:
         self._make = make
-        self._worlds: dict[tuple[Hashable, str], World] = {}
+        self._private = private
+        self._kept: dict[tuple[Hashable, str], _Kept] = {}
 
     def take(self, owner: Hashable, spec: WorldSpec) -> World:
         """The owner's world of this kind, a fresh one where there is none or it has ended. Raises WorldError."""
         key = owner, repr(astuple(spec))
-        world = self._worlds.get(key)
-        if world is None or not world.alive:
-            world = self._worlds[key] = self._make(spec)
-            world.start()
-            world.run(f"{TIDYING}:remember")
-        return world
+        kept = self._kept.get(key)
+        if kept is None or not kept.world.alive:
+            kept = self._kept[key] = _Kept(self._make(spec))
+            kept.world.start()
+            kept.world.run(f"{TIDYING}:remember")
+        elif kept.idle:
+            kept.follow(self._private)
+        kept.idle = False
+        return kept.world
 
     def tidy(self, owner: Hashable) -> str:
         """Puts the owner's worlds back as they began, and ends those that cannot be. Says what is wrong, or nothing."""
-        told = ""
-        for world in [world for (whose, _), world in self._worlds.items() if whose == owner and world.alive]:
-            try:
-                left: list[Left] = world.call(f"{TIDYING}:tidy", doing="tidying up after the test")
-            except WorldError as error:
-                told = told or str(error)
-                continue
-            told = told or _unpaired(left)
-            if told or any(one.stays for one in left):
-                world.close()
-        return told
+        told = [_tidied(kept) for (whose, _), kept in self._kept.items() if whose == owner and kept.world.alive]
+        return next(filter(None, told), "")
 
     def end(self, owner: Hashable) -> None:
         """Ends every world of the owner."""
-        for key in [key for key in self._worlds if key[0] == owner]:
-            self._worlds.pop(key).close()
+        for key in [key for key in self._kept if key[0] == owner]:
+            self._kept.pop(key).world.close()
 
     def close(self) -> None:
-        for owner, _ in list(self._worlds):
+        for owner, _ in list(self._kept):
             self.end(owner)
 
 
-def _unpaired(left: list[Left]) -> str:
+def _tidied(kept: _Kept) -> str:
+    """Says what is wrong, or nothing."""
+    world, kept.idle, told = kept.world, True, ""
+    try:
+        left: list[Left] = world.call(f"{TIDYING}:tidy", doing=DOING)
+        # Ranks that only sent each other something have begun more than the others, and rightly so.
+        uneven = bool(_uneven([one.begun for one in left]))
+        if uneven:
+            told = _unpaired(world.call(f"{TIDYING}:collectives", doing=DOING))
+    except WorldError as error:
+        return str(error)
+    if uneven or any(one.stays for one in left):
+        world.close()
+    return told
+
+
+def _uneven(counts: Sequence[Counts]) -> dict[tuple[int, ...], dict[int, list[int]]]:
+    """The groups in which not all ranks have counted the same, and which of them have counted what. By rank."""
+    said: dict[tuple[int, ...], dict[int, list[int]]] = {}
+    for rank, mine in enumerate(counts):
+        for group, number in mine.items():
+            said.setdefault(group, {}).setdefault(number, []).append(rank)
+    return {group: numbers for group, numbers in said.items() if len(numbers) > 1}
+
+
+def _unpaired(counts: Sequence[Counts]) -> str:
     """What is wrong where ranks have not called the same collectives: the next test's would pair with the rest."""
-    by_number: dict[int, list[int]] = {}
-    for rank, one in enumerate(left):
-        by_number.setdefault(one.collectives, []).append(rank)
-    if len(by_number) == 1:
-        return ""
-    counts = ", ".join(f"{name_ranks(ranks)}: {number}" for number, ranks in by_number.items())
-    return (
-        f"the ranks have not called the same number of collectives ({counts}), and what is left would pair with those "
-        "of the next test, so this world was ended; call every collective on all ranks, and wait for the async ones"
-    )
+    for group, numbers in _uneven(counts).items():
+        where = "" if len(group) == len(counts) else f" in the group of {name_ranks(group)}"
+        said = ", ".join(f"{name_ranks(ranks)}: {number}" for number, ranks in numbers.items())
+        return (
+            f"the ranks have not called the same number of collectives{where} ({said}), and what is left would pair "
+            "with those of the next test, so this world was ended; call every collective on all ranks, and wait for "
+            "the async ones"
+        )
+    return ""

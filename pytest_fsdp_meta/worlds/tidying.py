@@ -7,8 +7,9 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+from pytest_fsdp_meta.worlds import flight, processes
 from pytest_fsdp_meta.worlds.rank import current, seed
 
 if TYPE_CHECKING:
@@ -16,13 +17,19 @@ if TYPE_CHECKING:
 
 DESCRIPTORS = 256
 """More open files than this above those at the beginning are a leak that would end in an error of some later test."""
+Counts: TypeAlias = Mapping[tuple[int, ...], int]
+"""By the ranks of a group."""
 
 
 @dataclass(frozen=True)
 class Left:
-    """What a test has left on a rank. ``stays`` names what cannot be put back, so that the rank is of no more use."""
+    """What a test has left on a rank. ``stays`` names what cannot be put back, so that the rank is of no more use.
 
-    collectives: int
+    ``begun`` counts what the rank began in each group that the next test meets again: collectives, and with some
+    backends also what it sent to a single rank or received.
+    """
+
+    begun: Counts
     stays: tuple[str, ...]
 
 
@@ -31,8 +38,9 @@ class _Beginning:
     environ: Mapping[str, str]
     folder: str
     threads: frozenset[int | None]
+    children: frozenset[int]
     descriptors: int
-    group: object
+    groups: Mapping[tuple[int, ...], Any]
     dtype: torch.dtype
     deterministic: tuple[bool, bool, bool]
 
@@ -43,31 +51,45 @@ _BEGINNING: _Beginning | None = None
 def remember() -> None:
     """Notes how this rank is before its first test."""
     import torch
-    import torch.distributed as dist
 
     global _BEGINNING
     _BEGINNING = _Beginning(
         environ=dict(os.environ),
         folder=os.getcwd(),
         threads=_threads(),
+        children=_children(),
         descriptors=_descriptors(),
-        group=dist.group.WORLD,
+        groups=_groups(),
         dtype=torch.get_default_dtype(),
         deterministic=_deterministic(),
     )
 
 
+def follow(changed: Mapping[str, str | None], folder: str | None) -> None:
+    """Before a test: its environment and its folder, where the parent's are not as they were when the rank began."""
+    for name, value in changed.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    if folder is not None:
+        os.chdir(folder)
+
+
 def tidy() -> Left:
     """Puts back environment, folder, state, seeds and torch's modes; calls no collective."""
     import torch
-    import torch.distributed as dist
 
     before = _BEGINNING
     assert before is not None, "remember() comes first"
     if os.environ != before.environ:
         os.environ.clear()
         os.environ.update(before.environ)
-    os.chdir(before.folder)
+    try:
+        os.chdir(before.folder)
+        lost = False
+    except OSError:  # that of a test that has removed it
+        lost = True
     current().state.clear()
     torch.set_default_dtype(before.dtype)
     torch.set_default_device(None)
@@ -77,14 +99,20 @@ def tidy() -> Left:
     seed(current().device.type)
     stays = {
         "threads": not _threads() <= before.threads,
-        "another process group": dist.group.WORLD is not before.group,
+        "processes": not _children() <= before.children,
+        "other process groups": _groups() != before.groups,
+        "no folder": lost,
         "open files": _descriptors() > before.descriptors + DESCRIPTORS,
     }
-    return Left(_collectives(dist.group.WORLD), tuple(name for name, stayed in stays.items() if stayed))
+    return Left(_begun(before.groups), tuple(name for name, stayed in stays.items() if stayed))
 
 
 def _threads() -> frozenset[int | None]:
     return frozenset(thread.ident for thread in threading.enumerate())
+
+
+def _children() -> frozenset[int]:
+    return frozenset(processes.children(os.getpid()))
 
 
 def _descriptors() -> int:
@@ -102,6 +130,29 @@ def _deterministic() -> tuple[bool, bool, bool]:
     )
 
 
-def _collectives(group: Any) -> int:
-    """How many collectives this rank has begun in a group; every backend counts them, and torch has no public name."""
-    return 0 if group is None else int(group._get_sequence_number_for_group())
+def _groups() -> dict[tuple[int, ...], Any]:
+    """The default group and those of the mesh, by their ranks; none where the test has destroyed one."""
+    import torch.distributed as dist
+
+    me = current()
+    try:
+        groups = [dist.group.WORLD, *(me.mesh.get_all_groups() if me.has_mesh else ())]
+        return {tuple(dist.get_process_group_ranks(group)): group for group in groups}
+    except (KeyError, ValueError, RuntimeError):
+        return {}
+
+
+def _begun(groups: Mapping[tuple[int, ...], Any]) -> Counts:
+    """Every backend counts, and torch has no public name for it."""
+    return {ranks: int(group._get_sequence_number_for_group()) for ranks, group in groups.items()}
+
+
+def collectives() -> Counts:
+    """How many collectives alone this rank has begun in each group, as far as torch's flight recorder knows."""
+    assert _BEGINNING is not None
+    recent = flight.read().collectives
+    numbers = {
+        ranks: [one.number for one in recent if one.group == group.group_name]
+        for ranks, group in _BEGINNING.groups.items()
+    }
+    return {ranks: max(seen, default=0) for ranks, seen in numbers.items()}
