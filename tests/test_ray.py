@@ -218,6 +218,7 @@ def test_a_loader_is_judged_over_two_nodes_as_on_one_machine(cluster: Any, engin
 
 def test_a_cluster_of_this_machine_alone_ends_with_the_run(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("HOME", str(project.path))
     project.loaders(
         """
         import os, time
@@ -238,6 +239,7 @@ def test_a_cluster_of_this_machine_alone_ends_with_the_run(project: Project, mon
     assert "--fsdp-engine=ray" in result.stdout.str(), "the command that runs it again means the same run"
     assert_gone(map(int, project.notes))
     assert not _rays_of(project.path)
+    assert not (project.path / ".ray").exists(), "where Ray leaves a token"
 
 
 def _rays_of(folder: Path) -> list[str]:

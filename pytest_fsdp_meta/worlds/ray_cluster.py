@@ -7,10 +7,11 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from pytest_fsdp_meta.words import counted, first_line
@@ -25,6 +26,9 @@ TRIES = 3
 PAUSE = 1.0
 SHARED_CPU = 0.001
 """What a rank takes of a CPU in a cluster of our own, whose ranks share the CPUs as they do without Ray."""
+TOKENS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+_TOKEN = secrets.token_hex(32)
+"""One for all clusters of this process: Ray reads it once."""
 SOCKET_NAME = 70
 """Letters that Ray adds to its folder for the name of a socket, which may have 107."""
 
@@ -228,7 +232,7 @@ def _embedded() -> Cluster:
     short = len(tempfile.gettempdir()) + len("/fsdp-ray-12345678") + SOCKET_NAME < 107
     folder = tempfile.mkdtemp(prefix="fsdp-ray-", dir=None if short else "/tmp")
     try:
-        with environment({"RAY_USAGE_STATS_ENABLED": "0"} | _own_token()):
+        with _own_environment():
             ray.init(
                 address="local",
                 include_dashboard=False,
@@ -243,11 +247,22 @@ def _embedded() -> Cluster:
     return Cluster(cpu=SHARED_CPU, ours=True, folder=folder)
 
 
-def _own_token() -> dict[str, str]:
-    """Ray asks for one, and would leave it in the home directory and in our environment."""
-    if "RAY_AUTH_MODE" in os.environ:
-        return {}
-    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+@contextmanager
+def _own_environment() -> Iterator[None]:
+    """While Ray starts. It makes a token for its clusters, and would leave it in the home directory, for ever.
+
+    It also switches the use of tokens on in our environment, where it would be told to every rank.
+    """
+    mode = "RAY_AUTH_MODE"
+    asked = mode in os.environ
+    has_token = any(name in os.environ for name in TOKENS) or Path("~/.ray/auth_token").expanduser().exists()
+    token = {} if asked or has_token else {TOKENS[0]: _TOKEN}
+    with environment({"RAY_USAGE_STATS_ENABLED": "0"} | token):
+        try:
+            yield
+        finally:
+            if not asked:
+                os.environ.pop(mode, None)
 
 
 def _nodes() -> Mapping[str, Any]:

@@ -34,6 +34,8 @@ class RayEngine:
     sources: Sources = field(default_factory=Sources)
     modules: Sequence[str] = ()
     test_modules: Sequence[str] = ()
+    method: str = "forkserver"
+    """As that of Preload, on every node."""
     patience: float = 120.0
     """Seconds that importing may take on a node; apart from the timeout of a world, which may be short."""
     _cluster: Cluster | None = field(default=None, repr=False)
@@ -102,7 +104,7 @@ class RayEngine:
         seats = [seat for group in self._groups if group.gpu == gpu for seat in group.seats]
         if len(seats) < spec.size:
             # A copy without its fork server, which every host has of its own.
-            preload = Preload(self.sources, self.modules, self.test_modules, patience=self.patience)
+            preload = Preload(self.sources, self.modules, self.test_modules, self.method, self.patience)
             wish = Wish(spec.size, spec.size - len(seats), gpu, preload, deadline)
             self._groups.append(self._running.grant(wish))
             seats += self._groups[-1].seats

@@ -1,0 +1,81 @@
+"""What a world of two costs with each engine, from start to end, and a call to it: python -m benchmarks.engines
+
+The first world pays for what all later ones have: Ray's start, imports. "spawned" is a cluster whose actors import
+torch anew for every rank, instead of forking from a server that has.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pytest_fsdp_meta.worlds import Engine, Preload, RayEngine, Sources, World, WorldSpec
+
+SOURCES = Sources(tuple(sys.path))
+SPEC = WorldSpec({"dp_shard": 2})
+CALLS = 200
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds."""
+
+    engine: str
+    first: float
+    later: float
+    call: float
+    megabytes: float
+
+
+def total() -> float:
+    import torch
+    import torch.distributed as dist
+
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor)
+    return tensor.item()
+
+
+def spent(act: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    act()
+    return time.perf_counter() - began
+
+
+def measure(name: str, engine: Engine, worlds: int) -> Cost:
+    def one() -> None:
+        with World(SPEC, engine) as world:
+            assert world.run(total) == [2.0, 2.0]
+
+    first = spent(one)
+    later = statistics.median(spent(one) for _ in range(worlds))
+    with World(SPEC, engine) as world:
+        call = statistics.median(spent(lambda: world.run(total)) for _ in range(CALLS))
+        data = b"x" * 20_000_000
+        sent = statistics.median(spent(lambda: world.run(len, data)) for _ in range(5))
+    engine.close()
+    return Cost(name, first, later, call, 2 * len(data) / 1e6 / sent)
+
+
+def main() -> None:
+    spawning = RayEngine("local", SOURCES)
+    spawning.method = "spawn"
+    costs = [
+        measure("local", Preload(SOURCES), 20),
+        measure("ray", RayEngine("local", SOURCES), 20),
+        measure("ray, spawned", spawning, 3),
+    ]
+    print("| engine | first world | later world | call with all-reduce | arguments |")
+    print("|---|---|---|---|---|")
+    for cost in costs:
+        print(
+            f"| {cost.engine} | {cost.first:.1f} s | {cost.later:.3f} s | {1000 * cost.call:.2f} ms "
+            f"| {cost.megabytes:.0f} MB/s |"
+        )
+
+
+if __name__ == "__main__":
+    main()
