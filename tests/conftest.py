@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from textwrap import dedent
 
 import pytest
+
+from tests.world_help import preload, total, world_of
 
 pytest_plugins = "pytester"
 
@@ -94,6 +98,18 @@ class Project:
     def notes(self) -> list[str]:
         diary = self.path / "notes"
         return diary.read_text().split() if diary.exists() else []
+
+
+@pytest.fixture
+def next_world_works(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Whatever the test does to worlds, nothing of it is left on the disk, and the next one is none the worse."""
+    folder = tmp_path_factory.mktemp("worlds")
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    preload().start()
+    yield
+    with world_of(2) as world:
+        assert world.run(total, 1.0) == [1.0, 1.0]
+    assert not list(folder.glob("fsdp-world-*"))
 
 
 @pytest.fixture

@@ -137,7 +137,7 @@ def test_a_node_that_is_killed_in_mid_test(cluster: Any, engine: RayEngine) -> N
     address = re.escape(engine.seats[0].address)
     assert re.fullmatch(rf"rank {lost} was lost with its node {address} \({node.node_id[:8]}\)", caught.value.summary)
     assert all(one.lost_peer for one in caught.value.failures[1:])
-    assert_gone(pids, SOON)
+    assert_gone(pids)
     with pytest.raises(WorldError) as caught:
         world_of(engine, 6).start()
     assert str(caught.value) == "a world of 6 needs 6 CPUs, the cluster has 4"
@@ -173,7 +173,7 @@ def test_ranks_end_with_a_parent_that_is_killed(
         assert all(map(is_running, pids))
         process.send_signal(signal.SIGKILL)
         process.wait()
-        assert_gone(pids, 2.0)
+        assert_gone(pids)
 
 
 LOADERS = """

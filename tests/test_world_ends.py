@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,21 +21,11 @@ from tests.world_help import (
     preload,
     processes_with,
     run_script,
-    total,
     world,
     world_of,
 )
 
-
-@pytest.fixture(autouse=True)
-def _the_next_world_works(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    folder = tmp_path_factory.mktemp("worlds")
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    preload().start()
-    yield
-    with world_of(2) as world:
-        assert world.run(total, 1.0) == [1.0, 1.0]
-    assert not list(folder.glob("fsdp-world-*"))
+pytestmark = pytest.mark.usefixtures("next_world_works")
 
 
 def start_children() -> list[int]:
@@ -138,7 +126,7 @@ def test_ranks_end_when_their_parent_is_killed(tmp_path: Path, how: str, method:
         assert all(map(is_running, pids))
         process.kill()
         process.wait()
-        assert_gone(pids, seconds=5.0)
+        assert_gone(pids)
     assert not list(tmp_path.glob("fsdp-*"))
 
 
@@ -159,7 +147,7 @@ world.run(time.sleep, 1000)
         assert len(pids) == 2
         process.kill()
         process.wait()
-        assert_gone(pids, seconds=5.0)
+        assert_gone(pids)
 
 
 @pytest.mark.parametrize("delay", [0.1, 1.0, 2.5])

@@ -9,10 +9,9 @@ import resource
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -25,22 +24,12 @@ from tests.world_help import (
     fails,
     me,
     on_rank,
-    preload,
     total,
     world,
     world_of,
 )
 
-
-@pytest.fixture(autouse=True)
-def _the_next_world_works(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    folder = tmp_path_factory.mktemp("worlds")
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    preload().start()
-    yield
-    with world_of(2) as world:
-        assert world.run(total, 1.0) == [1.0, 1.0]
-    assert not list(folder.glob("fsdp-world-*"))
+pytestmark = pytest.mark.usefixtures("next_world_works")
 
 
 def boom() -> None:

@@ -9,26 +9,15 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from pytest_fsdp_meta.worlds import current, disk, memory
-from tests.world_help import ROOT, SOON, fails, on_rank, preload, total, world, world_of
+from tests.world_help import ROOT, SOON, fails, on_rank, world
 
-
-@pytest.fixture(autouse=True)
-def _the_next_world_works(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    folder = tmp_path_factory.mktemp("worlds")
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    preload().start()
-    yield
-    with world_of(2) as next_one:
-        assert next_one.run(total, 1.0) == [1.0, 1.0]
-    assert not list(folder.glob("fsdp-world-*"))
+pytestmark = pytest.mark.usefixtures("next_world_works")
 
 
 def test_a_rank_that_python_has_no_memory_for() -> None:

@@ -95,7 +95,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def assert_gone(pids: Iterable[int], seconds: float = 5.0) -> None:
+def assert_gone(pids: Iterable[int], seconds: float = SOON) -> None:
     deadline = time.monotonic() + seconds
     while left := [pid for pid in pids if is_running(pid)]:
         assert time.monotonic() < deadline, f"still there: {left}"
