@@ -14,9 +14,10 @@ from pytest_fsdp_meta.worlds import Misuse, Rank
 BODY = "__fsdp_body__"
 """The attribute in which a guard keeps the function that it guards (markers.py)."""
 
-SKIP, XFAIL, ASSUME = "builtins.Skipped", "_pytest.outcomes.XFailed", "hypothesis.errors.UnsatisfiedAssumption"
-"""What pytest and Hypothesis raise, by qualified name: no rank has to import them to know."""
-VOTES = {SKIP: "skipped", XFAIL: "expected to fail", ASSUME: "did not assume what was drawn"}
+SKIPS = ("builtins.Skipped", "unittest.case.SkipTest")
+XFAIL, ASSUME = "_pytest.outcomes.XFailed", "hypothesis.errors.UnsatisfiedAssumption"
+"""What pytest, unittest and Hypothesis raise, by qualified name: no rank has to import them to know."""
+VOTES = {**dict.fromkeys(SKIPS, "skipped"), XFAIL: "expected to fail", ASSUME: "did not assume what was drawn"}
 """What counts when every rank raises it, and how a rank that raises it alone is told."""
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pytest_fsdp_meta._pytest_private import parameters
-from pytest_fsdp_meta.calls import ASSUME, SKIP, Call
+from pytest_fsdp_meta.calls import ASSUME, SKIPS, Call
 from pytest_fsdp_meta.catalogue import Catalogue, judge
 from pytest_fsdp_meta.collection import ARGUMENT, SKIPPED, Case, case_of
 from pytest_fsdp_meta.drawing import draw, given_test, notes, reject, relax, same_draws
@@ -179,7 +179,7 @@ class Conductor:
     def _outcome(self, item: pytest.Item, case: Case, run: _Run) -> _Outcome:
         """What came of one run, for one item."""
         if run.failure is not None:
-            if run.failure.vote == SKIP:
+            if run.failure.vote in SKIPS:
                 return _Outcome("skipped", run.failure.reason)
             return self._error(item, case, run, run.failure.summary, str(run.failure))
         assert run.evidence is not None

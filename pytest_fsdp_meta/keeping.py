@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pytest_fsdp_meta.calls import ASSUME, SKIP, VOTES
+from pytest_fsdp_meta.calls import ASSUME, SKIPS, VOTES
 from pytest_fsdp_meta.collection import SKIPPED, WorldCase
 from pytest_fsdp_meta.preloading import refresh
 from pytest_fsdp_meta.reports.listener import Ear
@@ -18,6 +18,7 @@ from pytest_fsdp_meta.workers import Devices
 from pytest_fsdp_meta.worlds import Engine, Lease, Pool, RankFailure, World, WorldError, WorldSpec
 
 PATIENCE = 5.0
+"""Seconds for a thread to see that the ranks it has called have ended."""
 PRIVATE = ("PYTEST_CURRENT_TEST",)
 """Another one for every phase of every test, in the parent."""
 
@@ -139,6 +140,7 @@ class Keeper:
 
     def close(self) -> None:
         self._pool.close()
+        self._give_back()
 
     def _make(self, spec: WorldSpec) -> World:
         refresh(self.engine)
@@ -170,7 +172,7 @@ def _translated(error: WorldError) -> BaseException:
 
 
 def _vote(kind: str, reason: str) -> BaseException:
-    if kind == SKIP:
+    if kind in SKIPS:
         return pytest.skip.Exception(reason)
     if kind == ASSUME:
         from hypothesis.errors import UnsatisfiedAssumption

@@ -14,7 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from pytest_fsdp_meta.calls import ASSUME, SKIP, Call
+from pytest_fsdp_meta.calls import ASSUME, SKIPS, Call
 from pytest_fsdp_meta.evidence import (
     Evidence,
     RankInventory,
@@ -33,7 +33,7 @@ OBSERVERS = "pytest_fsdp_meta.observers"
 """Observers are called by name: they import torch, and the pytest process need not."""
 ON_RANKS = (f"{OBSERVERS}.checkpoint", f"{OBSERVERS}.training", f"{OBSERVERS}.truth")
 """What every rank needs imported."""
-VOTES = (SKIP, ASSUME)
+VOTES = (*SKIPS, ASSUME)
 """What a loader may raise on every rank; an expected failure is said by the marker."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import unittest
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from pytest_fsdp_meta._pytest_private import (
     resolved_fixture,
     rewritten_modules,
 )
-from pytest_fsdp_meta.calls import ASSUME, SKIP, XFAIL
+from pytest_fsdp_meta.calls import ASSUME, SKIPS, XFAIL
 
 
 @pytest.fixture
@@ -54,7 +55,8 @@ class TestMethod:
 
 def test_the_names_of_outcomes() -> None:
     hypothesis = pytest.importorskip("hypothesis.errors")
-    kinds = {SKIP: pytest.skip.Exception, XFAIL: pytest.xfail.Exception, ASSUME: hypothesis.UnsatisfiedAssumption}
+    skips = dict(zip(SKIPS, (pytest.skip.Exception, unittest.SkipTest), strict=True))
+    kinds = skips | {XFAIL: pytest.xfail.Exception, ASSUME: hypothesis.UnsatisfiedAssumption}
     for name, kind in kinds.items():
         assert name == f"{kind.__module__}.{kind.__qualname__}"
 

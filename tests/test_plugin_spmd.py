@@ -151,10 +151,15 @@ def test_marked(fsdp): assert fsdp.rank == 0
 
 def test_skip_in_a_call(fsdp_world):
     fsdp_world.run(lambda: pytest.skip("from ranks"))
+
+@fsdp_spmd
+def test_skip_of_unittest(fsdp): raise __import__("unittest").SkipTest("no GPU")
 """,
         "-rs",
     )
-    assert list(results(result).values()) == ["skipped", "xfail", "failed", "failed", "failed", "xfail", "skipped"]
+    assert list(results(result).values()) == [
+        *("skipped", "xfail", "failed", "failed", "failed", "xfail", "skipped", "skipped")
+    ]
     text = result.stdout.str()
     assert re.search(r"SKIPPED \[1\] test_it.py:\d+: no bf16", text)
     agree = "; all ranks have to agree, on what every rank knows alike"

@@ -26,6 +26,8 @@ from pytest_fsdp_meta.worlds.locks import FileLock
 from pytest_fsdp_meta.worlds.spec import WorldSpec
 
 PREFIX = "fsdp-run-"
+ASKING = 300.0
+"""Seconds for another worker to count the GPUs, who gives up before."""
 STALE = 60.0
 """Seconds for which nothing has happened in the folder of a run that nobody is present in any more."""
 
@@ -167,8 +169,11 @@ class Sharing:
 
     def _once(self, name: str, ask: Callable[[], int]) -> int:
         path = self._here() / name
+        deadline = time.monotonic() + ASKING
         while (lock := _attempt(path.with_suffix(".lock"))) is None:
-            time.sleep(0.05)  # whoever holds it gives up after a while
+            if time.monotonic() > deadline:
+                raise LeaseError(f"another worker has counted the GPUs for {ASKING:g} s; is it stopped?")
+            time.sleep(0.05)
         try:
             if path.exists() and (known := path.read_text("utf-8")):
                 return int(known)
