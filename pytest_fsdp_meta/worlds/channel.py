@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import queue
+import select
 import shutil
 import signal
 import threading
@@ -40,9 +41,11 @@ class Channel:
         threading.Thread(target=self._listen, name="pytest-fsdp-meta", daemon=True).start()
 
     def _listen(self) -> None:
+        heard = select.poll()  # that of the connection makes one for every message
+        heard.register(self._connection.fileno(), select.POLLIN)
         while True:
             try:
-                while not self._connection.poll(GLANCE):
+                while not heard.poll(GLANCE * 1000):
                     self._check_pipe()
                     disk.bound(self._output)
                 note = self._connection.recv_bytes()
