@@ -38,7 +38,7 @@ def shell(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("TERM", "dumb")
 
     def start(*args: str) -> Any:
-        return pytester.spawn(f"{sys.executable} -m pytest -p no:cacheprovider {' '.join(args)}", expect_timeout=60)
+        return pytester.spawn(f"{sys.executable} -m pytest -p no:cacheprovider {' '.join(args)}", expect_timeout=120)
 
     return start
 
@@ -130,7 +130,7 @@ def test_plain():
 def test_of_other_tests_on_ranks_and_of_none(project: Project, shell: Any) -> None:
     project.write("test_it.py", BODIES)
     child = shell("--pdb")
-    child.expect_exact("pdb on rank 0 of 2: ValueError: not expected")
+    child.expect("pdb on rank [01] of 2: ValueError: not expected")
     child.expect(PROMPT)
     child.sendline("p word")
     child.expect_exact("'not expected'")
@@ -147,6 +147,27 @@ def test_of_other_tests_on_ranks_and_of_none(project: Project, shell: Any) -> No
     child.sendline("c")
     rest = child.read().decode()
     assert "3 failed, 1 passed" in rest
+
+
+def test_ranks_that_cannot_start(project: Project, shell: Any) -> None:
+    project.loaders(
+        """
+        import torch.distributed as dist
+
+        def refuse(*args, **kwargs):
+            raise RuntimeError("no group today")
+
+        dist.init_process_group = refuse
+
+        @fsdp_conformance(only=["no_meta_params"])
+        def test_x(fsdp):
+            return load(fsdp)
+        """
+    )
+    told = shell("--pdb").read().decode()
+    assert "no group today" in told
+    assert "--pdb: no debugger on rank 0 of 2: it had not started" in told
+    assert "1 error" in told
 
 
 def test_a_finding_is_nobodys_exception(project: Project, shell: Any) -> None:

@@ -11,9 +11,8 @@ import warnings
 
 import pytest
 
-from pytest_fsdp_meta.reports.warned import category_of, raise_again
 from pytest_fsdp_meta.worlds import Listener, World, current, telling
-from pytest_fsdp_meta.worlds.warned import Warned
+from pytest_fsdp_meta.worlds.warned import Warned, category_of, raise_again
 from tests.conftest import Project
 from tests.world_help import world_of
 
@@ -184,6 +183,12 @@ def test_a_function_that_is_only_named_tells_nothing_by_itself() -> None:
     assert ears.heard == []
 
 
+def test_of_a_world_that_nobody_listens_to() -> None:
+    with world_of(2) as world, pytest.warns(UserWarning, match="^this .on rank 1.$") as told:
+        world.run(lambda: current().rank == 1 and warnings.warn("this", stacklevel=1))
+    assert len(told) == 1
+
+
 class Odd(UserWarning):
     def __init__(self, one: object, other: object) -> None:
         super().__init__(one)
@@ -213,7 +218,7 @@ def test_a_class_that_cannot_be_made_here() -> None:
 def test_no_module_is_imported_for_a_class() -> None:
     script = """
     import sys
-    from pytest_fsdp_meta.reports.warned import category_of
+    from pytest_fsdp_meta.worlds.warned import category_of
     assert category_of(["torch.jit:TracerWarning", "builtins:Warning"]) == (Warning, False)
     assert "torch" not in sys.modules
     """

@@ -105,7 +105,7 @@ def test_a_long_item_in_a_terminal(
     project.loaders(SLOW)
     monkeypatch.delenv("CI", raising=False)
     monkeypatch.setenv("TERM", "xterm")
-    child = pytester.spawn(f"{sys.executable} -m pytest -p no:cacheprovider {verbose}", expect_timeout=90)
+    child = pytester.spawn(f"{sys.executable} -m pytest -p no:cacheprovider {verbose}", expect_timeout=120)
     begun = "test_it.py::test_slow[no_meta_params] " if verbose else "test_it.py "
     child.expect_exact(begun)
     child.expect(r"  2 ranks: loading, \d+ s\x1b\[K\x1b\[A\x1b\[(\d+)G")
@@ -124,7 +124,7 @@ def test_no_line_where_it_would_disturb(
     project.loaders(SLOW)
     monkeypatch.delenv("CI", raising=False)
     monkeypatch.setenv("TERM", "xterm")
-    child = pytester.spawn(f"{sys.executable} -m pytest -p no:cacheprovider {' '.join(args)}", expect_timeout=90)
+    child = pytester.spawn(f"{sys.executable} -m pytest -p no:cacheprovider {' '.join(args)}", expect_timeout=120)
     told = child.read().decode()
     assert "1 passed" in told
     assert "2 ranks" not in told

@@ -83,9 +83,11 @@ class Debugger:
         first = error.failures[0]
         who = _who(world, first.rank)
         if self._terminal is None or not world.can_debug(first.rank):
-            why = self._why_not or "it runs on another machine"
+            why = self._why_not or "it had not started, has ended, or is on another machine"
             self._config.get_terminal_writer().line(f"\n--pdb: no debugger on {who}: {why}")
-            self._usual.pytest_exception_interact(node=node, call=call, report=report)
+            self.drop()
+            if not _is_verdict(call.excinfo):
+                self._usual.pytest_exception_interact(node=node, call=call, report=report)
             return
         self._interact(world, error, f"pdb on {who}: {_what(error)}", report)
 
@@ -105,6 +107,9 @@ class Debugger:
         name = self._config.getoption("usepdb_cls", None)
         try:
             quits = world.post_mortem(error.failures[0].rank, self._terminal, ":".join(name) if name else "")
+        except ValueError as why:
+            writer.line(f"--pdb: no debugger: {why}")
+            return
         finally:
             self.drop()
         if quits:

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import builtins
-import sys
-import warnings
-from collections.abc import Sequence
-
 from pytest_fsdp_meta.words import name_ranks
 from pytest_fsdp_meta.worlds import World
-from pytest_fsdp_meta.worlds.warned import Warned
+from pytest_fsdp_meta.worlds.warned import Warned, raise_again
 
 
 class Warnings:
@@ -36,26 +31,3 @@ class Warnings:
                 error.__notes__ = [f"raised at {one.file}:{one.line}"]  # type: ignore[attr-defined]
                 errors.append(error)
         return errors
-
-
-def raise_again(one: Warned, where: str) -> None:
-    """As if it were raised here, at the very place; the text says ``where`` it was. Raises it where it is an error."""
-    category, known = category_of(one.classes)
-    text = one.text if known else f"{one.classes[0].replace(':', '.')}: {one.text}"
-    try:
-        warning = category(f"{text} ({where})")
-    except Exception:  # of a class that takes other arguments
-        warning = UserWarning(f"{category.__name__}: {text} ({where})")
-    warnings.warn_explicit(warning, type(warning), one.file, one.line, one.module or one.file.removesuffix(".py"))
-
-
-def category_of(classes: Sequence[str]) -> tuple[type[Warning], bool]:
-    """The class, and whether it is the very one: where only ranks have imported it, its nearest base stands for it."""
-    for name in classes:
-        module, _, path = name.partition(":")
-        found: object = builtins if module == "builtins" else sys.modules.get(module)
-        for part in path.split("."):
-            found = getattr(found, part, None)
-        if isinstance(found, type) and issubclass(found, Warning):
-            return found, name == classes[0]
-    return UserWarning, False

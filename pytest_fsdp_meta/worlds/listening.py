@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from pytest_fsdp_meta.worlds.warned import Warned, raise_again
+
 if TYPE_CHECKING:
     from pytest_fsdp_meta.worlds.failures import WorldError
     from pytest_fsdp_meta.worlds.terminal import Terminal
@@ -19,7 +21,7 @@ POST_MORTEM = "post mortem"
 
 
 class Listener:
-    """Hears what happens in worlds. Does nothing by itself: override what is to be heard.
+    """Hears what happens in worlds. By itself it only raises again what ranks warn of: override what is to be heard.
 
     All is called in the thread that called the world, but ``wrote``.
     """
@@ -32,6 +34,8 @@ class Listener:
 
     def noted(self, world: World, rank: int, kind: str, what: Any) -> None:
         """A rank has called ``note(kind, what)``."""
+        if isinstance(what, Warned):
+            raise_again(what, f"on rank {rank}")
 
     def failed(self, world: World, error: WorldError, keep: Callable[[], World]) -> None:
         """The world is going to end with this error. ``keep()`` gives its ranks as they are, to be closed later."""

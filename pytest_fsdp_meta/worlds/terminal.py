@@ -31,9 +31,15 @@ class Terminal:
 
     @contextmanager
     def lent_to(self, pid: int) -> Iterator[None]:
-        """Keys, and with them Ctrl-C, go to this process, which leads a process group of the same session."""
+        """Keys, and with them Ctrl-C, go to this process, which leads a process group of the same session.
+
+        Raises ValueError where it has ended.
+        """
         modes = termios.tcgetattr(self._terminal)
-        os.tcsetpgrp(self._terminal, pid)
+        try:
+            os.tcsetpgrp(self._terminal, pid)
+        except OSError as error:
+            raise ValueError(f"the system does not give it to that process ({error})") from error
         try:
             yield
         finally:

@@ -5,12 +5,13 @@ The others, which our own doing may provoke, go to stderr under the rules that P
 
 from __future__ import annotations
 
+import builtins
 import inspect
 import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TextIO
@@ -101,3 +102,26 @@ def _module(file: str) -> str:
     while frame is not None and frame.f_code.co_filename != file:
         frame = frame.f_back
     return "" if frame is None else str(frame.f_globals.get("__name__", ""))
+
+
+def raise_again(one: Warned, where: str) -> None:
+    """As if it were raised here, at the very place; the text says ``where`` it was. Raises it where it is an error."""
+    category, known = category_of(one.classes)
+    text = one.text if known else f"{one.classes[0].replace(':', '.')}: {one.text}"
+    try:
+        warning = category(f"{text} ({where})")
+    except Exception:  # of a class that takes other arguments
+        warning = UserWarning(f"{category.__name__}: {text} ({where})")
+    warnings.warn_explicit(warning, type(warning), one.file, one.line, one.module or one.file.removesuffix(".py"))
+
+
+def category_of(classes: Sequence[str]) -> tuple[type[Warning], bool]:
+    """The class, and whether it is the very one: where only ranks have imported it, its nearest base stands for it."""
+    for name in classes:
+        module, _, path = name.partition(":")
+        found: object = builtins if module == "builtins" else sys.modules.get(module)
+        for part in path.split("."):
+            found = getattr(found, part, None)
+        if isinstance(found, type) and issubclass(found, Warning):
+            return found, name == classes[0]
+    return UserWarning, False

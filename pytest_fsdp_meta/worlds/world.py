@@ -214,8 +214,9 @@ class World:
                         return bool(message and message[1])
 
     def can_debug(self, rank: int) -> bool:
-        """Whether the rank is there, and on this machine."""
-        return any(member.rank == rank and member.pid is not None and not member.has_ended for member in self._members)
+        """Whether the rank is there and listens, and on this machine."""
+        here = [member for member in self._members if member.rank == rank and member.pid is not None]
+        return self._calls > 0 and any(not member.has_ended for member in here)
 
     def outputs(self, since: Sequence[int] = ()) -> list[str]:
         """What each rank has written to stdout and stderr so far; of a long one, the end.
