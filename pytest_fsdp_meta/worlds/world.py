@@ -311,7 +311,7 @@ class World:
         handles = [handle for member in watched for handle in member.handles]
         ready = connection.wait(handles, timeout=max(0.0, min(GLANCE, deadline - time.monotonic())))
         for member in watched:
-            if member.has_news or any(handle in ready for handle in member.handles):
+            if any(handle in ready for handle in member.handles) or member.has_news:
                 yield member, member.hear()
 
     def _hung(self, waiting: Sequence[int]) -> tuple[list[RankFailure], str]:
