@@ -7,6 +7,7 @@ import signal
 import subprocess
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -131,6 +132,35 @@ def test_ranks_end_when_their_parent_is_killed(tmp_path: Path, how: str, method:
     while left := list(tmp_path.glob("fsdp-*")):
         assert time.monotonic() < deadline, f"still there: {left}"
         time.sleep(0.02)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGKILL])
+def test_a_signal_to_the_whole_process_group(tmp_path: Path, number: signal.Signals) -> None:
+    """As timeout(1), a terminal and CI systems send it: to the parent and to its fork server."""
+    text = "import os\nos.setpgid(0, 0)\n" + ENDLESS.format(how="collective", method="forkserver")
+    with ended_at_last(run_script(text, tmp_path, TMPDIR=str(tmp_path))) as process:
+        assert process.stdout is not None
+        pids = [int(word) for word in process.stdout.readline().split()]
+        assert len(pids) == 10
+        os.killpg(process.pid, number)
+        process.wait()
+        # Of SIGKILL nobody is left to know but the ranks, and the system, which may be faster.
+        assert_gone(pids[:2] if number == signal.SIGKILL else pids)
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + 5.0
+    while number != signal.SIGKILL and (left := list(tmp_path.glob("fsdp-*"))):
+        assert time.monotonic() < deadline, f"still there: {left}"
+        time.sleep(0.02)
+
+
+def test_ranks_heed_the_signals_that_their_fork_server_ignores() -> None:
+    def ask() -> list[object]:
+        return [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)]
+
+    with world_of(1) as one:
+        assert one.run(ask)[0] == ask()
 
 
 def test_spawned_ranks_end_when_their_parent_is_killed(tmp_path: Path) -> None:

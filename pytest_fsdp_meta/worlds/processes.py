@@ -15,12 +15,15 @@ import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 PR_SET_PTRACER = 0x59616D61
 ANYBODY = ctypes.c_ulong(-1)
 NONE = ctypes.c_ulong(0)
+_HEEDED: dict[int, Any] = {}
+"""What had been done about the signals that are ignored."""
 PAUSE = 0.002
 THREADS = 16
 """Where in /proc/PID/stat after the state the number of threads is."""
@@ -40,6 +43,18 @@ def no_descriptors(error: OSError) -> str:
 def die_with_parent(number: int = signal.SIGKILL) -> None:
     """The system sends this signal when the thread ends that started this process; 0 for none."""
     _prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(number))
+
+
+def outlive_group() -> None:
+    """Ignores what a terminal, timeout(1) or CI sends to a whole process group: this process clears up after it."""
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        _HEEDED[number] = signal.signal(number, signal.SIG_IGN)
+
+
+def heed_signals() -> None:
+    """In a process that was forked from one that outlives its group."""
+    for number, handler in _HEEDED.items():
+        signal.signal(number, handler)
 
 
 def adopt_orphans() -> None:

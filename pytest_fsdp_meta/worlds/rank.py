@@ -186,6 +186,7 @@ def main(connection: Connection, task: Assignment, dies_with_parent: bool) -> No
 def _isolate(dies_with_parent: bool) -> None:
     """Own process group (no Ctrl-C from the terminal), death with the parent."""
     os.setpgid(0, 0)
+    processes.heed_signals()
     # The fork server's children inherit "forkserver"; a loader's own workers get what they get under torchrun.
     multiprocessing.set_start_method(None, force=True)
     if dies_with_parent:

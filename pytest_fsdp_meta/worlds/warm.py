@@ -38,6 +38,7 @@ def _serve(folder: Path) -> None:
     atexit.register(_forget_address, _address(), os.getppid(), os.getpid())
     with _ending_with(request["parent"], request["leftovers"]):
         failed = _import(request)
+    processes.outlive_group()
     processes.adopt_orphans()
     atexit.register(_end_ranks, os.getpid(), request["leftovers"])
     told = {"objection": why_unsafe(), "failed": failed, "children": sorted(processes.children(os.getpid()))}
