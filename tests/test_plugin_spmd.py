@@ -239,7 +239,7 @@ def test_a_kept_world_has_what_a_fresh_one_would_have(project: Project, monkeypa
     result = run(
         project,
         """
-import subprocess
+import signal, subprocess, sys, time, warnings
 from pytest_fsdp_meta.worlds import processes
 
 PIDS = set()
@@ -271,9 +271,34 @@ class TestBegunElsewhere:
     def test_second(self, fsdp_world):
         assert fsdp_world.run(surroundings) == [(None, "2", os.getcwd())]
 
+    def test_modes(self, fsdp_world): fsdp_world.run(change)
+
+    def test_after_modes(self, fsdp_world):
+        with pytest.warns(UserWarning, match="heard"):
+            fsdp_world.run(unchanged)
+
+    def test_inference(self, fsdp_world): fsdp_world.run(lambda: torch.inference_mode().__enter__() and None)
+
+    def test_after_inference(self, fsdp_world): assert fsdp_world.run(torch.is_inference_mode_enabled) == [False]
+
     def test_program(self, fsdp_world): fsdp_world.run(start)
 
     def test_after(self, fsdp_world): assert fsdp_world.run(programs) == [set()]
+
+def change():
+    sys.path.insert(0, "/nowhere")
+    sys.stdout = open(os.devnull, "w")
+    warnings.simplefilter("ignore")
+    signal.alarm(1)
+    torch.autograd.set_detect_anomaly(True)
+    torch.set_num_threads(3)
+
+def unchanged():
+    warnings.warn("heard")
+    time.sleep(1.2)
+    assert "/nowhere" not in sys.path
+    assert sys.stdout.fileno() == 1
+    assert (torch.get_num_threads(), torch.is_anomaly_enabled()) == (1, False)
 
 def start(): subprocess.Popen(["sleep", "1000"])
 
@@ -281,7 +306,7 @@ def programs(): return processes.children(os.getpid())
 """,
         "-p", "no:randomly", "-o", "tmp_path_retention_policy=none",
     )  # fmt: skip
-    result.assert_outcomes(passed=7)
+    result.assert_outcomes(passed=11)
 
 
 def test_what_ranks_of_a_kept_world_did_not_do_together(project: Project) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
+import sys
 import threading
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,8 +44,65 @@ class _Beginning:
     children: frozenset[int]
     descriptors: int
     groups: Mapping[tuple[int, ...], Any]
+    python: _Python
+    torch: _Torch
+
+
+@dataclass(frozen=True)
+class _Python:
+    """What a test may change of the interpreter."""
+
+    path: tuple[str, ...]
+    streams: tuple[Any, Any]
+    filters: tuple[Any, ...]
+    show: Any
+
+    @classmethod
+    def now(cls) -> _Python:
+        return cls(tuple(sys.path), (sys.stdout, sys.stderr), tuple(warnings.filters), warnings.showwarning)
+
+    def put_back(self) -> None:
+        sys.path[:] = self.path
+        sys.stdout, sys.stderr = self.streams
+        warnings.filters[:] = self.filters  # type: ignore[index]
+        warnings.showwarning = self.show
+        signal.alarm(0)
+
+
+@dataclass(frozen=True)
+class _Torch:
+    """What a test may change of torch: its modes that have a public way to be read and set."""
+
     dtype: torch.dtype
+    threads: int
+    anomaly: bool
     deterministic: tuple[bool, bool, bool]
+
+    @classmethod
+    def now(cls) -> _Torch:
+        import torch
+
+        return cls(
+            torch.get_default_dtype(),
+            torch.get_num_threads(),
+            torch.is_anomaly_enabled(),
+            (
+                torch.are_deterministic_algorithms_enabled(),
+                torch.is_deterministic_algorithms_warn_only_enabled(),
+                torch.utils.deterministic.fill_uninitialized_memory,
+            ),
+        )
+
+    def put_back(self) -> None:
+        import torch
+
+        torch.set_default_dtype(self.dtype)
+        torch.set_default_device(None)
+        torch.set_grad_enabled(True)
+        torch.set_num_threads(self.threads)
+        torch.autograd.set_detect_anomaly(self.anomaly)
+        mode, warn_only, torch.utils.deterministic.fill_uninitialized_memory = self.deterministic
+        torch.use_deterministic_algorithms(mode, warn_only=warn_only)
 
 
 _BEGINNING: _Beginning | None = None
@@ -50,8 +110,6 @@ _BEGINNING: _Beginning | None = None
 
 def remember() -> None:
     """Notes how this rank is before its first test."""
-    import torch
-
     global _BEGINNING
     _BEGINNING = _Beginning(
         environ=dict(os.environ),
@@ -60,8 +118,8 @@ def remember() -> None:
         children=_children(),
         descriptors=_descriptors(),
         groups=_groups(),
-        dtype=torch.get_default_dtype(),
-        deterministic=_deterministic(),
+        python=_Python.now(),
+        torch=_Torch.now(),
     )
 
 
@@ -77,7 +135,7 @@ def follow(changed: Mapping[str, str | None], folder: str | None) -> None:
 
 
 def tidy() -> Left:
-    """Puts back environment, folder, state, seeds and torch's modes; calls no collective."""
+    """Puts back environment, folder, state, seeds and modes; calls no collective."""
     import torch
 
     before = _BEGINNING
@@ -91,17 +149,15 @@ def tidy() -> Left:
     except OSError:  # that of a test that has removed it
         lost = True
     current().state.clear()
-    torch.set_default_dtype(before.dtype)
-    torch.set_default_device(None)
-    torch.set_grad_enabled(True)
-    mode, warn_only, torch.utils.deterministic.fill_uninitialized_memory = before.deterministic
-    torch.use_deterministic_algorithms(mode, warn_only=warn_only)
+    before.python.put_back()
+    before.torch.put_back()
     seed(current().device.type)
     stays = {
         "threads": not _threads() <= before.threads,
         "processes": not _children() <= before.children,
         "other process groups": _groups() != before.groups,
         "no folder": lost,
+        "inference mode": torch.is_inference_mode_enabled(),
         "open files": _descriptors() > before.descriptors + DESCRIPTORS,
     }
     return Left(_begun(before.groups), tuple(name for name, stayed in stays.items() if stayed))
@@ -118,16 +174,6 @@ def _children() -> frozenset[int]:
 def _descriptors() -> int:
     listed = Path("/proc/self/fd")
     return len(os.listdir(listed)) if listed.exists() else 0
-
-
-def _deterministic() -> tuple[bool, bool, bool]:
-    import torch
-
-    return (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-        torch.utils.deterministic.fill_uninitialized_memory,
-    )
 
 
 def _groups() -> dict[tuple[int, ...], Any]:
