@@ -42,10 +42,10 @@ def test_output_is_shown_with_the_first_failing_item(project: Project) -> None:
     assert "[rank" not in text
 
 
-@pytest.mark.parametrize("verbose", ["-v", "-q"])
-def test_output_is_live_under_s(project: Project, verbose: str) -> None:
+@pytest.mark.parametrize("args", [("-s", "-v"), ("-s", "-q"), ("-p", "no:capture")])
+def test_output_is_live_under_s(project: Project, args: tuple[str, ...]) -> None:
     project.loaders(TALKING)
-    result = project.run("-s", verbose)
+    result = project.run(*args)
     result.assert_outcomes(passed=3, errors=2)
     lines = result.outlines
     for rank in (0, 1):

@@ -42,7 +42,7 @@ class Ear(Listener):
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
         # A worker of xdist has no terminal, and what it writes would be lost; so there it is captured as ever.
-        self.live = config.getoption("capture") == "no" and not hasattr(config, "workerinput")
+        self.live = config.getoption("capture", "no") == "no" and not hasattr(config, "workerinput")
         self._at_line_start = False
         self._warnings = Warnings()
         self._coverage = measured.Sum()

@@ -124,7 +124,7 @@ def terminal_of(config: pytest.Config) -> int | None:
     A copy, because pytest redirects its own while items run; so to be asked for while it configures itself.
     """
     wanted = (
-        config.getoption("capture") != "no"  # there ranks speak for themselves
+        config.getoption("capture", "no") != "no"  # there ranks speak for themselves
         and not hasattr(config, "workerinput")
         and "CI" not in os.environ
         and os.environ.get("TERM", "dumb") != "dumb"
