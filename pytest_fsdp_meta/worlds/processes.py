@@ -46,7 +46,11 @@ def die_with_parent(number: int = signal.SIGKILL) -> None:
 
 
 def outlive_group() -> None:
-    """Ignores what a terminal, timeout(1) or CI sends to a whole process group: this process clears up after it."""
+    """What a terminal, timeout(1) or CI sends to a whole process group, or to all of a service, does not end this one.
+
+    It clears up after the others.
+    """
+    os.setpgid(0, 0)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         _HEEDED[number] = signal.signal(number, signal.SIG_IGN)
 

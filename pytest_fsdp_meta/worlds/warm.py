@@ -36,9 +36,9 @@ MADV_COLLAPSE = 25
 def _serve(folder: Path) -> None:
     request = json.loads((folder / "request").read_text("utf-8"))
     atexit.register(_forget_address, _address(), os.getppid(), os.getpid())
+    processes.outlive_group()
     with _ending_with(request["parent"], request["leftovers"]):
         failed = _import(request)
-    processes.outlive_group()
     processes.adopt_orphans()
     atexit.register(_end_ranks, os.getpid(), request["leftovers"])
     told = {"objection": why_unsafe(), "failed": failed, "children": sorted(processes.children(os.getpid()))}
