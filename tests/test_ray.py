@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("ray", reason="Ray is not installed here; make ray has it")
 
-from pytest_fsdp_meta.worlds import RayEngine, World, WorldError, WorldSpec, current
+from pytest_fsdp_meta.worlds import RayEngine, World, WorldError, WorldSpec, current, ray_engine
 from pytest_fsdp_meta.worlds.ray_engine import choose
 from tests.conftest import Project
 from tests.ray_help import NODE, cluster_of, engine_of
@@ -94,6 +94,33 @@ def test_seats_that_others_have_are_waited_for_and_then_told(cluster: Any, engin
     remove_placement_group(taken)
     with world_of(engine, 2) as world:
         assert world.run(total, 1.0) == [1.0, 1.0]
+
+
+def test_seats_are_left_to_another_session_that_waits(
+    cluster: Any, engine: RayEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_engine, "HOLD", 0.0)
+    with world_of(engine, 4) as world:
+        assert world.run(total, 1.0) == [6.0] * 4
+    results: list[list[float]] = []
+
+    def use(other: RayEngine) -> None:
+        with world_of(other, 2) as world:
+            results.append(world.run(total, 1.0))
+        other.give_back()
+
+    with engine_of(cluster) as other:
+        other.start()
+        waiting = threading.Thread(target=use, args=(other,))
+        waiting.start()
+        deadline = time.monotonic() + SOON
+        while not engine._running.is_wanted():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        with world_of(engine, 4) as world:  # gives its seats back, and waits for all four of them
+            assert results == [[1.0, 1.0]]
+            assert world.run(total, 1.0) == [6.0] * 4
+        waiting.join(SOON)
 
 
 def actor_of(engine: RayEngine, rank: int) -> Any:

@@ -21,6 +21,8 @@ from pytest_fsdp_meta.worlds.host import Host
 from pytest_fsdp_meta.worlds.launch import Preload
 from pytest_fsdp_meta.worlds.server import environment
 
+OURS = "pytest-fsdp-meta-"
+"""How the names of all our placement groups begin, in all sessions."""
 TRIES = 3
 """How often a node may be lost while its actors start."""
 PAUSE = 1.0
@@ -112,7 +114,8 @@ class Cluster:
         for left in reversed(range(TRIES)):
             self._refuse_too_large(wish)
             bundle = {"CPU": self.cpu} | ({"GPU": wish.gpu} if wish.gpu else {})
-            group = Group(wish.gpu, placement_group([bundle] * wish.seats, strategy="SPREAD"))
+            name = OURS + secrets.token_hex(4)
+            group = Group(wish.gpu, placement_group([bundle] * wish.seats, strategy="SPREAD", name=name))
             try:
                 self._wait(group, wish)
                 self._occupy(group, wish)
@@ -125,6 +128,20 @@ class Cluster:
                     raise _no_world(f"the ranks of the cluster do not start: {first_line(error)}") from error
                 time.sleep(PAUSE)
         raise AssertionError("the last try returns or raises")
+
+    def is_wanted(self) -> bool:
+        """Whether a session of ours waits for seats."""
+        from ray.util import placement_group_table
+
+        return any(
+            one["name"].startswith(OURS) and one["state"] == "PENDING" for one in placement_group_table().values()
+        )
+
+    def has_free(self, seats: int, gpu: float) -> bool:
+        import ray
+
+        free = ray.available_resources()
+        return all(free.get(name, 0.0) >= seats * each for name, each in (("CPU", self.cpu), ("GPU", gpu)))
 
     def give_back(self, group: Group) -> None:
         import ray

@@ -25,6 +25,11 @@ from pytest_fsdp_meta.worlds.ray_cluster import Cluster, Group, Seat, Wish
 from pytest_fsdp_meta.worlds.remote import RemoteMember
 from pytest_fsdp_meta.worlds.spec import Place, Sources, WorldSpec
 
+HOLD = 30.0
+"""Seconds for which seats are kept though another session waits for some: to take new ones costs as many."""
+GIVE_WAY = 10.0
+"""Seconds in which those that wait may take the seats that were given back for them."""
+
 
 @dataclass
 class RayEngine:
@@ -40,6 +45,10 @@ class RayEngine:
     """Seconds that importing may take on a node; apart from the timeout of a world, which may be short."""
     _cluster: Cluster | None = field(default=None, repr=False)
     _groups: list[Group] = field(default_factory=list, repr=False)
+    _members: list[RemoteMember] = field(default_factory=list, repr=False)
+    """All that have been launched and may still live."""
+    _since: float = 0.0
+    """When the first seats were taken."""
 
     def start(self) -> None:
         """Connects. Raises ValueError, in one line, where there is no such cluster."""
@@ -71,6 +80,7 @@ class RayEngine:
                 member.kill()
                 member.release()
             raise
+        self._members += members
         yield from members
 
     @property
@@ -101,14 +111,35 @@ class RayEngine:
         for group in [group for group in self._groups if not all(map(_answers, group.seats))]:
             self._groups.remove(group)
             self._running.give_back(group)
-        seats = [seat for group in self._groups if group.gpu == gpu for seat in group.seats]
-        if len(seats) < spec.size:
+        missing = spec.size - len(self._fitting(gpu))
+        # Who waits for seats has none, or two sessions would wait for each other; ranks that live are waited for.
+        if self._groups and not self._in_use and self._others_first(missing, gpu):
+            self.give_back()
+            missing = spec.size
+            # Ray looks at who waits now and then only, and whoever asks just then comes first.
+            patience = min(deadline, time.monotonic() + GIVE_WAY)
+            while self._running.is_wanted() and time.monotonic() < patience:
+                time.sleep(0.1)
+        if missing > 0:
             # A copy without its fork server, which every host has of its own.
             preload = Preload(self.sources, self.modules, self.test_modules, self.method, self.patience)
-            wish = Wish(spec.size, spec.size - len(seats), gpu, preload, deadline)
-            self._groups.append(self._running.grant(wish))
-            seats += self._groups[-1].seats
-        return choose(seats, spec.size)
+            if not self._groups:
+                self._since = time.monotonic()
+            self._groups.append(self._running.grant(Wish(spec.size, missing, gpu, preload, deadline)))
+        return choose(self._fitting(gpu), spec.size)
+
+    def _fitting(self, gpu: float) -> list[Seat]:
+        return [seat for group in self._groups if group.gpu == gpu for seat in group.seats]
+
+    @property
+    def _in_use(self) -> bool:
+        self._members = [member for member in self._members if not member.is_released]
+        return bool(self._members)
+
+    def _others_first(self, missing: int, gpu: float) -> bool:
+        if missing > 0:
+            return not self._running.has_free(missing, gpu)
+        return time.monotonic() - self._since > HOLD and self._running.is_wanted()
 
     def _gpus_for_a_rank(self, spec: WorldSpec) -> float:
         if spec.device_type == "cpu":

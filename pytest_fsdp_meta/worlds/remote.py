@@ -100,6 +100,10 @@ class RemoteMember:
         while self._ending is None and self._receive(deadline):
             pass
 
+    @property
+    def is_released(self) -> bool:
+        return self._host.closed
+
     def release(self) -> None:
         self._host.close()
         if self._reading is not None:
