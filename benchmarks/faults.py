@@ -121,25 +121,23 @@ def main() -> None:
     parser.add_argument("--patience", type=float, default=30.0, help="seconds until a fault counts as not known")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    peers, missing = available(options.python, [*OURS, *PEERS])
+    ours = [one for one in OURS if one.name == "@fsdp_spmd"]
+    peers, missing = available(options.python, [*ours, *PEERS])
     peers = [one for one in peers if not options.only or one.ours or any(word in one.name for word in options.only)]
-    began, before = time.strftime("%Y-%m-%d %H:%M"), os.getloadavg()[0]
-    tables = [table(options.python, peers, fault, options.patience) for fault in options.faults]
     told = [
-        f"# The same faults under each peer, {began}\n",
-        f"{os.cpu_count()} cores, load {before:.1f} before and {os.getloadavg()[0]:.1f} after.",
-        f"{versions(options.python)}.",
+        f"# The same faults under each peer, {time.strftime('%Y-%m-%d %H:%M')}\n",
+        f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} before. {versions(options.python)}.",
         f"Hangs are to be told after {LIMIT:g} s, where a peer can be told so.",
-        f"Not known: not within {options.patience:g} s.\n",
-        "\n\n".join(tables),
+        f"Not known: not within {options.patience:g} s.",
     ]
     if missing:
-        told.append("\nNot installed here: " + ", ".join(peer.name for peer in missing) + ".")
-    text = "\n".join(told) + "\n"
-    if options.out:
-        options.out.write_text(text, "utf-8")
-    else:
-        print(text)
+        told.append("Not installed here: " + ", ".join(peer.name for peer in missing) + ".")
+    for fault in options.faults:
+        told.append("\n" + table(options.python, peers, fault, options.patience))
+        if options.out:  # after each, for a run takes long
+            options.out.write_text("\n".join(told) + "\n", "utf-8")
+    if not options.out:
+        print("\n".join(told))
 
 
 if __name__ == "__main__":
