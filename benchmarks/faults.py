@@ -28,8 +28,6 @@ FAULTS = {
     "orphan": ("pytest is killed by SIGKILL while ranks wait", r""),
 }
 NAMED = r"(?i)(?:rank|process|worker|thread|local_rank|gw)s?[\s:=\[#(]*{}\b"
-LIMIT = 10.0
-"""Seconds that peers are told to wait for a hang, where they can be told."""
 LATER = 5.0
 
 
@@ -61,8 +59,8 @@ class Seen:
         return ", cause told" if re.search(FAULTS[fault][1], self.run.output) else ", no cause"
 
 
-def inject(peer: Peer, python: str, fault: str, patience: float) -> Seen:
-    with started(peer, python, fault, world=2, tests=2, limit=LIMIT) as at_work:
+def inject(peer: Peer, python: str, fault: str, limit: float, patience: float) -> Seen:
+    with started(peer, python, fault, world=2, tests=2, limit=limit) as at_work:
         mark = _wait_for_fault(at_work)
         if fault == "orphan" and mark is not None:
             time.sleep(0.5)
@@ -103,10 +101,10 @@ def say(text: str) -> None:
     print(f"[{time.strftime('%H:%M:%S')}, load {os.getloadavg()[0]:.1f}] {text}", file=sys.stderr, flush=True)
 
 
-def table(python: str, peers: Sequence[Peer], fault: str, patience: float) -> str:
+def table(python: str, peers: Sequence[Peer], fault: str, limit: float, patience: float) -> str:
     lines = [f"### {FAULTS[fault][0]}\n", "| | seconds until it is over | told | left 5 s later |", "|---|---|---|---|"]
     for peer in peers:
-        seen = inject(peer, python, fault, patience)
+        seen = inject(peer, python, fault, limit, patience)
         name = f"**{peer.name}**" if peer.ours else peer.name
         lines.append(f"| {name} | {seen.cells(fault)}")
         say(lines[-1])
@@ -118,6 +116,7 @@ def main() -> None:
     parser.add_argument("--python", default=default_python(), help="of the environment that has the peers")
     parser.add_argument("--only", nargs="*", default=[], help="words of the names of peers")
     parser.add_argument("--faults", nargs="*", default=list(FAULTS))
+    parser.add_argument("--limit", type=float, default=10.0, help="seconds that a hang may take, where a peer is told")
     parser.add_argument("--patience", type=float, default=30.0, help="seconds until a fault counts as not known")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -127,13 +126,13 @@ def main() -> None:
     told = [
         f"# The same faults under each peer, {time.strftime('%Y-%m-%d %H:%M')}\n",
         f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} before. {versions(options.python)}.",
-        f"Hangs are to be told after {LIMIT:g} s, where a peer can be told so.",
+        f"Hangs are to be told after {options.limit:g} s, where a peer can be told so.",
         f"Not known: not within {options.patience:g} s.",
     ]
     if missing:
         told.append("Not installed here: " + ", ".join(peer.name for peer in missing) + ".")
     for fault in options.faults:
-        told.append("\n" + table(options.python, peers, fault, options.patience))
+        told.append("\n" + table(options.python, peers, fault, options.limit, options.patience))
         if options.out:  # after each, for a run takes long
             options.out.write_text("\n".join(told) + "\n", "utf-8")
     if not options.out:
