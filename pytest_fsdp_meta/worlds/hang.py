@@ -23,8 +23,7 @@ def look(members: Sequence[Member]) -> dict[int, Whereabouts]:
     found = _ask([member for member in members if not member.has_ended])
     mute = [member for member in members if member.rank not in found]
     # In this order: the signal that makes a rank write its stack wakes it from what it sleeps in.
-    busy = {member.rank: member.pid for member in members if member in mute or found[member.rank].stack}
-    inside = native.stacks({rank: pid for rank, pid in busy.items() if pid})
+    inside = _inside(members, {rank: there.stack for rank, there in found.items()})
     for member in mute:
         member.ask_stack()
     deadline = time.monotonic() + PATIENCE
@@ -33,6 +32,15 @@ def look(members: Sequence[Member]) -> dict[int, Whereabouts]:
         rank: Whereabouts("\n".join(filter(None, (there.stack or IDLE, inside.get(rank)))), there.flight)
         for rank, there in found.items()
     }
+
+
+def _inside(members: Sequence[Member], stacks: Mapping[int, str]) -> dict[int, str]:
+    """Where ranks are in C code. Of those that have said the same stack one is looked at, and of the idle none."""
+    pids = {member.rank: member.pid for member in members if member.pid and stacks.get(member.rank) != ""}
+    alike = {rank: stacks.get(rank, f"unknown, of rank {rank}") for rank in pids}
+    first = {stack: rank for rank, stack in reversed(alike.items())}
+    seen = native.stacks({rank: pids[rank] for rank in first.values()})
+    return {rank: seen[first[stack]] for rank, stack in alike.items() if first[stack] in seen}
 
 
 def _ask(members: Sequence[Member]) -> dict[int, Whereabouts]:
