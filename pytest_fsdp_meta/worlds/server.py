@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ class Server:
     """Starts to import at once, in the background; ended with this object, or with this process."""
 
     def __init__(self, modules: Sequence[str], sources: Sources) -> None:
+        resource_tracker.ensure_running()  # which multiprocessing does otherwise between the folder and the server
         self._folder = Path(tempfile.mkdtemp(prefix=folders.prefix("preload")))
         self._report: tuple[str, dict[str, str]] | None = None
         self._kept: frozenset[int] = frozenset()

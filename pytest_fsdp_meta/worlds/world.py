@@ -236,6 +236,7 @@ class World:
     def _launch(self) -> None:
         # Before multiprocessing joins all processes at exit, which would wait for ranks of a forgotten world for ever.
         self._at_exit = util.Finalize(None, self.close, exitpriority=1)
+        self._engine.start()  # first, because it sees to the folder when this process is killed
         self._folder = Path(tempfile.mkdtemp(prefix=folders.prefix("world")))
         leftovers = str(self._folder), *self._shared
         for member in self._engine.launch(self.spec, self._folder, leftovers):
