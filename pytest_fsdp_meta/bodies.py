@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import pickle
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,13 +39,18 @@ def run_body(call: Call, style: Style, votes: frozenset[str]) -> str | None:
         if f"{type(error).__module__}.{type(error).__qualname__}" in votes:
             raise
         raise CallFailed(detail=_account(error, style)) from error
+    finally:
+        for value in arguments.values():
+            if isinstance(value, pytest.MonkeyPatch):
+                value.undo()
     return None if returned is None else type(returned).__name__
 
 
-def run_function(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Calls what a test has handed to ``fsdp_world.run``."""
+def run_function(function: bytes, args: Sequence[bytes], kwargs: Mapping[str, bytes]) -> Any:
+    """Calls what a test has handed to ``fsdp_world.run``, each value pickled by itself."""
+    called = pickle.loads(function)
     with telling(unless=ASSUMING):
-        return function(*args, **kwargs)
+        return called(*map(pickle.loads, args), **{name: pickle.loads(value) for name, value in kwargs.items()})
 
 
 def _account(error: BaseException, style: Style) -> str:

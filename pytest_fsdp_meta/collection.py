@@ -197,6 +197,10 @@ def _mistake(item: pytest.Function) -> str | None:
     if loader and spmd:
         return f"@{MARK} and @{SPMD}: a test is a loader that is judged, or a body that every rank runs; take one off"
     on_ranks = MARK if loader else SPMD if spmd else ""
+    own = [mark.name for mark in item.own_markers]
+    twice = [mark for mark in (MARK, SPMD, WORLD) if own.count(mark) > 1]
+    if twice:
+        return f"@{twice[0]} is there twice; say all in one (several sizes: world_size=(2, 4))"
     return _missing_case(item, on_ranks) or _world_on_ranks(item, on_ranks) or _misplaced_rank(item, on_ranks)
 
 
@@ -207,12 +211,18 @@ def _missing_case(item: pytest.Function, on_ranks: str) -> str | None:
     who = {MARK: f"@{MARK}: a loader", SPMD: f"@{SPMD}: such a test"}.get(
         on_ranks, f"it asks for {WORLD!r}: such a test"
     )
-    return f"{who} is a function, or a method of a plain class; pytest cannot parametrize this test"
+    return f"{who} is a function, or a method of a plain class; pytest cannot parametrize one of unittest.TestCase"
 
 
 def _world_on_ranks(item: pytest.Function, on_ranks: str) -> str | None:
-    if on_ranks and any(mark.name == WORLD for mark in item.own_markers):
+    marked = any(mark.name == WORLD for mark in item.own_markers)
+    if on_ranks and marked:
         return f"@pytest.mark.{WORLD} is about the fixture of this name; give what it says to @{on_ranks}"
+    if marked and WORLD not in item.fixturenames:
+        return (
+            f"@pytest.mark.{WORLD} is about the fixture of this name, for which the test does not ask, so nothing "
+            f"would run on ranks; ask for it as an argument, or use @{SPMD}"
+        )
     if on_ranks and WORLD in item.fixturenames:
         return f"it asks for {WORLD!r}, which exists in the pytest process only, but it runs on ranks of its own"
     return None

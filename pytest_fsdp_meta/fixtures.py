@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
@@ -9,6 +10,7 @@ import pytest
 
 from pytest_fsdp_meta.bodies import FUNCTION
 from pytest_fsdp_meta.keeping import Keeper
+from pytest_fsdp_meta.sending import Unsendable, pack_run
 
 KEEPER = pytest.StashKey[Keeper]()
 OF_RANKS = ("rank", "local_rank", "world_size", "device", "mesh", "barrier")
@@ -46,10 +48,16 @@ class FsdpWorld:
         while another thread's call runs. A skip or xfail on all ranks is the test's.
         """
         __tracebackhide__ = True
-        if isinstance(function, str):
+        if isinstance(function, str) and re.fullmatch(r"[\w.]+:\w+", function):
             results = self._keeper.call(function, args, kwargs)
+        elif callable(function):
+            try:
+                packed = pack_run(function, args, kwargs)
+            except Unsendable as error:
+                raise ValueError(str(error)) from None
+            results = self._keeper.call(FUNCTION, packed, {})
         else:
-            results = self._keeper.call(FUNCTION, (function, args, kwargs), {})
+            raise ValueError(f"fsdp_world.run: {function!r} should be a function, or its name as 'module:name'")
         self._keeper.ear.warn()  # here, where pytest.warns and the like may be waiting for it
         return results
 

@@ -19,7 +19,7 @@ from pytest_fsdp_meta.evidence import Evidence
 from pytest_fsdp_meta.preloading import refresh
 from pytest_fsdp_meta.reports.listener import Ear
 from pytest_fsdp_meta.reports.terminal import describe_error, describe_failure
-from pytest_fsdp_meta.sending import Unsendable, again, pack_call, pack_value
+from pytest_fsdp_meta.sending import Unsendable, again, pack_call, pack_drawn
 from pytest_fsdp_meta.settings import Settings
 from pytest_fsdp_meta.trial import LoaderFailed, Trial, ranks_of
 from pytest_fsdp_meta.workers import Devices
@@ -156,7 +156,7 @@ class Conductor:
 
         def judge_example(drawn: dict[str, Any]) -> None:
             assert run.call is not None
-            packed = {name: pack_value(name, value, "argument") for name, value in drawn.items()}
+            packed = {name: pack_drawn(name, value) for name, value in drawn.items()}
             example = run.examples.setdefault(tuple(packed.items()), _Run(run.checks, run.call.with_drawn(packed)))
             if not example.over:
                 self._observe(item, case, example)

@@ -112,7 +112,7 @@ class Keeper:
     def end(self, item: pytest.Item, following: pytest.Item | None) -> str:
         """After a test: ends what only it wanted, and tidies the rest. Says what it left that no other may meet."""
         test, self._test = self._test, None
-        told = "" if test is None or test[1].scope == "function" else self._tidied(*test)
+        told = "" if test is None else self._tidied(*test)
         for scope in ("function", "module"):
             if following is None or _owner(item, scope) is not _owner(following, scope):
                 self._pool.end(_owner(item, scope))
@@ -128,6 +128,8 @@ class Keeper:
                 return self._pool.tidy(owner)
         except ValueError:
             self._pool.end(owner)
+            if case.scope == "function":
+                return ""  # nobody else was to have these ranks
             return "the test has ended while a thread of it still called the ranks, so they were ended; join it before"
 
     def _give_back(self) -> None:

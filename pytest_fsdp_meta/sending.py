@@ -6,6 +6,7 @@ import os
 import shlex
 import shutil
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ def pack_call(item: pytest.Function) -> Call:
     import cloudpickle
 
     wanted = [name for name in requested_fixtures(item) if name != ARGUMENT]
-    arguments = {name: pack_value(name, item.funcargs[name], "fixture") for name in wanted if name != "fsdp"}
+    arguments = {name: _pack_fixture(name, item.funcargs[name]) for name in wanted if name != "fsdp"}
     try:
         function = cloudpickle.dumps(_by_name(item.obj))
     except Exception as error:
@@ -45,20 +46,53 @@ def _by_name(function: Any) -> Any:
     return ByName(inner.__module__, inner.__qualname__, owner)
 
 
-def pack_value(name: str, value: Any, what: str) -> bytes:
-    """``what`` is "fixture", or "argument" for what Hypothesis drew. Raises Unsendable."""
+def _pack_fixture(name: str, value: Any) -> bytes:
+    if isinstance(value, pytest.MonkeyPatch):
+        value = pytest.MonkeyPatch()  # one of the rank's own, undone there after the body
+    elif (getattr(value, "__module__", None) or "").startswith("_pytest.") and not isinstance(
+        value, pytest.TempPathFactory
+    ):
+        raise Unsendable(
+            f"fixture {name!r} is pytest's own, and sees nothing of what happens on the ranks; leave it out, and use "
+            "what works in the body itself, such as pytest.warns or contextlib.redirect_stdout"
+        )
+    return pack(value, f"fixture {name!r} gives a {type(value).__name__}, which", "return")
+
+
+def pack_drawn(name: str, value: Any) -> bytes:
+    """An argument that Hypothesis drew. Raises Unsendable."""
+    return pack(value, f"argument {name!r} is a {type(value).__name__}, which", "let @given draw")
+
+
+def pack(value: Any, what: str, do: str) -> bytes:
+    """Raises Unsendable, which says ``what`` cannot be sent, and to ``do`` so with plain data."""
     import cloudpickle
 
     try:
         packed = cloudpickle.dumps(value)
     except Exception as error:
         raise Unsendable(
-            f"{what} {name!r} gives a {type(value).__name__}, which cannot be sent to the ranks "
-            f"({type(error).__name__}: {error}); return plain data, such as a path or a config, and build the rest on "
-            "the ranks"
+            f"{what} cannot be sent to the ranks ({type(error).__name__}: {error}); {do} plain data, such as a path or "
+            "a config, and build the rest on the ranks"
         ) from error
     assert isinstance(packed, bytes)
     return packed
+
+
+def pack_run(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[bytes, list[bytes], dict[str, bytes]]:
+    """What is handed to ``fsdp_world.run``. Raises Unsendable, which names what cannot be sent."""
+
+    def argument(name: object, value: Any) -> bytes:
+        return pack(value, f"argument {name!r} of fsdp_world.run is a {type(value).__name__}, which", "pass")
+
+    called = getattr(function, "__name__", type(function).__name__)
+    return (
+        pack(function, f"the function {called} of fsdp_world.run, or what it refers to,", "let it refer to"),
+        [argument(number, value) for number, value in enumerate(args, 1)],
+        {name: argument(name, value) for name, value in kwargs.items()},
+    )
 
 
 def again(item: pytest.Item, given: tuple[str, ...]) -> str:

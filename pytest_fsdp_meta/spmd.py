@@ -12,7 +12,7 @@ from pytest_fsdp_meta.bodies import BODY, Style
 from pytest_fsdp_meta.calls import VOTES, Call
 from pytest_fsdp_meta.collection import WorldCase
 from pytest_fsdp_meta.keeping import Disagreement, Keeper
-from pytest_fsdp_meta.sending import Unsendable, again, pack_call, pack_value
+from pytest_fsdp_meta.sending import Unsendable, again, pack_call, pack_drawn
 from pytest_fsdp_meta.worlds import LeaseError, WorldError
 
 SENT = pytest.StashKey[Call]()
@@ -58,14 +58,11 @@ def call(item: pytest.Function, keeper: Keeper, given: tuple[str, ...]) -> None:
 
 
 def _run(item: pytest.Function, keeper: Keeper, drawn: dict[str, Any]) -> None:
-    sent = item.stash[SENT].with_drawn({name: pack_value(name, value, "argument") for name, value in drawn.items()})
+    sent = item.stash[SENT].with_drawn({name: pack_drawn(name, value) for name, value in drawn.items()})
     options = item.config.option
     style = Style("short" if options.tbstyle == "short" else "long", bool(options.showlocals))
     returned = {kind for kind in keeper.call(BODY, (sent, style, frozenset(VOTES)), {}) if kind is not None}
     if returned:
-        warnings.warn(
-            pytest.PytestReturnNotNoneWarning(
-                f"{item.nodeid} returned a {sorted(returned)[0]}, but a test returns nothing; did you mean assert?"
-            ),
-            stacklevel=2,
-        )
+        told = f"{item.nodeid} returned a {sorted(returned)[0]}, but a test returns nothing; did you mean assert?"
+        line = (item.location[1] or 0) + 1
+        warnings.warn_explicit(pytest.PytestReturnNotNoneWarning(told), None, str(item.path), line)

@@ -134,7 +134,7 @@ def test_places_where_there_is_no_fsdp(project: Project) -> None:
         "test_it.py::test_c: the test would get another 'fsdp' than that of pytest-fsdp-meta, which it hides; "
         "rename the other one",
         "test_it.py::TestD::test_d: @fsdp_conformance: a loader is a function, or a method of a plain class; "
-        "pytest cannot parametrize this test",
+        "pytest cannot parametrize one of unittest.TestCase",
     ]
 
 

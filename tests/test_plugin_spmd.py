@@ -410,7 +410,8 @@ def test_unreadable(fsdp_world):
     assert not any("keeping.py" in line or "world.py" in line for line in told)
     text = result.stdout.str()
     assert (
-        "ValueError: the arguments cannot be sent to the ranks: TypeError: cannot pickle '_thread.lock' object" in text
+        "ValueError: argument 1 of fsdp_world.run is a lock, which cannot be sent to the ranks (TypeError: cannot"
+        in text
     )
     assert "ranks 0, 1 returned a generator that cannot be sent back" in text
 
@@ -563,7 +564,7 @@ def test_assume_in_a_call(fsdp_world, n):
     drawn = sorted(line.strip() for line in told if re.fullmatch(r"    \w+=\w+,", line))
     assert drawn == ["fsdp=fsdp,", "limit=300,", "n=300,"]
     assert "Explanation" not in "\n".join(told)
-    assert "argument 'data' gives a DataObject, which cannot be sent to the ranks" in result.stdout.str()
+    assert "argument 'data' is a DataObject, which cannot be sent to the ranks" in result.stdout.str()
 
 
 def test_examples_that_fail_in_different_ways(project: Project) -> None:
@@ -655,7 +656,7 @@ class TestUnit(__import__("unittest").TestCase):
         "test_it.py::test_other_mark: @pytest.mark.fsdp_world is about the fixture of this name; give what it says to "
         "@fsdp_spmd",
         "test_it.py::TestUnit::test_unit: it asks for 'fsdp_world': such a test is a function, or a method of a plain "
-        "class; pytest cannot parametrize this test",
+        "class; pytest cannot parametrize one of unittest.TestCase",
     ]
 
 
@@ -697,3 +698,102 @@ def test_no_test_on_ranks_imports_no_torch(project: Project) -> None:
     assert outcomes(run(project, "")) == {}
     project.write("test_it.py", "import sys\ndef test_x(): assert 'torch' not in sys.modules\n")
     project.run().assert_outcomes(passed=1)
+
+
+def test_what_cannot_be_sent_to_a_call_is_named(project: Project) -> None:
+    result = run(
+        project,
+        """
+import threading
+LOCK = threading.Lock()
+
+def test_keyword(fsdp_world): fsdp_world.run(print, 1, end=threading.Lock())
+
+def test_closure(fsdp_world):
+    lock = threading.Lock()
+    fsdp_world.run(lambda: lock.acquire())
+
+def test_number(fsdp_world): fsdp_world.run(5)
+
+def test_name(fsdp_world): fsdp_world.run("dist.get_rank")
+""",
+    )
+    result.assert_outcomes(failed=4)
+    text = result.stdout.str()
+    assert "argument 'end' of fsdp_world.run is a lock, which cannot be sent to the ranks (TypeError: " in text
+    assert "the function <lambda> of fsdp_world.run, or what it refers to, cannot be sent to the ranks (TypeErr" in text
+    assert "fsdp_world.run: 5 should be a function, or its name as 'module:name'" in text
+    assert "fsdp_world.run: 'dist.get_rank' should be a function, or its name as 'module:name'" in text
+    assert "cloudpickle" not in text
+
+
+def test_fixtures_of_pytest_itself_on_ranks(project: Project) -> None:
+    result = run(
+        project,
+        """
+@fsdp_spmd(scope="module")
+def test_patch(fsdp, monkeypatch):
+    monkeypatch.setattr(torch, "of_the_test", 5, raising=False)
+    assert torch.of_the_test == 5
+
+@fsdp_spmd(scope="module")
+def test_undone(fsdp): assert not hasattr(torch, "of_the_test")
+
+@fsdp_spmd
+def test_recwarn(fsdp, recwarn): ...
+
+@fsdp_spmd
+def test_property(fsdp, record_property): ...
+
+@fsdp_spmd
+def test_paths(fsdp, tmp_path, tmp_path_factory): assert tmp_path.exists()
+""",
+    )
+    assert list(results(result).values()) == ["passed", "passed", "error", "error", "passed"]
+    why = "is pytest's own, and sees nothing of what happens on the ranks; leave it out, and use what works in the body"
+    assert f"fixture 'recwarn' {why}" in result.stdout.str()
+    assert f"fixture 'record_property' {why}" in result.stdout.str()
+
+
+def test_a_forgotten_collective_is_an_error_in_a_fresh_world_too(project: Project) -> None:
+    result = run(
+        project,
+        """
+@fsdp_spmd
+def test_x(fsdp):
+    if fsdp.rank == 0: dist.all_reduce(torch.ones(1), async_op=True)
+""",
+    )
+    result.assert_outcomes(passed=1, errors=1)
+    assert story(result, "test_x")[0].startswith("the ranks have not called the same number of collectives (rank 0: ")
+
+
+def test_marks_that_would_do_nothing(project: Project) -> None:
+    project.write(
+        "test_it.py",
+        HEAD
+        + """
+@pytest.mark.fsdp_world(world_size=4)
+def test_unasked(): ...
+@fsdp_spmd(world_size=2)
+@fsdp_spmd(world_size=4)
+def test_twice(fsdp): ...
+@pytest.mark.fsdp_world(world_size=3)
+class TestAll:
+    def test_plain(self): ...
+    @pytest.mark.fsdp_world(world_size=1)
+    def test_other(self, fsdp_world): ...
+""",
+    )
+    assert errors(project.collect()) == [
+        "test_it.py::test_unasked: @pytest.mark.fsdp_world is about the fixture of this name, for which the test does "
+        "not ask, so nothing would run on ranks; ask for it as an argument, or use @fsdp_spmd",
+        "test_it.py::test_twice: @fsdp_spmd is there twice; say all in one (several sizes: world_size=(2, 4))",
+    ]
+
+
+def test_a_failure_that_differs_in_addresses_only_is_told_once(project: Project) -> None:
+    text = "@fsdp_spmd\ndef test_x(fsdp): assert object() is None\n"
+    told = story(run(project, text), "test_x")
+    assert told[0].startswith("ranks 0, 1 raised AssertionError: assert <object object at 0x")
+    assert not any(line.startswith("then rank") for line in told)

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from pytest_fsdp_meta.words import name_ranks
 
+ADDRESS = re.compile(r"\b0x[0-9a-f]{6,}\b")
+
 
 @dataclass(frozen=True)
 class RankFailure:
@@ -82,7 +84,8 @@ class WorldError(Exception):
         first = self.failures[0]
         if first.user:
             return first.summary
-        same = sorted(f.rank for f in self.failures if (f.kind, f.summary) == (first.kind, first.summary))
+        mine = ADDRESS.sub("", first.summary)
+        same = sorted(f.rank for f in self.failures if (f.kind, ADDRESS.sub("", f.summary)) == (first.kind, mine))
         summary = _plural(first.summary) if len(same) > 1 else first.summary
         return f"{self._who(same)} {summary}"
 
@@ -121,12 +124,13 @@ class WorldError(Exception):
                 stacks.setdefault(failure.detail, []).append(failure.rank)
             return [("", f"{name_ranks(at)} stood at (innermost last):\n{stack}", at) for stack, at in stacks.items()]
         first = self.failures[0]
-        told: dict[tuple[str, str], list[int]] = {}
+        told: dict[str, tuple[str, str, list[int]]] = {}
         for failure in self.failures:
             lost = failure.lost_peer and not first.lost_peer
             words = ("lost the connection to it", "") if lost else (failure.summary, failure.detail)
-            told.setdefault(words, []).append(failure.rank)
-        return [(summary, detail, ranks) for (summary, detail), ranks in told.items()]
+            # Where an object lies in memory is another place on every rank, and says nothing.
+            told.setdefault(ADDRESS.sub("", "\n".join(words)), (*words, []))[2].append(failure.rank)
+        return list(told.values())
 
 
 def _plural(summary: str) -> str:

@@ -113,7 +113,7 @@ def _absent(mine: Sequence[Collective], number: int, returned: bool) -> str:
     """What a rank does that waits in nothing, while others wait in ``number``."""
     gone = "{} returned" if returned else "{} did not enter it"
     if not mine:
-        return f"{gone}, nor any before"
+        return "{} returned, and entered none" if returned else f"{gone}, nor any before"
     last = mine[-1]
     if last.number < number:
         return f"{gone}; the last there was {_named(last)}"
