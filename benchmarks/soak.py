@@ -26,7 +26,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-MARK = "PYTEST_FSDP_SOAK"
+MARK = "FSDP_SOAK"
 """In the environment of every process of the soak: its folder."""
 KINDS = {"pass": 58, "fail": 8, "exit": 6, "kill": 6, "segv": 4, "hang": 3, "kept": 10, "loader": 8, "crash": 3}
 """What a test does, and how often of a hundred."""

@@ -89,6 +89,6 @@ def _unpack(name: str, value: bytes) -> Any:
         return pickle.loads(value)
     except Exception as error:
         raise Misuse(
-            f"fixture {name!r}: its value cannot be read on the ranks ({type(error).__name__}: {error}); "
+            f"{name!r}: its value cannot be read on the ranks ({type(error).__name__}: {error}); "
             "return plain data, such as a path or a config, and build the rest on the ranks"
         ) from error

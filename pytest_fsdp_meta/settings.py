@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -187,7 +188,11 @@ def add_options(parser: pytest.Parser) -> None:
 
 
 def read_settings(config: pytest.Config) -> Settings:
-    """Raises UsageError, in one line that names where a wrong value comes from and what would be right."""
+    """Raises UsageError, in one line that names where a wrong value comes from and what would be right.
+
+    Warns of an environment variable that looks like one of ours and is none: it would be left out silently.
+    """
+    _warn_of_unknown(config)
     values: dict[str, Any] = {}
     given: list[str] = []
     for option in OPTIONS:
@@ -203,6 +208,16 @@ def read_settings(config: pytest.Config) -> Settings:
         if not source.startswith("ini"):
             given += [f"{option.flag}={text}"] if option.metavar else [option.flag] * value
     return Settings(**values, given=(*_repeated(config.invocation_params.args), *given))
+
+
+def _warn_of_unknown(config: pytest.Config) -> None:
+    known = {option.variable for option in OPTIONS}
+    for name in sorted(os.environ):
+        if name.startswith("PYTEST_FSDP_") and not name.startswith("PYTEST_FSDP_META_") and name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"they are {', '.join(sorted(known))}"
+            told = f"the environment variable {name} is no setting of pytest-fsdp-meta; {hint}"
+            config.issue_config_time_warning(pytest.PytestConfigWarning(told), stacklevel=2)
 
 
 def _repeated(args: Sequence[str | os.PathLike[str]]) -> list[str]:

@@ -21,7 +21,7 @@ from tests.conftest import Project
 from tests.test_plugin_outcomes import outcomes, story
 from tests.world_help import SOON, assert_gone, ended_at_last, processes_with
 
-WORD = "PYTEST_FSDP_FAULTS"
+WORD = "FSDP_FAULTS"
 """In the environment of an inner run, and so of everything that it starts."""
 FAULTS = """
 import ctypes

@@ -208,3 +208,14 @@ def test_no_torch_is_imported(project: Project, code: str) -> None:
     command = [sys.executable, "-c", f"{code}\nimport sys; assert 'torch' not in sys.modules"]
     done = subprocess.run(command, cwd=project.path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_misspelt_environment_variable(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTEST_FSDP_WORLD_SIZES", "3")
+    project.write("test_it.py", "def test_x(): ...\n")
+    result = project.collect()
+    result.assert_outcomes(passed=1, warnings=1)
+    assert (
+        "the environment variable PYTEST_FSDP_WORLD_SIZES is no setting of pytest-fsdp-meta; did you mean "
+        "PYTEST_FSDP_WORLD_SIZE?" in result.stdout.str()
+    )

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-FOLDER = Path(os.environ["PYTEST_FSDP_SOAK"])
+FOLDER = Path(os.environ["FSDP_SOAK"])
 
 
 def diary(name: str, *words: object) -> None:

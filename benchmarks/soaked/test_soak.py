@@ -17,7 +17,7 @@ from pytest_fsdp_meta import fsdp_conformance, fsdp_spmd
 from pytest_fsdp_meta.worlds import current
 from pytest_fsdp_meta.worlds.locks import FileLock
 
-FOLDER = Path(os.environ["PYTEST_FSDP_SOAK"])
+FOLDER = Path(os.environ["FSDP_SOAK"])
 TESTS: list[dict[str, Any]] = json.loads((FOLDER / "plan.json").read_text())
 SIZES = sorted({test["size"] for test in TESTS})
 
