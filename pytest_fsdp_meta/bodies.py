@@ -11,6 +11,7 @@ import pytest
 
 from pytest_fsdp_meta.calls import Call
 from pytest_fsdp_meta.worlds import CallFailed, current, telling
+from pytest_fsdp_meta.worlds.rank import seed
 
 BODY, FUNCTION = f"{__name__}:run_body", f"{__name__}:run_function"
 """What a world calls."""
@@ -32,6 +33,7 @@ def run_body(call: Call, style: Style, votes: frozenset[str]) -> str | None:
     Raises what a vote is as it is, and anything else as CallFailed, whose detail is pytest's own account of it.
     """
     function, arguments = call.unpack(current())
+    seed(current().device.type)  # one world runs all examples of Hypothesis, which are to be alike
     try:
         with telling(unless=ASSUMING):
             returned = function(**arguments)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_fsdp_meta.worlds import Preload, Sources, World, WorldError, WorldSpec, current, native, tracebacks
+from pytest_fsdp_meta.worlds import Preload, Sources, World, WorldError, WorldSpec, current, native, tracebacks, world
 from pytest_fsdp_meta.worlds.flight import Collective, Flight, Group, read
 from pytest_fsdp_meta.worlds.hang import describe
 from tests.world_help import assert_gone, fails, preload, world_of
@@ -138,7 +138,8 @@ def test_a_stopped_rank() -> None:
     assert stood(error)["rank 1"].startswith("  (it did not react: it is stopped)")
 
 
-def test_ranks_that_hang_while_they_join(tmp_path: Path) -> None:
+def test_ranks_that_hang_while_they_join(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(world, "STARTING", 3.0)
     (tmp_path / "never.py").write_text(
         "import time, torch.distributed as dist\ndef join(*given, **named): time.sleep(1000)\n"
         "dist.init_process_group = join\n"

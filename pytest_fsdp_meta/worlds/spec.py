@@ -30,8 +30,9 @@ class Sources:
 class WorldSpec:
     """One world. ``mesh`` maps dimension names to sizes, in order; their product is the size of the world.
 
-    ``timeout`` is in seconds and holds for the start and for every call. ``process_group`` is "plugin", or "loader"
-    when the called code runs ``init_process_group`` itself; torchrun's environment is there in both cases.
+    ``timeout`` is in seconds and holds for every call, and for the start where it is longer than what that gets anyway.
+    ``process_group`` is "plugin", or "loader" when the called code runs ``init_process_group`` itself; torchrun's
+    environment is there in both cases.
     """
 
     mesh: Mapping[str, int]

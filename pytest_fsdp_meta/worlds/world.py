@@ -31,6 +31,8 @@ GRACE = 0.8
 """Seconds that the other ranks get, after the first failure, to report theirs."""
 VOTING = 10.0
 """Seconds that they get to say that they, too, leave the call: a skip on one rank may come long before the next."""
+STARTING = 60.0
+"""Seconds that ranks get at least to start and to join: the timeout may be that of a call which should be short."""
 GLANCE = 0.5
 """Seconds between two looks at whether a rank has ended of which no pipe tells."""
 _SHARED: Engine = Preload()
@@ -259,7 +261,8 @@ class World:
         awaited = {member.rank for member in (self._members if members is None else members)}
         answers: dict[int, tuple[Any, ...]] = {}
         failures: dict[int, RankFailure] = {}
-        deadline = time.monotonic() + self.spec.timeout
+        seconds = self.spec.timeout if kind == "result" else max(self.spec.timeout, STARTING)
+        deadline = time.monotonic() + seconds
         while (missing := awaited - answers.keys() - failures.keys()) and time.monotonic() < deadline:
             for member, message in self._events(deadline, skip=failures.keys()):
                 if message is None:
@@ -277,7 +280,7 @@ class World:
                 voting = all(failure.exception in votes for failure in failures.values())
                 deadline = min(deadline, time.monotonic() + (VOTING if voting else GRACE))
         if missing or failures:
-            failed, view = (list(failures.values()), "") if failures else self._hung(sorted(missing))
+            failed, view = (list(failures.values()), "") if failures else self._hung(sorted(missing), seconds)
             self._fail(failed, doing, view, votes)
         return [answers[rank] for rank in sorted(awaited)]
 
@@ -315,11 +318,11 @@ class World:
             if any(handle in ready for handle in member.handles) or member.has_news:
                 yield member, member.hear()
 
-    def _hung(self, waiting: Sequence[int]) -> tuple[list[RankFailure], str]:
+    def _hung(self, waiting: Sequence[int], seconds: float) -> tuple[list[RankFailure], str]:
         """What is known of every rank when some did not answer, and of all together."""
         stood = hang.look(self._members)
         when = time.monotonic()
-        summary = f"did not answer within {self.spec.timeout:g} s"
+        summary = f"did not answer within {seconds:g} s"
         late = [RankFailure(rank, "hung", summary, stood[rank].stack, when) for rank in waiting]
         others = sorted({member.rank for member in self._members} - set(waiting))
         answered = [RankFailure(rank, "answered", "had answered", stood[rank].stack, when + 1) for rank in others]
