@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pytest_fsdp_meta.worlds import WorldError
-from tests.world_help import me, preload, total, world_of
+from tests.world_help import preload, total, world_of
 
 WORLDS = int(os.environ.get("FSDP_TEST_WORLDS", "20"))
 """A hundred take a minute."""
@@ -24,13 +24,12 @@ def holdings(pid: int, mine: Path) -> dict[str, int]:
         "threads": len(list((proc / "task").iterdir())),
         "children": sum(len(list_of.read_text().split()) for list_of in (proc / "task").glob("*/children")),
         "folders": len(list(mine.glob("fsdp-*"))),
-        "shared memory": _shared_memory(),
     }
 
 
-def _shared_memory() -> int:
-    """Segments of torch and of multiprocessing; other programs have theirs."""
-    return len([one for one in os.listdir("/dev/shm") if one.startswith(("torch_", "psm_", "sem.", "nccl-", "gloo"))])
+def shared_memory(pids: set[int]) -> list[str]:
+    """Segments that torch has made in these processes, whose number their names carry; other programs have theirs."""
+    return [one for one in os.listdir("/dev/shm") if one.startswith(tuple(f"torch_{pid}_" for pid in pids))]
 
 
 def server() -> int:
@@ -61,9 +60,11 @@ def test_worlds_in_a_row_leave_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     preload().start()
 
+    ranks: set[int] = set()
+
     def use(act: Callable[[], object]) -> None:
         with world_of(2) as world:
-            world.run(me)
+            ranks.update(world.run(os.getpid))
             if act is work:
                 world.run(act)
             else:
@@ -78,5 +79,6 @@ def test_worlds_in_a_row_leave_nothing(tmp_path: Path, monkeypatch: pytest.Monke
         use((work, crash, work, fail)[number % 4])
     assert server() == forking
     after = {pid: holdings(pid, tmp_path) for pid in (os.getpid(), forking)}
-    print(before, after)
     assert after == before
+    assert len(ranks) >= 2 * WORLDS
+    assert not shared_memory(ranks)
