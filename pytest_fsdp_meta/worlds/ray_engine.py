@@ -70,7 +70,7 @@ class RayEngine:
                 lost = partial(self._running.describe_loss, seat)
                 member = RemoteMember(task.place.rank, lost, connect, connect())
                 members.append(member)
-                member.begin(Order(task, shared, leftovers))
+                member.begin(Order(task, shared, (*leftovers, *filter(None, [self._running.folder]))))
             for member in members:  # all are starting by now
                 failure = member.await_start(self.patience + spec.timeout)
                 if failure is not None:
