@@ -10,6 +10,7 @@ import pickle
 import secrets
 import signal
 import socket
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -163,12 +164,16 @@ def test_what_the_parent_shares_stays_where_a_world_ends_as_it_should(host: Host
     assert tmp_path.exists()
 
 
-def test_a_machine_without_the_folder_of_the_project(host: Host) -> None:
+def test_a_machine_without_the_folder_of_the_project(
+    host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(WorldError) as caught:
         pair(OneHost(host, cwd="/not/here")).start()
     assert str(caught.value) == (
         "node 127.0.0.1 has no folder /not/here, where pytest runs; every node must have the project at this path"
     )
+    assert not list(tmp_path.glob("fsdp-world-*"))
 
 
 def test_a_machine_that_does_not_share_the_folder_of_the_trial(host: Host) -> None:

@@ -151,6 +151,8 @@ class World:
         try:
             yield
         except WorldError:
+            if not self._members:
+                self.close()  # the engine gave none, and left a folder
             raise  # it has ended, unless its ranks voted
         except BaseException as error:
             # Of the ranks' own errors they have said it themselves.
