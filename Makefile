@@ -86,8 +86,8 @@ TESTS ?= 20
 bench: bench-catalogue bench-worlds bench-faults
 
 bench-catalogue: .venv/installed
-	$(BIN)/python -m benchmarks.catalogue | tee $(DATED)-catalogue.txt
-	$(BIN)/python -m benchmarks.verification | tee $(DATED)-verification.txt
+	$(BIN)/python -m benchmarks.catalogue > $(DATED)-catalogue.txt
+	$(BIN)/python -m benchmarks.verification > $(DATED)-verification.txt
 
 bench-worlds: .venv-peers/installed
 	.venv-peers/bin/python -m benchmarks.worlds --tests $(TESTS) --out $(DATED)-worlds.md
