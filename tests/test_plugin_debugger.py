@@ -38,6 +38,8 @@ def shell(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("TERM", "dumb")
 
     def start(*args: str) -> Any:
+        # Ignored where the tests were started in the background of a shell, and then ignored by what they start.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         return pytester.spawn(f"{sys.executable} -m pytest -p no:cacheprovider {' '.join(args)}", expect_timeout=120)
 
     return start

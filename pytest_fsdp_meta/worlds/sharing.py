@@ -13,6 +13,7 @@ import secrets
 import shutil
 import signal
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -156,6 +157,11 @@ class Sharing:
         if self._presence is None:
             self._presence = Presence(self._folder)
             # Nobody asks for its results any more, then; by itself xdist interrupts it five seconds later.
+            if (
+                signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+                and threading.current_thread() is threading.main_thread()
+            ):
+                signal.signal(signal.SIGINT, signal.default_int_handler)  # under nohup it would come to nothing
             processes.die_with_parent(signal.SIGINT)
             atexit.register(self._leave)
         return self._folder
