@@ -24,6 +24,10 @@ def summed(value):
 """
 
 
+BARE = "import pytest\nfrom pytest_fsdp_meta import fsdp_spmd\n"
+"""For what is collected in this process, which must not import torch twice: its C code dies of that."""
+
+
 def run(project: Project, text: str, *args: str) -> pytest.RunResult:
     project.write("test_it.py", HEAD + text)
     return project.run("-v", *args)
