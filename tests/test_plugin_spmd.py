@@ -611,7 +611,7 @@ def test_flaky(fsdp, n):
 def test_misuse(project: Project) -> None:
     project.write(
         "test_it.py",
-        HEAD
+        BARE
         + """
 from pytest_fsdp_meta import fsdp_conformance
 
@@ -775,7 +775,7 @@ def test_x(fsdp):
 def test_marks_that_would_do_nothing(project: Project) -> None:
     project.write(
         "test_it.py",
-        HEAD
+        BARE
         + """
 @pytest.mark.fsdp_world(world_size=4)
 def test_unasked(): ...
