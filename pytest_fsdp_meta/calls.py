@@ -63,9 +63,7 @@ class ByName:
 
 
 def _resolve(module: str, name: str, owner: object | None) -> Callable[..., Any]:
-    function = attrgetter(name)(import_module(module))
-    bound: Callable[..., Any] = function if owner is None else function.__get__(owner)
-    return bound
+    return bind(attrgetter(name)(import_module(module)), owner)
 
 
 def body(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -73,8 +71,12 @@ def body(function: Callable[..., Any]) -> Callable[..., Any]:
     plain = getattr(function, "__func__", function)
     while (inner := getattr(plain, BODY, None) or drawn_function(plain)) is not None:
         plain = inner
-    owner = getattr(function, "__self__", None)
-    bound: Callable[..., Any] = plain if owner is None else plain.__get__(owner)
+    return bind(plain, getattr(function, "__self__", None))
+
+
+def bind(function: Any, owner: object | None) -> Callable[..., Any]:
+    """The method of ``owner``, or the function itself where there is none."""
+    bound: Callable[..., Any] = function if owner is None else function.__get__(owner)
     return bound
 
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-from pytest_fsdp_meta.calls import BODY
+from pytest_fsdp_meta.calls import BODY, bind
 
 OF_CODE = re.compile(r"^(?:Explanation:|Failed to reproduce exception)", re.MULTILINE)
 """How the notes of Hypothesis begin that are about code."""
@@ -20,9 +20,7 @@ def given_test(function: Callable[..., Any]) -> Callable[..., Any] | None:
         plain = getattr(plain, BODY)
     if not getattr(plain, "is_hypothesis_test", False):
         return None
-    owner = getattr(function, "__self__", None)
-    bound: Callable[..., Any] = plain if owner is None else plain.__get__(owner)
-    return bound
+    return bind(plain, getattr(function, "__self__", None))
 
 
 def relax(test: Callable[..., Any]) -> None:

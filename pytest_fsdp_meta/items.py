@@ -89,9 +89,7 @@ class Conductor:
         if run.over:
             yield
             return
-        assert item.parent is not None
-        loader = "\0".join((item.parent.nodeid, *item.name.rsplit(case.check, 1)))
-        with self.devices.running(loader, item) as (worker, where):
+        with self.devices.running("\0".join(_loader(item, case)), item) as (worker, where):
             if worker:
                 summary = f"worker {worker} ended while the loader or its fixtures ran, so it is not run again"
                 run.failure, run.told_by = LoaderFailed(summary), {summary: where}
@@ -147,17 +145,16 @@ class Conductor:
 
     def _draw(self, item: pytest.Function, case: Case, run: _Run, test: Callable[..., Any]) -> _Outcome:
         """The outcome over all examples; the items of one loader draw the same, and each example is loaded once."""
-        assert run.call is not None
-        seen: list[_Outcome] = []
-        values = {name: item.funcargs[name] for name in run.call.names}
+        call, seen = run.call, list[_Outcome]()
+        assert call is not None
+        values = {name: item.funcargs[name] for name in call.names}
         relax(test)
         if item.config.getoption("--hypothesis-seed", None) is None:
             same_draws(test, run.seed)
 
         def judge_example(drawn: dict[str, Any]) -> None:
-            assert run.call is not None
             packed = {name: pack_drawn(name, value) for name, value in drawn.items()}
-            example = run.examples.setdefault(tuple(packed.items()), _Run(run.checks, run.call.with_drawn(packed)))
+            example = run.examples.setdefault(tuple(packed.items()), _Run(run.checks, call.with_drawn(packed)))
             if not example.over:
                 self._observe(item, case, example)
             if example.failure is not None and example.failure.vote == ASSUME:
@@ -167,7 +164,7 @@ class Conductor:
                 raise _Fallen(seen[-1], example)
 
         try:
-            draw(test, values, judge_example, key="".join(item.nodeid.rsplit(case.check, 1)))
+            draw(test, values, judge_example, key="\0".join(_loader(item, case)))
         except _Fallen as fallen:
             self._show_output(item, "call", fallen.run)
             return replace(fallen.outcome, told=f"{fallen.outcome.told}\n\n{notes(fallen)}")
@@ -202,11 +199,9 @@ class Conductor:
 
     def _run(self, item: pytest.Item, case: Case) -> _Run:
         assert isinstance(item, pytest.Function)
-        assert item.parent is not None
-        # Items of one loader differ in the check only. Names alone do not tell ("a", "b-c") from ("a-b", "c").
-        name = tuple(item.name.rsplit(case.check, 1))
+        # Names alone do not tell ("a", "b-c") from ("a-b", "c").
         values = tuple((name, id(value)) for name, value in parameters(item).items() if name != ARGUMENT)
-        key = (item.parent.nodeid, name, values, tuple(case.spec.mesh.items()))
+        key = (_loader(item, case), values, tuple(case.spec.mesh.items()))
         return self._runs.setdefault(key, _Run())
 
     def _observe(self, item: pytest.Item, case: Case, run: _Run) -> None:
@@ -230,6 +225,12 @@ class Conductor:
         if not run.output_shown:
             run.output_shown = True
             self.ear.show(item, when, run.outputs)
+
+
+def _loader(item: pytest.Item, case: Case) -> tuple[str, ...]:
+    """What the names of all items of one loader share: they differ in the check only."""
+    assert item.parent is not None
+    return (item.parent.nodeid, *item.name.rsplit(case.check, 1))
 
 
 def _skip(item: pytest.Item, reason: str) -> None:

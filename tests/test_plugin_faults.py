@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import pty
 import re
@@ -19,7 +20,7 @@ import pytest
 
 from tests.conftest import Project
 from tests.test_plugin_outcomes import outcomes, story
-from tests.world_help import SOON, assert_gone, ended_at_last, processes_with
+from tests.world_help import SOON, assert_gone, ended_at_last, fill, processes_with
 
 WORD = "FSDP_FAULTS"
 """In the environment of an inner run, and so of everything that it starts."""
@@ -308,17 +309,10 @@ def test_names_with_spaces_quotes_and_brackets(project: Project) -> None:
     assert any('rank 1 raised RuntimeError: say "x"' in line for line in again.outlines)
 
 
-FULL = """
-import os
-
-def fill(folder):
-    with open(folder + "/fill", "ab", buffering=0) as file:
-        for size in (2**16, 1):
-            try:
-                while True:
-                    file.write(b"x" * size)
-            except OSError:
-                pass
+FULL = (
+    "import os\nfrom contextlib import suppress\n\n\n"
+    + inspect.getsource(fill)
+    + """
 
 @fsdp_conformance(only=["no_meta_params", "params_equal_reference"])
 def test_full(fsdp):
@@ -335,6 +329,7 @@ def test_make_room():
 def test_room(fsdp):
     return load(fsdp, reference=build)
 """
+)
 
 
 @pytest.mark.skipif(not shutil.which("unshare"), reason="no disk can be made for a test here")

@@ -127,17 +127,8 @@ def test_a_flood_of_output_does_not_fill_the_disk() -> None:
 FULL_DISK = """
 import os, tempfile
 from pathlib import Path
-from tests.world_help import world_of, me
+from tests.world_help import fill, world_of, me
 from pytest_fsdp_meta.worlds import WorldError, current
-
-def fill(folder):
-    with open(folder + "/fill", "ab", buffering=0) as file:
-        for size in (2**16, 1):
-            try:
-                while True:
-                    file.write(b"x" * size)
-            except OSError:
-                pass
 
 def fail():
     fill(os.environ["TMPDIR"])

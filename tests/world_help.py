@@ -142,3 +142,12 @@ def total(value: float) -> float:
     tensor = torch.tensor(value * dist.get_rank())
     dist.all_reduce(tensor)
     return tensor.item()
+
+
+def fill(folder: str) -> None:
+    """Leaves no room on the disk of this folder."""
+    with open(folder + "/fill", "ab", buffering=0) as file:
+        for size in (2**16, 1):
+            with suppress(OSError):
+                while True:
+                    file.write(b"x" * size)
