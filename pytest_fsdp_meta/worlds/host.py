@@ -92,6 +92,7 @@ class Host:
                 self._preload.ready()
                 member = self._preload.launch_rank(task)
             except Exception as error:
+                stack.close()  # before it is told: who has heard it may look at what is left
                 why = f"could not start a rank: {disk.hint(tempfile.gettempdir(), error) or describe(error)}"
                 _tell(parent, "refused", str(error) if isinstance(error, Misuse) else f"node {self.address} {why}")
                 return
