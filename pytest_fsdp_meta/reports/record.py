@@ -1,0 +1,192 @@
+"""What a run leaves behind, as plain data: ``report.json`` is one ``Report``, and everything that is drawn reads it.
+
+``schema.json`` beside this module is made from these classes by ``make docs``. ``SCHEMA`` counts up when a reader of
+the old form would misread the new one; a field that is added does not count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from pytest_fsdp_meta.evidence import MeshFacts, Region, WorldFacts
+from pytest_fsdp_meta.traffic import Collective, RankMemory
+
+SCHEMA = 1
+
+STATUSES = {
+    "passed": "passed",
+    "failed": "failed",
+    "error": "could not be judged: something went wrong",
+    "xfailed": "failed as xfail= expects",
+    "xpassed": "passes, but xfail= expects it to fail",
+    "undeclared": "needs something of Subject that is not declared",
+    "nothing": "found nothing to judge",
+    "skipped": "was skipped by the loader, a mark or a fixture",
+    "left out": "was left out by only= or skip=",
+    "unselected": "was not selected (-k, -m, --lf, a node id, ...)",
+    "not run": "was selected and has not run",
+}
+"""What may become of a check, and how that is said."""
+JUDGED = ("passed", "failed", "xfailed", "xpassed")
+"""A judge has spoken."""
+BROKEN = ("failed", "error", "xpassed", "not run")
+"""What makes a run bad."""
+UNACCOUNTED = ("unselected", "not run")
+"""Nobody knows whether the promise is kept, and no author has said why not."""
+
+
+@dataclass(frozen=True)
+class FindingRecord:
+    """One broken promise: "<tensor>, <ranks>: <actual>, but should be <expected> (<detail>)"; ``tensor`` is None for
+    the whole model."""
+
+    tensor: str | None
+    ranks: tuple[int, ...]
+    actual: str
+    expected: str
+    detail: str = ""
+    cause: str = ""
+    remedy: str = ""
+
+
+@dataclass(frozen=True)
+class CheckRecord:
+    """What became of one check of one loader in one world: ``status`` is one of ``STATUSES``."""
+
+    check: str
+    status: str
+    nodeid: str = ""
+    """The pytest item; empty where there was none."""
+    reason: str = ""
+    """Why it is not a plain pass or fail, in one line."""
+    findings: tuple[FindingRecord, ...] = ()
+    unjudged: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """More basic check -> the tensors that it condemned, and that were therefore not judged again."""
+    seconds: float = 0.0
+    """What pytest measured of the item; its loader's share is in the first item."""
+    again: str = ""
+    """The command that runs this item again."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What the ranks in ``ranks`` hold of a tensor: for each dim of its extent, half-open runs of global indices."""
+
+    ranks: tuple[int, ...]
+    regions: tuple[Region, ...]
+    device: str
+    dtype: str
+    placements: tuple[str, ...] | None = None
+    poisoned: int = 0
+    """Elements that were never written."""
+    nan: int = 0
+
+
+@dataclass(frozen=True)
+class TensorRecord:
+    """How one parameter or buffer lies on the ranks. Ranks that are in no piece do not have it.
+
+    ``extent`` is what regions are indices of: the global shape, or one row of all elements where ``flat``.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    extent: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    mesh: MeshFacts | None = None
+    flat: bool = False
+    requires_grad: bool = False
+    persistent: bool = True
+    tied: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Curves:
+    """Losses step by step, without units. ``ranks`` has one curve per data-parallel slice of the batch, ``mean`` the
+    global loss of N ranks; ``reference`` is empty where there is none."""
+
+    mean: tuple[float, ...]
+    ranks: tuple[tuple[float, ...], ...]
+    reference: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """The collectives of ranks that issued the same, in order: while loading and in one training step."""
+
+    ranks: tuple[int, ...]
+    loading: tuple[Collective, ...]
+    step: tuple[Collective, ...] = ()
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The evidence, cut down to what a reader looks at."""
+
+    tensors: tuple[TensorRecord, ...] = ()
+    losses: Curves | None = None
+    traffic: tuple[Traffic, ...] = ()
+    memory: tuple[RankMemory, ...] = ()
+    """In rank order."""
+    unavailable: Mapping[str, str] = field(default_factory=dict)
+    """Observation -> why it was not taken."""
+
+
+@dataclass(frozen=True)
+class LoaderRecord:
+    """One loader in one world: every check of the catalogue, in its order."""
+
+    loader: str
+    """The node id without the check."""
+    world: WorldFacts
+    checks: tuple[CheckRecord, ...]
+    error: str = ""
+    """Why the loader gave no subject, in one line."""
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """Where the time went: what was done -> seconds, in the order in which it was begun."""
+    evidence: str = ""
+    """The file of the evidence, beside the report, where it was kept."""
+    summary: Summary | None = None
+
+
+@dataclass(frozen=True)
+class CatalogueRecord:
+    """A check as it was when it judged."""
+
+    check: str
+    family: str
+    promise: str
+    since: str
+    own: bool = False
+    """Whether it is downstream's."""
+
+
+@dataclass(frozen=True)
+class Header:
+    """What ran, on what, when. ``started`` is UTC, ISO 8601."""
+
+    started: str
+    project: str
+    """The name of pytest's root folder."""
+    command: tuple[str, ...]
+    versions: Mapping[str, str]
+    hardware: Mapping[str, str]
+    engine: str
+    commit: str = ""
+    """Of the judged repository; ends in "+" where files were changed; empty outside a repository."""
+    catalogue: tuple[CatalogueRecord, ...] = ()
+
+
+@dataclass(frozen=True)
+class Report:
+    """``complete`` is last, so that a file that was cut off, or a run that was, does not have it true."""
+
+    schema: int
+    header: Header
+    loaders: tuple[LoaderRecord, ...] = ()
+    seconds: float = 0.0
+    """From the start of pytest to the last item."""
+    exit_status: int | None = None
+    complete: bool = False
