@@ -58,10 +58,12 @@ class RankMemory:
     Mapped files do not count: the system may drop their pages. ``host`` and ``device`` are the most bytes of either;
     ``device`` is None where the ranks' device is the host. ``whole`` is the most elements that were held on the host,
     at one time, by tensors as large as whole parameters; ``beyond`` the most bytes that, while as much as the whole
-    model was alive there, two copies of this rank's own shards do not explain.
+    model was alive there, two copies of this rank's own shards do not explain. ``timeline`` has what was alive on the
+    host as (seconds since the load began, bytes), in order: every change, or the highest of each stretch of time.
     """
 
     host: int
     whole: int = 0
     beyond: int = 0
     device: int | None = None
+    timeline: tuple[tuple[float, int], ...] = ()

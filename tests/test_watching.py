@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pytest_fsdp_meta.observers.collectives import Recorder
 from pytest_fsdp_meta.observers.mapped import MAPS, MappedFiles
-from pytest_fsdp_meta.observers.memory import Meter, Peak, read_diary
+from pytest_fsdp_meta.observers.memory import POINTS, Meter, Peak, read_diary, read_timeline
 from pytest_fsdp_meta.observers.steps import observe_step, watching_step
 from pytest_fsdp_meta.observers.watching import watching
 from pytest_fsdp_meta.traffic import Collective, FsdpGroup
@@ -299,3 +299,30 @@ def test_buffers_explain_what_is_alive_beside_the_shards():
     assert read_diary([(0, 4000, 4)] * 2, model).beyond == 0
     assert read_diary([(0, 4000, 4)] * 3, model).beyond == 4000
     assert read_diary([(0, 4000, 4)] * 2, nn.Module()).beyond == 8000
+
+
+def test_a_timeline_of_what_is_alive():
+    peak = Peak(torch.device("cpu"))
+    with peak.measured(), watching(peak.meter):
+        kept = torch.ones(KIB)
+        passing = torch.ones(2 * KIB)
+        del passing
+    facts = peak.facts(nn.Module())
+    assert [alive for _, alive in facts.timeline] == [1024, 3 * 1024, 1024]
+    seconds = [time for time, _ in facts.timeline]
+    assert seconds == sorted(seconds)
+    assert seconds[0] >= 0
+    assert len(kept) == KIB
+
+
+def test_a_long_timeline_keeps_its_highest_and_its_last():
+    diary = [(0, 8, 4), (8, 0, 4)] * 5000
+    diary[6000] = (0, 4096, 4)
+    diary[6001] = (4096, 0, 4)
+    timeline = read_timeline(diary, [10 + 0.001 * index for index in range(len(diary))], began=10)
+    assert len(timeline) == POINTS
+    assert max(timeline, key=lambda one: one[1]) == (6.0, 4096)
+    assert timeline[-1] == (9.999, 0)
+    assert [time for time, _ in timeline] == sorted(time for time, _ in timeline)
+    assert len(read_timeline(diary, [10.0] * len(diary), began=10)) == 2  # all at once
+    assert read_timeline([], [], began=0) == ()

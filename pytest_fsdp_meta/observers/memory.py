@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from pytest_fsdp_meta.observers.torch_private import operator_name
 from pytest_fsdp_meta.observers.watching import tensors_in
 from pytest_fsdp_meta.traffic import RankMemory
 
+POINTS = 200
+"""The most that a timeline has: a picture is not much wider, and a report holds one for every rank."""
 COPIES = 2
 """A loader may hold its shards twice: those of the model, and those that it copies into them."""
 
@@ -35,6 +38,8 @@ class Meter:
     def __init__(self) -> None:
         self.diary: list[tuple[int, int, int]] = []
         """Bytes before, bytes after and bytes per element of each storage that began, ended or changed its size."""
+        self.times: list[float] = []
+        """When that was, on the clock of ``perf_counter``."""
         self._over = False
         self._sizes: dict[int, int] = {}
         self._elements: dict[int, int] = {}
@@ -88,6 +93,7 @@ class Meter:
     def _count(self, key: int, size: int) -> None:
         if size != self._sizes[key]:
             self.diary.append((self._sizes[key], size, self._elements[key]))
+            self.times.append(perf_counter())
             self._sizes[key] = size
 
 
@@ -109,6 +115,25 @@ def read_diary(diary: Iterable[tuple[int, int, int]], model: Module) -> RankMemo
             max(most.host, alive), max(most.whole, held), max(most.beyond, beyond if alive >= least else 0)
         )
     return most
+
+
+def read_timeline(
+    diary: Iterable[tuple[int, int, int]], times: Sequence[float], began: float
+) -> tuple[tuple[float, int], ...]:
+    """What was alive at each time since the load ``began``; where that is much, the highest of each stretch of time."""
+    alive = 0
+    changes = []
+    for (before, after, _), time in zip(diary, times, strict=False):  # storages may end meanwhile
+        alive += after - before
+        changes.append((round(time - began, 4), alive))
+    if len(changes) <= POINTS:
+        return tuple(changes)
+    stretch = changes[-1][0] / (POINTS - 1) or 1
+    highest: dict[int, tuple[float, int]] = {}
+    for change in changes:
+        slot = int(change[0] / stretch)
+        highest[slot] = max(highest.get(slot, change), change, key=lambda one: one[1])
+    return (*list(highest.values())[: POINTS - 1], changes[-1])
 
 
 def _step(counts: Counter[int], size: int, change: int, limit: int) -> int:
@@ -142,6 +167,7 @@ class Peak:
         self.meter = Meter()
         self._device = device if device.type == "cuda" else None
         self._most: int | None = None
+        self._began = 0.0
 
     @contextmanager
     def measured(self) -> Iterator[None]:
@@ -158,6 +184,7 @@ class Peak:
             return done
 
         torch.UntypedStorage.resize_ = resized
+        self._began = perf_counter()
         try:
             yield
         finally:
@@ -166,4 +193,7 @@ class Peak:
                 self._most = torch.cuda.max_memory_allocated(self._device) - before
 
     def facts(self, model: Module) -> RankMemory:
-        return replace(read_diary(self.meter.diary, model), device=self._most)
+        diary, times = self.meter.diary, self.meter.times
+        return replace(
+            read_diary(diary, model), device=self._most, timeline=read_timeline(list(diary), times, self._began)
+        )
