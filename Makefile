@@ -10,14 +10,16 @@ RAY := .venv-ray/bin
 
 SYSTEMS := $(notdir $(patsubst %/requirements.txt,%,$(wildcard conformance/systems/*/requirements.txt)))
 
-.PHONY: help conformance test lint check matrix architectures bench bench-catalogue bench-worlds bench-faults soak gpu format docs clean ray systems $(SYSTEMS:%=system-%)
+.PHONY: help conformance test lint check wheel downstream matrix architectures bench bench-catalogue bench-worlds bench-faults soak gpu format docs clean ray systems $(SYSTEMS:%=system-%)
 
 help:
 	@echo "make conformance  install, then judge real loaders on real ranks (GPUs where there are enough, else CPU)"
-	@echo "make test         install, then lint, types, and every test"
+	@echo "make test         install, then lint, types, every test, and the kit as built in a downstream repository"
 	@echo "make systems      judge the real released packages, each in its own environment: $(SYSTEMS:%=system-%)"
 	@echo "make ray          install Ray as well, elsewhere, then the tests of worlds over several machines"
 	@echo "make lint         ruff, mypy, import-linter"
+	@echo "make wheel        builds the distribution into dist, and checks what is in it"
+	@echo "make downstream   judges examples/downstream elsewhere, in a new environment, with the kit from that wheel"
 	@echo "make matrix       every loader against every check: build/matrix.json, .md and .svg"
 	@echo "make architectures  every causal language model of transformers, judged: build/architectures-*.json"
 	@echo "make bench        what the catalogue costs, how fast weights are verified, worlds and their faults beside the peers"
@@ -32,10 +34,20 @@ help:
 conformance: .venv/installed
 	$(PYTEST) conformance examples --fsdp-world-size=$(WORLD_SIZE)
 
-test: lint check
+test: lint check downstream
 
 check: .venv/installed
 	$(PYTEST) -n $(WORKERS) tests conformance examples
+
+# The wheel is built from the source distribution, so that what that lacks is missed here.
+wheel: .venv/installed
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist .
+	$(BIN)/python -m twine check --strict dist/*
+	$(BIN)/check-wheel-contents dist
+
+downstream: wheel
+	PYTHON=$(PYTHON) examples/downstream.sh dist/*.whl
 
 systems: $(SYSTEMS:%=system-%)
 
@@ -60,7 +72,7 @@ format: .venv/installed
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test,release]'
 	@touch $@
 
 # In an environment of its own: what comes with Ray is for nobody else.
@@ -114,4 +126,4 @@ docs: .venv/installed
 	$(BIN)/python -m pytest_fsdp_meta.reports.catalogue_page > docs/catalogue.md
 
 clean:
-	rm -rf .venv .venv-ray .venv-systems build
+	rm -rf .venv .venv-ray .venv-systems build dist
