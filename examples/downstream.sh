@@ -20,7 +20,7 @@ cp -R "$root/examples/downstream" "$away/shardload"
 python=$away/venv/bin/python
 install() { "$python" -m pip install --quiet -c "$root/constraints.txt" "$@"; }
 install "torch==${TORCH:-2.13.0}"
-install "$wheel[transformers]" "$away/shardload[test]"
+install "${wheel}[transformers]" "$away/shardload[test]"
 
 cd "$away/shardload"
 "$python" -I -c "
