@@ -106,7 +106,9 @@ def again(item: pytest.Item, given: tuple[str, ...]) -> str:
 
 def _interpreter(cwd: Path) -> str:
     """How a shell in ``cwd`` calls this Python: "python", unless that is another one."""
-    if os.path.abspath(shutil.which("python") or "") == os.path.abspath(sys.executable):
+    # The script "pytest" of a virtual environment may name its Python by another link beside "python", python3.11.
+    python, this = (os.path.abspath(found or "") for found in (shutil.which("python"), sys.executable))
+    if os.path.dirname(python) == os.path.dirname(this) and os.path.samefile(python, this):
         return "python"
     near = os.path.relpath(sys.executable, cwd)
     return sys.executable if near.startswith("..") else near
