@@ -10,7 +10,7 @@ RAY := .venv-ray/bin
 
 SYSTEMS := $(notdir $(patsubst %/requirements.txt,%,$(wildcard conformance/systems/*/requirements.txt)))
 
-.PHONY: help conformance test lint check wheel downstream matrix architectures bench bench-catalogue bench-worlds bench-faults soak gpu format docs clean ray systems $(SYSTEMS:%=system-%)
+.PHONY: help conformance test lint check wheel downstream matrix architectures bench bench-catalogue bench-worlds bench-faults soak gpu format docs site clean ray systems $(SYSTEMS:%=system-%)
 
 help:
 	@echo "make conformance  install, then judge real loaders on real ranks (GPUs where there are enough, else CPU)"
@@ -29,6 +29,7 @@ help:
 	@echo "make clean        removes the environments and what was built"
 	@echo "make format       ruff, with fixes"
 	@echo "make docs         the pages that are made from the code: docs/catalogue.md"
+	@echo "make site         the pages of docs/ as a site, to be read without a network: build/site/index.html"
 	@echo "variables: PYTHON=$(PYTHON) WORLD_SIZE=$(WORLD_SIZE) WORKERS=$(WORKERS)"
 
 conformance: .venv/installed
@@ -124,6 +125,10 @@ gpu: .venv/installed
 # The pages that are made from the code.
 docs: .venv/installed
 	$(BIN)/python -m pytest_fsdp_meta.reports.catalogue_page > docs/catalogue.md
+
+# Whatever Sphinx warns of (a link that leads nowhere, a page in no table of contents) is an error.
+site: docs
+	$(BIN)/python -m sphinx -q -W --keep-going docs build/site
 
 clean:
 	rm -rf .venv .venv-ray .venv-systems build dist

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from itertools import groupby
 from pathlib import Path
 
@@ -14,6 +12,7 @@ from pytest_fsdp_meta.catalogue import built_in
 from pytest_fsdp_meta.markers import ARGUMENTS
 from pytest_fsdp_meta.reports.catalogue_page import catalogue_page
 from pytest_fsdp_meta.settings import OPTIONS
+from tests.markdown_help import Page, type_in
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text("utf-8")
@@ -21,12 +20,7 @@ EXAMPLE = (ROOT / "examples" / "test_llama.py").read_text("utf-8")
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
-
-
-def run_pytest(folder: Path, *arguments: str) -> str:
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--color=no", *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False).stdout
+    return [block.text for block in Page(ROOT / "README.md").blocks if block.language == language]
 
 
 def test_the_example_is_the_file():
@@ -41,7 +35,7 @@ def test_what_a_pass_looks_like(tmp_path):
     (tmp_path / "test_llama.py").write_text(EXAMPLE)
     shown = blocks("console")[0].splitlines()
     assert shown[0] == "$ pytest -v test_llama.py"
-    told = run_pytest(tmp_path, "-v", "test_llama.py")
+    _, told = type_in(tmp_path, shown[0].removeprefix("$ "))
     outcomes = re.findall(r"^test_llama.py::(\S+) (PASSED|SKIPPED)", told, re.MULTILINE)
     assert [re.findall(r"::(\S+) (\w+)", line)[0] for line in shown if "::" in line] == outcomes
     assert "34 passed, 9 skipped" in told
@@ -53,7 +47,7 @@ def test_what_a_failure_looks_like(tmp_path):
     broken = [line for line in lines if "rotary_emb = " not in line]
     assert len(lines) - len(broken) == 1
     (tmp_path / "test_llama.py").write_text("".join(broken))
-    told = run_pytest(tmp_path, "test_llama.py").replace(" -p no:cacheprovider", "")
+    _, told = type_in(tmp_path, "pytest test_llama.py")
     message = blocks("text")[0]
     assert "run it again: python -m pytest" in message
     assert message in told
@@ -63,11 +57,11 @@ def test_an_own_check(tmp_path):
     (tmp_path / "test_llama.py").write_text(EXAMPLE)
     own = next(block for block in blocks("py") if "pytest_fsdp_checks" in block)
     (tmp_path / "conftest.py").write_text(own)
-    assert "1 passed, 43 deselected" in run_pytest(tmp_path, "-k", "norms_are_float32")
+    assert "1 passed, 43 deselected" in type_in(tmp_path, "pytest -k norms_are_float32")[1]
     (tmp_path / "conftest.py").write_text(
         own.replace('!= "float32"', '!= "float64"').replace('dtype, "float32"', 'dtype, "float64"')
     )
-    told = run_pytest(tmp_path, "-k", "norms_are_float32")
+    _, told = type_in(tmp_path, "pytest -k norms_are_float32")
     assert "model.norm.weight, ranks 0, 1: float32, but should be float64" in told
     assert "likely cause: the whole model was cast" in told
 

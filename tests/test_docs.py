@@ -1,0 +1,130 @@
+"""The pages of docs/ are true: their files run, their commands say what is shown, their links lead somewhere."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections import Counter
+from urllib.parse import urlsplit
+
+import pytest
+import yaml
+
+from tests.markdown_help import ROOT, Page, shows, type_in
+
+DOCS = ROOT / "docs"
+PAGES = {page.name: Page(page) for page in sorted(DOCS.glob("*.md"))}
+EVERYWHERE = {
+    str(page.relative_to(ROOT)): Page(page)
+    for folder in (ROOT, DOCS, ROOT / "benchmarks" / "results")
+    for page in sorted(folder.glob("*.md"))
+}
+TRIED_BY = re.compile(r"tried by (tests/\w+\.py)")
+LANGUAGES = {"python", "console", "text", "sh", "yaml", "ini", "json"}
+
+NOT_RUN = {
+    "needs a Ray cluster": 1,
+    "takes minutes": 1,
+    "seen by make systems": 6,
+    "tried by tests/...": 5,
+}
+"""The reasons for which a block may not be run, and how many there are: one more is a decision, not an accident."""
+
+
+def of_all(pages: dict[str, Page]) -> list[object]:
+    return [pytest.param(page, id=name) for name, page in pages.items()]
+
+
+@pytest.mark.parametrize("page", of_all(PAGES))
+def test_every_block_says_what_it_is(page):
+    for block in page.blocks:
+        assert block.language in LANGUAGES, f"{page.path.name}:{block.line}"
+        if block.language == "python" and not block.not_run:
+            assert block.file, f"{page.path.name}:{block.line}: its first line should name its file: # test_it.py"
+
+
+def test_nothing_is_left_out_by_accident():
+    counted = Counter[str]()
+    for name, page in PAGES.items():
+        for block in page.blocks:
+            tried = TRIED_BY.fullmatch(block.not_run)
+            assert not tried or (ROOT / tried[1]).is_file(), f"{name}:{block.line}: {block.not_run}"
+            counted["tried by tests/..." if tried else block.not_run] += 1
+    del counted[""]
+    assert counted == Counter(NOT_RUN)
+
+
+@pytest.mark.parametrize("page", of_all({name: page for name, page in PAGES.items() if page.blocks}))
+def test_what_a_page_shows_is_what_happens(page, tmp_path):
+    """Its files are written, its commands typed in their order; what is told apart was told by one of them."""
+    runs = [block for block in page.blocks if not block.not_run]
+    for block in runs:
+        if block.file:
+            (tmp_path / block.file).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / block.file).write_text(block.text, "utf-8")
+    everything = ""
+    for block in runs:
+        typed = block.commands if block.language == "console" else []
+        if block.language == "sh" and not block.file:
+            typed = [(block.text, "")]
+        for command, shown in typed:
+            status, told = type_in(tmp_path, command)
+            assert shows(told, shown), f"{page.path.name}:{block.line}: {command}\n{told}"
+            assert shown or status == 0, f"{page.path.name}:{block.line}: {command}\n{told}"
+            everything += told
+    for block in runs:
+        if block.language == "text":
+            assert shows(everything, block.text), f"{page.path.name}:{block.line}\n{everything}"
+
+
+@pytest.mark.parametrize("page", of_all(PAGES))
+def test_what_is_not_run_can_be_read_at_least(page):
+    read = {"yaml": yaml.safe_load, "json": json.loads, "python": compile_, "sh": parse_shell}
+    for block in page.blocks:
+        if block.language in read:
+            read[block.language](block.text)
+
+
+def compile_(text: str) -> None:
+    compile(text, "a block", "exec")
+
+
+def parse_shell(text: str) -> None:
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+
+
+@pytest.mark.parametrize("page", of_all(EVERYWHERE))
+def test_links_lead_somewhere(page):
+    for link in page.links:
+        parts = urlsplit(link)
+        if parts.scheme:
+            assert parts.scheme == "https", link
+            assert re.fullmatch(r"[\w-]+(\.[\w-]+)+", parts.netloc), link
+            continue
+        target = (page.path.parent / parts.path).resolve() if parts.path else page.path
+        assert target.exists(), f"{page.path.name}: {link}"
+        assert target.is_relative_to(ROOT), f"{page.path.name}: {link}"
+        if parts.fragment:
+            assert parts.fragment in Page(target).anchors, f"{page.path.name}: {link}"
+
+
+def test_the_site_builds_and_is_complete_by_itself(tmp_path):
+    """``make site``. Whatever it would load from outside would be missing where there is no network."""
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", str(DOCS), str(tmp_path)]
+    built = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stderr
+    for name in PAGES:
+        assert (tmp_path / name).with_suffix(".html").is_file()
+    for page in tmp_path.rglob("*.html"):
+        loaded = re.findall(r'<(?:script|img|iframe|link)\b[^>]*?(?:src|href)="([^"]+)"', page.read_text("utf-8"))
+        assert not [address for address in loaded if urlsplit(address).netloc], page.name
+    for style in tmp_path.rglob("*.css"):
+        assert not re.findall(r"(?:@import|url\()\s*['\"]?(?:https?:)?//", style.read_text("utf-8")), style.name
+
+
+def test_the_site_has_what_the_index_lists():
+    """GitHub's reader goes by the index page, the site's by its navigation: made from one list."""
+    listed = [link for link in PAGES["index.md"].links if link.endswith(".md") and "/" not in link]
+    assert sorted(listed) == sorted(PAGES.keys() - {"index.md"})
