@@ -41,11 +41,11 @@ check: .venv/installed
 	$(PYTEST) -n $(WORKERS) tests conformance examples
 
 # The wheel is built from the source distribution, so that what that lacks is missed here.
-wheel: .venv/installed
+wheel: .venv-release/installed
 	rm -rf dist
-	$(BIN)/python -m build --outdir dist .
-	$(BIN)/python -m twine check --strict dist/*
-	$(BIN)/check-wheel-contents dist
+	.venv-release/bin/python -m build --outdir dist .
+	.venv-release/bin/python -m twine check --strict dist/*
+	.venv-release/bin/check-wheel-contents dist
 
 downstream: wheel
 	PYTHON=$(PYTHON) examples/downstream.sh dist/*.whl
@@ -73,7 +73,13 @@ format: .venv/installed
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test,release]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test]'
+	@touch $@
+
+# Without torch, so that a machine that only builds is done in seconds.
+.venv-release/installed: constraints.txt
+	$(PYTHON) -m venv .venv-release
+	.venv-release/bin/python -m pip install --quiet -c constraints.txt build check-wheel-contents twine
 	@touch $@
 
 # In an environment of its own: what comes with Ray is for nobody else.
@@ -131,4 +137,4 @@ site: docs
 	$(BIN)/python -m sphinx -q -W --keep-going docs build/site
 
 clean:
-	rm -rf .venv .venv-ray .venv-systems build dist
+	rm -rf .venv .venv-ray .venv-release .venv-systems build dist
