@@ -119,7 +119,7 @@ def generate(metafunc: pytest.Metafunc, settings: Settings, catalogue: Catalogue
 def _generate_worlds(metafunc: pytest.Metafunc, mark: str, settings: Settings, gpus: int | None) -> None:
     marker = metafunc.definition.get_closest_marker(mark)
     if mark == SPMD:
-        _require_plain_function(metafunc.function, "an SPMD test")
+        require_plain_function(metafunc.function, "an SPMD test")
     args, kwargs = (marker.args, marker.kwargs) if marker else ((), {})
     order = read_world_order(args, kwargs, settings.world_sizes, settings.world_scope)
     specs = [_spec(order, mesh, settings, gpus) for mesh in order.meshes]
@@ -138,7 +138,7 @@ def _generate_worlds(metafunc: pytest.Metafunc, mark: str, settings: Settings, g
 def _generate_loader(metafunc: pytest.Metafunc, settings: Settings, catalogue: Catalogue, gpus: int | None) -> None:
     marker = metafunc.definition.get_closest_marker(MARK)
     assert marker is not None
-    _require_plain_function(metafunc.function, "a loader")
+    require_plain_function(metafunc.function, "a loader")
     order = read_order(marker.args, marker.kwargs, settings.world_sizes, catalogue)
     several = len(order.meshes) > 1
     metafunc.fixturenames.append(ARGUMENT)
@@ -166,7 +166,8 @@ def _spec(order: Order | WorldOrder, mesh: Mapping[str, int], settings: Settings
     return replace(spec, device_type=device, backend=backend, devices=devices)
 
 
-def _require_plain_function(function: Callable[..., Any], what: str) -> None:
+def require_plain_function(function: Callable[..., Any], what: str) -> None:
+    """Raises ValueError for ``what`` returns before it has run."""
     plain = body(function)
     if inspect.iscoroutinefunction(plain) or inspect.isgeneratorfunction(plain) or inspect.isasyncgenfunction(plain):
         raise ValueError(f"{what} is a plain function, not a coroutine or a generator")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pytest_fsdp_meta import collection, hookspecs, preloading, spmd
+from pytest_fsdp_meta import collection, hookspecs, preloading, spmd, zero_code
 from pytest_fsdp_meta.catalogue import Catalogue
 from pytest_fsdp_meta.collection import SKIPPED, Mistake, case_of, world_case_of
 from pytest_fsdp_meta.fixtures import KEEPER, fsdp, fsdp_world
@@ -80,6 +80,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     config.stash[CONDUCTOR].ear.debug()
     config.stash[CHECKED] = tuple(impl.plugin for impl in config.hook.pytest_fsdp_checks.get_hookimpls())
     config.stash[CONDUCTOR].catalogue = collection.read_catalogue(config)
+    zero_code.plan(config, config.stash[CONDUCTOR].settings)
 
 
 @pytest.hookimpl(trylast=True)

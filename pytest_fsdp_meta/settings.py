@@ -32,6 +32,8 @@ class Settings:
     slots: int | None = None
     engine: str = "local"
     ray_address: str = ""
+    loader: str = ""
+    checkpoint: str = ""
     given: tuple[str, ...] = ()
 
 
@@ -93,6 +95,20 @@ def _ray_address(text: str) -> str:
     if text not in ("auto", "local") and not (host and port.isdecimal() and "/" not in host):
         raise ValueError
     return text
+
+
+def _loader(text: str) -> str:
+    module, _, name = text.partition(":")
+    if not all(part.isidentifier() for part in (*module.split("."), *name.split("."))):
+        raise ValueError
+    return text
+
+
+def _folder(text: str) -> str:
+    folder = os.path.expanduser(text)  # a shell leaves the ~ of --fsdp-checkpoint=~/model as it is
+    if not os.path.isdir(folder):
+        raise ValueError
+    return folder
 
 
 def _switch(text: str) -> bool:
@@ -169,6 +185,24 @@ OPTIONS = (
         _ray_address,
         "HOST:PORT, auto or local; Ray's client protocol (ray://) has no place for ranks",
         "ADDRESS",
+    ),
+    Option(
+        "loader",
+        "judge this function as a loader, without a test file: alone, or beside the paths that are given; every rank "
+        "calls it with fsdp (the rank) and checkpoint (a pathlib.Path), by name or in this order, for the model or a "
+        "Subject; the current folder is on the search path",
+        _loader,
+        "MODULE:FUNCTION, such as mypkg.loading:load",
+        "MODULE:FUNCTION",
+    ),
+    Option(
+        "checkpoint",
+        "the checkpoint for --fsdp-loader; of a bare model, it tells what the model shall equal: with a config.json of "
+        "transformers the model that from_pretrained makes of it, which is trained beside it, else the values in its "
+        "*.safetensors",
+        _folder,
+        "a folder that exists",
+        "DIR",
     ),
 )
 
