@@ -1,0 +1,7 @@
+"""The report as one page of HTML that needs nothing beside it: ``write_page``."""
+
+from __future__ import annotations
+
+from pytest_fsdp_meta.reports.page.rendering import render, write_page
+
+__all__ = ["render", "write_page"]
