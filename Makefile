@@ -10,7 +10,7 @@ RAY := .venv-ray/bin
 
 SYSTEMS := $(notdir $(patsubst %/requirements.txt,%,$(wildcard conformance/systems/*/requirements.txt)))
 
-.PHONY: help conformance test lint check wheel downstream matrix architectures bench bench-catalogue bench-worlds bench-faults soak gpu format docs site clean ray systems $(SYSTEMS:%=system-%)
+.PHONY: help conformance test lint check wheel downstream matrix architectures bench bench-catalogue bench-worlds bench-faults soak gpu format docs site browser clean ray systems $(SYSTEMS:%=system-%)
 
 help:
 	@echo "make conformance  install, then judge real loaders on real ranks (GPUs where there are enough, else CPU)"
@@ -27,6 +27,7 @@ help:
 	@echo "make soak         four workers on eight slots for ten minutes: no slot used twice, nothing left"
 	@echo "make gpu          what only a machine with a GPU can show; writes benchmarks/results/DATE-gpu.md"
 	@echo "make clean        removes the environments and what was built"
+	@echo "make browser      installs Chromium where it is missing and apt-get may: the page of a report is tested in it"
 	@echo "make format       ruff, with fixes"
 	@echo "make docs         the pages that are made from the code: docs/catalogue.md"
 	@echo "make site         the pages of docs/ as a site, to be read without a network: build/site/index.html"
@@ -37,8 +38,17 @@ conformance: .venv/installed
 
 test: lint check downstream
 
-check: .venv/installed
+check: .venv/installed browser
 	$(PYTEST) -n $(WORKERS) tests conformance examples
+
+# The page of a report is tested in a real browser. Where this cannot bring one, it says what would.
+browser:
+	@found=; for name in chromium chromium-browser google-chrome google-chrome-stable chrome; do \
+	  found=$$found$$(command -v $$name || true); done; \
+	if [ -z "$$found" ] && [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
+	  apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium fonts-dejavu-core > /dev/null; \
+	  found=$$(command -v chromium || true); fi; \
+	[ -n "$$found" ] || echo "no Chromium for tests/test_page_browser.py: install the package chromium, or run $(BIN)/playwright install chromium"
 
 # The wheel is built from the source distribution, so that what that lacks is missed here.
 wheel: .venv-release/installed
