@@ -434,6 +434,8 @@ def test_declared_placements_are_told_beside_the_actual_ones():
         ({"dp_shard": 2}, ("R",), ("S(0)",), "shard it; "),
         (TWO_D, ("S(0)", "S(0)"), ("_S(0, 2)", "S(0)"), "shard it; "),
         ({"dp_shard": 2}, ("P(sum)",), ("R",), "shard it; "),
+        ({"dp_shard": 2}, ("S(0)",), ("S(0)", "S(1)"), "put its module into the plan, or declare one placement per "),
+        (TWO_D, ("S(0)", "S(1)"), ("S(0)",), "declare one placement per mesh dimension, in order"),
         ({"dp_shard": 2}, (), ("S(0)",), "shard it; "),
         ({"dp_shard": 2}, (), ("R",), "declare Subject(unsharded=...) in place of Subject(placements=...)"),
     ],

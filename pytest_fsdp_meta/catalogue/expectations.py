@@ -61,12 +61,12 @@ def as_declared(tensor: TensorFacts, declared: tuple[str, ...], world: int) -> T
         return None  # alone, a loader need not shard
     actual = tensor.placements or ()
     if actual and len(actual) != len(declared):
-        return Told(
-            placed(tensor),
-            f"{_tuple(declared)}, as declared",
-            f"Subject(placements=...) gives {len(declared)} for {counted(len(actual), 'mesh dimension')}",
-            "declare one placement per mesh dimension, in order",
-        )
+        gives = f"Subject(placements=...) gives {len(declared)} for {counted(len(actual), 'mesh dimension')}"
+        each = "declare one placement per mesh dimension, in order"
+        if len(actual) < len(declared):  # a plan that shards it on one more makes a mesh of both
+            gives = f"the plan of another mesh dimension (parallelize_module) left it out; or {gives}"
+            each = f"put its module into the plan, or {each}"
+        return Told(placed(tensor), f"{_tuple(declared)}, as declared", gives, each)
     fits = len(actual) == len(declared) and all(_fits(a, d) for a, d in zip(actual, declared, strict=True))
     return None if fits else Told(placed(tensor), f"{_tuple(declared)}, as declared", **_otherwise(actual, declared))
 
