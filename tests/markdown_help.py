@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from doctest import ELLIPSIS, OutputChecker
 from functools import cached_property
 from pathlib import Path
 
@@ -38,7 +37,10 @@ class Block:
 
     @property
     def commands(self) -> Iterator[tuple[str, str]]:
-        """Of a console: each command, with what is shown below it."""
+        """Each command, with what is shown below it; where there is no prompt, all of it is one."""
+        if self.language == "sh":
+            yield self.text, ""
+            return
         for part in re.split(r"^\$ ", self.text, flags=re.MULTILINE)[1:]:
             command, _, shown = part.partition("\n")
             while command.endswith("\\"):
@@ -103,7 +105,11 @@ def type_in(folder: Path, command: str) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-def shows(told: str, shown: str) -> bool:
-    """Whether it was told in these lines and this order; "..." stands for whatever is left out."""
-    wanted = "\n".join(["...", shown.rstrip("\n"), "..."])
-    return OutputChecker().check_output(wanted, f"\n{told}\n", ELLIPSIS)
+def missing(told: str, shown: str) -> str:
+    """The first part of what is shown that was not told, in this order; "..." stands for whatever is left out."""
+    rest = f"\n{told}\n"
+    for part in f"\n{shown}".split("..."):
+        before, found, rest = rest.partition(part)
+        if part and not found:
+            return f"{part}\n---- is not in what follows here:\n{before}"
+    return ""

@@ -7,12 +7,15 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from functools import cache
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
 import yaml
 
-from tests.markdown_help import ROOT, Page, shows, type_in
+from pytest_fsdp_meta.catalogue.registry import OBSERVATIONS
+from tests.markdown_help import ROOT, Page, missing, type_in
 
 DOCS = ROOT / "docs"
 PAGES = {page.name: Page(page) for page in sorted(DOCS.glob("*.md"))}
@@ -58,25 +61,24 @@ def test_nothing_is_left_out_by_accident():
 
 @pytest.mark.parametrize("page", of_all({name: page for name, page in PAGES.items() if page.blocks}))
 def test_what_a_page_shows_is_what_happens(page, tmp_path):
-    """Its files are written, its commands typed in their order; what is told apart was told by one of them."""
-    runs = [block for block in page.blocks if not block.not_run]
-    for block in runs:
+    """From top to bottom: files are written, commands typed. What is shown apart was told by one of the commands."""
+    everything = ""
+    for block in page.blocks:
+        if block.not_run:
+            continue
         if block.file:
             (tmp_path / block.file).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / block.file).write_text(block.text, "utf-8")
-    everything = ""
-    for block in runs:
-        typed = block.commands if block.language == "console" else []
-        if block.language == "sh" and not block.file:
-            typed = [(block.text, "")]
-        for command, shown in typed:
-            status, told = type_in(tmp_path, command)
-            assert shows(told, shown), f"{page.path.name}:{block.line}: {command}\n{told}"
-            assert shown or status == 0, f"{page.path.name}:{block.line}: {command}\n{told}"
-            everything += told
-    for block in runs:
-        if block.language == "text":
-            assert shows(everything, block.text), f"{page.path.name}:{block.line}\n{everything}"
+        elif block.language in ("console", "sh"):
+            for command, shown in block.commands:
+                status, told = type_in(tmp_path, command)
+                everything += told
+                assert shown or status == 0, f"{page.path.name}:{block.line}: {command}\n{told}"
+                absent = missing(told, shown)
+                assert not absent, f"{page.path.name}:{block.line}: {command}\n{absent}"
+        elif block.language == "text":
+            absent = missing(everything, block.text)
+            assert not absent, f"{page.path.name}:{block.line}\n{absent}"
 
 
 @pytest.mark.parametrize("page", of_all(PAGES))
@@ -95,6 +97,11 @@ def parse_shell(text: str) -> None:
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
 
 
+@cache
+def anchors(page: Path) -> set[str]:
+    return Page(page).anchors
+
+
 @pytest.mark.parametrize("page", of_all(EVERYWHERE))
 def test_links_lead_somewhere(page):
     for link in page.links:
@@ -107,7 +114,7 @@ def test_links_lead_somewhere(page):
         assert target.exists(), f"{page.path.name}: {link}"
         assert target.is_relative_to(ROOT), f"{page.path.name}: {link}"
         if parts.fragment:
-            assert parts.fragment in Page(target).anchors, f"{page.path.name}: {link}"
+            assert parts.fragment in anchors(target), f"{page.path.name}: {link}"
 
 
 def test_the_site_builds_and_is_complete_by_itself(tmp_path):
@@ -122,6 +129,13 @@ def test_the_site_builds_and_is_complete_by_itself(tmp_path):
         assert not [address for address in loaded if urlsplit(address).netloc], page.name
     for style in tmp_path.rglob("*.css"):
         assert not re.findall(r"(?:@import|url\()\s*['\"]?(?:https?:)?//", style.read_text("utf-8")), style.name
+
+
+def test_all_that_a_check_may_need_is_described():
+    described = (DOCS / "own-checks.md").read_text("utf-8").partition("| in `needs` |")[2].partition("\n\n")[0]
+    assert re.findall(r"`(\w+)`", "".join(line.split("|")[1] for line in described.splitlines()[2:])) == list(
+        OBSERVATIONS
+    )
 
 
 def test_the_site_has_what_the_index_lists():
