@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,6 +24,8 @@ HIDDEN = getattr(pytest, "HIDDEN_PARAM", None)
 """Keeps the only case out of the test's name; before pytest 8.4 it is seen there."""
 SKIPPED = pytest.StashKey[str]()
 """Why an item is skipped, where the place of the test should be told instead of that of ``pytest.skip``."""
+CHECKED = re.compile(r"[-\[](\w+)\]$")
+"""Of a loader's item, what it is called after its loader: the check."""
 ARGUMENT = "_fsdp_case"
 """The parametrized argument that makes one loader into many items."""
 
@@ -249,3 +252,19 @@ def _is_ours(item: pytest.Function, name: str) -> bool:
     """Whether it is this plugin's fixture that the item gets under this name."""
     fixture = resolved_fixture(item, name)
     return fixture is not None and fixture.__module__ == FIXTURES
+
+
+def loader_of(nodeid: str, catalogue: Catalogue) -> str | None:
+    """What all items of one loader in one world share: the node id up to the check. None for any other item."""
+    found = CHECKED.search(nodeid)
+    return nodeid[: found.start(1)] if found and found[1] in catalogue else None
+
+
+def take_apart(nodeid: str, catalogue: Catalogue) -> tuple[str, str] | None:
+    """The loader in its world, as it is told, and the check. None where the item is no loader's."""
+    if "]@" in nodeid:  # xdist's group
+        nodeid = nodeid.rpartition("@")[0]
+    shared = loader_of(nodeid, catalogue)
+    if shared is None:
+        return None
+    return shared[:-1] + ("" if shared.endswith("[") else "]"), nodeid[len(shared) : -1]

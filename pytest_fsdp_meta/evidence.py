@@ -380,10 +380,14 @@ def frozen_sources(subject: SubjectFacts, reference: ReferenceFacts | None) -> d
 
 @dataclass(frozen=True)
 class WorldFacts:
+    """``devices`` are the GPUs of the ranks by name, in rank order, and ``library`` is what moves data between them."""
+
     size: int
     mesh: tuple[tuple[str, int], ...]
     device_type: str
     backend: str
+    devices: tuple[str, ...] = ()
+    library: str = ""
 
     def __str__(self) -> str:
         return f"world of {self.size} ({self.backend} on {self.device_type})"
@@ -395,11 +399,17 @@ class Unavailable:
 
     ``error`` is False when the author did not declare what it needs (checks are skipped) or when an earlier finding
     rules it out, and True when taking it went wrong (checks are errors). ``detail`` is then the full story.
+    ``undeclared`` tells that a field of Subject would make it possible.
     """
 
     summary: str
     error: bool = False
     detail: str = ""
+    undeclared: bool = False
+
+
+def not_declared(field: str) -> Unavailable:
+    return Unavailable(f"Subject({field}=...) is not declared", undeclared=True)
 
 
 @dataclass(frozen=True)

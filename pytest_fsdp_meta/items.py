@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,7 +13,7 @@ import pytest
 from pytest_fsdp_meta._pytest_private import parameters
 from pytest_fsdp_meta.calls import ASSUME, SKIPS, Call
 from pytest_fsdp_meta.catalogue import Catalogue, judge
-from pytest_fsdp_meta.collection import ARGUMENT, SKIPPED, Case, case_of
+from pytest_fsdp_meta.collection import ARGUMENT, SKIPPED, Case, case_of, take_apart
 from pytest_fsdp_meta.drawing import draw, given_test, notes, reject, relax, same_draws
 from pytest_fsdp_meta.evidence import Evidence
 from pytest_fsdp_meta.preloading import refresh
@@ -21,9 +21,12 @@ from pytest_fsdp_meta.reports.listener import Ear
 from pytest_fsdp_meta.reports.terminal import describe_error, describe_failure
 from pytest_fsdp_meta.sending import Unsendable, again, pack_call, pack_drawn
 from pytest_fsdp_meta.settings import Settings
-from pytest_fsdp_meta.trial import LoaderFailed, Trial, ranks_of
+from pytest_fsdp_meta.telling import Outcome, Share, Teller
+from pytest_fsdp_meta.trial import LoaderFailed, Trial, ranks_of, world_facts
 from pytest_fsdp_meta.workers import Devices
 from pytest_fsdp_meta.worlds import Engine, LeaseError
+
+OUTCOME = pytest.StashKey[Outcome]()
 
 
 @dataclass
@@ -36,6 +39,7 @@ class _Run:
     failure: LoaderFailed | None = None
     told_by: dict[str, str] = field(default_factory=dict)
     """Errors that were told in full, and the item that told them."""
+    seconds: Mapping[str, float] = field(default_factory=dict)
     outputs: list[str] = field(default_factory=list)
     output_shown: bool = False
     seed: int = field(default_factory=lambda: secrets.randbits(64))
@@ -47,18 +51,10 @@ class _Run:
         return self.evidence is not None or self.failure is not None
 
 
-@dataclass(frozen=True)
-class _Outcome:
-    """For one item: "passed", "failed", "skipped" or "error"; and the message."""
-
-    status: str
-    told: str = ""
-
-
 class _Fallen(Exception):
     """An example that is broken or could not be judged, for Hypothesis to make smaller."""
 
-    def __init__(self, outcome: _Outcome, run: _Run) -> None:
+    def __init__(self, outcome: Outcome, run: _Run) -> None:
         self.outcome = outcome
         self.run = run
         super().__init__(outcome.told.partition("\n")[0])
@@ -67,12 +63,15 @@ class _Fallen(Exception):
 class Conductor:
     """Keeps the run of each loader between its items. One per pytest session."""
 
-    def __init__(self, settings: Settings, catalogue: Catalogue, engine: Engine, ear: Ear, devices: Devices) -> None:
+    def __init__(
+        self, settings: Settings, catalogue: Catalogue, engine: Engine, ear: Ear, devices: Devices, teller: Teller
+    ) -> None:
         self.settings = settings
         self.catalogue = catalogue
         self.engine = engine
         self.ear = ear
         self.devices = devices
+        self.teller = teller
         self._runs: dict[object, _Run] = {}
 
     def plan(self, items: Iterable[pytest.Item]) -> None:
@@ -117,7 +116,7 @@ class Conductor:
         if not drawn and not run.over:
             self._observe(item, case, run)
         if run.over:
-            outcome = self._outcome(item, case, run)
+            outcome = item.stash[OUTCOME] = self._outcome(item, case, run)
             if run.failure is not None and outcome.status == "skipped":
                 _skip(item, outcome.told)
             if outcome.status == "failed":
@@ -131,6 +130,7 @@ class Conductor:
         test = given_test(item.obj)
         run = self._run(item, case)
         outcome = self._outcome(item, case, run) if test is None else self._draw(item, case, run, test)
+        item.stash[OUTCOME] = outcome
         expected = case.order.xfail.get(case.check)
         if outcome.status == "skipped":
             _skip(item, outcome.told)
@@ -143,9 +143,30 @@ class Conductor:
                 f"{case.check} passes, but xfail expects it to fail ({expected}); remove it from xfail", pytrace=False
             )
 
-    def _draw(self, item: pytest.Function, case: Case, run: _Run, test: Callable[..., Any]) -> _Outcome:
+    def tell(self, item: pytest.Item, case: Case, report: pytest.TestReport, raised: BaseException | None) -> None:
+        """Puts on pytest's report what has become of the item, for whoever writes the run down."""
+        run = self._run(item, case)
+        run = next(reversed(run.examples.values()), run)
+        assert item.parent is not None
+        apart = take_apart(f"{item.parent.nodeid}::{item.name}", self.catalogue)
+        assert apart is not None
+        share = Share(
+            loader=apart[0],
+            check=case.check,
+            world=run.evidence.world if run.evidence else world_facts(case.spec),
+            offered=case.order.checks,
+            skip=case.order.skip,
+            xfail=case.order.xfail,
+            again=again(item, self.settings.given),
+            evidence=run.evidence,
+            error=run.failure.summary if run.failure else "",
+            seconds=run.seconds,
+        )
+        self.teller.tell(item, report, share, item.stash.get(OUTCOME, None), raised)
+
+    def _draw(self, item: pytest.Function, case: Case, run: _Run, test: Callable[..., Any]) -> Outcome:
         """The outcome over all examples; the items of one loader draw the same, and each example is loaded once."""
-        call, seen = run.call, list[_Outcome]()
+        call, seen = run.call, list[Outcome]()
         assert call is not None
         values = {name: item.funcargs[name] for name in call.names}
         relax(test)
@@ -169,33 +190,35 @@ class Conductor:
             self._show_output(item, "call", fallen.run)
             return replace(fallen.outcome, told=f"{fallen.outcome.told}\n\n{notes(fallen)}")
         except Unsendable as error:
-            return _Outcome("error", str(error))
-        nothing = _Outcome("skipped", "Hypothesis has drawn no example; see the phases in its settings")
+            return Outcome("error", str(error), reason=str(error))
+        why = "Hypothesis has drawn no example; see the phases in its settings"
+        nothing = Outcome("skipped", why, reason=why)
         return next((outcome for outcome in seen if outcome.status != "skipped"), (nothing, *seen)[-1])
 
-    def _outcome(self, item: pytest.Item, case: Case, run: _Run) -> _Outcome:
+    def _outcome(self, item: pytest.Item, case: Case, run: _Run) -> Outcome:
         """What came of one run, for one item."""
         if run.failure is not None:
             if run.failure.vote in SKIPS:
-                return _Outcome("skipped", run.failure.reason)
+                return Outcome("skipped", run.failure.reason, reason=run.failure.reason)
             return self._error(item, case, run, run.failure.summary, str(run.failure))
         assert run.evidence is not None
         verdict = judge(self.catalogue[case.check], run.evidence, self.catalogue)
         if verdict.status == "failed":
             told = describe_failure(verdict, str(run.evidence.world), again(item, self.settings.given))
-            return _Outcome("failed", told)
+            return Outcome("failed", told, verdict, verdict.reason)
         if verdict.status == "error":
-            return self._error(item, case, run, verdict.reason, verdict.detail)
-        return _Outcome(verdict.status, verdict.reason)
+            return replace(self._error(item, case, run, verdict.reason, verdict.detail), verdict=verdict)
+        return Outcome(verdict.status, verdict.reason, verdict, verdict.reason)
 
-    def _error(self, item: pytest.Item, case: Case, run: _Run, summary: str, story: str) -> _Outcome:
+    def _error(self, item: pytest.Item, case: Case, run: _Run, summary: str, story: str) -> Outcome:
         """In full for the first item of the loader, in one line for the others."""
         told_by = run.told_by.setdefault(story, item.name)
         if told_by != item.name:
-            return _Outcome("error", f"{case.check} could not be judged, see {told_by}: {summary}")
+            return Outcome("error", f"{case.check} could not be judged, see {told_by}: {summary}", reason=summary)
         self._show_output(item, "setup", run)
         check = self.catalogue[case.check]
-        return _Outcome("error", describe_error(check, summary, story, again(item, self.settings.given)))
+        told = describe_error(check, summary, story, again(item, self.settings.given))
+        return Outcome("error", told, reason=summary)
 
     def _run(self, item: pytest.Item, case: Case) -> _Run:
         assert isinstance(item, pytest.Function)
@@ -214,7 +237,7 @@ class Conductor:
                 try:
                     run.evidence = trial.observe(run.call, wanted)
                 finally:
-                    run.outputs = trial.outputs
+                    run.outputs, run.seconds = trial.outputs, trial.seconds
         except LeaseError as error:
             run.failure = LoaderFailed(str(error))
         except LoaderFailed as failure:

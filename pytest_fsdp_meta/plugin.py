@@ -6,20 +6,28 @@ import importlib.util
 from collections.abc import Generator
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+<<<<<<< HEAD
 from pytest_fsdp_meta import collection, hookspecs, preloading, spmd, zero_code
+=======
+from pytest_fsdp_meta import collection, hookspecs, preloading, rejudging, scribe, spmd
+>>>>>>> 5c20894 (Account for every check at the end of a run, write report.json, keep evidence and judge it again)
 from pytest_fsdp_meta.catalogue import Catalogue
 from pytest_fsdp_meta.collection import SKIPPED, Mistake, case_of, world_case_of
 from pytest_fsdp_meta.fixtures import KEEPER, fsdp, fsdp_world
 from pytest_fsdp_meta.items import Conductor
 from pytest_fsdp_meta.keeping import Keeper
 from pytest_fsdp_meta.markers import MARK, SPMD, WORLD
+from pytest_fsdp_meta.rejudging import KeptFile, KeptItem, is_asked_for
 from pytest_fsdp_meta.reports.listener import Ear
 from pytest_fsdp_meta.reports.terminal import describe_checks
+from pytest_fsdp_meta.scribe import Scribe
 from pytest_fsdp_meta.settings import Settings, add_options, read_settings
+from pytest_fsdp_meta.telling import Teller
 from pytest_fsdp_meta.workers import Controller, Devices
 from pytest_fsdp_meta.worlds import Engine, Preload, RayEngine, count_gpus
 
@@ -50,7 +58,10 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", mark)
     settings = read_settings(config)
     engine, ear, devices = _engine(settings), Ear(config), Devices(config, settings)
-    config.stash[CONDUCTOR] = Conductor(settings, Catalogue(), engine, ear, devices)
+    teller = Teller(Path(settings.report) if settings.report else None, settings.keep_evidence)
+    config.stash[CONDUCTOR] = Conductor(settings, Catalogue(), engine, ear, devices, teller)
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Scribe(config, settings), scribe.NAME)
     config.stash[KEEPER] = Keeper(engine, ear, devices)
     config.pluginmanager.register(Controller(), "fsdp_controller")
     config.stash[MISTAKES] = []
@@ -79,8 +90,19 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     config = session.config
     config.stash[CONDUCTOR].ear.debug()
     config.stash[CHECKED] = tuple(impl.plugin for impl in config.hook.pytest_fsdp_checks.get_hookimpls())
+<<<<<<< HEAD
     config.stash[CONDUCTOR].catalogue = collection.read_catalogue(config)
     zero_code.plan(config, config.stash[CONDUCTOR].settings)
+=======
+    catalogue = config.stash[CONDUCTOR].catalogue = collection.read_catalogue(config)
+    config.stash[rejudging.CATALOGUE] = catalogue
+    if writer := config.pluginmanager.get_plugin(scribe.NAME):
+        writer.begin(catalogue)
+
+
+def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> KeptFile | None:
+    return KeptFile.from_parent(parent, path=file_path) if is_asked_for(file_path, parent.config) else None
+>>>>>>> 5c20894 (Account for every check at the end of a run, write report.json, keep evidence and judge it again)
 
 
 @pytest.hookimpl(trylast=True)
@@ -219,13 +241,19 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         config.stash[KEEPER].engine.close()
 
 
-@pytest.hookimpl(wrapper=True)
+@pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     if call.excinfo is not None and world_case_of(item) is not None:
         item.config.stash[KEEPER].show_outputs(item, call.when)
     report = yield
+    conductor, case = item.config.stash[CONDUCTOR], case_of(item)
+    raised = call.excinfo.value if call.excinfo is not None else None
+    if case is not None:
+        conductor.tell(item, case, report, raised)
+    elif isinstance(item, KeptItem):
+        conductor.teller.tell(item, report, item.share, item.outcome, raised)
     reason = item.stash.get(SKIPPED, None)
     if reason is not None and report.skipped:
         report.longrepr = (str(item.path), (item.location[1] or 0) + 1, f"Skipped: {reason}")

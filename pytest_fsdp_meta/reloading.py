@@ -19,11 +19,13 @@ from pytest_fsdp_meta.evidence import (
     SubjectFacts,
     TensorFacts,
     Unavailable,
+    not_declared,
     replicates,
     sharded_dim,
     splits_model,
 )
 from pytest_fsdp_meta.saved import FirstStep, RankResumed, RankSaved
+from pytest_fsdp_meta.stopwatch import Stopwatch
 from pytest_fsdp_meta.worlds import World, WorldError, WorldSpec
 
 OBSERVER = "pytest_fsdp_meta.observers.checkpoint"
@@ -33,6 +35,7 @@ STEPS = 2
 AGAIN = "the loader gave a model once, and fails when it runs again in a fresh world with the same fixtures"
 UNSAVED = "saving gave no answer, and is not tried again"
 DECLARE = "declare Subject(save=..., resume=...)"
+NO_MODEL = "a checkpoint directory is no model to load into; declare Subject(reference=<callable>)"
 
 
 @dataclass
@@ -45,6 +48,7 @@ class Reloading:
     subject: SubjectFacts
     inventory: tuple[RankInventory, ...]
     folder: Path
+    watch: Stopwatch = field(default_factory=Stopwatch)
     reference: ReferenceFacts | None = None
     training: Unavailable | None = None
     """Why it was not trained, where that went wrong."""
@@ -89,8 +93,12 @@ class Reloading:
             results.pop("kept", None)
 
     def _take(self, name: str, observe: Callable[[], Any]) -> None:
+        if name not in self.wanted:
+            self.unavailable[name] = NOT_ASKED
+            return
         try:
-            seen: Any = observe() if name in self.wanted else NOT_ASKED
+            with self.watch.timing(name):
+                seen: Any = observe()
         except WorldError as error:
             seen = unavailable(error)
             if error is self._failure:
@@ -104,14 +112,14 @@ class Reloading:
 
     def _continued(self) -> Any:
         if "batch" not in self.subject.declared:
-            return Unavailable("Subject(batch=...) is not declared")
+            return not_declared("batch")
         if self.training is not None:
             return self.training
         if why := self._unsavable() or self._nothing_trainable():
             return why
         unloadable = _unloadable(self._run_first("first_step"))
         if unloadable and not self._saves_itself:
-            return Unavailable(f"{unloadable}; {DECLARE}")
+            return Unavailable(f"{unloadable}; {DECLARE}", undeclared=True)
         self._whole = self._saving(self._first_world, "save_all", self._at("continued"))
         return self._gone_on(self._whole, self._run_first)
 
@@ -126,7 +134,7 @@ class Reloading:
 
     def _export(self) -> Any:
         if self.reference is None or not self.reference.complete:
-            return Unavailable("a checkpoint directory is no model to load into; declare Subject(reference=<callable>)")
+            return Unavailable(NO_MODEL, undeclared=True)
         if not self.alone.alive:
             return Unavailable("the reference has ended")
         why = self._unsavable(by_torch=True) or self._ungatherable()
@@ -160,7 +168,7 @@ class Reloading:
         if (why := self._after("kept")) is not None:
             return why
         if self.reference is None:
-            return Unavailable("Subject(reference=...) is not declared")
+            return not_declared("reference")
         spec = other_size(self.first.spec)
         if isinstance(spec, Unavailable):
             return spec
@@ -251,13 +259,14 @@ class Reloading:
         tensors = [t for rank in self.inventory for t in rank.tensors if t.persistent]
         if odd := [t.name for t in tensors if t.unreadable or _sharded_otherwise(t)]:
             unfit = f"{odd[0]} is no DTensor and no whole plain tensor, which is all that torch"
-            return Unavailable(f"{unfit} gathers" if by_torch else f"{unfit}.distributed.checkpoint saves; {DECLARE}")
+            if by_torch:
+                return Unavailable(f"{unfit} gathers")
+            return Unavailable(f"{unfit}.distributed.checkpoint saves; {DECLARE}", undeclared=True)
         refused = [rank.refused for rank in self.seen.get("state_dict", ()) if rank.refused]
-        return (
-            Unavailable(f"torch's get_model_state_dict refuses the model ({refused[0]}); {DECLARE}")
-            if refused
-            else None
-        )
+        if not refused:
+            return None
+        why = f"torch's get_model_state_dict refuses the model ({refused[0]}); {DECLARE}"
+        return Unavailable(why, undeclared=True)
 
     @property
     def _saves_itself(self) -> bool:

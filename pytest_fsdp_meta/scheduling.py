@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from xdist.scheduler import (
 )
 
 from pytest_fsdp_meta.catalogue import Catalogue
+from pytest_fsdp_meta.collection import loader_of
 
 DISTRIBUTIONS = {
     "load": LoadScheduling,
@@ -106,9 +106,3 @@ class _Each(EachScheduling):  # type: ignore[misc]
         waiting = {node: self.node2pending.pop(node) for node in self.nodes if node not in self.node2collection}
         super().schedule()
         self.node2pending.update(waiting)
-
-
-def loader_of(nodeid: str, catalogue: Catalogue) -> str | None:
-    """What all items of one loader in one world share: the node id up to the check. None for any other item."""
-    found = re.search(r"[-\[](\w+)\]$", nodeid)
-    return nodeid[: found.start(1)] if found and found[1] in catalogue else None

@@ -97,11 +97,16 @@ def pack_run(
 
 def again(item: pytest.Item, given: tuple[str, ...]) -> str:
     """A shell command that runs this one item again from where pytest was started, with the options ``given``."""
-    path = os.path.relpath(item.path, item.config.invocation_params.dir)
     # Not from the node id, to which xdist may append a group.
     names = [node.name for node in item.listchain() if isinstance(node, (pytest.Class, pytest.Function))]
-    python = _interpreter(item.config.invocation_params.dir)
-    return shlex.join([python, "-m", "pytest", "::".join([path, *names]), *given])
+    return command(item.config, item.path, names, given)
+
+
+def command(config: pytest.Config, path: Path, names: Sequence[str], given: Sequence[str]) -> str:
+    """A shell command that runs the item of these names in a file."""
+    here = config.invocation_params.dir
+    nodeid = "::".join([os.path.relpath(path, here), *names])
+    return shlex.join([_interpreter(here), "-m", "pytest", nodeid, *given])
 
 
 def _interpreter(cwd: Path) -> str:

@@ -6,6 +6,7 @@ import difflib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,8 +33,13 @@ class Settings:
     slots: int | None = None
     engine: str = "local"
     ray_address: str = ""
+<<<<<<< HEAD
     loader: str = ""
     checkpoint: str = ""
+=======
+    report: str = ""
+    keep_evidence: bool = False
+>>>>>>> 5c20894 (Account for every check at the end of a run, write report.json, keep evidence and judge it again)
     given: tuple[str, ...] = ()
 
 
@@ -46,6 +52,8 @@ class Option:
     parse: Callable[[str], Any]
     right: str
     metavar: str
+    repeated: bool = True
+    """Whether a command that runs one item again has it as well."""
 
     @property
     def flag(self) -> str:
@@ -97,6 +105,7 @@ def _ray_address(text: str) -> str:
     return text
 
 
+<<<<<<< HEAD
 def _loader(text: str) -> str:
     module, _, name = text.partition(":")
     if not all(part.isidentifier() for part in (*module.split("."), *name.split("."))):
@@ -109,6 +118,14 @@ def _folder(text: str) -> str:
     if not os.path.isdir(folder):
         raise ValueError
     return folder
+=======
+def _folder(text: str) -> str:
+    folder = Path(text).absolute()
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError
+    return str(folder)
+>>>>>>> 5c20894 (Account for every check at the end of a run, write report.json, keep evidence and judge it again)
 
 
 def _switch(text: str) -> bool:
@@ -187,6 +204,7 @@ OPTIONS = (
         "ADDRESS",
     ),
     Option(
+<<<<<<< HEAD
         "loader",
         "judge this function as a loader, without a test file: alone, or beside the paths that are given; every rank "
         "calls it with fsdp (the rank) and checkpoint (a pathlib.Path), by name or in this order, for the model or a "
@@ -203,6 +221,23 @@ OPTIONS = (
         _folder,
         "a folder that exists",
         "DIR",
+=======
+        "report",
+        "write report.json and the page index.html into this folder; what an earlier run has left there is replaced",
+        _folder,
+        "a folder that exists or can be made, and be written to",
+        "DIR",
+        repeated=False,
+    ),
+    Option(
+        "keep-evidence",
+        "with --fsdp-report: keep what the ranks saw, in DIR/evidence, so that 'pytest DIR/evidence' judges it again "
+        "later, without ranks",
+        _switch,
+        "true or false",
+        "",
+        repeated=False,
+>>>>>>> 5c20894 (Account for every check at the end of a run, write report.json, keep evidence and judge it again)
     ),
 )
 
@@ -239,8 +274,10 @@ def read_settings(config: pytest.Config) -> Settings:
         except (ValueError, KeyError):
             raise pytest.UsageError(f"{source}: {text!r} is wrong, it should be {option.right}") from None
         values["world_sizes" if option.name == "world-size" else option.ini.removeprefix("fsdp_")] = value
-        if not source.startswith("ini"):
+        if option.repeated and not source.startswith("ini"):
             given += [f"{option.flag}={text}"] if option.metavar else [option.flag] * value
+    if values.get("keep_evidence") and not values.get("report"):
+        raise pytest.UsageError("--fsdp-keep-evidence keeps it beside the report; say where: --fsdp-report=DIR")
     return Settings(**values, given=(*_repeated(config.invocation_params.args), *given))
 
 

@@ -22,9 +22,11 @@ from pytest_fsdp_meta.evidence import (
     Unavailable,
     WorldFacts,
     frozen_sources,
+    not_declared,
 )
 from pytest_fsdp_meta.reference import record_at
 from pytest_fsdp_meta.reloading import NOT_ASKED, Reloading, odd_model, other_size, unavailable
+from pytest_fsdp_meta.stopwatch import Stopwatch
 from pytest_fsdp_meta.subject import SubjectError
 from pytest_fsdp_meta.traffic import Collective, RankCollectives, RankMemory
 from pytest_fsdp_meta.worlds import DEFAULT_MESH_DIM, Engine, Listener, World, WorldError, WorldSpec, folders
@@ -33,6 +35,7 @@ OBSERVERS = "pytest_fsdp_meta.observers"
 """Observers are called by name: they import torch, and the pytest process need not."""
 ON_RANKS = (f"{OBSERVERS}.checkpoint", f"{OBSERVERS}.training", f"{OBSERVERS}.truth")
 """What every rank needs imported."""
+NO_VERIFIER = "neither Subject(verifier=...) nor a reference is declared"
 VOTES = (*SKIPS, ASSUME)
 """What a loader may raise on every rank; an expected failure is said by the marker."""
 
@@ -51,6 +54,11 @@ class LoaderFailed(Exception):
         super().__init__(story or summary)
 
 
+def world_facts(spec: WorldSpec) -> WorldFacts:
+    """What is known of a world before it starts."""
+    return WorldFacts(spec.size, tuple(spec.mesh.items()), spec.device_type, spec.backend)
+
+
 def ranks_of(spec: WorldSpec, wanted: Collection[str]) -> int:
     """The size of the largest world of a trial; its worlds work one after the other."""
     other = other_size(spec) if "resharded" in wanted else spec
@@ -58,7 +66,7 @@ def ranks_of(spec: WorldSpec, wanted: Collection[str]) -> int:
 
 
 class Trial:
-    """One loader in one world. ``outputs`` is what its ranks wrote, once it is over."""
+    """One loader in one world. Afterwards ``outputs`` is what its ranks wrote, ``seconds`` where the time went."""
 
     def __init__(
         self,
@@ -70,6 +78,8 @@ class Trial:
     ) -> None:
         self.spec = spec
         self.outputs: list[str] = []
+        self._watch = Stopwatch()
+        self.seconds = self._watch.seconds
         self._engine = engine
         self._steps = steps
         self._tolerance = tolerance
@@ -96,7 +106,10 @@ class Trial:
     def _load(self, world: World, loader: Call, watch: list[str]) -> list[Any]:
         """One ``observers.loading.Loaded`` per rank."""
         try:
-            return _loaded(world, loader, watch)
+            with self._watch.timing("starting"):
+                world.start()
+            with self._watch.timing("loading"):
+                return _load(world, loader, watch)
         except WorldError as error:
             vote = error.unanimous if error.unanimous in VOTES else ""
             raise LoaderFailed(error.summary, str(error), vote, error.failures[0].message) from error
@@ -119,6 +132,7 @@ class Trial:
             folder=folder,
             steps=self._steps,
             load_again=partial(self._load_again, loader),
+            watch=self._watch,
         )
         try:
             session.take(wanted)
@@ -127,7 +141,7 @@ class Trial:
         if unknown := session.unknown_attribute():
             raise LoaderFailed(unknown)
         return Evidence(
-            world=self.facts,
+            world=self._facts(loaded),
             subject=session.subject,
             inventory=session.inventory,
             **session.seen,
@@ -139,16 +153,16 @@ class Trial:
         """Another world with what the loader gives there. The world is noted first: it is closed with the others."""
         world = World(spec, self._engine, label, listener=self._listener)
         worlds.append(world)
-        return world, _loaded(world, loader)
+        world.start()
+        return world, _load(world, loader)
 
     @property
     def _single(self) -> WorldSpec:
         devices = self.spec.devices[:1]
         return replace(self.spec, mesh={DEFAULT_MESH_DIM: 1}, devices=devices, process_group="plugin")
 
-    @property
-    def facts(self) -> WorldFacts:
-        return WorldFacts(self.spec.size, tuple(self.spec.mesh.items()), self.spec.device_type, self.spec.backend)
+    def _facts(self, loaded: list[Any]) -> WorldFacts:
+        return replace(world_facts(self.spec), devices=tuple(one.gpu for one in loaded), library=loaded[0].library)
 
 
 @dataclass
@@ -172,6 +186,7 @@ class _Session:
     folder: Path
     steps: int
     load_again: Callable[[WorldSpec, str, list[World]], tuple[World, list[Any]]]
+    watch: Stopwatch = field(default_factory=Stopwatch)
     seen: dict[str, Any] = field(default_factory=dict)
     unavailable: dict[str, Unavailable] = field(default_factory=dict)
 
@@ -188,8 +203,12 @@ class _Session:
             "training": self._training,
         }
         for name, observe in observers.items():
+            if name not in wanted:
+                self.unavailable[name] = NOT_ASKED
+                continue
             try:
-                seen: Any = NOT_ASKED if name not in wanted else observe() if self.world.alive else ended
+                with self.watch.timing(name):
+                    seen: Any = observe() if self.world.alive else ended
             except WorldError as error:
                 seen = ended = unavailable(error)
             (self.unavailable if isinstance(seen, Unavailable) else self.seen)[name] = seen
@@ -207,6 +226,7 @@ class _Session:
             subject=self.subject,
             inventory=self.inventory,
             folder=self.folder,
+            watch=self.watch,
             reference=self.seen.get("reference"),
             training=training if training is not None and training.error else None,
             record=self._truth,
@@ -233,7 +253,7 @@ class _Session:
 
     def _reference(self) -> Any:
         if "reference" not in self.subject.declared:
-            return Unavailable("Subject(reference=...) is not declared")
+            return not_declared("reference")
         if "reference" in self.checkpoints:
             return self._ask("checkpoint_facts", self.checkpoints["reference"])
         self.alone.start()
@@ -249,7 +269,7 @@ class _Session:
             return Unavailable("nothing is frozen: neither Subject(frozen=...) nor the reference freezes anything")
         if "verifier" not in self.subject.declared and "reference" not in self.seen:
             why = self.unavailable["reference"]
-            return why if why.error else Unavailable("neither Subject(verifier=...) nor a reference is declared")
+            return why if why.error else Unavailable(NO_VERIFIER, undeclared=True)
         source = self._truth
         if "verifier" in self.checkpoints:
             source = self.checkpoints["verifier"]
@@ -262,7 +282,7 @@ class _Session:
 
     def _training(self) -> Any:
         if "batch" not in self.subject.declared:
-            return Unavailable("Subject(batch=...) is not declared")
+            return not_declared("batch")
         if why := odd_model(self.inventory):
             return Unavailable(f"not trained: {why}")
         reference, truth = self.seen.get("reference"), tuple[Any, ...]()
@@ -275,7 +295,8 @@ class _Session:
     def _collectives(self) -> Any:
         steps = [None for _ in self.loading]
         if "training" in self.seen:
-            steps = self.world.run(f"{OBSERVERS}.steps:observe_step")
+            with self.watch.timing("collectives"):
+                steps = self.world.run(f"{OBSERVERS}.steps:observe_step")
         return tuple(
             RankCollectives(loading or (), *(step or ())) for loading, step in zip(self.loading, steps, strict=True)
         )
@@ -299,7 +320,5 @@ class _Session:
         return self.checkpoints.get("reference", self._file("values"))
 
 
-def _loaded(world: World, loader: Call, watch: Sequence[str] = ()) -> list[Any]:
-    """The world started, and the loader run on its ranks."""
-    world.start()
+def _load(world: World, loader: Call, watch: Sequence[str] = ()) -> list[Any]:
     return world.call(f"{OBSERVERS}.loading:load", (loader, watch), votes=VOTES)

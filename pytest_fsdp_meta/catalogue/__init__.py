@@ -16,6 +16,7 @@ from pytest_fsdp_meta.catalogue import (
     values,
 )
 from pytest_fsdp_meta.catalogue.judging import (
+    NotDeclared,
     NotJudged,
     PartlyJudged,
     Unjudgeable,
@@ -42,6 +43,7 @@ __all__ = [
     "Catalogue",
     "Check",
     "Finding",
+    "NotDeclared",
     "NotJudged",
     "PartlyJudged",
     "Unjudgeable",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import prod
 
-from pytest_fsdp_meta.catalogue.judging import NotJudged, PartlyJudged, View, majority, ranks_by
+from pytest_fsdp_meta.catalogue.judging import NotDeclared, NotJudged, PartlyJudged, View, majority, ranks_by
 from pytest_fsdp_meta.catalogue.registry import Finding, check
 from pytest_fsdp_meta.catalogue.structure import MANIFEST
 from pytest_fsdp_meta.traffic import Collective, FsdpGroup, RankCollectives
@@ -36,7 +36,7 @@ PHASES = {"loading": "while loading", "step": "in one training step"}
 def unsharded_modules_are_not_gathered(view: View) -> Iterable[Finding]:
     ranks, names = view.evidence.collectives or (), view.evidence.subject.unsharded
     if not names:
-        raise NotJudged("Subject(unsharded=...) is not declared")
+        raise NotDeclared("unsharded")
     _require_step(view, ranks)
     for name, what, where in _moved(view, ranks, lambda _: set(view.names("parameter", only=names))):
         actual = f"moved by {what} in one training step"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from pytest_fsdp_meta.catalogue.registry import Catalogue, Check, Finding, Told
-from pytest_fsdp_meta.evidence import Comparison, Evidence, RankInventory, ReferenceFacts, TensorFacts
+from pytest_fsdp_meta.evidence import Comparison, Evidence, RankInventory, ReferenceFacts, TensorFacts, not_declared
 from pytest_fsdp_meta.words import counted, first_line
 
 T = TypeVar("T")
@@ -31,6 +31,13 @@ class NotJudged(Exception):
     """There is nothing to judge, for a reason that is nobody's fault here; the text says which."""
 
 
+class NotDeclared(NotJudged):
+    """There is nothing to judge as long as the author does not declare a field of Subject; ``so`` says what follows."""
+
+    def __init__(self, field: str, so: str = "") -> None:
+        super().__init__(f"{not_declared(field).summary}{so}")
+
+
 class PartlyJudged(NotJudged):
     """Something of it could not be judged, for the reason in the text; the rest was, and its findings stand."""
 
@@ -45,6 +52,8 @@ class Verdict:
 
     ``unjudged`` maps each more basic check to the tensors that it condemned and that were therefore left out here.
     ``model`` has the names of the model by kind, "parameter" or "buffer", beside which those of findings may be all.
+    Of what is skipped, ``undeclared`` tells that a field of Subject is wanted, ``blocked`` that a more basic check has
+    found something, without which it might be judged.
     """
 
     check: Check
@@ -54,6 +63,8 @@ class Verdict:
     detail: str = ""
     unjudged: dict[str, tuple[str, ...]] = field(default_factory=dict)
     model: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    undeclared: bool = False
+    blocked: bool = False
 
 
 class View:
@@ -152,10 +163,10 @@ def _judge(check: Check, evidence: Evidence, catalogue: Catalogue) -> Verdict:
     except NotJudged as error:
         if not findings:
             kept = f"{KEPT}; " if isinstance(error, PartlyJudged) else ""
-            return Verdict(check, "skipped", reason=f"{kept}{error}", unjudged=view.left_out)
+            return _skipped(check, f"{kept}{error}", view, isinstance(error, NotDeclared))
         reason = str(error)
     except Exception as error:
-        if _is_ours(check):
+        if check.built_in:
             raise
         reason = f"the own check {check.id} raised {_one_line(error)}"
         if not findings:
@@ -163,9 +174,13 @@ def _judge(check: Check, evidence: Evidence, catalogue: Catalogue) -> Verdict:
     if findings:
         return Verdict(check, "failed", tuple(findings), reason, unjudged=view.left_out, model=_by_kind(evidence))
     if view.left_out:
-        reason = f"{KEPT}; {describe_left_out(view.left_out)}"
-        return Verdict(check, "skipped", reason=reason, unjudged=view.left_out)
+        return _skipped(check, f"{KEPT}; {describe_left_out(view.left_out)}", view)
     return Verdict(check, "passed")
+
+
+def _skipped(check: Check, reason: str, view: View, undeclared: bool = False) -> Verdict:
+    blocked = not undeclared and bool(view.left_out or view.failed)
+    return Verdict(check, "skipped", reason=reason, unjudged=view.left_out, undeclared=undeclared, blocked=blocked)
 
 
 def _by_kind(evidence: Evidence) -> dict[str, frozenset[str]]:
@@ -176,11 +191,13 @@ def _by_kind(evidence: Evidence) -> dict[str, frozenset[str]]:
 def _unavailable(check: Check, need: str, evidence: Evidence, catalogue: Catalogue, failed: Sequence[str]) -> Verdict:
     why = evidence.unavailable[need]
     if not why.error:
-        return Verdict(check, "skipped", reason=why.summary)
+        blocked = not why.undeclared and bool(failed)
+        return Verdict(check, "skipped", reason=why.summary, undeclared=why.undeclared, blocked=blocked)
     if need not in AS_LOADED:  # what uses a model that is missing tensors, or has wrong ones, may well fail
         basic = _failed_basics(check, evidence, catalogue) if need != "repetition" else ()
         if by := ", ".join(dict.fromkeys((*failed, *basic))):
-            return Verdict(check, "skipped", reason=f"{why.summary}; the findings of {by} may explain it")
+            reason = f"{why.summary}; the findings of {by} may explain it"
+            return Verdict(check, "skipped", reason=reason, blocked=True)
     return Verdict(check, "error", reason=why.summary, detail=why.detail)
 
 
@@ -193,10 +210,6 @@ def _failed_basics(check: Check, evidence: Evidence, catalogue: Catalogue) -> It
         basic = one.family in EXPLAINING_A_CRASH and set(one.needs) <= set(AS_LOADED)
         if basic and judge(one, evidence, catalogue).findings:
             yield one.id
-
-
-def _is_ours(check: Check) -> bool:
-    return getattr(check.judge, "__module__", "").partition(".")[0] == PACKAGE.name
 
 
 def _one_line(error: Exception) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from pytest_fsdp_meta.catalogue.judging import NotJudged, View, majority, ranks_by
+from pytest_fsdp_meta.catalogue.judging import NotDeclared, NotJudged, View, majority, ranks_by
 from pytest_fsdp_meta.catalogue.parity import BASIC, EXPLAINING, require_no_other_cause, require_same_forward, trained
 from pytest_fsdp_meta.catalogue.registry import Finding, Words, check
 from pytest_fsdp_meta.evidence import Movement, OptimizerFacts, RankInventory, RankTraining
@@ -50,7 +50,7 @@ def _optimizers(view: View) -> list[tuple[int, OptimizerFacts]]:
     """(rank, its optimizer); of the training, else as the loader built it."""
     runs = view.evidence.training
     if "optimizer" not in view.evidence.subject.declared:
-        raise NotJudged("Subject(optimizer=...) is not declared, so the training had one that is right by construction")
+        raise NotDeclared("optimizer", ", so the training had one that is right by construction")
     inventory = view.evidence.inventory
     found = [run.optimizer for run in runs] if runs else [rank.optimizer for rank in inventory]
     facts = [(rank, one) for rank, one in enumerate(found) if one is not None]

@@ -77,6 +77,11 @@ class Check:
     judge: Callable[[View], Iterable[Finding]]
     tolerance: Mapping[str, float] = field(default_factory=dict, hash=False)
 
+    @property
+    def built_in(self) -> bool:
+        """Whether it is this package's, and not downstream's own."""
+        return getattr(self.judge, "__module__", "").partition(".")[0] == __name__.partition(".")[0]
+
 
 Judge = Callable[["View"], Iterable[Finding]]
 

@@ -14,7 +14,7 @@ from pytest_fsdp_meta.catalogue.expectations import (
     is_whole,
     placed,
 )
-from pytest_fsdp_meta.catalogue.judging import NotJudged, View, majority
+from pytest_fsdp_meta.catalogue.judging import NotDeclared, NotJudged, View, majority
 from pytest_fsdp_meta.catalogue.materialisation import MANAGED
 from pytest_fsdp_meta.catalogue.registry import Finding, Told, check
 from pytest_fsdp_meta.catalogue.structure import MANIFEST, NAMES, SHAPES
@@ -37,7 +37,7 @@ from pytest_fsdp_meta.words import first_of, name_ranks
 def unsharded_modules_stay_whole(view: View) -> Iterable[Finding]:
     unsharded = view.evidence.subject.unsharded
     if not unsharded:
-        raise NotJudged("Subject(unsharded=...) is not declared")
+        raise NotDeclared("unsharded")
     for name, facts in view.tensors("parameter", only=set(unsharded)):
         wanted = "whole on every rank, as declared"
         yield from view.broken(name, [(rank, None if is_whole(t) else Told(placed(t), wanted)) for rank, t in facts])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator
 
-from pytest_fsdp_meta.catalogue.judging import NotJudged, View, majority, ranks_by
+from pytest_fsdp_meta.catalogue.judging import NotDeclared, NotJudged, View, majority, ranks_by
 from pytest_fsdp_meta.catalogue.registry import Finding, Told, Words, check
 from pytest_fsdp_meta.evidence import TensorFacts
 from pytest_fsdp_meta.words import name_ranks
@@ -262,7 +262,7 @@ def _trainability(tensor: TensorFacts, expected: bool) -> Told | None:
 def parameter_attributes_kept(view: View) -> Iterable[Finding]:
     kept = view.evidence.subject.kept_attributes
     if not kept:
-        raise NotJudged("Subject(kept_attributes=...) is not declared")
+        raise NotDeclared("kept_attributes")
     if not view.reference.complete:
         raise NotJudged("a checkpoint holds no attributes; declare Subject(reference=<callable>)")
     truth = view.truth.by_name

@@ -49,6 +49,9 @@ class Loaded:
     checkpoints: Mapping[str, str]
     """The sources among the recipe that are directories."""
     data_parallel: tuple[int, int] = (0, 1)
+    gpu: str = ""
+    library: str = ""
+    """What moves data between the ranks, with its version where it tells one."""
     collectives: tuple[Collective, ...] | None = None
     memory: RankMemory | None = None
     """What the loader did; None where nobody asked."""
@@ -112,7 +115,14 @@ def _told(subject: Subject, me: Rank, managed: Mapping[str, bool], poison_kept: 
         recipe=pack_recipe(subject) if me.rank == 0 else {},
         checkpoints=checkpoints,
         data_parallel=share,
+        gpu=torch.cuda.get_device_name(me.device) if me.device.type == "cuda" else "",
+        library=_library(),
     )
+
+
+def _library() -> str:
+    backend = dist.get_backend()
+    return f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}" if backend == "nccl" else str(backend)
 
 
 def _call(loader: Callable[..., Any], values: Mapping[str, Any]) -> Any:

@@ -20,6 +20,7 @@ STATUSES = {
     "error": "could not be judged: something went wrong",
     "xfailed": "failed as xfail= expects",
     "xpassed": "passes, but xfail= expects it to fail",
+    "blocked": "cannot be judged before what a more basic check found is mended",
     "undeclared": "needs something of Subject that is not declared",
     "nothing": "found nothing to judge",
     "skipped": "was skipped by the loader, a mark or a fixture",
@@ -75,8 +76,9 @@ class Piece:
 
     ranks: tuple[int, ...]
     regions: tuple[Region, ...]
-    device: str
     dtype: str
+    device: str = ""
+    """Where that is not the rank's own: "meta", "cpu", another GPU."""
     placements: tuple[str, ...] | None = None
     poisoned: int = 0
     """Elements that were never written."""
@@ -140,7 +142,8 @@ class LoaderRecord:
 
     loader: str
     """The node id without the check."""
-    world: WorldFacts
+    world: WorldFacts | None
+    """None where nothing of it has run in another process, which alone knew."""
     checks: tuple[CheckRecord, ...]
     error: str = ""
     """Why the loader gave no subject, in one line."""

@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 
 from pytest_fsdp_meta.catalogue import Check, Finding, Verdict, describe_left_out
+from pytest_fsdp_meta.reports.record import FindingRecord
 from pytest_fsdp_meta.words import counted, fold_names, name_ranks
 
 MOST_LINES = 20
@@ -22,7 +23,7 @@ FIELDS = {
 WIDTH = 118
 
 
-def _printable(name: str) -> str:
+def printable(name: str) -> str:
     """A name may hold anything; a control character would not stay in its line."""
     return name if name.isprintable() else repr(name)[1:-1]
 
@@ -36,8 +37,8 @@ def describe_failure(verdict: Verdict, world: str, again: str) -> str:
             "",
             *_lines(findings, verdict.model),
             "",
-            _paragraph("likely cause: ", cause),
-            _paragraph("remedy: ", remedy),
+            paragraph("likely cause: ", cause),
+            paragraph("remedy: ", remedy),
         ]
     if verdict.unjudged:
         lines += ["", describe_left_out(verdict.unjudged)]
@@ -73,6 +74,13 @@ def describe_needs(check: Check) -> str:
     return ", ".join(dict.fromkeys((*observed, *check.fields)))
 
 
+def describe_finding(found: Finding | FindingRecord) -> str:
+    """One finding in one line."""
+    detail = f" ({found.detail})" if found.detail else ""
+    what = "the model" if found.tensor is None else printable(found.tensor)
+    return f"{what}, {name_ranks(found.ranks)}: {found.actual}, but should be {found.expected}{detail}"
+
+
 def _by_cause(findings: Sequence[Finding]) -> dict[tuple[str, str], list[Finding]]:
     groups: dict[tuple[str, str], list[Finding]] = {}
     for finding in findings:
@@ -98,7 +106,7 @@ def _alike(group: Sequence[Finding], model: Mapping[str, frozenset[str]]) -> lis
     tail = f"{first.actual}, but should be {first.expected}"
     if first.tensor is None:
         return [f"  the model, {ranks}: {tail}" + (f" ({first.detail})" if first.detail else "")]
-    details = {_printable(str(finding.tensor)): finding.detail for finding in group}
+    details = {printable(str(finding.tensor)): finding.detail for finding in group}
     lines = []
     for folded, name in _folded(list(details), model).items():
         detail = details[name]
@@ -118,7 +126,7 @@ def _folded(names: Sequence[str], model: Mapping[str, frozenset[str]]) -> dict[s
     return folded | fold_names(left)
 
 
-def _paragraph(label: str, text: str) -> str:
+def paragraph(label: str, text: str) -> str:
     indent = " " * len(label)
     return textwrap.fill(
         text, WIDTH, initial_indent=label, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False

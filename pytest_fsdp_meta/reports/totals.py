@@ -1,0 +1,131 @@
+"""The end of a run in the terminal: a line for each loader in its world, the findings by cause, and the account of all
+checks. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from pytest_fsdp_meta.reports.record import BROKEN, JUDGED, UNACCOUNTED, CheckRecord, LoaderRecord
+from pytest_fsdp_meta.reports.terminal import describe_finding, paragraph, printable
+from pytest_fsdp_meta.words import counted
+
+WORDS = {
+    "passed": "passed",
+    "failed": "failed",
+    "error": "could not be judged",
+    "xfailed": "failed as expected",
+    "xpassed": "passed unexpectedly",
+    "blocked": "blocked by what failed",
+    "undeclared": "not declared",
+    "nothing": "with nothing to judge",
+    "skipped": "skipped",
+    "left out": "left out",
+    "unselected": "not selected",
+    "not run": "not run",
+}
+"""Each status after a number, in this order."""
+DOING = {
+    "starting": "starting ranks",
+    "reference": "the reference",
+    "values": "comparing values",
+    "verifier": "the verifier",
+    "collectives": "a step watched",
+    "state_dict": "the state dict",
+    "continued": "saving and going on",
+    "saved": "saving",
+    "repetition": "loading again",
+    "kept": "saving",
+    "export": "exporting",
+    "resumed": "resuming",
+    "restored": "restoring",
+    "resharded": "resharding",
+}
+"""Where time goes, where it is called otherwise in a record."""
+MOST_TIMES = 3
+MOST_CAUSES = 20
+Line = tuple[str, dict[str, bool]]
+"""With how the terminal shall show it."""
+GOOD, BAD, ODD = {"green": True}, {"red": True}, {"yellow": True}
+
+
+def nothing_judged(loaders: Sequence[LoaderRecord], others_passed: bool) -> bool:
+    """Whether there were loaders, and nobody has judged any check of any: that must not look like a pass.
+
+    Where other tests have passed, loaders that were all skipped by their authors are no more than that.
+    """
+    checks = [check for loader in loaders for check in loader.checks]
+    if not loaders or any(check.status in JUDGED for check in checks):
+        return False
+    deliberate = {"skipped", "left out", "unselected"}
+    return not others_passed or any(check.status not in deliberate for check in checks)
+
+
+def describe_totals(loaders: Sequence[LoaderRecord], verbosity: int = 0) -> Iterator[Line]:
+    """All lines of the section."""
+    for loader in loaders:
+        yield _loader(loader)
+    if verbosity > -2:
+        yield from _causes(loaders)
+    yield _account(loaders)
+
+
+def _loader(loader: LoaderRecord) -> Line:
+    counts = Counter(check.status for check in loader.checks)
+    told = ", ".join(f"{counts[status]} {word}" for status, word in WORDS.items() if counts[status])
+    world = f", {loader.world}" if loader.world else ""
+    total = sum(check.seconds for check in loader.checks)
+    return f"{printable(loader.loader)}{world}: {told}; {total:.1f} s{_times(loader.seconds)}", _markup(counts)
+
+
+def _markup(counts: Mapping[str, int]) -> dict[str, bool]:
+    if any(counts[status] for status in BROKEN):
+        return BAD
+    return GOOD if any(counts[status] for status in JUDGED) else ODD
+
+
+def _times(seconds: Mapping[str, float]) -> str:
+    """The most of it."""
+    spent = Counter[str]()
+    for what, time in seconds.items():
+        spent[DOING.get(what, what)] += time  # type: ignore[assignment]
+    most = [f"{what} {time:.1f}" for what, time in spent.most_common(MOST_TIMES) if time >= 0.05]
+    return f" ({', '.join(most)})" if most else ""
+
+
+def _causes(loaders: Iterable[LoaderRecord]) -> Iterator[Line]:
+    causes: dict[tuple[str, str], dict[tuple[str, str], list[str]]] = {}
+    for loader in loaders:
+        for check in loader.checks:
+            for found in check.findings if check.status == "failed" else ():
+                places = causes.setdefault((found.cause, found.remedy), {})
+                places.setdefault((check.check, loader.loader), []).append(describe_finding(found))
+    for number, ((cause, remedy), places) in enumerate(causes.items(), 1):
+        if number > MOST_CAUSES:
+            yield f"... and {counted(len(causes) - MOST_CAUSES, 'cause')} more", BAD
+            return
+        yield "", {}
+        yield paragraph(f"{number}. likely cause: ", cause), {"bold": True}
+        yield paragraph("   remedy: ", remedy), {}
+        for (broken, where), found_here in places.items():
+            more = f", and {len(found_here) - 1} more" if len(found_here) > 1 else ""
+            yield f"   {broken} in {printable(where)}: {found_here[0]}{more}", {}
+    if causes:
+        yield "", {}
+
+
+def _account(loaders: Sequence[LoaderRecord]) -> Line:
+    """Every check of every loader is accounted for, or it is said which are not."""
+    checks = [check for loader in loaders for check in loader.checks]
+    counts = Counter(check.status for check in checks)
+    open_ones = ", ".join(f"{counts[status]} {WORDS[status]}" for status in UNACCOUNTED if counts[status])
+    of_which = f" in {len(loaders)} runs of loaders" if len(loaders) > 1 else ""
+    told = f"{sum(not _is_open(check) for check in checks)} of {counted(len(checks), 'check')} accounted for{of_which}"
+    told += f" ({open_ones})" if open_ones else ""
+    if not any(check.status in JUDGED for check in checks):
+        return f"{told}; nothing was judged, so nothing has passed", BAD
+    return told, _markup(counts)
+
+
+def _is_open(check: CheckRecord) -> bool:
+    return check.status in UNACCOUNTED

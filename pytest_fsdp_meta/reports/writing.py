@@ -1,0 +1,70 @@
+"""``report.json``: written while the run goes on, so that a run which is killed leaves what it knew."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from pytest_fsdp_meta.plain import from_plain, schema_of, to_plain
+from pytest_fsdp_meta.reports.record import SCHEMA, Report
+
+FILE = "report.json"
+TITLE = f"report.json of pytest-fsdp-meta, schema {SCHEMA}"
+PACE = 2.0
+"""Seconds between two writings, at least."""
+
+
+class Writer:
+    """Writes a report into its folder, whole or not at all."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._last = 0.0
+
+    @property
+    def is_due(self) -> bool:
+        return time.monotonic() - self._last >= PACE
+
+    def write(self, report: Report) -> Path:
+        """Raises OSError."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / FILE
+        written = path.with_name(f".{FILE}.{os.getpid()}")
+        written.write_text(json.dumps(to_plain(report), allow_nan=False, indent=1) + "\n", encoding="utf-8")
+        written.replace(path)
+        self._last = time.monotonic()
+        return path
+
+
+def read_report(path: Path) -> Report:
+    """Raises ValueError, in one line that names the file, for what is no report of this schema.
+
+    The report of a run that was cut off can be read; its ``complete`` is false.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: no JSON, or cut off: {error}") from None
+    version = data.get("schema") if isinstance(data, dict) else None
+    if version != SCHEMA:
+        raise ValueError(f"{path}: a report of schema {version!r}, but should be {SCHEMA}")
+    try:
+        return from_plain(Report, data)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def schema() -> dict[str, Any]:
+    """The JSON schema of ``report.json``."""
+    told = schema_of(Report, TITLE)
+    told["$defs"]["Report"]["properties"]["schema"] = {"const": SCHEMA}
+    return told
+
+
+if __name__ == "__main__":
+    print(json.dumps(schema(), indent=1))
