@@ -80,8 +80,9 @@ class Ledger:
     def strike(self, nodeid: str) -> None:
         """The item only looked like a loader's, by its name."""
         if nodeid in self._planned:
-            loader, _ = self._planned.pop(nodeid)
-            self._pages.pop(loader, None)
+            loader, _ = self._planned[nodeid]
+            self._planned = {known: place for known, place in self._planned.items() if place[0] != loader}
+            del self._pages[loader]
 
     def loaders(self, catalogue: Catalogue) -> tuple[LoaderRecord, ...]:
         """All of them, each with every check of the catalogue, in the order in which they were planned."""
