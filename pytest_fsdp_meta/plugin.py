@@ -11,11 +11,7 @@ from typing import Any
 
 import pytest
 
-<<<<<<< HEAD
-from pytest_fsdp_meta import collection, hookspecs, preloading, spmd, zero_code
-=======
-from pytest_fsdp_meta import collection, hookspecs, preloading, rejudging, scribe, spmd
->>>>>>> 5c20894 (Account for every check at the end of a run, write report.json, keep evidence and judge it again)
+from pytest_fsdp_meta import collection, hookspecs, preloading, rejudging, scribe, spmd, zero_code
 from pytest_fsdp_meta.catalogue import Catalogue
 from pytest_fsdp_meta.collection import SKIPPED, Mistake, case_of, world_case_of
 from pytest_fsdp_meta.fixtures import KEEPER, fsdp, fsdp_world
@@ -90,19 +86,15 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     config = session.config
     config.stash[CONDUCTOR].ear.debug()
     config.stash[CHECKED] = tuple(impl.plugin for impl in config.hook.pytest_fsdp_checks.get_hookimpls())
-<<<<<<< HEAD
-    config.stash[CONDUCTOR].catalogue = collection.read_catalogue(config)
-    zero_code.plan(config, config.stash[CONDUCTOR].settings)
-=======
     catalogue = config.stash[CONDUCTOR].catalogue = collection.read_catalogue(config)
     config.stash[rejudging.CATALOGUE] = catalogue
+    zero_code.plan(config, config.stash[CONDUCTOR].settings)
     if writer := config.pluginmanager.get_plugin(scribe.NAME):
         writer.begin(catalogue)
 
 
 def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> KeptFile | None:
     return KeptFile.from_parent(parent, path=file_path) if is_asked_for(file_path, parent.config) else None
->>>>>>> 5c20894 (Account for every check at the end of a run, write report.json, keep evidence and judge it again)
 
 
 @pytest.hookimpl(trylast=True)

@@ -33,13 +33,10 @@ class Settings:
     slots: int | None = None
     engine: str = "local"
     ray_address: str = ""
-<<<<<<< HEAD
     loader: str = ""
     checkpoint: str = ""
-=======
     report: str = ""
     keep_evidence: bool = False
->>>>>>> 5c20894 (Account for every check at the end of a run, write report.json, keep evidence and judge it again)
     given: tuple[str, ...] = ()
 
 
@@ -105,7 +102,6 @@ def _ray_address(text: str) -> str:
     return text
 
 
-<<<<<<< HEAD
 def _loader(text: str) -> str:
     module, _, name = text.partition(":")
     if not all(part.isidentifier() for part in (*module.split("."), *name.split("."))):
@@ -118,14 +114,14 @@ def _folder(text: str) -> str:
     if not os.path.isdir(folder):
         raise ValueError
     return folder
-=======
-def _folder(text: str) -> str:
-    folder = Path(text).absolute()
+
+
+def _new_folder(text: str) -> str:
+    folder = Path(text).expanduser().absolute()
     there = next(path for path in (folder, *folder.parents) if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         raise ValueError
     return str(folder)
->>>>>>> 5c20894 (Account for every check at the end of a run, write report.json, keep evidence and judge it again)
 
 
 def _switch(text: str) -> bool:
@@ -204,7 +200,6 @@ OPTIONS = (
         "ADDRESS",
     ),
     Option(
-<<<<<<< HEAD
         "loader",
         "judge this function as a loader, without a test file: alone, or beside the paths that are given; every rank "
         "calls it with fsdp (the rank) and checkpoint (a pathlib.Path), by name or in this order, for the model or a "
@@ -221,10 +216,11 @@ OPTIONS = (
         _folder,
         "a folder that exists",
         "DIR",
-=======
+    ),
+    Option(
         "report",
         "write report.json and the page index.html into this folder; what an earlier run has left there is replaced",
-        _folder,
+        _new_folder,
         "a folder that exists or can be made, and be written to",
         "DIR",
         repeated=False,
@@ -237,7 +233,6 @@ OPTIONS = (
         "true or false",
         "",
         repeated=False,
->>>>>>> 5c20894 (Account for every check at the end of a run, write report.json, keep evidence and judge it again)
     ),
 )
 
