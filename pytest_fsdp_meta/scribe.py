@@ -123,5 +123,9 @@ class Scribe:
         assert self._writer is not None
         try:
             self._writer.write(report)
+            if report.complete:
+                from pytest_fsdp_meta.reports.page import write_page
+
+                write_page(report, self._writer.folder / "index.html")
         except OSError as error:
             self._problem = str(error)  # told at the end: what the tests say goes first

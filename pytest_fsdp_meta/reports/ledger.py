@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from pytest_fsdp_meta.catalogue import Catalogue
 from pytest_fsdp_meta.evidence import WorldFacts
-from pytest_fsdp_meta.reports.record import CheckRecord, LoaderRecord, Summary
+from pytest_fsdp_meta.reports.record import UNKNOWN, CheckRecord, LoaderRecord, Summary
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Entry:
 class _Page:
     """One loader in one world."""
 
-    world: WorldFacts | None = None
+    world: WorldFacts = UNKNOWN
     offered: tuple[str, ...] | None = None
     checks: dict[str, CheckRecord] = field(default_factory=dict)
     loaded: Loaded = Loaded()
@@ -50,7 +50,7 @@ class Ledger:
         self._planned: dict[str, tuple[str, str]] = {}
         """Node id -> loader and check."""
 
-    def plan(self, loader: str, check: str, nodeid: str, world: WorldFacts | None = None) -> None:
+    def plan(self, loader: str, check: str, nodeid: str, world: WorldFacts = UNKNOWN) -> None:
         """The item was selected."""
         page = self._pages.setdefault(loader, _Page(world))
         page.checks.setdefault(check, CheckRecord(check, "not run", nodeid))

@@ -136,14 +136,17 @@ class Summary:
     """Observation -> why it was not taken."""
 
 
+UNKNOWN = WorldFacts(0, (), "", "")
+
+
 @dataclass(frozen=True)
 class LoaderRecord:
     """One loader in one world: every check of the catalogue, in its order."""
 
     loader: str
     """The node id without the check."""
-    world: WorldFacts | None
-    """None where nothing of it has run in another process, which alone knew."""
+    world: WorldFacts
+    """``UNKNOWN`` where nothing of it has run in the worker of xdist that alone knew."""
     checks: tuple[CheckRecord, ...]
     error: str = ""
     """Why the loader gave no subject, in one line."""

@@ -73,7 +73,7 @@ def describe_totals(loaders: Sequence[LoaderRecord], verbosity: int = 0) -> Iter
 def _loader(loader: LoaderRecord) -> Line:
     counts = Counter(check.status for check in loader.checks)
     told = ", ".join(f"{counts[status]} {word}" for status, word in WORDS.items() if counts[status])
-    world = f", {loader.world}" if loader.world else ""
+    world = f", {loader.world}" if loader.world.size else ""
     total = sum(check.seconds for check in loader.checks)
     return f"{printable(loader.loader)}{world}: {told}; {total:.1f} s{_times(loader.seconds)}", _markup(counts)
 
