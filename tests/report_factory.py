@@ -197,7 +197,9 @@ def tensor(
     held: dict[tuple[Region, ...], list[int]] = {}
     for rank, coordinate in enumerate(product(*map(range, sizes))):
         held.setdefault(_held(shape, placements, sizes, coordinate), []).append(rank)
-    pieces = tuple(Piece(tuple(ranks), part, "cpu", "float32", placements) for part, ranks in held.items())
+    pieces = tuple(
+        Piece(tuple(ranks), part, dtype="float32", device="cpu", placements=placements) for part, ranks in held.items()
+    )
     on = MeshFacts(tuple(mesh), sizes, (0,) * len(sizes)) if placements else None
     return replace(
         TensorRecord(name, "parameter", shape, shape, pieces, on, requires_grad=True),

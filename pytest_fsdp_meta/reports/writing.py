@@ -48,7 +48,7 @@ def read_report(path: Path) -> Report:
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: no JSON, or cut off: {error}") from None
     version = data.get("schema") if isinstance(data, dict) else None
     if version != SCHEMA:

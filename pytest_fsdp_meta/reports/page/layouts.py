@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from pytest_fsdp_meta.evidence import Region
+from pytest_fsdp_meta.evidence import Region, WorldFacts
 from pytest_fsdp_meta.reports.record import LoaderRecord, Piece, TensorRecord
 from pytest_fsdp_meta.words import fold_names, name_ranks
 
@@ -94,7 +94,7 @@ def layouts(record: LoaderRecord) -> tuple[Layout, ...]:
     for tensor in record.summary.tensors:
         marks = tuple(named.get(tensor.name, {}).items())
         alike.setdefault((replace(tensor, name="", mesh=None, tied=()), marks, bool(tensor.tied)), []).append(tensor)
-    drawn = [_layout(tensors, named, record) for tensors in alike.values()]
+    drawn = [_layout(tensors, named, record.world) for tensors in alike.values()]
     return tuple(sorted(drawn, key=lambda one: not one.troubled))
 
 
@@ -108,14 +108,14 @@ def _named(record: LoaderRecord) -> Named:
     return named
 
 
-def _layout(tensors: Sequence[TensorRecord], named: Named, record: LoaderRecord) -> Layout:
+def _layout(tensors: Sequence[TensorRecord], named: Named, world: WorldFacts) -> Layout:
     first, marks = tensors[0], named.get(tensors[0].name, {})
-    held = tuple(_held(first, marks, record.world.size))
+    held = tuple(_held(first, marks, world.size))
     return Layout(
         names=tuple(one.name for one in tensors),
         tensor=first,
         held=held,
-        picture=_picture(first, held, record),
+        picture=_picture(first, held, world),
         checks=tuple(marks),
     )
 
@@ -137,6 +137,8 @@ def _held(tensor: TensorRecord, marks: Mapping[str, frozenset[int]], size: int) 
 def _state(tensor: TensorRecord, piece: Piece, rank: int, marks: Mapping[str, frozenset[int]], size: int) -> str:
     if piece.device.split(":")[0] == "meta":
         return "meta"
+    if not _known(tensor, piece):
+        return "nothing"
     if piece.poisoned:
         return "uninitialised"
     if rank in marks.get(UNSHARDED, ()):
@@ -146,6 +148,11 @@ def _state(tensor: TensorRecord, piece: Piece, rank: int, marks: Mapping[str, fr
     if not _elements(piece):
         return "nothing"
     return "whole" if size > 1 and _elements(piece) == prod(tensor.extent) else "shard"
+
+
+def _known(tensor: TensorRecord, piece: Piece) -> bool:
+    """Whether it is told what part of the tensor the ranks hold."""
+    return len(piece.regions) == len(tensor.extent)
 
 
 def _elements(piece: Piece) -> int:
@@ -158,12 +165,14 @@ def _length(runs: Region) -> int:
 
 def _in_words(tensor: TensorRecord, piece: Piece) -> str:
     """ "dim 0: 0-31 of 128"; only the dims that are cut."""
+    if not _known(tensor, piece):
+        return "nobody knows which part"
     if not _elements(piece):
         return "an empty shard" if prod(tensor.extent) else "all of it, which has no elements"
     what = "elements" if tensor.flat else "dim {}:"
     cut = [
         f"{what.format(dim)} {_runs(runs)} of {size}"
-        for dim, (runs, size) in enumerate(zip(piece.regions, tensor.extent, strict=False))
+        for dim, (runs, size) in enumerate(zip(piece.regions, tensor.extent, strict=True))
         if _length(runs) != size
     ]
     return ", ".join(cut) or "all of it"
@@ -174,13 +183,13 @@ def _runs(runs: Region, most: int = 4) -> str:
     return told + (f" and {len(runs) - most} more runs" if len(runs) > most else "")
 
 
-def _picture(tensor: TensorRecord, held: Sequence[Held], record: LoaderRecord) -> Picture:
-    across = _across(record)
+def _picture(tensor: TensorRecord, held: Sequence[Held], world: WorldFacts) -> Picture:
+    across = _across(world)
     dims = _drawn_dims(tensor)
     height = HEIGHT if len(dims) > 1 else LOW
     fills: dict[str, list[str]] = {}
     places = {}
-    for rank in range(record.world.size):
+    for rank in range(world.size):
         places[rank] = (rank % across * (WIDTH + GAP), LABEL + rank // across * (height + GAP + LABEL))
     for one in held:
         boxes = _boxes(tensor, one.piece, dims, height) if one.piece is not None else []
@@ -190,9 +199,9 @@ def _picture(tensor: TensorRecord, held: Sequence[Held], record: LoaderRecord) -
                 f"M{_short(x + left)} {_short(y + top)}h{_short(wide)}v{_short(high)}h{_short(-wide)}z"
                 for left, top, wide, high in boxes
             )
-    rows = -(-record.world.size // across)
+    rows = -(-world.size // across)
     return Picture(
-        width=min(across, record.world.size) * (WIDTH + GAP),
+        width=min(across, world.size) * (WIDTH + GAP),
         height=rows * (height + GAP + LABEL),
         outlines="".join(f"M{x} {y}h{WIDTH}v{height}h{-WIDTH}z" for x, y in places.values()),
         fills=tuple((state, "".join(parts)) for state, parts in fills.items() if parts),
@@ -200,12 +209,12 @@ def _picture(tensor: TensorRecord, held: Sequence[Held], record: LoaderRecord) -
     )
 
 
-def _across(record: LoaderRecord) -> int:
+def _across(world: WorldFacts) -> int:
     """Boxes in a row: the last dimension of the mesh, if it is one of several and no row would be too long."""
-    sizes = [size for _, size in record.world.mesh]
-    if len(sizes) > 1 and sizes[-1] <= 2 * ACROSS and prod(sizes) == record.world.size:
+    sizes = [size for _, size in world.mesh]
+    if len(sizes) > 1 and sizes[-1] <= 2 * ACROSS and prod(sizes) == world.size:
         return sizes[-1]
-    return min(ACROSS, max(record.world.size, 1))
+    return min(ACROSS, max(world.size, 1))
 
 
 def _drawn_dims(tensor: TensorRecord) -> tuple[int, ...]:
@@ -216,7 +225,7 @@ def _drawn_dims(tensor: TensorRecord) -> tuple[int, ...]:
     cut = [
         dim
         for dim, size in enumerate(tensor.extent)
-        if any(_length(piece.regions[dim]) != size for piece in tensor.pieces if dim < len(piece.regions))
+        if any(_length(piece.regions[dim]) != size for piece in tensor.pieces if _known(tensor, piece))
     ]
     others = [dim for dim in range(count) if dim not in cut]
     return tuple(sorted([*cut, *others][:2]))
@@ -226,7 +235,7 @@ def _boxes(
     tensor: TensorRecord, piece: Piece, dims: Sequence[int], height: int
 ) -> list[tuple[float, float, float, float]]:
     """(left, top, width, height) of what a piece holds, in a box; the last of ``dims`` runs to the right."""
-    if not _elements(piece):
+    if not _known(tensor, piece) or not _elements(piece):
         return []
     across = _scaled(piece.regions[dims[-1]], tensor.extent[dims[-1]], WIDTH) if dims else [(0.0, float(WIDTH))]
     down = _scaled(piece.regions[dims[0]], tensor.extent[dims[0]], height) if len(dims) > 1 else [(0.0, float(height))]

@@ -11,8 +11,8 @@ from math import log2, prod
 from pytest_fsdp_meta.traffic import Collective
 
 MOST_ROWS = 400
-LONG, TALL = 240, 16
-"""Of the picture of when a kind of collective was issued."""
+LONG, TALL, LOW = 160, 16, 1.5
+"""The picture of when a kind of collective was issued, and its lowest bar."""
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,11 @@ def _kind(op: str, members: int, places: Sequence[int], collectives: Sequence[Co
     sizes = [size_of(collectives[place]) for place in places]
     known = [size for size in sizes if size is not None]
     pitch = LONG / len(collectives)
-    largest = max(log2((size_of(one) or 0) + 2) for one in collectives)
+    largest = max(1.0, *(log2((size_of(one) or 0) + 1) for one in collectives))
     bars: dict[int, float] = {}
     for place, size in zip(places, sizes, strict=True):  # no more than one for each point across
         at = int(place * pitch)
-        bars[at] = max(bars.get(at, 0.0), log2((size or 0) + 2) / largest * TALL)
+        bars[at] = max(bars.get(at, 0.0), LOW + log2((size or 0) + 1) / largest * (TALL - LOW))
     wide = max(1.0, min(6.0, pitch - 1))
     path = "".join(f"M{at} {TALL}v-{high:.1f}h{wide:.1f}v{high:.1f}z" for at, high in bars.items())
     return Kind(op, members, len(places), sum(known) if len(known) == len(sizes) else None, path)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from typing import Any
@@ -33,6 +33,7 @@ GLYPHS = {
     "error": "!",
     "xfailed": "x",
     "xpassed": "‼",
+    "blocked": "⊘",
     "undeclared": "?",
     "nothing": "·",
     "skipped": "»",
@@ -111,13 +112,12 @@ class LoaderView:
 
     @cached_property
     def traffic(self) -> tuple[TrafficView, ...]:
-        summary = self.record.summary
-        return tuple(
-            _traffic(title, one.ranks, collectives)
-            for one in (summary.traffic if summary else ())
-            for title, collectives in (("in one training step", one.step), ("while loading", one.loading))
-            if collectives
-        )
+        told = self.record.summary.traffic if self.record.summary else ()
+        stretches = {
+            "in one training step": [(one.ranks, one.step) for one in told],
+            "while loading": [(one.ranks, one.loading) for one in told],
+        }
+        return tuple(one for title, issued in stretches.items() for one in _traffic(title, issued))
 
     @cached_property
     def numbers(self) -> dict[str, int]:
@@ -129,6 +129,13 @@ class LoaderView:
 
     def numbered(self, names: Iterable[str]) -> str:
         return joined_runs(self.numbers[name] for name in names)
+
+    @property
+    def losses_without_number(self) -> int:
+        """Of the curves that a chart has."""
+        losses = self.record.summary.losses if self.record.summary else None
+        curves = (losses.mean, losses.reference, *losses.ranks) if losses else ()
+        return sum(not math.isfinite(value) for curve in curves for value in curve)
 
     @property
     def seconds(self) -> float:
@@ -220,9 +227,16 @@ def _checks(number: int, record: LoaderRecord, known: Mapping[str, CatalogueReco
     return checks
 
 
-def _traffic(title: str, ranks: tuple[int, ...], collectives: Sequence[Collective]) -> TrafficView:
-    told, left = rows(collectives)
-    return TrafficView(title, ranks, kinds(collectives), told, left, len(collectives))
+def _traffic(title: str, issued: Iterable[tuple[tuple[int, ...], tuple[Collective, ...]]]) -> Iterator[TrafficView]:
+    """Ranks that differ while loading may issue the same in a step. Which group it is does not count, but its size."""
+    alike: dict[object, tuple[list[int], tuple[Collective, ...]]] = {}
+    for ranks, collectives in issued:
+        key = tuple(replace(one, group="", ranks=(), root=len(one.ranks)) for one in collectives)
+        alike.setdefault(key, ([], collectives))[0].extend(ranks)
+    for same, collectives in alike.values():
+        if collectives:
+            told, left = rows(collectives)
+            yield TrafficView(title, tuple(sorted(same)), kinds(collectives), told, left, len(collectives))
 
 
 def count(checks: Iterable[CheckRecord]) -> dict[str, int]:

@@ -80,7 +80,7 @@
       });
       return {
         points, series,
-        axes: [axis("seconds since the load began", { size: 34 }), axis("alive on the host", { size: 76, values: (_, ticks) => ticks.map(bytes) })],
+        axes: [axis("seconds since the load began", { size: 34 }), axis("alive on the host", { size: 76, incrs: Array.from({ length: 50 }, (_, power) => 2 ** power), values: (_, ticks) => ticks.map(bytes) })],
         x: { time: false },
         y: { range: (_, low, high) => [0, high * 1.05 || 1] },
       };
@@ -98,7 +98,7 @@
     }, points, place);
     drawn.set(place, chart);
     sizes.observe(place);
-    // uPlot's legend is switched by clicks alone; the table below says the same.
+    // The legend follows the pointer; for everybody else the table below has the values.
     all(".u-legend", place).forEach((legend) => legend.setAttribute("role", "presentation"));
     rankOnly(place, chart);
   }
