@@ -123,7 +123,8 @@ class Scribe:
         assert self._writer is not None
         try:
             self._writer.write(report)
-            if report.complete:
+            # At the beginning too: the page of an earlier run must not stand for one that is killed.
+            if report.complete or not report.loaders:
                 from pytest_fsdp_meta.reports.page import write_page
 
                 write_page(report, self._writer.folder / "index.html")

@@ -36,6 +36,7 @@ from pytest_fsdp_meta.reports.record import (
 )
 from pytest_fsdp_meta.traffic import Collective
 from tests import report_factory as factory
+from tests.conftest import Project
 from tests.report_factory import EMBEDDING, ROTARY, check, finding, loader, report, tensor
 
 FETCHING = {"src", "srcset", "href", "xlink:href", "data", "poster", "action", "formaction", "background", "ping"}
@@ -463,3 +464,27 @@ def test_from_the_command_line_without_torch(tmp_path):
     subprocess.run([sys.executable, "-c", code, str(path)], check=True, capture_output=True, timeout=120)
     assert EMBEDDING in (tmp_path / "index.html").read_text()
     assert ROTARY in (tmp_path / "index.html").read_text()
+
+
+def test_a_run_leaves_its_page(project: Project):
+    project.loaders(
+        """
+        @fsdp_conformance(only=["no_meta_params", "nothing_left_unsharded"])
+        def test_whole(fsdp):
+            note("cut" if "Cut off" in open("out/index.html").read() else "stale")
+            return build()
+        """
+    )
+    path = project.write("out/index.html", "the page of an earlier run")
+    result = project.run("--fsdp-report=out")
+    assert set(project.notes) == {"cut"}
+    page = path.read_bytes()
+    told = Reader(page.decode())
+    assert "1 check broken, in 1 of 1 loader" in told.text
+    assert "pytest exited with 1" in told.text
+    assert [a["aria-label"] for tag, a in told.elements if a.get("class") == "mesh"] == ["ranks 0, 1: all of it"] * 2
+    assert [a["class"] for tag, a in told.elements if tag == "path" and a.get("class") == "f-unsharded"]
+    assert main([str(path.with_name("report.json"))]) is None
+    assert path.read_bytes() == page
+    assert [one.name for one in sorted(path.parent.iterdir())] == ["index.html", "report.json"]
+    assert result.ret == 1

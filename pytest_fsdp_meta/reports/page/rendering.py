@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
 from functools import cache
 from importlib.resources import files
 from math import isfinite
@@ -29,8 +30,13 @@ SCRIPTS = ("vendor/uPlot.iife.min.js", "templates/page.js")
 
 
 def write_page(report: Report, path: Path) -> None:
-    """One file that a browser shows without asking for another. What UTF-8 cannot say is written as its escape."""
-    path.write_text(render(report), encoding="utf-8", errors="backslashreplace", newline="\n")
+    """One file that a browser shows without asking for another; whole or not at all.
+
+    What UTF-8 cannot say is written as its escape. Raises OSError.
+    """
+    written = path.with_name(f".{path.name}.{os.getpid()}")
+    written.write_text(render(report), encoding="utf-8", errors="backslashreplace", newline="\n")
+    written.replace(path)
 
 
 def render(report: Report) -> str:
