@@ -22,6 +22,7 @@ html_copy_source = False
 html_theme_options = {"top_of_page_buttons": []}
 pygments_style = "friendly"
 
+OUTSIDE = re.compile(r"\]\((\.\./[^)#]+\.md)\)")
 LINK = re.compile(r"\[[^\]]+\]\((\w[\w-]*)\.md\)")
 
 
@@ -38,10 +39,12 @@ def navigation(index: str) -> str:
     return "\n".join(trees)
 
 
-def _append_navigation(app: Sphinx, page: str, content: list[str]) -> None:
+def _read(app: Sphinx, page: str, content: list[str]) -> None:
+    """MyST takes any link to Markdown for one to a page; what lies beside docs/ is a file to be downloaded."""
+    content[0] = OUTSIDE.sub(r"](path:\1)", content[0])
     if page == app.config.root_doc:
         content[0] += "\n" + navigation(content[0])
 
 
 def setup(app: Sphinx) -> None:
-    app.connect("source-read", _append_navigation)
+    app.connect("source-read", _read)

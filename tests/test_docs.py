@@ -32,6 +32,7 @@ NOT_RUN = {
     "takes minutes": 1,
     "seen by make systems": 6,
     "tried by tests/...": 5,
+    "a picture": 1,
 }
 """The reasons for which a block may not be run, and how many there are: one more is a decision, not an accident."""
 
@@ -129,6 +130,14 @@ def test_the_site_builds_and_is_complete_by_itself(tmp_path):
         assert not [address for address in loaded if urlsplit(address).netloc], page.name
     for style in tmp_path.rglob("*.css"):
         assert not re.findall(r"(?:@import|url\()\s*['\"]?(?:https?:)?//", style.read_text("utf-8")), style.name
+
+
+def test_what_is_said_of_peers_was_measured():
+    measured = "".join(page.read_text("utf-8") for page in (ROOT / "benchmarks" / "results").glob("*.md"))
+    said = (DOCS / "compared.md").read_text("utf-8").partition("## With other ways")[2]
+    rows = [line for line in said.splitlines() if line.startswith("|")]
+    assert len(rows) > 20
+    assert [row for row in rows if row not in measured.splitlines()] == []
 
 
 def test_all_that_a_check_may_need_is_described():
