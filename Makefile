@@ -10,7 +10,7 @@ RAY := .venv-ray/bin
 
 SYSTEMS := $(notdir $(patsubst %/requirements.txt,%,$(wildcard conformance/systems/*/requirements.txt)))
 
-.PHONY: help conformance test lint check wheel downstream matrix architectures bench bench-catalogue bench-worlds bench-faults soak gpu format docs site browser clean ray systems $(SYSTEMS:%=system-%)
+.PHONY: help conformance test lint check wheel downstream matrix architectures bench bench-catalogue bench-worlds bench-faults soak gpu format docs site browser pictures clean ray systems $(SYSTEMS:%=system-%)
 
 help:
 	@echo "make conformance  install, then judge real loaders on real ranks (GPUs where there are enough, else CPU)"
@@ -28,6 +28,7 @@ help:
 	@echo "make gpu          what only a machine with a GPU can show; writes benchmarks/results/DATE-gpu.md"
 	@echo "make clean        removes the environments and what was built"
 	@echo "make browser      installs Chromium where it is missing and apt-get may: the page of a report is tested in it"
+	@echo "make pictures     runs broken loaders, and photographs the page of their report: docs/images"
 	@echo "make format       ruff, with fixes"
 	@echo "make docs         the pages that are made from the code: docs/catalogue.md"
 	@echo "make site         the pages of docs/ as a site, to be read without a network: build/site/index.html"
@@ -49,6 +50,10 @@ browser:
 	  apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium fonts-dejavu-core > /dev/null; \
 	  found=$$(command -v chromium || true); fi; \
 	[ -n "$$found" ] || echo "no Chromium for tests/test_page_browser.py: install the package chromium, or run $(BIN)/playwright install chromium"
+
+# The pictures of a report in README and docs, from a real run.
+pictures: .venv/installed browser
+	$(BIN)/python -m tests.report_picture docs/images
 
 # The wheel is built from the source distribution, so that what that lacks is missed here.
 wheel: .venv-release/installed

@@ -20,7 +20,7 @@ from pytest_fsdp_meta.reports.page import render, write_page
 from pytest_fsdp_meta.reports.page.__main__ import main
 from pytest_fsdp_meta.reports.page.findings import by_cause
 from pytest_fsdp_meta.reports.page.layouts import Layout, layouts
-from pytest_fsdp_meta.reports.page.rendering import HERE, duration, in_bytes, printable
+from pytest_fsdp_meta.reports.page.rendering import HERE, duration, in_bytes, moment, printable
 from pytest_fsdp_meta.reports.page.traffic import MOST_ROWS, kinds, rows, size_of
 from pytest_fsdp_meta.reports.page.view import GLYPHS, view
 from pytest_fsdp_meta.reports.record import (
@@ -394,6 +394,11 @@ def test_numbers_are_told_shortly():
         "1.5 KiB",
         "200 MiB",
         "3.0 TiB",
+    ]
+    assert [moment(told) for told in ("2026-11-20T22:30:00Z", "2026-11-20T22:30:05+00:00", "<b>")] == [
+        "2026-11-20 22:30 UTC",
+        "2026-11-20 22:30 UTC",
+        "<b>",
     ]
     assert [duration(seconds) for seconds in (0.0123, 3.44, 320)] == ["12 ms", "3.4 s", "5 min 20 s"]
 

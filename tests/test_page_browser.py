@@ -44,12 +44,16 @@ PAGES: dict[str, Callable[[], Report]] = {
 PHONE, DESKTOP = 360, 1440
 
 
+def chromium(started: playwright.Playwright) -> str | None:
+    """Where there is one; Playwright's own where it has been installed."""
+    own = started.chromium.executable_path
+    return next(filter(None, map(shutil.which, NAMES)), own if Path(own).exists() else None)
+
+
 @pytest.fixture(scope="module")
 def browser() -> Iterator[playwright.Browser]:
-    found = next(filter(None, map(shutil.which, NAMES)), None)
     with playwright.sync_playwright() as started:
-        if found is None and Path(started.chromium.executable_path).exists():
-            found = started.chromium.executable_path
+        found = chromium(started)
         if found is None:
             told = "no Chromium: `make browser` installs it, or says how"
             (pytest.fail if os.environ.get("CI") else pytest.skip)(told)

@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import os
+from datetime import datetime
 from functools import cache
 from importlib.resources import files
 from math import isfinite
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 HERE = files("pytest_fsdp_meta.reports.page")
 STYLES = ("vendor/uPlot.min.css", "templates/page.css")
+MAIN_VERSIONS = ("pytest-fsdp-meta", "torch", "transformers")
 MOST_IN_WORDS = 60
 """Drawings of one loader that each have their words as text beside them; of more, only those with troubles."""
 SCRIPTS = ("vendor/uPlot.iife.min.js", "templates/page.js")
@@ -81,6 +83,7 @@ def _environment() -> Environment:
         "bytes": in_bytes,
         "counted": counted,
         "duration": duration,
+        "moment": moment,
         "number": number,
         "name_ranks": name_ranks,
         "first_of": first_of,
@@ -90,6 +93,7 @@ def _environment() -> Environment:
     }
     environment.globals |= {"STATUSES": STATUSES, "GLYPHS": GLYPHS, "STATES": STATES, "TROUBLES": TROUBLES}
     environment.globals |= {"LONG": LONG, "TALL": TALL, "MOST_DETAILS": MOST_DETAILS, "MOST_IN_WORDS": MOST_IN_WORDS}
+    environment.globals["MAIN_VERSIONS"] = MAIN_VERSIONS
     return environment
 
 
@@ -138,6 +142,14 @@ def duration(seconds: float) -> str:
     if seconds < 60:
         return f"{seconds:.1f} s"
     return f"{seconds // 60:.0f} min {seconds % 60:.0f} s"
+
+
+def moment(told: str) -> str:
+    """ "2026-11-20 22:30 UTC"; what is no time of ISO 8601, as it is."""
+    try:
+        return datetime.fromisoformat(told.replace("Z", "+00:00")).strftime("%Y-%m-%d %H:%M %Z")
+    except ValueError:
+        return told
 
 
 def amount(value: float) -> str:
