@@ -9,7 +9,9 @@ from typing import Any, NoReturn
 
 from pytest_fsdp_meta.calls import BODY, bind
 
-OF_CODE = re.compile(r"^(?:Explanation:|Failed to reproduce exception)", re.MULTILINE)
+OF_CODE = re.compile(
+    r"^ *(?:Explanation:| {7}.+:\d+$|These lines were always|Failed to reproduce exception)", re.MULTILINE
+)
 """How the notes of Hypothesis begin that are about code."""
 
 

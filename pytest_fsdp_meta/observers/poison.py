@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from pytest_fsdp_meta.worlds.tidying import forget_default_device
+
 NOTICES = r"torch\.use_deterministic_algorithms\(True, warn_only=True\)|Deterministic behavior was enabled"
 """What torch says of operations without a deterministic algorithm: it is us who asked for them."""
 
@@ -57,5 +59,5 @@ def deterministic(fill: bool = False) -> Iterator[None]:
 def restore_defaults() -> None:
     """What a loader or a reference may leave behind, and the observers' own tensors must not depend on."""
     torch.set_default_dtype(torch.float32)
-    torch.set_default_device(None)
+    forget_default_device()
     torch.set_grad_enabled(True)

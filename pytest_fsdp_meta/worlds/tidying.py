@@ -97,12 +97,23 @@ class _Torch:
         import torch
 
         torch.set_default_dtype(self.dtype)
-        torch.set_default_device(None)
+        forget_default_device()
         torch.set_grad_enabled(True)
         torch.set_num_threads(self.threads)
         torch.autograd.set_detect_anomaly(self.anomaly)
         mode, warn_only, torch.utils.deterministic.fill_uninitialized_memory = self.deterministic
         torch.use_deterministic_algorithms(mode, warn_only=warn_only)
+
+
+def forget_default_device() -> None:
+    """Takes back what ``torch.set_default_device`` did, if anything.
+
+    Where nothing did, None is not set either: in torch 2.7 get_default_device(), which transformers calls, raises then.
+    """
+    import torch
+
+    if torch.get_default_device().type != "cpu":
+        torch.set_default_device(None)
 
 
 _BEGINNING: _Beginning | None = None
