@@ -28,7 +28,8 @@ UNSHARDED = "nothing_left_unsharded"
 WIDTH, HEIGHT, LOW, GAP, LABEL = 56, 36, 14, 8, 11
 ACROSS = 8
 """Boxes in a row, where a mesh has one dimension or its last is longer than twice that."""
-THIN = 0.5
+THIN = 1.2
+"""The least of a picture that can be seen."""
 
 
 @dataclass(frozen=True)
@@ -248,7 +249,7 @@ def _scaled(runs: Region, size: int, length: int) -> list[tuple[float, float]]:
     for start, stop in runs:
         low, high = start / size * length, stop / size * length
         high = max(high, low + THIN)
-        if scaled and low - scaled[-1][1] < THIN / 2:
+        if scaled and low - scaled[-1][1] < THIN / 4:
             scaled[-1] = (scaled[-1][0], high)
         else:
             scaled.append((low, high))

@@ -18,6 +18,7 @@ from pytest_fsdp_meta.reports.page.layouts import STATES, TROUBLES
 from pytest_fsdp_meta.reports.page.traffic import LONG, TALL
 from pytest_fsdp_meta.reports.page.view import GLYPHS, view
 from pytest_fsdp_meta.reports.record import STATUSES, Report
+from pytest_fsdp_meta.reports.totals import DOING
 from pytest_fsdp_meta.words import counted, first_of, fold_names, name_ranks
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ STYLES = ("vendor/uPlot.min.css", "templates/page.css")
 MAIN_VERSIONS = ("pytest-fsdp-meta", "torch", "transformers")
 MOST_IN_WORDS = 60
 """Drawings of one loader that each have their words as text beside them; of more, only those with troubles."""
-SCRIPTS = ("vendor/uPlot.iife.min.js", "templates/page.js")
+SCRIPTS = ("vendor/uPlot.LICENSE", "vendor/uPlot.iife.min.js", "templates/page.js")
 
 
 def write_page(report: Report, path: Path) -> None:
@@ -93,7 +94,7 @@ def _environment() -> Environment:
     }
     environment.globals |= {"STATUSES": STATUSES, "GLYPHS": GLYPHS, "STATES": STATES, "TROUBLES": TROUBLES}
     environment.globals |= {"LONG": LONG, "TALL": TALL, "MOST_DETAILS": MOST_DETAILS, "MOST_IN_WORDS": MOST_IN_WORDS}
-    environment.globals["MAIN_VERSIONS"] = MAIN_VERSIONS
+    environment.globals |= {"MAIN_VERSIONS": MAIN_VERSIONS, "DOING": DOING}
     return environment
 
 
@@ -103,8 +104,9 @@ def _read(name: str) -> str:
 
 
 def _joined(names: tuple[str, ...]) -> str:
-    """Files of ours as they stand in the page, which is what their hash is of."""
-    return "\n" + "\n".join(_read(name).strip() for name in names) + "\n"
+    """Files as they stand in the page, which is what their hash is of. A licence is a comment."""
+    told = ((f"/*!\n{_read(name)}*/" if name.endswith("LICENSE") else _read(name).strip()) for name in names)
+    return "\n" + "\n".join(told) + "\n"
 
 
 def _hash(text: str) -> str:

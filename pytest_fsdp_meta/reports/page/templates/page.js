@@ -51,7 +51,7 @@
       const number = (_, value) => (value == null ? "–" : value.toPrecision(6));
       const series = [{ label: "step" }], points = [xs];
       if (losses.ranks.length > 1) losses.ranks.forEach((curve, slice) => {
-        series.push({ label: `slice ${slice}`, stroke: () => colour("whole"), width: 1, points: { show: false }, value: number });
+        series.push({ label: `slice ${slice}`, stroke: () => colour("whole"), width: 1, alpha: Math.min(1, 8 / losses.ranks.length), points: { show: false }, value: number });
         points.push(curve);
       });
       if (losses.reference.length) {
