@@ -82,7 +82,7 @@ def opened(browser, files) -> Iterator[Callable[..., playwright.Page]]:
 
     def open_page(name: str = "usual", fragment: str = "", width: int = DESKTOP, **settings: object) -> playwright.Page:
         context = browser.new_context(viewport={"width": width, "height": 900}, **settings)
-        context.set_default_timeout(10_000)
+        context.set_default_timeout(60_000)
         contexts.append(context)
         page = context.new_page()
         page.on("console", lambda message: said.append(message.text))
@@ -107,7 +107,7 @@ def shown(page: playwright.Page, selector: str) -> list[str]:
 
 def until(page: playwright.Page, condition: str) -> None:
     """Waits in this process: the page's policy lets nobody evaluate a text in it, and that is as it should be."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not page.evaluate(condition):
         assert time.monotonic() < deadline, condition
         page.wait_for_timeout(20)

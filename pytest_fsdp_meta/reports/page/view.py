@@ -174,7 +174,8 @@ class PageView:
         accounted = total - sum(counts.get(status, 0) for status in UNACCOUNTED)
         account = f"{accounted} of {total} checks accounted for" if total else "no loader was judged"
         if not self.report.complete:
-            return "cut", "Cut off: this report is not complete", account
+            so_far = f"{account} · {counted(broken, 'check')} broken so far" if total else account
+            return "cut", "Cut off: this report is not complete", so_far
         bad = sum(_broken(loader.record) for loader in self.loaders)
         if bad:
             where = f"{bad} of {counted(len(self.loaders), 'loader')}"
