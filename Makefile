@@ -146,6 +146,7 @@ gpu: .venv/installed
 # The pages that are made from the code.
 docs: .venv/installed
 	$(BIN)/python -m pytest_fsdp_meta.reports.catalogue_page > docs/catalogue.md
+	$(BIN)/python -m pytest_fsdp_meta.reports.writing > docs/report.schema.json
 
 # Whatever Sphinx warns of (a link that leads nowhere, a page in no table of contents) is an error.
 site: docs

@@ -1,0 +1,291 @@
+"""``--fsdp-report``: what a run writes down, judges again, and says at its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from pytest_fsdp_meta.catalogue import built_in
+from pytest_fsdp_meta.reports.record import CheckRecord, LoaderRecord, Report
+from pytest_fsdp_meta.reports.writing import read_report, schema
+from tests.conftest import Project, errors
+from tests.world_help import SOON
+
+LOADERS = """
+    import pytest
+
+    def left_out(fsdp):
+        model = nn.Linear(4, 4)
+        model.register_buffer("table", torch.empty(3), persistent=False)
+        model.get_parameter("bias").requires_grad_(False)
+        fully_shard(model, mesh=fsdp.mesh)
+        return model
+
+    @fsdp_conformance(
+        only=["no_meta_params", "no_uninitialized_memory", "loss_parity", "frozen_weights_equal_verifier", "dcp_reshards"],
+        skip={"dcp_reshards": "slow & <b>bold</b>"},
+    )
+    def test_broken(fsdp):
+        return left_out(fsdp)
+
+    @fsdp_conformance(world_size=(1, 2), only=["no_meta_params", "no_uninitialized_memory"],
+                      xfail={"no_uninitialized_memory": "issue 7"})
+    def test_expected(fsdp):
+        return left_out(fsdp)
+
+    @fsdp_conformance(only=["no_meta_params"])
+    def test_raises(fsdp):
+        raise ValueError("no file")
+
+    def test_other(): ...
+"""
+BROKEN = "test_it.py::test_broken"
+
+
+def written(project: Project, folder: str = "out") -> Report:
+    """What was written, once it has been held against the published schema."""
+    path = project.path / folder / "report.json"
+    jsonschema.validate(json.loads(path.read_text()), schema())
+    return read_report(path)
+
+
+def by_name(report: Report) -> dict[str, LoaderRecord]:
+    return {loader.loader: loader for loader in report.loaders}
+
+
+def asked(loader: LoaderRecord) -> dict[str, tuple[str, str]]:
+    return {
+        check.check: (check.status, check.reason)
+        for check in loader.checks
+        if check.status not in ("left out", "unselected") or check.reason
+    }
+
+
+def the(loader: LoaderRecord, check: str) -> CheckRecord:
+    return next(one for one in loader.checks if one.check == check)
+
+
+def test_every_check_of_every_loader_is_written_down(project: Project) -> None:
+    project.loaders(LOADERS)
+    result = project.run("--fsdp-report=out", "--fsdp-keep-evidence", "--junitxml=junit.xml")
+    report = written(project)
+    loaders = by_name(report)
+    assert list(loaders) == [
+        BROKEN,
+        "test_it.py::test_expected[world1]",
+        "test_it.py::test_expected[world2]",
+        "test_it.py::test_raises",
+    ]
+    assert all([check.check for check in loader.checks] == built_in().ids() for loader in report.loaders)
+    assert asked(loaders[BROKEN]) == {
+        "no_meta_params": ("passed", ""),
+        "no_uninitialized_memory": ("failed", ""),
+        "dcp_reshards": ("left out", "slow & <b>bold</b>"),
+        "frozen_weights_equal_verifier": ("undeclared", "neither Subject(verifier=...) nor a reference is declared"),
+        "loss_parity": ("undeclared", "Subject(batch=...) is not declared"),
+    } or "nothing is frozen" in asked(loaders[BROKEN])["frozen_weights_equal_verifier"][1]
+    assert asked(loaders["test_it.py::test_expected[world1]"]) == {
+        "no_meta_params": ("passed", ""),
+        "no_uninitialized_memory": ("xfailed", "issue 7"),
+    }
+    assert asked(loaders["test_it.py::test_raises"]) == {
+        "no_meta_params": ("error", "ranks 0, 1 raised ValueError: no file")
+    }
+    (found,) = the(loaders[BROKEN], "no_uninitialized_memory").findings
+    assert (found.tensor, found.ranks) == ("table", (0, 1))
+    assert the(loaders["test_it.py::test_expected[world2]"], "no_uninitialized_memory").findings[0] == found
+    assert loaders[BROKEN].seconds["loading"] > 0
+    summary = loaders[BROKEN].summary
+    assert summary is not None
+    assert {tensor.name: [piece.ranks for piece in tensor.pieces] for tensor in summary.tensors} == {
+        "weight": [(0,), (1,)],
+        "bias": [(0,), (1,)],
+        "table": [(0, 1)],
+    }
+    assert report.complete
+    assert report.exit_status == result.ret == 1
+    assert report.header.command == ("pytest", "-p", "no:cacheprovider", *report.header.command[3:])
+    assert {"torch", "pytest", "pytest-fsdp-meta", "python"} <= set(report.header.versions)
+    assert (project.path / "out" / "index.html").stat().st_size > 10_000
+    told = result.stdout.str()
+    assert "checks accounted for in 4 runs of loaders" in told
+    assert "FAILED test_it.py::test_broken[no_uninitialized_memory] - table, ranks" in told
+    _judged_again(project, report)
+    _in_junit(project.path / "junit.xml")
+
+
+def _judged_again(project: Project, report: Report) -> None:
+    """From what was kept, without ranks: the same verdicts."""
+    files = [loader.evidence for loader in report.loaders]
+    assert [(project.path / "out" / file).is_file() for file in files] == [True, True, True, True][:3] + [True]
+    result = project.run("out/evidence", "--fsdp-report=again")
+    again = by_name(written(project, "again"))
+    for loader in report.loaders[:3]:
+        assert asked(again[loader.loader]) == asked(loader)
+        assert [check.findings for check in again[loader.loader].checks] == [check.findings for check in loader.checks]
+    assert "run it again: python -m pytest out/evidence/" in result.stdout.str()
+    named = project.run(f"{files[0]}::no_meta_params".replace("evidence", "out/evidence", 1))
+    named.assert_outcomes(passed=1)
+
+
+def _in_junit(path: Path) -> None:
+    cases = {case.get("name"): case for case in ET.parse(path).iter("testcase")}
+    case = cases["test_broken[no_uninitialized_memory]"]
+    properties = [(one.get("name"), one.get("value")) for one in case.iter("property")]
+    assert properties[:4] == [
+        ("fsdp_loader", BROKEN),
+        ("fsdp_world", "world of 2 (gloo on cpu)"),
+        ("fsdp_check", "no_uninitialized_memory"),
+        ("fsdp_status", "failed"),
+    ]
+    name, found = properties[4]
+    assert name == "fsdp_finding"
+    assert str(found).startswith("table, ranks 0, 1: uninitialised")
+    (failure,) = case.iter("failure")
+    assert str(failure.get("message")).startswith("table, ranks 0, 1: uninitialised")
+    assert "remedy:" in str(failure.text)
+    (expected,) = (case for case in cases.values() if case.get("name") == "test_expected[world2-no_uninitialized_memory]")
+    assert "xfailed" in [one.get("value") for one in expected.iter("property")]
+
+
+def test_under_xdist_the_same_is_written(project: Project) -> None:
+    project.loaders(LOADERS)
+    project.run("--fsdp-report=alone")
+    project.run("--fsdp-report=shared", "-n2")
+    alone, shared = by_name(written(project, "alone")), by_name(written(project, "shared"))
+    assert {name: asked(loader) for name, loader in alone.items()} == {
+        name: asked(loader) for name, loader in shared.items()
+    }
+    assert {name: loader.summary and loader.summary.tensors for name, loader in alone.items()} == {
+        name: loader.summary and loader.summary.tensors for name, loader in shared.items()
+    }
+
+
+def test_what_has_not_run_is_said(project: Project) -> None:
+    project.loaders(LOADERS)
+    result = project.run("--fsdp-report=out", "-x", "-k", "broken or raises")
+    report = written(project)
+    loaders = by_name(report)
+    assert [check.status for check in loaders["test_it.py::test_raises"].checks if check.status != "unselected"] == [
+        "not run"
+    ]
+    assert report.complete
+    result.stdout.fnmatch_lines(["*checks accounted for in 2 runs of loaders (*not run)"])
+
+
+def test_a_run_that_is_killed_leaves_what_it_knew(project: Project) -> None:
+    project.loaders(
+        """
+        import time
+
+        @fsdp_conformance(only=["no_meta_params"])
+        def test_first(fsdp): return load(fsdp)
+
+        def test_long():
+            time.sleep(2.5)  # longer than the pace at which the report is written
+
+        def test_for_ever():
+            note("there")
+            time.sleep(1000)
+        """
+    )
+    command = [sys.executable, "-m", "pytest", "-q", "--fsdp-report=out"]
+    run = subprocess.Popen(command, cwd=project.path, stdout=subprocess.DEVNULL, start_new_session=True)
+    deadline = time.monotonic() + 3 * SOON
+    while "there" not in project.notes:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    os.killpg(run.pid, signal.SIGKILL)
+    run.wait()
+    report = written(project)
+    assert not report.complete
+    assert report.exit_status is None
+    assert asked(report.loaders[0]) == {"no_meta_params": ("passed", "")}
+
+
+def test_nothing_judged_is_no_pass(project: Project) -> None:
+    project.loaders(
+        """
+        import pytest
+
+        @fsdp_conformance(only=["loss_parity"])
+        def test_bare(fsdp): return build()
+
+        def test_other(): ...
+        """
+    )
+    result = project.run("-rs")
+    assert result.ret == pytest.ExitCode.NO_TESTS_COLLECTED
+    result.stdout.fnmatch_lines(["*nothing was judged, so nothing has passed"])
+
+
+def test_a_loader_that_its_author_skips_beside_other_tests(project: Project) -> None:
+    project.loaders(
+        """
+        import pytest
+
+        @pytest.mark.skip(reason="needs a GPU")
+        @fsdp_conformance(only=["no_meta_params"])
+        def test_bare(fsdp): return build()
+
+        def test_other(): ...
+        """
+    )
+    assert project.run().ret == 0
+    assert project.run("-k", "bare").ret == pytest.ExitCode.NO_TESTS_COLLECTED
+
+
+def test_evidence_in_the_project_is_no_test_unless_it_is_named(project: Project) -> None:
+    project.write("test_it.py", "def test_x(): ...\n")
+    project.write("out/evidence/a.evidence.json.gz", "no gzip")
+    project.collect().assert_outcomes(passed=1)
+    result = project.collect("out/evidence")
+    assert result.ret == pytest.ExitCode.INTERRUPTED
+    told = [line for line in result.outlines if "no kept evidence" in line]
+    assert len(told) == 1
+    assert told[0].endswith("no kept evidence, or cut off (BadGzipFile: Not a gzipped file (b'no'))")
+
+
+def test_where_a_report_cannot_be_written(project: Project) -> None:
+    project.write("test_it.py", "def test_x(): ...\n")
+    project.write("file", "")
+    right = "it should be a folder that exists or can be made, and be written to"
+    assert errors(project.collect("--fsdp-report=file")) == [f"--fsdp-report: 'file' is wrong, {right}"]
+    assert errors(project.collect("--fsdp-keep-evidence")) == [
+        "--fsdp-keep-evidence keeps it beside the report; say where: --fsdp-report=DIR"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "no JSON, or cut off: Expecting value: line 1 column 1 (char 0)"),
+        ('{"schema": 1, "header": {', "no JSON, or cut off: Expecting property name enclosed in double quotes"),
+        ("[]", "a report of schema None, but should be 1"),
+        ('{"schema": 99}', "a report of schema 99, but should be 1"),
+        ('{"schema": 1, "loaders": []}', "Report: 'header' is missing"),
+    ],
+)
+def test_what_is_no_report_is_said_in_one_line(tmp_path: Path, text: str, told: str) -> None:
+    path = tmp_path / "report.json"
+    path.write_text(text)
+    with pytest.raises(ValueError) as caught:
+        read_report(path)
+    assert str(caught.value).startswith(f"{path}: {told}")
+    assert "\n" not in str(caught.value)
+
+
+def test_the_published_schema_is_current() -> None:
+    published: Any = json.loads(Path("docs/report.schema.json").read_text())
+    assert published == schema(), "make docs writes it"
+    jsonschema.Draft202012Validator.check_schema(published)
