@@ -1,4 +1,4 @@
-"""README shows real files and real output."""
+"""README and the reference show real files and real output."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from tests.markdown_help import Page, type_in
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text("utf-8")
+REFERENCE = (ROOT / "docs" / "reference.md").read_text("utf-8")
 EXAMPLE = (ROOT / "examples" / "test_llama.py").read_text("utf-8")
 
 
-def blocks(language: str) -> list[str]:
-    return [block.text for block in Page(ROOT / "README.md").blocks if block.language == language]
+def blocks(language: str, page: str = "README.md") -> list[str]:
+    return [block.text for block in Page(ROOT / page).blocks if block.language == language]
 
 
 def test_the_example_is_the_file():
@@ -28,18 +29,17 @@ def test_the_example_is_the_file():
 
 
 def test_the_tests_on_ranks_are_the_file():
-    assert (ROOT / "examples" / "test_ranks.py").read_text("utf-8") in blocks("py")
+    assert (ROOT / "examples" / "test_ranks.py").read_text("utf-8") in blocks("python", "docs/ranks.md")
 
 
 def test_what_a_pass_looks_like(tmp_path):
+    """The end of it: the times, and what fills lines, are left out."""
     (tmp_path / "test_llama.py").write_text(EXAMPLE)
     shown = blocks("console")[0].splitlines()
-    assert shown[0] == "$ pytest -v test_llama.py"
+    assert shown[0] == "$ pytest test_llama.py"
     _, told = type_in(tmp_path, shown[0].removeprefix("$ "))
-    outcomes = re.findall(r"^test_llama.py::(\S+) (PASSED|SKIPPED)", told, re.MULTILINE)
-    assert [re.findall(r"::(\S+) (\w+)", line)[0] for line in shown if "::" in line] == outcomes
-    assert "34 passed, 9 skipped" in told
-    assert "34 passed, 9 skipped" in shown[-1]
+    for line in shown[1:]:
+        assert line in told
 
 
 def test_what_a_failure_looks_like(tmp_path):
@@ -53,28 +53,15 @@ def test_what_a_failure_looks_like(tmp_path):
     assert message in told
 
 
-def test_an_own_check(tmp_path):
-    (tmp_path / "test_llama.py").write_text(EXAMPLE)
-    own = next(block for block in blocks("py") if "pytest_fsdp_checks" in block)
-    (tmp_path / "conftest.py").write_text(own)
-    assert "1 passed, 43 deselected" in type_in(tmp_path, "pytest -k norms_are_float32")[1]
-    (tmp_path / "conftest.py").write_text(
-        own.replace('!= "float32"', '!= "float64"').replace('dtype, "float32"', 'dtype, "float64"')
-    )
-    _, told = type_in(tmp_path, "pytest -k norms_are_float32")
-    assert "model.norm.weight, ranks 0, 1: float32, but should be float64" in told
-    assert "likely cause: the whole model was cast" in told
-
-
 @pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)
 def test_every_option_is_listed(option):
-    assert option.flag in README
-    assert f"`{option.ini}`" in README
+    assert option.flag in REFERENCE
+    assert f"`{option.ini}`" in REFERENCE
 
 
 @pytest.mark.parametrize("argument", ARGUMENTS)
 def test_every_argument_of_the_marker_is_listed(argument):
-    assert f"`{argument}`" in README
+    assert f"`{argument}`" in REFERENCE
 
 
 def test_every_check_is_listed_by_family():
