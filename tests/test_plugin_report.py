@@ -32,7 +32,7 @@ LOADERS = """
         return model
 
     @fsdp_conformance(
-        only=["no_meta_params", "no_uninitialized_memory", "loss_parity", "frozen_weights_equal_verifier", "dcp_reshards"],
+        only=["no_meta_params", "no_uninitialized_memory", "loss_parity", "dcp_reshards"],
         skip={"dcp_reshards": "slow & <b>bold</b>"},
     )
     def test_broken(fsdp):
@@ -135,7 +135,7 @@ def test_every_check_of_every_loader_is_written_down(project: Project) -> None:
 def _judged_again(project: Project, report: Report) -> None:
     """From what was kept, without ranks: the same verdicts."""
     files = [loader.evidence for loader in report.loaders]
-    assert [(project.path / "out" / file).is_file() for file in files] == [True, True, True, True][:3] + [True]
+    assert [bool(file) and (project.path / "out" / file).is_file() for file in files] == [True, True, True, False]
     result = project.run("out/evidence", "--fsdp-report=again")
     again = by_name(written(project, "again"))
     for loader in report.loaders[:3]:
