@@ -244,7 +244,8 @@ def test_ctrl_c_in_a_terminal(project: Project, temporary: Path, times: int) -> 
         process.wait(SOON)
     os.close(terminal)
     text = seen.decode()
-    assert process.returncode == pytest.ExitCode.INTERRUPTED, text
+    # The second one may reach pytest while it tells of the first, of which Python then dies.
+    assert process.returncode in (pytest.ExitCode.INTERRUPTED, *([-signal.SIGINT] if times > 1 else [])), text
     assert "no tests ran" in text or "1 error" in text or "KeyboardInterrupt" in text
     assert "INTERNALERROR" not in text
     assert_gone(processes_with(WORD, str(os.getpid())))
