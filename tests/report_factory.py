@@ -167,6 +167,13 @@ def broken_loader() -> LoaderRecord:
     return replace(record, summary=replace(record.summary, losses=curves(4, apart=0.18)))
 
 
+def raised() -> LoaderRecord:
+    """One whose body raises: no check can be judged."""
+    reason = "rank 1 raised OSError: model.safetensors"
+    record = loader(checks={one.check: check(one.check, "error", reason=reason) for one in CATALOGUE})
+    return replace(record, error=reason, summary=None)
+
+
 def llama(mesh: Mapping[str, int], layers: int = 4) -> list[TensorRecord]:
     placements = tuple("R" if "replicate" in dim else "S(0)" for dim in mesh)
     shapes = {EMBEDDING: (128, 32)}

@@ -178,6 +178,21 @@ def test_one_loader_in_two_worlds_is_told_apart():
     assert titles == [f"{factory.LLAMA}, world of 4 (gloo on cpu)", f"{factory.LLAMA}, world of 2 (gloo on cpu)"]
 
 
+def test_one_reason_of_many_checks_is_told_once():
+    error = {one: check(one, "error", reason="rank 1 raised OSError") for one in ("no_meta_params", "no_meta_buffers")}
+    other = {
+        "loss_parity": check("loss_parity", "error", reason="rank 0 hangs"),
+        "grad_parity": check("grad_parity", "failed"),
+    }
+    (one,) = view(report(loader(checks=error | other))).loaders
+    assert [[check.record.check for check in bundle] for bundle in one.told] == [
+        ["no_meta_params", "no_meta_buffers"],
+        ["grad_parity"],
+        ["loss_parity"],
+    ]
+    assert "rank 1 raised OSError" in Reader(render(report(loader(checks=error)))).text
+
+
 def test_findings_by_cause():
     found = [
         finding("layers.0.weight", 0, 1, cause="a", detail="here"),

@@ -39,6 +39,7 @@ PAGES: dict[str, Callable[[], Report]] = {
     "hostile": factory.hostile,
     "empty": lambda: replace(report(), loaders=()),
     "cut": lambda: report(complete=False, exit_status=None),
+    "raised": lambda: report(factory.raised()),
     "large": factory.large,
 }
 PHONE, DESKTOP = 360, 1440
@@ -204,6 +205,20 @@ def test_filter_by_status_check_rank_and_loader(opened):
     page.locator("#by-loader").select_option("2")
     until(page, "location.hash === '#loader=2'")
     assert shown(page, ".loader > header h2") == [factory.LLAMA]
+
+
+def test_filters_reach_into_what_is_told_together(opened):
+    page = opened("raised")
+    assert len(shown(page, ".told")) == 1
+    assert len(shown(page, ".same li")) == len(factory.CATALOGUE)
+    page.locator("#by-check").select_option("loss_parity")
+    until(page, "location.hash === '#check=loss_parity'")
+    assert shown(page, ".same li") == ["loss_parity"]
+    page.locator("#by-rank").select_option("0")
+    until(page, "location.hash === '#check=loss_parity&rank=0'")
+    assert shown(page, ".told") == []
+    page.locator("#matrix a[data-c=loss_parity]").click()
+    assert focused(page, "id") == "loader-1-loss_parity"
 
 
 def test_a_link_shows_the_same_again(opened):

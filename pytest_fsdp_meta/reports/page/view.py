@@ -99,8 +99,15 @@ class LoaderView:
         return f"loader-{self.number}"
 
     @property
-    def told(self) -> list[CheckView]:
-        return [check for check in self.checks.values() if check.told]
+    def told(self) -> list[tuple[CheckView, ...]]:
+        """What is told at length; together what could not be judged for one and the same reason."""
+        bundles: dict[object, list[CheckView]] = {}
+        for check in self.checks.values():
+            if check.told:
+                alone = check.causes or check.record.unjudged
+                key = check.anchor if alone else (check.status, check.record.reason)
+                bundles.setdefault(key, []).append(check)
+        return [tuple(bundle) for bundle in bundles.values()]
 
     @property
     def counts(self) -> dict[str, int]:

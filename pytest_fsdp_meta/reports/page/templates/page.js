@@ -160,6 +160,7 @@
         node.hidden = !shown;
         alive ||= shown;
       });
+      all(".bundle", section).forEach((node) => { node.hidden = !!names || now.rank !== "" || !one("li:not([hidden])", node); });
       const drawings = all(".drawing", section), left = drawings.filter((node) => !node.hidden);
       const here = (!now.loader || now.loader === String(index + 1)) && alive &&
         (!names || names.size > 0) && (now.rank === "" || Number(now.rank) < loader.size);
