@@ -91,6 +91,7 @@ def type_in(folder: Path, command: str) -> tuple[int, str]:
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
         "PYTEST_ADDOPTS": "--color=no",
         "COLUMNS": "100",
+        "CUDA_VISIBLE_DEVICES": "",  # the pages are those of a reader without GPUs
     }
     done = subprocess.run(
         ["bash", "-c", command],

@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from pytest_fsdp_meta.catalogue.registry import OBSERVATIONS
+from pytest_fsdp_meta.reports.record import STATUSES
 from tests.markdown_help import ROOT, Page, missing, type_in
 
 DOCS = ROOT / "docs"
@@ -99,6 +100,25 @@ def parse_shell(text: str) -> None:
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
 
 
+@pytest.mark.parametrize(("kind", "schema"), [(".github/workflows/", "github-workflows"), (".buildkite/", "buildkite")])
+def test_pipelines_have_the_form_that_their_service_takes(kind, schema, tmp_path):
+    shown = [block for page in PAGES.values() for block in page.blocks if block.file.startswith(kind)]
+    assert shown
+    for number, block in enumerate(shown):
+        file = tmp_path / f"{number}.yml"
+        file.write_text(block.text, "utf-8")
+        command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", f"vendor.{schema}", str(file)]
+        checked = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert checked.returncode == 0, checked.stdout
+
+
+def test_the_nightly_workflow_takes_what_the_page_gives():
+    offered = yaml.safe_load((ROOT / ".github" / "workflows" / "nightly.yml").read_text("utf-8"))
+    called = next(block for block in PAGES["nightly.md"].blocks if block.file == ".github/workflows/nightly.yml")
+    given = yaml.safe_load(called.text)["jobs"]["loaders"]["with"]
+    assert given.keys() <= offered[True]["workflow_call"]["inputs"].keys()  # YAML 1.1 takes "on" for true
+
+
 @cache
 def anchors(page: Path) -> set[str]:
     return Page(page).anchors
@@ -131,6 +151,11 @@ def test_the_site_builds_and_is_complete_by_itself(tmp_path):
         assert not [address for address in loaded if urlsplit(address).netloc], page.name
     for style in tmp_path.rglob("*.css"):
         assert not re.findall(r"(?:@import|url\()\s*['\"]?(?:https?:)?//", style.read_text("utf-8")), style.name
+
+
+def test_all_that_may_become_of_a_check_is_told():
+    told = re.findall(r"^\| `([\w ]+)` \| (.*) \|$", (DOCS / "reading.md").read_text("utf-8"), re.MULTILINE)
+    assert dict(told) == STATUSES
 
 
 def test_what_is_said_of_peers_was_measured():
