@@ -33,8 +33,11 @@ from pytest_fsdp_meta.worlds import DEFAULT_MESH_DIM, Engine, Listener, World, W
 
 OBSERVERS = "pytest_fsdp_meta.observers"
 """Observers are called by name: they import torch, and the pytest process need not."""
-ON_RANKS = (f"{OBSERVERS}.checkpoint", f"{OBSERVERS}.training", f"{OBSERVERS}.truth")
-"""What every rank needs imported."""
+ON_RANKS = (
+    *(f"{OBSERVERS}.checkpoint", f"{OBSERVERS}.training", f"{OBSERVERS}.truth"),
+    f"{OBSERVERS}.warming:warm_up",
+)
+"""What every rank needs imported, and done."""
 NO_VERIFIER = "neither Subject(verifier=...) nor a reference is declared"
 VOTES = (*SKIPS, ASSUME)
 """What a loader may raise on every rank; an expected failure is said by the marker."""

@@ -59,11 +59,17 @@ def share(sources: Sources) -> None:
 
 
 def preload(modules: Sequence[str]) -> dict[str, str]:
-    """Imports what can be imported, and says why others cannot; a rank meets the error again where it needs them."""
+    """Imports what can be imported, and says why others cannot; a rank meets the error again where it needs them.
+
+    Of "module:function" the function is called, when all is imported.
+    """
     failed = {}
-    for name in modules:
+    for name in sorted(modules, key=lambda one: ":" in one):
+        module, _, function = name.partition(":")
         try:
-            importlib.import_module(name)
+            imported = importlib.import_module(module)
+            if function:
+                getattr(imported, function)()
         except BaseException as error:  # pytest.skip and SystemExit at module level are no Exceptions
             failed[name] = f"{type(error).__name__}: {error}"
     with suppress(Exception):
