@@ -54,10 +54,13 @@ class NamedLoader:
 
 def derived(model: Any, checkpoint: Path, size: int) -> Subject:
     """The model with what its checkpoint says that it should be, for a world of this ``size``."""
-    if model_type(checkpoint) and importlib.util.find_spec("transformers") is not None:
+    if (kind := model_type(checkpoint)) and importlib.util.find_spec("transformers") is not None:
+        from transformers import CONFIG_MAPPING
+
         from pytest_fsdp_meta.transformers import subject
 
-        return subject(model, checkpoint, rows=rows_for(size))
+        if kind in CONFIG_MAPPING:  # else the checkpoint brings code of its own, which its loader knows
+            return subject(model, checkpoint, rows=rows_for(size))
     return Subject(model, reference=checkpoint if any(checkpoint.glob("*.safetensors")) else None)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from pytest_fsdp_meta.loaders import rows_for
 from tests.conftest import Project, errors
 
 PLAIN = """
@@ -257,6 +258,18 @@ def test_a_checkpoint_of_values(project: Project, linear: Path) -> None:
     result = project.run("-v", *judge("loading:load"), "-k", checks)
     result.assert_outcomes(passed=3, skipped=1)
     result.stdout.fnmatch_lines(["loading.py::load[[]loss_parity[]] SKIPPED*"])
+
+
+def test_a_checkpoint_with_code_of_its_own(project: Project, linear: Path) -> None:
+    project.write("loading.py", LINEAR)
+    (linear / "config.json").write_text('{"model_type": "nobody_knows_it", "auto_map": {}}')
+    result = project.run("-W", "error", *judge("loading:load"), "-k", "params_equal_reference or loss_parity")
+    result.assert_outcomes(passed=1, skipped=1)
+
+
+@pytest.mark.parametrize(("size", "rows"), [(1, 8), (2, 8), (3, 12), (5, 10), (8, 16)])
+def test_every_rank_gets_an_even_number_of_rows(size: int, rows: int) -> None:
+    assert rows_for(size) == rows
 
 
 def test_a_finding_and_the_command_that_runs_it_again(project: Project, linear: Path) -> None:

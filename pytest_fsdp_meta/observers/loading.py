@@ -132,8 +132,8 @@ def _call(loader: Callable[..., Any], values: Mapping[str, Any]) -> Any:
     except ValueError as error:
         if "initialize the default process group twice" in str(error) and current().has_mesh:
             raise Misuse(
-                "the loader calls init_process_group, but the plugin has made the process group already; set "
-                '@fsdp_conformance(process_group="loader")'
+                "the loader calls init_process_group, but the plugin has made the process group already; call it only "
+                'where torch.distributed.is_initialized() is false, or set @fsdp_conformance(process_group="loader")'
             ) from error
         raise
 
