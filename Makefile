@@ -10,7 +10,7 @@ RAY := .venv-ray/bin
 
 SYSTEMS := $(notdir $(patsubst %/requirements.txt,%,$(wildcard conformance/systems/*/requirements.txt)))
 
-.PHONY: help conformance test lint check wheel downstream matrix architectures bench bench-catalogue bench-worlds bench-faults soak gpu format docs site browser pictures clean ray systems $(SYSTEMS:%=system-%)
+.PHONY: help conformance test lint check wheel downstream matrix field bench bench-catalogue bench-worlds bench-faults soak gpu format docs site browser pictures clean ray systems $(SYSTEMS:%=system-%)
 
 help:
 	@echo "make conformance  install, then judge real loaders on real ranks (GPUs where there are enough, else CPU)"
@@ -21,7 +21,7 @@ help:
 	@echo "make wheel        builds the distribution into dist, and checks what is in it"
 	@echo "make downstream   judges examples/downstream elsewhere, in a new environment, with the kit from that wheel"
 	@echo "make matrix       every loader against every check: build/matrix.json, .md and .svg"
-	@echo "make architectures  every causal language model of transformers, judged: build/architectures-*.json"
+	@echo "make field        transformers' own FSDP2 loader on every causal language model that it has: docs/field.md"
 	@echo "make bench        what the catalogue costs, how fast weights are verified, worlds and their faults beside the peers"
 	@echo "                  (alone: make bench-worlds, make bench-faults), to benchmarks/results"
 	@echo "make soak         four workers on eight slots for ten minutes: no slot used twice, nothing left"
@@ -108,10 +108,10 @@ format: .venv/installed
 matrix: .venv/installed
 	$(BIN)/python -m conformance.matrix --out build
 
-# Half an hour each: what differs from what is known of transformers, and whether a loader that conforms is clean.
-architectures: .venv/installed
-	$(BIN)/python -m conformance.architectures
-	$(BIN)/python -m conformance.architectures --loader plain
+# What differs from what is known is told, and fails. A run that was broken off goes on where it was. The same on a loader
+# that conforms, which must be clean: python -m conformance.field --loader plain
+field: .venv/installed
+	$(BIN)/python -m conformance.field --page docs/field.md
 
 # Speed and memory, side by side with the bare work and with the peers; written to files of the day.
 DATED := benchmarks/results/$(shell date +%F)

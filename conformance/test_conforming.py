@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from fixtures.conforming import blocks_named, load_sharded, subject
-from fixtures.tiny import CHECKPOINTS, reference_model
+from fixtures.tiny import CHECKPOINTS
 from pytest_fsdp_meta import Subject, fsdp_conformance
+from pytest_fsdp_meta.transformers import reference_model
 
 
 @pytest.mark.parametrize("path", CHECKPOINTS, indirect=True)

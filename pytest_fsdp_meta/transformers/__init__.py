@@ -3,6 +3,15 @@
 Importing this imports transformers, which importing pytest_fsdp_meta does not.
 """
 
+from pytest_fsdp_meta.transformers.checkpoints import CAUSAL_LMS, tiny_checkpoint
+from pytest_fsdp_meta.transformers.sizes import tiny_config
 from pytest_fsdp_meta.transformers.subjects import reference_model, subject, token_batch
 
-__all__ = ["reference_model", "subject", "token_batch"]
+__all__ = [
+    "CAUSAL_LMS",
+    "reference_model",
+    "subject",
+    "tiny_checkpoint",
+    "tiny_config",
+    "token_batch",
+]

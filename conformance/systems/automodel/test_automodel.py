@@ -20,8 +20,9 @@ from nemo_automodel.components.training.utils import clip_grad_norm
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from fixtures.tiny import reference_model, save_tiny, token_batch
+from fixtures.tiny import save_tiny
 from pytest_fsdp_meta import Subject, fsdp_conformance
+from pytest_fsdp_meta.transformers import reference_model, token_batch
 
 ARCHITECTURES = ("llama", "llama-tied", "qwen3-moe", "gemma3", "gpt2", "falcon-h1")
 

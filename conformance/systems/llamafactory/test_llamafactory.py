@@ -17,8 +17,9 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from fixtures.tiny import VOCABULARY, reference_model, save_tiny, token_batch
+from fixtures.tiny import VOCABULARY, save_tiny
 from pytest_fsdp_meta import Subject, fsdp_conformance
+from pytest_fsdp_meta.transformers import reference_model, token_batch
 from pytest_fsdp_meta.worlds import Rank, WorldSpec
 
 

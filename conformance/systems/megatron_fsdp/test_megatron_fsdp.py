@@ -21,8 +21,9 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from conformance.systems.megatron_fsdp.handles import stand_in_for_cuda
 from conformance.systems.megatron_fsdp.plain import KEPT, Block, Plain, batch, loss
-from fixtures.tiny import reference_model, save_tiny, token_batch
+from fixtures.tiny import save_tiny
 from pytest_fsdp_meta import Subject, fsdp_conformance
+from pytest_fsdp_meta.transformers import reference_model, token_batch
 from pytest_fsdp_meta.worlds import Rank, WorldSpec
 
 SHARDED, GRADIENTS, OPTIMIZER, WHOLE = "optim_grads_params", "optim_grads", "optim", "no_shard"

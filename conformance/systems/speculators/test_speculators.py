@@ -14,8 +14,9 @@ from speculators.train.trainer import Trainer, TrainerConfig
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
-from fixtures.tiny import SHAPE, VOCABULARY, reference_model, save_tiny
+from fixtures.tiny import SHAPE, VOCABULARY, save_tiny
 from pytest_fsdp_meta import Subject, fsdp_conformance
+from pytest_fsdp_meta.transformers import reference_model
 
 try:
     from speculators.losses import resolve_loss_config

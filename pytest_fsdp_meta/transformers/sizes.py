@@ -1,0 +1,186 @@
+"""Tiny configurations: every size cut down that a configuration has, as far as its architecture lets it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from huggingface_hub.errors import StrictDataclassError
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
+
+LARGEST = 8_000_000
+"""More parameters than this and a model is not tiny: a size that SIZES does not know."""
+
+SIZES: dict[str, Any] = {
+    # width and depth, in the words of each family
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "embedding_size", "lru_width"), 32),
+    **dict.fromkeys(("attention_hidden_size", "emb_dim", "embedding_dim", "vision_output_dim"), 32),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "decoder_ffn_dim", "encoder_ffn_dim", "ffn_hidden_size"), 64),
+    **dict.fromkeys(("feed_forward_size", "d_ff", "n_inner", "intermediate_size_mlp", "dense_ffn_hidden_size"), 64),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 2),
+    **dict.fromkeys(("decoder_layers", "encoder_layers", "depth", "num_blocks"), 2),
+    # attention
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4),
+    **dict.fromkeys(("decoder_attention_heads", "encoder_attention_heads", "attention_heads"), 4),
+    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "num_attention_groups", "kv_n_heads"), 2),
+    **dict.fromkeys(("head_dim", "d_kv", "attn_head_dim", "v_head_dim", "query_pre_attn_scalar"), 8),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_head_dim", "index_head_dim", "attention_window"), 8),
+    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "rotary_dim", "index_topk"), 4),
+    **dict.fromkeys(("index_n_heads", "num_global_layers"), 2),
+    "sliding_window": 16,
+    # experts
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "moe_topk"), 2),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size"), 16),
+    **dict.fromkeys(("moe_num_shared_experts", "n_shared_experts", "num_shared_experts"), 1),
+    **dict.fromkeys(("first_k_dense_replace", "n_group", "topk_group"), 1),
+    # state spaces and linear attention
+    **dict.fromkeys(("state_size", "ssm_state_size", "mamba_d_state", "mamba_d_head", "mamba_head_dim"), 8),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8),
+    **dict.fromkeys(("mamba_n_heads", "mamba_num_heads", "linear_num_value_heads", "time_step_rank"), 4),
+    **dict.fromkeys(("linear_num_key_heads", "expand"), 2),
+    **dict.fromkeys(("mamba_n_groups", "n_groups"), 1),
+    **dict.fromkeys(("mamba_chunk_size", "chunk_size"), 16),
+    "mamba_d_ssm": 32,
+    "use_mamba_kernels": False,
+    # embeddings
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 120),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx"), 64),
+    **dict.fromkeys(("hidden_size_per_layer_input", "laurel_rank"), 8),
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": None,
+}
+
+KEPT_WHEN_NONE = ("head_dim", "moe_intermediate_size", "query_pre_attn_scalar", "ffn_hidden_size")
+"""Sizes that the architecture works out for itself where its default is None."""
+
+MLA = {"num_key_value_heads": 4, "head_dim": 4}
+"""Latent attention: as many key heads as query heads, and rotary embeddings of their own size."""
+KDA = {**MLA, "num_experts_per_token": 2, "linear_head_dim": 8, "linear_num_heads": 4}
+SHARED_BLOCKS = {
+    "num_hidden_layers": 4,
+    "layers_block_type": ["linear_attention", "hybrid"] * 2,
+    "num_key_value_heads": 4,
+    "attention_hidden_size": 64,
+    "attention_head_dim": 16,
+}
+"""Blocks whose weights the later layers share: attention twice as wide as the model, at least two blocks."""
+PADDED = {"pad_token_id": 1}
+"""There must be a padding token: positions are counted from it, or the validation says so."""
+ROTARY = {"rope_type": "default", "rope_theta": 1e4}
+EXCEPTIONS: dict[str, dict[str, Any]] = {
+    "axk1": MLA,
+    "axk2": {**MLA, "index_head_dim": 8},
+    "bailing_hybrid": {**KDA, "num_expert_group": 1},
+    "bamba": {"mamba_n_heads": 8, "attn_layer_indices": [1]},
+    "blt": {"encoder_hash_byte_group_vocab": 50},
+    "camembert": PADDED,
+    "cohere_compass_text": {"rope_parameters": {"full_attention": ROTARY, "sliding_attention": ROTARY}},
+    "data2vec-text": PADDED,
+    "dbrx": {"attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8}},
+    "deepseek_v2": MLA,
+    "deepseek_v3": MLA,
+    "deepseek_v32": MLA,
+    "dots3_note_audio_encoder": {"adapter_input_size": 32, "adapter_out_dim": 32},
+    "dots3_note_vision_encoder": {"adapter_in_dim": 32, "adapter_out_dim": 32},
+    "dots3_note_text": {"num_key_value_heads": 4, "per_layer_config": {}},
+    "emu3_text_model": PADDED,
+    "ernie4_5_moe": {"moe_k": 2},
+    "gemma3n_text": {
+        "intermediate_size": [64, 64],
+        "num_kv_shared_layers": 0,
+        "activation_sparsity_pattern": [0.95, 0.0],
+    },
+    "gemma4_assistant": {
+        "text_config": {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0},
+        "backbone_hidden_size": 32,
+    },
+    "gemma4_text": PADDED,
+    "gemma4_unified_text": PADDED,
+    "glm_moe_dsa": MLA,
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "granitemoehybrid": {"mamba_n_heads": 8, "layer_types": ["linear_attention", "full_attention"]},
+    "hunyuan_v1_dense": {"head_dim": 8},
+    "hunyuan_v1_moe": {"head_dim": 8},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4},
+    "kimi_linear": KDA,
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "longcat_flash": {**MLA, "expert_ffn_hidden_size": 16, "zero_expert_num": 2},
+    "mamba2": {"num_heads": 8},
+    "ministral": {"head_dim": 8},
+    "modernbert-decoder": PADDED,
+    "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"]},
+    "prophetnet": {
+        **dict.fromkeys(("num_decoder_layers", "num_encoder_layers"), 2),
+        **dict.fromkeys(("num_decoder_attention_heads", "num_encoder_attention_heads"), 4),
+        "pad_token_id": 0,
+    },
+    "qwen4_exp_text": {
+        **dict.fromkeys(("indexer_n_heads", "indexer_compress_ratio"), 2),
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 4,
+    },
+    "reformer": {
+        "is_decoder": True,
+        "axial_pos_embds": False,
+        "attn_layers": ["local", "local"],
+        "local_attn_chunk_length": 4,
+    },
+    "roberta": PADDED,
+    "roberta-prelayernorm": PADDED,
+    "roc_bert": {"pronunciation_vocab_size": 120, "shape_vocab_size": 120},
+    "xlm-roberta": PADDED,
+    "xlm-roberta-xl": PADDED,
+    "xlm": PADDED,
+    "xmod": {**PADDED, "default_language": "en_XX"},
+    "youtu": MLA,
+    "zamba": SHARED_BLOCKS,
+    "zamba2": SHARED_BLOCKS,
+    "zaya": {"num_experts_per_tok": 1},
+}
+"""What the validation or the arithmetic of one architecture wants otherwise."""
+
+
+def tiny_config(model_type: str, **sizes: Any) -> PreTrainedConfig:
+    """The configuration of a model type with every size cut down that its class has; ``sizes`` go first.
+
+    Two layers, of two kinds where the architecture has two; a vocabulary of 120 tokens. Raises ValueError for a
+    model type that transformers does not know.
+    """
+    if model_type not in CONFIG_MAPPING:
+        near = difflib.get_close_matches(model_type, CONFIG_MAPPING, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"transformers knows no model type {model_type!r}{hint}")
+    return _shrink(CONFIG_MAPPING[model_type], sizes)
+
+
+def _shrink(kept: type[PreTrainedConfig], given: Mapping[str, Any]) -> PreTrainedConfig:
+    """The sizes of a part, as text_config, may be given as a dict."""
+    exceptions = {**EXCEPTIONS.get(kept.model_type, {}), **given}
+    try:
+        default = kept()
+    except (ValueError, StrictDataclassError):  # the default does not pass the architecture's own validation
+        default = kept(**exceptions)
+    sizes = _sizes_for(default.to_dict())
+    for name, part in kept.sub_configs.items():
+        value, wanted = getattr(default, name, None), exceptions.get(name, {})
+        if value is not None and isinstance(wanted, dict):
+            kind = type(value) if part is AutoConfig else part
+            sizes[name] = _shrink(kind, {key: size for key, size in wanted.items() if key != "model_type"})
+            exceptions.pop(name, None)
+    return kept(**{**sizes, **exceptions})
+
+
+def _sizes_for(default: Mapping[str, Any]) -> dict[str, Any]:
+    """SIZES as far as a configuration has them, and two layers, of two kinds where it has two."""
+    sizes = {name: value for name, value in SIZES.items() if name in default}
+    for name in KEPT_WHEN_NONE:
+        if name in sizes and default[name] is None:
+            del sizes[name]
+    for name in ("layer_types", "layers_block_type", "block_types", "mlp_layer_types"):
+        if default.get(name):
+            sizes[name] = (list(dict.fromkeys(default[name])) * 2)[:2]
+    return sizes
