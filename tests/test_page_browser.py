@@ -198,12 +198,14 @@ def test_filter_by_status_check_rank_and_loader(opened):
     until(page, "location.hash === '#rank=0'")
     assert "params_equal_reference" not in shown(page, ".told h3 code")
     assert "nothing_left_unsharded" in shown(page, ".told h3 code")
+    assert page.locator(".mesh .ring").count() == page.locator(".mesh").count()  # the box of the rank is marked
     page.locator("#by-check").select_option("nothing_left_unsharded")
     until(page, "location.hash === '#check=nothing_left_unsharded&rank=0'")
     assert shown(page, ".told h3 code") == ["nothing_left_unsharded"]
     page.get_by_role("button", name="Show all").click()
     page.locator("#by-loader").select_option("2")
     until(page, "location.hash === '#loader=2'")
+    assert page.locator("#shown").inner_text().startswith("Shown: 1 of 2 loaders, 0 of 4 findings, ")
     assert shown(page, ".loader > header h2") == [factory.LLAMA]
 
 

@@ -38,6 +38,8 @@ class Picture:
 
     width: int
     height: int
+    box: int
+    """The height of each box."""
     outlines: str
     fills: tuple[tuple[str, str], ...]
     labels: tuple[tuple[int, int, int], ...]
@@ -204,6 +206,7 @@ def _picture(tensor: TensorRecord, held: Sequence[Held], world: WorldFacts) -> P
     return Picture(
         width=min(across, world.size) * (WIDTH + GAP),
         height=rows * (height + GAP + LABEL),
+        box=height,
         outlines="".join(f"M{x} {y}h{WIDTH}v{height}h{-WIDTH}z" for x, y in places.values()),
         fills=tuple((state, "".join(parts)) for state, parts in fills.items() if parts),
         labels=tuple((x, y - 2, rank) for rank, (x, y) in places.items()),

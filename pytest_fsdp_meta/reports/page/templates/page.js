@@ -115,6 +115,7 @@
 
   // ---- filters; what they are is in the fragment of the address, so that a link shows the same
   const sections = all(".loader");
+  const WIDE = 56; // of a box of a rank
   const EMPTY = { tensor: "", check: "", rank: "", loader: "", status: [] };
   function state() {
     if (!form) return EMPTY;
@@ -147,13 +148,13 @@
         (now.rank === "" || node.dataset.ranks === undefined || node.dataset.ranks.split(" ").includes(now.rank)) &&
         (!names || node.dataset.names === undefined || numbers(node.dataset.names).some((number) => names.has(number)));
       all("[data-ranks], [data-names]", section).forEach((node) => { node.hidden = !fits(node); });
-      let alive = false;
+      let alive = false, findings = 0;
       all("[data-check]", section).forEach((node) => {
         let shown = (!now.check || node.dataset.check === now.check) && byStatus(node.dataset.status);
         if (node.matches(".told")) {
           const lines = all(".lines > li", node), left = lines.filter((line) => !line.hidden);
           if (names || now.rank !== "") shown &&= left.length > 0;
-          tally.findings[0] += shown ? left.length : 0;
+          findings += shown ? left.length : 0;
           tally.findings[1] += lines.length;
           all(".cause", node).forEach((cause) => { cause.hidden = !one(".lines > li:not([hidden])", cause); });
         }
@@ -166,7 +167,7 @@
         (!names || names.size > 0) && (now.rank === "" || Number(now.rank) < loader.size);
       section.hidden = !here;
       tally.tensors[1] += drawings.length;
-      if (here) { tally.tensors[0] += left.length; tally.loaders[0] += 1; }
+      if (here) { tally.findings[0] += findings; tally.tensors[0] += left.length; tally.loaders[0] += 1; }
     });
     all("#matrix tbody tr").forEach((row) => {
       row.hidden = now.loader !== "" && now.loader !== String(Number(row.dataset.row) + 1);
@@ -174,6 +175,7 @@
     });
     all("#matrix [data-column]").forEach((head) => head.classList.toggle("on", head.dataset.column === now.check));
     drawn.forEach((chart, place) => rankOnly(place, chart));
+    ring(now.rank);
     const of = ([some, total], what) => (some === total ? `${total} ${what}` : `${some} of ${total} ${what}`);
     one("#shown").textContent = `Shown: ${of(tally.loaders, tally.loaders[1] === 1 ? "loader" : "loaders")}, ${of(tally.findings, tally.findings[1] === 1 ? "finding" : "findings")}, ${of(tally.tensors, tally.tensors[1] === 1 ? "drawing of tensors" : "drawings of tensors")}`;
   }
@@ -184,6 +186,18 @@
     if (!parts.size) return at ? `#${at}` : "";
     if (at) parts.set("at", at);
     return `#${parts}`;
+  }
+  function ring(rank) {
+    all(".mesh .ring").forEach((node) => node.remove());
+    if (rank === "") return;
+    all(".mesh").forEach((mesh) => {
+      const label = all("text", mesh).find((node) => node.textContent === rank);
+      if (!label) return;
+      const node = document.createElementNS("http://www.w3.org/2000/svg", "rect");
+      const at = { class: "ring", x: label.getAttribute("x") - 2, y: Number(label.getAttribute("y")), width: WIDE + 4, height: Number(mesh.dataset.box) + 4, rx: 2 };
+      for (const [name, value] of Object.entries(at)) node.setAttribute(name, value);
+      mesh.append(node);
+    });
   }
   const keep = (at) => history.replaceState(null, "", fragment(at) || location.pathname + location.search);
   function fill(parts) {
