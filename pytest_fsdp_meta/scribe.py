@@ -12,6 +12,7 @@ import pytest
 from pytest_fsdp_meta import kept
 from pytest_fsdp_meta.catalogue import Catalogue
 from pytest_fsdp_meta.collection import case_of, take_apart
+from pytest_fsdp_meta.comparing import Comparer
 from pytest_fsdp_meta.rejudging import KeptItem
 from pytest_fsdp_meta.reports.heading import describe_run, heading
 from pytest_fsdp_meta.reports.ledger import Ledger
@@ -36,17 +37,21 @@ class Scribe:
         self._ledger = Ledger()
         self._catalogue = Catalogue()
         self._header: Header | None = None
-        self._others_passed = False
+        self._others_passed = self._others_failed = False
         self._problem = ""
         """Why the report could not be written."""
         self._writer = Writer(Path(settings.report)) if settings.report else None
+        self._comparer = Comparer(settings)
 
     def begin(self, catalogue: Catalogue) -> None:
         """The session begins, and with it the checks are known."""
         self._catalogue = catalogue
-        if self._writer is not None and not self._idle:
+        if self._idle:
+            return
+        if self._writer is not None or self._comparer.asked:
             command = ("pytest", *map(str, self._config.invocation_params.args))
             self._header = heading(self._config.rootpath, command, self._settings.engine, catalogue)
+        if self._writer is not None and self._header is not None:
             if self._settings.keep_evidence:
                 kept.clear(self._writer.folder / kept.FOLDER)
             self._write(Report(SCHEMA, self._header))
@@ -77,6 +82,7 @@ class Scribe:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         entry = told(report)
+        self._others_failed |= entry is None and report.failed and not self._ledger.knows(report.nodeid)
         if entry is not None:
             self._ledger.enter(entry)
         elif report.failed and report.when not in ("setup", "call", "teardown"):
@@ -94,14 +100,25 @@ class Scribe:
             return
         if exitstatus == pytest.ExitCode.OK and nothing_judged(self.loaders, self._others_passed):
             session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED
+        if self._comparer.asked:
+            report = self._report(int(session.exitstatus))
+            session.exitstatus = self._comparer.settle(report, int(session.exitstatus), self._others_failed)
         if self._writer is not None:
             self._write(self._report(int(session.exitstatus)))
         if self._problem and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.INTERNAL_ERROR
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        if self._idle or not self.loaders:
+        if self._idle:
             return
+        if self.loaders:
+            self._tell_totals(terminalreporter)
+        if self._comparer.asked:
+            terminalreporter.section("fsdp conformance, compared")
+            for line, markup in self._comparer.lines():
+                terminalreporter.write_line(line, **markup)
+
+    def _tell_totals(self, terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section("fsdp conformance")
         for line, markup in describe_totals(self.loaders, self._config.get_verbosity()):
             terminalreporter.write_line(line, **markup)
@@ -128,5 +145,6 @@ class Scribe:
                 from pytest_fsdp_meta.reports.page import write_page
 
                 write_page(report, self._writer.folder / "index.html")
+                self._comparer.write(report, self._writer.folder)
         except OSError as error:
             self._problem = str(error)  # told at the end: what the tests say goes first

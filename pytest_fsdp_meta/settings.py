@@ -16,6 +16,9 @@ from pytest_fsdp_meta.worlds import SCOPES
 DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "gloo", "nccl")
 ENGINES = ("local", "ray")
+FAIL_ON = ("failure", "regression", "any")
+"""What decides the exit status: what does without a comparison; only a failure that the earlier run did not have; or
+any failure, and whatever else is worse than it was."""
 REPEATED = ("-c", "-o", "-p", "--config-file", "--override-ini", "--rootdir", "--import-mode")
 """Options of pytest with a value that decide which tests there are and what they mean."""
 
@@ -37,6 +40,8 @@ class Settings:
     checkpoint: str = ""
     report: str = ""
     keep_evidence: bool = False
+    compare: str = ""
+    fail_on: str = "failure"
     given: tuple[str, ...] = ()
 
 
@@ -114,6 +119,14 @@ def _folder(text: str) -> str:
     if not os.path.isdir(folder):
         raise ValueError
     return folder
+
+
+def _report(text: str) -> str:
+    path = Path(text).expanduser()
+    path = path / "report.json" if path.is_dir() else path
+    if not path.is_file():
+        raise ValueError
+    return str(path)
 
 
 def _new_folder(text: str) -> str:
@@ -219,7 +232,8 @@ OPTIONS = (
     ),
     Option(
         "report",
-        "write report.json and the page index.html into this folder; what an earlier run has left there is replaced",
+        "write report.json, the page index.html, summary.md and a badge into this folder; what an earlier run has left "
+        "there is replaced",
         _new_folder,
         "a folder that exists or can be made, and be written to",
         "DIR",
@@ -232,6 +246,24 @@ OPTIONS = (
         _switch,
         "true or false",
         "",
+        repeated=False,
+    ),
+    Option(
+        "compare",
+        "the report.json of an earlier run: tell what is newly broken, fixed, slower, or no longer judged",
+        _report,
+        "a report.json that exists, or its folder",
+        "REPORT",
+        repeated=False,
+    ),
+    Option(
+        "fail-on",
+        "with --fsdp-compare, what fails the run: failure (default: what does without it), regression (only what the "
+        "earlier run did not have; known failures are forgiven) or any (every failure, slower loads, losses that "
+        "drift, promises no longer judged)",
+        _one_of(FAIL_ON),
+        "failure, regression or any",
+        "WHAT",
         repeated=False,
     ),
 )
@@ -273,6 +305,10 @@ def read_settings(config: pytest.Config) -> Settings:
             given += [f"{option.flag}={text}"] if option.metavar else [option.flag] * value
     if values.get("keep_evidence") and not values.get("report"):
         raise pytest.UsageError("--fsdp-keep-evidence keeps it beside the report; say where: --fsdp-report=DIR")
+    if values.get("fail_on", "failure") != "failure" and not values.get("compare"):
+        raise pytest.UsageError(
+            f"--fsdp-fail-on={values['fail_on']} needs an earlier run to compare with: --fsdp-compare=OLD/report.json"
+        )
     return Settings(**values, given=(*_repeated(config.invocation_params.args), *given))
 
 

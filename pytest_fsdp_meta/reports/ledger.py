@@ -56,6 +56,10 @@ class Ledger:
         page.checks.setdefault(check, CheckRecord(check, "not run", nodeid))
         self._planned[nodeid] = loader, check
 
+    def knows(self, nodeid: str) -> bool:
+        """Whether the item was planned: it is a loader's, or looks like one."""
+        return nodeid in self._planned
+
     def enter(self, entry: Entry) -> None:
         page = self._pages.setdefault(entry.loader, _Page())
         page.world, page.offered = entry.world, entry.offered

@@ -17,6 +17,10 @@ PACE = 2.0
 """Seconds between two writings, at least."""
 
 
+class OtherSchema(ValueError):
+    """A report that another version of this package has written."""
+
+
 class Writer:
     """Writes a report into its folder, whole or not at all."""
 
@@ -31,12 +35,17 @@ class Writer:
     def write(self, report: Report) -> Path:
         """Raises OSError."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.folder / FILE
-        written = path.with_name(f".{FILE}.{os.getpid()}")
-        written.write_text(json.dumps(to_plain(report), allow_nan=False, indent=1) + "\n", encoding="utf-8")
-        written.replace(path)
+        path = write_whole(self.folder / FILE, json.dumps(to_plain(report), allow_nan=False, indent=1) + "\n")
         self._last = time.monotonic()
         return path
+
+
+def write_whole(path: Path, text: str) -> Path:
+    """Whole or not at all. Raises OSError."""
+    written = path.with_name(f".{path.name}.{os.getpid()}")
+    written.write_text(text, encoding="utf-8")
+    written.replace(path)
+    return path
 
 
 def read_report(path: Path) -> Report:
@@ -52,7 +61,7 @@ def read_report(path: Path) -> Report:
         raise ValueError(f"{path}: no JSON, or cut off: {error}") from None
     version = data.get("schema") if isinstance(data, dict) else None
     if version != SCHEMA:
-        raise ValueError(f"{path}: a report of schema {version!r}, but should be {SCHEMA}")
+        raise OtherSchema(f"{path}: a report of schema {version!r}, but should be {SCHEMA}")
     try:
         return from_plain(Report, data)
     except ValueError as error:

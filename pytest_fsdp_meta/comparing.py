@@ -1,0 +1,71 @@
+"""A run beside an earlier one: what is told of it, and what exit status comes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pytest_fsdp_meta.reports.badge import badge_json, badge_svg
+from pytest_fsdp_meta.reports.changes import describe_comparison, verdict
+from pytest_fsdp_meta.reports.compare import Comparison, compare
+from pytest_fsdp_meta.reports.markdown import summarise_run
+from pytest_fsdp_meta.reports.record import Report
+from pytest_fsdp_meta.reports.totals import BAD, GOOD, ODD, Line
+from pytest_fsdp_meta.reports.writing import OtherSchema, read_report, write_whole
+from pytest_fsdp_meta.settings import Settings
+
+MARKUP = {"worse": BAD, "better": GOOD, "odd": ODD}
+
+
+class Comparer:
+    """The earlier report is read before anything runs: raises UsageError where there is none in the file.
+
+    A report of another schema is the fate of every nightly run once, after an update: nothing is compared then, which
+    is told, and what fails a run is what does without a comparison.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._fail_on = settings.fail_on
+        self._before: Report | None = None
+        self._comparison: Comparison | None = None
+        self._problem = ""
+        if settings.compare:
+            try:
+                self._before = read_report(Path(settings.compare))
+            except OtherSchema as error:
+                self._problem = f"nothing is compared: {error}"
+            except ValueError as error:
+                raise pytest.UsageError(f"--fsdp-compare: {error}") from None
+
+    @property
+    def asked(self) -> bool:
+        return self._before is not None or bool(self._problem)
+
+    def settle(self, report: Report, status: int, others_failed: bool) -> int:
+        """The exit status, where the run would end with ``status``. ``others_failed``: a test that is no loader did."""
+        if self._before is None:
+            return status
+        self._comparison = compare(self._before, report)
+        if self._fail_on == "failure" or status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+            return status
+        bad = others_failed or self._comparison.fails(self._fail_on)
+        return int(pytest.ExitCode.TESTS_FAILED if bad else pytest.ExitCode.OK)
+
+    def lines(self) -> Iterator[Line]:
+        """For the terminal."""
+        if self._problem:
+            yield self._problem, BAD
+        if self._comparison is None:
+            return
+        for mark, headline, lines in describe_comparison(self._comparison):
+            yield headline, MARKUP[mark]
+            yield from ((f"  {line}", {}) for line in lines)
+        yield verdict(self._comparison), BAD if self._comparison.fails("regression") else GOOD
+
+    def write(self, report: Report, folder: Path) -> None:
+        """The summary and the badge. Raises OSError."""
+        write_whole(folder / "summary.md", summarise_run(report, self._comparison, self._problem))
+        write_whole(folder / "badge.json", badge_json(report))
+        write_whole(folder / "badge.svg", badge_svg(report))

@@ -1,0 +1,86 @@
+"""A comparison in words: lines for the terminal and for a page of Markdown. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from pytest_fsdp_meta.reports.compare import Change, Comparison, Measured
+from pytest_fsdp_meta.reports.terminal import describe_finding, printable
+from pytest_fsdp_meta.words import counted, first_of
+
+MOST = 20
+"""Loaders of a kind of change, and cautions, that are told one by one."""
+NAMED = 5
+"""Checks of a loader that are named."""
+
+
+def describe_comparison(comparison: Comparison) -> Iterator[tuple[str, str, list[str]]]:
+    """(mark, headline, lines) of each kind of change that there is: the mark is "worse", "better" or "odd"."""
+    changes = (
+        ("worse", "new failures", comparison.failures),
+        ("odd", "no longer judged", comparison.unjudged),
+        ("odd", "other findings than before", comparison.changed),
+        ("odd", "known failures, as before", comparison.known),
+        ("better", "fixed", comparison.fixed),
+    )
+    for mark, headline, found in changes:
+        if found:
+            yield mark, f"{headline}: {len(found)}", _cut(_by_loader(found))
+    if comparison.slower:
+        yield "worse", "slower loads", _cut(map(_slower, comparison.slower))
+    if comparison.drifted:
+        yield "worse", "losses further from the reference's", _cut(map(_drifted, comparison.drifted))
+    for headline, names in (("new", comparison.came), ("gone", comparison.went)):
+        if names:
+            yield "odd", f"{headline}: {len(names)}", _cut(map(printable, names))
+    if comparison.cautions:
+        yield "odd", "mind that", _cut(map(printable, comparison.cautions))
+
+
+def verdict(comparison: Comparison) -> str:
+    """In one line, what a reader wants to know first."""
+    parts = [
+        (counted(len(comparison.failures), "new failure"), comparison.failures),
+        (f"{len(comparison.fixed)} fixed", comparison.fixed),
+        (f"{len(comparison.known) + len(comparison.changed)} known", (*comparison.known, *comparison.changed)),
+        (f"{len(comparison.unjudged)} no longer judged", comparison.unjudged),
+        (counted(len(comparison.slower), "slower load"), comparison.slower),
+        (f"{len(comparison.drifted)} with losses that drift", comparison.drifted),
+    ]
+    told = ", ".join(text for text, there in parts if there) or "nothing has changed"
+    return f"{told} since {since(comparison)}"
+
+
+def since(comparison: Comparison) -> str:
+    header = comparison.before.header
+    return printable(header.started + (f" ({header.commit})" if header.commit else ""))
+
+
+def _by_loader(changes: Iterable[Change]) -> Iterator[str]:
+    groups: dict[str, list[Change]] = {}
+    for change in changes:
+        groups.setdefault(change.loader, []).append(change)
+    for loader, group in groups.items():
+        yield f"{printable(loader)}: {first_of([change.check for change in group], NAMED)}{_why(group)}"
+
+
+def _why(group: Sequence[Change]) -> str:
+    """What the first of them shows now: the others mostly follow from it."""
+    now = group[0].now
+    if now is None:
+        return ""
+    told = describe_finding(now.findings[0]) if now.findings else now.reason
+    return f" ({printable(told)})" if told else ""
+
+
+def _slower(one: Measured) -> str:
+    return f"{printable(one.loader)}: {one.now:.1f} s, before {one.before:.1f} s"
+
+
+def _drifted(one: Measured) -> str:
+    return f"{printable(one.loader)}: off by {one.now:.1e} relative, before {one.before:.1e}"
+
+
+def _cut(lines: Iterable[str]) -> list[str]:
+    told = list(lines)
+    return told if len(told) <= MOST else [*told[:MOST], f"... and {len(told) - MOST} more"]

@@ -1,0 +1,199 @@
+"""What differs between two reports. Pure: it reads two records and knows neither ranks nor pytest."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from pytest_fsdp_meta.reports.record import (
+    BROKEN,
+    JUDGED,
+    CheckRecord,
+    Curves,
+    FindingRecord,
+    LoaderRecord,
+    Report,
+)
+
+KEPT = tuple(status for status in JUDGED if status not in BROKEN)
+NUMBERS = re.compile(r"[-+]?\d[\d.]*(?:e[-+]?\d+)?")
+SLOWER = 1.5
+"""A load that takes so many times what it took is told, ..."""
+LEAST = 1.0
+"""... if it takes so many seconds more: runs of a tiny model differ by more than their own length."""
+DRIFT = 10.0
+"""Parity that is so many times worse is told, ..."""
+NOISE = 1e-6
+"""... if the losses are further apart than that, relatively: what float32 rounds differs from machine to machine."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """One check of one loader, then and now; None where the run had no such check."""
+
+    loader: str
+    check: str
+    before: CheckRecord | None
+    now: CheckRecord | None
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A number of one loader, then and now: seconds, or how far its losses are from the reference's, relatively."""
+
+    loader: str
+    before: float
+    now: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What became of every promise since an earlier run, by what it means for whoever reads it."""
+
+    before: Report
+    now: Report
+    cautions: tuple[str, ...] = ()
+    """What makes the two runs less than comparable."""
+    failures: tuple[Change, ...] = ()
+    """Broken now, and not then; or on tensors that it was not broken on then."""
+    unjudged: tuple[Change, ...] = ()
+    """Judged then, and not now: a promise that may be broken unseen. Its author may have meant it so."""
+    fixed: tuple[Change, ...] = ()
+    changed: tuple[Change, ...] = ()
+    """Broken then and now, with other findings on the same tensors, or on fewer."""
+    known: tuple[Change, ...] = ()
+    """Broken then and now, in the same way."""
+    slower: tuple[Measured, ...] = ()
+    drifted: tuple[Measured, ...] = ()
+    came: tuple[str, ...] = ()
+    """Loaders and checks that the earlier run did not have."""
+    went: tuple[str, ...] = ()
+
+    def fails(self, on: str) -> bool:
+        """Whether the run is bad by what ``--fsdp-fail-on`` names."""
+        if on == "regression":
+            return bool(self.failures)
+        broken = any(check.status in BROKEN for loader in self.now.loaders for check in loader.checks)
+        return broken or (on == "any" and bool(self.unjudged or self.slower or self.drifted))
+
+
+def compare(before: Report, now: Report) -> Comparison:
+    """Loaders are known by their node ids; what became of their checks is told in the order of ``now``."""
+    old = {one.loader: one for one in before.loaders}
+    new = {one.loader: one for one in now.loaders}
+    kinds: dict[str, list[Change]] = {}
+    for change in _pairs(old, new):
+        kinds.setdefault(_kind(change), []).append(change)
+    kinds.pop("", None)
+    timed = before.header.hardware == now.header.hardware
+    both = [(old[name], new[name]) for name in new if name in old]
+    return Comparison(
+        before,
+        now,
+        tuple(_cautions(before, now, both, timed)),
+        slower=tuple(_slower(both)) if timed else (),
+        drifted=tuple(_drifted(both)),
+        came=(*_without(new, old), *_without(_ids(now), _ids(before))),
+        went=(*_without(old, new), *_without(_ids(before), _ids(now))),
+        **{kind: tuple(changes) for kind, changes in kinds.items()},
+    )
+
+
+def _pairs(old: Mapping[str, LoaderRecord], new: Mapping[str, LoaderRecord]) -> Iterator[Change]:
+    for name in dict.fromkeys((*new, *old)):
+        before = _by_id(old.get(name))
+        now = _by_id(new.get(name))
+        for check in dict.fromkeys((*now, *before)):
+            yield Change(name, check, before.get(check), now.get(check))
+
+
+def _by_id(loader: LoaderRecord | None) -> dict[str, CheckRecord]:
+    return {one.check: one for one in loader.checks} if loader is not None else {}
+
+
+def _kind(change: Change) -> str:
+    before, now = change.before, change.now
+    was, bad = _is(before, BROKEN), _is(now, BROKEN)
+    if bad and now is not None:
+        if not was or before is None:
+            return "failures"
+        if _told(before) == _told(now):
+            return "known"
+        return "failures" if _places(now.findings) - _places(before.findings) else "changed"
+    if was and _is(now, KEPT):
+        return "fixed"
+    return "unjudged" if (was or _is(before, KEPT)) and not _is(now, KEPT) else ""
+
+
+def _is(record: CheckRecord | None, statuses: Iterable[str]) -> bool:
+    return record is not None and record.status in statuses
+
+
+def _places(findings: Iterable[FindingRecord]) -> set[str | None]:
+    return {found.tensor for found in findings}
+
+
+def _told(record: CheckRecord) -> tuple[str, frozenset[FindingRecord]]:
+    """Without numbers: those of a broken model differ from run to run."""
+
+    def blot(text: str) -> str:
+        return NUMBERS.sub("#", text)
+
+    return record.status, frozenset(
+        replace(found, actual=blot(found.actual), expected=blot(found.expected), detail="") for found in record.findings
+    )
+
+
+def _slower(both: Iterable[tuple[LoaderRecord, LoaderRecord]]) -> Iterator[Measured]:
+    for before, now in both:
+        was, takes = before.seconds.get("loading", math.nan), now.seconds.get("loading", math.nan)
+        if before.world == now.world and takes > max(was * SLOWER, was + LEAST):
+            yield Measured(now.loader, was, takes)
+
+
+def _drifted(both: Iterable[tuple[LoaderRecord, LoaderRecord]]) -> Iterator[Measured]:
+    for before, now in both:
+        was, apart = _apart(before), _apart(now)
+        if apart > max(was * DRIFT, NOISE):
+            yield Measured(now.loader, was, apart)
+
+
+def _apart(loader: LoaderRecord) -> float:
+    """The furthest that a loss is from the reference's, relatively; NaN where it is not known."""
+    curves = loader.summary.losses if loader.summary is not None else None
+    return max(_distances(curves), default=math.nan) if curves is not None else math.nan
+
+
+def _distances(curves: Curves) -> Iterator[float]:
+    for loss, truth in zip(curves.mean, curves.reference, strict=False):
+        if math.isfinite(loss) and math.isfinite(truth) and truth:
+            yield abs(loss - truth) / abs(truth)
+
+
+def _cautions(
+    before: Report, now: Report, both: Iterable[tuple[LoaderRecord, LoaderRecord]], timed: bool
+) -> Iterator[str]:
+    if not before.complete:
+        yield "the earlier run was cut off: what it does not have may have been there"
+    if before.header.project != now.header.project:
+        yield f"the earlier run was of the project {before.header.project!r}, this one is of {now.header.project!r}"
+    if not timed:
+        yield "the earlier run was on other hardware, so times are not compared"
+    was, are = before.header.versions, now.header.versions
+    for name in dict.fromkeys((*are, *was)):
+        if was.get(name, "") != are.get(name, ""):
+            yield f"{name}: {was.get(name) or 'none'} then, {are.get(name) or 'none'} now"
+    for old, new in both:
+        if (old.world.size, old.world.mesh) != (new.world.size, new.world.mesh) and old.world.size and new.world.size:
+            yield f"{new.loader}: {old.world} then, {new.world} now"
+
+
+def _ids(report: Report) -> dict[str, None]:
+    return dict.fromkeys(one.check for one in report.header.catalogue)
+
+
+def _without(names: Iterable[str], others: Iterable[str]) -> list[str]:
+    known = set(others)
+    return [name for name in names if name not in known]

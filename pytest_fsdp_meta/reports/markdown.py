@@ -1,0 +1,106 @@
+"""``summary.md``: a run in one short page, for the summary of a CI step. Pure.
+
+Names come from the models that were judged, and may hold anything; nothing of them is Markdown or HTML on the page.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from pytest_fsdp_meta.reports.changes import MOST, describe_comparison, verdict
+from pytest_fsdp_meta.reports.compare import Comparison
+from pytest_fsdp_meta.reports.record import BROKEN, JUDGED, LoaderRecord, Report
+from pytest_fsdp_meta.reports.terminal import describe_finding, printable
+from pytest_fsdp_meta.words import counted
+
+PLAIN = frozenset(" -.,/=()")
+MARKS = {"worse": "❌", "better": "✅", "odd": "ℹ️"}  # noqa: RUF001  (the sign is meant)
+ROWS = 200
+"""Of the table: GitHub cuts a page off at 1 MiB."""
+
+
+def summarise_run(report: Report, comparison: Comparison | None = None, told: str = "") -> str:
+    """The whole page. ``told`` says why there is no comparison, where one was asked for."""
+    return "\n".join([*_head(report), *_table(report), *_findings(report), *_changes(comparison, told)]) + "\n"
+
+
+def escaped(text: str) -> str:
+    """As text of Markdown that stays in its line and cell, whatever it holds."""
+    return "".join(c if c.isalnum() or c in PLAIN else f"&#{ord(c)};" for c in printable(text))
+
+
+def _head(report: Report) -> Iterator[str]:
+    mark = "⚠️" if not report.complete else "❌" if broken(report) else "✅"
+    yield f"### {mark} fsdp conformance: {message(report)}"
+    yield ""
+    if not report.complete:
+        yield "The run was cut off; this is what it knew by then."
+        yield ""
+
+
+def message(report: Report) -> str:
+    """ "41 kept, 2 broken": of the checks that were judged."""
+    checks = Counter(check.status for loader in report.loaders for check in loader.checks)
+    bad = sum(checks[status] for status in BROKEN)
+    kept = sum(checks[status] for status in JUDGED if status not in BROKEN)
+    if not bad and not kept:
+        return "nothing judged"
+    return f"{kept} kept, {bad} broken" if bad else f"{kept} kept"
+
+
+def broken(report: Report) -> bool:
+    return any(check.status in BROKEN for loader in report.loaders for check in loader.checks)
+
+
+def _table(report: Report) -> Iterator[str]:
+    if not report.loaders:
+        return
+    yield "| loader | world | kept | broken | not judged | s |"
+    yield "|---|---|--:|--:|--:|--:|"
+    for loader in sorted(report.loaders, key=lambda one: not _bad(one))[:ROWS]:
+        bad, kept = _bad(loader), sum(check.status in JUDGED and check.status not in BROKEN for check in loader.checks)
+        seconds = sum(check.seconds for check in loader.checks)
+        others = len(loader.checks) - bad - kept
+        yield f"| {escaped(loader.loader)} | {_world(loader)} | {kept} | {bad} | {others} | {seconds:.1f} |"
+    if len(report.loaders) > ROWS:
+        yield f"| and {len(report.loaders) - ROWS} more | | | | | |"
+    yield ""
+
+
+def _bad(loader: LoaderRecord) -> int:
+    return sum(check.status in BROKEN for check in loader.checks)
+
+
+def _world(loader: LoaderRecord) -> str:
+    return escaped(str(loader.world)) if loader.world.size else ""
+
+
+def _findings(report: Report) -> Iterator[str]:
+    lines = [
+        f"* {escaped(check.check)} in {escaped(loader.loader)}: "
+        + escaped(describe_finding(check.findings[0]) if check.findings else check.reason or check.status)
+        + (f", and {counted(len(check.findings) - 1, 'more finding')}" if len(check.findings) > 1 else "")
+        for loader in report.loaders
+        for check in loader.checks
+        if check.status in BROKEN
+    ]
+    if lines:
+        yield from ["**Broken**", "", *lines[:MOST]]
+        if len(lines) > MOST:
+            yield f"* and {len(lines) - MOST} more"
+        yield ""
+
+
+def _changes(comparison: Comparison | None, told: str) -> Iterator[str]:
+    if told:
+        yield escaped(told)
+    if comparison is None:
+        return
+    yield f"**Compared:** {escaped(verdict(comparison))}"
+    yield ""
+    for mark, headline, lines in describe_comparison(comparison):
+        yield f"{MARKS[mark]} {headline}"
+        yield ""
+        yield from (f"* {escaped(line)}" for line in lines)
+        yield ""
