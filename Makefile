@@ -47,7 +47,7 @@ browser:
 	@found=; for name in chromium chromium-browser google-chrome google-chrome-stable chrome; do \
 	  found=$$found$$(command -v $$name || true); done; \
 	if [ -z "$$found" ] && [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
-	  apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium fonts-dejavu-core > /dev/null; \
+	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends chromium fonts-dejavu-core > /dev/null; \
 	  found=$$(command -v chromium || true); fi; \
 	[ -n "$$found" ] || echo "no Chromium for tests/test_page_browser.py: install the package chromium, or run $(BIN)/playwright install chromium"
 

@@ -292,6 +292,8 @@ def test_the_matrix_is_walked_with_arrows(opened):
     assert focused(page, "dataset.s") == "not run"
     page.keyboard.press("Enter")
     until(page, "document.activeElement.id === 'loader-1-resume_parity'")
+    covered = "document.activeElement.getBoundingClientRect().top - one('#filters').getBoundingClientRect().bottom"
+    until(page, f"((one) => {covered} >= 0)((selector) => document.querySelector(selector))")
     page.go_back()
     assert page.evaluate("location.hash") == ""
 

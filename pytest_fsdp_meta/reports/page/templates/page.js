@@ -225,6 +225,11 @@
     go(parts.get("at"));
   }
   if (form) {
+    // What is gone to must not lie under the filters, which stay at the top where there is room.
+    new ResizeObserver(() => {
+      const stays = getComputedStyle(form).position === "sticky";
+      root.style.scrollPaddingTop = `${(stays ? form.offsetHeight : 0) + 14}px`;
+    }).observe(form);
     form.addEventListener("submit", (event) => event.preventDefault());
     let waiting;
     form.addEventListener("input", () => { clearTimeout(waiting); waiting = setTimeout(() => { filter(); keep(); }, 120); });
