@@ -1,3 +1,4 @@
+# test_ranks.py
 import pytest
 import torch
 import torch.distributed as dist

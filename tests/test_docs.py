@@ -32,7 +32,7 @@ NOT_RUN = {
     "needs a Ray cluster": 1,
     "takes minutes": 1,
     "seen by make systems": 6,
-    "tried by tests/...": 6,
+    "tried by tests/...": 2,
     "a picture": 1,
     "a fragment": 2,
 }
