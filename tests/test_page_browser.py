@@ -43,6 +43,9 @@ PAGES: dict[str, Callable[[], Report]] = {
     "large": factory.large,
 }
 PHONE, DESKTOP = 360, 1440
+UNCOVERED = """document.activeElement.getBoundingClientRect().top >=
+    document.querySelector('#filters').getBoundingClientRect().bottom"""
+"""What has the focus does not lie under the filters."""
 
 
 def chromium(started: playwright.Playwright) -> str | None:
@@ -229,6 +232,7 @@ def test_a_link_shows_the_same_again(opened):
     assert page.locator("[name=status][value=failed]").is_checked()
     assert shown(page, ".told h3 code") == ["params_equal_reference"]
     assert focused(page, "id") == "loader-1-params_equal_reference"
+    until(page, UNCOVERED)
     page.get_by_role("link", name="Link to params_equal_reference").click()
     assert page.evaluate("location.hash") == "#tensor=up_proj&status=failed&at=loader-1-params_equal_reference"
 
@@ -240,7 +244,8 @@ def test_a_link_leads_to_what_is_folded_or_filtered_away(opened):
     page.evaluate("location.hash = '#loader-2-no_meta_params'")
     until(page, "document.activeElement.id === 'loader-2-no_meta_params'")
     assert page.locator("#loader-2-no_meta_params").is_visible()
-    page.evaluate("location.hash = '#%E0%A4%A&at=<img>'")
+    page.evaluate("location.hash = '#%E0%A4%A&check=none&rank=99&at=<img>'")
+    until(page, "document.querySelector('#by-check').selectedIndex === 0")
     assert page.locator("h1").is_visible()
 
 
@@ -292,8 +297,7 @@ def test_the_matrix_is_walked_with_arrows(opened):
     assert focused(page, "dataset.s") == "not run"
     page.keyboard.press("Enter")
     until(page, "document.activeElement.id === 'loader-1-resume_parity'")
-    covered = "document.activeElement.getBoundingClientRect().top - one('#filters').getBoundingClientRect().bottom"
-    until(page, f"((one) => {covered} >= 0)((selector) => document.querySelector(selector))")
+    until(page, UNCOVERED)
     page.go_back()
     assert page.evaluate("location.hash") == ""
 

@@ -202,7 +202,12 @@
   const keep = (at) => history.replaceState(null, "", fragment(at) || location.pathname + location.search);
   function fill(parts) {
     form.reset();
-    for (const key of ["tensor", "check", "rank", "loader"]) if (form.elements[key]) form.elements[key].value = parts.get(key) ?? "";
+    for (const key of ["tensor", "check", "rank", "loader"]) {
+      const field = form.elements[key];
+      if (!field) continue;
+      field.value = parts.get(key) ?? "";
+      if (field.selectedIndex === -1) field.selectedIndex = 0; // of another report
+    }
     const chosen = (parts.get("status") ?? "").split(",");
     all("[name=status]", form).forEach((box) => { box.checked = chosen.includes(box.value); });
   }
@@ -226,10 +231,12 @@
   }
   if (form) {
     // What is gone to must not lie under the filters, which stay at the top where there is room.
-    new ResizeObserver(() => {
+    const clear = () => {
       const stays = getComputedStyle(form).position === "sticky";
       root.style.scrollPaddingTop = `${(stays ? form.offsetHeight : 0) + 14}px`;
-    }).observe(form);
+    };
+    clear();
+    new ResizeObserver(clear).observe(form);
     form.addEventListener("submit", (event) => event.preventDefault());
     let waiting;
     form.addEventListener("input", () => { clearTimeout(waiting); waiting = setTimeout(() => { filter(); keep(); }, 120); });
