@@ -142,11 +142,15 @@ def _status(
 
 
 def _shorten(report: pytest.TestReport, record: CheckRecord) -> None:
-    """pytest's short summary tells what follows the node id, which has the check: so what was found."""
+    """pytest's short summary tells what follows the node id, which has the check: so what was found, or why not."""
     crash = getattr(report.longrepr, "reprcrash", None)
-    if crash is not None and record.status == "failed" and record.findings:
+    if crash is None:
+        return
+    if record.status == "failed" and record.findings:
         more = f" and {len(record.findings) - 1} more" if len(record.findings) > 1 else ""
         crash.message = describe_finding(record.findings[0]) + more
+    elif record.status == "error" and record.reason:
+        crash.message = record.reason
 
 
 def _skipped(verdict: Verdict | None) -> str:
