@@ -6,4 +6,4 @@ from pytest_fsdp_meta.subject import Subject, SubjectError
 from pytest_fsdp_meta.worlds import WorldError
 
 __all__ = ["Part", "Subject", "SubjectError", "WorldError", "fsdp_conformance", "fsdp_spmd"]
-__version__ = "0.2.0"
+__version__ = "0.3.0"
