@@ -67,7 +67,7 @@ WITHOUT_CHECKPOINT = {
 RAISING: dict[str, set[str]] = {"plain": set(), "transformers": {"musicgen", "musicgen_melody"}}
 """The loader itself fails: its plan shards a ModuleList, which has no forward."""
 
-UNTRAINABLE = {"blt", "git", "reformer", "rwkv", "xlstm"}
+UNTRAINABLE = {"blt", "git", "musicgen", "musicgen_melody", "reformer", "rwkv", "xlstm"}
 """One device cannot train them either, from tokens alone and in evaluation mode; their loading is judged."""
 
 
