@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ from typing import Any
 
 import pytest
 import yaml
+
+from tests.conftest import TINY
 
 ROOT = Path(__file__).parents[1]
 CI = ROOT / ".github/workflows/ci.yml"
@@ -109,6 +112,7 @@ class Runner:
         script.write_text(step(NIGHTLY, name)["run"])
         names = {"GITHUB_OUTPUT": "output", "GITHUB_STEP_SUMMARY": "summary", "GITHUB_PATH": "path", "RUNNER_TEMP": ""}
         paths = os.pathsep.join([str(self.folder / "bin"), str(TOOLS), os.environ["PATH"]])
+        environ |= {name: os.environ[name] for name in ("PYTHONPATH", "TMPDIR") if name in os.environ}
         environ = {variable: str(self.folder / file) for variable, file in names.items()} | environ | {"PATH": paths}
         return told(["bash", "--noprofile", "--norc", "-eo", "pipefail", script], env=environ, cwd=self.folder)
 
@@ -229,3 +233,51 @@ def test_pytest_is_asked_to_compare_once_there_is_something_to_compare_with(runn
     asked += ["--fsdp-require-gpu"] if gpu == "true" else []
     asked += ["--fsdp-compare=TEMP/fsdp-before/report.json", "--fsdp-fail-on=any"] if before else []
     assert text == f"{asked} -m 'not slow'\n"
+
+
+LOADER = """
+@fsdp_conformance(only=["params_equal_reference", "requires_grad_matches_reference"])
+def test_it(fsdp):
+    subject = load(fsdp, reference=build)
+    with torch.no_grad():
+        subject.model.weight.to_local().add_({weight})
+    subject.model.bias.requires_grad_({grad})
+    return subject
+"""
+
+
+def night(runner: Runner, weight: int, grad: bool = True, **given: str) -> tuple[int, str]:
+    """The steps of the job from the tests on, with the report that the night before has left."""
+    text = TINY.format(folder=str(runner.folder)) + LOADER.format(weight=weight, grad=grad)
+    (runner.folder / "test_it.py").write_text(text)
+    report, before = runner.folder / "fsdp-report", runner.folder / "fsdp-before"
+    if report.exists():
+        report.replace(before)  # the artifact, kept and fetched
+    given = {"TEST_PATH": "test_it.py", "WORLD_SIZE": "2", "FAIL_ON": "regression", "REQUIRE_GPU": "false"} | given
+    code, text = runner.run("Judge", PYTEST_ADDOPTS="-p no:cacheprovider", **given)
+    assert runner.run("Show the summary")[0] == 0
+    if before.exists():
+        shutil.rmtree(before)
+    return code, text
+
+
+def test_four_nights(runner: Runner):
+    code, told = night(runner, weight=1)
+    assert code == 1, told
+    assert "❌ fsdp conformance: 1 kept, 1 broken" in runner.written("summary")
+    code, told = night(runner, weight=1)
+    assert code == 0, told
+    assert "1 known since" in runner.written("summary").replace("&#58;", ":")
+    code, told = night(runner, weight=1, grad=False)
+    assert code == 1, told
+    assert "1 new failure, 1 known since" in told
+    code, told = night(runner, weight=0)
+    assert code == 0, told
+    assert "2 fixed since" in told
+
+
+def test_a_night_without_gpus_is_told_in_one_line(runner: Runner):
+    code, told = night(runner, weight=0, REQUIRE_GPU="true", CUDA_VISIBLE_DEVICES="")
+    assert code
+    assert "--fsdp-require-gpu" in told
+    assert "Traceback" not in told
