@@ -11,7 +11,7 @@ import pytest
 
 from pytest_fsdp_meta.calls import Call
 from pytest_fsdp_meta.worlds import CallFailed, current, telling
-from pytest_fsdp_meta.worlds.rank import seed
+from pytest_fsdp_meta.worlds.joining import seed
 
 BODY, FUNCTION = f"{__name__}:run_body", f"{__name__}:run_function"
 """What a world calls."""

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pytest_fsdp_meta.worlds import flight, processes
-from pytest_fsdp_meta.worlds.rank import current, seed
+from pytest_fsdp_meta.worlds.joining import seed
+from pytest_fsdp_meta.worlds.rank import current
 
 if TYPE_CHECKING:
     import torch

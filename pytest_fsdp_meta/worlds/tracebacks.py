@@ -12,6 +12,7 @@ from pathlib import Path
 PLUMBING = (
     "multiprocessing/",
     "pytest_fsdp_meta/worlds/rank.py",
+    "pytest_fsdp_meta/worlds/joining.py",
     "pytest_fsdp_meta/worlds/channel.py",
     '"<string>"',
     "runpy",
