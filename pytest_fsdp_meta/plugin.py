@@ -88,7 +88,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     config.stash[CHECKED] = tuple(impl.plugin for impl in config.hook.pytest_fsdp_checks.get_hookimpls())
     catalogue = config.stash[CONDUCTOR].catalogue = collection.read_catalogue(config)
     config.stash[rejudging.CATALOGUE] = catalogue
-    zero_code.plan(config, config.stash[CONDUCTOR].settings)
+    zero_code.plan(config, config.stash[CONDUCTOR].settings, config.stash[CONDUCTOR].engine)
     if writer := config.pluginmanager.get_plugin(scribe.NAME):
         writer.begin(catalogue)
 

@@ -26,13 +26,18 @@ def plan(engine: Engine, items: Iterable[pytest.Item], config: pytest.Config) ->
             loaders = loaders or judged
             modules[item.module.__name__] = str(item.path)
     if modules:
-        named = config.hook.pytest_fsdp_preload()
-        downstream = [name for names in named for name in ([names] if isinstance(names, str) else names)]
-        files = modules | _conftests(config)
-        engine.sources = Sources(tuple(sys.path), files, _rewriting(files, config))
-        engine.modules = [*(ON_RANKS if loaders else ()), *downstream]
-        engine.test_modules = list(modules)
-        engine.start()
+        begin(engine, modules, config, loaders)
+
+
+def begin(engine: Engine, modules: Mapping[str, str], config: pytest.Config, loaders: bool) -> None:
+    """Starts importing these modules, files by name; ``loaders`` says whether there is anything to judge."""
+    named = config.hook.pytest_fsdp_preload()
+    downstream = [name for names in named for name in ([names] if isinstance(names, str) else names)]
+    files = {**modules, **_conftests(config)}
+    engine.sources = Sources(tuple(sys.path), files, _rewriting(files, config))
+    engine.modules = [*(ON_RANKS if loaders else ()), *downstream]
+    engine.test_modules = list(modules)
+    engine.start()
 
 
 def refresh(engine: Engine) -> None:

@@ -18,13 +18,15 @@ from typing import Any
 
 import pytest
 
+from pytest_fsdp_meta import preloading
 from pytest_fsdp_meta.collection import require_plain_function
 from pytest_fsdp_meta.loaders import NamedLoader, Unfit, find, model_type, modelling
 from pytest_fsdp_meta.markers import MARK
 from pytest_fsdp_meta.settings import Settings
+from pytest_fsdp_meta.worlds import Engine, Preload
 
 
-def plan(config: pytest.Config, settings: Settings) -> None:
+def plan(config: pytest.Config, settings: Settings, engine: Engine) -> None:
     """Lets pytest collect the loader that is named: alone, or beside the paths that were given to pytest.
 
     Raises UsageError, in one line, for one that is not there or cannot be called.
@@ -41,26 +43,38 @@ def plan(config: pytest.Config, settings: Settings) -> None:
     here = os.fspath(config.invocation_params.dir)
     if here not in sys.path and "" not in sys.path:
         sys.path.insert(0, here)
-    try:
-        collection = _collection(settings.loader, Path(here, settings.checkpoint))
-    except ValueError as error:
-        raise pytest.UsageError(f"--fsdp-loader={settings.loader}: {error}") from None
+    collection = LoaderCollection(settings.loader, Path(here, settings.checkpoint))
     config.pluginmanager.register(collection, "fsdp_zero_code")
     if config.args_source is not pytest.Config.ArgsSource.ARGS:
         config.args = []
+    _import_ahead(config, engine, collection)
+    try:
+        collection.find()
+    except ValueError as error:
+        raise pytest.UsageError(f"--fsdp-loader={settings.loader}: {error}") from None
     if not any(collection.has(arg) for arg in config.args):
         config.args.append(os.fspath(collection.path))
     _warn_of_values_only(config, collection.checkpoint)
 
 
-def _collection(name: str, checkpoint: Path) -> LoaderCollection:
-    """Raises ValueError where the name stands for no loader."""
-    module, function = find(name)
-    require_plain_function(function, "a loader")
-    file = getattr(module, "__file__", None)
-    if file is None:
-        raise Unfit(f"module {module.__name__!r} has no file, under which its items could be told")
-    return LoaderCollection(name, Path(os.path.abspath(file)), checkpoint, function)
+def _import_ahead(config: pytest.Config, engine: Engine, collection: LoaderCollection) -> None:
+    """Ranks' imports begin before the loader is imported here, where it is all that there is: both take seconds.
+
+    Under xdist the workers have their own ranks, and coverage of these begins later than this.
+    """
+    option = config.getoption
+    runs = not (option("collectonly") or option("setuponly", False))
+    distributed = hasattr(config, "workerinput") or config.pluginmanager.hasplugin("dsession")
+    if not runs or distributed or not isinstance(engine, Preload):
+        return
+    try:
+        spec = importlib.util.find_spec(collection.module)
+    except Exception:  # of the package that it is in; find() meets it again, and tells
+        return
+    if spec is not None and spec.origin is not None and os.path.isfile(spec.origin):
+        collection.path = Path(os.path.abspath(spec.origin))
+        if all(collection.has(arg) for arg in config.args):
+            preloading.begin(engine, {collection.module: os.fspath(collection.path)}, config, loaders=True)
 
 
 def _warn_of_values_only(config: pytest.Config, checkpoint: Path) -> None:
@@ -75,12 +89,23 @@ def _warn_of_values_only(config: pytest.Config, checkpoint: Path) -> None:
 class LoaderCollection:
     """A plugin of the session: gives the file of the loader an item for each check."""
 
-    def __init__(self, name: str, path: Path, checkpoint: Path, function: Any) -> None:
-        self.path = path
+    def __init__(self, name: str, checkpoint: Path) -> None:
+        self.name = name
+        self.module, _, self._attribute = name.partition(":")
         self.checkpoint = checkpoint
-        module, _, attribute = name.partition(":")
-        self._module = ModuleType(module)
-        setattr(self._module, attribute, _test(NamedLoader(name, checkpoint), function))
+        self.path = Path()
+        """Once it is found, that of its module."""
+        self._made_up = ModuleType(self.module)
+
+    def find(self) -> None:
+        """Raises ValueError where the name stands for no loader."""
+        module, function = find(self.name)
+        require_plain_function(function, "a loader")
+        file = getattr(module, "__file__", None)
+        if file is None:
+            raise Unfit(f"module {self.module!r} has no file, under which its items could be told")
+        self.path = Path(os.path.abspath(file))
+        setattr(self._made_up, self._attribute, _test(NamedLoader(self.name, self.checkpoint), function))
 
     def has(self, argument: str) -> bool:
         """Whether this is the file that the argument of pytest names, or a node in it."""
@@ -103,7 +128,7 @@ class LoaderCollection:
         patterns = parent.config.getini("python_files")
         tests = any(fnmatch(os.fspath(file_path) if "/" in one else file_path.name, one) for one in patterns)
         loader = LoaderFile.from_parent(parent, path=file_path, nodeid=_nodeid(file_path, parent.config.rootpath))
-        loader.obj = self._module
+        loader.obj = self._made_up
         return [loader, *(found if tests else ())]
 
 

@@ -210,7 +210,7 @@ def test_what_a_loader_takes(project: Project, signature: str, fits: bool) -> No
     if fits:
         assert ids(project, *judge("loading:load"))
         return
-    (told,) = errors(project.collect(*judge("loading:load")))
+    (told,) = errors(project.collect("--collect-only", *judge("loading:load")))
     assert told.startswith(f"--fsdp-loader=loading:load: load({signature}) does not fit; it is called with fsdp")
     assert told.endswith("load(fsdp, checkpoint)")
 
@@ -242,8 +242,15 @@ def test_a_mistake_is_told_in_one_line(project: Project, name: str) -> None:
     project.write("exiting.py", "raise SystemExit(3)")
     project.write("lacking.py", "import absent_of_lacking")
     arguments, words = MISTAKES[name]
-    (told,) = errors(project.collect(*arguments))
+    (told,) = errors(project.collect("--collect-only", *arguments))
     assert words in told
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_mistake_that_is_seen_once_ranks_are_on_their_way(project: Project) -> None:
+    project.write("raising.py", "raise RuntimeError('no luck')")
+    (told,) = errors(project.run(*judge("raising:load")))
+    assert told.endswith("module 'raising' cannot be imported, at raising.py:1: RuntimeError: no luck")
 
 
 @pytest.mark.usefixtures("folder")
