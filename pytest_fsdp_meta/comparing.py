@@ -44,7 +44,10 @@ class Comparer:
         return self._before is not None or bool(self._problem)
 
     def settle(self, report: Report, status: int, others_failed: bool) -> int:
-        """The exit status, where the run would end with ``status``. ``others_failed``: a test that is no loader did."""
+        """The exit status, where the run would end with ``status``.
+
+        ``others_failed``: a test that is no loader did, or has not run because another failed.
+        """
         if self._before is None:
             return status
         self._comparison = compare(self._before, report)

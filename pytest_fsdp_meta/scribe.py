@@ -102,7 +102,8 @@ class Scribe:
             session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED
         if self._comparer.asked:
             report = self._report(int(session.exitstatus))
-            session.exitstatus = self._comparer.settle(report, int(session.exitstatus), self._others_failed)
+            others = self._others_failed or bool(session.shouldfail or session.shouldstop)
+            session.exitstatus = self._comparer.settle(report, int(session.exitstatus), others)
         if self._writer is not None:
             self._write(self._report(int(session.exitstatus)))
         if self._problem and session.exitstatus == pytest.ExitCode.OK:

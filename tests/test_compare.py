@@ -180,7 +180,7 @@ def test_many_loaders_are_cut_off_and_counted():
     assert len(lines) == 21
     assert lines[-1] == "... and 10 more"
     page = summarise_run(many)
-    assert page.count("* no&#95;meta&#95;params") == 20
+    assert page.count("* no_meta_params") == 20
     assert "* and 10 more" in page
 
 
@@ -191,7 +191,9 @@ def rendered(page: str) -> ElementTree.Element:
     )
 
 
-@pytest.mark.parametrize("name", [*HOSTILE, "a|b`c`*d*_e_[f](g)~~h~~", "@someone #1 https://example.org", "\\|"])
+@pytest.mark.parametrize(
+    "name", [*HOSTILE, "a|b`c`*d*_e_[f](g)~~h~~", "@someone #1 https://example.org", "\\|", "_a_ __b__ c_d"]
+)
 def test_names_are_no_markdown(name):
     broken = check(CHECK, "failed", [finding(name, actual=name, expected=name)], name=name)
     now, before = run(broken, name=name, header=header(project=name)), run(name=name)
@@ -279,6 +281,8 @@ def test_nights_one_after_another(project: Project) -> None:
     assert "1 new failure" not in known.stdout.str()
     assert nightly(project, "--fsdp-compare=report", weight=1).ret == 1, "unless nobody said so"
     assert nightly(project, *regression, weight=1, other=False).ret == 1, "no test that is no loader is forgiven"
+    stopped = nightly(project, *regression, "-x", weight=1)
+    assert stopped.ret == 1, "nobody knows of the tests that have not run"
     worse = nightly(project, *regression, weight=1, grad=False)
     assert worse.ret == 1
     told = compared(worse)

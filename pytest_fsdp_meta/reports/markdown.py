@@ -5,6 +5,7 @@ Names come from the models that were judged, and may hold anything; nothing of t
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 
@@ -14,7 +15,8 @@ from pytest_fsdp_meta.reports.record import BROKEN, JUDGED, LoaderRecord, Report
 from pytest_fsdp_meta.reports.terminal import describe_finding, printable
 from pytest_fsdp_meta.words import counted
 
-PLAIN = frozenset(" -.,/=()")
+MARKUP = re.compile(r"[^\w .,/=()-]|(?<![^\W_])_|_(?![^\W_])")
+"""What is written as an entity; an underscore within a word is none."""
 MARKS = {"worse": "❌", "better": "✅", "odd": "ℹ️"}  # noqa: RUF001  (the sign is meant)
 ROWS = 200
 """Of the table: GitHub cuts a page off at 1 MiB."""
@@ -27,7 +29,7 @@ def summarise_run(report: Report, comparison: Comparison | None = None, told: st
 
 def escaped(text: str) -> str:
     """As text of Markdown that stays in its line and cell, whatever it holds."""
-    return "".join(c if c.isalnum() or c in PLAIN else f"&#{ord(c)};" for c in printable(text))
+    return MARKUP.sub(lambda found: f"&#{ord(found[0])};", printable(text))
 
 
 def _head(report: Report) -> Iterator[str]:
