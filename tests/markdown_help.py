@@ -88,7 +88,6 @@ def type_in(folder: Path, command: str) -> tuple[int, str]:
     environment = {name: value for name, value in os.environ.items() if name not in ("CI", "BUILD_NUMBER")}
     environment |= {
         "PATH": os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]]),
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
         "PYTEST_ADDOPTS": "--color=no",
         "COLUMNS": "100",
         "CUDA_VISIBLE_DEVICES": "",  # the pages are those of a reader without GPUs
