@@ -15,7 +15,7 @@ from pytest_fsdp_meta.reports.badge import COLORS, badge, badge_json, badge_svg
 from pytest_fsdp_meta.reports.changes import describe_comparison, verdict
 from pytest_fsdp_meta.reports.compare import compare
 from pytest_fsdp_meta.reports.markdown import summarise_run
-from pytest_fsdp_meta.reports.record import BROKEN, JUDGED, STATUSES, Curves
+from pytest_fsdp_meta.reports.record import BROKEN, KEPT, STATUSES, Curves
 from pytest_fsdp_meta.reports.writing import write_whole
 from tests.conftest import Project, errors
 from tests.report_factory import CATALOGUE, HOSTILE, LLAMA, check, finding, header, loader, report
@@ -41,6 +41,9 @@ def kinds(comparison):
         ("passed", "failed", "failures"),
         ("passed", "error", "failures"),
         ("passed", "not run", "failures"),
+        ("not run", "not run", "failures"),
+        ("not run", "error", "failures"),
+        ("not run", "passed", ""),
         ("xfailed", "xpassed", "failures"),
         ("undeclared", "failed", "failures"),
         ("blocked", "failed", "failures"),
@@ -69,7 +72,7 @@ def test_a_failure_is_new_known_or_changed_and_a_kept_promise_is_none_of_them(be
     found = kinds(compare(run(check(CHECK, before)), run(check(CHECK, now))))
     assert len(found) <= 1
     assert bool({"failures", "known", "changed"} & set(found)) == (now in BROKEN)
-    assert ("fixed" in found) == (before in BROKEN and now in JUDGED and now not in BROKEN)
+    assert ("fixed" in found) == (before in BROKEN and before != "not run" and now in KEPT)
 
 
 @pytest.mark.parametrize(
@@ -87,6 +90,14 @@ def test_a_failure_is_new_known_or_changed_and_a_kept_promise_is_none_of_them(be
 def test_a_failure_is_known_by_its_findings_and_not_by_their_numbers(before, now, kind):
     comparison = compare(run(check(CHECK, "failed", before)), run(check(CHECK, "failed", now)))
     assert kinds(comparison) == {kind: [CHECK]}
+
+
+def test_an_error_is_known_by_its_reason_and_not_by_its_numbers():
+    one, same, other = (
+        run(check(CHECK, "error", reason=reason)) for reason in ("rank 1 hung, 30 s", "rank 0 hung, 31 s", "killed")
+    )
+    assert kinds(compare(one, same)) == {"known": [CHECK]}
+    assert kinds(compare(one, other)) == {"changed": [CHECK]}
 
 
 def test_a_loader_that_is_new_and_broken_is_a_new_failure_and_one_that_is_gone_is_told():

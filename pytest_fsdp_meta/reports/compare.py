@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 
 from pytest_fsdp_meta.reports.record import (
     BROKEN,
-    JUDGED,
+    KEPT,
+    UNACCOUNTED,
     CheckRecord,
     Curves,
     FindingRecord,
@@ -17,7 +18,6 @@ from pytest_fsdp_meta.reports.record import (
     Report,
 )
 
-KEPT = tuple(status for status in JUDGED if status not in BROKEN)
 NUMBERS = re.compile(r"[-+]?\d[\d.]*(?:e[-+]?\d+)?")
 SLOWER = 1.5
 """A load that takes so many times what it took is told, ..."""
@@ -115,9 +115,10 @@ def _by_id(loader: LoaderRecord | None) -> dict[str, CheckRecord]:
 
 def _kind(change: Change) -> str:
     before, now = change.before, change.now
-    was, bad = _is(before, BROKEN), _is(now, BROKEN)
-    if bad and now is not None:
-        if not was or before is None:
+    was = _is(before, BROKEN) and not _is(before, UNACCOUNTED)
+    if now is not None and now.status in BROKEN:
+        # Of what has not run nobody knows whether it would have failed as before.
+        if not was or before is None or now.status in UNACCOUNTED:
             return "failures"
         if _told(before) == _told(now):
             return "known"
@@ -135,14 +136,19 @@ def _places(findings: Iterable[FindingRecord]) -> set[str | None]:
     return {found.tensor for found in findings}
 
 
-def _told(record: CheckRecord) -> tuple[str, frozenset[FindingRecord]]:
+def _told(record: CheckRecord) -> tuple[str, str, frozenset[FindingRecord]]:
     """Without numbers: those of a broken model differ from run to run."""
 
     def blot(text: str) -> str:
         return NUMBERS.sub("#", text)
 
-    return record.status, frozenset(
-        replace(found, actual=blot(found.actual), expected=blot(found.expected), detail="") for found in record.findings
+    return (
+        record.status,
+        blot(record.reason),
+        frozenset(
+            replace(found, actual=blot(found.actual), expected=blot(found.expected), detail="")
+            for found in record.findings
+        ),
     )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from pytest_fsdp_meta.reports.changes import MOST, describe_comparison, verdict
 from pytest_fsdp_meta.reports.compare import Comparison
-from pytest_fsdp_meta.reports.record import BROKEN, JUDGED, LoaderRecord, Report
+from pytest_fsdp_meta.reports.record import BROKEN, KEPT, LoaderRecord, Report
 from pytest_fsdp_meta.reports.terminal import describe_finding, printable
 from pytest_fsdp_meta.words import counted
 
@@ -45,14 +45,14 @@ def message(report: Report) -> str:
     """ "41 kept, 2 broken": of the checks that were judged."""
     checks = Counter(check.status for loader in report.loaders for check in loader.checks)
     bad = sum(checks[status] for status in BROKEN)
-    kept = sum(checks[status] for status in JUDGED if status not in BROKEN)
+    kept = sum(checks[status] for status in KEPT)
     if not bad and not kept:
         return "nothing judged"
     return f"{kept} kept, {bad} broken" if bad else f"{kept} kept"
 
 
 def broken(report: Report) -> bool:
-    return any(check.status in BROKEN for loader in report.loaders for check in loader.checks)
+    return any(map(_bad, report.loaders))
 
 
 def _table(report: Report) -> Iterator[str]:
@@ -61,7 +61,7 @@ def _table(report: Report) -> Iterator[str]:
     yield "| loader | world | kept | broken | not judged | s |"
     yield "|---|---|--:|--:|--:|--:|"
     for loader in sorted(report.loaders, key=lambda one: not _bad(one))[:ROWS]:
-        bad, kept = _bad(loader), sum(check.status in JUDGED and check.status not in BROKEN for check in loader.checks)
+        bad, kept = _bad(loader), sum(check.status in KEPT for check in loader.checks)
         seconds = sum(check.seconds for check in loader.checks)
         others = len(loader.checks) - bad - kept
         yield f"| {escaped(loader.loader)} | {_world(loader)} | {kept} | {bad} | {others} | {seconds:.1f} |"
