@@ -252,4 +252,7 @@ def _cpu() -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit("broken off; the same command goes on where it was")
