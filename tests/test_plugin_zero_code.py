@@ -274,6 +274,16 @@ def test_a_checkpoint_with_code_of_its_own(project: Project, linear: Path) -> No
     result.assert_outcomes(passed=1, skipped=1)
 
 
+def test_where_transformers_is_not_installed(project: Project, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    project.write("loading.py", PLAIN)
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    told = project.collect("--collect-only", *judge("loading:load")).stdout.str()
+    assert "checkpoint is a checkpoint of transformers, which is not installed, so its values are all" in told
+    (folder / "config.json").write_text('["model_type"]')
+    assert "of transformers" not in project.collect("--collect-only", *judge("loading:load")).stdout.str()
+
+
 @pytest.mark.parametrize(("size", "rows"), [(1, 8), (2, 8), (3, 12), (5, 10), (8, 16)])
 def test_every_rank_gets_an_even_number_of_rows(size: int, rows: int) -> None:
     assert rows_for(size) == rows
