@@ -265,6 +265,23 @@ def take_apart(nodeid: str, catalogue: Catalogue) -> tuple[str, str] | None:
     if "]@" in nodeid:  # xdist's group
         nodeid = nodeid.rpartition("@")[0]
     shared = loader_of(nodeid, catalogue)
-    if shared is None:
-        return None
-    return shared[:-1] + ("" if shared.endswith("[") else "]"), nodeid[len(shared) : -1]
+    return None if shared is None else (_without_check(shared, "]"), nodeid[len(shared) : -1])
+
+
+def told_as(item: pytest.Item, case: Case) -> str:
+    """As ``take_apart``, wherever the name of the item has its check."""
+    assert item.parent is not None
+    before, _, after = item.name.rpartition(case.check)
+    return f"{item.parent.nodeid}::{_without_check(before, after)}"
+
+
+def _without_check(before: str, after: str) -> str:
+    if before.endswith("[") and after == "]":
+        return before[:-1]
+    return before + after[1:] if after.startswith("-") else before.removesuffix("-") + after
+
+
+def runs_nothing(config: pytest.Config) -> bool:
+    """Whether pytest only shows something, so that no check is going to run."""
+    shown = ("collectonly", "setuponly", "setupplan", "showfixtures", "show_fixtures_per_test", "cacheshow")
+    return any(config.getoption(option, False) for option in shown)

@@ -7,16 +7,17 @@ from pathlib import Path
 
 import pytest
 
+from pytest_fsdp_meta.plain import write_whole
 from pytest_fsdp_meta.reports.badge import badge_json, badge_svg
 from pytest_fsdp_meta.reports.changes import describe_comparison, verdict
 from pytest_fsdp_meta.reports.compare import Comparison, compare
 from pytest_fsdp_meta.reports.markdown import summarise_run
 from pytest_fsdp_meta.reports.record import Report
-from pytest_fsdp_meta.reports.totals import BAD, GOOD, ODD, Line
-from pytest_fsdp_meta.reports.writing import OtherSchema, read_report, write_whole
+from pytest_fsdp_meta.reports.totals import GREEN, RED, YELLOW, Line
+from pytest_fsdp_meta.reports.writing import OtherSchema, read_report
 from pytest_fsdp_meta.settings import Settings
 
-MARKUP = {"worse": BAD, "better": GOOD, "odd": ODD}
+MARKUP = {"worse": RED, "better": GREEN, "odd": YELLOW}
 
 
 class Comparer:
@@ -59,16 +60,16 @@ class Comparer:
     def lines(self) -> Iterator[Line]:
         """For the terminal."""
         if self._problem:
-            yield self._problem, BAD
+            yield self._problem, RED
         if self._comparison is None:
             return
         for mark, headline, lines in describe_comparison(self._comparison):
             yield headline, MARKUP[mark]
             yield from ((f"  {line}", {}) for line in lines)
-        yield verdict(self._comparison), BAD if self._comparison.fails("regression") else GOOD
+        yield verdict(self._comparison), RED if self._comparison.fails("regression") else GREEN
 
     def write(self, report: Report, folder: Path) -> None:
         """The summary and the badge. Raises OSError."""
-        write_whole(folder / "summary.md", summarise_run(report, self._comparison, self._problem))
-        write_whole(folder / "badge.json", badge_json(report))
-        write_whole(folder / "badge.svg", badge_svg(report))
+        write_whole(folder / "summary.md", summarise_run(report, self._comparison, self._problem).encode())
+        write_whole(folder / "badge.json", badge_json(report).encode())
+        write_whole(folder / "badge.svg", badge_svg(report).encode())

@@ -399,17 +399,18 @@ class Unavailable:
 
     ``error`` is False when the author did not declare what it needs (checks are skipped) or when an earlier finding
     rules it out, and True when taking it went wrong (checks are errors). ``detail`` is then the full story.
-    ``undeclared`` tells that a field of Subject would make it possible.
+    ``kind`` is "undeclared" where a field of Subject would make it possible, "blocked" where mending what a check has
+    found would, "unselected" where no check that was selected asked for it.
     """
 
     summary: str
     error: bool = False
     detail: str = ""
-    undeclared: bool = False
+    kind: str = ""
 
 
 def not_declared(field: str) -> Unavailable:
-    return Unavailable(f"Subject({field}=...) is not declared", undeclared=True)
+    return Unavailable(f"Subject({field}=...) is not declared", kind="undeclared")
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import pytest
 from pytest_fsdp_meta._pytest_private import parameters
 from pytest_fsdp_meta.calls import ASSUME, SKIPS, Call
 from pytest_fsdp_meta.catalogue import Catalogue, judge
-from pytest_fsdp_meta.collection import ARGUMENT, SKIPPED, Case, case_of, take_apart
+from pytest_fsdp_meta.collection import ARGUMENT, SKIPPED, Case, case_of, told_as
 from pytest_fsdp_meta.drawing import draw, given_test, notes, reject, relax, same_draws
 from pytest_fsdp_meta.evidence import Evidence
 from pytest_fsdp_meta.preloading import refresh
@@ -21,12 +21,14 @@ from pytest_fsdp_meta.reports.listener import Ear
 from pytest_fsdp_meta.reports.terminal import describe_error, describe_failure
 from pytest_fsdp_meta.sending import Unsendable, again, pack_call, pack_drawn
 from pytest_fsdp_meta.settings import Settings
-from pytest_fsdp_meta.telling import Outcome, Share, Teller
+from pytest_fsdp_meta.telling import Outcome, Share, Teller, settle
 from pytest_fsdp_meta.trial import LoaderFailed, Trial, ranks_of, world_facts
 from pytest_fsdp_meta.workers import Devices
 from pytest_fsdp_meta.worlds import Engine, LeaseError
 
 OUTCOME = pytest.StashKey[Outcome]()
+SHOWN = pytest.StashKey["_Run"]()
+"""Of what Hypothesis drew, the example that the outcome is of."""
 
 
 @dataclass
@@ -131,42 +133,34 @@ class Conductor:
         run = self._run(item, case)
         outcome = self._outcome(item, case, run) if test is None else self._draw(item, case, run, test)
         item.stash[OUTCOME] = outcome
-        expected = case.order.xfail.get(case.check)
         if outcome.status == "skipped":
             _skip(item, outcome.told)
-        if outcome.status == "failed" and expected is not None:
-            pytest.xfail(expected)
-        if outcome.status in ("failed", "error"):
-            pytest.fail(outcome.told, pytrace=False)
-        if expected is not None:
-            pytest.fail(
-                f"{case.check} passes, but xfail expects it to fail ({expected}); remove it from xfail", pytrace=False
-            )
+        settle(outcome, case.check, case.order.xfail.get(case.check))
 
     def tell(self, item: pytest.Item, case: Case, report: pytest.TestReport, raised: BaseException | None) -> None:
         """Puts on pytest's report what has become of the item, for whoever writes the run down."""
-        run = self._run(item, case)
-        run = next(reversed(run.examples.values()), run)
-        assert item.parent is not None
-        apart = take_apart(f"{item.parent.nodeid}::{item.name}", self.catalogue)
-        assert apart is not None
+        run = item.stash.get(SHOWN, self._run(item, case))
+        failure = run.failure
         share = Share(
-            loader=apart[0],
+            key=told_as(item, case),
+            loader=told_as(item, case),
             check=case.check,
             world=run.evidence.world if run.evidence else world_facts(case.spec),
+            known=tuple(self.catalogue.ids()),
             offered=case.order.checks,
             skip=case.order.skip,
             xfail=case.order.xfail,
             again=again(item, self.settings.given),
             evidence=run.evidence,
-            error=run.failure.summary if run.failure else "",
+            error=failure.summary if failure and not failure.vote else "",
             seconds=run.seconds,
+            keeps=SHOWN not in item.stash,
         )
         self.teller.tell(item, report, share, item.stash.get(OUTCOME, None), raised)
 
     def _draw(self, item: pytest.Function, case: Case, run: _Run, test: Callable[..., Any]) -> Outcome:
         """The outcome over all examples; the items of one loader draw the same, and each example is loaded once."""
-        call, seen = run.call, list[Outcome]()
+        call, seen = run.call, list[tuple[Outcome, _Run]]()
         assert call is not None
         values = {name: item.funcargs[name] for name in call.names}
         relax(test)
@@ -180,20 +174,22 @@ class Conductor:
                 self._observe(item, case, example)
             if example.failure is not None and example.failure.vote == ASSUME:
                 reject()
-            seen.append(self._outcome(item, case, example))
-            if seen[-1].status in ("failed", "error"):
-                raise _Fallen(seen[-1], example)
+            seen.append((self._outcome(item, case, example), example))
+            if seen[-1][0].status in ("failed", "error"):
+                raise _Fallen(*seen[-1])
 
         try:
             draw(test, values, judge_example, key="\0".join(_loader(item, case)))
         except _Fallen as fallen:
             self._show_output(item, "call", fallen.run)
+            item.stash[SHOWN] = fallen.run
             return replace(fallen.outcome, told=f"{fallen.outcome.told}\n\n{notes(fallen)}")
         except Unsendable as error:
             return Outcome("error", str(error), reason=str(error))
         why = "Hypothesis has drawn no example; see the phases in its settings"
-        nothing = Outcome("skipped", why, reason=why)
-        return next((outcome for outcome in seen if outcome.status != "skipped"), (nothing, *seen)[-1])
+        nothing = Outcome("skipped", why, reason=why), run
+        outcome, item.stash[SHOWN] = next((one for one in seen if one[0].status != "skipped"), (nothing, *seen)[-1])
+        return outcome
 
     def _outcome(self, item: pytest.Item, case: Case, run: _Run) -> Outcome:
         """What came of one run, for one item."""

@@ -7,10 +7,13 @@ written all the same, and one that is missing is read as its default.
 from __future__ import annotations
 
 import math
+import os
 import types
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
@@ -128,3 +131,16 @@ def _schema_of_fields(kind: type, known: dict[str, Any]) -> dict[str, Any]:
     properties = {one.name: _schema(hints[one.name], known) for one in fields(kind)}
     doc = (kind.__doc__ or "").strip().split("\n\n")[0].replace("\n    ", " ")
     return {"type": "object", "description": doc, "properties": properties, "required": needed}
+
+
+def write_whole(path: Path, data: bytes) -> Path:
+    """Whole or not at all. Raises OSError."""
+    written = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        written.write_bytes(data)
+        written.replace(path)
+    except OSError:
+        with suppress(OSError):
+            written.unlink()
+        raise
+    return path

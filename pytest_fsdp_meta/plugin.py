@@ -88,6 +88,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     config.stash[CHECKED] = tuple(impl.plugin for impl in config.hook.pytest_fsdp_checks.get_hookimpls())
     catalogue = config.stash[CONDUCTOR].catalogue = collection.read_catalogue(config)
     config.stash[rejudging.CATALOGUE] = catalogue
+    config.stash[rejudging.GIVEN] = config.stash[CONDUCTOR].settings.given
     zero_code.plan(config, config.stash[CONDUCTOR].settings, config.stash[CONDUCTOR].engine)
     if writer := config.pluginmanager.get_plugin(scribe.NAME):
         writer.begin(catalogue)
@@ -112,7 +113,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def _gpus(config: pytest.Config) -> int | None:
     """None where nothing will run. Counting takes seconds on a machine that has some."""
-    if config.getoption("collectonly"):
+    if collection.runs_nothing(config):
         return None
     conductor = config.stash[CONDUCTOR]
     if isinstance(conductor.engine, RayEngine):
@@ -153,7 +154,7 @@ def pytest_testnodedown(node: Any) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     config = session.config
-    if not (config.getoption("collectonly") or config.getoption("setuponly", False)):
+    if not collection.runs_nothing(config):
         conductor = config.stash[CONDUCTOR]
         conductor.plan(session.items)
         preloading.plan(conductor.engine, session.items, config)
@@ -186,7 +187,7 @@ def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
         elif world_case is not None:
             spmd.before_fixtures(item, world_case, keeper)
         yield
-        if item.config.getoption("setuponly", False):
+        if collection.runs_nothing(item.config):
             return
         if case is not None:
             conductor.after_fixtures(item, case)

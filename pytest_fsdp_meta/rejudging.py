@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
@@ -12,17 +12,26 @@ from pytest_fsdp_meta.catalogue import Catalogue, judge
 from pytest_fsdp_meta.collection import SKIPPED
 from pytest_fsdp_meta.reports.terminal import describe_error, describe_failure
 from pytest_fsdp_meta.sending import command
-from pytest_fsdp_meta.telling import Outcome, Share
+from pytest_fsdp_meta.telling import Outcome, Share, settle
+from pytest_fsdp_meta.words import first_of
 
 CATALOGUE = pytest.StashKey[Catalogue]()
+GIVEN = pytest.StashKey[Sequence[str]]()
+"""The options that a command which runs one item again repeats."""
 
 
 def is_asked_for(path: Path, config: pytest.Config) -> bool:
     """Whether it is kept evidence that the command line names, or its folder: a report in the project is no test."""
-    if not path.name.endswith(kept.ENDING):
-        return False
-    named = {(config.invocation_params.dir / argument.partition("::")[0]).resolve() for argument in config.args}
-    return bool(named & {path.resolve(), path.resolve().parent})
+    return path.name.endswith(kept.ENDING) and bool(_named(config) & {path.resolve(), path.resolve().parent})
+
+
+def is_judged(folder: Path, config: pytest.Config) -> bool:
+    """Whether this run judges evidence of the folder."""
+    return any(path == folder.resolve() or path.parent == folder.resolve() for path in _named(config))
+
+
+def _named(config: pytest.Config) -> set[Path]:
+    return {(config.invocation_params.dir / argument.partition("::")[0]).resolve() for argument in config.args}
 
 
 class KeptFile(pytest.File):
@@ -32,13 +41,29 @@ class KeptFile(pytest.File):
         try:
             self.kept = kept.read(self.path)
         except ValueError as error:
-            raise self.CollectError(str(error)) from None
-        for check in self.config.stash[CATALOGUE].ids():
-            if check in self.kept.offered:
+            yield Unreadable.from_parent(self, name="unreadable", why=str(error))
+            return
+        ids = self.config.stash[CATALOGUE].ids()
+        if gone := [check for check in self.kept.known if check not in ids]:
+            told = f"{self.kept.loader}: the catalogue has no check {first_of(gone)} any more, which judged it then"
+            self.warn(pytest.PytestWarning(told))
+        for check in ids:
+            if check not in self.kept.known or check in self.kept.offered:
                 item = KeptItem.from_parent(self, name=check)
                 if check in self.kept.skip:
                     item.add_marker(pytest.mark.skip(reason=self.kept.skip[check]))
                 yield item
+
+
+class Unreadable(pytest.Item):
+    """A file that is no kept evidence, or not whole: an item of its own, so that the others are judged."""
+
+    def __init__(self, *, why: str, **known: object) -> None:
+        super().__init__(**known)  # type: ignore[arg-type]
+        self._why = why
+
+    def runtest(self) -> None:
+        pytest.fail(self._why, pytrace=False)
 
 
 class KeptItem(pytest.Item):
@@ -50,32 +75,31 @@ class KeptItem(pytest.Item):
     def runtest(self) -> None:
         catalogue, told = self.config.stash[CATALOGUE], self.parent.kept
         verdict = judge(catalogue[self.name], told.evidence, catalogue)
-        self.outcome = Outcome(verdict.status, verdict=verdict, reason=verdict.reason)
+        message = verdict.reason
+        if verdict.status == "failed":
+            message = describe_failure(verdict, str(told.evidence.world), self.again)
+        elif verdict.status == "error":
+            message = describe_error(verdict.check, verdict.reason, verdict.detail, self.again)
+        self.outcome = Outcome(verdict.status, message, verdict, verdict.reason)
         if verdict.status == "skipped":
             self.stash[SKIPPED] = verdict.reason
             pytest.skip(verdict.reason)
-        if verdict.status == "error":
-            pytest.fail(describe_error(verdict.check, verdict.reason, verdict.detail, self.again), pytrace=False)
-        expected = told.xfail.get(self.name)
-        if verdict.status == "failed":
-            if expected is not None:
-                pytest.xfail(expected)
-            pytest.fail(describe_failure(verdict, str(told.evidence.world), self.again), pytrace=False)
-        if expected is not None:
-            pytest.fail(f"{self.name} passes, but xfail expects it to fail ({expected})", pytrace=False)
+        settle(self.outcome, self.name, told.xfail.get(self.name))
 
     @property
     def again(self) -> str:
-        return command(self.config, self.path, [self.name], ())
+        return command(self.config, self.path, [self.name], self.config.stash[GIVEN])
 
     @property
     def share(self) -> Share:
-        told = self.parent.kept
+        told, ids = self.parent.kept, tuple(self.config.stash[CATALOGUE].ids())
         return Share(
+            key=self.parent.nodeid,
             loader=told.loader,
             check=self.name,
             world=told.evidence.world,
-            offered=told.offered,
+            known=ids,
+            offered=tuple(check for check in ids if check not in told.known or check in told.offered),
             skip=told.skip,
             xfail=told.xfail,
             again=self.again,
@@ -86,3 +110,9 @@ class KeptItem(pytest.Item):
 
     def reportinfo(self) -> tuple[str, int, str]:
         return str(self.path), 0, f"{self.parent.kept.loader}[{self.name}]"
+
+
+def take_apart_kept(nodeid: str) -> tuple[str, str] | None:
+    """The file and the check of an item of kept evidence; None for any other."""
+    file, _, check = nodeid.partition("::")
+    return (file, check) if file.endswith(kept.ENDING) and check else None

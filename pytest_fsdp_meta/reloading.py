@@ -29,7 +29,7 @@ from pytest_fsdp_meta.stopwatch import Stopwatch
 from pytest_fsdp_meta.worlds import World, WorldError, WorldSpec
 
 OBSERVER = "pytest_fsdp_meta.observers.checkpoint"
-NOT_ASKED = Unavailable("no selected check asked for it")
+NOT_ASKED = Unavailable("no selected check asked for it", kind="unselected")
 STEPS = 2
 """Trained after a checkpoint: the second shows what the first did to the optimizer."""
 AGAIN = "the loader gave a model once, and fails when it runs again in a fresh world with the same fixtures"
@@ -119,7 +119,7 @@ class Reloading:
             return why
         unloadable = _unloadable(self._run_first("first_step"))
         if unloadable and not self._saves_itself:
-            return Unavailable(f"{unloadable}; {DECLARE}", undeclared=True)
+            return Unavailable(f"{unloadable}; {DECLARE}", kind="undeclared")
         self._whole = self._saving(self._first_world, "save_all", self._at("continued"))
         return self._gone_on(self._whole, self._run_first)
 
@@ -134,7 +134,7 @@ class Reloading:
 
     def _export(self) -> Any:
         if self.reference is None or not self.reference.complete:
-            return Unavailable(NO_MODEL, undeclared=True)
+            return Unavailable(NO_MODEL, kind="undeclared")
         if not self.alone.alive:
             return Unavailable("the reference has ended")
         why = self._unsavable(by_torch=True) or self._ungatherable()
@@ -253,7 +253,7 @@ class Reloading:
     def _unsavable(self, by_torch: bool = False) -> Unavailable | None:
         """Why saving would fail or hang, for a reason that is seen already; an author's own way is tried."""
         if why := odd_model(self.inventory):
-            return Unavailable(f"not saved: {why}")
+            return Unavailable(f"not saved: {why}", kind="blocked")
         if self._saves_itself and not by_torch:
             return None
         tensors = [t for rank in self.inventory for t in rank.tensors if t.persistent]
@@ -261,12 +261,12 @@ class Reloading:
             unfit = f"{odd[0]} is no DTensor and no whole plain tensor, which is all that torch"
             if by_torch:
                 return Unavailable(f"{unfit} gathers")
-            return Unavailable(f"{unfit}.distributed.checkpoint saves; {DECLARE}", undeclared=True)
+            return Unavailable(f"{unfit}.distributed.checkpoint saves; {DECLARE}", kind="undeclared")
         refused = [rank.refused for rank in self.seen.get("state_dict", ()) if rank.refused]
         if not refused:
             return None
         why = f"torch's get_model_state_dict refuses the model ({refused[0]}); {DECLARE}"
-        return Unavailable(why, undeclared=True)
+        return Unavailable(why, kind="undeclared")
 
     @property
     def _saves_itself(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,9 @@ import pytest
 
 from pytest_fsdp_meta import kept
 from pytest_fsdp_meta.catalogue import Catalogue
-from pytest_fsdp_meta.collection import case_of, take_apart
+from pytest_fsdp_meta.collection import case_of, runs_nothing, take_apart, told_as
 from pytest_fsdp_meta.comparing import Comparer
-from pytest_fsdp_meta.rejudging import KeptItem
+from pytest_fsdp_meta.rejudging import KeptItem, is_judged, take_apart_kept
 from pytest_fsdp_meta.reports.heading import describe_run, heading
 from pytest_fsdp_meta.reports.ledger import Ledger
 from pytest_fsdp_meta.reports.record import SCHEMA, Header, LoaderRecord, Report
@@ -37,7 +37,9 @@ class Scribe:
         self._ledger = Ledger()
         self._catalogue = Catalogue()
         self._header: Header | None = None
-        self._others_passed = self._others_failed = False
+        self._others_passed = False
+        self._failed = 0
+        """Reports of loaders that failed."""
         self._problem = ""
         """Why the report could not be written."""
         self._writer = Writer(Path(settings.report)) if settings.report else None
@@ -52,14 +54,18 @@ class Scribe:
             command = ("pytest", *map(str, self._config.invocation_params.args))
             self._header = heading(self._config.rootpath, command, self._settings.engine, catalogue)
         if self._writer is not None and self._header is not None:
-            if self._settings.keep_evidence:
-                kept.clear(self._writer.folder / kept.FOLDER)
-            self._write(Report(SCHEMA, self._header))
+            self._write(Report(SCHEMA, self._header), self._clear)
+
+    def _clear(self) -> None:
+        """What an earlier run has kept, unless it is what this one judges."""
+        assert self._writer is not None
+        folder = self._writer.folder / kept.FOLDER
+        if not is_judged(folder, self._config):
+            kept.clear(folder)
 
     @property
     def _idle(self) -> bool:
-        """Whether no item is going to run."""
-        return bool(self._config.getoption("collectonly") or self._config.getoption("setupplan", False))
+        return runs_nothing(self._config)
 
     def pytest_report_header(self) -> str:
         settings = self._settings
@@ -70,26 +76,29 @@ class Scribe:
         for item in session.items:
             case = case_of(item)
             if isinstance(item, KeptItem):
-                self._ledger.plan(item.share.loader, item.share.check, item.nodeid, item.share.world)
-            elif case is not None and (apart := take_apart(item.nodeid, self._catalogue)):
-                self._ledger.plan(*apart, item.nodeid, world_facts(case.spec))
+                share = item.share
+                self._ledger.plan(share.key, share.check, item.nodeid, share.loader, share.world, share.expected)
+            elif case is not None:
+                expected = tuple(check for check in case.order.checks if check not in case.order.skip)
+                name = told_as(item, case)
+                self._ledger.plan(name, case.check, item.nodeid, name, world_facts(case.spec), expected)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, node: Any, ids: Sequence[str]) -> None:
         for nodeid in ids:
-            if apart := take_apart(nodeid, self._catalogue):
+            if apart := take_apart(nodeid, self._catalogue) or take_apart_kept(nodeid):
                 self._ledger.plan(*apart, nodeid)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         entry = told(report)
-        self._others_failed |= entry is None and report.failed and not self._ledger.knows(report.nodeid)
         if entry is not None:
+            self._failed += report.failed and not hasattr(report, "wasxfail")
             self._ledger.enter(entry)
-        elif report.failed and report.when not in ("setup", "call", "teardown"):
-            self._ledger.crashed(report.nodeid, first_line(RuntimeError(report.longreprtext)))
-        elif report.when == "call" and report.passed:
+        elif report.when not in ("setup", "call", "teardown"):
+            self._failed += self._ledger.crashed(report.nodeid, first_line(report.longreprtext))
+        elif report.when == "call" or (report.when == "setup" and not report.passed):
             self._ledger.strike(report.nodeid)
-            self._others_passed = True
+            self._others_passed |= report.passed
         self._ledger.spend(report.nodeid, report.duration)
         if self._writer is not None and self._writer.is_due:
             self._write(self._report(None))
@@ -102,31 +111,39 @@ class Scribe:
             session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED
         if self._comparer.asked:
             report = self._report(int(session.exitstatus))
-            others = self._others_failed or bool(session.shouldfail or session.shouldstop)
+            # What else failed (a test, a module that cannot be imported, coverage) is counted by pytest alone; what has
+            # not run because something failed might have failed as well.
+            others = session.testsfailed > self._failed or bool(session.shouldfail or session.shouldstop)
             session.exitstatus = self._comparer.settle(report, int(session.exitstatus), others)
         if self._writer is not None:
             self._write(self._report(int(session.exitstatus)))
-        if self._problem and session.exitstatus == pytest.ExitCode.OK:
+        if self._problems and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.INTERNAL_ERROR
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if self._idle:
             return
-        if self.loaders:
-            self._tell_totals(terminalreporter)
+        if self.loaders or self._problems:
+            terminalreporter.section("fsdp conformance")
+            self._tell(terminalreporter)
         if self._comparer.asked:
             terminalreporter.section("fsdp conformance, compared")
             for line, markup in self._comparer.lines():
                 terminalreporter.write_line(line, **markup)
 
-    def _tell_totals(self, terminalreporter: pytest.TerminalReporter) -> None:
-        terminalreporter.section("fsdp conformance")
-        for line, markup in describe_totals(self.loaders, self._config.get_verbosity()):
-            terminalreporter.write_line(line, **markup)
-        if self._problem:
-            terminalreporter.write_line(f"--fsdp-report: the report is not whole: {self._problem}", red=True)
-        elif self._writer is not None:
+    def _tell(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if self.loaders:
+            for line, markup in describe_totals(self.loaders, self._config.get_verbosity()):
+                terminalreporter.write_line(line, **markup)
+        for problem in self._problems:
+            terminalreporter.write_line(f"--fsdp-report: {problem}", red=True)
+        if self._writer is not None and not self._problem:
             terminalreporter.write_line(f"report: {self._writer.folder}")
+
+    @property
+    def _problems(self) -> list[str]:
+        whole = [f"the report is not whole: {self._problem}"] if self._problem else []
+        return [*whole, *self._ledger.problems]
 
     @property
     def loaders(self) -> tuple[LoaderRecord, ...]:
@@ -137,9 +154,10 @@ class Scribe:
         seconds = time.monotonic() - self._began
         return Report(SCHEMA, self._header, self.loaders, seconds, exit_status, exit_status is not None)
 
-    def _write(self, report: Report) -> None:
+    def _write(self, report: Report, first: Callable[[], None] = lambda: None) -> None:
         assert self._writer is not None
         try:
+            first()
             self._writer.write(report)
             # At the beginning too: the page of an earlier run must not stand for one that is killed.
             if report.complete or not report.loaders:
@@ -147,5 +165,6 @@ class Scribe:
 
                 write_page(report, self._writer.folder / "index.html")
                 self._comparer.write(report, self._writer.folder)
+            self._problem = ""
         except OSError as error:
             self._problem = str(error)  # told at the end: what the tests say goes first

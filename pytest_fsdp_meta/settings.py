@@ -298,7 +298,7 @@ def read_settings(config: pytest.Config) -> Settings:
         text, source = found
         try:
             value = option.parse(text)
-        except (ValueError, KeyError):
+        except (ValueError, KeyError, OSError):
             raise pytest.UsageError(f"{source}: {text!r} is wrong, it should be {option.right}") from None
         values["world_sizes" if option.name == "world-size" else option.ini.removeprefix("fsdp_")] = value
         if option.repeated and not source.startswith("ini"):

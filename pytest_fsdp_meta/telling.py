@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -13,12 +13,13 @@ from pytest_fsdp_meta.catalogue import Verdict
 from pytest_fsdp_meta.evidence import Evidence, WorldFacts
 from pytest_fsdp_meta.plain import from_plain, to_plain
 from pytest_fsdp_meta.reports.ledger import Entry, Loaded
-from pytest_fsdp_meta.reports.record import CheckRecord
+from pytest_fsdp_meta.reports.record import KEPT, CheckRecord, and_then
 from pytest_fsdp_meta.reports.summary import record_findings, summarise
 from pytest_fsdp_meta.reports.terminal import describe_finding
 from pytest_fsdp_meta.words import first_line
 
 ATTRIBUTE = "fsdp_entry"
+RECORD = pytest.StashKey[CheckRecord]()
 SETTLED = {"setup": ("failed", "skipped"), "call": ("passed", "failed", "skipped"), "teardown": ("failed",)}
 """The outcomes of each phase that settle what became of an item."""
 
@@ -40,10 +41,15 @@ class Outcome:
 class Share:
     """An item's place, which check of which loader in which world, and what is known of the loader by now."""
 
+    key: str
+    """What the items of one loader in one world have in common, and no other has."""
     loader: str
     check: str
     world: WorldFacts
+    known: tuple[str, ...]
+    """The checks of the catalogue."""
     offered: tuple[str, ...]
+    """Those that ``only`` does not leave out."""
     skip: Mapping[str, str] = field(default_factory=dict)
     xfail: Mapping[str, str] = field(default_factory=dict)
     again: str = ""
@@ -51,7 +57,12 @@ class Share:
     error: str = ""
     seconds: Mapping[str, float] = field(default_factory=dict)
     keeps: bool = True
-    """Whether its evidence may be kept: that which was, is."""
+    """Whether its evidence may be kept: not that which was, and not that of an example, which is not all there is."""
+
+    @property
+    def expected(self) -> tuple[str, ...]:
+        """The checks that the author leaves to pytest to select."""
+        return tuple(check for check in self.offered if check not in self.skip)
 
 
 class Teller:
@@ -74,43 +85,58 @@ class Teller:
         """Puts on the report what its phase has settled, if anything."""
         if report.outcome not in SETTLED[report.when or ""]:
             return
-        status, reason = _status(report, share, outcome, raised)
-        verdict = outcome.verdict if outcome is not None else None
-        record = CheckRecord(
-            check=share.check,
-            status=status,
-            nodeid=report.nodeid,
-            reason=reason,
-            findings=record_findings(verdict) if verdict else (),
-            unjudged=verdict.unjudged if verdict else {},
-            again=share.again,
-        )
-        item.user_properties += _properties(record, share)
-        _shorten(report, record)
-        try:
-            loaded = self._loaded(share)
-        except OSError as error:
-            item.warn(pytest.PytestWarning(f"--fsdp-keep-evidence: not kept: {error}"))
-            loaded = Loaded(share.error, share.seconds)
-        entry = Entry(share.loader, share.world, share.offered, record, loaded)
+        before = item.stash.get(RECORD, None)
+        if report.when == "teardown" and before is not None:
+            record = _ended_badly(before, _said(raised))
+        else:
+            record = _record(report, share, outcome, raised)
+            _shorten(report, record)
+        item.stash[RECORD] = record
+        for properties in (item.user_properties, report.user_properties):
+            properties[:] = [one for one in properties if not one[0].startswith("fsdp_")] + _properties(record, share)
+        entry = Entry(share.key, share.loader, share.world, share.expected, record, self._loaded(share))
         setattr(report, ATTRIBUTE, to_plain(entry))
 
     def _loaded(self, share: Share) -> Loaded | None:
         """None where the last item has told it already."""
         known = share.evidence or share.error
-        if not known or self._told.get(share.loader) is known:
+        if not known or self._told.get(share.key) is known:
             return None
-        self._told[share.loader] = known
+        self._told[share.key] = known
         if self._report is None or share.evidence is None:
             return Loaded(share.error, share.seconds)
-        return Loaded(share.error, share.seconds, self._kept(share, share.evidence), summarise(share.evidence))
+        file, problem = "", ""
+        try:
+            file = self._kept(share, share.evidence)
+        except OSError as error:
+            problem = f"the evidence of {share.loader} is not kept: {error}"
+        return Loaded(share.error, share.seconds, file, summarise(share.evidence), problem)
 
     def _kept(self, share: Share, evidence: Evidence) -> str:
         if not (self._keep and share.keeps):
             return ""
         assert self._report is not None
-        whole = kept.Kept(kept.SCHEMA, share.loader, share.offered, evidence, share.skip, share.xfail, share.seconds)
+        whole = kept.Kept(
+            schema=kept.SCHEMA,
+            loader=share.loader,
+            known=share.known,
+            offered=share.offered,
+            evidence=evidence,
+            skip=share.skip,
+            xfail=share.xfail,
+            seconds=share.seconds,
+        )
         return f"{kept.FOLDER}/{kept.write(self._report / kept.FOLDER, whole).name}"
+
+
+def settle(outcome: Outcome, check: str, expected: str | None) -> None:
+    """Turns what came of a check into pytest's outcome. ``expected`` to fail, for this reason, are findings only."""
+    if outcome.status == "failed" and expected is not None:
+        pytest.xfail(expected)
+    if outcome.status in ("failed", "error"):
+        pytest.fail(outcome.told, pytrace=False)
+    if expected is not None:
+        pytest.fail(f"{check} passes, but xfail expects it to fail ({expected}); remove it from xfail", pytrace=False)
 
 
 def told(report: pytest.TestReport) -> Entry | None:
@@ -119,26 +145,56 @@ def told(report: pytest.TestReport) -> Entry | None:
     return None if data is None else from_plain(Entry, data)
 
 
+def _record(
+    report: pytest.TestReport, share: Share, outcome: Outcome | None, raised: BaseException | None
+) -> CheckRecord:
+    status, reason = _status(report, share, outcome, raised)
+    verdict = outcome.verdict if outcome is not None else None
+    return CheckRecord(
+        check=share.check,
+        status=status,
+        nodeid=report.nodeid,
+        reason=reason,
+        findings=record_findings(verdict) if verdict else (),
+        unjudged=verdict.unjudged if verdict else {},
+        again=share.again,
+    )
+
+
+def _ended_badly(before: CheckRecord, said: str) -> CheckRecord:
+    """What was found stays found; only a pass is none any more."""
+    status = "error" if before.status in KEPT else before.status
+    return replace(before, status=status, reason=and_then(before.reason, said))
+
+
+def _said(raised: BaseException | None) -> str:
+    return f"{type(raised).__name__}: {first_line(raised or '')}"
+
+
 def _status(
     report: pytest.TestReport, share: Share, outcome: Outcome | None, raised: BaseException | None
 ) -> tuple[str, str]:
     """One of ``record.STATUSES``, and the reason in one line."""
-    why = first_line(raised) if raised is not None else ""
     if report.when == "setup" and report.skipped and share.check in share.skip:
         return "left out", share.skip[share.check]
-    if outcome is None or report.when == "teardown":  # a mark, a fixture, or somebody else's hook
-        return ("skipped", why) if report.skipped else ("error", f"{type(raised).__name__}: {why}")
-    if hasattr(report, "wasxfail") and report.skipped:
+    if outcome is None:  # a mark, a fixture, or somebody else's hook
+        return ("skipped", first_line(raised or "")) if report.skipped else ("error", _said(raised))
+    if outcome.status == "failed" and hasattr(report, "wasxfail") and report.skipped:
         return "xfailed", report.wasxfail.removeprefix("reason: ")
     if outcome.status == "skipped":
-        return _skipped(outcome.verdict), outcome.reason
+        return (outcome.verdict.why if outcome.verdict else "skipped"), outcome.reason
     if outcome.status == "passed" and report.failed:
-        return (
-            ("xpassed", f"expected to fail: {share.xfail[share.check]}")
-            if share.check in share.xfail
-            else ("error", why)
-        )
+        return _failed_all_the_same(report, share, raised)
     return outcome.status, outcome.reason
+
+
+def _failed_all_the_same(report: pytest.TestReport, share: Share, raised: BaseException | None) -> tuple[str, str]:
+    """Though the judge found nothing: a failure was expected, or a warning is an error."""
+    if share.check in share.xfail:
+        return "xpassed", f"expected to fail: {share.xfail[share.check]}"
+    if raised is None:  # pytest's own mark, and strict
+        return "xpassed", first_line(report.longreprtext)
+    return "error", _said(raised)
 
 
 def _shorten(report: pytest.TestReport, record: CheckRecord) -> None:
@@ -153,13 +209,7 @@ def _shorten(report: pytest.TestReport, record: CheckRecord) -> None:
         crash.message = record.reason
 
 
-def _skipped(verdict: Verdict | None) -> str:
-    if verdict is None:
-        return "skipped"
-    return "undeclared" if verdict.undeclared else "blocked" if verdict.blocked else "nothing"
-
-
-def _properties(record: CheckRecord, share: Share) -> Sequence[tuple[str, object]]:
+def _properties(record: CheckRecord, share: Share) -> list[tuple[str, object]]:
     """For pytest's own JUnit XML, where each becomes a property of the test case."""
     found = [("fsdp_finding", describe_finding(one)) for one in record.findings]
     why = [("fsdp_reason", record.reason)] if record.reason else []

@@ -272,7 +272,7 @@ class _Session:
             return Unavailable("nothing is frozen: neither Subject(frozen=...) nor the reference freezes anything")
         if "verifier" not in self.subject.declared and "reference" not in self.seen:
             why = self.unavailable["reference"]
-            return why if why.error else Unavailable(NO_VERIFIER, undeclared=True)
+            return why if why.error else Unavailable(NO_VERIFIER, kind="undeclared")
         source = self._truth
         if "verifier" in self.checkpoints:
             source = self.checkpoints["verifier"]
@@ -287,7 +287,7 @@ class _Session:
         if "batch" not in self.subject.declared:
             return not_declared("batch")
         if why := odd_model(self.inventory):
-            return Unavailable(f"not trained: {why}")
+            return Unavailable(f"not trained: {why}", kind="blocked")
         reference, truth = self.seen.get("reference"), tuple[Any, ...]()
         if reference is not None and reference.complete:
             arguments = self.recipe, self.steps, str(self.folder), self.slices, reference

@@ -24,8 +24,8 @@ def joined_runs(numbers: Iterable[int]) -> str:
     return ", ".join(_runs(sorted(set(numbers)), "-"))
 
 
-def first_line(error: BaseException, width: int = 160) -> str:
-    """What an error says in its first line, without a word that is cut in two."""
+def first_line(error: BaseException | str, width: int = 160) -> str:
+    """What an error, or a text, says in its first line, without a word that is cut in two."""
     lines = str(error).splitlines()
     return textwrap.shorten(lines[0], width, placeholder=" ...") if lines else ""
 

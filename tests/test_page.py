@@ -149,7 +149,7 @@ def test_the_verdict_accounts_for_every_check():
     )
     assert headline(statuses(no_meta_params="not run", loss_parity="unselected")) == (
         "broken",
-        "1 check broken, in 1 of 1 loader",
+        "1 check not run, in 1 of 1 loader",
         f"{total - 2} of {total} checks accounted for",
     )
     assert headline(every("unselected"))[:2] == ("empty", "Nothing was judged")

@@ -18,7 +18,7 @@ import pytest
 from pytest_fsdp_meta.catalogue import built_in
 from pytest_fsdp_meta.reports.record import CheckRecord, LoaderRecord, Report
 from pytest_fsdp_meta.reports.writing import read_report, schema
-from tests.conftest import Project, errors
+from tests.conftest import CHECK, Project, errors
 from tests.world_help import SOON
 
 LOADERS = """
@@ -291,3 +291,180 @@ def test_the_published_schema_is_current() -> None:
     published: Any = json.loads(Path("docs/report.schema.json").read_text())
     assert published == schema(), "make docs writes it"
     jsonschema.Draft202012Validator.check_schema(published)
+
+
+def test_evidence_is_not_removed_by_the_run_that_judges_it(project: Project) -> None:
+    project.loaders("@fsdp_conformance(only=['no_meta_params'])\ndef test_x(fsdp): return load(fsdp)\n")
+    project.run("--fsdp-report=out", "--fsdp-keep-evidence").assert_outcomes(passed=1)
+    project.run("out/evidence", "--fsdp-report=out", "--fsdp-keep-evidence").assert_outcomes(passed=1)
+    (kept_file,) = (project.path / "out" / "evidence").iterdir()
+    project.run("--fsdp-report=out", "-k", "nothing")
+    assert not kept_file.exists(), "what an earlier run has kept is not beside the report of a later one"
+
+
+def test_checks_that_came_later_judge_what_was_kept_and_those_that_went_are_told(project: Project) -> None:
+    project.loaders("@fsdp_conformance(only=['no_meta_params', 'gone'])\ndef test_x(fsdp): return load(fsdp)\n")
+    project.write("conftest.py", CHECK.format(name="gone", after=[], value="[gone]"))
+    project.run("--fsdp-report=out", "--fsdp-keep-evidence").assert_outcomes(passed=2)
+    project.write("conftest.py", CHECK.format(name="later", after=[], value="[later]"))
+    result = project.run("out/evidence", "-v")
+    result.assert_outcomes(passed=2, warnings=1)
+    result.stdout.fnmatch_lines(["*::later PASSED*", "*test_x: the catalogue has no check gone any more*"])
+
+
+def test_files_that_are_no_evidence_do_not_keep_the_others_from_being_judged(project: Project) -> None:
+    project.loaders("@fsdp_conformance(only=['no_meta_params'])\ndef test_x(fsdp): return load(fsdp)\n")
+    project.run("--fsdp-report=out", "--fsdp-keep-evidence")
+    (whole,) = (project.path / "out" / "evidence").iterdir()
+    data = whole.read_bytes()
+    whole.with_name("cut.evidence.json.gz").write_bytes(data[: len(data) // 2])
+    whole.with_name("garbled.evidence.json.gz").write_bytes(data[:30] + bytes(40) + data[70:])
+    result = project.run("out/evidence")
+    result.assert_outcomes(passed=1, failed=2)
+    assert sum("no kept evidence, or cut off" in line for line in result.outlines) >= 2
+    assert "Traceback" not in result.stdout.str()
+
+
+def test_the_example_that_fell_is_what_is_shown(project: Project) -> None:
+    project.loaders(
+        """
+        from hypothesis import given, settings, strategies as st
+
+        @settings(max_examples=20)
+        @fsdp_conformance(only=["no_meta_params"])
+        @given(n=st.integers(1, 9))
+        def test_drawn(fsdp, n):
+            if n < 3:
+                return load(fsdp)
+            with torch.device("meta"):
+                model = nn.Linear(n, n)
+            fully_shard(model, mesh=fsdp.mesh)
+            return model
+        """
+    )
+    project.run("--fsdp-report=out", "--fsdp-keep-evidence").assert_outcomes(failed=1)
+    (loader,) = written(project).loaders
+    assert loader.summary is not None
+    assert {(tensor.shape, tensor.pieces[0].device) for tensor in loader.summary.tensors} == {
+        ((3, 3), "meta"),
+        ((3,), "meta"),
+    }
+    assert loader.evidence == "", "an example is not the loader"
+
+
+def test_what_a_fixture_breaks_at_its_end_hides_no_finding(project: Project) -> None:
+    project.loaders(
+        """
+        import pytest
+
+        @pytest.fixture
+        def brittle():
+            yield 1
+            raise OSError("disk gone")
+
+        @fsdp_conformance(only=["no_meta_params", "no_uninitialized_memory"])
+        def test_broken(fsdp, brittle):
+            model = build()
+            model.register_buffer("table", torch.empty(3), persistent=False)
+            fully_shard(model, mesh=fsdp.mesh)
+            return model
+        """
+    )
+    project.run("--fsdp-report=out", "-k", "uninitialized", "--junitxml=j.xml")
+    record = the(written(project).loaders[0], "no_uninitialized_memory")
+    assert (record.status, record.reason, len(record.findings)) == ("failed", "OSError: disk gone", 1)
+    (case,) = ET.parse(project.path / "j.xml").iter("testcase")
+    assert [one.get("value") for one in case.iter("property") if one.get("name") == "fsdp_status"] == ["failed"]
+
+
+@pytest.mark.parametrize(
+    ("mark", "outcome", "status"),
+    [
+        ("xfail(reason='later')", "raise ValueError('no file')", ("error", "ranks 0, 1 raised ValueError: no file")),
+        ("xfail(reason='later')", "return left_out(fsdp)", ("xfailed", "later")),
+        ("xfail(reason='later', strict=True)", "return load(fsdp)", ("xpassed", "[XPASS(strict)] later")),
+        ("usefixtures()", "import pytest; pytest.skip('no such GPU')", ("skipped", "no such GPU")),
+    ],
+)
+def test_marks_of_pytest_itself(project: Project, mark: str, outcome: str, status: tuple[str, str]) -> None:
+    project.loaders(
+        f"""
+        import pytest
+
+        def left_out(fsdp):
+            model = build()
+            model.register_buffer("table", torch.empty(3), persistent=False)
+            fully_shard(model, mesh=fsdp.mesh)
+            return model
+
+        @pytest.mark.{mark}
+        @fsdp_conformance(only=["no_uninitialized_memory"])
+        def test_x(fsdp):
+            {outcome}
+
+        def test_other(): ...
+        """
+    )
+    project.run("--fsdp-report=out")
+    (loader,) = written(project).loaders
+    assert asked(loader) == {"no_uninitialized_memory": status}
+    assert loader.error == (status[1] if status[0] == "error" else "")
+
+
+def test_tests_that_are_only_called_like_those_of_a_loader(project: Project) -> None:
+    project.write(
+        "test_it.py",
+        """
+        import pytest
+
+        @pytest.mark.parametrize("check", ["no_meta_params", "loss_parity", "grad_parity"])
+        def test_x(check):
+            if check == "loss_parity":
+                pytest.skip("later")
+            assert check == "grad_parity"
+        """,
+    )
+    result = project.run("--fsdp-report=out", "-n2")
+    result.assert_outcomes(passed=1, failed=1, skipped=1)
+    assert written(project).loaders == ()
+
+
+def test_parameters_that_come_after_the_check(project: Project) -> None:
+    project.write(
+        "conftest.py",
+        """
+        import pytest
+
+        @pytest.hookimpl(trylast=True)
+        def pytest_generate_tests(metafunc):
+            metafunc.fixturenames.append("repeat")
+            metafunc.parametrize("repeat", range(2))
+        """,
+    )
+    project.loaders("@fsdp_conformance(only=['no_meta_params'])\ndef test_x(fsdp): return load(fsdp)\n")
+    project.run("--fsdp-report=out").assert_outcomes(passed=2)
+    assert list(by_name(written(project))) == ["test_it.py::test_x[0]", "test_it.py::test_x[1]"]
+
+
+@pytest.mark.parametrize("option", ["--fixtures", "--setup-plan", "--setup-only", "--collect-only", "--cache-show"])
+def test_what_only_shows_something_leaves_the_report_alone(project: Project, option: str) -> None:
+    project.loaders("@fsdp_conformance(only=['no_meta_params'])\ndef test_x(fsdp): return load(fsdp)\n")
+    project.write("out/report.json", "mine")
+    result = project.run("--fsdp-report=out", "-p", "cacheprovider", option)
+    assert result.ret == 0
+    assert (project.path / "out" / "report.json").read_text() == "mine"
+    assert "fsdp conformance" not in result.stdout.str()
+
+
+def test_a_module_that_cannot_be_imported_is_not_forgiven(project: Project) -> None:
+    project.loaders("@fsdp_conformance(only=['no_meta_params'])\ndef test_x(fsdp): return load(fsdp)\n")
+    assert project.run("--fsdp-report=old").ret == 0
+    project.write("test_bad.py", "import nowhere\n")
+    regression = ("--fsdp-compare=old/report.json", "--fsdp-fail-on=regression")
+    assert project.run(*regression, "--continue-on-collection-errors").ret == pytest.ExitCode.TESTS_FAILED
+
+
+def test_a_folder_whose_name_is_too_long(project: Project) -> None:
+    project.write("test_it.py", "def test_x(): ...\n")
+    (told,) = errors(project.collect(f"--fsdp-report={'x' * 300}"))
+    assert told.endswith("is wrong, it should be a folder that exists or can be made, and be written to")

@@ -17,7 +17,14 @@ FOUND = FindingRecord("a.weight", (0, 1), "on meta", "on a device", cause="nobod
 
 
 def entry(check: str, status: str = "passed", loaded: Loaded | None = None) -> Entry:
-    return Entry("t.py::test_x", WORLD, tuple(IDS[:3]), CheckRecord(check, status, f"t.py::test_x[{check}]"), loaded)
+    return Entry(
+        "t.py::test_x",
+        "t.py::test_x",
+        WORLD,
+        tuple(IDS[:3]),
+        CheckRecord(check, status, f"t.py::test_x[{check}]"),
+        loaded,
+    )
 
 
 def of_loader(*statuses: str, name: str = "t.py::test_x") -> LoaderRecord:
@@ -27,7 +34,7 @@ def of_loader(*statuses: str, name: str = "t.py::test_x") -> LoaderRecord:
 def planned(*checks: str) -> Ledger:
     ledger = Ledger()
     for check in checks:
-        ledger.plan("t.py::test_x", check, f"t.py::test_x[{check}]", WORLD)
+        ledger.plan("t.py::test_x", check, f"t.py::test_x[{check}]", world=WORLD)
     return ledger
 
 

@@ -16,6 +16,7 @@ from pytest_fsdp_meta.catalogue import (
     values,
 )
 from pytest_fsdp_meta.catalogue.judging import (
+    Blocked,
     NotDeclared,
     NotJudged,
     PartlyJudged,
@@ -40,6 +41,7 @@ def built_in() -> Catalogue:
 
 
 __all__ = [
+    "Blocked",
     "Catalogue",
     "Check",
     "Finding",

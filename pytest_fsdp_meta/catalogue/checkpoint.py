@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from pytest_fsdp_meta.catalogue.judging import NotJudged, PartlyJudged, Unjudgeable, View, ranks_by
+from pytest_fsdp_meta.catalogue.judging import Blocked, NotJudged, PartlyJudged, Unjudgeable, View, ranks_by
 from pytest_fsdp_meta.catalogue.parity import curve, declared_or_coarsest
 from pytest_fsdp_meta.catalogue.registry import Finding, Told, Words, check
 from pytest_fsdp_meta.evidence import Comparison, TensorFacts
@@ -220,7 +220,7 @@ def dcp_reshards(view: View) -> Iterable[Finding]:
     if resharded.refused:
         told = f"loading it in a world of {size} raises {resharded.refused}"
         if by := [id for id in view.failed if id in EXPLAINING_A_REFUSAL]:
-            raise NotJudged(f"{told}; the findings of {', '.join(by)} may explain it")
+            raise Blocked(f"{told}; the findings of {', '.join(by)} may explain it")
         yield Finding(None, resharded.ranks, told, "the values that were saved")
         return
     equal = _equal_before(view)
@@ -400,17 +400,17 @@ def _require_no_other_cause(view: View, told: str) -> None:
         raise Unjudgeable(f"the losses of the uninterrupted run are not finite ({told})")
     pairs = list(zip(before, after, strict=True))
     if any(one.model != two.model for one, two in pairs):
-        raise NotJudged(
+        raise Blocked(
             f"the losses differ ({told}), and so does the model that was loaded, which may explain it; see "
             "dcp_round_trip"
         )
     if any((one.state, one.groups) != (two.state, two.groups) for one, two in pairs):
-        raise NotJudged(
+        raise Blocked(
             f"the losses differ ({told}), and so does the optimizer that was loaded, which may explain it; see "
             "optimizer_state_round_trip"
         )
     if view.failed:
-        raise NotJudged(f"the losses differ ({told}), which the findings of {', '.join(view.failed)} explain")
+        raise Blocked(f"the losses differ ({told}), which the findings of {', '.join(view.failed)} explain")
 
 
 def _not_finite(runs: Sequence[RankResumed]) -> Sequence[float]:

@@ -38,6 +38,10 @@ class NotDeclared(NotJudged):
         super().__init__(f"{not_declared(field).summary}{so}")
 
 
+class Blocked(NotJudged):
+    """It cannot be judged before what a more basic check has found is mended; the text names it."""
+
+
 class PartlyJudged(NotJudged):
     """Something of it could not be judged, for the reason in the text; the rest was, and its findings stand."""
 
@@ -52,8 +56,9 @@ class Verdict:
 
     ``unjudged`` maps each more basic check to the tensors that it condemned and that were therefore left out here.
     ``model`` has the names of the model by kind, "parameter" or "buffer", beside which those of findings may be all.
-    Of what is skipped, ``undeclared`` tells that a field of Subject is wanted, ``blocked`` that a more basic check has
-    found something, without which it might be judged.
+    Of what is skipped, ``why`` tells the kind of the reason: "undeclared" (a field of Subject is wanted), "blocked" (by
+    what a more basic check has found), "partly" (what could be judged is kept), "unselected" (nobody asked for what it
+    needs), or "nothing".
     """
 
     check: Check
@@ -63,8 +68,7 @@ class Verdict:
     detail: str = ""
     unjudged: dict[str, tuple[str, ...]] = field(default_factory=dict)
     model: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    undeclared: bool = False
-    blocked: bool = False
+    why: str = ""
 
 
 class View:
@@ -162,8 +166,7 @@ def _judge(check: Check, evidence: Evidence, catalogue: Catalogue) -> Verdict:
         return _unavailable(check, str(error), evidence, catalogue, failed)
     except NotJudged as error:
         if not findings:
-            kept = f"{KEPT}; " if isinstance(error, PartlyJudged) else ""
-            return _skipped(check, f"{kept}{error}", view, isinstance(error, NotDeclared))
+            return _not_judged(check, error, view)
         reason = str(error)
     except Exception as error:
         if check.built_in:
@@ -174,13 +177,19 @@ def _judge(check: Check, evidence: Evidence, catalogue: Catalogue) -> Verdict:
     if findings:
         return Verdict(check, "failed", tuple(findings), reason, unjudged=view.left_out, model=_by_kind(evidence))
     if view.left_out:
-        return _skipped(check, f"{KEPT}; {describe_left_out(view.left_out)}", view)
+        reason = f"{KEPT}; {describe_left_out(view.left_out)}"
+        return Verdict(check, "skipped", reason=reason, unjudged=view.left_out, why="blocked")
     return Verdict(check, "passed")
 
 
-def _skipped(check: Check, reason: str, view: View, undeclared: bool = False) -> Verdict:
-    blocked = not undeclared and bool(view.left_out or view.failed)
-    return Verdict(check, "skipped", reason=reason, unjudged=view.left_out, undeclared=undeclared, blocked=blocked)
+def _not_judged(check: Check, error: NotJudged, view: View) -> Verdict:
+    blocked = isinstance(error, Blocked) or bool(view.left_out)
+    reason, why = str(error), "blocked" if blocked else "nothing"
+    if isinstance(error, NotDeclared):
+        why = "undeclared"
+    elif isinstance(error, PartlyJudged):
+        reason, why = f"{KEPT}; {error}", "blocked" if view.left_out else "partly"
+    return Verdict(check, "skipped", reason=reason, unjudged=view.left_out, why=why)
 
 
 def _by_kind(evidence: Evidence) -> dict[str, frozenset[str]]:
@@ -191,13 +200,12 @@ def _by_kind(evidence: Evidence) -> dict[str, frozenset[str]]:
 def _unavailable(check: Check, need: str, evidence: Evidence, catalogue: Catalogue, failed: Sequence[str]) -> Verdict:
     why = evidence.unavailable[need]
     if not why.error:
-        blocked = not why.undeclared and bool(failed)
-        return Verdict(check, "skipped", reason=why.summary, undeclared=why.undeclared, blocked=blocked)
+        return Verdict(check, "skipped", reason=why.summary, why=why.kind or "nothing")
     if need not in AS_LOADED:  # what uses a model that is missing tensors, or has wrong ones, may well fail
         basic = _failed_basics(check, evidence, catalogue) if need != "repetition" else ()
         if by := ", ".join(dict.fromkeys((*failed, *basic))):
             reason = f"{why.summary}; the findings of {by} may explain it"
-            return Verdict(check, "skipped", reason=reason, blocked=True)
+            return Verdict(check, "skipped", reason=reason, why="blocked")
     return Verdict(check, "error", reason=why.summary, detail=why.detail)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 
-from pytest_fsdp_meta.catalogue.judging import NotJudged, Unjudgeable, View
+from pytest_fsdp_meta.catalogue.judging import Blocked, NotJudged, Unjudgeable, View
 from pytest_fsdp_meta.evidence import Measure, RankTraining
 
 TOLERANCE = {"float64": 1e-9, "float32": 1e-5, "float16": 2e-3, "bfloat16": 1.6e-2}
@@ -80,17 +80,17 @@ def require_no_other_cause(view: View, told: str, first: bool = False) -> None:
     names = {t.name: None for rank in view.evidence.inventory for t in rank.tensors}
     by = {name: view.condemned_by(name) for name in names | dict.fromkeys(view.truth.by_name)}
     if [name for name, id in by.items() if id and (id in EXPLAINING or not first) and not view.judgeable(name)]:
-        raise NotJudged(f"{told}, which the findings of {', '.join(view.left_out)} explain; mend those first")
+        raise Blocked(f"{told}, which the findings of {', '.join(view.left_out)} explain; mend those first")
     in_training = [id for id in view.failed if id not in EXPLAINING]
     if in_training and not first:
-        raise NotJudged(f"{told}, which the findings of {', '.join(in_training)} explain; mend those first")
+        raise Blocked(f"{told}, which the findings of {', '.join(in_training)} explain; mend those first")
 
 
 def require_same_forward(view: View, runs: Sequence[RankTraining]) -> None:
     """Raises NotJudged where the first losses are apart already: then everything later is, because of it."""
     expected, actual = view.reference.losses or (), mean_losses(runs)
     if expected and distance(actual, expected, 0) > tolerance(view, TOLERANCE, "loss_parity"):
-        raise NotJudged(
+        raise Blocked(
             f"the first loss is {actual[0]:.6g}, but should be {expected[0]:.6g}, which loss_parity judges; gradients "
             "and updates follow from it"
         )
@@ -131,7 +131,7 @@ def other_precision(view: View) -> str:
 
 def mean_losses(runs: Sequence[RankTraining]) -> tuple[float, ...]:
     """The loss over the global batch: the mean over data-parallel slices; ranks of one slice count once."""
-    return tuple(math.fsum(step) / len(step) for step in zip(*slice_losses(runs).values(), strict=True))
+    return tuple(map(_mean, zip(*slice_losses(runs).values(), strict=True)))
 
 
 def slice_losses(runs: Sequence[RankTraining]) -> dict[int, list[float]]:
@@ -139,9 +139,13 @@ def slice_losses(runs: Sequence[RankTraining]) -> dict[int, list[float]]:
     slices: dict[int, list[tuple[float, ...]]] = {}
     for run in runs:
         slices.setdefault(run.data_parallel[0], []).append(run.losses)
-    return {
-        index: [math.fsum(step) / len(step) for step in zip(*losses, strict=True)] for index, losses in slices.items()
-    }
+    return {index: [_mean(step) for step in zip(*losses, strict=True)] for index, losses in slices.items()}
+
+
+def _mean(losses: Sequence[float]) -> float:
+    """fsum raises where infinities of both signs meet."""
+    add = math.fsum if all(map(math.isfinite, losses)) else sum
+    return add(losses) / len(losses)
 
 
 def distance(actual: Sequence[float], expected: Sequence[float], step: int) -> float:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-from pytest_fsdp_meta.reports.markdown import broken, message
-from pytest_fsdp_meta.reports.record import JUDGED, Report
+from pytest_fsdp_meta.reports.markdown import is_bad, message
+from pytest_fsdp_meta.reports.record import JUDGED, Report, how_many, statuses
 
 LABEL = "fsdp conformance"
 COLORS = {"brightgreen": "#2e7d32", "red": "#c62828", "lightgrey": "#616161"}
@@ -27,8 +27,8 @@ SVG = """<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="20" rol
 
 def badge(report: Report) -> dict[str, object]:
     """What shields.io's endpoint takes."""
-    judged = any(check.status in JUDGED for loader in report.loaders for check in loader.checks)
-    color = "red" if broken(report) else "brightgreen" if judged and report.complete else "lightgrey"
+    judged = how_many(statuses(report.loaders), JUDGED)
+    color = "red" if is_bad(report) else "brightgreen" if judged and report.complete else "lightgrey"
     told = message(report) if report.complete else f"cut off, {message(report)}"
     return {"schemaVersion": 1, "label": LABEL, "message": told, "color": color, "isError": color == "red"}
 

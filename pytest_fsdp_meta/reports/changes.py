@@ -21,6 +21,7 @@ def describe_comparison(comparison: Comparison) -> Iterator[tuple[str, str, list
         ("odd", "no longer judged", comparison.unjudged),
         ("odd", "other findings than before", comparison.changed),
         ("odd", "known failures, as before", comparison.known),
+        ("odd", "failing as expected now", comparison.expected),
         ("better", "fixed", comparison.fixed),
     )
     for mark, headline, found in changes:

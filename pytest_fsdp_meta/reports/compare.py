@@ -8,16 +8,20 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from pytest_fsdp_meta.reports.record import (
+    BAD,
     BROKEN,
+    JUDGED,
     KEPT,
-    UNACCOUNTED,
     CheckRecord,
     Curves,
     FindingRecord,
     LoaderRecord,
     Report,
+    how_many,
+    statuses,
 )
 
+EXPECTED = ("xfailed",)
 NUMBERS = re.compile(r"[-+]?\d[\d.]*(?:e[-+]?\d+)?")
 SLOWER = 1.5
 """A load that takes so many times what it took is told, ..."""
@@ -60,6 +64,8 @@ class Comparison:
     """Broken now, and not then; or on tensors that it was not broken on then."""
     unjudged: tuple[Change, ...] = ()
     """Judged then, and not now: a promise that may be broken unseen. Its author may have meant it so."""
+    expected: tuple[Change, ...] = ()
+    """Failing as expected now, and not then: somebody has declared that it does."""
     fixed: tuple[Change, ...] = ()
     changed: tuple[Change, ...] = ()
     """Broken then and now, with other findings on the same tensors, or on fewer."""
@@ -74,9 +80,10 @@ class Comparison:
     def fails(self, on: str) -> bool:
         """Whether the run is bad by what ``--fsdp-fail-on`` names."""
         if on == "regression":
-            return bool(self.failures)
-        broken = any(check.status in BROKEN for loader in self.now.loaders for check in loader.checks)
-        return broken or (on == "any" and bool(self.unjudged or self.slower or self.drifted))
+            # Of what has not run nobody knows whether it would have failed as before.
+            return bool(self.failures) or bool(statuses(self.now.loaders)["not run"])
+        worse = on == "any" and bool(self.unjudged or self.slower or self.drifted)
+        return worse or bool(how_many(statuses(self.now.loaders), BAD))
 
 
 def compare(before: Report, now: Report) -> Comparison:
@@ -115,17 +122,23 @@ def _by_id(loader: LoaderRecord | None) -> dict[str, CheckRecord]:
 
 def _kind(change: Change) -> str:
     before, now = change.before, change.now
-    was = _is(before, BROKEN) and not _is(before, UNACCOUNTED)
-    if now is not None and now.status in BROKEN:
-        # Of what has not run nobody knows whether it would have failed as before.
-        if not was or before is None or now.status in UNACCOUNTED:
+    was, bad = _is(before, BROKEN), _is(now, BROKEN)
+    if bad and now is not None:
+        if not was or before is None or (now.status == "error" and before.status != "error"):
             return "failures"
         if _told(before) == _told(now):
             return "known"
-        return "failures" if _places(now.findings) - _places(before.findings) else "changed"
-    if was and _is(now, KEPT):
-        return "fixed"
-    return "unjudged" if (was or _is(before, KEPT)) and not _is(now, KEPT) else ""
+        return "failures" if _worse(before, now) else "changed"
+    if _is(now, KEPT):
+        return "fixed" if was or _is(before, EXPECTED) else ""
+    if _is(now, EXPECTED):
+        return "expected" if was or _is(before, KEPT) else ""
+    return "unjudged" if _is(before, (*BROKEN, *JUDGED)) else ""
+
+
+def _worse(before: CheckRecord, now: CheckRecord) -> bool:
+    """Another error hides what it stops from being judged."""
+    return now.status == "error" or bool(_places(now.findings) - _places(before.findings))
 
 
 def _is(record: CheckRecord | None, statuses: Iterable[str]) -> bool:
@@ -144,7 +157,7 @@ def _told(record: CheckRecord) -> tuple[str, str, frozenset[FindingRecord]]:
 
     return (
         record.status,
-        blot(record.reason),
+        blot(record.reason) if record.status == "error" else "",
         frozenset(
             replace(found, actual=blot(found.actual), expected=blot(found.expected), detail="")
             for found in record.findings

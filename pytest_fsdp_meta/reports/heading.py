@@ -9,6 +9,7 @@ import shutil
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
+from functools import cache
 from importlib.metadata import PackageNotFoundError, distributions, version
 from pathlib import Path
 
@@ -26,7 +27,8 @@ PATIENCE = 10.0
 """Seconds for git to answer."""
 
 
-def versions() -> dict[str, str]:
+@cache
+def versions() -> Mapping[str, str]:
     """Of what is installed here, without importing any of it. NCCL is that which torch from PyPI brings."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:

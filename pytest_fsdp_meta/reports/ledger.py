@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from pytest_fsdp_meta.catalogue import Catalogue
 from pytest_fsdp_meta.evidence import WorldFacts
-from pytest_fsdp_meta.reports.record import UNKNOWN, CheckRecord, LoaderRecord, Summary
+from pytest_fsdp_meta.reports.record import UNKNOWN, CheckRecord, LoaderRecord, Summary, and_then
 
 
 @dataclass(frozen=True)
@@ -18,12 +18,16 @@ class Loaded:
     seconds: Mapping[str, float] = field(default_factory=dict)
     evidence: str = ""
     summary: Summary | None = None
+    problem: str = ""
+    """Why the evidence was not kept."""
 
 
 @dataclass(frozen=True)
 class Entry:
     """What an item says of itself, as plain data on pytest's report of it."""
 
+    key: str
+    """What tells its loader in its world from all others."""
     loader: str
     world: WorldFacts
     offered: tuple[str, ...]
@@ -36,6 +40,7 @@ class Entry:
 class _Page:
     """One loader in one world."""
 
+    loader: str
     world: WorldFacts = UNKNOWN
     offered: tuple[str, ...] | None = None
     checks: dict[str, CheckRecord] = field(default_factory=dict)
@@ -48,59 +53,76 @@ class Ledger:
     def __init__(self) -> None:
         self._pages: dict[str, _Page] = {}
         self._planned: dict[str, tuple[str, str]] = {}
-        """Node id -> loader and check."""
+        """Node id -> key of the loader, and check."""
+        self._struck: set[str] = set()
 
-    def plan(self, loader: str, check: str, nodeid: str, world: WorldFacts = UNKNOWN) -> None:
+    def plan(
+        self,
+        key: str,
+        check: str,
+        nodeid: str,
+        loader: str = "",
+        world: WorldFacts = UNKNOWN,
+        offered: tuple[str, ...] | None = None,
+    ) -> None:
         """The item was selected."""
-        page = self._pages.setdefault(loader, _Page(world))
+        if key in self._struck:
+            return
+        page = self._pages.setdefault(key, _Page(loader or key, world, offered))
         page.checks.setdefault(check, CheckRecord(check, "not run", nodeid))
-        self._planned[nodeid] = loader, check
-
-    def knows(self, nodeid: str) -> bool:
-        """Whether the item was planned: it is a loader's, or looks like one."""
-        return nodeid in self._planned
+        self._planned[nodeid] = key, check
 
     def enter(self, entry: Entry) -> None:
-        page = self._pages.setdefault(entry.loader, _Page())
-        page.world, page.offered = entry.world, entry.offered
+        page = self._pages.setdefault(entry.key, _Page(entry.loader))
+        page.loader, page.world, page.offered = entry.loader, entry.world, entry.offered
         spent = page.checks[entry.record.check].seconds if entry.record.check in page.checks else 0.0
         page.checks[entry.record.check] = replace(entry.record, seconds=spent)
         if entry.loaded is not None:
             page.loaded = entry.loaded
 
-    def crashed(self, nodeid: str, told: str) -> None:
-        """The process of a planned item ended before the item could say anything."""
+    def crashed(self, nodeid: str, told: str) -> bool:
+        """The process of an item has ended, before the item could say anything or afterwards. Whether it is planned."""
         if nodeid in self._planned:
-            loader, check = self._planned[nodeid]
-            self._pages[loader].checks[check] = CheckRecord(check, "error", nodeid, reason=told)
+            key, check = self._planned[nodeid]
+            checks = self._pages[key].checks
+            before = checks[check]
+            status = before.status if before.findings else "error"
+            checks[check] = replace(before, status=status, reason=and_then(before.reason, told))
+        return nodeid in self._planned
 
     def spend(self, nodeid: str, seconds: float) -> None:
         """One phase of an item is over."""
         if nodeid in self._planned:
-            loader, check = self._planned[nodeid]
-            checks = self._pages[loader].checks
+            key, check = self._planned[nodeid]
+            checks = self._pages[key].checks
             checks[check] = replace(checks[check], seconds=checks[check].seconds + seconds)
 
     def strike(self, nodeid: str) -> None:
         """The item only looked like a loader's, by its name."""
         if nodeid in self._planned:
-            loader, _ = self._planned[nodeid]
-            self._planned = {known: place for known, place in self._planned.items() if place[0] != loader}
-            del self._pages[loader]
+            key, _ = self._planned[nodeid]
+            self._struck.add(key)
+            self._planned = {known: place for known, place in self._planned.items() if place[0] != key}
+            del self._pages[key]
+
+    @property
+    def problems(self) -> list[str]:
+        """Why evidence was not kept."""
+        return [page.loaded.problem for page in self._pages.values() if page.loaded.problem]
 
     def loaders(self, catalogue: Catalogue) -> tuple[LoaderRecord, ...]:
         """All of them, each with every check of the catalogue, in the order in which they were planned."""
-        return tuple(_record(loader, page, catalogue.ids()) for loader, page in self._pages.items())
+        return tuple(_record(page, catalogue.ids()) for page in self._pages.values())
 
 
-def _record(loader: str, page: _Page, ids: Iterable[str]) -> LoaderRecord:
+def _record(page: _Page, ids: Iterable[str]) -> LoaderRecord:
     offered = page.offered if page.offered is not None else tuple(ids)
 
     def missing(check: str) -> CheckRecord:
         return CheckRecord(check, "unselected" if check in offered else "left out")
 
     return LoaderRecord(
-        loader=loader,
+        loader=page.loader,
         world=page.world,
         checks=tuple(page.checks.get(check) or missing(check) for check in ids),
         error=page.loaded.error,

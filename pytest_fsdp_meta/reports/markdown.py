@@ -6,15 +6,15 @@ Names come from the models that were judged, and may hold anything; nothing of t
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterator
 
 from pytest_fsdp_meta.reports.changes import MOST, describe_comparison, verdict
 from pytest_fsdp_meta.reports.compare import Comparison
-from pytest_fsdp_meta.reports.record import BROKEN, KEPT, LoaderRecord, Report
+from pytest_fsdp_meta.reports.record import BAD, BROKEN, JUDGED, KEPT, LoaderRecord, Report, how_many, statuses
 from pytest_fsdp_meta.reports.terminal import describe_finding, printable
 from pytest_fsdp_meta.words import counted
 
+OTHERS = {"xfailed": "failed as expected", "not run": "not run"}
 MARKUP = re.compile(r"[^\w .,/=()-]|(?<![^\W_])_|_(?![^\W_])")
 """What is written as an entity; an underscore within a word is none."""
 MARKS = {"worse": "❌", "better": "✅", "odd": "ℹ️"}  # noqa: RUF001  (the sign is meant)
@@ -33,45 +33,49 @@ def escaped(text: str) -> str:
 
 
 def _head(report: Report) -> Iterator[str]:
-    mark = "⚠️" if not report.complete else "❌" if broken(report) else "✅"
-    yield f"### {mark} fsdp conformance: {message(report)}"
+    yield f"### {_mark(report)} fsdp conformance: {message(report)}"
     yield ""
     if not report.complete:
         yield "The run was cut off; this is what it knew by then."
         yield ""
 
 
+def _mark(report: Report) -> str:
+    if not report.complete:
+        return "⚠️"
+    if is_bad(report):
+        return "❌"
+    return "✅" if how_many(statuses(report.loaders), JUDGED) else "⚪"
+
+
 def message(report: Report) -> str:
-    """ "41 kept, 2 broken": of the checks that were judged."""
-    checks = Counter(check.status for loader in report.loaders for check in loader.checks)
-    bad = sum(checks[status] for status in BROKEN)
-    kept = sum(checks[status] for status in KEPT)
-    if not bad and not kept:
-        return "nothing judged"
-    return f"{kept} kept, {bad} broken" if bad else f"{kept} kept"
+    """ "41 kept, 2 broken, 1 failed as expected": of the checks that were judged, and those that have not run."""
+    counts = statuses(report.loaders)
+    kept, broken = how_many(counts, KEPT), how_many(counts, BROKEN)
+    told = [f"{kept} kept"] if kept or broken else []
+    told += [f"{broken} broken"] if broken else []
+    told += [f"{counts[status]} {words}" for status, words in OTHERS.items() if counts[status]]
+    return ", ".join(told) or "nothing judged"
 
 
-def broken(report: Report) -> bool:
-    return any(map(_bad, report.loaders))
+def is_bad(report: Report) -> bool:
+    return bool(how_many(statuses(report.loaders), BAD))
 
 
 def _table(report: Report) -> Iterator[str]:
     if not report.loaders:
         return
-    yield "| loader | world | kept | broken | not judged | s |"
+    yield "| loader | world | kept | broken | others | s |"
     yield "|---|---|--:|--:|--:|--:|"
-    for loader in sorted(report.loaders, key=lambda one: not _bad(one))[:ROWS]:
-        bad, kept = _bad(loader), sum(check.status in KEPT for check in loader.checks)
+    for loader in sorted(report.loaders, key=lambda one: not how_many(statuses([one]), BAD))[:ROWS]:
+        counts = statuses([loader])
+        broken, kept = how_many(counts, BROKEN), how_many(counts, KEPT)
         seconds = sum(check.seconds for check in loader.checks)
-        others = len(loader.checks) - bad - kept
-        yield f"| {escaped(loader.loader)} | {_world(loader)} | {kept} | {bad} | {others} | {seconds:.1f} |"
+        others = counts.total() - broken - kept
+        yield f"| {escaped(loader.loader)} | {_world(loader)} | {kept} | {broken} | {others} | {seconds:.1f} |"
     if len(report.loaders) > ROWS:
         yield f"| and {len(report.loaders) - ROWS} more | | | | | |"
     yield ""
-
-
-def _bad(loader: LoaderRecord) -> int:
-    return sum(check.status in BROKEN for check in loader.checks)
 
 
 def _world(loader: LoaderRecord) -> str:

@@ -1,12 +1,13 @@
 """What a run leaves behind, as plain data: ``report.json`` is one ``Report``, and everything that is drawn reads it.
 
-``schema.json`` beside this module is made from these classes by ``make docs``. ``SCHEMA`` counts up when a reader of
+``docs/report.schema.json`` is made from these classes by ``make docs``. ``SCHEMA`` counts up when a reader of
 the old form would misread the new one; a field that is added does not count.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from pytest_fsdp_meta.evidence import MeshFacts, Region, WorldFacts
@@ -20,6 +21,7 @@ STATUSES = {
     "error": "could not be judged: something went wrong",
     "xfailed": "failed as xfail= expects",
     "xpassed": "passes, but xfail= expects it to fail",
+    "partly": "is kept as far as it could be judged",
     "blocked": "cannot be judged before what a more basic check found is mended",
     "undeclared": "needs something of Subject that is not declared",
     "nothing": "found nothing to judge",
@@ -29,9 +31,11 @@ STATUSES = {
     "not run": "was selected and has not run",
 }
 """What may become of a check, and how that is said."""
-JUDGED = ("passed", "failed", "xfailed", "xpassed")
+KEPT = ("passed", "partly")
+BROKEN = ("failed", "error", "xpassed")
+JUDGED = (*KEPT, "failed", "xfailed", "xpassed")
 """A judge has spoken."""
-BROKEN = ("failed", "error", "xpassed", "not run")
+BAD = (*BROKEN, "not run")
 """What makes a run bad."""
 KEPT = tuple(status for status in JUDGED if status not in BROKEN)
 """The promise is kept, or is not and was expected not to be."""
@@ -189,7 +193,10 @@ class Header:
 
 @dataclass(frozen=True)
 class Report:
-    """``complete`` is last, so that a file that was cut off, or a run that was, does not have it true."""
+    """``complete`` is last: a file that was cut off does not have it, and of a run that was killed it is not true.
+
+    A run that was interrupted tells so by its exit status, and by what has not run.
+    """
 
     schema: int
     header: Header
@@ -198,3 +205,18 @@ class Report:
     """From the start of pytest to the last item."""
     exit_status: int | None = None
     complete: bool = False
+
+
+def statuses(loaders: Iterable[LoaderRecord]) -> Counter[str]:
+    """How many checks of these loaders have each status."""
+    return Counter(check.status for loader in loaders for check in loader.checks)
+
+
+def how_many(counts: Mapping[str, int], of: Iterable[str]) -> int:
+    """How many have one of the statuses ``of``."""
+    return sum(counts.get(status, 0) for status in of)
+
+
+def and_then(reason: str, more: str) -> str:
+    """What went wrong, and what went wrong after it."""
+    return "; and then ".join(filter(None, [reason, more]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from pytest_fsdp_meta.catalogue import Finding, Verdict
 from pytest_fsdp_meta.catalogue.parity import mean_losses, slice_losses
@@ -33,14 +34,15 @@ def _finding(found: Finding) -> FindingRecord:
 
 
 def _tensors(inventory: Iterable[RankInventory]) -> Iterable[TensorRecord]:
-    by_name: dict[str, list[tuple[RankInventory, TensorFacts]]] = {}
+    # Where ranks do not agree about the shape, each has a picture of its own.
+    alike: dict[tuple[object, ...], list[tuple[RankInventory, TensorFacts]]] = {}
     for rank in inventory:
         for tensor in rank.tensors:
-            by_name.setdefault(tensor.name, []).append((rank, tensor))
-    for name, held in by_name.items():
+            alike.setdefault((tensor.name, tensor.shape, tensor.flat), []).append((rank, tensor))
+    for held in alike.values():
         first_rank, first = held[0]
         yield TensorRecord(
-            name=name,
+            name=first.name,
             kind=first.kind,
             shape=first.shape,
             extent=first.extent,
@@ -49,7 +51,7 @@ def _tensors(inventory: Iterable[RankInventory]) -> Iterable[TensorRecord]:
             flat=first.flat,
             requires_grad=first.requires_grad,
             persistent=first.persistent,
-            tied=tuple(sorted(first_rank.tied_with.get(name, frozenset()) - {name})),
+            tied=tuple(sorted(first_rank.tied_with.get(first.name, frozenset()) - {first.name})),
         )
 
 
@@ -68,7 +70,7 @@ def _pieces(held: Iterable[tuple[RankInventory, TensorFacts]]) -> Iterable[Piece
         )
         ranks.setdefault(piece, []).append(rank.rank)
     for piece, holders in ranks.items():
-        yield Piece(**{**vars(piece), "ranks": tuple(holders)})
+        yield replace(piece, ranks=tuple(holders))
 
 
 def _curves(evidence: Evidence) -> Curves | None:
@@ -86,9 +88,8 @@ def _traffic(collectives: Iterable[RankCollectives]) -> Iterable[Traffic]:
     alike: dict[str, list[tuple[int, RankCollectives]]] = {}
     for rank, one in enumerate(collectives):
         # Another part of the mesh talks in groups of its own; that alone is no difference.
-        told = [
-            [(c.op, c.dtype, c.shapes, c.tensors, len(c.ranks)) for c in part] for part in (one.loading, one.step or ())
-        ]
+        parts = one.loading, one.step or ()
+        told = [[(c.op, c.dtype, c.shapes, c.tensors, c.reduction, len(c.ranks)) for c in part] for part in parts]
         alike.setdefault(repr(told), []).append((rank, one))
     for held in alike.values():
         first = held[0][1]

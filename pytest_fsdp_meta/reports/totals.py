@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from pytest_fsdp_meta.reports.record import BROKEN, JUDGED, UNACCOUNTED, CheckRecord, LoaderRecord
+from pytest_fsdp_meta.reports.record import BAD, BROKEN, JUDGED, UNACCOUNTED, LoaderRecord, how_many, statuses
 from pytest_fsdp_meta.reports.terminal import describe_finding, paragraph, printable
 from pytest_fsdp_meta.words import counted
 
@@ -16,6 +16,7 @@ WORDS = {
     "error": "could not be judged",
     "xfailed": "failed as expected",
     "xpassed": "passed unexpectedly",
+    "partly": "kept in part",
     "blocked": "blocked by what failed",
     "undeclared": "not declared",
     "nothing": "with nothing to judge",
@@ -46,7 +47,7 @@ MOST_TIMES = 3
 MOST_CAUSES = 20
 Line = tuple[str, dict[str, bool]]
 """With how the terminal shall show it."""
-GOOD, BAD, ODD = {"green": True}, {"red": True}, {"yellow": True}
+GREEN, RED, YELLOW = {"green": True}, {"red": True}, {"yellow": True}
 
 
 def nothing_judged(loaders: Sequence[LoaderRecord], others_passed: bool) -> bool:
@@ -54,11 +55,10 @@ def nothing_judged(loaders: Sequence[LoaderRecord], others_passed: bool) -> bool
 
     Where other tests have passed, loaders that were all skipped by their authors are no more than that.
     """
-    checks = [check for loader in loaders for check in loader.checks]
-    if not loaders or any(check.status in JUDGED for check in checks):
+    counts = statuses(loaders)
+    if not loaders or how_many(counts, JUDGED):
         return False
-    deliberate = {"skipped", "left out", "unselected"}
-    return not others_passed or any(check.status not in deliberate for check in checks)
+    return not others_passed or bool(counts.keys() - {"skipped", "left out", "unselected"})
 
 
 def describe_totals(loaders: Sequence[LoaderRecord], verbosity: int = 0) -> Iterator[Line]:
@@ -71,7 +71,7 @@ def describe_totals(loaders: Sequence[LoaderRecord], verbosity: int = 0) -> Iter
 
 
 def _loader(loader: LoaderRecord) -> Line:
-    counts = Counter(check.status for check in loader.checks)
+    counts = statuses([loader])
     told = ", ".join(f"{counts[status]} {word}" for status, word in WORDS.items() if counts[status])
     world = f", {loader.world}" if loader.world.size else ""
     total = sum(check.seconds for check in loader.checks)
@@ -79,9 +79,9 @@ def _loader(loader: LoaderRecord) -> Line:
 
 
 def _markup(counts: Mapping[str, int]) -> dict[str, bool]:
-    if any(counts[status] for status in BROKEN):
-        return BAD
-    return GOOD if any(counts[status] for status in JUDGED) else ODD
+    if how_many(counts, BAD):
+        return RED
+    return GREEN if how_many(counts, JUDGED) else YELLOW
 
 
 def _times(seconds: Mapping[str, float]) -> str:
@@ -97,15 +97,15 @@ def _causes(loaders: Iterable[LoaderRecord]) -> Iterator[Line]:
     causes: dict[tuple[str, str], dict[tuple[str, str], list[str]]] = {}
     for loader in loaders:
         for check in loader.checks:
-            for found in check.findings if check.status == "failed" else ():
+            for found in check.findings if check.status in BROKEN else ():
                 places = causes.setdefault((found.cause, found.remedy), {})
                 places.setdefault((check.check, loader.loader), []).append(describe_finding(found))
-    for number, ((cause, remedy), places) in enumerate(causes.items(), 1):
-        if number > MOST_CAUSES:
-            yield f"... and {counted(len(causes) - MOST_CAUSES, 'cause')} more", BAD
+    for place, ((cause, remedy), places) in enumerate(causes.items(), 1):
+        if place > MOST_CAUSES:
+            yield f"... and {counted(len(causes) - MOST_CAUSES, 'cause')} more", RED
             return
         yield "", {}
-        yield paragraph(f"{number}. likely cause: ", cause), {"bold": True}
+        yield paragraph(f"{place}. likely cause: ", cause), {"bold": True}
         yield paragraph("   remedy: ", remedy), {}
         for (broken, where), found_here in places.items():
             more = f", and {len(found_here) - 1} more" if len(found_here) > 1 else ""
@@ -116,16 +116,12 @@ def _causes(loaders: Iterable[LoaderRecord]) -> Iterator[Line]:
 
 def _account(loaders: Sequence[LoaderRecord]) -> Line:
     """Every check of every loader is accounted for, or it is said which are not."""
-    checks = [check for loader in loaders for check in loader.checks]
-    counts = Counter(check.status for check in checks)
-    open_ones = ", ".join(f"{counts[status]} {WORDS[status]}" for status in UNACCOUNTED if counts[status])
+    counts = statuses(loaders)
+    total = counts.total()
+    left = ", ".join(f"{counts[status]} {WORDS[status]}" for status in UNACCOUNTED if counts[status])
     of_which = f" in {len(loaders)} runs of loaders" if len(loaders) > 1 else ""
-    told = f"{sum(not _is_open(check) for check in checks)} of {counted(len(checks), 'check')} accounted for{of_which}"
-    told += f" ({open_ones})" if open_ones else ""
-    if not any(check.status in JUDGED for check in checks):
-        return f"{told}; nothing was judged, so nothing has passed", BAD
+    told = f"{total - how_many(counts, UNACCOUNTED)} of {counted(total, 'check')} accounted for{of_which}"
+    told += f" ({left})" if left else ""
+    if not how_many(counts, JUDGED):
+        return f"{told}; nothing was judged, so nothing has passed", RED
     return told, _markup(counts)
-
-
-def _is_open(check: CheckRecord) -> bool:
-    return check.status in UNACCOUNTED

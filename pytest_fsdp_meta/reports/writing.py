@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from pathlib import Path
 from typing import Any
 
-from pytest_fsdp_meta.plain import from_plain, schema_of, to_plain
+from pytest_fsdp_meta.plain import from_plain, schema_of, to_plain, write_whole
 from pytest_fsdp_meta.reports.record import SCHEMA, Report
 
 FILE = "report.json"
@@ -35,17 +34,10 @@ class Writer:
     def write(self, report: Report) -> Path:
         """Raises OSError."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        path = write_whole(self.folder / FILE, json.dumps(to_plain(report), allow_nan=False, indent=1) + "\n")
+        text = json.dumps(to_plain(report), allow_nan=False, indent=1)
+        path = write_whole(self.folder / FILE, f"{text}\n".encode())
         self._last = time.monotonic()
         return path
-
-
-def write_whole(path: Path, text: str) -> Path:
-    """Whole or not at all. Raises OSError."""
-    written = path.with_name(f".{path.name}.{os.getpid()}")
-    written.write_text(text, encoding="utf-8")
-    written.replace(path)
-    return path
 
 
 def read_report(path: Path) -> Report:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import os
 from datetime import datetime
 from functools import cache
 from importlib.resources import files
@@ -13,6 +12,7 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pytest_fsdp_meta.plain import write_whole
 from pytest_fsdp_meta.reports.page.findings import MOST_DETAILS
 from pytest_fsdp_meta.reports.page.layouts import STATES, TROUBLES
 from pytest_fsdp_meta.reports.page.traffic import LONG, TALL
@@ -37,9 +37,7 @@ def write_page(report: Report, path: Path) -> None:
 
     What UTF-8 cannot say is written as its escape. Raises OSError.
     """
-    written = path.with_name(f".{path.name}.{os.getpid()}")
-    written.write_text(render(report), encoding="utf-8", errors="backslashreplace", newline="\n")
-    written.replace(path)
+    write_whole(path, render(report).encode(errors="backslashreplace"))
 
 
 def render(report: Report) -> str:

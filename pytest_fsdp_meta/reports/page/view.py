@@ -15,6 +15,7 @@ from pytest_fsdp_meta.reports.page.findings import Cause, by_cause
 from pytest_fsdp_meta.reports.page.layouts import Layout, layouts
 from pytest_fsdp_meta.reports.page.traffic import Kind, Row, kinds, rows
 from pytest_fsdp_meta.reports.record import (
+    BAD,
     BROKEN,
     JUDGED,
     STATUSES,
@@ -23,6 +24,8 @@ from pytest_fsdp_meta.reports.record import (
     CheckRecord,
     LoaderRecord,
     Report,
+    how_many,
+    statuses,
 )
 from pytest_fsdp_meta.traffic import Collective
 from pytest_fsdp_meta.words import counted, joined_runs
@@ -33,6 +36,7 @@ GLYPHS = {
     "error": "!",
     "xfailed": "x",
     "xpassed": "‼",
+    "partly": "◐",
     "blocked": "⊘",
     "undeclared": "?",
     "nothing": "·",
@@ -177,8 +181,8 @@ class PageView:
         """(how it went: "cut", "broken", "empty" or "kept"; the headline; what accounts for every check)."""
         counts = self.counts
         total = sum(counts.values())
-        broken = sum(counts.get(status, 0) for status in BROKEN)
-        accounted = total - sum(counts.get(status, 0) for status in UNACCOUNTED)
+        broken = how_many(counts, BROKEN)
+        accounted = total - how_many(counts, UNACCOUNTED)
         account = f"{accounted} of {total} checks accounted for" if total else "no loader was judged"
         if not self.report.complete:
             so_far = f"{account} · {counted(broken, 'check')} broken so far" if total else account
@@ -186,11 +190,18 @@ class PageView:
         bad = sum(_broken(loader.record) for loader in self.loaders)
         if bad:
             where = f"{bad} of {counted(len(self.loaders), 'loader')}"
-            headline = f"{counted(broken, 'check')} broken, in {where}" if broken else f"{where} gave no model to judge"
-            return "broken", headline, account
-        if not any(counts.get(status) for status in JUDGED):
+            return "broken", self._headline(broken, counts.get("not run", 0), where), account
+        if not how_many(counts, JUDGED):
             return "empty", "Nothing was judged", account
-        return "kept", "Every promise that was judged is kept", account
+        expected = counts.get("xfailed", 0)
+        but = f", but for {counted(expected, 'expected failure')}" if expected else ""
+        return "kept", f"Every promise that was judged is kept{but}", account
+
+    @staticmethod
+    def _headline(broken: int, not_run: int, where: str) -> str:
+        if broken:
+            return f"{counted(broken, 'check')} broken, in {where}" + (f"; {not_run} not run" if not_run else "")
+        return f"{counted(not_run, 'check')} not run, in {where}" if not_run else f"{where} gave no model to judge"
 
     @property
     def data(self) -> dict[str, Any]:
@@ -219,7 +230,7 @@ def view(report: Report) -> PageView:
 
 
 def _broken(record: LoaderRecord) -> bool:
-    return bool(record.error) or any(check.status in BROKEN for check in record.checks)
+    return bool(record.error) or bool(how_many(statuses([record]), BAD))
 
 
 def _unknown(check: str) -> CatalogueRecord:
