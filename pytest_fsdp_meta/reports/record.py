@@ -37,8 +37,6 @@ JUDGED = (*KEPT, "failed", "xfailed", "xpassed")
 """A judge has spoken."""
 BAD = (*BROKEN, "not run")
 """What makes a run bad."""
-KEPT = tuple(status for status in JUDGED if status not in BROKEN)
-"""The promise is kept, or is not and was expected not to be."""
 UNACCOUNTED = ("unselected", "not run")
 """Nobody knows whether the promise is kept, and no author has said why not."""
 
