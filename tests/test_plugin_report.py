@@ -178,9 +178,7 @@ def test_what_has_not_run_is_said(project: Project) -> None:
     result = project.run("--fsdp-report=out", "-x", "-k", "broken or raises")
     report = written(project)
     loaders = by_name(report)
-    assert [check.status for check in loaders["test_it.py::test_raises"].checks if check.status != "unselected"] == [
-        "not run"
-    ]
+    assert asked(loaders["test_it.py::test_raises"]) == {"no_meta_params": ("not run", "")}
     assert report.complete
     result.stdout.fnmatch_lines(["*checks accounted for in 2 runs of loaders (*not run)"])
 
@@ -252,10 +250,9 @@ def test_evidence_in_the_project_is_no_test_unless_it_is_named(project: Project)
     project.write("out/evidence/a.evidence.json.gz", "no gzip")
     project.collect().assert_outcomes(passed=1)
     result = project.collect("out/evidence")
-    assert result.ret == pytest.ExitCode.INTERRUPTED
-    told = [line for line in result.outlines if "no kept evidence" in line]
-    assert len(told) == 1
-    assert told[0].endswith("no kept evidence, or cut off (BadGzipFile: Not a gzipped file (b'no'))")
+    result.assert_outcomes(failed=1)
+    told = [line for line in result.outlines if line.endswith("cut off (BadGzipFile: Not a gzipped file (b'no'))")]
+    assert told
 
 
 def test_where_a_report_cannot_be_written(project: Project) -> None:
