@@ -100,7 +100,7 @@ class Scribe:
             self._ledger.strike(report.nodeid)
             self._others_passed |= report.passed
         self._ledger.spend(report.nodeid, report.duration)
-        if self._writer is not None and self._writer.is_due:
+        if self._writer is not None and not self._idle and self._writer.is_due:
             self._write(self._report(None))
 
     @pytest.hookimpl(trylast=True)
