@@ -9,9 +9,6 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
-LARGEST = 8_000_000
-"""More parameters than this and a model is not tiny: a size that SIZES does not know."""
-
 SIZES: dict[str, Any] = {
     # width and depth, in the words of each family
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "embedding_size", "lru_width"), 32),
