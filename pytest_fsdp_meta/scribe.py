@@ -38,6 +38,8 @@ class Scribe:
         self._catalogue = Catalogue()
         self._header: Header | None = None
         self._others_passed = False
+        self._told = False
+        """Whether any loader has said anything."""
         self._failed = 0
         """Reports of loaders that failed."""
         self._problem = ""
@@ -92,6 +94,7 @@ class Scribe:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         entry = told(report)
         if entry is not None:
+            self._told = True
             self._failed += report.failed and not hasattr(report, "wasxfail")
             self._ledger.enter(entry)
         elif report.when not in ("setup", "call", "teardown"):
@@ -120,8 +123,9 @@ class Scribe:
         if self._problems and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.INTERNAL_ERROR
 
-    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        if self._idle:
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter, exitstatus: int) -> None:
+        never_ran = exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) and not self._told
+        if self._idle or never_ran:  # there, pytest tells why
             return
         if self.loaders or self._problems:
             terminalreporter.section("fsdp conformance")

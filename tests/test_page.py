@@ -145,7 +145,7 @@ def test_the_verdict_accounts_for_every_check():
     assert headline(loader()) == ("kept", "Every promise that was judged is kept", account)
     assert headline(statuses(no_meta_params="failed", loss_parity="error"))[:2] == (
         "broken",
-        "2 checks broken, in 1 of 1 loader",
+        "1 check broken, 1 could not be judged, in 1 of 1 loader",
     )
     assert headline(statuses(no_meta_params="not run", loss_parity="unselected")) == (
         "broken",

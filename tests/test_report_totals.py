@@ -85,11 +85,12 @@ def test_each_status_has_words() -> None:
 
 def test_a_line_for_each_loader_and_an_account_of_all() -> None:
     clean = replace(of_loader("passed", "undeclared"), seconds={"loading": 0.3, "training": 1.2, "values": 0.01})
+    clean = replace(clean, checks=(replace(clean.checks[0], seconds=2.0), clean.checks[1]))
     broken = of_loader("failed", "blocked", name="t.py::test_y")
     broken = replace(broken, checks=(replace(broken.checks[0], findings=(FOUND, FOUND), seconds=2.0), broken.checks[1]))
     assert list(describe_totals([clean, broken])) == [
         (
-            "t.py::test_x, world of 2 (gloo on cpu): 1 passed, 1 not declared; 0.0 s (training 1.2, loading 0.3)",
+            "t.py::test_x, world of 2 (gloo on cpu): 1 passed, 1 not declared; 2.0 s (training 1.2, loading 0.3)",
             {"green": True},
         ),
         ("t.py::test_y, world of 2 (gloo on cpu): 1 failed, 1 blocked by what failed; 2.0 s", {"red": True}),
@@ -124,3 +125,26 @@ def test_when_nothing_judged_ends_the_run_as_bad() -> None:
     assert nothing_judged([of_loader("skipped", "left out")], others_passed=False)
     assert not nothing_judged([of_loader("skipped", "left out")], others_passed=True)
     assert nothing_judged([of_loader("skipped", "undeclared")], others_passed=True)
+
+
+def test_the_parts_of_an_earlier_run_are_not_told() -> None:
+    """Evidence that is judged again brings the times of the run that it was taken in."""
+    again = replace(of_loader("passed"), seconds={"loading": 3.0})
+    assert next(describe_totals([again])) == (
+        "t.py::test_x, world of 2 (gloo on cpu): 1 passed; 0.0 s",
+        {"green": True},
+    )
+
+
+def test_an_error_is_told_once_with_its_reason() -> None:
+    loader = of_loader("error", "error")
+    reason = "ranks 0, 1 raised ValueError: no file"
+    loader = replace(loader, checks=tuple(replace(check, reason=reason) for check in loader.checks))
+    told = [line for line, _ in describe_totals([loader])]
+    assert told[1:] == [
+        "",
+        f"1. could not be judged: {reason}",
+        f"   {IDS[0]} and 1 more in t.py::test_x",
+        "",
+        "2 of 2 checks accounted for; nothing was judged, so nothing has passed",
+    ]

@@ -183,8 +183,7 @@ def _judge(check: Check, evidence: Evidence, catalogue: Catalogue) -> Verdict:
 
 
 def _not_judged(check: Check, error: NotJudged, view: View) -> Verdict:
-    blocked = isinstance(error, Blocked) or bool(view.left_out)
-    reason, why = str(error), "blocked" if blocked else "nothing"
+    reason, why = str(error), "blocked" if isinstance(error, Blocked) else "nothing"
     if isinstance(error, NotDeclared):
         why = "undeclared"
     elif isinstance(error, PartlyJudged):

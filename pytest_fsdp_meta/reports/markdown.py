@@ -14,7 +14,7 @@ from pytest_fsdp_meta.reports.record import BAD, BROKEN, JUDGED, KEPT, LoaderRec
 from pytest_fsdp_meta.reports.terminal import describe_finding, printable
 from pytest_fsdp_meta.words import counted
 
-OTHERS = {"xfailed": "failed as expected", "not run": "not run"}
+OTHERS = {"error": "could not be judged", "xfailed": "failed as expected", "not run": "not run"}
 MARKUP = re.compile(r"[^\w .,/=()-]|(?<![^\W_])_|_(?![^\W_])")
 """What is written as an entity; an underscore within a word is none."""
 MARKS = {"worse": "❌", "better": "✅", "odd": "ℹ️"}  # noqa: RUF001  (the sign is meant)
@@ -49,9 +49,9 @@ def _mark(report: Report) -> str:
 
 
 def message(report: Report) -> str:
-    """ "41 kept, 2 broken, 1 failed as expected": of the checks that were judged, and those that have not run."""
+    """ "41 kept, 2 broken, 1 failed as expected": of the checks that were judged, or should have been."""
     counts = statuses(report.loaders)
-    kept, broken = how_many(counts, KEPT), how_many(counts, BROKEN)
+    kept, broken = how_many(counts, KEPT), how_many(counts, ("failed", "xpassed"))
     told = [f"{kept} kept"] if kept or broken else []
     told += [f"{broken} broken"] if broken else []
     told += [f"{counts[status]} {words}" for status, words in OTHERS.items() if counts[status]]

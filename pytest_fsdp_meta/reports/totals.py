@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from pytest_fsdp_meta.reports.record import BAD, BROKEN, JUDGED, UNACCOUNTED, LoaderRecord, how_many, statuses
 from pytest_fsdp_meta.reports.terminal import describe_finding, paragraph, printable
-from pytest_fsdp_meta.words import counted
+from pytest_fsdp_meta.words import counted, first_of
 
 WORDS = {
     "passed": "passed",
@@ -75,7 +75,7 @@ def _loader(loader: LoaderRecord) -> Line:
     told = ", ".join(f"{counts[status]} {word}" for status, word in WORDS.items() if counts[status])
     world = f", {loader.world}" if loader.world.size else ""
     total = sum(check.seconds for check in loader.checks)
-    return f"{printable(loader.loader)}{world}: {told}; {total:.1f} s{_times(loader.seconds)}", _markup(counts)
+    return f"{printable(loader.loader)}{world}: {told}; {total:.1f} s{_times(loader.seconds, total)}", _markup(counts)
 
 
 def _markup(counts: Mapping[str, int]) -> dict[str, bool]:
@@ -84,11 +84,13 @@ def _markup(counts: Mapping[str, int]) -> dict[str, bool]:
     return GREEN if how_many(counts, JUDGED) else YELLOW
 
 
-def _times(seconds: Mapping[str, float]) -> str:
-    """The most of it."""
+def _times(seconds: Mapping[str, float], total: float) -> str:
+    """The most of it; nothing where that was another run, whose evidence is judged again."""
     spent = Counter[str]()
     for what, time in seconds.items():
         spent[DOING.get(what, what)] += time  # type: ignore[assignment]
+    if sum(seconds.values()) > total:
+        return ""
     most = [f"{what} {time:.1f}" for what, time in spent.most_common(MOST_TIMES) if time >= 0.05]
     return f" ({', '.join(most)})" if most else ""
 
@@ -110,8 +112,22 @@ def _causes(loaders: Iterable[LoaderRecord]) -> Iterator[Line]:
         for (broken, where), found_here in places.items():
             more = f", and {len(found_here) - 1} more" if len(found_here) > 1 else ""
             yield f"   {broken} in {printable(where)}: {found_here[0]}{more}", {}
-    if causes:
+    yield from _errors(loaders, len(causes))
+    if causes or any(check.status == "error" for loader in loaders for check in loader.checks):
         yield "", {}
+
+
+def _errors(loaders: Iterable[LoaderRecord], before: int) -> Iterator[Line]:
+    """Why checks could not be judged: mostly one reason for all of a loader."""
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for loader in loaders:
+        for check in loader.checks:
+            if check.status == "error" and not check.findings:
+                reasons.setdefault((check.reason, loader.loader), []).append(check.check)
+    for place, ((reason, where), checks) in enumerate(list(reasons.items())[:MOST_CAUSES], before + 1):
+        yield "", {}
+        yield paragraph(f"{place}. could not be judged: ", reason), {"bold": True}
+        yield f"   {first_of(checks)} in {printable(where)}", {}
 
 
 def _account(loaders: Sequence[LoaderRecord]) -> Line:

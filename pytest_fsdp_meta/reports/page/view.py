@@ -190,7 +190,7 @@ class PageView:
         bad = sum(_broken(loader.record) for loader in self.loaders)
         if bad:
             where = f"{bad} of {counted(len(self.loaders), 'loader')}"
-            return "broken", self._headline(broken, counts.get("not run", 0), where), account
+            return "broken", self._headline(broken, counts.get("error", 0), counts.get("not run", 0), where), account
         if not how_many(counts, JUDGED):
             return "empty", "Nothing was judged", account
         expected = counts.get("xfailed", 0)
@@ -198,10 +198,13 @@ class PageView:
         return "kept", f"Every promise that was judged is kept{but}", account
 
     @staticmethod
-    def _headline(broken: int, not_run: int, where: str) -> str:
-        if broken:
-            return f"{counted(broken, 'check')} broken, in {where}" + (f"; {not_run} not run" if not_run else "")
-        return f"{counted(not_run, 'check')} not run, in {where}" if not_run else f"{where} gave no model to judge"
+    def _headline(broken: int, errors: int, not_run: int, where: str) -> str:
+        found = {"broken": broken - errors, "could not be judged": errors, "not run": not_run}
+        first, *others = [(number, words) for words, number in found.items() if number] or [(0, "")]
+        if not first[0]:
+            return f"{where} gave no model to judge"
+        rest = "".join(f", {number} {words}" for number, words in others)
+        return f"{counted(first[0], 'check')} {first[1]}{rest}, in {where}"
 
     @property
     def data(self) -> dict[str, Any]:
