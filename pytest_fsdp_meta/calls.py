@@ -76,7 +76,8 @@ def body(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def bind(function: Any, owner: object | None) -> Callable[..., Any]:
     """The method of ``owner``, or the function itself where there is none."""
-    bound: Callable[..., Any] = function if owner is None else function.__get__(owner)
+    binds = owner is not None and hasattr(function, "__get__")  # what is written in C need not
+    bound: Callable[..., Any] = function.__get__(owner) if binds else function
     return bound
 
 

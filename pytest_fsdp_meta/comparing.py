@@ -17,6 +17,7 @@ from pytest_fsdp_meta.reports.totals import GREEN, RED, YELLOW, Line
 from pytest_fsdp_meta.reports.writing import OtherSchema, read_report
 from pytest_fsdp_meta.settings import Settings
 
+PAGES = ("summary.md", "badge.json", "badge.svg")
 MARKUP = {"worse": RED, "better": GREEN, "odd": YELLOW}
 
 

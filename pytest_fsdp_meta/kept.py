@@ -57,7 +57,7 @@ def read(path: Path) -> Kept:
         raise ValueError(f"{path}: no kept evidence, or cut off ({type(error).__name__}: {error})") from None
     version = data.get("schema") if isinstance(data, dict) else None
     if version != SCHEMA:
-        raise ValueError(f"{path}: kept evidence of form {version!r}, but should be {SCHEMA}; keep it again")
+        raise ValueError(f"{path}: kept evidence of form {version!r:.60}, but should be {SCHEMA}; keep it again")
     try:
         return from_plain(Kept, data)
     except ValueError as error:

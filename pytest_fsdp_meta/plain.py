@@ -64,9 +64,16 @@ def _read(kind: Any, data: Any, where: str) -> Any:
     if kind is float:
         if isinstance(data, str) and data in ODD:
             return ODD[data]
-        return float(data) if type(data) is int else _expect(float, data, where)
+        return _float(data, where) if type(data) is int else _expect(float, data, where)
     assert kind in PLAIN, kind
     return _expect(kind, data, where)
+
+
+def _float(data: int, where: str) -> float:
+    try:
+        return float(data)
+    except OverflowError:
+        raise ValueError(f"{where}: a number that is too large") from None
 
 
 def _read_dataclass(kind: Any, data: Any, where: str) -> Any:

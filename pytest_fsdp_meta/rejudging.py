@@ -46,7 +46,10 @@ class KeptFile(pytest.File):
         ids = self.config.stash[CATALOGUE].ids()
         if gone := [check for check in self.kept.known if check not in ids]:
             told = f"{self.kept.loader}: the catalogue has no check {first_of(gone)} any more, which judged it then"
-            self.warn(pytest.PytestWarning(told))
+            try:
+                self.warn(pytest.PytestWarning(told))
+            except pytest.PytestWarning:  # an error, where the user wants it so: of this file, not of the collection
+                yield Unreadable.from_parent(self, name="gone", why=told)
         for check in ids:
             if check not in self.kept.known or check in self.kept.offered:
                 item = KeptItem.from_parent(self, name=check)

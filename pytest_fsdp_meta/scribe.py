@@ -12,7 +12,7 @@ import pytest
 from pytest_fsdp_meta import kept
 from pytest_fsdp_meta.catalogue import Catalogue
 from pytest_fsdp_meta.collection import case_of, runs_nothing, take_apart, told_as
-from pytest_fsdp_meta.comparing import Comparer
+from pytest_fsdp_meta.comparing import PAGES, Comparer
 from pytest_fsdp_meta.rejudging import KeptItem, is_judged, take_apart_kept
 from pytest_fsdp_meta.reports.heading import describe_run, heading
 from pytest_fsdp_meta.reports.ledger import Ledger
@@ -40,10 +40,14 @@ class Scribe:
         self._others_passed = False
         self._told = False
         """Whether any loader has said anything."""
+        self._at = ""
+        """The loader that is running, as the ledger has it."""
         self._failed = 0
         """Reports of loaders that failed."""
         self._problem = ""
         """Why the report could not be written."""
+        self._begun = self._news = False
+        """Whether the report is being written, and whether it lacks something by now."""
         self._writer = Writer(Path(settings.report)) if settings.report else None
         self._comparer = Comparer(settings)
 
@@ -55,12 +59,20 @@ class Scribe:
         if self._writer is not None or self._comparer.asked:
             command = ("pytest", *map(str, self._config.invocation_params.args))
             self._header = heading(self._config.rootpath, command, self._settings.engine, catalogue)
-        if self._writer is not None and self._header is not None:
+
+    def _begin_report(self) -> None:
+        """There is something to run, so what an earlier run has left gives way: not for a name that was mistyped."""
+        if self._writer is not None and self._header is not None and not self._begun:
+            self._begun = True
             self._write(Report(SCHEMA, self._header), self._clear)
 
     def _clear(self) -> None:
-        """What an earlier run has kept, unless it is what this one judges."""
+        """The report of an earlier run must not stand for this one, whose own the disk may have no room for.
+
+        What that has kept goes as well, unless it is what this one judges.
+        """
         assert self._writer is not None
+        self._writer.clear(("index.html", *PAGES))
         folder = self._writer.folder / kept.FOLDER
         if not is_judged(folder, self._config):
             kept.clear(folder)
@@ -75,6 +87,8 @@ class Scribe:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_finish(self, session: pytest.Session) -> None:
+        if session.items:
+            self._begin_report()
         for item in session.items:
             case = case_of(item)
             if isinstance(item, KeptItem):
@@ -87,6 +101,8 @@ class Scribe:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, node: Any, ids: Sequence[str]) -> None:
+        if ids:
+            self._begin_report()
         for nodeid in ids:
             if apart := take_apart(nodeid, self._catalogue) or take_apart_kept(nodeid):
                 self._ledger.plan(*apart, nodeid)
@@ -103,7 +119,20 @@ class Scribe:
             self._ledger.strike(report.nodeid)
             self._others_passed |= report.passed
         self._ledger.spend(report.nodeid, report.duration)
-        if self._writer is not None and not self._idle and self._writer.is_due:
+        self._news |= entry is not None
+        if self._begun and self._writer is not None and self._writer.is_due:
+            self._write_news()
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        """An item of something else may take long, and end the process: what is known is written before."""
+        key = self._ledger.key_of(nodeid)
+        if key != self._at:
+            self._at = key
+            self._write_news()
+
+    def _write_news(self) -> None:
+        if self._begun and self._news:
+            self._news = False
             self._write(self._report(None))
 
     @pytest.hookimpl(trylast=True)
@@ -118,10 +147,17 @@ class Scribe:
             # not run because something failed might have failed as well.
             others = session.testsfailed > self._failed or bool(session.shouldfail or session.shouldstop)
             session.exitstatus = self._comparer.settle(report, int(session.exitstatus), others)
-        if self._writer is not None:
-            self._write(self._report(int(session.exitstatus)))
-        if self._problems and session.exitstatus == pytest.ExitCode.OK:
-            session.exitstatus = pytest.ExitCode.INTERNAL_ERROR
+        self._end_report(session)
+
+    def _end_report(self, session: pytest.Session) -> None:
+        """The exit status is in it, also that of a report that could not be written as it should."""
+        for _ in range(2):
+            if self._problems and session.exitstatus == pytest.ExitCode.OK:
+                session.exitstatus = pytest.ExitCode.INTERNAL_ERROR
+            if self._begun:
+                self._write(self._report(int(session.exitstatus)))
+            if not self._problem:
+                return
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter, exitstatus: int) -> None:
         never_ran = exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) and not self._told
@@ -141,7 +177,7 @@ class Scribe:
                 terminalreporter.write_line(line, **markup)
         for problem in self._problems:
             terminalreporter.write_line(f"--fsdp-report: {problem}", red=True)
-        if self._writer is not None and not self._problem:
+        if self._begun and self._writer is not None and not self._problem:
             terminalreporter.write_line(f"report: {self._writer.folder}")
 
     @property
@@ -163,8 +199,7 @@ class Scribe:
         try:
             first()
             self._writer.write(report)
-            # At the beginning too: the page of an earlier run must not stand for one that is killed.
-            if report.complete or not report.loaders:
+            if report.complete or not report.loaders:  # at the beginning too: who looks meanwhile is told
                 from pytest_fsdp_meta.reports.page import write_page
 
                 write_page(report, self._writer.folder / "index.html")

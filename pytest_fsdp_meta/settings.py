@@ -130,8 +130,10 @@ def _report(text: str) -> str:
 
 
 def _new_folder(text: str) -> str:
+    if not text.strip():
+        raise ValueError
     folder = Path(text).expanduser().absolute()
-    there = next(path for path in (folder, *folder.parents) if path.exists())
+    there = next(path for path in (folder, *folder.parents) if path.exists() or path.is_symlink())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         raise ValueError
     return str(folder)
@@ -298,7 +300,7 @@ def read_settings(config: pytest.Config) -> Settings:
         text, source = found
         try:
             value = option.parse(text)
-        except (ValueError, KeyError, OSError):
+        except (ValueError, KeyError, OSError, RuntimeError):
             raise pytest.UsageError(f"{source}: {text!r} is wrong, it should be {option.right}") from None
         values["world_sizes" if option.name == "world-size" else option.ini.removeprefix("fsdp_")] = value
         if option.repeated and not source.startswith("ini"):

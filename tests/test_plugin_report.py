@@ -295,7 +295,7 @@ def test_evidence_is_not_removed_by_the_run_that_judges_it(project: Project) -> 
     project.run("--fsdp-report=out", "--fsdp-keep-evidence").assert_outcomes(passed=1)
     project.run("out/evidence", "--fsdp-report=out", "--fsdp-keep-evidence").assert_outcomes(passed=1)
     (kept_file,) = (project.path / "out" / "evidence").iterdir()
-    project.run("--fsdp-report=out", "-k", "nothing")
+    project.run("--fsdp-report=out")
     assert not kept_file.exists(), "what an earlier run has kept is not beside the report of a later one"
 
 
@@ -465,3 +465,51 @@ def test_a_folder_whose_name_is_too_long(project: Project) -> None:
     project.write("test_it.py", "def test_x(): ...\n")
     (told,) = errors(project.collect(f"--fsdp-report={'x' * 300}"))
     assert told.endswith("is wrong, it should be a folder that exists or can be made, and be written to")
+
+
+def test_a_name_that_was_mistyped_leaves_the_earlier_report_alone(project: Project) -> None:
+    project.loaders("@fsdp_conformance(only=['no_meta_params'])\ndef test_x(fsdp): return load(fsdp)\n")
+    project.run("--fsdp-report=out", "--fsdp-keep-evidence")
+    files = {path: path.read_bytes() for path in (project.path / "out").rglob("*") if path.is_file()}
+    for arguments in (["out"], ["nowhere.py"], ["out/evidence/nowhere.evidence.json.gz"]):
+        assert project.run(*arguments, "--fsdp-report=out").ret not in (0, 1)
+    assert {path: path.read_bytes() for path in (project.path / "out").rglob("*") if path.is_file()} == files
+
+
+def test_what_is_known_is_written_before_the_next_loader(project: Project) -> None:
+    project.loaders(
+        """
+        @fsdp_conformance(only=["no_meta_params"])
+        def test_first(fsdp): return load(fsdp)
+
+        def test_last():
+            os._exit(3)
+        """.replace("def test_last", "import os\n\n        def test_last")
+    )
+    assert project.run("--fsdp-report=out").ret == 3
+    report = written(project)
+    assert (report.complete, asked(report.loaders[0])) == (False, {"no_meta_params": ("passed", "")})
+
+
+def test_no_badge_is_green_where_pytest_failed(project: Project) -> None:
+    project.loaders(
+        """
+        @fsdp_conformance(only=["no_meta_params"])
+        def test_first(fsdp): return load(fsdp)
+
+        def test_other(): assert False
+        """
+    )
+    assert project.run("--fsdp-report=out").ret == 1
+    badge = json.loads((project.path / "out" / "badge.json").read_text())
+    assert (badge["color"], badge["message"]) == ("lightgrey", "1 kept, pytest exited with 1")
+    assert (project.path / "out" / "summary.md").read_text().startswith("### ⚠️ ")
+
+
+@pytest.mark.parametrize("folder", ["~nobody-of-this-name/x", "loop", "dangling/x", ""])
+def test_folders_that_are_none(project: Project, folder: str) -> None:
+    project.write("test_it.py", "def test_x(): ...\n")
+    (project.path / "loop").symlink_to("loop")
+    (project.path / "dangling").symlink_to("nowhere")
+    (told,) = errors(project.collect(f"--fsdp-report={folder}"))
+    assert told.startswith(f"--fsdp-report: {folder!r} is wrong")

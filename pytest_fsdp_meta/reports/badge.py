@@ -28,7 +28,8 @@ SVG = """<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="20" rol
 def badge(report: Report) -> dict[str, object]:
     """What shields.io's endpoint takes."""
     judged = how_many(statuses(report.loaders), JUDGED)
-    color = "red" if is_bad(report) else "brightgreen" if judged and report.complete else "lightgrey"
+    clean = judged and report.complete and not report.exit_status
+    color = "red" if is_bad(report) else "brightgreen" if clean else "lightgrey"
     told = message(report) if report.complete else f"cut off, {message(report)}"
     return {"schemaVersion": 1, "label": LABEL, "message": told, "color": color, "isError": color == "red"}
 

@@ -80,6 +80,10 @@ class Ledger:
         if entry.loaded is not None:
             page.loaded = entry.loaded
 
+    def key_of(self, nodeid: str) -> str:
+        """The loader of a planned item; empty for any other."""
+        return self._planned.get(nodeid, ("", ""))[0]
+
     def crashed(self, nodeid: str, told: str) -> bool:
         """The process of an item has ended, before the item could say anything or afterwards. Whether it is planned."""
         if nodeid in self._planned:

@@ -45,6 +45,8 @@ def _mark(report: Report) -> str:
         return "⚠️"
     if is_bad(report):
         return "❌"
+    if _failed_otherwise(report):
+        return "⚠️"
     return "✅" if how_many(statuses(report.loaders), JUDGED) else "⚪"
 
 
@@ -55,7 +57,13 @@ def message(report: Report) -> str:
     told = [f"{kept} kept"] if kept or broken else []
     told += [f"{broken} broken"] if broken else []
     told += [f"{counts[status]} {words}" for status, words in OTHERS.items() if counts[status]]
-    return ", ".join(told) or "nothing judged"
+    told = told or ["nothing judged"]
+    return ", ".join([*told, *([f"pytest exited with {report.exit_status}"] if _failed_otherwise(report) else [])])
+
+
+def _failed_otherwise(report: Report) -> bool:
+    """Whether the run is bad for another reason than what was judged: a test, a crash, evidence that is not whole."""
+    return bool(report.exit_status) and not is_bad(report)
 
 
 def is_bad(report: Report) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,11 @@ class Writer:
     def is_due(self) -> bool:
         return time.monotonic() - self._last >= PACE
 
+    def clear(self, others: Iterable[str]) -> None:
+        """Removes the report that is there, and these files beside it. Raises OSError."""
+        for name in (FILE, *others):
+            (self.folder / name).unlink(missing_ok=True)
+
     def write(self, report: Report) -> Path:
         """Raises OSError."""
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -53,7 +59,8 @@ def read_report(path: Path) -> Report:
         raise ValueError(f"{path}: no JSON, or cut off: {error}") from None
     version = data.get("schema") if isinstance(data, dict) else None
     if version != SCHEMA:
-        raise OtherSchema(f"{path}: a report of schema {version!r}, but should be {SCHEMA}")
+        kind = OtherSchema if type(version) is int else ValueError
+        raise kind(f"{path}: a report of schema {version!r:.60}, but should be {SCHEMA}")
     try:
         return from_plain(Report, data)
     except ValueError as error:

@@ -19,6 +19,8 @@ def main(arguments: list[str]) -> str | None:
     target = Path(arguments[1]) if len(arguments) > 1 else source.with_name("index.html")
     try:
         write_page(read_report(source), target)
+    except ArithmeticError as error:
+        return f"{source}: a report that cannot be drawn: {error}"
     except ValueError as error:
         return str(error)
     except OSError as error:
