@@ -114,7 +114,7 @@ class Scribe:
             self._failed += report.failed and not hasattr(report, "wasxfail")
             self._ledger.enter(entry)
         elif report.when not in ("setup", "call", "teardown"):
-            self._failed += self._ledger.crashed(report.nodeid, first_line(report.longreprtext))
+            self._failed += self._ledger.crashed(report.nodeid, first_line(str(report.longrepr)))
         elif report.when == "call" or (report.when == "setup" and not report.passed):
             self._ledger.strike(report.nodeid)
             self._others_passed |= report.passed
