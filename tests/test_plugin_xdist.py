@@ -139,7 +139,8 @@ def test_a_worker_that_crashes_in_a_loader(project: Project, dist: str) -> None:
     text = result.stdout.str()
     assert "INTERNALERROR" not in text
     ended = "ended while the loader or its fixtures ran, so it is not run again"
-    assert len([line for line in result.outlines if "could not be judged, see" in line and line.endswith(ended)]) == 2 * runs
+    told = [line for line in result.outlines if "could not be judged, see" in line]
+    assert len([line for line in told if line.endswith(ended)]) == 2 * runs
     result.stdout.re_match_lines([r"1\. could not be judged: worker '?gw\d'? (crashed while running|ended)"])
     assert project.notes.count("fixture") == project.notes.count("plain") == runs
     loads = [f"{n}/{rank}" for n in (1, 2) for rank in (0, 1)]
