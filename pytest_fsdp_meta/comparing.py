@@ -31,19 +31,20 @@ class Comparer:
     def __init__(self, settings: Settings) -> None:
         self._fail_on = settings.fail_on
         self._before: Report | None = None
-        self._comparison: Comparison | None = None
-        self._problem = ""
+        self.comparison: Comparison | None = None
+        self.problem = ""
+        """Why nothing is compared, though it was asked for."""
         if settings.compare:
             try:
                 self._before = read_report(Path(settings.compare))
             except OtherSchema as error:
-                self._problem = f"nothing is compared: {error}"
+                self.problem = f"nothing is compared: {error}"
             except ValueError as error:
                 raise pytest.UsageError(f"--fsdp-compare: {error}") from None
 
     @property
     def asked(self) -> bool:
-        return self._before is not None or bool(self._problem)
+        return self._before is not None or bool(self.problem)
 
     def settle(self, report: Report, status: int, others_failed: bool) -> int:
         """The exit status, where the run would end with ``status``.
@@ -52,25 +53,25 @@ class Comparer:
         """
         if self._before is None:
             return status
-        self._comparison = compare(self._before, report)
+        self.comparison = compare(self._before, report)
         if self._fail_on == "failure" or status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
             return status
-        bad = others_failed or self._comparison.fails(self._fail_on)
+        bad = others_failed or self.comparison.fails(self._fail_on)
         return int(pytest.ExitCode.TESTS_FAILED if bad else pytest.ExitCode.OK)
 
     def lines(self) -> Iterator[Line]:
         """For the terminal."""
-        if self._problem:
-            yield self._problem, RED
-        if self._comparison is None:
+        if self.problem:
+            yield self.problem, RED
+        if self.comparison is None:
             return
-        for mark, headline, lines in describe_comparison(self._comparison):
+        for mark, headline, lines in describe_comparison(self.comparison):
             yield headline, MARKUP[mark]
             yield from ((f"  {line}", {}) for line in lines)
-        yield verdict(self._comparison), RED if self._comparison.fails("regression") else GREEN
+        yield verdict(self.comparison), RED if self.comparison.fails("regression") else GREEN
 
     def write(self, report: Report, folder: Path) -> None:
         """The summary and the badge. Raises OSError."""
-        write_whole(folder / "summary.md", summarise_run(report, self._comparison, self._problem).encode())
+        write_whole(folder / "summary.md", summarise_run(report, self.comparison, self.problem).encode())
         write_whole(folder / "badge.json", badge_json(report).encode())
         write_whole(folder / "badge.svg", badge_svg(report).encode())

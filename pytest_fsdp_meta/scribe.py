@@ -93,11 +93,10 @@ class Scribe:
             case = case_of(item)
             if isinstance(item, KeptItem):
                 share = item.share
-                self._ledger.plan(share.key, share.check, item.nodeid, share.loader, share.world, share.expected)
+                self._ledger.plan(share.key, share.check, item.nodeid, share.loader, share.world, share.order.expected)
             elif case is not None:
-                expected = tuple(check for check in case.order.checks if check not in case.order.skip)
                 name = told_as(item, case)
-                self._ledger.plan(name, case.check, item.nodeid, name, world_facts(case.spec), expected)
+                self._ledger.plan(name, case.check, item.nodeid, name, world_facts(case.spec), case.order.expected)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, node: Any, ids: Sequence[str]) -> None:
@@ -202,8 +201,9 @@ class Scribe:
             if report.complete or not report.loaders:  # at the beginning too: who looks meanwhile is told
                 from pytest_fsdp_meta.reports.page import write_page
 
-                write_page(report, self._writer.folder / "index.html")
-                self._comparer.write(report, self._writer.folder)
+                folder, comparer = self._writer.folder, self._comparer
+                write_page(report, folder / "index.html", comparer.comparison, comparer.problem)
+                comparer.write(report, folder)
             self._problem = ""
         except OSError as error:
             self._problem = str(error)  # told at the end: what the tests say goes first

@@ -263,6 +263,14 @@ def memory(rank: int) -> RankMemory:
     return RankMemory(host=max(levels), whole=2048, beyond=0, timeline=timeline)
 
 
+def passing(now: Report) -> Report:
+    """The same loaders, with every promise kept, a day earlier."""
+    before = tuple(
+        replace(one, checks=tuple(CheckRecord(check.check, "passed") for check in one.checks)) for one in now.loaders
+    )
+    return replace(now, header=replace(now.header, started="2026-11-19T21:04:00+00:00"), loaders=before)
+
+
 def hostile() -> Report:
     """Names and texts that would break a page that trusts them, wherever a report has a text."""
     first, second, *others = HOSTILE

@@ -21,7 +21,7 @@ from tests.conftest import Project, errors
 from tests.report_factory import CATALOGUE, HOSTILE, LLAMA, check, finding, header, loader, report
 
 CHECK = "no_meta_params"
-KINDS = ("failures", "unjudged", "expected", "fixed", "changed", "known")
+KINDS = ("failures", "blocked", "unjudged", "expected", "fixed", "changed", "known")
 
 
 def run(*records, name=LLAMA, **facts):
@@ -57,7 +57,8 @@ def kinds(comparison):
         ("passed", "unselected", "unjudged"),
         ("passed", "undeclared", "unjudged"),
         ("failed", "left out", "unjudged"),
-        ("failed", "blocked", "unjudged"),
+        ("failed", "blocked", "blocked"),
+        ("passed", "blocked", "blocked"),
         ("undeclared", "passed", ""),
         ("skipped", "nothing", ""),
     ],

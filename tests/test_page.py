@@ -16,9 +16,10 @@ from pathlib import Path
 import pytest
 
 from pytest_fsdp_meta.plain import to_plain
+from pytest_fsdp_meta.reports.compare import compare
 from pytest_fsdp_meta.reports.page import render, write_page
 from pytest_fsdp_meta.reports.page.__main__ import main
-from pytest_fsdp_meta.reports.page.findings import by_cause
+from pytest_fsdp_meta.reports.page.findings import causes
 from pytest_fsdp_meta.reports.page.layouts import Layout, layouts
 from pytest_fsdp_meta.reports.page.rendering import HERE, duration, in_bytes, moment, printable
 from pytest_fsdp_meta.reports.page.traffic import MOST_ROWS, kinds, rows, size_of
@@ -120,6 +121,17 @@ def test_hostile_names_are_shown_as_they_are():
     assert json.loads(page.raw[2][1])["loaders"][0]["names"][0] == factory.HOSTILE[0]
 
 
+def test_what_has_changed_since_an_earlier_run_is_told_first():
+    now, before = factory.hostile(), factory.passing(factory.hostile())
+    page = Reader(render(now, compare(before, now)))
+    assert "Since 2026-11-19 21:04 UTC 3 new failures since 2026-11-19T21:04:00+00:00" in page.text
+    assert page.text.index("new failures: 3") < page.text.index("Loaders and checks")
+    assert {tag for tag, _ in page.elements} & {"img", "iframe", "object", "base", "embed"} == set()
+    told = Reader(render(now, None, f"nothing is compared: {factory.HOSTILE[0]}"))
+    assert f"nothing is compared: {factory.HOSTILE[0]}" in told.text
+    assert "Since" not in Reader(render(now)).text
+
+
 def test_ids_are_unique_and_links_lead_somewhere(page):
     ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
     assert len(ids) == len(set(ids))
@@ -201,7 +213,7 @@ def test_findings_by_cause():
         finding("layers.0.weight", 2, cause="a"),
         finding(None, cause="a"),
     ]
-    first, second = by_cause(found)
+    first, second = causes(found)
     assert (first.cause, second.cause, second.remedy) == ("a", "b", "do")
     assert [(line.folded, line.ranks) for line in first.lines] == [
         (("layers.{0..1}.weight",), (0, 1)),

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from pytest_fsdp_meta.reports.compare import compare
 from pytest_fsdp_meta.reports.page import write_page
 from pytest_fsdp_meta.reports.record import Report
 from tests import report_factory as factory
@@ -41,7 +42,9 @@ PAGES: dict[str, Callable[[], Report]] = {
     "cut": lambda: report(complete=False, exit_status=None),
     "raised": lambda: report(factory.raised()),
     "large": factory.large,
+    "compared": report,
 }
+COMPARED = ("compared", "hostile")
 PHONE, DESKTOP = 360, 1440
 UNCOVERED = """document.activeElement.getBoundingClientRect().top >=
     document.querySelector('#filters').getBoundingClientRect().bottom"""
@@ -73,7 +76,8 @@ def files(tmp_path_factory) -> Callable[[str], Path]:
     def file(name: str) -> Path:
         path = folder / f"{name}.html"
         if not path.exists():
-            write_page(PAGES[name](), path)
+            now = PAGES[name]()
+            write_page(now, path, compare(factory.passing(now), now) if name in COMPARED else None)
         return path
 
     return file
@@ -131,7 +135,8 @@ def test_no_page_is_wider_than_the_screen(opened, name, width):
 
 
 @pytest.mark.parametrize(
-    ("name", "theme"), [("usual", "light"), ("usual", "dark"), ("hostile", "light"), ("empty", "dark")]
+    ("name", "theme"),
+    [("usual", "light"), ("usual", "dark"), ("hostile", "light"), ("empty", "dark"), ("compared", "dark")],
 )
 def test_accessible_to_all(opened, name, theme):
     page = opened(name, color_scheme=theme)
@@ -320,6 +325,15 @@ def test_themes(opened):
     assert opened(color_scheme="light").evaluate("getComputedStyle(document.body).backgroundColor") == light
     page.get_by_role("button", name="Switch to the dark theme").click()
     assert ground(page) == dark
+
+
+def test_what_is_worse_than_before_is_seen_and_the_rest_can_be_opened(opened):
+    page = opened("compared")
+    assert shown(page, "#changes h2") == ["Since 2026-11-19 21:04 UTC"]
+    assert shown(page, "#changes .c-worse li")
+    assert not shown(page, "#changes .c-odd li")
+    page.locator("#changes .c-odd summary").first.click()
+    assert shown(page, "#changes .c-odd li")
 
 
 def test_readable_without_javascript(opened):

@@ -7,8 +7,8 @@ from dataclasses import replace
 from pytest_fsdp_meta.catalogue import built_in
 from pytest_fsdp_meta.evidence import WorldFacts
 from pytest_fsdp_meta.reports.ledger import Entry, Ledger, Loaded
-from pytest_fsdp_meta.reports.record import STATUSES, CheckRecord, FindingRecord, LoaderRecord
-from pytest_fsdp_meta.reports.totals import WORDS, describe_totals, nothing_judged
+from pytest_fsdp_meta.reports.record import STATUSES, WORDS, CheckRecord, FindingRecord, LoaderRecord
+from pytest_fsdp_meta.reports.totals import describe_totals, nothing_judged
 
 WORLD = WorldFacts(2, (("dp_shard", 2),), "cpu", "gloo")
 CATALOGUE = built_in()
@@ -98,7 +98,7 @@ def test_a_line_for_each_loader_and_an_account_of_all() -> None:
         ("1. likely cause: nobody loads it", {"bold": True}),
         ("   remedy: load it", {}),
         (
-            f"   {IDS[0]} in t.py::test_y: a.weight, ranks 0, 1: on meta, but should be on a device, and 1 more",
+            f"   {IDS[0]} in t.py::test_y: a.weight, ranks 0, 1: on meta, but should be on a device and 1 more",
             {},
         ),
         ("", {}),

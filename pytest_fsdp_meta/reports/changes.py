@@ -18,6 +18,7 @@ def describe_comparison(comparison: Comparison) -> Iterator[tuple[str, str, list
     """(mark, headline, lines) of each kind of change that there is: the mark is "worse", "better" or "odd"."""
     changes = (
         ("worse", "new failures", comparison.failures),
+        ("odd", "blocked by what fails now", comparison.blocked),
         ("odd", "no longer judged", comparison.unjudged),
         ("odd", "other findings than before", comparison.changed),
         ("odd", "known failures, as before", comparison.known),
@@ -44,6 +45,7 @@ def verdict(comparison: Comparison) -> str:
         (counted(len(comparison.failures), "new failure"), comparison.failures),
         (f"{len(comparison.fixed)} fixed", comparison.fixed),
         (f"{len(comparison.known) + len(comparison.changed)} known", (*comparison.known, *comparison.changed)),
+        (f"{len(comparison.blocked)} blocked by what fails now", comparison.blocked),
         (f"{len(comparison.unjudged)} no longer judged", comparison.unjudged),
         (counted(len(comparison.slower), "slower load"), comparison.slower),
         (f"{len(comparison.drifted)} with losses that drift", comparison.drifted),

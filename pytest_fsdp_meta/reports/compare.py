@@ -64,6 +64,8 @@ class Comparison:
     """Broken now, and not then; or on tensors that it was not broken on then."""
     unjudged: tuple[Change, ...] = ()
     """Judged then, and not now: a promise that may be broken unseen. Its author may have meant it so."""
+    blocked: tuple[Change, ...] = ()
+    """Judged then, and not now because of what a more basic check has found: a consequence, no news."""
     expected: tuple[Change, ...] = ()
     """Failing as expected now, and not then: somebody has declared that it does."""
     fixed: tuple[Change, ...] = ()
@@ -82,7 +84,7 @@ class Comparison:
         if on == "regression":
             # Of what has not run nobody knows whether it would have failed as before.
             return bool(self.failures) or bool(statuses(self.now.loaders)["not run"])
-        worse = on == "any" and bool(self.unjudged or self.slower or self.drifted)
+        worse = on == "any" and bool(self.unjudged or self.blocked or self.slower or self.drifted)
         return worse or bool(how_many(statuses(self.now.loaders), BAD))
 
 
@@ -133,7 +135,9 @@ def _kind(change: Change) -> str:
         return "fixed" if was or _is(before, EXPECTED) else ""
     if _is(now, EXPECTED):
         return "expected" if was or _is(before, KEPT) else ""
-    return "unjudged" if _is(before, (*BROKEN, *JUDGED)) else ""
+    if not _is(before, (*BROKEN, *JUDGED)):
+        return ""
+    return "blocked" if _is(now, ("blocked",)) else "unjudged"
 
 
 def _worse(before: CheckRecord, now: CheckRecord) -> bool:

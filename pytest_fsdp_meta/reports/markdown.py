@@ -10,11 +10,11 @@ from collections.abc import Iterator
 
 from pytest_fsdp_meta.reports.changes import MOST, describe_comparison, verdict
 from pytest_fsdp_meta.reports.compare import Comparison
-from pytest_fsdp_meta.reports.record import BAD, BROKEN, JUDGED, KEPT, LoaderRecord, Report, how_many, statuses
+from pytest_fsdp_meta.reports.record import BAD, BROKEN, JUDGED, KEPT, WORDS, LoaderRecord, Report, how_many, statuses
 from pytest_fsdp_meta.reports.terminal import describe_finding, printable
 from pytest_fsdp_meta.words import counted
 
-OTHERS = {"error": "could not be judged", "xfailed": "failed as expected", "not run": "not run"}
+OTHERS = ("error", "xfailed", "not run")
 MARKUP = re.compile(r"[^\w .,/=()-]|(?<![^\W_])_|_(?![^\W_])")
 """What is written as an entity; an underscore within a word is none."""
 MARKS = {"worse": "❌", "better": "✅", "odd": "ℹ️"}  # noqa: RUF001  (the sign is meant)
@@ -56,7 +56,7 @@ def message(report: Report) -> str:
     kept, broken = how_many(counts, KEPT), how_many(counts, ("failed", "xpassed"))
     told = [f"{kept} kept"] if kept or broken else []
     told += [f"{broken} broken"] if broken else []
-    told += [f"{counts[status]} {words}" for status, words in OTHERS.items() if counts[status]]
+    told += [f"{counts[status]} {WORDS[status]}" for status in OTHERS if counts[status]]
     told = told or ["nothing judged"]
     return ", ".join([*told, *([f"pytest exited with {report.exit_status}"] if _failed_otherwise(report) else [])])
 
@@ -93,7 +93,7 @@ def _world(loader: LoaderRecord) -> str:
 def _findings(report: Report) -> Iterator[str]:
     lines = [
         f"* {escaped(check.check)} in {escaped(loader.loader)}: "
-        + escaped(describe_finding(check.findings[0]) if check.findings else check.reason or check.status)
+        + escaped(describe_finding(check.findings[0]) if check.findings else check.reason or WORDS[check.status])
         + (f", and {counted(len(check.findings) - 1, 'more finding')}" if len(check.findings) > 1 else "")
         for loader in report.loaders
         for check in loader.checks

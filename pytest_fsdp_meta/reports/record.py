@@ -16,21 +16,37 @@ from pytest_fsdp_meta.traffic import Collective, RankMemory
 SCHEMA = 1
 
 STATUSES = {
+    "passed": "the promise is kept",
+    "failed": "the promise is broken",
+    "error": "something went wrong, so nobody knows",
+    "xfailed": "as xfail= says",
+    "xpassed": "xfail= expects it to fail",
+    "partly": "what could be judged of it is",
+    "blocked": "judged once that is mended",
+    "undeclared": "needs something of Subject",
+    "nothing": "the model has nothing that the promise is about",
+    "skipped": "by the loader, a mark or a fixture",
+    "left out": "by only= or skip=",
+    "unselected": "by -k, -m, --lf, a node id, ...",
+    "not run": "was selected, but the run ended before",
+}
+"""What may become of a check, and what that means."""
+WORDS = {
     "passed": "passed",
     "failed": "failed",
-    "error": "could not be judged: something went wrong",
-    "xfailed": "failed as xfail= expects",
-    "xpassed": "passes, but xfail= expects it to fail",
-    "partly": "is kept as far as it could be judged",
-    "blocked": "cannot be judged before what a more basic check found is mended",
-    "undeclared": "needs something of Subject that is not declared",
-    "nothing": "found nothing to judge",
-    "skipped": "was skipped by the loader, a mark or a fixture",
-    "left out": "was left out by only= or skip=",
-    "unselected": "was not selected (-k, -m, --lf, a node id, ...)",
-    "not run": "was selected and has not run",
+    "error": "could not be judged",
+    "xfailed": "failed as expected",
+    "xpassed": "passed unexpectedly",
+    "partly": "kept in part",
+    "blocked": "blocked by what failed",
+    "undeclared": "not declared",
+    "nothing": "with nothing to judge",
+    "skipped": "skipped",
+    "left out": "left out",
+    "unselected": "not selected",
+    "not run": "not run",
 }
-"""What may become of a check, and how that is said."""
+"""How each is told, also after a number."""
 KEPT = ("passed", "partly")
 BROKEN = ("failed", "error", "xpassed")
 JUDGED = (*KEPT, "failed", "xfailed", "xpassed")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
 
 from pytest_fsdp_meta.catalogue import Check, Finding, Verdict, describe_left_out
 from pytest_fsdp_meta.reports.record import FindingRecord
@@ -21,6 +22,7 @@ FIELDS = {
 }
 """What an author declares for an observation to be taken."""
 WIDTH = 118
+Found = TypeVar("Found", Finding, FindingRecord)
 
 
 def printable(name: str) -> str:
@@ -32,7 +34,7 @@ def describe_failure(verdict: Verdict, world: str, again: str) -> str:
     """The whole message of a failed check."""
     check = verdict.check
     lines = [f"{check.id}: {check.promise}", f"broken in a {world}:"]
-    for (cause, remedy), findings in _by_cause(verdict.findings).items():
+    for (cause, remedy), findings in by_cause(verdict.findings).items():
         lines += [
             "",
             *_lines(findings, verdict.model),
@@ -81,8 +83,9 @@ def describe_finding(found: Finding | FindingRecord) -> str:
     return f"{what}, {name_ranks(found.ranks)}: {found.actual}, but should be {found.expected}{detail}"
 
 
-def _by_cause(findings: Sequence[Finding]) -> dict[tuple[str, str], list[Finding]]:
-    groups: dict[tuple[str, str], list[Finding]] = {}
+def by_cause(findings: Iterable[Found]) -> dict[tuple[str, str], list[Found]]:
+    """(cause, remedy) -> what it has broken, in the order in which the judge told them."""
+    groups: dict[tuple[str, str], list[Found]] = {}
     for finding in findings:
         groups.setdefault((finding.cause, finding.remedy), []).append(finding)
     return groups

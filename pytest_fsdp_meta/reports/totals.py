@@ -6,26 +6,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from pytest_fsdp_meta.reports.record import BAD, BROKEN, JUDGED, UNACCOUNTED, LoaderRecord, how_many, statuses
-from pytest_fsdp_meta.reports.terminal import describe_finding, paragraph, printable
+from pytest_fsdp_meta.reports.record import (
+    BAD,
+    BROKEN,
+    JUDGED,
+    UNACCOUNTED,
+    WORDS,
+    FindingRecord,
+    LoaderRecord,
+    how_many,
+    statuses,
+)
+from pytest_fsdp_meta.reports.terminal import by_cause, describe_finding, paragraph, printable
 from pytest_fsdp_meta.words import counted, first_of
 
-WORDS = {
-    "passed": "passed",
-    "failed": "failed",
-    "error": "could not be judged",
-    "xfailed": "failed as expected",
-    "xpassed": "passed unexpectedly",
-    "partly": "kept in part",
-    "blocked": "blocked by what failed",
-    "undeclared": "not declared",
-    "nothing": "with nothing to judge",
-    "skipped": "skipped",
-    "left out": "left out",
-    "unselected": "not selected",
-    "not run": "not run",
-}
-"""Each status after a number, in this order."""
 DOING = {
     "starting": "starting ranks",
     "reference": "the reference",
@@ -96,12 +90,11 @@ def _times(seconds: Mapping[str, float], total: float) -> str:
 
 
 def _causes(loaders: Iterable[LoaderRecord]) -> Iterator[Line]:
-    causes: dict[tuple[str, str], dict[tuple[str, str], list[str]]] = {}
+    causes: dict[tuple[str, str], dict[tuple[str, str], list[FindingRecord]]] = {}
     for loader in loaders:
         for check in loader.checks:
-            for found in check.findings if check.status in BROKEN else ():
-                places = causes.setdefault((found.cause, found.remedy), {})
-                places.setdefault((check.check, loader.loader), []).append(describe_finding(found))
+            for why, found in by_cause(check.findings if check.status in BROKEN else ()).items():
+                causes.setdefault(why, {}).setdefault((check.check, loader.loader), []).extend(found)
     for place, ((cause, remedy), places) in enumerate(causes.items(), 1):
         if place > MOST_CAUSES:
             yield f"... and {counted(len(causes) - MOST_CAUSES, 'cause')} more", RED
@@ -110,8 +103,7 @@ def _causes(loaders: Iterable[LoaderRecord]) -> Iterator[Line]:
         yield paragraph(f"{place}. likely cause: ", cause), {"bold": True}
         yield paragraph("   remedy: ", remedy), {}
         for (broken, where), found_here in places.items():
-            more = f", and {len(found_here) - 1} more" if len(found_here) > 1 else ""
-            yield f"   {broken} in {printable(where)}: {found_here[0]}{more}", {}
+            yield f"   {broken} in {printable(where)}: {first_of(list(map(describe_finding, found_here)))}", {}
     yield from _errors(loaders, len(causes))
     if causes or any(check.status == "error" for loader in loaders for check in loader.checks):
         yield "", {}

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pytest_fsdp_meta.reports.record import FindingRecord
+from pytest_fsdp_meta.reports.terminal import by_cause
 from pytest_fsdp_meta.words import fold_names
 
 MOST_DETAILS = 500
@@ -37,12 +38,9 @@ class Cause:
     lines: tuple[Line, ...]
 
 
-def by_cause(findings: Iterable[FindingRecord]) -> tuple[Cause, ...]:
+def causes(findings: Iterable[FindingRecord]) -> tuple[Cause, ...]:
     """In the order in which the judge told them."""
-    causes: dict[tuple[str, str], list[FindingRecord]] = {}
-    for one in findings:
-        causes.setdefault((one.cause, one.remedy), []).append(one)
-    return tuple(Cause(cause, remedy, _lines(found)) for (cause, remedy), found in causes.items())
+    return tuple(Cause(cause, remedy, _lines(found)) for (cause, remedy), found in by_cause(findings).items())
 
 
 def _lines(findings: Sequence[FindingRecord]) -> tuple[Line, ...]:

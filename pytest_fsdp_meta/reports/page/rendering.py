@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pytest_fsdp_meta.plain import write_whole
+from pytest_fsdp_meta.reports.changes import describe_comparison, verdict
+from pytest_fsdp_meta.reports.compare import Comparison
 from pytest_fsdp_meta.reports.page.findings import MOST_DETAILS
 from pytest_fsdp_meta.reports.page.layouts import STATES, TROUBLES
 from pytest_fsdp_meta.reports.page.traffic import LONG, TALL
 from pytest_fsdp_meta.reports.page.view import GLYPHS, view
-from pytest_fsdp_meta.reports.record import STATUSES, Report
+from pytest_fsdp_meta.reports.record import STATUSES, WORDS, Report
 from pytest_fsdp_meta.reports.totals import DOING
 from pytest_fsdp_meta.words import counted, first_of, fold_names, name_ranks
 
@@ -32,15 +34,16 @@ MOST_IN_WORDS = 60
 SCRIPTS = ("vendor/uPlot.LICENSE", "vendor/uPlot.iife.min.js", "templates/page.js")
 
 
-def write_page(report: Report, path: Path) -> None:
+def write_page(report: Report, path: Path, comparison: Comparison | None = None, told: str = "") -> None:
     """One file that a browser shows without asking for another; whole or not at all.
 
-    What UTF-8 cannot say is written as its escape. Raises OSError.
+    ``told`` says why there is no comparison, where one was asked for. What UTF-8 cannot say is written as its escape.
+    Raises OSError.
     """
-    write_whole(path, render(report).encode(errors="backslashreplace"))
+    write_whole(path, render(report, comparison, told).encode(errors="backslashreplace"))
 
 
-def render(report: Report) -> str:
+def render(report: Report, comparison: Comparison | None = None, told: str = "") -> str:
     """The page as text."""
     styles, scripts = _joined(STYLES), _joined(SCRIPTS)
     early = _joined(("templates/early.js",))
@@ -51,6 +54,13 @@ def render(report: Report) -> str:
         .render(
             page=page,
             report=report,
+            not_compared=told,
+            comparison=comparison
+            and {
+                "before": comparison.before.header,
+                "verdict": verdict(comparison),
+                "kinds": list(describe_comparison(comparison)),
+            },
             data=_embedded(page.data),
             styles=styles,
             early=early,
@@ -90,7 +100,13 @@ def _environment() -> Environment:
         "safe_source": Markup,
         "words": lambda numbers: " ".join(map(str, numbers)),
     }
-    environment.globals |= {"STATUSES": STATUSES, "GLYPHS": GLYPHS, "STATES": STATES, "TROUBLES": TROUBLES}
+    environment.globals |= {
+        "STATUSES": STATUSES,
+        "WORDS": WORDS,
+        "GLYPHS": GLYPHS,
+        "STATES": STATES,
+        "TROUBLES": TROUBLES,
+    }
     environment.globals |= {"LONG": LONG, "TALL": TALL, "MOST_DETAILS": MOST_DETAILS, "MOST_IN_WORDS": MOST_IN_WORDS}
     environment.globals |= {"MAIN_VERSIONS": MAIN_VERSIONS, "DOING": DOING}
     return environment

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from typing import Any
 
-from pytest_fsdp_meta.reports.page.findings import Cause, by_cause
+from pytest_fsdp_meta.reports.page.findings import Cause, causes
 from pytest_fsdp_meta.reports.page.layouts import Layout, layouts
 from pytest_fsdp_meta.reports.page.traffic import Kind, Row, kinds, rows
 from pytest_fsdp_meta.reports.record import (
@@ -72,7 +71,7 @@ class CheckView:
 
     @cached_property
     def causes(self) -> tuple[Cause, ...]:
-        return by_cause(self.record.findings)
+        return causes(self.record.findings)
 
 
 @dataclass(frozen=True)
@@ -115,7 +114,7 @@ class LoaderView:
 
     @property
     def counts(self) -> dict[str, int]:
-        return count(self.record.checks)
+        return _in_order(statuses([self.record]))
 
     @cached_property
     def layouts(self) -> tuple[Layout, ...]:
@@ -165,7 +164,7 @@ class PageView:
 
     @property
     def counts(self) -> dict[str, int]:
-        return count(check for loader in self.report.loaders for check in loader.checks)
+        return _in_order(statuses(self.report.loaders))
 
     @property
     def ranks(self) -> int:
@@ -261,10 +260,9 @@ def _traffic(title: str, issued: Iterable[tuple[tuple[int, ...], tuple[Collectiv
             yield TrafficView(title, tuple(sorted(same)), kinds(collectives), told, left, len(collectives))
 
 
-def count(checks: Iterable[CheckRecord]) -> dict[str, int]:
-    """How many of each status, in the order of ``STATUSES``; none of those that no check has."""
-    found = Counter(check.status for check in checks)
-    return {status: found[status] for status in (*STATUSES, *found) if found[status]}
+def _in_order(counts: Mapping[str, int]) -> dict[str, int]:
+    """That of ``STATUSES``; those of a later version follow."""
+    return {status: counts[status] for status in (*STATUSES, *counts) if counts.get(status)}
 
 
 def _data(loader: LoaderView) -> dict[str, Any]:
