@@ -270,9 +270,15 @@ def take_apart(nodeid: str, catalogue: Catalogue) -> tuple[str, str] | None:
 
 def told_as(item: pytest.Item, case: Case) -> str:
     """As ``take_apart``, wherever the name of the item has its check."""
+    where, before, after = shared_name(item, case)
+    return f"{where}::{_without_check(before, after)}"
+
+
+def shared_name(item: pytest.Item, case: Case) -> tuple[str, str, str]:
+    """What the names of all items of one loader share: where it is, and what stands before the check and after it."""
     assert item.parent is not None
     before, _, after = item.name.rpartition(case.check)
-    return f"{item.parent.nodeid}::{_without_check(before, after)}"
+    return item.parent.nodeid, before, after
 
 
 def _without_check(before: str, after: str) -> str:

@@ -13,15 +13,15 @@ import pytest
 from pytest_fsdp_meta._pytest_private import parameters
 from pytest_fsdp_meta.calls import ASSUME, SKIPS, Call
 from pytest_fsdp_meta.catalogue import Catalogue, judge
-from pytest_fsdp_meta.collection import ARGUMENT, SKIPPED, Case, case_of, told_as
+from pytest_fsdp_meta.collection import ARGUMENT, Case, case_of, shared_name, told_as
 from pytest_fsdp_meta.drawing import draw, given_test, notes, reject, relax, same_draws
 from pytest_fsdp_meta.evidence import Evidence
 from pytest_fsdp_meta.preloading import refresh
 from pytest_fsdp_meta.reports.listener import Ear
-from pytest_fsdp_meta.reports.terminal import describe_error, describe_failure
+from pytest_fsdp_meta.reports.terminal import describe_error
 from pytest_fsdp_meta.sending import Unsendable, again, pack_call, pack_drawn
 from pytest_fsdp_meta.settings import Settings
-from pytest_fsdp_meta.telling import Outcome, Share, Teller, settle
+from pytest_fsdp_meta.telling import Outcome, Share, Teller, outcome_of, settle, skip
 from pytest_fsdp_meta.trial import LoaderFailed, Trial, ranks_of, world_facts
 from pytest_fsdp_meta.workers import Devices
 from pytest_fsdp_meta.worlds import Engine, LeaseError
@@ -90,7 +90,7 @@ class Conductor:
         if run.over:
             yield
             return
-        with self.devices.running("\0".join(_loader(item, case)), item) as (worker, where):
+        with self.devices.running("\0".join(shared_name(item, case)), item) as (worker, where):
             if worker:
                 summary = f"worker {worker} ended while the loader or its fixtures ran, so it is not run again"
                 run.failure, run.told_by = LoaderFailed(summary), {summary: where}
@@ -120,7 +120,7 @@ class Conductor:
         if run.over:
             outcome = item.stash[OUTCOME] = self._outcome(item, case, run)
             if run.failure is not None and outcome.status == "skipped":
-                _skip(item, outcome.told)
+                skip(item, outcome.told)
             if outcome.status == "failed":
                 self._show_output(item, "setup", run)
             if outcome.status == "error":
@@ -133,23 +133,20 @@ class Conductor:
         run = self._run(item, case)
         outcome = self._outcome(item, case, run) if test is None else self._draw(item, case, run, test)
         item.stash[OUTCOME] = outcome
-        if outcome.status == "skipped":
-            _skip(item, outcome.told)
-        settle(outcome, case.check, case.order.xfail.get(case.check))
+        settle(item, outcome, case.check, case.order.xfail.get(case.check))
 
     def tell(self, item: pytest.Item, case: Case, report: pytest.TestReport, raised: BaseException | None) -> None:
         """Puts on pytest's report what has become of the item, for whoever writes the run down."""
         run = item.stash.get(SHOWN, self._run(item, case))
         failure = run.failure
+        name = told_as(item, case)
         share = Share(
-            key=told_as(item, case),
-            loader=told_as(item, case),
+            key=name,
+            loader=name,
             check=case.check,
             world=run.evidence.world if run.evidence else world_facts(case.spec),
             known=tuple(self.catalogue.ids()),
-            offered=case.order.checks,
-            skip=case.order.skip,
-            xfail=case.order.xfail,
+            order=case.order,
             again=again(item, self.settings.given),
             evidence=run.evidence,
             error=failure.summary if failure and not failure.vote else "",
@@ -179,7 +176,7 @@ class Conductor:
                 raise _Fallen(*seen[-1])
 
         try:
-            draw(test, values, judge_example, key="\0".join(_loader(item, case)))
+            draw(test, values, judge_example, key="\0".join(shared_name(item, case)))
         except _Fallen as fallen:
             self._show_output(item, "call", fallen.run)
             item.stash[SHOWN] = fallen.run
@@ -199,12 +196,9 @@ class Conductor:
             return self._error(item, case, run, run.failure.summary, str(run.failure))
         assert run.evidence is not None
         verdict = judge(self.catalogue[case.check], run.evidence, self.catalogue)
-        if verdict.status == "failed":
-            told = describe_failure(verdict, str(run.evidence.world), again(item, self.settings.given))
-            return Outcome("failed", told, verdict, verdict.reason)
         if verdict.status == "error":
             return replace(self._error(item, case, run, verdict.reason, verdict.detail), verdict=verdict)
-        return Outcome(verdict.status, verdict.reason, verdict, verdict.reason)
+        return outcome_of(verdict, run.evidence.world, lambda: again(item, self.settings.given))
 
     def _error(self, item: pytest.Item, case: Case, run: _Run, summary: str, story: str) -> Outcome:
         """In full for the first item of the loader, in one line for the others."""
@@ -220,7 +214,7 @@ class Conductor:
         assert isinstance(item, pytest.Function)
         # Names alone do not tell ("a", "b-c") from ("a-b", "c").
         values = tuple((name, id(value)) for name, value in parameters(item).items() if name != ARGUMENT)
-        key = (_loader(item, case), values, tuple(case.spec.mesh.items()))
+        key = (shared_name(item, case), values, tuple(case.spec.mesh.items()))
         return self._runs.setdefault(key, _Run())
 
     def _observe(self, item: pytest.Item, case: Case, run: _Run) -> None:
@@ -244,14 +238,3 @@ class Conductor:
         if not run.output_shown:
             run.output_shown = True
             self.ear.show(item, when, run.outputs)
-
-
-def _loader(item: pytest.Item, case: Case) -> tuple[str, ...]:
-    """What the names of all items of one loader share: they differ in the check only."""
-    assert item.parent is not None
-    return (item.parent.nodeid, *item.name.rsplit(case.check, 1))
-
-
-def _skip(item: pytest.Item, reason: str) -> None:
-    item.stash[SKIPPED] = reason
-    pytest.skip(reason)

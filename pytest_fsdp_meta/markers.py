@@ -110,6 +110,11 @@ class Order:
     timeout: float | None = None
     process_group: str = "plugin"
 
+    @property
+    def expected(self) -> tuple[str, ...]:
+        """The checks that the author leaves to pytest to select."""
+        return tuple(check for check in self.checks if check not in self.skip)
+
 
 def read_order(
     positional: tuple[Any, ...], arguments: Mapping[str, Any], default_sizes: tuple[int, ...], catalogue: Catalogue

@@ -23,7 +23,7 @@ from pytest_fsdp_meta.reports.listener import Ear
 from pytest_fsdp_meta.reports.terminal import describe_checks
 from pytest_fsdp_meta.scribe import Scribe
 from pytest_fsdp_meta.settings import Settings, add_options, read_settings
-from pytest_fsdp_meta.telling import Teller
+from pytest_fsdp_meta.telling import Teller, settles
 from pytest_fsdp_meta.workers import Controller, Devices
 from pytest_fsdp_meta.worlds import Engine, Preload, RayEngine, count_gpus
 
@@ -243,6 +243,8 @@ def pytest_runtest_makereport(
     report = yield
     conductor, case = item.config.stash[CONDUCTOR], case_of(item)
     raised = call.excinfo.value if call.excinfo is not None else None
+    if not settles(report):
+        return report
     if case is not None:
         conductor.tell(item, case, report, raised)
     elif isinstance(item, KeptItem):

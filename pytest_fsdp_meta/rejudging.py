@@ -9,10 +9,9 @@ import pytest
 
 from pytest_fsdp_meta import kept
 from pytest_fsdp_meta.catalogue import Catalogue, judge
-from pytest_fsdp_meta.collection import SKIPPED
-from pytest_fsdp_meta.reports.terminal import describe_error, describe_failure
+from pytest_fsdp_meta.markers import Order
 from pytest_fsdp_meta.sending import command
-from pytest_fsdp_meta.telling import Outcome, Share, settle
+from pytest_fsdp_meta.telling import Outcome, Share, outcome_of, settle
 from pytest_fsdp_meta.words import first_of
 
 CATALOGUE = pytest.StashKey[Catalogue]()
@@ -78,16 +77,8 @@ class KeptItem(pytest.Item):
     def runtest(self) -> None:
         catalogue, told = self.config.stash[CATALOGUE], self.parent.kept
         verdict = judge(catalogue[self.name], told.evidence, catalogue)
-        message = verdict.reason
-        if verdict.status == "failed":
-            message = describe_failure(verdict, str(told.evidence.world), self.again)
-        elif verdict.status == "error":
-            message = describe_error(verdict.check, verdict.reason, verdict.detail, self.again)
-        self.outcome = Outcome(verdict.status, message, verdict, verdict.reason)
-        if verdict.status == "skipped":
-            self.stash[SKIPPED] = verdict.reason
-            pytest.skip(verdict.reason)
-        settle(self.outcome, self.name, told.xfail.get(self.name))
+        self.outcome = outcome_of(verdict, told.evidence.world, lambda: self.again)
+        settle(self, self.outcome, self.name, told.xfail.get(self.name))
 
     @property
     def again(self) -> str:
@@ -96,15 +87,14 @@ class KeptItem(pytest.Item):
     @property
     def share(self) -> Share:
         told, ids = self.parent.kept, tuple(self.config.stash[CATALOGUE].ids())
+        offered = tuple(check for check in ids if check not in told.known or check in told.offered)
         return Share(
             key=self.parent.nodeid,
             loader=told.loader,
             check=self.name,
             world=told.evidence.world,
             known=ids,
-            offered=tuple(check for check in ids if check not in told.known or check in told.offered),
-            skip=told.skip,
-            xfail=told.xfail,
+            order=Order((dict(told.evidence.world.mesh),), offered, told.skip, told.xfail),
             again=self.again,
             evidence=told.evidence,
             seconds=told.seconds,

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 from pytest_fsdp_meta import kept
 from pytest_fsdp_meta.catalogue import Verdict
+from pytest_fsdp_meta.collection import SKIPPED
 from pytest_fsdp_meta.evidence import Evidence, WorldFacts
+from pytest_fsdp_meta.markers import Order
 from pytest_fsdp_meta.plain import from_plain, to_plain
 from pytest_fsdp_meta.reports.ledger import Entry, Loaded
 from pytest_fsdp_meta.reports.record import KEPT, CheckRecord, and_then
 from pytest_fsdp_meta.reports.summary import record_findings, summarise
-from pytest_fsdp_meta.reports.terminal import describe_finding
-from pytest_fsdp_meta.words import first_line
+from pytest_fsdp_meta.reports.terminal import describe_error, describe_failure, describe_finding
+from pytest_fsdp_meta.words import first_line, first_of
 
 ATTRIBUTE = "fsdp_entry"
 RECORD = pytest.StashKey[CheckRecord]()
@@ -48,21 +51,13 @@ class Share:
     world: WorldFacts
     known: tuple[str, ...]
     """The checks of the catalogue."""
-    offered: tuple[str, ...]
-    """Those that ``only`` does not leave out."""
-    skip: Mapping[str, str] = field(default_factory=dict)
-    xfail: Mapping[str, str] = field(default_factory=dict)
+    order: Order
     again: str = ""
     evidence: Evidence | None = None
     error: str = ""
     seconds: Mapping[str, float] = field(default_factory=dict)
     keeps: bool = True
     """Whether its evidence may be kept: not that which was, and not that of an example, which is not all there is."""
-
-    @property
-    def expected(self) -> tuple[str, ...]:
-        """The checks that the author leaves to pytest to select."""
-        return tuple(check for check in self.offered if check not in self.skip)
 
 
 class Teller:
@@ -82,9 +77,8 @@ class Teller:
         outcome: Outcome | None,
         raised: BaseException | None,
     ) -> None:
-        """Puts on the report what its phase has settled, if anything."""
-        if report.outcome not in SETTLED[report.when or ""]:
-            return
+        """Puts on the report what its phase has settled."""
+        assert settles(report)
         before = item.stash.get(RECORD, None)
         if report.when == "teardown" and before is not None:
             record = _ended_badly(before, _said(raised))
@@ -94,7 +88,7 @@ class Teller:
         item.stash[RECORD] = record
         for properties in (item.user_properties, report.user_properties):
             properties[:] = [one for one in properties if not one[0].startswith("fsdp_")] + _properties(record, share)
-        entry = Entry(share.key, share.loader, share.world, share.expected, record, self._loaded(share))
+        entry = Entry(share.key, share.loader, share.world, share.order.expected, record, self._loaded(share))
         setattr(report, ATTRIBUTE, to_plain(entry))
 
     def _loaded(self, share: Share) -> Loaded | None:
@@ -120,17 +114,40 @@ class Teller:
             schema=kept.SCHEMA,
             loader=share.loader,
             known=share.known,
-            offered=share.offered,
+            offered=share.order.checks,
             evidence=evidence,
-            skip=share.skip,
-            xfail=share.xfail,
+            skip=share.order.skip,
+            xfail=share.order.xfail,
             seconds=share.seconds,
         )
         return f"{kept.FOLDER}/{kept.write(self._report / kept.FOLDER, whole).name}"
 
 
-def settle(outcome: Outcome, check: str, expected: str | None) -> None:
+def settles(report: pytest.TestReport) -> bool:
+    """Whether this phase settles what has become of the item."""
+    return report.outcome in SETTLED[report.when or ""]
+
+
+def outcome_of(verdict: Verdict, world: WorldFacts, again: Callable[[], str]) -> Outcome:
+    """``again`` gives the command that runs the item again."""
+    told = verdict.reason
+    if verdict.status == "failed":
+        told = describe_failure(verdict, str(world), again())
+    elif verdict.status == "error":
+        told = describe_error(verdict.check, verdict.reason, verdict.detail, again())
+    return Outcome(verdict.status, told, verdict, verdict.reason)
+
+
+def skip(item: pytest.Item, reason: str) -> NoReturn:
+    """Told at the place of the test."""
+    item.stash[SKIPPED] = reason
+    pytest.skip(reason)
+
+
+def settle(item: pytest.Item, outcome: Outcome, check: str, expected: str | None) -> None:
     """Turns what came of a check into pytest's outcome. ``expected`` to fail, for this reason, are findings only."""
+    if outcome.status == "skipped":
+        skip(item, outcome.told)
     if outcome.status == "failed" and expected is not None:
         pytest.xfail(expected)
     if outcome.status in ("failed", "error"):
@@ -175,8 +192,8 @@ def _status(
     report: pytest.TestReport, share: Share, outcome: Outcome | None, raised: BaseException | None
 ) -> tuple[str, str]:
     """One of ``record.STATUSES``, and the reason in one line."""
-    if report.when == "setup" and report.skipped and share.check in share.skip:
-        return "left out", share.skip[share.check]
+    if report.when == "setup" and report.skipped and share.check in share.order.skip:
+        return "left out", share.order.skip[share.check]
     if outcome is None:  # a mark, a fixture, or somebody else's hook
         return ("skipped", first_line(raised or "")) if report.skipped else ("error", _said(raised))
     if outcome.status == "failed" and hasattr(report, "wasxfail") and report.skipped:
@@ -190,8 +207,8 @@ def _status(
 
 def _failed_all_the_same(report: pytest.TestReport, share: Share, raised: BaseException | None) -> tuple[str, str]:
     """Though the judge found nothing: a failure was expected, or a warning is an error."""
-    if share.check in share.xfail:
-        return "xpassed", f"expected to fail: {share.xfail[share.check]}"
+    if share.check in share.order.xfail:
+        return "xpassed", f"expected to fail: {share.order.xfail[share.check]}"
     if raised is None:  # pytest's own mark, and strict
         return "xpassed", first_line(report.longreprtext)
     return "error", _said(raised)
@@ -203,8 +220,7 @@ def _shorten(report: pytest.TestReport, record: CheckRecord) -> None:
     if crash is None:
         return
     if record.status == "failed" and record.findings:
-        more = f" and {len(record.findings) - 1} more" if len(record.findings) > 1 else ""
-        crash.message = describe_finding(record.findings[0]) + more
+        crash.message = first_of(list(map(describe_finding, record.findings)))
     elif record.status == "error" and record.reason:
         crash.message = record.reason
 

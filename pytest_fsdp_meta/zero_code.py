@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from pytest_fsdp_meta import preloading
-from pytest_fsdp_meta.collection import require_plain_function
+from pytest_fsdp_meta.collection import require_plain_function, runs_nothing
 from pytest_fsdp_meta.loaders import NamedLoader, Unfit, find, model_type, modelling
 from pytest_fsdp_meta.markers import MARK
 from pytest_fsdp_meta.settings import Settings
@@ -62,10 +62,8 @@ def _import_ahead(config: pytest.Config, engine: Engine, collection: LoaderColle
 
     Under xdist the workers have their own ranks, and coverage of these begins later than this.
     """
-    option = config.getoption
-    runs = not (option("collectonly") or option("setuponly", False))
     distributed = hasattr(config, "workerinput") or config.pluginmanager.hasplugin("dsession")
-    if not runs or distributed or not isinstance(engine, Preload):
+    if runs_nothing(config) or distributed or not isinstance(engine, Preload):
         return
     try:
         spec = importlib.util.find_spec(collection.module)

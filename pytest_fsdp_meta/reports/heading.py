@@ -10,7 +10,7 @@ import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from functools import cache
-from importlib.metadata import PackageNotFoundError, distributions, version
+from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
 from pytest_fsdp_meta.catalogue import Catalogue
@@ -34,10 +34,11 @@ def versions() -> Mapping[str, str]:
     for name in PACKAGES:
         try:
             found[name] = version(name)
+            if name == "torch" and (brought := NCCL.search(" ".join(requires(name) or ()))):
+                found["nccl"] = version(brought[0])
         except PackageNotFoundError:
             continue
-    nccl = [one.version for one in distributions() if NCCL.fullmatch(one.name or "")]
-    return {**found, **({"nccl": nccl[0]} if nccl else {})}
+    return found
 
 
 def hardware() -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from pytest_fsdp_meta.catalogue import Catalogue
@@ -86,20 +86,25 @@ class Ledger:
 
     def crashed(self, nodeid: str, told: str) -> bool:
         """The process of an item has ended, before the item could say anything or afterwards. Whether it is planned."""
-        if nodeid in self._planned:
-            key, check = self._planned[nodeid]
-            checks = self._pages[key].checks
-            before = checks[check]
+
+        def change(before: CheckRecord) -> CheckRecord:
             status = before.status if before.findings else "error"
-            checks[check] = replace(before, status=status, reason=and_then(before.reason, told))
-        return nodeid in self._planned
+            return replace(before, status=status, reason=and_then(before.reason, told))
+
+        return self._change(nodeid, change)
 
     def spend(self, nodeid: str, seconds: float) -> None:
         """One phase of an item is over."""
-        if nodeid in self._planned:
-            key, check = self._planned[nodeid]
-            checks = self._pages[key].checks
-            checks[check] = replace(checks[check], seconds=checks[check].seconds + seconds)
+        self._change(nodeid, lambda before: replace(before, seconds=before.seconds + seconds))
+
+    def _change(self, nodeid: str, change: Callable[[CheckRecord], CheckRecord]) -> bool:
+        """Whether the item is planned."""
+        if nodeid not in self._planned:
+            return False
+        key, check = self._planned[nodeid]
+        checks = self._pages[key].checks
+        checks[check] = change(checks[check])
+        return True
 
     def strike(self, nodeid: str) -> None:
         """The item only looked like a loader's, by its name."""
