@@ -83,6 +83,19 @@ def test_nan_under_poison():
     )
 
 
+def test_what_lost_its_tie_has_a_cause_of_its_own():
+    untied = change(unequal(HEAD), HEAD, nan=5, poisoned=5, storage="its own", identity=7)
+    (finding,) = verdict(WRITTEN, untied).findings
+    assert finding.cause == (
+        f"it is tied to {EMBEDDING}, which was written; the tie came apart (to_empty(), or two FSDP groups), and no "
+        "checkpoint has this copy"
+    )
+    assert "call tie_weights() again after to_empty()" in finding.remedy
+    # Where nothing of the tie was written, it is more than the tie that is missing.
+    both = change(untied, EMBEDDING, nan=5, poisoned=5)
+    assert all("did not match" in finding.cause for finding in verdict(WRITTEN, both).findings)
+
+
 def test_one_rank_uninitialised():
     found = verdict(WRITTEN, change(unequal(MIDDLE, world=4), MIDDLE, [1], nan=8, poisoned=8))
     assert told(found) == [

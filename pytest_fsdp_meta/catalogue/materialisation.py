@@ -9,7 +9,7 @@ from pytest_fsdp_meta.catalogue.judging import NotJudged, PartlyJudged, Unjudgea
 from pytest_fsdp_meta.catalogue.registry import Finding, Told, Words, check
 from pytest_fsdp_meta.catalogue.structure import MANIFEST, NAMES, SHAPES
 from pytest_fsdp_meta.catalogue.tying import came_apart
-from pytest_fsdp_meta.evidence import TensorFacts
+from pytest_fsdp_meta.evidence import RankInventory, TensorFacts
 from pytest_fsdp_meta.words import name_ranks
 
 META = ("no_meta_params", "no_meta_buffers")
@@ -64,6 +64,7 @@ def no_meta_buffers(view: View) -> Iterable[Finding]:
 )
 def no_uninitialized_memory(view: View) -> Iterable[Finding]:
     equal = _compared(view)
+    apart = came_apart(view)
     unread: list[TensorFacts] = []
     for name, facts in view.tensors("parameter", "buffer"):
         unread += [tensor for _, tensor in facts if tensor.unreadable]
@@ -71,7 +72,8 @@ def no_uninitialized_memory(view: View) -> Iterable[Finding]:
         told = [(rank, _poisoned(tensor, (name, rank) in equal)) for rank, tensor in suspects.items()]
         for finding in view.broken(name, told):
             tensor = suspects[finding.ranks[0]]
-            yield replace(finding, detail=f"{tensor.poisoned} of {tensor.numel} elements")
+            words = _untied(view.evidence.inventory[finding.ranks[0]], name, apart.get(name, ()))
+            yield replace(finding, detail=f"{tensor.poisoned} of {tensor.numel} elements", **words)
     careless = [rank.rank for rank in view.evidence.inventory if not rank.poison_kept]
     if careless:
         raise Unjudgeable(
@@ -91,6 +93,19 @@ def _poisoned(tensor: TensorFacts, differs: bool) -> Told | None:
     sign = "NaN" if tensor.nan else f"{tensor.dtype} maximum"
     words = _TRANSIENT if tensor.kind == "buffer" and not tensor.persistent else {}
     return Told(f"uninitialised ({sign} under poison)", "written by the loader", **words)
+
+
+def _untied(rank: RankInventory, name: str, tie: tuple[str, ...]) -> Words:
+    """What to do where another name of a tie that came apart was written: loading this one as well would not tie it."""
+    written = [other for other in tie if other != name and other in rank.by_name and not rank.by_name[other].poisoned]
+    if not written:
+        return {}
+    return {
+        "cause": f"it is tied to {written[0]}, which was written; the tie came apart (to_empty(), or two FSDP groups), "
+        "and no checkpoint has this copy",
+        "remedy": "tie before fully_shard with both modules in one FSDP group, and call tie_weights() again after "
+        "to_empty()",
+    }
 
 
 _TRANSIENT: Words = {

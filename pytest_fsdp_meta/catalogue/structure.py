@@ -209,7 +209,7 @@ def dtypes_match_reference(view: View) -> Iterable[Finding]:
     uses=["reference"],
     after=[MANIFEST, NAMES, SHAPES],
     why="A frozen verifier that trains drifts away unseen; a trainable head that is frozen never learns.",
-    cause="requires_grad was set before the parameters were re-created (to_empty, sharding, load with assign=True)",
+    cause="it was set before the parameters were re-created (to_empty, sharding, load with assign=True), or never",
     remedy="set requires_grad after the last step that makes new Parameter objects",
     references=["vllm-project/speculators#593", "pytorch/torchtitan#4593"],
 )

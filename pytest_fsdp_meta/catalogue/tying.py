@@ -107,10 +107,10 @@ def _groups(view: View) -> tuple[tuple[str, ...], ...]:
     return declared + tuple(tie for tie in reference.inventory.ties() if not any(set(tie) <= group for group in known))
 
 
-def came_apart(view: View) -> set[str]:
-    """The names of the known ties that are one weight no more, on some rank."""
+def came_apart(view: View) -> dict[str, tuple[str, ...]]:
+    """The names of the known ties that are one weight no more, on some rank, each with all names of its tie."""
     inventory = view.evidence.inventory
-    return {name for group in _groups(view) if any(_apart(rank, group) for rank in inventory) for name in group}
+    return {name: group for group in _groups(view) if any(_apart(rank, group) for rank in inventory) for name in group}
 
 
 def _apart(rank: RankInventory, group: tuple[str, ...]) -> bool:
