@@ -73,10 +73,18 @@ def fails(world: World, function: Any, *args: Any) -> WorldError:
     return caught.value
 
 
+HEEDING = """
+import signal
+for number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM):
+    signal.signal(number, signal.SIG_DFL)
+"""
+"""A process inherits what its parent ignores, which is some of them under nohup and in the background of a shell."""
+
+
 def run_script(text: str, folder: Path, **environ: str) -> subprocess.Popen[str]:
     """A Python process of its own, as the parent of worlds."""
     script = folder / "script.py"
-    script.write_text(text, encoding="utf-8")
+    script.write_text(HEEDING + text, encoding="utf-8")
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     return subprocess.Popen(
         [sys.executable, str(script)],
