@@ -74,11 +74,17 @@ class KeptItem(pytest.Item):
     parent: KeptFile
     outcome: Outcome | None = None
 
+    def setup(self) -> None:
+        """What went wrong is an error of pytest, as it was in the run that was kept."""
+        catalogue, evidence = self.config.stash[CATALOGUE], self.parent.kept.evidence
+        verdict = judge(catalogue[self.name], evidence, catalogue)
+        self.outcome = outcome_of(verdict, evidence.world, lambda: self.again)
+        if verdict.status == "error":
+            pytest.fail(self.outcome.told, pytrace=False)
+
     def runtest(self) -> None:
-        catalogue, told = self.config.stash[CATALOGUE], self.parent.kept
-        verdict = judge(catalogue[self.name], told.evidence, catalogue)
-        self.outcome = outcome_of(verdict, told.evidence.world, lambda: self.again)
-        settle(self, self.outcome, self.name, told.xfail.get(self.name))
+        assert self.outcome is not None
+        settle(self, self.outcome, self.name, self.parent.kept.xfail.get(self.name))
 
     @property
     def again(self) -> str:

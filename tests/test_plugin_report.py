@@ -245,6 +245,21 @@ def test_a_loader_that_its_author_skips_beside_other_tests(project: Project) -> 
     assert project.run("-k", "bare").ret == pytest.ExitCode.NO_TESTS_COLLECTED
 
 
+def test_what_went_wrong_is_an_error_when_it_is_judged_again(project: Project) -> None:
+    project.loaders(
+        """
+        def batch(step): raise OSError("no data")
+
+        @fsdp_conformance(only=["no_meta_params", "loss_parity"], world_size=1)
+        def test_x(fsdp): return load(fsdp, reference=build, batch=batch)
+        """
+    )
+    project.run("--fsdp-report=out", "--fsdp-keep-evidence").assert_outcomes(passed=1, errors=1)
+    before = [(one.check, one.status, one.reason) for one in written(project).loaders[0].checks]
+    project.run("out/evidence", "--fsdp-report=again").assert_outcomes(passed=1, errors=1)
+    assert [(one.check, one.status, one.reason) for one in written(project, "again").loaders[0].checks] == before
+
+
 def test_evidence_in_the_project_is_no_test_unless_it_is_named(project: Project) -> None:
     project.write("test_it.py", "def test_x(): ...\n")
     project.write("out/evidence/a.evidence.json.gz", "no gzip")
