@@ -329,7 +329,7 @@ def test_themes(opened):
 
 def test_what_is_worse_than_before_is_seen_and_the_rest_can_be_opened(opened):
     page = opened("compared")
-    assert shown(page, "#changes h2") == ["Since 2026-11-19 21:04 UTC"]
+    assert shown(page, "#changes h2") == ["Since 2026-11-19 21:04 UTC, commit 0123abc+"]
     assert shown(page, "#changes .c-worse li")
     assert not shown(page, "#changes .c-odd li")
     page.locator("#changes .c-odd summary").first.click()

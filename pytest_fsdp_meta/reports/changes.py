@@ -41,6 +41,11 @@ def describe_comparison(comparison: Comparison) -> Iterator[tuple[str, str, list
 
 def verdict(comparison: Comparison) -> str:
     """In one line, what a reader wants to know first."""
+    return f"{counts(comparison)} since {since(comparison)}"
+
+
+def counts(comparison: Comparison) -> str:
+    """How many there are of each kind of change."""
     parts = [
         (counted(len(comparison.failures), "new failure"), comparison.failures),
         (f"{len(comparison.fixed)} fixed", comparison.fixed),
@@ -50,8 +55,7 @@ def verdict(comparison: Comparison) -> str:
         (counted(len(comparison.slower), "slower load"), comparison.slower),
         (f"{len(comparison.drifted)} with losses that drift", comparison.drifted),
     ]
-    told = ", ".join(text for text, there in parts if there) or "nothing has changed"
-    return f"{told} since {since(comparison)}"
+    return ", ".join(text for text, there in parts if there) or "nothing has changed"
 
 
 def since(comparison: Comparison) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pytest_fsdp_meta.plain import write_whole
-from pytest_fsdp_meta.reports.changes import describe_comparison, verdict
+from pytest_fsdp_meta.reports.changes import counts, describe_comparison
 from pytest_fsdp_meta.reports.compare import Comparison
 from pytest_fsdp_meta.reports.page.findings import MOST_DETAILS
 from pytest_fsdp_meta.reports.page.layouts import STATES, TROUBLES
@@ -58,7 +58,7 @@ def render(report: Report, comparison: Comparison | None = None, told: str = "")
             comparison=comparison
             and {
                 "before": comparison.before.header,
-                "verdict": verdict(comparison),
+                "counts": counts(comparison),
                 "kinds": list(describe_comparison(comparison)),
             },
             data=_embedded(page.data),
