@@ -21,7 +21,7 @@ STATUSES = {
     "error": "something went wrong, so nobody knows",
     "xfailed": "as xfail= says",
     "xpassed": "xfail= expects it to fail",
-    "partly": "what could be judged of it is",
+    "partly": "as far as it could be judged",
     "blocked": "judged once that is mended",
     "undeclared": "needs something of Subject",
     "nothing": "the model has nothing that the promise is about",
