@@ -27,6 +27,7 @@ import cloudpickle
 from conformance.judging import verdicts
 from pytest_fsdp_meta import __version__
 from pytest_fsdp_meta.calls import ByName, Call
+from pytest_fsdp_meta.catalogue import built_in
 from pytest_fsdp_meta.catalogue.registry import OBSERVATIONS
 from pytest_fsdp_meta.trial import ON_RANKS, LoaderFailed, Trial
 from pytest_fsdp_meta.worlds import Preload, Sources, World, WorldError, WorldSpec
@@ -71,7 +72,8 @@ UNTRAINABLE = {"blt", "git", "musicgen", "musicgen_melody", "reformer", "rwkv", 
 """One device cannot train them either, from tokens alone and in evaluation mode; their loading is judged."""
 
 
-RAISES = "the loader failed"
+TRAINED = {check.id for check in built_in() if {"training", "continued"} & set(check.needs)}
+"""The checks that nobody can judge of what cannot be trained."""
 
 
 @dataclass
@@ -79,13 +81,25 @@ class Judged:
     """What came of an architecture."""
 
     name: str
-    stopped: str = ""
-    """Why there is no judgement: no tiny checkpoint, or the loader raised."""
+    unmade: str = ""
+    """Why it has no tiny checkpoint."""
+    raised: str = ""
+    """Why the loader gave nothing to judge."""
     passed: list[str] = field(default_factory=list)
     findings: dict[str, list[str]] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
+
+    @property
+    def stopped(self) -> str:
+        """Why there is no judgement."""
+        return f"no checkpoint: {self.unmade}" if self.unmade else self.raised and f"the loader failed: {self.raised}"
+
+    @property
+    def clean(self) -> bool:
+        """Whether it was judged, and nothing was found."""
+        return not self.stopped and not self.findings
 
     def line(self) -> str:
         told = {
@@ -95,15 +109,21 @@ class Judged:
 
     def problems(self, loader: str) -> Iterator[str]:
         """How it differs from what is known."""
-        if bool(self.stopped) != (self.name in WITHOUT_CHECKPOINT or self.name in RAISING[loader]):
-            yield f"{self.name}: {self.stopped or 'can be judged now'}"
+        known_to_stop = self.name in WITHOUT_CHECKPOINT if self.unmade else self.name in RAISING[loader]
         if self.stopped:
+            yield from [] if known_to_stop else [f"{self.name}: {self.stopped}"]
             return
+        if self.name in WITHOUT_CHECKPOINT or self.name in RAISING[loader]:
+            yield f"{self.name}: can be judged now"
         known = FINDINGS[loader].get(self.name, set())
         yield from (f"{self.name}: {id}: {found[0]}" for id, found in self.findings.items() if id not in known)
         yield from (f"{self.name}: {id} has no finding any more" for id in sorted(known - set(self.findings)))
-        if self.name not in UNTRAINABLE:
-            yield from (f"{self.name}: {id} could not be judged: {reason}" for id, reason in self.errors.items())
+        excused = TRAINED if self.name in UNTRAINABLE else set()
+        for id, reason in self.errors.items():
+            if id not in excused:
+                yield f"{self.name}: {id} could not be judged: {reason}"
+        if excused and self.clean and not self.errors:
+            yield f"{self.name}: can be trained now"
 
 
 class Sweep:
@@ -146,13 +166,13 @@ class Sweep:
             with self._alone() as world:
                 world.run(self._make, name, path)
         except WorldError as error:  # whatever an architecture says of sizes that do not suit it
-            return Judged(name, f"no checkpoint: {' '.join(error.failures[0].message.split())[:300]}")
+            return Judged(name, unmade=" ".join(error.failures[0].message.split())[:300])
         trial = Trial(WorldSpec({"dp_shard": 2}, timeout=120), self._engine, steps=3, tolerance={})
         loader = cloudpickle.dumps(ByName(*self._function.split(":")))
         try:
             evidence = trial.observe(Call(loader, {"path": cloudpickle.dumps(path)}, "fsdp"), OBSERVATIONS)
         except LoaderFailed as failed:
-            return Judged(name, f"{RAISES}: {failed.summary}")
+            return Judged(name, raised=failed.summary)
         found = verdicts(evidence)
         return Judged(
             name,
@@ -237,8 +257,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         run = Run(options.loader, versions, seconds, spent, taken, options.jobs)
         options.page.write_text(page(told, run), "utf-8")
-    clean = sum(row.line() == "clean" for row in told)
-    print(f"{len(rows)} architectures, {clean} clean, {taken} taken over: {notebook.path}")
+    clean = sum(row.clean for row in told)
+    print(f"{len(rows)} architectures, {clean} without a finding, {taken} taken over: {notebook.path}")
     print(f"{seconds:.0f} s, {spent:.0f} s of CPU, load {os.getloadavg()[0]:.1f}")
     problems = [problem for row in told for problem in row.problems(options.loader)]
     print(*problems, sep="\n", file=sys.stderr, end="\n" if problems else "")

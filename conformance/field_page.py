@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 
-from conformance.field import RAISES, UNTRAINABLE, WITHOUT_CHECKPOINT, Judged
+from conformance.field import UNTRAINABLE, WITHOUT_CHECKPOINT, Judged
 from pytest_fsdp_meta.catalogue import built_in
 from pytest_fsdp_meta.words import counted
 
@@ -39,10 +39,14 @@ HEAD = """\
 # The field: every causal language model of transformers
 
 `make field` makes a tiny checkpoint of each model type for which transformers has a causal language model, and loads
-it on two ranks as users do, `from_pretrained(path, distributed_config=DistributedConfig(fsdp_size=2))`, with the class
-that the checkpoint names. Each is judged by the whole catalogue beside the same checkpoint on one device; batches are
+it on two ranks {loaded}. Each is judged by the whole catalogue beside the same checkpoint on one device; batches are
 random tokens. `make field` wrote this page, too.
 """
+LOADED = {
+    "transformers": "as users do, `from_pretrained(path, distributed_config=DistributedConfig(fsdp_size=2))`, with the "
+    "class\nthat the checkpoint names",
+    "plain": "by a loader that conforms, `load_plain` of fixtures/architectures.py",
+}
 VERDICTS = """\
 ## Verdicts
 
@@ -59,16 +63,16 @@ is in [The five systems](systems.md).
 
 def _head(rows: Sequence[Judged], run: Run) -> Iterator[str]:
     judged = [row for row in rows if not row.stopped]
-    broken = sum(bool(row.findings) for row in judged)
+    clean = sum(row.clean for row in judged)
     versions = ", ".join(f"{name} {number}" for name, number in run.versions.items())
     over = f"; {run.taken} of them were judged by a run before, which was broken off" if run.taken else ""
     new = [problem for row in rows for problem in row.problems(run.loader)]
-    yield HEAD
+    yield HEAD.format(loaded=LOADED[run.loader])
     yield f"* {date.today().isoformat()}: {versions}, a world of 2 over gloo on CPU, float32"
     spent = f"{run.seconds:.0f} s, {run.cpu:.0f} s of CPU, {run.jobs} at a time"
     yield f"* {counted(len(rows), 'model type')} in {spent}{over}"
-    yield f"* on {os.cpu_count()} cores, with a load of {os.getloadavg()[0]:.1f} at the end; above 4, others worked"
-    yield f"* {len(judged)} judged: {len(judged) - broken} without a finding, {broken} with findings"
+    yield f"* on {os.cpu_count()} cores, with a load of {os.getloadavg()[0]:.1f} at the end"
+    yield f"* {len(judged)} judged: {clean} without a finding, {len(judged) - clean} with findings"
     yield f"* differs from what is known of these versions: {'nothing' if not new else counted(len(new), 'line')}"
     yield from (f"  * {problem}" for problem in new)
     yield ""
@@ -80,7 +84,7 @@ def _table(rows: Iterable[Judged]) -> Iterator[str]:
     for row in rows:
         verdict = ", ".join(f"`{id}`" for id in row.findings) or "clean"
         if row.stopped:
-            verdict = f"**{RAISES}**" if row.stopped.startswith(RAISES) else "no checkpoint"
+            verdict = "**the loader failed**" if row.raised else "no checkpoint"
         counts = [len(row.passed), len(row.findings), len(row.skipped), total - _accounted(row)]
         yield f"| `{row.name}` | {verdict} | {' | '.join(map(str, counts))} | {row.seconds} |"
     yield ""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from conformance.field import FINDINGS, RAISES, RAISING, UNTRAINABLE, WITHOUT_CHECKPOINT, Judged, Notebook, Sweep
+from conformance.field import FINDINGS, RAISING, UNTRAINABLE, WITHOUT_CHECKPOINT, Judged, Notebook, Sweep
 from conformance.field_page import Run, page
 from fixtures.architectures import load_plain, load_transformers, save_plain
 from pytest_fsdp_meta import fsdp_conformance
@@ -51,12 +51,17 @@ def test_what_differs_from_what_is_known():
         "llama: loss_parity could not be judged: why"
     ]
     assert list(Judged("rwkv", errors={"loss_parity": "why"}).problems("plain")) == []
-    assert list(Judged("llama", "no checkpoint: why").problems("plain")) == ["llama: no checkpoint: why"]
-    assert list(Judged("gemma3n", "no checkpoint: why").problems("plain")) == []
+    assert list(Judged("llama", unmade="why").problems("plain")) == ["llama: no checkpoint: why"]
+    assert list(Judged("gemma3n", unmade="why").problems("plain")) == []
     assert list(Judged("gemma3n").problems("plain")) == ["gemma3n: can be judged now"]
-    raised = Judged("musicgen", f"{RAISES}: why")
+    raised = Judged("musicgen", raised="why")
     assert list(raised.problems("transformers")) == []
     assert list(raised.problems("plain")) == ["musicgen: the loader failed: why"]
+    for other in (Judged("musicgen", unmade="why"), Judged("gemma3n", raised="why")):
+        assert list(other.problems("transformers")) == [f"{other.name}: {other.stopped}"]
+    killed = Judged("rwkv", errors={"loss_parity": "why", "dtensor_placements": "rank 1 was killed"})
+    assert list(killed.problems("plain")) == ["rwkv: dtensor_placements could not be judged: rank 1 was killed"]
+    assert list(Judged("rwkv").problems("plain")) == ["rwkv: can be trained now"]
 
 
 def test_what_is_known_has_names():
@@ -72,7 +77,7 @@ def test_a_sweep_side_by_side(tmp_path):
         sweep.close()
     assert list(rows["gpt2"].problems("transformers")) == []
     assert list(rows["falcon_h1"].problems("transformers")) == []
-    assert rows["no_such_model"].stopped.startswith("no checkpoint: 'no_such_model' has no causal language model")
+    assert rows["no_such_model"].unmade.startswith("'no_such_model' has no causal language model")
     accounted = [*rows["falcon_h1"].passed, *rows["falcon_h1"].findings, *rows["falcon_h1"].skipped]
     assert sorted(accounted) == sorted(built_in().ids())
 
@@ -102,8 +107,8 @@ def test_the_page_accounts_for_every_check():
         Judged("falcon_h1", passed=ids[1:], findings={"no_uninitialized_memory": [f"a.{n}: <bad>" for n in range(5)]}),
         Judged("rwkv", passed=ids[2:], errors={ids[0]: "why", ids[1]: "why"}),
         Judged("gpt2", errors={ids[0]: "why not"}),
-        Judged("musicgen", f"{RAISES}: why"),
-        Judged("gemma3n", "no checkpoint: timm"),
+        Judged("musicgen", raised="why"),
+        Judged("gemma3n", unmade="timm"),
         *(Judged(f"tiny{number}", skipped={ids[1]: "nothing of the kind"}) for number in range(6)),
     ]
     told = page(rows, Run("transformers", {"torch": "2.13.0"}, seconds=12.3, cpu=20, taken=1, jobs=2))

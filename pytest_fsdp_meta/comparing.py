@@ -68,7 +68,7 @@ class Comparer:
         for mark, headline, lines in describe_comparison(self.comparison):
             yield headline, MARKUP[mark]
             yield from ((f"  {line}", {}) for line in lines)
-        yield verdict(self.comparison), RED if self.comparison.fails("regression") else GREEN
+        yield verdict(self.comparison), RED if self.comparison.fails(self._fail_on) else GREEN
 
     def write(self, report: Report, folder: Path) -> None:
         """The summary and the badge. Raises OSError."""

@@ -33,7 +33,6 @@ class Kept:
     evidence: Evidence
     skip: Mapping[str, str] = field(default_factory=dict)
     xfail: Mapping[str, str] = field(default_factory=dict)
-    seconds: Mapping[str, float] = field(default_factory=dict)
 
 
 def file_of(loader: str) -> str:

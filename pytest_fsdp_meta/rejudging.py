@@ -103,7 +103,6 @@ class KeptItem(pytest.Item):
             order=Order((dict(told.evidence.world.mesh),), offered, told.skip, told.xfail),
             again=self.again,
             evidence=told.evidence,
-            seconds=told.seconds,
             keeps=False,
         )
 

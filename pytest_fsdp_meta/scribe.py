@@ -127,7 +127,8 @@ class Scribe:
         key = self._ledger.key_of(nodeid)
         if key != self._at:
             self._at = key
-            self._write_news()
+            if not key:
+                self._write_news()
 
     def _write_news(self) -> None:
         if self._begun and self._news:

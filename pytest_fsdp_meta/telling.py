@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
@@ -16,7 +16,7 @@ from pytest_fsdp_meta.evidence import Evidence, WorldFacts
 from pytest_fsdp_meta.markers import Order
 from pytest_fsdp_meta.plain import from_plain, to_plain
 from pytest_fsdp_meta.reports.ledger import Entry, Loaded
-from pytest_fsdp_meta.reports.record import KEPT, CheckRecord, and_then
+from pytest_fsdp_meta.reports.record import CheckRecord, ended_badly
 from pytest_fsdp_meta.reports.summary import record_findings, summarise
 from pytest_fsdp_meta.reports.terminal import describe_error, describe_failure, describe_finding
 from pytest_fsdp_meta.words import first_line, first_of
@@ -81,7 +81,7 @@ class Teller:
         assert settles(report)
         before = item.stash.get(RECORD, None)
         if report.when == "teardown" and before is not None:
-            record = _ended_badly(before, _said(raised))
+            record = ended_badly(before, _said(raised))
         else:
             record = _record(report, share, outcome, raised)
             _shorten(report, record)
@@ -118,7 +118,6 @@ class Teller:
             evidence=evidence,
             skip=share.order.skip,
             xfail=share.order.xfail,
-            seconds=share.seconds,
         )
         return f"{kept.FOLDER}/{kept.write(self._report / kept.FOLDER, whole).name}"
 
@@ -176,12 +175,6 @@ def _record(
         unjudged=verdict.unjudged if verdict else {},
         again=share.again,
     )
-
-
-def _ended_badly(before: CheckRecord, said: str) -> CheckRecord:
-    """What was found stays found; only a pass is none any more."""
-    status = "error" if before.status in KEPT else before.status
-    return replace(before, status=status, reason=and_then(before.reason, said))
 
 
 def _said(raised: BaseException | None) -> str:

@@ -123,11 +123,17 @@ class LoaderCollection:
         found = yield
         if not self._is(file_path):
             return found
-        patterns = parent.config.getini("python_files")
-        tests = any(fnmatch(os.fspath(file_path) if "/" in one else file_path.name, one) for one in patterns)
+        tests = any(_matches(file_path, one) for one in parent.config.getini("python_files"))
         loader = LoaderFile.from_parent(parent, path=file_path, nodeid=_nodeid(file_path, parent.config.rootpath))
         loader.obj = self._made_up
         return [loader, *(found if tests else ())]
+
+
+def _matches(path: Path, pattern: str) -> bool:
+    """As pytest has it: by the name, or where the pattern has a slash by the end of the path."""
+    if "/" not in pattern:
+        return fnmatch(path.name, pattern)
+    return fnmatch(os.fspath(path), pattern if pattern.startswith("/") else f"*/{pattern}")
 
 
 class LoaderFile(pytest.Module):

@@ -12,7 +12,7 @@ from markdown_it import MarkdownIt
 
 from pytest_fsdp_meta.evidence import WorldFacts
 from pytest_fsdp_meta.reports.badge import COLORS, badge, badge_json, badge_svg
-from pytest_fsdp_meta.reports.changes import describe_comparison, verdict
+from pytest_fsdp_meta.reports.changes import counts, describe_comparison, verdict
 from pytest_fsdp_meta.reports.compare import compare
 from pytest_fsdp_meta.reports.markdown import summarise_run
 from pytest_fsdp_meta.reports.record import BROKEN, KEPT, STATUSES, Curves
@@ -122,7 +122,9 @@ def test_checks_that_came_and_went_are_told():
 def test_a_slower_load_is_told_beyond_what_runs_differ_by(before, now, told):
     then, today = ((replace(loader(), seconds={"loading": seconds}),) for seconds in (before, now))
     assert bool(compare(report(*then), report(*today)).slower) == told
-    other = replace(header(), hardware={"device": "cuda"})
+    patched = header(versions={**header().versions, "system": "Linux-6.2"})
+    assert bool(compare(report(*then), report(*today, header=patched)).slower) == told
+    other = header(hardware={**header().hardware, "cpu": "Intel Xeon"})
     assert not compare(report(*then), report(*today, header=other)).slower
     elsewhere = (replace(today[0], world=WorldFacts(8, (("dp_shard", 8),), "cpu", "gloo")),)
     assert not compare(report(*then), report(*elsewhere)).slower
@@ -142,7 +144,7 @@ def test_losses_that_drift_from_the_reference_are_told(before, now, told):
 
 def test_what_makes_runs_less_than_comparable_is_said():
     before = run(complete=False, header=header(project="other", versions={"torch": "2.12.0", "gone": "1"}))
-    now = run(header=header(versions={"torch": "2.13.0"}, hardware={"device": "cuda"}))
+    now = run(header=header(versions={"torch": "2.13.0"}, hardware={"cpu": "Intel Xeon"}))
     assert compare(before, now).cautions == (
         "the earlier run was cut off: what it does not have may have been there",
         "the earlier run was of the project 'other', this one is of 'my-project'",
@@ -186,6 +188,19 @@ def test_a_loader_of_which_all_is_broken_is_told_in_one_line():
     assert verdict(compare(run(), run())).startswith("nothing has changed since")
 
 
+def test_the_verdict_counts_every_kind_of_change():
+    before = run(check(CHECK, "failed", [finding("a")]))
+    told = {
+        "1 failing as expected now": run(check(CHECK, "xfailed")),
+        "1 with other findings than before": run(check(CHECK, "failed", [finding("a", actual="transposed")])),
+        "1 known": before,
+        "1 blocked by what fails now": run(check(CHECK, "blocked")),
+        "1 fixed, 1 new": report(*run().loaders, loader("t.py::test_new")),
+        f"{len(CATALOGUE)} no longer judged, 1 gone": replace(before, loaders=()),
+    }
+    assert [counts(compare(before, now)) for now in told.values()] == list(told)
+
+
 def test_many_loaders_are_cut_off_and_counted():
     many = report(*(loader(f"t.py::test_{n}", checks={CHECK: check(CHECK, "failed")}) for n in range(30)))
     ((_, headline, lines), *_) = describe_comparison(compare(report(loader("t.py::x")), many))
@@ -214,7 +229,7 @@ def test_names_are_no_markdown(name):
     html = rendered(page)
     tags = {one.tag for one in html.iter()}
     assert tags <= {"page", "h3", "table", "thead", "tbody", "tr", "th", "td", "p", "strong", "ul", "li"}
-    assert len(html.findall(".//tbody/tr/td")) == 6, "one row of six cells"
+    assert len(html.findall(".//tbody/tr/td")) == 7, "one row of seven cells"
     assert "@" not in page
     assert "://" not in page
     for _, _, lines in describe_comparison(compare(before, now)):

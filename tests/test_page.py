@@ -388,7 +388,7 @@ def test_ranks_that_differ_while_loading_share_their_step():
 )
 def test_bytes_by_dtype(dtype, size):
     assert size_of(collective(elements=2, dtype=dtype)) == size
-    assert size_of(Collective("barrier", "world", (0, 1), dtype)) == ((size and 0) or 0)
+    assert size_of(Collective("barrier", "world", (0, 1), dtype)) == 0
 
 
 def test_losses_that_are_no_numbers():
@@ -429,6 +429,9 @@ def test_numbers_are_told_shortly():
         "<b>",
     ]
     assert [duration(seconds) for seconds in (0.0123, 3.44, 320)] == ["12 ms", "3.4 s", "5 min 20 s"]
+    # What rounds up to the next unit is told in it.
+    assert [duration(seconds) for seconds in (0.9996, 59.97, 119.7)] == ["1.0 s", "1 min 0 s", "2 min 0 s"]
+    assert [in_bytes(size) for size in (2**20 - 1, 2**20)] == ["1.0 MiB", "1.0 MiB"]
 
 
 def test_vendored_files_are_as_they_were_published():

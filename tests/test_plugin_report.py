@@ -491,15 +491,17 @@ def test_a_name_that_was_mistyped_leaves_the_earlier_report_alone(project: Proje
     assert {path: path.read_bytes() for path in (project.path / "out").rglob("*") if path.is_file()} == files
 
 
-def test_what_is_known_is_written_before_the_next_loader(project: Project) -> None:
+def test_what_is_known_is_written_before_a_test_that_is_no_loader(project: Project) -> None:
     project.loaders(
         """
+        import os
+
         @fsdp_conformance(only=["no_meta_params"])
         def test_first(fsdp): return load(fsdp)
 
         def test_last():
             os._exit(3)
-        """.replace("def test_last", "import os\n\n        def test_last")
+        """
     )
     assert project.run("--fsdp-report=out").ret == 3
     report = written(project)

@@ -164,6 +164,14 @@ def test_a_loader_in_a_file_of_tests(project: Project) -> None:
     assert ids(project, *chosen) == ["test_it.py::load[no_meta_params]", "test_it.py::test_other"]
 
 
+@pytest.mark.usefixtures("folder")
+def test_a_loader_in_a_file_that_is_one_of_tests_by_its_path(project: Project) -> None:
+    project.write("pytest.ini", "[pytest]\npython_files = unit/check_*.py\npythonpath = unit")
+    project.write("unit/check_it.py", f"{PLAIN}\ndef test_other(): ...")
+    found = ids(project, "unit/check_it.py", *judge("check_it:load"), "-k", "no_meta_params or test_other")
+    assert found == ["unit/check_it.py::load[no_meta_params]", "unit/check_it.py::test_other"]
+
+
 def test_a_loader_that_is_installed_elsewhere(project: Project, folder: Path, tmp_path: Path) -> None:
     installed = tmp_path / "site" / "installed.py"
     installed.parent.mkdir()

@@ -127,13 +127,20 @@ def test_when_nothing_judged_ends_the_run_as_bad() -> None:
     assert nothing_judged([of_loader("skipped", "undeclared")], others_passed=True)
 
 
-def test_the_parts_of_an_earlier_run_are_not_told() -> None:
-    """Evidence that is judged again brings the times of the run that it was taken in."""
-    again = replace(of_loader("passed"), seconds={"loading": 3.0})
-    assert next(describe_totals([again])) == (
-        "t.py::test_x, world of 2 (gloo on cpu): 1 passed; 0.0 s",
-        {"green": True},
-    )
+def test_of_many_causes_and_many_errors_both_are_told_and_how_many_are_left() -> None:
+    broken = [
+        replace(of_loader("failed"), checks=(CheckRecord(IDS[0], "failed", findings=(replace(FOUND, cause=f"c{n}"),)),))
+        for n in range(25)
+    ]
+    errors = [
+        replace(of_loader("error"), checks=(CheckRecord(IDS[0], "error", reason=f"GPU {n} is gone"),))
+        for n in range(30)
+    ]
+    told = [line for line, _ in describe_totals([*broken, *errors])]
+    assert sum("likely cause: " in line for line in told) == sum("could not be judged: GPU" in line for line in told)
+    assert "... and 5 causes more" in told
+    assert "26. could not be judged: GPU 0 is gone" in told
+    assert "... and 10 reasons more" in told
 
 
 def test_an_error_is_told_once_with_its_reason() -> None:

@@ -114,6 +114,15 @@ def test_the_whole_model(detail, tail):
     assert lines(failed(red(None, detail=detail))) == [f"  the model, ranks 0, 1: red, but should be blue{tail}"]
 
 
+def test_each_thing_that_is_true_of_the_whole_model_is_told_and_of_no_tensor():
+    broken = failed(red(None, detail="one"), red("b.w"), red(None, detail="two"))
+    assert lines(broken) == [
+        "  the model, ranks 0, 1: red, but should be blue (one)",
+        "  the model, ranks 0, 1: red, but should be blue (two)",
+        "  b.w, ranks 0, 1: red, but should be blue",
+    ]
+
+
 def test_several_causes_follow_one_another():
     dry = {"cause": "it dried", "remedy": "paint faster"}
     assert failed(red("a"), red("b", **dry), red("c")) == message(

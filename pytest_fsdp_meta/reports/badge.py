@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-from pytest_fsdp_meta.reports.markdown import is_bad, message
-from pytest_fsdp_meta.reports.record import JUDGED, Report, how_many, statuses
+from pytest_fsdp_meta.reports.markdown import message
+from pytest_fsdp_meta.reports.record import JUDGED, Report, how_many, is_bad, statuses
 
 LABEL = "fsdp conformance"
 COLORS = {"brightgreen": "#2e7d32", "red": "#c62828", "lightgrey": "#616161"}
@@ -29,7 +29,7 @@ def badge(report: Report) -> dict[str, object]:
     """What shields.io's endpoint takes."""
     judged = how_many(statuses(report.loaders), JUDGED)
     clean = judged and report.complete and not report.exit_status
-    color = "red" if is_bad(report) else "brightgreen" if clean else "lightgrey"
+    color = "red" if is_bad(report.loaders) else "brightgreen" if clean else "lightgrey"
     told = message(report) if report.complete else f"cut off, {message(report)}"
     return {"schemaVersion": 1, "label": LABEL, "message": told, "color": color, "isError": color == "red"}
 

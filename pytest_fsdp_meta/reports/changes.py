@@ -49,11 +49,15 @@ def counts(comparison: Comparison) -> str:
     parts = [
         (counted(len(comparison.failures), "new failure"), comparison.failures),
         (f"{len(comparison.fixed)} fixed", comparison.fixed),
-        (f"{len(comparison.known) + len(comparison.changed)} known", (*comparison.known, *comparison.changed)),
+        (f"{len(comparison.known)} known", comparison.known),
+        (f"{len(comparison.changed)} with other findings than before", comparison.changed),
+        (f"{len(comparison.expected)} failing as expected now", comparison.expected),
         (f"{len(comparison.blocked)} blocked by what fails now", comparison.blocked),
         (f"{len(comparison.unjudged)} no longer judged", comparison.unjudged),
         (counted(len(comparison.slower), "slower load"), comparison.slower),
         (f"{len(comparison.drifted)} with losses that drift", comparison.drifted),
+        (f"{len(comparison.came)} new", comparison.came),
+        (f"{len(comparison.went)} gone", comparison.went),
     ]
     return ", ".join(text for text, there in parts if there) or "nothing has changed"
 

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from pytest_fsdp_meta.reports.record import (
-    BAD,
     BROKEN,
     JUDGED,
     KEPT,
@@ -17,7 +16,7 @@ from pytest_fsdp_meta.reports.record import (
     FindingRecord,
     LoaderRecord,
     Report,
-    how_many,
+    is_bad,
     statuses,
 )
 
@@ -61,7 +60,7 @@ class Comparison:
     cautions: tuple[str, ...] = ()
     """What makes the two runs less than comparable."""
     failures: tuple[Change, ...] = ()
-    """Broken now, and not then; or on tensors that it was not broken on then."""
+    """Broken now, and not then; or on tensors that it was not broken on then; or an error, and not that one then."""
     unjudged: tuple[Change, ...] = ()
     """Judged then, and not now: a promise that may be broken unseen. Its author may have meant it so."""
     blocked: tuple[Change, ...] = ()
@@ -85,7 +84,7 @@ class Comparison:
             # Of what has not run nobody knows whether it would have failed as before.
             return bool(self.failures) or bool(statuses(self.now.loaders)["not run"])
         worse = on == "any" and bool(self.unjudged or self.blocked or self.slower or self.drifted)
-        return worse or bool(how_many(statuses(self.now.loaders), BAD))
+        return worse or is_bad(self.now.loaders)
 
 
 def compare(before: Report, now: Report) -> Comparison:
@@ -145,8 +144,8 @@ def _worse(before: CheckRecord, now: CheckRecord) -> bool:
     return now.status == "error" or bool(_places(now.findings) - _places(before.findings))
 
 
-def _is(record: CheckRecord | None, statuses: Iterable[str]) -> bool:
-    return record is not None and record.status in statuses
+def _is(record: CheckRecord | None, among: Iterable[str]) -> bool:
+    return record is not None and record.status in among
 
 
 def _places(findings: Iterable[FindingRecord]) -> set[str | None]:

@@ -29,8 +29,8 @@ PATIENCE = 10.0
 
 @cache
 def versions() -> Mapping[str, str]:
-    """Of what is installed here, without importing any of it. NCCL is that which torch from PyPI brings."""
-    found = {"python": platform.python_version()}
+    """Of the system and of what is installed, without importing any of it. NCCL is what torch from PyPI brings."""
+    found = {"system": platform.platform(), "python": platform.python_version()}
     for name in PACKAGES:
         try:
             found[name] = version(name)
@@ -43,7 +43,7 @@ def versions() -> Mapping[str, str]:
 
 def hardware() -> dict[str, str]:
     """Of this machine, without asking torch."""
-    found = {"system": platform.platform(), "cpu": _cpu(), "cores": str(os.cpu_count())}
+    found = {"machine": platform.machine(), "cpu": _cpu(), "cores": str(os.cpu_count())}
     try:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError):

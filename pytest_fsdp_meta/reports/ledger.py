@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from pytest_fsdp_meta.catalogue import Catalogue
 from pytest_fsdp_meta.evidence import WorldFacts
-from pytest_fsdp_meta.reports.record import UNKNOWN, CheckRecord, LoaderRecord, Summary, and_then
+from pytest_fsdp_meta.reports.record import UNKNOWN, CheckRecord, LoaderRecord, Summary, ended_badly
 
 
 @dataclass(frozen=True)
@@ -86,12 +86,7 @@ class Ledger:
 
     def crashed(self, nodeid: str, told: str) -> bool:
         """The process of an item has ended, before the item could say anything or afterwards. Whether it is planned."""
-
-        def change(before: CheckRecord) -> CheckRecord:
-            status = before.status if before.findings else "error"
-            return replace(before, status=status, reason=and_then(before.reason, told))
-
-        return self._change(nodeid, change)
+        return self._change(nodeid, lambda before: ended_badly(before, told))
 
     def spend(self, nodeid: str, seconds: float) -> None:
         """One phase of an item is over."""

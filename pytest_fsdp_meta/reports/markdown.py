@@ -10,7 +10,18 @@ from collections.abc import Iterator
 
 from pytest_fsdp_meta.reports.changes import MOST, describe_comparison, verdict
 from pytest_fsdp_meta.reports.compare import Comparison
-from pytest_fsdp_meta.reports.record import BAD, BROKEN, JUDGED, KEPT, WORDS, LoaderRecord, Report, how_many, statuses
+from pytest_fsdp_meta.reports.record import (
+    BROKEN,
+    JUDGED,
+    KEPT,
+    VIOLATED,
+    WORDS,
+    LoaderRecord,
+    Report,
+    how_many,
+    is_bad,
+    statuses,
+)
 from pytest_fsdp_meta.reports.terminal import describe_finding, printable
 from pytest_fsdp_meta.words import counted
 
@@ -43,7 +54,7 @@ def _head(report: Report) -> Iterator[str]:
 def _mark(report: Report) -> str:
     if not report.complete:
         return "⚠️"
-    if is_bad(report):
+    if is_bad(report.loaders):
         return "❌"
     if _failed_otherwise(report):
         return "⚠️"
@@ -53,7 +64,7 @@ def _mark(report: Report) -> str:
 def message(report: Report) -> str:
     """ "41 kept, 2 broken, 1 failed as expected": of the checks that were judged, or should have been."""
     counts = statuses(report.loaders)
-    kept, broken = how_many(counts, KEPT), how_many(counts, ("failed", "xpassed"))
+    kept, broken = how_many(counts, KEPT), how_many(counts, VIOLATED)
     told = [f"{kept} kept"] if kept or broken else []
     told += [f"{broken} broken"] if broken else []
     told += [f"{counts[status]} {WORDS[status]}" for status in OTHERS if counts[status]]
@@ -63,26 +74,23 @@ def message(report: Report) -> str:
 
 def _failed_otherwise(report: Report) -> bool:
     """Whether the run is bad for another reason than what was judged: a test, a crash, evidence that is not whole."""
-    return bool(report.exit_status) and not is_bad(report)
-
-
-def is_bad(report: Report) -> bool:
-    return bool(how_many(statuses(report.loaders), BAD))
+    return bool(report.exit_status) and not is_bad(report.loaders)
 
 
 def _table(report: Report) -> Iterator[str]:
     if not report.loaders:
         return
-    yield "| loader | world | kept | broken | others | s |"
-    yield "|---|---|--:|--:|--:|--:|"
-    for loader in sorted(report.loaders, key=lambda one: not how_many(statuses([one]), BAD))[:ROWS]:
+    yield "| loader | world | kept | broken | could not be judged | others | s |"
+    yield "|---|---|--:|--:|--:|--:|--:|"
+    for loader in sorted(report.loaders, key=lambda one: not is_bad([one]))[:ROWS]:
         counts = statuses([loader])
-        broken, kept = how_many(counts, BROKEN), how_many(counts, KEPT)
+        told = [how_many(counts, KEPT), how_many(counts, VIOLATED), counts["error"]]
+        others = counts.total() - sum(told)
         seconds = sum(check.seconds for check in loader.checks)
-        others = counts.total() - broken - kept
-        yield f"| {escaped(loader.loader)} | {_world(loader)} | {kept} | {broken} | {others} | {seconds:.1f} |"
+        numbers = " | ".join(map(str, [*told, others]))
+        yield f"| {escaped(loader.loader)} | {_world(loader)} | {numbers} | {seconds:.1f} |"
     if len(report.loaders) > ROWS:
-        yield f"| and {len(report.loaders) - ROWS} more | | | | | |"
+        yield f"| and {len(report.loaders) - ROWS} more | | | | | | |"
     yield ""
 
 
@@ -100,7 +108,7 @@ def _findings(report: Report) -> Iterator[str]:
         if check.status in BROKEN
     ]
     if lines:
-        yield from ["**Broken**", "", *lines[:MOST]]
+        yield from ["**Broken, or could not be judged**", "", *lines[:MOST]]
         if len(lines) > MOST:
             yield f"* and {len(lines) - MOST} more"
         yield ""

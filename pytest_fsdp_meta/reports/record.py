@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pytest_fsdp_meta.evidence import MeshFacts, Region, WorldFacts
 from pytest_fsdp_meta.traffic import Collective, RankMemory
@@ -48,8 +48,10 @@ WORDS = {
 }
 """How each is told, also after a number."""
 KEPT = ("passed", "partly")
-BROKEN = ("failed", "error", "xpassed")
-JUDGED = (*KEPT, "failed", "xfailed", "xpassed")
+VIOLATED = ("failed", "xpassed")
+"""A judge says that it is not as the author says."""
+BROKEN = (*VIOLATED, "error")
+JUDGED = (*KEPT, *VIOLATED, "xfailed")
 """A judge has spoken."""
 BAD = (*BROKEN, "not run")
 """What makes a run bad."""
@@ -229,6 +231,16 @@ def statuses(loaders: Iterable[LoaderRecord]) -> Counter[str]:
 def how_many(counts: Mapping[str, int], of: Iterable[str]) -> int:
     """How many have one of the statuses ``of``."""
     return sum(counts.get(status, 0) for status in of)
+
+
+def is_bad(loaders: Iterable[LoaderRecord]) -> bool:
+    return bool(how_many(statuses(loaders), BAD))
+
+
+def ended_badly(before: CheckRecord, told: str) -> CheckRecord:
+    """What was found stays found, and why nothing was judged stays why; only a pass is none any more."""
+    status = "error" if before.status in (*KEPT, "not run") else before.status
+    return replace(before, status=status, reason=and_then(before.reason, told))
 
 
 def and_then(reason: str, more: str) -> str:

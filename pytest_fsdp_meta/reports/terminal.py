@@ -91,12 +91,18 @@ def by_cause(findings: Iterable[Found]) -> dict[tuple[str, str], list[Found]]:
     return groups
 
 
+def alike(findings: Iterable[Found]) -> list[list[Found]]:
+    """Those that broke the promise in the same way on the same ranks; what is true of the whole model for itself."""
+    groups: dict[tuple[object, ...], list[Found]] = {}
+    for finding in findings:
+        key = (finding.tensor is None, finding.actual, finding.expected, finding.ranks)
+        groups.setdefault(key, []).append(finding)
+    return list(groups.values())
+
+
 def _lines(findings: Sequence[Finding], model: Mapping[str, frozenset[str]]) -> list[str]:
     """One line per set of like tensors that broke the promise in the same way on the same ranks."""
-    alike: dict[tuple[str, str, tuple[int, ...]], list[Finding]] = {}
-    for finding in findings:
-        alike.setdefault((finding.actual, finding.expected, finding.ranks), []).append(finding)
-    lines = [line for group in alike.values() for line in _alike(group, model)]
+    lines = [line for group in alike(findings) for line in _alike(group, model)]
     if len(lines) > MOST_LINES:
         left = len(lines) - MOST_LINES
         lines = [*lines[:MOST_LINES], f"  ... and {counted(left, 'line')} more"]
@@ -108,7 +114,8 @@ def _alike(group: Sequence[Finding], model: Mapping[str, frozenset[str]]) -> lis
     ranks = name_ranks(first.ranks)
     tail = f"{first.actual}, but should be {first.expected}"
     if first.tensor is None:
-        return [f"  the model, {ranks}: {tail}" + (f" ({first.detail})" if first.detail else "")]
+        told = dict.fromkeys(finding.detail for finding in group)
+        return [f"  the model, {ranks}: {tail}" + (f" ({detail})" if detail else "") for detail in told]
     details = {printable(str(finding.tensor)): finding.detail for finding in group}
     lines = []
     for folded, name in _folded(list(details), model).items():

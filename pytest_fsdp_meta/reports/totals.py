@@ -69,7 +69,7 @@ def _loader(loader: LoaderRecord) -> Line:
     told = ", ".join(f"{counts[status]} {word}" for status, word in WORDS.items() if counts[status])
     world = f", {loader.world}" if loader.world.size else ""
     total = sum(check.seconds for check in loader.checks)
-    return f"{printable(loader.loader)}{world}: {told}; {total:.1f} s{_times(loader.seconds, total)}", _markup(counts)
+    return f"{printable(loader.loader)}{world}: {told}; {total:.1f} s{_times(loader.seconds)}", _markup(counts)
 
 
 def _markup(counts: Mapping[str, int]) -> dict[str, bool]:
@@ -78,13 +78,11 @@ def _markup(counts: Mapping[str, int]) -> dict[str, bool]:
     return GREEN if how_many(counts, JUDGED) else YELLOW
 
 
-def _times(seconds: Mapping[str, float], total: float) -> str:
-    """The most of it; nothing where that was another run, whose evidence is judged again."""
+def _times(seconds: Mapping[str, float]) -> str:
+    """The most of it."""
     spent = Counter[str]()
     for what, time in seconds.items():
         spent[DOING.get(what, what)] += time  # type: ignore[assignment]
-    if sum(seconds.values()) > total:
-        return ""
     most = [f"{what} {time:.1f}" for what, time in spent.most_common(MOST_TIMES) if time >= 0.05]
     return f" ({', '.join(most)})" if most else ""
 
@@ -95,15 +93,14 @@ def _causes(loaders: Iterable[LoaderRecord]) -> Iterator[Line]:
         for check in loader.checks:
             for why, found in by_cause(check.findings if check.status in BROKEN else ()).items():
                 causes.setdefault(why, {}).setdefault((check.check, loader.loader), []).extend(found)
-    for place, ((cause, remedy), places) in enumerate(causes.items(), 1):
-        if place > MOST_CAUSES:
-            yield f"... and {counted(len(causes) - MOST_CAUSES, 'cause')} more", RED
-            return
+    for place, ((cause, remedy), places) in enumerate(list(causes.items())[:MOST_CAUSES], 1):
         yield "", {}
         yield paragraph(f"{place}. likely cause: ", cause), {"bold": True}
         yield paragraph("   remedy: ", remedy), {}
         for (broken, where), found_here in places.items():
             yield f"   {broken} in {printable(where)}: {first_of(list(map(describe_finding, found_here)))}", {}
+    if len(causes) > MOST_CAUSES:
+        yield f"... and {counted(len(causes) - MOST_CAUSES, 'cause')} more", RED
     yield from _errors(loaders, len(causes))
     if causes or any(check.status == "error" for loader in loaders for check in loader.checks):
         yield "", {}
@@ -120,6 +117,8 @@ def _errors(loaders: Iterable[LoaderRecord], before: int) -> Iterator[Line]:
         yield "", {}
         yield paragraph(f"{place}. could not be judged: ", reason), {"bold": True}
         yield f"   {first_of(checks)} in {printable(where)}", {}
+    if len(reasons) > MOST_CAUSES:
+        yield f"... and {counted(len(reasons) - MOST_CAUSES, 'reason')} more", RED
 
 
 def _account(loaders: Sequence[LoaderRecord]) -> Line:

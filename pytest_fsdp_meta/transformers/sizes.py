@@ -14,14 +14,14 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "embedding_size", "lru_width"), 32),
     **dict.fromkeys(("attention_hidden_size", "emb_dim", "embedding_dim", "vision_output_dim"), 32),
     **dict.fromkeys(("intermediate_size", "ffn_dim", "decoder_ffn_dim", "encoder_ffn_dim", "ffn_hidden_size"), 64),
-    **dict.fromkeys(("feed_forward_size", "d_ff", "n_inner", "intermediate_size_mlp", "dense_ffn_hidden_size"), 64),
+    **dict.fromkeys(("feed_forward_size", "d_ff", "n_inner", "intermediate_size_mlp"), 64),
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 2),
     **dict.fromkeys(("decoder_layers", "encoder_layers", "depth", "num_blocks"), 2),
     # attention
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4),
     **dict.fromkeys(("decoder_attention_heads", "encoder_attention_heads", "attention_heads"), 4),
     **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "num_attention_groups", "kv_n_heads"), 2),
-    **dict.fromkeys(("head_dim", "d_kv", "attn_head_dim", "v_head_dim", "query_pre_attn_scalar"), 8),
+    **dict.fromkeys(("head_dim", "d_kv", "v_head_dim", "query_pre_attn_scalar"), 8),
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_head_dim", "index_head_dim", "attention_window"), 8),
     **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "rotary_dim", "index_topk"), 4),
     **dict.fromkeys(("index_n_heads", "num_global_layers"), 2),
@@ -69,7 +69,7 @@ PADDED = {"pad_token_id": 1}
 ROTARY = {"rope_type": "default", "rope_theta": 1e4}
 EXCEPTIONS: dict[str, dict[str, Any]] = {
     "axk1": MLA,
-    "axk2": {**MLA, "index_head_dim": 8},
+    "axk2": MLA,
     "bailing_hybrid": {**KDA, "num_expert_group": 1},
     "bamba": {"mamba_n_heads": 8, "attn_layer_indices": [1]},
     "blt": {"encoder_hash_byte_group_vocab": 50},

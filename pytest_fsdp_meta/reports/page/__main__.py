@@ -1,24 +1,27 @@
-"""Makes the page of a report again: ``python -m pytest_fsdp_meta.reports.page REPORT.json [PAGE.html]``."""
+"""Makes the page of a report again, beside that of an earlier run where one is named: see ``USAGE``."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
+from pytest_fsdp_meta.reports.compare import compare
 from pytest_fsdp_meta.reports.page import write_page
 from pytest_fsdp_meta.reports.writing import read_report
 
-USAGE = "usage: python -m pytest_fsdp_meta.reports.page REPORT.json [PAGE.html]"
+USAGE = "usage: python -m pytest_fsdp_meta.reports.page REPORT.json [PAGE.html [EARLIER.json]]"
 
 
 def main(arguments: list[str]) -> str | None:
     """Writes index.html beside the report, or PAGE.html; what is wrong, in one line."""
-    if not 1 <= len(arguments) <= 2 or arguments[0].startswith("-"):
+    if not 1 <= len(arguments) <= 3 or arguments[0].startswith("-"):
         return USAGE
     source = Path(arguments[0])
     target = Path(arguments[1]) if len(arguments) > 1 else source.with_name("index.html")
     try:
-        write_page(read_report(source), target)
+        report = read_report(source)
+        comparison = compare(read_report(Path(arguments[2])), report) if len(arguments) > 2 else None
+        write_page(report, target, comparison)
     except ArithmeticError as error:
         return f"{source}: a report that cannot be drawn: {error}"
     except ValueError as error:

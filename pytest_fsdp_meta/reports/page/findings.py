@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pytest_fsdp_meta.reports.record import FindingRecord
-from pytest_fsdp_meta.reports.terminal import by_cause
+from pytest_fsdp_meta.reports.terminal import alike, by_cause
 from pytest_fsdp_meta.words import fold_names
 
 MOST_DETAILS = 500
@@ -40,14 +40,9 @@ class Cause:
 
 def causes(findings: Iterable[FindingRecord]) -> tuple[Cause, ...]:
     """In the order in which the judge told them."""
-    return tuple(Cause(cause, remedy, _lines(found)) for (cause, remedy), found in by_cause(findings).items())
-
-
-def _lines(findings: Sequence[FindingRecord]) -> tuple[Line, ...]:
-    alike: dict[tuple[object, ...], list[FindingRecord]] = {}
-    for one in findings:
-        alike.setdefault((one.tensor is None, one.actual, one.expected, one.ranks), []).append(one)
-    return tuple(map(_line, alike.values()))
+    return tuple(
+        Cause(cause, remedy, tuple(map(_line, alike(found)))) for (cause, remedy), found in by_cause(findings).items()
+    )
 
 
 def _line(findings: Sequence[FindingRecord]) -> Line:

@@ -16,14 +16,14 @@ from pytest_fsdp_meta.words import fold_names, name_ranks
 STATES = {
     "shard": "holds a part",
     "whole": "holds all of it",
-    "unsharded": "holds all of it, but should be sharded",
     "wrong": "is named by a finding",
+    "unsharded": "holds all of it, but should be sharded",
     "uninitialised": "was never written, in whole or in part",
     "meta": "is on meta: no memory",
     "nothing": "holds nothing of it",
 }
-"""What may be true of a tensor on a rank; of several, the one that comes last here but before meta is drawn."""
-TROUBLES = ("unsharded", "wrong", "uninitialised", "meta")
+"""What may be true of a tensor on a rank; of several troubles, the one that comes last here is drawn."""
+TROUBLES = ("wrong", "unsharded", "uninitialised", "meta")
 UNSHARDED = "nothing_left_unsharded"
 WIDTH, HEIGHT, LOW, GAP, LABEL = 56, 36, 14, 8, 11
 ACROSS = 8

@@ -145,7 +145,7 @@ def in_bytes(size: int | None) -> str:
         return "unknown"
     value, unit = float(size), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if abs(value) < 1024:
+        if abs(value) < 1023.5:  # what would be told as 1024
             break
         value, unit = value / 1024, larger
     return f"{value:.0f} {unit}" if unit == "B" or value >= 100 else f"{value:.1f} {unit}"
@@ -153,11 +153,12 @@ def in_bytes(size: int | None) -> str:
 
 def duration(seconds: float) -> str:
     """ "12 ms", "3.4 s", "5 min 20 s"."""
-    if seconds < 1:
+    if seconds < 0.9995:
         return f"{seconds * 1000:.0f} ms"
-    if seconds < 60:
+    if seconds < 59.95:
         return f"{seconds:.1f} s"
-    return f"{seconds // 60:.0f} min {seconds % 60:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s"
 
 
 def moment(told: str) -> str:

@@ -14,16 +14,18 @@ from pytest_fsdp_meta.reports.page.findings import Cause, causes
 from pytest_fsdp_meta.reports.page.layouts import Layout, layouts
 from pytest_fsdp_meta.reports.page.traffic import Kind, Row, kinds, rows
 from pytest_fsdp_meta.reports.record import (
-    BAD,
     BROKEN,
     JUDGED,
     STATUSES,
     UNACCOUNTED,
+    VIOLATED,
+    WORDS,
     CatalogueRecord,
     CheckRecord,
     LoaderRecord,
     Report,
     how_many,
+    is_bad,
     statuses,
 )
 from pytest_fsdp_meta.traffic import Collective
@@ -180,16 +182,16 @@ class PageView:
         """(how it went: "cut", "broken", "empty" or "kept"; the headline; what accounts for every check)."""
         counts = self.counts
         total = sum(counts.values())
-        broken = how_many(counts, BROKEN)
+        found = self._found(counts)
         accounted = total - how_many(counts, UNACCOUNTED)
         account = f"{accounted} of {total} checks accounted for" if total else "no loader was judged"
         if not self.report.complete:
-            so_far = f"{account} · {counted(broken, 'check')} broken so far" if total else account
+            so_far = f"{account} · {found} so far" if found else account
             return "cut", "Cut off: this report is not complete", so_far
         bad = sum(_broken(loader.record) for loader in self.loaders)
         if bad:
             where = f"{bad} of {counted(len(self.loaders), 'loader')}"
-            return "broken", self._headline(broken, counts.get("error", 0), counts.get("not run", 0), where), account
+            return "broken", f"{found}, in {where}" if found else f"{where} gave no model to judge", account
         if not how_many(counts, JUDGED):
             return "empty", "Nothing was judged", account
         expected = counts.get("xfailed", 0)
@@ -197,13 +199,13 @@ class PageView:
         return "kept", f"Every promise that was judged is kept{but}", account
 
     @staticmethod
-    def _headline(broken: int, errors: int, not_run: int, where: str) -> str:
-        found = {"broken": broken - errors, "could not be judged": errors, "not run": not_run}
-        first, *others = [(number, words) for words, number in found.items() if number] or [(0, "")]
-        if not first[0]:
-            return f"{where} gave no model to judge"
+    def _found(counts: Mapping[str, int]) -> str:
+        """ "4 checks broken, 1 could not be judged"; empty where all is well."""
+        numbers = {"broken": how_many(counts, VIOLATED)}
+        numbers |= {WORDS[status]: counts.get(status, 0) for status in ("error", "not run")}
+        first, *others = [(number, words) for words, number in numbers.items() if number] or [(0, "")]
         rest = "".join(f", {number} {words}" for number, words in others)
-        return f"{counted(first[0], 'check')} {first[1]}{rest}, in {where}"
+        return f"{counted(first[0], 'check')} {first[1]}{rest}" if first[0] else ""
 
     @property
     def data(self) -> dict[str, Any]:
@@ -232,7 +234,7 @@ def view(report: Report) -> PageView:
 
 
 def _broken(record: LoaderRecord) -> bool:
-    return bool(record.error) or bool(how_many(statuses([record]), BAD))
+    return bool(record.error) or is_bad([record])
 
 
 def _unknown(check: str) -> CatalogueRecord:
