@@ -180,7 +180,9 @@ class Conductor:
         except _Fallen as fallen:
             self._show_output(item, "call", fallen.run)
             item.stash[SHOWN] = fallen.run
-            return replace(fallen.outcome, told=f"{fallen.outcome.told}\n\n{notes(fallen)}")
+            example = notes(fallen)
+            detail = "\n\n".join(filter(None, [fallen.outcome.detail, example]))
+            return replace(fallen.outcome, told=f"{fallen.outcome.told}\n\n{example}", detail=detail)
         except Unsendable as error:
             return Outcome("error", str(error), reason=str(error))
         why = "Hypothesis has drawn no example; see the phases in its settings"
@@ -208,7 +210,7 @@ class Conductor:
         self._show_output(item, "setup", run)
         check = self.catalogue[case.check]
         told = describe_error(check, summary, story, again(item, self.settings.given))
-        return Outcome("error", told, reason=summary)
+        return Outcome("error", told, reason=summary, detail=story)
 
     def _run(self, item: pytest.Item, case: Case) -> _Run:
         assert isinstance(item, pytest.Function)

@@ -139,14 +139,14 @@ class Scribe:
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         if self._idle:
             return
-        if exitstatus == pytest.ExitCode.OK and nothing_judged(self.loaders, self._others_passed):
-            session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED
         if self._comparer.asked:
             report = self._report(int(session.exitstatus))
             # What else failed (a test, a module that cannot be imported, coverage) is counted by pytest alone; what has
             # not run because something failed might have failed as well.
             others = session.testsfailed > self._failed or bool(session.shouldfail or session.shouldstop)
             session.exitstatus = self._comparer.settle(report, int(session.exitstatus), others)
+        if session.exitstatus == pytest.ExitCode.OK and nothing_judged(self.loaders, self._others_passed):
+            session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED
         self._end_report(session)
 
     def _end_report(self, session: pytest.Session) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pytest_fsdp_meta.evidence import SubjectFacts
+from pytest_fsdp_meta.words import counted
 from pytest_fsdp_meta.worlds import Misuse
 
 if TYPE_CHECKING:
@@ -222,7 +223,8 @@ def _listed(patterns: str | Iterable[str]) -> list[str]:
 def _match(field: str, pattern: str, names: Sequence[str]) -> list[str]:
     found = [name for name in names if name == pattern or fnmatchcase(name, pattern)]
     if not found:
-        raise SubjectError(field, f"{pattern!r} matches no name of the model{_nearest(pattern, names)}")
+        what = "parameter" if field in ("placements", "unsharded") else "name"
+        raise SubjectError(field, f"{pattern!r} matches no {what} of the model{_nearest(pattern, names, what)}")
     return found
 
 
@@ -230,9 +232,9 @@ def _match_all(field: str, patterns: str | Sequence[str], names: Sequence[str]) 
     return list(dict.fromkeys(name for pattern in _listed(patterns) for name in _match(field, pattern, names)))
 
 
-def _nearest(name: str, names: Sequence[str]) -> str:
+def _nearest(name: str, names: Sequence[str], what: str = "parameter") -> str:
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
-    return f"; the nearest is {near[0]!r}" if near else f"; it has {len(names)} names"
+    return f"; the nearest is {near[0]!r}" if near else f"; it has {counted(len(names), what)}"
 
 
 def _rename(name: str, pattern: str, template: str) -> str:

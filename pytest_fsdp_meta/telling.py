@@ -23,6 +23,8 @@ from pytest_fsdp_meta.words import first_line, first_of
 
 ATTRIBUTE = "fsdp_entry"
 RECORD = pytest.StashKey[CheckRecord]()
+LONG = 10_000
+"""Letters of each end of a story."""
 SETTLED = {"setup": ("failed", "skipped"), "call": ("passed", "failed", "skipped"), "teardown": ("failed",)}
 """The outcomes of each phase that settle what became of an item."""
 
@@ -31,13 +33,14 @@ SETTLED = {"setup": ("failed", "skipped"), "call": ("passed", "failed", "skipped
 class Outcome:
     """What came of one item: "passed", "failed", "skipped" or "error"; the message, and the verdict where there is one.
 
-    ``reason`` is one line.
+    ``reason`` is one line, ``detail`` all that there is to say.
     """
 
     status: str
     told: str = ""
     verdict: Verdict | None = None
     reason: str = ""
+    detail: str = ""
 
 
 @dataclass(frozen=True)
@@ -134,7 +137,7 @@ def outcome_of(verdict: Verdict, world: WorldFacts, again: Callable[[], str]) ->
         told = describe_failure(verdict, str(world), again())
     elif verdict.status == "error":
         told = describe_error(verdict.check, verdict.reason, verdict.detail, again())
-    return Outcome(verdict.status, told, verdict, verdict.reason)
+    return Outcome(verdict.status, told, verdict, verdict.reason, verdict.detail)
 
 
 def skip(item: pytest.Item, reason: str) -> NoReturn:
@@ -171,10 +174,18 @@ def _record(
         status=status,
         nodeid=report.nodeid,
         reason=reason,
+        detail=_whole(outcome.detail) if outcome is not None else "",
         findings=record_findings(verdict) if verdict else (),
         unjudged=verdict.unjudged if verdict else {},
         again=share.again,
     )
+
+
+def _whole(detail: str) -> str:
+    """In one line it says no more than the reason; a story of tens of thousands of letters loses its middle."""
+    if "\n" not in detail:
+        return ""
+    return detail if len(detail) <= 2 * LONG else f"{detail[:LONG]}\n...\n{detail[-LONG:]}"
 
 
 def _said(raised: BaseException | None) -> str:

@@ -213,6 +213,25 @@ def test_a_run_that_is_killed_leaves_what_it_knew(project: Project) -> None:
     assert asked(report.loaders[0]) == {"no_meta_params": ("passed", "")}
 
 
+def test_nothing_judged_is_no_pass_beside_an_earlier_run_that_failed_in_the_same_way(project: Project) -> None:
+    project.loaders(
+        """
+        @fsdp_conformance(only=["no_meta_params", "no_meta_buffers"], world_size=1)
+        def test_x(fsdp): raise ValueError("first line\\nsecond line")
+        """
+    )
+    project.run("--fsdp-report=old").assert_outcomes(errors=2)
+    known = project.run("--fsdp-compare=old/report.json", "--fsdp-fail-on=regression", "--fsdp-report=new")
+    assert known.ret == pytest.ExitCode.NO_TESTS_COLLECTED
+    # The traceback is in the report, once.
+    first, second = (one for one in written(project, "new").loaders[0].checks if one.status == "error")
+    assert "def test_x(fsdp): raise ValueError" in first.detail
+    assert second.detail == ""
+    assert "second line" in (project.path / "new" / "index.html").read_text()
+    summary = (project.path / "new" / "summary.md").read_text()
+    assert summary.count("raised ValueError: first line") == 2  # what fails, and that it did before
+
+
 def test_nothing_judged_is_no_pass(project: Project) -> None:
     project.loaders(
         """
@@ -362,6 +381,8 @@ def test_the_example_that_fell_is_what_is_shown(project: Project) -> None:
         ((3,), "meta"),
     }
     assert loader.evidence == "", "an example is not the loader"
+    (found,) = (one for one in loader.checks if one.status == "failed")
+    assert "n=3" in found.detail
 
 
 def test_what_a_fixture_breaks_at_its_end_hides_no_finding(project: Project) -> None:

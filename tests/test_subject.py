@@ -193,14 +193,14 @@ def test_an_optimizer_is_a_factory_or_built(optimizer):
         (
             "unsharded",
             "layers.2.q.weight",
-            "'layers.2.q.weight' matches no name of the model; the nearest is 'layers.1.q.weight'",
+            "'layers.2.q.weight' matches no parameter of the model; the nearest is 'layers.1.q.weight'",
         ),
         (
             "offloaded",
             "rotary.invfreq",
             "'rotary.invfreq' matches no name of the model; the nearest is 'rotary.inv_freq'",
         ),
-        ("unsharded", "rotary.inv_freq", "'rotary.inv_freq' matches no name of the model; it has 5 names"),
+        ("unsharded", "rotary.inv_freq", "'rotary.inv_freq' matches no parameter of the model; it has 5 parameters"),
         ("frozen", "zzz*", "'zzz*' matches no name of the model; it has 6 names"),
         ("frozen", "EMBED.WEIGHT", "'EMBED.WEIGHT' matches no name of the model; it has 6 names"),
     ],
@@ -212,7 +212,8 @@ def test_a_pattern_that_matches_nothing_is_an_error(field, pattern, message):
 
 
 def test_placements_for_no_parameter_are_an_error():
-    with pytest.raises(SubjectError, match=r"'embd\.\*' matches no name of the model; the nearest is 'embed\.weight'"):
+    message = r"'embd\.\*' matches no parameter of the model; the nearest is 'embed\.weight'"
+    with pytest.raises(SubjectError, match=message):
         resolve(placements={"embd.*": "R"})
 
 

@@ -94,7 +94,7 @@ _REPLICATE: Words = {
     "remedy": f"give fully_shard a mesh of two dimensions, the first of which replicates; {_DECLARE}",
 }
 _OTHER_DIM: Words = {
-    "cause": "it was sharded on another dim than declared: fully_shard takes dim 0 where nothing else is asked for",
+    "cause": "it was sharded on another dim than declared; fully_shard takes dim 0 unless it is told otherwise",
     "remedy": f"shard it on that dim (shard_placement_fn of fully_shard, or the plan); {_DECLARE}",
 }
 _NO_PLACEMENTS: Words = {

@@ -125,8 +125,8 @@ _IN_PART: Words = {
 }
 _SHUFFLED: Words = {
     "cause": "it has the right numbers in another order: rows, halves (gate and up), heads (rotary layouts) or experts "
-    "were exchanged or transposed",
-    "remedy": _IN_PART["remedy"],
+    "were exchanged or transposed, or it was cut along another dim than the one that it is sharded on",
+    "remedy": f"{_IN_PART['remedy']}, and the dim of the slice with that of the placement",
 }
 EXCHANGED: Words = {
     "cause": "it holds what another tensor should hold: names were mapped crosswise (q and k, gate and up, a block and "

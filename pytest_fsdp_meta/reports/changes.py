@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 from pytest_fsdp_meta.reports.compare import Change, Comparison, Measured
 from pytest_fsdp_meta.reports.terminal import describe_finding, printable
@@ -18,7 +18,7 @@ def describe_comparison(comparison: Comparison) -> Iterator[tuple[str, str, list
     """(mark, headline, lines) of each kind of change that there is: the mark is "worse", "better" or "odd"."""
     changes = (
         ("worse", "new failures", comparison.failures),
-        ("odd", "blocked by what fails now", comparison.blocked),
+        ("odd", "not judged, because of what fails", comparison.blocked),
         ("odd", "no longer judged", comparison.unjudged),
         ("odd", "other findings than before", comparison.changed),
         ("odd", "known failures, as before", comparison.known),
@@ -32,7 +32,7 @@ def describe_comparison(comparison: Comparison) -> Iterator[tuple[str, str, list
         yield "worse", "slower loads", _cut(map(_slower, comparison.slower))
     if comparison.drifted:
         yield "worse", "losses further from the reference's", _cut(map(_drifted, comparison.drifted))
-    for headline, names in (("new", comparison.came), ("gone", comparison.went)):
+    for headline, names in (("new", comparison.came), ("not in this run", comparison.went)):
         if names:
             yield "odd", f"{headline}: {len(names)}", _cut(map(printable, names))
     if comparison.cautions:
@@ -52,12 +52,12 @@ def counts(comparison: Comparison) -> str:
         (f"{len(comparison.known)} known", comparison.known),
         (f"{len(comparison.changed)} with other findings than before", comparison.changed),
         (f"{len(comparison.expected)} failing as expected now", comparison.expected),
-        (f"{len(comparison.blocked)} blocked by what fails now", comparison.blocked),
+        (f"{len(comparison.blocked)} not judged because of what fails", comparison.blocked),
         (f"{len(comparison.unjudged)} no longer judged", comparison.unjudged),
         (counted(len(comparison.slower), "slower load"), comparison.slower),
-        (f"{len(comparison.drifted)} with losses that drift", comparison.drifted),
+        (f"{len(comparison.drifted)} with losses further from the reference's", comparison.drifted),
         (f"{len(comparison.came)} new", comparison.came),
-        (f"{len(comparison.went)} gone", comparison.went),
+        (f"{len(comparison.went)} not in this run", comparison.went),
     ]
     return ", ".join(text for text, there in parts if there) or "nothing has changed"
 
@@ -72,12 +72,14 @@ def _by_loader(changes: Iterable[Change]) -> Iterator[str]:
     for change in changes:
         groups.setdefault(change.loader, []).append(change)
     for loader, group in groups.items():
-        yield f"{printable(loader)}: {first_of([change.check for change in group], NAMED)}{_why(group)}"
+        first, *others = (change.check for change in group)
+        more = f", {first_of(others, NAMED - 1)}" if others else ""
+        yield f"{printable(loader)}: {first}{_why(group[0])}{more}"
 
 
-def _why(group: Sequence[Change]) -> str:
-    """What the first of them shows now: the others mostly follow from it."""
-    now = group[0].now
+def _why(change: Change) -> str:
+    """What it shows now."""
+    now = change.now
     if now is None:
         return ""
     told = describe_finding(now.findings[0]) if now.findings else now.reason

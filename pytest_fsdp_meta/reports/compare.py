@@ -77,13 +77,14 @@ class Comparison:
     came: tuple[str, ...] = ()
     """Loaders and checks that the earlier run did not have."""
     went: tuple[str, ...] = ()
+    """What the earlier run had: removed since, called otherwise, or not selected now."""
 
     def fails(self, on: str) -> bool:
         """Whether the run is bad by what ``--fsdp-fail-on`` names."""
         if on == "regression":
             # Of what has not run nobody knows whether it would have failed as before.
             return bool(self.failures) or bool(statuses(self.now.loaders)["not run"])
-        worse = on == "any" and bool(self.unjudged or self.blocked or self.slower or self.drifted)
+        worse = on == "any" and bool(self.unjudged or self.blocked or self.went or self.slower or self.drifted)
         return worse or is_bad(self.now.loaders)
 
 
@@ -110,9 +111,9 @@ def compare(before: Report, now: Report) -> Comparison:
 
 
 def _pairs(old: Mapping[str, LoaderRecord], new: Mapping[str, LoaderRecord]) -> Iterator[Change]:
-    for name in dict.fromkeys((*new, *old)):
+    for name, record in new.items():
         before = _by_id(old.get(name))
-        now = _by_id(new.get(name))
+        now = _by_id(record)
         for check in dict.fromkeys((*now, *before)):
             yield Change(name, check, before.get(check), now.get(check))
 

@@ -18,16 +18,18 @@ from pytest_fsdp_meta.reports.record import (
     WORDS,
     LoaderRecord,
     Report,
+    errors_by_reason,
     how_many,
     is_bad,
     statuses,
 )
 from pytest_fsdp_meta.reports.terminal import describe_finding, printable
-from pytest_fsdp_meta.words import counted
+from pytest_fsdp_meta.words import counted, first_of
 
 OTHERS = ("error", "xfailed", "not run")
-MARKUP = re.compile(r"[^\w .,/=()-]|(?<![^\W_])_|_(?![^\W_])")
-"""What is written as an entity; an underscore within a word is none."""
+PLAIN = r"(?<=:):|:(?=[: ])|(?<=\d):(?=\d)|(?<=\d)\+"
+MARKUP = re.compile(rf"(?!{PLAIN})[^\w .,/=()-]|(?<![^\W_])_|_(?![^\W_])")
+"""What is written as an entity: not an underscore within a word, nor the colons of sentences, node ids and times."""
 MARKS = {"worse": "❌", "better": "✅", "odd": "ℹ️"}  # noqa: RUF001  (the sign is meant)
 ROWS = 200
 """Of the table: GitHub cuts a page off at 1 MiB."""
@@ -35,7 +37,7 @@ ROWS = 200
 
 def summarise_run(report: Report, comparison: Comparison | None = None, told: str = "") -> str:
     """The whole page. ``told`` says why there is no comparison, where one was asked for."""
-    return "\n".join([*_head(report), *_table(report), *_findings(report), *_changes(comparison, told)]) + "\n"
+    return "\n".join([*_head(report), *_changes(comparison, told), *_table(report), *_findings(report)]) + "\n"
 
 
 def escaped(text: str) -> str:
@@ -105,18 +107,24 @@ def _findings(report: Report) -> Iterator[str]:
         + (f", and {counted(len(check.findings) - 1, 'more finding')}" if len(check.findings) > 1 else "")
         for loader in report.loaders
         for check in loader.checks
-        if check.status in BROKEN
+        if check.status in BROKEN and (check.findings or check.status != "error")
     ]
-    if lines:
-        yield from ["**Broken, or could not be judged**", "", *lines[:MOST]]
-        if len(lines) > MOST:
-            yield f"* and {len(lines) - MOST} more"
-        yield ""
+    errors = [
+        f"* {escaped(first_of(checks))} in {escaped(where)}: {escaped(reason)}"
+        for (reason, where), checks in errors_by_reason(report.loaders).items()
+    ]
+    for headline, found in (("Broken", lines), ("Could not be judged", errors)):
+        if found:
+            yield from [f"**{headline}**", "", *found[:MOST]]
+            if len(found) > MOST:
+                yield f"* and {len(found) - MOST} more"
+            yield ""
 
 
 def _changes(comparison: Comparison | None, told: str) -> Iterator[str]:
     if told:
         yield escaped(told)
+        yield ""
     if comparison is None:
         return
     yield f"**Compared:** {escaped(verdict(comparison))}"

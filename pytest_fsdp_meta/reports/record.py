@@ -90,6 +90,9 @@ class CheckRecord:
     """What pytest measured of the item; its loader's share is in the first item."""
     again: str = ""
     """The command that runs this item again."""
+    detail: str = ""
+    """The whole story, where it has more lines: what each rank raised, where each of them hangs, the example that fell.
+    Of an error that all checks of a loader share, with the first of them."""
 
 
 @dataclass(frozen=True)
@@ -241,6 +244,16 @@ def ended_badly(before: CheckRecord, told: str) -> CheckRecord:
     """What was found stays found, and why nothing was judged stays why; only a pass is none any more."""
     status = "error" if before.status in (*KEPT, "not run") else before.status
     return replace(before, status=status, reason=and_then(before.reason, told))
+
+
+def errors_by_reason(loaders: Iterable[LoaderRecord]) -> dict[tuple[str, str], list[str]]:
+    """(reason, loader) -> the checks that could not be judged for it: mostly all of the loader, for one reason."""
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for loader in loaders:
+        for check in loader.checks:
+            if check.status == "error" and not check.findings:
+                reasons.setdefault((check.reason, loader.loader), []).append(check.check)
+    return reasons
 
 
 def and_then(reason: str, more: str) -> str:

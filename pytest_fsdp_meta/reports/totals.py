@@ -14,6 +14,7 @@ from pytest_fsdp_meta.reports.record import (
     WORDS,
     FindingRecord,
     LoaderRecord,
+    errors_by_reason,
     how_many,
     statuses,
 )
@@ -107,12 +108,8 @@ def _causes(loaders: Iterable[LoaderRecord]) -> Iterator[Line]:
 
 
 def _errors(loaders: Iterable[LoaderRecord], before: int) -> Iterator[Line]:
-    """Why checks could not be judged: mostly one reason for all of a loader."""
-    reasons: dict[tuple[str, str], list[str]] = {}
-    for loader in loaders:
-        for check in loader.checks:
-            if check.status == "error" and not check.findings:
-                reasons.setdefault((check.reason, loader.loader), []).append(check.check)
+    """Why checks could not be judged."""
+    reasons = errors_by_reason(loaders)
     for place, ((reason, where), checks) in enumerate(list(reasons.items())[:MOST_CAUSES], before + 1):
         yield "", {}
         yield paragraph(f"{place}. could not be judged: ", reason), {"bold": True}

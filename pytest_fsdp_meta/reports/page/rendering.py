@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import shlex
 from datetime import datetime
 from functools import cache
 from importlib.resources import files
@@ -98,6 +99,7 @@ def _environment() -> Environment:
         "first_of": first_of,
         "folded": lambda names: list(fold_names(names)),
         "safe_source": Markup,
+        "shell": shlex.join,
         "words": lambda numbers: " ".join(map(str, numbers)),
     }
     environment.globals |= {
