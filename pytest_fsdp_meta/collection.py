@@ -196,6 +196,21 @@ def mistakes(items: Iterable[pytest.Item], told: Collection[str]) -> Iterator[Mi
                 yield Mistake(where, what)
 
 
+def twins(items: Iterable[pytest.Item], scheduled: bool) -> Iterator[Mistake]:
+    """Loaders that are called alike, of which a report could tell one; and tests, where our own distribution over
+    workers (``scheduled``) would run one of them, as xdist's own by scope does."""
+    items = list(items)
+    all_count = scheduled and any(case_of(item) for item in items)
+    seen: dict[str, tuple[tuple[str, int], ...]] = {}
+    for item in items:
+        values = tuple((name, id(value)) for name, value in parameters(item).items() if name != ARGUMENT)
+        if seen.setdefault(item.nodeid, values) != values and (all_count or case_of(item) is not None):
+            yield Mistake(
+                item.nodeid,
+                "two parametrizations give it this one name; tell them apart with pytest.param(..., id=...)",
+            )
+
+
 def _mistake(item: pytest.Function) -> str | None:
     loader, spmd = (item.get_closest_marker(mark) is not None for mark in (MARK, SPMD))
     if loader and spmd:
@@ -262,9 +277,10 @@ def loader_of(nodeid: str, catalogue: Catalogue) -> str | None:
 
 def take_apart(nodeid: str, catalogue: Catalogue) -> tuple[str, str] | None:
     """The loader in its world, as it is told, and the check. None where the item is no loader's."""
-    if "]@" in nodeid:  # xdist's group
-        nodeid = nodeid.rpartition("@")[0]
     shared = loader_of(nodeid, catalogue)
+    if shared is None and "]@" in nodeid:  # xdist's group
+        nodeid = nodeid.rpartition("@")[0]
+        shared = loader_of(nodeid, catalogue)
     return None if shared is None else (_without_check(shared, "]"), nodeid[len(shared) : -1])
 
 

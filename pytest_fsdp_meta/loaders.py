@@ -12,6 +12,7 @@ import inspect
 import json
 import os
 import traceback
+import warnings
 from collections.abc import Callable, Mapping
 from operator import attrgetter
 from pathlib import Path
@@ -61,14 +62,21 @@ def derived(model: Any, checkpoint: Path, size: int) -> Subject:
 
         if kind in CONFIG_MAPPING:  # else the checkpoint brings code of its own, which its loader knows
             return subject(model, checkpoint, rows=rows_for(size))
-    return Subject(model, reference=checkpoint if any(checkpoint.glob("*.safetensors")) else None)
+    if any(checkpoint.glob("*.safetensors")):
+        return Subject(model, reference=checkpoint)
+    told = (
+        f"--fsdp-checkpoint={checkpoint} has neither *.safetensors nor a config.json of a model that transformers "
+        "knows, so no value is judged; name the folder that has them, or return Subject(model, reference=...)"
+    )
+    warnings.warn(told, stacklevel=2)
+    return Subject(model)
 
 
 def model_type(checkpoint: Path) -> str:
     """What transformers calls the model of this checkpoint; empty where it is none of transformers'."""
     try:
         config = json.loads((checkpoint / "config.json").read_text("utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return ""
     return str(config.get("model_type") or "") if isinstance(config, dict) else ""
 

@@ -135,6 +135,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             *config.stash[MISTAKES],
             *collection.late_checks(config, config.stash[CHECKED]),
             *collection.mistakes(items, {mistake.where for mistake in config.stash[MISTAKES]}),
+            *collection.twins(items, scheduled=hasattr(config, "workerinput")),
         ]
     )
     if told and hasattr(config, "workeroutput"):

@@ -10,9 +10,10 @@ import pytest
 from pytest_fsdp_meta import kept
 from pytest_fsdp_meta.catalogue import Catalogue, judge
 from pytest_fsdp_meta.markers import Order
+from pytest_fsdp_meta.reports.summary import summarise
 from pytest_fsdp_meta.sending import command
 from pytest_fsdp_meta.telling import Outcome, Share, outcome_of, settle
-from pytest_fsdp_meta.words import first_of
+from pytest_fsdp_meta.words import first_line, first_of
 
 CATALOGUE = pytest.StashKey[Catalogue]()
 GIVEN = pytest.StashKey[Sequence[str]]()
@@ -49,6 +50,9 @@ class KeptFile(pytest.File):
                 self.warn(pytest.PytestWarning(told))
             except pytest.PytestWarning:  # an error, where the user wants it so: of this file, not of the collection
                 yield Unreadable.from_parent(self, name="gone", why=told)
+        if why := self._unfit(self.config.stash[CATALOGUE]):
+            yield Unreadable.from_parent(self, name="unfit", why=why)
+            return
         for check in ids:
             if check not in self.kept.known or check in self.kept.offered:
                 item = KeptItem.from_parent(self, name=check)
@@ -56,9 +60,19 @@ class KeptFile(pytest.File):
                     item.add_marker(pytest.mark.skip(reason=self.kept.skip[check]))
                 yield item
 
+    def _unfit(self, catalogue: Catalogue) -> str:
+        """Why it cannot be judged though every field is of its type: a hand may have written it, or a broken disk."""
+        try:
+            summarise(self.kept.evidence)
+            for check in catalogue:
+                judge(check, self.kept.evidence, catalogue)
+        except Exception as error:  # whatever does not fit together
+            return f"{self.path}: evidence that does not fit together ({type(error).__name__}: {first_line(error)})"
+        return ""
+
 
 class Unreadable(pytest.Item):
-    """A file that is no kept evidence, or not whole: an item of its own, so that the others are judged."""
+    """A file that cannot be judged, in whole or in part: an item of its own, so that the others are judged."""
 
     def __init__(self, *, why: str, **known: object) -> None:
         super().__init__(**known)  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,9 @@ from pytest_fsdp_meta.comparing import PAGES, Comparer
 from pytest_fsdp_meta.rejudging import KeptItem, is_judged, take_apart_kept
 from pytest_fsdp_meta.reports.heading import describe_run, heading
 from pytest_fsdp_meta.reports.ledger import Ledger
-from pytest_fsdp_meta.reports.record import SCHEMA, Header, LoaderRecord, Report
+from pytest_fsdp_meta.reports.record import BROKEN, SCHEMA, Header, LoaderRecord, Report
 from pytest_fsdp_meta.reports.totals import describe_totals, nothing_judged
-from pytest_fsdp_meta.reports.writing import Writer
+from pytest_fsdp_meta.reports.writing import PAGE, Writer
 from pytest_fsdp_meta.settings import Settings
 from pytest_fsdp_meta.telling import told
 from pytest_fsdp_meta.trial import world_facts
@@ -49,6 +50,11 @@ class Scribe:
         self._begun = self._news = False
         """Whether the report is being written, and whether it lacks something by now."""
         self._writer = Writer(Path(settings.report)) if settings.report else None
+        if self._writer is not None and self._writer.is_foreign:
+            raise pytest.UsageError(
+                f"--fsdp-report: {settings.report} has an index.html that is not of a report, and would be lost; "
+                "name a folder of its own"
+            )
         self._comparer = Comparer(settings)
 
     def begin(self, catalogue: Catalogue) -> None:
@@ -72,7 +78,7 @@ class Scribe:
         What that has kept goes as well, unless it is what this one judges.
         """
         assert self._writer is not None
-        self._writer.clear(("index.html", *PAGES))
+        self._writer.clear((PAGE, *PAGES))
         folder = self._writer.folder / kept.FOLDER
         if not is_judged(folder, self._config):
             kept.clear(folder)
@@ -102,22 +108,31 @@ class Scribe:
     def pytest_xdist_node_collection_finished(self, node: Any, ids: Sequence[str]) -> None:
         if ids:
             self._begin_report()
+        worker = self._on(node)
         for nodeid in ids:
             if apart := take_apart(nodeid, self._catalogue) or take_apart_kept(nodeid):
-                self._ledger.plan(*apart, nodeid)
+                self._ledger.plan(apart[0] + worker, apart[1], nodeid + worker)
+
+    def _on(self, node: Any) -> str:
+        """With ``--dist each`` every worker runs all of it: several runs of a loader, of which one may fail."""
+        each = node is not None and self._config.getoption("dist", "no") == "each"
+        return f" on {node.gateway.id}" if each else ""
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        entry = told(report)
+        entry, worker = told(report), self._on(getattr(report, "node", None))
+        nodeid = report.nodeid + worker
         if entry is not None:
             self._told = True
-            self._failed += report.failed and not hasattr(report, "wasxfail")
-            self._ledger.enter(entry)
+            # What fails and is in no record as broken (a fixture's end after a skip) is beyond any comparison.
+            broken = entry.record.status in BROKEN
+            self._failed += report.failed and broken and not hasattr(report, "wasxfail")
+            self._ledger.enter(replace(entry, key=entry.key + worker, loader=entry.loader + worker))
         elif report.when not in ("setup", "call", "teardown"):
-            self._failed += self._ledger.crashed(report.nodeid, first_line(str(report.longrepr)))
+            self._failed += self._ledger.crashed(nodeid, first_line(str(report.longrepr))) in BROKEN
         elif report.when == "call" or (report.when == "setup" and not report.passed):
-            self._ledger.strike(report.nodeid)
+            self._ledger.strike(nodeid)
             self._others_passed |= report.passed
-        self._ledger.spend(report.nodeid, report.duration)
+        self._ledger.spend(nodeid, report.duration)
         self._news |= entry is not None
         if self._begun and self._writer is not None and self._writer.is_due:
             self._write_news()
@@ -139,6 +154,10 @@ class Scribe:
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         if self._idle:
             return
+        if (
+            session.testsfailed
+        ):  # also where nothing could be collected: the report of an earlier run would stand for it
+            self._begin_report()
         if self._comparer.asked:
             report = self._report(int(session.exitstatus))
             # What else failed (a test, a module that cannot be imported, coverage) is counted by pytest alone; what has
@@ -203,8 +222,10 @@ class Scribe:
                 from pytest_fsdp_meta.reports.page import write_page
 
                 folder, comparer = self._writer.folder, self._comparer
-                write_page(report, folder / "index.html", comparer.comparison, comparer.problem)
+                write_page(report, folder / PAGE, comparer.comparison, comparer.problem)
                 comparer.write(report, folder)
             self._problem = ""
         except OSError as error:
             self._problem = str(error)  # told at the end: what the tests say goes first
+        except Exception as error:  # of drawing: pytest's own summary must not be lost for it
+            self._problem = f"the page could not be drawn ({type(error).__name__}: {first_line(error)})"

@@ -37,8 +37,8 @@ def meshes(world_size: int, dims: Sequence[str] = ("dp_replicate", "dp_shard")) 
 
     Shrinks to the last dimension alone.
     """
-    if world_size < 1 or not dims or len(set(dims)) != len(dims):
-        raise ValueError(f"a mesh needs ranks and different names of dimensions, not {world_size} and {tuple(dims)}")
+    if not isinstance(world_size, int) or world_size < 1 or not dims or len(set(dims)) != len(dims):
+        raise ValueError(f"a mesh needs ranks and different names of dimensions, not {world_size!r} and {tuple(dims)}")
     return st.sampled_from(sorted(_factors(world_size, dims), key=len))
 
 
@@ -122,7 +122,7 @@ def configs(draw: st.DrawFn, model_types: Sequence[str] = MODEL_TYPES, max_layer
     """
     groups, group, head = draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(st.sampled_from([4, 8]))
     return {
-        "model_type": draw(st.sampled_from(tuple(model_types))),
+        "model_type": draw(st.sampled_from((model_types,) if isinstance(model_types, str) else tuple(model_types))),
         "vocab_size": draw(st.integers(5, 40)),
         "hidden_size": groups * group * head,
         "intermediate_size": draw(st.integers(1, 40)),

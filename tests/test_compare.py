@@ -111,6 +111,16 @@ def test_a_loader_that_is_new_and_broken_is_a_new_failure_and_one_that_is_gone_i
     assert comparison.fails("any")
 
 
+def test_a_loader_that_is_there_in_two_worlds_is_compared_in_each():
+    small, large = (WorldFacts(size, (("dp_shard", size),), "cpu", "gloo") for size in (2, 3))
+    good, broken = loader(), loader(checks={CHECK: check(CHECK, "failed", [finding("a")])})
+    before = report(replace(good, world=small), replace(good, world=large))
+    for first, second in ((broken, good), (good, broken)):
+        now = report(replace(first, world=small), replace(second, world=large))
+        (change,) = compare(before, now).failures
+        assert change.loader == f"{LLAMA}, {large if second is broken else small}"
+
+
 def test_checks_that_came_and_went_are_told():
     short = header(catalogue=CATALOGUE[1:])
     assert compare(run(header=short), run()).came == (CATALOGUE[0].check,)

@@ -39,6 +39,11 @@ def test_healthy_evidence_passes(evidence):
     assert verdict(TILE, undeclared(evidence, "reference", "values", why="not declared")).status == "passed"
 
 
+def test_fully_shard_gives_nothing_of_what_has_no_elements():
+    evidence = place(healthy(2), MIDDLE, {"dp_shard": 2}, "S(0)", shape=(8, 0))
+    assert verdict(TILE, change(evidence, MIDDLE, local_shape=(0, 0))).status == "passed"
+
+
 @pytest.mark.parametrize(
     ("mesh", "placements", "shape"),
     [

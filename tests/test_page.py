@@ -518,7 +518,7 @@ def test_a_run_leaves_its_page(project: Project):
             return build()
         """
     )
-    path = project.write("out/index.html", "the page of an earlier run")
+    path = project.write("out/index.html", render(report()))
     result = project.run("--fsdp-report=out")
     assert set(project.notes) == {"cut"}
     page = path.read_bytes()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import signal
@@ -211,6 +212,87 @@ def test_a_run_that_is_killed_leaves_what_it_knew(project: Project) -> None:
     assert not report.complete
     assert report.exit_status is None
     assert asked(report.loaders[0]) == {"no_meta_params": ("passed", "")}
+
+
+@pytest.mark.parametrize("fail_on", ["regression", "any"])
+def test_what_fails_at_the_end_of_what_was_not_judged_is_not_forgiven(project: Project, fail_on: str) -> None:
+    project.loaders(
+        """
+        import os, pytest
+
+        @pytest.fixture(scope="module")
+        def cluster():
+            yield
+            if "BREAK" in os.environ: raise OSError("the lock is held")
+
+        @fsdp_conformance(only=["no_meta_params", "loss_parity"], world_size=1)
+        def test_x(fsdp, cluster): return load(fsdp)
+        """
+    )
+    project.run("--fsdp-report=old").assert_outcomes(passed=1, skipped=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BREAK", "1")
+        broken = project.run("--fsdp-compare=old/report.json", f"--fsdp-fail-on={fail_on}", "--fsdp-report=new")
+    assert broken.ret == pytest.ExitCode.TESTS_FAILED
+    assert json.loads((project.path / "new" / "badge.json").read_text())["color"] == "lightgrey"
+
+
+def test_each_worker_has_a_record_of_its_own_where_each_runs_all(project: Project) -> None:
+    project.loaders(
+        """
+        import os, pytest
+
+        @pytest.fixture
+        def worker(): return os.environ["PYTEST_XDIST_WORKER"]
+
+        @fsdp_conformance(only=["no_meta_buffers"], world_size=1)
+        def test_x(fsdp, worker):
+            model = build()
+            if worker == "gw1":
+                model.register_buffer("table", torch.empty(3, device="meta"))
+            fully_shard(model, mesh=fsdp.mesh)
+            return model
+        """
+    )
+    project.run("-n2", "--dist=each", "--fsdp-report=out").assert_outcomes(passed=1, failed=1)
+    told = {name: asked(one)["no_meta_buffers"][0] for name, one in by_name(written(project)).items()}
+    assert told == {"test_it.py::test_x on gw0": "passed", "test_it.py::test_x on gw1": "failed"}
+
+
+def test_what_cannot_be_collected_leaves_no_earlier_report(project: Project) -> None:
+    project.write("test_it.py", "def test_x(): ...")
+    project.collect("--fsdp-report=out").assert_outcomes(passed=1)
+    project.write("test_it.py", "import absent_of_all")
+    assert project.collect("--fsdp-report=out").ret == pytest.ExitCode.INTERRUPTED
+    assert written(project).exit_status == pytest.ExitCode.INTERRUPTED
+
+
+def test_pages_of_somebody_else_are_left_alone(project: Project) -> None:
+    project.write("test_it.py", "def test_x(): ...")
+    project.write("site/index.html", "mine")
+    (told,) = errors(project.collect("--fsdp-report=site"))
+    assert "site has an index.html that is not of a report" in told
+    assert (project.path / "site" / "index.html").read_text() == "mine"
+
+
+def test_evidence_that_does_not_fit_together_is_told_in_one_line(project: Project) -> None:
+    project.loaders(
+        """
+        @fsdp_conformance(only=["no_meta_params", "loss_parity"], world_size=1)
+        def test_x(fsdp): return load(fsdp, reference=build, batch=lambda step: {"input": torch.ones(4, 4)},
+                                      loss=lambda model, batch: model(**batch).mean())
+        """
+    )
+    project.run("--fsdp-report=out", "--fsdp-keep-evidence").assert_outcomes(passed=2)
+    (path,) = (project.path / "out" / "evidence").iterdir()
+    data = json.loads(gzip.decompress(path.read_bytes()))
+    data["evidence"]["inventory"][0]["rank"] = 7
+    path.write_bytes(gzip.compress(json.dumps(data).encode()))
+    result = project.run("out/evidence", "--fsdp-report=again")
+    assert "Traceback" not in result.stdout.str()
+    assert "INTERNALERROR" not in result.stdout.str()
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*evidence that does not fit together (IndexError: *"])
 
 
 def test_nothing_judged_is_no_pass_beside_an_earlier_run_that_failed_in_the_same_way(project: Project) -> None:

@@ -8,6 +8,7 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from pytest_fsdp_meta.catalogue import built_in
+from pytest_fsdp_meta.collection import take_apart
 from pytest_fsdp_meta.scheduling import by_loader, loader_of
 from pytest_fsdp_meta.worlds import folder_of
 from tests.conftest import Project, errors
@@ -104,6 +105,39 @@ def test_loader_of() -> None:
     )
     for other in ("a.py::test_x", "a.py::test_no_meta_params", "a.py::test_x[own]", "a.py::test_x[xno_meta_params]"):
         assert loader_of(other, catalogue) is None
+
+
+TWINS = """
+import pytest
+
+@pytest.mark.parametrize("size", ["q-r", "r"])
+@pytest.mark.parametrize("kind", ["p", "p-q"])
+{what}
+"""
+LOADER = "@fsdp_conformance(only=['no_meta_params'])\ndef test_net(fsdp, kind, size): return load(fsdp)\n"
+
+
+def test_loaders_of_one_name_are_told_apart_by_their_author(project: Project) -> None:
+    project.loaders(TWINS.format(what=LOADER))
+    (told,) = errors(project.collect())
+    assert told == (
+        "test_it.py::test_net[p-q-r-no_meta_params]: two parametrizations give it this one name; tell them apart with "
+        "pytest.param(..., id=...)"
+    )
+
+
+def test_tests_of_one_name_are_not_dropped_beside_a_loader(project: Project) -> None:
+    plain = "def test_plain(kind, size): assert (kind, size) != ('p-q', 'r')"
+    project.loaders(TWINS.format(what=plain) + "\n" + LOADER.replace(", kind, size", ""))
+    project.run().assert_outcomes(passed=4, failed=1)
+    (told,) = errors(project.run("-n2"))
+    assert told.startswith("test_it.py::test_plain[p-q-r]: two parametrizations give it this one name")
+
+
+def test_a_parameter_that_looks_like_a_group_of_xdist() -> None:
+    odd = "a.py::test_x[llama[no_meta_params]@hub-no_meta_buffers]"
+    assert take_apart(odd, built_in()) == ("a.py::test_x[llama[no_meta_params]@hub]", "no_meta_buffers")
+    assert take_apart(f"{odd}@group", built_in()) == take_apart(odd, built_in())
 
 
 CRASHING = """

@@ -267,6 +267,18 @@ def test_a_mistake_is_told_once_under_xdist(project: Project) -> None:
     assert told == ("--fsdp-loader=absent:load: there is no module 'absent'; it is looked for as by python -m pytest")
 
 
+def test_a_checkpoint_without_anything_to_judge_by(project: Project, folder: Path) -> None:
+    (folder / "config.json").write_text("[" * 100_000)
+    project.write(
+        "bare.py",
+        "from torch import nn\nfrom torch.distributed.fsdp import fully_shard\n\n\n"
+        "def load(fsdp, checkpoint): return fully_shard(nn.Linear(4, 4), mesh=fsdp.mesh)\n",
+    )
+    result = project.run(*judge("bare:load"), "-k", "no_meta_params or params_equal_reference")
+    result.assert_outcomes(passed=1, skipped=1, warnings=1)
+    result.stdout.fnmatch_lines(["*--fsdp-checkpoint=*checkpoint has neither *.safetensors nor a config.json*"])
+
+
 def test_a_checkpoint_of_values(project: Project, linear: Path) -> None:
     project.write("loading.py", LINEAR)
     checks = "params_equal_reference or load_is_repeatable or dtensor_placements or loss_parity"

@@ -250,7 +250,18 @@ def _condemned(check: Check, evidence: Evidence, catalogue: Catalogue) -> dict[s
 
 
 def _worded(check: Check, finding: Finding) -> Finding:
+    if not check.built_in:
+        finding = _plain(finding)
     return replace(finding, cause=finding.cause or check.cause, remedy=finding.remedy or check.remedy)
+
+
+def _plain(finding: Finding) -> Finding:
+    """With ranks that are plain numbers, whatever the judge counts with. Raises TypeError for what is no text."""
+    for name in ("tensor", "actual", "expected", "detail", "cause", "remedy"):
+        value = getattr(finding, name)
+        if not isinstance(value, str) and not (name == "tensor" and value is None):
+            raise TypeError(f"Finding({name}={value!r:.60}), but it should be a str")
+    return replace(finding, ranks=tuple(int(rank) for rank in finding.ranks), condemns=tuple(finding.condemns))
 
 
 def ranks_by(pairs: Iterable[tuple[int, T]]) -> dict[T, tuple[int, ...]]:

@@ -63,7 +63,7 @@ def _outside(tensor: TensorFacts) -> bool:
 
 def _cut_otherwise(tensor: TensorFacts) -> Told | None:
     implied = tuple(sum(stop - start for start, stop in runs) for runs in tensor.regions)
-    if tensor.local_shape == implied or _outside(tensor):
+    if tensor.local_shape == implied or _outside(tensor) or 0 in tensor.shape:  # fully_shard gives nothing of nothing
         return None
     return Told(f"local shape {tensor.local_shape}", f"{implied}, as its placements imply", **_CUT)
 

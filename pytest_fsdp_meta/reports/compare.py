@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -90,8 +91,7 @@ class Comparison:
 
 def compare(before: Report, now: Report) -> Comparison:
     """Loaders are known by their node ids; what became of their checks is told in the order of ``now``."""
-    old = {one.loader: one for one in before.loaders}
-    new = {one.loader: one for one in now.loaders}
+    old, new = _by_name(before, now), _by_name(now, before)
     kinds: dict[str, list[Change]] = {}
     for change in _pairs(old, new):
         kinds.setdefault(_kind(change), []).append(change)
@@ -108,6 +108,19 @@ def compare(before: Report, now: Report) -> Comparison:
         went=(*_without(old, new), *_without(_ids(before), _ids(now))),
         **{kind: tuple(changes) for kind, changes in kinds.items()},
     )
+
+
+def _by_name(report: Report, other: Report) -> dict[str, LoaderRecord]:
+    """A loader that a report has several times, as that of evidence of several runs may, is known by its world too."""
+    times = [Counter(record.loader for record in one.loaders) for one in (report, other)]
+    often = {name for counter in times for name, many in counter.items() if many > 1}
+    named: dict[str, LoaderRecord] = {}
+    for record in report.loaders:
+        name = f"{record.loader}, {record.world}" if record.loader in often else record.loader
+        while name in named:
+            name += " again"
+        named[name] = record
+    return named
 
 
 def _pairs(old: Mapping[str, LoaderRecord], new: Mapping[str, LoaderRecord]) -> Iterator[Change]:

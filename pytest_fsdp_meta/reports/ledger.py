@@ -84,22 +84,22 @@ class Ledger:
         """The loader of a planned item; empty for any other."""
         return self._planned.get(nodeid, ("", ""))[0]
 
-    def crashed(self, nodeid: str, told: str) -> bool:
-        """The process of an item has ended, before the item could say anything or afterwards. Whether it is planned."""
+    def crashed(self, nodeid: str, told: str) -> str:
+        """The process of an item has ended, before it could say anything or afterwards. Its status, if planned."""
         return self._change(nodeid, lambda before: ended_badly(before, told))
 
     def spend(self, nodeid: str, seconds: float) -> None:
         """One phase of an item is over."""
         self._change(nodeid, lambda before: replace(before, seconds=before.seconds + seconds))
 
-    def _change(self, nodeid: str, change: Callable[[CheckRecord], CheckRecord]) -> bool:
-        """Whether the item is planned."""
+    def _change(self, nodeid: str, change: Callable[[CheckRecord], CheckRecord]) -> str:
+        """The status that it then has; empty where the item is not planned."""
         if nodeid not in self._planned:
-            return False
+            return ""
         key, check = self._planned[nodeid]
         checks = self._pages[key].checks
         checks[check] = change(checks[check])
-        return True
+        return checks[check].status
 
     def strike(self, nodeid: str) -> None:
         """The item only looked like a loader's, by its name."""

@@ -11,7 +11,9 @@ from typing import Any
 from pytest_fsdp_meta.plain import from_plain, schema_of, to_plain, write_whole
 from pytest_fsdp_meta.reports.record import SCHEMA, Report
 
-FILE = "report.json"
+FILE, PAGE = "report.json", "index.html"
+GENERATOR = '<meta name="generator" content="pytest-fsdp-meta">'
+"""In each page of ours."""
 TITLE = f"report.json of pytest-fsdp-meta, schema {SCHEMA}"
 PACE = 2.0
 """Seconds after which what is new is worth writing, ..."""
@@ -34,6 +36,15 @@ class Writer:
     def is_due(self) -> bool:
         """Whether it is time to write again. Before what may end the process, it is time all the same."""
         return time.monotonic() >= self._due
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether a page of somebody else is there, which would be lost."""
+        page = self.folder / PAGE
+        try:
+            return page.is_file() and GENERATOR not in page.read_text(encoding="utf-8", errors="replace")
+        except OSError:  # told when it is written
+            return False
 
     def clear(self, others: Iterable[str]) -> None:
         """Removes the report that is there, and these files beside it. Raises OSError."""

@@ -21,13 +21,14 @@ def main(arguments: list[str]) -> str | None:
     try:
         report = read_report(source)
         comparison = compare(read_report(Path(arguments[2])), report) if len(arguments) > 2 else None
-        write_page(report, target, comparison)
-    except ArithmeticError as error:
-        return f"{source}: a report that cannot be drawn: {error}"
     except ValueError as error:
         return str(error)
+    try:
+        write_page(report, target, comparison)
     except OSError as error:
         return f"{target}: {error.strerror or error}"
+    except (ArithmeticError, ValueError, LookupError, TypeError) as error:  # numbers that no run writes
+        return f"{source}: a report that cannot be drawn: {error}"
     print(target)
     return None
 
