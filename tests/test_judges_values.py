@@ -184,6 +184,27 @@ def test_lengths_tell_what_is_in_another_order(by_rank, cause):
     assert {finding.cause[: len(cause)] for finding in verdict(PARAMS, evidence).findings} == {cause}
 
 
+@pytest.mark.parametrize(
+    ("factors", "elements", "cause"),
+    [
+        ((2.0, 2.0), 12, "it is 2 times what it should be: a scale was applied"),
+        ((0.5, 0.5), 12, "it is 1/2 times what it should be: a scale was applied"),
+        ((1.37, 1.37), 12, "it is 1.37 times what it should be: a scale was applied"),
+        ((2.0, 3.0), 12, "the weight was not loaded"),
+        ((2.0, None), 12, "these ranks "),
+        ((2.0, 2.0), 2, "the weight was not loaded"),
+    ],
+)
+def test_a_multiple_of_the_truth_is_told_with_its_factor(factors, elements, cause):
+    evidence = healthy(2)
+    for rank, factor in enumerate(factors):
+        if factor is not None:
+            lengths = Measure(5 * factor, 5.0, 5 * abs(factor - 1), dot=25 * factor, elements=elements)
+            evidence = differ(evidence, MIDDLE, [rank], measure=lengths, elements=elements, differing=elements)
+    (finding,) = verdict(PARAMS, evidence).findings
+    assert finding.cause.startswith(cause)
+
+
 def test_two_tensors_that_were_exchanged_are_told_as_such():
     evidence = healthy(1)
     for name, actual, truth in ((MIDDLE, 5.0, 7.0), (EMBEDDING, 7.0, 5.0)):

@@ -1,10 +1,11 @@
-"""What a pattern of wrong values points to: rounded, transposed, in another order, another tensor's."""
+"""What a pattern of wrong values points to: rounded, scaled, transposed, in another order, another tensor's."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 
+from pytest_fsdp_meta.catalogue.multiples import multiple
 from pytest_fsdp_meta.catalogue.registry import Words
 from pytest_fsdp_meta.evidence import Comparison, TensorFacts
 
@@ -25,6 +26,8 @@ def pattern(tensor: TensorFacts, cases: Cases, pairs: Cases) -> Words:
         return {**UNWRITTEN, "remedy": _ODD_RANKS["remedy"]} if odd else UNWRITTEN
     if _transposed(tensor, cases):
         return _TRANSPOSED
+    if not odd and (factor := _factor(tensor, cases)):
+        return {"cause": f"it is {factor} times what it should be: {_SCALED}", "remedy": _UNSCALED}
     if odd and not _shuffled(cases):
         return _ODD_RANKS if other_part(tensor, cases) else _ODD_IN_PART
     if _shuffled(cases):
@@ -41,6 +44,15 @@ def _transposed(tensor: TensorFacts, cases: Cases) -> bool:
     right = sum(c.elements - c.differing for _, c in cases)
     first = any(c.index is not None and c.index[-2:] == (0, 1) for _, c in cases)
     return first and rows == columns > 1 and right * rows == sum(c.elements for _, c in cases)
+
+
+def _factor(tensor: TensorFacts, cases: Cases) -> str:
+    """By what all of it is multiplied, up to rounding: "2", "1/2"; empty where ranks differ in it."""
+    if sum(c.elements for _, c in cases) < FEWEST:
+        return ""
+    near = 4 * ROUNDING.get(tensor.dtype, 0.0)
+    told = {multiple(c.measure, near) if c.measure and c.measure.residual <= near else "" for _, c in cases}
+    return told.pop() if len(told) == 1 else ""
 
 
 def _shuffled(cases: Cases) -> bool:
@@ -99,6 +111,8 @@ def exchanged(wrong: Mapping[str, Cases]) -> dict[str, str]:
     return {name: owners[key] for name, key in held.items() if owners.get(key, name) != name}
 
 
+FEWEST = 8
+"""Elements: any number is a multiple of another, and a few may be by chance."""
 LEAST_CUT = 2.0**-14
 """Relative: what float16 leaves out is larger in one element or another; smaller is another way of computing."""
 FAR = 1e-4
@@ -115,6 +129,8 @@ _CUT: Words = {
     "cause": "it was rounded through bfloat16 or float16",
     "remedy": "read, compute and cast it in float32 all the way",
 }
+_SCALED = "a scale was applied that the reference does not apply, or one more time, or ranks' copies were added up"
+_UNSCALED = "look at the scales of quantised checkpoints, and at what is reduced over ranks while loading"
 _TRANSPOSED: Words = {
     "cause": "it is transposed: as many elements are right as lie on the diagonal, and it is square, so no shape tells",
     "remedy": "turn it while loading where the checkpoint's module has the other layout (x @ W in place of W @ x)",
