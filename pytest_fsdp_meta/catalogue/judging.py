@@ -157,7 +157,7 @@ def _judge(check: Check, evidence: Evidence, catalogue: Catalogue) -> Verdict:
     findings: list[Finding] = []
     reason = ""
     try:
-        findings.extend(_worded(check, finding) for finding in check.judge(view))
+        findings.extend(_worded(check, finding) for finding in _found(check, view))
     except Unjudgeable as error:
         if not findings:
             return Verdict(check, "error", reason=str(error), unjudged=view.left_out)
@@ -247,6 +247,13 @@ def _condemned(check: Check, evidence: Evidence, catalogue: Catalogue) -> dict[s
             for name in finding.condemns or filter(None, [finding.tensor]):
                 condemned.setdefault(name, id)
     return condemned
+
+
+def _found(check: Check, view: View) -> Iterable[Finding]:
+    found = check.judge(view)
+    if isinstance(found, Finding):
+        raise TypeError("it returned a Finding; yield each, or return a list of them")
+    return found
 
 
 def _worded(check: Check, finding: Finding) -> Finding:
