@@ -237,6 +237,7 @@ def how_many(counts: Mapping[str, int], of: Iterable[str]) -> int:
 
 
 def is_bad(loaders: Iterable[LoaderRecord]) -> bool:
+    """Whether a check of theirs is broken, could not be judged or has not run."""
     return bool(how_many(statuses(loaders), BAD))
 
 
