@@ -16,8 +16,8 @@ from pytest_fsdp_meta.catalogue import Catalogue, judge
 from pytest_fsdp_meta.collection import ARGUMENT, Case, case_of, shared_name, told_as
 from pytest_fsdp_meta.drawing import draw, given_test, notes, reject, relax, same_draws
 from pytest_fsdp_meta.evidence import Evidence
+from pytest_fsdp_meta.hearing.listener import Ear
 from pytest_fsdp_meta.preloading import refresh
-from pytest_fsdp_meta.reports.listener import Ear
 from pytest_fsdp_meta.reports.terminal import describe_error
 from pytest_fsdp_meta.sending import Unsendable, again, pack_call, pack_drawn
 from pytest_fsdp_meta.settings import Settings

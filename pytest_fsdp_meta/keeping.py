@@ -11,8 +11,8 @@ import pytest
 
 from pytest_fsdp_meta.calls import ASSUME, SKIPS, VOTES
 from pytest_fsdp_meta.collection import SKIPPED, WorldCase
+from pytest_fsdp_meta.hearing.listener import Ear
 from pytest_fsdp_meta.preloading import refresh
-from pytest_fsdp_meta.reports.listener import Ear
 from pytest_fsdp_meta.words import name_ranks
 from pytest_fsdp_meta.workers import Devices
 from pytest_fsdp_meta.worlds import Engine, Lease, Pool, RankFailure, World, WorldError, WorldSpec

@@ -15,11 +15,11 @@ from pytest_fsdp_meta import collection, hookspecs, preloading, rejudging, scrib
 from pytest_fsdp_meta.catalogue import Catalogue
 from pytest_fsdp_meta.collection import SKIPPED, Mistake, case_of, world_case_of
 from pytest_fsdp_meta.fixtures import KEEPER, fsdp, fsdp_world
+from pytest_fsdp_meta.hearing.listener import Ear
 from pytest_fsdp_meta.items import Conductor
 from pytest_fsdp_meta.keeping import Keeper
 from pytest_fsdp_meta.markers import MARK, SPMD, WORLD
 from pytest_fsdp_meta.rejudging import KeptFile, KeptItem, is_asked_for
-from pytest_fsdp_meta.reports.listener import Ear
 from pytest_fsdp_meta.reports.terminal import describe_checks
 from pytest_fsdp_meta.scribe import Scribe
 from pytest_fsdp_meta.settings import Settings, add_options, read_settings

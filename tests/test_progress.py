@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pytest_fsdp_meta.reports.progress import Doing, Progress, describe, drawn
+from pytest_fsdp_meta.hearing.progress import Doing, Progress, describe, drawn
 from pytest_fsdp_meta.worlds import Listener, World, WorldError, current, doing
 from tests.conftest import Project
 from tests.world_help import SOON, world_of
@@ -72,7 +72,7 @@ def test_what_is_short_is_not_shown(terminal: tuple[int, int]) -> None:
 
 
 def test_the_line_is_drawn_and_taken_away(terminal: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pytest_fsdp_meta.reports.progress.DELAY", 0.0)
+    monkeypatch.setattr("pytest_fsdp_meta.hearing.progress.DELAY", 0.0)
     progress = Progress(terminal[1], lambda: 3)
     for what in ("loading", "saving"):  # it comes back for what follows
         progress.begin()

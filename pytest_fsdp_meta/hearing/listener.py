@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from pytest_fsdp_meta.reports.debugger import Debugger, Desk, debug_ranks
-from pytest_fsdp_meta.reports.progress import Progress, terminal_of
-from pytest_fsdp_meta.reports.warned import Warnings
+from pytest_fsdp_meta.hearing.debugger import Debugger, Desk, debug_ranks
+from pytest_fsdp_meta.hearing.progress import Progress, terminal_of
+from pytest_fsdp_meta.hearing.warned import Warnings
 from pytest_fsdp_meta.worlds import Listener, World, WorldError, measured
 from pytest_fsdp_meta.worlds.listening import DOING
 from pytest_fsdp_meta.worlds.terminal import Terminal
