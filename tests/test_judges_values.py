@@ -205,6 +205,54 @@ def test_a_multiple_of_the_truth_is_told_with_its_factor(factors, elements, caus
     assert finding.cause.startswith(cause)
 
 
+TRUTH = (0.3, -1.2, 0.8, 2.0, -0.5, 1.1, 0.0, -0.7, 0.9, 1.6, -2.1, 0.4)
+
+
+def beside(actual, truth):
+    """What a rank compares, of all elements together."""
+    pairs = list(zip(actual, truth, strict=True))
+    apart = [abs(mine - right) for mine, right in pairs]
+    lengths = [math.hypot(*numbers) for numbers in (actual, truth, apart)]
+    measure = Measure(*lengths, dot=math.fsum(mine * right for mine, right in pairs), elements=len(pairs))
+    facts = {"elements": len(pairs), "differing": sum(map(bool, apart)), "max_abs": max(apart)}
+    return {**facts, "actual": actual[0], "expected": truth[0], "measure": measure}
+
+
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [
+        (lambda number: number + 1, "every element is 1 more than it should be: weights of norms"),
+        (lambda number: number - 0.25, "every element is 0.25 less than it should be: something was added"),
+        (lambda number: number + 1e-9, "the weight was not loaded"),  # float32 rounds by more
+        (lambda number: number + (1 if number < 1 else 1.1), "the weight was not loaded"),
+        (lambda number: number + (number < 1), "part of it is right"),
+        (lambda number: math.inf if number == 2 else number + 1, "the weight was not loaded"),
+    ],
+)
+def test_what_was_added_to_every_element_is_told(change, cause):
+    evidence = healthy(2, parameters={MIDDLE: (12, 2)})
+    for rank in range(2):
+        evidence = differ(evidence, MIDDLE, [rank], **beside([*map(change, TRUTH)], TRUTH))
+    (finding,) = verdict(PARAMS, evidence).findings
+    assert finding.cause.startswith(cause)
+
+
+@pytest.mark.parametrize("truth", [(1.0,) * 12, TRUTH[:2]], ids=["a norm as it starts", "too few to say"])
+def test_what_is_as_far_off_as_any_initialisation_is_not_called_shifted(truth):
+    evidence = healthy(1, parameters={MIDDLE: (12,)})
+    actual = [number + 0.5 for number in truth]
+    evidence = differ(evidence, MIDDLE, **beside(actual, truth))
+    (finding,) = verdict(PARAMS, evidence).findings
+    assert "than it should be" not in finding.cause
+
+
+def test_ranks_that_are_shifted_by_different_amounts_are_not_told_as_one():
+    evidence = healthy(2, parameters={MIDDLE: (12, 2)})
+    for rank, shift in enumerate((1.0, 2.0)):
+        evidence = differ(evidence, MIDDLE, [rank], **beside([number + shift for number in TRUTH], TRUTH))
+    assert not any("than it should be" in finding.cause for finding in verdict(PARAMS, evidence).findings)
+
+
 def test_two_tensors_that_were_exchanged_are_told_as_such():
     evidence = healthy(1)
     for name, actual, truth in ((MIDDLE, 5.0, 7.0), (EMBEDDING, 7.0, 5.0)):

@@ -1,4 +1,4 @@
-"""What a pattern of wrong values points to: rounded, scaled, transposed, in another order, another tensor's."""
+"""What a pattern of wrong values points to: rounded, scaled, shifted, transposed, shuffled, another tensor's."""
 
 from __future__ import annotations
 
@@ -28,6 +28,9 @@ def pattern(tensor: TensorFacts, cases: Cases, pairs: Cases) -> Words:
         return _TRANSPOSED
     if not odd and (factor := _factor(tensor, cases)):
         return {"cause": f"it is {factor} times what it should be: {_SCALED}", "remedy": _UNSCALED}
+    if not odd and (shift := _shift(tensor, cases)):
+        why = _CENTRED if shift.startswith("1 ") and tensor.kind == "parameter" else _SHIFTED
+        return {**why, "cause": f"every element is {shift} than it should be: {why['cause']}"}
     if odd and not _shuffled(cases):
         return _ODD_RANKS if other_part(tensor, cases) else _ODD_IN_PART
     if _shuffled(cases):
@@ -53,6 +56,32 @@ def _factor(tensor: TensorFacts, cases: Cases) -> str:
     near = 4 * ROUNDING.get(tensor.dtype, 0.0)
     told = {multiple(c.measure, near) if c.measure and c.measure.residual <= near else "" for _, c in cases}
     return told.pop() if len(told) == 1 else ""
+
+
+def _shift(tensor: TensorFacts, cases: Cases) -> str:
+    """What was added to every element, up to rounding: "1 more", "0.5 less"; empty where ranks differ in it."""
+    if sum(c.elements for _, c in cases) < FEWEST or tensor.dtype == "bool":
+        return ""
+    told = {_shifted(c, 4 * ROUNDING.get(tensor.dtype, 0.0)) for _, c in cases}
+    return told.pop() if len(told) == 1 else ""
+
+
+def _shifted(comparison: Comparison, near: float) -> str:
+    """Every element is equally far from the truth where the distance is as long as that number allows.
+
+    A truth of one number throughout, as norms start, is as far from any other initialisation: that is no shift.
+    """
+    m, widest = comparison.measure, comparison.max_abs
+    if m is None or not m.elements or not 0 < m.apart < math.inf or comparison.differing < comparison.elements:
+        return ""
+    if comparison.expected is None or comparison.actual is None or near * max(m.actual, m.truth) > SLIGHT * m.apart:
+        return ""
+    shift = math.copysign(widest, comparison.actual - comparison.expected)
+    total = (m.actual**2 - m.truth**2 - m.elements * shift**2) / (2 * shift)
+    constant = total**2 > (1 - SLIGHT**2) * m.elements * m.truth**2
+    if constant or not math.isclose(m.apart, widest * math.sqrt(m.elements), rel_tol=SLIGHT):
+        return ""
+    return f"{widest:.3g} {'more' if shift > 0 else 'less'}"
 
 
 def _shuffled(cases: Cases) -> bool:
@@ -113,6 +142,8 @@ def exchanged(wrong: Mapping[str, Cases]) -> dict[str, str]:
 
 FEWEST = 8
 """Elements: any number is a multiple of another, and a few may be by chance."""
+SLIGHT = 1e-2
+"""Relative: no tensor that is wrong in another way is so nearly as far off in all of its elements."""
 LEAST_CUT = 2.0**-14
 """Relative: what float16 leaves out is larger in one element or another; smaller is another way of computing."""
 FAR = 1e-4
@@ -131,6 +162,14 @@ _CUT: Words = {
 }
 _SCALED = "a scale was applied that the reference does not apply, or one more time, or ranks' copies were added up"
 _UNSCALED = "look at the scales of quantised checkpoints, and at what is reduced over ranks while loading"
+_CENTRED: Words = {
+    "cause": "weights of norms are kept as w by some and as 1 + w by others (zero-centred gamma)",
+    "remedy": "look at which of both the checkpoint has and the module computes with, and convert it once",
+}
+_SHIFTED: Words = {
+    "cause": "something was added to it once it was loaded or computed",
+    "remedy": "look for what changes it in place afterwards, and for where counting begins (padding, positions)",
+}
 _TRANSPOSED: Words = {
     "cause": "it is transposed: as many elements are right as lie on the diagonal, and it is square, so no shape tells",
     "remedy": "turn it while loading where the checkpoint's module has the other layout (x @ W in place of W @ x)",
