@@ -206,7 +206,8 @@ class Conductor:
         """In full for the first item of the loader, in one line for the others."""
         told_by = run.told_by.setdefault(story, item.name)
         if told_by != item.name:
-            return Outcome("error", f"{case.check} could not be judged, see {told_by}: {summary}", reason=summary)
+            told = f"{case.check} could not be judged, see {told_by}: {summary}"
+            return Outcome("error", told, reason=summary, repeats=True)
         self._show_output(item, "setup", run)
         check = self.catalogue[case.check]
         told = describe_error(check, summary, story, again(item, self.settings.given))

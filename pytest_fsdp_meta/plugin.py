@@ -23,7 +23,7 @@ from pytest_fsdp_meta.rejudging import KeptFile, KeptItem, is_asked_for
 from pytest_fsdp_meta.reports.terminal import describe_checks
 from pytest_fsdp_meta.scribe import Scribe
 from pytest_fsdp_meta.settings import Settings, add_options, read_settings
-from pytest_fsdp_meta.telling import Teller, settles
+from pytest_fsdp_meta.telling import Teller, settles, unjudged
 from pytest_fsdp_meta.workers import Controller, Devices
 from pytest_fsdp_meta.worlds import Engine, Preload, RayEngine, count_gpus
 
@@ -254,6 +254,11 @@ def pytest_runtest_makereport(
     if reason is not None and report.skipped:
         report.longrepr = (str(item.path), (item.location[1] or 0) + 1, f"Skipped: {reason}")
     return report
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_report_teststatus(report: pytest.TestReport | pytest.CollectReport) -> tuple[str, str, str] | None:
+    return unjudged(report)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -22,6 +22,7 @@ from pytest_fsdp_meta.reports.terminal import describe_error, describe_failure, 
 from pytest_fsdp_meta.words import first_line, first_of
 
 ATTRIBUTE = "fsdp_entry"
+REPEATS = "fsdp_repeats"
 RECORD = pytest.StashKey[CheckRecord]()
 LONG = 10_000
 """Letters of each end of a story."""
@@ -33,7 +34,8 @@ SETTLED = {"setup": ("failed", "skipped"), "call": ("passed", "failed", "skipped
 class Outcome:
     """What came of one item: "passed", "failed", "skipped" or "error"; the message, and the verdict where there is one.
 
-    ``reason`` is one line, ``detail`` all that there is to say.
+    ``reason`` is one line, ``detail`` all that there is to say. What ``repeats``, another item of the loader
+    has told.
     """
 
     status: str
@@ -41,6 +43,7 @@ class Outcome:
     verdict: Verdict | None = None
     reason: str = ""
     detail: str = ""
+    repeats: bool = False
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,7 @@ class Teller:
             properties[:] = [one for one in properties if not one[0].startswith("fsdp_")] + _properties(record, share)
         entry = Entry(share.key, share.loader, share.world, share.order.expected, record, self._loaded(share))
         setattr(report, ATTRIBUTE, to_plain(entry))
+        setattr(report, REPEATS, report.failed and outcome is not None and outcome.repeats)
 
     def _loaded(self, share: Share) -> Loaded | None:
         """None where the last item has told it already."""
@@ -128,6 +132,11 @@ class Teller:
 def settles(report: pytest.TestReport) -> bool:
     """Whether this phase settles what has become of the item."""
     return report.outcome in SETTLED[report.when or ""]
+
+
+def unjudged(report: pytest.TestReport | pytest.CollectReport) -> tuple[str, str, str] | None:
+    """pytest's count, letter and word for what another item has told: one mistake of a loader is one error."""
+    return ("unjudged", "u", "UNJUDGED") if getattr(report, REPEATS, False) else None
 
 
 def outcome_of(verdict: Verdict, world: WorldFacts, again: Callable[[], str]) -> Outcome:

@@ -14,7 +14,9 @@ from tests.conftest import Project
 
 def outcomes(result: pytest.RunResult) -> dict[str, str]:
     """Outcome by test, from ``-v``."""
-    found = re.findall(r"^\S+?::(.+\]) (PASSED|FAILED|SKIPPED|ERROR|XFAIL|XPASS)\b", result.stdout.str(), re.MULTILINE)
+    found = re.findall(
+        r"^\S+?::(.+\]) (PASSED|FAILED|SKIPPED|ERROR|UNJUDGED|XFAIL|XPASS)\b", result.stdout.str(), re.MULTILINE
+    )
     return {name: outcome.lower() for name, outcome in found}
 
 
@@ -89,19 +91,19 @@ def test_verdicts(project: Project) -> None:
         "test_skip[no_meta_buffers]": "passed",
         "test_skip[params_equal_reference]": "skipped",
         "test_broken[no_meta_params]": "error",
-        "test_broken[no_meta_buffers]": "error",
-        "test_broken[params_equal_reference]": "error",
+        "test_broken[no_meta_buffers]": "unjudged",
+        "test_broken[params_equal_reference]": "unjudged",
         "test_reference[no_meta_params]": "passed",
         "test_reference[no_meta_buffers]": "passed",
         "test_reference[params_equal_reference]": "error",
         "test_reference_in_full_once[names_match_reference]": "error",
-        "test_reference_in_full_once[params_equal_reference]": "error",
+        "test_reference_in_full_once[params_equal_reference]": "unjudged",
         "test_all_skip[no_meta_params]": "skipped",
         "test_all_skip[no_meta_buffers]": "skipped",
         "test_all_skip[params_equal_reference]": "skipped",
         "test_one_skips[no_meta_params]": "error",
-        "test_one_skips[no_meta_buffers]": "error",
-        "test_one_skips[params_equal_reference]": "error",
+        "test_one_skips[no_meta_buffers]": "unjudged",
+        "test_one_skips[params_equal_reference]": "unjudged",
         "test_after_all[no_meta_params]": "passed",
     }
     lines = result.outlines
@@ -122,14 +124,11 @@ def test_verdicts(project: Project) -> None:
     assert story(result, "test_broken[no_meta_params]")[0] == (
         "no_meta_params could not be judged: ranks 0, 1 raised RuntimeError: boom"
     )
-    for check in ("no_meta_buffers", "params_equal_reference"):
-        assert story(result, f"test_broken[{check}]") == [
-            f"{check} could not be judged, see test_broken[no_meta_params]: ranks 0, 1 raised RuntimeError: boom"
-        ]
+    headlines = [line for line in lines if " ERROR at setup of " in line]
+    assert len(headlines) == list(outcomes(result).values()).count("error"), "the unjudged have none"
     first = "\n".join(story(result, "test_reference_in_full_once[names_match_reference]"))
     assert "ZeroDivisionError: division by zero" in first
     assert "return load(fsdp, reference=lambda: 1 / 0)" in first
-    assert len(story(result, "test_reference_in_full_once[params_equal_reference]")) == 1
     assert "rank 1 raised Skipped: no such machine" in story(result, "test_one_skips[no_meta_params]")[0]
 
 
@@ -204,7 +203,7 @@ def test_a_loader_that_gives_no_subject(project: Project) -> None:
     )
     result = project.run("-v")
     found = outcomes(result)
-    assert {name for name, outcome in found.items() if outcome != "error"} == {
+    assert {name for name, outcome in found.items() if outcome == "passed"} == {
         "test_goes_on[no_meta_params]",
         "test_goes_on[no_meta_buffers]",
     }
@@ -231,8 +230,9 @@ def test_a_loader_that_gives_no_subject(project: Project) -> None:
         assert told[0] == f"no_meta_params could not be judged: {summary}"
         again = next(line for line in told if line.startswith("run it again: "))
         assert f"test_{name}[no_meta_params]" in again
-        (line,) = story(result, f"test_{name}[no_meta_buffers]")
-        assert line == f"no_meta_buffers could not be judged, see test_{name}[no_meta_params]: {summary}"
+    assert [name for name, outcome in found.items() if outcome == "unjudged"] == [
+        name.replace("params", "buffers") for name, outcome in found.items() if outcome == "error"
+    ]
     assert project.notes == ["lock"]
     raised = "\n".join(story(result, "test_raises[no_meta_params]"))
     assert 'raise KeyError("boom")' in raised
