@@ -218,8 +218,8 @@ def test_pytest_with_a_temporary_folder_that_is_not_shared(cable: Cable, tmp_pat
     options = ["--fsdp-engine=ray", f"--fsdp-ray-address={HERE}:{PORT}"]
     told, _ = cable.run([*command, *options], TMPDIR=str(cable.private)).communicate(timeout=PATIENCE)
     assert re.search(
-        rf"could not be judged: node {THERE} does not see {cable.private}/fsdp-trial-\w+, where the ranks of a loader "
-        "meet their reference; set TMPDIR to a folder that all nodes share",
+        rf"could not be judged: node {THERE} does not see {cable.private}/fsdp-trial-[\w-]+, where the ranks of a "
+        "loader meet their reference; set TMPDIR to a folder that all nodes share",
         told,
     ), told
     assert "assert 2.0 == 3" in told, "a test body needs no shared folder, and its assert is rewritten over there"
