@@ -203,12 +203,17 @@ def twins(items: Iterable[pytest.Item], scheduled: bool) -> Iterator[Mistake]:
     all_count = scheduled and any(case_of(item) for item in items)
     seen: dict[str, tuple[tuple[str, int], ...]] = {}
     for item in items:
-        values = tuple((name, id(value)) for name, value in parameters(item).items() if name != ARGUMENT)
+        values = values_of(item)
         if seen.setdefault(item.nodeid, values) != values and (all_count or case_of(item) is not None):
             yield Mistake(
                 item.nodeid,
                 "two parametrizations give it this one name; tell them apart with pytest.param(..., id=...)",
             )
+
+
+def values_of(item: pytest.Item) -> tuple[tuple[str, int], ...]:
+    """What the user's own parametrizations give to it. Names alone do not tell ("a", "b-c") from ("a-b", "c")."""
+    return tuple((name, id(value)) for name, value in parameters(item).items() if name != ARGUMENT)
 
 
 def _mistake(item: pytest.Function) -> str | None:

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from pytest_fsdp_meta._pytest_private import parameters
 from pytest_fsdp_meta.calls import ASSUME, SKIPS, Call
 from pytest_fsdp_meta.catalogue import Catalogue, judge
-from pytest_fsdp_meta.collection import ARGUMENT, Case, case_of, shared_name, told_as
+from pytest_fsdp_meta.collection import Case, case_of, shared_name, told_as, values_of
 from pytest_fsdp_meta.drawing import draw, given_test, notes, reject, relax, same_draws
 from pytest_fsdp_meta.evidence import Evidence
 from pytest_fsdp_meta.hearing.listener import Ear
@@ -215,9 +214,7 @@ class Conductor:
 
     def _run(self, item: pytest.Item, case: Case) -> _Run:
         assert isinstance(item, pytest.Function)
-        # Names alone do not tell ("a", "b-c") from ("a-b", "c").
-        values = tuple((name, id(value)) for name, value in parameters(item).items() if name != ARGUMENT)
-        key = (shared_name(item, case), values, tuple(case.spec.mesh.items()))
+        key = (shared_name(item, case), values_of(item), tuple(case.spec.mesh.items()))
         return self._runs.setdefault(key, _Run())
 
     def _observe(self, item: pytest.Item, case: Case, run: _Run) -> None:

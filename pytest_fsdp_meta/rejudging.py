@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pytest_fsdp_meta import kept
-from pytest_fsdp_meta.catalogue import Catalogue, judge
+from pytest_fsdp_meta.catalogue import Catalogue, Verdict, judge
 from pytest_fsdp_meta.markers import Order
 from pytest_fsdp_meta.reports.summary import summarise
 from pytest_fsdp_meta.sending import command
@@ -50,7 +50,10 @@ class KeptFile(pytest.File):
                 self.warn(pytest.PytestWarning(told))
             except pytest.PytestWarning:  # an error, where the user wants it so: of this file, not of the collection
                 yield Unreadable.from_parent(self, name="gone", why=told)
-        if why := self._unfit(self.config.stash[CATALOGUE]):
+        try:
+            self.verdicts = self._judged(self.config.stash[CATALOGUE])
+        except Exception as error:  # a hand may have written it, or a broken disk: every field is of its type
+            why = f"{self.path}: evidence that does not fit together ({type(error).__name__}: {first_line(error)})"
             yield Unreadable.from_parent(self, name="unfit", why=why)
             return
         for check in ids:
@@ -60,15 +63,10 @@ class KeptFile(pytest.File):
                     item.add_marker(pytest.mark.skip(reason=self.kept.skip[check]))
                 yield item
 
-    def _unfit(self, catalogue: Catalogue) -> str:
-        """Why it cannot be judged though every field is of its type: a hand may have written it, or a broken disk."""
-        try:
-            summarise(self.kept.evidence)
-            for check in catalogue:
-                judge(check, self.kept.evidence, catalogue)
-        except Exception as error:  # whatever does not fit together
-            return f"{self.path}: evidence that does not fit together ({type(error).__name__}: {first_line(error)})"
-        return ""
+    def _judged(self, catalogue: Catalogue) -> dict[str, Verdict]:
+        """By every check, before any item: evidence that does not fit together is told once, whatever it raises."""
+        summarise(self.kept.evidence)
+        return {check.id: judge(check, self.kept.evidence, catalogue) for check in catalogue}
 
 
 class Unreadable(pytest.Item):
@@ -90,9 +88,8 @@ class KeptItem(pytest.Item):
 
     def setup(self) -> None:
         """What went wrong is an error of pytest, as it was in the run that was kept."""
-        catalogue, evidence = self.config.stash[CATALOGUE], self.parent.kept.evidence
-        verdict = judge(catalogue[self.name], evidence, catalogue)
-        self.outcome = outcome_of(verdict, evidence.world, lambda: self.again)
+        verdict = self.parent.verdicts[self.name]
+        self.outcome = outcome_of(verdict, self.parent.kept.evidence.world, lambda: self.again)
         if verdict.status == "error":
             pytest.fail(self.outcome.told, pytrace=False)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from pytest_fsdp_meta.catalogue.multiples import multiple
 from pytest_fsdp_meta.catalogue.registry import Words
@@ -26,9 +26,9 @@ def pattern(tensor: TensorFacts, cases: Cases, pairs: Cases) -> Words:
         return {**UNWRITTEN, "remedy": _ODD_RANKS["remedy"]} if odd else UNWRITTEN
     if _transposed(tensor, cases):
         return _TRANSPOSED
-    if not odd and (factor := _factor(tensor, cases)):
+    if not odd and (factor := _agreed(tensor, cases, _multiplied)):
         return {"cause": f"it is {factor} times what it should be: {_SCALED}", "remedy": _UNSCALED}
-    if not odd and (shift := _shift(tensor, cases)):
+    if not odd and tensor.dtype != "bool" and (shift := _agreed(tensor, cases, _shifted)):
         why = _CENTRED if shift.startswith("1 ") and tensor.kind == "parameter" else _SHIFTED
         return {**why, "cause": f"every element is {shift} than it should be: {why['cause']}"}
     if odd and not _shuffled(cases):
@@ -49,27 +49,25 @@ def _transposed(tensor: TensorFacts, cases: Cases) -> bool:
     return first and rows == columns > 1 and right * rows == sum(c.elements for _, c in cases)
 
 
-def _factor(tensor: TensorFacts, cases: Cases) -> str:
-    """By what all of it is multiplied, up to rounding: "2", "1/2"; empty where ranks differ in it."""
+def _agreed(tensor: TensorFacts, cases: Cases, told: Callable[[Comparison, float], str]) -> str:
+    """What is ``told`` of the part of each rank, given how far rounding goes; empty where ranks differ in it."""
     if sum(c.elements for _, c in cases) < FEWEST:
         return ""
-    near = 4 * ROUNDING.get(tensor.dtype, 0.0)
-    told = {multiple(c.measure, near) if c.measure and c.measure.residual <= near else "" for _, c in cases}
-    return told.pop() if len(told) == 1 else ""
+    words = {told(c, 4 * ROUNDING.get(tensor.dtype, 0.0)) for _, c in cases}
+    return words.pop() if len(words) == 1 else ""
 
 
-def _shift(tensor: TensorFacts, cases: Cases) -> str:
-    """What was added to every element, up to rounding: "1 more", "0.5 less"; empty where ranks differ in it."""
-    if sum(c.elements for _, c in cases) < FEWEST or tensor.dtype == "bool":
-        return ""
-    told = {_shifted(c, 4 * ROUNDING.get(tensor.dtype, 0.0)) for _, c in cases}
-    return told.pop() if len(told) == 1 else ""
+def _multiplied(comparison: Comparison, near: float) -> str:
+    """By what all of it is multiplied, up to rounding: "2", "1/2"."""
+    measure = comparison.measure
+    return multiple(measure, near) if measure and measure.residual <= near else ""
 
 
 def _shifted(comparison: Comparison, near: float) -> str:
-    """Every element is equally far from the truth where the distance is as long as that number allows.
+    """What was added to every element, up to rounding: "1 more", "0.5 less".
 
-    A truth of one number throughout, as norms start, is as far from any other initialisation: that is no shift.
+    Every element is equally far from the truth where the distance is as long as that number allows. A truth of one
+    number throughout, as norms start, is as far from any other initialisation: that is no shift.
     """
     m, widest = comparison.measure, comparison.max_abs
     if m is None or not m.elements or not 0 < m.apart < math.inf or comparison.differing < comparison.elements:
