@@ -49,11 +49,11 @@ browser:
 	if [ -z "$$found" ] && [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
 	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends chromium fonts-dejavu-core > /dev/null; \
 	  found=$$(command -v chromium || true); fi; \
-	[ -n "$$found" ] || echo "no Chromium for tests/test_page_browser.py: install the package chromium, or run $(BIN)/playwright install chromium"
+	[ -n "$$found" ] || echo "no Chromium for tests/reports/test_page_browser.py: install the package chromium, or run $(BIN)/playwright install chromium"
 
 # The pictures of a report in README and docs, from a real run.
 pictures: .venv/installed browser
-	$(BIN)/python -m tests.report_picture docs/images
+	$(BIN)/python -m tests.reports.report_picture docs/images
 
 # The wheel is built from the source distribution, so that what that lacks is missed here.
 wheel: .venv-release/installed
@@ -72,7 +72,7 @@ $(SYSTEMS:%=system-%): system-%:
 
 # Alone, because each module starts clusters of its own.
 ray: .venv-ray/installed
-	$(RAY)/python -m pytest tests/test_ray.py tests/test_ray_same.py tests/test_hosted_ranks.py tests/test_process_groups.py tests/test_ray_namespaces.py
+	$(RAY)/python -m pytest tests/ray/test_ray.py tests/ray/test_same_as_local.py tests/ray/test_hosted_ranks.py tests/worlds/test_process_groups.py tests/ray/test_namespaces.py
 
 lint: .venv/installed
 	$(BIN)/ruff check .
@@ -146,7 +146,7 @@ gpu: .venv/installed
 # The pages that are made from the code.
 docs: .venv/installed
 	$(BIN)/python -m pytest_fsdp_meta.reports.catalogue_page > docs/catalogue.md
-	$(BIN)/python -m pytest_fsdp_meta.reports.writing > docs/report.schema.json
+	$(BIN)/python -m pytest_fsdp_meta.reports.io > docs/report.schema.json
 
 # Whatever Sphinx warns of (a link that leads nowhere, a page in no table of contents) is an error.
 site: docs

@@ -21,11 +21,11 @@ import torch
 
 from fixtures.conforming import load_conforming
 from fixtures.tiny import save_tiny
-from pytest_fsdp_meta.calls import Call
 from pytest_fsdp_meta.catalogue import built_in, judge
 from pytest_fsdp_meta.catalogue.registry import OBSERVATIONS
+from pytest_fsdp_meta.loader.call import Call
 from pytest_fsdp_meta.trial import ON_RANKS, Trial
-from pytest_fsdp_meta.worlds import Preload, Sources, World, WorldSpec
+from pytest_fsdp_meta.worlds import ForkServerEngine, Sources, World, WorldSpec
 
 STEPS = 3
 ACCUMULATED = 2
@@ -37,18 +37,18 @@ GOING_ON = 2
 RELOADING = ("repetition", "state_dict", "export", "saved", "restored", "resharded", "continued", "resumed")
 
 
-def bare(preload: Preload, path: Path, world: int) -> None:
+def bare(preload: ForkServerEngine, path: Path, world: int) -> None:
     """Load and train on ranks, then the reference alone."""
     _load(preload, path, world, STEPS)
     _reference(preload, path, STEPS, builds=1)
 
 
-def once(preload: Preload, path: Path, world: int) -> None:
+def once(preload: ForkServerEngine, path: Path, world: int) -> None:
     """What can be seen and judged of one load."""
     _judged(preload, path, world, [name for name in OBSERVATIONS if name not in RELOADING])
 
 
-def alone(preload: Preload, path: Path, world: int) -> None:
+def alone(preload: ForkServerEngine, path: Path, world: int) -> None:
     """The loads and the steps that all observations together ask for, and nothing else."""
     beside = ACCUMULATED + FIRST + GOING_ON
     _load(preload, path, world, STEPS + beside)
@@ -57,22 +57,22 @@ def alone(preload: Preload, path: Path, world: int) -> None:
     _load(preload, path, world // 2, 0)
 
 
-def whole(preload: Preload, path: Path, world: int) -> None:
+def whole(preload: ForkServerEngine, path: Path, world: int) -> None:
     """Every observation and every judgement of the same loader."""
     _judged(preload, path, world, OBSERVATIONS)
 
 
-def _load(preload: Preload, path: Path, world: int, steps: int) -> None:
+def _load(preload: ForkServerEngine, path: Path, world: int, steps: int) -> None:
     with World(WorldSpec({"dp_shard": world}, timeout=120), preload) as ranks:
         ranks.run("benchmarks.on_ranks:load_and_train", path, steps)
 
 
-def _reference(preload: Preload, path: Path, steps: int, builds: int) -> None:
+def _reference(preload: ForkServerEngine, path: Path, steps: int, builds: int) -> None:
     with World(WorldSpec({"dp_shard": 1}, timeout=120), preload) as one:
         one.run("benchmarks.on_ranks:train_reference", path, steps, builds)
 
 
-def _judged(preload: Preload, path: Path, world: int, wanted: Collection[str]) -> None:
+def _judged(preload: ForkServerEngine, path: Path, world: int, wanted: Collection[str]) -> None:
     trial = Trial(WorldSpec({"dp_shard": world}, timeout=120), preload, STEPS, {})
     loader = Call(cloudpickle.dumps(load_conforming), {"path": cloudpickle.dumps(path)}, "fsdp")
     evidence = trial.observe(loader, wanted)
@@ -94,7 +94,7 @@ def main() -> None:
     parser.add_argument("--world", type=int, default=2)
     parser.add_argument("--architecture", default="llama")
     options = parser.parse_args()
-    preload = Preload(Sources(tuple(sys.path)), [*ON_RANKS, "benchmarks.on_ranks", "fixtures.conforming"])
+    preload = ForkServerEngine(Sources(tuple(sys.path)), [*ON_RANKS, "benchmarks.on_ranks", "fixtures.conforming"])
     with tempfile.TemporaryDirectory() as folder:
         path = save_tiny(options.architecture, Path(folder) / "tiny")
         works = (bare, once, alone, whole)

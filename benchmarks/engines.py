@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pytest_fsdp_meta.worlds import Engine, Preload, RayEngine, Sources, World, WorldSpec
+from pytest_fsdp_meta.worlds import Engine, ForkServerEngine, RayEngine, Sources, World, WorldSpec
 
 SOURCES = Sources(tuple(sys.path))
 SPEC = WorldSpec({"dp_shard": 2})
@@ -64,7 +64,7 @@ def main() -> None:
     spawning = RayEngine("local", SOURCES)
     spawning.method = "spawn"
     costs = [
-        measure("local", Preload(SOURCES), 20),
+        measure("local", ForkServerEngine(SOURCES), 20),
         measure("ray", RayEngine("local", SOURCES), 20),
         measure("ray, spawned", spawning, 3),
     ]

@@ -20,19 +20,19 @@ import xml.etree.ElementTree as xml
 from dataclasses import dataclass
 from pathlib import Path
 
-from pytest_fsdp_meta.worlds import Preload, Sources, World, WorldError, WorldSpec, count_gpus
+from pytest_fsdp_meta.worlds import ForkServerEngine, Sources, World, WorldError, WorldSpec, count_gpus
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 SHARED = ("--fsdp-device=cuda", "--fsdp-backend=gloo")
 SUITES = {
-    "worlds on GPUs": ("tests/test_gpu.py",),
+    "worlds on GPUs": ("tests/gpu/test_gpu.py",),
     # By itself the plugin takes a GPU for every rank where there is one.
     "conforming loaders, NCCL, world of 1": ("conformance/test_conforming.py", "-k", "test_sharded and world1"),
     "conforming loaders, gloo on CUDA, worlds of 2 and 4": (
         *("conformance/test_conforming.py", "-k", "test_sharded and (world2 or world4)", *SHARED),
     ),
-    "tests of worlds, as they are": ("tests/test_worlds.py", "tests/test_world_faults.py"),
+    "tests of worlds, as they are": ("tests/worlds/test_worlds.py", "tests/worlds/test_faults.py"),
 }
 
 
@@ -106,7 +106,7 @@ def first_collective() -> float:
     return time.monotonic() - began
 
 
-def speed(size: int, backend: str, gpus: int, engine: Preload, repeats: int) -> str:
+def speed(size: int, backend: str, gpus: int, engine: ForkServerEngine, repeats: int) -> str:
     """One row: starting a world, its first collective, a warm call, ending it; medians in seconds."""
     spec = WorldSpec({"dp_shard": size}, "cuda", backend, devices=tuple(rank % gpus for rank in range(size)))
     took: dict[str, list[float]] = {"start": [], "first": [], "warm": [], "end": []}
@@ -130,7 +130,7 @@ def speed(size: int, backend: str, gpus: int, engine: Preload, repeats: int) -> 
 
 
 def speeds(gpus: int, repeats: int) -> list[str]:
-    engine = Preload(Sources(tuple(sys.path)), ["benchmarks.gpu"])
+    engine = ForkServerEngine(Sources(tuple(sys.path)), ["benchmarks.gpu"])
     began = time.monotonic()
     engine.ready()
     took = time.monotonic() - began
@@ -176,7 +176,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=RESULTS / f"{datetime.date.today()}-gpu.md")
     options = parser.parse_args()
     try:
-        gpus = count_gpus(Preload(method="spawn"))
+        gpus = count_gpus(ForkServerEngine(method="spawn"))
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2

@@ -18,16 +18,16 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.on_ranks import load_shards
-from pytest_fsdp_meta.calls import Call
 from pytest_fsdp_meta.catalogue import built_in, judge
+from pytest_fsdp_meta.loader.call import Call
 from pytest_fsdp_meta.trial import ON_RANKS, Trial
-from pytest_fsdp_meta.worlds import Preload, Sources, World, WorldSpec
+from pytest_fsdp_meta.worlds import ForkServerEngine, Sources, World, WorldSpec
 
 WORLD = 2
 
 
-def preload() -> Preload:
-    return Preload(Sources(tuple(sys.path)), [*ON_RANKS, "benchmarks.on_ranks"])
+def preload() -> ForkServerEngine:
+    return ForkServerEngine(Sources(tuple(sys.path)), [*ON_RANKS, "benchmarks.on_ranks"])
 
 
 def checkpoint(folder: Path, tensors: int, rows: int, columns: int) -> Path:

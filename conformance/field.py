@@ -26,11 +26,11 @@ import cloudpickle
 
 from conformance.judging import verdicts
 from pytest_fsdp_meta import __version__
-from pytest_fsdp_meta.calls import ByName, Call
 from pytest_fsdp_meta.catalogue import built_in
 from pytest_fsdp_meta.catalogue.registry import OBSERVATIONS
+from pytest_fsdp_meta.loader.call import ByName, Call
 from pytest_fsdp_meta.trial import ON_RANKS, LoaderFailed, Trial
-from pytest_fsdp_meta.worlds import Preload, Sources, World, WorldError, WorldSpec
+from pytest_fsdp_meta.worlds import ForkServerEngine, Sources, World, WorldError, WorldSpec
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("torch", "transformers")
@@ -133,7 +133,7 @@ class Sweep:
         self._function, self._make = LOADERS[loader]
         self._folder = folder
         architectures = ("pytest_fsdp_meta.transformers", f"{ARCHITECTURES}:import_all")
-        self._engine = Preload(Sources(tuple(sys.path)), [*architectures, *ON_RANKS])
+        self._engine = ForkServerEngine(Sources(tuple(sys.path)), [*architectures, *ON_RANKS])
 
     def names(self) -> tuple[str, ...]:
         """All model types, in transformers' order."""

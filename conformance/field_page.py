@@ -9,7 +9,7 @@ from datetime import date
 
 from conformance.field import UNTRAINABLE, WITHOUT_CHECKPOINT, Judged
 from pytest_fsdp_meta.catalogue import built_in
-from pytest_fsdp_meta.words import counted
+from pytest_fsdp_meta.text import counted
 
 MOST = 3
 """Findings of a check that are told in words; the others are counted."""

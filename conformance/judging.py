@@ -8,12 +8,12 @@ from typing import Any
 
 import cloudpickle
 
-from pytest_fsdp_meta.calls import Call
 from pytest_fsdp_meta.catalogue import Verdict, built_in, judge
 from pytest_fsdp_meta.catalogue.registry import OBSERVATIONS
 from pytest_fsdp_meta.evidence import Evidence
+from pytest_fsdp_meta.loader.call import Call
 from pytest_fsdp_meta.trial import ON_RANKS, Trial
-from pytest_fsdp_meta.worlds import Preload, Sources, WorldSpec
+from pytest_fsdp_meta.worlds import ForkServerEngine, Sources, WorldSpec
 
 Verdicts = dict[str, Verdict]
 KINDS = ("llama", "qwen3", "qwen3_moe", "gemma3", "gpt2")
@@ -25,7 +25,7 @@ class Court:
     """Judges one loader after another, each in a fresh world, as the plugin would."""
 
     def __init__(self) -> None:
-        self._preload = Preload(Sources(tuple(sys.path)), [*ON_RANKS, *PRELOADED])
+        self._preload = ForkServerEngine(Sources(tuple(sys.path)), [*ON_RANKS, *PRELOADED])
 
     def judge(self, function: Callable[..., Any], mesh: Mapping[str, int], **arguments: Any) -> Verdicts:
         """The verdict of every check; ``function`` is called with ``fsdp`` and the arguments on every rank."""

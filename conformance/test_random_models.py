@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from fixtures.random_models import INJURIES, injuries, load
-from pytest_fsdp_meta.planned import save
 from pytest_fsdp_meta.strategies import meshes, plans
+from pytest_fsdp_meta.strategies.build import save
 
 MESHES = st.integers(1, 4).flatmap(meshes)
 EXAMPLES = int(os.environ.get("FSDP_META_EXAMPLES", "12"))

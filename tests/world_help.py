@@ -16,7 +16,16 @@ from typing import Any
 import pytest
 
 from pytest_fsdp_meta.trial import ON_RANKS
-from pytest_fsdp_meta.worlds import DEFAULT_MESH_DIM, Listener, Preload, Sources, World, WorldError, WorldSpec, current
+from pytest_fsdp_meta.worlds import (
+    DEFAULT_MESH_DIM,
+    ForkServerEngine,
+    Listener,
+    Sources,
+    World,
+    WorldError,
+    WorldSpec,
+    current,
+)
 
 ROOT = Path(__file__).parents[1]
 SOON = 20.0
@@ -24,14 +33,14 @@ SOON = 20.0
 
 
 @cache
-def preload() -> Preload:
-    return Preload(Sources(tuple(dict.fromkeys((str(ROOT), *sys.path)))))
+def preload() -> ForkServerEngine:
+    return ForkServerEngine(Sources(tuple(dict.fromkeys((str(ROOT), *sys.path)))))
 
 
 @cache
-def trial_preload() -> Preload:
+def trial_preload() -> ForkServerEngine:
     """As a trial's worlds have it, so that not every rank imports the observers anew."""
-    return Preload(preload().sources, ON_RANKS)
+    return ForkServerEngine(preload().sources, ON_RANKS)
 
 
 def world_of(size: int, label: str = "", listener: Listener | None = None, **given: Any) -> World:

@@ -5,9 +5,9 @@ import sys
 import bodies
 import pytest
 
-from pytest_fsdp_meta.worlds import Preload, Sources, World, WorldSpec
+from pytest_fsdp_meta.worlds import ForkServerEngine, Sources, World, WorldSpec
 
-PRELOAD = Preload(Sources(tuple(sys.path)), test_modules=["bodies"])
+PRELOAD = ForkServerEngine(Sources(tuple(sys.path)), test_modules=["bodies"])
 PRELOAD.start()
 
 

@@ -1,6 +1,6 @@
 """The checks and their judges. Reads evidence and nothing else: no torch, no ranks."""
 
-from pytest_fsdp_meta.catalogue import (
+from pytest_fsdp_meta.catalogue.checks import (
     checkpoint,
     communication,
     gradients,
@@ -15,18 +15,10 @@ from pytest_fsdp_meta.catalogue import (
     tying,
     values,
 )
-from pytest_fsdp_meta.catalogue.judging import (
-    Blocked,
-    NotDeclared,
-    NotJudged,
-    PartlyJudged,
-    Unjudgeable,
-    Verdict,
-    View,
-    describe_left_out,
-    judge,
-)
-from pytest_fsdp_meta.catalogue.registry import Catalogue, Check, Finding, check
+from pytest_fsdp_meta.catalogue.engine import Verdict, describe_left_out, judge
+from pytest_fsdp_meta.catalogue.findings import Finding
+from pytest_fsdp_meta.catalogue.registry import Catalogue, Check, check
+from pytest_fsdp_meta.catalogue.view import Blocked, NotDeclared, NotJudged, PartlyJudged, Unjudgeable, View
 
 FAMILIES = (
     *(structure, materialisation, sharding, tiling, communication),

@@ -6,50 +6,14 @@ import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
-if TYPE_CHECKING:
-    from pytest_fsdp_meta.catalogue.judging import View
+from pytest_fsdp_meta.catalogue.findings import Finding
+from pytest_fsdp_meta.catalogue.view import View
 
 OBSERVATIONS = (
     *("inventory", "reference", "values", "verifier", "training", "collectives", "memory"),
     *("repetition", "state_dict", "export", "saved", "restored", "resharded", "continued", "resumed"),
 )
-
-
-class Words(TypedDict, total=False):
-    """What a finding may say better than its check does."""
-
-    cause: str
-    remedy: str
-
-
-class Told(NamedTuple):
-    """What a rank shows of a tensor, what it should show and, where it is known better than the check, why."""
-
-    actual: str
-    expected: str
-    cause: str = ""
-    remedy: str = ""
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One broken promise. It reads "<tensor>, <ranks>: <actual>, but should be <expected>".
-
-    ``tensor`` is None for what concerns the whole model. ``detail`` is what differs from one tensor to the next
-    (numbers, indices): findings that are equal but for tensor, ranks and detail are told as one.
-    """
-
-    tensor: str | None
-    ranks: tuple[int, ...]
-    actual: str
-    expected: str
-    detail: str = ""
-    cause: str = ""
-    remedy: str = ""
-    condemns: tuple[str, ...] = ()
-    """The tensors that no later check judges, where they are not just ``tensor``."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +47,7 @@ class Check:
         return getattr(self.judge, "__module__", "").partition(".")[0] == __name__.partition(".")[0]
 
 
-Judge = Callable[["View"], Iterable[Finding]]
+Judge = Callable[[View], Iterable[Finding]]
 
 
 def check(

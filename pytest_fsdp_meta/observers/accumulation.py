@@ -12,12 +12,12 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from pytest_fsdp_meta.evidence import splits_model
+from pytest_fsdp_meta.loader.subject import Subject
 from pytest_fsdp_meta.observers.adapters import megatron_fsdp
 from pytest_fsdp_meta.observers.adapters.dtensor import mesh_facts
 from pytest_fsdp_meta.observers.batches import global_batch, indivisible, loss_of, own_rows
 from pytest_fsdp_meta.observers.inventory import named_tensors
-from pytest_fsdp_meta.observers.poison import deterministic
-from pytest_fsdp_meta.subject import Subject
+from pytest_fsdp_meta.observers.support.poison import deterministic
 from pytest_fsdp_meta.worlds import SEED, doing
 
 MICRO_BATCHES = 2

@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
 from pytest_fsdp_meta.evidence import splits_experts, splits_model
+from pytest_fsdp_meta.loader.subject import Subject, SubjectError
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part, mesh_facts
-from pytest_fsdp_meta.observers.bits import digest
-from pytest_fsdp_meta.observers.poison import NOTICES
-from pytest_fsdp_meta.subject import Subject, SubjectError
+from pytest_fsdp_meta.observers.support.bits import digest
+from pytest_fsdp_meta.observers.support.poison import NOTICES
 from pytest_fsdp_meta.worlds import SEED, CallFailed, Misuse, Rank, telling
 
 IGNORED_LABEL = -100

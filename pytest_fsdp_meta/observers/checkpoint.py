@@ -24,20 +24,20 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from pytest_fsdp_meta.evidence import Comparison, Export
-from pytest_fsdp_meta.observers.adapters import Part
+from pytest_fsdp_meta.evidence.checkpoint import FirstStep, RankResumed, RankSaved, RankStateDict
+from pytest_fsdp_meta.loader.adapter import Part
+from pytest_fsdp_meta.loader.subject import Subject, SubjectError
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part, own_part
 from pytest_fsdp_meta.observers.adapters.lookup import parts_of
 from pytest_fsdp_meta.observers.batches import calling, own_share
-from pytest_fsdp_meta.observers.bits import digest
 from pytest_fsdp_meta.observers.inventory import named_tensors, non_persistent, reshard, unwrapped
 from pytest_fsdp_meta.observers.loading import loaded_subject
 from pytest_fsdp_meta.observers.optimizers import BY_NAME, make_optimizer
+from pytest_fsdp_meta.observers.support.bits import digest
+from pytest_fsdp_meta.observers.support.reference_record import Record, is_array, write_record
 from pytest_fsdp_meta.observers.training import train
 from pytest_fsdp_meta.observers.values import compare, compare_all
-from pytest_fsdp_meta.reference import Record, is_array, write_record
-from pytest_fsdp_meta.saved import FirstStep, RankResumed, RankSaved, RankStateDict
-from pytest_fsdp_meta.subject import Subject, SubjectError
-from pytest_fsdp_meta.words import clean_name, first_line
+from pytest_fsdp_meta.text import clean_name, first_line
 from pytest_fsdp_meta.worlds import Rank, current, doing
 
 EXTRA_STATE = "_extra_state"

@@ -14,12 +14,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Module
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from pytest_fsdp_meta.evidence.collectives import Collective
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part, own_memory
-from pytest_fsdp_meta.observers.bits import digest
 from pytest_fsdp_meta.observers.inventory import named_tensors
-from pytest_fsdp_meta.observers.torch_private import operator_arguments, operator_name, process_group
-from pytest_fsdp_meta.observers.watching import tensors_in
-from pytest_fsdp_meta.traffic import Collective
+from pytest_fsdp_meta.observers.support.bits import digest
+from pytest_fsdp_meta.observers.support.torch_private import operator_arguments, operator_name, process_group
+from pytest_fsdp_meta.observers.support.watching import tensors_in
 
 NAMESPACES = frozenset({"c10d", "_c10d_functional", "_dtensor"})
 OPS = {

@@ -11,13 +11,13 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 
-from pytest_fsdp_meta.observers.adapters import Part
+from pytest_fsdp_meta.loader.adapter import Part
+from pytest_fsdp_meta.loader.subject import SubjectError
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part
 from pytest_fsdp_meta.observers.adapters.lookup import parts_of
 from pytest_fsdp_meta.observers.batches import calling
 from pytest_fsdp_meta.observers.inventory import named_tensors
-from pytest_fsdp_meta.subject import SubjectError
-from pytest_fsdp_meta.words import first_line
+from pytest_fsdp_meta.text import first_line
 
 ClipGradNorm = Callable[[Iterable[Parameter], float], object]
 

@@ -14,14 +14,15 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from pytest_fsdp_meta.evidence import RankInventory, TensorFacts
-from pytest_fsdp_meta.observers.adapters import Part, megatron_fsdp
+from pytest_fsdp_meta.loader.adapter import Part
+from pytest_fsdp_meta.observers.adapters import megatron_fsdp
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part, own_part, sizes
 from pytest_fsdp_meta.observers.adapters.lookup import parts_of
-from pytest_fsdp_meta.observers.bits import count_poison, digest
-from pytest_fsdp_meta.observers.mapped import MAPS, MappedFiles
-from pytest_fsdp_meta.observers.torch_private import is_replicated, managed_places, non_persistent_names
-from pytest_fsdp_meta.observers.watching import tensors_in
-from pytest_fsdp_meta.words import clean_name, first_line
+from pytest_fsdp_meta.observers.support.bits import count_poison, digest
+from pytest_fsdp_meta.observers.support.mapped import MAPS, MappedFiles
+from pytest_fsdp_meta.observers.support.torch_private import is_replicated, managed_places, non_persistent_names
+from pytest_fsdp_meta.observers.support.watching import tensors_in
+from pytest_fsdp_meta.text import clean_name, first_line
 
 
 def take_inventory(model: Module, rank: int, device: str, attributes: Sequence[str] = ()) -> RankInventory:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 import inspect
 import os
+import sys
 from collections.abc import Callable, Collection, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -17,21 +19,21 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from pytest_fsdp_meta.calls import Call
 from pytest_fsdp_meta.evidence import RankInventory, SubjectFacts
+from pytest_fsdp_meta.evidence.collectives import Collective, RankMemory
+from pytest_fsdp_meta.loader.call import Call
+from pytest_fsdp_meta.loader.subject import Subject, SubjectError
 from pytest_fsdp_meta.observers.adapters import lookup
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part
 from pytest_fsdp_meta.observers.batches import own_share
 from pytest_fsdp_meta.observers.collectives import Recorder
 from pytest_fsdp_meta.observers.inventory import managed_names, named_tensors, non_persistent, reshard, take_inventory
-from pytest_fsdp_meta.observers.mapped import MAPS
 from pytest_fsdp_meta.observers.memory import Peak
 from pytest_fsdp_meta.observers.optimizers import optimizer_facts, pack_optimizer
-from pytest_fsdp_meta.observers.poison import NOTICES, poisoned_memory, restore_defaults
-from pytest_fsdp_meta.observers.precision import precision
-from pytest_fsdp_meta.observers.watching import watching
-from pytest_fsdp_meta.subject import Subject, SubjectError
-from pytest_fsdp_meta.traffic import Collective, RankMemory
+from pytest_fsdp_meta.observers.support.mapped import MAPS
+from pytest_fsdp_meta.observers.support.poison import NOTICES, poisoned_memory, restore_defaults
+from pytest_fsdp_meta.observers.support.precision import precision
+from pytest_fsdp_meta.observers.support.watching import watching
 from pytest_fsdp_meta.worlds import SEED, Misuse, Rank, current, doing, telling
 
 MUCH = 2**26
@@ -226,3 +228,23 @@ def pack_recipe(subject: Subject) -> dict[str, bytes]:
                 "sharded model or a mesh: capture paths and configs, and build everything else inside it",
             ) from error
     return packed
+
+
+LATE = (
+    "torch.distributed.checkpoint._fsspec_filesystem",  # by dcp.save and dcp.load, with fsspec
+    "torch.utils.serialization.config",
+    "torch.profiler._cupti_monitor",  # by an optimizer's first step
+    "numpy.ctypeslib",  # by torch.from_file, with which safetensors are mapped
+)
+
+
+def warm_up() -> None:
+    """To be called last: transformers is of interest only where a module of downstream has imported it."""
+    for name in LATE:
+        with suppress(ImportError):
+            import_module(name)
+    if any(name.startswith("transformers.models.") for name in list(sys.modules)):
+        with suppress(ImportError):  # transformers 4 converts nothing
+            # Nine hundred patterns of how checkpoints name things, compiled when the first one is asked for.
+            import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("")
+            import_module("transformers.modeling_utils")

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from pytest_fsdp_meta.evidence.collectives import RankMemory
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part
 from pytest_fsdp_meta.observers.inventory import unwrapped
-from pytest_fsdp_meta.observers.mapped import MappedFiles
-from pytest_fsdp_meta.observers.torch_private import operator_name
-from pytest_fsdp_meta.observers.watching import tensors_in
-from pytest_fsdp_meta.traffic import RankMemory
+from pytest_fsdp_meta.observers.support.mapped import MappedFiles
+from pytest_fsdp_meta.observers.support.torch_private import operator_name
+from pytest_fsdp_meta.observers.support.watching import tensors_in
 
 POINTS = 200
 """The most that a timeline has: a picture is not much wider, and a report holds one for every rank."""

@@ -12,13 +12,13 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from pytest_fsdp_meta.evidence import Comparison, Measure, Movement
-from pytest_fsdp_meta.observers.adapters import Part
+from pytest_fsdp_meta.loader.adapter import Part
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part
 from pytest_fsdp_meta.observers.adapters.lookup import parts_of
 from pytest_fsdp_meta.observers.gradients import gradients_of
 from pytest_fsdp_meta.observers.inventory import named_tensors
+from pytest_fsdp_meta.observers.support.reference_record import Record
 from pytest_fsdp_meta.observers.values import beside, comparable, compare, measure, whole_index
-from pytest_fsdp_meta.reference import Record
 
 GRAINS = 8.0
 """An update of fewer units in the last place may be rounded away on one side and not on the other."""

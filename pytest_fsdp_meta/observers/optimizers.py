@@ -14,10 +14,10 @@ from torch.nn import Module, Parameter
 from torch.optim import SGD, Optimizer
 
 from pytest_fsdp_meta.evidence import OptimizerFacts
+from pytest_fsdp_meta.loader.subject import Subject, SubjectError
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part
 from pytest_fsdp_meta.observers.batches import calling
 from pytest_fsdp_meta.observers.inventory import named_tensors
-from pytest_fsdp_meta.subject import Subject, SubjectError
 
 BY_NAME = frozenset({"params", "param_names"})
 """Entries of a group that say which parameters are in it; all others are hyperparameters."""

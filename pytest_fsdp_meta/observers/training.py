@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from pytest_fsdp_meta.evidence import Accumulation, Comparison, Movement, RankTraining
+from pytest_fsdp_meta.evidence.collectives import Collective, FsdpGroup
+from pytest_fsdp_meta.loader.subject import Subject
 from pytest_fsdp_meta.observers.accumulation import accumulate, micro_batches, not_shared
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part
 from pytest_fsdp_meta.observers.adapters.lookup import parts_of
@@ -27,16 +31,17 @@ from pytest_fsdp_meta.observers.batches import (
     own_share,
     scalar,
 )
+from pytest_fsdp_meta.observers.collectives import Recorder
 from pytest_fsdp_meta.observers.gradients import gradient_norm, gradients_of, without_gradient
 from pytest_fsdp_meta.observers.inventory import named_tensors, reshard, take_inventory
 from pytest_fsdp_meta.observers.loading import loaded_subject
 from pytest_fsdp_meta.observers.movement import compare_updates, due_as_in, due_by, movements, noise, shards
 from pytest_fsdp_meta.observers.optimizers import make_optimizer, optimizer_facts
-from pytest_fsdp_meta.observers.poison import deterministic
-from pytest_fsdp_meta.observers.steps import watching_step
+from pytest_fsdp_meta.observers.support.poison import deterministic
+from pytest_fsdp_meta.observers.support.reference_record import RECORDS, Record, record_at
+from pytest_fsdp_meta.observers.support.torch_private import ManagedGroup, fsdp_groups
+from pytest_fsdp_meta.observers.support.watching import watching
 from pytest_fsdp_meta.observers.values import compare_gradients
-from pytest_fsdp_meta.reference import RECORDS, Record, record_at
-from pytest_fsdp_meta.subject import Subject
 from pytest_fsdp_meta.worlds import SEED, Rank, current, doing
 
 
@@ -192,3 +197,52 @@ def _unreduced(model: Module) -> bool:
     held = parts_of(model)
     plain = not any(isinstance(p, DTensor) or held.of(name, p).by for name, _, p in named_tensors(model))
     return plain and not any(isinstance(module, DistributedDataParallel) for module in model.modules())
+
+
+def watching_step(me: Rank, model: Module, steps: int, step: int) -> AbstractContextManager[None]:
+    """Around one of ``steps`` training steps: notes the collectives of the second, if anybody asked for them.
+
+    FSDP2 sets itself up in the first, and DDP orders its buckets.
+    """
+    asked = "collectives" in me.state["watch"] and step == min(1, steps - 1)
+    return _watching(me, model) if asked else nullcontext()
+
+
+@contextmanager
+def _watching(me: Rank, model: Module) -> Iterator[None]:
+    groups = list(fsdp_groups(model))
+    forwards: Counter[int] = Counter()
+    parameters = {name: tensor for name, kind, tensor in named_tensors(model) if kind == "parameter"}
+    recorder = Recorder(known=parameters)
+
+    def ran(index: int, *_: Any) -> None:
+        forwards[index] += 1
+
+    with ExitStack() as hooks:
+        for index, group in enumerate(groups):
+            # Only the first of modules that fully_shard took together gathers them, in whichever order they run.
+            hooks.callback(group.modules[0].register_forward_pre_hook(partial(ran, index)).remove)
+        with recorder.noting_optimizers(), watching(recorder):
+            yield
+    names: dict[int, list[str]] = {}
+    for name, _, tensor in named_tensors(model):
+        names.setdefault(id(tensor), []).append(name)
+    facts = tuple(_facts(group, names, forwards[index]) for index, group in enumerate(groups))
+    me.state["step"] = recorder.told(model), facts
+
+
+def observe_step() -> tuple[tuple[Collective, ...], tuple[FsdpGroup, ...]] | None:
+    """What was noted of this rank's step; None where none was watched to its end."""
+    step: tuple[tuple[Collective, ...], tuple[FsdpGroup, ...]] | None = current().state.get("step")
+    return step
+
+
+def _facts(group: ManagedGroup, names: Mapping[int, Sequence[str]], forwards: int) -> FsdpGroup:
+    """``names`` are those of each tensor of the model, by identity."""
+    return FsdpGroup(
+        parameters=tuple(name for parameter in group.parameters for name in names.get(id(parameter), ())),
+        forwards=forwards,
+        reshards=group.reshards,
+        trainable=any(parameter.requires_grad for parameter in group.parameters),
+        replicates=group.replicates,
+    )

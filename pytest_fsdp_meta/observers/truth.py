@@ -20,19 +20,19 @@ from torch import Tensor
 from torch.nn import Module
 
 from pytest_fsdp_meta.evidence import Measure, RankInventory, ReferenceFacts, TensorFacts
+from pytest_fsdp_meta.loader.adapter import Part
+from pytest_fsdp_meta.loader.subject import Subject, SubjectError
 from pytest_fsdp_meta.observers.accumulation import accumulate, micro_batches, not_shared
-from pytest_fsdp_meta.observers.adapters import Part
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part
 from pytest_fsdp_meta.observers.gradients import gradient_norm, gradients_of
 from pytest_fsdp_meta.observers.inventory import named_tensors, take_inventory
 from pytest_fsdp_meta.observers.movement import noise, root_mean_square
 from pytest_fsdp_meta.observers.optimizers import PackedOptimizer, make_optimizer
-from pytest_fsdp_meta.observers.poison import NOTICES, poisoned_memory, restore_defaults
-from pytest_fsdp_meta.observers.sensitivity import sensitivity
+from pytest_fsdp_meta.observers.support.poison import NOTICES, poisoned_memory, restore_defaults
+from pytest_fsdp_meta.observers.support.reference_record import Record, checkpoint_entries, record_at, write_record
+from pytest_fsdp_meta.observers.support.sensitivity import sensitivity
 from pytest_fsdp_meta.observers.training import train
 from pytest_fsdp_meta.observers.values import compare_gradients
-from pytest_fsdp_meta.reference import Record, checkpoint_entries, record_at, write_record
-from pytest_fsdp_meta.subject import Subject, SubjectError
 from pytest_fsdp_meta.worlds import SEED, current, doing, telling
 
 

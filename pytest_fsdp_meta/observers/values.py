@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from pytest_fsdp_meta.evidence import Comparison, Measure
-from pytest_fsdp_meta.observers.adapters import Part
+from pytest_fsdp_meta.loader.adapter import Part
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part
 from pytest_fsdp_meta.observers.adapters.lookup import parts_of
 from pytest_fsdp_meta.observers.inventory import named_tensors
 from pytest_fsdp_meta.observers.loading import loaded_subject
-from pytest_fsdp_meta.reference import Record, global_index
+from pytest_fsdp_meta.observers.support.reference_record import Record, global_index
 from pytest_fsdp_meta.worlds import current, doing
 
 

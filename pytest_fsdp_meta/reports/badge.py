@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from pytest_fsdp_meta.reports.markdown import message
-from pytest_fsdp_meta.reports.record import JUDGED, Report, how_many, is_bad, statuses
+from pytest_fsdp_meta.reports.schema import JUDGED, Report, how_many, is_bad, statuses
 
 LABEL = "fsdp conformance"
 COLORS = {"brightgreen": "#2e7d32", "red": "#c62828", "lightgrey": "#616161"}

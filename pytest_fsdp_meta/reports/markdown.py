@@ -8,9 +8,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from pytest_fsdp_meta.reports.changes import MOST, describe_comparison, verdict
-from pytest_fsdp_meta.reports.compare import Comparison
-from pytest_fsdp_meta.reports.record import (
+from pytest_fsdp_meta.reports.compare import MOST, Comparison, describe_comparison, verdict
+from pytest_fsdp_meta.reports.schema import (
     BROKEN,
     JUDGED,
     KEPT,
@@ -24,7 +23,7 @@ from pytest_fsdp_meta.reports.record import (
     statuses,
 )
 from pytest_fsdp_meta.reports.terminal import describe_finding, printable
-from pytest_fsdp_meta.words import counted, first_of
+from pytest_fsdp_meta.text import counted, first_of
 
 OTHERS = ("error", "xfailed", "not run")
 PLAIN = r"(?<=:):|:(?=[: ])|(?<=\d):(?=\d)|(?<=\d)\+"

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from pytest_fsdp_meta.catalogue import Finding, Verdict
-from pytest_fsdp_meta.catalogue.parity import mean_losses, slice_losses
+from pytest_fsdp_meta.catalogue.diagnosis.parity import mean_losses, slice_losses
 from pytest_fsdp_meta.evidence import Evidence, RankInventory, TensorFacts
-from pytest_fsdp_meta.reports.record import Curves, FindingRecord, Piece, Summary, TensorRecord, Traffic
-from pytest_fsdp_meta.traffic import RankCollectives
+from pytest_fsdp_meta.evidence.collectives import RankCollectives
+from pytest_fsdp_meta.reports.schema import Curves, FindingRecord, Piece, Summary, TensorRecord, Traffic
 
 
 def summarise(evidence: Evidence) -> Summary:

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from pytest_fsdp_meta.catalogue import Check, Finding, Verdict, describe_left_out
-from pytest_fsdp_meta.reports.record import FindingRecord
-from pytest_fsdp_meta.words import counted, fold_names, name_ranks
+from pytest_fsdp_meta.reports.schema import FindingRecord
+from pytest_fsdp_meta.text import counted, fold_names, name_ranks
 
 MOST_LINES = 20
 FEWEST_OF_ALL = 4

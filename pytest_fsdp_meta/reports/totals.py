@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from pytest_fsdp_meta.reports.record import (
+from pytest_fsdp_meta.reports.schema import (
     BAD,
     BROKEN,
     JUDGED,
@@ -19,7 +19,7 @@ from pytest_fsdp_meta.reports.record import (
     statuses,
 )
 from pytest_fsdp_meta.reports.terminal import by_cause, describe_finding, paragraph, printable
-from pytest_fsdp_meta.words import counted, first_of
+from pytest_fsdp_meta.text import counted, first_of
 
 DOING = {
     "starting": "starting ranks",

@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
 )
 
-from pytest_fsdp_meta.subject import Subject
+from pytest_fsdp_meta.loader.subject import Subject
 
 ROWS, LENGTH = 8, 12
 

@@ -7,14 +7,14 @@ Nothing here knows of models, checks or pytest items. ``World`` lives in the par
 from pytest_fsdp_meta.worlds.devices import choose, count_gpus
 from pytest_fsdp_meta.worlds.engine import Engine
 from pytest_fsdp_meta.worlds.failures import CallFailed, Misuse, RankFailure, WorldError
-from pytest_fsdp_meta.worlds.joining import SEED, Rank
-from pytest_fsdp_meta.worlds.launch import Preload
-from pytest_fsdp_meta.worlds.leases import Lease, LeaseError, Leases, Waiting
-from pytest_fsdp_meta.worlds.listening import Listener
+from pytest_fsdp_meta.worlds.leases.leases import Lease, LeaseError, Leases, Waiting
+from pytest_fsdp_meta.worlds.leases.sharing import Presence, Sharing, folder_of, placed, usable_cores
+from pytest_fsdp_meta.worlds.listener import Listener
+from pytest_fsdp_meta.worlds.local.engine import ForkServerEngine
 from pytest_fsdp_meta.worlds.pool import Pool
-from pytest_fsdp_meta.worlds.rank import current, doing, note, telling
-from pytest_fsdp_meta.worlds.ray_engine import RayEngine
-from pytest_fsdp_meta.worlds.sharing import Presence, Sharing, folder_of, placed, usable_cores
+from pytest_fsdp_meta.worlds.rank.main import current, doing, note, telling
+from pytest_fsdp_meta.worlds.rank.rendezvous import SEED, Rank
+from pytest_fsdp_meta.worlds.ray.engine import RayEngine
 from pytest_fsdp_meta.worlds.spec import DEFAULT_MESH_DIM, SCOPES, Sources, WorldSpec, resolve_mesh
 from pytest_fsdp_meta.worlds.world import World
 
@@ -24,13 +24,13 @@ __all__ = [
     "SEED",
     "CallFailed",
     "Engine",
+    "ForkServerEngine",
     "Lease",
     "LeaseError",
     "Leases",
     "Listener",
     "Misuse",
     "Pool",
-    "Preload",
     "Presence",
     "Rank",
     "RankFailure",

@@ -6,7 +6,7 @@ from glob import glob
 from multiprocessing.connection import Connection, Pipe
 
 from pytest_fsdp_meta.worlds.failures import describe_exit
-from pytest_fsdp_meta.worlds.launch import Preload
+from pytest_fsdp_meta.worlds.local.engine import ForkServerEngine
 
 DEVICE_FILES = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg")
 PATIENCE = 120.0
@@ -40,7 +40,7 @@ def choose(
     return "cuda", "nccl" if backend == "auto" else backend
 
 
-def count_gpus(preload: Preload) -> int:
+def count_gpus(preload: ForkServerEngine) -> int:
     """GPUs that torch can use, asked in a process that ends at once; free of cost on a machine without any.
 
     Raises ValueError when that process fails.

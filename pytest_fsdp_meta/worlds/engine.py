@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from pytest_fsdp_meta.worlds.failures import RankFailure
 from pytest_fsdp_meta.worlds.spec import Sources, WorldSpec
-from pytest_fsdp_meta.worlds.written import Written
+from pytest_fsdp_meta.worlds.system.output import Written
 
 
 class Member(Protocol):

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pytest_fsdp_meta.words import name_ranks
+from pytest_fsdp_meta.text import name_ranks
 
 ADDRESS = re.compile(r"\b0x[0-9a-f]{6,}\b")
 

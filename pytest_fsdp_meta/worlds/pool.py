@@ -6,13 +6,13 @@ import os
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 
-from pytest_fsdp_meta.words import name_ranks
+from pytest_fsdp_meta.text import name_ranks
 from pytest_fsdp_meta.worlds.failures import WorldError
+from pytest_fsdp_meta.worlds.rank.reset import Counts, Left
 from pytest_fsdp_meta.worlds.spec import WorldSpec
-from pytest_fsdp_meta.worlds.tidying import Counts, Left
 from pytest_fsdp_meta.worlds.world import World
 
-TIDYING = "pytest_fsdp_meta.worlds.tidying"
+TIDYING = "pytest_fsdp_meta.worlds.rank.reset"
 DOING = "tidying up after the test"
 
 

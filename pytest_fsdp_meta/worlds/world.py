@@ -16,16 +16,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from pytest_fsdp_meta.worlds import disk, folders, hang, post, processes
-from pytest_fsdp_meta.worlds.debugging import BORROWING, RETURNING
+from pytest_fsdp_meta.worlds.diagnosis import disk, hang
 from pytest_fsdp_meta.worlds.engine import Engine, Member
 from pytest_fsdp_meta.worlds.failures import RankFailure, WorldError
-from pytest_fsdp_meta.worlds.interrupts import held_back
-from pytest_fsdp_meta.worlds.launch import Preload
-from pytest_fsdp_meta.worlds.listening import DOING, POST_MORTEM, Listener
+from pytest_fsdp_meta.worlds.listener import Listener
+from pytest_fsdp_meta.worlds.local.engine import ForkServerEngine
+from pytest_fsdp_meta.worlds.rank.debugging import BORROWING, RETURNING
 from pytest_fsdp_meta.worlds.spec import WorldSpec
-from pytest_fsdp_meta.worlds.terminal import Terminal
-from pytest_fsdp_meta.worlds.written import Follower, Written
+from pytest_fsdp_meta.worlds.system import messages, processes, temp_folders
+from pytest_fsdp_meta.worlds.system.messages import DOING, POST_MORTEM
+from pytest_fsdp_meta.worlds.system.output import Follower, Written
+from pytest_fsdp_meta.worlds.system.processes import held_back
+from pytest_fsdp_meta.worlds.system.terminal import Terminal
 
 GRACE = 0.8
 """Seconds that the other ranks get, after the first failure, to report theirs."""
@@ -35,7 +37,7 @@ STARTING = 60.0
 """Seconds that ranks get at least to start and to join: the timeout may be that of a call which should be short."""
 GLANCE = 0.5
 """Seconds between two looks at whether a rank has ended of which no pipe tells."""
-_SHARED: Engine = Preload()
+_SHARED: Engine = ForkServerEngine()
 """For worlds that name none."""
 
 
@@ -211,7 +213,7 @@ class World:
         assert member.pid is not None
         others = [one.rank for one in self._members if one is not member]
         with terminal.lent_to(member.pid):
-            member.send(post.pack((POST_MORTEM, debugger), self.folder / "call"))
+            member.send(messages.pack((POST_MORTEM, debugger), self.folder / "call"))
             while True:
                 for _, message in self._events(math.inf, skip=others):
                     if message is None or message[0] == POST_MORTEM:
@@ -241,7 +243,7 @@ class World:
         # Before multiprocessing joins all processes at exit, which would wait for ranks of a forgotten world for ever.
         self._at_exit = util.Finalize(None, self.close, exitpriority=1)
         self._engine.start()  # first, because it sees to the folder when this process is killed
-        self._folder = Path(tempfile.mkdtemp(prefix=folders.prefix("world")))
+        self._folder = Path(tempfile.mkdtemp(prefix=temp_folders.prefix("world")))
         leftovers = str(self._folder), *self._shared
         for member in self._engine.launch(self.spec, self._folder, leftovers):
             self._members.append(member)
@@ -250,7 +252,7 @@ class World:
 
     def _send(self, message: tuple[Any, ...]) -> None:
         assert self._folder is not None
-        note = post.pack(message, self._folder / "call")
+        note = messages.pack(message, self._folder / "call")
         for member in self._members:
             member.send(note)
 
@@ -295,7 +297,7 @@ class World:
             if member.pid is None:
                 raise ValueError("it runs on another machine")
             with self._listener.terminal(self, member.rank) as terminal, terminal.lent_to(member.pid):
-                member.send(post.pack((BORROWING, ""), reply))
+                member.send(messages.pack((BORROWING, ""), reply))
                 over = False
                 while not over:
                     for _, message in self._events(math.inf, skip=others):
@@ -303,7 +305,7 @@ class World:
                             self._hear_note(member.rank, *message[1:])
                         over = over or message is None or message[0] == RETURNING
         except ValueError as error:
-            member.send(post.pack((BORROWING, str(error)), reply))
+            member.send(messages.pack((BORROWING, str(error)), reply))
         return time.monotonic() - began
 
     def _hear_note(self, rank: int, kind: str, what: Any) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from pytest_fsdp_meta.evidence import MeshFacts
-from pytest_fsdp_meta.observers.adapters import Part
+from pytest_fsdp_meta.loader.adapter import Part
 from pytest_fsdp_meta.observers.adapters.dtensor import own_memory, sizes
 
 

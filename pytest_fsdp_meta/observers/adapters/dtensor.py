@@ -7,9 +7,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from pytest_fsdp_meta.evidence import MeshFacts, Region
-from pytest_fsdp_meta.observers.adapters import Part
-from pytest_fsdp_meta.observers.layout import regions
-from pytest_fsdp_meta.subject import short_placement
+from pytest_fsdp_meta.loader.adapter import Part
+from pytest_fsdp_meta.loader.subject import short_placement
+from pytest_fsdp_meta.observers.support.layout import regions
 
 
 def own_part(tensor: Tensor) -> Part:

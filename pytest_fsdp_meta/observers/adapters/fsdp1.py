@@ -6,8 +6,8 @@ from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn import Module
 
-from pytest_fsdp_meta.observers.adapters import Adapter, Part
-from pytest_fsdp_meta.observers.torch_private import flat_parameters
+from pytest_fsdp_meta.loader.adapter import Adapter, Part
+from pytest_fsdp_meta.observers.support.torch_private import flat_parameters
 
 BY = "FSDP1"
 

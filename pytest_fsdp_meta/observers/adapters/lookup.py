@@ -10,10 +10,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
-from pytest_fsdp_meta.observers.adapters import Adapter, Part, PartError, fsdp1, megatron_fsdp
+from pytest_fsdp_meta.loader.adapter import Adapter, Part, PartError
+from pytest_fsdp_meta.loader.subject import SubjectError
+from pytest_fsdp_meta.observers.adapters import fsdp1, megatron_fsdp
 from pytest_fsdp_meta.observers.adapters.checking import fault, misfit
 from pytest_fsdp_meta.observers.adapters.dtensor import own_memory, own_part
-from pytest_fsdp_meta.subject import SubjectError
 from pytest_fsdp_meta.worlds import CallFailed
 
 

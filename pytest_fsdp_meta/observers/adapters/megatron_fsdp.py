@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
 from pytest_fsdp_meta.evidence import Region
-from pytest_fsdp_meta.observers.adapters import Adapter, Part
+from pytest_fsdp_meta.loader.adapter import Adapter, Part
 from pytest_fsdp_meta.observers.adapters.dtensor import held_regions, mesh_facts, own_memory, own_part
-from pytest_fsdp_meta.observers.layout import take
+from pytest_fsdp_meta.observers.support.layout import take
 
 BY = "megatron-fsdp"
 SLICE, WHOLE = "megatron_fsdp_slice", "orig_param"

@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 from pytest_fsdp_meta.reports.compare import compare
+from pytest_fsdp_meta.reports.io import read_report
 from pytest_fsdp_meta.reports.page import write_page
-from pytest_fsdp_meta.reports.writing import read_report
 
 USAGE = "usage: python -m pytest_fsdp_meta.reports.page REPORT.json [PAGE.html [EARLIER.json]]"
 

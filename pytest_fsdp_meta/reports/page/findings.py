@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from pytest_fsdp_meta.reports.record import FindingRecord
+from pytest_fsdp_meta.reports.schema import FindingRecord
 from pytest_fsdp_meta.reports.terminal import alike, by_cause
-from pytest_fsdp_meta.words import fold_names
+from pytest_fsdp_meta.text import fold_names
 
 MOST_DETAILS = 500
 """Tensors of one line whose details are listed one by one; the record has them all."""

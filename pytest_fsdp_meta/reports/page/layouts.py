@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from pytest_fsdp_meta.evidence import Region, WorldFacts
-from pytest_fsdp_meta.reports.record import LoaderRecord, Piece, TensorRecord
-from pytest_fsdp_meta.words import fold_names, name_ranks
+from pytest_fsdp_meta.reports.schema import LoaderRecord, Piece, TensorRecord
+from pytest_fsdp_meta.text import fold_names, name_ranks
 
 STATES = {
     "shard": "holds a part",

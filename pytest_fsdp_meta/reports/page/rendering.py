@@ -13,16 +13,15 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pytest_fsdp_meta.plain import write_whole
-from pytest_fsdp_meta.reports.changes import counts, describe_comparison
-from pytest_fsdp_meta.reports.compare import Comparison
+from pytest_fsdp_meta.evidence.codec import write_whole
+from pytest_fsdp_meta.reports.compare import Comparison, counts, describe_comparison
 from pytest_fsdp_meta.reports.page.findings import MOST_DETAILS
 from pytest_fsdp_meta.reports.page.layouts import STATES, TROUBLES
 from pytest_fsdp_meta.reports.page.traffic import LONG, TALL
 from pytest_fsdp_meta.reports.page.view import GLYPHS, view
-from pytest_fsdp_meta.reports.record import STATUSES, WORDS, Report
+from pytest_fsdp_meta.reports.schema import STATUSES, WORDS, Report
 from pytest_fsdp_meta.reports.totals import DOING
-from pytest_fsdp_meta.words import counted, first_of, fold_names, name_ranks
+from pytest_fsdp_meta.text import counted, first_of, fold_names, name_ranks
 
 if TYPE_CHECKING:
     from jinja2 import Environment

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from math import log2, prod
 
-from pytest_fsdp_meta.traffic import Collective
+from pytest_fsdp_meta.evidence.collectives import Collective
 
 MOST_ROWS = 400
 LONG, TALL, LOW = 160, 16, 1.5

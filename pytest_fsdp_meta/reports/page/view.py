@@ -10,10 +10,11 @@ from functools import cached_property
 from itertools import groupby
 from typing import Any
 
+from pytest_fsdp_meta.evidence.collectives import Collective
 from pytest_fsdp_meta.reports.page.findings import Cause, causes
 from pytest_fsdp_meta.reports.page.layouts import Layout, layouts
 from pytest_fsdp_meta.reports.page.traffic import Kind, Row, kinds, rows
-from pytest_fsdp_meta.reports.record import (
+from pytest_fsdp_meta.reports.schema import (
     BROKEN,
     JUDGED,
     STATUSES,
@@ -28,8 +29,7 @@ from pytest_fsdp_meta.reports.record import (
     is_bad,
     statuses,
 )
-from pytest_fsdp_meta.traffic import Collective
-from pytest_fsdp_meta.words import counted, joined_runs
+from pytest_fsdp_meta.text import counted, joined_runs
 
 GLYPHS = {
     "passed": "✓",

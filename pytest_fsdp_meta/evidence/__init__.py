@@ -1,0 +1,47 @@
+"""Evidence: plain data that describes what was seen on the ranks and in the reference.
+
+Nothing here holds a live tensor or imports torch, so evidence can be pickled, stored, and judged again long after the
+ranks have ended. Shapes are in elements; everything that is per rank is in rank order.
+"""
+
+from pytest_fsdp_meta.evidence.mesh_dims import replicates, sharded_dim, splits_experts, splits_model, splits_sequence
+from pytest_fsdp_meta.evidence.records import (
+    Evidence,
+    Export,
+    ReferenceFacts,
+    Resharded,
+    SubjectFacts,
+    Unavailable,
+    WorldFacts,
+    frozen_sources,
+    not_declared,
+)
+from pytest_fsdp_meta.evidence.tensors import MeshFacts, OptimizerFacts, RankInventory, Region, TensorFacts
+from pytest_fsdp_meta.evidence.training import Accumulation, Comparison, Measure, Movement, RankTraining
+
+__all__ = [
+    "Accumulation",
+    "Comparison",
+    "Evidence",
+    "Export",
+    "Measure",
+    "MeshFacts",
+    "Movement",
+    "OptimizerFacts",
+    "RankInventory",
+    "RankTraining",
+    "ReferenceFacts",
+    "Region",
+    "Resharded",
+    "SubjectFacts",
+    "TensorFacts",
+    "Unavailable",
+    "WorldFacts",
+    "frozen_sources",
+    "not_declared",
+    "replicates",
+    "sharded_dim",
+    "splits_experts",
+    "splits_model",
+    "splits_sequence",
+]

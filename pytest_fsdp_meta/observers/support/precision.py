@@ -1,0 +1,33 @@
+"""The precision that wrappers compute and reduce in, where it is not that of the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
+
+from pytest_fsdp_meta.observers.support.torch_private import mixed_precision
+
+WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel)
+
+
+def precision(model: Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(``computes_in``, ``reduces_in``) of a RankInventory."""
+    policies = list(_policies(model))
+    return _names(policy[0] for policy in policies), _names(policy[1] for policy in policies)
+
+
+def _policies(model: Module) -> Iterator[tuple[torch.dtype | None, torch.dtype | None]]:
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            policy = mixed_precision(module)
+            yield policy.param_dtype, policy.reduce_dtype
+        elif isinstance(module, WRAPPERS) and module.mixed_precision is not None:
+            yield module.mixed_precision.param_dtype, module.mixed_precision.reduce_dtype
+
+
+def _names(dtypes: Iterator[torch.dtype | None]) -> tuple[str, ...]:
+    return tuple(sorted({str(dtype).removeprefix("torch.") for dtype in dtypes if dtype is not None}))

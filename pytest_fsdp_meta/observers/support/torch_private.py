@@ -1,0 +1,161 @@
+"""Every private name of torch that observers need, where no public one exists.
+
+tests/observers/test_torch_private.py breaks when one moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._composable.replicate import replicate
+from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from torch.nn import Module, Parameter
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
+
+try:
+    from torch.distributed._composable.replicate_with_fsdp import ReplicateModule
+except ImportError:  # before torch 2.9 there is only the other
+
+    class ReplicateModule:  # type: ignore[no-redef]
+        """What no module is."""
+
+
+def mixed_precision(module: FSDPModule) -> MixedPrecisionPolicy:
+    """The policy that ``fully_shard`` was given; public torch takes it and never tells it again."""
+    policy = module._get_fsdp_state()._mp_policy
+    assert isinstance(policy, MixedPrecisionPolicy)
+    return policy
+
+
+def is_replicated(module: Module) -> bool:
+    """Whether replicate() was applied to the module: DDP without a wrapper, which public torch does not have."""
+    return isinstance(module, ReplicateModule) or replicate.state(module) is not None
+
+
+def flat_parameters(model: Module) -> Iterator[tuple[Tensor, tuple[int, ...], int]]:
+    """(parameter, its whole shape, number of the first element that this rank holds) of what FSDP1 shards.
+
+    The rank's elements are the parameter itself; their number is its size, which may be 0. Public torch tells neither
+    the shape nor the offset: only state dicts do, by gathering.
+    """
+    for module in FullyShardedDataParallel.fsdp_modules(model):
+        handle: Any = module._handle
+        if handle is not None and handle.uses_sharded_strategy:
+            flat = handle.flat_param
+            for parameter, shape, info in zip(flat._params, flat._shapes, flat._shard_param_infos, strict=True):
+                yield parameter, tuple(shape), info.intra_param_start_idx or 0
+
+
+def managed_places(model: Module) -> Iterator[tuple[Module, str, bool]]:
+    """(module, name in it, whether the parameter there is the one that FSDP2 manages) of all that it manages.
+
+    FSDP2 keeps the Parameter objects that it found, or has made of them, and public torch shows only what the modules
+    register.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            for group in _param_groups(module):
+                for managed in group.fsdp_params:
+                    yield from _places(managed, adopts=not group._reset_sharded_params)
+
+
+def _param_groups(module: FSDPModule) -> list[Any]:
+    state: Any = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []  # before torch 2.12
+
+
+def _places(managed: Any, adopts: bool) -> Iterator[tuple[Module, str, bool]]:
+    """Until its first forward FSDP2 ``adopts`` the DTensor that it finds in the first place of a parameter."""
+    info, state = managed._module_info, managed.sharded_state.name
+    registered = info.module._parameters.get(info.param_name)
+    own = {
+        "SHARDED": managed.sharded_param,
+        "SHARDED_POST_FORWARD": getattr(managed, "_sharded_post_forward_param", None),
+        "UNSHARDED": getattr(managed, "_unsharded_param", None),
+    }[state]
+    if adopts and state == "SHARDED" and isinstance(registered, DTensor):
+        own = registered
+    if registered is not None:
+        yield info.module, info.param_name, registered is own
+    for module, name in zip(info.shared_modules, info.shared_param_names, strict=True):
+        twin = module._parameters.get(name)
+        if twin is not None:  # two objects of one memory are one parameter to all but the optimizer
+            yield module, name, twin is own or _address(twin) == _address(own)
+
+
+def _address(parameter: Tensor) -> int:
+    local: Tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return int(local.data_ptr())
+
+
+def non_persistent_names(module: Module) -> set[str]:
+    """The names, in the module, of its buffers that a state dict leaves out."""
+    return set(module._non_persistent_buffers_set)
+
+
+def is_operator(func: object) -> bool:
+    """Whether what a dispatch mode is told of is an operator with a schema, and no higher-order one."""
+    return isinstance(func, torch._ops.OpOverload)
+
+
+def operator_name(func: Any) -> str:
+    """Without namespace and overload: "all_reduce"."""
+    return str(func._opname)
+
+
+def operator_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """What it is given, by the names of its schema."""
+    return {spec.name: value for spec, value in zip(func._schema.arguments, args, strict=False)} | dict(kwargs)
+
+
+def process_group(argument: Any) -> dist.ProcessGroup:
+    """The group that a collective's operator was given.
+
+    Operators get it as a TorchScript object (``c10d``) or by its name (``_c10d_functional``); torch has public ways
+    to make either of a group, and none back.
+    """
+    if isinstance(argument, str):
+        return _resolve_process_group(argument)
+    return dist.ProcessGroup.unbox(argument) if isinstance(argument, torch.ScriptObject) else argument
+
+
+@dataclass(frozen=True)
+class ManagedGroup:
+    """Parameters that FSDP2 gathers and reduces together, the sharded ones that the modules register."""
+
+    modules: tuple[Module, ...]
+    parameters: tuple[Parameter, ...]
+    reshards: bool
+    """Whether they are freed after the forward."""
+    replicates: bool
+    """Whether they are reduced over a second mesh dimension as well (HSDP)."""
+
+
+def fsdp_groups(model: Module) -> Iterator[ManagedGroup]:
+    """What FSDP2 manages of the model, group by group.
+
+    Which parameters a ``fully_shard`` took, and whether it frees them, is in its state only.
+    """
+    seen: set[int] = set()
+    for module in model.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        for group in _param_groups(module):
+            if id(group) not in seen:
+                seen.add(id(group))
+                yield ManagedGroup(
+                    modules=tuple(group.modules),
+                    parameters=tuple(managed.sharded_param for managed in group.fsdp_params),
+                    reshards=group.post_forward_mesh_info is not None,
+                    replicates=getattr(group.mesh_info, "replicate_mesh_dim", None) is not None,
+                )

@@ -1,0 +1,268 @@
+"""``@fsdp_conformance``, ``@fsdp_spmd``, ``fsdp_world``: what they accept, and what is said when they are misused."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from numbers import Integral
+from typing import Any, TypeVar, overload
+
+from pytest_fsdp_meta.catalogue import Catalogue
+from pytest_fsdp_meta.loader.call import BODY
+from pytest_fsdp_meta.worlds import DEFAULT_MESH_DIM, SCOPES, resolve_mesh
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+MARK = "fsdp_conformance"
+SPMD = "fsdp_spmd"
+WORLD = "fsdp_world"
+"""The mark, and the name of the fixture whose world it describes."""
+PROCESS_GROUPS = ("plugin", "loader")
+ARGUMENTS = (
+    "world_size", "mesh", "only", "skip", "xfail", "tolerance", "steps", "timeout", "process_group",
+)  # fmt: skip
+WORLD_ARGUMENTS = ("world_size", "mesh", "scope", "timeout", "process_group")
+
+
+@overload
+def fsdp_conformance(function: F, /) -> F: ...
+@overload
+def fsdp_conformance(**arguments: Any) -> Callable[[F], F]: ...
+def fsdp_conformance(*positional: Any, **arguments: Any) -> Any:
+    """Marks a test as a loader: its body runs on every rank, and each check of the catalogue becomes one pytest item.
+
+    ``world_size``: an int or a tuple of ints. ``mesh``: ``{"dp_replicate": 2, "dp_shard": -1}``. ``only``: check ids;
+    ``skip`` and ``xfail``: ``{id: reason}``. ``tolerance``: a relative tolerance, or one by check id. ``steps``:
+    training steps for parity. ``timeout``: seconds for one call to the ranks. ``process_group``: "plugin", or "loader"
+    when the loader calls ``init_process_group`` itself. All are checked when pytest collects the test.
+
+    The same as ``@pytest.mark.fsdp_conformance``, except that the test fails where the plugin is not active.
+    """
+    return _marked(MARK, positional, arguments, "is a loader for pytest-fsdp-meta", "nothing was judged")
+
+
+@overload
+def fsdp_spmd(function: F, /) -> F: ...
+@overload
+def fsdp_spmd(**arguments: Any) -> Callable[[F], F]: ...
+def fsdp_spmd(*positional: Any, **arguments: Any) -> Any:
+    """Runs the whole body of a test on every rank; it passes when every rank passes.
+
+    ``world_size`` and ``mesh`` as for a loader. ``scope``: "function" (default: a fresh world for the test), "module"
+    or "session" (the ranks are kept for the next test that wants the same world). ``timeout``: seconds for the body.
+    ``process_group``: "plugin", or "loader" when the body calls ``init_process_group`` itself. The argument ``fsdp`` is
+    the rank; other fixtures are evaluated in the pytest process, and their values are sent. ``pytest.skip`` and
+    ``pytest.xfail`` count when all ranks call them.
+
+    The same as ``@pytest.mark.fsdp_spmd``, except that the test fails where the plugin is not active.
+    """
+    return _marked(SPMD, positional, arguments, "runs on ranks of pytest-fsdp-meta", "it did not run")
+
+
+def _marked(name: str, positional: tuple[Any, ...], arguments: dict[str, Any], what: str, so: str) -> Any:
+    import pytest
+
+    mark = getattr(pytest.mark, name)
+    if len(positional) == 1 and callable(positional[0]) and not arguments:
+        return mark(_guarded(positional[0], what, so))
+    # Wrong arguments are kept as they are: collection tells all of them, each in one line.
+    marked = mark.with_args(*positional, **arguments)
+    return lambda function: marked(_guarded(function, what, so))
+
+
+def _guarded(function: Any, what: str, so: str) -> Any:
+    """The test with a body that fails it: whoever calls it is not this plugin. Of a class, all its tests."""
+    if hasattr(function, BODY):
+        return function  # decorated twice: pytest takes the arguments of the inner one
+    if isinstance(function, type):
+        for name, value in list(vars(function).items()):
+            if name.startswith("test") and inspect.isfunction(value):
+                setattr(function, name, _guarded(value, what, so))
+        return function
+
+    @functools.wraps(function)
+    def guard(*_: Any, **__: Any) -> None:
+        import pytest
+
+        pytest.fail(
+            f"{function.__name__} {what}, whose plugin is not active, so {so}; "
+            "install pytest-fsdp-meta and remove '-p no:fsdp_meta'",
+            pytrace=False,
+        )
+
+    setattr(guard, BODY, function)
+    return guard
+
+
+@dataclass(frozen=True)
+class ConformanceSpec:
+    """A valid ``@fsdp_conformance``: what to judge, in which meshes, and how."""
+
+    meshes: tuple[Mapping[str, int], ...]
+    checks: tuple[str, ...]
+    skip: Mapping[str, str] = field(default_factory=dict)
+    xfail: Mapping[str, str] = field(default_factory=dict)
+    tolerance: Mapping[str, float] = field(default_factory=dict)
+    steps: int = 3
+    timeout: float | None = None
+    process_group: str = "plugin"
+
+    @property
+    def expected(self) -> tuple[str, ...]:
+        """The checks that the author leaves to pytest to select."""
+        return tuple(check for check in self.checks if check not in self.skip)
+
+
+def read_conformance_spec(
+    positional: tuple[Any, ...], arguments: Mapping[str, Any], default_sizes: tuple[int, ...], catalogue: Catalogue
+) -> ConformanceSpec:
+    """Raises ValueError, in one line that names the argument, what is wrong and what would be right."""
+    _require_known(positional, arguments, ARGUMENTS)
+    skip = _reasons("skip", arguments.get("skip"), catalogue)
+    xfail = _reasons("xfail", arguments.get("xfail"), catalogue)
+    both = sorted(skip.keys() & xfail.keys())
+    if both:
+        raise ValueError(f"{both[0]!r} is in skip and in xfail; a check is either left out or expected to fail")
+    checks = _only(arguments.get("only"), catalogue)
+    for argument, ids in (("skip", skip), ("xfail", xfail)):
+        left_out = [id for id in ids if id not in checks]
+        if left_out:
+            raise ValueError(f"{argument} names {left_out[0]!r}, which only leaves out; take it out of {argument}")
+    return ConformanceSpec(
+        meshes=_meshes(arguments.get("world_size"), arguments.get("mesh"), default_sizes),
+        checks=checks,
+        skip=skip,
+        xfail=xfail,
+        tolerance=_tolerance(arguments.get("tolerance"), catalogue),
+        steps=_positive_int("steps", arguments.get("steps", 3)),
+        timeout=_seconds(arguments.get("timeout")),
+        process_group=_process_group(arguments.get("process_group", "plugin")),
+    )
+
+
+@dataclass(frozen=True)
+class WorldMarkerSpec:
+    """A valid ``@fsdp_spmd`` or ``@pytest.mark.fsdp_world``: which worlds, and for how long each is kept."""
+
+    meshes: tuple[Mapping[str, int], ...]
+    scope: str = "function"
+    timeout: float | None = None
+    process_group: str = "plugin"
+
+
+def read_world_marker_spec(
+    positional: tuple[Any, ...], arguments: Mapping[str, Any], default_sizes: tuple[int, ...], default_scope: str
+) -> WorldMarkerSpec:
+    """Raises ValueError, in one line that names the argument, what is wrong and what would be right."""
+    _require_known(positional, arguments, WORLD_ARGUMENTS)
+    scope = arguments.get("scope", default_scope)
+    if scope not in SCOPES:
+        raise ValueError(f"scope={scope!r} should be 'function', 'module' or 'session'")
+    process_group = _process_group(arguments.get("process_group", "plugin"))
+    if process_group == "loader" and scope != "function":
+        if "scope" in arguments:
+            raise ValueError(
+                f"scope={scope!r} keeps the ranks for other tests, but with process_group='loader' each test makes its "
+                "own process group; leave scope out"
+            )
+        scope = "function"
+    return WorldMarkerSpec(
+        meshes=_meshes(arguments.get("world_size"), arguments.get("mesh"), default_sizes),
+        scope=scope,
+        timeout=_seconds(arguments.get("timeout")),
+        process_group=process_group,
+    )
+
+
+def _require_known(positional: tuple[Any, ...], arguments: Mapping[str, Any], known: Sequence[str]) -> None:
+    if positional:
+        raise ValueError(f"{positional[0]!r} has no name; the arguments are {', '.join(known)}")
+    for name in arguments:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"the arguments are {', '.join(known)}"
+            raise ValueError(f"there is no argument {name!r}; {hint}")
+
+
+def _meshes(world_size: Any, mesh: Any, default_sizes: tuple[int, ...]) -> tuple[Mapping[str, int], ...]:
+    if world_size is None:
+        sizes: tuple[int, ...] | None = None
+    else:
+        listed = world_size if isinstance(world_size, (tuple, list)) else (world_size,)
+        sizes = tuple(_positive_int("world_size", size) for size in listed)
+        if not sizes or len(set(sizes)) != len(sizes):
+            raise ValueError(f"world_size={world_size!r} should be a positive int or a tuple of different ones")
+    if mesh is None:
+        return tuple({DEFAULT_MESH_DIM: size} for size in sizes or default_sizes)
+    if not isinstance(mesh, Mapping):
+        raise ValueError(f"mesh={mesh!r} should be a dict of dimension names to sizes, such as {{'dp_shard': 2}}")
+    if sizes is None and -1 not in mesh.values():
+        return (resolve_mesh(mesh, None),)
+    return tuple(resolve_mesh(mesh, size) for size in sizes or default_sizes)
+
+
+def _only(only: Any, catalogue: Catalogue) -> tuple[str, ...]:
+    if only is None:
+        return tuple(catalogue.ids())
+    listed = [only] if isinstance(only, str) else only
+    if not isinstance(listed, Collection) or not listed or not all(isinstance(id, str) for id in listed):
+        raise ValueError(f"only={only!r} should be a list of check ids (pytest --fsdp-list-checks shows them)")
+    wanted = {_known("only", id, catalogue) for id in listed}
+    return tuple(id for id in catalogue.ids() if id in wanted)
+
+
+def _reasons(name: str, reasons: Any, catalogue: Catalogue) -> dict[str, str]:
+    if reasons is None:
+        return {}
+    if not isinstance(reasons, Mapping) or not all(isinstance(why, str) and why.strip() for why in reasons.values()):
+        raise ValueError(
+            f"{name}={reasons!r} should be a dict of check ids to reasons: {{'loss_parity': 'bf16 router'}}"
+        )
+    return {_known(name, id, catalogue): why for id, why in reasons.items()}
+
+
+def _known(name: str, id: Any, catalogue: Catalogue) -> str:
+    if not isinstance(id, str):
+        raise ValueError(
+            f"{name}: {id!r} is not the id of a check; ids are strings (pytest --fsdp-list-checks shows all)"
+        )
+    try:
+        return catalogue[id].id
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
+def _tolerance(tolerance: Any, catalogue: Catalogue) -> dict[str, float]:
+    if tolerance is None:
+        return {}
+    by_id = tolerance if isinstance(tolerance, Mapping) else {"*": tolerance}
+    for id, value in by_id.items():
+        if id != "*" and not catalogue[_known("tolerance", id, catalogue)].tolerance:
+            ids = ", ".join(check.id for check in catalogue if check.tolerance)
+            raise ValueError(f"tolerance: {id!r} has no tolerance; those that have one are {ids}")
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e9:
+            raise ValueError(
+                f"tolerance={tolerance!r} should be a relative tolerance such as 1e-5, or a dict by check id"
+            )
+    return {id: float(value) for id, value in by_id.items()}
+
+
+def _positive_int(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:  # numpy's integers, too
+        raise ValueError(f"{name}={value!r} should be a positive int")
+    return int(value)
+
+
+def _seconds(value: Any) -> float | None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e9):
+        raise ValueError(f"timeout={value!r} should be a positive number of seconds")
+    return None if value is None else float(value)
+
+
+def _process_group(value: Any) -> str:
+    if value not in PROCESS_GROUPS:
+        raise ValueError(f"process_group={value!r} should be 'plugin' or 'loader'")
+    return str(value)

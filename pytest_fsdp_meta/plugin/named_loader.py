@@ -1,0 +1,199 @@
+"""A loader that is named, not written into a test: found by its name, called with what it asks for.
+
+Ranks call it, too, so nothing here imports pytest.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+import json
+import os
+import traceback
+import warnings
+from collections.abc import Callable, Mapping
+from operator import attrgetter
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from pytest_fsdp_meta.loader.subject import Subject
+from pytest_fsdp_meta.worlds import Rank
+
+GIVEN = ("fsdp", "checkpoint")
+"""What a loader is called with: by these names, or in this order."""
+EVEN = 2
+"""Micro-batches into which each rank cuts its rows."""
+
+
+class Unfit(ValueError):
+    """No loader is found under the name, or what is found cannot be called as one; one line says why."""
+
+
+class NamedLoader:
+    """Calls the loader ``MODULE:NAME`` on a rank, and makes of a bare model the subject that its checkpoint tells.
+
+    It is sent by its name: each rank imports it for itself.
+    """
+
+    def __init__(self, name: str, checkpoint: Path) -> None:
+        self.name = name
+        self.checkpoint = checkpoint
+
+    def __call__(self, fsdp: Rank) -> Any:
+        function = find(self.name)[1]
+        returned = function(*(bound := bind(function, fsdp, self.checkpoint)).args, **bound.kwargs)
+        from torch.nn import Module
+
+        return derived(returned, self.checkpoint, fsdp.world_size) if isinstance(returned, Module) else returned
+
+    def __reduce__(self) -> tuple[type[NamedLoader], tuple[str, Path]]:
+        return type(self), (self.name, self.checkpoint)
+
+
+def derived(model: Any, checkpoint: Path, size: int) -> Subject:
+    """The model with what its checkpoint says that it should be, for a world of this ``size``."""
+    if (kind := model_type(checkpoint)) and importlib.util.find_spec("transformers") is not None:
+        from transformers import CONFIG_MAPPING
+
+        from pytest_fsdp_meta.transformers import subject
+
+        if kind in CONFIG_MAPPING:  # else the checkpoint brings code of its own, which its loader knows
+            return subject(model, checkpoint, rows=rows_for(size))
+    if any(checkpoint.glob("*.safetensors")):
+        return Subject(model, reference=checkpoint)
+    told = (
+        f"--fsdp-checkpoint={checkpoint} has neither *.safetensors nor a config.json of a model that transformers "
+        "knows, so no value is judged; name the folder that has them, or return Subject(model, reference=...)"
+    )
+    warnings.warn(told, stacklevel=2)
+    return Subject(model)
+
+
+def model_type(checkpoint: Path) -> str:
+    """What transformers calls the model of this checkpoint; empty where it is none of transformers'."""
+    try:
+        config = json.loads((checkpoint / "config.json").read_text("utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return ""
+    return str(config.get("model_type") or "") if isinstance(config, dict) else ""
+
+
+def modelling(checkpoint: Path) -> list[str]:
+    """The modules with which ``derived`` makes a reference of this checkpoint, without importing anything of them."""
+    kind, spec = model_type(checkpoint).replace("-", "_"), importlib.util.find_spec("transformers")
+    if not kind or spec is None or not spec.submodule_search_locations:
+        return []
+    models = Path(spec.submodule_search_locations[0], "models")
+    names = [name for name in (kind, kind.removesuffix("_text")) if (models / name / f"modeling_{name}.py").exists()]
+    return ["pytest_fsdp_meta.transformers", *(f"transformers.models.{name}.modeling_{name}" for name in names[:1])]
+
+
+def rows_for(size: int, least: int = 8) -> int:
+    """Rows of a batch that so many ranks can share, each an even number of them."""
+    each = max(1, -(-least // (EVEN * size)))
+    return each * EVEN * size
+
+
+def find(name: str) -> tuple[ModuleType, Callable[..., Any]]:
+    """The module and the loader that ``MODULE:NAME`` stands for. Raises Unfit."""
+    module_name, _, attribute = name.partition(":")
+    module = _import(module_name)
+    try:
+        function = attrgetter(attribute)(module)
+    except AttributeError:
+        owner, _, last = attribute.rpartition(".")
+        try:
+            known = dir(attrgetter(owner)(module) if owner else module)
+        except AttributeError:
+            known = []
+        near = difflib.get_close_matches(last, known, n=1)
+        hint = f"; did you mean {'.'.join(filter(None, (owner, near[0])))!r}?" if near else ""
+        raise Unfit(f"module {module_name!r} has no {attribute!r}{hint}") from None
+    if not callable(function):
+        raise Unfit(f"{name} is a {type(function).__name__}; it should be a function that loads the model")
+    bind(function, None, Path())
+    return module, function
+
+
+def _import(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and f"{name}.".startswith(f"{error.name}."):
+            missing = "" if error.name == name else f", for there is no {error.name!r}"
+            raise Unfit(f"there is no module {name!r}{missing}; it is looked for as by python -m pytest") from None
+        raise Unfit(_failed(name, error)) from error
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # pytest.skip and SystemExit at module level are no Exceptions
+        raise Unfit(_failed(name, error)) from error
+
+
+def _failed(name: str, error: BaseException) -> str:
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
+    own = [frame for frame in frames if not os.path.relpath(frame.filename).startswith("..")]
+    where = f", at {os.path.relpath(own[-1].filename)}:{own[-1].lineno}" if own else ""
+    return f"module {name!r} cannot be imported{where}: {type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def bind(function: Callable[..., Any], fsdp: Rank | None, checkpoint: Path) -> inspect.BoundArguments:
+    """The arguments of one call: by name where the loader has the name, else in order. Raises Unfit.
+
+    It must take the checkpoint. It need not take ``fsdp``: a loader may ask torch.distributed instead.
+    """
+    values = dict(zip(GIVEN, (fsdp, checkpoint), strict=True))
+    signature = _signature(function)
+    placed: dict[str, Any] = {name: values.pop(name) for name in GIVEN if _takes(signature, name)}
+    others = [p for p in signature.parameters.values() if p.name not in GIVEN]
+    required = [
+        p.name for p in others if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    if required:
+        if len(required) != len(values):
+            raise _unfit(function, signature)
+        placed.update(zip(required, values.values(), strict=True))
+        values = {}
+    rest = _rest(others)
+    if values and rest is not None:
+        placed[rest.name] = values if rest.kind is rest.VAR_KEYWORD else tuple(values.values())
+        values = {}
+    if "checkpoint" in values or any(p.default is p.empty and p.kind is p.KEYWORD_ONLY for p in others):
+        raise _unfit(function, signature)
+    ordered = {name: placed[name] for name in signature.parameters if name in placed}
+    return inspect.BoundArguments(signature, ordered)
+
+
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    try:
+        return inspect.signature(function)
+    except (TypeError, ValueError):  # written in C, and silent about what it takes
+        return inspect.signature(lambda *arguments: None)
+
+
+def _takes(signature: inspect.Signature, name: str) -> bool:
+    parameter: Mapping[str, inspect.Parameter] = signature.parameters
+    return name in parameter and parameter[name].kind not in (
+        inspect.Parameter.VAR_POSITIONAL,
+        inspect.Parameter.VAR_KEYWORD,
+    )
+
+
+def _rest(others: list[inspect.Parameter]) -> inspect.Parameter | None:
+    """``*args`` where nothing that has a name of its own comes before, else ``**kwargs``, if there is one."""
+    for parameter in others:
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+            break
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            return parameter
+    return next((p for p in others if p.kind is p.VAR_KEYWORD), None)
+
+
+def _unfit(function: Callable[..., Any], signature: inspect.Signature) -> Unfit:
+    name = getattr(function, "__qualname__", type(function).__name__)
+    return Unfit(
+        f"{name}{signature} does not fit; it is called with fsdp (the rank) and checkpoint (a pathlib.Path), by these "
+        f"names or in this order: {name}(fsdp, checkpoint)"
+    )

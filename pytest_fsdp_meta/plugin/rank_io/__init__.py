@@ -1,0 +1,1 @@
+"""Output, warnings, progress and debugger of ranks, as pytest shows them."""

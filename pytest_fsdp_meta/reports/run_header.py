@@ -1,0 +1,125 @@
+"""What runs, on what, when: the head of a report, and the line that pytest prints first."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime, timezone
+from functools import cache
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+
+from pytest_fsdp_meta.catalogue import Catalogue
+from pytest_fsdp_meta.reports.schema import CatalogueRecord, Header
+from pytest_fsdp_meta.text import counted
+
+PACKAGE = "pytest-fsdp-meta"
+PACKAGES = (
+    *(PACKAGE, "torch", "transformers", "pytest", "pytest-xdist", "safetensors", "accelerate", "peft", "hypothesis"),
+    *("ray", "numpy"),
+)
+NCCL = re.compile(r"nvidia[-_]nccl[-_]cu\d+")
+PATIENCE = 10.0
+"""Seconds for git to answer."""
+
+
+@cache
+def versions() -> Mapping[str, str]:
+    """Of the system and of what is installed, without importing any of it. NCCL is what torch from PyPI brings."""
+    found = {"system": platform.platform(), "python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+            if name == "torch" and (brought := NCCL.search(" ".join(requires(name) or ()))):
+                found["nccl"] = version(brought[0])
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def hardware() -> dict[str, str]:
+    """Of this machine, without asking torch."""
+    found = {"machine": platform.machine(), "cpu": _cpu(), "cores": str(os.cpu_count())}
+    try:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError):
+        return found
+    return {**found, "memory": f"{memory / 2**30:.0f} GiB"}
+
+
+def _cpu() -> str:
+    try:
+        told = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        told = None
+    return told[1] if told else platform.processor() or platform.machine()
+
+
+def commit(folder: Path) -> str:
+    """Of the repository that the folder is in: its head, with "+" where files were changed. Empty without one."""
+    if shutil.which("git") is None:
+        return ""
+    try:
+        head = _git(folder, "rev-parse", "HEAD")
+        return f"{head}+" if _git(folder, "status", "--porcelain", "--untracked-files=no") else head
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def _git(folder: Path, *words: str) -> str:
+    command = ["git", "-C", str(folder), *words]
+    environ = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
+    asked = subprocess.run(command, capture_output=True, check=True, timeout=PATIENCE, env=environ)
+    return asked.stdout.decode(errors="replace").strip()
+
+
+def heading(root: Path, command: Sequence[str], engine: str, catalogue: Catalogue) -> Header:
+    """The head of the report of a run that starts now."""
+    return Header(
+        started=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        project=root.name,
+        command=tuple(command),
+        versions=versions(),
+        hardware=hardware(),
+        engine=engine,
+        commit=commit(root),
+        catalogue=tuple(
+            CatalogueRecord(check.id, check.family, check.promise, check.since, not check.built_in)
+            for check in catalogue
+        ),
+    )
+
+
+def describe_run(engine: str, device: str, backend: str, sizes: Iterable[int], catalogue: Catalogue) -> str:
+    """The line that pytest prints first."""
+    known = versions()
+    of = [f"{name} {known[name]}" for name in ("torch", "transformers") if name in known]
+    parts = [
+        f"engine {engine}",
+        f"device {device}",
+        f"world size {', '.join(map(str, sizes))}",
+        *of,
+        _backend(backend, device, known),
+        describe_catalogue(catalogue),
+    ]
+    return f"fsdp: {', '.join(parts)}"
+
+
+def _backend(backend: str, device: str, known: Mapping[str, str]) -> str:
+    nccl = f"NCCL {known['nccl']}" if "nccl" in known else "NCCL"
+    if backend == "auto" and device != "cpu" and "+cpu" not in known.get("torch", ""):
+        return f"{nccl} (gloo where GPUs are too few)" if device == "auto" else nccl
+    return nccl if backend == "nccl" else "gloo"
+
+
+def describe_catalogue(catalogue: Catalogue) -> str:
+    """ "catalogue 0.3 (43 checks, 2 own)": the version is that of its newest check."""
+    own = sum(not check.built_in for check in catalogue)
+    newest = max(
+        (check.since for check in catalogue if check.built_in), key=lambda since: list(map(int, since.split(".")))
+    )
+    return f"catalogue {newest} ({counted(len(catalogue.ids()), 'check')}{f', {own} own' if own else ''})"

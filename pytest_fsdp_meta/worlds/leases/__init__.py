@@ -1,0 +1,1 @@
+"""Sharing the devices of one machine among processes, such as workers of pytest-xdist."""

@@ -1,0 +1,137 @@
+"""The process that ranks are forked from: multiprocessing's fork server, but one of our own.
+
+The one that multiprocessing keeps for the whole process may be running already, without torch, for the user's code
+(from Python 3.14 on it is the default), or for an earlier pytest session whose test modules have the same names.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sysconfig
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from multiprocessing import forkserver, resource_tracker
+from pathlib import Path
+from typing import Any
+
+from pytest_fsdp_meta.worlds.rank import coverage
+from pytest_fsdp_meta.worlds.rank.preload import REQUEST
+from pytest_fsdp_meta.worlds.spec import Sources
+from pytest_fsdp_meta.worlds.system import processes, temp_folders
+
+WARM = "pytest_fsdp_meta.worlds.local.forkserver_main"
+HOME = str(Path(__file__).parents[3])
+
+
+class Server:
+    """Starts to import at once, in the background; ended with this object, or with this process."""
+
+    def __init__(self, modules: Sequence[str], sources: Sources) -> None:
+        resource_tracker.ensure_running()  # which multiprocessing does otherwise between the folder and the server
+        self._folder = Path(tempfile.mkdtemp(prefix=temp_folders.prefix("preload")))
+        self._report: tuple[str, dict[str, str]] | None = None
+        self._kept: frozenset[int] = frozenset()
+        """What the imported modules have started, which is theirs."""
+        measuring = coverage.wanted()
+        # A file, because the environment has no room for the modules of a large repository.
+        request = {
+            "modules": list(modules),
+            "path": list(sources.path),
+            "files": dict(sources.modules),
+            "before": sources.before,
+            "measuring": None if measuring is None else asdict(measuring),
+            "leftovers": temp_folders.pattern(),
+            "parent": os.getpid() if threading.current_thread() is threading.main_thread() else None,
+        }
+        (self._folder / "request").write_text(json.dumps(request), "utf-8")
+        self._server: Any = forkserver.ForkServer()
+        self._server.set_forkserver_preload([WARM])
+        environ = {REQUEST: str(self._folder)}
+        if sysconfig.get_path("purelib") != HOME:
+            # Before Python 3.13 the server does not have our sys.path, and would not find this very package.
+            environ["PYTHONPATH"] = os.pathsep.join(filter(None, (HOME, os.environ.get("PYTHONPATH"))))
+        weakref.finalize(self, _end, self._server, self._folder, os.getpid())
+        with environment(environ):
+            self._server.ensure_running()
+
+    def report(self, seconds: float) -> tuple[str, dict[str, str]]:
+        """Waits until all is imported. Why ranks must not be forked from it, or empty; and what failed to import."""
+        if self._report is None:
+            self._report = self._wait(seconds)
+            shutil.rmtree(self._folder, ignore_errors=True)
+        return self._report
+
+    def _wait(self, seconds: float) -> tuple[str, dict[str, str]]:
+        deadline = time.monotonic() + seconds
+        while not (self._folder / "report").exists():
+            if not self.alive:
+                return "importing the test modules ended the process that does it", {}
+            if time.monotonic() > deadline:
+                return f"importing the test modules took longer than {seconds:g} s", {}
+            time.sleep(0.005)
+        told = json.loads((self._folder / "report").read_text("utf-8"))
+        self._kept = frozenset(told["children"])
+        return told["objection"], told["failed"]
+
+    @property
+    def alive(self) -> bool:
+        pid = self._server._forkserver_pid
+        if pid is not None and os.waitpid(pid, os.WNOHANG)[0]:
+            os.close(self._server._forkserver_alive_fd)
+            self._server._forkserver_pid = None
+        return self._server._forkserver_pid is not None
+
+    def ends(self, seconds: float) -> bool:
+        """Whether it has ended, or does within so long: its descriptors are closed a moment before."""
+        deadline = time.monotonic() + seconds
+        while self.alive and time.monotonic() < deadline:
+            time.sleep(0.005)
+        return not self.alive
+
+    def end_strays(self, ranks: Callable[[], Collection[int]]) -> None:
+        """Ends what ranks that are gone have left behind, in other process groups and sessions too."""
+        pid = self._server._forkserver_pid
+        if pid is not None:
+            processes.end_children(pid, spare=lambda: self._kept.union(ranks()))
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """Within it, multiprocessing forks from this server."""
+        before = forkserver.connect_to_new_process
+        forkserver.connect_to_new_process = self._server.connect_to_new_process
+        try:
+            yield
+        finally:
+            forkserver.connect_to_new_process = before
+
+
+def _end(server: Any, folder: Path, owner: int) -> None:
+    if os.getpid() != owner:
+        return  # in a fork of the process that it belongs to
+    with suppress(OSError):
+        if server._forkserver_pid is not None:
+            os.kill(server._forkserver_pid, signal.SIGKILL)  # it may be importing, and nobody wants to wait for that
+        server._stop()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def environment(values: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -1,0 +1,1 @@
+"""What runs inside a rank: its main loop, rendezvous, control channel, reset, tracebacks and warnings."""

@@ -1,0 +1,106 @@
+"""A debugger on a rank, at the terminal that the parent lends it: after a failure, and where the user's code stops.
+
+Whoever stops, by ``breakpoint()``, ``pdb.set_trace()`` or ``torch.distributed.breakpoint()``, ends up in
+``pdb.Pdb.interaction``, once for each prompt. The terminal is borrowed for one prompt at a time, so that ranks that all
+stop can be taken on in turns, through a collective that needs every one of them.
+"""
+
+from __future__ import annotations
+
+import os
+import pdb
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from importlib import import_module
+from typing import Any
+
+from pytest_fsdp_meta.worlds.failures import CallFailed
+from pytest_fsdp_meta.worlds.rank.channel import Channel
+from pytest_fsdp_meta.worlds.system.terminal import PATH
+
+BORROWING, RETURNING = "borrowing the terminal", "returning the terminal"
+"""The kinds of the messages about it. The answer to the first says why not, or nothing."""
+_at_it = False
+
+
+def borrow_by(channel: Channel) -> None:
+    """From now on debuggers of this rank ask the parent for the terminal, before each prompt."""
+    usual = pdb.Pdb.interaction
+
+    def interaction(session: pdb.Pdb, *args: Any, **kwargs: Any) -> None:
+        if _at_it or not channel.is_own:
+            usual(session, *args, **kwargs)
+            return
+        channel.send(BORROWING)
+        _, why_not = channel.receive()
+        if why_not:
+            raise RuntimeError(f"there is no terminal for a debugger on this rank: {why_not}")
+        try:
+            with _at_the_terminal():
+                session.stdin, session.stdout = sys.stdin, sys.stdout
+                usual(session, *args, **kwargs)
+        finally:
+            channel.send(RETURNING)
+
+    pdb.Pdb.interaction = interaction  # type: ignore[method-assign,assignment]
+
+
+def post_mortem(error: BaseException, debugger: str) -> bool:
+    """Lets the user look at where the error was raised; whether that ended with "quit".
+
+    ``debugger`` is a class such as pdb.Pdb, as "module:name"; empty for that one.
+    """
+    if isinstance(error, CallFailed) and error.__cause__ is not None:
+        error = error.__cause__
+    with _at_the_terminal(), suppress(KeyboardInterrupt):
+        session = _class(debugger)()
+        session.reset()
+        session.interaction(None, error if sys.version_info >= (3, 13) else error.__traceback__)
+        return bool(session.quitting)
+    return False
+
+
+def _class(debugger: str) -> Any:
+    if not debugger:
+        return pdb.Pdb
+    module, _, name = debugger.partition(":")
+    try:
+        found: Any = import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except Exception as error:  # whatever it raises while it is imported
+        print(f"--pdbcls={debugger} cannot be had on this rank ({type(error).__name__}: {error}), so here is pdb")
+        return pdb.Pdb
+    return found
+
+
+@contextmanager
+def _at_the_terminal() -> Iterator[None]:
+    """Standard streams are the terminal's, for C as well: it is readline that reads the keys."""
+    global _at_it
+    with ExitStack() as stack:
+        if threading.current_thread() is threading.main_thread():
+            # Nobody would notice that it stopped: the shell waits for pytest, which waits for this rank.
+            stack.callback(signal.signal, signal.SIGTSTP, signal.signal(signal.SIGTSTP, signal.SIG_IGN))
+        terminal = os.open(PATH, os.O_RDWR)
+        for descriptor in (0, 1, 2):
+            kept = os.dup(descriptor)
+            stack.callback(os.close, kept)
+            stack.callback(os.dup2, kept, descriptor)
+            os.dup2(terminal, descriptor)
+        os.close(terminal)
+        for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+            stack.callback(setattr, sys, name, getattr(sys, name))
+            mode = "w" if descriptor else "r"
+            stream = open(descriptor, mode, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+            setattr(sys, name, stream)
+            if descriptor:
+                stack.callback(stream.flush)
+        _at_it = True
+        try:
+            yield
+        finally:
+            _at_it = False

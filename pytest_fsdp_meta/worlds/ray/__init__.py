@@ -1,0 +1,1 @@
+"""Ranks on several machines: one Ray actor per rank."""

@@ -1,0 +1,1 @@
+"""Processes, folders, terminals, output files and messages: what worlds need from the operating system."""

@@ -1,0 +1,375 @@
+"""Evidence made by hand: that of a healthy loader, and ways to break one thing in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+from math import prod
+from typing import Any
+
+from pytest_fsdp_meta.catalogue import Verdict, built_in, judge
+from pytest_fsdp_meta.evidence import (
+    Accumulation,
+    Comparison,
+    Evidence,
+    Export,
+    Measure,
+    MeshFacts,
+    Movement,
+    OptimizerFacts,
+    RankInventory,
+    RankTraining,
+    ReferenceFacts,
+    Resharded,
+    SubjectFacts,
+    TensorFacts,
+    Unavailable,
+    WorldFacts,
+)
+from pytest_fsdp_meta.evidence.checkpoint import RankResumed, RankSaved, RankStateDict
+from pytest_fsdp_meta.observers.support.layout import regions
+
+CATALOGUE = built_in()
+EMBEDDING, HEAD, MIDDLE, FROZEN = "embed.weight", "head.weight", "layers.0.weight", "verifier.weight"
+ROTARY, COUNTER = "rotary.inv_freq", "counter"
+PARAMETERS: dict[str, tuple[int, ...]] = {EMBEDDING: (8, 4), MIDDLE: (6, 4), FROZEN: (4, 4), HEAD: (8, 4)}
+BUFFERS: dict[str, tuple[int, ...]] = {ROTARY: (2,), COUNTER: ()}
+LOSSES = (2.0, 1.5, 1.25)
+EVERYTHING = ("inventory", "reference", "values", "verifier", "training")
+
+
+def parameter(
+    name: str,
+    shape: Sequence[int] = (8, 4),
+    mesh: Mapping[str | None, int] | None = None,
+    placements: Sequence[str] | None = None,
+    coordinate: Sequence[int] | None = None,
+    **facts: Any,
+) -> TensorFacts:
+    """A parameter on one rank; a plain tensor without ``placements``, else a DTensor on ``mesh`` at ``coordinate``."""
+    held = regions(shape, (), (), ())
+    on = None
+    if placements is not None:
+        assert mesh is not None
+        assert coordinate is not None
+        sizes = tuple(mesh.values())
+        held = regions(shape, [shard_of(placement) for placement in placements], sizes, coordinate)
+        on = MeshFacts(tuple(mesh), sizes, tuple(coordinate))
+    local = tuple(sum(stop - start for start, stop in runs) for runs in held)
+    return replace(
+        TensorFacts(
+            name=name,
+            kind="parameter",
+            shape=tuple(shape),
+            local_shape=local,
+            regions=held,
+            dtype="float32",
+            device="cpu",
+            requires_grad=True,
+            placements=None if placements is None else tuple(placements),
+            mesh=on,
+            storage=f"memory of {name}" if prod(local) else None,
+            identity=hash(name),
+            digest=f"bits of {name}",
+        ),
+        **facts,
+    )
+
+
+def buffer(name: str, shape: Sequence[int] = (2,), **facts: Any) -> TensorFacts:
+    return replace(parameter(name, shape), **{"kind": "buffer", "requires_grad": False, **facts})
+
+
+def shard_of(placement: str) -> tuple[int, int] | None:
+    """What layout.regions calls a shard, from the short form of a placement."""
+    if placement.startswith("_S("):
+        dim, factor = placement[3:-1].split(",")
+        return int(dim), int(factor)
+    return (int(placement[2:-1]), 1) if placement.startswith("S(") else None
+
+
+def model(
+    mesh: Mapping[str, int], coordinate: Sequence[int] | None, parameters: Mapping[str, tuple[int, ...]] = PARAMETERS
+) -> tuple[TensorFacts, ...]:
+    """All tensors of the model on one rank, sharded on dim 0 over each dp_shard; whole where there is no coordinate."""
+    placements = None if coordinate is None else ["S(0)" if dim == "dp_shard" else "R" for dim in mesh]
+    found = [parameter(name, shape, mesh, placements, coordinate) for name, shape in parameters.items()]
+    tied = {HEAD: EMBEDDING}
+    found = [
+        replace(
+            tensor,
+            requires_grad=tensor.name != FROZEN,
+            storage=tensor.storage and f"memory of {tied.get(tensor.name, tensor.name)}",
+            identity=hash(tied.get(tensor.name, tensor.name)),
+        )
+        for tensor in found
+    ]
+    rotary = buffer(ROTARY, BUFFERS[ROTARY], persistent=False)
+    return (*found, rotary, buffer(COUNTER, BUFFERS[COUNTER], dtype="int64"))
+
+
+def healthy(
+    world: int = 2,
+    mesh: Mapping[str, int] | None = None,
+    parameters: Mapping[str, tuple[int, ...]] = PARAMETERS,
+    losses: Sequence[float] = LOSSES,
+) -> Evidence:
+    """What a conforming loader leaves: everything declared, everything observed, nothing wrong."""
+    mesh = {"dp_shard": world} if mesh is None else mesh
+    coordinates = list(product(*(range(size) for size in mesh.values())))
+    ranks = tuple(RankInventory(rank, "cpu", model(mesh, place, parameters)) for rank, place in enumerate(coordinates))
+    batches = tuple(f"batch {step}" for step in range(len(losses)))
+    reference = RankInventory(0, "cpu", model(mesh, None, parameters))
+    frozen = {FROZEN} & set(parameters)
+    return Evidence(
+        world=WorldFacts(prod(mesh.values()), tuple(mesh.items()), "cpu", "gloo"),
+        subject=SubjectFacts(declared=frozenset({"reference", "batch", "optimizer"})),
+        inventory=ranks,
+        reference=ReferenceFacts(
+            "callable",
+            reference,
+            tuple(losses),
+            tuple(losses),
+            batches,
+            state_dict=persistent(reference),
+            gradients={t.name: 1.0 for t in reference.tensors if t.requires_grad},
+            noise=1e-6,
+            norm=3.0,
+            after=stepped(reference),
+        ),
+        values=tuple(tuple(equal(tensor) for tensor in rank.tensors) for rank in ranks),
+        verifier=tuple(tuple(equal(t) for t in rank.tensors if t.name in frozen) for rank in ranks),
+        training=tuple(trained(rank, len(ranks), losses, batches) for rank in ranks),
+        **reloaded(ranks, reference),
+    )
+
+
+def reloaded(ranks: Sequence[RankInventory], reference: RankInventory) -> dict[str, Any]:
+    """What is seen by loading again, where all comes back."""
+    saved = tuple(RankSaved({name: f"saved {name}" for name in persistent(rank)}) for rank in ranks)
+    momenta = {t.name: {"momentum_buffer": f"momentum of {t.name}"} for t in reference.tensors if t.requires_grad}
+    resumed = tuple(RankResumed(held, momenta, ({"lr": "0.1"},), (1.25, 1.0)) for held in saved)
+    whole = tuple(equal(tensor) for tensor in reference.tensors if tensor.persistent)
+    return {
+        "repetition": tuple(ranks),
+        "state_dict": tuple(RankStateDict(persistent(rank)) for rank in ranks),
+        "saved": saved,
+        "restored": saved,
+        "continued": resumed,
+        "resumed": resumed,
+        "export": Export(comparisons=whole),
+        "resharded": Resharded((("dp_shard", 1),), (whole,)),
+    }
+
+
+def persistent(rank: RankInventory) -> tuple[str, ...]:
+    return tuple(tensor.name for tensor in rank.tensors if tensor.persistent)
+
+
+def trained(rank: RankInventory, slices: int, losses: Sequence[float], batches: Sequence[str]) -> RankTraining:
+    """What a rank sees of a training that goes as the reference's."""
+    trainable = [tensor for tensor in rank.tensors if tensor.requires_grad]
+    alike = tuple(replace(equal(tensor), measure=measured(tensor.numel)) for tensor in trainable)
+    return RankTraining(
+        losses=tuple(losses),
+        data_parallel=(rank.rank, slices),
+        batches=tuple(batches),
+        gradients=alike,
+        parameters=alike,
+        labels=tuple((8, 6) for _ in losses),
+        norm=3.0,
+        after=stepped(rank),
+        optimizer=OptimizerFacts("SGD", {t.name: int(t.requires_grad) for t in rank.tensors if t.kind == "parameter"}),
+        movements=tuple(Movement(t.name, t.local_shape[0], 0) for t in trainable if t.numel),
+        accumulation=Accumulation(alike),
+    )
+
+
+def measured(elements: int, factor: float = 1.0, apart: float = 0.0) -> Measure:
+    """Of a tensor of ones that has ``factor`` times the truth, and is ``apart`` from that in another direction."""
+    length = elements**0.5
+    actual = ((factor * length) ** 2 + apart**2) ** 0.5
+    distance = (((factor - 1) * length) ** 2 + apart**2) ** 0.5
+    return Measure(actual, length, distance, factor * elements, elements)
+
+
+def stepped(rank: RankInventory) -> RankInventory:
+    """The inventory once the steps are over: what is trainable has other bits."""
+    return replace(
+        rank, tensors=tuple(replace(t, digest=f"trained {t.digest}") if t.requires_grad else t for t in rank.tensors)
+    )
+
+
+def on_runs(evidence: Evidence, ranks: Iterable[int] | None, **facts: Any) -> Evidence:
+    """The training with other facts on these ranks, or on all."""
+    chosen = range(len(evidence.training or ())) if ranks is None else set(ranks)
+    runs = (replace(run, **facts) if rank in chosen else run for rank, run in enumerate(evidence.training or ()))
+    return replace(evidence, training=tuple(runs))
+
+
+def remeasured(
+    evidence: Evidence,
+    name: str,
+    factor: float = 1.0,
+    apart: float = 0.0,
+    ranks: Iterable[int] | None = None,
+    observed: str = "gradients",
+) -> Evidence:
+    """A gradient, or an update, that is ``factor`` times the reference's and ``apart`` from it in another direction."""
+    chosen = range(len(evidence.training or ())) if ranks is None else set(ranks)
+    runs = []
+    for rank, run in enumerate(evidence.training or ()):
+        off = {"equal": False, "differing": 1, "index": (0, 0), "expected": 0.5, "actual": 0.75}
+        seen = tuple(
+            replace(c, **off, measure=measured(c.elements, factor, apart)) if c.name == name and rank in chosen else c
+            for c in getattr(run, observed)
+        )
+        runs.append(replace(run, **{observed: seen}))
+    return replace(evidence, training=tuple(runs))
+
+
+def equal(tensor: TensorFacts) -> Comparison:
+    return Comparison(tensor.name, True, elements=tensor.numel)
+
+
+def empty(world: int = 2) -> Evidence:
+    """A model without parameters and without buffers."""
+    bare = healthy(world, parameters={})
+    nothing = tuple(replace(rank, tensors=()) for rank in bare.inventory)
+    return replace(
+        bare,
+        inventory=nothing,
+        reference=replace(bare.reference, inventory=replace(bare.reference.inventory, tensors=()), state_dict=()),
+        values=tuple(() for _ in nothing),
+        **reloaded(nothing, replace(bare.inventory[0], tensors=())),
+    )
+
+
+def on_ranks(evidence: Evidence, ranks: Iterable[int] | None, mend: Callable[[RankInventory], tuple[TensorFacts, ...]]):
+    """The evidence with the tensors of these ranks (default all) as ``mend`` gives them."""
+    chosen = range(len(evidence.inventory)) if ranks is None else set(ranks)
+    inventory = (replace(r, tensors=mend(r)) if r.rank in chosen else r for r in evidence.inventory)
+    return replace(evidence, inventory=tuple(inventory))
+
+
+def change(evidence: Evidence, name: str, ranks: Iterable[int] | None = None, **facts: Any) -> Evidence:
+    """One tensor with other facts, on these ranks or on all."""
+    return on_ranks(evidence, ranks, lambda r: tuple(replace(t, **facts) if t.name == name else t for t in r.tensors))
+
+
+def drop(evidence: Evidence, name: str, ranks: Iterable[int] | None = None) -> Evidence:
+    return on_ranks(evidence, ranks, lambda r: tuple(t for t in r.tensors if t.name != name))
+
+
+def add(evidence: Evidence, tensor: TensorFacts, ranks: Iterable[int] | None = None) -> Evidence:
+    return on_ranks(evidence, ranks, lambda r: (*r.tensors, tensor))
+
+
+def place(
+    evidence: Evidence,
+    name: str,
+    mesh: Mapping[str | None, int],
+    *placements: str,
+    shape: Sequence[int] | None = None,
+) -> Evidence:
+    """One parameter on another mesh, or with other placements, on every rank; plain without placements.
+
+    Of another shape, it has that in the reference as well.
+    """
+    coordinates = list(product(*(range(size) for size in mesh.values())))
+    if shape is None:
+        shape = evidence.inventory[0].by_name[name].shape
+    elif evidence.reference is not None:
+        evidence = change_reference(evidence, name, shape=tuple(shape))
+
+    def there(rank: int) -> TensorFacts:
+        if not placements:
+            return parameter(name, shape)
+        return parameter(name, shape, mesh, placements, coordinates[rank % len(coordinates)])
+
+    return on_ranks(evidence, None, lambda r: tuple(there(r.rank) if t.name == name else t for t in r.tensors))
+
+
+def with_reference(evidence: Evidence, **facts: Any) -> Evidence:
+    return replace(evidence, reference=replace(evidence.reference, **facts))
+
+
+def change_reference(evidence: Evidence, name: str, **facts: Any) -> Evidence:
+    truth = evidence.reference.inventory
+    tensors = tuple(replace(tensor, **facts) if tensor.name == name else tensor for tensor in truth.tensors)
+    return with_reference(evidence, inventory=replace(truth, tensors=tensors))
+
+
+def drop_reference(evidence: Evidence, *names: str) -> Evidence:
+    truth = evidence.reference.inventory
+    tensors = tuple(tensor for tensor in truth.tensors if tensor.name not in names)
+    return with_reference(evidence, inventory=replace(truth, tensors=tensors))
+
+
+def from_checkpoint(evidence: Evidence, *without: str) -> Evidence:
+    """The reference is a checkpoint directory: no transient buffer, no name of ``without``, and nobody trains it."""
+    left_out = {ROTARY, *without}
+    truth = evidence.reference.inventory
+    stored = (replace(t, kind="tensor", device="disk") for t in truth.tensors if t.name not in left_out)
+    return replace(
+        evidence,
+        reference=ReferenceFacts("checkpoint", RankInventory(0, "disk", tuple(stored))),
+        values=tuple(tuple(c for c in comparisons if c.name not in left_out) for comparisons in evidence.values or ()),
+        verifier=None,
+        training=None,
+        unavailable={"verifier": Unavailable("nothing is frozen"), "training": Unavailable("nobody trains it")},
+    )
+
+
+def differ(
+    evidence: Evidence, name: str, ranks: Iterable[int] | None = None, observed: str = "values", **facts: Any
+) -> Evidence:
+    """The tensor differs from the truth on these ranks: one element by 0.5, unless told otherwise."""
+    chosen = range(len(evidence.inventory)) if ranks is None else set(ranks)
+    told = {"differing": 1, "max_abs": 0.5, "max_rel": 0.25, "index": (0, 0), "expected": 2.0, "actual": 2.5, **facts}
+    taken = tuple(
+        tuple(replace(c, equal=False, **told) if c.name == name and rank in chosen else c for c in comparisons)
+        for rank, comparisons in enumerate(getattr(evidence, observed))
+    )
+    return replace(evidence, **{observed: taken})
+
+
+def declare(evidence: Evidence, **fields: Any) -> Evidence:
+    """What the author declared, on top of the reference and the batch."""
+    declared = evidence.subject.declared | {name for name in fields if name in ("frozen", "tied", "placements")}
+    return replace(evidence, subject=replace(evidence.subject, **{"declared": declared, **fields}))
+
+
+def undeclared(evidence: Evidence, *observations: str, why: str, error: bool = False, detail: str = "") -> Evidence:
+    """Observations that were not taken, with the reason."""
+    absent = dict.fromkeys(observations, Unavailable(why, error, detail))
+    return replace(
+        evidence,
+        unavailable={**evidence.unavailable, **absent},
+        **{name: None for name in observations if name != "inventory"},
+    )
+
+
+def rename(evidence: Evidence, prefix: str, *names: str) -> Evidence:
+    """The prefix put before these names, or before all of them."""
+    return on_ranks(
+        evidence,
+        None,
+        lambda r: tuple(replace(t, name=f"{prefix}{t.name}") if t.name in names or not names else t for t in r.tensors),
+    )
+
+
+def left_out(by: str, *names: str) -> str:
+    """The reason of a check that was kept by all but these tensors, which ``by`` condemned."""
+    count = f"{len(names)} tensor{'s' if len(names) > 1 else ''}"
+    return f"kept by what could be judged; not judged: {count} that {by} condemned (first: {names[0]})"
+
+
+def verdict(id: str, evidence: Evidence) -> Verdict:
+    return judge(CATALOGUE[id], evidence, CATALOGUE)
+
+
+def told(found: Verdict) -> list[tuple[str | None, tuple[int, ...], str, str, str]]:
+    """The findings without cause and remedy."""
+    return [(f.tensor, f.ranks, f.actual, f.expected, f.detail) for f in found.findings]

@@ -1,0 +1,246 @@
+"""shard_bytes_within_budget and load_peak_memory_bounded on hand-made evidence."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+
+import pytest
+
+from pytest_fsdp_meta.evidence.collectives import RankMemory
+from tests.catalogue.evidence_factory import (
+    EMBEDDING,
+    HEAD,
+    MIDDLE,
+    ROTARY,
+    change,
+    declare,
+    drop,
+    empty,
+    healthy,
+    left_out,
+    on_ranks,
+    place,
+    told,
+    undeclared,
+    verdict,
+)
+
+KEPT, PEAK = "shard_bytes_within_budget", "load_peak_memory_bounded"
+WIDTH = 4
+BIG = {"a.weight": (4096, 16), "b.weight": (2048, 16), "c.weight": (1024, 16), "d.weight": (1024, 16)}
+WHOLE = sum(map(prod, BIG.values())) * WIDTH
+
+
+def stored(world=2, parameters=BIG, mesh=None):
+    """A healthy model whose tensors each have a storage of their own, tied ones one."""
+    evidence = healthy(world, mesh, parameters)
+
+    def with_storage(tensor):
+        own = tensor.numel * WIDTH
+        return replace(tensor, width=WIDTH, backing=tensor.storage or tensor.name, backing_bytes=own)
+
+    return on_ranks(evidence, None, lambda rank: tuple(map(with_storage, rank.tensors)))
+
+
+def kept(evidence, name, size, ranks=None):
+    return change(evidence, name, ranks, backing_bytes=size)
+
+
+@pytest.mark.parametrize(
+    "evidence",
+    [
+        stored(),
+        stored(4),
+        stored(parameters={**BIG, EMBEDDING: (8, 4), HEAD: (8, 4)}),  # tied
+        stored(mesh={"dp_replicate": 2, "dp_shard": 2}),
+        kept(stored(4), "a.weight", 0),  # a mapped file
+        kept(stored(), "a.weight", 4096 * 16 * WIDTH // 2 + 4096),  # a little padding
+        kept(stored(4, {"a.weight": (5, 1024)}), "a.weight", 2 * 1024 * WIDTH),  # padded by FSDP2, empty on the last
+        kept(stored(parameters={**BIG, "s.weight": (2, 2)}), "s.weight", 512),  # alignment
+        kept(stored(), ROTARY, 10**6),  # a buffer that is part of a larger table
+        kept(place(stored(), "a.weight", {}, shape=(4, 4)), "a.weight", 10**6),  # nobody sharded it: told elsewhere
+    ],
+)
+def test_shards_that_explain_their_storage_pass(evidence):
+    assert verdict(KEPT, evidence).status == "passed"
+
+
+def test_a_full_storage_behind_a_shard():
+    full = 4096 * 16 * WIDTH
+    found = verdict(KEPT, kept(stored(), "a.weight", full))
+    rotary = 2 * WIDTH + WIDTH  # and the counter
+    detail = f"rank 0 keeps {WHOLE // 2 + full // 2 + rotary} bytes, and its tensors explain {WHOLE // 2 + rotary}"
+    assert told(found) == [
+        ("a.weight", (0, 1), f"a storage of {full} bytes behind its shard", f"{full // 2} bytes", detail)
+    ]
+
+
+def test_a_little_behind_each_of_many_shards_adds_up():
+    small = {f"layers.{number}.weight": (8, 8) for number in range(8)}
+    evidence = stored(parameters=small)
+    assert verdict(KEPT, kept(evidence, "layers.0.weight", 256)).status == "passed"
+    for name in small:
+        evidence = kept(evidence, name, 256)
+    found = verdict(KEPT, evidence)
+    assert [finding.tensor for finding in found.findings] == [*small]
+    assert told(found)[0] == (
+        *("layers.0.weight", (0, 1), "a storage of 256 bytes behind its shard", "128 bytes"),
+        "rank 0 keeps 2060 bytes, and its tensors explain 1036",
+    )
+
+
+def test_the_padding_of_flat_buffers_is_their_makers_affair():
+    evidence = kept(stored(), "a.weight", 4096 * 16 * WIDTH)
+    assert verdict(KEPT, change(evidence, "a.weight", sharded_by="megatron-fsdp")).status == "passed"
+
+
+def test_a_full_storage_on_one_rank():
+    found = verdict(KEPT, kept(stored(4), "b.weight", 2048 * 16 * WIDTH, [2]))
+    assert [(finding.tensor, finding.ranks) for finding in found.findings] == [("b.weight", (2,))]
+
+
+def test_a_flat_buffer_holds_many():
+    evidence = stored()
+    names = list(BIG)
+    for name in names:
+        evidence = change(evidence, name, backing="flat", backing_bytes=WHOLE // 2 + 64)
+    assert verdict(KEPT, evidence).status == "passed"
+    for name in names:
+        evidence = change(evidence, name, backing_bytes=WHOLE)
+    found = verdict(KEPT, evidence)
+    assert [finding.tensor for finding in found.findings] == names
+    assert {f.actual for f in found.findings} == {f"a storage of {WHOLE} bytes behind its shard, with 3 more in it"}
+
+
+def test_an_empty_shard_of_a_full_storage():
+    evidence = kept(stored(4, {"a.weight": (5, 1024)}), "a.weight", 5 * 1024 * WIDTH, [3])
+    assert [(f.ranks, f.expected) for f in verdict(KEPT, evidence).findings] == [((3,), f"{2 * 1024 * WIDTH} bytes")]
+
+
+@pytest.mark.parametrize("evidence", [stored(1), empty(), stored(mesh={"dp_replicate": 2})])
+def test_where_nothing_is_sharded(evidence):
+    found = verdict(KEPT, evidence)
+    assert (found.status, found.reason) == ("skipped", "no parameter is sharded, so every rank keeps all of them")
+
+
+def test_what_ranks_do_not_share_is_told_elsewhere():
+    evidence = change(kept(stored(), "a.weight", 10**7), "a.weight", [1], dtype="bfloat16")
+    found = verdict(KEPT, evidence)
+    assert (found.status, found.reason) == ("skipped", left_out("same_manifest_on_every_rank", "a.weight"))
+    assert verdict(KEPT, undeclared(stored(), "inventory", why="nobody looked")).status == "skipped"
+
+
+ELEMENTS, LARGEST = WHOLE // WIDTH, 4096 * 16 * WIDTH
+LOADED = RankMemory(host=WHOLE // 2 + LARGEST, whole=4096 * 16)
+
+
+def measured(*memory, world=4, **declared):
+    """Evidence of ranks that held this while loading; the last of ``memory`` stands for the others."""
+    ranks = [*memory, *[memory[-1]] * (world - len(memory))]
+    return declare(replace(stored(world), memory=tuple(ranks)), **declared)
+
+
+@pytest.mark.parametrize(
+    "evidence",
+    [
+        measured(LOADED),
+        measured(LOADED, world=2),
+        measured(RankMemory(0)),
+        measured(RankMemory(host=WHOLE + 64, whole=1024, beyond=64), world=2),  # its shards twice
+        measured(RankMemory(host=0, device=WHOLE // 2)),
+        measured(RankMemory(host=3 * WHOLE, whole=1024, beyond=2 * LARGEST), LOADED),
+        measured(RankMemory(host=WHOLE, whole=ELEMENTS), LOADED, whole_while_loading=(0,)),
+    ],
+)
+def test_a_few_tensors_at_a_time_pass(evidence):
+    assert verdict(PEAK, evidence).status == "passed"
+
+
+def test_buffers_are_whole_on_every_rank():
+    buffered = on_ranks(stored(4), None, lambda rank: [replace(t, width=WIDTH) for t in rank.tensors])
+    table = change(buffered, ROTARY, None, shape=(WHOLE,), local_shape=(WHOLE,))
+    held = replace(table, memory=(RankMemory(host=0, device=WHOLE // 4 + WHOLE * WIDTH),) * 4)
+    assert verdict(PEAK, held).status == "passed"
+    assert verdict(PEAK, replace(held, inventory=stored(4).inventory)).status == "failed"
+
+
+def test_the_whole_model_on_every_rank():
+    found = verdict(PEAK, measured(RankMemory(host=WHOLE + 100, whole=ELEMENTS)))
+    detail = f"rank 0 held {WHOLE + 100} bytes at one time; the model has {WHOLE}, of which the rank keeps {WHOLE // 4}"
+    expected = "a few tensors at a time beside the shards"
+    assert told(found) == [(None, (0, 1, 2, 3), "held whole while loading", expected, detail)]
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        RankMemory(host=WHOLE, whole=ELEMENTS),
+        RankMemory(host=WHOLE, whole=ELEMENTS - 1024),  # but for a tiny part
+        RankMemory(host=2 * WHOLE, whole=0, beyond=WHOLE // 4 + 4 * LARGEST),  # in pieces of other sizes
+        RankMemory(host=0, device=WHOLE // 2 + 4 * LARGEST),
+    ],
+)
+def test_one_rank_holds_it(held):
+    [finding] = verdict(PEAK, measured(LOADED, held, LOADED)).findings
+    assert finding.ranks == (1,)
+
+
+def test_another_rank_than_declared():
+    evidence = measured(RankMemory(host=WHOLE, whole=ELEMENTS), whole_while_loading=(0,))
+    assert [finding.ranks for finding in verdict(PEAK, evidence).findings] == [(1, 2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("memory", "declared", "means"),
+    [
+        ([RankMemory(host=WHOLE, whole=ELEMENTS)], (), "True"),
+        ([RankMemory(host=WHOLE, whole=ELEMENTS)], (0,), "True"),
+        ([LOADED, RankMemory(host=WHOLE, whole=ELEMENTS), LOADED], (), "(1,)"),
+        ([LOADED, RankMemory(host=WHOLE, whole=ELEMENTS), LOADED], (0,), "(0, 1)"),
+    ],
+)
+def test_the_remedy_declares_the_ranks_that_hold_it(memory, declared, means):
+    [finding] = verdict(PEAK, measured(*memory, whole_while_loading=declared)).findings
+    assert finding.remedy == (
+        "build it on meta, shard it, then to_empty() and read only the rank's own slices; or declare the ranks that "
+        f"mean it: Subject(whole_while_loading={means})"
+    )
+
+
+@pytest.mark.parametrize(
+    "unclear", [RankMemory(host=WHOLE, beyond=3 * LARGEST + 1), RankMemory(host=0, device=WHOLE + LARGEST)]
+)
+def test_what_may_be_copies_of_shards_is_not_judged(unclear):
+    found = verdict(PEAK, measured(unclear, LOADED, world=2))
+    assert found.status == "skipped"
+    assert found.reason.startswith("rank 0: as many bytes as the model has were alive at one time")
+
+
+KEEPS = "every rank keeps the model, or nearly all of it: it has to be held while loading, too"
+
+
+@pytest.mark.parametrize(
+    ("evidence", "reason"),
+    [
+        (measured(RankMemory(host=WHOLE, whole=ELEMENTS), world=1), KEEPS),
+        (replace(stored(mesh={"dp_replicate": 2}), memory=(RankMemory(WHOLE, ELEMENTS),) * 2), KEEPS),
+        (replace(empty(), memory=(RankMemory(0),) * 2), KEEPS),
+        (
+            measured(RankMemory(host=WHOLE, whole=ELEMENTS), whole_while_loading=(0, 1, 2, 3)),
+            "Subject(whole_while_loading=...) declares that every rank may hold the whole model",
+        ),
+        (
+            replace(stored(2, {"a.weight": (1, 1)}), memory=(RankMemory(4, whole=1),) * 2),
+            "the model is no more than a tensor or two, or than 2048 bytes: reading it is holding it whole",
+        ),
+        (undeclared(stored(), "memory", why="not on this system"), "not on this system"),
+    ],
+)
+def test_where_there_is_nothing_to_judge(evidence, reason):
+    assert (verdict(PEAK, evidence).status, verdict(PEAK, evidence).reason) == ("skipped", reason)
+
+
+def test_a_model_of_other_tensors_on_one_rank_is_judged_by_its_own():
+    assert verdict(PEAK, drop(measured(LOADED), "d.weight", [3])).status == "passed"
+    assert verdict(PEAK, change(measured(LOADED), MIDDLE, [0], dtype="bfloat16")).status == "passed"

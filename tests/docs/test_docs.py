@@ -1,0 +1,181 @@
+"""The pages of docs/ are true: their files run, their commands say what is shown, their links lead somewhere."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections import Counter
+from functools import cache
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+import yaml
+
+from pytest_fsdp_meta.catalogue.registry import OBSERVATIONS
+from pytest_fsdp_meta.reports.schema import STATUSES, WORDS
+from tests.docs.markdown_help import ROOT, Page, missing, type_in
+
+DOCS = ROOT / "docs"
+PAGES = {page.name: Page(page) for page in sorted(DOCS.glob("*.md"))}
+EVERYWHERE = {
+    str(page.relative_to(ROOT)): Page(page)
+    for folder in (ROOT, DOCS, ROOT / "benchmarks" / "results")
+    for page in sorted(folder.glob("*.md"))
+}
+TRIED_BY = re.compile(r"tried by (tests/\w+\.py)")
+LANGUAGES = {"python", "console", "text", "sh", "yaml", "ini", "json"}
+
+NOT_RUN = {
+    "needs a Ray cluster": 1,
+    "takes minutes": 1,
+    "seen by make systems": 6,
+    "tried by tests/...": 2,
+    "a picture": 1,
+    "a fragment": 2,
+}
+"""The reasons for which a block may not be run, and how many there are: one more is a decision, not an accident."""
+
+
+def of_all(pages: dict[str, Page]) -> list[object]:
+    return [pytest.param(page, id=name) for name, page in pages.items()]
+
+
+@pytest.mark.parametrize("page", of_all(PAGES))
+def test_every_block_says_what_it_is(page):
+    for block in page.blocks:
+        assert block.language in LANGUAGES, f"{page.path.name}:{block.line}"
+        if block.language == "python" and not block.not_run:
+            assert block.file, f"{page.path.name}:{block.line}: its first line should name its file: # test_it.py"
+
+
+def test_nothing_is_left_out_by_accident():
+    counted = Counter[str]()
+    for name, page in PAGES.items():
+        for block in page.blocks:
+            tried = TRIED_BY.fullmatch(block.not_run)
+            assert not tried or (ROOT / tried[1]).is_file(), f"{name}:{block.line}: {block.not_run}"
+            counted["tried by tests/..." if tried else block.not_run] += 1
+    del counted[""]
+    assert counted == Counter(NOT_RUN)
+
+
+@pytest.mark.parametrize("page", of_all({name: page for name, page in PAGES.items() if page.blocks}))
+def test_what_a_page_shows_is_what_happens(page, tmp_path):
+    """From top to bottom: files are written, commands typed. What is shown apart was told by one of the commands."""
+    everything = ""
+    for block in page.blocks:
+        if block.not_run:
+            continue
+        if block.file:
+            (tmp_path / block.file).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / block.file).write_text(block.text, "utf-8")
+        elif block.language in ("console", "sh"):
+            for command, shown in block.commands:
+                status, told = type_in(tmp_path, command)
+                everything += told
+                assert shown or status == 0, f"{page.path.name}:{block.line}: {command}\n{told}"
+                absent = missing(told, shown)
+                assert not absent, f"{page.path.name}:{block.line}: {command}\n{absent}"
+        elif block.language == "text":
+            absent = missing(everything, block.text)
+            assert not absent, f"{page.path.name}:{block.line}\n{absent}"
+
+
+@pytest.mark.parametrize("page", of_all(PAGES))
+def test_what_is_not_run_can_be_read_at_least(page):
+    read = {"yaml": yaml.safe_load, "json": json.loads, "python": compile_, "sh": parse_shell}
+    for block in page.blocks:
+        if block.language in read:
+            read[block.language](block.text)
+
+
+def compile_(text: str) -> None:
+    compile(text, "a block", "exec")
+
+
+def parse_shell(text: str) -> None:
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+
+
+@pytest.mark.parametrize(("kind", "schema"), [(".github/workflows/", "github-workflows"), (".buildkite/", "buildkite")])
+def test_pipelines_have_the_form_that_their_service_takes(kind, schema, tmp_path):
+    shown = [block for page in PAGES.values() for block in page.blocks if block.file.startswith(kind)]
+    assert shown
+    for number, block in enumerate(shown):
+        file = tmp_path / f"{number}.yml"
+        file.write_text(block.text, "utf-8")
+        command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", f"vendor.{schema}", str(file)]
+        checked = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert checked.returncode == 0, checked.stdout
+
+
+def test_the_nightly_workflow_takes_what_the_page_gives():
+    offered = yaml.safe_load((ROOT / ".github" / "workflows" / "nightly.yml").read_text("utf-8"))
+    called = next(block for block in PAGES["nightly.md"].blocks if block.file == ".github/workflows/nightly.yml")
+    given = yaml.safe_load(called.text)["jobs"]["loaders"]["with"]
+    assert given.keys() <= offered[True]["workflow_call"]["inputs"].keys()  # YAML 1.1 takes "on" for true
+
+
+@cache
+def anchors(page: Path) -> set[str]:
+    return Page(page).anchors
+
+
+@pytest.mark.parametrize("page", of_all(EVERYWHERE))
+def test_links_lead_somewhere(page):
+    for link in page.links:
+        parts = urlsplit(link)
+        if parts.scheme:
+            assert parts.scheme == "https", link
+            assert re.fullmatch(r"[\w-]+(\.[\w-]+)+", parts.netloc), link
+            continue
+        target = (page.path.parent / parts.path).resolve() if parts.path else page.path
+        assert target.exists(), f"{page.path.name}: {link}"
+        assert target.is_relative_to(ROOT), f"{page.path.name}: {link}"
+        if parts.fragment:
+            assert parts.fragment in anchors(target), f"{page.path.name}: {link}"
+
+
+def test_the_site_builds_and_is_complete_by_itself(tmp_path):
+    """``make site``. Whatever it would load from outside would be missing where there is no network."""
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", str(DOCS), str(tmp_path)]
+    built = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stderr
+    for name in PAGES:
+        assert (tmp_path / name).with_suffix(".html").is_file()
+    for page in tmp_path.rglob("*.html"):
+        loaded = re.findall(r'<(?:script|img|iframe|link)\b[^>]*?(?:src|href)="([^"]+)"', page.read_text("utf-8"))
+        assert not [address for address in loaded if urlsplit(address).netloc], page.name
+    for style in tmp_path.rglob("*.css"):
+        assert not re.findall(r"(?:@import|url\()\s*['\"]?(?:https?:)?//", style.read_text("utf-8")), style.name
+
+
+def test_all_that_may_become_of_a_check_is_told():
+    row = r"^\| `([\w ]+)` \| ([\w ]+) \| (.*) \|$"
+    told = re.findall(row, (DOCS / "reading.md").read_text("utf-8"), re.MULTILINE)
+    assert told == [(status, WORDS[status], meaning) for status, meaning in STATUSES.items()]
+
+
+def test_what_is_said_of_peers_was_measured():
+    measured = "".join(page.read_text("utf-8") for page in (ROOT / "benchmarks" / "results").glob("*.md"))
+    said = (DOCS / "compared.md").read_text("utf-8").partition("## With other ways")[2]
+    short = (ROOT / "README.md").read_text("utf-8").partition("## From here")[2].partition("\n## ")[0]
+    rows = [line.strip() for line in (said + short).splitlines() if line.strip().startswith("|")]
+    assert len(rows) > 40
+    assert [row for row in rows if row not in measured.splitlines()] == []
+
+
+def test_all_that_a_check_may_need_is_described():
+    described = (DOCS / "own-checks.md").read_text("utf-8").partition("| in `needs` |")[2].partition("\n\n")[0]
+    assert re.findall(r"`(\w+)`", "".join(line.split("|")[1] for line in described.splitlines()[2:])) == list(
+        OBSERVATIONS
+    )
+
+
+def test_the_site_has_what_the_index_lists():
+    """GitHub's reader goes by the index page, the site's by its navigation: made from one list."""
+    listed = [link for link in PAGES["index.md"].links if link.endswith(".md") and "/" not in link]
+    assert sorted(listed) == sorted(PAGES.keys() - {"index.md"})

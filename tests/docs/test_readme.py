@@ -1,0 +1,75 @@
+"""README and the reference show real files and real output."""
+
+from __future__ import annotations
+
+import re
+from itertools import groupby
+from pathlib import Path
+
+import pytest
+
+from pytest_fsdp_meta.catalogue import built_in
+from pytest_fsdp_meta.plugin.markers import ARGUMENTS
+from pytest_fsdp_meta.plugin.settings import OPTIONS
+from pytest_fsdp_meta.reports.catalogue_page import catalogue_page
+from tests.docs.markdown_help import Page, type_in
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text("utf-8")
+REFERENCE = (ROOT / "docs" / "reference.md").read_text("utf-8")
+EXAMPLE = (ROOT / "examples" / "test_llama.py").read_text("utf-8")
+
+
+def blocks(language: str, page: str = "README.md") -> list[str]:
+    return [block.text for block in Page(ROOT / page).blocks if block.language == language]
+
+
+def test_the_example_is_the_file():
+    assert blocks("python") == [EXAMPLE]
+
+
+def test_the_tests_on_ranks_are_the_file():
+    assert (ROOT / "examples" / "test_ranks.py").read_text("utf-8") in blocks("python", "docs/ranks.md")
+
+
+def test_what_a_pass_looks_like(tmp_path):
+    """The end of it: the times, and what fills lines, are left out."""
+    (tmp_path / "test_llama.py").write_text(EXAMPLE)
+    shown = blocks("console")[0].splitlines()
+    assert shown[0] == "$ pytest test_llama.py"
+    _, told = type_in(tmp_path, shown[0].removeprefix("$ "))
+    for line in shown[1:]:
+        assert line in told
+
+
+def test_what_a_failure_looks_like(tmp_path):
+    lines = EXAMPLE.splitlines(keepends=True)
+    broken = [line for line in lines if "rotary_emb = " not in line]
+    assert len(lines) - len(broken) == 1
+    (tmp_path / "test_llama.py").write_text("".join(broken))
+    _, told = type_in(tmp_path, "pytest test_llama.py")
+    message = blocks("text")[0]
+    assert "run it again: python -m pytest" in message
+    assert message in told
+
+
+@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)
+def test_every_option_is_listed(option):
+    assert option.flag in REFERENCE
+    assert f"`{option.ini}`" in REFERENCE
+
+
+@pytest.mark.parametrize("argument", ARGUMENTS)
+def test_every_argument_of_the_marker_is_listed(argument):
+    assert f"`{argument}`" in REFERENCE
+
+
+def test_every_check_is_listed_by_family():
+    listed = re.findall(r"^\| (\w[\w ]*) \| (`.*`) \|$", README.partition("## The checks")[2], re.MULTILINE)
+    families = groupby(built_in(), lambda check: check.family)
+    assert listed == [(family, ", ".join(f"`{check.id}`" for check in checks)) for family, checks in families]
+
+
+def test_the_catalogue_page_is_current():
+    """``make docs`` makes it."""
+    assert (ROOT / "docs" / "catalogue.md").read_text("utf-8") == catalogue_page(built_in())

@@ -1,0 +1,81 @@
+"""Dataclasses as JSON and back."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import pytest
+
+from pytest_fsdp_meta.evidence.codec import from_plain, schema_of, to_plain
+
+
+@dataclass(frozen=True)
+class Inner:
+    """One thing."""
+
+    name: str | None
+    numbers: tuple[float, ...] = ()
+    pair: tuple[int, str] = (0, "")
+
+
+@dataclass(frozen=True)
+class Outer:
+    inner: tuple[Inner, ...]
+    by_name: Mapping[str, Inner] = field(default_factory=dict)
+    names: frozenset[str] = frozenset()
+    flag: bool = False
+    perhaps: Inner | None = None
+
+
+FULL = Outer(
+    (Inner("a", (1.5, math.inf, -math.inf), (3, "x")), Inner(None)),
+    {"it's <b>": Inner("b")},
+    frozenset({"z", "y"}),
+    True,
+    Inner("c"),
+)
+
+
+def test_there_and_back() -> None:
+    text = json.dumps(to_plain(FULL), allow_nan=False)
+    assert from_plain(Outer, json.loads(text)) == FULL
+
+
+def test_not_a_number() -> None:
+    back = from_plain(Inner, json.loads(json.dumps(to_plain(Inner("a", (math.nan,))), allow_nan=False)))
+    assert math.isnan(back.numbers[0])
+
+
+def test_what_is_missing_has_its_default_and_what_is_unknown_is_left_out() -> None:
+    assert from_plain(Outer, {"inner": [{"name": "a", "new": 1}]}) == Outer((Inner("a"),))
+
+
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        ({}, "Outer: 'inner' is missing"),
+        ([], "Outer: [], but should be dict"),
+        ({"inner": [{"name": 1}]}, "Outer.inner[0].name: 1, but should be str"),
+        ({"inner": [], "flag": 1}, "Outer.flag: 1, but should be bool"),
+        ({"inner": [{"name": "a", "pair": [1]}]}, "Outer.inner[0].pair: 1 items, but should be 2"),
+        ({"inner": [{"name": "a", "numbers": ["one"]}]}, "Outer.inner[0].numbers[0]: 'one', but should be float"),
+        ({"inner": [], "by_name": {"k": {}}}, "Outer.by_name['k']: 'name' is missing"),
+    ],
+)
+def test_what_is_wrong_is_said_with_its_place(data: object, told: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(told)}$"):
+        from_plain(Outer, data)
+
+
+def test_schema() -> None:
+    schema = schema_of(Inner, "Things")
+    assert schema["title"] == "Things"
+    inner = schema["$defs"]["Inner"]
+    assert inner["required"] == ["name"]
+    assert inner["description"] == "One thing."
+    assert inner["properties"]["name"] == {"anyOf": [{"type": "string"}, {"type": "null"}]}
+    assert inner["properties"]["pair"]["prefixItems"] == [{"type": "integer"}, {"type": "string"}]

@@ -1,0 +1,244 @@
+"""Worlds on GPUs: NCCL, and gloo with which ranks share one. Run by ``make gpu``; skipped where there is no GPU."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pytest_fsdp_meta.worlds import ForkServerEngine, World, WorldError, WorldSpec, count_gpus, current
+from tests.conftest import Project
+from tests.world_help import preload
+
+
+@cache
+def gpus() -> int:
+    """Not counted when this module is imported, for ranks import it as well."""
+    return count_gpus(ForkServerEngine(method="spawn"))
+
+
+@pytest.fixture(autouse=True)
+def _needs_a_gpu() -> None:
+    if not gpus():
+        pytest.skip("there is no GPU that torch can use")
+
+
+def world(size: int, backend: str, **given: Any) -> World:
+    devices = tuple(rank % gpus() for rank in range(size))
+    return World(WorldSpec({"dp_shard": size}, "cuda", backend, timeout=120.0, devices=devices, **given), preload())
+
+
+def where() -> tuple[str, int, bool]:
+    import torch
+
+    rank = current()
+    return str(rank.device), torch.cuda.current_device(), rank.mesh.device_type == "cuda"
+
+
+def collective(name: str) -> None:
+    """One collective that FSDP2 or a checkpoint needs, with the right result."""
+    import torch
+    import torch.distributed as dist
+
+    rank, device = current(), current().device
+    size = rank.world_size
+    mine = torch.full((2,), float(rank.rank), device=device)
+    expected = torch.arange(size, device=device).float().repeat_interleave(2)
+    if name == "all_reduce":
+        dist.all_reduce(mine)
+        assert mine.tolist() == [sum(range(size))] * 2
+    elif name == "broadcast":
+        dist.broadcast(mine, src=0)
+        assert mine.tolist() == [0.0, 0.0]
+    elif name == "all_gather_into_tensor":
+        out = torch.empty(2 * size, device=device)
+        dist.all_gather_into_tensor(out, mine)
+        assert torch.equal(out, expected)
+    elif name == "all_gather":
+        parts = [torch.empty(2, device=device) for _ in range(size)]
+        dist.all_gather(parts, mine)
+        assert torch.equal(torch.cat(parts), expected)
+    elif name == "reduce_scatter_tensor":
+        out = torch.empty(2, device=device)
+        dist.reduce_scatter_tensor(out, torch.arange(2.0 * size, device=device))
+        assert out.tolist() == [2.0 * rank.rank * size, (2.0 * rank.rank + 1) * size]
+    else:
+        assert name == "barrier"
+        dist.barrier()
+
+
+COLLECTIVES = ("all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "barrier")
+WORLDS = [(1, "nccl"), (2, "gloo"), (4, "gloo")]
+
+
+@pytest.mark.parametrize(("size", "backend"), WORLDS)
+def test_ranks_on_their_device(size: int, backend: str) -> None:
+    with world(size, backend) as ranks:
+        at = [rank % gpus() for rank in range(size)]
+        assert ranks.run(where) == [(f"cuda:{index}", index, True) for index in at]
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+@pytest.mark.parametrize(("size", "backend"), WORLDS)
+def test_collectives(size: int, backend: str, name: str) -> None:
+    with world(size, backend) as ranks:
+        ranks.run(collective, name)
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_collectives_of_nccl(name: str) -> None:
+    if gpus() < 2:
+        pytest.skip("there is only one GPU")
+    with world(2, "nccl") as ranks:
+        ranks.run(collective, name)
+
+
+def train() -> list[float]:
+    """Three steps of a sharded model; the losses."""
+    import torch
+    from torch import nn
+    from torch.distributed.fsdp import fully_shard
+
+    rank = current()
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).to(rank.device)
+    for layer in model:
+        fully_shard(layer, mesh=rank.mesh)
+    fully_shard(model, mesh=rank.mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = torch.ones(3, 8, device=rank.device)
+    losses = []
+    for _ in range(3):
+        loss = model(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize(("size", "backend"), WORLDS)
+def test_a_sharded_model_trains(size: int, backend: str) -> None:
+    with world(size, backend) as ranks:
+        losses = ranks.run(train)
+    assert losses[0][0] > losses[0][-1]
+    assert all(others == pytest.approx(losses[0]) for others in losses)
+
+
+def boom() -> None:
+    import torch
+
+    if current().rank == 0:
+        raise RuntimeError("boom")
+    torch.cuda.synchronize()
+    time.sleep(60)
+
+
+def die() -> None:
+    if current().rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+
+
+def hold() -> int:
+    import torch
+
+    current().state["held"] = torch.empty(2**30, dtype=torch.uint8, device=current().device)
+    return int(torch.cuda.mem_get_info(current().device)[0])
+
+
+@pytest.mark.parametrize(("act", "told"), [(boom, "rank 0 raised RuntimeError: boom"), (die, "rank 0 was killed by")])
+def test_faults(act: Callable[[], None], told: str) -> None:
+    with world(2, "gloo") as ranks, pytest.raises(WorldError) as caught:
+        ranks.run(act)
+    assert caught.value.summary.startswith(told)
+
+
+def test_memory_is_free_when_the_world_has_ended() -> None:
+    with world(1, "nccl") as ranks:
+        during = ranks.run(hold)[0]
+    with world(1, "nccl") as ranks:
+        after = ranks.run(hold)[0]
+    assert after > during - 2**29, "the second world holds as much as the first, and the first holds nothing any more"
+
+
+ASKS_CUDA = """
+import torch
+
+AVAILABLE = torch.cuda.is_available()
+"""
+
+
+def test_a_module_that_asks_for_cuda_is_preloaded(project: Project) -> None:
+    """``is_available`` at the head of a test module neither slows ranks down nor keeps CUDA from them."""
+    project.loaders(
+        ASKS_CUDA
+        + """
+@fsdp_conformance(world_size=1, only=["no_meta_params"])
+def test_x(fsdp):
+    assert AVAILABLE
+    assert fsdp.device.type == "cuda"
+    return load(fsdp)
+"""
+    )
+    result = project.run("--fsdp-require-gpu", "-rs")
+    assert "ranks are spawned" not in result.stdout.str()
+    assert result.ret == 0
+
+
+def test_a_world_that_does_not_fit(project: Project) -> None:
+    project.loaders(f"@fsdp_conformance(world_size={gpus() + 1})\ndef test_x(fsdp): ...\n")
+    result = project.run("--fsdp-backend=nccl")
+    result.stderr.fnmatch_lines([f"*a world of {gpus() + 1} on cuda with nccl needs {gpus() + 1} GPUs*"])
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+
+
+def test_workers_lease_the_gpus(project: Project) -> None:
+    """Two workers that want every GPU take turns."""
+    project.loaders(
+        f"""
+        import time
+        import pytest
+
+        @pytest.mark.parametrize("n", range(4))
+        @fsdp_conformance(world_size={gpus()}, only=["no_meta_params"])
+        def test_x(fsdp, n):
+            if fsdp.rank == 0:
+                note("in")
+                time.sleep(0.3)
+                note("out")
+            return load(fsdp)
+        """
+    )
+    project.run("-n2", "--fsdp-require-gpu").assert_outcomes(passed=4)
+    assert project.notes == ["in", "out"] * 4
+
+
+def test_peak_memory_is_measured(tmp_path: Path) -> None:
+    from pytest_fsdp_meta.trial import ON_RANKS
+
+    engine = ForkServerEngine(preload().sources, ON_RANKS)
+    spec = WorldSpec({"dp_shard": 1}, "cuda", "nccl", devices=(0,))
+    with World(spec, engine) as ranks:
+        peak = ranks.run(peak_of)[0]
+    assert peak >= 2**24
+
+
+def peak_of() -> int:
+    import torch
+    from torch import nn
+
+    from pytest_fsdp_meta.observers.memory import Peak
+
+    model = nn.Linear(4, 4, device=current().device)
+    peak = Peak(current().device)
+    with peak.measured():
+        torch.empty(2**24, dtype=torch.uint8, device=current().device)
+    most = peak.facts(model).device
+    assert most is not None
+    return most

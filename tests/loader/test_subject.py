@@ -1,0 +1,369 @@
+"""What Subject accepts, what it makes of it, and what it says when a field is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from pytest_fsdp_meta.loader.subject import Subject, SubjectError, parse_placements, short_placement
+
+PARAMETERS = ["embed.weight", "layers.0.q.weight", "layers.0.norm.weight", "layers.1.q.weight", "layers.1.norm.weight"]
+BUFFERS = ["rotary.inv_freq"]
+
+
+def subject(**fields) -> Subject:
+    return Subject(nn.Linear(2, 2), **fields)
+
+
+def resolve(**fields):
+    return subject(**fields).resolve(PARAMETERS, BUFFERS)
+
+
+def test_a_bare_model_declares_nothing():
+    facts = resolve()
+    assert facts.declared == frozenset()
+    assert (facts.frozen, facts.tied, facts.unsharded, facts.offloaded, facts.placements) == ({}, (), (), (), {})
+    assert facts.kept_attributes == ()
+
+
+def test_what_is_declared_is_noted(tmp_path):
+    (tmp_path / "model.safetensors").touch()
+    facts = resolve(
+        reference=lambda: nn.Linear(2, 2),
+        verifier=tmp_path,
+        batch=lambda step: {},
+        frozen="embed.*",
+        tied=[["embed.weight", "layers.0.q.weight"]],
+        placements={"*": "R"},
+        kept_attributes=["_fsdp_no_shard"],
+    )
+    assert facts.declared == {"reference", "verifier", "batch", "frozen", "tied", "placements"}
+    assert facts.tied == (("embed.weight", "layers.0.q.weight"),)
+    assert facts.kept_attributes == ("_fsdp_no_shard",)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"reference": 3},
+            "reference=...): int '3' should be a callable that builds the model, or a checkpoint directory",
+        ),
+        (
+            {"reference": nn.Linear(2, 2)},
+            "reference=...): a model is no source: ranks need a fresh one; wrap it: lambda: build_the_model()",
+        ),
+        ({"reference": "/nowhere"}, "reference=...): '/nowhere' is not a directory that holds *.safetensors files"),
+        ({"verifier": Path("/nowhere")}, "verifier=...): '/nowhere' is not a directory that holds *.safetensors files"),
+        (
+            {"batch": {"x": 1}},
+            "batch=...): dict \"{'x': 1}\" is not callable; "
+            "give a function of the step: batch(step) -> dict of tensors",
+        ),
+        (
+            {"loss": "mse"},
+            "loss=...): str 'mse' is not callable; give a function of model and batch: loss(model, batch) -> scalar",
+        ),
+        (
+            {"save": "dcp", "resume": print},
+            "save=...): str 'dcp' is not callable; "
+            "give a function of model, optimizer and folder: save(model, optimizer, folder)",
+        ),
+        ({"save": print}, "save=...): it is declared without resume; declare both, or neither"),
+        ({"resume": print}, "resume=...): it is declared without save; declare both, or neither"),
+        (
+            {"state_dict": {}},
+            "state_dict=...): dict '{}' is not callable; "
+            "give a function of the model: state_dict(model) -> dict by name",
+        ),
+        ({"optimizer": "adam"}, "optimizer=...): str 'adam' should be optimizer(parameters), or an Optimizer"),
+        ({"data_parallel": 1}, "data_parallel=...): 1 should be (index, size) with 0 <= index < size"),
+        ({"data_parallel": (2, 2)}, "data_parallel=...): (2, 2) should be (index, size) with 0 <= index < size"),
+        ({"data_parallel": (-1, 2)}, "data_parallel=...): (-1, 2) should be (index, size) with 0 <= index < size"),
+        (
+            {"data_parallel": (False, True)},
+            "data_parallel=...): (False, True) should be (index, size) with 0 <= index < size",
+        ),
+        ({"data_parallel": (0, 1.0)}, "data_parallel=...): (0, 1.0) should be (index, size) with 0 <= index < size"),
+        ({"frozen": None}, "frozen=...): None should be a name, a pattern, or a list of them"),
+        ({"frozen": [1]}, "frozen=...): 1 should be a name or a pattern such as 'layers.*.weight'"),
+        ({"frozen": {"a": None}}, "frozen=...): None should be a name or a pattern such as 'layers.*.weight'"),
+        ({"frozen": ""}, "frozen=...): '' should be a name or a pattern such as 'layers.*.weight'"),
+        ({"unsharded": 3}, "unsharded=...): int '3' should be a name, a pattern, or a list of them"),
+        (
+            {"unsharded": {"a": "b"}},
+            "unsharded=...): dict \"{'a': 'b'}\" should be a name, a pattern, or a list of them",
+        ),
+        ({"offloaded": [""]}, "offloaded=...): '' should be a name or a pattern such as 'layers.*.weight'"),
+        ({"kept_attributes": True}, "kept_attributes=...): bool 'True' should be a name, or a list of them"),
+        ({"kept_attributes": 5}, "kept_attributes=...): int '5' should be a name, or a list of them"),
+        ({"kept_attributes": [5]}, "kept_attributes=...): 5 should be the name of an attribute"),
+        (
+            {"kept_attributes": ("_mine", "data")},
+            "kept_attributes=...): every parameter has 'data'; give custom attributes, such as '_fsdp_no_shard'",
+        ),
+        (
+            {"kept_attributes": "__class__"},
+            "kept_attributes=...): every parameter has '__class__'; give custom attributes, such as '_fsdp_no_shard'",
+        ),
+        ({"tied": "a"}, "tied=...): 'a' should be a group of two or more names: tied=[('a', 'b')]"),
+        ({"tied": ["a", "b"]}, "tied=...): 'a' should be a group of two or more names: tied=[('a', 'b')]"),
+        ({"tied": [("a",)]}, "tied=...): ('a',) should be a group of two or more names: tied=[('a', 'b')]"),
+        ({"tied": [("a", 1)]}, "tied=...): 1 should be a name or a pattern such as 'layers.*.weight'"),
+        (
+            {"tied": [("a", "a")]},
+            "tied=...): ('a', 'a') has 'a' twice; a group needs two different names",
+        ),
+        (
+            {"tied": [["a", "b", "b"]]},
+            "tied=...): ['a', 'b', 'b'] has 'b' twice; a group needs two different names",
+        ),
+        ({"tied": None}, "tied=...): None should be a group of two or more names: tied=[('a', 'b')]"),
+        (
+            {"placements": "S(0)"},
+            "placements=...): str 'S(0)' should be a mapping of patterns to placements: {'*.weight': 'S(0)'}",
+        ),
+        (
+            {"placements": None},
+            "placements=...): None should be a mapping of patterns to placements: {'*.weight': 'S(0)'}",
+        ),
+        ({"placements": {1: "R"}}, "placements=...): 1 should be a name or a pattern such as 'layers.*.weight'"),
+        (
+            {"placements": {"*": "S0"}},
+            "placements=...): 'S0' is no placement; write 'S(0)', 'R' or, on two mesh dimensions, 'R, S(0)'",
+        ),
+        ({"placements": {"*": []}}, "placements=...): [] is no placement; write 'S(0)' or use Shard(0), Replicate()"),
+    ],
+)
+def test_a_wrong_field_is_named(fields, message):
+    with pytest.raises(SubjectError) as caught:
+        subject(**fields)
+    assert str(caught.value) == f"Subject({message}"
+    assert isinstance(caught.value, ValueError)
+
+
+def test_a_field_that_there_is_not():
+    with pytest.raises(
+        SubjectError, match=r"^Subject\(refrence=\.\.\.\): there is no such field; did you mean 'reference'\?$"
+    ):
+        Subject(nn.Linear(1, 1), refrence=None)
+    with pytest.raises(SubjectError, match=r"no such field; there are model, reference, batch, "):
+        Subject(nn.Linear(1, 1), xyzzy=None)
+
+
+def test_what_is_no_model():
+    with pytest.raises(SubjectError) as caught:
+        Subject({"weight": 1})
+    assert str(caught.value) == (
+        "Subject(model=...): dict \"{'weight': 1}\" is not a torch.nn.Module; hand over the loaded model itself"
+    )
+
+
+def test_a_long_value_is_cut():
+    with pytest.raises(SubjectError) as caught:
+        subject(batch={"input_ids": torch.arange(1000)})
+    assert len(str(caught.value)) < 200
+    assert "\n" not in str(caught.value)
+
+
+def test_a_directory_without_safetensors_is_no_checkpoint(tmp_path):
+    with pytest.raises(SubjectError, match="is not a directory that holds"):
+        subject(reference=tmp_path)
+    (tmp_path / "model-00001-of-00001.safetensors").touch()
+    assert subject(reference=str(tmp_path)).reference == str(tmp_path)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, lambda parameters: torch.optim.SGD(parameters, lr=1)])
+def test_an_optimizer_is_a_factory_or_built(optimizer):
+    assert subject(optimizer=optimizer).optimizer is optimizer
+    model = nn.Linear(2, 2)
+    built = optimizer(model.parameters())
+    assert Subject(model, optimizer=built).optimizer is built
+
+
+@pytest.mark.parametrize(
+    ("field", "pattern", "message"),
+    [
+        ("frozen", "embd.weight", "'embd.weight' matches no name of the model; the nearest is 'embed.weight'"),
+        (
+            "unsharded",
+            "layers.2.q.weight",
+            "'layers.2.q.weight' matches no parameter of the model; the nearest is 'layers.1.q.weight'",
+        ),
+        (
+            "offloaded",
+            "rotary.invfreq",
+            "'rotary.invfreq' matches no name of the model; the nearest is 'rotary.inv_freq'",
+        ),
+        ("unsharded", "rotary.inv_freq", "'rotary.inv_freq' matches no parameter of the model; it has 5 parameters"),
+        ("frozen", "zzz*", "'zzz*' matches no name of the model; it has 6 names"),
+        ("frozen", "EMBED.WEIGHT", "'EMBED.WEIGHT' matches no name of the model; it has 6 names"),
+    ],
+)
+def test_a_pattern_that_matches_nothing_is_an_error(field, pattern, message):
+    with pytest.raises(SubjectError) as caught:
+        resolve(**{field: ["embed.weight", pattern]})
+    assert str(caught.value) == f"Subject({field}=...): {message}"
+
+
+def test_placements_for_no_parameter_are_an_error():
+    message = r"'embd\.\*' matches no parameter of the model; the nearest is 'embed\.weight'"
+    with pytest.raises(SubjectError, match=message):
+        resolve(placements={"embd.*": "R"})
+
+
+def test_a_tie_of_an_unknown_name_is_an_error():
+    with pytest.raises(SubjectError) as caught:
+        resolve(tied=[("embed.weight", "layers.0.k.weight")])
+    assert str(caught.value) == (
+        "Subject(tied=...): 'layers.0.k.weight' is not a parameter of the model; the nearest is 'layers.0.q.weight'"
+    )
+
+
+def test_a_rank_that_does_not_exist_is_an_error():
+    with pytest.raises(SubjectError) as caught:
+        subject(whole_while_loading=(0, 7)).resolve(PARAMETERS, BUFFERS, world_size=2)
+    assert str(caught.value) == "Subject(whole_while_loading=...): rank 7 does not exist in a world of 2"
+    assert subject(whole_while_loading=(1,)).resolve([], [], world_size=2).whole_while_loading == (1,)
+
+
+def test_patterns_cross_dots_and_each_name_is_listed_once():
+    facts = resolve(unsharded=["*.norm.weight", "layers.1.*"], offloaded="*")
+    assert facts.unsharded == ("layers.0.norm.weight", "layers.1.norm.weight", "layers.1.q.weight")
+    assert facts.offloaded == (*PARAMETERS, *BUFFERS)
+
+
+@pytest.mark.parametrize(
+    ("frozen", "resolved"),
+    [
+        ("embed.weight", {"embed.weight": "embed.weight"}),
+        (["embed.*", "*.inv_freq"], {"embed.weight": "embed.weight", "rotary.inv_freq": "rotary.inv_freq"}),
+        ({"embed.weight": "model.tokens"}, {"embed.weight": "model.tokens"}),
+        (
+            {"layers.*.norm.weight": "model.layers.*.input_norm.weight"},
+            {
+                "layers.0.norm.weight": "model.layers.0.input_norm.weight",
+                "layers.1.norm.weight": "model.layers.1.input_norm.weight",
+            },
+        ),
+        (
+            {"layers.*.*.weight": "m.*.x.*"},
+            {
+                "layers.0.q.weight": "m.0.x.q",
+                "layers.0.norm.weight": "m.0.x.norm",
+                "layers.1.q.weight": "m.1.x.q",
+                "layers.1.norm.weight": "m.1.x.norm",
+            },
+        ),
+        ({"layers.?.q.weight": "q*"}, {"layers.0.q.weight": "q0", "layers.1.q.weight": "q1"}),
+        ({"layers.0.*": "a.*", "layers.*.q.weight": "b.*"}, {
+            "layers.0.q.weight": "a.q.weight", "layers.0.norm.weight": "a.norm.weight", "layers.1.q.weight": "b.1",
+        }),
+    ],
+)  # fmt: skip
+def test_frozen_names_in_the_verifier(frozen, resolved):
+    assert resolve(frozen=frozen).frozen == resolved
+
+
+@pytest.mark.parametrize(
+    ("frozen", "held"),
+    [
+        ("*", PARAMETERS),
+        (["embed.*", "rotary.*"], ["embed.weight"]),
+        ({"*.weight": "m.*.w", "rotary.*": "m.rotary.*"}, PARAMETERS),
+        ("rotary.inv_freq", BUFFERS),
+        (["*", "rotary.inv_freq"], PARAMETERS + BUFFERS),
+    ],
+)
+def test_a_frozen_pattern_leaves_out_what_no_checkpoint_holds(tmp_path, frozen, held):
+    (tmp_path / "model.safetensors").touch()
+    other = {"verifier": lambda: nn.Linear(2, 2)}
+    everything = list(subject(frozen=frozen, **other).resolve(PARAMETERS, BUFFERS).frozen)
+    for sources in ({"verifier": tmp_path}, {"reference": str(tmp_path)}):
+        declared = subject(frozen=frozen, **sources)
+        assert list(declared.resolve(PARAMETERS, BUFFERS, transient=BUFFERS).frozen) == held
+        assert list(declared.resolve(PARAMETERS, BUFFERS).frozen) == everything
+    for sources in (other, {"reference": tmp_path} | other, {}):
+        assert list(subject(frozen=frozen, **sources).resolve(PARAMETERS, BUFFERS, BUFFERS).frozen) == everything
+
+
+@pytest.mark.parametrize(
+    ("pattern", "template"),
+    [("layers.*.q.weight", "q"), ("embed.weight", "model.*"), ("layers.*.*", "l.*"), ("layers.[0].q.weight", "l.*")],
+)
+def test_frozen_stars_must_pair_up(pattern, template):
+    with pytest.raises(SubjectError) as caught:
+        resolve(frozen={pattern: template})
+    assert str(caught.value) == (
+        f"Subject(frozen=...): {pattern!r}: {template!r} should have as many * as the pattern, and no [...]"
+    )
+
+
+def test_the_first_placement_that_matches_wins():
+    facts = resolve(placements={"*.norm.*": "R", "layers.*": ["R", Shard(1)], "*": Shard(0)})
+    assert facts.placements == {
+        "layers.0.norm.weight": ("R",),
+        "layers.1.norm.weight": ("R",),
+        "layers.0.q.weight": ("R", "S(1)"),
+        "layers.1.q.weight": ("R", "S(1)"),
+        "embed.weight": ("S(0)",),
+    }
+
+
+@pytest.mark.parametrize(
+    ("declared", "parsed"),
+    [
+        ("R", ("R",)),
+        ("S(0)", ("S(0)",)),
+        ("S(12)", ("S(12)",)),
+        ("R, S(0)", ("R", "S(0)")),
+        ("R,S(1)", ("R", "S(1)")),
+        ("Replicate(), Shard(dim=1)", ("R", "S(1)")),
+        ("Shard(2)", ("S(2)",)),
+        ("_S(0, 2), S(0)", ("_S(0, 2)", "S(0)")),
+        ("_StridedShard(dim=0, sf=2), Shard(dim=0)", ("_S(0, 2)", "S(0)")),
+        ("_StridedShard(0, split_factor=4)", ("_S(0, 4)",)),
+        (Shard(1), ("S(1)",)),
+        (Replicate(), ("R",)),
+        ([Replicate(), Shard(0)], ("R", "S(0)")),
+        ((Replicate(), "S(0)"), ("R", "S(0)")),
+        ((_StridedShard(0, split_factor=2), Shard(0)), ("_S(0, 2)", "S(0)")),
+    ],
+)
+def test_placements(declared, parsed):
+    assert parse_placements(declared) == parsed
+    assert parse_placements(", ".join(parsed)) == parsed
+
+
+@pytest.mark.parametrize(
+    "declared",
+    ["", " ", "r", "P(sum)", "S(-1)", "S(0", "S(0) S(1)", "RS(0)", "S(0);R", "_S(0)", 0, None, (), ["R", 3], b"R"],
+)
+def test_what_is_no_placement(declared):
+    with pytest.raises(SubjectError, match=r"^Subject\(placements=\.\.\.\): .* is no placement; write 'S\(0\)'"):
+        parse_placements(declared)
+
+
+def test_a_partial_is_no_placement_of_a_parameter():
+    with pytest.raises(SubjectError, match="is no placement"):
+        parse_placements(Partial())
+
+
+@pytest.mark.parametrize(
+    ("placement", "short"),
+    [
+        (Shard(0), "S(0)"),
+        (Shard(3), "S(3)"),
+        (Replicate(), "R"),
+        (Partial(), "P(sum)"),
+        (Partial("avg"), "P(avg)"),
+        (_StridedShard(1, split_factor=4), "_S(1, 4)"),
+    ],
+)
+def test_placements_as_messages_write_them(placement, short):
+    assert short_placement(placement) == short

@@ -1,0 +1,432 @@
+"""Which part of a tensor a rank holds, as adapters tell it: the arithmetic."""
+
+from __future__ import annotations
+
+import itertools
+from contextlib import contextmanager
+from dataclasses import replace
+from math import prod
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from pytest_fsdp_meta import Part, Subject, SubjectError
+from pytest_fsdp_meta.evidence import Comparison, MeshFacts
+from pytest_fsdp_meta.observers.accumulation import accumulate, micro_batches
+from pytest_fsdp_meta.observers.adapters.lookup import Parts, parts_of, remember
+from pytest_fsdp_meta.observers.inventory import describe
+from pytest_fsdp_meta.observers.support.reference_record import Record, boxes, write_record
+from pytest_fsdp_meta.observers.values import compare
+from pytest_fsdp_meta.worlds import CallFailed, current
+from tests.catalogue.evidence_factory import MIDDLE, change, healthy, verdict
+from tests.world_help import world_of
+
+SHAPES = [(), (1,), (7,), (2, 3), (3, 1), (1, 5), (2, 3, 4), (3, 2, 1, 2), (2, 0, 3)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_run_of_elements_is_read_as_blocks_in_their_order(shape):
+    numbers = torch.arange(prod(shape)).reshape(shape)
+    for first, last in itertools.combinations(range(numbers.numel() + 1), 2):
+        read = [numbers[tuple(slice(*span) for span in box)].reshape(-1) for box in boxes(shape, first, last)]
+        assert torch.cat(read).tolist() == list(range(first, last))
+    assert boxes(shape, 0, 0) == []
+
+
+def test_a_long_run_is_few_blocks():
+    assert boxes((1000, 1000), 500, 998_500) == [
+        ((0, 1), (500, 1000)),
+        ((1, 998), (0, 1000)),
+        ((998, 999), (0, 500)),
+    ]
+
+
+@pytest.fixture
+def truth(tmp_path):
+    """A record of tensors ``a`` (4 x 3: 0 to 11) and ``scalar``."""
+    path = tmp_path / "values.safetensors"
+    write_record(path, [("a", torch.arange(12.0).reshape(4, 3)), ("scalar", torch.tensor(5.0))])
+    return Record(path)
+
+
+def test_a_run_is_compared_with_the_same_elements(truth):
+    part = Part.run(torch.arange(4.0, 9.0), (4, 3), 4)
+    assert compare("a", part, truth, "a") == Comparison("a", True, elements=5)
+
+
+def test_the_element_of_a_run_that_differs_is_told_by_its_index_in_the_whole(truth):
+    local = torch.arange(4.0, 9.0)
+    local[3] = -1  # element 7: row 2, column 1
+    found = compare("a", Part.run(local, (4, 3), 4), truth, "a")
+    assert (found.equal, found.differing, found.index) == (False, 1, (2, 1))
+    assert (found.actual, found.expected) == (-1.0, 7.0)
+
+
+def test_a_run_of_a_scalar_is_the_scalar(truth):
+    part = Part.run(torch.tensor(5.0), (), 0)
+    assert compare("scalar", part, truth, "scalar").equal
+    assert describe("scalar", "parameter", part.local, part, persistent=True, attributes=()).whole
+
+
+def test_an_empty_run_and_an_empty_block_equal_anything(truth):
+    assert compare("a", Part.run(torch.empty(0), (4, 3), 12), truth, "a") == Comparison("a", True)
+    assert compare("a", Part.block(torch.empty(0, 3), (4, 3), (4, 0)), truth, "a") == Comparison("a", True)
+
+
+def test_an_empty_run_is_read_in_the_type_of_the_truth(truth):
+    assert [tuple(truth.read_run(name, ()).shape) for name in ("a", "scalar")] == [(0,), (0,)]
+
+
+def test_a_block_is_compared_with_the_same_rows(truth):
+    rows = torch.arange(6.0, 12.0).reshape(2, 3)
+    assert compare("a", Part.block(rows, (4, 3), (2, 0)), truth, "a").equal
+    wrong = compare("a", Part.block(rows, (4, 3), (1, 0)), truth, "a")
+    assert (wrong.differing, wrong.index, wrong.expected) == (6, (1, 0), 3.0)
+
+
+def test_the_global_shape_is_the_parts(truth):
+    found = compare("a", Part.run(torch.zeros(3), (3, 4), 0), truth, "a")
+    assert (found.problem, found.should_be) == ("shape (3, 4)", "(4, 3), as in the reference")
+
+
+def test_a_local_part_of_another_size_than_its_adapter_says(truth):
+    part = Part(torch.zeros(2, 3), (4, 3), (((0, 1),), ((0, 3),)), by="hand")
+    assert compare("a", part, truth, "a").should_be == "(1, 3), as hand says"
+
+
+def test_facts_of_a_run():
+    part = Part.run(torch.zeros(5), (4, 3), 4, by="FSDP1")
+    facts = describe("a", "parameter", part.local, part, persistent=True, attributes=())
+    assert (facts.shape, facts.extent, facts.local_shape, facts.regions) == ((4, 3), (12,), (5,), (((4, 9),),))
+    assert (facts.flat, facts.whole, facts.sharded_by, facts.placements) == (True, False, "FSDP1", None)
+
+
+def test_facts_of_a_plain_tensor():
+    facts = describe("a", "parameter", torch.zeros(2, 3), persistent=True, attributes=())
+    assert (facts.extent, facts.flat, facts.whole, facts.sharded_by) == ((2, 3), False, True, "")
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: Part.block(torch.zeros(2, 3), (4, 3), (3, 0)), "indices 3 to 5 are not within the 4 of the whole"),
+        (lambda: Part.block(torch.zeros(2, 3), (4, 3), (-1, 0)), "indices -1 to 1 are not within the 4"),
+        (lambda: Part.block(torch.zeros(2, 3), (4, 3), (0,)), "one entry for each of the 2 dims of the local (2, 3)"),
+        (lambda: Part.block(torch.zeros(6), (4, 3), (0, 0)), "one entry for each of the 1 dims of the local (6,)"),
+        (lambda: Part.run(torch.zeros(5), (4, 3), 8), "indices 8 to 13 are not within the 12 of the whole"),
+    ],
+)
+def test_a_part_that_cannot_be_is_refused(make, says):
+    with pytest.raises(ValueError) as refused:
+        make()
+    assert says in str(refused.value)
+
+
+def halves(name, tensor):
+    return Part.block(tensor, (4, 3), (2, 0), by="hand") if name == "experts.weight" else None
+
+
+@pytest.fixture
+def model():
+    model = nn.Module()
+    model.experts = nn.Linear(3, 2, bias=False)
+    model.norm = nn.Linear(2, 2, bias=False)
+    return model
+
+
+def test_the_declared_adapter_is_asked_and_what_it_leaves_is_plain(model):
+    remember(model, halves)
+    parts = parts_of(model)
+    experts = parts.of("experts.weight", model.experts.weight)
+    assert (experts.shape, experts.regions, experts.by) == ((4, 3), (((2, 4),), ((0, 3),)), "hand")
+    assert not experts.local.requires_grad
+    norm = parts.of("norm.weight", model.norm.weight)
+    assert (norm.shape, norm.regions, norm.by) == ((2, 2), (((0, 2),), ((0, 2),)), "")
+
+
+def test_a_gradient_lies_as_its_parameter(model):
+    remember(model, halves)
+    parts = parts_of(model)
+    assert parts.gradient("experts.weight", model.experts.weight) is None
+    model.experts.weight.grad = torch.ones(2, 3)
+    model.norm.weight.grad = torch.ones(2, 2)
+    gradient = parts.gradient("experts.weight", model.experts.weight)
+    assert (gradient.shape, gradient.regions, gradient.local.tolist()) == (
+        (4, 3), (((2, 4),), ((0, 3),)), [[1.0] * 3] * 2,
+    )  # fmt: skip
+    assert parts.gradient("norm.weight", model.norm.weight).shape == (2, 2)
+
+
+def test_an_adapter_may_keep_the_gradient_elsewhere(model):
+    kept = torch.full((2, 3), 7.0)
+    parts = Parts([lambda name, tensor: Part(tensor, (4, 3), (((2, 4),), ((0, 3),)), gradient=kept)])
+    assert parts.gradient("experts.weight", model.experts.weight).local.tolist() == kept.tolist()
+
+
+def test_an_adapter_that_is_none(model):
+    with pytest.raises(SubjectError, match=r"adapter=\.\.\.\): int '3' is not callable; give a function of name and"):
+        Subject(model, adapter=3)
+
+
+def test_an_adapter_that_returns_nonsense(model):
+    remember(model, lambda name, tensor: (2, 0))
+    parts = parts_of(model)
+    with pytest.raises(SubjectError, match=r"returned tuple for 'norm.weight', but should return .*\.Part"):
+        parts.of("norm.weight", model.norm.weight)
+
+
+def test_an_adapter_that_raises_is_named(model):
+    remember(model, lambda name, tensor: 1 // 0)
+    parts = parts_of(model)
+    with pytest.raises(CallFailed, match=r"Subject\(adapter=\.\.\.\), adapter\('norm.weight', \.\.\.\)"):
+        parts.of("norm.weight", model.norm.weight)
+
+
+def refusal(model, make, ask="of"):
+    """What is told of ``make(weight)`` as the part of ``norm.weight``, a 2 x 2."""
+    remember(model, lambda name, tensor: make(tensor))
+    with pytest.raises(SubjectError) as refused:
+        getattr(parts_of(model), ask)("norm.weight", model.norm.weight)
+    told = str(refused.value)
+    assert told.startswith("Subject(adapter=...): 'norm.weight': ")
+    assert "\n" not in told
+    return told.removeprefix("Subject(adapter=...): 'norm.weight': ")
+
+
+RUNS = (((0, 2),), ((0, 2),))
+MESH = MeshFacts(("dp",), (2,), (0,))
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda t: Part(None, (2, 2), RUNS), "Part(local=...): None should be a tensor"),
+        (lambda t: Part(t, "shape", RUNS), "Part(shape=...): str 'shape' should be a tuple of sizes: (4, 8)"),
+        (lambda t: Part(t, (2.0, 2), RUNS), "Part(shape=...): tuple (2.0, 2) should be a tuple of sizes: (4, 8)"),
+        (lambda t: Part(t, [2, 2], RUNS), "Part(shape=...): list [2, 2] should be a tuple of sizes: (4, 8)"),
+        (
+            lambda t: Part(t, (2, 2), "regions"),
+            "Part(regions=...): str 'regions' should be one tuple of (start, stop) for each dim: "
+            "(((0, 4),), ((0, 8),))",
+        ),
+        (
+            lambda t: Part(t, (2, 2), ((0, 2), (0, 2))),
+            "Part(regions=...): tuple ((0, 2), (0, 2)) should be one tuple of (start, stop) for each dim: "
+            "(((0, 4),), ((0, 8),))",
+        ),
+        (
+            lambda t: Part(t, (2, 2), (((0, 2),),)),
+            "Part(regions=(((0, 2),),)) should have one entry for each of the 2 dims of the shape (2, 2)",
+        ),
+        (
+            lambda t: Part(t.reshape(-1), (2, 2), RUNS, flat=True),
+            "Part(regions=(((0, 2),), ((0, 2),))) should have one entry, as it is flat",
+        ),
+        (
+            lambda t: Part(t, (2, 2), (((0, 99),), ((0, 2),))),
+            "Part(regions=...): (0, 99) is not within the 2 of the shape (2, 2)",
+        ),
+        (
+            lambda t: Part(t, (4, 2), (((0, 1),), ((0, 2),))),
+            "Part(local=...) has the shape (2, 2), but should have (1, 2), as its regions say",
+        ),
+        (
+            lambda t: Part(t.reshape(-1), (2, 2), (((0, 3),),), flat=True),
+            "Part(local=...) has the shape (4,), but should have (3,), as its regions say",
+        ),
+        (
+            lambda t: Part(t, (2, 2), RUNS, placements="R"),
+            "Part(placements=...): str 'R' should be None or a tuple of strings: ('S(0)',)",
+        ),
+        (
+            lambda t: Part(t, (2, 2), RUNS, placements=("R",)),
+            "Part(placements=('R',)) should have a mesh, or be without placements",
+        ),
+        (
+            lambda t: Part(t, (2, 2), RUNS, placements=("R", "R"), mesh=MESH),
+            "Part(placements=('R', 'R')) should have one entry for each of the 1 dims of its mesh",
+        ),
+        (lambda t: Part(t, (2, 2), RUNS, mesh="dp"), "Part(mesh=...): str 'dp' should be None or MeshFacts"),
+        (lambda t: Part(t, (2, 2), RUNS, by=3), "Part(by=...): int 3 should be a string"),
+        (lambda t: Part(t, (2, 2), RUNS, flat=None), "Part(flat=...): None should be True or False"),
+        (lambda t: Part(t, (2, 2), RUNS, gradient=3), "Part(gradient=...): int 3 should be None or a tensor"),
+        (
+            lambda t: Part(t, (2, 2), RUNS, gradient=torch.zeros(3)),
+            "Part(gradient=...) is a gradient of shape (3,), but should have the part's (2, 2)",
+        ),
+        (lambda t: Part.block(t, (2, 2), (5, 0)), "indices 5 to 7 are not within the 2 of the whole tensor"),
+        (lambda t: Part.run(t, (1,), 0), "indices 0 to 4 are not within the 1 of the whole tensor"),
+        (
+            lambda t: Part.block(t, (2.0, 2), (0, 0)),
+            "shape=(2.0, 2) should be a tuple of whole numbers, one for each dim",
+        ),
+        (lambda t: Part.block(t, (2, 2), 0), "start=0 should be a tuple of whole numbers, one for each dim"),
+        (lambda t: Part.run(t, (2, 2), 0.5), "start=0.5 should be one whole number"),
+        (lambda t: Part.run(t, 4, 0), "shape=4 should be a tuple of whole numbers, one for each dim"),
+        (lambda t: Part.block([1], (2, 2), (0, 0)), "local=[1] should be a tensor"),
+    ],
+)
+def test_a_part_that_cannot_be_is_told_with_the_name_of_its_tensor(model, make, says):
+    assert refusal(model, make) == says
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda t: Part(t, t.shape, RUNS, placements=("R",), mesh=MESH, gradient=torch.zeros(2, 2)),
+        lambda t: Part(t.reshape(-1), (2, 2), (((0, 4),),), flat=True, gradient=torch.zeros(2, 2)),
+        lambda t: Part(t[:0], (2, 2), ((), ((0, 2),))),
+        lambda t: Part(t, (4, 2), (((0, 1), (2, 3)), ((0, 2),))),
+        lambda t: Part.block(t, torch.Size((4, 2)), [torch.tensor(2), 0]),
+    ],
+)
+def test_a_part_that_can_be_is_taken(model, make):
+    remember(model, lambda name, tensor: make(tensor))
+    part = parts_of(model).of("norm.weight", model.norm.weight)
+    assert type(part.shape) is tuple
+    assert part.regions == make(model.norm.weight).regions
+
+
+def test_a_gradient_of_another_shape_than_its_part_is_an_error(model):
+    """There is nothing to compare it with: the checks of gradients would pass."""
+    model.norm.weight.grad = torch.ones(2, 2)
+    said = refusal(model, lambda t: Part.block(t[:1], (2, 2), (0, 0)), "gradient")
+    assert said == "parameter.grad is a gradient of shape (2, 2), but should have the part's (1, 2)"
+    bare = Parts([lambda name, tensor: Part(tensor, (2, 2), RUNS, gradient=torch.zeros(3))])
+    with pytest.raises(
+        SubjectError, match=r"'w': Part\(gradient=\.\.\.\) is a gradient of shape \(3,\), but should have"
+    ):
+        bare.gradient("w", model.norm.weight)
+
+
+def test_the_gradient_of_a_run_is_the_run(model):
+    remember(model, lambda name, tensor: Part.run(tensor, (2, 2), 0))
+    model.norm.weight.grad = torch.arange(4.0).reshape(2, 2)
+    assert parts_of(model).gradient("norm.weight", model.norm.weight).local.tolist() == [0, 1, 2, 3]
+
+
+def test_no_adapter_is_asked_of_a_model_that_torch_explains(model):
+    assert parts_of(model).adapters == ()
+
+
+def in_runs(*held: tuple[int, int], shape: tuple[int, ...] = (6, 4)):
+    """Evidence in which each rank holds this run of elements of the middle weight, as an adapter says."""
+    evidence = healthy(len(held))
+    for rank, (start, stop) in enumerate(held):
+        runs = ((start, stop),) if start < stop else ()
+        facts = {"local_shape": (stop - start,), "regions": (runs,), "flat": True, "sharded_by": "FSDP1"}
+        evidence = change(evidence, MIDDLE, [rank], placements=None, mesh=None, **facts)
+    return evidence
+
+
+SHARDING = ("nothing_left_unsharded", "dtensor_placements", "unsharded_modules_stay_whole", "shards_tile_the_tensor")
+
+
+@pytest.mark.parametrize("held", [[(0, 7), (7, 24)], [(0, 24), (24, 24)], [(0, 5), (5, 24), (0, 5), (5, 24)]], ids=str)
+def test_runs_that_cover_a_parameter_need_no_placements(held):
+    assert [verdict(id, in_runs(*held)).findings for id in SHARDING] == [()] * len(SHARDING)
+
+
+@pytest.mark.parametrize(
+    ("held", "told"),
+    [
+        ([(0, 7), (8, 24)], ((0, 1), "no rank holds [7:8]")),
+        ([(0, 9), (7, 24)], ((0, 1), "2 ranks hold [7:9]")),
+    ],
+)
+def test_runs_that_leave_out_or_repeat_elements(held, told):
+    findings = verdict("shards_tile_the_tensor", in_runs(*held)).findings
+    assert [(f.tensor, f.ranks, f.actual, f.expected) for f in findings] == [
+        (MIDDLE, *told, "shards that cover (24,) exactly once")
+    ]
+
+
+def test_what_an_adapter_leaves_whole_on_every_rank_is_unsharded():
+    evidence = change(healthy(2), MIDDLE, [0, 1], placements=None, mesh=None, sharded_by="hand", local_shape=(6, 4),
+                      regions=(((0, 6),), ((0, 4),)))  # fmt: skip
+    findings = verdict("nothing_left_unsharded", evidence).findings
+    assert [(f.tensor, f.actual) for f in findings] == [(MIDDLE, "a plain tensor, whole on every rank")]
+
+
+def test_what_is_declared_unsharded_and_lies_in_parts():
+    evidence = in_runs((0, 7), (7, 24))
+    evidence = replace(evidence, subject=replace(evidence.subject, unsharded=(MIDDLE,)))
+    findings = verdict("unsharded_modules_stay_whole", evidence).findings
+    assert [(f.ranks, f.actual) for f in findings] == [((0, 1), "in parts, as FSDP1 says")]
+
+
+def cut_as_megatron_fsdp_does():
+    """A weight of five rows of which rank 0 holds one and rank 1 four, as they fall in the flat buffer."""
+    me, rows = current(), [(0, 1), (1, 5)]
+    whole = nn.Parameter(torch.arange(15.0).reshape(5, 3))
+    first, last = rows[me.rank]
+    local = whole.detach()[first:last].clone()
+    sharded = DTensor.from_local(local, me.mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())
+    model = nn.Module()
+    model.weight = nn.Parameter(sharded)
+    model.weight.orig_param = whole
+    model.weight.megatron_fsdp_slice = slice(first * 3, last * 3)
+    model.bias = nn.Parameter(torch.zeros(2))
+    model.weight.grad = DTensor.from_local(
+        local + 1, me.mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+    parts = parts_of(model)
+    seen = [parts.of("weight", model.weight), parts.gradient("weight", model.weight)]
+    plain = parts.of("bias", model.bias)
+    return [(p.shape, p.regions, p.local.tolist(), p.placements, p.by) for p in seen], (plain.by, plain.regions)
+
+
+def test_rows_that_megatron_fsdp_cut_unevenly():
+    with world_of(2) as world:
+        seen = world.run(cut_as_megatron_fsdp_does)
+    numbers = torch.arange(15.0).reshape(5, 3)
+    for (held, plain), (first, last) in zip(seen, [(0, 1), (1, 5)], strict=True):
+        for (shape, regions, local, placements, by), more in zip(held, (0, 1), strict=True):
+            assert (shape, regions) == ((5, 3), (((first, last),), ((0, 3),)))
+            assert (local, placements, by) == ((numbers[first:last] + more).tolist(), ("S(0)",), "megatron-fsdp")
+        assert plain == ("", (((0, 2),),))
+
+
+class MegatronFSDP(nn.Module):
+    """The switches of the wrapper around a model, by the names that megatron-fsdp gives them, and how they stood."""
+
+    __module__ = "megatron_fsdp.megatron_fsdp"
+
+    def __init__(self, every: bool) -> None:
+        super().__init__()
+        self.module = nn.Linear(2, 1)
+        self.model_auto_sync, self.is_last_microbatch = every, True
+        self.stood: list[tuple[bool, bool]] = []
+
+    def set_model_auto_sync(self, sync_model: bool = True) -> None:
+        self.model_auto_sync = sync_model
+
+    @contextmanager
+    def no_sync(self):
+        self.is_last_microbatch = False
+        try:
+            yield
+        finally:
+            self.is_last_microbatch = True
+
+    def forward(self, x):
+        self.stood.append((self.model_auto_sync, self.is_last_microbatch))
+        return self.module(x)
+
+
+@pytest.mark.parametrize("every", [True, False])
+def test_megatron_fsdp_is_told_to_reduce_with_the_last_micro_batch_only(every):
+    model = MegatronFSDP(every)
+    subject = Subject(model, batch=lambda step: {"x": torch.ones(4, 2)}, loss=lambda model, rows: model(**rows).sum())
+    accumulate(subject, torch.device("cpu"), micro_batches((0, 1)))
+    assert model.stood == [(False, False), (every, True)]
+
+
+def test_megatron_fsdp_reduces_again_after_a_micro_batch_that_failed():
+    model = MegatronFSDP(every=True)
+    subject = Subject(model, batch=lambda step: {"x": torch.ones(4, 3)}, loss=lambda model, rows: model(**rows).sum())
+    with pytest.raises(CallFailed, match="Subject"):
+        accumulate(subject, torch.device("cpu"), micro_batches((0, 1)))
+    assert (model.model_auto_sync, model.is_last_microbatch) == (True, True)

@@ -1,0 +1,173 @@
+"""What the observers see of single tensors, nearly always without ranks."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from pytest_fsdp_meta.evidence import Comparison
+from pytest_fsdp_meta.observers.adapters.dtensor import local_part, own_part
+from pytest_fsdp_meta.observers.inventory import describe, take_inventory
+from pytest_fsdp_meta.observers.optimizers import pack_optimizer
+from pytest_fsdp_meta.observers.support.bits import digest
+from pytest_fsdp_meta.observers.support.reference_record import Record, write_record
+from pytest_fsdp_meta.observers.values import compare
+from tests.world_help import world_of
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.fixture
+def compared(tmp_path):
+    """Compares a tensor with the record of another."""
+
+    def beside(actual: Tensor, truth: Tensor) -> Comparison:
+        write_record(tmp_path / "values.safetensors", [("a", truth)])
+        return compare("a", own_part(actual), Record(tmp_path / "values.safetensors"), "a")
+
+    return beside
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.tensor([2**60 + 1, -(2**63), 2**63 - 1]),
+        torch.tensor([2**64 - 1, 2**63], dtype=torch.uint64),
+        torch.tensor([2**16 - 1], dtype=torch.uint16),
+        torch.tensor([True, False]),
+        torch.tensor([NAN, INF, -INF, 1.0]),
+        torch.tensor([NAN, 1.0], dtype=torch.bfloat16),
+        torch.tensor([NAN, 1.0]).to(torch.float8_e4m3fn),
+        torch.tensor([complex(NAN, 1.0), complex(INF, NAN)]),
+        torch.tensor([1e-300 + 1j], dtype=torch.complex128),
+    ],
+    ids=lambda tensor: str(tensor.dtype),
+)
+def test_a_tensor_equals_itself(compared, tensor):
+    assert compared(tensor.clone(), tensor) == Comparison("a", True, elements=tensor.numel())
+
+
+@pytest.mark.parametrize(
+    ("actual", "truth", "index", "distance"),
+    [
+        (torch.tensor([0, 2**60 + 1]), torch.tensor([0, 2**60]), (1,), 1.0),
+        (torch.tensor([2**63 - 1]), torch.tensor([-(2**63)]), (0,), 2.0**64),
+        (torch.tensor([2**64 - 1], dtype=torch.uint64), torch.tensor([2**64 - 2], dtype=torch.uint64), (0,), 1.0),
+        (torch.tensor([True, True]), torch.tensor([True, False]), (1,), 1.0),
+        (torch.tensor([1.0, NAN]), torch.tensor([1.0, 2.0]), (1,), INF),
+        (torch.tensor([1.0, 2.0]).to(torch.float8_e5m2), torch.tensor([1.0, 4.0]).to(torch.float8_e5m2), (1,), 2.0),
+        (torch.tensor([complex(NAN, 1.0)]), torch.tensor([complex(NAN, 3.0)]), (0,), 2.0),
+    ],
+)
+def test_what_differs_in_its_own_type_is_found(compared, actual, truth, index, distance):
+    found = compared(actual, truth)
+    assert (found.equal, found.differing, found.index, found.max_abs) == (False, 1, index, distance)
+
+
+LAZY = {
+    "conjugated": torch.tensor([1 + 2j, 3 - 4j]).conj(),
+    "negated": torch.tensor([1 + 2j, 3 - 4j]).conj().imag,
+    "negated and conjugated": torch._neg_view(torch.tensor([1 + 2j, 3 - 4j])).conj(),
+}
+
+
+@pytest.mark.parametrize("lazy", LAZY.values(), ids=LAZY)
+def test_a_lazy_tensor_is_seen_as_what_it_says(compared, lazy):
+    real = torch.tensor(lazy.tolist())
+    assert (lazy.is_conj() or lazy.is_neg(), real.is_conj() or real.is_neg()) == (True, False)
+    assert digest(local_part(lazy)) == digest(real)
+    facts = describe("a", "buffer", lazy, persistent=True, attributes=())
+    assert (facts.digest, facts.storage) == (digest(real), f"{lazy.data_ptr()}:(2,)")
+    assert compared(lazy, real).equal
+    assert compared(real, lazy).equal
+    assert not compared(lazy, -real).equal
+
+
+def test_a_tensor_and_its_lazy_conjugate_are_two(tmp_path):
+    plain = torch.tensor([1 + 2j, 3 - 4j])
+    write_record(tmp_path / "values.safetensors", [("a", plain), ("b", plain.conj())])
+    truth = Record(tmp_path / "values.safetensors")
+    assert [compare(name, own_part(plain.conj()), truth, name).equal for name in ("a", "b")] == [False, True]
+
+
+PACKED = [name for name in ("float4_e2m1fn_x2", "uint4") if hasattr(torch, name)]
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_types_are_seen_and_compared_as_bytes(compared, name):
+    data = torch.arange(4, dtype=torch.uint8)
+    packed = data.view(getattr(torch, name))
+    facts = describe("a", "buffer", packed, persistent=True, attributes=())
+    assert (facts.dtype, facts.poisoned, facts.digest) == (name, 0, digest(data))
+    assert compared(packed, packed).equal
+    found = compared(packed, data.flip(0).view(packed.dtype))
+    assert (found.differing, found.index, found.max_abs) == (4, (0,), 3.0)
+
+
+def tied(tie: bool) -> nn.ModuleDict:
+    model = nn.ModuleDict({name: nn.Linear(2, 2, bias=name == "a") for name in "abc"})
+    if tie:
+        model["c"].weight = model["b"].weight
+    return model
+
+
+@pytest.mark.parametrize("here", [True, False])
+@pytest.mark.parametrize("there", [True, False])
+def test_an_optimizer_is_rebuilt_by_the_names_of_its_parameters(here, there):
+    ours, theirs = tied(here), tied(there)
+    theirs["a"].weight.requires_grad_(False)
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [ours["a"].weight, nn.Parameter(torch.ones(1))], "lr": 0.5},
+            {"params": list(dict.fromkeys([ours["b"].weight, ours["c"].weight])), "weight_decay": 0.25},
+        ],
+        betas=(0.5, 0.75),
+    )
+    packed = pickle.loads(pack_optimizer(optimizer, ours))
+    rebuilt = packed.rebuild(theirs, [p for p in theirs.parameters() if p.requires_grad])
+    first, second = rebuilt.param_groups
+    assert (type(rebuilt), rebuilt.state) == (torch.optim.AdamW, {})
+    assert [id(p) for p in first["params"]] == [id(theirs["a"].bias)]  # in no group, and so in the first
+    assert [id(p) for p in second["params"]] == list(dict.fromkeys([id(theirs["b"].weight), id(theirs["c"].weight)]))
+    assert (first["lr"], first["betas"], second["weight_decay"]) == (0.5, (0.5, 0.75), 0.25)
+    hyperparameters = [{k: v for k, v in group.items() if k != "params"} for group in rebuilt.param_groups]
+    assert hyperparameters == [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+
+
+def test_an_optimizer_of_named_parameters_is_rebuilt():
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.named_parameters(), lr=0.5)
+    rebuilt = pickle.loads(pack_optimizer(optimizer, model)).rebuild(model, model.parameters())
+    assert [id(p) for p in rebuilt.param_groups[0]["params"]] == [id(p) for p in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (True, "True"),
+        ((1, "a", None), "(1, 'a', None)"),
+        (torch.bfloat16, "torch.bfloat16"),
+        (nn.Linear(1, 1), "a Linear"),
+        (torch.ones(2), "a Tensor"),
+        ([object()], "a list"),
+    ],
+)
+def test_an_attribute_reads_the_same_in_every_process(value, shown):
+    parameter = nn.Parameter(torch.ones(1))
+    parameter.kept = value
+    facts = describe("a", "parameter", parameter, persistent=True, attributes=("kept", "lost"))
+    assert facts.attributes == {"kept": shown}
+
+
+def wrapped_in_part() -> dict[str, bool]:
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), DistributedDataParallel(nn.Linear(2, 2, bias=False)))
+    return {tensor.name: tensor.ddp for tensor in take_inventory(model, 0, "cpu").tensors}
+
+
+def test_what_ddp_holds_is_noted():
+    with world_of(2) as world:
+        assert world.run(wrapped_in_part) == [{"0.weight": False, "1.module.weight": True}] * 2

@@ -1,0 +1,244 @@
+"""The private names of torch that observers rely on: this breaks when one moves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._functional_collectives import all_reduce, wait_tensor
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pytest_fsdp_meta.observers.adapters.lookup import parts_of
+from pytest_fsdp_meta.observers.inventory import managed_names
+from pytest_fsdp_meta.observers.support.torch_private import (
+    flat_parameters,
+    fsdp_groups,
+    is_operator,
+    is_replicated,
+    managed_places,
+    mixed_precision,
+    non_persistent_names,
+    operator_arguments,
+    operator_name,
+    process_group,
+)
+from pytest_fsdp_meta.worlds import current
+from tests.world_help import world_of
+
+
+def test_the_buffers_that_a_state_dict_leaves_out():
+    module = nn.Module()
+    module.register_buffer("kept", torch.zeros(1))
+    module.register_buffer("left_out", torch.zeros(1), persistent=False)
+    assert non_persistent_names(module) == {"left_out"} == {"kept", "left_out"} - set(module.state_dict())
+
+
+def test_an_operator_and_what_it_is_given():
+    class Noted(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            noted.append((is_operator(func), operator_name(func), operator_arguments(func, args, kwargs or {})))
+            return func(*args, **(kwargs or {}))
+
+    noted = []
+    with Noted():
+        torch.add(torch.ones(1), 2, alpha=3)
+    [(known, name, given)] = [one for one in noted if one[1] == "add"]
+    assert known
+    assert (name, given["other"], given["alpha"]) == ("add", 2, 3)
+    assert not is_operator(torch.ops.higher_order.cond)
+
+
+def policies() -> list[MixedPrecisionPolicy]:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    fully_shard(model[0], mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+    fully_shard(model)
+    return [mixed_precision(module) for module in (model[0], model)]
+
+
+def test_the_precision_that_fully_shard_was_given():
+    with world_of(2) as world:
+        given = [MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32), MixedPrecisionPolicy()]
+        assert world.run(policies) == [given, given]
+
+
+def replicated() -> list[bool]:
+    from torch.distributed._composable.replicate import replicate
+    from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_with_fsdp
+
+    plain, by_ddp, by_fsdp = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
+    replicate(by_ddp, device_mesh=current().mesh)
+    replicate_with_fsdp(by_fsdp, mesh=current().mesh)
+    return [is_replicated(module) for module in (plain, by_ddp, by_fsdp)]
+
+
+def test_what_replicate_holds():
+    with world_of(2) as world:
+        assert world.run(replicated) == [[False, True, True]] * 2
+
+
+def build():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3))
+
+
+def look_into_fsdp1():
+    whole = dict(build().named_parameters())
+    model = FullyShardedDataParallel(build(), use_orig_params=True, device_id=current().device)
+    found = {}
+    model(torch.ones(2, 3))  # leaves the root gathered, for a backward; its parameters are the parts all the same
+    adapter = parts_of(model)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for parameter, shape, start in flat_parameters(model):
+        name = names[id(parameter)].removeprefix("_fsdp_wrapped_module.")
+        part = adapter.of(name, parameter)
+        expected = whole[name].detach().flatten()[start : start + part.local.numel()]
+        found[name] = (shape, part.regions, torch.equal(part.local, expected), part.by)
+    return found
+
+
+def test_the_parameters_that_fsdp1_flattened():
+    with world_of(2) as world:
+        results = world.run(look_into_fsdp1)
+    shapes = {"0.weight": (5, 3), "0.bias": (5,), "1.weight": (3, 5), "1.bias": (3,)}
+    for found in results:
+        assert {name: shape for name, (shape, *_) in found.items()} == shapes
+        assert all(equal and by == "FSDP1" for _, _, equal, by in found.values())
+    held = [sum(stop - start for runs in regions for start, stop in runs) for found in results
+            for _, regions, _, _ in found.values()]  # fmt: skip
+    assert sum(held) == sum(p.numel() for p in build().parameters())
+
+
+def sharded_pair(forward: bool) -> nn.Sequential:
+    """Two groups, one of them the root's, which stays gathered after a forward."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.BatchNorm1d(4))
+    fully_shard(model[0], mesh=current().mesh)
+    fully_shard(model, mesh=current().mesh, ignored_params={model[2].weight, model[2].bias})
+    if forward:
+        model(torch.ones(2, 4)).sum().backward() if forward == "backward" else model(torch.ones(2, 4))
+    return model
+
+
+def anew(model: nn.Sequential, layer: int) -> None:
+    model[layer].weight = nn.Parameter(model[layer].weight.detach().clone())
+
+
+def told(model: nn.Module) -> list[str]:
+    """The names that are not live."""
+    names = managed_names(model)
+    assert set(names) == {"0.weight", "0.bias", "1.weight", "1.bias"}
+    return [name for name, live in names.items() if not live]
+
+
+def managed() -> dict[str, list[str]]:
+    found = {}
+    for forward in (False, True, "backward"):
+        found[f"sound, {forward}"] = told(sharded_pair(forward))
+        model = sharded_pair(forward)
+        model.to_empty(device="cpu")
+        found[f"to_empty, {forward}"] = told(model)
+        model = sharded_pair(forward)
+        model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+        found[f"assign, {forward}"] = told(model)
+        for layer in (0, 1):
+            model = sharded_pair(forward)
+            anew(model, layer)
+            found[f"layer {layer} anew, {forward}"] = told(model)
+    model = sharded_pair(False)
+    model[1].weight = nn.Parameter(torch.ones(4, 4))
+    found["plain"] = told(model)
+    return found
+
+
+def test_the_parameters_that_fsdp_manages():
+    with world_of(2) as world:
+        first, second = world.run(managed)
+    assert first == second
+    broken = {case: names for case, names in first.items() if names}
+    # Before the first forward FSDP takes what it finds.
+    assert broken == {
+        "layer 0 anew, True": ["0.weight"],
+        "layer 1 anew, True": ["1.weight"],
+        "layer 0 anew, backward": ["0.weight"],
+        "layer 1 anew, backward": ["1.weight"],
+        "plain": ["1.weight"],
+    }
+
+
+def shared() -> list[dict[str, bool]]:
+    def tied() -> nn.Sequential:
+        model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+        model[1].weight = model[0].weight
+        fully_shard(model, mesh=current().mesh)
+        return model
+
+    sound, untied, assigned = tied(), tied(), tied()
+    anew(untied, 1)
+    assigned.load_state_dict(assigned.state_dict(), assign=True)
+    twice = nn.Sequential(*[nn.Linear(4, 4, bias=False)] * 2)
+    fully_shard(twice, mesh=current().mesh)
+    return [managed_names(model) for model in (sound, untied, assigned, twice)]
+
+
+def test_what_two_modules_share():
+    with world_of(2) as world:
+        sound, untied, assigned, twice = world.run(shared)[0]
+    assert sound == assigned == twice == {"0.weight": True, "1.weight": True}
+    assert untied == {"0.weight": True, "1.weight": False}
+
+
+def test_a_model_without_fsdp_has_nothing_that_is_managed():
+    assert list(managed_places(nn.Linear(2, 2))) == []
+
+
+def grouped() -> list[tuple[list[int], list[int]]]:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False))
+    fully_shard(model[0], mesh=current().mesh)
+    fully_shard(model, mesh=current().mesh)
+    modules = {id(module): index for index, module in enumerate(model.modules())}
+    parameters = {id(parameter): index for index, parameter in enumerate(model.parameters())}
+    return [
+        ([modules[id(m)] for m in group.modules], [parameters[id(p)] for p in group.parameters])
+        for group in fsdp_groups(model)
+    ]
+
+
+def policies_of_groups() -> list[tuple[bool, bool]]:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    fully_shard(model[0], mesh=current().mesh)
+    fully_shard(model[1], mesh=current().mesh, reshard_after_forward=False)
+    return [(group.reshards, group.replicates) for group in fsdp_groups(model)]
+
+
+def test_what_fsdp_manages_together():
+    with world_of(2) as world:
+        assert world.run(grouped) == [[([0], [2]), ([1], [0, 1])]] * 2
+
+
+@pytest.mark.parametrize("mesh", [{"dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 1}])
+def test_how_fsdp_manages_it(mesh):
+    with world_of(2, mesh=mesh) as world:
+        assert world.run(policies_of_groups) == [[(True, len(mesh) == 2), (False, len(mesh) == 2)]] * 2
+
+
+def groups() -> list[tuple[str, list[int]]]:
+    seen: list[dist.ProcessGroup] = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            for argument, value in zip(func._schema.arguments, args, strict=False):
+                if argument.name in ("process_group", "group_name"):
+                    seen.append(process_group(value))
+            return func(*args, **(kwargs or {}))
+
+    pair = dist.new_group([0, 1])
+    with Mode():
+        dist.all_reduce(torch.ones(1), group=pair)
+        wait_tensor(all_reduce(torch.ones(1), "sum", pair))
+    return [(group.group_name == pair.group_name, dist.get_process_group_ranks(group)) for group in seen]
+
+
+def test_the_group_of_a_collective():
+    with world_of(2) as world:
+        assert world.run(groups) == [[(True, [0, 1])] * 2] * 2

@@ -1,0 +1,328 @@
+"""What the watchers see of collectives and of memory, and that they change nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint
+
+from pytest_fsdp_meta.evidence.collectives import Collective, FsdpGroup
+from pytest_fsdp_meta.observers.collectives import Recorder
+from pytest_fsdp_meta.observers.memory import POINTS, Meter, Peak, read_diary, read_timeline
+from pytest_fsdp_meta.observers.support.mapped import MAPS, MappedFiles
+from pytest_fsdp_meta.observers.support.watching import watching
+from pytest_fsdp_meta.observers.training import observe_step, watching_step
+from pytest_fsdp_meta.worlds import current
+from tests.world_help import world_of
+
+pytestmark = pytest.mark.skipif(not MAPS.exists(), reason="only Linux tells mapped files from memory")
+
+
+def recorded(talk: Callable[[nn.Module], object], **known: Tensor) -> tuple[Collective, ...]:
+    model = nn.Linear(3, 2)
+    recorder = Recorder(known)
+    with watching(recorder):
+        talk(model)
+    return recorder.told(model)
+
+
+def in_every_way(model: nn.Module) -> None:
+    pair = dist.new_group([0, 1])
+    dist.broadcast(model.weight.data, 1, group=pair)
+    dist.all_reduce(torch.ones(2, dtype=torch.int32))
+    dist.barrier()
+    halves = [torch.ones(1 + rank) for rank in range(2)]
+    dist.all_to_all_single(torch.ones(2), torch.ones(2))
+    dist.all_gather([torch.ones(2), torch.ones(2)], halves[1])
+    dist.all_gather_object([None, None], "x" * (1 + dist.get_rank()))
+    distribute_tensor(torch.ones(4, 2), current().mesh, [Shard(0)]).full_tensor()
+    if dist.get_rank():
+        dist.recv(torch.ones(1), 0)
+    else:
+        dist.send(torch.ones(1), 1)
+
+
+def ways() -> list[tuple[object, ...]]:
+    seen = recorded(in_every_way)
+    return [(c.op, c.ranks, c.dtype, c.shapes, c.root, c.reduction, c.tensors) for c in seen]
+
+
+def test_collectives_of_every_kind_are_seen_in_order():
+    both = (0, 1)
+    with world_of(2) as world:
+        seen = world.run(ways)
+    assert seen[0][:7] == seen[1][:7]
+    assert seen[0][:5] == [
+        ("broadcast", both, "float32", ((2, 3),), 1, "", ("weight",)),
+        ("all_reduce", both, "int32", ((2,),), None, "", ()),
+        ("barrier", both, "", (), None, "", ()),
+        ("all_to_all", both, "float32", ((2,),), None, "", ()),
+        ("all_gather of lists", both, "float32", ((2,),), None, "", ()),
+    ]
+    ops = [one[0] for one in seen[0][5:]]
+    assert ops == [
+        "all_gather of lists",
+        "all_gather of lists",
+        "scatter",
+        "all_gather",
+    ]  # sizes, bytes, and the DTensor
+
+
+def recycled() -> list[tuple[str, ...]]:
+    """Memory that was handed over and freed, and then became that of a parameter."""
+
+    def talk(model: nn.Module) -> None:
+        passing = torch.ones(2, 3)
+        address = passing.data_ptr()
+        dist.all_reduce(passing)
+        del passing
+        for _ in range(100):
+            model.weight = nn.Parameter(torch.ones(2, 3))
+            if model.weight.data_ptr() == address:
+                break
+
+    return [one.tensors for one in recorded(talk)]
+
+
+def copied() -> list[tuple[str, ...]]:
+    weight, zeros = torch.arange(6.0), torch.zeros(4)
+
+    def talk(_: nn.Module) -> None:
+        for tensor in (weight.clone(), weight + 1, zeros.clone(), torch.arange(7.0)):
+            dist.broadcast(tensor, 0)
+
+    return [one.tensors for one in recorded(talk, a=weight, zero=zeros)]
+
+
+def threaded() -> list[str]:
+    def talk(_: nn.Module) -> None:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(dist.barrier).result()
+
+    return [one.op for one in recorded(talk)]
+
+
+@pytest.mark.parametrize(
+    ("run", "expected"),
+    [(recycled, [()]), (copied, [("a",), (), (), ()]), (threaded, ["barrier"])],
+)
+def test_whose_memory_it_is(run, expected):
+    with world_of(2) as world:
+        assert world.run(run) == [expected] * 2
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.inner(x))
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+def stepped(again: int, inside: bool) -> tuple[tuple[Collective, ...], tuple[FsdpGroup, ...]]:
+    """A step in which the model runs ``again`` times, its blocks recomputed; ``inside`` wraps what is recomputed."""
+    me = current()
+    me.state["watch"] = ("collectives",)
+    model = Stack()
+    for block in model.blocks:
+        fully_shard(block.inner if inside else block, mesh=me.mesh)
+    fully_shard(model, mesh=me.mesh)
+    optimizer = torch.optim.SGD(model.parameters(), foreach=False)
+    for step in range(2):
+        with watching_step(me, model, 2, step):
+            x = torch.ones(2, 4, requires_grad=True)
+            for _ in range(again):
+                x = model(x)
+            x.sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    seen = observe_step()
+    assert seen is not None
+    return seen
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("again", [1, 2])
+def test_forwards_that_run_again_explain_what_is_gathered(again, inside):
+    with world_of(2) as world:
+        collectives, groups = world.run(stepped, again, inside)[0]
+    gathers = sum(c.op == "all_gather" and c.by_fsdp for c in collectives)
+    assert len(groups) == 2
+    assert 4 <= gathers <= sum(group.forwards * (2 if group.reshards else 1) for group in groups)
+    assert all(c.by_fsdp for c in collectives)
+
+
+KIB = 1024 // 4
+
+
+def test_the_most_that_is_alive_at_one_time():
+    def load() -> nn.Module:
+        first = torch.empty(2 * KIB)
+        del first
+        second, third = torch.ones(KIB), torch.zeros(KIB)
+        view = second[1:]
+        del second
+        return nn.ParameterList([third + 1, view])
+
+    meter = Meter()
+    with watching(meter):
+        model = load()
+    assert read_diary(meter.diary, model).host == 3 * 1024
+    before = len(meter.diary)
+    del model
+    assert sum(after - size for size, after, _ in meter.diary) == 0
+    assert len(meter.diary) > before
+
+
+def largest_seen_of_a_gradient() -> int:
+    """DTensor works out what a new operation gives on fake tensors of the global shape; 7919 was not seen before."""
+    meter = Meter()
+    whole = distribute_tensor(torch.ones(2 * 7919, 3), current().mesh, [Shard(0)])
+    with watching(meter):
+        kept = torch.zeros_like(whole)
+    assert kept.shape == whole.shape
+    return max(after for _, after, _ in meter.diary)
+
+
+def test_what_dtensor_only_tries_has_no_memory():
+    with world_of(2) as world:
+        assert world.run(largest_seen_of_a_gradient) == [7919 * 3 * 4] * 2
+
+
+def test_memory_of_threads_counts():
+    meter = Meter()
+    with watching(meter), ThreadPoolExecutor(1) as pool:
+        kept = pool.submit(torch.ones, KIB).result()
+    assert read_diary(meter.diary, nn.Module()).host == kept.untyped_storage().nbytes()
+
+
+def test_a_thread_that_outlives_the_block_is_left_alone():
+    meter = Meter()
+    with ThreadPoolExecutor(1) as pool:
+        with watching(meter):
+            pool.submit(torch.ones, 1).result()
+        seen = len(meter.diary)
+        kept = pool.submit(torch.ones, KIB).result()
+    assert len(kept) == KIB
+    assert len([size for _, size, _ in meter.diary if size == 4 * KIB]) == 0
+    assert seen
+
+
+def test_what_python_resizes_counts():
+    peak = Peak(torch.device("cpu"))
+    with peak.measured(), watching(peak.meter):
+        tensor = torch.ones(KIB)
+        tensor.untyped_storage().resize_(0)
+        other = torch.ones(KIB)
+        tensor.untyped_storage().resize_(8 * KIB)
+    assert len(other) == KIB
+    assert peak.facts(nn.Module()).host == 3 * 1024
+    assert torch.UntypedStorage.resize_.__qualname__ != "Peak.measured.<locals>.resized"
+
+
+@pytest.mark.parametrize(("mapped", "expected"), [(True, 0), (False, 4096)])
+def test_a_mapped_checkpoint_does_not_count(tmp_path: Path, mapped: bool, expected: int):
+    torch.save({"a": torch.ones(4 * KIB)}, tmp_path / "a.pt")
+    meter = Meter()
+    with watching(meter):
+        loaded = torch.load(tmp_path / "a.pt", mmap=mapped)["a"]
+        loaded[:2].sum()
+    assert max(after for _, after, _ in meter.diary) >= expected
+    assert sum(after for _, after, _ in meter.diary if after == 4096) == expected
+
+
+def test_a_slice_of_a_mapped_file_is_told_from_memory(tmp_path: Path):
+    save_file({"a": torch.ones(4 * KIB)}, tmp_path / "a.safetensors")
+    loaded = load_file(tmp_path / "a.safetensors")["a"]
+    files = MappedFiles()
+    assert files.hold(loaded[5:].untyped_storage())
+    assert not files.hold(loaded.clone().untyped_storage())
+    shared = torch.ones(4 * KIB).share_memory_()
+    files.look_again()
+    assert not files.hold(shared.untyped_storage())
+    assert not files.hold(torch.empty(0).untyped_storage())
+
+
+def test_whole_parameters_are_told_from_copies_of_shards():
+    model = nn.ParameterList([torch.empty(8), torch.empty(8), torch.empty(4)])
+    whole = [(0, 32, 4), (0, 32, 4), (0, 16, 4)]
+    assert read_diary(whole, model).whole == 20
+    assert read_diary([*whole, (32, 0, 4), (0, 32, 4)], model).whole == 20
+    assert read_diary([(0, 16, 2), (0, 16, 2), (0, 8, 2)], model).whole == 20  # in another dtype
+    assert read_diary([(0, 16, 4)] * 5, model).whole == 4  # halves
+    assert read_diary([(0, 32, 4)] * 3, model).whole == 16
+
+
+def test_an_exception_passes_and_leaves_nothing_behind():
+    meter = Meter()
+    with suppress(ZeroDivisionError), watching(meter):
+        raise ZeroDivisionError
+    torch.ones(3)
+    assert meter.diary == []
+
+
+def test_the_same_bits_whether_watched_or_not():
+    def draw() -> list[float]:
+        torch.manual_seed(1)
+        return [*nn.Linear(4, 4).weight.flatten().tolist(), *torch.randn(8).tolist()]
+
+    plain = draw()
+    with watching(Meter(), Recorder()):
+        assert draw() == plain
+
+
+def test_buffers_explain_what_is_alive_beside_the_shards():
+    model = nn.Module()
+    model.register_buffer("table", torch.empty(1000))
+    assert read_diary([(0, 4000, 4)] * 2, model).beyond == 0
+    assert read_diary([(0, 4000, 4)] * 3, model).beyond == 4000
+    assert read_diary([(0, 4000, 4)] * 2, nn.Module()).beyond == 8000
+
+
+def test_a_timeline_of_what_is_alive():
+    peak = Peak(torch.device("cpu"))
+    with peak.measured(), watching(peak.meter):
+        kept = torch.ones(KIB)
+        passing = torch.ones(2 * KIB)
+        del passing
+    facts = peak.facts(nn.Module())
+    assert [alive for _, alive in facts.timeline] == [1024, 3 * 1024, 1024]
+    seconds = [time for time, _ in facts.timeline]
+    assert seconds == sorted(seconds)
+    assert seconds[0] >= 0
+    assert len(kept) == KIB
+
+
+def test_a_long_timeline_keeps_its_highest_and_its_last():
+    diary = [(0, 8, 4), (8, 0, 4)] * 5000
+    diary[6000] = (0, 4096, 4)
+    diary[6001] = (4096, 0, 4)
+    timeline = read_timeline(diary, [10 + 0.001 * index for index in range(len(diary))], began=10)
+    assert len(timeline) == POINTS
+    assert max(timeline, key=lambda one: one[1]) == (6.0, 4096)
+    assert timeline[-1] == (9.999, 0)
+    assert [time for time, _ in timeline] == sorted(time for time, _ in timeline)
+    assert len(read_timeline(diary, [10.0] * len(diary), began=10)) == 2  # all at once
+    assert read_timeline([], [], began=0) == ()

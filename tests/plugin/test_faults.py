@@ -1,0 +1,360 @@
+"""Faults inside loaders, seen from outside: what the item says, how pytest ends, what is left, and how it goes on."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import pty
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Project
+from tests.plugin.test_outcomes import outcomes, story
+from tests.world_help import SOON, assert_gone, ended_at_last, fill, processes_with
+
+WORD = "FSDP_FAULTS"
+"""In the environment of an inner run, and so of everything that it starts."""
+FAULTS = """
+import ctypes
+import os
+import signal
+import subprocess
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+
+only = fsdp_conformance(only=["no_meta_params"], timeout=60)
+
+
+def on_rank_1(fsdp, act):
+    fsdp.barrier()
+    if fsdp.rank == 1:
+        act()
+    fsdp.barrier()
+    return load(fsdp)
+
+
+def start_children():
+    away = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    subprocess.Popen(["sh", "-c", "sleep 1000 & exec sleep 1000"])
+    subprocess.run(["sh", "-c", "setsid sleep 1000 >/dev/null 2>&1 &"])
+    note("started")
+    os._exit(3)
+
+
+@only
+def test_segmentation_fault(fsdp): return on_rank_1(fsdp, lambda: ctypes.string_at(0))
+
+
+@only
+def test_memory(fsdp): return on_rank_1(fsdp, lambda: bytearray(2**60))
+
+
+@only
+def test_memory_of_torch(fsdp): return on_rank_1(fsdp, lambda: torch.empty(2**50))
+
+
+@only
+def test_children(fsdp): return on_rank_1(fsdp, start_children)
+
+
+@only
+def test_pipe(fsdp):
+    from pytest_fsdp_meta.worlds.rank import main
+    return on_rank_1(fsdp, lambda: os.close(main._CHANNEL._connection.fileno()))
+
+
+@only
+def test_flood(fsdp):
+    for _ in range(100):
+        os.write(1, b"x" * 2**20)
+    on_rank_1(fsdp, lambda: 1 / 0)
+
+
+@fsdp_conformance(only=["no_meta_params"], timeout=3)
+def test_deadlock(fsdp):
+    if fsdp.rank == 0:
+        dist.all_reduce(torch.ones(2))
+    fsdp.barrier()
+    return load(fsdp)
+
+
+@only
+def test_leaves_things_behind(fsdp):
+    threading.Thread(target=time.sleep, args=(1000,), daemon=False).start()
+    dist.new_group([0, 1], group_desc="left")
+    os.environ["LEFT"] = "behind"
+    os.chdir("/")
+    torch.set_default_dtype(torch.float64)
+    torch.use_deterministic_algorithms(True)
+    torch.set_default_device("meta")
+    torch.manual_seed(7)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    build.left = True
+    torch.set_default_device("cpu")
+    torch.set_default_dtype(torch.float32)
+    result = load(fsdp)
+    torch.set_default_dtype(torch.float64)
+    torch.set_default_device("meta")
+    return result
+
+
+@only
+def test_finds_nothing_of_it(fsdp):
+    assert [thread.name for thread in threading.enumerate() if "sleep" in str(thread)] == []
+    assert threading.active_count() < 6
+    assert len(dist.distributed_c10d._world.pg_map) == 1
+    assert "LEFT" not in os.environ
+    assert os.getcwd() != "/"
+    assert torch.get_default_dtype() == torch.float32
+    assert torch.get_default_device() == torch.device("cpu")
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert not hasattr(build, "left")
+    return load(fsdp)
+"""
+
+
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """With a short name, as the one that it stands for: sockets of the fork server lie there."""
+    folder = Path(tempfile.mkdtemp(prefix="fsdp-faults-", dir="/tmp"))
+    yield folder
+    shutil.rmtree(folder)
+
+
+def test_faults_are_told_and_the_next_loader_passes(
+    project: Project, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(WORD, str(os.getpid()))
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    healthy = "\n\n@only\ndef test_healthy_{}(fsdp): return load(fsdp)\n"
+    parts = FAULTS.split("\n\n@only\ndef ")
+    text = parts[0] + "".join(healthy.format(n) + "\n\n@only\ndef " + part for n, part in enumerate(parts[1:]))
+    result = project.run("-v", project.loaders(text).name)
+    told = {name.partition("[")[0]: outcome for name, outcome in outcomes(result).items()}
+    summaries = {
+        "segmentation_fault": r"rank 1 was killed by SIGSEGV",
+        "memory": r"rank 1 raised MemoryError in .*|rank 1 raised MemoryError",
+        "memory_of_torch": r"rank 1 raised RuntimeError: .*",
+        "children": r"rank 1 exited with code 3 before it answered",
+        "pipe": r"rank 1 closed a descriptor that was not its own: the connection to pytest",
+        "flood": r"rank 1 raised ZeroDivisionError: division by zero",
+        "deadlock": r"ranks 0, 1 did not answer within 3 s",
+    }
+    assert {name for name, outcome in told.items() if outcome != "passed"} == {f"test_{name}" for name in summaries}
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    for name, summary in summaries.items():
+        assert told[f"test_{name}"] == "error"
+        first, *rest = story(result, f"test_{name}[no_meta_params]")
+        assert re.fullmatch(f"no_meta_params could not be judged: ({summary})", first)
+        told_of_it = rest[: next(n for n, line in enumerate(rest) if line.startswith("run it again: "))]
+        assert not any("pytest_fsdp_meta/worlds" in line for line in told_of_it)
+    deadlock = "\n".join(story(result, "test_deadlock[no_meta_params]"))
+    assert re.search(r"rank 0 waits in all_reduce number 1 \(float\[2\], test_it.py:\d+\)", deadlock)
+    assert "they do not fit together: number 1 is not the same on these ranks" in deadlock
+    assert "(the last 65536 of 10" in "\n".join(story(result, "test_flood[no_meta_params]"))
+    assert project.notes == ["started"]
+    monkeypatch.delenv(WORD)
+    assert_gone(processes_with(WORD, str(os.getpid())))
+    assert not list(temporary.glob("fsdp-*"))
+
+
+SLOW = """
+only = fsdp_conformance(only=["no_meta_params"])
+
+@only
+def test_first(fsdp):
+    import subprocess, time
+    subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    note(f"rank{fsdp.rank}")
+    if fsdp.rank == 0:
+        fsdp.barrier()
+    time.sleep(1000)
+
+@only
+def test_second(fsdp):
+    return load(fsdp)
+"""
+
+
+@contextmanager
+def running(project: Project, temporary: Path, stdout: int = subprocess.PIPE) -> Iterator[subprocess.Popen[str]]:
+    """A run of its own session, with its ranks inside the loader of ``SLOW``."""
+    file = project.loaders(SLOW)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", file.name],
+        cwd=project.path,
+        env=os.environ | {WORD: str(os.getpid()), "TMPDIR": str(temporary)},
+        stdin=stdout if stdout != subprocess.PIPE else subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=subprocess.STDOUT if stdout == subprocess.PIPE else stdout,
+        text=True,
+        start_new_session=True,
+        preexec_fn=_take_terminal if stdout != subprocess.PIPE else None,
+    )
+    try:
+        deadline = time.monotonic() + 6 * SOON
+        while len(project.notes) < 2:
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        yield process
+    finally:
+        process.kill()
+        process.wait(10)
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+def _take_terminal() -> None:
+    """Makes the standard input the controlling terminal: a Ctrl-C that is typed there is for this process group."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored where the tests were started in the background of a shell
+    import fcntl
+    import termios
+
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_ctrl_c_in_a_terminal(project: Project, temporary: Path, times: int) -> None:
+    terminal, its_side = pty.openpty()
+    seen = b""
+    with running(project, temporary, stdout=its_side) as process:
+        os.close(its_side)
+        for _ in range(times):
+            os.write(terminal, b"\x03")
+            time.sleep(0.01)
+        try:
+            while new := os.read(terminal, 65536):
+                seen += new
+        except OSError:  # nobody has the other side any more
+            pass
+        process.wait(SOON)
+    os.close(terminal)
+    text = seen.decode()
+    # The second one may reach pytest while it tells of the first, of which Python then dies.
+    assert process.returncode in (pytest.ExitCode.INTERRUPTED, *([-signal.SIGINT] if times > 1 else [])), text
+    assert "no tests ran" in text or "1 error" in text or "KeyboardInterrupt" in text
+    assert "INTERNALERROR" not in text
+    assert_gone(processes_with(WORD, str(os.getpid())))
+    assert not list(temporary.glob("fsdp-*"))
+
+
+def test_pytest_is_killed(project: Project, temporary: Path) -> None:
+    with running(project, temporary) as process:
+        everything = processes_with(WORD, str(os.getpid()))
+        assert len(everything) >= 6, "pytest, the fork server, two ranks and what they have started"
+        process.send_signal(signal.SIGKILL)
+        process.wait(SOON)
+        assert_gone(everything)
+        assert not processes_with(WORD, str(os.getpid()))
+    assert not list(temporary.glob("fsdp-*"))
+
+
+def test_two_runs_at_the_same_time(project: Project) -> None:
+    file = project.loaders(
+        """
+        @fsdp_conformance(only=["no_meta_params", "same_manifest_on_every_rank"], world_size=(1, 2))
+        def test_x(fsdp):
+            fsdp.barrier()
+            return load(fsdp)
+        """
+    )
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-v", file.name]
+    runs = [
+        subprocess.Popen(command, cwd=project.path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for _ in range(2)
+    ]
+    for run in runs:
+        with ended_at_last(run):
+            told, _ = run.communicate(timeout=6 * SOON)
+            assert run.returncode == 0, told
+            assert "4 passed" in told
+
+
+def test_names_with_spaces_quotes_and_brackets(project: Project) -> None:
+    folder = project.path / "it's a folder"
+    folder.mkdir()
+    file = project.loaders(
+        """
+        import pytest
+
+        @pytest.mark.parametrize("text", ["a b", "it's", 'say "x"', "[1]", "$HOME; `x`"])
+        @fsdp_conformance(only=["no_meta_params"])
+        def test_x(fsdp, text):
+            if fsdp.rank == 1:
+                raise RuntimeError(text)
+            return load(fsdp)
+        """,
+        name="it's a folder/test_a b 'c'.py",
+    )
+    result = project.run("--import-mode=importlib", "-v", str(file.relative_to(project.path)))
+    result.assert_outcomes(errors=5)
+    commands = [line.removeprefix("run it again: ") for line in result.outlines if line.startswith("run it again: ")]
+    commands = list(dict.fromkeys(commands))  # where CI is set, pytest's summary says each error again
+    assert len(commands) == 5
+    again = project.shell(commands[2])
+    again.assert_outcomes(errors=1)
+    assert any('rank 1 raised RuntimeError: say "x"' in line for line in again.outlines)
+
+
+FULL = (
+    "import os\nfrom contextlib import suppress\n\n\n"
+    + inspect.getsource(fill)
+    + """
+
+@fsdp_conformance(only=["no_meta_params", "params_equal_reference"])
+def test_full(fsdp):
+    if fsdp.rank == 0:
+        fill(os.environ["TMPDIR"])
+    fsdp.barrier()
+    print("x" * 100_000)
+    return load(fsdp)
+
+def test_make_room():
+    os.unlink(os.environ["TMPDIR"] + "/fill")
+
+@fsdp_conformance(only=["no_meta_params", "params_equal_reference"])
+def test_room(fsdp):
+    return load(fsdp, reference=build)
+"""
+)
+
+
+@pytest.mark.skipif(not shutil.which("unshare"), reason="no disk can be made for a test here")
+def test_a_full_disk_in_a_run(project: Project, temporary: Path) -> None:
+    file = project.loaders(FULL)
+    small = temporary
+    space = ["unshare", "--user", "--map-root-user", "--mount"]
+    if subprocess.run([*space, "mount", "-t", "tmpfs", "none", small], stderr=subprocess.DEVNULL).returncode:
+        pytest.skip("no disk can be made for a test here: namespaces are not permitted")
+    inner = f"{sys.executable} -m pytest -p no:cacheprovider -v --basetemp={project.path}/base {file.name}"
+    run = subprocess.run(
+        [*space, "sh", "-c", f"mount -t tmpfs -o size=16m none {small} && TMPDIR={small} exec {inner}"],
+        cwd=project.path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=6 * SOON,
+    )
+    assert "1 error, 1 unjudged" in run.stdout, run.stdout
+    assert "3 passed" in run.stdout
+    assert re.search(
+        r"^no_meta_params could not be judged: ranks? [01, ]+ raised OSError: .*No space left on device: the disk of "
+        rf"{re.escape(str(small))} is full \(\d+ KiB left\), .*; free some room, or set TMPDIR to a folder on another",
+        run.stdout,
+        re.MULTILINE,
+    )
+    assert "pytest_fsdp_meta/worlds" not in run.stdout

@@ -1,0 +1,186 @@
+"""What ranks are doing: in a line of the terminal that vanishes, and in the error that it becomes."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from pytest_fsdp_meta.plugin.rank_io.progress import Doing, Progress, describe, drawn
+from pytest_fsdp_meta.worlds import Listener, World, WorldError, current, doing
+from tests.conftest import Project
+from tests.world_help import SOON, world_of
+
+ALIKE = dict.fromkeys(range(4), "training step 2 of 3")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "line"),
+    [
+        ({}, "  4 ranks: starting, 3 s"),
+        (ALIKE, "  4 ranks: training step 2 of 3, 3 s"),
+        ({0: "loading"}, "  4 ranks: loading, 3 s"),
+        (ALIKE | {1: "saving"}, "  4 ranks, rank 1: saving (others: training step 2 of 3), 3 s"),
+        (
+            ALIKE | {1: "saving", 3: "loading"},
+            "  4 ranks, rank 3: loading; rank 1: saving (others: training step 2 of 3), 3 s",
+        ),
+    ],
+)
+def test_one_line_for_all_ranks(ranks: dict[int, str], line: str) -> None:
+    assert describe(Doing("4 ranks", "starting", ranks), 3.2, 100) == line
+
+
+@pytest.mark.parametrize("width", [1, 4, 5, 20, 43, 44])
+def test_the_line_fits(width: int) -> None:
+    line = describe(Doing("the reference", "training step 2 of 3"), 12.0, width)
+    assert len(line) < max(width, 4)
+    assert line.endswith("..." if width < 44 else "12 s")
+
+
+def test_the_cursor_comes_back() -> None:
+    assert drawn("doing", 7, 80) == "\n\rdoing\x1b[K\x1b[A\x1b[8G"
+    assert drawn("", 87, 80) == "\n\r\x1b[K\x1b[A\x1b[8G"
+
+
+@pytest.fixture
+def terminal() -> Iterator[tuple[int, int]]:
+    ours, theirs = os.openpty()
+    os.set_blocking(ours, False)
+    yield ours, theirs
+    os.close(ours)
+    os.close(theirs)
+
+
+def read(terminal: int) -> str:
+    try:
+        return os.read(terminal, 2**16).decode()
+    except BlockingIOError:
+        return ""
+
+
+def test_what_is_short_is_not_shown(terminal: tuple[int, int]) -> None:
+    progress = Progress(terminal[1], lambda: 0)
+    progress.begin()
+    progress.tell(Doing("2 ranks", "loading"))
+    progress.end()
+    progress.end()
+    assert read(terminal[0]) == ""
+
+
+def test_the_line_is_drawn_and_taken_away(terminal: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pytest_fsdp_meta.plugin.rank_io.progress.DELAY", 0.0)
+    progress = Progress(terminal[1], lambda: 3)
+    for what in ("loading", "saving"):  # it comes back for what follows
+        progress.begin()
+        progress.tell(Doing("2 ranks", what))
+        seen, deadline = "", time.monotonic() + SOON
+        while what not in seen and time.monotonic() < deadline:
+            time.sleep(0.01)
+            seen += read(terminal[0])
+        progress.end()
+        seen += read(terminal[0])
+        assert f"  2 ranks: {what}, 0 s\x1b[K\x1b[A\x1b[4G" in seen
+        assert seen.endswith("\n\r\x1b[K\x1b[A\x1b[4G")
+        assert read(terminal[0]) == ""
+
+
+SLOW = """
+import time
+
+@fsdp_conformance(only=["no_meta_params"])
+def test_slow(fsdp):
+    time.sleep(4)
+    return load(fsdp)
+"""
+
+
+@pytest.mark.parametrize("verbose", ["-v", ""])
+def test_a_long_item_in_a_terminal(
+    project: Project, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, verbose: str
+) -> None:
+    project.loaders(SLOW)
+    monkeypatch.delenv("CI", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    child = pytester.spawn(f"{sys.executable} -m pytest -p no:cacheprovider {verbose}", expect_timeout=120)
+    begun = "test_it.py::test_slow[no_meta_params] " if verbose else "test_it.py "
+    child.expect_exact(begun)
+    child.expect(r"  2 ranks: loading, \d+ s\x1b\[K\x1b\[A\x1b\[(\d+)G")
+    assert int(child.match[1]) == len(begun) + 1
+    child.expect_exact(f"\n\r\x1b[K\x1b[A\x1b[{len(begun) + 1}G")
+    rest = child.read().decode()
+    assert "\x1b[A" not in rest
+    assert "1 passed" in rest
+    assert child.wait() == 0
+
+
+@pytest.mark.parametrize("args", [("-s",), ("-n1",)])
+def test_no_line_where_it_would_disturb(
+    project: Project, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, args: tuple[str, ...]
+) -> None:
+    project.loaders(SLOW)
+    monkeypatch.delenv("CI", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    child = pytester.spawn(f"{sys.executable} -m pytest -p no:cacheprovider {' '.join(args)}", expect_timeout=120)
+    told = child.read().decode()
+    assert "1 passed" in told
+    assert "2 ranks" not in told
+
+
+def test_no_line_in_a_log(project: Project) -> None:
+    project.loaders(SLOW)
+    result = project.run()
+    result.assert_outcomes(passed=1)
+    assert "2 ranks" not in result.stdout.str()
+    assert "\x1b" not in result.stdout.str()
+
+
+class Ears(Listener):
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+
+    def waits(self, world: World, doing: str) -> None:
+        self.heard.append(doing)
+
+
+def test_a_world_tells_what_it_waits_for() -> None:
+    ears = Ears()
+    with world_of(2, listener=ears) as world:
+        world.run("os:getpid")
+    assert ears.heard == ["starting", "starting", "joining the process group", "running getpid"]
+
+
+def test_an_error_says_what_its_rank_was_doing() -> None:
+    def work() -> None:
+        doing("training step 1 of 2")
+        current().barrier()
+        doing(f"training step {current().rank + 1} of 2")
+        if current().rank == 1:
+            raise RuntimeError("boom")
+        current().barrier()
+
+    with world_of(2) as world, pytest.raises(WorldError) as caught:
+        world.run(work)
+    assert str(caught.value).splitlines()[:2] == ["rank 1 raised RuntimeError: boom", "(while training step 2 of 2)"]
+
+    with world_of(2, timeout=2.0) as world, pytest.raises(WorldError) as caught:
+        world.run(lambda: (doing(f"step {current().rank}"), time.sleep(60)))
+    assert str(caught.value).splitlines()[1] == "(while step 0 or step 1)"
+
+
+def test_what_was_done_in_an_earlier_call_is_forgotten() -> None:
+    def fail() -> None:
+        raise RuntimeError("boom")
+
+    with world_of(1) as world:
+        world.run(lambda: doing("something else"))
+        with pytest.raises(WorldError) as caught:
+            world.run(fail)
+    assert "(while running test_what_was_done" in str(caught.value)
+
+
+def test_outside_of_a_world() -> None:
+    doing("nothing")

@@ -1,0 +1,87 @@
+"""Holds what ``_pytest_private.py`` reads: this breaks when pytest moves it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import unittest
+from pathlib import Path
+
+import pytest
+
+from pytest_fsdp_meta.loader.call import ASSUME, SKIPS, XFAIL
+from pytest_fsdp_meta.plugin._pytest_private import (
+    fixtures_asking_for,
+    parameters,
+    requested_fixtures,
+    resolved_fixture,
+    rewritten_modules,
+)
+
+
+@pytest.fixture
+def inner() -> int:
+    return 1
+
+
+@pytest.fixture
+def outer(inner: int) -> int:
+    return inner
+
+
+@pytest.mark.usefixtures("recwarn")
+@pytest.mark.parametrize("n", [[7]])
+def test_what_pytest_keeps_private(request: pytest.FixtureRequest, outer: int, n: list[int], size: int = 3) -> None:  # noqa: PT028
+    item = request.node
+    assert isinstance(item, pytest.Function)
+    assert requested_fixtures(item) == ("request", "outer", "n")
+    assert "inner" in item.fixturenames
+    function = resolved_fixture(item, "outer")
+    assert function is not None
+    assert (function.__name__, function.__module__) == ("outer", __name__)
+    assert resolved_fixture(item, "absent") is None
+    assert fixtures_asking_for(item, "inner") == ["outer"]
+    assert fixtures_asking_for(item, "outer") == []
+    assert parameters(item) == {"n": [7]}
+    # The same object for every item that it parametrizes: items of one loader are told apart by this.
+    assert parameters(item)["n"] is n
+
+
+class TestMethod:
+    def test_self_is_no_fixture(self, request: pytest.FixtureRequest) -> None:
+        assert requested_fixtures(request.node) == ("request",)
+        assert parameters(request.node) == {}
+
+
+def test_the_names_of_outcomes() -> None:
+    hypothesis = pytest.importorskip("hypothesis.errors")
+    skips = dict(zip(SKIPS, (pytest.skip.Exception, unittest.SkipTest), strict=True))
+    kinds = skips | {XFAIL: pytest.xfail.Exception, ASSUME: hypothesis.UnsatisfiedAssumption}
+    for name, kind in kinds.items():
+        assert name == f"{kind.__module__}.{kind.__qualname__}"
+
+
+def test_modules_given_to_register_assert_rewrite() -> None:
+    pytest.register_assert_rewrite("tests.no_such_module")
+    assert "tests.no_such_module" in rewritten_modules()
+
+
+REWRITING = """
+import os
+from pytest_fsdp_meta.plugin._pytest_private import rewrite_asserts
+os.environ["PYTEST_PLUGINS"] = "no_such_plugin"
+for _ in range(2):
+    rewrite_asserts(os.getcwd(), "2", "odd_name")
+assert os.environ["PYTEST_PLUGINS"] == "no_such_plugin" and "PYTEST_DISABLE_PLUGIN_AUTOLOAD" not in os.environ
+try:
+    import odd_name
+except AssertionError as error:
+    print(error)
+"""
+
+
+def test_asserts_are_rewritten_without_a_session(tmp_path: Path) -> None:
+    (tmp_path / "odd_name.py").write_text("left = ['100%', 2]\nassert left == ['100%', 3]")
+    run = subprocess.run([sys.executable, "-c", REWRITING], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert run.stderr == ""
+    assert run.stdout.splitlines()[:3] == ["assert ['100%', 2] == ['100%', 3]", "  ", "  At index 1 diff: 2 != 3"]

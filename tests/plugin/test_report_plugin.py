@@ -1,0 +1,635 @@
+"""``--fsdp-report``: what a run writes down, judges again, and says at its end."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from pytest_fsdp_meta.catalogue import built_in
+from pytest_fsdp_meta.reports.io import read_report, schema
+from pytest_fsdp_meta.reports.schema import CheckRecord, LoaderRecord, Report
+from tests.conftest import CHECK, Project, errors
+from tests.world_help import SOON
+
+LOADERS = """
+    import pytest
+
+    def left_out(fsdp):
+        model = nn.Linear(4, 4)
+        model.register_buffer("table", torch.empty(3), persistent=False)
+        model.get_parameter("bias").requires_grad_(False)
+        fully_shard(model, mesh=fsdp.mesh)
+        return model
+
+    @fsdp_conformance(
+        only=["no_meta_params", "no_uninitialized_memory", "loss_parity", "dcp_reshards"],
+        skip={"dcp_reshards": "slow & <b>bold</b>"},
+    )
+    def test_broken(fsdp):
+        return left_out(fsdp)
+
+    @fsdp_conformance(world_size=(1, 2), only=["no_meta_params", "no_uninitialized_memory"],
+                      xfail={"no_uninitialized_memory": "issue 7"})
+    def test_expected(fsdp):
+        return left_out(fsdp)
+
+    @fsdp_conformance(only=["no_meta_params"])
+    def test_raises(fsdp):
+        raise ValueError("no file")
+
+    def test_other(): ...
+"""
+BROKEN = "test_it.py::test_broken"
+
+
+def written(project: Project, folder: str = "out") -> Report:
+    """What was written, once it has been held against the published schema."""
+    path = project.path / folder / "report.json"
+    jsonschema.validate(json.loads(path.read_text()), schema())
+    return read_report(path)
+
+
+def by_name(report: Report) -> dict[str, LoaderRecord]:
+    return {loader.loader: loader for loader in report.loaders}
+
+
+def asked(loader: LoaderRecord) -> dict[str, tuple[str, str]]:
+    return {
+        check.check: (check.status, check.reason)
+        for check in loader.checks
+        if check.status not in ("left out", "unselected") or check.reason
+    }
+
+
+def the(loader: LoaderRecord, check: str) -> CheckRecord:
+    return next(one for one in loader.checks if one.check == check)
+
+
+def test_every_check_of_every_loader_is_written_down(project: Project) -> None:
+    project.loaders(LOADERS)
+    result = project.run("--fsdp-report=out", "--fsdp-keep-evidence", "--junitxml=junit.xml")
+    report = written(project)
+    loaders = by_name(report)
+    assert list(loaders) == [
+        BROKEN,
+        "test_it.py::test_expected[world1]",
+        "test_it.py::test_expected[world2]",
+        "test_it.py::test_raises",
+    ]
+    assert all([check.check for check in loader.checks] == built_in().ids() for loader in report.loaders)
+    assert asked(loaders[BROKEN]) == {
+        "no_meta_params": ("passed", ""),
+        "no_uninitialized_memory": ("failed", ""),
+        "dcp_reshards": ("left out", "slow & <b>bold</b>"),
+        "loss_parity": ("undeclared", "Subject(reference=...) is not declared"),
+    }
+    assert asked(loaders["test_it.py::test_expected[world1]"]) == {
+        "no_meta_params": ("passed", ""),
+        "no_uninitialized_memory": ("xfailed", "issue 7"),
+    }
+    assert asked(loaders["test_it.py::test_raises"]) == {
+        "no_meta_params": ("error", "ranks 0, 1 raised ValueError: no file")
+    }
+    (found,) = the(loaders[BROKEN], "no_uninitialized_memory").findings
+    assert (found.tensor, found.ranks) == ("table", (0, 1))
+    assert the(loaders["test_it.py::test_expected[world2]"], "no_uninitialized_memory").findings[0] == found
+    assert loaders[BROKEN].seconds["loading"] > 0
+    summary = loaders[BROKEN].summary
+    assert summary is not None
+    assert {tensor.name: [piece.ranks for piece in tensor.pieces] for tensor in summary.tensors} == {
+        "weight": [(0,), (1,)],
+        "bias": [(0,), (1,)],
+        "table": [(0, 1)],
+    }
+    assert report.complete
+    assert report.exit_status == result.ret == 1
+    assert report.header.command[0] == "pytest"
+    assert report.header.command[-3:] == ("--fsdp-report=out", "--fsdp-keep-evidence", "--junitxml=junit.xml")
+    assert {"torch", "pytest", "pytest-fsdp-meta", "python"} <= set(report.header.versions)
+    assert (project.path / "out" / "index.html").stat().st_size > 10_000
+    told = result.stdout.str()
+    assert "checks accounted for in 4 runs of loaders" in told
+    assert "FAILED test_it.py::test_broken[no_uninitialized_memory] - table, ranks" in told
+    _judged_again(project, report)
+    _in_junit(project.path / "junit.xml")
+
+
+def _judged_again(project: Project, report: Report) -> None:
+    """From what was kept, without ranks: the same verdicts."""
+    files = [loader.evidence for loader in report.loaders]
+    assert [bool(file) and (project.path / "out" / file).is_file() for file in files] == [True, True, True, False]
+    result = project.run("out/evidence", "--fsdp-report=again")
+    again = by_name(written(project, "again"))
+    for loader in report.loaders[:3]:
+        assert asked(again[loader.loader]) == asked(loader)
+        assert [check.findings for check in again[loader.loader].checks] == [check.findings for check in loader.checks]
+    assert "run it again: python -m pytest out/evidence/" in result.stdout.str()
+    named = project.run(f"{files[0]}::no_meta_params".replace("evidence", "out/evidence", 1))
+    named.assert_outcomes(passed=1)
+
+
+def _in_junit(path: Path) -> None:
+    cases = {case.get("name"): case for case in ET.parse(path).iter("testcase")}
+    case = cases["test_broken[no_uninitialized_memory]"]
+    properties = [(one.get("name"), one.get("value")) for one in case.iter("property")]
+    assert properties[:4] == [
+        ("fsdp_loader", BROKEN),
+        ("fsdp_world", "world of 2 (gloo on cpu)"),
+        ("fsdp_check", "no_uninitialized_memory"),
+        ("fsdp_status", "failed"),
+    ]
+    name, found = properties[4]
+    assert name == "fsdp_finding"
+    assert str(found).startswith("table, ranks 0, 1: uninitialised")
+    (failure,) = case.iter("failure")
+    assert str(failure.get("message")).startswith("table, ranks 0, 1: uninitialised")
+    assert "remedy:" in str(failure.text)
+    (expected,) = (
+        case for case in cases.values() if case.get("name") == "test_expected[world2-no_uninitialized_memory]"
+    )
+    assert "xfailed" in [one.get("value") for one in expected.iter("property")]
+
+
+def test_under_xdist_the_same_is_written(project: Project) -> None:
+    project.loaders(LOADERS)
+    project.run("--fsdp-report=alone")
+    project.run("--fsdp-report=shared", "-n2")
+    alone, shared = by_name(written(project, "alone")), by_name(written(project, "shared"))
+    assert {name: asked(loader) for name, loader in alone.items()} == {
+        name: asked(loader) for name, loader in shared.items()
+    }
+    assert {name: loader.summary and loader.summary.tensors for name, loader in alone.items()} == {
+        name: loader.summary and loader.summary.tensors for name, loader in shared.items()
+    }
+
+
+def test_what_has_not_run_is_said(project: Project) -> None:
+    project.loaders(LOADERS)
+    result = project.run("--fsdp-report=out", "-x", "-k", "broken or raises")
+    report = written(project)
+    loaders = by_name(report)
+    assert asked(loaders["test_it.py::test_raises"]) == {"no_meta_params": ("not run", "")}
+    assert report.complete
+    result.stdout.fnmatch_lines(["*checks accounted for in 2 runs of loaders (*not run)"])
+
+
+def test_a_run_that_is_killed_leaves_what_it_knew(project: Project) -> None:
+    project.loaders(
+        """
+        import time
+
+        @fsdp_conformance(only=["no_meta_params"])
+        def test_first(fsdp): return load(fsdp)
+
+        def test_long():
+            time.sleep(2.5)  # longer than the pace at which the report is written
+
+        def test_for_ever():
+            note("there")
+            time.sleep(1000)
+        """
+    )
+    command = [sys.executable, "-m", "pytest", "-q", "--fsdp-report=out"]
+    run = subprocess.Popen(command, cwd=project.path, stdout=subprocess.DEVNULL, start_new_session=True)
+    deadline = time.monotonic() + 3 * SOON
+    while "there" not in project.notes:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    os.killpg(run.pid, signal.SIGKILL)
+    run.wait()
+    report = written(project)
+    assert not report.complete
+    assert report.exit_status is None
+    assert asked(report.loaders[0]) == {"no_meta_params": ("passed", "")}
+
+
+@pytest.mark.parametrize("fail_on", ["regression", "any"])
+def test_what_fails_at_the_end_of_what_was_not_judged_is_not_forgiven(project: Project, fail_on: str) -> None:
+    project.loaders(
+        """
+        import os, pytest
+
+        @pytest.fixture(scope="module")
+        def cluster():
+            yield
+            if "BREAK" in os.environ: raise OSError("the lock is held")
+
+        @fsdp_conformance(only=["no_meta_params", "loss_parity"], world_size=1)
+        def test_x(fsdp, cluster): return load(fsdp)
+        """
+    )
+    project.run("--fsdp-report=old").assert_outcomes(passed=1, skipped=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BREAK", "1")
+        broken = project.run("--fsdp-compare=old/report.json", f"--fsdp-fail-on={fail_on}", "--fsdp-report=new")
+    assert broken.ret == pytest.ExitCode.TESTS_FAILED
+    assert json.loads((project.path / "new" / "badge.json").read_text())["color"] == "lightgrey"
+
+
+def test_each_worker_has_a_record_of_its_own_where_each_runs_all(project: Project) -> None:
+    project.loaders(
+        """
+        import os, pytest
+
+        @pytest.fixture
+        def worker(): return os.environ["PYTEST_XDIST_WORKER"]
+
+        @fsdp_conformance(only=["no_meta_buffers"], world_size=1)
+        def test_x(fsdp, worker):
+            model = build()
+            if worker == "gw1":
+                model.register_buffer("table", torch.empty(3, device="meta"))
+            fully_shard(model, mesh=fsdp.mesh)
+            return model
+        """
+    )
+    project.run("-n2", "--dist=each", "--fsdp-report=out").assert_outcomes(passed=1, failed=1)
+    told = {name: asked(one)["no_meta_buffers"][0] for name, one in by_name(written(project)).items()}
+    assert told == {"test_it.py::test_x on gw0": "passed", "test_it.py::test_x on gw1": "failed"}
+
+
+def test_what_cannot_be_collected_leaves_no_earlier_report(project: Project) -> None:
+    project.write("test_it.py", "def test_x(): ...")
+    project.collect("--fsdp-report=out").assert_outcomes(passed=1)
+    project.write("test_it.py", "import absent_of_all")
+    assert project.collect("--fsdp-report=out").ret == pytest.ExitCode.INTERRUPTED
+    assert written(project).exit_status == pytest.ExitCode.INTERRUPTED
+
+
+def test_pages_of_somebody_else_are_left_alone(project: Project) -> None:
+    project.write("test_it.py", "def test_x(): ...")
+    project.write("site/index.html", "mine")
+    (told,) = errors(project.collect("--fsdp-report=site"))
+    assert "site has an index.html that is not of a report" in told
+    assert (project.path / "site" / "index.html").read_text() == "mine"
+
+
+def test_evidence_that_does_not_fit_together_is_told_in_one_line(project: Project) -> None:
+    project.loaders(
+        """
+        @fsdp_conformance(only=["no_meta_params", "loss_parity"], world_size=1)
+        def test_x(fsdp): return load(fsdp, reference=build, batch=lambda step: {"input": torch.ones(4, 4)},
+                                      loss=lambda model, batch: model(**batch).mean())
+        """
+    )
+    project.run("--fsdp-report=out", "--fsdp-keep-evidence").assert_outcomes(passed=2)
+    (path,) = (project.path / "out" / "evidence").iterdir()
+    data = json.loads(gzip.decompress(path.read_bytes()))
+    data["evidence"]["inventory"][0]["rank"] = 7
+    path.write_bytes(gzip.compress(json.dumps(data).encode()))
+    result = project.run("out/evidence", "--fsdp-report=again")
+    assert "Traceback" not in result.stdout.str()
+    assert "INTERNALERROR" not in result.stdout.str()
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*evidence that does not fit together (IndexError: *"])
+
+
+def test_nothing_judged_is_no_pass_beside_an_earlier_run_that_failed_in_the_same_way(project: Project) -> None:
+    project.loaders(
+        """
+        @fsdp_conformance(only=["no_meta_params", "no_meta_buffers"], world_size=1)
+        def test_x(fsdp): raise ValueError("first line\\nsecond line")
+        """
+    )
+    assert "1 error, 1 unjudged in" in project.run("--fsdp-report=old").stdout.str()
+    known = project.run("--fsdp-compare=old/report.json", "--fsdp-fail-on=regression", "--fsdp-report=new")
+    assert known.ret == pytest.ExitCode.NO_TESTS_COLLECTED
+    # The traceback is in the report, once.
+    first, second = (one for one in written(project, "new").loaders[0].checks if one.status == "error")
+    assert "def test_x(fsdp): raise ValueError" in first.detail
+    assert second.detail == ""
+    assert "second line" in (project.path / "new" / "index.html").read_text()
+    summary = (project.path / "new" / "summary.md").read_text()
+    assert summary.count("raised ValueError: first line") == 2  # what fails, and that it did before
+
+
+def test_nothing_judged_is_no_pass(project: Project) -> None:
+    project.loaders(
+        """
+        import pytest
+
+        @fsdp_conformance(only=["loss_parity"])
+        def test_bare(fsdp): return build()
+
+        def test_other(): ...
+        """
+    )
+    result = project.run("-rs")
+    assert result.ret == pytest.ExitCode.NO_TESTS_COLLECTED
+    result.stdout.fnmatch_lines(["*nothing was judged, so nothing has passed"])
+
+
+def test_a_loader_that_its_author_skips_beside_other_tests(project: Project) -> None:
+    project.loaders(
+        """
+        import pytest
+
+        @pytest.mark.skip(reason="needs a GPU")
+        @fsdp_conformance(only=["no_meta_params"])
+        def test_bare(fsdp): return build()
+
+        def test_other(): ...
+        """
+    )
+    assert project.run().ret == 0
+    assert project.run("-k", "bare").ret == pytest.ExitCode.NO_TESTS_COLLECTED
+
+
+def test_what_went_wrong_is_an_error_when_it_is_judged_again(project: Project) -> None:
+    project.loaders(
+        """
+        def batch(step): raise OSError("no data")
+
+        @fsdp_conformance(only=["no_meta_params", "loss_parity"], world_size=1)
+        def test_x(fsdp): return load(fsdp, reference=build, batch=batch)
+        """
+    )
+    project.run("--fsdp-report=out", "--fsdp-keep-evidence").assert_outcomes(passed=1, errors=1)
+    before = [(one.check, one.status, one.reason) for one in written(project).loaders[0].checks]
+    project.run("out/evidence", "--fsdp-report=again").assert_outcomes(passed=1, errors=1)
+    assert [(one.check, one.status, one.reason) for one in written(project, "again").loaders[0].checks] == before
+
+
+def test_evidence_in_the_project_is_no_test_unless_it_is_named(project: Project) -> None:
+    project.write("test_it.py", "def test_x(): ...\n")
+    project.write("out/evidence/a.evidence.json.gz", "no gzip")
+    project.collect().assert_outcomes(passed=1)
+    result = project.collect("out/evidence")
+    result.assert_outcomes(failed=1)
+    told = [line for line in result.outlines if line.endswith("cut off (BadGzipFile: Not a gzipped file (b'no'))")]
+    assert told
+
+
+def test_where_a_report_cannot_be_written(project: Project) -> None:
+    project.write("test_it.py", "def test_x(): ...\n")
+    project.write("file", "")
+    right = "it should be a folder that exists or can be made, and be written to"
+    assert errors(project.collect("--fsdp-report=file")) == [f"--fsdp-report: 'file' is wrong, {right}"]
+    assert errors(project.collect("--fsdp-keep-evidence")) == [
+        "--fsdp-keep-evidence keeps it beside the report; say where: --fsdp-report=DIR"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "no JSON, or cut off: Expecting value: line 1 column 1 (char 0)"),
+        ('{"schema": 1, "header": {', "no JSON, or cut off: Expecting property name enclosed in double quotes"),
+        ("[]", "a report of schema None, but should be 1"),
+        ('{"schema": 99}', "a report of schema 99, but should be 1"),
+        ('{"schema": 1, "loaders": []}', "Report: 'header' is missing"),
+    ],
+)
+def test_what_is_no_report_is_said_in_one_line(tmp_path: Path, text: str, told: str) -> None:
+    path = tmp_path / "report.json"
+    path.write_text(text)
+    with pytest.raises(ValueError) as caught:
+        read_report(path)
+    assert str(caught.value).startswith(f"{path}: {told}")
+    assert "\n" not in str(caught.value)
+
+
+def test_the_published_schema_is_current() -> None:
+    published: Any = json.loads(Path("docs/report.schema.json").read_text())
+    assert published == schema(), "make docs writes it"
+    jsonschema.Draft202012Validator.check_schema(published)
+
+
+def test_evidence_is_not_removed_by_the_run_that_judges_it(project: Project) -> None:
+    project.loaders("@fsdp_conformance(only=['no_meta_params'])\ndef test_x(fsdp): return load(fsdp)\n")
+    project.run("--fsdp-report=out", "--fsdp-keep-evidence").assert_outcomes(passed=1)
+    project.run("out/evidence", "--fsdp-report=out", "--fsdp-keep-evidence").assert_outcomes(passed=1)
+    (kept_file,) = (project.path / "out" / "evidence").iterdir()
+    project.run("--fsdp-report=out")
+    assert not kept_file.exists(), "what an earlier run has kept is not beside the report of a later one"
+
+
+def test_checks_that_came_later_judge_what_was_kept_and_those_that_went_are_told(project: Project) -> None:
+    project.loaders("@fsdp_conformance(only=['no_meta_params', 'gone'])\ndef test_x(fsdp): return load(fsdp)\n")
+    project.write("conftest.py", CHECK.format(name="gone", after=[], value="[gone]"))
+    project.run("--fsdp-report=out", "--fsdp-keep-evidence").assert_outcomes(passed=2)
+    project.write("conftest.py", CHECK.format(name="later", after=[], value="[later]"))
+    result = project.run("out/evidence", "-v")
+    result.assert_outcomes(passed=2, warnings=1)
+    result.stdout.fnmatch_lines(["*::later PASSED*", "*test_x: the catalogue has no check gone any more*"])
+
+
+def test_files_that_are_no_evidence_do_not_keep_the_others_from_being_judged(project: Project) -> None:
+    project.loaders("@fsdp_conformance(only=['no_meta_params'])\ndef test_x(fsdp): return load(fsdp)\n")
+    project.run("--fsdp-report=out", "--fsdp-keep-evidence")
+    (whole,) = (project.path / "out" / "evidence").iterdir()
+    data = whole.read_bytes()
+    whole.with_name("cut.evidence.json.gz").write_bytes(data[: len(data) // 2])
+    whole.with_name("garbled.evidence.json.gz").write_bytes(data[:30] + bytes(40) + data[70:])
+    result = project.run("out/evidence")
+    result.assert_outcomes(passed=1, failed=2)
+    assert sum("no kept evidence, or cut off" in line for line in result.outlines) >= 2
+    assert "Traceback" not in result.stdout.str()
+
+
+def test_the_example_that_fell_is_what_is_shown(project: Project) -> None:
+    project.loaders(
+        """
+        from hypothesis import given, settings, strategies as st
+
+        @settings(max_examples=20)
+        @fsdp_conformance(only=["no_meta_params"])
+        @given(n=st.integers(1, 9))
+        def test_drawn(fsdp, n):
+            if n < 3:
+                return load(fsdp)
+            with torch.device("meta"):
+                model = nn.Linear(n, n)
+            fully_shard(model, mesh=fsdp.mesh)
+            return model
+        """
+    )
+    project.run("--fsdp-report=out", "--fsdp-keep-evidence").assert_outcomes(failed=1)
+    (loader,) = written(project).loaders
+    assert loader.summary is not None
+    assert {(tensor.shape, tensor.pieces[0].device) for tensor in loader.summary.tensors} == {
+        ((3, 3), "meta"),
+        ((3,), "meta"),
+    }
+    assert loader.evidence == "", "an example is not the loader"
+    (found,) = (one for one in loader.checks if one.status == "failed")
+    assert "n=3" in found.detail
+
+
+def test_what_a_fixture_breaks_at_its_end_hides_no_finding(project: Project) -> None:
+    project.loaders(
+        """
+        import pytest
+
+        @pytest.fixture
+        def brittle():
+            yield 1
+            raise OSError("disk gone")
+
+        @fsdp_conformance(only=["no_meta_params", "no_uninitialized_memory"])
+        def test_broken(fsdp, brittle):
+            model = build()
+            model.register_buffer("table", torch.empty(3), persistent=False)
+            fully_shard(model, mesh=fsdp.mesh)
+            return model
+        """
+    )
+    project.run("--fsdp-report=out", "-k", "uninitialized", "--junitxml=j.xml")
+    record = the(written(project).loaders[0], "no_uninitialized_memory")
+    assert (record.status, record.reason, len(record.findings)) == ("failed", "OSError: disk gone", 1)
+    properties = ET.parse(project.path / "j.xml").iter("property")
+    assert {one.get("value") for one in properties if one.get("name") == "fsdp_status"} == {"failed"}
+
+
+@pytest.mark.parametrize(
+    ("mark", "outcome", "status"),
+    [
+        ("xfail(reason='later')", "raise ValueError('no file')", ("error", "ranks 0, 1 raised ValueError: no file")),
+        ("xfail(reason='later')", "return left_out(fsdp)", ("xfailed", "later")),
+        ("xfail(reason='later', strict=True)", "return load(fsdp)", ("xpassed", "[XPASS(strict)] later")),
+        ("usefixtures()", "import pytest; pytest.skip('no such GPU')", ("skipped", "no such GPU")),
+    ],
+)
+def test_marks_of_pytest_itself(project: Project, mark: str, outcome: str, status: tuple[str, str]) -> None:
+    project.loaders(
+        f"""
+        import pytest
+
+        def left_out(fsdp):
+            model = build()
+            model.register_buffer("table", torch.empty(3), persistent=False)
+            fully_shard(model, mesh=fsdp.mesh)
+            return model
+
+        @pytest.mark.{mark}
+        @fsdp_conformance(only=["no_uninitialized_memory"])
+        def test_x(fsdp):
+            {outcome}
+
+        def test_other(): ...
+        """
+    )
+    project.run("--fsdp-report=out")
+    (loader,) = written(project).loaders
+    assert asked(loader) == {"no_uninitialized_memory": status}
+    assert loader.error == (status[1] if status[0] == "error" else "")
+
+
+def test_tests_that_are_only_called_like_those_of_a_loader(project: Project) -> None:
+    project.write(
+        "test_it.py",
+        """
+        import pytest
+
+        @pytest.mark.parametrize("check", ["no_meta_params", "loss_parity", "grad_parity"])
+        def test_x(check):
+            if check == "loss_parity":
+                pytest.skip("later")
+            assert check == "grad_parity"
+        """,
+    )
+    result = project.run("--fsdp-report=out", "-n2")
+    result.assert_outcomes(passed=1, failed=1, skipped=1)
+    assert written(project).loaders == ()
+
+
+def test_parameters_that_come_after_the_check(project: Project) -> None:
+    project.write(
+        "conftest.py",
+        """
+        import pytest
+
+        @pytest.hookimpl(trylast=True)
+        def pytest_generate_tests(metafunc):
+            metafunc.fixturenames.append("repeat")
+            metafunc.parametrize("repeat", range(2))
+        """,
+    )
+    project.loaders("@fsdp_conformance(only=['no_meta_params'])\ndef test_x(fsdp): return load(fsdp)\n")
+    project.run("--fsdp-report=out").assert_outcomes(passed=2)
+    assert list(by_name(written(project))) == ["test_it.py::test_x[0]", "test_it.py::test_x[1]"]
+
+
+@pytest.mark.parametrize("option", ["--fixtures", "--setup-plan", "--setup-only", "--collect-only", "--cache-show"])
+def test_what_only_shows_something_leaves_the_report_alone(project: Project, option: str) -> None:
+    project.loaders("@fsdp_conformance(only=['no_meta_params'])\ndef test_x(fsdp): return load(fsdp)\n")
+    project.write("out/report.json", "mine")
+    result = project.run("--fsdp-report=out", "-p", "cacheprovider", option)
+    assert result.ret == 0
+    assert (project.path / "out" / "report.json").read_text() == "mine"
+    assert "fsdp conformance" not in result.stdout.str()
+
+
+def test_a_module_that_cannot_be_imported_is_not_forgiven(project: Project) -> None:
+    project.loaders("@fsdp_conformance(only=['no_meta_params'])\ndef test_x(fsdp): return load(fsdp)\n")
+    assert project.run("--fsdp-report=old").ret == 0
+    project.write("test_bad.py", "import nowhere\n")
+    regression = ("--fsdp-compare=old/report.json", "--fsdp-fail-on=regression")
+    assert project.run(*regression, "--continue-on-collection-errors").ret == pytest.ExitCode.TESTS_FAILED
+
+
+def test_a_folder_whose_name_is_too_long(project: Project) -> None:
+    project.write("test_it.py", "def test_x(): ...\n")
+    (told,) = errors(project.collect(f"--fsdp-report={'x' * 300}"))
+    assert told.endswith("is wrong, it should be a folder that exists or can be made, and be written to")
+
+
+def test_a_name_that_was_mistyped_leaves_the_earlier_report_alone(project: Project) -> None:
+    project.loaders("@fsdp_conformance(only=['no_meta_params'])\ndef test_x(fsdp): return load(fsdp)\n")
+    project.run("--fsdp-report=out", "--fsdp-keep-evidence")
+    files = {path: path.read_bytes() for path in (project.path / "out").rglob("*") if path.is_file()}
+    for arguments in (["out"], ["nowhere.py"], ["out/evidence/nowhere.evidence.json.gz"]):
+        assert project.run(*arguments, "--fsdp-report=out").ret not in (0, 1)
+    assert {path: path.read_bytes() for path in (project.path / "out").rglob("*") if path.is_file()} == files
+
+
+def test_what_is_known_is_written_before_a_test_that_is_no_loader(project: Project) -> None:
+    project.loaders(
+        """
+        import os
+
+        @fsdp_conformance(only=["no_meta_params"])
+        def test_first(fsdp): return load(fsdp)
+
+        def test_last():
+            os._exit(3)
+        """
+    )
+    assert project.run("--fsdp-report=out").ret == 3
+    report = written(project)
+    assert (report.complete, asked(report.loaders[0])) == (False, {"no_meta_params": ("passed", "")})
+
+
+def test_no_badge_is_green_where_pytest_failed(project: Project) -> None:
+    project.loaders(
+        """
+        @fsdp_conformance(only=["no_meta_params"])
+        def test_first(fsdp): return load(fsdp)
+
+        def test_other(): assert False
+        """
+    )
+    assert project.run("--fsdp-report=out").ret == 1
+    badge = json.loads((project.path / "out" / "badge.json").read_text())
+    assert (badge["color"], badge["message"]) == ("lightgrey", "1 kept, pytest exited with 1")
+    assert (project.path / "out" / "summary.md").read_text().startswith("### ⚠️ ")
+
+
+@pytest.mark.parametrize("folder", ["~nobody-of-this-name/x", "loop", "dangling/x", ""])
+def test_folders_that_are_none(project: Project, folder: str) -> None:
+    project.write("test_it.py", "def test_x(): ...\n")
+    (project.path / "loop").symlink_to("loop")
+    (project.path / "dangling").symlink_to("nowhere")
+    (told,) = errors(project.collect(f"--fsdp-report={folder}"))
+    assert told.startswith(f"--fsdp-report: {folder!r} is wrong")

@@ -1,0 +1,221 @@
+"""Options from the command line, the environment and the ini file, and what needs no torch."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+
+from pytest_fsdp_meta.plugin.settings import OPTIONS, Settings, read_settings
+from tests.conftest import CHECK, Project, errors
+
+LOADER = """
+from pytest_fsdp_meta import fsdp_conformance
+@fsdp_conformance(only=["no_meta_params"])
+def test_x(fsdp): ...
+"""
+
+
+def settings(pytester: pytest.Pytester, *args: str) -> Settings:
+    return read_settings(pytester.parseconfig(*args))
+
+
+def test_defaults(pytester: pytest.Pytester) -> None:
+    assert settings(pytester) == Settings((2,), "auto", "auto", 300.0, False)
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "texts", "values"),
+    [
+        ("world-size", "world_sizes", ("1,2,4", "3", "8"), ((1, 2, 4), (3,), (8,))),
+        ("device", "device", ("cpu", "cuda", "auto"), ("cpu", "cuda", "auto")),
+        ("backend", "backend", ("gloo", "nccl", "auto"), ("gloo", "nccl", "auto")),
+        ("timeout", "timeout", ("5", "0.5", "60"), (5.0, 0.5, 60.0)),
+        ("engine", "engine", ("ray", "local", "ray"), ("ray", "local", "ray")),
+        (
+            "ray-address",
+            "ray_address",
+            ("head:6379", "auto", "local"),
+            ("head:6379", "auto", "local"),
+        ),
+        ("require-gpu", "require_gpu", ("true", "0", "yes"), (True, False, True)),
+    ],
+)
+def test_command_line_before_environment_before_ini(
+    pytester: pytest.Pytester,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    field: str,
+    texts: tuple[str, str, str],
+    values: tuple[object, object, object],
+) -> None:
+    underscored = name.replace("-", "_")
+    pytester.makeini(f"[pytest]\nfsdp_{underscored} = {texts[2]}")
+    assert getattr(settings(pytester), field) == values[2]
+    monkeypatch.setenv(f"PYTEST_FSDP_{underscored.upper()}", texts[1])
+    assert getattr(settings(pytester), field) == values[1]
+    typed = f"--fsdp-{name}" if name == "require-gpu" else f"--fsdp-{name}={texts[0]}"
+    assert getattr(settings(pytester, typed), field) == values[0]
+
+
+def test_pyproject_holds_them_too(pytester: pytest.Pytester) -> None:
+    pytester.makepyprojecttoml('[tool.pytest.ini_options]\nfsdp_world_size = "2,4"\nfsdp_timeout = 7\n')
+    assert settings(pytester).world_sizes == (2, 4)
+    assert settings(pytester).timeout == 7.0
+
+
+def test_what_a_command_must_repeat(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytester.makefile(".ini", other="[pytest]\nfsdp_timeout = 9")
+    monkeypatch.setenv("PYTEST_FSDP_BACKEND", "gloo")
+    monkeypatch.setenv("PYTEST_FSDP_REQUIRE_GPU", "no")
+    typed = ["-c", "other.ini", "-pno:cacheprovider", "--rootdir=.", "--fsdp-world-size", "2,4", "-q", "-k", "x"]
+    assert settings(pytester, *typed).given == (
+        *("-c", "other.ini", "-pno:cacheprovider", "--rootdir=."),
+        *("--fsdp-world-size=2,4", "--fsdp-backend=gloo"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "texts", "right"),
+    [
+        (
+            "world-size",
+            ("0", "-1", "two", "2,2", "2,", ""),
+            "a positive int, or a list of different ones such as 1,2,4",
+        ),
+        ("device", ("tpu", "CUDA"), "auto, cpu or cuda"),
+        ("backend", ("mpi",), "auto, gloo or nccl"),
+        ("engine", ("RAY", "slurm"), "local or ray"),
+        (
+            "ray-address",
+            ("ray://head:10001", "head", ":6379", "head:port"),
+            r"HOST:PORT, auto or local; Ray's client protocol \(ray://\) has no place for ranks",
+        ),
+        ("timeout", ("0", "-3", "soon", "nan", "inf"), "a positive number of seconds"),
+    ],
+)
+def test_a_wrong_value_names_where_it_stands(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, name: str, texts: tuple[str, ...], right: str
+) -> None:
+    variable = f"PYTEST_FSDP_{name.replace('-', '_').upper()}"
+    for text in texts:
+        with pytest.raises(pytest.UsageError, match=f"^--fsdp-{name}: {text!r} is wrong, it should be {right}$"):
+            settings(pytester, f"--fsdp-{name}={text}")
+    monkeypatch.setenv(variable, texts[0])
+    with pytest.raises(pytest.UsageError, match=f"^{variable}: {texts[0]!r} is wrong, it should be {right}$"):
+        settings(pytester)
+    monkeypatch.delenv(variable)
+    ini = f"fsdp_{name.replace('-', '_')}"
+    pytester.makeini(f"[pytest]\n{ini} = {texts[0]}")
+    with pytest.raises(pytest.UsageError, match=f"^ini option {ini}: {texts[0]!r} is wrong, it should be {right}$"):
+        settings(pytester)
+
+
+def test_a_wrong_switch(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTEST_FSDP_REQUIRE_GPU", "perhaps")
+    with pytest.raises(pytest.UsageError, match=r"^PYTEST_FSDP_REQUIRE_GPU: 'perhaps' is wrong, it should be true or"):
+        settings(pytester)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="Ray is installed here")
+@pytest.mark.parametrize("args", [(), ("-n2",), ("--collect-only",)])
+def test_ray_that_is_not_installed(project: Project, args: tuple[str, ...]) -> None:
+    project.write("test_it.py", LOADER)
+    assert errors(project.collect("--fsdp-engine=ray", *args)) == [
+        "--fsdp-engine=ray needs Ray, which is not installed; install it with: pip install 'pytest-fsdp-meta[ray]'"
+    ]
+
+
+@pytest.mark.parametrize("args", [(), ("-n2",), ("--collect-only",), ("--fsdp-list-checks",)])
+def test_a_wrong_value_ends_the_run(project: Project, args: tuple[str, ...]) -> None:
+    project.write("test_it.py", LOADER)
+    result = project.collect("--fsdp-world-size=0", *args)
+    if "--fsdp-list-checks" in args:
+        assert result.ret == 0
+        return
+    assert errors(result) == [
+        "--fsdp-world-size: '0' is wrong, it should be a positive int, or a list of different ones such as 1,2,4"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--fsdp-device=cuda"], "--fsdp-device=cuda: this machine has no GPU that torch can use; use cpu or auto"),
+        (
+            ["--fsdp-backend=nccl"],
+            "--fsdp-backend=nccl: this machine has no GPU that torch can use; use gloo or auto",
+        ),
+        (
+            ["--fsdp-backend=nccl", "--fsdp-device=cpu"],
+            "--fsdp-backend=nccl runs on cuda only; use --fsdp-backend=gloo with --fsdp-device=cpu",
+        ),
+        (["--fsdp-require-gpu"], "--fsdp-require-gpu: a world of 2 would run on the CPU, this machine has 0 GPUs"),
+    ],
+)
+def test_a_device_that_is_not_there(
+    project: Project, monkeypatch: pytest.MonkeyPatch, args: list[str], message: str
+) -> None:
+    monkeypatch.setattr("pytest_fsdp_meta.plugin.count_gpus", lambda preload: 0)
+    project.write("test_it.py", LOADER + LOADER.replace("test_x", "test_y"))
+    assert errors(project.collect(*args)) == [f"test_it.py::test_x and 1 more: @fsdp_conformance: {message}"]
+
+
+def test_a_device_that_is_not_there_does_not_matter_where_nothing_runs(project: Project) -> None:
+    project.write("test_plain.py", "def test_x(): ...")
+    project.collect("--fsdp-device=cuda").assert_outcomes(passed=1)
+    project.write("test_plain.py", LOADER)
+    assert project.collect("--fsdp-device=cuda", "--collect-only").ret == 0
+
+
+def test_help_tells_every_way_to_set_an_option(project: Project) -> None:
+    words = " ".join(project.collect("--help").stdout.str().split())
+    for option in OPTIONS:
+        assert f"{option.flag}" in words
+        assert f"[ini: {option.ini}, env: {option.variable}]" in words
+    assert "--fsdp-list-checks print the catalogue of checks and exit" in words
+
+
+def test_list_checks(project: Project) -> None:
+    project.write(
+        "conftest.py",
+        CHECK.format(name="experts_are_balanced", after="['no_meta_params']", value="[experts_are_balanced]"),
+    )
+    project.write("test_it.py", "syntax error")
+    result = project.collect("--fsdp-list-checks", "-n2")
+    assert result.ret == 0
+    assert "  no_meta_params: no parameter is on meta" in result.outlines
+    assert result.outlines[-2:] == ["own", "  experts_are_balanced: every expert has its share"]
+    assert "test session starts" not in result.stdout.str()
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import pytest_fsdp_meta.plugin",
+        "import pytest_fsdp_meta",
+        "import pytest; assert pytest.main(['--help']) == 0",
+        "import pytest; assert pytest.main(['--fsdp-list-checks']) == 0",
+        "import pytest; assert pytest.main(['-p', 'no:cacheprovider', '--co', 'test_loader.py']) == 0",
+        "import pytest; assert pytest.main(['-p', 'no:cacheprovider', 'test_plain.py']) == 0",
+    ],
+)
+def test_no_torch_is_imported(project: Project, code: str) -> None:
+    project.write("test_plain.py", "def test_x(): ...")
+    project.write("test_loader.py", LOADER)
+    command = [sys.executable, "-c", f"{code}\nimport sys; assert 'torch' not in sys.modules"]
+    done = subprocess.run(command, cwd=project.path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_misspelt_environment_variable(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTEST_FSDP_WORLD_SIZES", "3")
+    project.write("test_it.py", "def test_x(): ...\n")
+    result = project.collect()
+    result.assert_outcomes(passed=1, warnings=1)
+    assert (
+        "the environment variable PYTEST_FSDP_WORLD_SIZES is no setting of pytest-fsdp-meta; did you mean "
+        "PYTEST_FSDP_WORLD_SIZE?" in result.stdout.str()
+    )

@@ -1,0 +1,803 @@
+"""Tests that run on ranks: @fsdp_spmd and fsdp_world, with fixtures, skips, scopes and Hypothesis."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.conftest import Project, errors
+from tests.plugin.test_outcomes import outcomes, story
+
+HEAD = """
+import os
+import pytest
+import torch
+import torch.distributed as dist
+from pytest_fsdp_meta import WorldError, fsdp_spmd
+from pytest_fsdp_meta.worlds import current
+
+def summed(value):
+    tensor = torch.tensor(float(value))
+    dist.all_reduce(tensor)
+    return tensor.item()
+"""
+
+
+BARE = "import pytest\nfrom pytest_fsdp_meta import fsdp_spmd\n"
+"""For what is collected in this process, which must not import torch twice: its C code dies of that."""
+
+
+def run(project: Project, text: str, *args: str) -> pytest.RunResult:
+    project.write("test_it.py", HEAD + text)
+    return project.run("-v", *args)
+
+
+def results(result: pytest.RunResult) -> dict[str, str]:
+    found = re.findall(r"^\S+?::(\S+) (PASSED|FAILED|SKIPPED|ERROR|XFAIL|XPASS)\b", result.stdout.str(), re.MULTILINE)
+    return {name: outcome.lower() for name, outcome in found}
+
+
+def test_the_body_runs_on_every_rank(project: Project) -> None:
+    result = run(
+        project,
+        """
+@pytest.fixture
+def three(): return 3
+
+@fsdp_spmd(world_size=(1, 3))
+def test_sizes(fsdp):
+    assert summed(1) == fsdp.world_size == fsdp.mesh.size()
+
+@fsdp_spmd(mesh={"dp_replicate": 2, "dp_shard": 2})
+@pytest.mark.parametrize("n", [1, 2])
+def test_mesh(fsdp, three, n, tmp_path):
+    assert fsdp.mesh.mesh_dim_names == ("dp_replicate", "dp_shard")
+    (tmp_path / str(fsdp.rank)).write_text(str(three * n))
+
+@pytest.mark.fsdp_spmd
+class TestClass:
+    factor = 2
+    def test_method(self, fsdp):
+        assert summed(self.factor) == 4
+
+def test_plain(): ...
+""",
+    )
+    result.assert_outcomes(passed=6)
+    assert list(results(result)) == [
+        "test_sizes[world1]",
+        "test_sizes[world3]",
+        "test_mesh[1]",
+        "test_mesh[2]",
+        "TestClass::test_method",
+        "test_plain",
+    ]
+
+
+def test_a_failing_assert_tells_what_it_compared_and_on_which_rank(project: Project) -> None:
+    result = run(
+        project,
+        """
+def helper(rank):
+    assert [1, 2, rank] == [1, 2, 0], "of the helper"
+
+@fsdp_spmd
+def test_fails(fsdp):
+    print("hello from", fsdp.rank)
+    helper(fsdp.rank)
+
+@fsdp_spmd
+def test_fails_everywhere(fsdp):
+    pytest.fail("enough", pytrace=False)
+
+@fsdp_spmd
+def test_exits(fsdp):
+    if fsdp.rank: os._exit(7)
+    summed(1)
+
+@fsdp_spmd
+def test_passes(fsdp): summed(1)
+""",
+        "-p", "no:randomly",
+    )  # fmt: skip
+    assert list(results(result).values()) == ["failed", "failed", "failed", "passed"]
+    told = story(result, "test_fails")
+    assert told[:2] == ["rank 1 raised AssertionError: of the helper", "(while running test_fails)"]
+    assert "E       assert [1, 2, 1] == [1, 2, 0]" in told
+    assert "E         At index 2 diff: 1 != 0" in told
+    assert '>       assert [1, 2, rank] == [1, 2, 0], "of the helper"' in told
+    assert "run it again: python -m pytest test_it.py::test_fails -p no:cacheprovider -p no:randomly" in told
+    assert not any("pytest_fsdp_meta" in line for line in told), "the story begins with the test's own lines"
+    assert "hello from 0" in told
+    assert "hello from 1" in told
+    assert story(result, "test_fails_everywhere")[:4] == [
+        "ranks 0, 1 raised Failed: enough",
+        "(while running test_fails_everywhere)",
+        "",
+        "enough",
+    ]
+    assert story(result, "test_exits")[0] == "rank 1 exited with code 7 before it answered"
+
+
+def test_plain_asserts_stay_plain(project: Project) -> None:
+    text = "@fsdp_spmd(world_size=1)\ndef test_x(fsdp): assert [1] == [2]\n"
+    told = story(run(project, text, "--assert=plain"), "test_x")
+    assert told[0] == "rank 0 raised AssertionError"
+
+
+def test_skip_and_xfail_count_when_all_ranks_agree(project: Project) -> None:
+    result = run(
+        project,
+        """
+@fsdp_spmd
+def test_skip(fsdp): pytest.skip("no bf16")
+
+@fsdp_spmd(scope="module")
+def test_xfail(fsdp): pytest.xfail("issue 7")
+
+@fsdp_spmd
+def test_one_skips(fsdp):
+    if fsdp.rank: pytest.skip("no bf16")
+
+@fsdp_spmd
+def test_they_differ(fsdp):
+    pytest.skip("a") if fsdp.rank else pytest.xfail("b")
+
+@fsdp_spmd
+def test_one_skips_and_one_fails(fsdp):
+    if fsdp.rank: pytest.skip("a")
+    raise RuntimeError("boom")
+
+@pytest.mark.xfail(reason="known", strict=True)
+@fsdp_spmd
+def test_marked(fsdp): assert fsdp.rank == 0
+
+def test_skip_in_a_call(fsdp_world):
+    fsdp_world.run(lambda: pytest.skip("from ranks"))
+
+@fsdp_spmd
+def test_skip_of_unittest(fsdp): raise __import__("unittest").SkipTest("no GPU")
+""",
+        "-rs",
+    )
+    assert list(results(result).values()) == [
+        *("skipped", "xfail", "failed", "failed", "failed", "xfail", "skipped", "skipped")
+    ]
+    text = result.stdout.str()
+    assert re.search(r"SKIPPED \[1\] test_it.py:\d+: no bf16", text)
+    agree = "; all ranks have to agree, on what every rank knows alike"
+    assert f"rank 1 skipped (no bf16), but rank 0 did not{agree}" in result.outlines
+    (differ,) = [line for line in result.outlines if "rank 1 skipped (a)" in line and "rank 0" in line]
+    assert "rank 0 expected to fail (b)" in differ
+    assert story(result, "test_one_skips_and_one_fails")[0] == "rank 0 raised RuntimeError: boom"
+
+
+def test_a_fixture_that_cannot_be_sent_is_named(project: Project) -> None:
+    result = run(
+        project,
+        """
+import threading
+@pytest.fixture
+def lock(): return threading.Lock()
+@fsdp_spmd
+def test_x(fsdp, lock): ...
+""",
+    )
+    result.assert_outcomes(errors=1)
+    assert "fixture 'lock' gives a lock, which cannot be sent to the ranks" in result.stdout.str()
+
+
+def test_a_kept_world_is_put_back_between_tests(project: Project) -> None:
+    result = run(
+        project,
+        """
+PIDS = []
+
+@pytest.mark.parametrize("n", range(4))
+@pytest.mark.fsdp_world(scope="module")
+def test_kept(fsdp_world, n):
+    def use():
+        found = os.environ.get("LEFT"), torch.get_default_dtype(), dict(current().state), os.getcwd()
+        os.environ["LEFT"] = "1"
+        torch.set_default_dtype(torch.float64)
+        torch.use_deterministic_algorithms(True)
+        current().state["left"] = 1
+        os.chdir("/")
+        return os.getpid(), found, torch.rand(1).item(), summed(1)
+    results = fsdp_world.run(use)
+    PIDS.append([pid for pid, *_ in results])
+    assert all(found[:3] == (None, torch.float32, {}) and found[3] != "/" for _, found, *_ in results)
+    assert len({drawn for _, _, drawn, _ in results}) == 1
+
+def test_it_was_one_world(): assert len({tuple(pids) for pids in PIDS}) == 1
+
+@fsdp_spmd(scope="module")
+def test_thread(fsdp):
+    import threading, time
+    threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
+
+@fsdp_spmd(scope="module")
+def test_unpaired(fsdp):
+    import threading
+    assert threading.active_count() == 2, "a world in which threads are left is not handed on"
+    if fsdp.rank == 0: dist.all_reduce(torch.ones(1), async_op=True)
+
+@fsdp_spmd(scope="module")
+def test_after(fsdp): assert summed(1) == 2
+
+@fsdp_spmd(scope="module")
+def test_destroys(fsdp): dist.destroy_process_group()
+
+@fsdp_spmd(scope="module")
+def test_after_that(fsdp): assert summed(1) == 2
+""",
+    )
+    result.assert_outcomes(passed=10, errors=1)
+    told = story(result, "test_unpaired")[0]
+    assert re.match(r"the ranks have not called the same number of collectives \(rank 0: \d+, rank 1: \d+\), and", told)
+
+
+def test_a_kept_world_has_what_a_fresh_one_would_have(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTHERS", "2")
+    result = run(
+        project,
+        """
+import signal, subprocess, sys, time, warnings
+from pytest_fsdp_meta.worlds.system import processes
+
+PIDS = set()
+
+@pytest.fixture
+def away(tmp_path, monkeypatch):
+    monkeypatch.setenv("MINE", "1")
+    monkeypatch.delenv("OTHERS")
+    monkeypatch.chdir(tmp_path)
+
+def surroundings(): return os.environ.get("MINE"), os.environ.get("OTHERS"), os.getcwd()
+
+@pytest.mark.fsdp_world(world_size=1, scope="module")
+class TestKept:
+    def test_first(self, fsdp_world):
+        PIDS.update(fsdp_world.run(os.getpid))
+
+    def test_second(self, away, fsdp_world):
+        assert fsdp_world.run(surroundings) == [("1", None, os.getcwd())]
+
+    def test_third(self, fsdp_world):
+        assert fsdp_world.run(surroundings) == [(None, "2", os.getcwd())]
+        assert PIDS == set(fsdp_world.run(os.getpid))
+
+@pytest.mark.fsdp_world(world_size=1, scope="session")
+class TestBegunElsewhere:
+    def test_first(self, away, fsdp_world): ...
+
+    def test_second(self, fsdp_world):
+        assert fsdp_world.run(surroundings) == [(None, "2", os.getcwd())]
+
+    def test_modes(self, fsdp_world): fsdp_world.run(change)
+
+    def test_after_modes(self, fsdp_world):
+        with pytest.warns(UserWarning, match="heard"):
+            fsdp_world.run(unchanged)
+
+    def test_inference(self, fsdp_world): fsdp_world.run(lambda: torch.inference_mode().__enter__() and None)
+
+    def test_after_inference(self, fsdp_world): assert fsdp_world.run(torch.is_inference_mode_enabled) == [False]
+
+    def test_program(self, fsdp_world): fsdp_world.run(start)
+
+    def test_after(self, fsdp_world): assert fsdp_world.run(programs) == [set()]
+
+def change():
+    sys.path.insert(0, "/nowhere")
+    sys.stdout = open(os.devnull, "w")
+    warnings.simplefilter("ignore")
+    signal.alarm(1)
+    torch.autograd.set_detect_anomaly(True)
+    torch.set_num_threads(3)
+
+def unchanged():
+    warnings.warn("heard")
+    time.sleep(1.2)
+    assert "/nowhere" not in sys.path
+    assert sys.stdout.fileno() == 1
+    assert (torch.get_num_threads(), torch.is_anomaly_enabled()) == (1, False)
+
+def start(): subprocess.Popen(["sleep", "1000"])
+
+def programs(): return processes.children(os.getpid())
+""",
+        "-p", "no:randomly", "-o", "tmp_path_retention_policy=none",
+    )  # fmt: skip
+    result.assert_outcomes(passed=11)
+
+
+def test_what_ranks_of_a_kept_world_did_not_do_together(project: Project) -> None:
+    result = run(
+        project,
+        """
+def rows(): return current().mesh["dp_shard"].get_group()
+
+@pytest.mark.fsdp_world(mesh={"dp_replicate": 2, "dp_shard": 2}, scope="module")
+class TestKept:
+    def test_unpaired_in_a_row(self, fsdp_world):
+        def alone():
+            if current().rank == 3:
+                dist.all_reduce(torch.ones(1), group=rows(), async_op=True)
+        fsdp_world.run(alone)
+
+    def test_next(self, fsdp_world):
+        def row():
+            ones = torch.ones(1)
+            dist.all_reduce(ones, group=rows())
+            return ones.item()
+        assert fsdp_world.run(row) == [2] * 4
+
+    def test_two_of_them_talk(self, fsdp_world):
+        def talk():
+            if current().rank == 0: dist.send(torch.ones(1), 3)
+            if current().rank == 3: dist.recv(torch.ones(1), 0)
+        fsdp_world.run(talk)
+
+    def test_destroys_a_row(self, fsdp_world): fsdp_world.run(lambda: dist.destroy_process_group(rows()))
+
+    def test_last(self, fsdp_world): assert fsdp_world.run(lambda: dist.get_world_size(rows())) == [2] * 4
+""",
+        "-p", "no:randomly", "--fsdp-timeout=60",
+    )  # fmt: skip
+    result.assert_outcomes(passed=5, errors=1)
+    told = story(result, "test_unpaired_in_a_row")[0]
+    count = (
+        r"the ranks have not called the same number of collectives in the group of ranks 2, 3 \(rank 2: 0, rank 3: 1\)"
+    )
+    assert re.match(count, told)
+
+
+@pytest.mark.parametrize(("scope", "worlds"), [("function", 4), ("module", 2), ("session", 1)])
+def test_how_long_a_world_is_kept(project: Project, scope: str, worlds: int) -> None:
+    text = """
+from pytest_fsdp_meta.worlds import current
+import os, pathlib
+def test_a(fsdp_world): note(fsdp_world)
+def test_b(fsdp_world): note(fsdp_world)
+def note(world):
+    with open(pathlib.Path(__file__).parent / "notes", "a") as file:
+        file.write(f"{world.run(os.getpid)[0]}\\n")
+"""
+    for name in ("test_one.py", "test_two.py"):
+        project.write(name, text)
+    project.run(f"--fsdp-world-scope={scope}").assert_outcomes(passed=4)
+    assert len(set(project.notes)) == worlds
+
+
+def test_fsdp_world(project: Project) -> None:
+    result = run(
+        project,
+        """
+def double(x, plus=0): return 2 * x + plus + current().rank
+
+@pytest.fixture
+def warmed(fsdp_world):
+    yield fsdp_world.run(summed, 1)
+    assert fsdp_world.run(summed, 1) == [3, 3, 3]
+
+@pytest.mark.fsdp_world(world_size=3)
+def test_run(fsdp_world, warmed):
+    assert fsdp_world.run(double, 2, plus=1) == [5, 6, 7]
+    assert fsdp_world.run("os:getpid") != [os.getpid()] * 3
+    assert (fsdp_world.size, fsdp_world.mesh, fsdp_world.backend, fsdp_world.device_type) == (
+        3, {"dp_shard": 3}, "gloo", "cpu")
+    assert repr(fsdp_world) == "<fsdp_world of 3 (gloo on cpu)>"
+
+def test_failure(fsdp_world):
+    def boom():
+        if current().rank: raise KeyError("boom")
+        summed(1)
+    with pytest.raises(WorldError, match="rank 1 raised KeyError: 'boom'"):
+        fsdp_world.run(boom)
+    assert fsdp_world.run(summed, 2) == [4, 4]
+    fsdp_world.run(boom)
+
+def test_unsendable(fsdp_world):
+    import threading
+    fsdp_world.run(print, threading.Lock())
+
+def test_unreadable(fsdp_world):
+    fsdp_world.run(lambda: (_ for _ in ()))
+""",
+    )
+    assert list(results(result).values()) == ["passed", "failed", "failed", "failed"]
+    told = story(result, "test_failure")
+    assert ">       fsdp_world.run(boom)" in told[-20:] or ">       fsdp_world.run(boom)" in told
+    assert "E       pytest_fsdp_meta.worlds.failures.WorldError: rank 1 raised KeyError: 'boom'" in told
+    assert not any("keeping.py" in line or "world.py" in line for line in told)
+    text = result.stdout.str()
+    assert (
+        "ValueError: argument 1 of fsdp_world.run is a lock, which cannot be sent to the ranks (TypeError: cannot"
+        in text
+    )
+    assert "ranks 0, 1 returned a generator that cannot be sent back" in text
+
+
+def test_fsdp_world_where_it_is_not_at_hand(project: Project) -> None:
+    result = run(
+        project,
+        """
+import threading
+KEPT = []
+
+@pytest.mark.fsdp_world(world_size=1)
+class TestClass:
+    def test_keeps(self, fsdp_world): KEPT.append(fsdp_world)
+
+    def test_threads(self, fsdp_world):
+        told, busy = [], threading.Event()
+        def call():
+            busy.set()
+            fsdp_world.run("time:sleep", 1000)
+        thread = threading.Thread(target=call, daemon=True)
+        thread.start()
+        while not told:
+            try:
+                fsdp_world.run(os.getpid)
+            except ValueError as error:
+                told.append(str(error))
+        assert told == ["fsdp_world: another thread's call runs, and ranks run one after the other; take turns"]
+
+    def test_function(self, fsdp_world): assert fsdp_world.run(lambda function: function, function=3) == [3]
+
+    def test_closure(self, fsdp_world): fsdp_world.run(lambda: fsdp_world.size)
+
+def test_after(): KEPT[0].run(os.getpid)
+
+def test_by_request(request): request.getfixturevalue("fsdp_world").run(os.getpid)
+""",
+        "-p", "no:randomly",
+    )  # fmt: skip
+    assert list(results(result).values()) == ["passed", "passed", "passed", "failed", "failed", "failed"]
+    text = result.stdout.str()
+    assert "TypeError: fsdp_world exists in the pytest process only; what runs on ranks takes plain values" in text
+    for name in ("test_after", "test_by_request"):
+        (line,) = [line for line in story(result, name) if line.startswith("E ")]
+        assert "ValueError: fsdp_world: no test is running that asked for it; the test, or a fixture of it," in line
+
+
+def test_what_ranks_write_is_shown_with_the_test_that_fails(project: Project) -> None:
+    result = run(
+        project,
+        """
+def say(word): print("it says", word)
+
+@pytest.fixture
+def loud(fsdp_world):
+    yield
+    fsdp_world.run(say, "bye")
+    assert False
+
+@pytest.mark.fsdp_world(world_size=1, scope="module")
+class TestClass:
+    def test_before(self, fsdp_world): fsdp_world.run(say, "nothing")
+
+    def test_fails(self, fsdp_world):
+        fsdp_world.run(say, "hello")
+        assert False
+
+    def test_ends_badly(self, loud): ...
+
+@fsdp_spmd
+def test_disagrees(fsdp):
+    say(f"rank {fsdp.rank}")
+    if fsdp.rank: pytest.skip("alone")
+""",
+        "-p", "no:randomly",
+    )  # fmt: skip
+    result.assert_outcomes(passed=2, failed=2, errors=1)
+    said = [line for line in result.outlines if line.startswith("it says")]
+    assert sorted(said) == ["it says bye", "it says hello", "it says rank 0", "it says rank 1"]
+
+
+def test_a_test_that_is_collected_twice_gets_a_fresh_world_twice(project: Project) -> None:
+    text = """
+import os
+def test_x(fsdp_world):
+    with open("notes", "a") as file:
+        print(fsdp_world.run(os.getpid)[0], file=file)
+"""
+    project.write("test_it.py", text)
+    project.run("--keep-duplicates", "--fsdp-world-size=1", "test_it.py", "test_it.py").assert_outcomes(passed=2)
+    assert len(set(project.notes)) == 2
+
+
+def test_hypothesis_draws_once_for_all_ranks(project: Project) -> None:
+    result = run(
+        project,
+        """
+from hypothesis import assume, given, settings, strategies as st
+
+settings.register_profile("calm", deadline=None)  # the machine that tests this may be a busy one
+settings.load_profile("calm")
+
+@pytest.fixture(scope="module")
+def limit(): return 300
+
+@fsdp_spmd
+@given(n=st.integers(0, 1000))
+def test_given(fsdp, n, limit):
+    assume(n != 3)
+    assert summed(n) == 2 * n
+    assert n < limit or fsdp.rank == 0
+
+@given(st.integers(0, 1000))
+@settings(max_examples=20)
+@fsdp_spmd(scope="module")
+def test_given_outside(fsdp, n):
+    assert summed(n) == 2 * n
+
+@given(n=st.integers(0, 1000))
+@settings(max_examples=20)
+def test_world(fsdp_world, n):
+    assert fsdp_world.run(summed, n) == [2 * n, 2 * n]
+
+class TestClass:
+    @fsdp_spmd
+    @given(n=st.integers(0, 5))
+    def test_method(self, fsdp, n): assert summed(n) == 2 * n
+
+@fsdp_spmd
+@given(data=st.data())
+def test_interactive(fsdp, data): ...
+
+def make():
+    @fsdp_spmd(world_size=1)
+    @given(n=st.integers(0, 5))
+    def test_made(fsdp, n): assert summed(n) == n
+    return test_made
+test_made = make()
+
+@pytest.mark.fsdp_world(world_size=1)
+@given(n=st.integers(0, 9))
+def test_assume_in_a_call(fsdp_world, n):
+    fsdp_world.run(lambda n: assume(n % 2), n)
+""",
+    )
+    assert list(results(result).values()) == ["failed", "passed", "passed", "passed", "failed", "passed", "passed"]
+    assert "outside a property-based test" not in result.stdout.str()
+    told = story(result, "test_given")
+    assert told[0] == "rank 1 raised AssertionError: assert (300 < 300 or 1 == 0)"
+    drawn = sorted(line.strip() for line in told if re.fullmatch(r"    \w+=\w+,", line))
+    assert drawn == ["fsdp=fsdp,", "limit=300,", "n=300,"]
+    assert "Explanation" not in "\n".join(told)
+    assert "argument 'data' is a DataObject, which cannot be sent to the ranks" in result.stdout.str()
+
+
+def test_examples_that_fail_in_different_ways(project: Project) -> None:
+    result = run(
+        project,
+        """
+from hypothesis import example, given, settings, strategies as st
+few = settings(database=None, deadline=None, max_examples=5)
+CALLS = []
+
+@fsdp_spmd
+@few
+@given(n=st.integers(0, 10))
+@example(n=20)
+@example(n=21)
+def test_differ(fsdp, n):
+    if n == 20 and fsdp.rank: pytest.skip("not twenty")
+    assert n != 21
+
+@fsdp_spmd(world_size=1)
+@settings(database=None, deadline=None)
+@given(n=st.integers(0, 1000))
+def test_flaky(fsdp, n):
+    with open(__file__ + ".calls", "a") as file:
+        file.write("x")
+    assert os.path.getsize(__file__ + ".calls") != 5
+""",
+    )
+    (flaky,) = [line for line in story(result, "test_flaky") if "produces unreliable results" in line]
+    assert flaky.startswith("(Hypothesis test_flaky(fsdp=fsdp, n=")
+    told = story(result, "test_differ")
+    text = "\n".join(told)
+    assert "rank 1 skipped (not twenty), but rank 0 did not" in text
+    assert "ranks 0, 1 raised AssertionError: assert 21 != 21" in text
+    assert "    n=20," in told
+    assert "    n=21," in told
+    assert not any("pytest_fsdp_meta/" in line for line in told)
+
+
+def test_misuse(project: Project) -> None:
+    project.write(
+        "test_it.py",
+        BARE
+        + """
+from pytest_fsdp_meta import fsdp_conformance
+
+@fsdp_spmd(world_size=0)
+def test_size(fsdp): ...
+@fsdp_spmd(scope="class")
+def test_scope(fsdp): ...
+@fsdp_spmd(wrld_size=2)
+def test_name(fsdp): ...
+@fsdp_spmd(process_group="loader", scope="module")
+def test_group(fsdp): ...
+@fsdp_spmd
+async def test_async(fsdp): ...
+@fsdp_spmd
+def test_world(fsdp_world): ...
+@fsdp_spmd
+@fsdp_conformance
+def test_both(fsdp): ...
+def test_neither(fsdp): ...
+@pytest.mark.fsdp_world(4)
+def test_positional(fsdp_world): ...
+@pytest.mark.fsdp_world(world_size=4)
+@fsdp_spmd
+def test_other_mark(fsdp): ...
+class TestUnit(__import__("unittest").TestCase):
+    @pytest.fixture(autouse=True)
+    def world(self, fsdp_world): self.world = fsdp_world
+    def test_unit(self): ...
+""",
+    )
+    known = "the arguments are world_size, mesh, scope, timeout, process_group"
+    assert errors(project.collect()) == [
+        "test_it.py::test_size: @fsdp_spmd: world_size=0 should be a positive int",
+        "test_it.py::test_scope: @fsdp_spmd: scope='class' should be 'function', 'module' or 'session'",
+        "test_it.py::test_name: @fsdp_spmd: there is no argument 'wrld_size'; did you mean 'world_size'?",
+        "test_it.py::test_group: @fsdp_spmd: scope='module' keeps the ranks for other tests, but with "
+        "process_group='loader' each test makes its own process group; leave scope out",
+        "test_it.py::test_async: @fsdp_spmd: an SPMD test is a plain function, not a coroutine or a generator",
+        f"test_it.py::test_positional: @fsdp_world: 4 has no name; {known}",
+        "test_it.py::test_world: it asks for 'fsdp_world', which exists in the pytest process only, but it runs on "
+        "ranks of its own",
+        "test_it.py::test_both: @fsdp_conformance and @fsdp_spmd: a test is a loader that is judged, or a body that "
+        "every rank runs; take one off",
+        "test_it.py::test_neither: it asks for 'fsdp', which exists on the ranks only; decorate it with "
+        "@fsdp_conformance or @fsdp_spmd",
+        "test_it.py::test_other_mark: @pytest.mark.fsdp_world is about the fixture of this name; give what it says to "
+        "@fsdp_spmd",
+        "test_it.py::TestUnit::test_unit: it asks for 'fsdp_world': such a test is a function, or a method of a plain "
+        "class; pytest cannot parametrize one of unittest.TestCase",
+    ]
+
+
+def test_without_the_plugin_an_spmd_test_fails(project: Project) -> None:
+    result = run(project, "@fsdp_spmd\ndef test_x(): ...\n", "-p", "no:fsdp_meta")
+    result.assert_outcomes(failed=1)
+    assert (
+        "test_x runs on ranks of pytest-fsdp-meta, whose plugin is not active, so it did not run; install "
+        "pytest-fsdp-meta and remove '-p no:fsdp_meta'" in result.outlines
+    )
+
+
+def test_what_a_body_returns_is_no_verdict(project: Project) -> None:
+    result = run(project, "@fsdp_spmd\ndef test_x(fsdp): return fsdp.rank == 5\n")
+    result.assert_outcomes(passed=1, warnings=1)
+    assert "test_it.py::test_x returned a bool, but a test returns nothing; did you mean assert?" in result.stdout.str()
+
+
+def test_the_ranks_may_make_the_process_group_themselves(project: Project) -> None:
+    text = """
+@fsdp_spmd(process_group="loader")
+def test_x(fsdp):
+    dist.init_process_group("gloo")
+    assert summed(1) == 2
+"""
+    run(project, text).assert_outcomes(passed=1)
+
+
+def test_under_xdist(project: Project) -> None:
+    text = """
+@fsdp_spmd(scope="session")
+@pytest.mark.parametrize("n", range(8))
+def test_x(fsdp, n): assert summed(n) == 2 * n
+"""
+    run(project, text, "-n2").assert_outcomes(passed=8)
+
+
+def test_no_test_on_ranks_imports_no_torch(project: Project) -> None:
+    assert outcomes(run(project, "")) == {}
+    project.write("test_it.py", "import sys\ndef test_x(): assert 'torch' not in sys.modules\n")
+    project.run().assert_outcomes(passed=1)
+
+
+def test_what_cannot_be_sent_to_a_call_is_named(project: Project) -> None:
+    result = run(
+        project,
+        """
+import threading
+LOCK = threading.Lock()
+
+def test_keyword(fsdp_world): fsdp_world.run(print, 1, end=threading.Lock())
+
+def test_closure(fsdp_world):
+    lock = threading.Lock()
+    fsdp_world.run(lambda: lock.acquire())
+
+def test_number(fsdp_world): fsdp_world.run(5)
+
+def test_name(fsdp_world): fsdp_world.run("dist.get_rank")
+""",
+    )
+    result.assert_outcomes(failed=4)
+    text = result.stdout.str()
+    assert "argument 'end' of fsdp_world.run is a lock, which cannot be sent to the ranks (TypeError: " in text
+    assert "the function <lambda> of fsdp_world.run, or what it refers to, cannot be sent to the ranks (TypeErr" in text
+    assert "fsdp_world.run: 5 should be a function, or its name as 'module:name'" in text
+    assert "fsdp_world.run: 'dist.get_rank' should be a function, or its name as 'module:name'" in text
+    assert "cloudpickle" not in text
+
+
+def test_fixtures_of_pytest_itself_on_ranks(project: Project) -> None:
+    result = run(
+        project,
+        """
+@fsdp_spmd(scope="module")
+def test_patch(fsdp, monkeypatch):
+    monkeypatch.setattr(torch, "of_the_test", 5, raising=False)
+    assert torch.of_the_test == 5
+
+@fsdp_spmd(scope="module")
+def test_undone(fsdp): assert not hasattr(torch, "of_the_test")
+
+@fsdp_spmd
+def test_recwarn(fsdp, recwarn): ...
+
+@fsdp_spmd
+def test_property(fsdp, record_property): ...
+
+@fsdp_spmd
+def test_paths(fsdp, tmp_path, tmp_path_factory): assert tmp_path.exists()
+""",
+    )
+    assert list(results(result).values()) == ["passed", "passed", "error", "error", "passed"]
+    why = "is pytest's own, and sees nothing of what happens on the ranks; leave it out, and use what works in the body"
+    assert f"fixture 'recwarn' {why}" in result.stdout.str()
+    assert f"fixture 'record_property' {why}" in result.stdout.str()
+
+
+def test_a_forgotten_collective_is_an_error_in_a_fresh_world_too(project: Project) -> None:
+    result = run(
+        project,
+        """
+@fsdp_spmd
+def test_x(fsdp):
+    if fsdp.rank == 0: dist.all_reduce(torch.ones(1), async_op=True)
+""",
+    )
+    result.assert_outcomes(passed=1, errors=1)
+    assert story(result, "test_x")[0].startswith("the ranks have not called the same number of collectives (rank 0: ")
+
+
+def test_marks_that_would_do_nothing(project: Project) -> None:
+    project.write(
+        "test_it.py",
+        BARE
+        + """
+@pytest.mark.fsdp_world(world_size=4)
+def test_unasked(): ...
+@fsdp_spmd(world_size=2)
+@fsdp_spmd(world_size=4)
+def test_twice(fsdp): ...
+@pytest.mark.fsdp_world(world_size=3)
+class TestAll:
+    def test_plain(self): ...
+    @pytest.mark.fsdp_world(world_size=1)
+    def test_other(self, fsdp_world): ...
+""",
+    )
+    assert errors(project.collect()) == [
+        "test_it.py::test_unasked: @pytest.mark.fsdp_world is about the fixture of this name, for which the test does "
+        "not ask, so nothing would run on ranks; ask for it as an argument, or use @fsdp_spmd",
+        "test_it.py::test_twice: @fsdp_spmd is there twice; say all in one (several sizes: world_size=(2, 4))",
+    ]
+
+
+def test_a_failure_that_differs_in_addresses_only_is_told_once(project: Project) -> None:
+    text = "@fsdp_spmd\ndef test_x(fsdp): assert object() is None\n"
+    told = story(run(project, text), "test_x")
+    assert told[0].startswith("ranks 0, 1 raised AssertionError: assert <object object at 0x")
+    assert not any(line.startswith("then rank") for line in told)

@@ -1,0 +1,331 @@
+"""Reports made by hand: a sound loader, a broken one, and ways to make them large, empty or hostile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from itertools import product
+from math import prod
+
+from pytest_fsdp_meta.catalogue import built_in
+from pytest_fsdp_meta.evidence import MeshFacts, Region, WorldFacts
+from pytest_fsdp_meta.evidence.collectives import Collective, RankMemory
+from pytest_fsdp_meta.observers.support.layout import regions
+from pytest_fsdp_meta.reports.schema import (
+    SCHEMA,
+    CatalogueRecord,
+    CheckRecord,
+    Curves,
+    FindingRecord,
+    Header,
+    LoaderRecord,
+    Piece,
+    Report,
+    Summary,
+    TensorRecord,
+    Traffic,
+)
+from tests.catalogue.evidence_factory import shard_of
+
+CATALOGUE = tuple(CatalogueRecord(c.id, c.family, c.promise, c.since) for c in built_in())
+LLAMA = "tests/test_llama.py::test_llama"
+ROTARY = "model.rotary_emb.inv_freq"
+EMBEDDING = "model.embed_tokens.weight"
+HOSTILE = (
+    "<script>window.hacked = 1</script>",
+    "</script><img src=x onerror='window.hacked = 1'>",
+    "\"'><svg/onload=window.hacked=1>",
+    "a\u202egnp.weight",
+    "\u05e9\u05dc\u05d5\u05dd.weight",
+    "x" * 300,
+    "two\nlines\x00",
+    "{{ 7 * 7 }}{% raw %}",
+    "]]><!-- --\u2028",
+    "lone \ud800 surrogate",
+)
+
+
+def header(**facts: object) -> Header:
+    """Of an ordinary run."""
+    usual = Header(
+        started="2026-11-20T22:30:00Z",
+        project="my-project",
+        command=("pytest", "--fsdp-report=report", "tests"),
+        versions={"system": "Linux-6.1", "pytest-fsdp-meta": "0.3.0", "torch": "2.13.0", "transformers": "5.23.0"},
+        hardware={"machine": "x86_64", "cpu": "AMD EPYC", "cores": "8", "memory": "32 GiB"},
+        engine="local",
+        commit="0123abc+",
+        catalogue=CATALOGUE,
+    )
+    return replace(usual, **facts)  # type: ignore[arg-type]
+
+
+def report(*loaders: LoaderRecord, **facts: object) -> Report:
+    """A complete run of these loaders, an unbroken and a broken one where none are given."""
+    usual = Report(SCHEMA, header(), loaders or (loader(), broken_loader()), 12.5, 0, True)
+    return replace(usual, **facts)  # type: ignore[arg-type]
+
+
+def loader(
+    name: str = LLAMA,
+    mesh: Mapping[str, int] | None = None,
+    checks: Mapping[str, CheckRecord] | None = None,
+    tensors: Iterable[TensorRecord] | None = None,
+) -> LoaderRecord:
+    """A loader that keeps every promise but for ``checks``."""
+    mesh = mesh or {"dp_shard": 4}
+    size = prod(mesh.values())
+    world = WorldFacts(size, tuple(mesh.items()), "cpu", "gloo")
+    given = checks or {}
+    records = tuple(given.get(c.check, check(c.check, name=name)) for c in CATALOGUE)
+    return LoaderRecord(
+        loader=name,
+        world=world,
+        checks=records,
+        seconds={"world": 0.3, "loading": 1.25, "reference": 0.8, "training": 2.4, "checkpoint": 1.1},
+        summary=Summary(
+            tensors=tuple(llama(mesh) if tensors is None else tensors),
+            losses=curves(size),
+            traffic=(traffic(size),),
+            memory=tuple(memory(rank) for rank in range(size)),
+            unavailable={"verifier": "nothing is frozen"},
+        ),
+    )
+
+
+def check(
+    check: str, status: str = "passed", findings: Iterable[FindingRecord] = (), name: str = LLAMA, **facts: object
+) -> CheckRecord:
+    item = f"{name}[{check}]"
+    usual = CheckRecord(check, status, item, findings=tuple(findings), seconds=0.01, again=f"python -m pytest '{item}'")
+    return replace(usual, **facts)  # type: ignore[arg-type]
+
+
+def finding(
+    tensor: str | None, *ranks: int, actual: str = "wrong", expected: str = "right", **told: str
+) -> FindingRecord:
+    return FindingRecord(tensor, ranks or (0, 1, 2, 3), actual, expected, **told)
+
+
+def broken_loader() -> LoaderRecord:
+    """One in which what a page has to show is broken: uninitialised, left whole, wrong on some ranks, a loss apart."""
+    name = "tests/test_llama.py::test_broken"
+    cause = {"cause": "it is a non-persistent buffer", "remedy": "recompute it after to_empty()"}
+    found = {
+        "no_uninitialized_memory": check(
+            "no_uninitialized_memory",
+            "failed",
+            [finding(ROTARY, actual="uninitialised (NaN under poison)", expected="written", detail="8 of 8", **cause)],
+            name,
+        ),
+        "nothing_left_unsharded": check(
+            "nothing_left_unsharded",
+            "failed",
+            [finding(EMBEDDING, actual="whole on every rank", expected="sharded", cause="nobody sharded it")],
+            name,
+        ),
+        "params_equal_reference": check(
+            "params_equal_reference",
+            "failed",
+            [
+                finding(
+                    f"model.layers.{layer}.mlp.up_proj.weight", 1, 3, detail=f"first at ({layer}, 0)", cause="swapped"
+                )
+                for layer in range(4)
+            ],
+            name,
+            unjudged={"no_uninitialized_memory": (ROTARY,)},
+        ),
+        "loss_parity": check(
+            "loss_parity",
+            "failed",
+            [
+                finding(
+                    None,
+                    actual="a loss of 4.61",
+                    expected="4.43",
+                    detail="4% at step 2",
+                    cause="an average of averages",
+                )
+            ],
+            name,
+        ),
+        "tied_weights_share_storage": check("tied_weights_share_storage", "xfailed", name=name, reason="known"),
+        "frozen_weights_equal_verifier": check(
+            "frozen_weights_equal_verifier", "nothing", name=name, reason="nothing is frozen"
+        ),
+        "dcp_reshards": check("dcp_reshards", "error", name=name, reason="rank 1 raised OSError: disk is full"),
+        "resume_parity": check("resume_parity", "not run", name=name),
+    }
+    mesh = {"dp_replicate": 2, "dp_shard": 2}
+    tensors = [
+        whole(one, mesh) if one.name == EMBEDDING else poisoned(one) if one.name == ROTARY else one
+        for one in llama(mesh)
+    ]
+    record = loader(name, mesh, found, tensors)
+    assert record.summary is not None
+    return replace(record, summary=replace(record.summary, losses=curves(4, apart=0.18)))
+
+
+def raised() -> LoaderRecord:
+    """One whose body raises: no check can be judged."""
+    reason = "rank 1 raised OSError: model.safetensors"
+    record = loader(checks={one.check: check(one.check, "error", reason=reason) for one in CATALOGUE})
+    return replace(record, error=reason, summary=None)
+
+
+def llama(mesh: Mapping[str, int], layers: int = 4) -> list[TensorRecord]:
+    placements = tuple("R" if "replicate" in dim else "S(0)" for dim in mesh)
+    shapes = {EMBEDDING: (128, 32)}
+    for layer in range(layers):
+        block = f"model.layers.{layer}"
+        shapes |= {
+            f"{block}.self_attn.q_proj.weight": (32, 32),
+            f"{block}.mlp.up_proj.weight": (64, 32),
+            f"{block}.mlp.down_proj.weight": (32, 64),
+            f"{block}.input_layernorm.weight": (6,),
+        }
+    sharded = [tensor(name, shape, mesh, placements) for name, shape in shapes.items()]
+    tied = tensor("lm_head.weight", (128, 32), mesh, placements)
+    buffer = tensor(ROTARY, (8,), mesh, kind="buffer", persistent=False, requires_grad=False)
+    ties = [replace(sharded[0], tied=(tied.name,)), *sharded[1:], replace(tied, tied=(EMBEDDING,))]
+    return [*ties, buffer]
+
+
+def tensor(
+    name: str,
+    shape: tuple[int, ...],
+    mesh: Mapping[str, int],
+    placements: tuple[str, ...] | None = None,
+    **facts: object,
+) -> TensorRecord:
+    """As placements put it on the ranks of a mesh; plain where there are none."""
+    sizes = tuple(mesh.values())
+    held: dict[tuple[Region, ...], list[int]] = {}
+    for rank, coordinate in enumerate(product(*map(range, sizes))):
+        held.setdefault(_held(shape, placements, sizes, coordinate), []).append(rank)
+    pieces = tuple(
+        Piece(tuple(ranks), part, dtype="float32", device="cpu", placements=placements) for part, ranks in held.items()
+    )
+    on = MeshFacts(tuple(mesh), sizes, (0,) * len(sizes)) if placements else None
+    return replace(
+        TensorRecord(name, "parameter", shape, shape, pieces, on, requires_grad=True),
+        **facts,  # type: ignore[arg-type]
+    )
+
+
+def _held(
+    shape: tuple[int, ...], placements: tuple[str, ...] | None, sizes: tuple[int, ...], coordinate: tuple[int, ...]
+) -> tuple[Region, ...]:
+    if placements is None:
+        return regions(shape, (), (), ())
+    return regions(shape, [shard_of(one) for one in placements], sizes, coordinate)
+
+
+def whole(one: TensorRecord, mesh: Mapping[str, int]) -> TensorRecord:
+    return replace(one, pieces=tensor(one.name, one.shape, mesh).pieces, mesh=None)
+
+
+def poisoned(one: TensorRecord) -> TensorRecord:
+    count = prod(one.shape)
+    return replace(one, pieces=tuple(replace(piece, poisoned=count, nan=count) for piece in one.pieces))
+
+
+def curves(size: int, steps: int = 3, apart: float = 0.0) -> Curves:
+    reference = tuple(round(4.85 - 0.21 * step, 6) for step in range(steps))
+    mean = tuple(round(value + apart * step / 2, 6) for step, value in enumerate(reference))
+    ranks = tuple(tuple(value + 0.05 * (slice_ - size / 2) for value in mean) for slice_ in range(size))
+    return Curves(mean, ranks, reference)
+
+
+def traffic(size: int, blocks: int = 4) -> Traffic:
+    everyone = tuple(range(size))
+
+    def gather(op: str, elements: int, **facts: object) -> Collective:
+        usual = Collective(op, "default_pg", everyone, "float32", ((elements,),), by_fsdp=True)
+        return replace(usual, **facts)  # type: ignore[arg-type]
+
+    forward = [gather("all_gather", 1000 + 50 * (block == 0)) for block in range(blocks)]
+    backward = [
+        one
+        for _ in range(blocks)
+        for one in (gather("all_gather", 1000), gather("reduce_scatter", 4000, reduction="avg"))
+    ]
+    norm = [gather("all_reduce", 1, by_fsdp=False, optimizing=True, reduction="sum")]
+    names = [EMBEDDING, *(f"model.layers.{layer}.mlp.up_proj.weight" for layer in range(blocks))]
+    loading = [gather("broadcast", 2048, root=0, tensors=(name,), by_fsdp=False) for name in names]
+    return Traffic(everyone, tuple(loading), tuple(forward + backward + norm))
+
+
+def memory(rank: int) -> RankMemory:
+    levels = (0, 8192, 24576, 65536, 40960 + 512 * rank, 73728, 32768, 16384, 16384)
+    timeline = tuple((round(0.05 * index, 4), level) for index, level in enumerate(levels))
+    return RankMemory(host=max(levels), whole=2048, beyond=0, timeline=timeline)
+
+
+def passing(now: Report) -> Report:
+    """The same loaders, with every promise kept, a day earlier."""
+    before = tuple(
+        replace(one, checks=tuple(CheckRecord(check.check, "passed") for check in one.checks)) for one in now.loaders
+    )
+    return replace(now, header=replace(now.header, started="2026-11-19T21:04:00+00:00"), loaders=before)
+
+
+def hostile() -> Report:
+    """Names and texts that would break a page that trusts them, wherever a report has a text."""
+    first, second, *others = HOSTILE
+    mesh = {first: 2}
+    tensors = [tensor(name, (8, 4), mesh, ("S(0)",), tied=(second,)) for name in HOSTILE]
+    found = [
+        FindingRecord(
+            name, (0, 1), f"actual {name}", f"expected {name}", f"detail {name}", f"cause {name}", f"do {name}"
+        )
+        for name in (*HOSTILE, None)
+    ]
+    own = CatalogueRecord(second, first, first, second, own=True)
+    records = {
+        "params_equal_reference": check("params_equal_reference", "failed", found, reason=second, again=first),
+        "loss_parity": check("loss_parity", "error", reason=second, again=first, unjudged={second: HOSTILE}),
+    }
+    record = loader(f"tests/test_{second}::test[{first}]", mesh, records, tensors)
+    assert record.summary is not None
+    collective = Collective(second, first, (0, 1), first, ((2,),), reduction=second, tensors=HOSTILE)
+    summary = replace(
+        record.summary, traffic=(Traffic((0, 1), (collective,), (collective,)),), unavailable={first: second}
+    )
+    record = replace(
+        record,
+        checks=(*record.checks, CheckRecord(second, "failed", first, first, tuple(found))),
+        error=second,
+        seconds=dict.fromkeys(HOSTILE, 0.5),
+        summary=summary,
+    )
+    top = header(
+        project=first,
+        command=HOSTILE,
+        versions={first: second},
+        hardware={second: first},
+        engine=second,
+        commit=second,
+        started=second,
+        catalogue=(*CATALOGUE, own),
+    )
+    return report(record, *(replace(loader(name), summary=None) for name in others), header=top)
+
+
+def large(loaders: int = 20, tensors: int = 400, alike: bool = True) -> Report:
+    """As many as a nightly run may have; where they are not ``alike``, no two tensors can be drawn as one."""
+    mesh = {"dp_replicate": 2, "dp_shard": 4}
+    shapes = [(64, 32) if alike else (64 + index, 32) for index in range(tensors)]
+    laid = [
+        tensor(f"model.layers.{index}.mlp.experts.{index % 7}.up_proj.weight", shape, mesh, ("R", "S(0)"))
+        for index, shape in enumerate(shapes)
+    ]
+
+    def one(number: int) -> LoaderRecord:
+        name = f"tests/test_many.py::test_loader[{number}]"
+        found = [finding(t.name, 0, 3, detail=f"first at ({index}, 0)", cause="c") for index, t in enumerate(laid)]
+        broken = ("params_equal_reference", "update_parity", "full_state_dict_exports") if number % 4 == 1 else ()
+        return loader(name, mesh, {id_: check(id_, "failed", found, name) for id_ in broken}, laid)
+
+    return report(*map(one, range(loaders)))

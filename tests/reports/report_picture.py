@@ -1,0 +1,95 @@
+"""The pictures of a report in README and docs: ``python -m tests.reports.report_picture docs/images``."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from playwright.sync_api import sync_playwright
+
+from pytest_fsdp_meta.reports.io import read_report
+from pytest_fsdp_meta.reports.page import write_page
+from tests.reports.test_page_browser import QUIET, chromium
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "test_llama.py"
+BROKEN = """
+
+@fsdp_conformance(mesh={"dp_replicate": 2, "dp_shard": 2})
+def test_hsdp(fsdp, tiny_llama):  # leaves the embedding whole, and one weight is not what was saved
+    config = LlamaConfig.from_pretrained(tiny_llama)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    for module in (*model.model.layers, model.lm_head):
+        fully_shard(module, mesh=fsdp.mesh)
+    model.to_empty(device=fsdp.device)
+    weights = load_file(Path(tiny_llama, "model.safetensors"))
+    weights["model.layers.1.mlp.up_proj.weight"] *= 1.5
+    set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True))
+    model.model.rotary_emb = LlamaRotaryEmbedding(config).to(fsdp.device)
+    return Subject(
+        model,
+        reference=lambda: LlamaForCausalLM.from_pretrained(tiny_llama),
+        batch=lambda step: token_batch(step, size=8),
+    )
+
+
+@fsdp_conformance(world_size=2)
+def test_rotary(fsdp, tiny_llama):  # forgets the buffers that no checkpoint has
+    config = LlamaConfig.from_pretrained(tiny_llama)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    fully_shard(model, mesh=fsdp.mesh)
+    model.to_empty(device=fsdp.device)
+    weights = load_file(Path(tiny_llama, "model.safetensors"))
+    set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True))
+    return Subject(model, reference=lambda: LlamaForCausalLM.from_pretrained(tiny_llama))
+"""
+
+
+def run_broken(folder: Path) -> Path:
+    """The page of a run of the example beside two loaders that are broken."""
+    (folder / "test_llama.py").write_text(EXAMPLE.read_text() + BROKEN)
+    command = [sys.executable, "-m", "pytest", "--fsdp-report=report"]
+    subprocess.run(command, cwd=folder, check=False, timeout=500)
+    report = read_report(folder / "report" / "report.json")
+    # Whose machine it was is nobody's business here.
+    write_page(replace(report, header=replace(report.header, hardware={})), folder / "report" / "index.html")
+    return folder / "report" / "index.html"
+
+
+def shoot(page: Any, folder: Path) -> None:
+    """What a reader sees first, and how tensors lie."""
+    first = page.locator(".loader").first
+    told = first.locator(".told").first.bounding_box()
+    whole = {"x": 0, "y": 0, "width": 1280, "height": told["y"] + told["height"] + 14}
+    page.screenshot(path=folder / "report.png", clip=whole, full_page=True)
+    top = first.locator(".charts").bounding_box()
+    end = first.locator(".drawings").first.bounding_box()
+    height = end["y"] + end["height"] - top["y"] + 24
+    page.screenshot(
+        path=folder / "report-tensors.png",
+        clip={"x": 0, "y": top["y"], "width": 1280, "height": height},
+        full_page=True,
+    )
+
+
+def main(target: Path) -> None:
+    target.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory() as folder, sync_playwright() as started:
+        project = Path(folder, "my-project")
+        project.mkdir()
+        path = run_broken(project)
+        browser = started.chromium.launch(executable_path=chromium(started), args=QUIET)
+        page = browser.new_page(viewport={"width": 1280, "height": 1180}, color_scheme="light")
+        page.goto(path.as_uri())
+        page.wait_for_timeout(1000)
+        shoot(page, target)
+        browser.close()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,533 @@
+"""The page of a report: what it is made of, without a browser."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from pytest_fsdp_meta.evidence.codec import to_plain
+from pytest_fsdp_meta.evidence.collectives import Collective
+from pytest_fsdp_meta.reports.compare import compare
+from pytest_fsdp_meta.reports.page import render, write_page
+from pytest_fsdp_meta.reports.page.__main__ import main
+from pytest_fsdp_meta.reports.page.findings import causes
+from pytest_fsdp_meta.reports.page.layouts import Layout, layouts
+from pytest_fsdp_meta.reports.page.rendering import HERE, duration, in_bytes, moment, printable
+from pytest_fsdp_meta.reports.page.traffic import MOST_ROWS, kinds, rows, size_of
+from pytest_fsdp_meta.reports.page.view import GLYPHS, view
+from pytest_fsdp_meta.reports.schema import (
+    STATUSES,
+    UNKNOWN,
+    CheckRecord,
+    Curves,
+    LoaderRecord,
+    Piece,
+    Report,
+    TensorRecord,
+    Traffic,
+)
+from tests import report_factory as factory
+from tests.conftest import Project
+from tests.reports.report_factory import EMBEDDING, ROTARY, check, finding, loader, report, tensor
+
+FETCHING = {"src", "srcset", "href", "xlink:href", "data", "poster", "action", "formaction", "background", "ping"}
+VENDORED = {
+    "uPlot.iife.min.js": "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",
+    "uPlot.min.css": "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04",
+    "uPlot.LICENSE": "8f989229699b4fe2f1a0432d0e9edc338a8a911e250e2d1b01ecd770a5f5b1bd",
+}
+
+
+class Reader(HTMLParser):
+    """What a browser makes of a page: its elements with their attributes, and the text of scripts and styles."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.raw: list[tuple[str, str]] = []
+        self.words: list[str] = []
+        self._inside = ""
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        self._inside = tag if tag in ("script", "style") else ""
+        if self._inside:
+            self.raw.append((tag, ""))
+
+    def handle_endtag(self, tag: str) -> None:
+        self._inside = ""
+
+    def handle_data(self, data: str) -> None:
+        if self._inside:
+            self.raw[-1] = (self._inside, self.raw[-1][1] + data)
+        else:
+            self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return re.sub(r"\s+", " ", "".join(self.words))
+
+
+EVERY: dict[str, Callable[[], Report]] = {
+    "usual": report,
+    "hostile": factory.hostile,
+    "empty": lambda: replace(report(), loaders=()),
+    "cut off": lambda: report(complete=False, exit_status=None),
+}
+
+
+@pytest.fixture(params=EVERY)
+def page(request) -> Reader:
+    return Reader(render(EVERY[request.param]()))
+
+
+def test_nothing_is_fetched(page):
+    targets = [value or "" for _, attributes in page.elements for name, value in attributes.items() if name in FETCHING]
+    assert targets
+    assert [target for target in targets if not target.startswith(("#", "data:"))] == []
+    assert not any("@import" in text or re.search(r"url\((?!#)", text) for tag, text in page.raw if tag == "style")
+
+
+def test_only_what_is_ours_may_run(page):
+    (policy,) = [a["content"] for tag, a in page.elements if a.get("http-equiv") == "Content-Security-Policy"]
+    assert policy.startswith("default-src 'none'; ")
+    assert "unsafe" not in policy
+    (data,) = [a["id"] for tag, a in page.elements if tag == "script" and a.get("type") == "application/json"]
+    assert data == "data"
+    hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for _, text in page.raw]
+    allowed = [one in policy for one in hashes]
+    assert allowed == [True, True, False, True]  # style, what runs early, the data, what runs late
+    assert not any(name.startswith("on") or name == "style" for _, attributes in page.elements for name in attributes)
+
+
+def test_hostile_names_are_shown_as_they_are():
+    page = Reader(render(factory.hostile()))
+    assert {tag for tag, _ in page.elements} & {"img", "iframe", "object", "base", "embed"} == set()
+    assert not any("onload" in attributes for _, attributes in page.elements)
+    for name in factory.HOSTILE:
+        assert printable(name.replace("\n", " ")) in page.text
+    assert "\u202e" not in page.text
+    assert json.loads(page.raw[2][1])["loaders"][0]["names"][0] == factory.HOSTILE[0]
+
+
+def test_what_has_changed_since_an_earlier_run_is_told_first():
+    now, before = factory.hostile(), factory.passing(factory.hostile())
+    page = Reader(render(now, compare(before, now)))
+    assert "Since 2026-11-19 21:04 UTC, commit " in page.text
+    assert "3 new failures" in page.text
+    assert page.text.index("new failures: 3") < page.text.index("Loaders and checks")
+    assert {tag for tag, _ in page.elements} & {"img", "iframe", "object", "base", "embed"} == set()
+    told = Reader(render(now, None, f"nothing is compared: {factory.HOSTILE[0]}"))
+    assert f"nothing is compared: {factory.HOSTILE[0]}" in told.text
+    assert "Since" not in Reader(render(now)).text
+
+
+def test_ids_are_unique_and_links_lead_somewhere(page):
+    ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    links = [a["href"][1:] for tag, a in page.elements if tag == "a" and (a["href"] or "").startswith("#")]
+    assert set(links) <= set(ids)
+
+
+def headline(*loaders: LoaderRecord, **facts: object) -> tuple[str, str, str]:
+    return view(report(*loaders, **facts)).verdict
+
+
+def statuses(**given: str) -> LoaderRecord:
+    return loader(checks={name: check(name, status) for name, status in given.items()})
+
+
+def every(status: str) -> LoaderRecord:
+    return statuses(**{one.check: status for one in factory.CATALOGUE})
+
+
+def test_the_verdict_accounts_for_every_check():
+    total = len(factory.CATALOGUE)
+    account = f"{total} of {total} checks accounted for"
+    assert headline(loader()) == ("kept", "Every promise that was judged is kept", account)
+    assert headline(statuses(no_meta_params="failed", loss_parity="error"))[:2] == (
+        "broken",
+        "1 check broken, 1 could not be judged, in 1 of 1 loader",
+    )
+    assert headline(statuses(no_meta_params="not run", loss_parity="unselected")) == (
+        "broken",
+        "1 check not run, in 1 of 1 loader",
+        f"{total - 2} of {total} checks accounted for",
+    )
+    assert headline(every("unselected"))[:2] == ("empty", "Nothing was judged")
+    assert headline(replace(every("undeclared"), error="it raised"))[0] == "broken"
+    assert view(replace(report(), loaders=())).verdict == ("empty", "Nothing was judged", "no loader was judged")
+    assert headline(loader(), complete=False)[:2] == ("cut", "Cut off: this report is not complete")
+    assert headline(every("failed"), complete=False)[::2] == ("cut", f"{account} · {total} checks broken so far")
+
+
+def test_every_status_has_a_mark_of_its_own():
+    assert set(STATUSES) == set(GLYPHS)
+    assert len(set(GLYPHS.values())) == len(GLYPHS)
+
+
+def test_broken_loaders_come_first_and_own_checks_have_a_column():
+    own = CheckRecord("ours", "failed", findings=(finding(None),))
+    last = replace(loader("b.py::b"), checks=(own,))
+    page = view(report(loader("a.py::a"), last))
+    assert [one.record.loader for one in page.loaders] == ["b.py::b", "a.py::a"]
+    assert page.families[-1][0] == "others"
+    assert [column.check for column in page.families[-1][1]] == ["ours"]
+
+
+def test_one_loader_in_two_worlds_is_told_apart():
+    titles = [one.title for one in view(report(loader(), loader(mesh={"dp_shard": 2}))).loaders]
+    assert titles == [f"{factory.LLAMA}, world of 4 (gloo on cpu)", f"{factory.LLAMA}, world of 2 (gloo on cpu)"]
+
+
+def test_one_reason_of_many_checks_is_told_once():
+    error = {one: check(one, "error", reason="rank 1 raised OSError") for one in ("no_meta_params", "no_meta_buffers")}
+    other = {
+        "loss_parity": check("loss_parity", "error", reason="rank 0 hangs"),
+        "grad_parity": check("grad_parity", "failed"),
+    }
+    (one,) = view(report(loader(checks=error | other))).loaders
+    assert [[check.record.check for check in bundle] for bundle in one.told] == [
+        ["no_meta_params", "no_meta_buffers"],
+        ["grad_parity"],
+        ["loss_parity"],
+    ]
+    assert "rank 1 raised OSError" in Reader(render(report(loader(checks=error)))).text
+
+
+def test_findings_by_cause():
+    found = [
+        finding("layers.0.weight", 0, 1, cause="a", detail="here"),
+        finding("other", 0, cause="b", remedy="do"),
+        finding("layers.1.weight", 0, 1, cause="a"),
+        finding("layers.0.weight", 2, cause="a"),
+        finding(None, cause="a"),
+    ]
+    first, second = causes(found)
+    assert (first.cause, second.cause, second.remedy) == ("a", "b", "do")
+    assert [(line.folded, line.ranks) for line in first.lines] == [
+        (("layers.{0..1}.weight",), (0, 1)),
+        (("layers.0.weight",), (2,)),
+        ((), (0, 1, 2, 3)),
+    ]
+    assert first.lines[0].details == (("layers.0.weight", "here"),)
+
+
+def drawn(*tensors: TensorRecord, mesh=None, **checks: CheckRecord) -> dict[str, Layout]:
+    return {one.names[0]: one for one in layouts(loader(mesh=mesh, checks=checks, tensors=tensors))}
+
+
+def held(layout: Layout) -> list[tuple[tuple[int, ...], str, str]]:
+    return [(one.ranks, one.state, one.text) for one in layout.held]
+
+
+def test_tensors_that_lie_alike_are_drawn_once():
+    mesh = {"dp_shard": 2}
+    alike = [tensor(f"layers.{layer}.weight", (8, 4), mesh, ("S(0)",)) for layer in range(3)]
+    marked = {"params_equal_reference": check("params_equal_reference", "failed", [finding("layers.1.weight", 1)])}
+    assert drawn(*alike, mesh=mesh)["layers.0.weight"].folded == ("layers.{0..2}.weight",)
+    apart = drawn(*alike, mesh=mesh, **marked)
+    assert [one.names for one in apart.values()] == [("layers.1.weight",), ("layers.0.weight", "layers.2.weight")]
+    assert held(apart["layers.1.weight"]) == [((0,), "shard", "dim 0: 0-3 of 8"), ((1,), "wrong", "dim 0: 4-7 of 8")]
+
+
+@pytest.mark.parametrize(
+    ("shape", "mesh", "placements", "expected"),
+    [
+        ((5, 2), {"dp_shard": 2}, ("S(0)",), [((0,), "dim 0: 0-2 of 5"), ((1,), "dim 0: 3-4 of 5")]),
+        ((1,), {"dp_shard": 2}, ("S(0)",), [((0,), "all of it"), ((1,), "an empty shard")]),
+        (
+            (4, 2),
+            {"dp_replicate": 2, "dp_shard": 2},
+            ("R", "S(0)"),
+            [((0, 2), "dim 0: 0-1 of 4"), ((1, 3), "dim 0: 2-3 of 4")],
+        ),
+        (
+            (8, 4),
+            {"dp_shard": 2, "tp": 2},
+            ("_S(0,2)", "S(0)"),
+            [
+                ((0,), "dim 0: 0-1 of 8"),
+                ((1,), "dim 0: 4-5 of 8"),
+                ((2,), "dim 0: 2-3 of 8"),
+                ((3,), "dim 0: 6-7 of 8"),
+            ],
+        ),
+        (
+            (4, 4),
+            {"dp_shard": 2, "tp": 2},
+            ("S(0)", "S(1)"),
+            [
+                ((0,), "dim 0: 0-1 of 4, dim 1: 0-1 of 4"),
+                ((1,), "dim 0: 0-1 of 4, dim 1: 2-3 of 4"),
+                ((2,), "dim 0: 2-3 of 4, dim 1: 0-1 of 4"),
+                ((3,), "dim 0: 2-3 of 4, dim 1: 2-3 of 4"),
+            ],
+        ),
+        ((), {"dp_shard": 2}, None, [((0, 1), "all of it")]),
+        ((0, 4), {"dp_shard": 2}, None, [((0, 1), "all of it, which has no elements")]),
+    ],
+)
+def test_what_ranks_hold_in_words(shape, mesh, placements, expected):
+    layout = drawn(tensor("a", shape, mesh, placements), mesh=mesh)["a"]
+    assert [(ranks, text) for ranks, _, text in held(layout)] == expected
+    assert layout.described.count("rank") == len(expected)
+
+
+def test_runs_of_a_flat_tensor_and_of_separate_rows():
+    flat = TensorRecord(
+        "a", "parameter", (4, 4), (16,), (Piece((0,), (((3, 9),),), dtype="float32", device="cpu"),), flat=True
+    )
+    many = Piece((0, 1), (tuple((start, start + 1) for start in range(0, 12, 2)),), dtype="float32", device="cpu")
+    separate = TensorRecord("b", "parameter", (12,), (12,), (many,))
+    found = drawn(flat, separate, mesh={"dp_shard": 2})
+    assert held(found["a"]) == [((0,), "shard", "elements 3-8 of 16"), ((1,), "nothing", "does not have it")]
+    assert held(found["b"]) == [((0, 1), "shard", "dim 0: 0, 2, 4, 6 and 2 more runs of 12")]
+    ((state, path),) = found["b"].picture.fills
+    assert (state, path.count("M")) == ("shard", 12)
+
+
+def test_colours_of_what_is_wrong():
+    mesh = {"dp_shard": 2}
+    whole = tensor("whole", (4, 4), mesh)
+    never = factory.poisoned(tensor("never", (4, 4), mesh, ("S(0)",)))
+    meta = tensor("meta", (4, 4), mesh)
+    meta = replace(meta, pieces=tuple(replace(piece, device="meta") for piece in meta.pieces))
+    named = {"nothing_left_unsharded": check("nothing_left_unsharded", "failed", [finding("whole", 0, 1)])}
+    states = {name: one.states for name, one in drawn(whole, never, meta, mesh=mesh, **named).items()}
+    assert states == {"whole": ("unsharded",), "never": ("uninitialised",), "meta": ("meta",)}
+    assert drawn(whole, mesh=mesh)["whole"].states == ("whole",)
+    assert not drawn(whole, mesh=mesh)["whole"].troubled
+
+
+def test_what_nobody_knows_is_not_drawn():
+    one = replace(tensor("a", (4, 4), {"dp_shard": 2}), pieces=(Piece((0, 7), (), "float32"),))
+    found = drawn(one, mesh={"dp_shard": 2})["a"]
+    assert held(found) == [((0, 7), "nothing", "nobody knows which part"), ((1,), "nothing", "does not have it")]
+    assert found.picture.fills == ()
+
+
+def test_boxes_are_arranged_as_the_mesh():
+    def places(mesh: dict[str, int]) -> tuple[int, int]:
+        picture = drawn(tensor("a", (4, 4), mesh), mesh=mesh)["a"].picture
+        return len({x for x, _, _ in picture.labels}), len({y for _, y, _ in picture.labels})
+
+    assert places({"dp_shard": 4}) == (4, 1)
+    assert places({"dp_replicate": 2, "dp_shard": 3}) == (3, 2)
+    assert places({"dp_shard": 12}) == (8, 2)
+    assert places({"pp": 2, "dp_shard": 2, "tp": 2}) == (2, 4)
+    assert places({"dp_replicate": 1, "dp_shard": 32}) == (8, 4)
+
+
+def collective(op="all_gather", elements=8, dtype="float32", **facts) -> Collective:
+    return Collective(op, "world", (0, 1), dtype, ((elements,),), **facts)
+
+
+def test_collectives_by_kind_and_in_order():
+    issued = [
+        collective(tensors=("layers.0.weight",)),
+        collective(tensors=("layers.1.weight",)),
+        collective("all_reduce", 1, optimizing=True, reduction="sum"),
+        collective("broadcast", 4, root=1),
+        collective(),
+    ]
+    assert [(one.op, one.times, one.bytes) for one in kinds(issued)] == [
+        ("all_gather", 3, 96),
+        ("all_reduce", 1, 4),
+        ("broadcast", 1, 16),
+    ]
+    told, left = rows(issued)
+    assert [(row.first, row.times, row.tensors, row.notes) for row in told] == [
+        (1, 2, ("layers.0.weight", "layers.1.weight"), ()),
+        (3, 1, (), ("by the optimizer", "sum")),
+        (4, 1, (), ("root 1",)),
+        (5, 1, (), ()),
+    ]
+    assert left == 0
+    assert kinds([Collective("barrier", "world", (0, 1))])[0].path
+    assert rows([collective(elements=index) for index in range(MOST_ROWS + 3)])[1] == 3
+
+
+def test_ranks_that_differ_while_loading_share_their_step():
+    mine, other = [(collective("scatter", size), collective("broadcast")) for size in (8, 0)]
+    step = (collective(),)
+    record = loader(mesh={"dp_shard": 3})
+    told = (Traffic((0,), mine, step), Traffic((1, 2), other, step))
+    (one,) = view(report(replace(record, summary=replace(record.summary, traffic=told)))).loaders
+    assert [(part.title, part.ranks, part.total) for part in one.traffic] == [
+        ("in one training step", (0, 1, 2), 1),
+        ("while loading", (0,), 2),
+        ("while loading", (1, 2), 2),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size"),
+    [
+        ("float32", 8),
+        ("bfloat16", 4),
+        ("int64", 16),
+        ("bool", 2),
+        ("float8_e4m3fn", 2),
+        ("complex64", 16),
+        ("uint8", 2),
+        ("mystery", None),
+        ("", None),
+    ],
+)
+def test_bytes_by_dtype(dtype, size):
+    assert size_of(collective(elements=2, dtype=dtype)) == size
+    assert size_of(Collective("barrier", "world", (0, 1), dtype)) == 0
+
+
+def test_losses_that_are_no_numbers():
+    record = loader()
+    nan = Curves((4.5, float("nan")), ((4.5, float("inf")),), (4.5,))
+    record = replace(record, summary=replace(record.summary, losses=nan))
+    page = Reader(render(report(record)))
+    assert json.loads(page.raw[2][1])["loaders"][0]["losses"] == {
+        "mean": [4.5, None],
+        "ranks": [[4.5, None]],
+        "reference": [4.5],
+    }
+    assert "nan" in page.text
+    assert "inf" in page.text
+    assert "Of the losses, 2 cannot be drawn" in page.text
+
+
+def test_a_loader_that_gave_nothing():
+    bare = LoaderRecord("a.py::a", UNKNOWN, (), error="rank 1 raised OSError")
+    page = Reader(render(report(bare)))
+    assert "This loader gave no model to judge: rank 1 raised OSError" in page.text
+    assert "1 of 1 loader gave no model to judge" in page.text
+    assert "its world is not known" in page.text
+
+
+def test_numbers_are_told_shortly():
+    assert [in_bytes(size) for size in (None, 0, 1023, 1536, 200 * 2**20, 3 * 2**40)] == [
+        "unknown",
+        "0 B",
+        "1023 B",
+        "1.5 KiB",
+        "200 MiB",
+        "3.0 TiB",
+    ]
+    assert [moment(told) for told in ("2026-11-20T22:30:00Z", "2026-11-20T22:30:05+00:00", "<b>")] == [
+        "2026-11-20 22:30 UTC",
+        "2026-11-20 22:30 UTC",
+        "<b>",
+    ]
+    assert [duration(seconds) for seconds in (0.0123, 3.44, 320)] == ["12 ms", "3.4 s", "5 min 20 s"]
+    # What rounds up to the next unit is told in it.
+    assert [duration(seconds) for seconds in (0.9996, 59.97, 119.7)] == ["1.0 s", "1 min 0 s", "2 min 0 s"]
+    assert [in_bytes(size) for size in (2**20 - 1, 2**20)] == ["1.0 MiB", "1.0 MiB"]
+
+
+def test_vendored_files_are_as_they_were_published():
+    vendor = HERE.joinpath("vendor")
+    found = {one.name: hashlib.sha256(one.read_bytes()).hexdigest() for one in vendor.iterdir()}
+    assert found == VENDORED
+    page = render(report())
+    assert vendor.joinpath("uPlot.iife.min.js").read_text().splitlines()[0] in page  # its name, address and version
+    assert vendor.joinpath("uPlot.LICENSE").read_text() in page  # whoever has the page has a copy of uPlot
+
+
+def test_a_usual_page_is_no_burden(tmp_path):
+    write_page(report(), tmp_path / "index.html")
+    assert (tmp_path / "index.html").stat().st_size < 500_000
+
+
+def test_the_pictures_of_it_are_small():
+    pictures = Path(__file__).parents[2] / "docs" / "images"
+    sizes = {one.name: one.stat().st_size for one in pictures.glob("report*.png")}
+    assert set(sizes) == {"report.png", "report-tensors.png"}
+    assert max(sizes.values()) < 300_000
+
+
+def written(folder: Path, given: Report) -> Path:
+    path = folder / "report.json"
+    path.write_text(json.dumps(to_plain(given), allow_nan=False))
+    return path
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_the_page_is_made_again_from_the_record(tmp_path, capsys, name):
+    given = EVERY[name]()
+    assert main([str(written(tmp_path, given))]) is None
+    assert capsys.readouterr().out == f"{tmp_path / 'index.html'}\n"
+    write_page(given, tmp_path / "at-once.html")
+    assert (tmp_path / "index.html").read_bytes() == (tmp_path / "at-once.html").read_bytes()
+
+
+def test_what_is_no_report_is_told_in_one_line(tmp_path):
+    path = written(tmp_path, report())
+    whole = path.read_text()
+
+    def told(text: str | bytes) -> str:
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        said = main([str(path)])
+        assert said is not None
+        assert said.startswith(f"{path}: ")
+        assert "\n" not in said
+        return said.removeprefix(f"{path}: ")
+
+    for end in (0, 1, len(whole) // 3, len(whole) // 2, len(whole.rstrip()) - 1):
+        assert told(whole[:end]).startswith("no JSON, or cut off: ")
+    for text in ("<html>", b"\xff\x00\x80", "[" * 100_000):
+        assert told(text).startswith("no JSON, or cut off: ")
+    assert told("[1]") == "a report of schema None, but should be 1"
+    assert told('{"schema": 99}') == "a report of schema 99, but should be 1"
+    assert told('{"schema": 1}') == "Report: 'header' is missing"
+    assert "loaders[0].checks" in told(whole.replace('"status": "passed"', '"status": 7', 1))
+    assert not (tmp_path / "index.html").exists()
+    assert main([str(tmp_path / "none.json")]) == f"{tmp_path / 'none.json'}: No such file or directory"
+    assert str(main([])).startswith("usage:")
+    assert str(main(["--help"])).startswith("usage:")
+
+
+def test_from_the_command_line_without_torch(tmp_path):
+    path = written(tmp_path, report())
+    code = (
+        "import runpy, sys; sys.argv[1:] = [sys.argv[1]]\n"
+        "try: runpy.run_module('pytest_fsdp_meta.reports.page', run_name='__main__')\n"
+        "except SystemExit as end: assert not end.code, end.code\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code, str(path)], check=True, capture_output=True, timeout=120)
+    assert EMBEDDING in (tmp_path / "index.html").read_text()
+    assert ROTARY in (tmp_path / "index.html").read_text()
+
+
+def test_a_run_leaves_its_page(project: Project):
+    project.loaders(
+        """
+        @fsdp_conformance(only=["no_meta_params", "nothing_left_unsharded"])
+        def test_whole(fsdp):
+            note("cut" if "Cut off" in open("out/index.html").read() else "stale")
+            return build()
+        """
+    )
+    path = project.write("out/index.html", render(report()))
+    result = project.run("--fsdp-report=out")
+    assert set(project.notes) == {"cut"}
+    page = path.read_bytes()
+    told = Reader(page.decode())
+    assert "1 check broken, in 1 of 1 loader" in told.text
+    assert "pytest exited with 1" in told.text
+    assert [a["aria-label"] for tag, a in told.elements if a.get("class") == "mesh"] == ["ranks 0, 1: all of it"] * 2
+    assert [a["class"] for tag, a in told.elements if tag == "path" and a.get("class") == "f-unsharded"]
+    assert main([str(path.with_name("report.json"))]) is None
+    assert path.read_bytes() == page
+    assert not list(path.parent.glob(".*"))  # nothing half written
+    assert result.ret == 1

@@ -1,0 +1,356 @@
+"""The page of a report in a real browser: what it asks for, how it is used with keys, filters, themes and widths."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pytest_fsdp_meta.reports.compare import compare
+from pytest_fsdp_meta.reports.page import write_page
+from pytest_fsdp_meta.reports.schema import Report
+from tests import report_factory as factory
+from tests.reports.report_factory import EMBEDDING, HOSTILE, ROTARY, report
+
+# In CI nothing may be missing: a test that is skipped there is one that nobody runs.
+load = importlib.import_module if os.environ.get("CI") else pytest.importorskip
+playwright = load("playwright.sync_api")
+axe = load("axe_playwright_python.sync_playwright")
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+QUIET = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+PAGES: dict[str, Callable[[], Report]] = {
+    "usual": report,
+    "hostile": factory.hostile,
+    "empty": lambda: replace(report(), loaders=()),
+    "cut": lambda: report(complete=False, exit_status=None),
+    "raised": lambda: report(factory.raised()),
+    "large": factory.large,
+    "compared": report,
+}
+COMPARED = ("compared", "hostile")
+PHONE, DESKTOP = 360, 1440
+UNCOVERED = """document.activeElement.getBoundingClientRect().top >=
+    document.querySelector('#filters').getBoundingClientRect().bottom"""
+"""What has the focus does not lie under the filters."""
+
+
+def chromium(started: playwright.Playwright) -> str | None:
+    """Where there is one; Playwright's own where it has been installed."""
+    own = started.chromium.executable_path
+    return next(filter(None, map(shutil.which, NAMES)), own if Path(own).exists() else None)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[playwright.Browser]:
+    with playwright.sync_playwright() as started:
+        found = chromium(started)
+        if found is None:
+            told = "no Chromium: `make browser` installs it, or says how"
+            (pytest.fail if os.environ.get("CI") else pytest.skip)(told)
+        opened = started.chromium.launch(executable_path=found, args=QUIET)
+        yield opened
+        opened.close()
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> Callable[[str], Path]:
+    folder = tmp_path_factory.mktemp("pages")
+
+    def file(name: str) -> Path:
+        path = folder / f"{name}.html"
+        if not path.exists():
+            now = PAGES[name]()
+            write_page(now, path, compare(factory.passing(now), now) if name in COMPARED else None)
+        return path
+
+    return file
+
+
+@pytest.fixture
+def opened(browser, files) -> Iterator[Callable[..., playwright.Page]]:
+    """Opens a page; whatever it asks for or complains of fails the test."""
+    contexts, asked, said = [], [], []
+
+    def open_page(name: str = "usual", fragment: str = "", width: int = DESKTOP, **settings: object) -> playwright.Page:
+        context = browser.new_context(viewport={"width": width, "height": 900}, **settings)
+        context.set_default_timeout(60_000)
+        contexts.append(context)
+        page = context.new_page()
+        page.on("console", lambda message: said.append(message.text))
+        page.on("pageerror", lambda error: said.append(str(error)))
+        page.on("dialog", lambda dialog: said.append(dialog.message))
+        page.on("request", lambda request: asked.append(request.url))
+        page.goto(files(name).as_uri() + fragment)
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert said == []
+    assert [url for url in asked if not url.startswith(("file://", "data:"))] == []
+    assert {Path(url.split("#")[0]).suffix for url in asked if url.startswith("file://")} == {".html"}
+
+
+def shown(page: playwright.Page, selector: str) -> list[str]:
+    """The texts of what is visible of these, in one line each."""
+    return [re.sub(r"\s+", " ", one.inner_text()) for one in page.locator(selector).all() if one.is_visible()]
+
+
+def until(page: playwright.Page, condition: str) -> None:
+    """Waits in this process: the page's policy lets nobody evaluate a text in it, and that is as it should be."""
+    deadline = time.monotonic() + 60
+    while not page.evaluate(condition):
+        assert time.monotonic() < deadline, condition
+        page.wait_for_timeout(20)
+
+
+def focused(page: playwright.Page, what: str) -> str:
+    return str(page.evaluate(f"document.activeElement.{what}"))
+
+
+@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.parametrize("width", [PHONE, DESKTOP])
+def test_no_page_is_wider_than_the_screen(opened, name, width):
+    page = opened(name, width=width)
+    assert page.evaluate("document.documentElement.scrollWidth") == width
+    assert page.evaluate("typeof window.hacked") == "undefined"
+    assert page.locator("h1").is_visible()
+
+
+@pytest.mark.parametrize(
+    ("name", "theme"),
+    [("usual", "light"), ("usual", "dark"), ("hostile", "light"), ("empty", "dark"), ("compared", "dark")],
+)
+def test_accessible_to_all(opened, name, theme):
+    page = opened(name, color_scheme=theme)
+    page.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true })")
+    found = axe.Axe().run(page)
+    problems = [
+        (one["id"], node["target"], node["failureSummary"])
+        for one in found.response["violations"]
+        for node in one["nodes"][:2]
+    ]
+    assert problems == []
+
+
+def test_hostile_names_are_text(opened):
+    page = opened("hostile")
+    text = page.locator("body").inner_text()
+    assert HOSTILE[1] in text
+    assert HOSTILE[2] in text
+    assert page.locator("img, iframe, svg[onload]").count() == 0
+
+
+def test_cut_off_is_the_first_thing_told(opened):
+    page = opened("cut")
+    assert page.locator("h1").inner_text() == "Cut off: this report is not complete"
+    assert page.title().startswith("Cut off")
+    assert page.locator(".verdict .warn").is_visible()
+
+
+def test_charts_are_drawn_and_have_their_numbers_as_text(opened):
+    page = opened()
+    assert page.locator(".plot canvas").count() == 4
+    drawn = page.evaluate(
+        """[...document.querySelectorAll('.plot canvas')].map((one) =>
+            one.getContext('2d').getImageData(0, 0, one.width, one.height).data.some((value) => value))"""
+    )
+    assert drawn == [True] * 4
+    page.locator(".numbers summary").first.click()
+    assert shown(page, ".numbers tbody tr")[1].startswith("2 4.64 4.73 1.9 %")
+
+
+def test_filter_by_tensor(opened):
+    page = opened()
+    page.locator("#by-tensor").fill("rotary")
+    until(page, "location.hash === '#tensor=rotary'")
+    assert [text.split(",")[0] for text in shown(page, ".lines > li p:first-child")] == [ROTARY]
+    assert shown(page, ".drawing .names") == [ROTARY] * 2
+    assert page.locator("#shown").inner_text() == ("Shown: 2 loaders, 1 of 4 findings, 2 of 13 drawings of tensors")
+    page.locator("#by-tensor").fill("model.layers.1.*")
+    until(page, "document.querySelector('#shown').textContent.includes(' 8 of')")
+    assert shown(page, ".lines .name") == ["model.layers.{0..3}.mlp.up_proj.weight"]
+    page.locator("#by-tensor").fill("no such tensor")
+    until(page, "document.querySelector('#shown').textContent.includes('0 of 2 loaders')")
+    page.get_by_role("button", name="Show all").click()
+    until(page, "location.hash === ''")
+    assert page.locator("#shown").inner_text() == "Shown: 2 loaders, 4 findings, 13 drawings of tensors"
+
+
+def test_filter_by_status_check_rank_and_loader(opened):
+    page = opened()
+    page.locator("[name=status][value=error]").check(force=True)
+    until(page, "location.hash === '#status=error'")
+    assert shown(page, ".told h3 code") == ["dcp_reshards"]
+    assert page.locator("#matrix .cell:not(.dim)").count() == 1
+    assert shown(page, ".loader > header h2") == ["tests/test_llama.py::test_broken"]
+    page.get_by_role("button", name="Show all").click()
+    page.locator("#by-rank").select_option("0")
+    until(page, "location.hash === '#rank=0'")
+    assert "params_equal_reference" not in shown(page, ".told h3 code")
+    assert "nothing_left_unsharded" in shown(page, ".told h3 code")
+    assert page.locator(".mesh .ring").count() == page.locator(".mesh").count()  # the box of the rank is marked
+    page.locator("#by-check").select_option("nothing_left_unsharded")
+    until(page, "location.hash === '#check=nothing_left_unsharded&rank=0'")
+    assert shown(page, ".told h3 code") == ["nothing_left_unsharded"]
+    page.get_by_role("button", name="Show all").click()
+    page.locator("#by-loader").select_option("2")
+    until(page, "location.hash === '#loader=2'")
+    assert page.locator("#shown").inner_text().startswith("Shown: 1 of 2 loaders, 0 of 4 findings, ")
+    assert shown(page, ".loader > header h2") == [factory.LLAMA]
+
+
+def test_filters_reach_into_what_is_told_together(opened):
+    page = opened("raised")
+    assert len(shown(page, ".told")) == 1
+    assert len(shown(page, ".same li")) == len(factory.CATALOGUE)
+    page.locator("#by-check").select_option("loss_parity")
+    until(page, "location.hash === '#check=loss_parity'")
+    assert shown(page, ".same li") == ["loss_parity"]
+    page.locator("#by-rank").select_option("0")
+    until(page, "location.hash === '#check=loss_parity&rank=0'")
+    assert shown(page, ".told") == []
+    page.locator("#matrix a[data-c=loss_parity]").click()
+    assert focused(page, "id") == "loader-1-loss_parity"
+
+
+def test_a_link_shows_the_same_again(opened):
+    page = opened(fragment="#tensor=up_proj&status=failed&at=loader-1-params_equal_reference")
+    assert page.locator("#by-tensor").input_value() == "up_proj"
+    assert page.locator("[name=status][value=failed]").is_checked()
+    assert shown(page, ".told h3 code") == ["params_equal_reference"]
+    assert focused(page, "id") == "loader-1-params_equal_reference"
+    until(page, UNCOVERED)
+    page.get_by_role("link", name="Link to params_equal_reference").click()
+    assert page.evaluate("location.hash") == "#tensor=up_proj&status=failed&at=loader-1-params_equal_reference"
+
+
+def test_a_link_leads_to_what_is_folded_or_filtered_away(opened):
+    page = opened(fragment="#tensor=rotary&at=loader-1-loss_parity")
+    assert focused(page, "id") == "loader-1-loss_parity"
+    assert page.locator("#by-tensor").input_value() == ""
+    page.evaluate("location.hash = '#loader-2-no_meta_params'")
+    until(page, "document.activeElement.id === 'loader-2-no_meta_params'")
+    assert page.locator("#loader-2-no_meta_params").is_visible()
+    page.evaluate("location.hash = '#%E0%A4%A&check=none&rank=99&at=<img>'")
+    until(page, "document.querySelector('#by-check').selectedIndex === 0")
+    assert page.locator("h1").is_visible()
+
+
+def test_everything_can_be_reached_with_keys(opened):
+    page = opened()
+    stops = []
+    for _ in range(400):
+        page.keyboard.press("Tab")
+        where = page.evaluate(
+            """(() => {
+            const one = document.activeElement, seen = one.matches('.chip input') ? one.parentElement : one;
+            const style = getComputedStyle(seen);
+            one.dataset.stopped = (one.dataset.stopped ?? 0) - -1;
+            return [one.tagName, one.className, one.dataset.stopped, style.outlineStyle !== 'none']; })()"""
+        )
+        if where[0] == "BODY" or int(where[2]) > 1:
+            break
+        stops.append(where)
+    assert stops[0][:2] == ["A", "skip"]
+    assert all(visible for *_, visible in stops), [one for one in stops if not one[3]]
+    missed = page.evaluate(
+        """[...document.querySelectorAll('a[href], button, input, select, summary, [tabindex="0"]')]
+            .filter((one) => one.checkVisibility() && !one.dataset.stopped && !one.closest('#matrix'))
+            .map((one) => one.outerHTML.slice(0, 120))"""
+    )
+    assert missed == []
+    assert sum("cell" in kind for _, kind, *_ in stops) == 1  # the matrix is one stop
+
+
+def test_the_skip_link_leads_to_the_results(opened):
+    page = opened()
+    page.keyboard.press("Tab")
+    page.keyboard.press("Enter")
+    assert focused(page, "id") == "main"
+
+
+def test_the_matrix_is_walked_with_arrows(opened):
+    page = opened()
+    page.locator("#matrix td a[tabindex='0']").focus()
+    assert focused(page, "dataset.c") == "no_uninitialized_memory"
+    page.keyboard.press("ArrowRight")
+    assert focused(page, "dataset.c") == "params_on_rank_device"
+    page.keyboard.press("ArrowDown")
+    assert focused(page, "dataset.s") == "passed"
+    page.keyboard.press("ArrowDown")  # there is no row below
+    page.keyboard.press("End")
+    assert focused(page, "dataset.c") == "resume_parity"
+    page.keyboard.press("ArrowUp")
+    assert focused(page, "dataset.s") == "not run"
+    page.keyboard.press("Enter")
+    until(page, "document.activeElement.id === 'loader-1-resume_parity'")
+    until(page, UNCOVERED)
+    page.go_back()
+    assert page.evaluate("location.hash") == ""
+
+
+def ground(page: playwright.Page) -> str:
+    return str(page.evaluate("getComputedStyle(document.body).backgroundColor"))
+
+
+def test_themes(opened):
+    page = opened(color_scheme="dark")
+    dark = ground(page)
+    pixels = "document.querySelector('.plot canvas').toDataURL()"
+    before = page.evaluate(pixels)
+    page.get_by_role("button", name="Switch to the light theme").click()
+    light = ground(page)
+    assert dark != light
+    until(page, f"{pixels} !== {before!r}")  # the charts follow
+    page.reload()
+    assert ground(page) == light
+    assert opened(color_scheme="light").evaluate("getComputedStyle(document.body).backgroundColor") == light
+    page.get_by_role("button", name="Switch to the dark theme").click()
+    assert ground(page) == dark
+
+
+def test_what_is_worse_than_before_is_seen_and_the_rest_can_be_opened(opened):
+    page = opened("compared")
+    assert shown(page, "#changes h2") == ["Since 2026-11-19 21:04 UTC, commit 0123abc+"]
+    assert shown(page, "#changes .c-worse li")
+    assert not shown(page, "#changes .c-odd li")
+    page.locator("#changes .c-odd summary").first.click()
+    assert shown(page, "#changes .c-odd li")
+
+
+def test_readable_without_javascript(opened):
+    page = opened(java_script_enabled=False)
+    assert page.locator("#filters").is_hidden()
+    assert page.locator("noscript").is_visible()
+    assert len(shown(page, ".told")) == 5  # two checks could not be judged for one and the same reason
+    assert shown(page, ".numbers tbody tr")[0].startswith("1 4.85 4.85")
+    assert EMBEDDING in shown(page, ".drawing .names")
+    page.locator("#matrix .s-error").click()
+    assert page.url.endswith("#loader-1-dcp_reshards")
+
+
+def test_a_large_report_is_all_there(opened):
+    page = opened("large")
+    assert page.locator(".loader").count() == 20
+    assert page.locator("#matrix tbody td").count() == 20 * len(factory.CATALOGUE)
+    page.locator("#by-tensor").fill("layers.399.")
+    until(page, "location.hash.includes('399')")
+    assert page.locator(".drawing:not([hidden])").count() == 20

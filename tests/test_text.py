@@ -1,0 +1,144 @@
+"""How ranks, names and numbers of things are written."""
+
+from __future__ import annotations
+
+import re
+from itertools import product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pytest_fsdp_meta.text import counted, first_line, first_of, fold_names, name_ranks
+
+
+@pytest.mark.parametrize(
+    ("ranks", "written"),
+    [
+        ([0], "rank 0"),
+        ([1, 1], "rank 1"),
+        ([0, 1], "ranks 0, 1"),
+        ([0, 1, 2], "ranks 0-2"),
+        ([3, 1, 0, 2], "ranks 0-3"),
+        ([0, 2], "ranks 0, 2"),
+        ([0, 1, 2, 5, 7, 8, 9], "ranks 0-2, 5, 7-9"),
+        ([0, 1, 4, 5], "ranks 0, 1, 4, 5"),
+        (range(1024), "ranks 0-1023"),
+    ],
+)
+def test_ranks(ranks, written):
+    assert name_ranks(ranks) == written
+
+
+def test_numbers_of_things():
+    assert [counted(number, "step") for number in (0, 1, 2)] == ["0 steps", "1 step", "2 steps"]
+
+
+@pytest.mark.parametrize(
+    ("names", "most", "written"),
+    [
+        (["a"], 1, "a"),
+        (["a", "b", "c"], 1, "a and 2 more"),
+        (["a", "b"], 2, "a, b"),
+        (list("abc"), 2, "a, b and 1 more"),
+    ],
+)
+def test_the_first_of_many(names, most, written):
+    assert first_of(names, most) == written
+
+
+@pytest.mark.parametrize(
+    ("names", "folded"),
+    [
+        ([], {}),
+        (["a.weight"], {"a.weight": "a.weight"}),
+        (["a.weight", "a.weight"], {"a.weight": "a.weight"}),
+        (["a.0.w"], {"a.0.w": "a.0.w"}),
+        (["a.0.w", "a.1.w"], {"a.{0..1}.w": "a.0.w"}),
+        (["a.1.w", "a.0.w"], {"a.{0..1}.w": "a.1.w"}),
+        (["a.0.w", "a.2.w"], {"a.{0,2}.w": "a.0.w"}),
+        (["a.0.w", "a.1.w", "a.2.w", "a.9.w"], {"a.{0..2,9}.w": "a.0.w"}),
+        (["a.9.w", "a.10.w"], {"a.{9..10}.w": "a.9.w"}),
+        (["a.0.w", "b.0.w"], {"a.0.w": "a.0.w", "b.0.w": "b.0.w"}),
+        (["0", "1"], {"{0..1}": "0"}),
+        (["layer0.w", "layer1.w"], {"layer0.w": "layer0.w", "layer1.w": "layer1.w"}),
+        (["w_0", "w_1"], {"w_0": "w_0", "w_1": "w_1"}),
+        (["a-0", "a-1"], {"a-{0..1}": "a-0"}),
+        (["", "a"], {"": "", "a": "a"}),
+    ],
+)
+def test_names_that_differ_in_a_number(names, folded):
+    assert fold_names(names) == folded
+
+
+@pytest.mark.parametrize(
+    ("pairs", "folded"),
+    [
+        ([(0, 0), (0, 1), (1, 0), (1, 1)], ["l.{0..1}.e.{0..1}"]),
+        ([(0, 0), (0, 1), (1, 0)], ["l.0.e.{0..1}", "l.1.e.0"]),
+        ([(0, 0), (1, 1)], ["l.0.e.0", "l.1.e.1"]),
+    ],
+)
+def test_only_a_complete_set_is_folded(pairs, folded):
+    assert list(fold_names(f"l.{layer}.e.{expert}" for layer, expert in pairs)) == folded
+
+
+def test_an_incomplete_set_is_taken_apart_by_the_first_number_that_varies():
+    names = ["m.0.l.0.e.0", "m.0.l.0.e.1", "m.0.l.1.e.0"]
+    assert fold_names(names) == {"m.0.l.0.e.{0..1}": "m.0.l.0.e.0", "m.0.l.1.e.0": "m.0.l.1.e.0"}
+
+
+def test_numbers_that_would_be_written_otherwise_are_words():
+    assert fold_names(["a.007.w", "a.7.w", "a.8.w"]) == {"a.007.w": "a.007.w", "a.{7..8}.w": "a.7.w"}
+    assert fold_names(["a.00.w", "a.01.w"]) == {"a.00.w": "a.00.w", "a.01.w": "a.01.w"}
+    assert fold_names(["a.٣.w"]) == {"a.٣.w": "a.٣.w"}
+
+
+def test_families_keep_the_order_in_which_they_were_met():
+    names = [f"layers.{layer}.{kind}" for layer in range(3) for kind in ("norm", "attn")]
+    assert list(fold_names(["embed", *names, "head"])) == ["embed", "layers.{0..2}.norm", "layers.{0..2}.attn", "head"]
+
+
+def test_many_names_are_folded_quickly():
+    names = [f"layers.{layer}.experts.{expert}.w" for layer in range(61) for expert in range(256)]
+    assert list(fold_names(names)) == ["layers.{0..60}.experts.{0..255}.w"]
+    assert len(fold_names(names[1:])) == 61
+
+
+def unfold(folded: str) -> list[str]:
+    """The names that a folded one stands for."""
+    parts = re.split(r"\{([0-9.,]+)\}", folded)
+    columns = []
+    for braced in parts[1::2]:
+        runs = (run.split("..") for run in braced.split(","))
+        columns.append([number for run in runs for number in range(int(run[0]), int(run[-1]) + 1)])
+    return [
+        "".join(word + number for word, number in zip(parts[::2], (*map(str, row), ""), strict=True))
+        for row in product(*columns)
+    ]
+
+
+component = st.one_of(st.integers(0, 4).map(str), st.sampled_from(["a", "b", "layer1", "00", "w_2"]))
+
+
+@given(st.lists(st.lists(component, min_size=1, max_size=4).map(".".join), max_size=12))
+def test_what_is_written_stands_for_exactly_the_names_that_were_given(names):
+    folded = fold_names(names)
+    written = [name for one in folded for name in unfold(one)]
+    assert sorted(written) == sorted(set(names))
+    assert all(first in unfold(one) for one, first in folded.items())
+
+
+@given(st.sets(st.integers(0, 40), min_size=1))
+def test_what_is_written_stands_for_exactly_the_ranks_that_were_given(ranks):
+    listed = name_ranks(ranks).split(" ", 1)[1].split(", ")
+    runs = (run.split("-") for run in listed)
+    assert {rank for run in runs for rank in range(int(run[0]), int(run[-1]) + 1)} == ranks
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [("", ""), ("one\ntwo", "one"), ("a line that is too long", "a line that ..."), ("a  b\tc", "a b c")],
+)
+def test_an_error_is_told_in_whole_words(text, told):
+    assert first_line(RuntimeError(text), 16) == told

@@ -1,0 +1,494 @@
+"""What is seen by loading again, on real ranks: what it needs, what it survives, and what is said where it fails."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
+
+from pytest_fsdp_meta import Subject
+from pytest_fsdp_meta.catalogue import Verdict, built_in, judge
+from pytest_fsdp_meta.evidence import Unavailable
+from pytest_fsdp_meta.loader.call import Call
+from pytest_fsdp_meta.trial import LoaderFailed, Trial
+from pytest_fsdp_meta.trial.reloading import other_size
+from pytest_fsdp_meta.worlds import Rank, WorldSpec
+from tests.world_help import trial_preload
+
+REPEATABLE, NAMES, ROUND_TRIP = "load_is_repeatable", "state_dict_names_clean", "dcp_round_trip"
+RESHARDS, EXPORTS = "dcp_reshards", "full_state_dict_exports"
+OPTIMIZER, RESUME = "optimizer_state_round_trip", "resume_parity"
+ALL = (REPEATABLE, NAMES, ROUND_TRIP, RESHARDS, EXPORTS, OPTIMIZER, RESUME)
+SAVING = (ROUND_TRIP, RESHARDS, OPTIMIZER, RESUME)
+
+
+def build() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+
+
+def batch(step: int) -> dict[str, Tensor]:
+    return {"input": torch.linspace(-1.0, 1.0, 16).view(4, 4) + step}
+
+
+def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return model(**batch).square().mean()
+
+
+def sharded(fsdp: Rank, model: nn.Module) -> nn.Module:
+    for module in model:
+        fully_shard(module, mesh=fsdp.mesh)
+    return fully_shard(model, mesh=fsdp.mesh)
+
+
+def declared(fsdp: Rank, model: nn.Module, build: Callable[[], nn.Module] = build, **fields: Any) -> Subject:
+    return Subject(sharded(fsdp, model), **{"reference": build, "batch": batch, "loss": loss, **fields})
+
+
+def judged(
+    function: Callable[..., Any], checks: Collection[str] = ALL, size: int = 2, timeout: float = 60, **arguments: Any
+) -> dict[str, Verdict]:
+    """The verdicts of these checks, with what they read observed and nothing else."""
+    catalogue = built_in()
+    wanted: set[str] = set()
+    todo = list(checks)
+    while todo:
+        check = catalogue[todo.pop()]
+        wanted |= {*check.needs, *check.uses}
+        todo += check.after
+    trial = Trial(WorldSpec({"dp_shard": size}, timeout=timeout), trial_preload(), steps=3, tolerance={})
+    packed = {name: cloudpickle.dumps(value) for name, value in arguments.items()}
+    evidence = trial.observe(Call(cloudpickle.dumps(function), packed, "fsdp"), wanted)
+    return {id: judge(catalogue[id], evidence, catalogue) for id in checks}
+
+
+def statuses(verdicts: dict[str, Verdict]) -> dict[str, str]:
+    return {id: found.status for id, found in verdicts.items()}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_whole_subject_passes_everything(size):
+    verdicts = judged(lambda fsdp: declared(fsdp, build()), size=size)
+    assert statuses(verdicts) == dict.fromkeys(ALL, "passed"), {id: found.reason for id, found in verdicts.items()}
+
+
+def test_a_bare_model_goes_the_round_trip():
+    verdicts = judged(lambda fsdp: sharded(fsdp, build()))
+    reasons = {id: found.reason for id, found in verdicts.items() if found.status == "skipped"}
+    assert reasons == {
+        NAMES: "Subject(reference=...) is not declared",
+        RESHARDS: "Subject(reference=...) is not declared",
+        EXPORTS: "Subject(reference=...) is not declared",
+        OPTIMIZER: "Subject(batch=...) is not declared",
+        RESUME: "Subject(batch=...) is not declared",
+    }
+    assert {verdicts[id].status for id in (REPEATABLE, ROUND_TRIP)} == {"passed"}
+
+
+class Odd(nn.Module):
+    """An empty parameter, a number, flags, a count, a state of its own; and what no checkpoint keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nothing = nn.Parameter(torch.empty(0, 4))
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.register_buffer("flags", torch.tensor([True, False, True]))
+        self.register_buffer("count", torch.tensor(7))
+        self.register_buffer("phase", torch.ones(2, dtype=torch.complex64))
+        self.register_buffer("small", torch.ones(2).to(torch.float8_e4m3fn))
+        self.register_buffer("cache", torch.zeros(3), persistent=False)
+        self.seen = 0
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.seen += 1
+        return input * self.scale + self.nothing.sum()
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"seen": self.seen, "scales": [torch.full((2,), float(self.seen))]}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.seen = state["seen"]
+
+
+def build_odd() -> nn.Sequential:
+    return nn.Sequential(*build(), Odd())
+
+
+def test_odd_tensors_and_states_of_their_own_come_back():
+    def loader(fsdp):
+        model = build_odd()
+        for module in model[:2]:
+            fully_shard(module, mesh=fsdp.mesh)
+        # Nobody reduces the gradients of what is not sharded, so every rank sees every row.
+        return Subject(model, reference=build_odd, batch=batch, loss=loss, unsharded="2.*", data_parallel=(0, 1))
+
+    found = judged(loader)
+    assert {id: (one.status, one.reason) for id, one in found.items()} == dict.fromkeys(ALL, ("passed", ""))
+
+
+def frozen_first(fsdp: Rank, **fields: Any) -> Subject:
+    model = build()
+    model[0].requires_grad_(False)
+    return declared(fsdp, model, frozen="0.*", **fields)
+
+
+def test_frozen_parameters_come_back():
+    verdicts = judged(frozen_first)
+    assert statuses(verdicts) == dict.fromkeys(ALL, "passed")
+
+
+def test_an_author_may_save_what_is_trained_and_no_more():
+    def save(model, optimizer, folder):
+        own = {name: p.to_local().clone() for name, p in model.named_parameters() if p.requires_grad}
+        torch.save((own, optimizer and optimizer.state_dict()), folder / f"{torch.distributed.get_rank()}.pt")
+
+    def resume(model, optimizer, folder):
+        own, state = torch.load(folder / f"{torch.distributed.get_rank()}.pt", weights_only=False)
+        with torch.no_grad():
+            for name, value in own.items():
+                model.get_parameter(name).to_local().copy_(value)
+        if optimizer is not None:
+            optimizer.load_state_dict(state)
+
+    verdicts = judged(lambda fsdp: frozen_first(fsdp, save=save, resume=resume), (ROUND_TRIP, OPTIMIZER, RESUME))
+    assert statuses(verdicts) == dict.fromkeys(verdicts, "passed")
+
+
+def test_a_trained_model_may_have_but_a_few_batches():
+    def few(step: int) -> dict[str, Tensor]:
+        return [batch(0), batch(1), batch(2)][step]
+
+    verdicts = judged(lambda fsdp: declared(fsdp, build(), batch=few), (RESUME,))
+    assert verdicts[RESUME].status == "passed"
+
+
+class Idle(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return input
+
+
+def idle() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), Idle(4, 4))
+
+
+def adam(parameters) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=0.01)
+
+
+@pytest.mark.parametrize("fields", [{}, {"optimizer": adam}], ids=["ours", "declared"])
+def test_what_gets_no_gradient_has_no_state_and_needs_none(fields):
+    verdicts = judged(lambda fsdp: declared(fsdp, idle(), build=idle, **fields), SAVING)
+    assert statuses(verdicts) == dict.fromkeys(SAVING, "passed")
+
+
+def test_what_gets_a_gradient_on_one_rank_only_cannot_be_loaded_by_torch():
+    def loader(fsdp: Rank) -> Subject:
+        model = nn.Sequential(nn.Linear(4, 4), (Idle if fsdp.rank else nn.Linear)(4, 4))
+        return Subject(model, batch=batch, loss=loss)
+
+    reason = judged(loader, (OPTIMIZER,))[OPTIMIZER].reason
+    assert reason.startswith("1.bias got a gradient on rank 0 and none on rank 1, so the optimizer keeps a state of it")
+
+
+def test_nothing_to_train():
+    def loader(fsdp):
+        return declared(fsdp, build().requires_grad_(False), build=lambda: build().requires_grad_(False))
+
+    found = judged(loader)
+    assert {id: one.reason for id, one in found.items() if one.status != "passed"} == dict.fromkeys(
+        (OPTIMIZER, RESUME), "nothing is trainable, so there is no optimizer"
+    )
+
+
+def test_a_loader_that_runs_but_once(tmp_path):
+    def loader(fsdp, folder):
+        (Path(folder) / f"rank{fsdp.rank}").mkdir()
+        print("the loader runs")
+        return declared(fsdp, build())
+
+    found = judged(loader, folder=tmp_path)
+    assert {id for id, one in found.items() if one.status == "passed"} == {NAMES}
+    assert found[REPEATABLE].status == "error"
+    assert " of the second load raised FileExistsError: " in found[REPEATABLE].reason
+    assert found[REPEATABLE].detail.startswith(
+        "the loader gave a model once, and fails when it runs again in a fresh world with the same fixtures:\n\nrank"
+    )
+
+
+def test_what_a_second_load_wrote_is_told_where_it_fails(tmp_path):
+    def loader(fsdp, folder):
+        mark = Path(folder) / f"rank{fsdp.rank}"
+        if mark.exists():
+            print("reading what I wrote")
+            raise ValueError("stale")
+        mark.touch()
+        return declared(fsdp, build())
+
+    found = judged(loader, (REPEATABLE,), folder=tmp_path)[REPEATABLE]
+    assert "output of rank 1 of the second load:\nreading what I wrote" in found.detail
+
+
+def test_a_loader_for_one_size_of_world_only():
+    def loader(fsdp):
+        assert fsdp.world_size == 2, "made for two"
+        return declared(fsdp, build())
+
+    found = judged(loader)
+    assert {id for id, one in found.items() if one.status == "passed"} == set(ALL) - {RESHARDS}
+    assert found[RESHARDS].status == "skipped"
+    assert found[RESHARDS].reason.startswith("the loader gives no model in a world of 1 (dp_shard=1): ")
+    assert "made for two" in found[RESHARDS].reason
+
+
+def test_a_checkpoint_that_another_size_of_world_refuses():
+    def save(model, optimizer, folder):
+        own = {name: parameter.to_local() for name, parameter in model.named_parameters()}
+        torch.save(own, folder / f"r{torch.distributed.get_rank()}.pt")
+
+    def resume(model, optimizer, folder):
+        own = torch.load(folder / f"r{torch.distributed.get_rank()}.pt")
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.to_local().copy_(own[name])
+
+    found = judged(lambda fsdp: declared(fsdp, build(), save=save, resume=resume), (ROUND_TRIP, RESHARDS))
+    assert statuses(found) == {ROUND_TRIP: "passed", RESHARDS: "failed"}
+    assert [(one.tensor, one.ranks, one.actual.partition(" tensor ")[0]) for one in found[RESHARDS].findings] == [
+        (None, (0,), "loading it in a world of 1 raises RuntimeError in Subject(resume=...): The size of")
+    ]
+
+
+def test_a_checkpoint_that_no_world_loads_without_its_optimizer():
+    def save(model, optimizer, folder):
+        dcp.save(get_model_state_dict(model), checkpoint_id=folder)
+
+    def resume(model, optimizer, folder):
+        state = get_model_state_dict(model)
+        dcp.load(state, checkpoint_id=folder)
+        set_model_state_dict(model, state)
+        optimizer.state.clear()
+
+    found = judged(lambda fsdp: declared(fsdp, build(), save=save, resume=resume), (ROUND_TRIP, RESHARDS, RESUME))
+    assert found[ROUND_TRIP].status == "passed", found[ROUND_TRIP].reason
+    assert found[RESHARDS].status == "error"
+    assert "'NoneType' object has no attribute 'state'" in found[RESHARDS].reason
+
+
+def test_saving_that_hangs_costs_nothing_else():
+    def save(model, optimizer, folder):
+        if torch.distributed.get_rank() == 0:
+            torch.distributed.barrier()
+
+    def resume(model, optimizer, folder):
+        time.sleep(0)
+
+    found = judged(
+        lambda fsdp: declared(fsdp, build(), save=save, resume=resume),
+        (*ALL, "params_equal_reference", "loss_parity"),
+        timeout=8,
+    )
+    passed = {REPEATABLE, NAMES, EXPORTS, "params_equal_reference", "loss_parity"}
+    assert {id for id, one in found.items() if one.status == "passed"} == passed
+    assert {id: one.status for id, one in found.items() if id not in passed} == dict.fromkeys(SAVING, "error")
+    assert "did not answer within 8 s" in found[ROUND_TRIP].reason
+
+
+@pytest.mark.parametrize("how", ["hangs", "ends"])
+def test_saving_that_gives_no_answer_is_not_tried_again(tmp_path, how):
+    def save(model, optimizer, folder):
+        (tmp_path / f"{folder.name} of rank {torch.distributed.get_rank()}").touch()
+        if how == "hangs":
+            torch.distributed.barrier()
+            time.sleep(60)
+        os._exit(3)
+
+    def resume(model, optimizer, folder):
+        raise AssertionError("nothing was saved")
+
+    found = judged(lambda fsdp: declared(fsdp, build(), save=save, resume=resume), SAVING, timeout=8)
+    assert statuses(found) == dict.fromkeys(SAVING, "error")
+    said = "did not answer within 8 s" if how == "hangs" else "exited with code 3 before it answered"
+    assert all(said in one.reason for one in found.values())
+    assert found[ROUND_TRIP].detail.startswith("saving gave no answer, and is not tried again:\n\nrank")
+    assert {path.name.partition(" ")[0] for path in tmp_path.iterdir()} == {"continued"}
+
+
+def test_saving_that_raised_once_is_tried_again():
+    def save(model, optimizer, folder):
+        if folder.name == "saved":
+            raise OSError("the disk is full")
+        for_torch(model, folder)
+
+    def for_torch(model: nn.Module, folder: Path) -> None:
+        dcp.save(get_model_state_dict(model), checkpoint_id=folder)
+
+    def resume(model, optimizer, folder):
+        state = get_model_state_dict(model)
+        dcp.load(state, checkpoint_id=folder)
+        set_model_state_dict(model, state)
+
+    found = judged(lambda fsdp: declared(fsdp, build(), save=save, resume=resume), (ROUND_TRIP, RESHARDS))
+    assert statuses(found) == {ROUND_TRIP: "error", RESHARDS: "passed"}
+    assert "raised OSError in Subject(save=...): the disk is full" in found[ROUND_TRIP].reason
+
+
+def test_going_on_that_ends_a_rank_costs_the_round_trip_of_the_model_nothing():
+    class Fragile(nn.Linear):
+        saved = False
+
+        def forward(self, input: Tensor) -> Tensor:
+            return os._exit(3) if self.saved else super().forward(input)
+
+    def fragile() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(Fragile(4, 4), nn.Linear(4, 2))
+
+    def save(model, optimizer, folder):
+        dcp.save(get_model_state_dict(model), checkpoint_id=folder)
+        model[0].saved = True
+
+    def resume(model, optimizer, folder):
+        state = get_model_state_dict(model)
+        dcp.load(state, checkpoint_id=folder)
+        set_model_state_dict(model, state)
+
+    def loader(fsdp):
+        return declared(fsdp, fragile(), build=fragile, save=save, resume=resume)
+
+    found = judged(loader, (ROUND_TRIP, RESUME))
+    assert statuses(found) == {ROUND_TRIP: "passed", RESUME: "error"}
+    assert "exited with code 3 before it answered" in found[RESUME].reason
+
+
+def test_loading_that_fails_says_so_each_time():
+    def save(model, optimizer, folder):
+        pass
+
+    def resume(model, optimizer, folder):
+        raise ArithmeticError("no checkpoint here")
+
+    found = judged(lambda fsdp: declared(fsdp, build(), save=save, resume=resume), SAVING)
+    assert statuses(found) == dict.fromkeys(SAVING, "error")
+    said = "raised ArithmeticError in Subject(resume=...): no checkpoint here"
+    assert {id: one.reason for id, one in found.items() if said not in one.reason} == {}
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        (None, "NoneType"),
+        (["0.weight"], "list"),
+        ({1: "0.weight"}, "a dict with a key of int (1)"),
+    ],
+)
+def test_a_state_dict_that_is_none(given, shown):
+    found = judged(lambda fsdp: declared(fsdp, build(), state_dict=lambda model: given), (NAMES,))[NAMES]
+    assert found.status == "error"
+    assert found.reason == f"Subject(state_dict=...): it gave {shown}, but should give a dict by name"
+
+
+def test_a_loader_that_ends_the_process_group():
+    def loader(fsdp):
+        subject = declared(fsdp, build())
+        torch.distributed.destroy_process_group()
+        return subject
+
+    with pytest.raises(LoaderFailed) as caught:
+        judged(loader, (NAMES, "collectives_within_budget"))
+    assert str(caught.value) == (
+        "the loader ended the process group (destroy_process_group); the checks need it: leave it to the plugin"
+    )
+
+
+def test_training_that_fails_leaves_the_checkpoints():
+    def failing(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+            raise ArithmeticError("no loss here")
+        return loss(model, batch)
+
+    found = judged(lambda fsdp: declared(fsdp, build(), loss=failing), (*ALL, "loss_parity"))
+    assert {id for id, one in found.items() if one.status == "error"} == {"loss_parity", OPTIMIZER, RESUME}
+    assert {id for id, one in found.items() if one.status == "passed"} == {
+        REPEATABLE, NAMES, ROUND_TRIP, RESHARDS, EXPORTS
+    }  # fmt: skip
+
+
+def test_shards_that_only_their_author_can_tell_are_not_saved_for_him():
+    def loader(fsdp):
+        model = build()
+        model[0].weight.data += fsdp.rank
+        return Subject(model)
+
+    found = judged(loader, (ROUND_TRIP,))[ROUND_TRIP]
+    assert found.status == "skipped"
+    assert "of 0.weight ranks hold what differs though it has one name and one place" in found.reason
+
+
+@pytest.mark.parametrize(
+    ("mesh", "other"),
+    [
+        ({"dp_shard": 4}, {"dp_shard": 2}),
+        ({"dp_shard": 3}, {"dp_shard": 1}),
+        ({"dp_replicate": 4, "dp_shard": 2}, {"dp_replicate": 4, "dp_shard": 1}),
+        ({"dp_shard": 2, "tp": 4}, {"dp_shard": 1, "tp": 4}),
+        ({"tp": 4}, {"tp": 2}),
+        ({"dp_replicate": 2}, {"dp_replicate": 1}),
+        ({"dp_shard": 1}, {"dp_shard": 2}),
+        ({"tp": 1, "data": 1}, {"tp": 1, "data": 2}),
+    ],
+)
+def test_the_other_size(mesh, other):
+    assert other_size(WorldSpec(mesh)).mesh == other
+
+
+def test_the_other_size_takes_the_devices_that_there_are():
+    spec = WorldSpec({"dp_shard": 4}, "cuda", "nccl", devices=(4, 5, 6, 7))
+    assert other_size(spec).devices == (4, 5)
+    assert other_size(WorldSpec({"dp_shard": 1}, "cuda", "gloo", devices=(3,))).devices == (3, 3)
+    alone = other_size(WorldSpec({"dp_shard": 1}, "cuda", "nccl", devices=(3,)))
+    assert alone == Unavailable("a world of 2 takes another GPU than that of this world of 1")
+
+
+def test_an_empty_group_is_more_than_torch_can_load():
+    def with_empty_group(fsdp):
+        model = sharded(fsdp, build())
+        groups = [{"params": [], "weight_decay": 0.1}, {"params": list(model.parameters())}]
+        optimizer = torch.optim.AdamW(groups, foreach=False)
+        return Subject(model, reference=build, batch=batch, loss=loss, optimizer=optimizer)
+
+    verdicts = judged(with_empty_group, (OPTIMIZER, RESUME))
+    assert statuses(verdicts) == {OPTIMIZER: "skipped", RESUME: "skipped"}
+    assert verdicts[OPTIMIZER].reason == (
+        "group 0 of the optimizer is empty, and torch loads no settings of an empty group; declare "
+        "Subject(save=..., resume=...)"
+    )
+
+
+def test_a_state_that_lies_otherwise_than_its_parameter_until_it_is_loaded():
+    """Of a vocabulary-parallel embedding: its gradient, of which SGD makes the momentum, lies whole on every rank."""
+
+    def embedding() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 2))
+
+    def loader(fsdp):
+        model = embedding()
+        plan = RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
+        parallelize_module(model, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), {"0": plan})
+        tokens = {"input": torch.arange(8).view(4, 2)}
+        return Subject(model, reference=embedding, batch=lambda step: tokens, loss=loss, data_parallel=(0, 1))
+
+    assert statuses(judged(loader, (ROUND_TRIP, OPTIMIZER))) == {ROUND_TRIP: "passed", OPTIMIZER: "passed"}

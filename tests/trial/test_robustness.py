@@ -1,0 +1,174 @@
+"""What an attack on the plugin found: loaders and models that do odd things, judged on real ranks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+from pytest_fsdp_meta import Subject
+from pytest_fsdp_meta.trial import LoaderFailed
+from pytest_fsdp_meta.worlds import ForkServerEngine, Sources, World, WorldError, WorldSpec
+from tests.trial.test_trial import PARITY, batch, build, judged, loss, observed, subject
+
+UNINITIALISED, BUFFERS = "no_uninitialized_memory", "buffers_equal_reference"
+
+
+def never_written(fsdp) -> nn.Module:
+    with torch.device("meta"):
+        model = nn.Linear(4, 2)
+    fully_shard(model, mesh=fsdp.mesh)
+    return model.to_empty(device=fsdp.device)
+
+
+@pytest.mark.parametrize("warn_only", [True, False])
+def test_a_seeding_helper_does_not_switch_the_poison_off(warn_only):
+    def loader(fsdp):
+        torch.use_deterministic_algorithms(False, warn_only=warn_only)
+        model = never_written(fsdp)
+        torch.use_deterministic_algorithms(True)
+        return model
+
+    assert [finding.tensor for finding in judged(loader)[UNINITIALISED].findings] == ["weight", "bias"]
+
+
+def without_poison(fsdp) -> nn.Module:
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    model = never_written(fsdp)
+    for parameter in model.parameters():
+        nn.init.zeros_(parameter)  # memory from before the switch may be poisoned, by chance
+    return model
+
+
+def test_who_switches_the_poison_off_all_the_same_is_told():
+    found = judged(without_poison)[UNINITIALISED]
+    assert found.status == "error"
+    assert found.reason == (
+        "on ranks 0, 1 the loader switched off deterministic mode, by which memory that nobody writes is told from "
+        "memory that holds zeros by chance; leave torch.utils.deterministic alone while loading"
+    )
+
+
+def with_buffer(value: Tensor) -> nn.Module:
+    model = build()
+    model.register_buffer("odd", value)
+    return model
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "value",
+    [
+        lambda scale: torch.quantize_per_tensor(torch.eye(4) * scale, 0.1, 0, torch.quint8),
+        lambda scale: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged) * scale,
+        lambda scale: (torch.eye(4) * scale).to_sparse(),
+    ],
+    ids=["quantized", "nested", "sparse"],
+)
+def test_what_cannot_be_compared_does_not_pass(value):
+    def loader(fsdp):
+        return Subject(with_buffer(value(2)), reference=lambda: with_buffer(value(1)), unsharded="*")
+
+    verdicts = judged(loader)
+    assert verdicts[BUFFERS].status == "skipped"
+    assert "odd could not be compared: torch cannot lay it beside the truth" in verdicts[BUFFERS].reason
+    assert verdicts["params_equal_reference"].status == "passed"
+    assert verdicts["no_meta_buffers"].status == "passed"
+
+
+def test_a_default_dtype_that_the_reference_leaves_behind():
+    def careless() -> nn.Module:
+        model = build()
+        torch.set_default_dtype(torch.float64)
+        return model
+
+    def loader(fsdp):
+        return Subject(subject(fsdp, freeze=False).model, reference=careless, batch=batch, loss=loss)
+
+    assert judged(loader)[PARITY].status == "passed"
+
+
+def test_a_batch_with_keys_of_several_types():
+    def mixed(step: int) -> dict:
+        return {**batch(step), 1: torch.ones(4), "note": "not a tensor"}
+
+    def unmixed(model: nn.Module, rows: dict) -> Tensor:
+        return loss(model, {"input": rows["input"]}) * rows[1].mean()
+
+    def loader(fsdp):
+        return Subject(subject(fsdp, freeze=False).model, reference=build, batch=mixed, loss=unmixed)
+
+    assert judged(loader)[PARITY].status == "passed"
+
+
+def test_a_lazy_parameter_is_named():
+    with pytest.raises(LoaderFailed) as caught:
+        observed(lambda fsdp: nn.Sequential(nn.LazyLinear(3)))
+    assert str(caught.value) == (
+        "Subject(model=...): '0.weight' is a lazy parameter without a shape; run a forward before sharding"
+    )
+
+
+def test_a_message_of_any_length_is_one_line():
+    def loader(fsdp):
+        raise ValueError("missing keys: " + ", ".join(f"layers.{number}.weight" for number in range(5000)))
+
+    with pytest.raises(LoaderFailed) as caught:
+        observed(loader)
+    assert caught.value.summary.startswith("ranks 0, 1 raised ValueError: missing keys: layers.0.weight")
+    assert len(caught.value.summary) < 500
+    assert len(str(caught.value)) < 30_000
+
+
+def test_a_child_that_comes_back_from_the_loader_is_no_rank():
+    def loader(fsdp):
+        os.fork()
+        return subject(fsdp, freeze=False)
+
+    assert judged(loader)["no_meta_params"].status == "passed"
+
+
+def test_several_ranks_were_killed():
+    with World(WorldSpec({"dp": 2})) as world, pytest.raises(WorldError) as caught:
+        world.run(os.kill, 0, 9)
+    assert caught.value.summary in ("ranks 0, 1 were killed by SIGKILL", "rank 0 was killed by SIGKILL")
+
+
+@pytest.mark.parametrize("value", ["", "abc", "0", "2,1"])
+def test_any_number_of_threads_in_the_environment(monkeypatch, value):
+    monkeypatch.setenv("OMP_NUM_THREADS", value)
+    with World(WorldSpec({"dp": 1})) as world:
+        assert world.run(torch.get_num_threads) == [2 if value == "2,1" else 1]
+
+
+def test_a_temporary_folder_with_a_long_name(monkeypatch, tmp_path: Path):
+    long = tmp_path / ("x" * 120)
+    long.mkdir()
+    monkeypatch.setenv("TMPDIR", str(long))
+    code = (
+        "import warnings; warnings.simplefilter('error')\n"
+        "from pytest_fsdp_meta.worlds import Preload, World, WorldSpec\n"
+        "if __name__ == '__main__':\n"
+        "    shared = Preload()\n"
+        "    with World(WorldSpec({'dp': 1}), shared) as world:\n"
+        "        print(world.run('os:getpid') != [], shared.method)\n"
+    )
+    script = tmp_path / "script.py"
+    script.write_text(code)
+    told = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
+    assert told.stdout == "True spawn\n"
+    assert "the fork server cannot start (AF_UNIX path too long), so ranks are spawned" in told.stderr
+    assert list(long.iterdir()) == []
+
+
+def test_the_record_goes_with_the_world():
+    with World(WorldSpec({"dp": 1}), ForkServerEngine(Sources(tuple(sys.path)))) as world:
+        folder = world.folder
+        assert folder.is_dir()
+    assert not folder.exists()

@@ -1,0 +1,427 @@
+"""A trial on real ranks, from the loader to the verdicts."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+from pytest_fsdp_meta import Subject
+from pytest_fsdp_meta.catalogue import Verdict, built_in, judge
+from pytest_fsdp_meta.evidence import Evidence
+from pytest_fsdp_meta.loader.call import Call
+from pytest_fsdp_meta.trial import LoaderFailed, Trial
+from pytest_fsdp_meta.worlds import Rank, WorldSpec
+from tests.catalogue.evidence_factory import told
+from tests.world_help import trial_preload
+
+TRAINABLE, PARITY = "requires_grad_matches_reference", "loss_parity"
+TRAINED = [check.id for check in built_in() if "training" in check.needs]
+
+
+def build() -> nn.Sequential:
+    """The reference: it freezes nothing, like one that is just read from a checkpoint."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+
+
+def batch(step: int) -> dict[str, Tensor]:
+    return {"input": torch.linspace(-1.0, 1.0, 16).view(4, 4) + step}
+
+
+def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return model(**batch).square().mean()
+
+
+def subject(fsdp: Rank, freeze: bool, **declared: Any) -> Subject:
+    """Sharded, the first layer frozen or not."""
+    model = build()
+    model[0].requires_grad_(not freeze)
+    fully_shard(model[0], mesh=fsdp.mesh)
+    fully_shard(model, mesh=fsdp.mesh)
+    return Subject(model, reference=build, batch=batch, loss=loss, **declared)
+
+
+def frozen_as_declared(fsdp: Rank) -> Subject:
+    return subject(fsdp, freeze=True, frozen="0.*")
+
+
+def frozen_and_not_declared(fsdp: Rank) -> Subject:
+    return subject(fsdp, freeze=True)
+
+
+def declared_and_not_frozen(fsdp: Rank) -> Subject:
+    return subject(fsdp, freeze=False, frozen="0.*")
+
+
+OBSERVED = {"inventory", "reference", "values", "verifier", "training"}
+
+
+def judged(function: Callable[[Rank], Subject]) -> dict[str, Verdict]:
+    evidence = observed(function)
+    catalogue = built_in()
+    return {check.id: judge(check, evidence, catalogue) for check in catalogue if {*check.needs} <= OBSERVED}
+
+
+def observed(function: Callable[[Rank], Subject]) -> Evidence:
+    trial = Trial(WorldSpec({"dp_shard": 2}, timeout=60), trial_preload(), steps=3, tolerance={})
+    loader = Call(cloudpickle.dumps(function), wants_rank="fsdp")
+    return trial.observe(loader, OBSERVED)
+
+
+def test_what_is_declared_frozen_is_frozen_in_the_reference_as_well():
+    verdicts = judged(frozen_as_declared)
+    assert {id: found.reason for id, found in verdicts.items() if found.status in ("failed", "error")} == {}
+    assert {TRAINABLE, PARITY} <= set(verdicts)
+
+
+def test_what_is_frozen_and_not_declared_is_trained_by_the_reference():
+    verdicts = judged(frozen_and_not_declared)
+    assert told(verdicts[TRAINABLE]) == [
+        ("0.weight", (0, 1), "frozen", "trainable", ""),
+        ("0.bias", (0, 1), "frozen", "trainable", ""),
+    ]
+    assert verdicts[PARITY].status == "skipped"
+    assert verdicts[PARITY].reason.startswith("the losses differ (step 1: ")
+    assert verdicts[PARITY].reason.endswith(f"which the findings of {TRAINABLE} explain; mend those first")
+
+
+def test_what_is_declared_frozen_and_trains_is_found():
+    verdicts = judged(declared_and_not_frozen)
+    assert told(verdicts[TRAINABLE]) == [
+        ("0.weight", (0, 1), "trainable", "frozen, as declared", ""),
+        ("0.bias", (0, 1), "trainable", "frozen, as declared", ""),
+    ]
+    assert verdicts[PARITY].status == "skipped"
+    assert verdicts[PARITY].reason.endswith(f"which the findings of {TRAINABLE} explain; mend those first")
+
+
+def failing() -> nn.Module:
+    print("looking for the verifier")
+    raise FileNotFoundError("verifier.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("declared", "reason"),
+    [
+        (
+            {"frozen": {"0.*": "00.*"}},
+            "Subject(frozen=...): the verifier has no tensor '00.weight' (for '0.weight'); the nearest is '0.weight'",
+        ),
+        (
+            {"frozen": {"0.*": "00.*"}, "verifier": build},
+            "Subject(frozen=...): the verifier has no tensor '00.weight' (for '0.weight'); the nearest is '0.weight'",
+        ),
+        ({"frozen": "0.*", "verifier": failing}, "the verifier raised FileNotFoundError: verifier.safetensors"),
+    ],
+    ids=["typo beside the reference", "typo beside a verifier", "a verifier that raises"],
+)
+def test_a_wrong_verifier_costs_its_own_check_only(declared, reason):
+    def loader(fsdp):
+        return subject(fsdp, freeze=True, **declared)
+
+    verdicts = judged(loader)
+    wrong = {id: found for id, found in verdicts.items() if found.status in ("failed", "error")}
+    assert {id: (found.status, found.reason) for id, found in wrong.items()} == {
+        "frozen_weights_equal_verifier": ("error", reason)
+    }
+    if declared.get("verifier") is failing:
+        assert "output of the verifier:\nlooking for the verifier" in wrong["frozen_weights_equal_verifier"].detail
+    assert verdicts[PARITY].status == "passed"
+
+
+def test_gradients_of_a_warm_up_are_not_added_to_the_first_step():
+    def loader(fsdp):
+        warm = subject(fsdp, freeze=False)
+        loss(warm.model, batch(0)).backward()
+        return warm
+
+    assert judged(loader)[PARITY].status == "passed"
+
+
+def test_a_rank_that_ends_while_it_trains_costs_what_judges_training_only():
+    def loader(fsdp):
+        return Subject(subject(fsdp, freeze=False).model, reference=build, batch=batch, loss=dying_on_two)
+
+    verdicts = judged(loader)
+    wrong = {id: (found.status, found.reason) for id, found in verdicts.items() if found.status in ("failed", "error")}
+    assert wrong == dict.fromkeys(TRAINED, ("error", "ranks 0, 1 exited with code 5 before it answered"))
+
+
+def dying_on_two(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    import os
+
+    if torch.distributed.get_world_size() == 2:
+        os._exit(5)
+    return loss(model, batch)
+
+
+def test_judged_evidence_can_be_kept_and_judged_again():
+    evidence = observed(frozen_as_declared)
+    catalogue = built_in()
+    first = {check.id: judge(check, evidence, catalogue).status for check in catalogue}
+    kept = pickle.loads(pickle.dumps(evidence))
+    assert {check.id: judge(check, kept, catalogue).status for check in catalogue} == first
+
+
+def wrong_batch(step: int) -> dict[str, Tensor]:
+    raise KeyError(step)
+
+
+def detached(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return loss(model, batch).detach()
+
+
+@pytest.mark.parametrize(
+    ("declared", "reason"),
+    [
+        ({"batch": wrong_batch}, "the reference raised KeyError in Subject(batch=...), batch(0): 0"),
+        (
+            {"optimizer": lambda: 1},
+            "the reference raised TypeError in Subject(optimizer=...): <lambda>() takes 0 positional arguments but 1 "
+            "was given",
+        ),
+        (
+            {"loss": lambda model: 1},
+            "the reference raised TypeError in Subject(loss=...): <lambda>() takes 1 positional argument but 2 were "
+            "given",
+        ),
+        ({"loss": detached}, "Subject(loss=...): it gave a loss without gradient: detached, or computed under no_grad"),
+        (
+            {"loss": None},
+            "Subject(loss=...): model(**batch) returned Tensor without a .loss; put labels into the batch or declare "
+            "loss=lambda model, batch: ...",
+        ),
+    ],
+    ids=["batch", "optimizer", "loss", "detached", "no loss"],
+)
+def test_what_fails_in_the_users_functions_names_the_field(declared, reason):
+    def loader(fsdp):
+        return Subject(
+            subject(fsdp, freeze=False).model, **{"reference": build, "batch": batch, "loss": loss, **declared}
+        )
+
+    verdicts = judged(loader)
+    wrong = {id: (found.status, found.reason) for id, found in verdicts.items() if found.status in ("failed", "error")}
+    assert wrong == dict.fromkeys(TRAINED, ("error", reason))
+
+
+def decaying(model: nn.Module) -> torch.optim.Optimizer:
+    """Weights decay and learn slowly, biases do neither: groups that differ from the defaults and from each other."""
+    weights = [p for name, p in model.named_parameters() if name.endswith("weight")]
+    biases = [p for name, p in model.named_parameters() if name.endswith("bias")]
+    return torch.optim.AdamW([{"params": biases, "weight_decay": 0.0}, {"params": weights, "lr": 0.3}], lr=0.05)
+
+
+def scheduled(model: nn.Module) -> torch.optim.Optimizer:
+    """A scheduler has changed the learning rate already, and left its mark in the group."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.05)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.05]
+    return optimizer
+
+
+def of_one_layer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model[0].parameters(), lr=0.5)
+
+
+def of_what_was_replaced(model: nn.Module) -> torch.optim.Optimizer:
+    """Of parameters made before sharding, which the model no longer has."""
+    return torch.optim.SGD(build().parameters(), lr=0.5)
+
+
+class Wanting(torch.optim.SGD):
+    def __init__(self, parameters: Any, more: int) -> None:
+        super().__init__(parameters, lr=more)
+
+
+def wanting(model: nn.Module) -> torch.optim.Optimizer:
+    return Wanting(model.parameters(), more=1)
+
+
+def holding_a_lock(model: nn.Module) -> torch.optim.Optimizer:
+    import threading
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    optimizer.param_groups[0]["lock"] = threading.Lock()
+    return optimizer
+
+
+def with_optimizer(make: Callable[[nn.Module], torch.optim.Optimizer]) -> Callable[[Rank], Subject]:
+    def loader(fsdp):
+        model = subject(fsdp, freeze=False).model
+        return Subject(model, reference=build, batch=batch, loss=loss, optimizer=make(model))
+
+    return loader
+
+
+@pytest.mark.parametrize("make", [decaying, scheduled])
+def test_the_reference_trains_with_the_groups_of_a_built_optimizer(make):
+    evidence = observed(with_optimizer(make))
+    catalogue = built_in()
+    verdicts = {check.id: judge(check, evidence, catalogue) for check in catalogue}
+    assert {id for id, found in verdicts.items() if found.status in ("failed", "error")} == set()
+    assert verdicts[PARITY].status == "passed"
+    assert all(c.max_abs < 1e-6 for rank in evidence.training for c in rank.parameters)
+
+
+@pytest.mark.parametrize("make", [of_one_layer, of_what_was_replaced])
+def test_an_optimizer_without_the_live_parameters_is_found(make):
+    verdicts = judged(with_optimizer(make))
+    wrong = {id: found.status for id, found in verdicts.items() if found.status in ("failed", "error")}
+    assert wrong == {"optimizer_owns_parameters": "failed"}
+    assert "which the findings of optimizer_owns_parameters explain" in verdicts[PARITY].reason
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (wanting, "TypeError: Wanting.__init__() missing 1 required positional argument: 'more'"),
+        (holding_a_lock, "TypeError: cannot pickle '_thread.lock' object"),
+    ],
+)
+def test_an_optimizer_that_cannot_be_rebuilt_costs_what_judges_training_only(make, why):
+    verdicts = judged(with_optimizer(make))
+    wrong = {id: (found.status, found.reason) for id, found in verdicts.items() if found.status in ("failed", "error")}
+    reason = f"the reference cannot build the same ({why}); give a callable: optimizer=lambda parameters: ..."
+    assert wrong == dict.fromkeys(TRAINED, ("error", f"Subject(optimizer=...): {reason}"))
+
+
+class Verified(nn.Module):
+    def __init__(self, offset: float = 0.0) -> None:
+        super().__init__()
+        self.verifier = Rotating(offset)
+
+
+class Rotating(nn.Module):
+    """A frozen weight that is in the checkpoint, and a buffer that is not."""
+
+    def __init__(self, offset: float = 0.0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(4.0), requires_grad=False)
+        self.register_buffer("angles", torch.arange(2.0) + offset, persistent=False)
+
+
+@pytest.mark.parametrize(
+    ("frozen", "field", "offset", "wrong"),
+    [
+        ("verifier.*", "verifier", 0.0, {}),
+        ("verifier.*", "reference", 0.0, {}),
+        ("verifier.*", "verifier", 1.0, {"buffers_equal_reference": "failed"}),
+        ("verifier.angles", "verifier", 0.0, {"frozen_weights_equal_verifier": "error"}),
+    ],
+)
+def test_a_frozen_pattern_beside_a_checkpoint(tmp_path, frozen, field, offset, wrong):
+    save_file({"verifier.weight": torch.arange(4.0)}, tmp_path / "model.safetensors")
+    sources = {"reference": Verified, field: tmp_path}
+
+    def loader(fsdp):
+        model = Verified(offset)
+        fully_shard(model, mesh=fsdp.mesh)
+        return Subject(model, frozen=frozen, **sources)
+
+    verdicts = judged(loader)
+    assert {id: v.status for id, v in verdicts.items() if v.status in ("failed", "error")} == wrong
+    if not wrong:
+        assert verdicts["frozen_weights_equal_verifier"].status == "passed"
+
+
+class Odd(nn.Module):
+    """A layer with buffers as models have them, though few."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("token_type_ids", torch.zeros(1, 8, dtype=torch.long).expand(4, 8), persistent=False)
+        self.register_buffer("counts", torch.zeros(1, 2).expand(3, 2))
+        self.register_buffer("frequencies", torch.polar(torch.ones(4), torch.arange(4.0)).conj(), persistent=False)
+        self.register_buffer("precise", torch.tensor([1e-300 + 2j, 3.0], dtype=torch.complex128))
+        self.register_buffer("large", torch.tensor([2**60 + 1]))
+        self.register_buffer("packed", torch.arange(4, dtype=torch.uint8).view(torch.float8_e4m3fn))
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.counts[:1] += 1.0  # a buffer that training changes
+        return self.layer(input) * self.frequencies.real * self.counts[0, 0]
+
+
+def test_odd_buffers_are_recorded_compared_and_restored():
+    def loader(fsdp):
+        model = Odd()
+        fully_shard(model, mesh=fsdp.mesh)
+        return Subject(model, reference=Odd, batch=batch, loss=loss)
+
+    verdicts = judged(loader)
+    wrong = {id: (found.status, found.reason) for id, found in verdicts.items() if found.status in ("failed", "error")}
+    assert wrong == {}
+    assert {verdicts[id].status for id in (PARITY, "buffers_equal_reference")} == {"passed"}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"large": torch.tensor([2**60])}, {"precise": torch.tensor([1e-301 + 2j, 3.0], dtype=torch.complex128)}],
+    ids=list,
+)
+def test_a_wrong_odd_buffer_is_found(wrong):
+    def loader(fsdp):
+        model = Odd()
+        for name, value in wrong.items():
+            setattr(model, name, value)
+        fully_shard(model, mesh=fsdp.mesh)
+        return Subject(model, reference=Odd)
+
+    found = judged(loader)["buffers_equal_reference"]
+    assert (found.status, [finding.tensor for finding in found.findings]) == ("failed", list(wrong))
+
+
+def build_marked() -> nn.Sequential:
+    model = build()
+    model[0].weight._whole = True
+    return model
+
+
+def asked_for(attribute: str, mark: bool = False, **sources: Any) -> Callable[[Rank], Subject]:
+    def loader(fsdp):
+        model = subject(fsdp, freeze=False).model
+        if mark:
+            model[0].weight._whole = True
+        return Subject(model, kept_attributes=[attribute], **sources)
+
+    return loader
+
+
+@pytest.mark.parametrize("declared", [{"mark": True}, {"reference": build_marked}, {"mark": True, "reference": build}])
+def test_an_attribute_that_some_parameter_has_is_noted(declared):
+    assert observed(asked_for("_whole", **declared)).subject.kept_attributes == ("_whole",)
+
+
+@pytest.mark.parametrize(
+    ("declared", "where"),
+    [
+        ({"mark": True}, "the model"),
+        ({"mark": True, "reference": build_marked}, "the model or the reference"),
+        ({"mark": True, "reference": "checkpoint"}, "the model"),
+    ],
+    ids=["alone", "reference", "checkpoint"],
+)
+def test_an_attribute_that_no_parameter_has_is_an_error(tmp_path, declared, where):
+    if declared.get("reference") == "checkpoint":
+        save_file(build().state_dict(), tmp_path / "model.safetensors")
+        declared = declared | {"reference": tmp_path}
+    with pytest.raises(LoaderFailed) as caught:
+        observed(asked_for("_hole", **declared))
+    told = f"Subject(kept_attributes=...): no tensor of {where} has '_hole'; the nearest is '_whole'"
+    assert caught.value.summary == told
+
+
+def test_an_attribute_that_is_like_no_other():
+    with pytest.raises(LoaderFailed) as caught:
+        observed(asked_for("zzz", mark=True))
+    assert caught.value.summary == "Subject(kept_attributes=...): no tensor of the model has 'zzz'"

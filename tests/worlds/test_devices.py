@@ -1,0 +1,127 @@
+"""Which device and backend a world gets, and how GPUs are counted without touching one."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from pytest_fsdp_meta.worlds import ForkServerEngine, Sources, choose, count_gpus, devices
+
+NO_GPU = "--fsdp-device=cuda: this machine has no GPU that torch can use; use cpu or auto"
+NO_GPU_NCCL = "--fsdp-backend=nccl: this machine has no GPU that torch can use; use gloo or auto"
+NCCL_ON_CPU = "--fsdp-backend=nccl runs on cuda only; use --fsdp-backend=gloo with --fsdp-device=cpu"
+TORCH = """
+class cuda:
+    device_count = staticmethod(lambda: 3)
+    is_initialized = staticmethod(lambda: False)
+    _is_in_bad_fork = staticmethod(lambda: {bad_fork})
+
+class backends:
+    class cuda:
+        is_built = staticmethod(lambda: True)
+"""
+"""As much of it as is asked."""
+TOO_FEW = (
+    "a world of 4 on cuda with nccl needs 4 GPUs, this machine has 2; use a smaller world, "
+    "or --fsdp-device=cuda --fsdp-backend=gloo, with which ranks share a GPU"
+)
+CPU, NCCL, SHARED = ("cpu", "gloo"), ("cuda", "nccl"), ("cuda", "gloo")
+
+
+@pytest.mark.parametrize(
+    ("device", "backend", "none", "few", "enough"),
+    [
+        # a world of 4 on a machine with 0, 2 and 4 GPUs
+        ("auto", "auto", CPU, CPU, NCCL),
+        ("auto", "gloo", CPU, CPU, CPU),
+        ("auto", "nccl", NO_GPU_NCCL, TOO_FEW, NCCL),
+        ("cpu", "auto", CPU, CPU, CPU),
+        ("cpu", "gloo", CPU, CPU, CPU),
+        ("cpu", "nccl", NCCL_ON_CPU, NCCL_ON_CPU, NCCL_ON_CPU),
+        ("cuda", "auto", NO_GPU, TOO_FEW, NCCL),
+        ("cuda", "gloo", NO_GPU, SHARED, SHARED),
+        ("cuda", "nccl", NO_GPU, TOO_FEW, NCCL),
+    ],
+)
+def test_choice(
+    device: str, backend: str, none: str | tuple[str, str], few: str | tuple[str, str], enough: str | tuple[str, str]
+) -> None:
+    for gpus, expected in ((0, none), (2, few), (4, enough), (8, enough)):
+        assert _chosen(4, device, backend, gpus) == expected, f"{gpus} GPUs"
+
+
+@pytest.mark.parametrize("device", ["auto", "cpu", "cuda"])
+@pytest.mark.parametrize("backend", ["auto", "gloo", "nccl"])
+@pytest.mark.parametrize("gpus", [0, 2, 4])
+def test_a_required_gpu_changes_nothing_but_the_cpu_into_an_error(device: str, backend: str, gpus: int) -> None:
+    free = _chosen(4, device, backend, gpus)
+    required = _chosen(4, device, backend, gpus, require_gpu=True)
+    on_cpu = f"--fsdp-require-gpu: a world of 4 would run on the CPU, this machine has {gpus} GPUs"
+    assert required == (on_cpu if free == CPU else free)
+
+
+def test_a_world_of_one_takes_one_gpu() -> None:
+    assert choose(1, "auto", "auto", gpus=1) == NCCL
+
+
+def test_no_gpu_is_counted_without_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "DEVICE_FILES", ("/dev/no-such-device*",))
+    preload = ForkServerEngine()
+    assert count_gpus(preload) == 0
+    assert preload._server is None
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_gpus_are_those_that_torch_can_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    assert count_gpus(_with_torch(TORCH.format(bad_fork=False), tmp_path, monkeypatch, method)) == 3
+
+
+def test_a_server_in_which_cuda_was_asked_is_not_forked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA then refuses to start in what is forked, and tells nobody but that."""
+    preload = _with_torch(TORCH.format(bad_fork=True), tmp_path, monkeypatch, "forkserver")
+    with pytest.warns(UserWarning, match="importing the test modules asked CUDA for its devices, so ranks are spawned"):
+        preload.ready()
+    assert preload.method == "bare"
+
+
+def test_torch_still_says_whether_cuda_can_start_in_a_forked_process() -> None:
+    import torch
+
+    assert torch.cuda._is_in_bad_fork() is False
+    assert torch.backends.cuda.is_built() in (True, False)
+
+
+@pytest.mark.parametrize(
+    ("torch", "told"),
+    [
+        ("import os; os._exit(3)", "its process exited with code 3"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "its process was killed by SIGSEGV"),
+        ("raise ImportError('libcudart')", "its process exited with code 1"),
+    ],
+)
+def test_a_count_that_fails_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, torch: str, told: str) -> None:
+    with pytest.raises(ValueError, match=f"counting the GPUs failed: {told}.*; see what this says: python -c"):
+        count_gpus(_with_torch(torch, tmp_path, monkeypatch, "spawn"))
+
+
+def test_a_count_that_hangs_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "PATIENCE", 0.5)
+    with pytest.raises(ValueError, match=r"counting the GPUs took longer than 0\.5 s; see what this says"):
+        count_gpus(_with_torch("import time; time.sleep(100)", tmp_path, monkeypatch, "spawn"))
+
+
+def _chosen(size: int, device: str, backend: str, gpus: int, require_gpu: bool = False) -> tuple[str, str] | str:
+    try:
+        return choose(size, device, backend, gpus, require_gpu)
+    except ValueError as error:
+        return str(error)
+
+
+def _with_torch(text: str, folder: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> ForkServerEngine:
+    """A machine with a device file, and a torch that is no more than this text."""
+    monkeypatch.setattr(devices, "DEVICE_FILES", ("/dev/null",))
+    (folder / "torch.py").write_text(text, encoding="utf-8")
+    monkeypatch.syspath_prepend(folder)
+    return ForkServerEngine(Sources((str(folder), *sys.path)), method=method)

@@ -1,0 +1,194 @@
+"""What ends with a world, and with the process that it belongs to: ranks, what they started, folders."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from pytest_fsdp_meta.worlds import ForkServerEngine, Sources, World, WorldSpec, current
+from tests.world_help import (
+    assert_gone,
+    ended_at_last,
+    fails,
+    is_running,
+    me,
+    preload,
+    processes_with,
+    run_script,
+    world,
+    world_of,
+)
+
+pytestmark = pytest.mark.usefixtures("next_world_works")
+
+
+def start_children() -> list[int]:
+    """A forked child, a program, one in a session of its own, and one whose parent has gone."""
+    import multiprocessing
+
+    process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,))
+    process.start()
+    child = subprocess.Popen(["sleep", "1000"])
+    away = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    daemon = subprocess.run(
+        ["sh", "-c", "setsid sleep 1000 >/dev/null 2>&1 & echo $!"], stdout=subprocess.PIPE, check=True
+    )
+    current().state["children"] = [process, child, away]
+    assert process.pid
+    return [process.pid, child.pid, away.pid, int(daemon.stdout)]
+
+
+def test_children_of_ranks_are_ended_with_them() -> None:
+    closed = world(2)
+    pids = [pid for started in closed.run(start_children) for pid in started]
+    with world_of(2) as other:
+        assert other.run(me) == [(0, 2), (1, 2)]
+    assert all(map(is_running, pids)), "the end of another world is not theirs"
+    closed.close()
+    assert_gone(pids)
+
+
+def test_children_of_a_rank_that_has_ended_before() -> None:
+    failed = world(2)
+    pids = [pid for started in failed.run(start_children) for pid in started]
+    fails(failed, lambda: os._exit(1))
+    assert_gone(pids)
+
+
+def test_what_test_modules_started_while_they_were_imported_stays(tmp_path: Path) -> None:
+    (tmp_path / "starts.py").write_text("import subprocess\nCHILD = subprocess.Popen(['sleep', '1000'])")
+    shared = ForkServerEngine(Sources((str(tmp_path), *preload().sources.path)), test_modules=["starts"])
+    for _ in range(2):
+        with World(WorldSpec({"dp": 1}), shared) as one:
+            (pid,) = one.run(lambda: __import__("starts").CHILD.pid)
+        assert is_running(pid)
+    os.kill(pid, signal.SIGKILL)
+
+
+def test_interrupt_while_waiting_ends_the_ranks() -> None:
+    interrupted = world(2)
+    pids = interrupted.run(os.getpid)
+    # Ignored where the tests were started in the background of a shell.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        interrupted.run(time.sleep, 1000)
+    assert not interrupted.alive
+    assert_gone(pids)
+
+
+ENDLESS = """
+import os, sys, time
+from tests.world_help import preload, world_of
+
+def stuck(how):
+    import ctypes
+    from pytest_fsdp_meta.worlds import current
+    if how == "collective" and current().rank == 0:
+        current().barrier()
+    if how == "stopped":
+        os.kill(os.getpid(), 19)
+    if how == "locked":  # PyDLL keeps the interpreter's lock, so no thread of this rank can notice anything
+        ctypes.PyDLL(None).sleep(1000)
+    time.sleep(1000)
+
+preload().method = "{method}"
+world = world_of(2)
+world.start()
+print(*world.run(os.getpid), *sum(world.run("tests.worlds.test_ends:start_children"), []), flush=True)
+world.run(stuck, "{how}")
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "method"),
+    [
+        ("collective", "forkserver"),
+        ("locked", "forkserver"),
+        ("stopped", "forkserver"),
+        ("collective", "bare"),
+        ("locked", "bare"),
+    ],
+)
+def test_ranks_end_when_their_parent_is_killed(tmp_path: Path, how: str, method: str) -> None:
+    text = ENDLESS.format(how=how, method=method)
+    with ended_at_last(run_script(text, tmp_path, TMPDIR=str(tmp_path))) as process:
+        assert process.stdout is not None
+        pids = [int(word) for word in process.stdout.readline().split()]
+        assert len(pids) == 10
+        time.sleep(0.5)
+        assert all(map(is_running, pids))
+        process.kill()
+        process.wait()
+        assert_gone(pids)
+    deadline = time.monotonic() + 5.0  # the fork server sees to it, as the last
+    while left := list(tmp_path.glob("fsdp-*")):
+        assert time.monotonic() < deadline, f"still there: {left}"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGKILL])
+def test_a_signal_to_the_whole_process_group(tmp_path: Path, number: signal.Signals) -> None:
+    """As timeout(1), a terminal and CI systems send it: to the parent and to its fork server."""
+    text = "import os\nos.setpgid(0, 0)\n" + ENDLESS.format(how="collective", method="forkserver")
+    with ended_at_last(run_script(text, tmp_path, TMPDIR=str(tmp_path))) as process:
+        assert process.stdout is not None
+        pids = [int(word) for word in process.stdout.readline().split()]
+        assert len(pids) == 10
+        os.killpg(process.pid, number)
+        process.wait()
+        assert_gone(pids)
+    deadline = time.monotonic() + 5.0
+    while left := list(tmp_path.glob("fsdp-*")):
+        assert time.monotonic() < deadline, f"still there: {left}"
+        time.sleep(0.02)
+
+
+def test_ranks_heed_the_signals_that_their_fork_server_ignores() -> None:
+    def ask() -> list[object]:
+        return [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)]
+
+    with world_of(1) as one:
+        assert one.run(ask)[0] == ask()
+
+
+def test_spawned_ranks_end_when_their_parent_is_killed(tmp_path: Path) -> None:
+    """Of what they have started nobody else knows, so only a rank that is not stuck can see to it."""
+    text = """
+import os, time
+from tests.world_help import preload, world_of
+preload().method = "spawn"
+world = world_of(2)
+world.start()
+print(*world.run(os.getpid), flush=True)
+world.run(time.sleep, 1000)
+"""
+    with ended_at_last(run_script(text, tmp_path)) as process:
+        assert process.stdout is not None
+        pids = [int(word) for word in process.stdout.readline().split()]
+        assert len(pids) == 2
+        process.kill()
+        process.wait()
+        assert_gone(pids)
+
+
+@pytest.mark.parametrize("delay", [0.1, 1.0, 2.5])
+def test_a_parent_killed_while_it_starts_leaves_nothing(tmp_path: Path, delay: float) -> None:
+    """Everything that it started carries a word in its environment, by which it is found."""
+    word = f"WORLD_TEST_{os.getpid()}_{int(delay * 10)}"
+    text = ENDLESS.format(how="sleep", method="forkserver")
+    with ended_at_last(run_script(text, tmp_path, TMPDIR=str(tmp_path), **{word: "1"})) as process:
+        time.sleep(delay)
+        process.kill()
+        process.wait()
+    deadline = time.monotonic() + 5.0
+    while left := processes_with(word):
+        assert time.monotonic() < deadline, f"still there: {left}"
+        time.sleep(0.1)
+    assert not list(tmp_path.glob("fsdp-*"))

@@ -1,0 +1,333 @@
+"""How a world fails: the right rank is named first, soon, nothing is left behind, and the next world works."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from pytest_fsdp_meta.worlds import Misuse, RankFailure, WorldError, current
+from tests.world_help import (
+    SOON,
+    assert_gone,
+    fails,
+    me,
+    on_rank,
+    total,
+    world,
+    world_of,
+)
+
+pytestmark = pytest.mark.usefixtures("next_world_works")
+
+
+def boom() -> None:
+    raise RuntimeError("boom\nwith a second line")
+
+
+def test_exception_on_one_rank() -> None:
+    error = fails(world(4), on_rank(2, boom))
+    assert error.summary == "rank 2 raised RuntimeError: boom"
+    assert [(one.rank, one.kind, one.exception, one.message) for one in error.failures] == [
+        (2, "raised", "builtins.RuntimeError", "boom\nwith a second line")
+    ]
+    lines = str(error).splitlines()
+    assert lines[:2] == ["rank 2 raised RuntimeError: boom", "(while running on_rank.<locals>.function)"]
+    assert lines[3] == "Traceback (most recent call last):"
+    assert "pytest_fsdp_meta" not in str(error), "the traceback begins with the user's code"
+    assert re.search(r'test_faults.py", line \d+, in boom\n    raise RuntimeError', str(error))
+    assert not error.user
+
+
+def test_exceptions_on_two_ranks_while_two_wait() -> None:
+    def function() -> None:
+        import torch
+        import torch.distributed as dist
+
+        dist.barrier()
+        if dist.get_rank() in (1, 3):
+            boom()
+        dist.all_reduce(torch.ones(1))
+
+    error = fails(world(4), function)
+    assert error.summary == "ranks 1, 3 raised RuntimeError: boom"
+
+
+def test_the_same_exception_on_all_ranks_is_told_once() -> None:
+    error = fails(world(4), boom)
+    assert error.summary == "ranks 0-3 raised RuntimeError: boom"
+    assert len(error.failures) == 4
+    assert str(error).count("RuntimeError: boom") == 2, "in the first line and in one traceback"
+
+
+def test_different_exceptions_are_told_in_their_order() -> None:
+    def differ() -> None:
+        time.sleep(0.2 * (1 - current().rank))
+        raise ValueError(f"mine is {current().rank}")
+
+    text = str(fails(world(2), differ))
+    assert text.startswith("rank 1 raised ValueError: mine is 1\n(while running")
+    assert "\n\nthen rank 0 raised ValueError: mine is 0\n\n" in text
+
+
+def test_a_misuse_is_told_by_its_message_alone() -> None:
+    def misuse() -> None:
+        raise Misuse("declare the batch")
+
+    error = fails(world(2), misuse)
+    assert error.user
+    assert str(error) == error.summary == "declare the batch"
+
+
+def test_an_exception_without_text() -> None:
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise TypeError
+
+    def be_mute() -> None:
+        raise Mute
+
+    assert fails(world(1), be_mute).summary == "rank 0 raised Mute: (its text cannot be made)"
+
+
+def test_the_only_rank_goes_by_the_label() -> None:
+    alone = world_of(1, label="the reference")
+    with alone:
+        assert fails(alone, boom).summary == "the reference raised RuntimeError: boom"
+
+
+@pytest.mark.parametrize(
+    ("act", "summary"),
+    [
+        (lambda: os._exit(7), "exited with code 7 before it answered"),
+        (lambda: os._exit(0), "exited with code 0 before it answered"),
+        (lambda: sys.exit(3), "raised SystemExit: 3"),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "was killed by SIGKILL"),
+        (lambda: ctypes.string_at(0), "was killed by SIGSEGV"),
+        (lambda: os.abort(), "was killed by SIGABRT"),
+    ],
+    ids=["exit7", "exit0", "sys.exit", "sigkill", "sigsegv", "abort"],
+)
+def test_the_rank_that_ended_is_named_not_those_that_waited_for_it(act: Callable[[], object], summary: str) -> None:
+    broken = world(4)
+    error = fails(broken, on_rank(1, act))
+    assert error.summary == f"rank 1 {summary}"
+    assert error.failures[0].rank == 1
+    for waiting in error.failures[1:]:
+        assert waiting.lost_peer
+    assert re.fullmatch(
+        rf"rank 1 {summary}\n\(while running \S+\)(\n\nthen ranks? [\d, -]+ lost the connection to it)?",
+        str(error) if "raised" not in summary else "\n".join(str(error).splitlines()[:2]),
+    )
+
+
+def test_where_a_rank_crashed_is_in_its_output() -> None:
+    broken = world(2)
+    fails(broken, on_rank(1, lambda: ctypes.string_at(0)))
+    assert "Fatal Python error: Segmentation fault" in broken.outputs()[1]
+    assert "Segmentation" not in broken.outputs()[0]
+
+
+def test_output_of_a_failed_world_is_kept() -> None:
+    def speak() -> None:
+        print("so far", current().rank)
+        on_rank(0, lambda: os._exit(1))()
+
+    broken = world(2)
+    error = fails(broken, speak)
+    assert broken.outputs() == list(error.outputs) == ["so far 0\n", "so far 1\n"]
+
+
+def test_a_rank_that_dies_between_calls() -> None:
+    broken = world(2)
+    pids = broken.run(os.getpid)
+    os.kill(pids[1], signal.SIGKILL)
+    assert_gone(pids[1:])
+    with pytest.raises(WorldError) as caught:
+        broken.run(total, 1.0)
+    assert caught.value.summary == "rank 1 was killed by SIGKILL"
+    assert_gone(pids)
+
+
+def test_a_rank_that_has_answered_and_dies_while_others_wait_for_it() -> None:
+    def answer_and_die() -> None:
+        if current().rank == 0:
+            threading.Timer(0.5, os._exit, (5,)).start()
+        else:
+            time.sleep(1000)
+
+    assert fails(world(2), answer_and_die).summary == "rank 0 exited with code 5 before it answered"
+
+
+def test_a_rank_stopped_in_the_middle_of_a_large_result() -> None:
+    def stop_soon() -> bytes:
+        if current().rank == 1:
+            data = b"x" * (200 * 2**20)
+            subprocess.Popen(["sh", "-c", f"sleep 0.02; kill -STOP {os.getpid()}"])
+            return data
+        return b""
+
+    stopped = world(2, timeout=3.0)
+    pids = stopped.run(os.getpid)
+    began = time.monotonic()
+    # It may have been done before it was stopped; only that nobody waits for ever is certain.
+    with suppress(WorldError):
+        stopped.run(stop_soon)
+    stopped.close()
+    assert time.monotonic() - began < SOON
+    assert_gone(pids)
+
+
+def test_large_arguments_for_a_stopped_rank() -> None:
+    stopped = world(2, timeout=1.0)
+    os.kill(stopped.run(os.getpid)[1], signal.SIGSTOP)
+    began = time.monotonic()
+    with pytest.raises(WorldError) as caught:
+        stopped.run(len, b"x" * (20 * 2**20))
+    assert caught.value.summary == "rank 1 did not answer within 1 s"
+    assert time.monotonic() - began < SOON
+
+
+def test_a_rank_that_cannot_join() -> None:
+    broken = world_of(2, backend="nonsense")
+    with pytest.raises(WorldError) as caught:
+        broken.start()
+    assert re.match(r"ranks 0, 1 raised \w+: .*nonsense", caught.value.summary, re.IGNORECASE)
+    assert "(while joining the process group)" in str(caught.value)
+    assert not broken.alive
+
+
+def test_a_rank_that_cannot_have_its_device() -> None:
+    broken = world_of(2, device_type="cuda", backend="gloo", devices=(998, 999))
+    with pytest.raises(WorldError) as caught:
+        broken.start()
+    assert re.match(r"ranks? 0\b.* raised ", caught.value.summary)
+
+
+def test_a_rank_that_cannot_enter_the_parents_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(FileNotFoundError):
+        world_of(2).start()
+    monkeypatch.chdir(tmp_path)
+
+
+def test_a_rank_that_dies_is_noticed_though_its_children_hold_its_pipe() -> None:
+    def fork_and_die() -> None:
+        if os.fork() == 0:
+            time.sleep(1000)
+        os._exit(9)
+
+    assert fails(world(2), on_rank(0, fork_and_die)).summary == "rank 0 exited with code 9 before it answered"
+
+
+def test_threads_that_a_loader_leaves_behind_keep_nobody() -> None:
+    def leave_thread() -> None:
+        threading.Thread(target=time.sleep, args=(1000,), daemon=False).start()
+
+    left = world(2)
+    left.run(leave_thread)
+    pids = left.run(os.getpid)
+    began = time.monotonic()
+    left.close()
+    assert_gone(pids)
+    assert time.monotonic() - began < SOON
+
+
+def test_a_rank_whose_standard_output_was_closed_still_answers() -> None:
+    def close() -> tuple[int, int]:
+        sys.stdout.close()
+        sys.stderr = None
+        return me()
+
+    with world_of(2) as quiet:
+        assert quiet.run(close) == [(0, 2), (1, 2)]
+
+
+def test_the_first_failure_is_named_though_its_consequence_was_told_before() -> None:
+    message = "[gloo/pair.cc] Connection closed by peer"
+    lost = RankFailure(0, "raised", f"raised RuntimeError: {message}", when=1.0, message=message)
+    killed = RankFailure(1, "killed", "was killed by SIGKILL", when=1.1)
+    assert WorldError([lost, killed], "testing").summary == "rank 1 was killed by SIGKILL"
+    assert WorldError([lost], "testing").summary.startswith("rank 0 raised RuntimeError: [gloo")
+
+
+def test_a_refused_connection_of_the_users_own_is_no_consequence() -> None:
+    def refuse() -> None:
+        raise ConnectionRefusedError("Connection refused by the hub")
+
+    error = fails(world(2), refuse)
+    assert error.summary == "ranks 0, 1 raised ConnectionRefusedError: Connection refused by the hub"
+    assert "lost the connection" not in str(error)
+
+
+VOTE = ["builtins.LookupError"]
+
+
+def vote(delays: dict[int, float]) -> None:
+    if current().rank in delays:
+        time.sleep(delays[current().rank])
+        raise LookupError("nothing to do")
+
+
+def test_a_vote_of_all_ranks_leaves_the_world_running() -> None:
+    with world_of(2) as voting:
+        with pytest.raises(WorldError) as caught:
+            voting.call(vote, [{0: 0.0, 1: 1.5}], votes=VOTE)
+        assert caught.value.unanimous == "builtins.LookupError"
+        assert voting.run(total, 1.0) == [1.0, 1.0]
+
+
+def test_a_vote_of_one_rank_ends_the_world() -> None:
+    with world_of(2) as voting:
+        with pytest.raises(WorldError) as caught:
+            voting.call(vote, [{1: 0.0}], votes=VOTE)
+        assert [failure.rank for failure in caught.value.failures] == [1]
+        assert caught.value.unanimous == ""
+        assert not voting.alive
+
+
+def test_the_same_exception_on_all_ranks_is_no_vote_unless_it_was_asked_for() -> None:
+    with world_of(2) as voting:
+        with pytest.raises(WorldError) as caught:
+            voting.run(vote, {0: 0.0, 1: 0.0})
+        assert caught.value.unanimous == "builtins.LookupError"
+        assert not voting.alive
+
+
+def test_the_process_that_ranks_are_forked_from_is_killed() -> None:
+    broken = world(2)
+    (server,) = set(broken.run(os.getppid))
+    threading.Timer(0.3, os.kill, (server, signal.SIGKILL)).start()
+    error = fails(broken, time.sleep, 1000)
+    assert error.summary == (
+        "ranks 0, 1 were killed with the process that ranks are forked from, which somebody has ended"
+    )
+
+
+def test_no_file_descriptor_is_left() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = len(os.listdir("/proc/self/fd")) + 8
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    try:
+        with pytest.raises(WorldError) as caught:
+            world(8)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert str(caught.value) == (
+        f"no file descriptor is left for another rank, of which each takes four in the pytest process ({most} at most, "
+        "see ulimit -n)"
+    )

@@ -1,0 +1,161 @@
+"""What ranks write: by whom it is written, since when, and told while it is being written."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from pytest_fsdp_meta.worlds import Listener, World, WorldError, current
+from pytest_fsdp_meta.worlds.system.output import LIMIT, Follower, Written, read
+from tests.world_help import SOON, world_of
+
+
+def say(word: str, end: str = "\n") -> None:
+    print(f"{word} {current().rank}", end=end)
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[World]:
+    with world_of(2) as world:
+        yield world
+
+
+def test_output_since_a_mark(pair: World) -> None:
+    pair.run(say, "first", "")
+    mark = pair.mark()
+    assert pair.outputs(since=mark) == ["", ""]
+    pair.run(say, "second")
+    assert pair.outputs(since=mark) == ["second 0\n", "second 1\n"]
+    assert [text.endswith(f"first {rank}second {rank}\n") for rank, text in enumerate(pair.outputs())] == [True, True]
+
+
+def test_a_mark_outlives_the_world() -> None:
+    with world_of(2) as world:
+        world.run(say, "first")
+        mark = world.mark()
+        world.run(say, "second")
+    assert world.outputs(since=mark) == ["second 0\n", "second 1\n"]
+    assert world.mark() == [2 * len("first 0\n") + 1] * 2
+
+
+def test_what_c_writes_is_there_with_the_answer_and_after_a_kill(pair: World) -> None:
+    def write(text: bytes) -> None:
+        ctypes.CDLL(None).printf(b"%s", text)
+
+    mark = pair.mark()
+    pair.run(write, b"unfinished")
+    assert pair.outputs(since=mark) == ["unfinished"] * 2
+
+    def die() -> None:
+        write(b"complete\n")
+        os.kill(os.getpid(), 9)
+
+    with world_of(1) as world, pytest.raises(WorldError):
+        world.run(die)
+    assert world.outputs() == ["complete\n"]
+
+
+@pytest.mark.parametrize(
+    ("size", "mark", "shown"),
+    [
+        (10, 0, "0123456789"),
+        (10, 4, "456789"),
+        (10, 10, ""),
+        (10, 12, ""),
+        (100, 0, "(the last 10 of 100 bytes)\n0123456789"),
+        (100, 50, "(the last 10 of 50 bytes)\n0123456789"),
+        (100, 90, "0123456789"),
+        (100, 97, "789"),
+    ],
+)
+def test_the_end_of_what_was_written(size: int, mark: int, shown: str) -> None:
+    assert Written(size, b"0123456789").since(mark) == shown
+
+
+def test_a_file_that_is_not_there_yet(tmp_path: Path) -> None:
+    assert Written.read(tmp_path / "none") == Written()
+
+
+class Ears(Listener):
+    live = True
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[int, str]] = []
+        self.event = threading.Event()
+
+    def wrote(self, world: World, rank: int, lines: Sequence[str]) -> None:
+        self.heard += [(rank, line) for line in lines]
+        self.event.set()
+
+
+def test_lines_are_told_while_the_call_runs_and_the_last_when_it_is_over() -> None:
+    ears = Ears()
+
+    def speak(file: str) -> None:
+        say("early")
+        print("half of ", end="", flush=True)
+        while not os.path.exists(file):
+            time.sleep(0.01)
+        print("a line")
+        print("unfinished", end="")
+
+    with world_of(2, listener=ears) as world:
+        file = world.folder / "go"
+
+        def go() -> None:
+            deadline = time.monotonic() + SOON
+            while len(ears.heard) < 2 and time.monotonic() < deadline:
+                ears.event.wait(0.1)
+            early.extend(sorted(ears.heard))
+            file.touch()
+
+        early: list[tuple[int, str]] = []
+        watch = threading.Thread(target=go)
+        watch.start()
+        world.run(speak, str(file))
+        watch.join()
+        assert early == [(0, "early 0"), (1, "early 1")], "only complete lines"
+    for rank in (0, 1):
+        assert [line for who, line in ears.heard if who == rank] == [f"early {rank}", "half of a line", "unfinished"]
+
+
+def test_a_flood_is_told_whole_and_in_order() -> None:
+    def flood(lines: int) -> None:
+        for number in range(lines):
+            print(number, "x" * 100)
+
+    ears = Ears()
+    with world_of(2, listener=ears) as world:
+        world.run(flood, 50_000)
+    for rank in (0, 1):
+        lines = [line for who, line in ears.heard if who == rank]
+        assert [int(line.split()[0]) for line in lines] == list(range(50_000))
+    assert len(world.outputs()[0]) < 2 * LIMIT
+
+
+def test_nobody_is_followed_unasked() -> None:
+    with world_of(1) as world:
+        world.run(say, "anything")
+        assert "pytest-fsdp-meta output" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_a_progress_bar_and_a_line_that_ends_late(tmp_path: Path) -> None:
+    told: list[tuple[int, list[str]]] = []
+    path = tmp_path / "out"
+    path.write_bytes(b" 0%|\r50%|\r100%|\nwindows\r\n\xff\n\nlong")
+    follower = Follower(
+        [partial(read, path), partial(read, tmp_path / "none")], lambda rank, lines: told.append((rank, lines))
+    )
+    with path.open("ab") as file:
+        file.write(b" and longer" * 3)
+    follower.stop()
+    lines = [line for rank, lines in told for line in lines]
+    assert lines == ["100%|", "windows", "\\xff", "", "long and longer and longer and longer"]
+    assert {rank for rank, _ in told} == {0}

@@ -1,0 +1,211 @@
+"""Loaders that call init_process_group themselves, under torchrun's environment: on this machine, and on two nodes."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from importlib.util import find_spec
+
+import pytest
+
+from pytest_fsdp_meta.worlds import Engine, World, WorldError, WorldSpec, current
+from tests.conftest import Project
+from tests.ray.ray_help import cluster_of, engine_of
+from tests.world_help import preload, total
+
+RAY = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed here; make ray has it")
+
+
+@pytest.fixture(scope="module", params=["local", pytest.param("ray", marks=RAY)])
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    with ExitStack() as stack:
+        if request.param == "local":
+            yield preload()
+        else:
+            yield stack.enter_context(engine_of(stack.enter_context(cluster_of(2))))
+
+
+def world(engine: Engine, size: int = 2, timeout: float = 60.0) -> World:
+    return World(WorldSpec({"dp": size}, timeout=timeout, process_group="loader"), engine)
+
+
+def join(method: str, **given: int) -> None:
+    """As loaders do it: everything from the environment, or an address that they put together from it."""
+    import torch.distributed as dist
+
+    if method == "tcp":
+        method = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        given = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])} | given
+    dist.init_process_group("gloo", init_method=method, **given)
+
+
+@pytest.mark.parametrize("method", ["env://", "tcp"])
+def test_the_group_meets_where_the_environment_says_also_again(engine: Engine, method: str) -> None:
+    def meet() -> list[object]:
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
+
+        seen: list[object] = []
+        for name in ("first", "second"):
+            join(method)
+            mesh = init_device_mesh("cpu", (current().world_size,), mesh_dim_names=(name,))
+            seen += [dist.get_rank() == current().rank, total(1.0), mesh.mesh_dim_names]
+            if name == "first" and current().rank == 1:
+                time.sleep(0.5)  # so that rank 0 is back first, and would find what rank 1 has left in the store
+            dist.destroy_process_group()
+        return seen
+
+    with world(engine) as ranks:
+        assert ranks.run(meet) == [[True, 1.0, ("first",), True, 1.0, ("second",)]] * 2
+        assert ranks.run(meet) == [[True, 1.0, ("first",), True, 1.0, ("second",)]] * 2, "and in another call"
+
+
+def test_a_store_of_the_loaders_own_beside_it(engine: Engine) -> None:
+    """Rank 0 serves one on a port of its choice, and tells the others by the group that all have met in."""
+
+    def meet() -> list[bytes]:
+        from datetime import timedelta
+
+        import torch.distributed as dist
+
+        join("env://")
+        mine = dist.TCPStore(os.environ["MASTER_ADDR"], 0, is_master=True) if current().rank == 0 else None
+        told: list[object] = [mine and mine.port]
+        dist.broadcast_object_list(told)
+        store = mine or dist.TCPStore(os.environ["MASTER_ADDR"], told[0], timeout=timedelta(seconds=30))
+        store.set(str(current().rank), str(current().rank))
+        found = [store.get(str(rank)) for rank in range(2)]
+        dist.barrier()
+        return found
+
+    with world(engine) as ranks:
+        assert ranks.run(meet) == [[b"0", b"1"]] * 2
+
+
+def test_a_group_of_another_size_is_told_by_where_it_waits(engine: Engine) -> None:
+    with pytest.raises(WorldError) as caught, world(engine, timeout=3.0) as ranks:
+        ranks.run(join, "tcp", world_size=3)
+    assert caught.value.summary == "ranks 0, 1 did not answer within 3 s"
+    assert "in init_process_group" in str(caught.value)
+
+
+def test_a_group_that_was_never_made(engine: Engine) -> None:
+    def meet() -> None:
+        current().barrier()
+
+    with pytest.raises(WorldError) as caught, world(engine) as ranks:
+        ranks.run(meet)
+    assert caught.value.summary.startswith("ranks 0, 1 raised ValueError: Default process group has not been init")
+
+
+def test_an_address_of_the_loaders_own(engine: Engine) -> None:
+    """A loader that ignores the environment and serves its own store; ports are its own affair."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+
+    def meet(port: int) -> float:
+        import torch.distributed as dist
+
+        os.environ.pop("TORCHELASTIC_USE_AGENT_STORE")
+        dist.init_process_group(
+            "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=current().rank, world_size=current().world_size
+        )
+        return total(1.0)
+
+    with world(engine) as ranks:
+        assert ranks.run(meet, port) == [1.0, 1.0]
+
+
+LOADERS = """
+import os
+import torch.distributed as dist
+
+
+def sharded():
+    model = build()
+    fully_shard(model)
+    return Subject(model, reference=build)
+
+
+ONLY = ["no_meta_params", "params_equal_reference", "dcp_round_trip"]
+
+
+@fsdp_conformance(process_group="loader", only=ONLY)
+def test_env(fsdp):
+    dist.init_process_group("gloo")
+    return sharded()
+
+
+@fsdp_conformance(process_group="loader", only=ONLY)
+def test_tcp(fsdp):
+    method = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    dist.init_process_group("gloo", init_method=method, rank=fsdp.rank, world_size=fsdp.world_size)
+    return sharded()
+
+
+@fsdp_conformance(process_group="loader", only=ONLY)
+def test_again(fsdp):
+    dist.init_process_group("gloo")
+    dist.barrier()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo")
+    return sharded()
+"""
+
+MISUSED = """
+import torch.distributed as dist
+
+
+@fsdp_conformance(process_group="loader", only=["no_meta_params"])
+def test_ends_it(fsdp):
+    dist.init_process_group("gloo")
+    model = build()
+    fully_shard(model)
+    dist.destroy_process_group()
+    return model
+
+
+@fsdp_conformance(process_group="loader", only=["no_meta_params"])
+def test_makes_it_twice(fsdp):
+    dist.init_process_group("gloo")
+    dist.init_process_group("gloo")
+
+
+@fsdp_conformance(only=["no_meta_params"])
+def test_has_one_already(fsdp):
+    dist.init_process_group("gloo")
+
+
+@fsdp_conformance(process_group="loader", only=["no_meta_params"])
+def test_wants_the_mesh(fsdp):
+    dist.init_process_group("gloo")
+    fsdp.mesh
+"""
+
+
+def test_loaders_that_make_the_group_are_judged_as_others_are(project: Project) -> None:
+    project.loaders(LOADERS)
+    project.run().assert_outcomes(passed=9)
+
+
+def test_what_is_told_of_a_group_that_is_not_as_it_should_be(project: Project) -> None:
+    project.loaders(MISUSED)
+    result = project.run()
+    result.assert_outcomes(errors=4)
+    told = {
+        line.removeprefix("no_meta_params could not be judged: ")
+        for line in result.outlines
+        if line.startswith("no_meta_params could not be judged: ")
+    }
+    assert told == {
+        "the loader ended its process group (destroy_process_group), on which its model lies; the checks train and "
+        "save it: leave the group to the plugin, which ends it with the ranks",
+        "ranks 0, 1 raised ValueError: trying to initialize the default process group twice!",
+        "the loader calls init_process_group, but the plugin has made the process group already; call it only where "
+        'torch.distributed.is_initialized() is false, or set @fsdp_conformance(process_group="loader")',
+        'ranks 0, 1 raised ValueError: fsdp.mesh does not exist with process_group="loader": the loader makes its own '
+        "mesh",
+    }

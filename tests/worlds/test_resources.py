@@ -1,0 +1,225 @@
+"""Worlds that run out of memory, of disk, or of their own pipe; and those that write too much."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pytest_fsdp_meta.worlds import current
+from pytest_fsdp_meta.worlds.diagnosis import disk
+from pytest_fsdp_meta.worlds.system import processes
+from tests.world_help import ROOT, SOON, fails, on_rank, world
+
+pytestmark = pytest.mark.usefixtures("next_world_works")
+
+
+def test_a_rank_that_python_has_no_memory_for() -> None:
+    def ask() -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (16 * 2**30, 16 * 2**30))
+        bytearray(2**40)
+
+    assert fails(world(2), on_rank(1, ask)).summary == "rank 1 raised MemoryError"
+
+
+def test_a_rank_that_torch_has_no_memory_for() -> None:
+    def ask() -> None:
+        import torch
+
+        torch.empty(2**50)
+
+    assert re.match("rank 1 raised RuntimeError: .*(memory|bytes)", fails(world(2), on_rank(1, ask)).summary)
+
+
+def test_a_rank_that_the_system_kills_for_want_of_memory() -> None:
+    group = Path(f"/sys/fs/cgroup/memory/fsdp-test-{os.getpid()}")
+    if not processes.shortages.__module__ or not os.access(group.parent, os.W_OK) or not group.parent.is_dir():
+        pytest.skip("memory cannot be limited for a test here: no writable cgroup v1")
+    group.mkdir()
+    try:
+        (group / "memory.limit_in_bytes").write_text(str(200 * 2**20))
+
+        def swell() -> None:
+            (group / "cgroup.procs").write_text(str(os.getpid()))
+            kept = []
+            while True:
+                kept.append(b"x" * 2**24)
+
+        summary = fails(world(2), on_rank(1, swell)).summary
+        assert summary == "rank 1 was killed by SIGKILL (meanwhile the system ran out of memory and killed a process)"
+    finally:
+        group.rmdir()
+    summary = fails(world(2), on_rank(1, lambda: os.kill(os.getpid(), signal.SIGKILL))).summary
+    assert summary == "rank 1 was killed by SIGKILL", "that was long ago"
+
+
+def test_shortages_of_memory_that_nobody_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*given: object, **named: object) -> str:
+        raise PermissionError
+
+    assert processes.shortages() >= 0
+    monkeypatch.setattr(Path, "read_text", refuse)
+    assert processes.shortages() == 0
+
+
+CUT = "closed a descriptor that was not its own: the connection to pytest"
+
+
+def pipe() -> int:
+    from pytest_fsdp_meta.worlds.rank import main
+
+    assert main._CHANNEL is not None
+    return main._CHANNEL._connection.fileno()
+
+
+def test_a_rank_that_closes_its_pipe_and_goes_on() -> None:
+    def cut() -> None:
+        os.close(pipe())
+        time.sleep(1000)
+
+    assert fails(world(2), on_rank(1, cut)).summary == f"rank 1 {CUT}"
+
+
+def test_a_rank_that_opens_files_where_its_pipe_was(tmp_path: Path) -> None:
+    def cut(folder: Path) -> None:
+        if current().rank == 1:
+            os.close(pipe())
+            for number in range(40):
+                os.open(folder / str(number), os.O_RDWR | os.O_CREAT)
+
+    assert fails(world(2), cut, tmp_path).summary == f"rank 1 {CUT}"
+    assert len(list(tmp_path.iterdir())) == 40
+    assert not any(file.read_bytes() for file in tmp_path.iterdir()), "nothing was written into the user's files"
+
+
+def test_a_rank_that_closes_everything() -> None:
+    """Gloo's own threads may abort first."""
+    error = fails(world(2), on_rank(1, lambda: os.closerange(3, 4096)))
+    assert error.failures[0].rank == 1
+    assert error.failures[0].kind in ("exited", "killed", "raised")
+
+
+def test_a_flood_of_output_does_not_fill_the_disk() -> None:
+    def flood() -> int:
+        line = b"x" * 2**20
+        for _ in range(300):
+            os.write(1, line)
+        time.sleep(1.5)
+        subprocess.run(["echo", "the end"], check=True)
+        return os.fstat(1).st_blocks * 512
+
+    flooded = world(2)
+    held = flooded.run(flood)
+    if sys.platform == "linux":
+        assert max(held) < disk.MOST
+    flooded.close()
+    for output in flooded.outputs():
+        assert output.startswith("(the last 65536 of 314572")
+        assert output.endswith("xxxthe end\n")
+
+
+FULL_DISK = """
+import os, tempfile
+from pathlib import Path
+from tests.world_help import fill, world_of, me
+from pytest_fsdp_meta.worlds import WorldError, current
+
+def fail():
+    fill(os.environ["TMPDIR"])
+    if current().rank == 1:
+        raise RuntimeError("x" * 50_000)
+    current().barrier()
+
+def speak():
+    fill(os.environ["TMPDIR"])
+    current().barrier()
+    if current().rank == 1:
+        print("x" * 100_000)
+    current().barrier()
+
+def give():
+    fill(os.environ["TMPDIR"])
+    return b"x" * 100_000 if current().rank == 1 else None
+
+folder = os.environ["TMPDIR"]
+assert tempfile.gettempdir() == folder
+for name, act in {
+    "fail": lambda world: world.run(fail),
+    "speak": lambda world: world.run(speak),
+    "give": lambda world: world.run(give),
+    "take": lambda world: (fill(folder), world.run(len, b"x" * 100_000)),
+    "full": lambda world: (fill(folder), world.run(me)),
+}.items():
+    try:
+        with world_of(2) as world:
+            print(name, act(world), flush=True)
+    except WorldError as error:
+        print(name, str(error).splitlines()[0][:400], error.user, len(str(error).splitlines()), flush=True)
+    os.unlink(folder + "/fill")
+many = 0
+try:
+    while True:
+        Path(folder, f"file{many}").touch()
+        many += 1
+except OSError:
+    pass
+try:
+    with world_of(2) as world:
+        print("files", world.run(me), flush=True)
+except WorldError as error:
+    print("files", error, error.user, flush=True)
+for number in range(many):
+    os.unlink(folder + f"/file{number}")
+with world_of(2) as world:
+    worked = world.run(me)
+print("empty", worked, [name for name in os.listdir(folder) if name.startswith("fsdp-world")], flush=True)
+"""
+
+
+@pytest.mark.skipif(not shutil.which("unshare"), reason="no disk can be made for a test here")
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(FULL_DISK)
+    small = tmp_path / "small"
+    small.mkdir()
+    mount = f"mount -t tmpfs -o size=8m,nr_inodes=60 none {small} && exec {sys.executable} {script}"
+    tried = ["unshare", "--user", "--map-root-user", "--mount"]
+    if subprocess.run([*tried, "mount", "-t", "tmpfs", "none", small], stderr=subprocess.DEVNULL).returncode:
+        pytest.skip("no disk can be made for a test here: namespaces are not permitted")
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    run = subprocess.run(
+        [*tried, "sh", "-c", mount],
+        env=os.environ | {"TMPDIR": str(small), "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=6 * SOON,
+    )
+    told = dict(line.split(" ", 1) for line in run.stdout.splitlines())
+    full = (
+        rf"the disk of {small} is full \(\d+ KiB left\), where ranks and pytest leave what they tell each other; free "
+        "some room, or set TMPDIR to a folder on another disk"
+    )
+    assert told["fail"].startswith("rank 1 raised RuntimeError: xxx")
+    assert re.match(rf"rank 1 raised OSError: .*No space left on device: {full} False", told["speak"])
+    assert re.match(rf"rank 1 returned a bytes that cannot be sent back: {full} False", told["give"])
+    assert re.fullmatch(rf"{full} True 1", told["take"])
+    assert told["full"] == "(None, [(0, 2), (1, 2)])", "short messages need no disk"
+    assert re.fullmatch(full.replace(r"\d+ KiB left", r"no more than \d files left") + " True", told["files"])
+    assert told["empty"] == "[(0, 2), (1, 2)] []"
+
+
+def test_another_error_of_the_disk_is_no_full_one(tmp_path: Path) -> None:
+    assert not disk.hint(tmp_path, PermissionError("no"))
+    assert not disk.hint(tmp_path, ValueError("no"))
+    assert not disk.hint(tmp_path / "gone", OSError(28, "No space left on device"))
+    assert not disk.hint(tmp_path, RuntimeError(), "No space left on device"), "it is another disk that is full"
+    assert disk.hint("/proc", RuntimeError(), "No space left on device").startswith("the disk of /proc is full (0 KiB")

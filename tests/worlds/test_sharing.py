@@ -1,0 +1,207 @@
+"""The folder in which the workers of a run meet, and what they share there."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from pytest_fsdp_meta.worlds import LeaseError, Presence, Sharing, WorldSpec, folder_of, placed, usable_cores
+from pytest_fsdp_meta.worlds.leases import sharing
+from pytest_fsdp_meta.worlds.leases.locks import FileLock
+from tests.world_help import ROOT, SOON
+
+CPU = WorldSpec({"dp_shard": 2})
+CUDA = WorldSpec({"dp_shard": 4}, "cuda", "gloo")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    return folder_of("a run, with / odd \0 letters")
+
+
+def test_one_folder_for_one_run_of_one_user(folder: Path, tmp_path: Path) -> None:
+    assert folder == folder_of("a run, with / odd \0 letters") != folder_of("another")
+    assert folder.parent == tmp_path
+    assert f"-{os.getuid()}-" in folder.name
+    first, second = Presence(folder), Presence(folder)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    first.leave()
+    second.remove()
+    assert not folder.exists()
+
+
+def test_a_folder_of_somebody_else_is_not_used(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    folder.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(LeaseError, match=f"^devices cannot be shared: {folder} belongs to somebody else; remove it$"):
+        Presence(folder)
+
+
+def test_no_folder_can_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(LeaseError, match=r"^devices cannot be shared: .*/file/run: Not a directory; set TMPDIR"):
+        Presence(tmp_path / "file" / "run")
+
+
+def test_a_later_run_removes_what_a_killed_one_left(folder: Path, tmp_path: Path) -> None:
+    left, used, young, other = (tmp_path / f"fsdp-run-{name}" for name in ("1", "2", "3", "4"))
+    left, used, young = (folder_of(name) for name in ("left", "used", "young"))
+    other = tmp_path / f"fsdp-run-{os.getuid() + 1}-0"
+    for one in (left, used, young, other):
+        one.mkdir()
+        (one / "0.present").touch()
+    there = FileLock.attempt(used / "0.present")
+    assert there is not None
+    for one in (left, used, other):
+        os.utime(one, (0, time.time() - 2 * sharing.STALE))
+    here = Presence(folder)
+    assert sorted(one.name for one in tmp_path.iterdir()) == sorted(one.name for one in (used, young, other, folder))
+    there.release()
+    here.leave()
+
+
+def test_gpus_are_counted_by_one_worker_for_all(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    folder.mkdir()
+    asked: list[int] = []
+
+    def count() -> int:
+        time.sleep(0.2)
+        asked.append(2)
+        return 2
+
+    workers = [Sharing(folder, f"gw{number}", 8) for number in range(3)]
+    threads = [threading.Thread(target=one.count_gpus, args=(count,)) for one in workers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert [one.count_gpus(count) for one in workers] == [2, 2, 2]
+    assert asked == [2]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert Sharing(folder, "gw3", 8).count_gpus(lambda: 1) == 1, "a worker that sees others counts others"
+
+
+def test_a_count_that_fails_is_asked_again(folder: Path) -> None:
+    def fail() -> int:
+        raise ValueError("counting the GPUs failed")
+
+    one, other = Sharing(folder, "gw0", 8), Sharing(folder, "gw1", 8)
+    with pytest.raises(ValueError, match="counting the GPUs failed"):
+        one.count_gpus(fail)
+    assert other.count_gpus(lambda: 3) == 3
+
+
+@pytest.mark.parametrize(
+    ("visible", "count", "names"),
+    [
+        (None, 2, ("0", "1")),
+        ("2,3", 2, ("2", "3")),
+        (" 3 , 5,", 2, ("3", "5")),
+        ("4,5,6", 2, ("4", "5")),
+        ("GPU-8932f937,MIG-GPU-1/0/0", 2, ("GPU-8932f937", "MIG-GPU-1%2F0%2F0")),
+        ("1,1", 2, ("0", "1")),
+        ("", 0, ()),
+    ],
+)
+def test_what_gpus_are_called(
+    visible: str | None, count: int, names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert sharing.gpu_names(count) == names
+
+
+def test_workers_that_see_different_gpus(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = Sharing(folder, "gw0", 8), Sharing(folder, "gw1", 8)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    first.count_gpus(lambda: 2)
+    one = first.take(CUDA, "test_a")
+    assert placed(CUDA, one).devices == (0, 1, 0, 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2")
+    second.count_gpus(lambda: 2)
+    one.release()
+    assert sorted(path.name for path in folder.glob("GPU-?.lock")) == ["GPU-0.lock", "GPU-1.lock"]
+    other = second.take(CUDA, "test_b")
+    assert other.devices == (0, 1)
+    assert sorted(path.name for path in folder.glob("GPU-?.note")) == ["GPU-1.note", "GPU-2.note"]
+
+
+def test_gpus_and_slots_are_leased_apart(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    first, second = Sharing(folder, "gw0", 2), Sharing(folder, "gw1", 2)
+    first.count_gpus(lambda: 1)
+    gpu, slots = first.take(CUDA, "test_a"), second.take(CPU, "test_b")
+    assert placed(CUDA, gpu).devices == (0, 0, 0, 0)
+    assert slots.devices == (0, 1)
+    assert placed(CPU, slots) == CPU, "a slot is a number, no core: a rank on the CPU needs none"
+    assert not first.wanted()
+
+
+def test_a_trial_may_have_larger_worlds(folder: Path) -> None:
+    assert Sharing(folder, "gw0", 8).take(CPU, "test_a", ranks=3).devices == (0, 1, 2)
+
+
+def test_what_a_worker_ran_when_it_ended(folder: Path) -> None:
+    first, second = Sharing(folder, "gw0", 8), Sharing(folder, "gw1", 8)
+    with first.running("test_x", "gw0 test_x[a]") as before:
+        assert before == ""
+        with second.running("test_x", "gw1 test_x[a]") as beside:
+            assert beside == "", "--dist=each"
+        with second.running("test_y", "gw1 test_y[a]") as other:
+            assert other == ""
+    with second.running("test_x", "gw1 test_x[b]") as again:
+        assert again == ""
+    pid = os.fork()
+    if not pid:
+        with first.running("test_x", "gw0 test_x[b]"):
+            os._exit(0)
+    os.waitpid(pid, 0)
+    for _ in range(2):
+        with second.running("test_x", "gw1 test_x[c]") as crashed:
+            assert crashed == "gw0 test_x[b]"
+
+
+def test_usable_cores() -> None:
+    assert 1 <= usable_cores() <= (os.cpu_count() or 1)
+
+
+WORKER = """
+import sys, time
+from pathlib import Path
+from pytest_fsdp_meta.worlds import Sharing
+sharing = Sharing(Path(sys.argv[1]), "gw0", 8)
+sharing.count_gpus(lambda: 0)
+print("there", flush=True)
+time.sleep(60)
+"""
+STARTS_WORKER = """
+import subprocess, sys
+subprocess.run([sys.executable, "-c", sys.argv[2], sys.argv[1]])
+"""
+
+
+def test_a_worker_ends_with_whoever_started_it_and_removes_the_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-c", STARTS_WORKER, str(folder), WORKER]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "there\n"
+        assert folder.exists()
+        process.kill()
+        process.wait(SOON)
+        deadline = time.monotonic() + SOON
+        while folder.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)

@@ -1,0 +1,509 @@
+"""A world that works: what its ranks see, what comes back, how it starts and ends. Real processes throughout."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pytest_fsdp_meta.worlds import (
+    ForkServerEngine,
+    Listener,
+    Rank,
+    Sources,
+    World,
+    WorldError,
+    WorldSpec,
+    current,
+    note,
+)
+from tests.world_help import (
+    ROOT,
+    assert_gone,
+    ended_at_last,
+    environment,
+    me,
+    preload,
+    run_script,
+    total,
+    world_of,
+)
+
+TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[World]:
+    """A world of two for tests that do not harm it."""
+    with world_of(2) as world:
+        yield world
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_every_rank_is_called_and_results_come_in_rank_order(size: int) -> None:
+    with world_of(size) as world:
+        assert world.run(me) == [(rank, size) for rank in range(size)]
+        assert world.run(total, 2.0) == [2.0 * sum(range(size))] * size
+
+
+def test_a_function_can_be_named(pair: World) -> None:
+    assert pair.run("tests.world_help:total", 3.0) == [3.0, 3.0]
+    assert pair.run("tests.world_help:total", value=3.0) == [3.0, 3.0]
+
+
+def test_closures_and_lambdas_are_sent(pair: World) -> None:
+    offset = 10
+    assert pair.run(lambda base: base + offset + current().rank, 5) == [15, 16]
+
+
+def test_state_is_kept_between_the_calls_of_one_world() -> None:
+    def remember(word: str) -> None:
+        current().state["word"] = f"{word}{current().rank}"
+
+    with world_of(2) as world:
+        world.run(remember, "a")
+        assert world.run(lambda: current().state["word"]) == ["a0", "a1"]
+    with world_of(2) as world:
+        assert world.run(lambda: dict(current().state)) == [{}, {}]
+
+
+def test_mesh_has_the_names_and_sizes_that_were_asked_for() -> None:
+    def describe() -> tuple[object, ...]:
+        mesh = current().mesh
+        return mesh.mesh_dim_names, tuple(mesh.shape), mesh.get_coordinate(), str(current().device)
+
+    with world_of(4, mesh={"dp_replicate": 2, "dp_shard": 2}) as world:
+        names, shape = ("dp_replicate", "dp_shard"), (2, 2)
+        places = [[0, 0], [0, 1], [1, 0], [1, 1]]
+        assert [(*told[:2], list(told[2]), told[3]) for told in world.run(describe)] == [
+            (names, shape, place, "cpu") for place in places
+        ]
+
+
+def test_barrier_waits_for_every_rank(pair: World, tmp_path: Path) -> None:
+    def meet(folder: Path) -> int:
+        import time
+
+        time.sleep(0.3 * current().rank)
+        Path(folder, str(current().rank)).touch()
+        current().barrier()
+        return len(list(folder.iterdir()))
+
+    assert pair.run(meet, tmp_path) == [2, 2]
+
+
+def test_torchrun_environment(pair: World) -> None:
+    first, second = pair.run(environment, TORCHRUN)
+    port = first.pop("MASTER_PORT")
+    assert port == second.pop("MASTER_PORT")
+    assert 0 < int(port) < 65536
+    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "GROUP_RANK": "0"}
+    assert first == common | {"RANK": "0", "LOCAL_RANK": "0"}
+    assert second == common | {"RANK": "1", "LOCAL_RANK": "1"}
+
+
+def test_the_loader_may_make_the_process_group_itself() -> None:
+    def initialise() -> tuple[float, str, str]:
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
+
+        assert not dist.is_initialized()
+        with pytest.raises(ValueError) as caught:
+            _ = current().mesh
+        dist.init_process_group("gloo", init_method="env://")
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("mine",))
+        return total(1.0), str(mesh.mesh_dim_names), str(caught.value)
+
+    with world_of(2, process_group="loader") as world:
+        message = 'fsdp.mesh does not exist with process_group="loader": the loader makes its own mesh'
+        assert world.run(initialise) == [(1.0, "('mine',)", message)] * 2
+        assert world.run(total, 4.0) == [4.0, 4.0], "the group lives on between calls"
+
+
+def test_ranks_see_the_parents_environment_directory_and_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    preload().start()  # what is set after the fork server has started is seen as well
+    monkeypatch.setenv("WORLD_TEST_SET", "here")
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "only_here.py").write_text("NAME = __name__")
+    shared = ForkServerEngine(Sources((str(tmp_path), *preload().sources.path)))
+
+    def look() -> tuple[object, ...]:
+        import only_here
+
+        return os.environ.get("WORLD_TEST_SET"), os.environ.get("HOME"), os.getcwd(), sys.path[0], only_here.NAME
+
+    with World(WorldSpec({"dp": 2}), shared) as world:
+        assert world.run(look) == [("here", None, str(tmp_path), str(tmp_path), "only_here")] * 2
+
+
+def test_modules_that_only_a_file_leads_to_can_be_imported(tmp_path: Path) -> None:
+    files = {
+        "loose_alone": tmp_path / "some-file.py",
+        "loose_parent.inner.test_it": tmp_path / "tests" / "test_it.py",
+        "loose_package": tmp_path / "package" / "__init__.py",
+        "xml.loose_in_real_package": tmp_path / "in_xml.py",
+    }
+    for name, file in files.items():
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(f"def name():\n    return {name!r}, __name__\n")
+    (tmp_path / "package" / "part.py").write_text("WORD = 'part'")
+    sources = Sources(preload().sources.path, {name: str(file) for name, file in files.items()})
+
+    def others() -> tuple[str, bool]:
+        import xml.dom
+
+        from loose_package import part
+
+        return part.WORD, hasattr(xml.dom, "Node")
+
+    with World(WorldSpec({"dp": 1}), ForkServerEngine(sources, test_modules=list(files))) as world:
+        for name in files:
+            assert world.run(f"{name}:name") == [(name, name)]
+        assert world.run(others) == [("part", True)]
+
+
+def test_arguments_that_cannot_be_sent(pair: World) -> None:
+    message = "the arguments cannot be sent to the ranks: TypeError: cannot pickle"
+    with pytest.raises(ValueError, match=message) as caught:
+        pair.run(len, threading.Lock())
+    assert not isinstance(caught.value, WorldError)
+    assert pair.run(me) == [(0, 2), (1, 2)], "no rank has heard of it"
+
+
+def test_results_that_cannot_be_sent_back() -> None:
+    def locked() -> object:
+        return threading.Lock() if current().rank == 1 else None
+
+    with pytest.raises(WorldError) as caught, world_of(2) as world:
+        world.run(locked)
+    assert caught.value.summary.startswith("rank 1 returned a lock that cannot be sent back: TypeError: cannot pickle")
+    assert caught.value.failures[0].kind == "unsendable"
+
+
+def test_results_that_cannot_be_read_here(pair: World) -> None:
+    class Trap:
+        def __reduce__(self) -> tuple[object, ...]:
+            return int, ("no number",)
+
+    with pytest.raises(ValueError, match="a rank's result cannot be read here: ValueError: invalid literal"):
+        pair.run(lambda make: make(), Trap)
+
+
+def test_large_results_and_arguments(pair: World) -> None:
+    size = 50 * 2**20
+    results = pair.run(lambda data: bytes([current().rank]) * size + data[:1], b"x" * size)
+    assert [(len(one), one[0], one[-1:]) for one in results] == [(size + 1, 0, b"x"), (size + 1, 1, b"x")]
+
+
+def test_output_is_captured_per_rank_and_of_a_long_one_the_end() -> None:
+    def chatter(megabytes: int) -> None:
+        print(f"hello from {current().rank}")
+        os.write(2, b"straight to the descriptor\n")
+        subprocess.run(["echo", "from a child"], check=True)
+        for _ in range(megabytes):
+            print("x" * 2**20)
+        print("unfinished", end="")
+
+    with world_of(2) as world:
+        world.run(chatter, 0)
+        assert world.outputs() == [
+            f"hello from {rank}\nstraight to the descriptor\nfrom a child\nunfinished" for rank in (0, 1)
+        ]
+        world.run(chatter, 10)
+    for output in world.outputs():
+        assert len(output) < 2**17
+        assert output.startswith("(the last 65536 of 10")
+        assert output.endswith("x\nunfinished")
+
+
+def test_ranks_use_one_thread_and_the_same_seed(pair: World) -> None:
+    def look() -> tuple[int, float]:
+        import torch
+
+        return torch.get_num_threads(), torch.rand(1).item()
+
+    first, second = pair.run(look)
+    assert first == second
+    assert first[0] == 1
+
+
+def test_a_rank_is_known_to_itself_only() -> None:
+    with pytest.raises(RuntimeError, match="this process is not a rank of a world"):
+        current()
+
+
+def test_rank_of_a_world_shows_no_plumbing(pair: World) -> None:
+    assert pair.run(lambda: repr(current()))[1].startswith("Rank(rank=1, local_rank=1, world_size=2, device=device(")
+    assert Rank(0, 0, 1, None).state == {}  # type: ignore[arg-type]
+
+
+def test_closing_ends_ranks_and_removes_what_they_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    world = world_of(2)
+    assert not world.alive
+    world.start()
+    assert world.alive
+    pids = world.run(os.getpid)
+    with pytest.raises(RuntimeError, match="this world has been started"):
+        world.start()
+    world.close()
+    world.close()
+    assert not world.alive
+    assert_gone(pids)
+    assert not list(tmp_path.glob("fsdp-world-*"))
+    with pytest.raises(RuntimeError, match="this world has ended; a test takes a fresh one"):
+        world.run(me)
+
+
+def test_a_closed_world_can_be_started_again() -> None:
+    world = world_of(1)
+    for _ in range(2):
+        with world:
+            assert world.run(me) == [(0, 1)]
+
+
+def test_two_worlds_at_the_same_time(pair: World) -> None:
+    with world_of(2) as other:
+        assert other.run(total, 1.0) == pair.run(total, 1.0) == [1.0, 1.0]
+        pids = other.run(os.getpid)
+        assert not set(pids) & set(pair.run(os.getpid))
+    assert_gone(pids)
+    assert pair.run(me) == [(0, 2), (1, 2)]
+
+
+def test_worlds_in_threads() -> None:
+    results: list[list[float]] = []
+
+    def use() -> None:
+        with world_of(2) as world:
+            results.append(world.run(total, 1.0))
+
+    threads = [threading.Thread(target=use) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert results == [[1.0, 1.0]] * 3
+
+
+TWO_WORLDS = """
+import os
+from tests.world_help import total, world_of
+for _ in range(3):
+    with world_of(2) as world:
+        assert world.run(total, 1.0) == [1.0, 1.0]
+print("done", flush=True)
+"""
+
+
+def test_two_processes_at_the_same_time(tmp_path: Path) -> None:
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+    processes = [run_script(TWO_WORLDS, folder) for folder in folders]
+    assert [process.communicate(timeout=120)[0] for process in processes] == ["done\n", "done\n"]
+
+
+def test_the_parent_imports_no_torch(tmp_path: Path) -> None:
+    text = """
+import sys
+from tests.world_help import me, world_of
+with world_of(1) as world:
+    assert world.run("tests.world_help:total", 1.0) == [0.0]
+print("torch" in sys.modules)
+"""
+    with ended_at_last(run_script(text, tmp_path)) as process:
+        assert process.communicate(timeout=60)[0] == "False\n"
+
+
+def test_the_parents_script_is_not_run_again_on_ranks(tmp_path: Path) -> None:
+    text = """
+print("once", flush=True)
+from tests.world_help import world_of
+class Mine:
+    word = "sent by value"
+with world_of(2) as world:
+    print(*world.run(lambda: Mine.word), sep=", ", flush=True)
+"""
+    with ended_at_last(run_script(text, tmp_path)) as process:
+        assert process.communicate(timeout=60)[0] == "once\nsent by value, sent by value\n"
+
+
+def test_multiprocessing_of_the_parent_stays_its_own(tmp_path: Path) -> None:
+    text = """
+import multiprocessing, sys
+def has_torch(pipe):
+    pipe.send("torch" in sys.modules)
+def ask():
+    here, there = multiprocessing.Pipe()
+    process = multiprocessing.get_context("forkserver").Process(target=has_torch, args=(there,))
+    process.start()
+    print(here.recv(), flush=True)
+    process.join()
+if __name__ == "__main__":
+    from tests.world_help import preload, world_of
+    ask()
+    with world_of(1) as world:
+        print(world.run(lambda: "torch" in sys.modules)[0], flush=True)
+        ask()
+"""
+    with ended_at_last(run_script(text, tmp_path)) as process:
+        assert process.communicate(timeout=60)[0] == "False\nTrue\nFalse\n"
+
+
+def test_a_forgotten_world_does_not_keep_the_parent(tmp_path: Path) -> None:
+    text = """
+import os
+from tests.world_help import world_of
+world = world_of(2)
+world.start()
+print(*world.run(os.getpid), flush=True)
+"""
+    with ended_at_last(run_script(text, tmp_path, TMPDIR=str(tmp_path))) as process:
+        pids = [int(word) for word in process.communicate(timeout=60)[0].split()]
+        assert process.returncode == 0
+    assert len(pids) == 2
+    assert_gone(pids)
+    assert not list(tmp_path.glob("fsdp-*"))
+
+
+def test_preloading_gives_ranks_what_it_imports(tmp_path: Path) -> None:
+    (tmp_path / "preloaded.py").write_text("import os\nfrom pytest_fsdp_meta import Subject\nBORN = os.getpid()")
+    with World(WorldSpec({"dp": 2}), _preload(tmp_path, "preloaded")) as world:
+        first, second = world.run(lambda: __import__("preloaded").BORN)
+        assert first == second
+        assert first not in {os.getpid(), *world.run(os.getpid)}, "imported in the fork server"
+
+
+def test_ranks_do_not_copy_what_was_preloaded() -> None:
+    def look() -> tuple[bool, bool, int]:
+        import gc
+
+        gc.collect()
+        rollup = Path("/proc/self/smaps_rollup").read_text().splitlines()
+        own = sum(int(line.split()[1]) for line in rollup if line.startswith("Private_"))
+        return gc.isenabled(), gc.get_freeze_count() > 100_000, own // 1024
+
+    with world_of(2) as world:
+        for enabled, frozen, own in world.run(look):
+            assert enabled
+            assert frozen
+            assert own < 60, "MiB; all that torch has made are some 200"
+
+
+def test_modules_that_cannot_be_preloaded_keep_nobody_from_forking(tmp_path: Path) -> None:
+    modules = {
+        "raises": "raise RuntimeError('not today')",
+        "skips": "import pytest; pytest.skip('not here', allow_module_level=True)",
+        "exits": "import sys; sys.exit(3)",
+        "misses": "import no_such_module",
+        "garbled": "def broken(:",
+        "lucky": "",
+    }
+    for name, text in modules.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    shared = _preload(tmp_path, *modules, "not_even_there")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with World(WorldSpec({"dp": 2}), shared) as world:
+            assert world.run(total, 1.0) == [1.0, 1.0]
+            assert world.run(lambda: [name for name in modules if name in sys.modules]) == [["lucky"]] * 2
+    assert shared.method == "forkserver"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (
+            "import threading, time\n"
+            "threading.Thread(target=time.sleep, args=(1000,), name='ticker', daemon=True).start()",
+            "importing the test modules started threads (ticker)",
+        ),
+        ("import os\nos._exit(1)", "importing the test modules ended the process that does it"),
+    ],
+)
+def test_ranks_are_spawned_where_forking_is_unsafe(tmp_path: Path, text: str, reason: str) -> None:
+    (tmp_path / "unsafe.py").write_text(text)
+    shared = _preload(tmp_path, "unsafe")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            with World(WorldSpec({"dp": 2}), shared) as world:
+                assert world.run(total, 1.0) == [1.0, 1.0]
+                pids = world.run(os.getpid)
+            assert_gone(pids)
+    (warning,) = [one for one in told if "pytest-fsdp-meta" in str(one.message)]
+    assert str(warning.message).startswith(f"pytest-fsdp-meta: {reason}")
+    assert str(warning.message).endswith(", so ranks are spawned, which is slower")
+    assert shared.method == "bare"
+
+
+def test_a_module_that_takes_too_long_is_not_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "endless.py").write_text("import time\ntime.sleep(1000)")
+    shared = _preload(tmp_path, "endless")
+    shared.patience = 1.0
+    with pytest.warns(UserWarning, match="importing the test modules took longer than 1 s, so ranks are spawned"):
+        shared.ready()
+    with World(WorldSpec({"dp": 1}), shared) as world:
+        assert world.run(me) == [(0, 1)]
+
+
+def test_a_module_of_ours_that_cannot_be_preloaded_is_told_once(tmp_path: Path) -> None:
+    shared = ForkServerEngine(Sources((str(tmp_path), str(ROOT), *sys.path)), modules=["no_such_module"])
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            with World(WorldSpec({"dp": 1}), shared) as world:
+                assert world.run(me) == [(0, 1)]
+    (message,) = [str(one.message) for one in told if "pytest-fsdp-meta" in str(one.message)]
+    assert message == (
+        "pytest-fsdp-meta: no_such_module cannot be preloaded: ModuleNotFoundError: No module named 'no_such_module'"
+    )
+
+
+def test_a_fork_server_that_was_killed_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "preloaded.py").write_text("import os\nBORN = os.getpid()")
+    shared = _preload(tmp_path, "preloaded")
+    born = []
+    for _ in range(2):
+        with World(WorldSpec({"dp": 1}), shared) as world:
+            born += world.run(lambda: __import__("sys").modules["preloaded"].BORN)
+        os.kill(born[-1], signal.SIGKILL)
+        assert_gone(born)
+    assert born[0] != born[1]
+
+
+def _preload(folder: Path, *modules: str) -> ForkServerEngine:
+    return ForkServerEngine(Sources((str(folder), str(ROOT), *sys.path)), test_modules=modules)
+
+
+def test_notes_arrive_in_order_and_before_the_answer() -> None:
+    def speak() -> int:
+        for step in range(3):
+            note("doing", f"step {step}")
+        return current().rank
+
+    heard: list[tuple[int, str, object]] = []
+
+    class Ears(Listener):
+        def noted(self, world: World, rank: int, kind: str, what: object) -> None:
+            heard.append((rank, kind, what))
+
+    with world_of(2, listener=Ears()) as world:
+        assert world.run(speak) == [0, 1]
+    assert [what for rank, kind, what in heard if (rank, kind) == (1, "doing")] == ["step 0", "step 1", "step 2"]
+    assert len(heard) == 6
+
+
+def test_a_note_outside_a_world() -> None:
+    with pytest.raises(RuntimeError, match="is not a rank of a world"):
+        note("doing", "nothing")
