@@ -11,6 +11,7 @@ from textwrap import dedent
 
 import pytest
 
+from tests import warm_runs
 from tests.world_help import preload, total, world_of
 
 pytest_plugins = "pytester"
@@ -65,6 +66,7 @@ class Project:
     def __init__(self, pytester: pytest.Pytester) -> None:
         self._pytester = pytester
         self.path = pytester.path
+        self._runs = 0
 
     def write(self, name: str, text: str) -> Path:
         """A file as it stands."""
@@ -82,8 +84,24 @@ class Project:
         return self._pytester.runpytest_inprocess("-p", "no:cacheprovider", "-p", "no:hypothesispytest", *args)
 
     def run(self, *args: str) -> pytest.RunResult:
-        """A run with ranks."""
+        """Run pytest in a process of its own, forked from one that has imported pytest and torch."""
+        options = [f"--basetemp={self._basetemp()}", "-p", "no:cacheprovider"]
+        path = os.pathsep.join(filter(None, [os.fspath(self.path), os.environ.get("PYTHONPATH")]))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(self.path)
+            patch.setenv("PYTHONPATH", path)
+            status, out, err, seconds = warm_runs.run([*options, *args], self.path, timeout=300)
+        print(*out, sep="\n")
+        print(*err, sep="\n", file=sys.stderr)
+        return pytest.RunResult(status, out, err, seconds)
+
+    def run_cold(self, *args: str) -> pytest.RunResult:
+        """Run pytest in a new interpreter, as a user starts it."""
         return self._pytester.runpytest_subprocess("-p", "no:cacheprovider", *args, timeout=300)
+
+    def _basetemp(self) -> Path:
+        self._runs += 1
+        return self.path / f"runpytest-{self._runs}"
 
     def shell(self, command: str, folder: str = ".") -> pytest.RunResult:
         """A command as a user pastes it."""

@@ -261,7 +261,7 @@ def test_a_folder_of_somebody_else(project: Project) -> None:
 
 
 def test_a_long_wait_is_told(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    project.write("conftest.py", "from pytest_fsdp_meta import workers\nworkers.LONG = 1.0\n")
+    project.write("conftest.py", "from pytest_fsdp_meta.plugin import xdist_workers\nxdist_workers.LONG = 1.0\n")
     project.loaders(
         """
         import pytest, time

@@ -12,6 +12,15 @@ _RUN = secrets.token_hex(4)
 """No other process has it, not even one of another machine or container that shares the disk."""
 
 
+def _name_run() -> None:
+    """A fork would otherwise share its parent's name, and remove the parent's folders when it is killed."""
+    global _RUN
+    _RUN = secrets.token_hex(4)
+
+
+os.register_at_fork(after_in_child=_name_run)
+
+
 def prefix(kind: str) -> str:
     """How the name of such a folder begins."""
     return f"fsdp-{kind}-{_RUN}-"
