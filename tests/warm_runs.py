@@ -10,13 +10,12 @@ made before pytest starts, in place of new interpreters. Everything else is real
 
 from __future__ import annotations
 
-import array
 import gc
 import importlib
-import json
 import os
 import random
 import runpy
+import select
 import signal
 import socket
 import subprocess
@@ -32,7 +31,10 @@ from typing import Any, NoReturn
 
 from execnet.gateway_io import popen_bootstrapline
 
+from tests.warm_client import ADDRESS, receive, run_pytest, send
+
 ROOT = Path(__file__).parents[1]
+CLIENT = Path(__file__).with_name("warm_client.py")
 IMPORTED = (
     *("torch", "torch.distributed", "torch.distributed.tensor", "torch.distributed.fsdp", "cloudpickle"),
     *("torch.distributed.checkpoint", "torch.distributed.checkpoint.state_dict", "torch._inductor.config"),
@@ -41,56 +43,60 @@ IMPORTED = (
 )
 WORKERS = 4
 """Processes that wait to become workers of pytest-xdist, in a run that distributes its tests."""
-LARGEST = 2**20
-"""Bytes of one request: arguments and environment of a run."""
-
-
-class Zygote:
-    """The process that inner runs are forked from, as its user sees it: one run at a time."""
-
-    def __init__(self) -> None:
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-m", "tests.warm_runs", str(theirs.fileno())]
-        environ = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *_python_path()])}
-        self._process = subprocess.Popen(command, cwd=ROOT, env=environ, pass_fds=[theirs.fileno()])
-        theirs.close()
-
-    def run(self, args: Sequence[str], out: Path, err: Path, timeout: float) -> int:
-        """Run ``pytest ARGS`` here, with this environment; return its exit status, negative for a signal.
-
-        Raises subprocess.TimeoutExpired, and kills the run, after ``timeout`` seconds.
-        """
-        request = {"args": list(args), "cwd": os.getcwd(), "environ": dict(os.environ), "files": [str(out), str(err)]}
-        self._socket.settimeout(timeout)
-        self._socket.send(json.dumps(request).encode())
-        pid = 0
-        try:
-            pid = int(self._receive())
-            return os.waitstatus_to_exitcode(int(self._receive()))
-        except TimeoutError:
-            if pid:
-                os.kill(pid, signal.SIGKILL)
-            self._socket.settimeout(None)
-            self._receive()
-            raise subprocess.TimeoutExpired(["pytest", *args], timeout) from None
-
-    def _receive(self) -> bytes:
-        message = self._socket.recv(LARGEST)
-        assert message, "the process that inner runs are forked from has ended"
-        return message
 
 
 @cache
-def zygote() -> Zygote:
-    """Return the one of this test worker. It ends when this process ends, because its socket is closed then."""
-    return Zygote()
+def address() -> str:
+    """Start the process that runs are forked from, and return its socket. It ends with this process."""
+    folder = tempfile.mkdtemp(prefix="warm-runs-", dir="/tmp")  # a socket's path has room for 108 letters
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(f"{folder}/socket")
+    listener.listen()
+    ours, theirs = socket.socketpair()
+    environ = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *_python_path()])}
+    numbers = [listener.fileno(), theirs.fileno()]
+    command = [sys.executable, "-m", "tests.warm_runs", *map(str, numbers), folder]
+    subprocess.Popen(command, cwd=ROOT, env=environ, pass_fds=numbers)
+    listener.close()
+    theirs.close()
+    _OPEN.append(ours)
+    return f"{folder}/socket"
+
+
+_OPEN: list[socket.socket] = []
+"""Closed by the system when this process ends, however it ends."""
+
+
+def run(args: Sequence[str], folder: Path, timeout: float) -> tuple[int, list[str], list[str], float]:
+    """Run pytest in the current folder; return its exit status, the lines that it wrote, and the seconds it took.
+
+    Raises TimeoutError after ``timeout`` seconds.
+    """
+    out, err = folder / "stdout", folder / "stderr"
+    began = time.monotonic()
+    with open(os.devnull) as stdin, out.open("w") as stdout, err.open("w") as stderr:
+        status = run_pytest(address(), args, [one.fileno() for one in (stdin, stdout, stderr)], timeout)
+    seconds = time.monotonic() - began
+    lines = [file.read_text("utf-8", errors="replace").splitlines() for file in (out, err)]
+    return status, lines[0], lines[1], seconds
+
+
+def shell_functions() -> dict[str, str]:
+    """Return an environment in which ``pytest`` and ``python -m pytest``, typed into bash, are runs from here."""
+    client = f'"{sys.executable}" -IS "{CLIENT}"'
+    return {
+        ADDRESS: address(),
+        "BASH_FUNC_pytest%%": f'() {{ {client} "$@"; }}',
+        "BASH_FUNC_python%%": f'() {{ if [ "$1 $2" = "-m pytest" ]; then {client} "${{@:3}}"; '
+        'else command python "$@"; fi; }',
+    }
 
 
 def _python_path() -> list[str]:
     return [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
 
 
-def _serve(requests: socket.socket) -> None:
+def _serve(listener: socket.socket, parent: socket.socket, folder: str) -> None:
     for name in IMPORTED:
         importlib.import_module(name)
     from _pytest.config import default_plugins
@@ -101,31 +107,51 @@ def _serve(requests: socket.socket) -> None:
 
     torch.use_deterministic_algorithms(False)  # imports what ranks need for it
     gc.freeze()
-    while message := requests.recv(LARGEST):
-        pid = os.fork()
-        if not pid:
-            requests.close()
-            _run(**json.loads(message))
-        requests.send(str(pid).encode())
-        requests.send(str(os.waitpid(pid, 0)[1]).encode())
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    while parent not in select.select([listener, parent], [], [])[0]:
+        connection, _ = listener.accept()
+        if not os.fork():
+            listener.close()
+            parent.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            _answer(connection)
+        connection.close()
+    os.unlink(f"{folder}/socket")
+    os.rmdir(folder)
 
 
-def _run(args: list[str], cwd: str, environ: dict[str, str], files: list[str]) -> NoReturn:
+def _answer(connection: socket.socket) -> None:
+    """Fork the run, and wait for it in this process."""
+    request, descriptors = receive(connection)
+    pid = os.fork()
+    if not pid:
+        connection.close()
+        _run(descriptors, **request)  # type: ignore[arg-type]
+    for one in descriptors:
+        os.close(one)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with suppress(BrokenPipeError):
+        connection.sendall(f"{pid}\n".encode())
+        connection.sendall(f"{os.waitpid(pid, 0)[1]}\n".encode())
+    os._exit(0)
+
+
+def _run(descriptors: Sequence[int], args: list[str], cwd: str, environ: dict[str, str]) -> NoReturn:
     """Be a fresh ``python -m pytest ARGS``, and end."""
-    for number, (file, flags) in enumerate(
-        [(os.devnull, os.O_RDONLY), *((one, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) for one in files)]
-    ):
-        opened = os.open(file, flags, 0o600)
-        os.dup2(opened, number)
-        os.close(opened)
+    for number, descriptor in enumerate(descriptors):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
     _open_streams()
     inherited = {"", str(ROOT), *_python_path()}
-    _move(environ, cwd)
+    _move({name: value for name, value in environ.items() if not name.startswith("BASH_FUNC_")}, cwd)
     after = [entry for entry in sys.path if entry not in inherited]
     sys.path[:] = [cwd, *_python_path(), *after]
     importlib.invalidate_caches()
     random.seed()
-    _take_over([_Waiting() for _ in range(1 + WORKERS * any(arg.startswith(("-n", "--dist", "--tx")) for arg in args))])
+    distributed = any(arg.startswith(("-n", "--dist", "--tx")) for arg in args)
+    _take_over([_Waiting() for _ in range(1 + WORKERS * distributed)])
     sys.argv = ["pytest", *args]
     runpy.run_module("pytest", run_name="__main__", alter_sys=True)
     sys.exit()
@@ -144,16 +170,9 @@ class _Waiting:
 
     def become(self, command: str, descriptors: Mapping[int, int]) -> int:
         """Make it run ``command`` with these descriptors (here -> there) and this environment; return its pid."""
-        request = {
-            "command": command,
-            "descriptors": list(descriptors.values()),
-            "environ": dict(os.environ),
-            "cwd": os.getcwd(),
-        }
-        text = json.dumps(request).encode()
-        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))
-        self._socket.sendmsg([len(text).to_bytes(8, "little")], [rights])
-        self._socket.sendall(text)
+        there = list(descriptors.values())
+        request = {"command": command, "descriptors": there, "environ": dict(os.environ), "cwd": os.getcwd()}
+        send(self._socket, request, list(descriptors))
         self._socket.close()
         return self.pid
 
@@ -186,31 +205,27 @@ def _take_over(waiting: list[_Waiting]) -> None:
 
 
 def _become_what_is_asked_for(parent: socket.socket) -> NoReturn:
-    header, rights, _, _ = parent.recvmsg(8, socket.CMSG_SPACE(16 * array.array("i").itemsize))
-    if not header:
+    try:
+        asked, received = receive(parent)
+    except EOFError:
         os._exit(0)  # the run did not need it
-    received = array.array("i", rights[0][2])
-    text = b""
-    while len(text) < int.from_bytes(header, "little"):
-        text += parent.recv(LARGEST)
-    asked = json.loads(text)
+    wanted: Any = asked["descriptors"]
     # First out of the way of all numbers that are wanted, then to these numbers.
-    lowest = 1 + max([*asked["descriptors"], *received, parent.fileno()])
+    lowest = 1 + max([*wanted, *received, parent.fileno()])
     for place, descriptor in enumerate(received):
         os.dup2(descriptor, lowest + place)
-    for place, wanted in enumerate(asked["descriptors"]):
-        os.dup2(lowest + place, wanted)
-    keep = {0, 1, 2, *asked["descriptors"]}
+    for place, number in enumerate(wanted):
+        os.dup2(lowest + place, number)
     for name in os.listdir("/dev/fd"):
         with suppress(OSError):  # that of the listing itself is closed already
-            if int(name) not in keep:
+            if int(name) not in {0, 1, 2, *wanted}:
                 os.close(int(name))
     _open_streams()
-    _move(asked["environ"], asked["cwd"])
+    _move(asked["environ"], asked["cwd"])  # type: ignore[arg-type]
     sys.argv = ["-c"]
     if asked["command"] == popen_bootstrapline:
         _take_over([_Waiting()])  # a worker starts a fork server of its own
-    exec(asked["command"], {"__name__": "__main__"})
+    exec(str(asked["command"]), {"__name__": "__main__"})
     sys.exit()
 
 
@@ -227,15 +242,6 @@ def _open_streams() -> None:
     sys.stderr = sys.__stderr__ = open(2, "w", errors="backslashreplace", closefd=False)  # noqa: SIM115
 
 
-def run(args: Sequence[str], folder: Path, timeout: float) -> tuple[int, list[str], list[str], float]:
-    """Run pytest in the current folder; return its exit status, the lines that it wrote, and the seconds it took."""
-    out, err = folder / "stdout", folder / "stderr"
-    began = time.monotonic()
-    status = zygote().run(args, out, err, timeout)
-    seconds = time.monotonic() - began
-    lines = [file.read_text("utf-8", errors="replace").splitlines() for file in (out, err)]
-    return status, lines[0], lines[1], seconds
-
-
 if __name__ == "__main__":
-    _serve(socket.socket(fileno=int(sys.argv[1])))
+    listening, ends = (socket.socket(fileno=int(number)) for number in sys.argv[1:3])
+    _serve(listening, ends, sys.argv[3])

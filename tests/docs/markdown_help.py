@@ -15,6 +15,8 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 from mdit_py_plugins.anchors import anchors_plugin
 
+from tests.warm_runs import shell_functions
+
 ROOT = Path(__file__).parents[2]
 MARK = re.compile(r"<!-- not run: (.+) -->")
 NAME = re.compile(r"^#\s*([\w./-]+\.\w+)\b")
@@ -91,6 +93,7 @@ def type_in(folder: Path, command: str) -> tuple[int, str]:
         "PYTEST_ADDOPTS": "--color=no",
         "COLUMNS": "100",
         "CUDA_VISIBLE_DEVICES": "",  # the pages are those of a reader without GPUs
+        **shell_functions(),
     }
     done = subprocess.run(
         ["bash", "-c", command],
