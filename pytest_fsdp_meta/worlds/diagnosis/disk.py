@@ -17,7 +17,7 @@ MIN_FREE_FILES = 8
 MAX_OUTPUT = 64 * 2**20
 """Bytes on the disk above which the older part of a rank's output is discarded."""
 KEPT_OUTPUT = 2**20
-"""Bytes that are left of it then."""
+"""Bytes of the output that are kept then."""
 PUNCH_HOLE_KEEP_SIZE = 3
 """FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE: flags of fallocate that os.posix_fallocate does not accept."""
 

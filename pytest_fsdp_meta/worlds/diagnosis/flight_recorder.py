@@ -91,7 +91,7 @@ def _dumps() -> Iterator[Any]:
 
 
 def _groups() -> dict[str, Group]:
-    """Return the groups that this rank is in. Public torch gives the ranks of a group, but does not list the groups."""
+    """Return the groups that this rank is in, which torch's public API does not list."""
     world = sys.modules["torch.distributed"].distributed_c10d._world
     # Groups that this rank is not in have ranks there, but no name.
     mine = {

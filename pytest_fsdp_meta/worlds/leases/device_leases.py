@@ -158,7 +158,7 @@ class Leases:
             queue.release()
 
     def _try_devices(self, locks: dict[int, FileLock], count: int, required: Collection[int]) -> bool:
-        """Add the missing devices that are free to ``locks``; return whether it is complete."""
+        """Lock the missing devices that are free and add them to ``locks``; return whether none is missing."""
         for device in sorted(range(len(self._names)), key=lambda index: index not in required):
             spare = count - len(locks.keys() | required)
             if device not in locks and (device in required or spare > 0):
@@ -185,7 +185,7 @@ class Leases:
 
 @dataclass(frozen=True)
 class _Note:
-    """What a worker writes beside each device that it holds, and beside the queue while it is first in it."""
+    """What a worker writes beside each device that it holds, and beside the queue lock while it holds that."""
 
     worker: str
     purpose: str

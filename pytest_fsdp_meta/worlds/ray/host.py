@@ -36,9 +36,9 @@ NODE_VARIABLES = ("HOME", "HOSTNAME", "LD_LIBRARY_PATH", "PATH", "TMPDIR")
 NODE_PREFIXES = ("NCCL_", "GLOO_")
 """Prefixes of more such variables."""
 FROM_RANK = b"rank"
-"""Prefix of what the host sends: a pickled message of the rank follows."""
+"""Prefix of a message to the parent that contains a pickled message of the rank."""
 FROM_HOST = b"host"
-"""Prefix of what the host sends: the host's own pickled message follows."""
+"""Prefix of a message to the parent that contains a pickled message of the host itself."""
 POLL_INTERVAL = 0.5
 """Seconds between two looks at whether a rank has ended, for an end that no pipe signals."""
 LINGER = 60.0
@@ -163,7 +163,7 @@ class _Relay:
             shutil.rmtree(folder, ignore_errors=True)
 
     def run(self) -> None:
-        """Relay until the rank has ended and the parent has the news. Raises OSError or EOFError if the parent ends."""
+        """Relay until the rank has ended and the parent knows. Raises OSError or EOFError if the parent ends."""
         while not self._forward():
             if self.parent in connection.wait([self.parent, *self.member.handles], POLL_INTERVAL):
                 self._execute(pickle.loads(self.parent.recv_bytes()))
