@@ -20,7 +20,7 @@ def diary(name: str, *words: object) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):
-        from pytest_fsdp_meta.worlds.leases.leases import Leases
+        from pytest_fsdp_meta.worlds.leases.device_leases import Leases
 
         take = Leases._acquire
 

@@ -15,7 +15,7 @@ import pytest
 
 from pytest_fsdp_meta import fsdp_conformance, fsdp_spmd
 from pytest_fsdp_meta.worlds import current
-from pytest_fsdp_meta.worlds.leases.locks import FileLock
+from pytest_fsdp_meta.worlds.leases.file_lock import FileLock
 
 FOLDER = Path(os.environ["FSDP_SOAK"])
 TESTS: list[dict[str, Any]] = json.loads((FOLDER / "plan.json").read_text())

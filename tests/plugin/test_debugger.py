@@ -191,7 +191,7 @@ def test_without_a_terminal(project: Project) -> None:
     project.loaders(BOOM)
     result = project.run("--pdb")
     text = result.stdout.str()
-    assert text.count("--pdb: no debugger on rank 1 of 2: stdin is no terminal") == 1
+    assert text.count("--pdb: no debugger on rank 1 of 2: stdin is not a terminal") == 1
     assert "rank 1 raised RuntimeError: boom" in text
 
 
@@ -256,5 +256,5 @@ def test_a_breakpoint_without_a_terminal(project: Project, args: tuple[str, ...]
     project.loaders(STOPS.format(stop="breakpoint()"))
     result = project.run(*args)
     result.assert_outcomes(errors=1)
-    why = "RuntimeError: there is no terminal for a debugger on this rank: stdin is no terminal"
+    why = "RuntimeError: there is no terminal for a debugger on this rank: stdin is not a terminal"
     assert why in result.stdout.str()

@@ -163,7 +163,7 @@ def test_faults_are_told_and_the_next_loader_passes(
         assert not any("pytest_fsdp_meta/worlds" in line for line in told_of_it)
     deadlock = "\n".join(story(result, "test_deadlock[no_meta_params]"))
     assert re.search(r"rank 0 waits in all_reduce number 1 \(float\[2\], test_it.py:\d+\)", deadlock)
-    assert "they do not fit together: number 1 is not the same on these ranks" in deadlock
+    assert "mismatch: collective number 1 differs between these ranks" in deadlock
     assert "(the last 65536 of 10" in "\n".join(story(result, "test_flood[no_meta_params]"))
     assert project.notes == ["started"]
     monkeypatch.delenv(WORD)

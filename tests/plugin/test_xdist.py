@@ -254,7 +254,7 @@ def test_a_folder_of_somebody_else(project: Project) -> None:
         leasing = project.run("-n1", "--testrunuid", name, "--fsdp-device=cpu")
     finally:
         folder_of(name).unlink()
-    told = f"devices cannot be shared: {folder_of(name)} belongs to somebody else; remove it"
+    told = f"cannot share devices between workers: {folder_of(name)} is a link or belongs to another user; remove it"
     assert errors(counting) == [f"test_it.py::test_x: @fsdp_conformance: {told}"]
     leasing.assert_outcomes(errors=1)
     leasing.stdout.fnmatch_lines([f"*{told}*"])
@@ -276,7 +276,7 @@ def test_a_long_wait_is_told(project: Project, monkeypatch: pytest.MonkeyPatch) 
     result = project.run("-n2", "--fsdp-slots=2")
     result.assert_outcomes(passed=2)
     result.stderr.re_match_lines(
-        [r"\[gw\d\] test_it.py::test_x: waiting for 2 of 2 slots: gw\d holds 0, 1 for test_it.py::test_x, \d+ s"]
+        [r"\[gw\d\] test_it.py::test_x: waiting for 2 of 2 slots: gw\d holds 0, 1 for test_it.py::test_x \(\d+ s\)"]
     )
 
 

@@ -1,4 +1,4 @@
-"""What the tests of clusters share: small clusters on this machine, and the engine that runs in them."""
+"""Helpers for tests with Ray: small clusters on this machine, and engines that use them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NODE = {"num_cpus": 2, "object_store_memory": 80 * 2**20}
 
 @contextmanager
 def cluster_of(nodes: int) -> Iterator[Any]:
-    """A Ray cluster whose nodes are all on this machine, but know nothing of that."""
+    """Start a Ray cluster whose nodes all run on this machine, as if they were separate machines."""
     from ray.cluster_utils import Cluster
 
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

@@ -1,6 +1,6 @@
-"""Ranks that are kept by a host, as they are on the machines of a cluster; here without one, so without Ray.
+"""Ranks that a host starts, as on the machines of a Ray cluster, but tested without Ray.
 
-Host and parent share this process, and only the connections between them are what they are between machines.
+Host and parent run in this process; the connections between them are the same as between machines.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from pytest_fsdp_meta.worlds import ForkServerEngine, Sources, World, WorldError
 from pytest_fsdp_meta.worlds.rank.main import Assignment
 from pytest_fsdp_meta.worlds.ray import wire
 from pytest_fsdp_meta.worlds.ray.cluster import Seat
-from pytest_fsdp_meta.worlds.ray.engine import choose, places_of
-from pytest_fsdp_meta.worlds.ray.host import Host, LaunchRequest, settle_in
+from pytest_fsdp_meta.worlds.ray.engine import choose_seats, places_of
+from pytest_fsdp_meta.worlds.ray.host import Host, LaunchRequest, localize
 from pytest_fsdp_meta.worlds.ray.member import RemoteMember
 from pytest_fsdp_meta.worlds.spec import Place
 from tests.world_help import SOON, assert_gone, environment, is_running, me, preload, total
 from tests.worlds.test_faults import on_rank
 
 KEY = secrets.token_bytes(wire.KEY_BYTES)
-HOME = "127.0.0.1"
+LOCALHOST = "127.0.0.1"
 
 
 @dataclass
 class OneHost:
-    """An engine whose ranks have all one host."""
+    """An engine that starts all ranks on one host."""
 
     host: Host
     cwd: str = ""
@@ -52,13 +52,13 @@ class OneHost:
     def launch(self, spec: WorldSpec, folder: Path, leftovers: Sequence[str]) -> Iterator[RemoteMember]:
         self.members = []
         for rank in range(spec.size):
-            connect = lambda: wire.connect(HOME, self.host.port, KEY)  # noqa: E731
+            connect = lambda: wire.connect(LOCALHOST, self.host.port, KEY)  # noqa: E731
             member = RemoteMember(rank, lambda: "was lost with its host", connect, connect())
-            environ = os.environ | {"TOLD": "by the parent", "TMPDIR": "/of/the/parent"}
+            environ = os.environ | {"ORIGIN": "parent", "TMPDIR": "/of/the/parent"}
             task = Assignment(
                 Place(rank, rank, spec.size), spec, preload().sources, "", (), environ, self.cwd or os.getcwd()
             )
-            member.begin(LaunchRequest(task, self.shared, (*leftovers, *self.shared)))
+            member.start(LaunchRequest(task, self.shared, (*leftovers, *self.shared)))
             failure = member.await_start(60)
             if failure is not None:
                 member.release()
@@ -69,7 +69,7 @@ class OneHost:
 
 @pytest.fixture(scope="module")
 def host() -> Host:
-    return Host(ForkServerEngine(preload().sources), HOME, KEY)
+    return Host(ForkServerEngine(preload().sources), LOCALHOST, KEY)
 
 
 @pytest.fixture
@@ -89,22 +89,22 @@ def test_calls_large_messages_and_output(engine: OneHost) -> None:
         assert [(len(one), one[-1:]) for one in results] == [(size + 1, b"!")] * 2
         world.run(print, "so far")
         assert world.outputs() == ["so far\n"] * 2
-        assert world.run(me) == [(0, 2), (1, 2)], "what was asked beside the calls left nothing behind"
+        assert world.run(me) == [(0, 2), (1, 2)], "reading the output leaves no message behind"
         pids = world.run(os.getpid)
     assert world.outputs() == ["so far\n"] * 2
     assert_gone(pids)
 
 
-def test_a_machine_keeps_its_own_environment(engine: OneHost, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_some_environment_variables_come_from_the_node(engine: OneHost, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "of-the-node")
     monkeypatch.delenv("TMPDIR", raising=False)
-    names = ("TOLD", "TMPDIR", "NCCL_SOCKET_IFNAME", "MASTER_ADDR")
+    names = ("ORIGIN", "TMPDIR", "NCCL_SOCKET_IFNAME", "MASTER_ADDR")
     with pair(engine) as world:
         assert world.run(environment, names)[0] == {
-            "TOLD": "by the parent",
+            "ORIGIN": "parent",
             "TMPDIR": None,
             "NCCL_SOCKET_IFNAME": "of-the-node",
-            "MASTER_ADDR": HOME,
+            "MASTER_ADDR": LOCALHOST,
         }
 
 
@@ -116,7 +116,7 @@ def test_a_machine_keeps_its_own_environment(engine: OneHost, monkeypatch: pytes
         (lambda: 1 // 0, "rank 1 raised ZeroDivisionError: integer division or modulo by zero"),
     ],
 )
-def test_faults_are_passed_on(engine: OneHost, act: object, summary: str) -> None:
+def test_failures_reach_the_parent(engine: OneHost, act: object, summary: str) -> None:
     world = pair(engine)
     world.start()
     pids = world.run(os.getpid)
@@ -126,7 +126,7 @@ def test_faults_are_passed_on(engine: OneHost, act: object, summary: str) -> Non
     assert_gone(pids)
 
 
-def test_stacks_are_passed_on(engine: OneHost) -> None:
+def test_stacks_reach_the_parent(engine: OneHost) -> None:
     def oversleep() -> None:
         time.sleep(1000)
 
@@ -137,7 +137,7 @@ def test_stacks_are_passed_on(engine: OneHost) -> None:
     assert "in all_reduce" in str(caught.value)
 
 
-def test_a_rank_ends_with_its_connection_and_with_it_what_the_parent_shared(host: Host, tmp_path: Path) -> None:
+def test_a_lost_connection_ends_the_rank_and_removes_the_shared_folders(host: Host, tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     shared.mkdir()
     engine = OneHost(host, shared=(str(shared),))
@@ -146,7 +146,7 @@ def test_a_rank_ends_with_its_connection_and_with_it_what_the_parent_shared(host
     pids = world.run(os.getpid)
     assert all(map(is_running, pids))
     for member in engine.members:
-        member.release()  # as the system does for a parent that was killed
+        member.release()  # closes the connection, as the system does when the parent is killed
     assert_gone(pids)
     deadline = time.monotonic() + SOON
     while shared.exists():
@@ -155,7 +155,7 @@ def test_a_rank_ends_with_its_connection_and_with_it_what_the_parent_shared(host
     world.close()
 
 
-def test_what_the_parent_shares_stays_where_a_world_ends_as_it_should(host: Host, tmp_path: Path) -> None:
+def test_shared_folders_remain_when_the_parent_ends_the_world(host: Host, tmp_path: Path) -> None:
     engine = OneHost(host, shared=(str(tmp_path),))
     with pair(engine) as world:
         pids = world.run(os.getpid)
@@ -165,56 +165,54 @@ def test_what_the_parent_shares_stays_where_a_world_ends_as_it_should(host: Host
     assert tmp_path.exists()
 
 
-def test_a_machine_without_the_folder_of_the_project(
-    host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_node_without_the_project_folder(host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(WorldError) as caught:
         pair(OneHost(host, cwd="/not/here")).start()
     assert str(caught.value) == (
-        "node 127.0.0.1 has no folder /not/here, where pytest runs; every node must have the project at this path"
+        "node 127.0.0.1 has no folder /not/here, where pytest runs; every node needs the project at this path"
     )
     assert not list(tmp_path.glob("fsdp-world-*"))
 
 
-def test_a_machine_that_does_not_share_the_folder_of_the_trial(host: Host) -> None:
+def test_a_node_that_cannot_see_the_folder_of_the_trial(host: Host) -> None:
     with pytest.raises(WorldError) as caught:
         pair(OneHost(host, shared=("/not/shared",))).start()
     assert str(caught.value) == (
-        "node 127.0.0.1 does not see /not/shared, where the ranks of a loader meet their reference; set TMPDIR to a "
-        "folder that all nodes share"
+        "node 127.0.0.1 cannot see /not/shared, where the reference is stored; set TMPDIR to a folder that all nodes "
+        "share"
     )
 
 
-def test_a_machine_that_cannot_start_a_rank() -> None:
+def test_a_node_that_cannot_start_a_rank() -> None:
     class Broken(ForkServerEngine):
         def ready(self) -> None:
             raise EOFError("the server is gone")
 
     with pytest.raises(WorldError) as caught:
-        pair(OneHost(Host(Broken(preload().sources), HOME, KEY))).start()
+        pair(OneHost(Host(Broken(preload().sources), LOCALHOST, KEY))).start()
     assert str(caught.value) == "node 127.0.0.1 could not start a rank: EOFError: the server is gone"
 
 
-def test_what_the_rank_is_told_comes_from_both_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_localize_merges_the_environments_of_parent_and_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/of/the/node")
     monkeypatch.setenv("ONLY_ON_THE_NODE", "1")
-    environ = {"HOME": "/home/of/the/parent", "PATH": "/parent", "WORD": "parent", "GLOO_SOCKET_IFNAME": "parent0"}
+    environ = {"HOME": "/home/of/the/parent", "PATH": "/parent", "ORIGIN": "parent", "GLOO_SOCKET_IFNAME": "parent0"}
     task = Assignment(Place(0, 0, 1), WorldSpec({"dp": 1}), Sources(), "", (), environ, str(tmp_path))
-    settled = settle_in(LaunchRequest(task), tmp_path, HOME)
-    assert settled.environ["HOME"] == "/home/of/the/node"
-    assert settled.environ["PATH"] == os.environ["PATH"]
-    assert settled.environ["WORD"] == "parent"
-    assert "ONLY_ON_THE_NODE" not in settled.environ
-    assert settled.folder == str(tmp_path)
+    localized = localize(LaunchRequest(task), tmp_path, LOCALHOST)
+    assert localized.environ["HOME"] == "/home/of/the/node"
+    assert localized.environ["PATH"] == os.environ["PATH"]
+    assert localized.environ["ORIGIN"] == "parent"
+    assert "ONLY_ON_THE_NODE" not in localized.environ
+    assert localized.folder == str(tmp_path)
 
 
-def test_who_has_another_key_is_told_nothing_and_keeps_nobody(engine: OneHost) -> None:
-    with socket.create_connection((HOME, engine.host.port)) as silent:
+def test_a_client_with_another_key_is_rejected_and_blocks_nobody(engine: OneHost) -> None:
+    with socket.create_connection((LOCALHOST, engine.host.port)) as silent:
         with pytest.raises(OSError):
-            wire.connect(HOME, engine.host.port, b"0" * wire.KEY_BYTES)
-        with socket.create_connection((HOME, engine.host.port)) as replaying:
-            # What the host says first, given back to it as if it were an own challenge, and so its own answer.
+            wire.connect(LOCALHOST, engine.host.port, b"0" * wire.KEY_BYTES)
+        with socket.create_connection((LOCALHOST, engine.host.port)) as replaying:
+            # Send the host's challenge back as our own, and then its answer back as our proof.
             replaying.settimeout(SOON)
             challenge = replaying.recv(wire.KEY_BYTES)
             replaying.sendall(challenge)
@@ -223,7 +221,7 @@ def test_who_has_another_key_is_told_nothing_and_keeps_nobody(engine: OneHost) -
             assert _rest(replaying) == b""
         with pair(engine) as world:
             assert world.run(me) == [(0, 2), (1, 2)]
-        assert silent.recv(wire.KEY_BYTES), "it still waits for this one to prove itself"
+        assert silent.recv(wire.KEY_BYTES), "the host still waits for the proof of this client"
 
 
 def _rest(connection: socket.socket) -> bytes:
@@ -233,21 +231,21 @@ def _rest(connection: socket.socket) -> bytes:
         return b""
 
 
-def test_seats_are_taken_evenly_and_those_of_a_node_together() -> None:
+def test_seats_are_chosen_evenly_and_grouped_by_node() -> None:
     def seat(node: str, port: int, gpus: tuple[str, ...] = ()) -> Seat:
         return Seat(node, f"10.0.0.{node}", port, f"eth{node}", gpus, 1)
 
     seats = [seat("1", 1), seat("2", 2), seat("1", 3), seat("1", 4), seat("2", 5)]
-    assert [one.port for one in choose(seats, 1)] == [1]
-    assert [one.port for one in choose(seats, 2)] == [1, 2]
-    assert [one.port for one in choose(seats, 3)] == [1, 3, 2]
-    assert [one.port for one in choose(seats, 5)] == [1, 3, 4, 2, 5]
-    assert places_of(choose(seats, 3)) == [
+    assert [one.port for one in choose_seats(seats, 1)] == [1]
+    assert [one.port for one in choose_seats(seats, 2)] == [1, 2]
+    assert [one.port for one in choose_seats(seats, 3)] == [1, 3, 2]
+    assert [one.port for one in choose_seats(seats, 5)] == [1, 3, 4, 2, 5]
+    assert places_of(choose_seats(seats, 3)) == [
         Place(0, 0, 2, 0, 2, "10.0.0.1", "eth1"),
         Place(1, 1, 2, 0, 2, "10.0.0.1", "eth1"),
         Place(2, 0, 1, 1, 2, "10.0.0.2", "eth2"),
     ]
-    assert places_of([seats[0], seats[2]]) == [Place(0, 0, 2), Place(1, 1, 2)], "on one machine as ever"
+    assert places_of([seats[0], seats[2]]) == [Place(0, 0, 2), Place(1, 1, 2)], "on one node as in a local world"
     assert replace(places_of([seats[0]])[0]).interface == "lo"
 
 

@@ -1,7 +1,7 @@
-"""Two nodes that have nothing in common but a cable: each in a network namespace of its own, joined by a veth pair.
+"""A Ray cluster of two nodes in separate network namespaces, connected by a veth pair only.
 
-Neither has another network, so what connects their ranks is nothing that one machine alone could give. One of them does
-not see the other's temporary folder either. Needs the rights to make namespaces, as root has them.
+So ranks on the two nodes cannot use loopback to reach each other, as they could on one machine. The second node cannot
+see the temporary folder of the first either. Creating namespaces needs the rights of root.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ pytest.importorskip("ray", reason="Ray is not installed here; make ray has it")
 from tests.conftest import TINY
 from tests.world_help import ROOT, SOON, assert_gone
 
-HERE, THERE = "10.213.7.1", "10.213.7.2"
+FIRST, SECOND = "10.213.7.1", "10.213.7.2"
 PORT = 6379
 PATIENCE = 120
+"""Seconds for one command."""
 RAY = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "12" * 32}
 
 
 @dataclass
 class Cable:
-    """Two namespaces and a Ray cluster of both; ``private`` is a folder that only the first one sees."""
+    """Two connected namespaces with a Ray cluster; only the first sees the folder ``private``."""
 
     names: tuple[str, str]
     private: Path
@@ -54,8 +55,8 @@ class Cable:
         ip("-n", self.names[1], "link", "set", "cable", "down")
 
     def pids(self, side: int) -> list[int]:
-        told = subprocess.run(["ip", "netns", "pids", self.names[side]], capture_output=True, text=True, check=False)
-        return [int(word) for word in told.stdout.split()]
+        listing = subprocess.run(["ip", "netns", "pids", self.names[side]], capture_output=True, text=True, check=False)
+        return [int(pid) for pid in listing.stdout.split()]
 
 
 def ip(*arguments: str) -> None:
@@ -64,29 +65,29 @@ def ip(*arguments: str) -> None:
 
 @pytest.fixture
 def cable() -> Iterator[Cable]:
-    """Made anew for each test, because one of them cuts it."""
+    """Recreated for each test, because one test cuts it."""
     if shutil.which("ip") is None:
-        pytest.skip("there is no command ip here, from iproute2")
+        pytest.skip("the command ip (iproute2) is not installed")
     names = f"fsdp-a{os.getpid()}", f"fsdp-b{os.getpid()}"
-    folder = Path(tempfile.mkdtemp(prefix="fsdp-ns-", dir="/tmp"))  # Ray's sockets have room for a short name only
-    made = Cable(names, folder / "private")
-    made.private.mkdir()
+    folder = Path(tempfile.mkdtemp(prefix="fsdp-ns-", dir="/tmp"))  # short, because socket paths are limited
+    created = Cable(names, folder / "private")
+    created.private.mkdir()
     try:
         try:
             for name in names:
                 ip("netns", "add", name)
             ip("link", "add", "cable", "netns", names[0], "type", "veth", "peer", "name", "cable", "netns", names[1])
         except subprocess.CalledProcessError as error:
-            pytest.skip(f"no network namespaces may be made here: {error.stderr.strip()}")
-        for name, address in zip(names, (HERE, THERE), strict=True):
+            pytest.skip(f"network namespaces are not permitted: {error.stderr.strip()}")
+        for name, address in zip(names, (FIRST, SECOND), strict=True):
             ip("-n", name, "address", "add", f"{address}/24", "dev", "cable")
             ip("-n", name, "link", "set", "cable", "up")
             ip("-n", name, "link", "set", "lo", "up")
-        _start_ray(made, folder)
-        yield made
+        _start_ray(created, folder)
+        yield created
     finally:
         for side in (0, 1):
-            for pid in made.pids(side):
+            for pid in created.pids(side):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             subprocess.run(["ip", "netns", "del", names[side]], check=False, capture_output=True)
@@ -96,16 +97,16 @@ def cable() -> Iterator[Cable]:
 def _start_ray(cable: Cable, folder: Path) -> None:
     ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--num-cpus=1", "--object-store-memory=80000000"]
     head = ["--head", f"--port={PORT}", "--include-dashboard=false", f"--temp-dir={folder}/ray"]
-    _done(cable.run([*ray, f"--node-ip-address={HERE}", *head]))
-    # A mount of its own hides the folder from this node.
+    _wait_for(cable.run([*ray, f"--node-ip-address={FIRST}", *head]))
+    # An empty file system mounted over the folder hides it from this node.
     hidden = f'mount -t tmpfs none "{cable.private}" && exec "$@"'
-    alone = ["unshare", "--mount", "--propagation=private", "sh", "-c", hidden, "sh"]
-    _done(cable.run([*alone, *ray, f"--node-ip-address={THERE}", f"--address={HERE}:{PORT}"], side=1))
+    isolated = ["unshare", "--mount", "--propagation=private", "sh", "-c", hidden, "sh"]
+    _wait_for(cable.run([*isolated, *ray, f"--node-ip-address={SECOND}", f"--address={FIRST}:{PORT}"], side=1))
 
 
-def _done(process: subprocess.Popen[str]) -> None:
-    told, _ = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 0, told
+def _wait_for(process: subprocess.Popen[str]) -> None:
+    output, _ = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0, output
 
 
 WORLDS = f"""
@@ -114,8 +115,8 @@ from pytest_fsdp_meta.worlds import RayEngine, Sources, World, WorldError, World
 from tests.world_help import environment, total
 
 PLACE = ["RANK", "LOCAL_RANK", "GROUP_RANK", "LOCAL_WORLD_SIZE", "GLOO_SOCKET_IFNAME"]
-engine = RayEngine("{HERE}:{PORT}", Sources(tuple(sys.path)))
-said = {{}}
+engine = RayEngine("{FIRST}:{PORT}", Sources(tuple(sys.path)))
+results = {{}}
 
 def join():
     import torch.distributed as dist
@@ -123,22 +124,22 @@ def join():
     return total(2.0)
 
 with World(WorldSpec({{"dp": 2}}, timeout=60), engine) as world:
-    said["sums"] = world.run(total, 1.0)
-    said["networks"] = len(set(world.run(os.readlink, "/proc/self/ns/net")))
-    said["places"] = [list(place.values()) for place in world.run(environment, PLACE)]
-    said["master"] = sorted({{place["MASTER_ADDR"] for place in world.run(environment, ["MASTER_ADDR"])}})
-    said["large"] = [len(data) for data in world.run(lambda data: data, b"x" * 3_000_000)]
+    results["sums"] = world.run(total, 1.0)
+    results["networks"] = len(set(world.run(os.readlink, "/proc/self/ns/net")))
+    results["places"] = [list(place.values()) for place in world.run(environment, PLACE)]
+    results["master"] = sorted({{place["MASTER_ADDR"] for place in world.run(environment, ["MASTER_ADDR"])}})
+    results["large"] = [len(data) for data in world.run(lambda data: data, b"x" * 3_000_000)]
     world.run(print, "written there")
-    said["outputs"] = [output.endswith("written there\\n") for output in world.outputs()]
+    results["outputs"] = [output.endswith("written there\\n") for output in world.outputs()]
 with World(WorldSpec({{"dp": 2}}, timeout=60, process_group="loader"), engine) as world:
-    said["loader"] = world.run(join)
+    results["loader"] = world.run(join)
 try:
     with World(WorldSpec({{"dp": 2}}, timeout=3), engine) as world:
         world.run(time.sleep, 1000)
 except WorldError as error:
-    said["hang"] = error.summary, "stood at" in str(error)
+    results["hang"] = error.summary, "stood at" in str(error)
 engine.close()
-print(json.dumps(said))
+print(json.dumps(results))
 """
 
 
@@ -146,11 +147,11 @@ def test_a_world_over_two_networks(cable: Cable, tmp_path: Path) -> None:
     script = tmp_path / "worlds.py"
     script.write_text(WORLDS)
     process = cable.run([sys.executable, str(script)])
-    told, _ = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 0, told
-    said = json.loads(told.splitlines()[-1])
-    assert said.pop("master") in ([HERE], [THERE])
-    assert said == {
+    output, _ = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0, output
+    results = json.loads(output.splitlines()[-1])
+    assert results.pop("master") in ([FIRST], [SECOND])
+    assert results == {
         "sums": [1.0, 1.0],
         "networks": 2,
         "places": [["0", "0", "0", "1", "cable"], ["1", "0", "1", "1", "cable"]],
@@ -165,7 +166,7 @@ CUT = f"""
 import os, sys, time
 from pytest_fsdp_meta.worlds import RayEngine, Sources, World, WorldError, WorldSpec
 
-engine = RayEngine("{HERE}:{PORT}", Sources(tuple(sys.path)))
+engine = RayEngine("{FIRST}:{PORT}", Sources(tuple(sys.path)))
 try:
     with World(WorldSpec({{"dp": 2}}, timeout=100), engine) as world:
         print("addresses", *[seat.address for seat in engine.seats], flush=True)
@@ -173,11 +174,11 @@ try:
         world.run(time.sleep, 1000)
 except WorldError as error:
     print("lost", error.summary, flush=True)
-os._exit(0)  # Ray has lost half of its cluster, and takes its time
+os._exit(0)  # Ray's own shutdown is slow after half of its cluster was lost
 """
 
 
-def test_a_node_whose_cable_is_cut(cable: Cable, tmp_path: Path) -> None:
+def test_a_node_that_loses_its_network(cable: Cable, tmp_path: Path) -> None:
     script = tmp_path / "cut.py"
     script.write_text(CUT)
     process = cable.run([sys.executable, str(script)])
@@ -188,11 +189,11 @@ def test_a_node_whose_cable_is_cut(cable: Cable, tmp_path: Path) -> None:
     pids = [int(word) for word in line.split()[1:]]
     cable.cut()
     began = time.monotonic()
-    told = next(line for line in process.stdout if line.startswith("lost "))
+    line = next(line for line in process.stdout if line.startswith("lost "))
     assert time.monotonic() - began < SOON, "TCP alone would wait for a quarter of an hour"
     process.kill()
     process.wait()
-    assert re.fullmatch(rf"lost rank [01] was lost with its node {re.escape(THERE)} \(\w{{8}}\)\n", told)
+    assert re.fullmatch(rf"lost rank [01] was lost with its node {re.escape(SECOND)} \(\w{{8}}\)\n", line)
     assert_gone(pids, SOON)
 
 
@@ -211,19 +212,19 @@ def test_body(fsdp):
 """
 
 
-def test_pytest_with_a_temporary_folder_that_is_not_shared(cable: Cable, tmp_path: Path) -> None:
+def test_a_temporary_folder_that_the_nodes_do_not_share(cable: Cable, tmp_path: Path) -> None:
     text = TINY.format(folder=str(tmp_path)).replace("import Subject", "import Subject, fsdp_spmd")
     (tmp_path / "test_it.py").write_text(text + LOADER)
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), str(tmp_path)]
-    options = ["--fsdp-engine=ray", f"--fsdp-ray-address={HERE}:{PORT}"]
-    told, _ = cable.run([*command, *options], TMPDIR=str(cable.private)).communicate(timeout=PATIENCE)
+    options = ["--fsdp-engine=ray", f"--fsdp-ray-address={FIRST}:{PORT}"]
+    output, _ = cable.run([*command, *options], TMPDIR=str(cable.private)).communicate(timeout=PATIENCE)
     assert re.search(
-        rf"could not be judged: node {THERE} does not see {cable.private}/fsdp-trial-[\w-]+, where the ranks of a "
-        "loader meet their reference; set TMPDIR to a folder that all nodes share",
-        told,
-    ), told
-    assert "assert 2.0 == 3" in told, "a test body needs no shared folder, and its assert is rewritten over there"
+        rf"could not be judged: node {SECOND} cannot see {cable.private}/fsdp-trial-[\w-]+, where the reference is "
+        "stored; set TMPDIR to a folder that all nodes share",
+        output,
+    ), output
+    assert "assert 2.0 == 3" in output, "@fsdp_spmd needs no shared folder, and its asserts are rewritten on every node"
     shared = cable.private.parent / "shared"
     shared.mkdir()
-    told, _ = cable.run([*command, *options], TMPDIR=str(shared)).communicate(timeout=PATIENCE)
-    assert "1 failed, 2 passed" in told, told
+    output, _ = cable.run([*command, *options], TMPDIR=str(shared)).communicate(timeout=PATIENCE)
+    assert "1 failed, 2 passed" in output, output

@@ -1,4 +1,4 @@
-"""Worlds over the nodes of a Ray cluster: where ranks are, what is lost with a node, and pytest from end to end."""
+"""Worlds on a Ray cluster: the places of ranks, lost nodes, and whole pytest runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytest.importorskip("ray", reason="Ray is not installed here; make ray has it")
 
 from pytest_fsdp_meta.worlds import RayEngine, World, WorldError, WorldSpec, current
 from pytest_fsdp_meta.worlds.ray import engine as ray_engine
-from pytest_fsdp_meta.worlds.ray.engine import choose
+from pytest_fsdp_meta.worlds.ray.engine import choose_seats
 from tests.conftest import Project
 from tests.ray.ray_help import NODE, cluster_of, engine_of
 from tests.world_help import SOON, assert_gone, ended_at_last, environment, is_running, run_script, total
@@ -38,16 +38,16 @@ def engine(cluster: Any) -> Iterator[RayEngine]:
         yield connected
 
 
-def world_of(engine: RayEngine, size: int, timeout: float = 60.0, **given: Any) -> World:
-    return World(WorldSpec({"dp": size}, timeout=timeout, **given), engine)
+def world_of(engine: RayEngine, size: int, timeout: float = 60.0) -> World:
+    return World(WorldSpec({"dp": size}, timeout=timeout), engine)
 
 
-def test_ranks_are_spread_over_the_nodes_as_torchrun_numbers_them(engine: RayEngine) -> None:
+def test_ranks_are_spread_over_the_nodes_and_numbered_like_torchrun(engine: RayEngine) -> None:
     with world_of(engine, 4) as world:
-        told = world.run(environment, (*PLACES, "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME"))
+        environments = world.run(environment, (*PLACES, "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME"))
         assert world.run(total, 1.0) == [6.0] * 4
         assert world.run(lambda: (current().rank, current().local_rank)) == [(0, 0), (1, 1), (2, 0), (3, 1)]
-    assert [[one[name] for name in PLACES] for one in told] == [
+    assert [[environ[name] for name in PLACES] for environ in environments] == [
         ["0", "0", "2", "0", "2", "4", "0"],
         ["1", "1", "2", "0", "2", "4", "1"],
         ["2", "0", "2", "1", "2", "4", "2"],
@@ -56,17 +56,18 @@ def test_ranks_are_spread_over_the_nodes_as_torchrun_numbers_them(engine: RayEng
     import ray
 
     node = ray.util.get_node_ip_address()
-    assert {(one["MASTER_ADDR"], one["GLOO_SOCKET_IFNAME"] != "lo") for one in told} == {(node, node != "127.0.0.1")}
-    assert len({one["MASTER_PORT"] for one in told}) == 1
+    addresses = {(environ["MASTER_ADDR"], environ["GLOO_SOCKET_IFNAME"] != "lo") for environ in environments}
+    assert addresses == {(node, node != "127.0.0.1")}
+    assert len({environ["MASTER_PORT"] for environ in environments}) == 1
 
 
-def test_two_ranks_have_two_nodes_and_one_has_the_machine_for_itself(engine: RayEngine) -> None:
+def test_two_ranks_use_two_nodes_and_one_rank_uses_loopback(engine: RayEngine) -> None:
     with world_of(engine, 2) as world, world_of(engine, 1) as alone:
-        assert [one["GROUP_RANK"] for one in world.run(environment, ["GROUP_RANK"])] == ["0", "1"]
+        assert [environ["GROUP_RANK"] for environ in world.run(environment, ["GROUP_RANK"])] == ["0", "1"]
         assert alone.run(environment, ["MASTER_ADDR", "GLOO_SOCKET_IFNAME"]) == [
             {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
         ]
-        assert world.run(total, 1.0) == [1.0, 1.0], "both worlds live at the same time, in the same seats"
+        assert world.run(total, 1.0) == [1.0, 1.0], "both worlds run at the same time, in the same seats"
     assert len(engine.seats) <= 4
 
 
@@ -74,30 +75,30 @@ def test_a_world_larger_than_the_cluster(engine: RayEngine) -> None:
     began = time.monotonic()
     with pytest.raises(WorldError) as caught:
         world_of(engine, 5).start()
-    assert str(caught.value) == "a world of 5 needs 5 CPUs, the cluster has 4"
+    assert str(caught.value) == "a world of 5 needs 5 CPUs, but the Ray cluster has 4"
     assert time.monotonic() - began < SOON
     with world_of(engine, 4) as world:
-        assert world.run(total, 1.0) == [6.0] * 4, "what was there before still is"
+        assert world.run(total, 1.0) == [6.0] * 4, "the refused world changed nothing"
 
 
-def test_seats_that_others_have_are_waited_for_and_then_told(cluster: Any, engine: RayEngine) -> None:
+def test_waiting_for_reserved_seats_fails_after_the_timeout(cluster: Any, engine: RayEngine) -> None:
     import ray
     from ray.util import placement_group, remove_placement_group
 
-    engine.give_back()
+    engine.release_seats()
     taken = placement_group([{"CPU": 1}] * 3)
     ray.get(taken.ready(), timeout=60)
     with pytest.raises(WorldError) as caught:
         world_of(engine, 2, timeout=2.0).start()
     assert re.fullmatch(
-        r"a world of 2 waited [23] s for 2 seats in the cluster, where 1 CPUs? (is|are) free", str(caught.value)
+        r"a world of 2 waited [23] s for room for 2 ranks in the Ray cluster \(free CPUs: 1\)", str(caught.value)
     )
     remove_placement_group(taken)
     with world_of(engine, 2) as world:
         assert world.run(total, 1.0) == [1.0, 1.0]
 
 
-def test_seats_are_left_to_another_session_that_waits(
+def test_seats_are_released_for_a_waiting_session(
     cluster: Any, engine: RayEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ray_engine, "HOLD", 0.0)
@@ -108,7 +109,7 @@ def test_seats_are_left_to_another_session_that_waits(
     def use(other: RayEngine) -> None:
         with world_of(other, 2) as world:
             results.append(world.run(total, 1.0))
-        other.give_back()
+        other.release_seats()
 
     with engine_of(cluster) as other:
         other.start()
@@ -118,21 +119,21 @@ def test_seats_are_left_to_another_session_that_waits(
         while not engine._running.is_wanted():
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        with world_of(engine, 4) as world:  # gives its seats back, and waits for all four of them
+        with world_of(engine, 4) as world:  # releases its seats, then waits for all four of them
             assert results == [[1.0, 1.0]]
             assert world.run(total, 1.0) == [6.0] * 4
         waiting.join(SOON)
 
 
 def actor_of(engine: RayEngine, rank: int) -> Any:
-    """The actor of a rank of a world that takes all seats of one node after those of another."""
-    seat = choose(engine.seats, 2)[rank]
+    """Return the actor of one rank of a world of two."""
+    seat = choose_seats(engine.seats, 2)[rank]
     return next(
         actor for group in engine._groups for actor, own in zip(group.actors, group.seats, strict=True) if own == seat
     )
 
 
-def test_a_host_that_is_killed(engine: RayEngine) -> None:
+def test_a_killed_host(engine: RayEngine) -> None:
     import ray
 
     world = world_of(engine, 2)
@@ -142,7 +143,7 @@ def test_a_host_that_is_killed(engine: RayEngine) -> None:
     with pytest.raises(WorldError) as caught:
         world.run(total, 1.0)
     assert re.fullmatch(
-        r"rank 1 was lost with its actor on node \S+ \(\w{8}\), where Ray's logs may say why it ended",
+        r"rank 1 was lost with its actor on node \S+ \(\w{8}\); Ray's logs there may say why it ended",
         caught.value.summary,
     )
     assert_gone(pids)
@@ -150,13 +151,13 @@ def test_a_host_that_is_killed(engine: RayEngine) -> None:
         assert world.run(total, 1.0) == [1.0, 1.0]
 
 
-def test_a_node_that_is_killed_in_mid_test(cluster: Any, engine: RayEngine) -> None:
-    engine.give_back()
+def test_a_node_killed_during_a_test(cluster: Any, engine: RayEngine) -> None:
+    engine.release_seats()
     node = cluster.add_node(**NODE)
     world = world_of(engine, 3)
     world.start()
     pids = world.run(os.getpid)
-    lost = [seat.node for seat in choose(engine.seats, 3)].index(node.node_id)
+    lost = [seat.node for seat in choose_seats(engine.seats, 3)].index(node.node_id)
     threading.Timer(1.0, cluster.remove_node, (node,), {"allow_graceful": False}).start()
     began = time.monotonic()
     with pytest.raises(WorldError) as caught:
@@ -168,11 +169,11 @@ def test_a_node_that_is_killed_in_mid_test(cluster: Any, engine: RayEngine) -> N
     assert_gone(pids)
     with pytest.raises(WorldError) as caught:
         world_of(engine, 6).start()
-    assert str(caught.value) == "a world of 6 needs 6 CPUs, the cluster has 4"
+    assert str(caught.value) == "a world of 6 needs 6 CPUs, but the Ray cluster has 4"
     with world_of(engine, 3) as smaller:
         assert smaller.run(total, 1.0) == [3.0] * 3
         places = [one["GROUP_RANK"] for one in smaller.run(environment, ["GROUP_RANK"])]
-        assert places in (["0", "0", "1"], ["0", "1", "1"]), "on the two nodes that are left"
+        assert places in (["0", "0", "1"], ["0", "1", "1"]), "on the two remaining nodes"
 
 
 PARENT = """
@@ -187,14 +188,12 @@ world.run(time.sleep, 1000)
 
 
 @pytest.mark.parametrize("embedded", [False, True], ids=["cluster", "embedded"])
-def test_ranks_end_with_a_parent_that_is_killed(
-    cluster: Any, engine: RayEngine, tmp_path: Path, embedded: bool
-) -> None:
-    engine.give_back()
+def test_ranks_end_when_their_parent_is_killed(cluster: Any, engine: RayEngine, tmp_path: Path, embedded: bool) -> None:
+    engine.release_seats()
     text = PARENT.format(address="local" if embedded else cluster.address)
     with ended_at_last(run_script(text, tmp_path)) as process:
         assert process.stdout is not None
-        # Ray tells every new driver of nodes that were lost before.
+        # Skip Ray's messages about nodes that were lost before.
         line = next(line for line in process.stdout if re.fullmatch(r"\d+ \d+\n", line))
         pids = [int(word) for word in line.split()]
         assert len(pids) == 2
@@ -233,18 +232,20 @@ def verdicts(project: Project, *args: str) -> dict[str, str]:
     return dict(re.findall(r"^(\S+::\S+) (PASSED|FAILED|SKIPPED|ERROR|UNJUDGED)", result.stdout.str(), re.MULTILINE))
 
 
-def test_a_loader_is_judged_over_two_nodes_as_on_one_machine(cluster: Any, engine: RayEngine, project: Project) -> None:
-    engine.give_back()
+def test_a_loader_gets_the_same_outcomes_on_two_nodes_as_on_one_machine(
+    cluster: Any, engine: RayEngine, project: Project
+) -> None:
+    engine.release_seats()
     project.loaders(LOADERS)
     local = verdicts(project)
-    over = verdicts(project, "--fsdp-engine=ray", f"--fsdp-ray-address={cluster.address}")
-    assert over == local
+    remote = verdicts(project, "--fsdp-engine=ray", f"--fsdp-ray-address={cluster.address}")
+    assert remote == local
     assert len(local) > 80
     assert local["test_it.py::test_good[params_equal_reference]"] == "PASSED"
     assert local["test_it.py::test_broken[params_equal_reference]"] == "FAILED"
 
 
-def test_a_cluster_of_this_machine_alone_ends_with_the_run(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_embedded_cluster_ends_with_the_run(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("HOME", str(project.path))
     project.loaders(
@@ -264,14 +265,14 @@ def test_a_cluster_of_this_machine_alone_ends_with_the_run(project: Project, mon
     result = project.run("--fsdp-engine=ray")
     result.assert_outcomes(passed=1, errors=1)
     assert "ranks 0, 1 raised ValueError: not today" in result.stdout.str()
-    assert "--fsdp-engine=ray" in result.stdout.str(), "the command that runs it again means the same run"
+    assert "--fsdp-engine=ray" in result.stdout.str(), "the rerun command has the option"
     assert_gone(map(int, project.notes))
-    assert not _rays_of(project.path)
-    assert not (project.path / ".ray").exists(), "where Ray leaves a token"
+    assert not _ray_processes_in(project.path)
+    assert not (project.path / ".ray").exists(), "Ray would store a token there"
 
 
-def _rays_of(folder: Path) -> list[str]:
-    """The command lines of what still runs of a Ray cluster that was started there."""
+def _ray_processes_in(folder: Path) -> list[str]:
+    """Return the command lines of processes that still run in this folder, without this one."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
@@ -283,17 +284,17 @@ def _rays_of(folder: Path) -> list[str]:
     return found
 
 
-def test_a_cluster_that_is_not_there(project: Project) -> None:
+def test_an_address_without_a_cluster(project: Project) -> None:
     project.loaders("@fsdp_conformance(world_size=2)\ndef test_it(fsdp): return load(fsdp)")
     result = project.run("--fsdp-engine=ray", "--fsdp-ray-address=127.0.0.1:1")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     text = result.stdout.str() + result.stderr.str()
-    assert "no Ray cluster answers at 127.0.0.1:1; see --fsdp-ray-address and RAY_ADDRESS" in text
+    assert "no Ray cluster answers at 127.0.0.1:1; check --fsdp-ray-address and RAY_ADDRESS" in text
     assert "Traceback" not in text
 
 
-def test_the_pytest_process_still_imports_no_torch(cluster: Any, engine: RayEngine, tmp_path: Path) -> None:
-    engine.give_back()
+def test_the_pytest_process_imports_no_torch(cluster: Any, engine: RayEngine, tmp_path: Path) -> None:
+    engine.release_seats()
     text = f"""
 import sys
 from pytest_fsdp_meta.worlds import RayEngine, Sources, World, WorldSpec

@@ -1,4 +1,4 @@
-"""The faults of worlds over again, on a Ray cluster of two nodes: each told in the same words, nothing left behind."""
+"""The tests of failing worlds, repeated on a Ray cluster of two nodes: the same messages, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ from tests.worlds.test_hangs import *  # noqa: F403
 from tests.worlds.test_output import *  # noqa: F403
 from tests.worlds.test_resources import *  # noqa: F403
 
-OTHERWISE = {
-    "test_a_rank_that_cannot_have_its_device": "the cluster is asked for GPUs first, which it has not",
+DIFFERENT = {
+    "test_a_rank_that_cannot_have_its_device": "the request for GPUs is refused first, because the cluster has none",
     "test_ranks_heed_the_signals_that_their_fork_server_ignores": "Ray takes SIGTERM in the pytest process",
-    "test_the_process_that_ranks_are_forked_from_is_killed": "there is one on every node",
-    "test_no_file_descriptor_is_left": "the cluster is asked for CPUs first, of which it has not as many",
-    "test_ranks_end_when_their_parent_is_killed": "the parent uses its own machine; test_ray.py has one that does not",
-    "test_a_parent_killed_while_it_starts_leaves_nothing": "the parent uses its own machine",
+    "test_the_process_that_ranks_are_forked_from_is_killed": "every node has a fork server of its own",
+    "test_no_file_descriptor_is_left": "the request for CPUs is refused first, because the cluster has too few",
+    "test_ranks_end_when_their_parent_is_killed": "that parent uses no cluster; test_ray.py tests one that does",
+    "test_a_parent_killed_while_it_starts_leaves_nothing": "that parent uses no cluster",
 }
+"""Tests that behave differently on a cluster, with the reason."""
+assert DIFFERENT.keys() <= globals().keys(), "a test named here was renamed"
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +38,6 @@ def ray_engine() -> Iterator[RayEngine]:
 @pytest.fixture(autouse=True)
 def _on_the_cluster(request: pytest.FixtureRequest, ray_engine: RayEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     name = request.node.originalname
-    if name in OTHERWISE:
-        pytest.skip(OTHERWISE[name])
+    if name in DIFFERENT:
+        pytest.skip(DIFFERENT[name])
     monkeypatch.setattr(world_help, "preload", lambda: ray_engine)

@@ -328,6 +328,5 @@ def test_no_file_descriptor_is_left() -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert str(caught.value) == (
-        f"no file descriptor is left for another rank, of which each takes four in the pytest process ({most} at most, "
-        "see ulimit -n)"
+        f"out of file descriptors (limit {most}); the pytest process needs 4 for each rank; raise it with ulimit -n"
     )

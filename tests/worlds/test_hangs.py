@@ -1,4 +1,4 @@
-"""What is told of a world that does not answer: who waits for whom, and where every rank stands."""
+"""The description of a world that hangs: which ranks wait for which, and where every rank is."""
 
 from __future__ import annotations
 
@@ -22,22 +22,23 @@ from pytest_fsdp_meta.worlds.diagnosis.hang import describe
 from pytest_fsdp_meta.worlds.rank import tracebacks
 from tests.world_help import assert_gone, fails, preload, world_of
 
-HERE = r"test_hangs.py:\d+"
+LINE = r"test_hangs.py:\d+"
 
 
 def hung(size: int, function: Callable[..., object], *args: object) -> WorldError:
+    """Return the error of a world whose ranks hang in this function."""
     stuck = world_of(size, timeout=2.0)
     stuck.start()
     return fails(stuck, function, *args)
 
 
-def stood(error: WorldError) -> dict[str, str]:
-    """What the ranks are said to have stood at, by their names."""
+def stacks_of(error: WorldError) -> dict[str, str]:
+    """Return the stacks in the message of an error, by the ranks that they belong to."""
     return dict(re.findall(r"(ranks? [\d, -]+) stood at \(innermost last\):\n((?:  .*\n?)+)", str(error)))
 
 
 def late(absent: Callable[[], object]) -> Callable[[], None]:
-    """Rank 1 does something else, while the others wait for it."""
+    """Return a function in which rank 1 calls ``absent`` while the other ranks wait for it in an all_reduce."""
 
     def function() -> None:
         import torch
@@ -52,7 +53,7 @@ def late(absent: Callable[[], object]) -> Callable[[], None]:
     return function
 
 
-def test_a_deadlock_shows_who_waits_for_whom_and_the_stacks_of_all_ranks() -> None:
+def test_a_deadlock_shows_the_collectives_and_the_stacks_of_all_ranks() -> None:
     def oversleep() -> None:
         time.sleep(1000)
 
@@ -61,28 +62,28 @@ def test_a_deadlock_shows_who_waits_for_whom_and_the_stacks_of_all_ranks() -> No
     assert {one.kind for one in error.failures} == {"hung"}
     assert re.fullmatch(
         "in the default group:\n"
-        rf"  ranks 0, 2 wait in all_reduce number 2 \(float\[3\], {HERE}\)\n"
-        rf"  rank 1 did not enter it; the last there was barrier number 1 \({HERE}\)",
+        rf"  ranks 0, 2 wait in all_reduce number 2 \(float\[3\], {LINE}\)\n"
+        rf"  rank 1 did not enter it; last in this group: barrier number 1 \({LINE}\)",
         error.view,
     )
-    told = str(error)
-    assert told.startswith(f"{error.summary}\n(while running late.<locals>.function)\n\n{error.view}\n\nrank")
-    where = stood(error)
-    assert set(where) == {"rank 1", "ranks 0, 2"}, told
-    assert re.search(r"in oversleep(\n  in C: .*)?$", where["rank 1"].rstrip())
-    assert re.search(r"in all_reduce(\n  in C: .*)?$", where["ranks 0, 2"].rstrip())
-    assert "_listen" not in told
+    message = str(error)
+    assert message.startswith(f"{error.summary}\n(while running late.<locals>.function)\n\n{error.view}\n\nrank")
+    stacks = stacks_of(error)
+    assert set(stacks) == {"rank 1", "ranks 0, 2"}, message
+    assert re.search(r"in oversleep(\n  in C: .*)?$", stacks["rank 1"].rstrip())
+    assert re.search(r"in all_reduce(\n  in C: .*)?$", stacks["ranks 0, 2"].rstrip())
+    assert "_listen" not in message
 
 
-def test_a_rank_that_has_returned_while_the_others_wait_for_it() -> None:
+def test_a_rank_that_returned_while_the_others_wait_for_it() -> None:
     error = hung(2, late(lambda: None))
     assert error.summary == "rank 0 did not answer within 2 s"
     assert [(one.rank, one.kind) for one in error.failures] == [(0, "hung"), (1, "answered")]
-    assert re.search(rf"\n  rank 1 returned; the last there was barrier number 1 \({HERE}\)$", error.view)
-    assert stood(error)["rank 1"].strip() == "(it has returned)"
+    assert re.search(rf"\n  rank 1 returned; last in this group: barrier number 1 \({LINE}\)$", error.view)
+    assert stacks_of(error)["rank 1"].strip() == "(the call has returned)"
 
 
-def test_a_hang_outside_of_any_collective() -> None:
+def test_a_hang_outside_any_collective() -> None:
     def hang() -> None:
         if current().rank == 1:
             time.sleep(1000)
@@ -90,7 +91,7 @@ def test_a_hang_outside_of_any_collective() -> None:
     error = hung(2, hang)
     assert error.summary == "rank 1 did not answer within 2 s"
     assert not error.view
-    assert "in hang" in stood(error)["rank 1"]
+    assert "in hang" in stacks_of(error)["rank 1"]
 
 
 def test_ranks_in_different_collectives() -> None:
@@ -105,9 +106,9 @@ def test_ranks_in_different_collectives() -> None:
             dist.all_reduce(mine)
 
     view = hung(2, differ).view.splitlines()
-    assert re.fullmatch(rf"  rank 0 waits in all_reduce number 1 \(bfloat16\[2\], {HERE}\)", view[1])
-    assert re.fullmatch(rf"  rank 1 waits in all_gather number 1 \(bfloat16\[2\], {HERE}\)", view[2])
-    assert view[3] == "  they do not fit together: number 1 is not the same on these ranks"
+    assert re.fullmatch(rf"  rank 0 waits in all_reduce number 1 \(bfloat16\[2\], {LINE}\)", view[1])
+    assert re.fullmatch(rf"  rank 1 waits in all_gather number 1 \(bfloat16\[2\], {LINE}\)", view[2])
+    assert view[3] == "  mismatch: collective number 1 differs between these ranks"
 
 
 def test_groups_that_wait_for_each_other() -> None:
@@ -123,24 +124,24 @@ def test_groups_that_wait_for_each_other() -> None:
     view = hung(3, cross).view
     default, pair = view.split("in group pair of ranks 0, 2:\n")
     assert default.startswith("in the default group:\n  ranks 0, 1 wait in all_reduce number 1 ")
-    assert "  rank 2 did not enter it, nor any before" in default
+    assert "  rank 2 did not enter it, nor any earlier one" in default
     assert pair.startswith("  rank 2 waits in all_reduce number 1 ")
-    assert "  rank 0 did not enter it, nor any before" in pair
+    assert "  rank 0 did not enter it, nor any earlier one" in pair
 
 
-def test_a_rank_that_keeps_the_interpreters_lock_is_looked_at_from_outside() -> None:
+def test_a_rank_that_holds_the_interpreter_lock_is_inspected_from_outside() -> None:
     error = hung(2, late(lambda: ctypes.PyDLL(None).sleep(1000)))
-    assert "  rank 1 did not say" in error.view
-    assert "test_hangs.py" in stood(error)["rank 1"]
+    assert "  rank 1 did not respond" in error.view
+    assert "test_hangs.py" in stacks_of(error)["rank 1"]
 
 
 def test_a_stopped_rank() -> None:
     error = hung(2, late(lambda: os.kill(os.getpid(), signal.SIGSTOP)))
     assert error.summary == "ranks 0, 1 did not answer within 2 s"
-    assert stood(error)["rank 1"].startswith("  (it did not react: it is stopped)")
+    assert stacks_of(error)["rank 1"].startswith("  (it did not react: it is stopped)")
 
 
-def test_ranks_that_hang_while_they_join(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_hang_while_joining_the_process_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(world, "STARTING", 3.0)
     (tmp_path / "never.py").write_text(
         "import time, torch.distributed as dist\ndef join(*given, **named): time.sleep(1000)\n"
@@ -152,7 +153,7 @@ def test_ranks_that_hang_while_they_join(tmp_path: Path, monkeypatch: pytest.Mon
         stuck.start()
     assert caught.value.summary == "ranks 0, 1 did not answer within 3 s"
     assert "(while joining the process group)" in str(caught.value)
-    assert "in join" in stood(caught.value)["ranks 0, 1"]
+    assert "in join" in stacks_of(caught.value)["ranks 0, 1"]
 
 
 def collective(number: int, name: str = "all_reduce", done: bool = False, tensors: str = "float[1]") -> Collective:
@@ -171,26 +172,29 @@ def flight(*collectives: Collective, size: int = 2) -> Flight:
         ([None, None], []),
         (
             [flight(collective(4)), flight(collective(4))],
-            ["ranks 0, 1 wait in all_reduce number 4 (float[1], x.py:7)", "all are there, and it does not end"],
+            [
+                "ranks 0, 1 wait in all_reduce number 4 (float[1], x.py:7)",
+                "all ranks entered it, but it does not complete",
+            ],
         ),
         (
             [flight(collective(4)), None],
-            ["rank 0 waits in all_reduce number 4 (float[1], x.py:7)", "rank 1 did not say"],
+            ["rank 0 waits in all_reduce number 4 (float[1], x.py:7)", "rank 1 did not respond"],
         ),
         (
             [flight(collective(1)), flight(collective(1, "broadcast", done=True), collective(2))],
             [
                 "rank 0 waits in all_reduce number 1 (float[1], x.py:7)",
                 "rank 1 waits in all_reduce number 2 (float[1], x.py:7)",
-                "they do not fit together: number 1 is not the same on these ranks",
+                "mismatch: collective number 1 differs between these ranks",
             ],
         ),
         (
             [flight(collective(1)), flight(collective(1, "broadcast", done=True), collective(2, done=True))],
             [
                 "rank 0 waits in all_reduce number 1 (float[1], x.py:7)",
-                "rank 1 went on from broadcast number 1 (float[1], x.py:7)",
-                "they do not fit together: number 1 is not the same on these ranks",
+                "rank 1 completed broadcast number 1 (float[1], x.py:7)",
+                "mismatch: collective number 1 differs between these ranks",
             ],
         ),
         (
@@ -198,7 +202,7 @@ def flight(*collectives: Collective, size: int = 2) -> Flight:
             [
                 "rank 0 waits in all_reduce number 1 (float[1], x.py:7)",
                 "rank 1 waits in all_reduce number 1 (float[2], x.py:7)",
-                "they do not fit together: number 1 is not the same on these ranks",
+                "mismatch: collective number 1 differs between these ranks",
             ],
         ),
         (
@@ -206,62 +210,62 @@ def flight(*collectives: Collective, size: int = 2) -> Flight:
             [
                 "rank 0 waits in scatter number 1 (float[1], x.py:7)",
                 "rank 1 waits in scatter number 1 (x.py:7)",
-                "all are there, and it does not end",
+                "all ranks entered it, but it does not complete",
             ],
         ),
     ],
 )
-def test_the_view_of_collectives(flights: list[Flight | None], lines: list[str]) -> None:
-    told = describe(dict(enumerate(flights)))
-    assert told.splitlines() == (["in the default group:", *(f"  {line}" for line in lines)] if lines else [])
+def test_describe_collectives(flights: list[Flight | None], lines: list[str]) -> None:
+    view = describe(dict(enumerate(flights)))
+    assert view.splitlines() == (["in the default group:", *(f"  {line}" for line in lines)] if lines else [])
 
 
-def test_what_torch_keeps_private() -> None:
-    """Breaks when ``flight`` does not find torch's recorder any more."""
+def test_private_names_of_torchs_flight_recorder() -> None:
+    """Fails when ``flight_recorder`` does not find torch's recorder any more."""
 
-    def fly() -> Flight:
+    def collect() -> Flight:
         import torch
         import torch.distributed as dist
 
         dist.new_group([0], group_desc="alone")
         dist.barrier()
         dist.all_reduce(torch.ones(2, 3))
-        dist.barrier()  # what has just ended may not have been noted yet
+        dist.barrier()  # the end of the last collective may not have been recorded yet
         return read()
 
-    for rank, seen in enumerate(_run(fly)):
-        assert seen.groups == {
+    for rank, flight in enumerate(_run(collect)):
+        assert flight.groups == {
             "0": Group("the default group", (0, 1)),
             **({} if rank else {"1": Group("alone", (0,))}),
         }
-        assert [(one.group, one.name, one.tensors, one.number) for one in seen.collectives] == [
+        assert [(one.group, one.name, one.tensors, one.number) for one in flight.collectives] == [
             ("0", "barrier", "", 1),
             ("0", "all_reduce", "float[2, 3]", 2),
             ("0", "barrier", "", 3),
         ]
-        assert all(re.fullmatch(HERE, one.where) for one in seen.collectives)
-        assert seen.collectives[1].done
+        assert all(re.fullmatch(LINE, one.where) for one in flight.collectives)
+        assert flight.collectives[1].done
 
 
-def test_a_recorder_that_the_user_has_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recorder_that_the_user_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "0")
 
-    def fly() -> Flight:
+    def collect() -> Flight:
         current().barrier()
         return read()
 
-    assert [seen.collectives for seen in _run(fly)] == [(), ()]
+    assert [flight.collectives for flight in _run(collect)] == [(), ()]
 
 
-def test_another_torch_without_the_recorder() -> None:
-    def fly() -> Flight:
+def test_a_torch_without_the_recorder() -> None:
+    def collect() -> Flight:
         import torch
 
         del torch._C._distributed_c10d._dump_fr_trace
         current().barrier()
         return read()
 
-    assert _run(fly) == [Flight(groups={"0": Group("the default group", (0, 1))})] * 2
+    assert _run(collect) == [Flight(groups={"0": Group("the default group", (0, 1))})] * 2
 
 
 def _run(function: Callable[[], Flight]) -> list[Flight]:
@@ -269,7 +273,7 @@ def _run(function: Callable[[], Flight]) -> list[Flight]:
         return world.run(function)
 
 
-def test_a_dump_of_ours_reads_as_one_of_faulthandler() -> None:
+def test_dump_has_the_format_of_faulthandler() -> None:
     def inner() -> str:
         return tracebacks.user_stack(tracebacks.dump())
 
@@ -301,33 +305,33 @@ BACKTRACE = """\
         ("", ""),
     ],
 )
-def test_a_backtrace_in_one_line(backtrace: str, line: str) -> None:
-    assert native_stacks.read(backtrace) == line
+def test_summarize_backtrace(backtrace: str, line: str) -> None:
+    assert native_stacks.summarize_backtrace(backtrace) == line
 
 
 @pytest.mark.skipif(not shutil.which("gdb"), reason="gdb is not on the PATH")
-def test_what_gdb_sees_of_a_process() -> None:
+def test_c_stacks_of_a_sleeping_process() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", "import time; print(flush=True); time.sleep(1000)"], stdout=-1
     ) as child:
         try:
             assert child.stdout is not None
             child.stdout.readline()
-            seen = native_stacks.stacks({7: child.pid}, seconds=20.0)
+            stacks = native_stacks.c_stacks({7: child.pid}, seconds=20.0)
         finally:
             child.kill()
-    if seen:  # where debuggers are not permitted there is nothing to see
-        assert list(seen) == [7]
-        assert seen[7].startswith("  in C: ")
-        assert "nanosleep" in seen[7]
+    if stacks:  # empty where debuggers are not permitted
+        assert list(stacks) == [7]
+        assert stacks[7].startswith("  in C: ")
+        assert "nanosleep" in stacks[7]
 
 
-def test_a_debugger_that_does_not_end_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gdb_that_hangs_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     endless = tmp_path / "gdb"
     endless.write_text(f"#!/bin/sh\necho $$ >> {tmp_path}/pids\necho '#0  found (x=...) at y.c:3'\nexec sleep 1000\n")
     endless.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    assert native_stacks.stacks({0: 1, 1: 1}, seconds=2.0) == {0: "  in C: found", 1: "  in C: found"}
+    assert native_stacks.c_stacks({0: 1, 1: 1}, seconds=2.0) == {0: "  in C: found", 1: "  in C: found"}
     assert_gone(int(pid) for pid in (tmp_path / "pids").read_text().split())
     monkeypatch.setenv("PATH", os.fspath(tmp_path / "nowhere"))
-    assert native_stacks.stacks({0: 1}) == {}
+    assert native_stacks.c_stacks({0: 1}) == {}

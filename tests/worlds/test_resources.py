@@ -1,4 +1,4 @@
-"""Worlds that run out of memory, of disk, or of their own pipe; and those that write too much."""
+"""Worlds that run out of memory or disk space, lose the pipe to pytest, or write too much output."""
 
 from __future__ import annotations
 
@@ -22,47 +22,47 @@ from tests.world_help import ROOT, SOON, fails, on_rank, world
 pytestmark = pytest.mark.usefixtures("next_world_works")
 
 
-def test_a_rank_that_python_has_no_memory_for() -> None:
-    def ask() -> None:
+def test_a_rank_for_which_python_has_no_memory() -> None:
+    def allocate() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (16 * 2**30, 16 * 2**30))
         bytearray(2**40)
 
-    assert fails(world(2), on_rank(1, ask)).summary == "rank 1 raised MemoryError"
+    assert fails(world(2), on_rank(1, allocate)).summary == "rank 1 raised MemoryError"
 
 
-def test_a_rank_that_torch_has_no_memory_for() -> None:
-    def ask() -> None:
+def test_a_rank_for_which_torch_has_no_memory() -> None:
+    def allocate() -> None:
         import torch
 
         torch.empty(2**50)
 
-    assert re.match("rank 1 raised RuntimeError: .*(memory|bytes)", fails(world(2), on_rank(1, ask)).summary)
+    assert re.match("rank 1 raised RuntimeError: .*(memory|bytes)", fails(world(2), on_rank(1, allocate)).summary)
 
 
-def test_a_rank_that_the_system_kills_for_want_of_memory() -> None:
+def test_a_rank_ended_by_the_out_of_memory_killer() -> None:
     group = Path(f"/sys/fs/cgroup/memory/fsdp-test-{os.getpid()}")
     if not processes.shortages.__module__ or not os.access(group.parent, os.W_OK) or not group.parent.is_dir():
-        pytest.skip("memory cannot be limited for a test here: no writable cgroup v1")
+        pytest.skip("a test cannot limit memory here: there is no writable cgroup v1")
     group.mkdir()
     try:
         (group / "memory.limit_in_bytes").write_text(str(200 * 2**20))
 
         def swell() -> None:
             (group / "cgroup.procs").write_text(str(os.getpid()))
-            kept = []
+            blocks = []
             while True:
-                kept.append(b"x" * 2**24)
+                blocks.append(b"x" * 2**24)
 
         summary = fails(world(2), on_rank(1, swell)).summary
-        assert summary == "rank 1 was killed by SIGKILL (meanwhile the system ran out of memory and killed a process)"
+        assert summary == "rank 1 was killed by SIGKILL (meanwhile the kernel's out-of-memory killer ended a process)"
     finally:
         group.rmdir()
     summary = fails(world(2), on_rank(1, lambda: os.kill(os.getpid(), signal.SIGKILL))).summary
-    assert summary == "rank 1 was killed by SIGKILL", "that was long ago"
+    assert summary == "rank 1 was killed by SIGKILL", "the out-of-memory killer was not active during this world"
 
 
-def test_shortages_of_memory_that_nobody_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*given: object, **named: object) -> str:
+def test_out_of_memory_kills_that_the_system_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **kwargs: object) -> str:
         raise PermissionError
 
     assert processes.shortages() >= 0
@@ -80,7 +80,7 @@ def pipe() -> int:
     return main._CHANNEL._connection.fileno()
 
 
-def test_a_rank_that_closes_its_pipe_and_goes_on() -> None:
+def test_a_rank_that_closes_its_pipe_and_continues() -> None:
     def cut() -> None:
         os.close(pipe())
         time.sleep(1000)
@@ -88,7 +88,7 @@ def test_a_rank_that_closes_its_pipe_and_goes_on() -> None:
     assert fails(world(2), on_rank(1, cut)).summary == f"rank 1 {CUT}"
 
 
-def test_a_rank_that_opens_files_where_its_pipe_was(tmp_path: Path) -> None:
+def test_a_rank_that_opens_files_with_the_descriptor_of_its_pipe(tmp_path: Path) -> None:
     def cut(folder: Path) -> None:
         if current().rank == 1:
             os.close(pipe())
@@ -100,8 +100,8 @@ def test_a_rank_that_opens_files_where_its_pipe_was(tmp_path: Path) -> None:
     assert not any(file.read_bytes() for file in tmp_path.iterdir()), "nothing was written into the user's files"
 
 
-def test_a_rank_that_closes_everything() -> None:
-    """Gloo's own threads may abort first."""
+def test_a_rank_that_closes_every_descriptor() -> None:
+    """The kind of the failure varies, because gloo's threads may abort first."""
     error = fails(world(2), on_rank(1, lambda: os.closerange(3, 4096)))
     assert error.failures[0].rank == 1
     assert error.failures[0].kind in ("exited", "killed", "raised")
@@ -119,7 +119,7 @@ def test_a_flood_of_output_does_not_fill_the_disk() -> None:
     flooded = world(2)
     held = flooded.run(flood)
     if sys.platform == "linux":
-        assert max(held) < disk.MOST
+        assert max(held) < disk.MAX_OUTPUT
     flooded.close()
     for output in flooded.outputs():
         assert output.startswith("(the last 65536 of 314572")
@@ -184,7 +184,7 @@ print("empty", worked, [name for name in os.listdir(folder) if name.startswith("
 """
 
 
-@pytest.mark.skipif(not shutil.which("unshare"), reason="no disk can be made for a test here")
+@pytest.mark.skipif(not shutil.which("unshare"), reason="a test cannot mount a disk here: no unshare")
 def test_a_full_disk_is_named(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(FULL_DISK)
@@ -193,7 +193,7 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
     mount = f"mount -t tmpfs -o size=8m,nr_inodes=60 none {small} && exec {sys.executable} {script}"
     tried = ["unshare", "--user", "--map-root-user", "--mount"]
     if subprocess.run([*tried, "mount", "-t", "tmpfs", "none", small], stderr=subprocess.DEVNULL).returncode:
-        pytest.skip("no disk can be made for a test here: namespaces are not permitted")
+        pytest.skip("a test cannot mount a disk here: namespaces are not permitted")
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     run = subprocess.run(
         [*tried, "sh", "-c", mount],
@@ -203,23 +203,23 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
         text=True,
         timeout=6 * SOON,
     )
-    told = dict(line.split(" ", 1) for line in run.stdout.splitlines())
+    messages = dict(line.split(" ", 1) for line in run.stdout.splitlines())
     full = (
-        rf"the disk of {small} is full \(\d+ KiB left\), where ranks and pytest leave what they tell each other; free "
-        "some room, or set TMPDIR to a folder on another disk"
+        rf"the disk of {small} is full \(\d+ KiB left\); ranks and pytest exchange messages there; free some space, or "
+        "set TMPDIR to a folder on another disk"
     )
-    assert told["fail"].startswith("rank 1 raised RuntimeError: xxx")
-    assert re.match(rf"rank 1 raised OSError: .*No space left on device: {full} False", told["speak"])
-    assert re.match(rf"rank 1 returned a bytes that cannot be sent back: {full} False", told["give"])
-    assert re.fullmatch(rf"{full} True 1", told["take"])
-    assert told["full"] == "(None, [(0, 2), (1, 2)])", "short messages need no disk"
-    assert re.fullmatch(full.replace(r"\d+ KiB left", r"no more than \d files left") + " True", told["files"])
-    assert told["empty"] == "[(0, 2), (1, 2)] []"
+    assert messages["fail"].startswith("rank 1 raised RuntimeError: xxx")
+    assert re.match(rf"rank 1 raised OSError: .*No space left on device: {full} False", messages["speak"])
+    assert re.match(rf"rank 1 returned a bytes that cannot be sent back: {full} False", messages["give"])
+    assert re.fullmatch(rf"{full} True 1", messages["take"])
+    assert messages["full"] == "(None, [(0, 2), (1, 2)])", "short messages need no disk"
+    assert re.fullmatch(full.replace(r"\d+ KiB left", r"room for \d more files") + " True", messages["files"])
+    assert messages["empty"] == "[(0, 2), (1, 2)] []"
 
 
-def test_another_error_of_the_disk_is_no_full_one(tmp_path: Path) -> None:
+def test_other_errors_do_not_mean_a_full_disk(tmp_path: Path) -> None:
     assert not disk.hint(tmp_path, PermissionError("no"))
     assert not disk.hint(tmp_path, ValueError("no"))
     assert not disk.hint(tmp_path / "gone", OSError(28, "No space left on device"))
-    assert not disk.hint(tmp_path, RuntimeError(), "No space left on device"), "it is another disk that is full"
+    assert not disk.hint(tmp_path, RuntimeError(), "No space left on device"), "the full disk is another one"
     assert disk.hint("/proc", RuntimeError(), "No space left on device").startswith("the disk of /proc is full (0 KiB")

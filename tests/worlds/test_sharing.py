@@ -1,4 +1,4 @@
-"""The folder in which the workers of a run meet, and what they share there."""
+"""The folder that the workers of a run share, and the devices that they lease there."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from pytest_fsdp_meta.worlds import LeaseError, Presence, Sharing, WorldSpec, folder_of, placed, usable_cores
-from pytest_fsdp_meta.worlds.leases import sharing
-from pytest_fsdp_meta.worlds.leases.locks import FileLock
+from pytest_fsdp_meta.worlds.leases import run_folder, worker_devices
+from pytest_fsdp_meta.worlds.leases.file_lock import FileLock
 from tests.world_help import ROOT, SOON
 
 CPU = WorldSpec({"dp_shard": 2})
@@ -27,7 +27,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder_of("a run, with / odd \0 letters")
 
 
-def test_one_folder_for_one_run_of_one_user(folder: Path, tmp_path: Path) -> None:
+def test_each_run_of_each_user_has_one_folder(folder: Path, tmp_path: Path) -> None:
     assert folder == folder_of("a run, with / odd \0 letters") != folder_of("another")
     assert folder.parent == tmp_path
     assert f"-{os.getuid()}-" in folder.name
@@ -38,59 +38,65 @@ def test_one_folder_for_one_run_of_one_user(folder: Path, tmp_path: Path) -> Non
     assert not folder.exists()
 
 
-def test_a_folder_of_somebody_else_is_not_used(folder: Path, tmp_path: Path) -> None:
+def test_a_folder_of_another_user_is_refused(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     folder.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(LeaseError, match=f"^devices cannot be shared: {folder} belongs to somebody else; remove it$"):
+    with pytest.raises(
+        LeaseError,
+        match=f"^cannot share devices between workers: {folder} is a link or belongs to another user; remove it$",
+    ):
         Presence(folder)
 
 
-def test_no_folder_can_be_made(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(LeaseError, match=r"^devices cannot be shared: .*/file/run: Not a directory; set TMPDIR"):
+    with pytest.raises(
+        LeaseError, match=r"^cannot share devices between workers: .*/file/run: Not a directory; set TMPDIR"
+    ):
         Presence(tmp_path / "file" / "run")
 
 
-def test_a_later_run_removes_what_a_killed_one_left(folder: Path, tmp_path: Path) -> None:
-    left, used, young, other = (tmp_path / f"fsdp-run-{name}" for name in ("1", "2", "3", "4"))
+def test_a_later_run_removes_the_folder_of_a_killed_run(folder: Path, tmp_path: Path) -> None:
     left, used, young = (folder_of(name) for name in ("left", "used", "young"))
     other = tmp_path / f"fsdp-run-{os.getuid() + 1}-0"
-    for one in (left, used, young, other):
-        one.mkdir()
-        (one / "0.present").touch()
-    there = FileLock.attempt(used / "0.present")
-    assert there is not None
-    for one in (left, used, other):
-        os.utime(one, (0, time.time() - 2 * sharing.STALE))
-    here = Presence(folder)
-    assert sorted(one.name for one in tmp_path.iterdir()) == sorted(one.name for one in (used, young, other, folder))
-    there.release()
-    here.leave()
+    for path in (left, used, young, other):
+        path.mkdir()
+        (path / "0.present").touch()
+    lock = FileLock.attempt(used / "0.present")
+    assert lock is not None
+    for path in (left, used, other):
+        os.utime(path, (0, time.time() - 2 * run_folder.STALE))
+    presence = Presence(folder)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        path.name for path in (used, young, other, folder)
+    )
+    lock.release()
+    presence.leave()
 
 
 def test_gpus_are_counted_by_one_worker_for_all(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     folder.mkdir()
-    asked: list[int] = []
+    counts: list[int] = []
 
     def count() -> int:
         time.sleep(0.2)
-        asked.append(2)
+        counts.append(2)
         return 2
 
     workers = [Sharing(folder, f"gw{number}", 8) for number in range(3)]
-    threads = [threading.Thread(target=one.count_gpus, args=(count,)) for one in workers]
+    threads = [threading.Thread(target=sharing.count_gpus, args=(count,)) for sharing in workers]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(20)
-    assert [one.count_gpus(count) for one in workers] == [2, 2, 2]
-    assert asked == [2]
+    assert [sharing.count_gpus(count) for sharing in workers] == [2, 2, 2]
+    assert counts == [2]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    assert Sharing(folder, "gw3", 8).count_gpus(lambda: 1) == 1, "a worker that sees others counts others"
+    assert Sharing(folder, "gw3", 8).count_gpus(lambda: 1) == 1, "a worker that sees other GPUs counts again"
 
 
-def test_a_count_that_fails_is_asked_again(folder: Path) -> None:
+def test_a_failed_count_is_repeated_by_the_next_worker(folder: Path) -> None:
     def fail() -> int:
         raise ValueError("counting the GPUs failed")
 
@@ -112,17 +118,15 @@ def test_a_count_that_fails_is_asked_again(folder: Path) -> None:
         ("", 0, ()),
     ],
 )
-def test_what_gpus_are_called(
-    visible: str | None, count: int, names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpu_names(visible: str | None, count: int, names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     if visible is None:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     else:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert sharing.gpu_names(count) == names
+    assert worker_devices.gpu_names(count) == names
 
 
-def test_workers_that_see_different_gpus(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_that_see_different_gpus_agree_on_their_names(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = Sharing(folder, "gw0", 8), Sharing(folder, "gw1", 8)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     first.count_gpus(lambda: 2)
@@ -137,31 +141,31 @@ def test_workers_that_see_different_gpus(folder: Path, monkeypatch: pytest.Monke
     assert sorted(path.name for path in folder.glob("GPU-?.note")) == ["GPU-1.note", "GPU-2.note"]
 
 
-def test_gpus_and_slots_are_leased_apart(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_and_slots_are_leased_separately(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     first, second = Sharing(folder, "gw0", 2), Sharing(folder, "gw1", 2)
     first.count_gpus(lambda: 1)
     gpu, slots = first.take(CUDA, "test_a"), second.take(CPU, "test_b")
     assert placed(CUDA, gpu).devices == (0, 0, 0, 0)
     assert slots.devices == (0, 1)
-    assert placed(CPU, slots) == CPU, "a slot is a number, no core: a rank on the CPU needs none"
+    assert placed(CPU, slots) == CPU, "a slot only counts ranks; it is not a device of the spec"
     assert not first.wanted()
 
 
-def test_a_trial_may_have_larger_worlds(folder: Path) -> None:
+def test_a_lease_covers_the_largest_world_of_a_trial(folder: Path) -> None:
     assert Sharing(folder, "gw0", 8).take(CPU, "test_a", ranks=3).devices == (0, 1, 2)
 
 
-def test_what_a_worker_ran_when_it_ended(folder: Path) -> None:
+def test_a_crashed_worker_leaves_a_note_of_what_it_ran(folder: Path) -> None:
     first, second = Sharing(folder, "gw0", 8), Sharing(folder, "gw1", 8)
     with first.running("test_x", "gw0 test_x[a]") as before:
         assert before == ""
-        with second.running("test_x", "gw1 test_x[a]") as beside:
-            assert beside == "", "--dist=each"
+        with second.running("test_x", "gw1 test_x[a]") as meanwhile:
+            assert meanwhile == "", "--dist=each"
         with second.running("test_y", "gw1 test_y[a]") as other:
             assert other == ""
-    with second.running("test_x", "gw1 test_x[b]") as again:
-        assert again == ""
+    with second.running("test_x", "gw1 test_x[b]") as rerun:
+        assert rerun == ""
     pid = os.fork()
     if not pid:
         with first.running("test_x", "gw0 test_x[b]"):
@@ -182,7 +186,7 @@ from pathlib import Path
 from pytest_fsdp_meta.worlds import Sharing
 sharing = Sharing(Path(sys.argv[1]), "gw0", 8)
 sharing.count_gpus(lambda: 0)
-print("there", flush=True)
+print("ready", flush=True)
 time.sleep(60)
 """
 STARTS_WORKER = """
@@ -191,13 +195,13 @@ subprocess.run([sys.executable, "-c", sys.argv[2], sys.argv[1]])
 """
 
 
-def test_a_worker_ends_with_whoever_started_it_and_removes_the_folder(tmp_path: Path) -> None:
+def test_a_worker_ends_with_its_parent_and_removes_the_folder(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "-c", STARTS_WORKER, str(folder), WORKER]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ) as process:
         assert process.stdout is not None
-        assert process.stdout.readline() == "there\n"
+        assert process.stdout.readline() == "ready\n"
         assert folder.exists()
         process.kill()
         process.wait(SOON)

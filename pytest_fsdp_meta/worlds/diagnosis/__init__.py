@@ -1,1 +1,1 @@
-"""Why a world hangs or a rank ended: stacks, the flight recorder, disk and shared memory."""
+"""Why a world hangs or a rank ended: stacks, torch's flight recorder, and full disks."""

@@ -1,4 +1,4 @@
-"""Room on the disk of temporary files: how a full one is told, and how ranks are kept from filling it."""
+"""The disk for temporary files: describe a full one, and keep the output of ranks from filling it."""
 
 from __future__ import annotations
 
@@ -9,58 +9,59 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-LITTLE = 2**20
-"""Bytes; a disk that has less left is full."""
-FEW = 8
-"""Files that a disk has room for, likewise."""
-MOST = 64 * 2**20
-"""Bytes of a rank's output that stay on the disk."""
-KEPT = 2**20
+DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+MIN_FREE_BYTES = 2**20
+"""A disk with less free space is described as full."""
+MIN_FREE_FILES = 8
+"""A disk with room for fewer files is described as full."""
+MAX_OUTPUT = 64 * 2**20
+"""Bytes on the disk above which the older part of a rank's output is discarded."""
+KEPT_OUTPUT = 2**20
+"""Bytes of the output that are kept then."""
 PUNCH_HOLE_KEEP_SIZE = 3
-"""The modes of fallocate, which Python's os.posix_fallocate does not take."""
+"""FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE: flags of fallocate that os.posix_fallocate does not accept."""
 
 
 def hint(folder: Path | str, error: BaseException, text: str = "") -> str:
-    """The line to tell with an error that says that a disk is full, where the disk of ``folder`` is; else empty.
+    """Return the line to show for an error about a full disk, if the disk of ``folder`` is full; else "".
 
-    ``text`` is what the error says, where it may be one of a C++ library.
+    ``text`` is the message of an error that a C++ library may have raised, which has no errno.
     """
-    says = error.errno in FULL if isinstance(error, OSError) else "No space left on device" in text
-    if not says:
+    is_about_disk = error.errno in DISK_FULL if isinstance(error, OSError) else "No space left on device" in text
+    if not is_about_disk:
         return ""
     try:
-        left = _left(folder)
+        left = _describe_shortage(folder)
     except OSError:
         return ""
-    # A world's own folder means nothing to its reader, and where TMPDIR leads is a choice.
-    near = Path(folder).parent if Path(folder).name.startswith("fsdp-") else folder
+    # A world's own folder means nothing to the user; its parent is TMPDIR, which the user can change.
+    shown = Path(folder).parent if Path(folder).name.startswith("fsdp-") else folder
     return left and (
-        f"the disk of {near} is full ({left}), where ranks and pytest leave what they tell each other; free some room, "
-        "or set TMPDIR to a folder on another disk"
+        f"the disk of {shown} is full ({left}); ranks and pytest exchange messages there; free some space, or set "
+        "TMPDIR to a folder on another disk"
     )
 
 
-def _left(folder: Path | str) -> str:
-    """What a disk has left of what has run out, or empty."""
+def _describe_shortage(folder: Path | str) -> str:
+    """Return what is left of the free space or of the inodes, whichever has run out; "" if neither has."""
     disk = os.statvfs(folder)
     free = disk.f_bavail * disk.f_frsize
-    if free < LITTLE:
+    if free < MIN_FREE_BYTES:
         return f"{free // 1024} KiB left"
-    return f"no more than {disk.f_favail} files left" if disk.f_files and disk.f_favail < FEW else ""
+    return f"room for {disk.f_favail} more files" if disk.f_files and disk.f_favail < MIN_FREE_FILES else ""
 
 
 def bound(path: Path) -> None:
-    """Gives the disk back what a file that grows without end holds before its last part; its size stays as it is."""
+    """Free the disk space of all but the end of a file that has grown too large; its size does not change."""
     if sys.platform != "linux":
         return
-    with suppress(OSError):  # no such file any more
+    with suppress(OSError):  # the file has been removed
         found = path.stat()
-        if found.st_blocks * 512 <= MOST:
+        if found.st_blocks * 512 <= MAX_OUTPUT:
             return
         file = os.open(path, os.O_WRONLY)
         try:
-            size = ctypes.c_longlong(found.st_size - KEPT)
+            size = ctypes.c_longlong(found.st_size - KEPT_OUTPUT)
             ctypes.CDLL(None).fallocate(file, PUNCH_HOLE_KEEP_SIZE, ctypes.c_longlong(0), size)
         finally:
             os.close(file)

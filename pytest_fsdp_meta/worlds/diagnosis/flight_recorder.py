@@ -1,8 +1,8 @@
-"""The collectives of this rank, from torch's flight recorder.
+"""The last collectives of this rank, from torch's flight recorder.
 
-Torch fills it for every backend and gives no public way to read it before it is too late: it is dumped when a process
-group times out. tests/worlds/test_hangs.py breaks when one of these private names moves; without them, and with a torch
-that has no recorder, nothing is known of collectives and everything else is told as ever.
+Torch records collectives for every backend, but its public API writes them out only when a process group times out,
+which is too late. So this module uses private names; tests/worlds/test_hangs.py fails when one of them moves. Without
+them, or with a torch that has no recorder, the description of a hang lacks the collectives and is otherwise complete.
 """
 
 from __future__ import annotations
@@ -16,35 +16,35 @@ from pathlib import Path
 from typing import Any
 
 QUESTION = ("where",)
-"""What the parent asks; the answer begins with the same word."""
+"""The message that asks a rank for its ``Whereabouts``; the answer begins with the same word."""
 SIZE = "TORCH_FR_BUFFER_SIZE"
 ENTRIES = "500"
-"""Collectives that are kept. Writing one down costs some 7 microseconds; reading them all 30 milliseconds."""
+"""Collectives that torch records. Recording one costs about 7 microseconds, reading all of them 30 milliseconds."""
 RECENT = 20
-"""Collectives of each group that are told: what another rank waits in may be some way back."""
+"""Collectives of each group to report: ranks that wait for each other may be several collectives apart."""
 DUMPS = ("_dump_fr_trace", "_dump_nccl_trace")
-"""The second is what torch built for GPUs has beside the first: NCCL has a recorder of its own."""
+"""Functions of torch's bindings. The second exists only in builds for GPUs: NCCL has a recorder of its own."""
 
 WRAPPERS = ("typing_extensions.py", "contextlib.py", "functools.py")
-"""Where decorators stand between the user's line and torch's."""
+"""Files of decorators, whose frames lie between the user's and torch's."""
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective as a rank entered it. ``number`` counts those of its group, on every rank alike."""
+    """One collective as a rank entered it. ``number`` counts the collectives of its group, equally on every rank."""
 
     group: str
     number: int
     name: str
     tensors: str
     where: str
-    """The user's line."""
+    """The user's file and line."""
     done: bool
 
 
 @dataclass(frozen=True)
 class Group:
-    """What it is called, which may be nothing, and its ranks."""
+    """A process group: its title, which may be empty, and its ranks."""
 
     title: str
     ranks: tuple[int, ...]
@@ -52,7 +52,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Flight:
-    """The last collectives of a rank, oldest first, and every group that it is in, by torch's name for it."""
+    """The last collectives of a rank, oldest first, and every group that it is in, by torch's name for the group."""
 
     collectives: tuple[Collective, ...] = ()
     groups: Mapping[str, Group] = field(default_factory=dict)
@@ -60,29 +60,29 @@ class Flight:
 
 @dataclass(frozen=True)
 class Whereabouts:
-    """What a rank says when it is asked where it is. Of one that cannot hear, the system says the stack at best."""
+    """Where a rank is. If the rank did not answer, ``flight`` is None and ``stack`` was obtained from outside."""
 
     stack: str
     flight: Flight | None = None
 
 
 def switch_on() -> None:
-    """Before the first process group is made: the recorder reads its size once. What the user has set stays."""
+    """Enable the recorder, unless the user has set its size. Torch reads the size before the first process group."""
     os.environ.setdefault(SIZE, ENTRIES)
 
 
 def read() -> Flight:
-    """Of what torch says here and now; also while another thread of this process sits in a collective."""
+    """Read this rank's recorder, also while another thread waits in a collective."""
     if "torch.distributed" not in sys.modules:
         return Flight()
     try:
         entries = [entry for dump in _dumps() for entry in pickle.loads(dump(True, True, False))["entries"]]
         groups = _groups()
-        named = {_group(entry) for entry in entries}
-        kept = [one for group in named for one in _recent(entries, group)]
+        names = {_group_of(entry) for entry in entries}
+        recent = [collective for group in names for collective in _recent(entries, group)]
     except (ImportError, AttributeError, KeyError, TypeError, RuntimeError):
-        return Flight()  # another torch: the view of a hang goes without, which is better than no view
-    return Flight(tuple(kept), groups)
+        return Flight()  # a torch with other private names: describe the hang without collectives
+    return Flight(tuple(recent), groups)
 
 
 def _dumps() -> Iterator[Any]:
@@ -91,9 +91,9 @@ def _dumps() -> Iterator[Any]:
 
 
 def _groups() -> dict[str, Group]:
-    """Public torch tells the ranks of a group that one holds, and not which groups there are."""
+    """Return the groups that this rank is in, which torch's public API does not list."""
     world = sys.modules["torch.distributed"].distributed_c10d._world
-    # What a rank holds of a group that it is not in has ranks and no name.
+    # Groups that this rank is not in have ranks there, but no name.
     mine = {
         world.pg_names[group]: (group, ranks)
         for group, ranks in world.pg_group_ranks.items()
@@ -106,17 +106,17 @@ def _title(description: str) -> str:
     return {"default_pg": "the default group", "undefined": ""}.get(description, description)
 
 
-def _group(entry: Mapping[str, Any]) -> str:
+def _group_of(entry: Mapping[str, Any]) -> str:
     return str(entry["process_group"][0])
 
 
 def _recent(entries: Sequence[Mapping[str, Any]], group: str) -> list[Collective]:
-    # A rank that sends or receives is not counted on by its whole group, so numbers cannot be compared.
-    mine = [_collective(entry) for entry in entries if _group(entry) == group and not entry["is_p2p"]]
-    mine.sort(key=lambda one: one.number)
-    # Torch notes an end a moment after whoever waited for it has gone on, and has been seen to miss one.
-    ended = max((one.number for one in mine if one.done), default=0)
-    return [replace(one, done=one.number <= ended) for one in mine[-RECENT:]]
+    # Sends and receives are left out: only two ranks count them, so their numbers cannot be compared.
+    mine = [_collective(entry) for entry in entries if _group_of(entry) == group and not entry["is_p2p"]]
+    mine.sort(key=lambda collective: collective.number)
+    # Torch records the end of a collective a moment after its caller goes on, and has been seen to miss one.
+    ended = max((collective.number for collective in mine if collective.done), default=0)
+    return [replace(collective, done=collective.number <= ended) for collective in mine[-RECENT:]]
 
 
 def _collective(entry: Mapping[str, Any]) -> Collective:
@@ -124,20 +124,20 @@ def _collective(entry: Mapping[str, Any]) -> Collective:
         f"{kind.lower()}{list(size)}" for kind, size in zip(entry["input_dtypes"], entry["input_sizes"], strict=False)
     ]
     return Collective(
-        group=_group(entry),
+        group=_group_of(entry),
         number=entry["collective_seq_id"],
         name=entry["profiling_name"].rpartition(":")[2].strip("_"),
         tensors=", ".join(tensors[:3]) + ", ..." * (len(tensors) > 3),
-        where=_where(entry.get("frames", ())),
+        where=_user_line(entry.get("frames", ())),
         done=bool(entry["retired"]) or entry["state"] == "completed",
     )
 
 
-def _where(frames: Sequence[Mapping[str, Any]]) -> str:
-    """The innermost line of the user's: frames come innermost first."""
-    ours = (str(Path(__file__).parents[2]), str(Path(sys.modules["torch"].__file__ or "").parent), "<")
+def _user_line(frames: Sequence[Mapping[str, Any]]) -> str:
+    """Return "file:line" of the user's innermost frame; torch lists frames innermost first."""
+    hidden = (str(Path(__file__).parents[2]), str(Path(sys.modules["torch"].__file__ or "").parent), "<")
     for frame in frames:
         file = str(frame["filename"])
-        if not file.startswith(ours) and os.path.basename(file) not in WRAPPERS:
+        if not file.startswith(hidden) and os.path.basename(file) not in WRAPPERS:
             return f"{os.path.basename(file)}:{frame['line']}"
     return ""

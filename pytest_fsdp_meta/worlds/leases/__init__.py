@@ -1,1 +1,1 @@
-"""Sharing the devices of one machine among processes, such as workers of pytest-xdist."""
+"""Leases that keep the worker processes of one run from using the same device twice."""

@@ -86,7 +86,7 @@ class LocalMember:
         if orphan:
             kind, summary = "killed", "was killed with the process that ranks are forked from, which somebody has ended"
         if (orphan or self.process.exitcode == -signal.SIGKILL) and processes.shortages() > self.shortages:
-            summary += processes.SEEN
+            summary += processes.OOM_KILL_NOTE
         return RankFailure(self.rank, kind, summary, when=when)
 
     def kill(self) -> None:

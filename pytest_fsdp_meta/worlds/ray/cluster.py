@@ -1,4 +1,4 @@
-"""Everything that is Ray's: the cluster, its placement groups, and the actors that keep ranks."""
+"""All uses of Ray's API: the cluster, its placement groups, and the actors that host ranks."""
 
 from __future__ import annotations
 
@@ -21,63 +21,69 @@ from pytest_fsdp_meta.worlds.local.forkserver import environment
 from pytest_fsdp_meta.worlds.ray import wire
 from pytest_fsdp_meta.worlds.ray.host import Host
 
-OURS = "pytest-fsdp-meta-"
-"""How the names of all our placement groups begin, in all sessions."""
-TRIES = 3
-"""How often a node may be lost while its actors start."""
+NAME_PREFIX = "pytest-fsdp-meta-"
+"""How the names of this plugin's placement groups begin, in all sessions."""
+ATTEMPTS = 3
+"""Attempts to start actors, each of which may fail because a node is lost."""
 PAUSE = 1.0
+"""Seconds between two attempts, and between two looks at a placement group that is not ready."""
 SHARED_CPU = 0.001
-"""What a rank takes of a CPU in a cluster of our own, whose ranks share the CPUs as they do without Ray."""
-TOKENS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+"""CPUs that a rank reserves in an embedded cluster, whose ranks share the CPUs as they do without Ray."""
+TOKEN_VARIABLES = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 _TOKEN = secrets.token_hex(32)
-"""One for all clusters of this process: Ray reads it once."""
-SOCKET_NAME = 70
-"""Letters that Ray adds to its folder for the name of a socket, which may have 107."""
+"""The token of all clusters that this process starts: Ray reads it only once."""
+SOCKET_SUFFIX = 70
+"""Characters that Ray appends to its folder for the path of a socket, which may have 107."""
 
 
 @dataclass(frozen=True)
 class Seat:
-    """What one actor keeps: a place on a node, and where its host is reached."""
+    """What one actor holds: a place for one rank on a node, and how to reach the actor's host."""
 
     node: str
     address: str
     port: int
     interface: str
     gpus: tuple[str, ...]
-    raylet: int
-    """The port of the node itself."""
+    raylet_port: int
+    """The port of Ray's own process on the node."""
 
 
 @dataclass
 class Group:
-    """Seats that were asked for together."""
+    """Seats that were requested together."""
 
     gpu: float
+    """GPUs of each seat."""
     placement: Any
+    """Ray's placement group."""
     actors: list[Any] = field(default_factory=list)
     seats: list[Seat] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
-class Wish:
-    """``seats`` more, for a world of ``size``."""
+class SeatRequest:
+    """A request for ``seats`` more seats, for a world of ``size``."""
 
     size: int
     seats: int
     gpu: float
-    preload: ForkServerEngine
+    """GPUs of each seat."""
+    engine: ForkServerEngine
+    """The engine that each host uses to start ranks."""
     deadline: float
 
 
 class SeatActor:
-    """The actor. Its end is that of its fork server, and so of its ranks."""
+    """The Ray actor of one seat. Its fork server ends with it, and so do its ranks."""
 
-    def __init__(self, preload: ForkServerEngine, key: bytes) -> None:
+    def __init__(self, engine: ForkServerEngine, key: bytes) -> None:
         import ray
 
-        self._host = Host(preload, ray.util.get_node_ip_address(), key)
+        self._host = Host(engine, ray.util.get_node_ip_address(), key)
 
-    def where(self) -> dict[str, Any]:
+    def describe_seat(self) -> dict[str, Any]:
+        """Return the fields of ``Seat`` that the actor knows, and the version of this package on its node."""
         import ray
 
         context = ray.get_runtime_context()
@@ -96,54 +102,58 @@ class Cluster:
     """A Ray cluster that this process is connected to."""
 
     cpu: float
-    """What a rank takes."""
+    """CPUs of each seat."""
     ours: bool
-    """Whether we have connected, and have to disconnect."""
+    """Whether this plugin made the connection and has to close it."""
     folder: str = ""
-    """Ray's own, where the cluster is our own as well."""
+    """Ray's folder, if this plugin started the cluster."""
     key: bytes = field(default_factory=lambda: secrets.token_bytes(wire.KEY_BYTES), repr=False)
 
     def total(self, resource: str) -> float:
+        """Return how much of a resource ("CPU", "GPU") the nodes that respond have."""
         return float(sum(node["Resources"].get(resource, 0.0) for node in _nodes().values()))
 
-    def grant(self, wish: Wish) -> Group:
-        """Waits for the seats. Raises WorldError where the cluster never has them, or not in time."""
+    def reserve(self, request: SeatRequest) -> Group:
+        """Wait for seats. Raises WorldError if the cluster is too small, or has no room before the deadline."""
         import ray
         from ray.util import placement_group
 
-        for left in reversed(range(TRIES)):
-            self._refuse_too_large(wish)
-            bundle = {"CPU": self.cpu} | ({"GPU": wish.gpu} if wish.gpu else {})
-            name = OURS + secrets.token_hex(4)
-            group = Group(wish.gpu, placement_group([bundle] * wish.seats, strategy="SPREAD", name=name))
+        for attempts_left in reversed(range(ATTEMPTS)):
+            self._refuse_too_large(request)
+            bundle = {"CPU": self.cpu} | ({"GPU": request.gpu} if request.gpu else {})
+            name = NAME_PREFIX + secrets.token_hex(4)
+            group = Group(request.gpu, placement_group([bundle] * request.seats, strategy="SPREAD", name=name))
             try:
-                self._wait(group, wish)
-                self._occupy(group, wish)
+                self._await_placement(group, request)
+                self._start_actors(group, request)
                 return group
             except BaseException as error:
-                self.give_back(group)
+                self.release(group)
                 if not isinstance(error, ray.exceptions.RayError):
                     raise
-                if isinstance(error, ray.exceptions.GetTimeoutError) or not left:
-                    raise _no_world(f"the ranks of the cluster do not start: {first_line(error)}") from error
+                if isinstance(error, ray.exceptions.GetTimeoutError) or not attempts_left:
+                    raise _refusal(f"cannot start ranks on the Ray cluster: {first_line(error)}") from error
                 time.sleep(PAUSE)
-        raise AssertionError("the last try returns or raises")
+        raise AssertionError("the last attempt returns or raises")
 
     def is_wanted(self) -> bool:
-        """Whether a session of ours waits for seats."""
+        """Return whether a session of this plugin waits for seats."""
         from ray.util import placement_group_table
 
         return any(
-            one["name"].startswith(OURS) and one["state"] == "PENDING" for one in placement_group_table().values()
+            group["name"].startswith(NAME_PREFIX) and group["state"] == "PENDING"
+            for group in placement_group_table().values()
         )
 
     def has_free(self, seats: int, gpu: float) -> bool:
+        """Return whether the cluster has room for this many seats now."""
         import ray
 
         free = ray.available_resources()
         return all(free.get(name, 0.0) >= seats * each for name, each in (("CPU", self.cpu), ("GPU", gpu)))
 
-    def give_back(self, group: Group) -> None:
+    def release(self, group: Group) -> None:
+        """End the actors of a group, and their ranks, and return its resources to the cluster."""
         import ray
         from ray.util import remove_placement_group
 
@@ -153,16 +163,20 @@ class Cluster:
         remove_placement_group(group.placement)
 
     def describe_loss(self, seat: Seat) -> str:
-        """Of a rank whose host has hung up. A node that goes takes its raylet along, if not at the same moment."""
+        """Describe why the connection to a seat's host was lost: its node or only its actor has ended.
+
+        When a node is lost, its raylet stops responding too, but perhaps a moment later.
+        """
         node = f"node {seat.address} ({seat.node[:8]})"
         deadline = time.monotonic() + PAUSE
-        while wire.answers(seat.address, seat.raylet):
+        while wire.is_listening(seat.address, seat.raylet_port):
             if time.monotonic() > deadline:
-                return f"was lost with its actor on {node}, where Ray's logs may say why it ended"
+                return f"was lost with its actor on {node}; Ray's logs there may say why it ended"
             time.sleep(0.1)
         return f"was lost with its {node}"
 
-    def leave(self) -> None:
+    def disconnect(self) -> None:
+        """Close the connection, and remove what was started for it."""
         import ray
 
         if self.ours:
@@ -170,86 +184,91 @@ class Cluster:
         if self.folder:
             shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _refuse_too_large(self, wish: Wish) -> None:
-        for resource, each in (("CPU", self.cpu), ("GPU", wish.gpu)):
+    def _refuse_too_large(self, request: SeatRequest) -> None:
+        for resource, each in (("CPU", self.cpu), ("GPU", request.gpu)):
             total = self.total(resource)
-            if wish.size * each > total + 1e-6:
-                needed = counted(round(wish.size * each), resource)
-                raise _no_world(f"a world of {wish.size} needs {needed}, the cluster has {total:g}")
+            if request.size * each > total + 1e-6:
+                needed = counted(round(request.size * each), resource)
+                raise _refusal(f"a world of {request.size} needs {needed}, but the Ray cluster has {total:g}")
 
-    def _wait(self, group: Group, wish: Wish) -> None:
+    def _await_placement(self, group: Group, request: SeatRequest) -> None:
         began = time.monotonic()
         while not group.placement.wait(PAUSE):
-            self._refuse_too_large(wish)
-            if time.monotonic() > wish.deadline:
+            self._refuse_too_large(request)
+            if time.monotonic() > request.deadline:
                 import ray
 
-                free = ray.available_resources().get("GPU" if wish.gpu else "CPU", 0.0)
-                raise _no_world(
-                    f"a world of {wish.size} waited {time.monotonic() - began:.0f} s for {counted(wish.seats, 'seat')} "
-                    f"in the cluster, where {free:g} {'GPU' if wish.gpu else 'CPU'}s are free"
+                resource = "GPU" if request.gpu else "CPU"
+                free = ray.available_resources().get(resource, 0.0)
+                raise _refusal(
+                    f"a world of {request.size} waited {time.monotonic() - began:.0f} s for room for "
+                    f"{counted(request.seats, 'rank')} in the Ray cluster (free {resource}s: {free:g})"
                 )
 
-    def _occupy(self, group: Group, wish: Wish) -> None:
+    def _start_actors(self, group: Group, request: SeatRequest) -> None:
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        actor = ray.remote(SeatActor)
-        for index in range(wish.seats):
+        actor_class = ray.remote(SeatActor)
+        for index in range(request.seats):
             strategy = PlacementGroupSchedulingStrategy(group.placement, placement_group_bundle_index=index)
-            options = {"num_cpus": self.cpu, "num_gpus": wish.gpu, "scheduling_strategy": strategy}
-            group.actors.append(actor.options(**options).remote(wish.preload, self.key))
-        seconds = max(10.0, wish.deadline - time.monotonic())
-        told = ray.get([one.where.remote() for one in group.actors], timeout=seconds)
+            options = {"num_cpus": self.cpu, "num_gpus": request.gpu, "scheduling_strategy": strategy}
+            group.actors.append(actor_class.options(**options).remote(request.engine, self.key))
+        seconds = max(10.0, request.deadline - time.monotonic())
+        descriptions = ray.get([actor.describe_seat.remote() for actor in group.actors], timeout=seconds)
         nodes = _nodes()
-        for place in told:
-            _require_our_version(place)
-            raylet = nodes[place["node"]]["NodeManagerPort"] if place["node"] in nodes else 0
-            group.seats.append(Seat(**place, raylet=raylet))
+        for description in descriptions:
+            _require_our_version(description)
+            node = description["node"]
+            raylet_port = nodes[node]["NodeManagerPort"] if node in nodes else 0
+            group.seats.append(Seat(**description, raylet_port=raylet_port))
 
 
-def _require_our_version(place: dict[str, Any]) -> None:
-    here, there = version("pytest-fsdp-meta"), place.pop("version")
-    if there != here:
-        raise _no_world(f"node {place['address']} has pytest-fsdp-meta {there}, and here is {here}; install the same")
+def _require_our_version(description: dict[str, Any]) -> None:
+    ours, theirs = version("pytest-fsdp-meta"), description.pop("version")
+    if theirs != ours:
+        raise _refusal(
+            f"node {description['address']} has pytest-fsdp-meta {theirs}, but pytest runs with {ours}; install the "
+            "same version on every node"
+        )
 
 
 def connect(address: str) -> Cluster:
-    """Raises ValueError, in one line, where there is no such cluster."""
+    """Connect to a cluster, or start one. Raises ValueError, with a message of one line, if that is not possible."""
     import ray
 
-    if ray.is_initialized():  # by the user's own code, who will also end it
+    if ray.is_initialized():  # by the user's code, which also closes the connection
         return Cluster(cpu=1.0, ours=False)
     address = address or os.environ.get("RAY_ADDRESS", "")
     if address in ("", "local"):
-        return _embedded()
+        return _start_embedded()
     _require_reachable(address)
     try:
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     except Exception as error:
-        raise ValueError(f"the Ray cluster at {address} cannot be joined: {first_line(error)}") from error
+        raise ValueError(f"cannot join the Ray cluster at {address}: {first_line(error)}") from error
     return Cluster(cpu=1.0, ours=True)
 
 
 def _require_reachable(address: str) -> None:
-    """Ray itself would try for a minute, and fill a screen."""
+    """Raise ValueError if nothing listens at the address. Ray itself would try for a minute and print a screenful."""
     host, _, port = address.rpartition(":")
     if address == "auto":
         return
-    if not (host and port.isdecimal() and "/" not in host):  # it comes from RAY_ADDRESS
-        raise ValueError(f"RAY_ADDRESS={address} names no place for ranks; it should be HOST:PORT or auto")
-    if not wire.answers(host, int(port), seconds=5.0):
-        raise ValueError(f"no Ray cluster answers at {address}; see --fsdp-ray-address and RAY_ADDRESS")
+    if not (host and port.isdecimal() and "/" not in host):  # --fsdp-ray-address was checked before
+        raise ValueError(f"invalid RAY_ADDRESS={address} (choose HOST:PORT, auto or local)")
+    if not wire.is_listening(host, int(port), seconds=5.0):
+        raise ValueError(f"no Ray cluster answers at {address}; check --fsdp-ray-address and RAY_ADDRESS")
 
 
-def _embedded() -> Cluster:
-    """A cluster of this machine alone, which ends with this process."""
+def _start_embedded() -> Cluster:
+    """Start a cluster of this machine alone, which ends with this process."""
     import ray
 
-    short = len(tempfile.gettempdir()) + len("/fsdp-ray-12345678") + SOCKET_NAME < 107
+    short = len(tempfile.gettempdir()) + len("/fsdp-ray-12345678") + SOCKET_SUFFIX < 107
     folder = tempfile.mkdtemp(prefix="fsdp-ray-", dir=None if short else "/tmp")
     try:
-        with _own_environment():
+        with _restored_environment():
             ray.init(
                 address="local",
                 include_dashboard=False,
@@ -260,35 +279,36 @@ def _embedded() -> Cluster:
             )
     except Exception as error:
         shutil.rmtree(folder, ignore_errors=True)
-        raise ValueError(f"--fsdp-engine=ray: Ray cannot start here: {first_line(error)}") from error
+        raise ValueError(f"--fsdp-engine=ray: Ray cannot start on this machine: {first_line(error)}") from error
     return Cluster(cpu=SHARED_CPU, ours=True, folder=folder)
 
 
 @contextmanager
-def _own_environment() -> Iterator[None]:
-    """While Ray starts. It makes a token for its clusters, and would leave it in the home directory, for ever.
+def _restored_environment() -> Iterator[None]:
+    """Keep Ray, while it starts, from leaving a token in the home directory and a variable in our environment.
 
-    It also switches the use of tokens on in our environment, where it would be told to every rank.
+    Without a token in the environment, Ray would store one in the home directory for good. It also sets RAY_AUTH_MODE
+    in our environment, which every rank would inherit.
     """
     mode = "RAY_AUTH_MODE"
-    asked = mode in os.environ
-    has_token = any(name in os.environ for name in TOKENS) or Path("~/.ray/auth_token").expanduser().exists()
-    token = {} if asked or has_token else {TOKENS[0]: _TOKEN}
+    has_mode = mode in os.environ
+    has_token = any(name in os.environ for name in TOKEN_VARIABLES) or Path("~/.ray/auth_token").expanduser().exists()
+    token = {} if has_mode or has_token else {TOKEN_VARIABLES[0]: _TOKEN}
     with environment({"RAY_USAGE_STATS_ENABLED": "0"} | token):
         try:
             yield
         finally:
-            if not asked:
+            if not has_mode:
                 os.environ.pop(mode, None)
 
 
 def _nodes() -> Mapping[str, Any]:
-    """Those that answer: Ray itself notices later that a node is gone."""
+    """Return the nodes that respond, by id. Ray itself notices later that a node is gone."""
     import ray
 
-    listed = [node for node in ray.nodes() if node["Alive"]]
-    return {n["NodeID"]: n for n in listed if wire.answers(n["NodeManagerAddress"], n["NodeManagerPort"])}
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    return {n["NodeID"]: n for n in nodes if wire.is_listening(n["NodeManagerAddress"], n["NodeManagerPort"])}
 
 
-def _no_world(why: str) -> WorldError:
+def _refusal(why: str) -> WorldError:
     return WorldError([RankFailure(0, "refused", why, user=True)], "starting")

@@ -1,7 +1,8 @@
-"""On each machine of a cluster: starts ranks for a world whose parent is elsewhere, and passes on what both sides say.
+"""The process on each machine of a cluster that starts ranks for a world whose parent is on another machine.
 
-A connection is the life of one rank. When it breaks, because the parent has gone, its rank is ended; when the host
-itself goes, its ranks lose their parent and end by themselves, as they do on one machine.
+Each connection belongs to one rank and relays messages between it and the parent. When the connection breaks, because
+the parent has ended, the host ends the rank. When the host itself ends, its ranks lose their parent process and end by
+themselves, as ranks of a local world do.
 """
 
 from __future__ import annotations
@@ -30,78 +31,84 @@ from pytest_fsdp_meta.worlds.ray import wire
 from pytest_fsdp_meta.worlds.system import messages, temp_folders
 from pytest_fsdp_meta.worlds.system.output import read
 
-OF_THE_NODE = ("HOME", "HOSTNAME", "LD_LIBRARY_PATH", "PATH", "TMPDIR")
-"""Environment variables that a rank has from its machine; all others it has from the parent."""
-PREFIXES_OF_THE_NODE = ("NCCL_", "GLOO_")
-GLANCE = 0.5
+NODE_VARIABLES = ("HOME", "HOSTNAME", "LD_LIBRARY_PATH", "PATH", "TMPDIR")
+"""Environment variables that a rank gets from its own machine; it gets all others from the parent."""
+NODE_PREFIXES = ("NCCL_", "GLOO_")
+"""Prefixes of more such variables."""
+FROM_RANK = b"rank"
+"""Prefix of a message to the parent that contains a pickled message of the rank."""
+FROM_HOST = b"host"
+"""Prefix of a message to the parent that contains a pickled message of the host itself."""
+POLL_INTERVAL = 0.5
+"""Seconds between two looks at whether a rank has ended, for an end that no pipe signals."""
 LINGER = 60.0
-"""Seconds for which the parent may take the last message of a rank that has ended."""
+"""Seconds that the parent has to receive the last message of a rank that has ended."""
 
 
 @dataclass(frozen=True)
 class LaunchRequest:
-    """What the parent says first."""
+    """The first message of a parent that wants a rank."""
 
     task: Assignment
     shared: Sequence[str] = ()
-    """Folders of the parent's that this machine must see."""
+    """Folders of the parent that this machine must see."""
     leftovers: Sequence[str] = ()
-    """Folders that go when the parent is killed."""
+    """Folders to remove when the parent is killed."""
 
 
 @dataclass(frozen=True)
-class Reading:
-    """What the parent says first where it only wants to read a file of a rank of its, from place to place."""
+class ReadRequest:
+    """The first message of a parent that wants to read a file of one of its ranks; offsets follow."""
 
     path: str
 
 
 class Host:
-    """Serves parents that have ``key``; each of its connections is served by a thread of its own."""
+    """Serves parents that have ``key``, each connection in a thread of its own."""
 
-    def __init__(self, preload: ForkServerEngine, address: str, key: bytes) -> None:
+    def __init__(self, engine: ForkServerEngine, address: str, key: bytes) -> None:
         self.address = address
-        self._preload = preload
+        self._engine = engine
         self._key = key
-        self._gate = wire.Gate(address)
-        self.port = self._gate.port
-        preload.start()
-        threading.Thread(target=self._serve, name="host", daemon=True).start()
+        self._socket = wire.ServerSocket(address)
+        self.port = self._socket.port
+        engine.start()
+        threading.Thread(target=self._accept, name="host", daemon=True).start()
 
-    def _serve(self) -> None:
+    def _accept(self) -> None:
         while True:
-            knocking = self._gate.wait()
-            threading.Thread(target=self._admit, args=(knocking,), name="host-rank", daemon=True).start()
+            accepted = self._socket.accept()
+            threading.Thread(target=self._serve, args=(accepted,), name="host-rank", daemon=True).start()
 
-    def _admit(self, knocking: socket.socket) -> None:
+    def _serve(self, accepted: socket.socket) -> None:
         try:
-            parent = wire.admit(knocking, self._key)
+            parent = wire.authenticate(accepted, self._key)
         except OSError:
-            return  # it was somebody else, who has been told nothing
-        with parent, suppress(OSError, EOFError):  # the parent has gone, and with it who could be told
-            first = pickle.loads(parent.recv_bytes())
-            if isinstance(first, Reading):
+            return  # not one of our parents
+        with parent, suppress(OSError, EOFError):  # the parent has ended
+            request = pickle.loads(parent.recv_bytes())
+            if isinstance(request, ReadRequest):
                 while True:
-                    parent.send_bytes(read(Path(first.path), int(parent.recv_bytes())))
-            self._keep(parent, first)
+                    parent.send_bytes(read(Path(request.path), int(parent.recv_bytes())))
+            self._run_rank(parent, request)
 
-    def _keep(self, parent: Connection, order: LaunchRequest) -> None:
+    def _run_rank(self, parent: Connection, request: LaunchRequest) -> None:
         with ExitStack() as stack:
             try:
                 folder = Path(tempfile.mkdtemp(prefix=temp_folders.prefix("world")))
                 stack.callback(shutil.rmtree, folder, ignore_errors=True)
-                task = settle_in(order, folder, self.address)
-                self._preload.ready()
-                member = self._preload.launch_rank(task)
+                task = localize(request, folder, self.address)
+                self._engine.ready()
+                member = self._engine.launch_rank(task)
             except Exception as error:
-                stack.close()  # before it is told: who has heard it may look at what is left
-                why = f"could not start a rank: {disk.hint(tempfile.gettempdir(), error) or describe(error)}"
-                _tell(parent, "refused", str(error) if isinstance(error, Misuse) else f"node {self.address} {why}")
+                stack.close()  # before the message: once it has arrived, nothing must be left here
+                why = f"could not start a rank: {disk.hint(tempfile.gettempdir(), error) or _describe(error)}"
+                _send(parent, "refused", str(error) if isinstance(error, Misuse) else f"node {self.address} {why}")
                 return
             relay = _Relay(parent, member, folder)
-            stack.callback(relay.tidy_up, order.leftovers)
-            stack.callback(_end, member)  # before the others, so that it writes nothing more
-            _tell(parent, "started", time.monotonic(), str(task.output))
+            stack.callback(relay.remove_leftovers, request.leftovers)
+            stack.callback(_end, member)  # runs before the other callbacks, so that the rank writes nothing after them
+            _send(parent, "started", time.monotonic(), str(task.output))
             relay.run()
 
 
@@ -111,86 +118,88 @@ def _end(member: LocalMember) -> None:
     member.release()
 
 
-def describe(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def settle_in(order: LaunchRequest, folder: Path, address: str) -> Assignment:
-    """The task as it is on this machine. Raises Misuse where the machine has not what the ranks of the parent need."""
-    task = order.task
-    here = f"node {address}"
+def localize(request: LaunchRequest, folder: Path, address: str) -> Assignment:
+    """Return the requested task with the folders and the environment of this machine.
+
+    Raises Misuse if the machine lacks a folder that the rank needs.
+    """
+    task = request.task
+    node = f"node {address}"
     if not os.path.isdir(task.cwd):
-        raise Misuse(
-            f"{here} has no folder {task.cwd}, where pytest runs; every node must have the project at this path"
-        )
-    for needed in order.shared:
-        if not os.path.isdir(needed):
+        raise Misuse(f"{node} has no folder {task.cwd}, where pytest runs; every node needs the project at this path")
+    for shared in request.shared:
+        if not os.path.isdir(shared):
             raise Misuse(
-                f"{here} does not see {needed}, where the ranks of a loader meet their reference; set TMPDIR to a "
-                "folder that all nodes share"
+                f"{node} cannot see {shared}, where the reference is stored; set TMPDIR to a folder that all nodes "
+                "share"
             )
     own = {name: os.environ.get(name) for name in {*os.environ, *task.environ} if _is_of_the_node(name)}
     environ = {name: value for name, value in (task.environ | own).items() if value is not None}
-    leftovers = str(folder), *order.shared
+    leftovers = str(folder), *request.shared
     return replace(task, folder=str(folder), leftovers=leftovers, environ=environ)
 
 
 def _is_of_the_node(name: str) -> bool:
-    return name in OF_THE_NODE or name.startswith(PREFIXES_OF_THE_NODE)
+    return name in NODE_VARIABLES or name.startswith(NODE_PREFIXES)
 
 
 @dataclass
 class _Relay:
-    """Between a parent and a rank of this machine."""
+    """Passes messages between a parent and a rank on this machine."""
 
     parent: Connection
     member: LocalMember
     folder: Path
-    dismissed: bool = False
+    parent_knows: bool = False
     """Whether the parent has ended the rank itself, or knows how it ended."""
 
-    def tidy_up(self, leftovers: Sequence[str]) -> None:
-        """Removes what a parent removes that ends as it should."""
-        for folder in () if self.dismissed else leftovers:
+    def remove_leftovers(self, leftovers: Sequence[str]) -> None:
+        """Remove the parent's folders, unless the parent is there to remove them itself."""
+        for folder in () if self.parent_knows else leftovers:
             shutil.rmtree(folder, ignore_errors=True)
 
     def run(self) -> None:
-        """Until the rank has ended and the parent has been told, or the parent has gone."""
-        while not self._pass_on():
-            if self.parent in connection.wait([self.parent, *self.member.handles], GLANCE):
-                self._obey(pickle.loads(self.parent.recv_bytes()))
-        self.dismissed = True
-        _tell(self.parent, "ended", self.member.ending(), self.member.written())
+        """Relay until the rank has ended and the parent knows. Raises OSError or EOFError if the parent ends."""
+        while not self._forward():
+            if self.parent in connection.wait([self.parent, *self.member.handles], POLL_INTERVAL):
+                self._execute(pickle.loads(self.parent.recv_bytes()))
+        self.parent_knows = True
+        _send(self.parent, "ended", self.member.ending(), self.member.written())
         deadline = time.monotonic() + LINGER
-        # The parent hangs up when it has read that: a connection closed from here could take it along.
+        # The parent closes the connection when it has read that; closing it here could discard the message.
         while self.parent.poll(max(0.0, deadline - time.monotonic())):
             self.parent.recv_bytes()
 
-    def _pass_on(self) -> bool:
-        """What the rank has said; whether it has ended."""
+    def _forward(self) -> bool:
+        """Forward the rank's messages to the parent; return whether the rank has ended."""
         while self.member.has_ended or connection.wait(self.member.handles, 0):
             packed = self.member.hear_packed()
             if packed is None:
                 return True
-            self.parent.send_bytes(b"said" + packed)
+            self.parent.send_bytes(FROM_RANK + packed)
         return False
 
-    def _obey(self, command: tuple[Any, ...]) -> None:
-        name, *given = command
+    def _execute(self, command: tuple[Any, ...]) -> None:
+        """Execute a command of ``RemoteMember``."""
+        name, *arguments = command
         if name == "send":
-            self.member.send(messages.enclose(given[0], self.folder / "call"))
+            self.member.send(messages.enclose(arguments[0], self.folder / "call"))
         elif name == "kill":
-            self.dismissed = True
+            self.parent_knows = True
             self.member.kill()
         elif name == "ask_stack":
             self.member.ask_stack()
         elif name == "stack":
-            _tell(self.parent, "answer", self.member.stack(time.monotonic() + given[0]))
+            _send(self.parent, "answer", self.member.stack(time.monotonic() + arguments[0]))
         elif name == "written":
-            _tell(self.parent, "answer", self.member.written())
+            _send(self.parent, "answer", self.member.written())
         else:
             raise AssertionError(command)
 
 
-def _tell(parent: Connection, *message: Any) -> None:
-    parent.send_bytes(b"told" + pickle.dumps(message))
+def _send(parent: Connection, *message: Any) -> None:
+    parent.send_bytes(FROM_HOST + pickle.dumps(message))

@@ -1,4 +1,4 @@
-"""A rank on another machine as its world sees it: every question goes to the host that has started it."""
+"""A rank on another machine, as its world sees it: every call goes to the host that started the rank."""
 
 from __future__ import annotations
 
@@ -12,50 +12,53 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from pytest_fsdp_meta.worlds.failures import RankFailure
-from pytest_fsdp_meta.worlds.ray.host import LaunchRequest, Reading
+from pytest_fsdp_meta.worlds.ray.host import FROM_RANK, LaunchRequest, ReadRequest
 from pytest_fsdp_meta.worlds.system import messages
 from pytest_fsdp_meta.worlds.system.output import Written
 
-ANSWER = 5.0
-"""Seconds for a host, which does nothing else, to answer."""
-SILENT = "was lost: its host did not answer"
+ANSWER_TIMEOUT = 5.0
+"""Seconds for a host to answer; it has nothing else to do."""
+NO_ANSWER = "was lost: its host did not answer"
 
 
 @dataclass
 class RemoteMember:
-    """A ``Member`` whose process a host has started. ``lost`` says what is known when the host is gone."""
+    """A ``Member`` whose process a host has started."""
 
     rank: int
-    lost: Callable[[], str]
+    describe_loss: Callable[[], str]
+    """Describes what happened to the rank when the connection to the host is lost."""
     connect: Callable[[], Connection]
-    """To the host, once more: output is read by another thread."""
+    """Opens another connection to the host, because another thread reads the rank's output."""
     _host: Connection
     _inbox: deque[bytes] = field(default_factory=deque)
-    """What the rank has said while the host was asked for something else."""
+    """Messages of the rank that arrived while the host was asked for something else."""
     _answers: deque[Any] = field(default_factory=deque)
+    """Messages of the host."""
     _ending: RankFailure | None = None
     _written: Written = field(default_factory=Written)
     _output: str = ""
-    """Where the host has what the rank writes."""
-    _reading: Connection | None = None
-    _ahead: float = 0.0
-    """How much the clock of this machine is ahead of that of the other, whose seconds count from its own start."""
+    """The path of the rank's output file on the host."""
+    _output_connection: Connection | None = None
+    _clock_offset: float = 0.0
+    """Seconds by which this machine's monotonic clock is ahead of the host's; each counts from its own start."""
 
-    def begin(self, order: LaunchRequest) -> None:
-        self._host.send_bytes(pickle.dumps(order))
+    def start(self, request: LaunchRequest) -> None:
+        """Ask the host to start the rank."""
+        self._host.send_bytes(pickle.dumps(request))
 
     def await_start(self, seconds: float) -> RankFailure | None:
-        """Waits until the rank runs; why it does not."""
+        """Wait until the rank runs; return the failure if it does not."""
         deadline = time.monotonic() + seconds
         while not self._answers and self._ending is None:
             if not self._receive(deadline):
                 return RankFailure(self.rank, "hung", f"was not started within {seconds:g} s")
         if self._ending is not None:
             return self._ending
-        kind, *told = self._answers.popleft()
+        kind, *content = self._answers.popleft()
         if kind == "refused":
-            return RankFailure(self.rank, "refused", told[0], user=True)
-        self._ahead, self._output = time.monotonic() - told[0], told[1]
+            return RankFailure(self.rank, "refused", content[0], user=True)
+        self._clock_offset, self._output = time.monotonic() - content[0], content[1]
         return None
 
     @property
@@ -75,17 +78,17 @@ class RemoteMember:
         return bool(self._inbox) or self._ending is not None
 
     def send(self, note: bytes) -> None:
-        self._ask("send", messages.disclose(note))
+        self._command("send", messages.disclose(note))
 
     def hear(self) -> tuple[Any, ...] | None:
         while not self._inbox and self._ending is None:
-            if not self._receive(time.monotonic() + ANSWER):
-                self._ending = self._loss(SILENT)
+            if not self._receive(time.monotonic() + ANSWER_TIMEOUT):
+                self._ending = self._lost(NO_ANSWER)
         if not self._inbox:
             return None
         message = messages.open_packed(self._inbox.popleft())
         if message[0] == "failure":
-            return "failure", self._by_our_clock(message[1])
+            return "failure", self._on_our_clock(message[1])
         return message
 
     def ending(self) -> RankFailure:
@@ -93,7 +96,7 @@ class RemoteMember:
         return self._ending
 
     def kill(self) -> None:
-        self._ask("kill")
+        self._command("kill")
 
     def join(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -106,68 +109,70 @@ class RemoteMember:
 
     def release(self) -> None:
         self._host.close()
-        if self._reading is not None:
-            self._reading.close()
+        if self._output_connection is not None:
+            self._output_connection.close()
 
     def written(self) -> Written:
         if self._ending is None:
-            self._written = self._answer_to("written", seconds=ANSWER) or self._written
+            self._written = self._query("written", seconds=ANSWER_TIMEOUT) or self._written
         return self._written
 
     def read(self, at: int) -> bytes:
         try:
-            if self._reading is None:
-                self._reading = self.connect()
-                self._reading.send_bytes(pickle.dumps(Reading(self._output)))
-            self._reading.send_bytes(str(at).encode())
-            return self._reading.recv_bytes() if self._reading.poll(ANSWER) else b""
-        except (EOFError, OSError):  # the host is gone, which is told where its answers are waited for
+            if self._output_connection is None:
+                self._output_connection = self.connect()
+                self._output_connection.send_bytes(pickle.dumps(ReadRequest(self._output)))
+            self._output_connection.send_bytes(str(at).encode())
+            answered = self._output_connection.poll(ANSWER_TIMEOUT)
+            return self._output_connection.recv_bytes() if answered else b""
+        except (EOFError, OSError):  # the host is gone, which is reported where its answers are awaited
             return b""
 
     def ask_stack(self) -> None:
-        self._ask("ask_stack")
+        self._command("ask_stack")
 
     def stack(self, deadline: float) -> str:
         seconds = max(0.0, deadline - time.monotonic())
-        told = self._answer_to("stack", seconds, seconds=seconds + ANSWER)
-        return str(told) if told else "  (it did not react)"
+        stack = self._query("stack", seconds, seconds=seconds + ANSWER_TIMEOUT)
+        return str(stack) if stack else "  (it did not react)"
 
-    def _ask(self, *command: Any) -> None:
-        # A host that is gone is no error here: whoever waits for an answer learns how.
+    def _command(self, *command: Any) -> None:
+        # A host that is gone is not an error here: whoever waits for an answer gets the failure.
         if self._ending is None:
             with suppress(OSError):
                 self._host.send_bytes(pickle.dumps(command))
 
-    def _answer_to(self, *command: Any, seconds: float) -> Any:
-        """None where the rank ended instead. A host that does not answer is taken for gone."""
-        self._ask(*command)
+    def _query(self, *command: Any, seconds: float) -> Any:
+        """Send a command and return its answer, or None if the rank ends. A silent host counts as lost."""
+        self._command(*command)
         deadline = time.monotonic() + seconds
         while not self._answers and self._ending is None:
             if not self._receive(deadline):
-                self._ending = self._loss(SILENT)
+                self._ending = self._lost(NO_ANSWER)
         return self._answers.popleft()[1] if self._answers else None
 
     def _receive(self, deadline: float) -> bool:
-        """One message of the host's, noted; whether there was one before the deadline."""
+        """Receive and store one message; return whether one arrived before the deadline."""
         try:
             if not self._host.poll(max(0.0, deadline - time.monotonic())):
                 return False
             received = self._host.recv_bytes()
         except (EOFError, OSError):
-            self._ending = self._loss(self.lost())
+            self._ending = self._lost(self.describe_loss())
             return True
-        if received[:4] == b"said":
-            self._inbox.append(received[4:])
+        prefix, packed = received[: len(FROM_RANK)], received[len(FROM_RANK) :]
+        if prefix == FROM_RANK:
+            self._inbox.append(packed)
             return True
-        kind, *told = pickle.loads(received[4:])
+        kind, *content = pickle.loads(packed)
         if kind == "ended":
-            self._ending, self._written = self._by_our_clock(told[0]), told[1]
+            self._ending, self._written = self._on_our_clock(content[0]), content[1]
         else:
-            self._answers.append((kind, *told))
+            self._answers.append((kind, *content))
         return True
 
-    def _loss(self, how: str) -> RankFailure:
-        return RankFailure(self.rank, "lost", how, when=time.monotonic())
+    def _lost(self, summary: str) -> RankFailure:
+        return RankFailure(self.rank, "lost", summary, when=time.monotonic())
 
-    def _by_our_clock(self, failure: RankFailure) -> RankFailure:
-        return replace(failure, when=failure.when + self._ahead)
+    def _on_our_clock(self, failure: RankFailure) -> RankFailure:
+        return replace(failure, when=failure.when + self._clock_offset)

@@ -1,1 +1,1 @@
-"""Processes, folders, terminals, output files and messages: what worlds need from the operating system."""
+"""What worlds need from the operating system: messages, output, processes, temporary folders and the terminal."""

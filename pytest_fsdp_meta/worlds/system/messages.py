@@ -1,7 +1,8 @@
-"""Messages between a world and its ranks: a short note through the pipe, what is large in a file beside it.
+"""Messages between a world and its ranks, sent through a pipe as notes.
 
-So neither side can keep the other waiting: a note fits the pipe as a whole, and a rank that is stopped or killed in the
-middle of a large result leaves an unfinished file that nobody reads, not half a message whose rest never comes.
+A note holds a small message itself, or the path of the file that holds a large one. Every note fits into the pipe's
+buffer, so neither side can block the other. A rank that is stopped or killed while it writes a large message leaves an
+unfinished file that nobody reads, not half a message in the pipe.
 """
 
 from __future__ import annotations
@@ -11,33 +12,39 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-NOTE_LIMIT = 8 * 1024
-HERE = b"h"
-FILED = b"f"
-"""How a note begins: with the message itself, or with where it lies."""
+DOING = "doing"
+"""The kind of a message in which a rank says what it is doing: "training step 2 of 3"."""
+POST_MORTEM = "post mortem"
+"""The kind of the message that asks a rank for a post-mortem debugger, and of the rank's answer when it has ended."""
+_NOTE_LIMIT = 8 * 1024
+"""Bytes of the largest message that a note holds itself."""
+_INLINE = b"h"
+"""The first byte of a note that holds the message."""
+_IN_FILE = b"f"
+"""The first byte of a note that holds the path of the message's file."""
 
 
 def pack(message: tuple[Any, ...], file: Path | None = None) -> bytes:
-    """The note to send; ``file`` is written where the message does not fit into it."""
+    """Return the note for a message. A message that is too large for a note is written to ``file``."""
     return enclose(pickle.dumps(message), file)
 
 
 def enclose(packed: bytes, file: Path | None) -> bytes:
-    """The note for a message that is packed already."""
-    if len(packed) <= NOTE_LIMIT:
-        return HERE + packed
-    assert file is not None, "this message has no file to go to"
+    """Return the note for a pickled message. Raises OSError if ``file`` is needed and cannot be written."""
+    if len(packed) <= _NOTE_LIMIT:
+        return _INLINE + packed
+    assert file is not None, "this message needs a file"
     try:
         file.write_bytes(packed)
     except OSError:
-        file.unlink(missing_ok=True)  # a part of it is of no use, and may have taken the last room
+        file.unlink(missing_ok=True)  # half a message is useless, and may occupy the last free space
         raise
-    return FILED + os.fsencode(file)
+    return _IN_FILE + os.fsencode(file)
 
 
 def disclose(note: bytes, remove: bool = False) -> bytes:
-    """The packed message that a note stands for. ``remove`` deletes its file, when nobody else is going to read it."""
-    if note[:1] == HERE:
+    """Return the pickled message of a note. ``remove`` deletes its file, for a message with a single receiver."""
+    if note[:1] == _INLINE:
         return note[1:]
     file = Path(os.fsdecode(note[1:]))
     packed = file.read_bytes()
@@ -47,19 +54,12 @@ def disclose(note: bytes, remove: bool = False) -> bytes:
 
 
 def unpack(note: bytes) -> tuple[Any, ...]:
-    """The message that a note stands for."""
+    """Return the message of a note."""
     return open_packed(disclose(note))
 
 
 def open_packed(packed: bytes) -> tuple[Any, ...]:
+    """Return a pickled message."""
     message = pickle.loads(packed)
     assert isinstance(message, tuple)
     return message
-
-
-DOING = "doing"
-"""The kind of the notes that say what a rank does: "training step 2 of 3"."""
-
-
-POST_MORTEM = "post mortem"
-"""The kind of the messages by which a rank is asked for a debugger, and says that it is over."""

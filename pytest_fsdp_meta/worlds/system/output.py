@@ -1,4 +1,4 @@
-"""What a rank writes to stdout and stderr: by Python, by C and C++, by its children. On the rank, and in the parent."""
+"""The stdout and stderr of a rank, also of its C code and children: redirected to a file, and read from there."""
 
 from __future__ import annotations
 
@@ -13,25 +13,26 @@ from functools import cache
 from pathlib import Path
 
 LIMIT = 64 * 1024
-"""Bytes of each rank's output that are kept; of a longer one, the end."""
-PACE = 0.05
-"""Seconds between two looks at what ranks have written, where somebody watches."""
+"""Bytes of a rank's output that are shown: its end."""
+_POLL_INTERVAL = 0.05
+"""Seconds between two reads of the output of all ranks, while it is followed."""
 CHUNK = 2**20
-"""Bytes that are read at once."""
-TURN = 256
-"""Chunks of one rank before the next one's turn, and at its end."""
+"""Bytes of one read at most."""
+_CHUNKS_PER_TURN = 256
+"""Chunks read from one rank before the next rank's turn, also in the last turn after ``stop``."""
 _IOLBF = 1
 
 
 @dataclass(frozen=True)
 class Written:
-    """How much a rank has written, and the end of it."""
+    """How many bytes a rank has written, and the last of them."""
 
     size: int = 0
     tail: bytes = b""
 
     @classmethod
     def read(cls, path: Path) -> Written:
+        """Read the size and the last ``LIMIT`` bytes of a file."""
         if not path.exists():
             return cls()
         with path.open("rb") as file:
@@ -40,14 +41,14 @@ class Written:
             return cls(size, file.read(size - file.tell()))
 
     def since(self, mark: int = 0) -> str:
-        """What came after the first ``mark`` bytes; of a long text the end, after a line that says so."""
+        """Return the text after the first ``mark`` bytes. If only its end was kept, a first line says so."""
         size = max(0, self.size - mark)
         text = self.tail[max(0, len(self.tail) - size) :].decode("utf-8", "backslashreplace")
         return text if size <= len(self.tail) else f"(the last {len(self.tail)} of {size} bytes)\n{text}"
 
 
 def read(path: Path, at: int) -> bytes:
-    """What is in the file after the first ``at`` bytes, a ``CHUNK`` at most."""
+    """Return at most ``CHUNK`` bytes of the file, from offset ``at``; empty if there are none."""
     try:
         if path.stat().st_size <= at:
             return b""
@@ -59,7 +60,7 @@ def read(path: Path, at: int) -> bytes:
 
 
 def redirect(path: Path) -> None:
-    """Sends what this process writes into a file, whoever in it writes."""
+    """Redirect stdout and stderr of this process to a file, for Python, C and child processes alike."""
     output = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for descriptor in (1, 2):
         os.dup2(output, descriptor)
@@ -67,14 +68,14 @@ def redirect(path: Path) -> None:
     sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
     with suppress(ValueError, AttributeError):
-        # C keeps what it writes into a file until the process exits, which a rank does not: it is killed.
+        # C buffers what it writes to a file until the process exits, but ranks are killed.
         _libc().setvbuf(_c_stdout(), None, _IOLBF, ctypes.c_size_t(0))
 
 
 def flush() -> None:
-    """Gives out unfinished lines as well."""
+    """Flush the buffers of Python and C, also unfinished lines."""
     for stream in (sys.stdout, sys.stderr):
-        with suppress(Exception):  # the user's code may have closed or replaced it
+        with suppress(Exception):  # the user's code may have closed or replaced the stream
             stream.flush()
     with suppress(ValueError, AttributeError):
         _libc().fflush(_c_stdout())
@@ -82,65 +83,65 @@ def flush() -> None:
 
 @cache
 def _libc() -> ctypes.CDLL:
-    """Made once: making it takes as long as the rest of an answer."""
+    """Return the C library; cached, because loading it takes as long as the rest of a rank's answer."""
     return ctypes.CDLL(None)
 
 
 def _c_stdout() -> ctypes.c_void_p:
-    """Raises ValueError where C calls it otherwise."""
+    """Return C's stdout. Raises ValueError if the C library has another name for it."""
     return ctypes.c_void_p.in_dll(_libc(), "__stdoutp" if sys.platform == "darwin" else "stdout")
 
 
 class Follower:
-    """Tells what ranks write while they write it: complete lines only, each rank's in their order.
+    """A thread that reports what ranks write while they write it, in complete lines.
 
-    Each of ``readers`` gives what its rank has written after so many bytes, a ``CHUNK`` of it at most. ``tell(rank,
-    lines)`` is called from a thread of its own.
+    ``readers`` has one function per rank, which returns at most ``CHUNK`` bytes of its output from an offset.
+    ``report(rank, lines)`` is called from the thread.
     """
 
-    def __init__(self, readers: Sequence[Callable[[int], bytes]], tell: Callable[[int, list[str]], None]) -> None:
+    def __init__(self, readers: Sequence[Callable[[int], bytes]], report: Callable[[int, list[str]], None]) -> None:
         self._readers = list(readers)
-        self._tell = tell
-        self._at = [0 for _ in readers]
-        self._rest: list[list[bytes]] = [[] for _ in readers]
-        """Of each, the parts of the line that is not finished."""
-        self._over = threading.Event()
+        self._report = report
+        self._offsets = [0 for _ in readers]
+        self._unfinished: list[list[bytes]] = [[] for _ in readers]
+        """By rank, the parts of its unfinished last line."""
+        self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="pytest-fsdp-meta output", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Tells what is left, unfinished lines as well; for when nobody writes any more."""
-        self._over.set()
+        """Report the rest, also unfinished lines. To be called when the ranks have stopped writing."""
+        self._stopping.set()
         self._thread.join()
 
     def _follow(self) -> None:
-        over = False
-        while not over:
-            over = self._over.wait(PACE)  # asked before the last look, so that this one sees everything
+        stopping = False
+        while not stopping:
+            stopping = self._stopping.wait(_POLL_INTERVAL)  # before the reads, so that the last ones see everything
             for rank, read in enumerate(self._readers):
-                self._read(rank, read)
-        for rank, rest in enumerate(self._rest):
-            if rest:
-                self._tell(rank, [_shown(b"".join(rest))])
+                self._read_turn(rank, read)
+        for rank, parts in enumerate(self._unfinished):
+            if parts:
+                self._report(rank, [_as_displayed(b"".join(parts))])
 
-    def _read(self, rank: int, read: Callable[[int], bytes]) -> None:
-        for _ in range(TURN):  # one that writes without end must not keep the others from being read
-            new = read(self._at[rank])
-            self._at[rank] += len(new)
-            self._split(rank, new)
+    def _read_turn(self, rank: int, read: Callable[[int], bytes]) -> None:
+        for _ in range(_CHUNKS_PER_TURN):  # bounded, so that a rank that writes without end does not starve the others
+            new = read(self._offsets[rank])
+            self._offsets[rank] += len(new)
+            self._report_lines(rank, new)
             if len(new) < CHUNK:
                 return
 
-    def _split(self, rank: int, new: bytes) -> None:
+    def _report_lines(self, rank: int, new: bytes) -> None:
         first, *others = new.split(b"\n")
         if first:
-            self._rest[rank].append(first)
+            self._unfinished[rank].append(first)
         if others:
-            *lines, rest = [b"".join(self._rest[rank]), *others]
-            self._rest[rank] = [rest] if rest else []
-            self._tell(rank, [_shown(line) for line in lines])
+            *lines, rest = [b"".join(self._unfinished[rank]), *others]
+            self._unfinished[rank] = [rest] if rest else []
+            self._report(rank, [_as_displayed(line) for line in lines])
 
 
-def _shown(line: bytes) -> str:
-    """As a terminal would show it in the end, where a progress bar has gone back to the beginning of its line."""
+def _as_displayed(line: bytes) -> str:
+    """Return the line as a terminal displays it: a carriage return, as progress bars write, starts the line again."""
     return line.decode("utf-8", "backslashreplace").rstrip("\r").rpartition("\r")[2]

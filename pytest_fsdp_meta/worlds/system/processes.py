@@ -1,6 +1,6 @@
-"""What Linux knows of processes: whose children they are, and what becomes of them when somebody ends.
+"""Processes: who their parents are and what ends them, descriptor limits, Ctrl-C, and the out-of-memory killer.
 
-Elsewhere the process group of a rank is all that ends with it.
+What uses prctl or /proc does nothing outside Linux; there, only a rank's process group ends together with it.
 """
 
 from __future__ import annotations
@@ -19,67 +19,46 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-PR_SET_PDEATHSIG = 1
-PR_SET_CHILD_SUBREAPER = 36
-PR_SET_PTRACER = 0x59616D61
-ANYBODY = ctypes.c_ulong(-1)
-NONE = ctypes.c_ulong(0)
-_HEEDED: dict[int, Any] = {}
-"""What had been done about the signals that are ignored."""
 PAUSE = 0.002
-THREADS = 16
-"""Where in /proc/PID/stat after the state the number of threads is."""
+"""Seconds between two looks at the children that are being ended."""
+OOM_KILL_NOTE = " (meanwhile the kernel's out-of-memory killer ended a process)"
+"""Added to the summary of a rank that was killed while ``shortages`` went up."""
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_PTRACER = 0x59616D61
+_PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
+_UNUSED = ctypes.c_ulong(0)
+_THREADS_FIELD = 16
+"""Index of the number of threads in /proc/PID/stat, counted from the first field after the state."""
+_IGNORED: dict[int, Any] = {}
+"""The former handler of each signal that ``outlive_group`` ignores."""
 
 
-def no_descriptors(error: OSError) -> str:
-    """The line to tell with an error that says that there is no file descriptor left; else empty."""
-    if error.errno not in (errno.EMFILE, errno.ENFILE):
-        return ""
-    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return (
-        f"no file descriptor is left for another rank, of which each takes four in the pytest process ({most} at most, "
-        "see ulimit -n)"
-    )
+# Parents and children
 
 
 def die_with_parent(number: int = signal.SIGKILL) -> None:
-    """The system sends this signal when the thread ends that started this process; 0 for none."""
-    _prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(number))
-
-
-def outlive_group() -> None:
-    """What a terminal, timeout(1) or CI sends to a whole process group, or to all of a service, does not end this one.
-
-    It clears up after the others.
-    """
-    os.setpgid(0, 0)
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-        _HEEDED[number] = signal.signal(number, signal.SIG_IGN)
-
-
-def heed_signals() -> None:
-    """In a process that was forked from one that outlives its group."""
-    for number, handler in _HEEDED.items():
-        signal.signal(number, handler)
+    """Have the system send this signal when the thread that started this process ends; 0 for none."""
+    _prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(number))
 
 
 def adopt_orphans() -> None:
-    """What descendants of this process leave behind becomes its child, whatever session it is in."""
-    _prctl(PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1))
+    """Become the parent of descendants whose parent has ended, whatever session they are in."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1))
 
 
 def let_debuggers_in() -> None:
-    """Where the system restricts debuggers to ancestors, anybody of the same user may look at this process."""
-    _prctl(PR_SET_PTRACER, ANYBODY)
+    """Let any process of the same user debug this one, also where only ancestors may (Yama)."""
+    _prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY)
 
 
 def _prctl(option: int, argument: ctypes.c_ulong) -> None:
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(option, argument, NONE, NONE, NONE)
+        ctypes.CDLL(None).prctl(option, argument, _UNUSED, _UNUSED, _UNUSED)
 
 
 def children(pid: int) -> set[int]:
-    """Those that run; empty where the system does not say."""
+    """Return the running children of a process; empty where /proc does not list them."""
     try:
         lists = [task.read_text() for task in Path(f"/proc/{pid}/task").glob("*/children")]
     except OSError:
@@ -88,16 +67,16 @@ def children(pid: int) -> set[int]:
 
 
 def is_running(pid: int) -> bool:
-    """Zombies do not, unless a thread of theirs is left: until that has ended, their children stay theirs."""
+    """Return whether a process runs. A zombie with a live thread does: until that ends, its children stay its own."""
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return False
-    return state not in "ZX" or int(fields[THREADS]) > 1
+    return state not in "ZX" or int(fields[_THREADS_FIELD]) > 1
 
 
 def end_children(pid: int, spare: Callable[[], Collection[int]] = tuple, seconds: float = 1.0) -> None:
-    """Kills the children of a process that adopts orphans, and what they leave behind, until there is none."""
+    """Kill the children of a process that adopts orphans until none is left but those to ``spare``."""
     deadline = time.monotonic() + seconds
     while (left := children(pid).difference(spare())) and time.monotonic() < deadline:
         for child in left:
@@ -106,28 +85,55 @@ def end_children(pid: int, spare: Callable[[], Collection[int]] = tuple, seconds
         time.sleep(PAUSE)
 
 
+# Signals
+
+
+def outlive_group() -> None:
+    """Leave the process group, and ignore the signals that a terminal, timeout(1) or CI sends to end a whole job.
+
+    The fork server calls this, because it cleans up after the other processes.
+    """
+    os.setpgid(0, 0)
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        _IGNORED[number] = signal.signal(number, signal.SIG_IGN)
+
+
+def heed_signals() -> None:
+    """Restore the handlers that ``outlive_group`` replaced, in a process that was forked from one that called it."""
+    for number, handler in _IGNORED.items():
+        signal.signal(number, handler)
+
+
 @contextmanager
 def held_back() -> Iterator[None]:
-    """Within it a Ctrl-C waits, and takes effect at the end."""
+    """Defer Ctrl-C to the end of the block."""
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):
         yield
         return
-    came: list[tuple[int, FrameType | None]] = []
-    signal.signal(signal.SIGINT, lambda number, frame: came.append((number, frame)))
+    received: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda number, frame: received.append((number, frame)))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-        if came:
-            before(*came[0])
+        if received:
+            before(*received[0])
 
 
-SEEN = " (meanwhile the system ran out of memory and killed a process)"
+# Limits
+
+
+def no_descriptors(error: OSError) -> str:
+    """Return the line to show for an error about exhausted file descriptors; "" for another error."""
+    if error.errno not in (errno.EMFILE, errno.ENFILE):
+        return ""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return f"out of file descriptors (limit {limit}); the pytest process needs 4 for each rank; raise it with ulimit -n"
 
 
 def shortages() -> int:
-    """How many processes it has ended for that since it started, of any container; 0 where it does not say."""
+    """Return how many processes the out-of-memory killer has ended since boot, in all containers; 0 if unknown."""
     try:
         counts = Path("/proc/vmstat").read_text("ascii")
     except OSError:

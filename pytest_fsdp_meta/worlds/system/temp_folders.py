@@ -1,4 +1,4 @@
-"""Temporary folders of this process, by whose names its fork server finds what is left when it has been killed."""
+"""Temporary folders of this process, named so that its fork server can remove them when this process was killed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import shutil
 import tempfile
 
 _RUN = secrets.token_hex(4)
-"""No other process has it, not even one of another machine or container that shares the disk."""
+"""Unique among all processes, also those of other machines and containers that share the disk."""
 
 
 def _name_run() -> None:
@@ -22,15 +22,16 @@ os.register_at_fork(after_in_child=_name_run)
 
 
 def prefix(kind: str) -> str:
-    """How the name of such a folder begins."""
+    """Return the prefix for the name of a temporary folder of this kind."""
     return f"fsdp-{kind}-{_RUN}-"
 
 
 def pattern() -> str:
-    """All that this process makes, for ``remove``."""
+    """Return the glob pattern that matches all temporary folders of this process."""
     return os.path.join(glob.escape(tempfile.gettempdir()), f"fsdp-*-{_RUN}-*")
 
 
 def remove(pattern: str) -> None:
+    """Remove the folders that match the pattern."""
     for folder in glob.glob(pattern):
         shutil.rmtree(folder, ignore_errors=True)

@@ -9,19 +9,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 PATH = "/dev/tty"
-"""Whichever terminal a process has, under the same name."""
+"""The controlling terminal of whichever process opens it."""
 
 
 class Terminal:
-    """Raises ValueError, with the reason, where this process cannot give away a terminal."""
+    """The terminal of this process, open until ``close``.
+
+    Raises ValueError, with the reason, if this process has no terminal to lend.
+    """
 
     def __init__(self) -> None:
         if not os.isatty(0):
-            raise ValueError("stdin is no terminal")
+            raise ValueError("stdin is not a terminal")
         try:
             self._terminal = os.open(PATH, os.O_RDWR | os.O_CLOEXEC)
         except OSError:
-            raise ValueError("there is no terminal") from None
+            raise ValueError("the pytest process has no terminal") from None
         if os.tcgetpgrp(self._terminal) != os.getpgrp():
             self.close()
             raise ValueError("pytest runs in the background of its terminal")
@@ -31,22 +34,22 @@ class Terminal:
 
     @contextmanager
     def lent_to(self, pid: int) -> Iterator[None]:
-        """Keys, and with them Ctrl-C, go to this process, which leads a process group of the same session.
+        """Send the keyboard, and so Ctrl-C, to this process, which leads a process group of the same session.
 
-        Raises ValueError where it has ended.
+        Raises ValueError if the process has ended.
         """
         modes = termios.tcgetattr(self._terminal)
         try:
             os.tcsetpgrp(self._terminal, pid)
         except OSError as error:
-            raise ValueError(f"the system does not give it to that process ({error})") from error
+            raise ValueError(f"the system refused to lend it to that process ({error})") from error
         try:
             yield
         finally:
-            # The system stops who takes a terminal back from the background, unless it does not listen.
+            # Taking the terminal back from the background raises SIGTTOU, which would stop this process.
             before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTTOU})
             try:
-                with suppress(OSError):  # it was closed meanwhile
+                with suppress(OSError):  # the terminal was closed meanwhile
                     os.tcsetpgrp(self._terminal, os.getpgrp())
                     termios.tcsetattr(self._terminal, termios.TCSADRAIN, modes)
             finally:

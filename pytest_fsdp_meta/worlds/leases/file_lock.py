@@ -1,6 +1,6 @@
-"""Locks between processes that the system frees when their holder ends, however it ends.
+"""A lock between processes that the operating system releases when its holder ends, for whatever reason.
 
-Not those of filelock: a lock of its releases up to 3 is freed for the parent when a forked child of the parent exits.
+filelock is not used: up to its release 3, a lock that a process holds is released when a forked child of it exits.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 class FileLock:
-    """A lock that is held until ``release``. What its process forks does not hold it, and cannot free it."""
+    """A lock on a file, held until ``release``. Forked children do not hold it and cannot release it."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor: int | None = descriptor
@@ -20,8 +20,8 @@ class FileLock:
 
     @classmethod
     def attempt(cls, path: Path) -> FileLock | None:
-        """The lock, or None where somebody holds it. Raises OSError where there can be no such file."""
-        # Descriptors of Python are closed in programs that it starts: neither the fork server nor a rank has them.
+        """Return the lock, or None if another holder has it. Raises OSError if the file cannot be opened."""
+        # Python closes its descriptors in the programs that it starts, so neither the fork server nor a rank has them.
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -34,12 +34,12 @@ class FileLock:
         return cls(descriptor)
 
     def release(self) -> None:
-        """Safe to call twice."""
+        """Release the lock; safe to call twice."""
         if self._descriptor is not None:
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
-            self._forget()
+            self._close()
 
-    def _forget(self) -> None:
+    def _close(self) -> None:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -48,9 +48,9 @@ class FileLock:
 _HELD: weakref.WeakSet[FileLock] = weakref.WeakSet()
 
 
-def _forget_all() -> None:
+def _close_in_child() -> None:
     for lock in list(_HELD):
-        lock._forget()  # closed and not unlocked: what is locked is the file, as parent and child have it open
+        lock._close()  # not unlocked: that would release the parent's lock, which is on the same open file
 
 
-os.register_at_fork(after_in_child=_forget_all)
+os.register_at_fork(after_in_child=_close_in_child)
