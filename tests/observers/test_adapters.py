@@ -16,7 +16,7 @@ from pytest_fsdp_meta import Part, Subject, SubjectError
 from pytest_fsdp_meta.evidence import Comparison, MeshFacts
 from pytest_fsdp_meta.observers.accumulation import accumulate, micro_batches
 from pytest_fsdp_meta.observers.adapters.lookup import Parts, parts_of, remember
-from pytest_fsdp_meta.observers.inventory import describe
+from pytest_fsdp_meta.observers.inventory import tensor_facts
 from pytest_fsdp_meta.observers.support.reference_record import Record, boxes, write_record
 from pytest_fsdp_meta.observers.values import compare
 from pytest_fsdp_meta.worlds import CallFailed, current
@@ -67,7 +67,7 @@ def test_the_element_of_a_run_that_differs_is_told_by_its_index_in_the_whole(tru
 def test_a_run_of_a_scalar_is_the_scalar(truth):
     part = Part.run(torch.tensor(5.0), (), 0)
     assert compare("scalar", part, truth, "scalar").equal
-    assert describe("scalar", "parameter", part.local, part, persistent=True, attributes=()).whole
+    assert tensor_facts("scalar", "parameter", part.local, part, persistent=True, attributes=()).whole
 
 
 def test_an_empty_run_and_an_empty_block_equal_anything(truth):
@@ -98,13 +98,13 @@ def test_a_local_part_of_another_size_than_its_adapter_says(truth):
 
 def test_facts_of_a_run():
     part = Part.run(torch.zeros(5), (4, 3), 4, by="FSDP1")
-    facts = describe("a", "parameter", part.local, part, persistent=True, attributes=())
+    facts = tensor_facts("a", "parameter", part.local, part, persistent=True, attributes=())
     assert (facts.shape, facts.extent, facts.local_shape, facts.regions) == ((4, 3), (12,), (5,), (((4, 9),),))
     assert (facts.flat, facts.whole, facts.sharded_by, facts.placements) == (True, False, "FSDP1", None)
 
 
 def test_facts_of_a_plain_tensor():
-    facts = describe("a", "parameter", torch.zeros(2, 3), persistent=True, attributes=())
+    facts = tensor_facts("a", "parameter", torch.zeros(2, 3), persistent=True, attributes=())
     assert (facts.extent, facts.flat, facts.whole, facts.sharded_by) == ((2, 3), False, True, "")
 
 

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pytest_fsdp_meta.evidence import Comparison
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part, own_part
-from pytest_fsdp_meta.observers.inventory import describe, take_inventory
+from pytest_fsdp_meta.observers.inventory import take_inventory, tensor_facts
 from pytest_fsdp_meta.observers.optimizers import pack_optimizer
 from pytest_fsdp_meta.observers.support.bits import digest
 from pytest_fsdp_meta.observers.support.reference_record import Record, write_record
@@ -80,7 +80,7 @@ def test_a_lazy_tensor_is_seen_as_what_it_says(compared, lazy):
     real = torch.tensor(lazy.tolist())
     assert (lazy.is_conj() or lazy.is_neg(), real.is_conj() or real.is_neg()) == (True, False)
     assert digest(local_part(lazy)) == digest(real)
-    facts = describe("a", "buffer", lazy, persistent=True, attributes=())
+    facts = tensor_facts("a", "buffer", lazy, persistent=True, attributes=())
     assert (facts.digest, facts.storage) == (digest(real), f"{lazy.data_ptr()}:(2,)")
     assert compared(lazy, real).equal
     assert compared(real, lazy).equal
@@ -101,7 +101,7 @@ PACKED = [name for name in ("float4_e2m1fn_x2", "uint4") if hasattr(torch, name)
 def test_packed_types_are_seen_and_compared_as_bytes(compared, name):
     data = torch.arange(4, dtype=torch.uint8)
     packed = data.view(getattr(torch, name))
-    facts = describe("a", "buffer", packed, persistent=True, attributes=())
+    facts = tensor_facts("a", "buffer", packed, persistent=True, attributes=())
     assert (facts.dtype, facts.poisoned, facts.digest) == (name, 0, digest(data))
     assert compared(packed, packed).equal
     found = compared(packed, data.flip(0).view(packed.dtype))
@@ -159,7 +159,7 @@ def test_an_optimizer_of_named_parameters_is_rebuilt():
 def test_an_attribute_reads_the_same_in_every_process(value, shown):
     parameter = nn.Parameter(torch.ones(1))
     parameter.kept = value
-    facts = describe("a", "parameter", parameter, persistent=True, attributes=("kept", "lost"))
+    facts = tensor_facts("a", "parameter", parameter, persistent=True, attributes=("kept", "lost"))
     assert facts.attributes == {"kept": shown}
 
 

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pytest_fsdp_meta.evidence.collectives import Collective, FsdpGroup
 from pytest_fsdp_meta.observers.collectives import Recorder
-from pytest_fsdp_meta.observers.memory import POINTS, Meter, Peak, read_diary, read_timeline
+from pytest_fsdp_meta.observers.memory import POINTS, Meter, Peak, find_peaks, make_timeline
 from pytest_fsdp_meta.observers.support.mapped import MAPS, MappedFiles
 from pytest_fsdp_meta.observers.support.watching import watching
 from pytest_fsdp_meta.observers.training import observe_step, watching_step
@@ -33,7 +33,7 @@ def recorded(talk: Callable[[nn.Module], object], **known: Tensor) -> tuple[Coll
     recorder = Recorder(known)
     with watching(recorder):
         talk(model)
-    return recorder.told(model)
+    return recorder.collectives(model)
 
 
 def in_every_way(model: nn.Module) -> None:
@@ -189,11 +189,11 @@ def test_the_most_that_is_alive_at_one_time():
     meter = Meter()
     with watching(meter):
         model = load()
-    assert read_diary(meter.diary, model).host == 3 * 1024
-    before = len(meter.diary)
+    assert find_peaks(meter.changes, model).host == 3 * 1024
+    before = len(meter.changes)
     del model
-    assert sum(after - size for size, after, _ in meter.diary) == 0
-    assert len(meter.diary) > before
+    assert sum(after - size for size, after, _ in meter.changes) == 0
+    assert len(meter.changes) > before
 
 
 def largest_seen_of_a_gradient() -> int:
@@ -203,7 +203,7 @@ def largest_seen_of_a_gradient() -> int:
     with watching(meter):
         kept = torch.zeros_like(whole)
     assert kept.shape == whole.shape
-    return max(after for _, after, _ in meter.diary)
+    return max(after for _, after, _ in meter.changes)
 
 
 def test_what_dtensor_only_tries_has_no_memory():
@@ -215,7 +215,7 @@ def test_memory_of_threads_counts():
     meter = Meter()
     with watching(meter), ThreadPoolExecutor(1) as pool:
         kept = pool.submit(torch.ones, KIB).result()
-    assert read_diary(meter.diary, nn.Module()).host == kept.untyped_storage().nbytes()
+    assert find_peaks(meter.changes, nn.Module()).host == kept.untyped_storage().nbytes()
 
 
 def test_a_thread_that_outlives_the_block_is_left_alone():
@@ -223,10 +223,10 @@ def test_a_thread_that_outlives_the_block_is_left_alone():
     with ThreadPoolExecutor(1) as pool:
         with watching(meter):
             pool.submit(torch.ones, 1).result()
-        seen = len(meter.diary)
+        seen = len(meter.changes)
         kept = pool.submit(torch.ones, KIB).result()
     assert len(kept) == KIB
-    assert len([size for _, size, _ in meter.diary if size == 4 * KIB]) == 0
+    assert len([size for _, size, _ in meter.changes if size == 4 * KIB]) == 0
     assert seen
 
 
@@ -249,8 +249,8 @@ def test_a_mapped_checkpoint_does_not_count(tmp_path: Path, mapped: bool, expect
     with watching(meter):
         loaded = torch.load(tmp_path / "a.pt", mmap=mapped)["a"]
         loaded[:2].sum()
-    assert max(after for _, after, _ in meter.diary) >= expected
-    assert sum(after for _, after, _ in meter.diary if after == 4096) == expected
+    assert max(after for _, after, _ in meter.changes) >= expected
+    assert sum(after for _, after, _ in meter.changes if after == 4096) == expected
 
 
 def test_a_slice_of_a_mapped_file_is_told_from_memory(tmp_path: Path):
@@ -260,7 +260,7 @@ def test_a_slice_of_a_mapped_file_is_told_from_memory(tmp_path: Path):
     assert files.hold(loaded[5:].untyped_storage())
     assert not files.hold(loaded.clone().untyped_storage())
     shared = torch.ones(4 * KIB).share_memory_()
-    files.look_again()
+    files.refresh()
     assert not files.hold(shared.untyped_storage())
     assert not files.hold(torch.empty(0).untyped_storage())
 
@@ -268,11 +268,11 @@ def test_a_slice_of_a_mapped_file_is_told_from_memory(tmp_path: Path):
 def test_whole_parameters_are_told_from_copies_of_shards():
     model = nn.ParameterList([torch.empty(8), torch.empty(8), torch.empty(4)])
     whole = [(0, 32, 4), (0, 32, 4), (0, 16, 4)]
-    assert read_diary(whole, model).whole == 20
-    assert read_diary([*whole, (32, 0, 4), (0, 32, 4)], model).whole == 20
-    assert read_diary([(0, 16, 2), (0, 16, 2), (0, 8, 2)], model).whole == 20  # in another dtype
-    assert read_diary([(0, 16, 4)] * 5, model).whole == 4  # halves
-    assert read_diary([(0, 32, 4)] * 3, model).whole == 16
+    assert find_peaks(whole, model).whole == 20
+    assert find_peaks([*whole, (32, 0, 4), (0, 32, 4)], model).whole == 20
+    assert find_peaks([(0, 16, 2), (0, 16, 2), (0, 8, 2)], model).whole == 20  # in another dtype
+    assert find_peaks([(0, 16, 4)] * 5, model).whole == 4  # halves
+    assert find_peaks([(0, 32, 4)] * 3, model).whole == 16
 
 
 def test_an_exception_passes_and_leaves_nothing_behind():
@@ -280,7 +280,7 @@ def test_an_exception_passes_and_leaves_nothing_behind():
     with suppress(ZeroDivisionError), watching(meter):
         raise ZeroDivisionError
     torch.ones(3)
-    assert meter.diary == []
+    assert meter.changes == []
 
 
 def test_the_same_bits_whether_watched_or_not():
@@ -296,9 +296,9 @@ def test_the_same_bits_whether_watched_or_not():
 def test_buffers_explain_what_is_alive_beside_the_shards():
     model = nn.Module()
     model.register_buffer("table", torch.empty(1000))
-    assert read_diary([(0, 4000, 4)] * 2, model).beyond == 0
-    assert read_diary([(0, 4000, 4)] * 3, model).beyond == 4000
-    assert read_diary([(0, 4000, 4)] * 2, nn.Module()).beyond == 8000
+    assert find_peaks([(0, 4000, 4)] * 2, model).beyond == 0
+    assert find_peaks([(0, 4000, 4)] * 3, model).beyond == 4000
+    assert find_peaks([(0, 4000, 4)] * 2, nn.Module()).beyond == 8000
 
 
 def test_a_timeline_of_what_is_alive():
@@ -316,13 +316,13 @@ def test_a_timeline_of_what_is_alive():
 
 
 def test_a_long_timeline_keeps_its_highest_and_its_last():
-    diary = [(0, 8, 4), (8, 0, 4)] * 5000
-    diary[6000] = (0, 4096, 4)
-    diary[6001] = (4096, 0, 4)
-    timeline = read_timeline(diary, [10 + 0.001 * index for index in range(len(diary))], began=10)
+    changes = [(0, 8, 4), (8, 0, 4)] * 5000
+    changes[6000] = (0, 4096, 4)
+    changes[6001] = (4096, 0, 4)
+    timeline = make_timeline(changes, [10 + 0.001 * index for index in range(len(changes))], began=10)
     assert len(timeline) == POINTS
     assert max(timeline, key=lambda one: one[1]) == (6.0, 4096)
     assert timeline[-1] == (9.999, 0)
     assert [time for time, _ in timeline] == sorted(time for time, _ in timeline)
-    assert len(read_timeline(diary, [10.0] * len(diary), began=10)) == 2  # all at once
-    assert read_timeline([], [], began=0) == ()
+    assert len(make_timeline(changes, [10.0] * len(changes), began=10)) == 2  # all at once
+    assert make_timeline([], [], began=0) == ()
