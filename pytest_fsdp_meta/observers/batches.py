@@ -70,7 +70,9 @@ def global_batch(subject: Subject, step: int) -> Mapping[str, Any]:
     with calling(f"Subject(batch=...), batch({step})"):
         batch = subject.batch(step)
     if not hasattr(batch, "items"):
-        raise SubjectError("batch", f"batch({step}) returned {type(batch).__name__}, but should return a dict of tensors")
+        raise SubjectError(
+            "batch", f"batch({step}) returned {type(batch).__name__}, but should return a dict of tensors"
+        )
     return dict(batch.items())
 
 
@@ -80,7 +82,9 @@ def batch_digest(batch: Mapping[str, Any]) -> str:
     return " ".join(f"{key}={digest(tensor)}" for key, tensor in sorted(tensors.items()))
 
 
-def own_rows(batch: Mapping[str, Any], step: int, data_parallel: tuple[int, int], device: torch.device) -> dict[str, Any]:
+def own_rows(
+    batch: Mapping[str, Any], step: int, data_parallel: tuple[int, int], device: torch.device
+) -> dict[str, Any]:
     """Return the slice ``(index, size)`` of every tensor of the batch, on ``device``."""
     return {key: _own_rows(key, value, step, data_parallel, device) for key, value in batch.items()}
 

@@ -120,9 +120,7 @@ def find_peaks(changes: Iterable[Change], model: Module) -> RankMemory:
     return peaks
 
 
-def make_timeline(
-    changes: Iterable[Change], times: Sequence[float], began: float
-) -> tuple[tuple[float, int], ...]:
+def make_timeline(changes: Iterable[Change], times: Sequence[float], began: float) -> tuple[tuple[float, int], ...]:
     """Return (seconds since ``began``, bytes alive) of every change.
 
     Where there are more than ``POINTS`` changes, return the highest of each interval and the last one.

@@ -56,7 +56,9 @@ def compare(name: str, part: Part, reference: Record, recorded: str, measuring: 
     implied = tuple(sum(stop - start for start, stop in runs) for runs in part.regions)
     if implied != tuple(actual.shape):
         source = f"{part.by} says" if part.by else "its placements imply"
-        return Comparison(name, False, problem=f"local shape {tuple(actual.shape)}", should_be=f"{implied}, as {source}")
+        return Comparison(
+            name, False, problem=f"local shape {tuple(actual.shape)}", should_be=f"{implied}, as {source}"
+        )
     if not actual.numel():
         return Comparison(name, True)
     return _compare(name, actual, read_part(part, reference, recorded), part, measuring)

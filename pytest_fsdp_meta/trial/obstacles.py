@@ -11,9 +11,7 @@ from pytest_fsdp_meta.worlds import WorldError
 
 NOT_WANTED = Unavailable("no selected check needs it", kind="unselected")
 DECLARE = "declare Subject(save=..., resume=...)"
-NOT_ABOUT_THE_CHECKPOINT = re.compile(
-    r"(OutOfMemoryError|MemoryError|DistBackendError|DistNetworkError|\.Skipped)$"
-)
+NOT_ABOUT_THE_CHECKPOINT = re.compile(r"(OutOfMemoryError|MemoryError|DistBackendError|DistNetworkError|\.Skipped)$")
 """Exceptions that a world of another size raises because of its machine or network, or because the author skips."""
 
 
@@ -21,7 +19,9 @@ def from_world_error(error: WorldError) -> Unavailable:
     """Return the error with its world's output; the item shows the output of the loader's own ranks itself."""
     outputs = [(rank, text.strip()) for rank, text in enumerate(error.outputs) if text.strip()] if error.label else []
     alone = len(error.outputs) == 1
-    shown = [f"output of {error.label if alone else f'rank {rank} of {error.label}'}:\n{text}" for rank, text in outputs]
+    shown = [
+        f"output of {error.label if alone else f'rank {rank} of {error.label}'}:\n{text}" for rank, text in outputs
+    ]
     return Unavailable(error.summary, error=True, detail="\n\n".join([str(error), *shown]))
 
 

@@ -23,7 +23,15 @@ ON_RANKS = (
 """What the fork server imports (modules) and calls (functions) before it forks the ranks of a trial."""
 
 if TYPE_CHECKING:
-    from pytest_fsdp_meta.observers import checkpoint, loading, reference, step_collectives, training, values
+    from pytest_fsdp_meta.observers import (
+        checkpoint,
+        loading,
+        reference,
+        state_dict,
+        step_collectives,
+        training,
+        values,
+    )
 else:
 
     class ObserverModule:
@@ -38,6 +46,7 @@ else:
     checkpoint = ObserverModule(f"{OBSERVERS}.checkpoint")
     loading = ObserverModule(f"{OBSERVERS}.loading")
     reference = ObserverModule(f"{OBSERVERS}.reference")
+    state_dict = ObserverModule(f"{OBSERVERS}.state_dict")
     step_collectives = ObserverModule(f"{OBSERVERS}.step_collectives")
     training = ObserverModule(f"{OBSERVERS}.training")
     values = ObserverModule(f"{OBSERVERS}.values")
@@ -48,6 +57,7 @@ __all__ = [
     "loading",
     "reference",
     "run_on",
+    "state_dict",
     "step_collectives",
     "training",
     "values",

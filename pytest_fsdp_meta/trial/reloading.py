@@ -31,7 +31,7 @@ from pytest_fsdp_meta.trial.obstacles import (
     optimizer_not_loaded_by_torch,
     refuses_checkpoint,
 )
-from pytest_fsdp_meta.trial.on_ranks import checkpoint, loading, run_on
+from pytest_fsdp_meta.trial.on_ranks import checkpoint, loading, run_on, state_dict
 from pytest_fsdp_meta.trial.timing import Stopwatch
 from pytest_fsdp_meta.trial.world_sizes import describe_size, other_size
 from pytest_fsdp_meta.worlds import World, WorldError, WorldSpec
@@ -147,7 +147,7 @@ class Reloading:
     # Observations of the first load, which may have been trained.
 
     def _observe_state_dict(self) -> tuple[RankStateDict, ...]:
-        return tuple(self._run_first(checkpoint.observe_state_dict))
+        return tuple(self._run_first(state_dict.observe_state_dict))
 
     def _save_and_continue(self) -> tuple[RankResumed, ...] | Unavailable:
         if "batch" not in self.subject.declared:
@@ -160,7 +160,7 @@ class Reloading:
         if problem and not self._author_saves:
             return Unavailable(f"{problem}; {DECLARE}", kind="undeclared")
         self._saved_with_optimizer = self._save(self._first_world, checkpoint.save_all, self._path("continued"))
-        return _with_losses(self._saved_with_optimizer, self._run_first(checkpoint.go_on, STEPS))
+        return _with_losses(self._saved_with_optimizer, self._run_first(checkpoint.train_on, STEPS))
 
     def _save_model(self) -> tuple[RankSaved, ...] | Unavailable:
         if self._saved_with_optimizer:  # that checkpoint has the model as well
@@ -180,8 +180,8 @@ class Reloading:
         if reason := self._unsavable(gathering=True) or self._ungatherable():
             return reason
         path = self._path("export.safetensors")
-        keys = self._run_second(checkpoint.export, path)[0]
-        return run_on(self.reference_world, checkpoint.compare_export, path, self.reference_record, keys)[0]
+        keys = self._run_second(state_dict.export, path)[0]
+        return run_on(self.reference_world, state_dict.compare_export, path, self.reference_record, keys)[0]
 
     def _save_second_load(self) -> tuple[RankSaved, ...] | Unavailable:
         return self._unsavable() or self._save(self._second_world, checkpoint.save_model, self._path("kept"))
@@ -190,7 +190,7 @@ class Reloading:
         if (reason := self.unavailable.get("continued")) is not None:
             return reason
         self._loaded_with_optimizer = tuple(self._run_second(checkpoint.load_all, self._path("continued")))
-        return _with_losses(self._loaded_with_optimizer, self._run_second(checkpoint.go_on, STEPS))
+        return _with_losses(self._loaded_with_optimizer, self._run_second(checkpoint.train_on, STEPS))
 
     def _restore_model(self) -> tuple[RankSaved, ...] | Unavailable:
         if (reason := self.unavailable.get("saved")) is not None:
@@ -217,7 +217,7 @@ class Reloading:
             return Unavailable(f"the loader fails in {describe_size(spec)}: {error.summary}")
         mesh = tuple(spec.mesh.items())
         try:
-            run_on(world, checkpoint.load_over, self._path("kept"))
+            run_on(world, checkpoint.load_over_other_values, self._path("kept"))
         except WorldError as error:
             if not refuses_checkpoint(error) or not self._loads_in_same_size():
                 raise
@@ -229,7 +229,7 @@ class Reloading:
     def _loads_in_same_size(self) -> bool:
         """Load the same checkpoint in a world of the size that saved it; return whether that works."""
         try:
-            self._run_second(checkpoint.load_over, self._path("kept"))
+            self._run_second(checkpoint.load_over_other_values, self._path("kept"))
         except WorldError:
             return False
         return True

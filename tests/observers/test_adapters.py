@@ -222,7 +222,7 @@ MESH = MeshFacts(("dp",), (2,), (0,))
         ),
         (
             lambda t: Part(t.reshape(-1), (2, 2), RUNS, flat=True),
-            "Part(regions=(((0, 2),), ((0, 2),))) should have one entry, as it is flat",
+            "Part(regions=(((0, 2),), ((0, 2),))) should have one entry, because it is flat",
         ),
         (
             lambda t: Part(t, (2, 2), (((0, 99),), ((0, 2),))),
@@ -242,7 +242,7 @@ MESH = MeshFacts(("dp",), (2,), (0,))
         ),
         (
             lambda t: Part(t, (2, 2), RUNS, placements=("R",)),
-            "Part(placements=('R',)) should have a mesh, or be without placements",
+            "Part(placements=('R',)) needs mesh=... as well, or should have no placements",
         ),
         (
             lambda t: Part(t, (2, 2), RUNS, placements=("R", "R"), mesh=MESH),

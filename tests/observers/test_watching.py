@@ -19,9 +19,9 @@ from torch.utils.checkpoint import checkpoint
 from pytest_fsdp_meta.evidence.collectives import Collective, FsdpGroup
 from pytest_fsdp_meta.observers.collectives import Recorder
 from pytest_fsdp_meta.observers.memory import POINTS, Meter, Peak, find_peaks, make_timeline
+from pytest_fsdp_meta.observers.step_collectives import observe_step, watching_step
 from pytest_fsdp_meta.observers.support.mapped import MAPS, MappedFiles
 from pytest_fsdp_meta.observers.support.watching import watching
-from pytest_fsdp_meta.observers.training import observe_step, watching_step
 from pytest_fsdp_meta.worlds import current
 from tests.world_help import world_of
 

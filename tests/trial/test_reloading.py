@@ -24,7 +24,7 @@ from pytest_fsdp_meta.catalogue import Verdict, built_in, judge
 from pytest_fsdp_meta.evidence import Unavailable
 from pytest_fsdp_meta.loader.call import Call
 from pytest_fsdp_meta.trial import LoaderFailed, Trial
-from pytest_fsdp_meta.trial.reloading import other_size
+from pytest_fsdp_meta.trial.world_sizes import other_size
 from pytest_fsdp_meta.worlds import Rank, WorldSpec
 from tests.world_help import trial_preload
 
@@ -200,7 +200,7 @@ def test_what_gets_a_gradient_on_one_rank_only_cannot_be_loaded_by_torch():
         return Subject(model, batch=batch, loss=loss)
 
     reason = judged(loader, (OPTIMIZER,))[OPTIMIZER].reason
-    assert reason.startswith("1.bias got a gradient on rank 0 and none on rank 1, so the optimizer keeps a state of it")
+    assert reason.startswith("1.bias got a gradient on rank 0 and none on rank 1, so the optimizer has state for it")
 
 
 def test_nothing_to_train():
@@ -224,7 +224,7 @@ def test_a_loader_that_runs_but_once(tmp_path):
     assert found[REPEATABLE].status == "error"
     assert " of the second load raised FileExistsError: " in found[REPEATABLE].reason
     assert found[REPEATABLE].detail.startswith(
-        "the loader gave a model once, and fails when it runs again in a fresh world with the same fixtures:\n\nrank"
+        "the loader succeeded once, and failed when it ran again in a fresh world with the same fixtures:\n\nrank"
     )
 
 
@@ -249,7 +249,7 @@ def test_a_loader_for_one_size_of_world_only():
     found = judged(loader)
     assert {id for id, one in found.items() if one.status == "passed"} == set(ALL) - {RESHARDS}
     assert found[RESHARDS].status == "skipped"
-    assert found[RESHARDS].reason.startswith("the loader gives no model in a world of 1 (dp_shard=1): ")
+    assert found[RESHARDS].reason.startswith("the loader fails in a world of 1 (dp_shard=1): ")
     assert "made for two" in found[RESHARDS].reason
 
 
@@ -322,7 +322,7 @@ def test_saving_that_gives_no_answer_is_not_tried_again(tmp_path, how):
     assert statuses(found) == dict.fromkeys(SAVING, "error")
     said = "did not answer within 8 s" if how == "hangs" else "exited with code 3 before it answered"
     assert all(said in one.reason for one in found.values())
-    assert found[ROUND_TRIP].detail.startswith("saving gave no answer, and is not tried again:\n\nrank")
+    assert found[ROUND_TRIP].detail.startswith("saving hung or ended a rank, and is not tried again:\n\nrank")
     assert {path.name.partition(" ")[0] for path in tmp_path.iterdir()} == {"continued"}
 
 
@@ -397,7 +397,7 @@ def test_loading_that_fails_says_so_each_time():
 def test_a_state_dict_that_is_none(given, shown):
     found = judged(lambda fsdp: declared(fsdp, build(), state_dict=lambda model: given), (NAMES,))[NAMES]
     assert found.status == "error"
-    assert found.reason == f"Subject(state_dict=...): it gave {shown}, but should give a dict by name"
+    assert found.reason == f"Subject(state_dict=...): it returned {shown}, but should return a dict with names as keys"
 
 
 def test_a_loader_that_ends_the_process_group():
@@ -409,7 +409,8 @@ def test_a_loader_that_ends_the_process_group():
     with pytest.raises(LoaderFailed) as caught:
         judged(loader, (NAMES, "collectives_within_budget"))
     assert str(caught.value) == (
-        "the loader ended the process group (destroy_process_group); the checks need it: leave it to the plugin"
+        "the loader destroyed the process group (destroy_process_group), which the checks need; "
+        "leave that to the plugin"
     )
 
 
@@ -459,7 +460,7 @@ def test_the_other_size_takes_the_devices_that_there_are():
     assert other_size(spec).devices == (4, 5)
     assert other_size(WorldSpec({"dp_shard": 1}, "cuda", "gloo", devices=(3,))).devices == (3, 3)
     alone = other_size(WorldSpec({"dp_shard": 1}, "cuda", "nccl", devices=(3,)))
-    assert alone == Unavailable("a world of 2 takes another GPU than that of this world of 1")
+    assert alone == Unavailable("a world of 2 needs another GPU than this world of 1 has")
 
 
 def test_an_empty_group_is_more_than_torch_can_load():
@@ -472,7 +473,7 @@ def test_an_empty_group_is_more_than_torch_can_load():
     verdicts = judged(with_empty_group, (OPTIMIZER, RESUME))
     assert statuses(verdicts) == {OPTIMIZER: "skipped", RESUME: "skipped"}
     assert verdicts[OPTIMIZER].reason == (
-        "group 0 of the optimizer is empty, and torch loads no settings of an empty group; declare "
+        "group 0 of the optimizer is empty, and torch does not load the settings of an empty group; declare "
         "Subject(save=..., resume=...)"
     )
 

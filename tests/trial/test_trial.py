@@ -193,7 +193,10 @@ def detached(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
             "the reference raised TypeError in Subject(loss=...): <lambda>() takes 1 positional argument but 2 were "
             "given",
         ),
-        ({"loss": detached}, "Subject(loss=...): it gave a loss without gradient: detached, or computed under no_grad"),
+        (
+            {"loss": detached},
+            "Subject(loss=...): the returned loss has no gradient: it is detached or was computed under no_grad",
+        ),
         (
             {"loss": None},
             "Subject(loss=...): model(**batch) returned Tensor without a .loss; put labels into the batch or declare "
@@ -290,7 +293,9 @@ def test_an_optimizer_without_the_live_parameters_is_found(make):
 def test_an_optimizer_that_cannot_be_rebuilt_costs_what_judges_training_only(make, why):
     verdicts = judged(with_optimizer(make))
     wrong = {id: (found.status, found.reason) for id, found in verdicts.items() if found.status in ("failed", "error")}
-    reason = f"the reference cannot build the same ({why}); give a callable: optimizer=lambda parameters: ..."
+    reason = (
+        f"the reference cannot build the same optimizer ({why}); declare a callable: optimizer=lambda parameters: ..."
+    )
     assert wrong == dict.fromkeys(TRAINED, ("error", f"Subject(optimizer=...): {reason}"))
 
 
