@@ -1,4 +1,4 @@
-"""What the watchers see of collectives and of memory, and that they change nothing."""
+"""Test that watchers record collectives and memory, and that they change nothing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from pytest_fsdp_meta.observers.support.watching import watching
 from pytest_fsdp_meta.worlds import current
 from tests.world_help import world_of
 
-pytestmark = pytest.mark.skipif(not MAPS.exists(), reason="only Linux tells mapped files from memory")
+pytestmark = pytest.mark.skipif(not MAPS.exists(), reason="mapped files are told from memory on Linux only")
 
 
 def recorded(talk: Callable[[nn.Module], object], **known: Tensor) -> tuple[Collective, ...]:
@@ -57,7 +57,7 @@ def ways() -> list[tuple[object, ...]]:
     return [(c.op, c.ranks, c.dtype, c.shapes, c.root, c.reduction, c.tensors) for c in seen]
 
 
-def test_collectives_of_every_kind_are_seen_in_order():
+def test_collectives_of_every_kind_are_recorded_in_order():
     both = (0, 1)
     with world_of(2) as world:
         seen = world.run(ways)
@@ -79,7 +79,7 @@ def test_collectives_of_every_kind_are_seen_in_order():
 
 
 def recycled() -> list[tuple[str, ...]]:
-    """Memory that was handed over and freed, and then became that of a parameter."""
+    """Send and free some memory, and then reuse it for a parameter."""
 
     def talk(model: nn.Module) -> None:
         passing = torch.ones(2, 3)
@@ -116,7 +116,7 @@ def threaded() -> list[str]:
     ("run", "expected"),
     [(recycled, [()]), (copied, [("a",), (), (), ()]), (threaded, ["barrier"])],
 )
-def test_whose_memory_it_is(run, expected):
+def test_sent_memory_is_matched_to_parameters(run, expected):
     with world_of(2) as world:
         assert world.run(run) == [expected] * 2
 
@@ -141,8 +141,8 @@ class Stack(nn.Module):
         return x
 
 
-def stepped(again: int, inside: bool) -> tuple[tuple[Collective, ...], tuple[FsdpGroup, ...]]:
-    """A step in which the model runs ``again`` times, its blocks recomputed; ``inside`` wraps what is recomputed."""
+def observe_one_step(forwards: int, inside: bool) -> tuple[tuple[Collective, ...], tuple[FsdpGroup, ...]]:
+    """Train a step with several forwards and recomputed blocks; ``inside`` shards a module within each block."""
     me = current()
     me.state["watch"] = ("collectives",)
     model = Stack()
@@ -153,7 +153,7 @@ def stepped(again: int, inside: bool) -> tuple[tuple[Collective, ...], tuple[Fsd
     for step in range(2):
         with watching_step(me, model, 2, step):
             x = torch.ones(2, 4, requires_grad=True)
-            for _ in range(again):
+            for _ in range(forwards):
                 x = model(x)
             x.sum().backward()
             optimizer.step()
@@ -164,10 +164,10 @@ def stepped(again: int, inside: bool) -> tuple[tuple[Collective, ...], tuple[Fsd
 
 
 @pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("again", [1, 2])
-def test_forwards_that_run_again_explain_what_is_gathered(again, inside):
+@pytest.mark.parametrize("forwards", [1, 2])
+def test_repeated_forwards_explain_the_gathers(forwards, inside):
     with world_of(2) as world:
-        collectives, groups = world.run(stepped, again, inside)[0]
+        collectives, groups = world.run(observe_one_step, forwards, inside)[0]
     gathers = sum(c.op == "all_gather" and c.by_fsdp for c in collectives)
     assert len(groups) == 2
     assert 4 <= gathers <= sum(group.forwards * (2 if group.reshards else 1) for group in groups)
@@ -177,7 +177,7 @@ def test_forwards_that_run_again_explain_what_is_gathered(again, inside):
 KIB = 1024 // 4
 
 
-def test_the_most_that_is_alive_at_one_time():
+def test_peak_of_the_memory_alive():
     def load() -> nn.Module:
         first = torch.empty(2 * KIB)
         del first
@@ -196,8 +196,8 @@ def test_the_most_that_is_alive_at_one_time():
     assert len(meter.changes) > before
 
 
-def largest_seen_of_a_gradient() -> int:
-    """DTensor works out what a new operation gives on fake tensors of the global shape; 7919 was not seen before."""
+def largest_storage_of_a_new_operation() -> int:
+    """Run an operation that DTensor first tries on fake tensors of the global shape, as it does for each new shape."""
     meter = Meter()
     whole = distribute_tensor(torch.ones(2 * 7919, 3), current().mesh, [Shard(0)])
     with watching(meter):
@@ -206,9 +206,9 @@ def largest_seen_of_a_gradient() -> int:
     return max(after for _, after, _ in meter.changes)
 
 
-def test_what_dtensor_only_tries_has_no_memory():
+def test_fake_tensors_of_dtensor_do_not_count():
     with world_of(2) as world:
-        assert world.run(largest_seen_of_a_gradient) == [7919 * 3 * 4] * 2
+        assert world.run(largest_storage_of_a_new_operation) == [7919 * 3 * 4] * 2
 
 
 def test_memory_of_threads_counts():
@@ -230,7 +230,7 @@ def test_a_thread_that_outlives_the_block_is_left_alone():
     assert seen
 
 
-def test_what_python_resizes_counts():
+def test_storages_resized_by_python_count():
     peak = Peak(torch.device("cpu"))
     with peak.measured(), watching(peak.meter):
         tensor = torch.ones(KIB)
@@ -253,7 +253,7 @@ def test_a_mapped_checkpoint_does_not_count(tmp_path: Path, mapped: bool, expect
     assert sum(after for _, after, _ in meter.changes if after == 4096) == expected
 
 
-def test_a_slice_of_a_mapped_file_is_told_from_memory(tmp_path: Path):
+def test_a_slice_of_a_mapped_file_is_recognised(tmp_path: Path):
     save_file({"a": torch.ones(4 * KIB)}, tmp_path / "a.safetensors")
     loaded = load_file(tmp_path / "a.safetensors")["a"]
     files = MappedFiles()
@@ -265,7 +265,7 @@ def test_a_slice_of_a_mapped_file_is_told_from_memory(tmp_path: Path):
     assert not files.hold(torch.empty(0).untyped_storage())
 
 
-def test_whole_parameters_are_told_from_copies_of_shards():
+def test_whole_parameters_are_distinguished_from_shards():
     model = nn.ParameterList([torch.empty(8), torch.empty(8), torch.empty(4)])
     whole = [(0, 32, 4), (0, 32, 4), (0, 16, 4)]
     assert find_peaks(whole, model).whole == 20
@@ -283,7 +283,7 @@ def test_an_exception_passes_and_leaves_nothing_behind():
     assert meter.changes == []
 
 
-def test_the_same_bits_whether_watched_or_not():
+def test_watching_does_not_change_results():
     def draw() -> list[float]:
         torch.manual_seed(1)
         return [*nn.Linear(4, 4).weight.flatten().tolist(), *torch.randn(8).tolist()]
@@ -293,7 +293,7 @@ def test_the_same_bits_whether_watched_or_not():
         assert draw() == plain
 
 
-def test_buffers_explain_what_is_alive_beside_the_shards():
+def test_buffers_count_as_own_storages():
     model = nn.Module()
     model.register_buffer("table", torch.empty(1000))
     assert find_peaks([(0, 4000, 4)] * 2, model).beyond == 0
@@ -301,7 +301,7 @@ def test_buffers_explain_what_is_alive_beside_the_shards():
     assert find_peaks([(0, 4000, 4)] * 2, nn.Module()).beyond == 8000
 
 
-def test_a_timeline_of_what_is_alive():
+def test_a_timeline_of_the_memory_alive():
     peak = Peak(torch.device("cpu"))
     with peak.measured(), watching(peak.meter):
         kept = torch.ones(KIB)
