@@ -69,7 +69,7 @@ class _Recorded:
     facts: Collective
     inputs: list[Span]
     copies: tuple[str, ...] = ()
-    """The known parameters of which an input is a copy."""
+    """The known parameters that an input is a copy of."""
 
 
 @dataclass

@@ -207,7 +207,10 @@ def _restore(model: Module, record: Record) -> None:
 
 
 def _without_repetition(tensor: Tensor, like: Tensor | None = None) -> Tensor:
-    """Return one of the repetitions that ``expand`` made in ``like`` (default: the tensor): all cannot be written."""
+    """Return one repetition of a tensor that ``expand`` repeated as in ``like`` (default: itself).
+
+    torch refuses to write to the repetitions together.
+    """
     for dim, stride in enumerate((tensor if like is None else like).stride()):
         if not stride and tensor.shape[dim]:
             tensor = tensor.narrow(dim, 0, 1)

@@ -53,7 +53,7 @@ def export(path: str) -> tuple[str, ...]:
 def compare_export(path: str, record: str, keys: Collection[str]) -> Export:
     """Load the export at ``path`` into the reference, and compare each of its tensors with the ``record``.
 
-    Runs in the world of the reference. ``keys`` are all keys of the export, of which the file has the tensors only.
+    Runs in the world of the reference. ``keys`` are all keys of the export; the file has its tensors only.
     """
     model, exported, reference = current().state["reference"], Record(path, "the export"), Record(record)
     common = [name for name in exported.names() if name in reference]

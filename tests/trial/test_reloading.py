@@ -1,4 +1,4 @@
-"""What is seen by loading again, on real ranks: what it needs, what it survives, and what is message where it fails."""
+"""Test the observations that need more than one load, on real ranks: results, failures and their messages."""
 
 from __future__ import annotations
 

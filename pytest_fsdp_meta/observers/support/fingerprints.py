@@ -17,7 +17,7 @@ READABLE = 40
 
 
 def fingerprint(value: Any) -> str:
-    """Return a short string that is equal for equal values, whatever way they were pickled."""
+    """Return a short string that is equal for equal values, however they were pickled."""
     if isinstance(value, Tensor):
         dtype = str(value.dtype).removeprefix("torch.")
         content = "on meta" if local_part(value).is_meta else digest(local_part(value))
