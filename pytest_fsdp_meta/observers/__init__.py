@@ -1,1 +1,1 @@
-"""On the ranks: from a subject to evidence. Every module here runs inside a world and may import torch."""
+"""Observers run on the ranks and turn a subject into evidence. Modules here run inside a world and may import torch."""

@@ -1,9 +1,9 @@
-"""Gradients of several micro-batches, with the reduction switched off for all but the last."""
+"""Accumulate gradients over micro-batches, with the reduction switched off for all but the last."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 
 import torch
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -21,47 +21,49 @@ from pytest_fsdp_meta.observers.support.poison import deterministic
 from pytest_fsdp_meta.worlds import SEED, doing
 
 MICRO_BATCHES = 2
+"""Micro-batches per data-parallel rank."""
 
 
-def not_shared(subject: Subject, size: int) -> str:
-    """Why ``size`` ranks cannot cut their slices of the first batch into micro-batches; empty where they can."""
+def indivisible_batch(subject: Subject, size: int) -> str:
+    """Return why the first batch does not split into micro-batches for ``size`` ranks; empty where it does."""
     rows = indivisible(global_batch(subject, 0), size * MICRO_BATCHES)
-    return f"{rows}, which {size} ranks cannot cut into {MICRO_BATCHES} micro-batches each" if rows else ""
+    return f"{rows}, which do not divide into {MICRO_BATCHES} micro-batches for each of {size} ranks" if rows else ""
 
 
-def micro_batches(share: tuple[int, int]) -> list[tuple[int, int]]:
-    """The slices of the global batch that a slice of it falls into."""
-    index, size = share
+def micro_batches(data_parallel: tuple[int, int]) -> list[tuple[int, int]]:
+    """Split a slice (index, size) of the global batch into smaller slices of it."""
+    index, size = data_parallel
     return [(index * MICRO_BATCHES + number, size * MICRO_BATCHES) for number in range(MICRO_BATCHES)]
 
 
-def accumulate(subject: Subject, device: torch.device, shares: Sequence[tuple[int, int]]) -> tuple[str, ...]:
-    """Leaves the mean gradient over these slices of the first batch; the caller zeroes it.
+def accumulate(subject: Subject, device: torch.device, slices: Sequence[tuple[int, int]]) -> tuple[str, ...]:
+    """Accumulate the mean gradient over these slices of the first batch; the caller zeroes the gradients.
 
-    Returns the parameters whose gradients were reduced already when the first micro-batch was over.
+    Return the parameters whose gradients were already reduced after the first micro-batch.
     """
     model, early = subject.model, tuple[str, ...]()
     model.zero_grad(set_to_none=True)
     with deterministic():
         batch = global_batch(subject, 0)
-        for number, share in enumerate(shares):
-            rows = own_rows(batch, 0, share, device)
+        for number, micro_batch in enumerate(slices):
+            rows = own_rows(batch, 0, micro_batch, device)
             torch.manual_seed(SEED)
-            doing(f"accumulating gradients, micro-batch {number + 1} of {len(shares)}")
-            last = number == len(shares) - 1
-            with ExitStack() as unsynced:
-                if not last:
-                    unsynced.enter_context(_unsynced(model))
-                (loss_of(subject, rows) / len(shares)).backward()
+            doing(f"accumulating gradients, micro-batch {number + 1} of {len(slices)}")
+            last = number == len(slices) - 1
+            with nullcontext() if last else _unsynced(model):
+                (loss_of(subject, rows) / len(slices)).backward()
             if number == 0 and not last:
-                early = tuple(_reduced(model))
+                early = tuple(_already_reduced(model))
     return early
 
 
 @contextmanager
 def _unsynced(model: Module) -> Iterator[None]:
-    """FSDP and DDP told not to reduce. FSDP2 reads its switch in backward, DDP in forward; FSDP1 has it on the root."""
-    outermost = list(_outermost(model))  # called as an author calls it, who may have made a switch of his own
+    """Switch off the reduction of FSDP and DDP.
+
+    FSDP2 reads its switch in the backward and DDP in the forward; FSDP1 has one on the root.
+    """
+    outermost = list(_outermost(model))  # authors may override the public switch of their outermost modules
     with ExitStack() as stack:
         for module in model.modules():
             if isinstance(module, DistributedDataParallel) or (
@@ -70,17 +72,17 @@ def _unsynced(model: Module) -> Iterator[None]:
                 stack.enter_context(module.no_sync())
             elif megatron_fsdp.is_wrapper(module):
                 stack.enter_context(megatron_fsdp.unsynced(module))
-        for one in outermost:
-            one.set_requires_gradient_sync(False)
+        for module in outermost:
+            module.set_requires_gradient_sync(False)
         try:
             yield
         finally:
-            for one in outermost:
-                one.set_requires_gradient_sync(True)
+            for module in outermost:
+                module.set_requires_gradient_sync(True)
 
 
 def _outermost(module: Module) -> Iterator[FSDPModule]:
-    """The FSDP2 modules that are in no other."""
+    """Yield the FSDP2 modules that no other FSDP2 module contains."""
     if isinstance(module, FSDPModule):
         yield module
         return
@@ -88,8 +90,8 @@ def _outermost(module: Module) -> Iterator[FSDPModule]:
         yield from _outermost(child)
 
 
-def _reduced(model: Module) -> Iterator[str]:
-    """Sharded parameters that have a gradient: FSDP2 keeps unsharded ones to itself until it has reduced them."""
+def _already_reduced(model: Module) -> Iterator[str]:
+    """Yield sharded parameters that have a gradient: FSDP2 sets ``grad`` only once it has reduced the gradient."""
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
         return
     for name, _, tensor in named_tensors(model):
@@ -98,6 +100,6 @@ def _reduced(model: Module) -> Iterator[str]:
 
 
 def _sharded_over_data(tensor: DTensor) -> bool:
-    """Whether a rank's gradient of it needs the others' rows; what only tensor parallelism shards does not."""
+    """Whether a mesh dimension that splits the batch shards the tensor, so that its gradient must be reduced."""
     dims = mesh_facts(tensor).dims
     return any(p.is_shard() and not splits_model(dim) for p, dim in zip(tensor.placements, dims, strict=True))

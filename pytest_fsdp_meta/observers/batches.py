@@ -1,4 +1,4 @@
-"""What the subject's author declares about training, called and checked: batches, slices of them, the loss."""
+"""Call and check what the author declares about training: batches, their slices, and the loss."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from pytest_fsdp_meta.observers.support.poison import NOTICES
 from pytest_fsdp_meta.worlds import SEED, CallFailed, Misuse, Rank, telling
 
 IGNORED_LABEL = -100
-"""The label that torch's cross entropy, and with it every loss of transformers, leaves out of its mean."""
+"""The default ``ignore_index`` of torch's cross entropy, which the losses of transformers use as well."""
 
 
-def own_share(subject: Subject, me: Rank) -> tuple[int, int]:
-    """(index, size) of this rank's slice of the batch, as declared, else by the mesh."""
-    return subject.data_parallel or data_parallel(subject.model, me)
+def batch_slice(subject: Subject, rank: Rank) -> tuple[int, int]:
+    """Return the (index, size) of this rank's slice of the batch: the declared one, else the mesh's."""
+    return subject.data_parallel or _slice_by_mesh(subject.model, rank)
 
 
-def data_parallel(model: Module, me: Rank) -> tuple[int, int]:
-    """(index, size) of this rank's slice of the batch, from the mesh that most parameters lie on, else the world's."""
+def _slice_by_mesh(model: Module, rank: Rank) -> tuple[int, int]:
+    """Return the (index, size) of this rank's slice by the mesh of most parameters, else by the world's mesh."""
     meshes: dict[tuple[Any, ...], int] = {}
     for parameter in model.parameters():
         if isinstance(parameter, DTensor):
@@ -39,11 +39,11 @@ def data_parallel(model: Module, me: Rank) -> tuple[int, int]:
                 meshes[key] = meshes.get(key, 0) + parameter.numel()
     if meshes:
         dims, shape, coordinate = max(meshes, key=lambda key: meshes[key])
-    elif me.has_mesh:
-        dims, shape = tuple(me.mesh.mesh_dim_names or ()), tuple(me.mesh.shape)
-        coordinate = tuple(me.mesh.get_coordinate() or ())
+    elif rank.has_mesh:
+        dims, shape = tuple(rank.mesh.mesh_dim_names or ()), tuple(rank.mesh.shape)
+        coordinate = tuple(rank.mesh.get_coordinate() or ())
     else:
-        return me.rank, me.world_size
+        return rank.rank, rank.world_size
     index = 0
     for dim, size, position in zip(dims, shape, coordinate, strict=True):
         if not splits_model(dim):
@@ -53,7 +53,7 @@ def data_parallel(model: Module, me: Rank) -> tuple[int, int]:
 
 @contextmanager
 def calling(where: str) -> Iterator[None]:
-    """Names whose call it was that failed; what the user wrote wrong in one line is told as it is."""
+    """Name the author's function in errors that it raises. Misuse passes unchanged: its message says where already."""
     try:
         with telling(NOTICES):
             yield
@@ -64,38 +64,43 @@ def calling(where: str) -> Iterator[None]:
 
 
 def global_batch(subject: Subject, step: int) -> Mapping[str, Any]:
-    """The whole batch of a step, the same on every rank."""
+    """Return the whole batch of a step, the same on every rank."""
     assert subject.batch is not None
-    torch.manual_seed(SEED + step)  # so that a batch drawn at random is the same on every rank
+    torch.manual_seed(SEED + step)  # a batch that is drawn at random must be the same on every rank
     with calling(f"Subject(batch=...), batch({step})"):
         batch = subject.batch(step)
     if not hasattr(batch, "items"):
-        raise SubjectError("batch", f"batch({step}) is {type(batch).__name__}, but should be a dict of tensors")
+        raise SubjectError(
+            "batch", f"batch({step}) returned {type(batch).__name__}, but should return a dict of tensors"
+        )
     return dict(batch.items())
 
 
 def batch_digest(batch: Mapping[str, Any]) -> str:
+    """Return a hash of each tensor of the batch, by key."""
     tensors = {str(key): local_part(value) for key, value in batch.items() if isinstance(value, Tensor)}
     return " ".join(f"{key}={digest(tensor)}" for key, tensor in sorted(tensors.items()))
 
 
-def own_rows(batch: Mapping[str, Any], step: int, share: tuple[int, int], device: torch.device) -> dict[str, Any]:
-    """The slice ``(index, size)`` of every tensor of the batch, on ``device``."""
-    return {key: _rows(key, value, step, share, device) for key, value in batch.items()}
+def own_rows(
+    batch: Mapping[str, Any], step: int, data_parallel: tuple[int, int], device: torch.device
+) -> dict[str, Any]:
+    """Return the slice ``(index, size)`` of every tensor of the batch, on ``device``."""
+    return {key: _own_rows(key, value, step, data_parallel, device) for key, value in batch.items()}
 
 
 def indivisible(batch: Mapping[str, Any], size: int) -> str:
-    """The entry that ``size`` slices cannot share equally, with its rows; empty where there is none."""
+    """Return which entry does not split into ``size`` equal slices; empty where every entry does."""
     for key, value in batch.items():
         if isinstance(value, Tensor) and value.ndim and value.shape[0] % size:
             return f"{key!r} has {value.shape[0]} rows"
     return ""
 
 
-def counted_labels(rows: Mapping[str, Any]) -> tuple[int, int]:
-    """How many of these labels a loss counts: all but the ignored ones, and so without the first of each row.
+def count_labels(rows: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the number of labels that are not ignored: of all labels, and without the first of each row.
 
-    A causal model predicts the next token, so the first label of a row counts for nothing.
+    A causal model predicts the next token, so its loss does not use the first label of a row.
     """
     labels = rows.get("labels")
     if not isinstance(labels, Tensor) or isinstance(labels, DTensor) or labels.is_floating_point():
@@ -105,7 +110,7 @@ def counted_labels(rows: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def loss_of(subject: Subject, rows: dict[str, Any]) -> Tensor:
-    """The loss of these rows: a scalar, with a gradient where gradients are on."""
+    """Return the loss of these rows: a scalar, with a gradient where gradients are enabled."""
     if subject.loss is not None:
         with calling("Subject(loss=...)"):
             loss = subject.loss(subject.model, rows)
@@ -121,28 +126,29 @@ def loss_of(subject: Subject, rows: dict[str, Any]) -> Tensor:
             )
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         shown = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-        raise SubjectError("loss", f"it gave {shown}, but should give a scalar tensor")
+        raise SubjectError("loss", f"it returned {shown}, but should return a scalar tensor")
     if torch.is_grad_enabled() and not loss.requires_grad:
-        raise SubjectError("loss", "it gave a loss without gradient: detached, or computed under no_grad")
+        raise SubjectError("loss", "the returned loss has no gradient: it is detached or was computed under no_grad")
     return loss
 
 
 def scalar(loss: Tensor) -> float:
+    """Return the loss as a number; a DTensor is gathered first."""
     with torch.no_grad():
         return float(loss.full_tensor() if isinstance(loss, DTensor) else loss)
 
 
-def _rows(key: str, value: Any, step: int, share: tuple[int, int], device: torch.device) -> Any:
+def _own_rows(key: str, value: Any, step: int, data_parallel: tuple[int, int], device: torch.device) -> Any:
     if not isinstance(value, Tensor):
         return value
-    index, size = share
+    index, size = data_parallel
     if value.ndim:
         rows = value.shape[0]
         if rows % size:
             raise SubjectError(
                 "batch",
-                f"batch({step})[{key!r}] has {rows} rows, which {size} data-parallel ranks cannot share equally; "
-                f"make it a multiple of {size}",
+                f"batch({step})[{key!r}] has {rows} rows, which do not divide among {size} data-parallel ranks; "
+                f"make the number of rows a multiple of {size}",
             )
         value = value[index * rows // size : (index + 1) * rows // size]
     return value.to(device)

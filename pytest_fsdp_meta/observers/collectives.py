@@ -1,4 +1,4 @@
-"""Every collective of this rank, in order, with the parameter that it moves where it is one."""
+"""Record every collective of this rank, in order, with the parameters and buffers whose memory it sends."""
 
 from __future__ import annotations
 
@@ -54,35 +54,38 @@ OPS = {
     "barrier": "barrier",
     "monitored_barrier_": "barrier",
 }
-"""Collectives by torch's operators; point-to-point transfers and waiting are none."""
+"""The collective of each of torch's operators; point-to-point transfers and waits are not collectives."""
 INPUTS = ("input_tensors", "input_tensor", "input_list", "inputs", "input", "tensors")
-"""How their schemas call what a rank hands over."""
+"""The names that operators' schemas give the tensors that a rank sends."""
 GROUPS = ("process_group", "group_name")
 FSDP_BUFFERS = frozenset({"all_gather_copy_in", "chunk_cat"})
-"""The operators with which FSDP2 fills what it then gathers, and what it then reduces and scatters."""
+"""The operators with which FSDP2 fills its buffers for all-gather and for reduce-scatter."""
+Span = tuple[StorageWeakRef, int, int]
+"""A storage with the first byte and the byte after the last; the weak reference keeps its identity from reuse."""
 
 
 @dataclass
-class _Seen:
+class _Recorded:
     facts: Collective
-    inputs: list[tuple[StorageWeakRef, int, int]]
-    """The storages, with the first and the last byte of each input; a weak reference keeps its identity from reuse."""
+    inputs: list[Span]
     copies: tuple[str, ...] = ()
+    """The known parameters that an input is a copy of."""
 
 
 @dataclass
 class Recorder:
-    """A watcher that notes the collectives of one phase. ``known`` are parameters of which copies are told as well."""
+    """A watcher that records the collectives of one phase; it recognises copies of the ``known`` parameters."""
 
     known: Mapping[str, Tensor] = field(default_factory=dict)
     optimizing: bool = False
-    _seen: list[_Seen] = field(default_factory=list)
-    _fsdp: list[StorageWeakRef] = field(default_factory=list)
+    """Whether an optimizer's step has begun."""
+    _recorded: list[_Recorded] = field(default_factory=list)
+    _fsdp_buffers: list[StorageWeakRef] = field(default_factory=list)
 
     def before(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         if func.namespace == "fsdp":
             if operator_name(func) in FSDP_BUFFERS:
-                self._mark(kwargs.get("out"))
+                self._mark_as_fsdp(kwargs.get("out"))
             return
         op = OPS.get(operator_name(func)) if func.namespace in NAMESPACES else None
         if op is None:
@@ -92,7 +95,7 @@ class Recorder:
         inputs = [] if op == "barrier" else list(tensors_in(next((given[n] for n in INPUTS if n in given), None)))
         by_fsdp = any(self._is_fsdp(tensor) for tensor in inputs)
         if by_fsdp and op == "reduce_scatter":
-            self._mark(given.get("output_tensor"))  # HSDP reduces it once more
+            self._mark_as_fsdp(given.get("output_tensor"))  # HSDP reduces it again, over the replicas
         facts = Collective(
             op=op,
             group=group.group_name,
@@ -104,75 +107,75 @@ class Recorder:
             by_fsdp=by_fsdp,
             optimizing=self.optimizing,
         )
-        copies = () if by_fsdp else self._copied(inputs)
-        self._seen.append(_Seen(facts, [_place(tensor) for tensor in inputs], copies))
+        copies = () if by_fsdp else self._find_copies(inputs)
+        self._recorded.append(_Recorded(facts, [_span(tensor) for tensor in inputs], copies))
 
     def after(self, func: Any, args: Sequence[Any], out: Any) -> None:
         if func.namespace == "fsdp" and operator_name(func) in FSDP_BUFFERS:
-            self._mark(out)
+            self._mark_as_fsdp(out)
 
     @contextmanager
     def noting_optimizers(self) -> Iterator[None]:
-        """Until the end of the block, what comes from an optimizer's step on is told as such."""
+        """Mark the collectives that follow the start of an optimizer's step within the block."""
 
-        def begins(*_: Any) -> None:
+        def begin(*_: Any) -> None:
             self.optimizing = True
 
-        handle = register_optimizer_step_pre_hook(begins)
+        handle = register_optimizer_step_pre_hook(begin)
         try:
             yield
         finally:
             handle.remove()
 
-    def told(self, model: Module) -> tuple[Collective, ...]:
-        """What was seen, with the names of the parameters and buffers of ``model`` whose memory was handed over."""
-        places: dict[int, list[tuple[int, int, str]]] = {}
-        alive = []
+    def collectives(self, model: Module) -> tuple[Collective, ...]:
+        """Return what was recorded, with the names of the parameters and buffers of ``model`` that were sent."""
+        spans: dict[int, list[tuple[int, int, str]]] = {}
+        alive = []  # while these references live, no other storage gets the same identity
         for name, _, tensor in named_tensors(model):
             for local in tensors_in(own_memory(tensor)):
                 if local.numel():
-                    ref, first, last = _place(local)
+                    ref, first, last = _span(local)
                     alive.append(ref)
-                    places.setdefault(ref.cdata, []).append((first, last, name))
-        return tuple(replace(one.facts, tensors=_names(one, places)) for one in self._seen)
+                    spans.setdefault(ref.cdata, []).append((first, last, name))
+        return tuple(replace(recorded.facts, tensors=_names(recorded, spans)) for recorded in self._recorded)
 
-    def _mark(self, buffers: Any) -> None:
-        self._fsdp += [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors_in(buffers)]
+    def _mark_as_fsdp(self, buffers: Any) -> None:
+        self._fsdp_buffers += [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors_in(buffers)]
 
     def _is_fsdp(self, tensor: Tensor) -> bool:
         own = StorageWeakRef(tensor.untyped_storage()).cdata
-        return any(ref.cdata == own for ref in self._fsdp)
+        return any(ref.cdata == own for ref in self._fsdp_buffers)
 
-    def _copied(self, inputs: Sequence[Tensor]) -> tuple[str, ...]:
-        """The known parameters that an input equals in size and bits. One value repeated is no sign of a copy."""
+    def _find_copies(self, inputs: Sequence[Tensor]) -> tuple[str, ...]:
+        """Return the known parameters that equal an input bit by bit; a single repeated value proves no copy."""
         names = []
         for tensor in inputs:
-            alike = [name for name, known in self.known.items() if _alike(known, tensor)]
-            if alike and len(torch.unique(tensor)) > 1:
+            candidates = [name for name, known in self.known.items() if _same_size(known, tensor)]
+            if candidates and len(torch.unique(tensor)) > 1:
                 bits = digest(tensor)
-                names += [name for name in alike if digest(local_part(self.known[name])) == bits]
+                names += [name for name in candidates if digest(local_part(self.known[name])) == bits]
         return tuple(dict.fromkeys(names))
 
 
-def _alike(known: Tensor, tensor: Tensor) -> bool:
+def _same_size(known: Tensor, tensor: Tensor) -> bool:
     local = own_memory(known)
     return bool(local.numel() == tensor.numel() and local.dtype == tensor.dtype)
 
 
-def _place(tensor: Tensor) -> tuple[StorageWeakRef, int, int]:
+def _span(tensor: Tensor) -> Span:
     first = tensor.storage_offset() * tensor.element_size()
     return StorageWeakRef(tensor.untyped_storage()), first, first + tensor.numel() * tensor.element_size()
 
 
-def _names(one: _Seen, places: Mapping[int, list[tuple[int, int, str]]]) -> tuple[str, ...]:
-    """All that lies in the memory that was handed over: one tensor, its ties, or those of a flat buffer."""
+def _names(recorded: _Recorded, spans: Mapping[int, list[tuple[int, int, str]]]) -> tuple[str, ...]:
+    """Return the tensors in the memory that was sent: one tensor, tied ones, or all of a flat buffer."""
     names = [
         name
-        for ref, first, last in one.inputs
-        for start, stop, name in places.get(ref.cdata, ())
+        for ref, first, last in recorded.inputs
+        for start, stop, name in spans.get(ref.cdata, ())
         if first < stop and start < last
     ]
-    return tuple(dict.fromkeys([*names, *one.copies]))
+    return tuple(dict.fromkeys([*names, *recorded.copies]))
 
 
 def _dtype(inputs: Sequence[Tensor]) -> str:

@@ -1,4 +1,4 @@
-"""Facts about every parameter and buffer of this rank."""
+"""Collect facts about every parameter and buffer of this rank."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from pytest_fsdp_meta.text import clean_name, first_line
 
 
 def take_inventory(model: Module, rank: int, device: str, attributes: Sequence[str] = ()) -> RankInventory:
-    """The inventory of one rank; ``attributes`` are the custom parameter attributes to note."""
+    """Return the inventory of one rank, with these custom parameter attributes."""
     transient, replicated, parts = non_persistent(model), held_by_ddp(model), parts_of(model)
     files = MappedFiles() if MAPS.exists() else None
-    told = partial(describe, attributes=attributes, files=files)
+    facts_of = partial(tensor_facts, attributes=attributes, files=files)
     with torch.no_grad():
         tensors = [
             replace(
-                told(name, kind, t, parts.of(name, t), persistent=name not in transient),
+                facts_of(name, kind, t, parts.of(name, t), persistent=name not in transient),
                 ddp=id(t) in replicated,
             )
             for name, kind, t in named_tensors(model)
@@ -43,7 +43,7 @@ def take_inventory(model: Module, rank: int, device: str, attributes: Sequence[s
 
 
 def managed_names(model: Module) -> dict[str, bool]:
-    """What FSDP2 manages, by FQN: whether the parameter that is registered there is the one that it manages."""
+    """Map the FQNs that FSDP2 manages to whether the registered parameter is the one that it manages."""
     names: dict[Module, list[str]] = {}
     for prefix, module in unwrapped(model).named_modules(remove_duplicate=False):
         names.setdefault(module, []).append(prefix)
@@ -55,13 +55,13 @@ def managed_names(model: Module) -> dict[str, bool]:
 
 
 def held_by_ddp(model: Module) -> set[int]:
-    """The identities of the parameters that DDP or replicate() holds, be it on the root or on a part of the model."""
-    held = (m for m in model.modules() if isinstance(m, DistributedDataParallel) or is_replicated(m))
-    return {id(parameter) for module in held for parameter in module.parameters()}
+    """Return the identities of the parameters that DDP or replicate() holds, on the root or on any submodule."""
+    holders = (m for m in model.modules() if isinstance(m, DistributedDataParallel) or is_replicated(m))
+    return {id(parameter) for module in holders for parameter in module.parameters()}
 
 
 def named_tensors(model: Module) -> Iterator[tuple[str, str, Tensor]]:
-    """(FQN, kind, tensor) of all parameters, then all buffers; tied ones under each of their names."""
+    """Yield (FQN, kind, tensor) of all parameters, then all buffers; tied ones under each of their names."""
     root = unwrapped(model)
     for name, parameter in root.named_parameters(remove_duplicate=False):
         yield clean_name(name), "parameter", parameter
@@ -70,13 +70,14 @@ def named_tensors(model: Module) -> Iterator[tuple[str, str, Tensor]]:
 
 
 def unwrapped(model: Module) -> Module:
+    """Return the module inside the wrappers of DDP and megatron-fsdp."""
     while isinstance(model, DistributedDataParallel) or megatron_fsdp.is_wrapper(model):
         model = model.module
     return model
 
 
 def non_persistent(model: Module) -> set[str]:
-    """The buffers that a state dict leaves out."""
+    """Return the FQNs of the buffers that a state dict leaves out."""
     return {
         clean_name(f"{prefix}.{name}" if prefix else name)
         for prefix, module in unwrapped(model).named_modules()
@@ -84,7 +85,7 @@ def non_persistent(model: Module) -> set[str]:
     }
 
 
-def describe(
+def tensor_facts(
     name: str,
     kind: str,
     tensor: Tensor,
@@ -94,6 +95,7 @@ def describe(
     attributes: Sequence[str],
     files: MappedFiles | None = None,
 ) -> TensorFacts:
+    """Return the facts of one tensor; without a ``part``, the tensor describes its layout itself."""
     part = part or own_part(tensor)
     own = part.local
     return TensorFacts(
@@ -109,37 +111,36 @@ def describe(
         placements=part.placements,
         mesh=part.mesh,
         identity=id(tensor),
-        attributes={key: _shown(getattr(tensor, key)) for key in attributes if hasattr(tensor, key)},
+        attributes={key: _describe_value(getattr(tensor, key)) for key in attributes if hasattr(tensor, key)},
         flat=part.flat,
         sharded_by=part.by,
         width=tensor.element_size(),
-        **_read(own, files),
+        **_memory_facts(own, files),
     )
 
 
-def _shown(value: object) -> str:
-    """An attribute's value, the same for the same; of what has no plain value (its repr is an address), its type."""
+def _describe_value(value: object) -> str:
+    """Return the repr of a plain value, or the type of another one: its repr may have an address."""
     parts = value if isinstance(value, (tuple, list)) else [value]
     plain = all(isinstance(part, (bool, int, float, str, type(None), torch.dtype, torch.Size)) for part in parts)
     return repr(value) if plain else f"a {type(value).__name__}"
 
 
-def _read(own: Tensor, files: MappedFiles | None) -> dict[str, Any]:
-    """The facts that take a look at the memory; a tensor that torch cannot read must not cost the others theirs."""
+def _memory_facts(own: Tensor, files: MappedFiles | None) -> dict[str, Any]:
+    """Return the facts that need to read the memory, or why torch cannot read this tensor."""
     if own.is_meta:
         return {}
     try:
         local = local_part(own)
         nan, poisoned = count_poison(local)
-        return {"storage": _storage(own), "nan": nan, "poisoned": poisoned, "digest": digest(local)} | _backing(
-            own, files
-        )
-    except Exception as error:  # torch raises nearly anything here
+        facts = {"storage": _storage(own), "nan": nan, "poisoned": poisoned, "digest": digest(local)}
+        return facts | _backing(own, files)
+    except Exception as error:  # torch raises many types for sparse, packed and lazy tensors
         return {"unreadable": f"{type(error).__name__}: {first_line(error, 100)}"}
 
 
 def _storage(local: Tensor) -> str | None:
-    """The same for the same memory; None where there is none to point at: meta, empty shards, lazy backends."""
+    """Return a key of the tensor's memory and shape; None where it has no address: meta, empty, lazy backends."""
     address = 0 if local.is_meta or not local.numel() else local.data_ptr()
     return f"{address}:{tuple(local.shape)}" if address else None
 
@@ -147,13 +148,13 @@ def _storage(local: Tensor) -> str | None:
 def _backing(own: Tensor, files: MappedFiles | None) -> dict[str, Any]:
     plain = list(tensors_in(own))
     if files is None or not plain or plain[0] is not own:
-        return {}
+        return {}  # a tensor subclass, or a tensor without a storage
     storage = own.untyped_storage()
     return {"backing": str(storage.data_ptr()), "backing_bytes": 0 if files.hold(storage) else storage.nbytes()}
 
 
 def reshard(model: Module) -> None:
-    """Back to shards: after a forward FSDP2 leaves gathered what it was told not to free."""
+    """Free the gathered parameters: FSDP2 keeps those with ``reshard_after_forward=False`` after a forward."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -1,15 +1,13 @@
-"""Calling the loader on this rank, and keeping what it returned for the observers that follow."""
+"""Call the loader on this rank, check what it returned, and store the subject for the other observers."""
 
 from __future__ import annotations
 
 import gc
 import inspect
 import os
-import sys
 from collections.abc import Callable, Collection, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -25,7 +23,7 @@ from pytest_fsdp_meta.loader.call import Call
 from pytest_fsdp_meta.loader.subject import Subject, SubjectError
 from pytest_fsdp_meta.observers.adapters import lookup
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part
-from pytest_fsdp_meta.observers.batches import own_share
+from pytest_fsdp_meta.observers.batches import batch_slice
 from pytest_fsdp_meta.observers.collectives import Recorder
 from pytest_fsdp_meta.observers.inventory import managed_names, named_tensors, non_persistent, reshard, take_inventory
 from pytest_fsdp_meta.observers.memory import Peak
@@ -36,72 +34,104 @@ from pytest_fsdp_meta.observers.support.precision import precision
 from pytest_fsdp_meta.observers.support.watching import watching
 from pytest_fsdp_meta.worlds import SEED, Misuse, Rank, current, doing, telling
 
-MUCH = 2**26
-"""Bytes of a model worth looking for."""
+LARGE = 2**26
+"""Bytes of a model from which on ``release`` collects garbage (64 MiB)."""
 SENT_FIELDS = ("reference", "verifier", "batch", "loss", "optimizer")
+"""Fields of Subject that the world of the reference needs."""
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """What comes back from one rank. ``recipe`` holds the subject's callables, each still pickled."""
+    """What one rank returns after loading."""
 
     inventory: RankInventory
     subject: SubjectFacts
     recipe: Mapping[str, bytes]
+    """The pickled values of ``SENT_FIELDS``; empty on other ranks than 0."""
     checkpoints: Mapping[str, str]
-    """The sources among the recipe that are directories."""
+    """The paths of reference and verifier, where they are checkpoint directories."""
     data_parallel: tuple[int, int] = (0, 1)
+    """(index, size) of this rank's slice of the batch."""
     gpu: str = ""
     library: str = ""
-    """What moves data between the ranks, with its version where it tells one."""
+    """The library that moves data between the ranks, with its version if it has one."""
     collectives: tuple[Collective, ...] | None = None
+    """The collectives of the loader; None where they were not recorded."""
     memory: RankMemory | None = None
-    """What the loader did; None where nobody asked."""
+    """The memory that the loader needed; None where it was not measured."""
 
 
 def load(call: Call, watch: Collection[str] = ()) -> Loaded:
-    """Calls the loader under poison, checks what it declares and takes the inventory.
+    """Call the loader under poison, check what it declares, and take the inventory.
 
-    ``watch`` says what to observe while the loader runs: "collectives", "memory", or nothing.
+    ``watch`` has what to observe while the loader runs: "collectives", "memory", both or nothing.
     """
-    me = current()
+    rank = current()
     doing("loading")
-    loader, values = call.unpack(me)
+    loader, values = call.unpack(rank)
     recorder = Recorder() if "collectives" in watch else None
-    peak = Peak(me.device) if "memory" in watch and MAPS.exists() else None
+    peak = Peak(rank.device) if "memory" in watch and MAPS.exists() else None
     with poisoned_memory() as poison, peak.measured() if peak else nullcontext():
         torch.manual_seed(SEED)
         watchers = (recorder, peak.meter if peak else None)
         with watching(*(watcher for watcher in watchers if watcher is not None)):
             returned = _call(loader, values)
-            _require_process_group(me)
+            _require_process_group(rank)
     doing("taking the inventory")
     restore_defaults()
     subject = _as_subject(returned)
     _require_judgeable(subject.model)
     _require_living_groups(subject.model)
-    managed = managed_names(subject.model)  # to reshard puts back what FSDP manages, and hides what took its place
+    managed = managed_names(subject.model)  # before reshard(), which puts parameters back that the loader replaced
     reshard(subject.model)  # a loader may have run a forward to warm up
-    me.state.update(subject=subject, watch=watch)
+    rank.state.update(subject=subject, watch=watch)
     return replace(
-        _told(subject, me, managed, poison.kept),
-        collectives=recorder.told(subject.model) if recorder else None,
+        _describe(subject, rank, managed, poison.active),
+        collectives=recorder.collectives(subject.model) if recorder else None,
         memory=peak.facts(subject.model) if peak else None,
     )
 
 
-def _told(subject: Subject, me: Rank, managed: Mapping[str, bool], poison_kept: bool) -> Loaded:
-    """What the subject says of itself, and what there is of it on this rank."""
-    names = _names(subject.model)
-    facts = subject.resolve(names["parameter"], names["buffer"], non_persistent(subject.model), me.world_size)
+def release() -> None:
+    """Drop the subject of this rank, to free its memory for another load."""
+    rank = current()
+    tensors = [local_part(tensor) for _, _, tensor in named_tensors(loaded_subject(rank).model)]
+    size = sum(tensor.nbytes for tensor in tensors if not tensor.is_meta)
+    del tensors
+    rank.state.clear()
+    if size < LARGE:
+        return  # with all these modules imported, garbage collection takes a second
+    gc.collect()
+    if rank.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def loaded_subject(rank: Rank) -> Subject:
+    """Return the subject that ``load`` stored on this rank."""
+    subject = rank.state["subject"]
+    assert isinstance(subject, Subject)
+    return subject
+
+
+def resharded_subject() -> Subject:
+    """Return this rank's subject, with the parameters freed that a forward gathered."""
+    subject = loaded_subject(current())
+    reshard(subject.model)
+    return subject
+
+
+def _describe(subject: Subject, rank: Rank, managed: Mapping[str, bool], poison_active: bool) -> Loaded:
+    """Return what the subject declares, and the inventory of its model on this rank."""
+    names = _names_by_kind(subject.model)
+    facts = subject.resolve(names["parameter"], names["buffer"], non_persistent(subject.model), rank.world_size)
     lookup.remember(subject.model, subject.adapter)
-    inventory = take_inventory(subject.model, me.rank, str(me.device), facts.kept_attributes)
+    inventory = take_inventory(subject.model, rank.rank, str(rank.device), facts.kept_attributes)
     built = subject.optimizer if isinstance(subject.optimizer, torch.optim.Optimizer) else None
     computes_in, reduces_in = precision(subject.model)
     inventory = replace(
         inventory,
         tensors=tuple(replace(tensor, managed=managed.get(tensor.name)) for tensor in inventory.tensors),
-        poison_kept=poison_kept,
+        poison_kept=poison_active,
         computes_in=computes_in,
         reduces_in=reduces_in,
         optimizer=None if built is None else optimizer_facts(built, subject.model),
@@ -110,19 +140,18 @@ def _told(subject: Subject, me: Rank, managed: Mapping[str, bool], poison_kept: 
     checkpoints = {
         field: os.path.abspath(path) for field, path in sources.items() if isinstance(path, (str, os.PathLike))
     }
-    share = own_share(subject, me)
     return Loaded(
         inventory=inventory,
         subject=facts,
-        recipe=pack_recipe(subject) if me.rank == 0 else {},
+        recipe=_pack_recipe(subject) if rank.rank == 0 else {},
         checkpoints=checkpoints,
-        data_parallel=share,
-        gpu=torch.cuda.get_device_name(me.device) if me.device.type == "cuda" else "",
-        library=_library(),
+        data_parallel=batch_slice(subject, rank),
+        gpu=torch.cuda.get_device_name(rank.device) if rank.device.type == "cuda" else "",
+        library=_communication_library(),
     )
 
 
-def _library() -> str:
+def _communication_library() -> str:
     backend = dist.get_backend()
     return f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}" if backend == "nccl" else str(backend)
 
@@ -134,45 +163,31 @@ def _call(loader: Callable[..., Any], values: Mapping[str, Any]) -> Any:
     except ValueError as error:
         if "initialize the default process group twice" in str(error) and current().has_mesh:
             raise Misuse(
-                "the loader calls init_process_group, but the plugin has made the process group already; call it only "
-                'where torch.distributed.is_initialized() is false, or set @fsdp_conformance(process_group="loader")'
+                "the loader calls init_process_group, but the plugin has already created the process group; call it "
+                'only if torch.distributed.is_initialized() is false, or set @fsdp_conformance(process_group="loader")'
             ) from error
         raise
 
 
-def _require_process_group(me: Rank) -> None:
-    """Only the plugin's own has a mesh; a loader that makes one itself may not need it for its model."""
-    if me.has_mesh and not dist.is_initialized():
+def _require_process_group(rank: Rank) -> None:
+    """Raise Misuse when the loader has destroyed the plugin's process group, the only one with a mesh.
+
+    A group that the loader created itself may be gone: its model may not need it.
+    """
+    if rank.has_mesh and not dist.is_initialized():
         raise Misuse(
-            "the loader ended the process group (destroy_process_group); the checks need it: leave it to the plugin"
+            "the loader destroyed the process group (destroy_process_group), which the checks need; "
+            "leave that to the plugin"
         )
 
 
 def _require_living_groups(model: Module) -> None:
-    """Without its group a DTensor still has its shard and its mesh, and fails deep inside torch when it is used."""
+    """Raise Misuse when a DTensor has lost its process group: its use would fail deep inside torch."""
     if not dist.is_initialized() and any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise Misuse(
-            "the loader ended its process group (destroy_process_group), on which its model lies; the checks train and "
-            "save it: leave the group to the plugin, which ends it with the ranks"
+            "the loader destroyed the process group (destroy_process_group) that its model is sharded over, and the "
+            "checks train and save the model; leave the group to the plugin, which destroys it with the ranks"
         )
-
-
-def release() -> None:
-    """Lets go of the subject, whose turn is over, for the memory that another load takes."""
-    me = current()
-    held = sum(local_part(t).nbytes for _, _, t in named_tensors(loaded_subject(me).model) if not local_part(t).is_meta)
-    me.state.clear()
-    if held < MUCH:
-        return  # looking for cycles takes a second in a process that has imported so much
-    gc.collect()
-    if me.device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
-def loaded_subject(me: Rank) -> Subject:
-    subject = me.state["subject"]
-    assert isinstance(subject, Subject)
-    return subject
 
 
 def _as_subject(returned: object) -> Subject:
@@ -182,7 +197,7 @@ def _as_subject(returned: object) -> Subject:
         return Subject(returned)
     hint = ""
     if inspect.iscoroutine(returned) or inspect.isgenerator(returned):
-        hint = "; it is a coroutine or generator function, a loader is a plain function"
+        hint = "; a loader must be a plain function, not a coroutine or generator function"
     elif returned is None:
         hint = "; is a return statement missing?"
     raise Misuse(
@@ -195,22 +210,22 @@ def _require_judgeable(model: Module) -> None:
         if isinstance(tensor, FlatParameter):
             raise SubjectError(
                 "model",
-                f"{name!r} is a parameter that FSDP1 made of others, whose names are lost; shard with "
-                "FullyShardedDataParallel(use_orig_params=True), or fully_shard",
+                f"{name!r} is a flat parameter in which FSDP1 merged several, so their names are lost; shard with "
+                "FullyShardedDataParallel(use_orig_params=True) or fully_shard",
             )
         if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
             raise SubjectError("model", f"{name!r} is a lazy parameter without a shape; run a forward before sharding")
 
 
-def _names(model: Module) -> dict[str, list[str]]:
+def _names_by_kind(model: Module) -> dict[str, list[str]]:
     names: dict[str, list[str]] = {"parameter": [], "buffer": []}
     for name, kind, _ in named_tensors(model):
         names[kind].append(name)
     return names
 
 
-def pack_recipe(subject: Subject) -> dict[str, bytes]:
-    """What the reference run needs of the subject. Raises SubjectError for a field that cannot be sent."""
+def _pack_recipe(subject: Subject) -> dict[str, bytes]:
+    """Pickle the fields that the reference needs. Raises SubjectError for a field that cannot be pickled."""
     import cloudpickle
 
     packed = {}
@@ -225,26 +240,6 @@ def pack_recipe(subject: Subject) -> dict[str, bytes]:
             raise SubjectError(
                 field,
                 f"it cannot be sent to the reference ({type(error).__name__}: {error}); it probably captures the "
-                "sharded model or a mesh: capture paths and configs, and build everything else inside it",
+                "sharded model or a mesh: capture only paths and configs, and build everything else inside it",
             ) from error
     return packed
-
-
-LATE = (
-    "torch.distributed.checkpoint._fsspec_filesystem",  # by dcp.save and dcp.load, with fsspec
-    "torch.utils.serialization.config",
-    "torch.profiler._cupti_monitor",  # by an optimizer's first step
-    "numpy.ctypeslib",  # by torch.from_file, with which safetensors are mapped
-)
-
-
-def warm_up() -> None:
-    """To be called last: transformers is of interest only where a module of downstream has imported it."""
-    for name in LATE:
-        with suppress(ImportError):
-            import_module(name)
-    if any(name.startswith("transformers.models.") for name in list(sys.modules)):
-        with suppress(ImportError):  # transformers 4 converts nothing
-            # Nine hundred patterns of how checkpoints name things, compiled when the first one is asked for.
-            import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("")
-            import_module("transformers.modeling_utils")

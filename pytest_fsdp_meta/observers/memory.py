@@ -1,4 +1,4 @@
-"""The most memory that was alive at one time while the loader ran."""
+"""Measure the peak memory of the host and the device while the loader runs."""
 
 from __future__ import annotations
 
@@ -23,155 +23,159 @@ from pytest_fsdp_meta.observers.support.torch_private import operator_name
 from pytest_fsdp_meta.observers.support.watching import tensors_in
 
 POINTS = 200
-"""The most that a timeline has: a picture is not much wider, and a report holds one for every rank."""
+"""Most points of a timeline: a chart is hardly wider in pixels, and a report has one timeline per rank."""
 COPIES = 2
-"""A loader may hold its shards twice: those of the model, and those that it copies into them."""
+"""Times that a loader may hold its shards: in the model, and in the tensors that it copies into the model."""
+Change = tuple[int, int, int]
+"""Bytes before, bytes after and bytes per element of a storage that was allocated, freed or resized."""
 
 
 class Meter:
-    """A watcher that keeps a diary of the storages of this process' tensors on the host.
+    """A watcher that logs the size changes of the host storages of this process' tensors.
 
-    Storages are followed by weak references. What was there before counts from when an operation first meets it, so
+    Storages are tracked by weak references. An existing storage counts from the first operation that uses it, so
     weights that a file reader allocates count as soon as the loader does anything with them.
     """
 
     def __init__(self) -> None:
-        self.diary: list[tuple[int, int, int]] = []
-        """Bytes before, bytes after and bytes per element of each storage that began, ended or changed its size."""
+        self.changes: list[Change] = []
         self.times: list[float] = []
-        """When that was, on the clock of ``perf_counter``."""
+        """The time of each change in seconds, on the clock of ``perf_counter``."""
         self._over = False
         self._sizes: dict[int, int] = {}
-        self._elements: dict[int, int] = {}
+        self._element_sizes: dict[int, int] = {}
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._files = MappedFiles()
-        self._lock = threading.RLock()  # garbage may be collected, and a storage end, within its own lines
+        self._lock = threading.RLock()  # reentrant: garbage collection may free a storage while the lock is held
 
     def before(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        # A loader may end with a forward to warm up: what FSDP2 gathers for it says nothing of loading.
+        # A loader may run a forward to warm up; what FSDP2 gathers for it is not part of loading.
         self._over = self._over or func.namespace == "fsdp"
         for tensor in tensors_in(args):
-            self._meet(tensor, met=True)
+            self._track(tensor, maybe_mapped=True)
 
     def after(self, func: Any, args: Sequence[Any], out: Any) -> None:
-        # What is new here was allocated, unless the operation took memory that is somebody else's.
+        # A new storage in the output was allocated by the operation, unless that adopts existing memory.
         for tensor in tensors_in(out):
-            self._meet(tensor, met=operator_name(func) in ("set_", "from_file"))
+            self._track(tensor, maybe_mapped=operator_name(func) in ("set_", "from_file"))
 
-    def resized(self, storage: torch.UntypedStorage) -> None:
+    def note_resized(self, storage: torch.UntypedStorage) -> None:
         with self._lock:
             if not self._over and id(storage) in self._sizes:
-                self._count(id(storage), storage.nbytes())
+                self._log_size(id(storage), storage.nbytes())
 
-    def _meet(self, tensor: Tensor, met: bool) -> None:
+    def _track(self, tensor: Tensor, maybe_mapped: bool) -> None:
         if self._over or tensor.device.type != "cpu":
             return
         storage = tensor.untyped_storage()
         key = id(storage)
         with self._lock:
             if key not in self._sizes:
-                mapped = met and self._in_file(storage)
-                self._references[key] = weakref.ref(storage, self._ended(key))
-                self._sizes[key], self._elements[key] = 0, tensor.element_size()
-                self._count(key, 0 if mapped else storage.nbytes())
+                mapped = maybe_mapped and self._is_mapped(storage)
+                self._references[key] = weakref.ref(storage, self._forget_callback(key))
+                self._sizes[key], self._element_sizes[key] = 0, tensor.element_size()
+                self._log_size(key, 0 if mapped else storage.nbytes())
             elif self._sizes[key] and self._sizes[key] != storage.nbytes():
-                self._count(key, storage.nbytes())  # an operator resized it
+                self._log_size(key, storage.nbytes())  # an operator resized it
 
-    def _in_file(self, storage: torch.UntypedStorage) -> bool:
+    def _is_mapped(self, storage: torch.UntypedStorage) -> bool:
         if not self._files.hold(storage):
-            self._files.look_again()  # it may have been mapped since
+            self._files.refresh()  # the file may have been mapped since the last time
         return self._files.hold(storage)
 
-    def _ended(self, key: int) -> Callable[[object], None]:
-        def end(_: object) -> None:
+    def _forget_callback(self, key: int) -> Callable[[object], None]:
+        def forget(_: object) -> None:
             with self._lock:
-                self._count(key, 0)
-                del self._sizes[key], self._elements[key], self._references[key]
+                self._log_size(key, 0)
+                del self._sizes[key], self._element_sizes[key], self._references[key]
 
-        return end
+        return forget
 
-    def _count(self, key: int, size: int) -> None:
+    def _log_size(self, key: int, size: int) -> None:
         if size != self._sizes[key]:
-            self.diary.append((self._sizes[key], size, self._elements[key]))
+            self.changes.append((self._sizes[key], size, self._element_sizes[key]))
             self.times.append(perf_counter())
             self._sizes[key] = size
 
 
-def read_diary(diary: Iterable[tuple[int, int, int]], model: Module) -> RankMemory:
-    """What the diary of a loader tells, now that the model is known that it was about."""
-    whole, shards = _sizes(model)
-    least = sum(tensor.numel() * tensor.element_size() for tensor in _distinct(model))
-    most = RankMemory(0)
-    alive = held = beyond = 0
+def find_peaks(changes: Iterable[Change], model: Module) -> RankMemory:
+    """Return the peaks of the memory that a loader held for this model."""
+    whole, shards = _count_sizes(model)
+    model_bytes = sum(tensor.numel() * tensor.element_size() for tensor in _non_empty_parameters(model))
+    peaks = RankMemory(0)
+    alive = held_whole = beyond = 0
     elements: Counter[int] = Counter()
-    bytes_: Counter[int] = Counter()
-    for before, after, width in diary:
+    sizes: Counter[int] = Counter()
+    for before, after, width in changes:
         for size, change in ((before, -1), (after, 1)):
             alive += change * size
-            # Of the storages of one size, as many as there are whole parameters of that size are held for these.
-            held += size // width * _step(elements, size // width, change, whole[size // width])
-            beyond += change * size - size * _step(bytes_, size, change, COPIES * shards[size])
-        most = RankMemory(
-            max(most.host, alive), max(most.whole, held), max(most.beyond, beyond if alive >= least else 0)
+            # At most as many storages of one size count as there are whole parameters of that size.
+            held_whole += size // width * _step(elements, size // width, change, whole[size // width])
+            beyond += change * size - size * _step(sizes, size, change, COPIES * shards[size])
+        peaks = RankMemory(
+            host=max(peaks.host, alive),
+            whole=max(peaks.whole, held_whole),
+            beyond=max(peaks.beyond, beyond if alive >= model_bytes else 0),
         )
-    return most
+    return peaks
 
 
-def read_timeline(
-    diary: Iterable[tuple[int, int, int]], times: Sequence[float], began: float
-) -> tuple[tuple[float, int], ...]:
-    """What was alive at each time since the load ``began``; where that is much, the highest of each stretch of time."""
+def make_timeline(changes: Iterable[Change], times: Sequence[float], began: float) -> tuple[tuple[float, int], ...]:
+    """Return (seconds since ``began``, bytes alive) of every change.
+
+    Where there are more than ``POINTS`` changes, return the highest of each interval and the last one.
+    """
     alive = 0
-    changes = []
-    for (before, after, _), time in zip(diary, times, strict=False):  # storages may end meanwhile
+    points = []
+    for (before, after, _), time in zip(changes, times, strict=False):  # storages may be freed meanwhile
         alive += after - before
-        changes.append((round(time - began, 4), alive))
-    if len(changes) <= POINTS:
-        return tuple(changes)
-    stretch = changes[-1][0] / (POINTS - 1) or 1
+        points.append((round(time - began, 4), alive))
+    if len(points) <= POINTS:
+        return tuple(points)
+    interval = points[-1][0] / (POINTS - 1) or 1
     highest: dict[int, tuple[float, int]] = {}
-    for change in changes:
-        slot = int(change[0] / stretch)
-        highest[slot] = max(highest.get(slot, change), change, key=lambda one: one[1])
-    return (*list(highest.values())[: POINTS - 1], changes[-1])
+    for point in points:
+        slot = int(point[0] / interval)
+        highest[slot] = max(highest.get(slot, point), point, key=lambda seconds_and_bytes: seconds_and_bytes[1])
+    return (*list(highest.values())[: POINTS - 1], points[-1])
 
 
 def _step(counts: Counter[int], size: int, change: int, limit: int) -> int:
-    """Counts one more or one less of a size; how much that changes the count as far as the limit."""
+    """Change the count of a size by ``change``; return how much that changes the count when capped at the limit."""
     before = min(counts[size], limit)
     counts[size] += change
     return min(counts[size], limit) - before
 
 
-def _sizes(model: Module) -> tuple[Counter[int], Counter[int]]:
-    """How many parameters of each number of elements there are, and how many of this rank's storages of each size.
+def _count_sizes(model: Module) -> tuple[Counter[int], Counter[int]]:
+    """Return the number of parameters by elements, and the number of this rank's storages by bytes.
 
-    Buffers are whole on every rank: masks and tables of decay may be larger than all weights.
+    The storages include buffers, which are whole on every rank: a mask may be larger than all weights.
     """
-    whole = Counter(tensor.numel() for tensor in _distinct(model))
-    local = tensors_in([local_part(tensor) for tensor in (*_distinct(model), *unwrapped(model).buffers())])
+    whole = Counter(tensor.numel() for tensor in _non_empty_parameters(model))
+    local = tensors_in([local_part(tensor) for tensor in (*_non_empty_parameters(model), *unwrapped(model).buffers())])
     storages = {
         storage.data_ptr(): storage.nbytes() for storage in (t.untyped_storage() for t in local if not t.is_meta)
     }
     return whole, Counter(storages.values())
 
 
-def _distinct(model: Module) -> list[Tensor]:
+def _non_empty_parameters(model: Module) -> list[Tensor]:
     return [parameter for parameter in unwrapped(model).parameters() if parameter.numel()]
 
 
 class Peak:
-    """Measures one block."""
+    """Measure the memory that one block needs."""
 
     def __init__(self, device: torch.device) -> None:
         self.meter = Meter()
         self._device = device if device.type == "cuda" else None
-        self._most: int | None = None
+        self._device_peak: int | None = None
         self._began = 0.0
 
     @contextmanager
     def measured(self) -> Iterator[None]:
-        """The block; the meter has to watch it. Storages that Python resizes are told by no operation."""
+        """Measure the block, which ``meter`` must watch as well; ``UntypedStorage.resize_`` is not an operator."""
         before = 0
         if self._device is not None:
             torch.cuda.reset_peak_memory_stats(self._device)
@@ -180,7 +184,7 @@ class Peak:
 
         def resized(storage: torch.UntypedStorage, size: int) -> Any:
             done = resize(storage, size)
-            self.meter.resized(storage)
+            self.meter.note_resized(storage)
             return done
 
         torch.UntypedStorage.resize_ = resized
@@ -190,10 +194,10 @@ class Peak:
         finally:
             torch.UntypedStorage.resize_ = resize
             if self._device is not None:
-                self._most = torch.cuda.max_memory_allocated(self._device) - before
+                self._device_peak = torch.cuda.max_memory_allocated(self._device) - before
 
     def facts(self, model: Module) -> RankMemory:
-        diary, times = self.meter.diary, self.meter.times
-        return replace(
-            read_diary(diary, model), device=self._most, timeline=read_timeline(list(diary), times, self._began)
-        )
+        """Return the peaks and the timeline of the block, of which ``model`` was the result."""
+        changes = self.meter.changes
+        timeline = make_timeline(list(changes), self.meter.times, self._began)
+        return replace(find_peaks(changes, model), device=self._device_peak, timeline=timeline)

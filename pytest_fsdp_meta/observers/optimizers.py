@@ -1,4 +1,4 @@
-"""Optimizers: built, looked into, taken apart on the ranks and put together again over the reference's parameters."""
+"""Build and describe optimizers, and rebuild an optimizer of the ranks over the reference's parameters."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from pytest_fsdp_meta.observers.batches import calling
 from pytest_fsdp_meta.observers.inventory import named_tensors
 
 BY_NAME = frozenset({"params", "param_names"})
-"""Entries of a group that say which parameters are in it; all others are hyperparameters."""
+"""Keys of a parameter group that list its parameters; all other keys are hyperparameters."""
 
 
 def make_optimizer(subject: Subject) -> Optimizer | None:
-    """The optimizer that the subject declares, or SGD; None where nothing is trainable."""
+    """Return the optimizer that the subject declares, or SGD; None where nothing is trainable."""
     trainable = [parameter for parameter in subject.model.parameters() if parameter.requires_grad]
     declared = subject.optimizer
     if not trainable:
@@ -42,7 +42,7 @@ def make_optimizer(subject: Subject) -> Optimizer | None:
 
 
 def optimizer_facts(optimizer: Optimizer, model: Module) -> OptimizerFacts:
-    """What the optimizer holds of the model's parameters, and what it holds that the model does not register."""
+    """Return which of the model's parameters the optimizer holds, and what else it holds."""
     held = Counter(id(parameter) for group in optimizer.param_groups for parameter in group["params"])
     parameters = [(name, tensor) for name, kind, tensor in named_tensors(model) if kind == "parameter"]
     live = {id(tensor) for _, tensor in parameters}
@@ -56,31 +56,35 @@ def optimizer_facts(optimizer: Optimizer, model: Module) -> OptimizerFacts:
 
 
 def _without_memory(parameter: Parameter) -> bool:
-    """On meta, or with its storage freed: certainly no parameter that anything computes with."""
+    """Whether the parameter is on meta or its storage was freed, so that nothing can compute with it."""
     local = local_part(parameter)
     return bool(local.is_meta or (local.numel() > 0 and local.untyped_storage().nbytes() == 0))
 
 
 @dataclass(frozen=True)
 class PackedOptimizer:
-    """The class of an optimizer and its groups, without parameters and without state."""
+    """The class of an optimizer and the hyperparameters of its groups, without parameters and state."""
 
     kind: type[Optimizer]
     defaults: Mapping[str, Any]
     groups: tuple[tuple[Mapping[str, Any], frozenset[str]], ...]
-    """(hyperparameters, names of the parameters); what the model does not register has no name."""
+    """(hyperparameters, names of the parameters); parameters that the model does not register have no name."""
 
     def rebuild(self, model: Module, trainable: Iterable[Parameter]) -> Optimizer:
-        """The same groups over the parameters of ``model`` that have the names; those in no group join the first."""
+        """Return the same groups over the parameters of ``model`` of the same names.
+
+        Trainable parameters that are in no group join the first.
+        """
         names: dict[Parameter, set[str]] = {parameter: set() for parameter in trainable}
         for name, _, tensor in named_tensors(model):
             if tensor in names:
                 names[tensor].add(name)
         members: list[list[Parameter]] = [[] for _ in self.groups]
-        for parameter, known_as in names.items():
-            own = (number for number, (_, held) in enumerate(self.groups) if known_as & held)
-            members[next(own, 0)].append(parameter)
-        groups = [{**options, "params": held} for (options, _), held in zip(self.groups, members, strict=True) if held]
+        for parameter, own_names in names.items():
+            own_groups = (number for number, (_, group_names) in enumerate(self.groups) if own_names & group_names)
+            members[next(own_groups, 0)].append(parameter)
+        filled = zip(self.groups, members, strict=True)
+        groups = [{**options, "params": params} for (options, _), params in filled if params]
         try:
             accepted = inspect.signature(self.kind).parameters
             return self.kind(groups, **{key: value for key, value in self.defaults.items() if key in accepted})
@@ -89,7 +93,10 @@ class PackedOptimizer:
 
 
 def pack_optimizer(optimizer: Optimizer, model: Module) -> bytes:
-    """The optimizer as it is now, packed for the reference. One that cannot be packed fails there, when it is asked."""
+    """Pickle the optimizer's present settings for the reference.
+
+    Where that fails, pickle a function that raises the SubjectError when the reference builds its optimizer.
+    """
     try:
         names: dict[int, set[str]] = {}
         for name, _, tensor in named_tensors(model):
@@ -107,7 +114,9 @@ def pack_optimizer(optimizer: Optimizer, model: Module) -> bytes:
     return bytes(packed)
 
 
-def _refuse(why: str, trainable: Iterable[Parameter] = ()) -> NoReturn:
+def _refuse(problem: str, trainable: Iterable[Parameter] = ()) -> NoReturn:
     raise SubjectError(
-        "optimizer", f"the reference cannot build the same ({why}); give a callable: optimizer=lambda parameters: ..."
+        "optimizer",
+        f"the reference cannot build the same optimizer ({problem}); "
+        "declare a callable: optimizer=lambda parameters: ...",
     )

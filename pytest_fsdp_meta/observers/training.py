@@ -1,13 +1,11 @@
-"""A few training steps, with what a rank sees of them: losses, gradients of the first step, what they did."""
+"""Train a few steps on this rank, and observe losses, gradients of the first step, and what the steps changed."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,106 +15,113 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from pytest_fsdp_meta.evidence import Accumulation, Comparison, Movement, RankTraining
-from pytest_fsdp_meta.evidence.collectives import Collective, FsdpGroup
 from pytest_fsdp_meta.loader.subject import Subject
-from pytest_fsdp_meta.observers.accumulation import accumulate, micro_batches, not_shared
+from pytest_fsdp_meta.observers.accumulation import accumulate, indivisible_batch, micro_batches
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part
 from pytest_fsdp_meta.observers.adapters.lookup import parts_of
 from pytest_fsdp_meta.observers.batches import (
     batch_digest,
-    counted_labels,
+    batch_slice,
+    count_labels,
     global_batch,
     loss_of,
     own_rows,
-    own_share,
     scalar,
 )
-from pytest_fsdp_meta.observers.collectives import Recorder
 from pytest_fsdp_meta.observers.gradients import gradient_norm, gradients_of, without_gradient
 from pytest_fsdp_meta.observers.inventory import named_tensors, reshard, take_inventory
 from pytest_fsdp_meta.observers.loading import loaded_subject
-from pytest_fsdp_meta.observers.movement import compare_updates, due_as_in, due_by, movements, noise, shards
+from pytest_fsdp_meta.observers.movement import (
+    compare_updates,
+    copy_shards,
+    due_by_gradients,
+    due_by_reference,
+    gradient_noise,
+    movements,
+)
 from pytest_fsdp_meta.observers.optimizers import make_optimizer, optimizer_facts
+from pytest_fsdp_meta.observers.step_collectives import watching_step
 from pytest_fsdp_meta.observers.support.poison import deterministic
 from pytest_fsdp_meta.observers.support.reference_record import RECORDS, Record, record_at
-from pytest_fsdp_meta.observers.support.torch_private import ManagedGroup, fsdp_groups
-from pytest_fsdp_meta.observers.support.watching import watching
 from pytest_fsdp_meta.observers.values import compare_gradients
 from pytest_fsdp_meta.worlds import SEED, Rank, current, doing
 
 
-@dataclass
-class Run:
-    """What ``train`` saw, step by step; one entry per step."""
+def observe_training(steps: int, records_folder: str | None = None, noise: float = 0.0) -> RankTraining:
+    """Train this rank's subject for ``steps`` steps and compare it with the reference's own training.
 
-    losses: list[float] = field(default_factory=list)
-    batches: list[str] = field(default_factory=list)
-    labels: list[tuple[int, int]] = field(default_factory=list)
-
-
-def observe_training(steps: int, truth: str | None = None, floor: float = 0.0) -> RankTraining:
-    """Trains this rank's subject.
-
-    ``truth`` is the folder of the records of the reference's own training, and ``floor`` what is rounding among its
-    gradients; None where no reference can be trained. The "optimizer" is left in the rank's state, for those that
-    go on training.
+    ``records_folder`` has the records of the reference's training, and ``noise`` is the size below which an element
+    of the reference's gradients is rounding; the folder is None where no reference can be trained. The rank's state
+    keeps the "optimizer" for observers that train on.
     """
-    me = current()
-    subject = loaded_subject(me)
-    share = own_share(subject, me)
-    before = shards(subject.model)
+    rank = current()
+    subject = loaded_subject(rank)
+    data_parallel = batch_slice(subject, rank)
+    before = copy_shards(subject.model)
     optimizer = make_optimizer(subject)
-    first = _First(subject, _records(truth))
+    first = _FirstBackward(subject, _open_records(records_folder))
     held = None if optimizer is None else optimizer_facts(optimizer, subject.model)
-    watched = partial(watching_step, me, subject.model, steps)
-    run = train(subject, me.device, range(steps), share, optimizer, first.look, watched)
+    around_step = partial(watching_step, rank, subject.model, steps)
+    run = train(subject, rank.device, range(steps), data_parallel, optimizer, first.observe, around_step)
     reshard(subject.model)
-    me.state["optimizer"] = optimizer
-    after = take_inventory(subject.model, me.rank, str(me.device))
+    rank.state["optimizer"] = optimizer
+    after = take_inventory(subject.model, rank.rank, str(rank.device))
     return RankTraining(
         losses=tuple(run.losses),
         batches=tuple(run.batches),
-        data_parallel=share,
+        data_parallel=data_parallel,
         gradients=first.gradients,
-        parameters=_updates(subject.model, before, first.records),
-        unreduced=_unreduced(subject.model),
+        parameters=_compare_updates(subject.model, before, first.records),
+        unreduced=_is_unreduced(subject.model),
         labels=tuple(run.labels),
         without_gradient=first.without_gradient,
         norm=first.norm,
         norm_problem=first.norm_problem,
         after=after,
         optimizer=held,
-        movements=first.movements(before, optimizer, floor),
-        accumulation=_accumulation(subject, me, share, first.records, optimizer),
+        movements=first.movements(before, optimizer, noise),
+        accumulation=_observe_accumulation(subject, rank, data_parallel, first.records, optimizer),
     )
+
+
+@dataclass
+class TrainingRun:
+    """What ``train`` observed: one entry per step."""
+
+    losses: list[float] = field(default_factory=list)
+    batches: list[str] = field(default_factory=list)
+    """Digests of the global batches."""
+    labels: list[tuple[int, int]] = field(default_factory=list)
+    """Results of ``count_labels``."""
 
 
 def train(
     subject: Subject,
     device: torch.device,
     steps: range,
-    share: tuple[int, int],
+    data_parallel: tuple[int, int],
     optimizer: Optimizer | None,
     after_first_backward: Callable[[], None] = lambda: None,
-    watched: Callable[[int], AbstractContextManager[None]] = lambda step: nullcontext(),
-) -> Run:
-    """The ``steps``, with dropout off, deterministic, seeded by the step; ``share`` is the slice of each batch.
+    around_step: Callable[[int], AbstractContextManager[None]] = lambda step: nullcontext(),
+) -> TrainingRun:
+    """Train the ``steps`` with dropout off, deterministic algorithms, and a seed per step.
 
-    ``after_first_backward`` is called before the optimizer's first step, and ``watched`` is around each step. Without
-    an optimizer, because nothing is trainable, the losses of the forward are all there is.
+    ``data_parallel`` is the (index, size) of the slice of each batch. ``after_first_backward`` is called before the
+    optimizer's first step, and ``around_step`` is entered around each step. Without an optimizer, because nothing is
+    trainable, only the forward runs.
     """
-    model, run = subject.model, Run()
-    model.eval()  # dropout off, functional dropout too
+    model, run = subject.model, TrainingRun()
+    model.eval()  # switches dropout off, functional dropout included
     model.zero_grad(set_to_none=True)  # a loader may have run a backward to warm up
     with deterministic():
         for step in steps:
             doing(f"training step {step - steps.start + 1} of {len(steps)}")
             batch = global_batch(subject, step)
             run.batches.append(batch_digest(batch))
-            rows = own_rows(batch, step, share, device)
-            run.labels.append(counted_labels(rows))
+            rows = own_rows(batch, step, data_parallel, device)
+            run.labels.append(count_labels(rows))
             torch.manual_seed(SEED + step)
-            with watched(step):
+            with around_step(step):
                 with torch.set_grad_enabled(optimizer is not None):
                     loss = loss_of(subject, rows)
                 run.losses.append(scalar(loss))
@@ -129,8 +134,8 @@ def train(
     return run
 
 
-class _First:
-    """What there is to see between the first backward and the first optimizer step."""
+class _FirstBackward:
+    """Observe the gradients between the first backward and the optimizer's first step."""
 
     def __init__(self, subject: Subject, records: Mapping[str, Record]) -> None:
         self.records = records
@@ -139,110 +144,70 @@ class _First:
         self.norm: float | None = None
         self.norm_problem = ""
         self._subject = subject
-        self._kept: dict[str, Tensor] = {}
-        self._noise = 0.0
+        self._own_gradients: dict[str, Tensor] = {}
+        """Copies on the CPU, made only where there is no reference to compare with."""
+        self._own_noise = 0.0
 
-    def look(self) -> None:
+    def observe(self) -> None:
         model = self._subject.model
-        seen = gradients_of(model)
-        self.without_gradient = without_gradient(model, seen)
+        gradients = gradients_of(model)
+        self.without_gradient = without_gradient(model, gradients)
         self.norm, self.norm_problem = gradient_norm(model, self._subject.clip_grad_norm)
         if self.records:
-            self.gradients = compare_gradients(seen, self.records["gradients"])
+            self.gradients = compare_gradients(gradients, self.records["gradients"])
         else:
-            self._kept = {name: local_part(gradient.local).to("cpu", copy=True) for name, gradient in seen}
-            self._noise = noise(model)
+            self._own_gradients = {name: local_part(part.local).to("cpu", copy=True) for name, part in gradients}
+            self._own_noise = gradient_noise(model)
 
     def movements(
-        self, before: Mapping[str, Tensor], optimizer: Optimizer | None, floor: float
+        self, before: Mapping[str, Tensor], optimizer: Optimizer | None, reference_noise: float
     ) -> tuple[Movement, ...]:
+        """Return which parameters moved as far as the reference, or else their own gradients, say they must."""
         if optimizer is None:
             return ()
         model = self._subject.model
         if self.records:
-            return movements(model, before, due_as_in(self.records, floor))
-        return movements(model, before, due_by(self._kept, optimizer, self._noise))
+            return movements(model, before, due_by_reference(self.records, reference_noise))
+        return movements(model, before, due_by_gradients(self._own_gradients, optimizer, self._own_noise))
 
 
-def _records(folder: str | None) -> dict[str, Record]:
+def _open_records(folder: str | None) -> dict[str, Record]:
     if folder is None:
         return {}
     files = {name: record_at(folder, name) for name in RECORDS}
     return {name: Record(file) for name, file in files.items() if file.exists()}
 
 
-def _updates(model: Module, before: Mapping[str, Tensor], records: Mapping[str, Record]) -> tuple[Comparison, ...]:
+def _compare_updates(
+    model: Module, before: Mapping[str, Tensor], records: Mapping[str, Record]
+) -> tuple[Comparison, ...]:
     return compare_updates(model, before, records["values"], records["updated"]) if records else ()
 
 
-def _accumulation(
-    subject: Subject, me: Rank, share: tuple[int, int], records: Mapping[str, Record], optimizer: Optimizer | None
+def _observe_accumulation(
+    subject: Subject,
+    rank: Rank,
+    data_parallel: tuple[int, int],
+    records: Mapping[str, Record],
+    optimizer: Optimizer | None,
 ) -> Accumulation | None:
-    """After the steps, where what goes wrong can disturb nothing that is judged by itself."""
+    """Compare accumulated gradients; call it after the steps, where a failure cannot disturb other observations."""
     if optimizer is None or not records:
         return None
-    if problem := not_shared(subject, share[1]):
+    if problem := indivisible_batch(subject, data_parallel[1]):
         return Accumulation(problem=problem)
-    early = accumulate(subject, me.device, micro_batches(share))
-    seen = gradients_of(subject.model)
-    missing = without_gradient(subject.model, seen)
-    accumulated = Accumulation(compare_gradients(seen, records["accumulated"]), missing, early)
-    optimizer.zero_grad(set_to_none=True)  # buffers of a wrapper's own, which zero_grad() of the model does not reach
+    early = accumulate(subject, rank.device, micro_batches(data_parallel))
+    gradients = gradients_of(subject.model)
+    missing = without_gradient(subject.model, gradients)
+    accumulated = Accumulation(compare_gradients(gradients, records["accumulated"]), missing, early)
+    optimizer.zero_grad(set_to_none=True)  # model.zero_grad() does not reach gradient buffers of a wrapper
     subject.model.zero_grad(set_to_none=True)
     reshard(subject.model)
     return accumulated
 
 
-def _unreduced(model: Module) -> bool:
-    held = parts_of(model)
-    plain = not any(isinstance(p, DTensor) or held.of(name, p).by for name, _, p in named_tensors(model))
+def _is_unreduced(model: Module) -> bool:
+    """Whether nobody reduces the gradients: every parameter is a plain tensor and no DDP wraps the model."""
+    parts = parts_of(model)
+    plain = not any(isinstance(p, DTensor) or parts.of(name, p).by for name, _, p in named_tensors(model))
     return plain and not any(isinstance(module, DistributedDataParallel) for module in model.modules())
-
-
-def watching_step(me: Rank, model: Module, steps: int, step: int) -> AbstractContextManager[None]:
-    """Around one of ``steps`` training steps: notes the collectives of the second, if anybody asked for them.
-
-    FSDP2 sets itself up in the first, and DDP orders its buckets.
-    """
-    asked = "collectives" in me.state["watch"] and step == min(1, steps - 1)
-    return _watching(me, model) if asked else nullcontext()
-
-
-@contextmanager
-def _watching(me: Rank, model: Module) -> Iterator[None]:
-    groups = list(fsdp_groups(model))
-    forwards: Counter[int] = Counter()
-    parameters = {name: tensor for name, kind, tensor in named_tensors(model) if kind == "parameter"}
-    recorder = Recorder(known=parameters)
-
-    def ran(index: int, *_: Any) -> None:
-        forwards[index] += 1
-
-    with ExitStack() as hooks:
-        for index, group in enumerate(groups):
-            # Only the first of modules that fully_shard took together gathers them, in whichever order they run.
-            hooks.callback(group.modules[0].register_forward_pre_hook(partial(ran, index)).remove)
-        with recorder.noting_optimizers(), watching(recorder):
-            yield
-    names: dict[int, list[str]] = {}
-    for name, _, tensor in named_tensors(model):
-        names.setdefault(id(tensor), []).append(name)
-    facts = tuple(_facts(group, names, forwards[index]) for index, group in enumerate(groups))
-    me.state["step"] = recorder.told(model), facts
-
-
-def observe_step() -> tuple[tuple[Collective, ...], tuple[FsdpGroup, ...]] | None:
-    """What was noted of this rank's step; None where none was watched to its end."""
-    step: tuple[tuple[Collective, ...], tuple[FsdpGroup, ...]] | None = current().state.get("step")
-    return step
-
-
-def _facts(group: ManagedGroup, names: Mapping[int, Sequence[str]], forwards: int) -> FsdpGroup:
-    """``names`` are those of each tensor of the model, by identity."""
-    return FsdpGroup(
-        parameters=tuple(name for parameter in group.parameters for name in names.get(id(parameter), ())),
-        forwards=forwards,
-        reshards=group.reshards,
-        trainable=any(parameter.requires_grad for parameter in group.parameters),
-        replicates=group.replicates,
-    )

@@ -1,4 +1,4 @@
-"""This rank's own shards beside the same slices of the truth. Nothing is gathered."""
+"""Compare this rank's own shards with the same slices of the reference, without gathering anything."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from pytest_fsdp_meta.worlds import current, doing
 
 
 def observe_values(path: str, names: Mapping[str, str] | None = None) -> tuple[Comparison, ...]:
-    """This rank's subject beside the record or checkpoint at ``path``; ``names`` limits it, and maps to names there."""
+    """Compare this rank's subject with the record or checkpoint at ``path``.
+
+    ``names``, where given, limits the comparison to these tensors and maps each to its name at ``path``.
+    """
     doing("comparing values")
     model = loaded_subject(current()).model
     parts = parts_of(model)
@@ -29,54 +32,59 @@ def observe_values(path: str, names: Mapping[str, str] | None = None) -> tuple[C
 
 
 def compare_all(
-    parts: Iterable[tuple[str, Part]], truth: Record, names: Mapping[str, str] | None = None
+    parts: Iterable[tuple[str, Part]], reference: Record, names: Mapping[str, str] | None = None
 ) -> tuple[Comparison, ...]:
-    """This rank's part of each tensor that the truth knows, compared; ``names`` maps to the names in the truth."""
-    found = []
+    """Compare this rank's part of each tensor that the reference has; ``names`` maps to the names in the reference."""
+    comparisons = []
     for name, part in parts:
-        there = name if names is None else names[name]
-        if there in truth and not part.local.is_meta:
-            found.append(compare(name, part, truth, there, measuring=True))
-    return tuple(found)
+        recorded = name if names is None else names[name]
+        if recorded in reference and not part.local.is_meta:
+            comparisons.append(compare(name, part, reference, recorded, measuring=True))
+    return tuple(comparisons)
 
 
-def compare(name: str, part: Part, truth: Record, there: str, measuring: bool = False) -> Comparison:
-    """The ``part`` of a tensor beside the same part of ``there``; measured where they differ, if that is wanted."""
+def compare(name: str, part: Part, reference: Record, recorded: str, measuring: bool = False) -> Comparison:
+    """Compare a part of a tensor with the same part of the tensor ``recorded`` in the reference.
+
+    If ``measuring``, a comparison that differs has a ``measure``.
+    """
     actual = local_part(part.local)
-    if part.shape != truth.shape(there):
-        return Comparison(
-            name, False, problem=f"shape {part.shape}", should_be=f"{truth.shape(there)}, as in {truth.label}"
-        )
+    expected_shape = reference.shape(recorded)
+    if part.shape != expected_shape:
+        should_be = f"{expected_shape}, as in {reference.label}"
+        return Comparison(name, False, problem=f"shape {part.shape}", should_be=should_be)
     implied = tuple(sum(stop - start for start, stop in runs) for runs in part.regions)
     if implied != tuple(actual.shape):
-        says = f"{part.by} says" if part.by else "its placements imply"
-        return Comparison(name, False, problem=f"local shape {tuple(actual.shape)}", should_be=f"{implied}, as {says}")
+        source = f"{part.by} says" if part.by else "its placements imply"
+        return Comparison(
+            name, False, problem=f"local shape {tuple(actual.shape)}", should_be=f"{implied}, as {source}"
+        )
     if not actual.numel():
         return Comparison(name, True)
-    return _compare(name, actual, beside(part, truth, there), part, measuring)
+    return _compare(name, actual, read_part(part, reference, recorded), part, measuring)
 
 
-def compare_gradients(parts: Iterable[tuple[str, Part]], truth: Record) -> tuple[Comparison, ...]:
-    """Each gradient that the truth knows, compared and measured."""
-    found = []
+def compare_gradients(parts: Iterable[tuple[str, Part]], reference: Record) -> tuple[Comparison, ...]:
+    """Compare and measure each gradient that the reference has."""
+    comparisons = []
     for name, part in parts:
-        if name in truth:
-            comparison = compare(name, part, truth, name)
+        if name in reference:
+            comparison = compare(name, part, reference, name)
             if comparison.problem is None and comparison.elements:
-                ours, theirs = comparable(local_part(part.local).cpu()), comparable(beside(part, truth, name))
+                ours, theirs = comparable(local_part(part.local).cpu()), comparable(read_part(part, reference, name))
                 comparison = replace(comparison, measure=measure(ours, theirs))
-            found.append(comparison)
-    return tuple(found)
+            comparisons.append(comparison)
+    return tuple(comparisons)
 
 
-def beside(part: Part, truth: Record, name: str) -> Tensor:
-    """What the truth has where the ``part`` lies; of another shape where the truth is."""
-    return truth.read_run(name, part.regions[0]) if part.flat else truth.read(name, part.regions)
+def read_part(part: Part, record: Record, name: str) -> Tensor:
+    """Read the elements of the recorded tensor that the ``part`` covers; the shapes differ where the tensors' do."""
+    return record.read_run(name, part.regions[0]) if part.flat else record.read(name, part.regions)
 
 
-def measure(actual: Tensor, truth: Tensor, grain: float = 0.0) -> Measure:
-    """Both as vectors, in float64."""
-    ours, theirs = actual.double().flatten(), truth.double().flatten()
+def measure(actual: Tensor, expected: Tensor, grain: float = 0.0) -> Measure:
+    """Measure both tensors as vectors, in float64."""
+    ours, theirs = actual.double().flatten(), expected.double().flatten()
     return Measure(
         actual=float(ours.norm()),
         truth=float(theirs.norm()),
@@ -88,24 +96,24 @@ def measure(actual: Tensor, truth: Tensor, grain: float = 0.0) -> Measure:
 
 
 def _compare(name: str, actual: Tensor, expected: Tensor, part: Part, measuring: bool) -> Comparison:
-    """Equal means equal in the shard's own type, and NaN like NaN; numbers are only told in float64.
+    """Compare on the CPU, in the shard's own dtype, with NaN equal to NaN; only distances are computed in float64.
 
-    The CPU compares, where the truth is read to: it knows more types than other devices.
+    The reference is read to the CPU anyway, and the CPU supports more dtypes than other devices.
     """
     cast = expected.dtype != actual.dtype
-    ours, truth = comparable(actual.cpu()), comparable(expected.to(actual.dtype))
-    if torch.equal(ours, truth):  # nearly always so, and without a mask as large as the shard
+    ours, theirs = comparable(actual.cpu()), comparable(expected.to(actual.dtype))
+    if torch.equal(ours, theirs):  # the usual case, and it needs no mask as large as the shard
         return Comparison(name, True, elements=actual.numel(), cast=cast)
-    differs = (ours != truth) & ~((ours != ours) & (truth != truth))
+    differs = (ours != theirs) & ~((ours != ours) & (theirs != theirs))
     count = int(differs.sum())
     if not count:
         return Comparison(name, True, elements=actual.numel(), cast=cast)
     first = tuple(int(i) for i in differs.nonzero()[0])
-    # Integers that differ do so by one at least, which float64 forgets of the large ones.
+    # Different integers differ by at least one, but large ones may be equal in float64.
     least = 0.0 if ours.is_floating_point() else 1.0
-    ours, truth = ours.double(), truth.double()
-    distance = torch.where(differs, (ours - truth).abs().nan_to_num(nan=torch.inf).clamp_min(least), 0.0)
-    relative = distance / truth.abs().clamp_min(torch.finfo(torch.float32).tiny)
+    ours, theirs = ours.double(), theirs.double()
+    distance = torch.where(differs, (ours - theirs).abs().nan_to_num(nan=torch.inf).clamp_min(least), 0.0)
+    relative = distance / theirs.abs().clamp_min(torch.finfo(torch.float32).tiny)
     return Comparison(
         name,
         False,
@@ -114,15 +122,15 @@ def _compare(name: str, actual: Tensor, expected: Tensor, part: Part, measuring:
         max_abs=float(distance.max()),
         max_rel=float(relative.max()),
         index=whole_index(part, first[: actual.ndim]),
-        expected=float(truth[first]),
+        expected=float(theirs[first]),
         actual=float(ours[first]),
         cast=cast,
-        measure=measure(ours, truth) if measuring else None,
+        measure=measure(ours, theirs) if measuring else None,
     )
 
 
 def whole_index(part: Part, local: Sequence[int]) -> tuple[int, ...]:
-    """The index in the whole tensor of one in the part."""
+    """Return the index in the whole tensor of an index in the part."""
     index = global_index(part.regions, local)
     if not part.flat:
         return index
@@ -134,15 +142,15 @@ def whole_index(part: Part, local: Sequence[int]) -> tuple[int, ...]:
 
 
 def comparable(tensor: Tensor) -> Tensor:
-    """The same values in a type that torch can compare.
+    """Return the same values in a dtype that torch can compare.
 
-    A complex tensor gives its real and imaginary parts in one more dimension, and a packed type its bytes.
+    A complex tensor becomes its real and imaginary parts in one more dimension, a packed dtype its bytes.
     """
     if tensor.is_complex():
         return torch.view_as_real(tensor)
     if tensor.element_size() > 1 or tensor.dtype in (torch.bool, torch.int8, torch.uint8):
         return tensor
     try:
-        return tensor.float()  # float8: nothing is lost
+        return tensor.float()  # float8: float32 holds every value exactly
     except (NotImplementedError, RuntimeError):
         return tensor.view(torch.uint8)

@@ -1,5 +1,7 @@
-"""One loader in one world: each observation is taken once, and any number of checks read it."""
+"""A trial runs one loader in one world, takes each observation once, and returns the evidence that all checks read."""
 
-from pytest_fsdp_meta.trial.trial import ON_RANKS, LoaderFailed, Trial, ranks_of, world_facts
+from pytest_fsdp_meta.trial.on_ranks import ON_RANKS
+from pytest_fsdp_meta.trial.trial import LoaderFailed, Trial, world_facts
+from pytest_fsdp_meta.trial.world_sizes import ranks_of
 
 __all__ = ["ON_RANKS", "LoaderFailed", "Trial", "ranks_of", "world_facts"]

@@ -1,4 +1,4 @@
-"""Where the time of a trial goes."""
+"""Measure how long each phase of a trial takes."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Stopwatch:
-    """Seconds by what was done, in the order in which it was first begun."""
+    """Seconds by phase, in the order in which the phases first began."""
 
     seconds: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
-    def timing(self, what: str) -> Iterator[None]:
+    def timing(self, phase: str) -> Iterator[None]:
+        """Add the duration of the block to the phase, also when the block raises."""
         began = time.perf_counter()
-        self.seconds.setdefault(what, 0.0)
+        self.seconds.setdefault(phase, 0.0)
         try:
             yield
         finally:
-            self.seconds[what] += time.perf_counter() - began
+            self.seconds[phase] += time.perf_counter() - began

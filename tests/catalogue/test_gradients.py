@@ -452,7 +452,7 @@ def test_a_forward_that_changes_a_buffer_does_so_more_often_in_the_reference():
 
 
 def test_a_batch_that_cannot_be_cut():
-    problem = "'input_ids' has 2 rows, which 2 ranks cannot cut into 2 micro-batches each"
+    problem = "'input_ids' has 2 rows, which do not divide into 2 micro-batches for each of 2 ranks"
     found = verdict(ACCUMULATION, on_runs(healthy(), None, accumulation=Accumulation(problem=problem)))
     assert (found.status, found.reason) == ("skipped", f"batch(0): {problem}; give it more rows")
 

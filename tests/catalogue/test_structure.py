@@ -365,7 +365,7 @@ def test_another_trainability(name, now, actual, expected, remedy):
 
 
 def test_what_is_declared_frozen_is_frozen_in_the_reference_that_was_recorded():
-    # observers/truth.py freezes it there; tests/trial/test_trial.py shows both halves together.
+    # observers/reference.py freezes it there; tests/trial/test_trial.py shows both halves together.
     evidence = change_reference(declare(healthy(), frozen={MIDDLE: MIDDLE}), MIDDLE, requires_grad=False)
     assert told(verdict(TRAINABLE, evidence)) == [(MIDDLE, (0, 1), "trainable", "frozen, as declared", "")]
     assert verdict(TRAINABLE, change(evidence, MIDDLE, requires_grad=False)).status == "passed"

@@ -597,7 +597,7 @@ def test_a_frozen_weight_of_the_reference_that_is_not_declared_is_still_judged()
 
 
 def test_nobody_asked_for_the_verifier_so_the_reference_judges_frozen_weights():
-    evidence = undeclared(differ(healthy(), FROZEN), "verifier", why="no selected check asked for it")
+    evidence = undeclared(differ(healthy(), FROZEN), "verifier", why="no selected check needs it")
     assert [finding.tensor for finding in verdict(PARAMS, evidence).findings] == [FROZEN]
 
 

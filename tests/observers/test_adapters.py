@@ -1,4 +1,4 @@
-"""Which part of a tensor a rank holds, as adapters tell it: the arithmetic."""
+"""Test the parts of tensors that adapters describe: their arithmetic, their checks, and what judges make of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pytest_fsdp_meta import Part, Subject, SubjectError
 from pytest_fsdp_meta.evidence import Comparison, MeshFacts
 from pytest_fsdp_meta.observers.accumulation import accumulate, micro_batches
 from pytest_fsdp_meta.observers.adapters.lookup import Parts, parts_of, remember
-from pytest_fsdp_meta.observers.inventory import describe
+from pytest_fsdp_meta.observers.inventory import tensor_facts
 from pytest_fsdp_meta.observers.support.reference_record import Record, boxes, write_record
 from pytest_fsdp_meta.observers.values import compare
 from pytest_fsdp_meta.worlds import CallFailed, current
@@ -27,7 +27,7 @@ SHAPES = [(), (1,), (7,), (2, 3), (3, 1), (1, 5), (2, 3, 4), (3, 2, 1, 2), (2, 0
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_every_run_of_elements_is_read_as_blocks_in_their_order(shape):
+def test_boxes_cover_every_run_of_elements_in_order(shape):
     numbers = torch.arange(prod(shape)).reshape(shape)
     for first, last in itertools.combinations(range(numbers.numel() + 1), 2):
         read = [numbers[tuple(slice(*span) for span in box)].reshape(-1) for box in boxes(shape, first, last)]
@@ -35,7 +35,7 @@ def test_every_run_of_elements_is_read_as_blocks_in_their_order(shape):
     assert boxes(shape, 0, 0) == []
 
 
-def test_a_long_run_is_few_blocks():
+def test_a_long_run_needs_few_boxes():
     assert boxes((1000, 1000), 500, 998_500) == [
         ((0, 1), (500, 1000)),
         ((1, 998), (0, 1000)),
@@ -44,72 +44,72 @@ def test_a_long_run_is_few_blocks():
 
 
 @pytest.fixture
-def truth(tmp_path):
-    """A record of tensors ``a`` (4 x 3: 0 to 11) and ``scalar``."""
+def reference(tmp_path):
+    """Return a record of the tensors ``a`` (4 x 3: 0 to 11) and ``scalar``."""
     path = tmp_path / "values.safetensors"
     write_record(path, [("a", torch.arange(12.0).reshape(4, 3)), ("scalar", torch.tensor(5.0))])
     return Record(path)
 
 
-def test_a_run_is_compared_with_the_same_elements(truth):
+def test_a_run_is_compared_with_the_same_elements(reference):
     part = Part.run(torch.arange(4.0, 9.0), (4, 3), 4)
-    assert compare("a", part, truth, "a") == Comparison("a", True, elements=5)
+    assert compare("a", part, reference, "a") == Comparison("a", True, elements=5)
 
 
-def test_the_element_of_a_run_that_differs_is_told_by_its_index_in_the_whole(truth):
+def test_a_differing_element_of_a_run_has_its_global_index(reference):
     local = torch.arange(4.0, 9.0)
     local[3] = -1  # element 7: row 2, column 1
-    found = compare("a", Part.run(local, (4, 3), 4), truth, "a")
+    found = compare("a", Part.run(local, (4, 3), 4), reference, "a")
     assert (found.equal, found.differing, found.index) == (False, 1, (2, 1))
     assert (found.actual, found.expected) == (-1.0, 7.0)
 
 
-def test_a_run_of_a_scalar_is_the_scalar(truth):
+def test_a_run_of_a_scalar_is_whole(reference):
     part = Part.run(torch.tensor(5.0), (), 0)
-    assert compare("scalar", part, truth, "scalar").equal
-    assert describe("scalar", "parameter", part.local, part, persistent=True, attributes=()).whole
+    assert compare("scalar", part, reference, "scalar").equal
+    assert tensor_facts("scalar", "parameter", part.local, part, persistent=True, attributes=()).whole
 
 
-def test_an_empty_run_and_an_empty_block_equal_anything(truth):
-    assert compare("a", Part.run(torch.empty(0), (4, 3), 12), truth, "a") == Comparison("a", True)
-    assert compare("a", Part.block(torch.empty(0, 3), (4, 3), (4, 0)), truth, "a") == Comparison("a", True)
+def test_empty_runs_and_empty_blocks_equal_anything(reference):
+    assert compare("a", Part.run(torch.empty(0), (4, 3), 12), reference, "a") == Comparison("a", True)
+    assert compare("a", Part.block(torch.empty(0, 3), (4, 3), (4, 0)), reference, "a") == Comparison("a", True)
 
 
-def test_an_empty_run_is_read_in_the_type_of_the_truth(truth):
-    assert [tuple(truth.read_run(name, ()).shape) for name in ("a", "scalar")] == [(0,), (0,)]
+def test_an_empty_run_is_read_as_an_empty_tensor(reference):
+    assert [tuple(reference.read_run(name, ()).shape) for name in ("a", "scalar")] == [(0,), (0,)]
 
 
-def test_a_block_is_compared_with_the_same_rows(truth):
+def test_a_block_is_compared_with_the_same_rows(reference):
     rows = torch.arange(6.0, 12.0).reshape(2, 3)
-    assert compare("a", Part.block(rows, (4, 3), (2, 0)), truth, "a").equal
-    wrong = compare("a", Part.block(rows, (4, 3), (1, 0)), truth, "a")
+    assert compare("a", Part.block(rows, (4, 3), (2, 0)), reference, "a").equal
+    wrong = compare("a", Part.block(rows, (4, 3), (1, 0)), reference, "a")
     assert (wrong.differing, wrong.index, wrong.expected) == (6, (1, 0), 3.0)
 
 
-def test_the_global_shape_is_the_parts(truth):
-    found = compare("a", Part.run(torch.zeros(3), (3, 4), 0), truth, "a")
+def test_a_wrong_global_shape_is_a_problem(reference):
+    found = compare("a", Part.run(torch.zeros(3), (3, 4), 0), reference, "a")
     assert (found.problem, found.should_be) == ("shape (3, 4)", "(4, 3), as in the reference")
 
 
-def test_a_local_part_of_another_size_than_its_adapter_says(truth):
+def test_a_local_tensor_that_does_not_fit_its_regions_is_a_problem(reference):
     part = Part(torch.zeros(2, 3), (4, 3), (((0, 1),), ((0, 3),)), by="hand")
-    assert compare("a", part, truth, "a").should_be == "(1, 3), as hand says"
+    assert compare("a", part, reference, "a").should_be == "(1, 3), as hand says"
 
 
 def test_facts_of_a_run():
     part = Part.run(torch.zeros(5), (4, 3), 4, by="FSDP1")
-    facts = describe("a", "parameter", part.local, part, persistent=True, attributes=())
+    facts = tensor_facts("a", "parameter", part.local, part, persistent=True, attributes=())
     assert (facts.shape, facts.extent, facts.local_shape, facts.regions) == ((4, 3), (12,), (5,), (((4, 9),),))
     assert (facts.flat, facts.whole, facts.sharded_by, facts.placements) == (True, False, "FSDP1", None)
 
 
 def test_facts_of_a_plain_tensor():
-    facts = describe("a", "parameter", torch.zeros(2, 3), persistent=True, attributes=())
+    facts = tensor_facts("a", "parameter", torch.zeros(2, 3), persistent=True, attributes=())
     assert (facts.extent, facts.flat, facts.whole, facts.sharded_by) == ((2, 3), False, True, "")
 
 
 @pytest.mark.parametrize(
-    ("make", "says"),
+    ("make", "message"),
     [
         (lambda: Part.block(torch.zeros(2, 3), (4, 3), (3, 0)), "indices 3 to 5 are not within the 4 of the whole"),
         (lambda: Part.block(torch.zeros(2, 3), (4, 3), (-1, 0)), "indices -1 to 1 are not within the 4"),
@@ -118,10 +118,10 @@ def test_facts_of_a_plain_tensor():
         (lambda: Part.run(torch.zeros(5), (4, 3), 8), "indices 8 to 13 are not within the 12 of the whole"),
     ],
 )
-def test_a_part_that_cannot_be_is_refused(make, says):
+def test_an_impossible_part_raises(make, message):
     with pytest.raises(ValueError) as refused:
         make()
-    assert says in str(refused.value)
+    assert message in str(refused.value)
 
 
 def halves(name, tensor):
@@ -136,7 +136,7 @@ def model():
     return model
 
 
-def test_the_declared_adapter_is_asked_and_what_it_leaves_is_plain(model):
+def test_tensors_that_the_adapter_does_not_know_are_plain(model):
     remember(model, halves)
     parts = parts_of(model)
     experts = parts.of("experts.weight", model.experts.weight)
@@ -146,7 +146,7 @@ def test_the_declared_adapter_is_asked_and_what_it_leaves_is_plain(model):
     assert (norm.shape, norm.regions, norm.by) == ((2, 2), (((0, 2),), ((0, 2),)), "")
 
 
-def test_a_gradient_lies_as_its_parameter(model):
+def test_a_gradient_has_the_regions_of_its_parameter(model):
     remember(model, halves)
     parts = parts_of(model)
     assert parts.gradient("experts.weight", model.experts.weight) is None
@@ -159,18 +159,18 @@ def test_a_gradient_lies_as_its_parameter(model):
     assert parts.gradient("norm.weight", model.norm.weight).shape == (2, 2)
 
 
-def test_an_adapter_may_keep_the_gradient_elsewhere(model):
-    kept = torch.full((2, 3), 7.0)
-    parts = Parts([lambda name, tensor: Part(tensor, (4, 3), (((2, 4),), ((0, 3),)), gradient=kept)])
-    assert parts.gradient("experts.weight", model.experts.weight).local.tolist() == kept.tolist()
+def test_an_adapter_may_return_the_gradient(model):
+    own = torch.full((2, 3), 7.0)
+    parts = Parts([lambda name, tensor: Part(tensor, (4, 3), (((2, 4),), ((0, 3),)), gradient=own)])
+    assert parts.gradient("experts.weight", model.experts.weight).local.tolist() == own.tolist()
 
 
-def test_an_adapter_that_is_none(model):
+def test_an_adapter_must_be_callable(model):
     with pytest.raises(SubjectError, match=r"adapter=\.\.\.\): int '3' is not callable; give a function of name and"):
         Subject(model, adapter=3)
 
 
-def test_an_adapter_that_returns_nonsense(model):
+def test_an_adapter_must_return_a_part_or_none(model):
     remember(model, lambda name, tensor: (2, 0))
     parts = parts_of(model)
     with pytest.raises(SubjectError, match=r"returned tuple for 'norm.weight', but should return .*\.Part"):
@@ -185,14 +185,14 @@ def test_an_adapter_that_raises_is_named(model):
 
 
 def refusal(model, make, ask="of"):
-    """What is told of ``make(weight)`` as the part of ``norm.weight``, a 2 x 2."""
+    """Return the error for ``make(weight)`` as the part of ``norm.weight``, which is 2 x 2."""
     remember(model, lambda name, tensor: make(tensor))
     with pytest.raises(SubjectError) as refused:
         getattr(parts_of(model), ask)("norm.weight", model.norm.weight)
-    told = str(refused.value)
-    assert told.startswith("Subject(adapter=...): 'norm.weight': ")
-    assert "\n" not in told
-    return told.removeprefix("Subject(adapter=...): 'norm.weight': ")
+    message = str(refused.value)
+    assert message.startswith("Subject(adapter=...): 'norm.weight': ")
+    assert "\n" not in message
+    return message.removeprefix("Subject(adapter=...): 'norm.weight': ")
 
 
 RUNS = (((0, 2),), ((0, 2),))
@@ -200,7 +200,7 @@ MESH = MeshFacts(("dp",), (2,), (0,))
 
 
 @pytest.mark.parametrize(
-    ("make", "says"),
+    ("make", "message"),
     [
         (lambda t: Part(None, (2, 2), RUNS), "Part(local=...): None should be a tensor"),
         (lambda t: Part(t, "shape", RUNS), "Part(shape=...): str 'shape' should be a tuple of sizes: (4, 8)"),
@@ -222,7 +222,7 @@ MESH = MeshFacts(("dp",), (2,), (0,))
         ),
         (
             lambda t: Part(t.reshape(-1), (2, 2), RUNS, flat=True),
-            "Part(regions=(((0, 2),), ((0, 2),))) should have one entry, as it is flat",
+            "Part(regions=(((0, 2),), ((0, 2),))) should have one entry, because it is flat",
         ),
         (
             lambda t: Part(t, (2, 2), (((0, 99),), ((0, 2),))),
@@ -242,7 +242,7 @@ MESH = MeshFacts(("dp",), (2,), (0,))
         ),
         (
             lambda t: Part(t, (2, 2), RUNS, placements=("R",)),
-            "Part(placements=('R',)) should have a mesh, or be without placements",
+            "Part(placements=('R',)) needs mesh=... as well, or should have no placements",
         ),
         (
             lambda t: Part(t, (2, 2), RUNS, placements=("R", "R"), mesh=MESH),
@@ -268,8 +268,8 @@ MESH = MeshFacts(("dp",), (2,), (0,))
         (lambda t: Part.block([1], (2, 2), (0, 0)), "local=[1] should be a tensor"),
     ],
 )
-def test_a_part_that_cannot_be_is_told_with_the_name_of_its_tensor(model, make, says):
-    assert refusal(model, make) == says
+def test_an_invalid_part_is_reported_with_its_tensor(model, make, message):
+    assert refusal(model, make) == message
 
 
 @pytest.mark.parametrize(
@@ -282,7 +282,7 @@ def test_a_part_that_cannot_be_is_told_with_the_name_of_its_tensor(model, make, 
         lambda t: Part.block(t, torch.Size((4, 2)), [torch.tensor(2), 0]),
     ],
 )
-def test_a_part_that_can_be_is_taken(model, make):
+def test_a_valid_part_is_accepted(model, make):
     remember(model, lambda name, tensor: make(tensor))
     part = parts_of(model).of("norm.weight", model.norm.weight)
     assert type(part.shape) is tuple
@@ -290,10 +290,10 @@ def test_a_part_that_can_be_is_taken(model, make):
 
 
 def test_a_gradient_of_another_shape_than_its_part_is_an_error(model):
-    """There is nothing to compare it with: the checks of gradients would pass."""
+    """Without the error, checks of gradients would pass, because they have nothing to compare."""
     model.norm.weight.grad = torch.ones(2, 2)
-    said = refusal(model, lambda t: Part.block(t[:1], (2, 2), (0, 0)), "gradient")
-    assert said == "parameter.grad is a gradient of shape (2, 2), but should have the part's (1, 2)"
+    message = refusal(model, lambda t: Part.block(t[:1], (2, 2), (0, 0)), "gradient")
+    assert message == "parameter.grad is a gradient of shape (2, 2), but should have the part's (1, 2)"
     bare = Parts([lambda name, tensor: Part(tensor, (2, 2), RUNS, gradient=torch.zeros(3))])
     with pytest.raises(
         SubjectError, match=r"'w': Part\(gradient=\.\.\.\) is a gradient of shape \(3,\), but should have"
@@ -301,18 +301,18 @@ def test_a_gradient_of_another_shape_than_its_part_is_an_error(model):
         bare.gradient("w", model.norm.weight)
 
 
-def test_the_gradient_of_a_run_is_the_run(model):
+def test_the_gradient_of_a_run_is_flat(model):
     remember(model, lambda name, tensor: Part.run(tensor, (2, 2), 0))
     model.norm.weight.grad = torch.arange(4.0).reshape(2, 2)
     assert parts_of(model).gradient("norm.weight", model.norm.weight).local.tolist() == [0, 1, 2, 3]
 
 
-def test_no_adapter_is_asked_of_a_model_that_torch_explains(model):
+def test_a_plain_model_has_no_adapters(model):
     assert parts_of(model).adapters == ()
 
 
 def in_runs(*held: tuple[int, int], shape: tuple[int, ...] = (6, 4)):
-    """Evidence in which each rank holds this run of elements of the middle weight, as an adapter says."""
+    """Return evidence in which an adapter says that each rank holds this run of elements of the middle weight."""
     evidence = healthy(len(held))
     for rank, (start, stop) in enumerate(held):
         runs = ((start, stop),) if start < stop else ()
@@ -330,35 +330,35 @@ def test_runs_that_cover_a_parameter_need_no_placements(held):
 
 
 @pytest.mark.parametrize(
-    ("held", "told"),
+    ("held", "expected"),
     [
         ([(0, 7), (8, 24)], ((0, 1), "no rank holds [7:8]")),
         ([(0, 9), (7, 24)], ((0, 1), "2 ranks hold [7:9]")),
     ],
 )
-def test_runs_that_leave_out_or_repeat_elements(held, told):
+def test_runs_with_gaps_or_overlaps_are_found(held, expected):
     findings = verdict("shards_tile_the_tensor", in_runs(*held)).findings
     assert [(f.tensor, f.ranks, f.actual, f.expected) for f in findings] == [
-        (MIDDLE, *told, "shards that cover (24,) exactly once")
+        (MIDDLE, *expected, "shards that cover (24,) exactly once")
     ]
 
 
-def test_what_an_adapter_leaves_whole_on_every_rank_is_unsharded():
+def test_a_tensor_that_an_adapter_keeps_whole_is_unsharded():
     evidence = change(healthy(2), MIDDLE, [0, 1], placements=None, mesh=None, sharded_by="hand", local_shape=(6, 4),
                       regions=(((0, 6),), ((0, 4),)))  # fmt: skip
     findings = verdict("nothing_left_unsharded", evidence).findings
     assert [(f.tensor, f.actual) for f in findings] == [(MIDDLE, "a plain tensor, whole on every rank")]
 
 
-def test_what_is_declared_unsharded_and_lies_in_parts():
+def test_an_unsharded_tensor_held_in_parts_is_found():
     evidence = in_runs((0, 7), (7, 24))
     evidence = replace(evidence, subject=replace(evidence.subject, unsharded=(MIDDLE,)))
     findings = verdict("unsharded_modules_stay_whole", evidence).findings
     assert [(f.ranks, f.actual) for f in findings] == [((0, 1), "in parts, as FSDP1 says")]
 
 
-def cut_as_megatron_fsdp_does():
-    """A weight of five rows of which rank 0 holds one and rank 1 four, as they fall in the flat buffer."""
+def split_like_megatron_fsdp():
+    """Build a weight of five rows: one on rank 0 and four on rank 1, as their place in a flat buffer decides."""
     me, rows = current(), [(0, 1), (1, 5)]
     whole = nn.Parameter(torch.arange(15.0).reshape(5, 3))
     first, last = rows[me.rank]
@@ -378,9 +378,9 @@ def cut_as_megatron_fsdp_does():
     return [(p.shape, p.regions, p.local.tolist(), p.placements, p.by) for p in seen], (plain.by, plain.regions)
 
 
-def test_rows_that_megatron_fsdp_cut_unevenly():
+def test_uneven_rows_of_megatron_fsdp():
     with world_of(2) as world:
-        seen = world.run(cut_as_megatron_fsdp_does)
+        seen = world.run(split_like_megatron_fsdp)
     numbers = torch.arange(15.0).reshape(5, 3)
     for (held, plain), (first, last) in zip(seen, [(0, 1), (1, 5)], strict=True):
         for (shape, regions, local, placements, by), more in zip(held, (0, 1), strict=True):
@@ -390,15 +390,15 @@ def test_rows_that_megatron_fsdp_cut_unevenly():
 
 
 class MegatronFSDP(nn.Module):
-    """The switches of the wrapper around a model, by the names that megatron-fsdp gives them, and how they stood."""
+    """A stand-in for megatron-fsdp's wrapper, which records its two switches at each forward."""
 
     __module__ = "megatron_fsdp.megatron_fsdp"
 
-    def __init__(self, every: bool) -> None:
+    def __init__(self, auto_sync: bool) -> None:
         super().__init__()
         self.module = nn.Linear(2, 1)
-        self.model_auto_sync, self.is_last_microbatch = every, True
-        self.stood: list[tuple[bool, bool]] = []
+        self.model_auto_sync, self.is_last_microbatch = auto_sync, True
+        self.switches: list[tuple[bool, bool]] = []
 
     def set_model_auto_sync(self, sync_model: bool = True) -> None:
         self.model_auto_sync = sync_model
@@ -412,20 +412,20 @@ class MegatronFSDP(nn.Module):
             self.is_last_microbatch = True
 
     def forward(self, x):
-        self.stood.append((self.model_auto_sync, self.is_last_microbatch))
+        self.switches.append((self.model_auto_sync, self.is_last_microbatch))
         return self.module(x)
 
 
-@pytest.mark.parametrize("every", [True, False])
-def test_megatron_fsdp_is_told_to_reduce_with_the_last_micro_batch_only(every):
-    model = MegatronFSDP(every)
+@pytest.mark.parametrize("auto_sync", [True, False])
+def test_megatron_fsdp_reduces_in_the_last_micro_batch_only(auto_sync):
+    model = MegatronFSDP(auto_sync)
     subject = Subject(model, batch=lambda step: {"x": torch.ones(4, 2)}, loss=lambda model, rows: model(**rows).sum())
     accumulate(subject, torch.device("cpu"), micro_batches((0, 1)))
-    assert model.stood == [(False, False), (every, True)]
+    assert model.switches == [(False, False), (auto_sync, True)]
 
 
-def test_megatron_fsdp_reduces_again_after_a_micro_batch_that_failed():
-    model = MegatronFSDP(every=True)
+def test_megatron_fsdp_switches_are_restored_after_an_error():
+    model = MegatronFSDP(auto_sync=True)
     subject = Subject(model, batch=lambda step: {"x": torch.ones(4, 3)}, loss=lambda model, rows: model(**rows).sum())
     with pytest.raises(CallFailed, match="Subject"):
         accumulate(subject, torch.device("cpu"), micro_batches((0, 1)))

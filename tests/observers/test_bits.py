@@ -1,4 +1,4 @@
-"""Hashing and poison, on tensors of every kind."""
+"""Test hashing and counting poison, on tensors of every kind."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def numbers(dtype: torch.dtype, size: int = 37) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_equal_bits_have_one_digest_wherever_they_lie(dtype):
+def test_the_digest_does_not_depend_on_the_memory_layout(dtype):
     tensor = numbers(dtype)
     shifted = torch.cat([tensor.view(torch.uint8).view(-1)[:1], tensor.view(torch.uint8).view(-1)])[1:]
     assert digest(tensor) == digest(tensor.clone()) == digest(shifted)
@@ -27,7 +27,7 @@ def test_equal_bits_have_one_digest_wherever_they_lie(dtype):
 
 
 @pytest.mark.parametrize("size", [1, 7, 9, 8 * PIECE - 1, 8 * PIECE + 3])
-def test_one_changed_bit_and_two_changed_places_are_seen(size):
+def test_a_changed_bit_or_order_changes_the_digest(size):
     tensor = torch.randint(0, 255, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
     digests = {digest(tensor)}
     for place in {0, size // 2, size - 1}:
@@ -40,7 +40,7 @@ def test_one_changed_bit_and_two_changed_places_are_seen(size):
         assert digest(tensor.flip(0)) not in digests
 
 
-def test_the_number_of_bytes_counts():
+def test_the_digest_depends_on_the_number_of_bytes():
     assert digest(torch.zeros(8)) != digest(torch.zeros(9))
     assert digest(torch.zeros(0)) == digest(torch.zeros(0, 4))
 

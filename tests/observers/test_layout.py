@@ -1,4 +1,4 @@
-"""Which indices a rank holds: pure arithmetic, beside torch.chunk and beside what FSDP2 and DTensor really do."""
+"""Test which indices a rank holds, compared with torch.chunk and with the shards of FSDP2 and DTensor."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def indices(held) -> list[list[int]]:
 
 
 def everywhere(shape, shards, mesh):
-    """The regions of every coordinate of the mesh."""
+    """Return the regions of every coordinate of the mesh."""
     return [regions(shape, shards, mesh, coordinate) for coordinate in product(*(range(size) for size in mesh))]
 
 
@@ -39,7 +39,7 @@ def everywhere(shape, shards, mesh):
         ((4, 6), [(0, 1), (1, 1)], [2, 3], [1, 2], (((2, 4),), ((4, 6),))),
         ((4, 6), [None, (0, 1)], [2, 2], [1, 0], (((0, 2),), ((0, 6),))),
         ((8,), [(0, 1), (0, 1)], [2, 2], [0, 1], (((2, 4),),)),
-        # FSDP2 over tensor parallelism: the tensor-parallel halves are cut again, so a rank of dp holds two runs.
+        # FSDP2 over tensor parallelism splits each tensor-parallel half again, so a rank of dp holds two runs.
         ((8,), [(0, 2), None], [2, 2], [0, 0], (((0, 2), (4, 6)),)),
         ((8,), [(0, 2), (0, 1)], [2, 2], [0, 1], (((4, 6),),)),
         ((8,), [(0, 2), (0, 1)], [2, 2], [1, 0], (((2, 4),),)),
@@ -48,12 +48,12 @@ def everywhere(shape, shards, mesh):
         ((8,), [(0, 2)], [1], [0], (((0, 8),),)),
     ],
 )
-def test_by_hand(shape, shards, mesh, coordinate, held):
+def test_regions_worked_out_by_hand(shape, shards, mesh, coordinate, held):
     assert regions(shape, shards, mesh, coordinate) == held
 
 
 @given(size=st.integers(0, 40), ranks=st.integers(1, 9))
-def test_an_ordinary_shard_is_what_torch_chunk_gives(size, ranks):
+def test_an_ordinary_shard_equals_torch_chunk(size, ranks):
     chunks = [chunk.tolist() for chunk in torch.arange(size).chunk(ranks)] if size else []
     chunks += [[]] * (ranks - len(chunks))
     assert [indices(held)[0] for held in everywhere((size,), [(0, 1)], (ranks,))] == chunks
@@ -86,13 +86,13 @@ def test_the_shards_of_all_ranks_cover_the_tensor_once_per_replica(shape, plan):
 
 
 @given(size=st.integers(1, 60), dp=st.integers(1, 5), tp=st.integers(1, 5))
-def test_runs_are_in_order_apart_and_not_empty(size, dp, tp):
+def test_runs_are_ordered_disjoint_and_not_empty(size, dp, tp):
     for held in everywhere((size,), [(0, tp), None], (dp, tp)):
         flat = [edge for run in held[0] for edge in run]
         assert flat == sorted(set(flat))
 
 
-def test_a_local_index_is_found_again_in_the_global_tensor():
+def test_a_local_index_maps_to_the_global_tensor():
     held = regions((8, 6), [(0, 2), (1, 1)], (2, 2), (1, 1))
     assert held == (((2, 4), (6, 8)), ((3, 6),))
     assert [global_index(held, (row, 0)) for row in range(4)] == [(2, 3), (3, 3), (6, 3), (7, 3)]
@@ -100,7 +100,7 @@ def test_a_local_index_is_found_again_in_the_global_tensor():
 
 
 def hold_what_torch_holds(shapes):
-    """On a rank: (case, what layout says, what the local shard is) where the two differ, of many DTensors."""
+    """Shard many layers on a rank; return where ``held_regions`` and the local shard differ, and what was checked."""
     from torch import nn
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -110,7 +110,7 @@ def hold_what_torch_holds(shapes):
     me = current()
     wrong, seen = [], set()
 
-    def look(case, tensor, whole):
+    def check(case, tensor, whole):
         local, full = tensor.to_local().detach(), tensor.full_tensor().detach()
         held = indices(held_regions(tensor))
         implied = whole
@@ -134,19 +134,19 @@ def hold_what_torch_holds(shapes):
             if plan is not None:
                 parallelize_module(model, me.mesh["tp"], {"0": plan})
             fully_shard(model, mesh=me.mesh["dp"])
-            look((style, rows, columns), layer.weight, weight)
-            look((style, rows, columns), layer.bias, bias)
+            check((style, rows, columns), layer.weight, weight)
+            check((style, rows, columns), layer.bias, bias)
     return wrong, seen
 
 
-def test_what_torch_really_holds_in_a_world_of_four():
-    # Not fewer columns than ranks: full_tensor of a row-wise weight then never returns, on gloo in torch 2.13.
+def test_regions_match_torch_in_a_world_of_four():
+    # With fewer columns than ranks, full_tensor() of a row-wise weight never returns (gloo, torch 2.13).
     shapes = [(8, 8), (7, 5), (5, 3), (3, 9), (2, 2), (1, 2), (6, 4), (13, 2)]
     with World(WorldSpec({"dp": 2, "tp": 2}, timeout=15)) as world:
         answers = world.run(hold_what_torch_holds, shapes)
     assert [wrong for wrong, _ in answers] == [[], [], [], []]
     seen = answers[0][1]
-    # That torch has shown what is worth comparing: strided shards, and FSDP over row-wise and plain layers.
+    # The placements that make the comparison worthwhile: strided shards, and FSDP2 over row-wise and plain layers.
     assert ("colwise", ("_S(0, 2)", "S(0)")) in seen
     assert ("rowwise", ("S(0)", "S(1)")) in seen
     assert ("plain", ("S(0)",)) in seen
@@ -192,7 +192,7 @@ def hold_what_hsdp_holds():
     return indices(held_regions(model.weight))[0], model.weight.to_local().shape[0]
 
 
-def test_hybrid_sharding_holds_the_same_on_every_replica():
+def test_hybrid_sharding_has_the_same_regions_on_every_replica():
     with World(WorldSpec({"dp_replicate": 2, "dp_shard": 2}, timeout=15)) as world:
         answers = world.run(hold_what_hsdp_holds)
     assert answers == [([0, 1, 2], 3), ([3, 4], 2), ([0, 1, 2], 3), ([3, 4], 2)]
@@ -217,8 +217,8 @@ def hold_over_tensor_parallelism(sizes):
     return found
 
 
-def test_fsdp_cuts_what_tensor_parallelism_left_however_uneven():
-    # Read from left to right, (_S(0, 2), S(0)) would give rank 4 row 6, and rank 5 nothing.
+def test_fsdp_splits_uneven_tensor_parallel_shards():
+    # Reading (_S(0, 2), S(0)) from left to right would give row 6 to rank 4, and nothing to rank 5.
     with World(WorldSpec({"dp": 3, "tp": 2}, timeout=30)) as world:
         answers = world.run(hold_over_tensor_parallelism, [7, 49])
     assert [held for held, _ in (answer[0] for answer in answers)] == [[0, 1], [4], [2, 3], [5], [], [6]]

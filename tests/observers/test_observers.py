@@ -1,4 +1,4 @@
-"""What the observers see of single tensors, nearly always without ranks."""
+"""Test what observers see of single tensors, mostly without ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pytest_fsdp_meta.evidence import Comparison
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part, own_part
-from pytest_fsdp_meta.observers.inventory import describe, take_inventory
+from pytest_fsdp_meta.observers.inventory import take_inventory, tensor_facts
 from pytest_fsdp_meta.observers.optimizers import pack_optimizer
 from pytest_fsdp_meta.observers.support.bits import digest
 from pytest_fsdp_meta.observers.support.reference_record import Record, write_record
@@ -23,13 +23,13 @@ NAN, INF = float("nan"), float("inf")
 
 @pytest.fixture
 def compared(tmp_path):
-    """Compares a tensor with the record of another."""
+    """Return a function that compares a tensor with the record of another."""
 
-    def beside(actual: Tensor, truth: Tensor) -> Comparison:
-        write_record(tmp_path / "values.safetensors", [("a", truth)])
+    def compare_with(actual: Tensor, expected: Tensor) -> Comparison:
+        write_record(tmp_path / "values.safetensors", [("a", expected)])
         return compare("a", own_part(actual), Record(tmp_path / "values.safetensors"), "a")
 
-    return beside
+    return compare_with
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_a_tensor_equals_itself(compared, tensor):
 
 
 @pytest.mark.parametrize(
-    ("actual", "truth", "index", "distance"),
+    ("actual", "expected", "index", "distance"),
     [
         (torch.tensor([0, 2**60 + 1]), torch.tensor([0, 2**60]), (1,), 1.0),
         (torch.tensor([2**63 - 1]), torch.tensor([-(2**63)]), (0,), 2.0**64),
@@ -63,8 +63,8 @@ def test_a_tensor_equals_itself(compared, tensor):
         (torch.tensor([complex(NAN, 1.0)]), torch.tensor([complex(NAN, 3.0)]), (0,), 2.0),
     ],
 )
-def test_what_differs_in_its_own_type_is_found(compared, actual, truth, index, distance):
-    found = compared(actual, truth)
+def test_a_difference_in_the_own_dtype_is_found(compared, actual, expected, index, distance):
+    found = compared(actual, expected)
     assert (found.equal, found.differing, found.index, found.max_abs) == (False, 1, index, distance)
 
 
@@ -76,49 +76,49 @@ LAZY = {
 
 
 @pytest.mark.parametrize("lazy", LAZY.values(), ids=LAZY)
-def test_a_lazy_tensor_is_seen_as_what_it_says(compared, lazy):
+def test_a_lazy_tensor_equals_its_values(compared, lazy):
     real = torch.tensor(lazy.tolist())
     assert (lazy.is_conj() or lazy.is_neg(), real.is_conj() or real.is_neg()) == (True, False)
     assert digest(local_part(lazy)) == digest(real)
-    facts = describe("a", "buffer", lazy, persistent=True, attributes=())
+    facts = tensor_facts("a", "buffer", lazy, persistent=True, attributes=())
     assert (facts.digest, facts.storage) == (digest(real), f"{lazy.data_ptr()}:(2,)")
     assert compared(lazy, real).equal
     assert compared(real, lazy).equal
     assert not compared(lazy, -real).equal
 
 
-def test_a_tensor_and_its_lazy_conjugate_are_two(tmp_path):
+def test_a_tensor_and_its_lazy_conjugate_differ(tmp_path):
     plain = torch.tensor([1 + 2j, 3 - 4j])
     write_record(tmp_path / "values.safetensors", [("a", plain), ("b", plain.conj())])
-    truth = Record(tmp_path / "values.safetensors")
-    assert [compare(name, own_part(plain.conj()), truth, name).equal for name in ("a", "b")] == [False, True]
+    reference = Record(tmp_path / "values.safetensors")
+    assert [compare(name, own_part(plain.conj()), reference, name).equal for name in ("a", "b")] == [False, True]
 
 
 PACKED = [name for name in ("float4_e2m1fn_x2", "uint4") if hasattr(torch, name)]
 
 
 @pytest.mark.parametrize("name", PACKED)
-def test_packed_types_are_seen_and_compared_as_bytes(compared, name):
+def test_packed_dtypes_are_compared_as_bytes(compared, name):
     data = torch.arange(4, dtype=torch.uint8)
     packed = data.view(getattr(torch, name))
-    facts = describe("a", "buffer", packed, persistent=True, attributes=())
+    facts = tensor_facts("a", "buffer", packed, persistent=True, attributes=())
     assert (facts.dtype, facts.poisoned, facts.digest) == (name, 0, digest(data))
     assert compared(packed, packed).equal
     found = compared(packed, data.flip(0).view(packed.dtype))
     assert (found.differing, found.index, found.max_abs) == (4, (0,), 3.0)
 
 
-def tied(tie: bool) -> nn.ModuleDict:
+def maybe_tied(tie: bool) -> nn.ModuleDict:
     model = nn.ModuleDict({name: nn.Linear(2, 2, bias=name == "a") for name in "abc"})
     if tie:
         model["c"].weight = model["b"].weight
     return model
 
 
-@pytest.mark.parametrize("here", [True, False])
-@pytest.mark.parametrize("there", [True, False])
-def test_an_optimizer_is_rebuilt_by_the_names_of_its_parameters(here, there):
-    ours, theirs = tied(here), tied(there)
+@pytest.mark.parametrize("model_tied", [True, False])
+@pytest.mark.parametrize("reference_tied", [True, False])
+def test_an_optimizer_is_rebuilt_by_the_names_of_its_parameters(model_tied, reference_tied):
+    ours, theirs = maybe_tied(model_tied), maybe_tied(reference_tied)
     theirs["a"].weight.requires_grad_(False)
     optimizer = torch.optim.AdamW(
         [
@@ -131,7 +131,9 @@ def test_an_optimizer_is_rebuilt_by_the_names_of_its_parameters(here, there):
     rebuilt = packed.rebuild(theirs, [p for p in theirs.parameters() if p.requires_grad])
     first, second = rebuilt.param_groups
     assert (type(rebuilt), rebuilt.state) == (torch.optim.AdamW, {})
-    assert [id(p) for p in first["params"]] == [id(theirs["a"].bias)]  # in no group, and so in the first
+    assert [id(p) for p in first["params"]] == [
+        id(theirs["a"].bias)
+    ]  # in no group of the optimizer, and therefore in the first
     assert [id(p) for p in second["params"]] == list(dict.fromkeys([id(theirs["b"].weight), id(theirs["c"].weight)]))
     assert (first["lr"], first["betas"], second["weight_decay"]) == (0.5, (0.5, 0.75), 0.25)
     hyperparameters = [{k: v for k, v in group.items() if k != "params"} for group in rebuilt.param_groups]
@@ -156,11 +158,11 @@ def test_an_optimizer_of_named_parameters_is_rebuilt():
         ([object()], "a list"),
     ],
 )
-def test_an_attribute_reads_the_same_in_every_process(value, shown):
+def test_an_attribute_has_the_same_text_in_every_process(value, shown):
     parameter = nn.Parameter(torch.ones(1))
-    parameter.kept = value
-    facts = describe("a", "parameter", parameter, persistent=True, attributes=("kept", "lost"))
-    assert facts.attributes == {"kept": shown}
+    parameter.present = value
+    facts = tensor_facts("a", "parameter", parameter, persistent=True, attributes=("present", "missing"))
+    assert facts.attributes == {"present": shown}
 
 
 def wrapped_in_part() -> dict[str, bool]:
@@ -168,6 +170,6 @@ def wrapped_in_part() -> dict[str, bool]:
     return {tensor.name: tensor.ddp for tensor in take_inventory(model, 0, "cpu").tensors}
 
 
-def test_what_ddp_holds_is_noted():
+def test_parameters_of_ddp_are_marked():
     with world_of(2) as world:
         assert world.run(wrapped_in_part) == [{"0.weight": False, "1.module.weight": True}] * 2

@@ -1,4 +1,4 @@
-"""The record of the truth on disk: what is written is read back, slice by slice."""
+"""Test that a record of tensors on disk is read back slice by slice."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pytest_fsdp_meta.observers.support.reference_record import Record, checkpoi
 
 @pytest.fixture
 def record(tmp_path):
-    """Writes tensors to a record, and opens it."""
+    """Return a function that writes tensors to a record and opens it."""
 
     def write(*tensors: tuple[str, torch.Tensor]) -> Record:
         write_record(tmp_path / "values.safetensors", tensors)
@@ -64,13 +64,13 @@ def whole(tensor: torch.Tensor):
     ],
     ids=lambda tensor: f"{tensor.dtype}{list(tensor.shape)}",
 )
-def test_every_kind_of_tensor_comes_back(record, tensor):
-    kept = record(("a", tensor))
-    assert "a" in kept
-    assert kept.names() == ["a"]
-    assert kept.shape("a") == tuple(tensor.shape)
-    assert kept.dtype("a") == str(tensor.dtype).removeprefix("torch.")
-    read = kept.read("a", whole(tensor))
+def test_every_kind_of_tensor_is_restored(record, tensor):
+    stored = record(("a", tensor))
+    assert "a" in stored
+    assert stored.names() == ["a"]
+    assert stored.shape("a") == tuple(tensor.shape)
+    assert stored.dtype("a") == str(tensor.dtype).removeprefix("torch.")
+    read = stored.read("a", whole(tensor))
     assert (read.dtype, read.shape) == (tensor.dtype, tensor.shape)
     same = (read == tensor) | ((read != read) & (tensor != tensor))
     assert bool(same.all())
@@ -99,92 +99,92 @@ def test_the_runs_of_a_shard_are_read(record, held, rows, columns):
 
 @pytest.mark.parametrize("dtype", [torch.complex128, torch.complex64, torch.uint16])
 @pytest.mark.parametrize("held", [(((2, 4), (7, 8)), ((1, 3),)), (((0, 8),), ((0, 6),)), ((), ((0, 6),)), ((), ())])
-def test_the_runs_of_what_is_kept_as_bytes_are_read(record, dtype, held):
+def test_the_runs_of_a_tensor_stored_as_bytes_are_read(record, dtype, held):
     tensor = torch.arange(48).reshape(8, 6).to(dtype)
-    kept = record(("a", tensor), ("tied", tensor), ("plain", torch.ones(8, 6)))
+    stored = record(("a", tensor), ("tied", tensor), ("plain", torch.ones(8, 6)))
     rows, columns = ([index for run in runs for index in range(*run)] for runs in held)
     for name in ("a", "tied"):
-        assert (kept.shape(name), kept.dtype(name)) == ((8, 6), str(dtype).removeprefix("torch."))
-        assert kept.read(name, held).tolist() == tensor[rows][:, columns].tolist()
-    assert kept.read("plain", held).dtype == torch.float32
+        assert (stored.shape(name), stored.dtype(name)) == ((8, 6), str(dtype).removeprefix("torch."))
+        assert stored.read(name, held).tolist() == tensor[rows][:, columns].tolist()
+    assert stored.read("plain", held).dtype == torch.float32
 
 
 PACKED = [name for name in ("float4_e2m1fn_x2", "float8_e8m0fnu", "uint4") if hasattr(torch, name)]
 
 
 @pytest.mark.parametrize("name", PACKED)
-def test_what_torch_can_hardly_read_itself_is_kept(record, name):
+def test_packed_dtypes_are_restored(record, name):
     data = torch.arange(12, dtype=torch.uint8).reshape(3, 4)
-    kept = record(("a", data.view(getattr(torch, name))))
-    assert (kept.shape("a"), kept.dtype("a")) == ((3, 4), name)
-    read = kept.read("a", (((1, 3),), ((0, 4),)))
+    stored = record(("a", data.view(getattr(torch, name))))
+    assert (stored.shape("a"), stored.dtype("a")) == ((3, 4), name)
+    read = stored.read("a", (((1, 3),), ((0, 4),)))
     assert (read.dtype, read.shape) == (getattr(torch, name), (2, 4))
     assert torch.equal(read.view(torch.uint8), data[1:])
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_what_is_no_plain_array_is_left_out(record):
+def test_sparse_and_quantized_tensors_are_left_out(record):
     sparse = torch.eye(2).to_sparse()
     quantized = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
-    kept = record(("a", sparse), ("b", torch.ones(2)), ("c", quantized))
-    assert kept.names() == ["b"]
-    assert [name in kept for name in "abc"] == [False, True, False]
+    stored = record(("a", sparse), ("b", torch.ones(2)), ("c", quantized))
+    assert stored.names() == ["b"]
+    assert [name in stored for name in "abc"] == [False, True, False]
 
 
 @pytest.mark.parametrize("size", [8, 7, 5, 3, 1])
-def test_strided_and_uneven_shards_make_up_the_tensor(record, size):
+def test_strided_and_uneven_shards_cover_the_tensor(record, size):
     tensor = torch.arange(3.0 * size).reshape(size, 3)
-    kept = record(("a", tensor))
+    stored = record(("a", tensor))
     places = [(dp, tp) for tp, dp in product(range(2), repeat=2)]
-    right_to_left = [kept.read("a", regions(tensor.shape, [(0, 2), (0, 1)], (2, 2), place)) for place in places]
+    right_to_left = [stored.read("a", regions(tensor.shape, [(0, 2), (0, 1)], (2, 2), place)) for place in places]
     assert torch.equal(torch.cat(right_to_left), tensor)
 
 
 def test_tied_names_are_written_once(record, tmp_path):
     weight = torch.arange(4000.0)
-    kept = record(("embed", weight), ("head", weight), ("other", weight.clone()), ("view", weight.view(4000)))
-    assert kept.names() == ["embed", "other", "head", "view"]
+    stored = record(("embed", weight), ("head", weight), ("other", weight.clone()), ("view", weight.view(4000)))
+    assert stored.names() == ["embed", "other", "head", "view"]
     for name in ("embed", "head", "other", "view"):
-        assert name in kept
-        assert (kept.shape(name), kept.dtype(name)) == ((4000,), "float32")
-        assert torch.equal(kept.read(name, [((1000, 2000),)]), weight[1000:2000])
+        assert name in stored
+        assert (stored.shape(name), stored.dtype(name)) == ((4000,), "float32")
+        assert torch.equal(stored.read(name, [((1000, 2000),)]), weight[1000:2000])
     assert 2 * weight.nbytes < (tmp_path / "values.safetensors").stat().st_size < 2.5 * weight.nbytes
 
 
 def test_a_tied_scalar_is_read_under_both_names(record):
     scalar = torch.tensor(4.0)
-    kept = record(("a", scalar), ("b", scalar))
-    assert (kept.read("a", ()), kept.read("b", ())) == (scalar, scalar)
+    stored = record(("a", scalar), ("b", scalar))
+    assert (stored.read("a", ()), stored.read("b", ())) == (scalar, scalar)
 
 
-def test_the_same_memory_seen_in_another_way_is_no_tie(record):
+def test_another_view_of_the_same_memory_is_not_a_tie(record):
     square = torch.arange(9.0).reshape(3, 3)
-    kept = record(("a", square), ("b", square.t()), ("c", square.view(torch.int32)), ("d", square[:2]))
-    assert torch.equal(kept.read("a", whole(square)), square)
-    assert torch.equal(kept.read("b", whole(square)), square.t())
-    assert torch.equal(kept.read("c", whole(square)), square.view(torch.int32))
-    assert torch.equal(kept.read("d", whole(square[:2])), square[:2])
+    stored = record(("a", square), ("b", square.t()), ("c", square.view(torch.int32)), ("d", square[:2]))
+    assert torch.equal(stored.read("a", whole(square)), square)
+    assert torch.equal(stored.read("b", whole(square)), square.t())
+    assert torch.equal(stored.read("c", whole(square)), square.view(torch.int32))
+    assert torch.equal(stored.read("d", whole(square[:2])), square[:2])
 
 
 def test_empty_tensors_are_not_taken_for_ties(record):
-    kept = record(("a", torch.empty(0, 3)), ("b", torch.empty(0, 3)), ("c", torch.empty(0)))
-    assert kept.names() == ["a", "b", "c"]
+    stored = record(("a", torch.empty(0, 3)), ("b", torch.empty(0, 3)), ("c", torch.empty(0)))
+    assert stored.names() == ["a", "b", "c"]
 
 
-def test_parameters_are_copied_as_they_are_now(record):
+def test_parameters_are_copied_when_they_are_written(record):
     weight = torch.nn.Parameter(torch.ones(2))
-    kept = record(("a", weight))
+    stored = record(("a", weight))
     with torch.no_grad():
         weight.zero_()
-    read = kept.read("a", whole(weight))
+    read = stored.read("a", whole(weight))
     assert read.tolist() == [1.0, 1.0]
     assert not read.requires_grad
 
 
 def test_an_empty_record(record):
-    kept = record()
-    assert kept.names() == []
-    assert "a" not in kept
+    stored = record()
+    assert stored.names() == []
+    assert "a" not in stored
 
 
 def test_an_unknown_name_is_a_key_error(record):
@@ -196,13 +196,13 @@ def test_a_checkpoint_of_several_files(tmp_path):
     save_file({"a": torch.ones(2, 3), "b": torch.zeros(4, dtype=torch.bfloat16)}, tmp_path / "model-1.safetensors")
     save_file({"c": torch.tensor(5)}, tmp_path / "model-2.safetensors", metadata={"format": "pt"})
     assert checkpoint_entries(tmp_path) == {"a": ((2, 3), "float32"), "b": ((4,), "bfloat16"), "c": ((), "int64")}
-    kept = Record(str(tmp_path))
-    assert torch.equal(kept.read("a", (((1, 2),), ((0, 2),))), torch.ones(1, 2))
-    assert kept.read("c", ()) == 5
+    stored = Record(str(tmp_path))
+    assert torch.equal(stored.read("a", (((1, 2),), ((0, 2),))), torch.ones(1, 2))
+    assert stored.read("c", ()) == 5
 
 
 def test_only_the_files_of_the_index_are_the_checkpoint(tmp_path):
-    # As in mistralai's repositories: the same weights once more under other names.
+    # mistralai's repositories have the same weights a second time, under other names.
     save_file({"tok_embeddings": torch.zeros(2)}, tmp_path / "consolidated.safetensors")
     save_file({"embed": torch.ones(2)}, tmp_path / "model-00001-of-00001.safetensors")
     assert set(checkpoint_entries(tmp_path)) == {"tok_embeddings", "embed"}

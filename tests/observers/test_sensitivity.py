@@ -1,4 +1,4 @@
-"""How much a model makes of a small difference of its parameters, on functions whose derivative is known."""
+"""Test the sensitivity of gradients to small parameter changes, on functions with known derivatives."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pytest_fsdp_meta.observers.values import measure
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("power", "times"), [(2, 1.0), (4, 3.0), (12, 11.0)])
-def test_gradients_change_by_a_power_less(power, times, dtype):
+def test_sensitivity_of_a_power_is_known(power, times, dtype):
     parameter = torch.nn.Parameter(torch.linspace(1, 2, 4096).to(dtype))
 
     def gradient() -> torch.Tensor:
@@ -19,10 +19,10 @@ def test_gradients_change_by_a_power_less(power, times, dtype):
 
     before = gradient()
     found = sensitivity([parameter], lambda: [measure(gradient(), before)])
-    # Beside its own length, a gradient is measured by that of as many typical elements: half of the change.
+    # The scale is the gradient's norm plus that of as many typical elements, which halves the result.
     assert found == pytest.approx(times / 2, rel=0.3)
 
 
-def test_without_gradients_it_is_one():
+def test_without_gradients_the_sensitivity_is_one():
     parameter = torch.nn.Parameter(torch.ones(3))
     assert sensitivity([parameter], lambda: [None]) == 1.0

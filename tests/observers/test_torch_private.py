@@ -1,4 +1,4 @@
-"""The private names of torch that observers rely on: this breaks when one moves."""
+"""Test the private names of torch that observers use; these tests fail when torch moves one of them."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from pytest_fsdp_meta.worlds import current
 from tests.world_help import world_of
 
 
-def test_the_buffers_that_a_state_dict_leaves_out():
+def test_non_persistent_buffers():
     module = nn.Module()
     module.register_buffer("kept", torch.zeros(1))
     module.register_buffer("left_out", torch.zeros(1), persistent=False)
     assert non_persistent_names(module) == {"left_out"} == {"kept", "left_out"} - set(module.state_dict())
 
 
-def test_an_operator_and_what_it_is_given():
+def test_the_name_and_the_arguments_of_an_operator():
     class Noted(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             noted.append((is_operator(func), operator_name(func), operator_arguments(func, args, kwargs or {})))
@@ -57,7 +57,7 @@ def policies() -> list[MixedPrecisionPolicy]:
     return [mixed_precision(module) for module in (model[0], model)]
 
 
-def test_the_precision_that_fully_shard_was_given():
+def test_the_mixed_precision_policy_of_fully_shard():
     with world_of(2) as world:
         given = [MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32), MixedPrecisionPolicy()]
         assert world.run(policies) == [given, given]
@@ -73,7 +73,7 @@ def replicated() -> list[bool]:
     return [is_replicated(module) for module in (plain, by_ddp, by_fsdp)]
 
 
-def test_what_replicate_holds():
+def test_replicated_modules():
     with world_of(2) as world:
         assert world.run(replicated) == [[False, True, True]] * 2
 
@@ -98,7 +98,7 @@ def look_into_fsdp1():
     return found
 
 
-def test_the_parameters_that_fsdp1_flattened():
+def test_flat_parameters_of_fsdp1():
     with world_of(2) as world:
         results = world.run(look_into_fsdp1)
     shapes = {"0.weight": (5, 3), "0.bias": (5,), "1.weight": (3, 5), "1.bias": (3,)}
@@ -111,7 +111,7 @@ def test_the_parameters_that_fsdp1_flattened():
 
 
 def sharded_pair(forward: bool) -> nn.Sequential:
-    """Two groups, one of them the root's, which stays gathered after a forward."""
+    """Return a model of two FSDP2 groups; the root's group stays gathered after a forward."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.BatchNorm1d(4))
     fully_shard(model[0], mesh=current().mesh)
     fully_shard(model, mesh=current().mesh, ignored_params={model[2].weight, model[2].bias})
@@ -120,12 +120,12 @@ def sharded_pair(forward: bool) -> nn.Sequential:
     return model
 
 
-def anew(model: nn.Sequential, layer: int) -> None:
+def recreate_weight(model: nn.Sequential, layer: int) -> None:
     model[layer].weight = nn.Parameter(model[layer].weight.detach().clone())
 
 
-def told(model: nn.Module) -> list[str]:
-    """The names that are not live."""
+def unmanaged_names(model: nn.Module) -> list[str]:
+    """Return the names whose registered parameter FSDP2 does not manage."""
     names = managed_names(model)
     assert set(names) == {"0.weight", "0.bias", "1.weight", "1.bias"}
     return [name for name, live in names.items() if not live]
@@ -134,34 +134,34 @@ def told(model: nn.Module) -> list[str]:
 def managed() -> dict[str, list[str]]:
     found = {}
     for forward in (False, True, "backward"):
-        found[f"sound, {forward}"] = told(sharded_pair(forward))
+        found[f"intact, {forward}"] = unmanaged_names(sharded_pair(forward))
         model = sharded_pair(forward)
         model.to_empty(device="cpu")
-        found[f"to_empty, {forward}"] = told(model)
+        found[f"to_empty, {forward}"] = unmanaged_names(model)
         model = sharded_pair(forward)
         model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
-        found[f"assign, {forward}"] = told(model)
+        found[f"assign, {forward}"] = unmanaged_names(model)
         for layer in (0, 1):
             model = sharded_pair(forward)
-            anew(model, layer)
-            found[f"layer {layer} anew, {forward}"] = told(model)
+            recreate_weight(model, layer)
+            found[f"layer {layer} recreated, {forward}"] = unmanaged_names(model)
     model = sharded_pair(False)
     model[1].weight = nn.Parameter(torch.ones(4, 4))
-    found["plain"] = told(model)
+    found["plain"] = unmanaged_names(model)
     return found
 
 
-def test_the_parameters_that_fsdp_manages():
+def test_replaced_parameters_are_not_managed():
     with world_of(2) as world:
         first, second = world.run(managed)
     assert first == second
     broken = {case: names for case, names in first.items() if names}
-    # Before the first forward FSDP takes what it finds.
+    # Before its first forward FSDP2 adopts the DTensors that it finds.
     assert broken == {
-        "layer 0 anew, True": ["0.weight"],
-        "layer 1 anew, True": ["1.weight"],
-        "layer 0 anew, backward": ["0.weight"],
-        "layer 1 anew, backward": ["1.weight"],
+        "layer 0 recreated, True": ["0.weight"],
+        "layer 1 recreated, True": ["1.weight"],
+        "layer 0 recreated, backward": ["0.weight"],
+        "layer 1 recreated, backward": ["1.weight"],
         "plain": ["1.weight"],
     }
 
@@ -173,22 +173,22 @@ def shared() -> list[dict[str, bool]]:
         fully_shard(model, mesh=current().mesh)
         return model
 
-    sound, untied, assigned = tied(), tied(), tied()
-    anew(untied, 1)
+    intact, untied, assigned = tied(), tied(), tied()
+    recreate_weight(untied, 1)
     assigned.load_state_dict(assigned.state_dict(), assign=True)
     twice = nn.Sequential(*[nn.Linear(4, 4, bias=False)] * 2)
     fully_shard(twice, mesh=current().mesh)
-    return [managed_names(model) for model in (sound, untied, assigned, twice)]
+    return [managed_names(model) for model in (intact, untied, assigned, twice)]
 
 
-def test_what_two_modules_share():
+def test_parameters_shared_by_two_modules():
     with world_of(2) as world:
-        sound, untied, assigned, twice = world.run(shared)[0]
-    assert sound == assigned == twice == {"0.weight": True, "1.weight": True}
+        intact, untied, assigned, twice = world.run(shared)[0]
+    assert intact == assigned == twice == {"0.weight": True, "1.weight": True}
     assert untied == {"0.weight": True, "1.weight": False}
 
 
-def test_a_model_without_fsdp_has_nothing_that_is_managed():
+def test_a_model_without_fsdp_has_no_managed_parameters():
     assert list(managed_places(nn.Linear(2, 2))) == []
 
 
@@ -211,13 +211,13 @@ def policies_of_groups() -> list[tuple[bool, bool]]:
     return [(group.reshards, group.replicates) for group in fsdp_groups(model)]
 
 
-def test_what_fsdp_manages_together():
+def test_groups_of_fsdp2():
     with world_of(2) as world:
         assert world.run(grouped) == [[([0], [2]), ([1], [0, 1])]] * 2
 
 
 @pytest.mark.parametrize("mesh", [{"dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 1}])
-def test_how_fsdp_manages_it(mesh):
+def test_resharding_and_replication_of_fsdp2_groups(mesh):
     with world_of(2, mesh=mesh) as world:
         assert world.run(policies_of_groups) == [[(True, len(mesh) == 2), (False, len(mesh) == 2)]] * 2
 
@@ -239,6 +239,6 @@ def groups() -> list[tuple[str, list[int]]]:
     return [(group.group_name == pair.group_name, dist.get_process_group_ranks(group)) for group in seen]
 
 
-def test_the_group_of_a_collective():
+def test_the_process_group_of_a_collective():
     with world_of(2) as world:
         assert world.run(groups) == [[(True, [0, 1])] * 2] * 2

@@ -1,4 +1,4 @@
-"""What the watchers see of collectives and of memory, and that they change nothing."""
+"""Test that watchers record collectives and memory, and that they change nothing."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from torch.utils.checkpoint import checkpoint
 
 from pytest_fsdp_meta.evidence.collectives import Collective, FsdpGroup
 from pytest_fsdp_meta.observers.collectives import Recorder
-from pytest_fsdp_meta.observers.memory import POINTS, Meter, Peak, read_diary, read_timeline
+from pytest_fsdp_meta.observers.memory import POINTS, Meter, Peak, find_peaks, make_timeline
+from pytest_fsdp_meta.observers.step_collectives import observe_step, watching_step
 from pytest_fsdp_meta.observers.support.mapped import MAPS, MappedFiles
 from pytest_fsdp_meta.observers.support.watching import watching
-from pytest_fsdp_meta.observers.training import observe_step, watching_step
 from pytest_fsdp_meta.worlds import current
 from tests.world_help import world_of
 
-pytestmark = pytest.mark.skipif(not MAPS.exists(), reason="only Linux tells mapped files from memory")
+pytestmark = pytest.mark.skipif(not MAPS.exists(), reason="mapped files are told from memory on Linux only")
 
 
 def recorded(talk: Callable[[nn.Module], object], **known: Tensor) -> tuple[Collective, ...]:
@@ -33,7 +33,7 @@ def recorded(talk: Callable[[nn.Module], object], **known: Tensor) -> tuple[Coll
     recorder = Recorder(known)
     with watching(recorder):
         talk(model)
-    return recorder.told(model)
+    return recorder.collectives(model)
 
 
 def in_every_way(model: nn.Module) -> None:
@@ -57,7 +57,7 @@ def ways() -> list[tuple[object, ...]]:
     return [(c.op, c.ranks, c.dtype, c.shapes, c.root, c.reduction, c.tensors) for c in seen]
 
 
-def test_collectives_of_every_kind_are_seen_in_order():
+def test_collectives_of_every_kind_are_recorded_in_order():
     both = (0, 1)
     with world_of(2) as world:
         seen = world.run(ways)
@@ -79,7 +79,7 @@ def test_collectives_of_every_kind_are_seen_in_order():
 
 
 def recycled() -> list[tuple[str, ...]]:
-    """Memory that was handed over and freed, and then became that of a parameter."""
+    """Send and free some memory, and then reuse it for a parameter."""
 
     def talk(model: nn.Module) -> None:
         passing = torch.ones(2, 3)
@@ -116,7 +116,7 @@ def threaded() -> list[str]:
     ("run", "expected"),
     [(recycled, [()]), (copied, [("a",), (), (), ()]), (threaded, ["barrier"])],
 )
-def test_whose_memory_it_is(run, expected):
+def test_sent_memory_is_matched_to_parameters(run, expected):
     with world_of(2) as world:
         assert world.run(run) == [expected] * 2
 
@@ -141,8 +141,8 @@ class Stack(nn.Module):
         return x
 
 
-def stepped(again: int, inside: bool) -> tuple[tuple[Collective, ...], tuple[FsdpGroup, ...]]:
-    """A step in which the model runs ``again`` times, its blocks recomputed; ``inside`` wraps what is recomputed."""
+def observe_one_step(forwards: int, inside: bool) -> tuple[tuple[Collective, ...], tuple[FsdpGroup, ...]]:
+    """Train a step with several forwards and recomputed blocks; ``inside`` shards a module within each block."""
     me = current()
     me.state["watch"] = ("collectives",)
     model = Stack()
@@ -153,7 +153,7 @@ def stepped(again: int, inside: bool) -> tuple[tuple[Collective, ...], tuple[Fsd
     for step in range(2):
         with watching_step(me, model, 2, step):
             x = torch.ones(2, 4, requires_grad=True)
-            for _ in range(again):
+            for _ in range(forwards):
                 x = model(x)
             x.sum().backward()
             optimizer.step()
@@ -164,10 +164,10 @@ def stepped(again: int, inside: bool) -> tuple[tuple[Collective, ...], tuple[Fsd
 
 
 @pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("again", [1, 2])
-def test_forwards_that_run_again_explain_what_is_gathered(again, inside):
+@pytest.mark.parametrize("forwards", [1, 2])
+def test_repeated_forwards_explain_the_gathers(forwards, inside):
     with world_of(2) as world:
-        collectives, groups = world.run(stepped, again, inside)[0]
+        collectives, groups = world.run(observe_one_step, forwards, inside)[0]
     gathers = sum(c.op == "all_gather" and c.by_fsdp for c in collectives)
     assert len(groups) == 2
     assert 4 <= gathers <= sum(group.forwards * (2 if group.reshards else 1) for group in groups)
@@ -177,7 +177,7 @@ def test_forwards_that_run_again_explain_what_is_gathered(again, inside):
 KIB = 1024 // 4
 
 
-def test_the_most_that_is_alive_at_one_time():
+def test_peak_of_the_memory_alive():
     def load() -> nn.Module:
         first = torch.empty(2 * KIB)
         del first
@@ -189,33 +189,33 @@ def test_the_most_that_is_alive_at_one_time():
     meter = Meter()
     with watching(meter):
         model = load()
-    assert read_diary(meter.diary, model).host == 3 * 1024
-    before = len(meter.diary)
+    assert find_peaks(meter.changes, model).host == 3 * 1024
+    before = len(meter.changes)
     del model
-    assert sum(after - size for size, after, _ in meter.diary) == 0
-    assert len(meter.diary) > before
+    assert sum(after - size for size, after, _ in meter.changes) == 0
+    assert len(meter.changes) > before
 
 
-def largest_seen_of_a_gradient() -> int:
-    """DTensor works out what a new operation gives on fake tensors of the global shape; 7919 was not seen before."""
+def largest_storage_of_a_new_operation() -> int:
+    """Run an operation that DTensor first tries on fake tensors of the global shape, as it does for each new shape."""
     meter = Meter()
     whole = distribute_tensor(torch.ones(2 * 7919, 3), current().mesh, [Shard(0)])
     with watching(meter):
         kept = torch.zeros_like(whole)
     assert kept.shape == whole.shape
-    return max(after for _, after, _ in meter.diary)
+    return max(after for _, after, _ in meter.changes)
 
 
-def test_what_dtensor_only_tries_has_no_memory():
+def test_fake_tensors_of_dtensor_do_not_count():
     with world_of(2) as world:
-        assert world.run(largest_seen_of_a_gradient) == [7919 * 3 * 4] * 2
+        assert world.run(largest_storage_of_a_new_operation) == [7919 * 3 * 4] * 2
 
 
 def test_memory_of_threads_counts():
     meter = Meter()
     with watching(meter), ThreadPoolExecutor(1) as pool:
         kept = pool.submit(torch.ones, KIB).result()
-    assert read_diary(meter.diary, nn.Module()).host == kept.untyped_storage().nbytes()
+    assert find_peaks(meter.changes, nn.Module()).host == kept.untyped_storage().nbytes()
 
 
 def test_a_thread_that_outlives_the_block_is_left_alone():
@@ -223,14 +223,14 @@ def test_a_thread_that_outlives_the_block_is_left_alone():
     with ThreadPoolExecutor(1) as pool:
         with watching(meter):
             pool.submit(torch.ones, 1).result()
-        seen = len(meter.diary)
+        seen = len(meter.changes)
         kept = pool.submit(torch.ones, KIB).result()
     assert len(kept) == KIB
-    assert len([size for _, size, _ in meter.diary if size == 4 * KIB]) == 0
+    assert len([size for _, size, _ in meter.changes if size == 4 * KIB]) == 0
     assert seen
 
 
-def test_what_python_resizes_counts():
+def test_storages_resized_by_python_count():
     peak = Peak(torch.device("cpu"))
     with peak.measured(), watching(peak.meter):
         tensor = torch.ones(KIB)
@@ -249,30 +249,30 @@ def test_a_mapped_checkpoint_does_not_count(tmp_path: Path, mapped: bool, expect
     with watching(meter):
         loaded = torch.load(tmp_path / "a.pt", mmap=mapped)["a"]
         loaded[:2].sum()
-    assert max(after for _, after, _ in meter.diary) >= expected
-    assert sum(after for _, after, _ in meter.diary if after == 4096) == expected
+    assert max(after for _, after, _ in meter.changes) >= expected
+    assert sum(after for _, after, _ in meter.changes if after == 4096) == expected
 
 
-def test_a_slice_of_a_mapped_file_is_told_from_memory(tmp_path: Path):
+def test_a_slice_of_a_mapped_file_is_recognised(tmp_path: Path):
     save_file({"a": torch.ones(4 * KIB)}, tmp_path / "a.safetensors")
     loaded = load_file(tmp_path / "a.safetensors")["a"]
     files = MappedFiles()
     assert files.hold(loaded[5:].untyped_storage())
     assert not files.hold(loaded.clone().untyped_storage())
     shared = torch.ones(4 * KIB).share_memory_()
-    files.look_again()
+    files.refresh()
     assert not files.hold(shared.untyped_storage())
     assert not files.hold(torch.empty(0).untyped_storage())
 
 
-def test_whole_parameters_are_told_from_copies_of_shards():
+def test_whole_parameters_are_distinguished_from_shards():
     model = nn.ParameterList([torch.empty(8), torch.empty(8), torch.empty(4)])
     whole = [(0, 32, 4), (0, 32, 4), (0, 16, 4)]
-    assert read_diary(whole, model).whole == 20
-    assert read_diary([*whole, (32, 0, 4), (0, 32, 4)], model).whole == 20
-    assert read_diary([(0, 16, 2), (0, 16, 2), (0, 8, 2)], model).whole == 20  # in another dtype
-    assert read_diary([(0, 16, 4)] * 5, model).whole == 4  # halves
-    assert read_diary([(0, 32, 4)] * 3, model).whole == 16
+    assert find_peaks(whole, model).whole == 20
+    assert find_peaks([*whole, (32, 0, 4), (0, 32, 4)], model).whole == 20
+    assert find_peaks([(0, 16, 2), (0, 16, 2), (0, 8, 2)], model).whole == 20  # in another dtype
+    assert find_peaks([(0, 16, 4)] * 5, model).whole == 4  # halves
+    assert find_peaks([(0, 32, 4)] * 3, model).whole == 16
 
 
 def test_an_exception_passes_and_leaves_nothing_behind():
@@ -280,10 +280,10 @@ def test_an_exception_passes_and_leaves_nothing_behind():
     with suppress(ZeroDivisionError), watching(meter):
         raise ZeroDivisionError
     torch.ones(3)
-    assert meter.diary == []
+    assert meter.changes == []
 
 
-def test_the_same_bits_whether_watched_or_not():
+def test_watching_does_not_change_results():
     def draw() -> list[float]:
         torch.manual_seed(1)
         return [*nn.Linear(4, 4).weight.flatten().tolist(), *torch.randn(8).tolist()]
@@ -293,15 +293,15 @@ def test_the_same_bits_whether_watched_or_not():
         assert draw() == plain
 
 
-def test_buffers_explain_what_is_alive_beside_the_shards():
+def test_buffers_count_as_own_storages():
     model = nn.Module()
     model.register_buffer("table", torch.empty(1000))
-    assert read_diary([(0, 4000, 4)] * 2, model).beyond == 0
-    assert read_diary([(0, 4000, 4)] * 3, model).beyond == 4000
-    assert read_diary([(0, 4000, 4)] * 2, nn.Module()).beyond == 8000
+    assert find_peaks([(0, 4000, 4)] * 2, model).beyond == 0
+    assert find_peaks([(0, 4000, 4)] * 3, model).beyond == 4000
+    assert find_peaks([(0, 4000, 4)] * 2, nn.Module()).beyond == 8000
 
 
-def test_a_timeline_of_what_is_alive():
+def test_a_timeline_of_the_memory_alive():
     peak = Peak(torch.device("cpu"))
     with peak.measured(), watching(peak.meter):
         kept = torch.ones(KIB)
@@ -316,13 +316,13 @@ def test_a_timeline_of_what_is_alive():
 
 
 def test_a_long_timeline_keeps_its_highest_and_its_last():
-    diary = [(0, 8, 4), (8, 0, 4)] * 5000
-    diary[6000] = (0, 4096, 4)
-    diary[6001] = (4096, 0, 4)
-    timeline = read_timeline(diary, [10 + 0.001 * index for index in range(len(diary))], began=10)
+    changes = [(0, 8, 4), (8, 0, 4)] * 5000
+    changes[6000] = (0, 4096, 4)
+    changes[6001] = (4096, 0, 4)
+    timeline = make_timeline(changes, [10 + 0.001 * index for index in range(len(changes))], began=10)
     assert len(timeline) == POINTS
     assert max(timeline, key=lambda one: one[1]) == (6.0, 4096)
     assert timeline[-1] == (9.999, 0)
     assert [time for time, _ in timeline] == sorted(time for time, _ in timeline)
-    assert len(read_timeline(diary, [10.0] * len(diary), began=10)) == 2  # all at once
-    assert read_timeline([], [], began=0) == ()
+    assert len(make_timeline(changes, [10.0] * len(changes), began=10)) == 2  # all at once
+    assert make_timeline([], [], began=0) == ()

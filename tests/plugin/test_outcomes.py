@@ -212,8 +212,8 @@ def test_a_loader_that_gives_no_subject(project: Project) -> None:
     summaries = {
         "none": f"the loader returned NoneType, {loader}; is a return statement missing?",
         "list": f"the loader returned list, {loader}",
-        "coroutine": f"the loader returned coroutine, {loader}; it is a coroutine or generator function, a loader is "
-        "a plain function",
+        "coroutine": f"the loader returned coroutine, {loader}; a loader must be a plain function, not a "
+        "coroutine or generator function",
         "raises": "rank 1 raised KeyError: 'boom'",
         "exits": "rank 1 exited with code 3 before it answered",
         "killed": "rank 0 was killed by SIGKILL",

@@ -1,4 +1,4 @@
-"""What is seen by loading again, on real ranks: what it needs, what it survives, and what is said where it fails."""
+"""Test the observations that need more than one load, on real ranks: results, failures and their messages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from pytest_fsdp_meta.catalogue import Verdict, built_in, judge
 from pytest_fsdp_meta.evidence import Unavailable
 from pytest_fsdp_meta.loader.call import Call
 from pytest_fsdp_meta.trial import LoaderFailed, Trial
-from pytest_fsdp_meta.trial.reloading import other_size
+from pytest_fsdp_meta.trial.world_sizes import other_size
 from pytest_fsdp_meta.worlds import Rank, WorldSpec
 from tests.world_help import trial_preload
 
@@ -61,7 +61,7 @@ def declared(fsdp: Rank, model: nn.Module, build: Callable[[], nn.Module] = buil
 def judged(
     function: Callable[..., Any], checks: Collection[str] = ALL, size: int = 2, timeout: float = 60, **arguments: Any
 ) -> dict[str, Verdict]:
-    """The verdicts of these checks, with what they read observed and nothing else."""
+    """Return the verdicts of these checks; only the observations that they read are taken."""
     catalogue = built_in()
     wanted: set[str] = set()
     todo = list(checks)
@@ -80,12 +80,12 @@ def statuses(verdicts: dict[str, Verdict]) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_whole_subject_passes_everything(size):
+def test_a_complete_subject_passes_all_checks(size):
     verdicts = judged(lambda fsdp: declared(fsdp, build()), size=size)
     assert statuses(verdicts) == dict.fromkeys(ALL, "passed"), {id: found.reason for id, found in verdicts.items()}
 
 
-def test_a_bare_model_goes_the_round_trip():
+def test_a_bare_model_is_saved_and_loaded():
     verdicts = judged(lambda fsdp: sharded(fsdp, build()))
     reasons = {id: found.reason for id, found in verdicts.items() if found.status == "skipped"}
     assert reasons == {
@@ -99,7 +99,7 @@ def test_a_bare_model_goes_the_round_trip():
 
 
 class Odd(nn.Module):
-    """An empty parameter, a number, flags, a count, a state of its own; and what no checkpoint keeps."""
+    """A module with an empty parameter, a scalar, several kinds of buffers, and extra state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,12 +127,12 @@ def build_odd() -> nn.Sequential:
     return nn.Sequential(*build(), Odd())
 
 
-def test_odd_tensors_and_states_of_their_own_come_back():
+def test_odd_tensors_and_extra_state_are_restored():
     def loader(fsdp):
         model = build_odd()
         for module in model[:2]:
             fully_shard(module, mesh=fsdp.mesh)
-        # Nobody reduces the gradients of what is not sharded, so every rank sees every row.
+        # Nobody reduces the gradients of parameters that are not sharded, so every rank gets every row.
         return Subject(model, reference=build_odd, batch=batch, loss=loss, unsharded="2.*", data_parallel=(0, 1))
 
     found = judged(loader)
@@ -145,12 +145,12 @@ def frozen_first(fsdp: Rank, **fields: Any) -> Subject:
     return declared(fsdp, model, frozen="0.*", **fields)
 
 
-def test_frozen_parameters_come_back():
+def test_frozen_parameters_are_restored():
     verdicts = judged(frozen_first)
     assert statuses(verdicts) == dict.fromkeys(ALL, "passed")
 
 
-def test_an_author_may_save_what_is_trained_and_no_more():
+def test_an_author_may_save_trained_parameters_only():
     def save(model, optimizer, folder):
         own = {name: p.to_local().clone() for name, p in model.named_parameters() if p.requires_grad}
         torch.save((own, optimizer and optimizer.state_dict()), folder / f"{torch.distributed.get_rank()}.pt")
@@ -167,7 +167,7 @@ def test_an_author_may_save_what_is_trained_and_no_more():
     assert statuses(verdicts) == dict.fromkeys(verdicts, "passed")
 
 
-def test_a_trained_model_may_have_but_a_few_batches():
+def test_resuming_needs_no_more_batches_than_training():
     def few(step: int) -> dict[str, Tensor]:
         return [batch(0), batch(1), batch(2)][step]
 
@@ -189,18 +189,18 @@ def adam(parameters) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize("fields", [{}, {"optimizer": adam}], ids=["ours", "declared"])
-def test_what_gets_no_gradient_has_no_state_and_needs_none(fields):
+def test_parameters_without_gradient_need_no_optimizer_state(fields):
     verdicts = judged(lambda fsdp: declared(fsdp, idle(), build=idle, **fields), SAVING)
     assert statuses(verdicts) == dict.fromkeys(SAVING, "passed")
 
 
-def test_what_gets_a_gradient_on_one_rank_only_cannot_be_loaded_by_torch():
+def test_a_gradient_on_one_rank_only_cannot_be_loaded_by_torch():
     def loader(fsdp: Rank) -> Subject:
         model = nn.Sequential(nn.Linear(4, 4), (Idle if fsdp.rank else nn.Linear)(4, 4))
         return Subject(model, batch=batch, loss=loss)
 
     reason = judged(loader, (OPTIMIZER,))[OPTIMIZER].reason
-    assert reason.startswith("1.bias got a gradient on rank 0 and none on rank 1, so the optimizer keeps a state of it")
+    assert reason.startswith("1.bias got a gradient on rank 0 and none on rank 1, so the optimizer has state for it")
 
 
 def test_nothing_to_train():
@@ -213,7 +213,7 @@ def test_nothing_to_train():
     )
 
 
-def test_a_loader_that_runs_but_once(tmp_path):
+def test_a_loader_that_runs_only_once(tmp_path):
     def loader(fsdp, folder):
         (Path(folder) / f"rank{fsdp.rank}").mkdir()
         print("the loader runs")
@@ -224,11 +224,11 @@ def test_a_loader_that_runs_but_once(tmp_path):
     assert found[REPEATABLE].status == "error"
     assert " of the second load raised FileExistsError: " in found[REPEATABLE].reason
     assert found[REPEATABLE].detail.startswith(
-        "the loader gave a model once, and fails when it runs again in a fresh world with the same fixtures:\n\nrank"
+        "the loader succeeded once, and failed when it ran again in a fresh world with the same fixtures:\n\nrank"
     )
 
 
-def test_what_a_second_load_wrote_is_told_where_it_fails(tmp_path):
+def test_a_failed_second_load_shows_its_output(tmp_path):
     def loader(fsdp, folder):
         mark = Path(folder) / f"rank{fsdp.rank}"
         if mark.exists():
@@ -241,7 +241,7 @@ def test_what_a_second_load_wrote_is_told_where_it_fails(tmp_path):
     assert "output of rank 1 of the second load:\nreading what I wrote" in found.detail
 
 
-def test_a_loader_for_one_size_of_world_only():
+def test_a_loader_for_one_world_size_only():
     def loader(fsdp):
         assert fsdp.world_size == 2, "made for two"
         return declared(fsdp, build())
@@ -249,11 +249,11 @@ def test_a_loader_for_one_size_of_world_only():
     found = judged(loader)
     assert {id for id, one in found.items() if one.status == "passed"} == set(ALL) - {RESHARDS}
     assert found[RESHARDS].status == "skipped"
-    assert found[RESHARDS].reason.startswith("the loader gives no model in a world of 1 (dp_shard=1): ")
+    assert found[RESHARDS].reason.startswith("the loader fails in a world of 1 (dp_shard=1): ")
     assert "made for two" in found[RESHARDS].reason
 
 
-def test_a_checkpoint_that_another_size_of_world_refuses():
+def test_a_checkpoint_that_another_world_size_refuses():
     def save(model, optimizer, folder):
         own = {name: parameter.to_local() for name, parameter in model.named_parameters()}
         torch.save(own, folder / f"r{torch.distributed.get_rank()}.pt")
@@ -271,7 +271,7 @@ def test_a_checkpoint_that_another_size_of_world_refuses():
     ]
 
 
-def test_a_checkpoint_that_no_world_loads_without_its_optimizer():
+def test_a_resume_that_needs_the_optimizer_is_an_error():
     def save(model, optimizer, folder):
         dcp.save(get_model_state_dict(model), checkpoint_id=folder)
 
@@ -287,7 +287,7 @@ def test_a_checkpoint_that_no_world_loads_without_its_optimizer():
     assert "'NoneType' object has no attribute 'state'" in found[RESHARDS].reason
 
 
-def test_saving_that_hangs_costs_nothing_else():
+def test_a_hanging_save_fails_only_the_checks_that_need_it():
     def save(model, optimizer, folder):
         if torch.distributed.get_rank() == 0:
             torch.distributed.barrier()
@@ -307,7 +307,7 @@ def test_saving_that_hangs_costs_nothing_else():
 
 
 @pytest.mark.parametrize("how", ["hangs", "ends"])
-def test_saving_that_gives_no_answer_is_not_tried_again(tmp_path, how):
+def test_saving_that_hangs_or_ends_a_rank_is_not_retried(tmp_path, how):
     def save(model, optimizer, folder):
         (tmp_path / f"{folder.name} of rank {torch.distributed.get_rank()}").touch()
         if how == "hangs":
@@ -320,13 +320,13 @@ def test_saving_that_gives_no_answer_is_not_tried_again(tmp_path, how):
 
     found = judged(lambda fsdp: declared(fsdp, build(), save=save, resume=resume), SAVING, timeout=8)
     assert statuses(found) == dict.fromkeys(SAVING, "error")
-    said = "did not answer within 8 s" if how == "hangs" else "exited with code 3 before it answered"
-    assert all(said in one.reason for one in found.values())
-    assert found[ROUND_TRIP].detail.startswith("saving gave no answer, and is not tried again:\n\nrank")
+    message = "did not answer within 8 s" if how == "hangs" else "exited with code 3 before it answered"
+    assert all(message in one.reason for one in found.values())
+    assert found[ROUND_TRIP].detail.startswith("saving hung or ended a rank, and is not tried again:\n\nrank")
     assert {path.name.partition(" ")[0] for path in tmp_path.iterdir()} == {"continued"}
 
 
-def test_saving_that_raised_once_is_tried_again():
+def test_saving_that_raised_is_retried():
     def save(model, optimizer, folder):
         if folder.name == "saved":
             raise OSError("the disk is full")
@@ -345,7 +345,7 @@ def test_saving_that_raised_once_is_tried_again():
     assert "raised OSError in Subject(save=...): the disk is full" in found[ROUND_TRIP].reason
 
 
-def test_going_on_that_ends_a_rank_costs_the_round_trip_of_the_model_nothing():
+def test_a_rank_that_ends_after_saving_does_not_fail_the_round_trip():
     class Fragile(nn.Linear):
         saved = False
 
@@ -373,7 +373,7 @@ def test_going_on_that_ends_a_rank_costs_the_round_trip_of_the_model_nothing():
     assert "exited with code 3 before it answered" in found[RESUME].reason
 
 
-def test_loading_that_fails_says_so_each_time():
+def test_a_failing_load_is_reported_by_every_check():
     def save(model, optimizer, folder):
         pass
 
@@ -382,8 +382,8 @@ def test_loading_that_fails_says_so_each_time():
 
     found = judged(lambda fsdp: declared(fsdp, build(), save=save, resume=resume), SAVING)
     assert statuses(found) == dict.fromkeys(SAVING, "error")
-    said = "raised ArithmeticError in Subject(resume=...): no checkpoint here"
-    assert {id: one.reason for id, one in found.items() if said not in one.reason} == {}
+    message = "raised ArithmeticError in Subject(resume=...): no checkpoint here"
+    assert {id: one.reason for id, one in found.items() if message not in one.reason} == {}
 
 
 @pytest.mark.parametrize(
@@ -394,13 +394,13 @@ def test_loading_that_fails_says_so_each_time():
         ({1: "0.weight"}, "a dict with a key of int (1)"),
     ],
 )
-def test_a_state_dict_that_is_none(given, shown):
+def test_a_state_dict_must_have_names_as_keys(given, shown):
     found = judged(lambda fsdp: declared(fsdp, build(), state_dict=lambda model: given), (NAMES,))[NAMES]
     assert found.status == "error"
-    assert found.reason == f"Subject(state_dict=...): it gave {shown}, but should give a dict by name"
+    assert found.reason == f"Subject(state_dict=...): it returned {shown}, but should return a dict with names as keys"
 
 
-def test_a_loader_that_ends_the_process_group():
+def test_a_loader_that_destroys_the_process_group():
     def loader(fsdp):
         subject = declared(fsdp, build())
         torch.distributed.destroy_process_group()
@@ -409,11 +409,12 @@ def test_a_loader_that_ends_the_process_group():
     with pytest.raises(LoaderFailed) as caught:
         judged(loader, (NAMES, "collectives_within_budget"))
     assert str(caught.value) == (
-        "the loader ended the process group (destroy_process_group); the checks need it: leave it to the plugin"
+        "the loader destroyed the process group (destroy_process_group), which the checks need; "
+        "leave that to the plugin"
     )
 
 
-def test_training_that_fails_leaves_the_checkpoints():
+def test_failed_training_does_not_fail_the_checkpoints():
     def failing(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
             raise ArithmeticError("no loss here")
@@ -426,7 +427,7 @@ def test_training_that_fails_leaves_the_checkpoints():
     }  # fmt: skip
 
 
-def test_shards_that_only_their_author_can_tell_are_not_saved_for_him():
+def test_plain_shards_with_one_name_are_not_saved_by_torch():
     def loader(fsdp):
         model = build()
         model[0].weight.data += fsdp.rank
@@ -450,19 +451,19 @@ def test_shards_that_only_their_author_can_tell_are_not_saved_for_him():
         ({"tp": 1, "data": 1}, {"tp": 1, "data": 2}),
     ],
 )
-def test_the_other_size(mesh, other):
+def test_the_other_world_size(mesh, other):
     assert other_size(WorldSpec(mesh)).mesh == other
 
 
-def test_the_other_size_takes_the_devices_that_there_are():
+def test_the_other_world_size_uses_available_devices():
     spec = WorldSpec({"dp_shard": 4}, "cuda", "nccl", devices=(4, 5, 6, 7))
     assert other_size(spec).devices == (4, 5)
     assert other_size(WorldSpec({"dp_shard": 1}, "cuda", "gloo", devices=(3,))).devices == (3, 3)
     alone = other_size(WorldSpec({"dp_shard": 1}, "cuda", "nccl", devices=(3,)))
-    assert alone == Unavailable("a world of 2 takes another GPU than that of this world of 1")
+    assert alone == Unavailable("a world of 2 needs another GPU than this world of 1 has")
 
 
-def test_an_empty_group_is_more_than_torch_can_load():
+def test_torch_cannot_load_an_empty_group():
     def with_empty_group(fsdp):
         model = sharded(fsdp, build())
         groups = [{"params": [], "weight_decay": 0.1}, {"params": list(model.parameters())}]
@@ -472,13 +473,13 @@ def test_an_empty_group_is_more_than_torch_can_load():
     verdicts = judged(with_empty_group, (OPTIMIZER, RESUME))
     assert statuses(verdicts) == {OPTIMIZER: "skipped", RESUME: "skipped"}
     assert verdicts[OPTIMIZER].reason == (
-        "group 0 of the optimizer is empty, and torch loads no settings of an empty group; declare "
+        "group 0 of the optimizer is empty, and torch does not load the settings of an empty group; declare "
         "Subject(save=..., resume=...)"
     )
 
 
-def test_a_state_that_lies_otherwise_than_its_parameter_until_it_is_loaded():
-    """Of a vocabulary-parallel embedding: its gradient, of which SGD makes the momentum, lies whole on every rank."""
+def test_optimizer_state_with_other_placements_than_its_parameter():
+    """The gradient of a vocabulary-parallel embedding, from which SGD creates the momentum, is whole on every rank."""
 
     def embedding() -> nn.Sequential:
         torch.manual_seed(0)

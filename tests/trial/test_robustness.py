@@ -1,4 +1,4 @@
-"""What an attack on the plugin found: loaders and models that do odd things, judged on real ranks."""
+"""Test trials of loaders and models that do odd things, on real ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def never_written(fsdp) -> nn.Module:
 
 
 @pytest.mark.parametrize("warn_only", [True, False])
-def test_a_seeding_helper_does_not_switch_the_poison_off(warn_only):
+def test_seeding_helpers_cannot_switch_the_poison_off(warn_only):
     def loader(fsdp):
         torch.use_deterministic_algorithms(False, warn_only=warn_only)
         model = never_written(fsdp)
@@ -42,11 +42,11 @@ def without_poison(fsdp) -> nn.Module:
     torch.utils.deterministic.fill_uninitialized_memory = False
     model = never_written(fsdp)
     for parameter in model.parameters():
-        nn.init.zeros_(parameter)  # memory from before the switch may be poisoned, by chance
+        nn.init.zeros_(parameter)  # reused memory may still hold poison from before the switch
     return model
 
 
-def test_who_switches_the_poison_off_all_the_same_is_told():
+def test_switching_the_poison_off_is_an_error():
     found = judged(without_poison)[UNINITIALISED]
     assert found.status == "error"
     assert found.reason == (
@@ -71,7 +71,7 @@ def with_buffer(value: Tensor) -> nn.Module:
     ],
     ids=["quantized", "nested", "sparse"],
 )
-def test_what_cannot_be_compared_does_not_pass(value):
+def test_tensors_that_cannot_be_compared_do_not_pass(value):
     def loader(fsdp):
         return Subject(with_buffer(value(2)), reference=lambda: with_buffer(value(1)), unsharded="*")
 
@@ -82,7 +82,7 @@ def test_what_cannot_be_compared_does_not_pass(value):
     assert verdicts["no_meta_buffers"].status == "passed"
 
 
-def test_a_default_dtype_that_the_reference_leaves_behind():
+def test_the_default_dtype_is_reset_after_the_reference():
     def careless() -> nn.Module:
         model = build()
         torch.set_default_dtype(torch.float64)
@@ -115,7 +115,7 @@ def test_a_lazy_parameter_is_named():
     )
 
 
-def test_a_message_of_any_length_is_one_line():
+def test_a_long_message_has_a_short_summary():
     def loader(fsdp):
         raise ValueError("missing keys: " + ", ".join(f"layers.{number}.weight" for number in range(5000)))
 
@@ -126,7 +126,7 @@ def test_a_message_of_any_length_is_one_line():
     assert len(str(caught.value)) < 30_000
 
 
-def test_a_child_that_comes_back_from_the_loader_is_no_rank():
+def test_a_forked_child_of_a_loader_is_not_a_rank():
     def loader(fsdp):
         os.fork()
         return subject(fsdp, freeze=False)
@@ -134,14 +134,14 @@ def test_a_child_that_comes_back_from_the_loader_is_no_rank():
     assert judged(loader)["no_meta_params"].status == "passed"
 
 
-def test_several_ranks_were_killed():
+def test_several_killed_ranks_are_one_summary():
     with World(WorldSpec({"dp": 2})) as world, pytest.raises(WorldError) as caught:
         world.run(os.kill, 0, 9)
     assert caught.value.summary in ("ranks 0, 1 were killed by SIGKILL", "rank 0 was killed by SIGKILL")
 
 
 @pytest.mark.parametrize("value", ["", "abc", "0", "2,1"])
-def test_any_number_of_threads_in_the_environment(monkeypatch, value):
+def test_invalid_thread_counts_in_the_environment(monkeypatch, value):
     monkeypatch.setenv("OMP_NUM_THREADS", value)
     with World(WorldSpec({"dp": 1})) as world:
         assert world.run(torch.get_num_threads) == [2 if value == "2,1" else 1]
@@ -153,21 +153,21 @@ def test_a_temporary_folder_with_a_long_name(monkeypatch, tmp_path: Path):
     monkeypatch.setenv("TMPDIR", str(long))
     code = (
         "import warnings; warnings.simplefilter('error')\n"
-        "from pytest_fsdp_meta.worlds import Preload, World, WorldSpec\n"
+        "from pytest_fsdp_meta.worlds import ForkServerEngine, World, WorldSpec\n"
         "if __name__ == '__main__':\n"
-        "    shared = Preload()\n"
-        "    with World(WorldSpec({'dp': 1}), shared) as world:\n"
-        "        print(world.run('os:getpid') != [], shared.method)\n"
+        "    engine = ForkServerEngine()\n"
+        "    with World(WorldSpec({'dp': 1}), engine) as world:\n"
+        "        print(world.run('os:getpid') != [], engine.method)\n"
     )
     script = tmp_path / "script.py"
     script.write_text(code)
-    told = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
-    assert told.stdout == "True spawn\n"
-    assert "the fork server cannot start (AF_UNIX path too long), so ranks are spawned" in told.stderr
+    result = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
+    assert result.stdout == "True spawn\n"
+    assert "the fork server cannot start (AF_UNIX path too long), so ranks are spawned" in result.stderr
     assert list(long.iterdir()) == []
 
 
-def test_the_record_goes_with_the_world():
+def test_the_folder_is_removed_with_the_world():
     with World(WorldSpec({"dp": 1}), ForkServerEngine(Sources(tuple(sys.path)))) as world:
         folder = world.folder
         assert folder.is_dir()

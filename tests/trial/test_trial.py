@@ -1,4 +1,4 @@
-"""A trial on real ranks, from the loader to the verdicts."""
+"""Test whole trials on real ranks, from the loader to the verdicts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TRAINED = [check.id for check in built_in() if "training" in check.needs]
 
 
 def build() -> nn.Sequential:
-    """The reference: it freezes nothing, like one that is just read from a checkpoint."""
+    """Build the reference, which freezes nothing, like one that is just read from a checkpoint."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
 
@@ -41,7 +41,7 @@ def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def subject(fsdp: Rank, freeze: bool, **declared: Any) -> Subject:
-    """Sharded, the first layer frozen or not."""
+    """Return a sharded model, with its first layer frozen or not."""
     model = build()
     model[0].requires_grad_(not freeze)
     fully_shard(model[0], mesh=fsdp.mesh)
@@ -76,13 +76,13 @@ def observed(function: Callable[[Rank], Subject]) -> Evidence:
     return trial.observe(loader, OBSERVED)
 
 
-def test_what_is_declared_frozen_is_frozen_in_the_reference_as_well():
+def test_declared_frozen_parameters_are_frozen_in_the_reference():
     verdicts = judged(frozen_as_declared)
     assert {id: found.reason for id, found in verdicts.items() if found.status in ("failed", "error")} == {}
     assert {TRAINABLE, PARITY} <= set(verdicts)
 
 
-def test_what_is_frozen_and_not_declared_is_trained_by_the_reference():
+def test_undeclared_frozen_parameters_are_trained_by_the_reference():
     verdicts = judged(frozen_and_not_declared)
     assert told(verdicts[TRAINABLE]) == [
         ("0.weight", (0, 1), "frozen", "trainable", ""),
@@ -93,7 +93,7 @@ def test_what_is_frozen_and_not_declared_is_trained_by_the_reference():
     assert verdicts[PARITY].reason.endswith(f"which the findings of {TRAINABLE} explain; mend those first")
 
 
-def test_what_is_declared_frozen_and_trains_is_found():
+def test_a_declared_frozen_parameter_that_trains_is_found():
     verdicts = judged(declared_and_not_frozen)
     assert told(verdicts[TRAINABLE]) == [
         ("0.weight", (0, 1), "trainable", "frozen, as declared", ""),
@@ -121,9 +121,9 @@ def failing() -> nn.Module:
         ),
         ({"frozen": "0.*", "verifier": failing}, "the verifier raised FileNotFoundError: verifier.safetensors"),
     ],
-    ids=["typo beside the reference", "typo beside a verifier", "a verifier that raises"],
+    ids=["typo with the reference", "typo with a verifier", "a verifier that raises"],
 )
-def test_a_wrong_verifier_costs_its_own_check_only(declared, reason):
+def test_a_wrong_verifier_affects_its_own_check_only(declared, reason):
     def loader(fsdp):
         return subject(fsdp, freeze=True, **declared)
 
@@ -146,7 +146,7 @@ def test_gradients_of_a_warm_up_are_not_added_to_the_first_step():
     assert judged(loader)[PARITY].status == "passed"
 
 
-def test_a_rank_that_ends_while_it_trains_costs_what_judges_training_only():
+def test_a_rank_that_ends_in_training_affects_training_checks_only():
     def loader(fsdp):
         return Subject(subject(fsdp, freeze=False).model, reference=build, batch=batch, loss=dying_on_two)
 
@@ -163,12 +163,12 @@ def dying_on_two(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return loss(model, batch)
 
 
-def test_judged_evidence_can_be_kept_and_judged_again():
+def test_stored_evidence_gets_the_same_verdicts():
     evidence = observed(frozen_as_declared)
     catalogue = built_in()
     first = {check.id: judge(check, evidence, catalogue).status for check in catalogue}
-    kept = pickle.loads(pickle.dumps(evidence))
-    assert {check.id: judge(check, kept, catalogue).status for check in catalogue} == first
+    stored = pickle.loads(pickle.dumps(evidence))
+    assert {check.id: judge(check, stored, catalogue).status for check in catalogue} == first
 
 
 def wrong_batch(step: int) -> dict[str, Tensor]:
@@ -193,7 +193,10 @@ def detached(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
             "the reference raised TypeError in Subject(loss=...): <lambda>() takes 1 positional argument but 2 were "
             "given",
         ),
-        ({"loss": detached}, "Subject(loss=...): it gave a loss without gradient: detached, or computed under no_grad"),
+        (
+            {"loss": detached},
+            "Subject(loss=...): the returned loss has no gradient: it is detached or was computed under no_grad",
+        ),
         (
             {"loss": None},
             "Subject(loss=...): model(**batch) returned Tensor without a .loss; put labels into the batch or declare "
@@ -202,7 +205,7 @@ def detached(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     ],
     ids=["batch", "optimizer", "loss", "detached", "no loss"],
 )
-def test_what_fails_in_the_users_functions_names_the_field(declared, reason):
+def test_errors_in_declared_functions_name_the_field(declared, reason):
     def loader(fsdp):
         return Subject(
             subject(fsdp, freeze=False).model, **{"reference": build, "batch": batch, "loss": loss, **declared}
@@ -214,36 +217,36 @@ def test_what_fails_in_the_users_functions_names_the_field(declared, reason):
 
 
 def decaying(model: nn.Module) -> torch.optim.Optimizer:
-    """Weights decay and learn slowly, biases do neither: groups that differ from the defaults and from each other."""
+    """Return an optimizer whose two groups differ from the defaults and from each other."""
     weights = [p for name, p in model.named_parameters() if name.endswith("weight")]
     biases = [p for name, p in model.named_parameters() if name.endswith("bias")]
     return torch.optim.AdamW([{"params": biases, "weight_decay": 0.0}, {"params": weights, "lr": 0.3}], lr=0.05)
 
 
 def scheduled(model: nn.Module) -> torch.optim.Optimizer:
-    """A scheduler has changed the learning rate already, and left its mark in the group."""
+    """Return an optimizer whose learning rate a scheduler has already changed; the scheduler left its key as well."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.05)
     assert [group["lr"] for group in optimizer.param_groups] == [0.05]
     return optimizer
 
 
-def of_one_layer(model: nn.Module) -> torch.optim.Optimizer:
+def optimizer_of_one_layer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model[0].parameters(), lr=0.5)
 
 
-def of_what_was_replaced(model: nn.Module) -> torch.optim.Optimizer:
-    """Of parameters made before sharding, which the model no longer has."""
+def optimizer_of_replaced_parameters(model: nn.Module) -> torch.optim.Optimizer:
+    """Return an optimizer of parameters from before sharding, which the model no longer has."""
     return torch.optim.SGD(build().parameters(), lr=0.5)
 
 
-class Wanting(torch.optim.SGD):
+class NeedsArgument(torch.optim.SGD):
     def __init__(self, parameters: Any, more: int) -> None:
         super().__init__(parameters, lr=more)
 
 
-def wanting(model: nn.Module) -> torch.optim.Optimizer:
-    return Wanting(model.parameters(), more=1)
+def with_required_argument(model: nn.Module) -> torch.optim.Optimizer:
+    return NeedsArgument(model.parameters(), more=1)
 
 
 def holding_a_lock(model: nn.Module) -> torch.optim.Optimizer:
@@ -272,7 +275,7 @@ def test_the_reference_trains_with_the_groups_of_a_built_optimizer(make):
     assert all(c.max_abs < 1e-6 for rank in evidence.training for c in rank.parameters)
 
 
-@pytest.mark.parametrize("make", [of_one_layer, of_what_was_replaced])
+@pytest.mark.parametrize("make", [optimizer_of_one_layer, optimizer_of_replaced_parameters])
 def test_an_optimizer_without_the_live_parameters_is_found(make):
     verdicts = judged(with_optimizer(make))
     wrong = {id: found.status for id, found in verdicts.items() if found.status in ("failed", "error")}
@@ -283,14 +286,16 @@ def test_an_optimizer_without_the_live_parameters_is_found(make):
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        (wanting, "TypeError: Wanting.__init__() missing 1 required positional argument: 'more'"),
+        (with_required_argument, "TypeError: NeedsArgument.__init__() missing 1 required positional argument: 'more'"),
         (holding_a_lock, "TypeError: cannot pickle '_thread.lock' object"),
     ],
 )
-def test_an_optimizer_that_cannot_be_rebuilt_costs_what_judges_training_only(make, why):
+def test_an_optimizer_that_cannot_be_rebuilt_affects_training_checks_only(make, why):
     verdicts = judged(with_optimizer(make))
     wrong = {id: (found.status, found.reason) for id, found in verdicts.items() if found.status in ("failed", "error")}
-    reason = f"the reference cannot build the same ({why}); give a callable: optimizer=lambda parameters: ..."
+    reason = (
+        f"the reference cannot build the same optimizer ({why}); declare a callable: optimizer=lambda parameters: ..."
+    )
     assert wrong == dict.fromkeys(TRAINED, ("error", f"Subject(optimizer=...): {reason}"))
 
 
@@ -301,7 +306,7 @@ class Verified(nn.Module):
 
 
 class Rotating(nn.Module):
-    """A frozen weight that is in the checkpoint, and a buffer that is not."""
+    """A module with a frozen weight that is in the checkpoint, and a buffer that is not."""
 
     def __init__(self, offset: float = 0.0) -> None:
         super().__init__()
@@ -318,7 +323,7 @@ class Rotating(nn.Module):
         ("verifier.angles", "verifier", 0.0, {"frozen_weights_equal_verifier": "error"}),
     ],
 )
-def test_a_frozen_pattern_beside_a_checkpoint(tmp_path, frozen, field, offset, wrong):
+def test_a_frozen_pattern_with_a_checkpoint(tmp_path, frozen, field, offset, wrong):
     save_file({"verifier.weight": torch.arange(4.0)}, tmp_path / "model.safetensors")
     sources = {"reference": Verified, field: tmp_path}
 
@@ -334,7 +339,7 @@ def test_a_frozen_pattern_beside_a_checkpoint(tmp_path, frozen, field, offset, w
 
 
 class Odd(nn.Module):
-    """A layer with buffers as models have them, though few."""
+    """A layer with rare kinds of buffers: expanded, conjugated, complex128, large integers, packed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -387,7 +392,7 @@ def build_marked() -> nn.Sequential:
     return model
 
 
-def asked_for(attribute: str, mark: bool = False, **sources: Any) -> Callable[[Rank], Subject]:
+def keeping_attribute(attribute: str, mark: bool = False, **sources: Any) -> Callable[[Rank], Subject]:
     def loader(fsdp):
         model = subject(fsdp, freeze=False).model
         if mark:
@@ -398,8 +403,8 @@ def asked_for(attribute: str, mark: bool = False, **sources: Any) -> Callable[[R
 
 
 @pytest.mark.parametrize("declared", [{"mark": True}, {"reference": build_marked}, {"mark": True, "reference": build}])
-def test_an_attribute_that_some_parameter_has_is_noted(declared):
-    assert observed(asked_for("_whole", **declared)).subject.kept_attributes == ("_whole",)
+def test_an_attribute_of_any_parameter_is_accepted(declared):
+    assert observed(keeping_attribute("_whole", **declared)).subject.kept_attributes == ("_whole",)
 
 
 @pytest.mark.parametrize(
@@ -416,12 +421,12 @@ def test_an_attribute_that_no_parameter_has_is_an_error(tmp_path, declared, wher
         save_file(build().state_dict(), tmp_path / "model.safetensors")
         declared = declared | {"reference": tmp_path}
     with pytest.raises(LoaderFailed) as caught:
-        observed(asked_for("_hole", **declared))
-    told = f"Subject(kept_attributes=...): no tensor of {where} has '_hole'; the nearest is '_whole'"
-    assert caught.value.summary == told
+        observed(keeping_attribute("_hole", **declared))
+    summary = f"Subject(kept_attributes=...): no tensor of {where} has '_hole'; the nearest is '_whole'"
+    assert caught.value.summary == summary
 
 
-def test_an_attribute_that_is_like_no_other():
+def test_an_unknown_attribute_without_a_similar_name():
     with pytest.raises(LoaderFailed) as caught:
-        observed(asked_for("zzz", mark=True))
+        observed(keeping_attribute("zzz", mark=True))
     assert caught.value.summary == "Subject(kept_attributes=...): no tensor of the model has 'zzz'"

@@ -201,11 +201,11 @@ def test_what_is_told_of_a_group_that_is_not_as_it_should_be(project: Project) -
         if line.startswith("no_meta_params could not be judged: ")
     }
     assert told == {
-        "the loader ended its process group (destroy_process_group), on which its model lies; the checks train and "
-        "save it: leave the group to the plugin, which ends it with the ranks",
+        "the loader destroyed the process group (destroy_process_group) that its model is sharded over, and the "
+        "checks train and save the model; leave the group to the plugin, which destroys it with the ranks",
         "ranks 0, 1 raised ValueError: trying to initialize the default process group twice!",
-        "the loader calls init_process_group, but the plugin has made the process group already; call it only where "
-        'torch.distributed.is_initialized() is false, or set @fsdp_conformance(process_group="loader")',
+        "the loader calls init_process_group, but the plugin has already created the process group; call it "
+        'only if torch.distributed.is_initialized() is false, or set @fsdp_conformance(process_group="loader")',
         'ranks 0, 1 raised ValueError: fsdp.mesh does not exist with process_group="loader": the loader makes its own '
         "mesh",
     }

@@ -1,7 +1,6 @@
-"""What is wrong with a part that an author's adapter returns, in one sentence.
+"""Check the parts that an author's adapter returns, and describe the first mistake in one sentence.
 
-The observers compute with parts on every rank; a wrong one would fail there, in the midst of them, or make a check
-compare nothing.
+Without this check, a wrong part would raise deep inside an observer, or a check would silently compare nothing.
 """
 
 from __future__ import annotations
@@ -17,25 +16,25 @@ from pytest_fsdp_meta.loader.adapter import Part
 from pytest_fsdp_meta.observers.adapters.dtensor import own_memory, sizes
 
 
-def fault(part: Part) -> str:
-    """The first thing that is wrong, and what would be right; empty for a part that can be."""
+def find_fault(part: Part) -> str:
+    """Return the first thing that is wrong with the part, and what would be right; empty for a valid part."""
     return next(_faults(part), "")
 
 
-def misfit(gradient: Tensor, part: Part) -> str:
-    """What is wrong with the shape of the gradient's local part."""
+def describe_misfit(gradient: Tensor, part: Part) -> str:
+    """Return what is wrong with the shape of the gradient's local part; empty where it fits."""
     own, local = own_memory(gradient), own_memory(part.local)
     fits = own.numel() == local.numel() if part.flat else own.shape == local.shape
     return "" if fits else f"gradient of shape {sizes(own)}, but should have the part's {sizes(local)}"
 
 
 def _faults(part: Part) -> Iterator[str]:
-    """Each is looked for only where those before it were not found: later ones rely on it."""
+    """Yield what is wrong; read only the first, since later checks rely on the earlier ones having passed."""
     yield from _wrong_types(part)
     if part.placements is not None:
         yield from _wrong_mesh(part.placements, part.mesh)
     yield from _wrong_regions(part)
-    if part.gradient is not None and (problem := misfit(part.gradient, part)):
+    if part.gradient is not None and (problem := describe_misfit(part.gradient, part)):
         yield f"Part(gradient=...) is a {problem}"
 
 
@@ -50,15 +49,15 @@ def _wrong_types(part: Part) -> Iterator[str]:
         ("by", lambda value: isinstance(value, str), "a string"),
         ("gradient", lambda value: value is None or _is_tensor(value), "None or a tensor"),
     ]
-    for field, right, wanted in wants:
+    for field, is_right, wanted in wants:
         value = getattr(part, field)
-        if not right(value):
-            yield f"Part({field}=...): {shown(value)} should be {wanted}"
+        if not is_right(value):
+            yield f"Part({field}=...): {_shown(value)} should be {wanted}"
 
 
 def _wrong_mesh(placements: tuple[str, ...], mesh: MeshFacts | None) -> Iterator[str]:
     if mesh is None:
-        yield f"Part(placements={placements}) should have a mesh, or be without placements"
+        yield f"Part(placements={placements}) needs mesh=... as well, or should have no placements"
     elif len(mesh.shape) != len(placements):
         yield f"Part(placements={placements}) should have one entry for each of the {len(mesh.shape)} dims of its mesh"
 
@@ -66,7 +65,7 @@ def _wrong_mesh(placements: tuple[str, ...], mesh: MeshFacts | None) -> Iterator
 def _wrong_regions(part: Part) -> Iterator[str]:
     extent = (prod(part.shape),) if part.flat else part.shape
     if len(part.regions) != len(extent):
-        dims = ", as it is flat" if part.flat else f" for each of the {len(extent)} dims of the shape {part.shape}"
+        dims = ", because it is flat" if part.flat else f" for each of the {len(extent)} dims of the shape {part.shape}"
         yield f"Part(regions={part.regions}) should have one entry{dims}"
         return
     for runs, whole in zip(part.regions, extent, strict=True):
@@ -99,9 +98,9 @@ def _is_run(value: object) -> bool:
 
 
 def _is_placements(value: object) -> bool:
-    return value is None or (isinstance(value, tuple) and all(isinstance(one, str) for one in value))
+    return value is None or (isinstance(value, tuple) and all(isinstance(placement, str) for placement in value))
 
 
-def shown(value: object) -> str:
-    """A value in one line."""
+def _shown(value: object) -> str:
+    """Return the value with its type in one short line."""
     return "None" if value is None else f"{type(value).__name__} {' '.join(repr(value).split())[:60]}"

@@ -1,4 +1,4 @@
-"""Tensors that say by themselves how they lie: DTensors, and plain ones, which are whole."""
+"""Describe tensors that know their own layout: DTensors, and plain tensors, which are whole."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pytest_fsdp_meta.observers.support.layout import regions
 
 
 def own_part(tensor: Tensor) -> Part:
+    """Return the part of a DTensor or a plain tensor that this rank holds."""
     sharded = isinstance(tensor, DTensor)
     return Part(
         own_memory(tensor),
@@ -24,22 +25,23 @@ def own_part(tensor: Tensor) -> Part:
 
 
 def sizes(tensor: Tensor) -> tuple[int, ...]:
-    """The shape; 0 for a ragged dimension, whose size is a symbol, and another one in every tensor."""
+    """Return the shape, with 0 for a ragged dim, whose size is a different symbol in every tensor."""
     return tuple(size if isinstance(size, int) else 0 for size in tensor.shape)
 
 
 def own_memory(tensor: Tensor) -> Tensor:
-    """This rank's own part of a tensor, without autograd."""
+    """Return this rank's own part of a tensor, without autograd."""
     with torch.no_grad():
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """``own_memory`` with a lazy conjugate or negative worked out."""
+    """Return ``own_memory`` with a lazy conjugation or negation applied."""
     return own_memory(tensor).resolve_conj().resolve_neg()
 
 
 def mesh_facts(tensor: DTensor) -> MeshFacts:
+    """Return the device mesh of a DTensor as plain data."""
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
     return MeshFacts(
@@ -50,7 +52,7 @@ def mesh_facts(tensor: DTensor) -> MeshFacts:
 
 
 def held_regions(tensor: Tensor) -> tuple[Region, ...]:
-    """Which global indices of the tensor this rank holds."""
+    """Return the global indices of the tensor that this rank holds."""
     if not isinstance(tensor, DTensor):
         return regions(sizes(tensor), (), (), ())
     mesh = mesh_facts(tensor)

@@ -1,4 +1,4 @@
-"""Asking the adapters of one model, each for what it knows."""
+"""Look up which part of a tensor this rank holds, by asking the adapters of its model."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ from torch.nn import Module
 from pytest_fsdp_meta.loader.adapter import Adapter, Part, PartError
 from pytest_fsdp_meta.loader.subject import SubjectError
 from pytest_fsdp_meta.observers.adapters import fsdp1, megatron_fsdp
-from pytest_fsdp_meta.observers.adapters.checking import fault, misfit
+from pytest_fsdp_meta.observers.adapters.checking import describe_misfit, find_fault
 from pytest_fsdp_meta.observers.adapters.dtensor import own_memory, own_part
 from pytest_fsdp_meta.worlds import CallFailed
 
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts that this rank holds of the tensors of one model; ``adapters`` are asked in order."""
+    """The parts of one model's tensors that this rank holds; the first of ``adapters`` that knows a tensor answers."""
 
     adapters: Sequence[Adapter] = ()
 
     def of(self, name: str, tensor: Tensor) -> Part:
+        """Return the part of a parameter or buffer."""
         return self._adapted(name, tensor) or own_part(tensor)
 
     def gradient(self, name: str, parameter: Tensor) -> Part | None:
-        """The part of the parameter's gradient; None where this rank has none.
+        """Return the part of the parameter's gradient; None where this rank has none.
 
-        What DTensor left as parts of a sum is summed, as any operation of an optimizer would do.
+        Partial placements of a DTensor are reduced first, as any operation of an optimizer would do.
         """
         part = self._adapted(name, parameter)
         gradient = parameter.grad if part is None or part.gradient is None else part.gradient
@@ -54,11 +55,11 @@ class Parts:
 
 
 def _require_fit(name: str, gradient: Tensor, part: Part) -> None:
-    """No check tells of a gradient whose elements are not those of its parameter: it has nothing to compare.
+    """Raise SubjectError for a gradient of another shape than its part: checks of gradients would skip it silently.
 
-    What shards by itself may hold whole gradients meanwhile, as FSDP1 does under no_sync().
+    FSDP1 and megatron-fsdp may hold whole gradients for a while, as FSDP1 does under no_sync().
     """
-    if part.by not in (fsdp1.BY, megatron_fsdp.BY) and (problem := misfit(gradient, part)):
+    if part.by not in (fsdp1.BY, megatron_fsdp.BY) and (problem := describe_misfit(gradient, part)):
         where = "parameter.grad is a" if part.gradient is None else "Part(gradient=...) is a"
         raise SubjectError("adapter", f"{name!r}: {where} {problem}")
 
@@ -67,19 +68,21 @@ _declared: WeakKeyDictionary[Module, Adapter] = WeakKeyDictionary()
 
 
 def remember(model: Module, declared: Adapter | None) -> None:
-    """The adapter that the author brings for this model."""
+    """Store the adapter that the author declared for this model."""
     if declared is not None:
-        _declared[model] = _called(declared)
+        _declared[model] = _checked(declared)
 
 
 def parts_of(model: Module) -> Parts:
-    """What the author declared is asked first, then what knows how the model was sharded."""
+    """Return the parts of a model; the adapter that the author declared is asked before the built-in ones."""
     own = [_declared[model]] if model in _declared else []
-    built_in = (made for make in (fsdp1.adapter, megatron_fsdp.adapter) if (made := make(model)) is not None)
-    return Parts((*own, *built_in))
+    candidates = (make(model) for make in (fsdp1.adapter, megatron_fsdp.adapter))
+    return Parts((*own, *(built_in for built_in in candidates if built_in is not None)))
 
 
-def _called(declared: Adapter) -> Adapter:
+def _checked(declared: Adapter) -> Adapter:
+    """Return the adapter with its errors and its results checked."""
+
     def adapter(name: str, tensor: Tensor) -> Part | None:
         try:
             part = declared(name, tensor)
@@ -93,8 +96,8 @@ def _called(declared: Adapter) -> Adapter:
                 f"it returned {type(part).__name__} for {name!r}, but should return pytest_fsdp_meta.Part, or None for "
                 "a tensor that it does not describe",
             )
-        if part is not None and (problem := fault(part)):
+        if part is not None and (problem := find_fault(part)):
             raise SubjectError("adapter", f"{name!r}: {problem}")
-        return part and replace(part, shape=tuple(part.shape))  # messages shall not read torch.Size([4, 8])
+        return part and replace(part, shape=tuple(part.shape))  # messages should not show torch.Size([4, 8])
 
     return adapter

@@ -1,8 +1,8 @@
-"""megatron-fsdp: DTensors whose rows are not cut as their placements say.
+"""Describe the DTensors of megatron-fsdp, whose rows are not split as their placements say.
 
-It cuts one flat buffer of many parameters into equal parts, so a rank may hold any number of rows of a parameter, and
-notes which elements on the parameter (``megatron_fsdp_slice``). The modules have these parameters while nothing
-computes; during a forward they have whole ones (``orig_param``), in memory that comes and goes.
+megatron-fsdp splits one flat buffer of many parameters into equal parts, so a rank may hold any number of rows of a
+parameter; the attribute ``megatron_fsdp_slice`` of the parameter has the elements. Modules register these sharded
+parameters between steps, and whole ones (``orig_param``) in temporary memory during a forward.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ from torch.nn import Module
 from pytest_fsdp_meta.evidence import Region
 from pytest_fsdp_meta.loader.adapter import Adapter, Part
 from pytest_fsdp_meta.observers.adapters.dtensor import held_regions, mesh_facts, own_memory, own_part
-from pytest_fsdp_meta.observers.support.layout import take
+from pytest_fsdp_meta.observers.support.layout import slice_runs
 
 BY = "megatron-fsdp"
 SLICE, WHOLE = "megatron_fsdp_slice", "orig_param"
 
 
 def adapter(model: Module) -> Adapter | None:
-    return describe if any(hasattr(parameter, SLICE) for parameter in model.parameters()) else None
+    """Return the adapter if megatron-fsdp sharded any parameter of the model."""
+    return _part_of if any(hasattr(parameter, SLICE) for parameter in model.parameters()) else None
 
 
-def describe(name: str, parameter: Tensor) -> Part | None:
+def _part_of(name: str, parameter: Tensor) -> Part | None:
     if not isinstance(parameter, DTensor) or not hasattr(parameter, SLICE):
-        return None  # whole on every rank: "no_shard" cuts nothing
+        return None  # whole on every rank, as with the strategy "no_shard"
     local, held = own_memory(parameter), getattr(parameter, SLICE)
     return Part(
         local,
@@ -45,32 +46,33 @@ def describe(name: str, parameter: Tensor) -> Part | None:
 
 
 def _rows(parameter: DTensor, start: int, stop: int) -> tuple[Region, ...]:
-    """The rows of the elements from ``start`` to ``stop`` of what tensor parallelism leaves of the parameter here."""
-    whole = getattr(parameter, WHOLE)
-    here = held_regions(whole)
-    row = prod(tuple(own_memory(whole).shape)[1:])
-    return (take(here[0], start // row, -(-stop // row)), *here[1:])
+    """Return the regions of elements ``start`` to ``stop`` of this rank's tensor-parallel shard of the parameter."""
+    tp_shard = getattr(parameter, WHOLE)
+    regions = held_regions(tp_shard)
+    row = prod(tuple(own_memory(tp_shard).shape)[1:])
+    return (slice_runs(regions[0], start // row, -(-stop // row)), *regions[1:])
 
 
 def reshard(model: Module) -> None:
+    """Register the sharded parameters again, as after a backward."""
     for module in model.modules():
         if is_wrapper(module):
-            # There is no public call: it is otherwise made after a backward only.
+            # megatron-fsdp has no public function for it, and does this itself after a backward only.
             module._replace_param_with_distributed_if_needed()
 
 
 def is_wrapper(module: Module) -> bool:
-    """Whether it is the module that megatron-fsdp puts around a model; Megatron-LM has a copy of the package."""
+    """Whether the module is megatron-fsdp's wrapper around a model; Megatron-LM contains a copy of the package."""
     return type(module).__name__ == "MegatronFSDP" and "megatron_fsdp" in type(module).__module__
 
 
 @contextmanager
 def unsynced(wrapper: Any) -> Iterator[None]:
-    """Both of its switches are turned: one reduces in every backward, the other in that of the last micro-batch."""
-    every = wrapper.model_auto_sync
+    """Switch off both reductions: the one in every backward, and the one in the last micro-batch's backward."""
+    auto_sync = wrapper.model_auto_sync
     wrapper.set_model_auto_sync(False)
     try:
         with wrapper.no_sync():
             yield
     finally:
-        wrapper.set_model_auto_sync(every)
+        wrapper.set_model_auto_sync(auto_sync)

@@ -1,1 +1,1 @@
-"""Instruments that observers share: poison, bit digests, precision, memory maps, private torch names."""
+"""Tools that observers share: poison, bit digests, precision, memory maps, private torch names."""

@@ -1,7 +1,7 @@
-"""Reading the bits of a tensor fast: what they hash to, and how many are what unwritten memory is filled with.
+"""Hash the bits of a tensor, and count the elements that hold the poison value.
 
-Every rank reads all its memory here, so both go through it once, in pieces that stay in the cache, and make no mask as
-large as the tensor unless there is something to count.
+Every rank runs this over all its tensors, so both functions read the memory once, in pieces that fit the cache, and
+allocate no mask as large as the tensor unless there is something to count.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ import torch
 from torch import Tensor
 
 PIECE = 1 << 15
-"""64-bit words that are hashed in one go."""
+"""64-bit words per piece (256 KiB)."""
 
 
 def digest(tensor: Tensor) -> str:
-    """A hash of the bytes of a tensor, the same on every device.
+    """Return a hash of the bytes of a tensor, which is the same on every device.
 
-    A weighted sum modulo 2**64 per piece, with odd weights that are fixed, and SHA-256 over the sums: it reads three
-    times as fast as SHA-256 over the bytes, and unlike ``torch.hash_tensor`` it sees elements change places. Raises
-    TypeError for quantized tensors: reading those as bytes ends the process.
+    The hash is SHA-256 over one weighted sum modulo 2**64 per piece, with fixed odd weights. That is three times as
+    fast as SHA-256 over the bytes, and unlike ``torch.hash_tensor`` it depends on the order of the elements. Raises
+    TypeError for quantized tensors, because reading those as bytes ends the process.
     """
     if tensor.is_quantized:
         raise TypeError(f"{tensor.dtype} cannot be read as bytes")
     data = _bytes(tensor)
     words = data[: data.numel() // 8 * 8]
     if words.storage_offset() % 8:
-        words = words.clone()  # a view of wider elements must begin where one of them may
+        words = words.clone()  # a view of 8-byte elements must begin at a multiple of 8 bytes
     pieces = words.view(torch.int64).split(PIECE)
     weights, room = _weights(data.device), torch.empty(PIECE, dtype=torch.int64, device=data.device)
     sums = torch.empty(len(pieces), dtype=torch.int64, device=data.device)
@@ -52,19 +52,19 @@ def _weights(device: torch.device) -> Tensor:
 
 
 def count_poison(local: Tensor) -> tuple[int, int]:
-    """(NaN, elements that hold what uninitialised memory is filled with)."""
+    """Return the number of NaN, and the number of elements that hold the value that unwritten memory is filled with."""
     if local.dtype == torch.bool or not local.numel():
-        return 0, 0  # bools are filled with True, which says nothing
+        return 0, 0  # bools are filled with True, which proves nothing
     try:
         if local.is_floating_point() or local.is_complex():
             return (count := _count_nan(local)), count
         most = torch.iinfo(local.dtype).max
         return 0, int((local == most).sum()) if int(local.max()) == most else 0
     except (NotImplementedError, RuntimeError, TypeError):
-        return 0, 0  # a packed type such as float4 or uint4, which torch cannot read element by element
+        return 0, 0  # a packed dtype such as float4 or uint4, which torch cannot read element by element
 
 
 def _count_nan(local: Tensor) -> int:
     values = local.float() if local.element_size() == 1 else local
-    # One NaN makes the sum NaN; a sum that overflows costs a count, no more.
+    # One NaN makes the sum NaN. A sum that overflows is not finite either, and only costs the exact count.
     return 0 if bool(torch.isfinite(values.sum())) else int(torch.isnan(values).sum())

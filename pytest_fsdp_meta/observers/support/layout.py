@@ -1,7 +1,7 @@
-"""Which indices of a global tensor a rank holds. Pure arithmetic on mesh coordinates, no torch.
+"""Compute which indices of a global tensor a rank holds, from mesh coordinates and without torch.
 
-torch has this as private helpers only, and they give one offset per dimension, which a strided shard (FSDP2 over TP
-on the same dim) does not have: it holds several separate runs.
+torch has private helpers for this, but they return one offset per dimension. A strided shard (FSDP2 over TP on the
+same dim) has no such offset: it holds several separate runs.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ def regions(
     mesh_shape: Sequence[int],
     coordinate: Sequence[int],
 ) -> tuple[Region, ...]:
-    """The runs held of every dimension by the rank at ``coordinate``.
+    """Return the runs of every dimension that the rank at ``coordinate`` holds.
 
     ``shards`` has one entry per mesh dimension: None where the tensor is not sharded over it, else the tensor dim and
-    the split factor (1 for an ordinary shard). Like torch, a dimension is cut into chunks of ceil(size / ranks), so
-    the last ranks may hold less, or nothing.
+    the split factor (1 for an ordinary shard). Each dim is cut into chunks of ceil(size / ranks) as in torch, so the
+    last ranks may hold less, or nothing.
     """
     held: list[Region] = [((0, size),) if size else () for size in shape]
     for mesh_dim, dim, factor in _cuts(shards, mesh_shape):
@@ -32,11 +32,11 @@ def regions(
 
 
 def _cuts(shards: Sequence[tuple[int, int] | None], mesh_shape: Sequence[int]) -> list[tuple[int, int, int]]:
-    """(mesh dimension, tensor dim, pieces to cut each of) in the order in which the tensor is cut.
+    """Return (mesh dimension, tensor dim, pieces to cut each of) in the order in which the tensor is cut.
 
-    A strided shard says that the mesh dimensions to its right cut first, into as many pieces as its split factor, and
-    that is how FSDP2 makes it. Cutting the pieces first and joining them, as its placement reads from left to right,
-    gives the same only for even sizes.
+    A strided shard means that mesh dimensions to its right cut first, into as many pieces as its split factor; FSDP2
+    creates it that way. Reading the placements from left to right instead (cut every piece, then join) gives the same
+    result for even sizes only.
     """
     order: list[tuple[int, int, int]] = []
     for mesh_dim, shard in reversed(list(enumerate(shards))):
@@ -53,14 +53,14 @@ def _cuts(shards: Sequence[tuple[int, int] | None], mesh_shape: Sequence[int]) -
 
 
 def _chunk(runs: Region, count: int, index: int) -> Region:
-    """The chunk ``index`` of ``count`` of these runs, as ``torch.chunk`` cuts them."""
+    """Return chunk ``index`` of ``count`` chunks of these runs, as ``torch.chunk`` cuts them."""
     total = sum(stop - start for start, stop in runs)
     size = -(-total // count)
-    return take(runs, index * size, (index + 1) * size)
+    return slice_runs(runs, index * size, (index + 1) * size)
 
 
-def take(runs: Region, first: int, last: int) -> Region:
-    """The runs of the indices number ``first`` to ``last`` of these."""
+def slice_runs(runs: Region, first: int, last: int) -> Region:
+    """Return the runs that cover the indices from position ``first`` up to position ``last`` of these runs."""
     taken, position = [], 0
     for start, stop in runs:
         low, high = max(first, position), min(last, position + stop - start)

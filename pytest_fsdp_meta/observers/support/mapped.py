@@ -1,4 +1,4 @@
-"""Which memory of this process is that of mapped files: the system may drop its pages, so it costs nothing."""
+"""Tell the memory of mapped files from other memory: the system may drop its pages, so it costs nothing."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from pathlib import Path
 import torch
 
 MAPS = Path("/proc/self/maps")
-"""The system's own list. torch knows of files that it has mapped whole, and of no slice of them or of others."""
+"""The kernel's list of mappings. torch knows only files that it mapped itself, and no slices of them."""
 NO_FILES = ("/dev/", "/memfd:", "/SYSV")
-"""What looks like a mapped file there and is memory: shared memory above all."""
+"""Path prefixes of mappings that are memory, such as shared memory."""
 
 
 class MappedFiles:
-    """The mapped files as they were when last looked at; none where the system does not list them."""
+    """The mapped files at the time of the last ``refresh``; none where the system does not list mappings."""
 
     def __init__(self) -> None:
-        self._ranges = sorted(_mapped())
+        self._ranges = sorted(_mapped_ranges())
 
     def hold(self, storage: torch.UntypedStorage) -> bool:
         """Whether the storage lies in a mapped file."""
@@ -26,11 +26,11 @@ class MappedFiles:
         index = bisect_right(self._ranges, (address, 2**64))
         return index > 0 and address < self._ranges[index - 1][1]
 
-    def look_again(self) -> None:
-        self._ranges = sorted(_mapped())
+    def refresh(self) -> None:
+        self._ranges = sorted(_mapped_ranges())
 
 
-def _mapped() -> Iterator[tuple[int, int]]:
+def _mapped_ranges() -> Iterator[tuple[int, int]]:
     for line in MAPS.read_text().splitlines() if MAPS.exists() else ():
         bounds, *_, path = line.split(maxsplit=5) if "/" in line else (line, "")
         if path.startswith("/") and not path.startswith(NO_FILES):

@@ -1,6 +1,6 @@
-"""While a loader runs, memory that is allocated and not written is NaN (integers: their maximum, bools: True).
+"""Fill memory that a loader allocates but never writes with NaN (integers: their maximum, bools: True).
 
-Uninitialised memory is then a certain finding instead of a lucky zero.
+Uninitialised memory is then always found, also where it would have been zero by chance.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ import torch
 from pytest_fsdp_meta.worlds.rank.reset import forget_default_device
 
 NOTICES = r"torch\.use_deterministic_algorithms\(True, warn_only=True\)|Deterministic behavior was enabled"
-"""What torch says of operations without a deterministic algorithm: it is us who asked for them."""
+"""Torch's warnings about operations without a deterministic algorithm; the observers switched that mode on."""
 
 
 @dataclass
 class Poison:
-    """Whether the poison was on until the end of its block."""
+    """Whether the poison was still active at the end of its block."""
 
-    kept: bool = False
+    active: bool = False
 
 
 @contextmanager
 def poisoned_memory() -> Iterator[Poison]:
-    """Poison for the time of the block; torch fills ``torch.empty`` only in deterministic mode.
+    """Activate the poison in the block; torch fills ``torch.empty`` in deterministic mode only.
 
-    Seeding helpers of loaders switch that mode on and off: for the time of the block their calls change nothing.
+    Within the block ``torch.use_deterministic_algorithms`` does nothing, because seeding helpers of loaders call it.
     """
     poison, setter = Poison(), torch.use_deterministic_algorithms
     with deterministic(fill=True):
@@ -37,14 +37,14 @@ def poisoned_memory() -> Iterator[Poison]:
             yield poison
         finally:
             torch.use_deterministic_algorithms = setter
-            poison.kept = bool(
+            poison.active = bool(
                 torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory
             )
 
 
 @contextmanager
 def deterministic(fill: bool = False) -> Iterator[None]:
-    """Deterministic algorithms where torch has them (warnings elsewhere), the earlier state afterwards."""
+    """Use deterministic algorithms where torch has them (warnings elsewhere); restore the earlier state afterwards."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     filled = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -57,7 +57,7 @@ def deterministic(fill: bool = False) -> Iterator[None]:
 
 
 def restore_defaults() -> None:
-    """What a loader or a reference may leave behind, and the observers' own tensors must not depend on."""
+    """Reset torch's default dtype, default device and gradient mode, which a loader or a reference may have changed."""
     torch.set_default_dtype(torch.float32)
     forget_default_device()
     torch.set_grad_enabled(True)

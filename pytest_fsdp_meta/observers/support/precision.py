@@ -1,4 +1,4 @@
-"""The precision that wrappers compute and reduce in, where it is not that of the parameters."""
+"""Find the dtypes that wrappers compute and reduce in, where a mixed-precision policy sets them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel)
 
 
 def precision(model: Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(``computes_in``, ``reduces_in``) of a RankInventory."""
+    """Return ``computes_in`` and ``reduces_in`` of a RankInventory."""
     policies = list(_policies(model))
     return _names(policy[0] for policy in policies), _names(policy[1] for policy in policies)
 

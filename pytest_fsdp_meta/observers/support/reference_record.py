@@ -1,6 +1,6 @@
-"""The record of the truth on disk: safetensors, of which every rank reads only its own slices.
+"""Write the reference to safetensors files, and read from them only the slices that a rank holds.
 
-A checkpoint directory is read the same way, so a reference may be either. No rank reads more of a tensor than it
+A checkpoint directory is read the same way, so either can be the reference. No rank reads more of a tensor than it
 holds itself.
 """
 
@@ -19,32 +19,32 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 RECORDS = ("values", "gradients", "updated", "accumulated")
-"""What the reference and its training leave: weights, first gradients, trained weights, gradients of micro-batches."""
+"""Records of the reference: weights, first gradients, trained weights, and mean gradients of micro-batches."""
 ALIASES = "aliases"
 AS_BYTES = "as_bytes"
-"""Notes in the metadata of a record: which names are another's tensor, and the dtypes of those kept as bytes."""
+"""Keys in the metadata of a record: names that are another name's tensor, and dtypes of tensors stored as bytes."""
 DTYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
     "F8_E5M2": "float8_e5m2", "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8",
     "U16": "uint16", "U32": "uint32", "U64": "uint64", "BOOL": "bool", "C64": "complex64",
 }  # fmt: skip
-YOUNG = frozenset({"uint16", "uint32", "uint64", "complex64"})
-"""What safetensors learnt too late for the oldest version that will do."""
+RECENT = frozenset({"uint16", "uint32", "uint64", "complex64"})
+"""Dtypes that the oldest supported version of safetensors does not have."""
 
 
 def record_at(folder: str | Path, name: str) -> Path:
-    """Where the record of this name is: one of ``RECORDS``, or what else is the truth of something."""
+    """Return the path of a record: one of ``RECORDS``, or the verifier's."""
     return Path(folder, f"{name}.safetensors")
 
 
 def write_record(path: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Writes the tensors to one safetensors file. Tied names are written once and remembered as aliases.
+    """Write the tensors to one safetensors file; tied names are written once and stored as aliases.
 
-    Left out is what is no plain array of elements, such as a sparse or a quantized tensor.
+    Tensors that are not plain arrays, such as sparse or quantized ones, are left out.
     """
     from safetensors.torch import save_file
 
-    kept: dict[str, Tensor] = {}
+    stored: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     as_bytes: dict[str, str] = {}
     first: dict[tuple[Any, ...], str] = {}
@@ -52,7 +52,7 @@ def write_record(path: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
         if not is_array(tensor):
             continue
         data = tensor.detach()
-        # The same memory seen in another way, as a transposed weight is, is another tensor.
+        # Another view of the same memory, such as a transposed weight, is another tensor.
         key = (data.data_ptr(), tuple(data.shape), data.stride(), data.dtype, data.is_conj(), data.is_neg())
         if data.numel() and key in first:
             aliases[name] = first[key]
@@ -60,22 +60,21 @@ def write_record(path: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
             first[key] = name
             data = data.resolve_conj().resolve_neg().cpu().contiguous()
             dtype = str(data.dtype).removeprefix("torch.")
-            if dtype in YOUNG or dtype not in DTYPES.values():
+            if dtype in RECENT or dtype not in DTYPES.values():
                 as_bytes[name], data = dtype, _bytes(data)
-            # A copy: safetensors refuses views that share a storage, and the model goes on to be trained.
-            kept[name] = data.clone()
-    save_file(kept, path, metadata={ALIASES: json.dumps(aliases), AS_BYTES: json.dumps(as_bytes)})
+            stored[name] = data.clone()  # safetensors refuses views that share a storage
+    save_file(stored, path, metadata={ALIASES: json.dumps(aliases), AS_BYTES: json.dumps(as_bytes)})
 
 
 def is_array(tensor: Tensor) -> bool:
-    """Whether torch reads its elements like those of any other."""
+    """Whether the tensor is a plain array of elements: not sparse, quantized or nested."""
     import torch
 
     return tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_nested
 
 
 def _bytes(data: Tensor) -> Tensor:
-    """The bytes of each element in one more dimension, so that all others are sliced as ever."""
+    """Return the bytes of each element in one more dim, so that all other dims are sliced as before."""
     import torch
 
     return data.unsqueeze(-1).view(torch.uint8)
@@ -88,75 +87,79 @@ def _elements(data: Tensor, dtype: str) -> Tensor:
 
 
 class Record:
-    """Tensors on disk, by name: one file of ours, or a checkpoint directory. Files are opened when first read."""
+    """Tensors on disk by name: a file of ``write_record``, or a checkpoint directory.
+
+    ``label`` names the record in messages.
+    """
 
     def __init__(self, path: str | Path, label: str = "the reference") -> None:
         self.label = label
         files = _files(Path(path)) if Path(path).is_dir() else [Path(path)]
-        self._files: dict[str, Any] = {}
+        self._handles: dict[str, Any] = {}
         self._aliases: dict[str, str] = {}
         self._as_bytes: dict[str, str] = {}
-        self._where: dict[str, Path] = {}
+        self._file_of: dict[str, Path] = {}
         for file in files:
             handle = self._open(file)
-            self._where.update(dict.fromkeys(handle.keys(), file))
-            notes = handle.metadata() or {}
-            self._aliases.update(json.loads(notes.get(ALIASES, "{}")))
-            self._as_bytes.update(json.loads(notes.get(AS_BYTES, "{}")))
+            self._file_of.update(dict.fromkeys(handle.keys(), file))
+            metadata = handle.metadata() or {}
+            self._aliases.update(json.loads(metadata.get(ALIASES, "{}")))
+            self._as_bytes.update(json.loads(metadata.get(AS_BYTES, "{}")))
 
     def __contains__(self, name: str) -> bool:
-        return self._aliases.get(name, name) in self._where
+        return self._aliases.get(name, name) in self._file_of
 
     def names(self) -> list[str]:
-        return [*self._where, *self._aliases]
+        return [*self._file_of, *self._aliases]
 
     def shape(self, name: str) -> tuple[int, ...]:
         stored = tuple(self._slice(name).get_shape())
-        return stored[:-1] if self._kept_as_bytes(name) else stored
+        return stored[:-1] if self._dtype_of_bytes(name) else stored
 
     def dtype(self, name: str) -> str:
         stored = self._slice(name).get_dtype()
-        return self._kept_as_bytes(name) or str(DTYPES.get(stored, stored))
+        return self._dtype_of_bytes(name) or str(DTYPES.get(stored, stored))
 
-    def read(self, name: str, held: Sequence[Region]) -> Tensor:
-        """The elements of the global tensor ``name`` in the runs ``held`` of each dimension, as one CPU tensor."""
-        if not held:
+    def read(self, name: str, regions: Sequence[Region]) -> Tensor:
+        """Return the elements of the global tensor in these runs of each dim, as one CPU tensor."""
+        if not regions:
             stored = self._aliases.get(name, name)
-            read = self._open(self._where[stored]).get_tensor(stored)
+            read = self._open(self._file_of[stored]).get_tensor(stored)
         else:
-            read = _assemble(self._slice(name), list(held), [])
-        dtype = self._kept_as_bytes(name)
+            read = _assemble(self._slice(name), list(regions), [])
+        dtype = self._dtype_of_bytes(name)
         return _elements(read, dtype) if dtype else read
 
     def read_run(self, name: str, runs: Region) -> Tensor:
-        """The elements in ``runs`` of the tensor laid out as one row; read as blocks of it, and no more than those."""
+        """Return the elements in ``runs`` of the tensor laid out as one row, reading no other elements."""
         import torch
 
         shape = self.shape(name)
-        held = [[(span,) for span in box] for first, last in runs for box in boxes(shape, first, last)]
-        if not held:
+        blocks = [[(span,) for span in box] for first, last in runs for box in boxes(shape, first, last)]
+        if not blocks:
             return self.read(name, [() for _ in shape]).reshape(-1)[:0]
-        return torch.cat([self.read(name, list(box)).reshape(-1) for box in held])
+        return torch.cat([self.read(name, list(block)).reshape(-1) for block in blocks])
 
-    def _kept_as_bytes(self, name: str) -> str | None:
-        """The true dtype of a tensor that is kept as bytes."""
+    def _dtype_of_bytes(self, name: str) -> str | None:
+        """Return the dtype of a tensor that is stored as bytes; None for other tensors."""
         return self._as_bytes.get(self._aliases.get(name, name))
 
     def _slice(self, name: str) -> Any:
         stored = self._aliases.get(name, name)
-        return self._open(self._where[stored]).get_slice(stored)
+        return self._open(self._file_of[stored]).get_slice(stored)
 
     def _open(self, file: Path) -> Any:
         from safetensors import safe_open
 
         key = str(file)
-        if key not in self._files:
-            self._files[key] = safe_open(key, framework="pt", device="cpu").__enter__()  # type: ignore[no-untyped-call]
-        return self._files[key]
+        if key not in self._handles:
+            handle: Any = safe_open(key, framework="pt", device="cpu")
+            self._handles[key] = handle.__enter__()
+        return self._handles[key]
 
 
 def _files(folder: Path) -> list[Path]:
-    """The files of a checkpoint. An index names them: beside it there may be a copy under other names."""
+    """Return the files of a checkpoint: those of its index, since a folder may have a copy under other names."""
     usual = folder / "model.safetensors.index.json"
     indexes = [usual] if usual.exists() else sorted(folder.glob("*.safetensors.index.json"))
     if not indexes:
@@ -164,21 +167,21 @@ def _files(folder: Path) -> list[Path]:
     return sorted({folder / file for index in indexes for file in json.loads(index.read_text())["weight_map"].values()})
 
 
-def _assemble(source: Any, held: list[Region], chosen: list[tuple[int, int]]) -> Tensor:
-    """One read per combination of runs, put together dimension by dimension; nearly always a single read."""
+def _assemble(source: Any, regions: list[Region], chosen: list[tuple[int, int]]) -> Tensor:
+    """Read each combination of runs and concatenate them dim by dim; nearly always this is a single read."""
     import torch
 
     dim = len(chosen)
-    if dim == len(held):
+    if dim == len(regions):
         return source[tuple(slice(start, stop) for start, stop in chosen)]
-    parts = [_assemble(source, held, [*chosen, run]) for run in held[dim] or ((0, 0),)]
+    parts = [_assemble(source, regions, [*chosen, run]) for run in regions[dim] or ((0, 0),)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def boxes(shape: Sequence[int], first: int, last: int) -> list[Region]:
-    """The run of elements ``first`` to ``last`` of a tensor laid out as one row, as blocks of it, in their order.
+    """Return the blocks, in order, that make up elements ``first`` to ``last`` of a tensor laid out as one row.
 
-    Each block is one run of indices per dimension: at most two for every dimension but the last.
+    A block is one run of indices per dim. There are at most two blocks for every dim but the last.
     """
     if first >= last:
         return []
@@ -195,7 +198,7 @@ def boxes(shape: Sequence[int], first: int, last: int) -> list[Region]:
 
 
 def global_index(held: Sequence[Region], local: Sequence[int]) -> tuple[int, ...]:
-    """The global index of a local one."""
+    """Return the global index of a local one."""
     pairs = zip(held, local, strict=True)
     return tuple(next(itertools.islice(_indices(runs), position, None)) for runs, position in pairs)
 
@@ -205,6 +208,6 @@ def _indices(runs: Region) -> Iterable[int]:
 
 
 def checkpoint_entries(path: str | Path) -> Mapping[str, tuple[tuple[int, ...], str]]:
-    """(shape, dtype) of every tensor of a checkpoint directory, from the headers alone."""
+    """Return (shape, dtype) of every tensor of a checkpoint directory, from the file headers alone."""
     record = Record(path)
     return {name: (record.shape(name), record.dtype(name)) for name in record.names()}

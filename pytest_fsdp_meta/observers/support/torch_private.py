@@ -1,6 +1,6 @@
-"""Every private name of torch that observers need, where no public one exists.
+"""Access the private names of torch that observers need because no public ones exist.
 
-tests/observers/test_torch_private.py breaks when one moves.
+tests/observers/test_torch_private.py fails when torch moves one of them.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_tra
 
 try:
     from torch.distributed._composable.replicate_with_fsdp import ReplicateModule
-except ImportError:  # before torch 2.9 there is only the other
+except ImportError:  # torch before 2.9 has the DDP-based replicate() only
 
     class ReplicateModule:  # type: ignore[no-redef]
-        """What no module is."""
+        """A class that no module is an instance of."""
 
 
 def mixed_precision(module: FSDPModule) -> MixedPrecisionPolicy:
-    """The policy that ``fully_shard`` was given; public torch takes it and never tells it again."""
+    """Return the policy that ``fully_shard`` was given; public torch has no way to read it back."""
     policy = module._get_fsdp_state()._mp_policy
     assert isinstance(policy, MixedPrecisionPolicy)
     return policy
 
 
 def is_replicated(module: Module) -> bool:
-    """Whether replicate() was applied to the module: DDP without a wrapper, which public torch does not have."""
+    """Whether replicate() was applied to the module; it is DDP without a wrapper, and public torch cannot tell."""
     return isinstance(module, ReplicateModule) or replicate.state(module) is not None
 
 
 def flat_parameters(model: Module) -> Iterator[tuple[Tensor, tuple[int, ...], int]]:
-    """(parameter, its whole shape, number of the first element that this rank holds) of what FSDP1 shards.
+    """Yield (parameter, its whole shape, position of its first element on this rank) for what FSDP1 shards.
 
-    The rank's elements are the parameter itself; their number is its size, which may be 0. Public torch tells neither
-    the shape nor the offset: only state dicts do, by gathering.
+    The parameter has this rank's elements, possibly none. Public torch gives neither the shape nor the position
+    without gathering a state dict.
     """
     for module in FullyShardedDataParallel.fsdp_modules(model):
         handle: Any = module._handle
@@ -55,10 +55,9 @@ def flat_parameters(model: Module) -> Iterator[tuple[Tensor, tuple[int, ...], in
 
 
 def managed_places(model: Module) -> Iterator[tuple[Module, str, bool]]:
-    """(module, name in it, whether the parameter there is the one that FSDP2 manages) of all that it manages.
+    """Yield (module, name in it, whether FSDP2 manages the parameter registered there) for all that FSDP2 manages.
 
-    FSDP2 keeps the Parameter objects that it found, or has made of them, and public torch shows only what the modules
-    register.
+    FSDP2 stores the Parameter objects that it found or created; public torch shows only what modules register.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -75,7 +74,10 @@ def _param_groups(module: FSDPModule) -> list[Any]:
 
 
 def _places(managed: Any, adopts: bool) -> Iterator[tuple[Module, str, bool]]:
-    """Until its first forward FSDP2 ``adopts`` the DTensor that it finds in the first place of a parameter."""
+    """Yield the places of one managed parameter.
+
+    Until its first forward, FSDP2 ``adopts`` the DTensor that it finds in the parameter's first place.
+    """
     info, state = managed._module_info, managed.sharded_state.name
     registered = info.module._parameters.get(info.param_name)
     own = {
@@ -89,7 +91,7 @@ def _places(managed: Any, adopts: bool) -> Iterator[tuple[Module, str, bool]]:
         yield info.module, info.param_name, registered is own
     for module, name in zip(info.shared_modules, info.shared_param_names, strict=True):
         twin = module._parameters.get(name)
-        if twin is not None:  # two objects of one memory are one parameter to all but the optimizer
+        if twin is not None:  # two objects that share memory are one parameter to everything but the optimizer
             yield module, name, twin is own or _address(twin) == _address(own)
 
 
@@ -99,30 +101,30 @@ def _address(parameter: Tensor) -> int:
 
 
 def non_persistent_names(module: Module) -> set[str]:
-    """The names, in the module, of its buffers that a state dict leaves out."""
+    """Return the names, in the module, of its buffers that a state dict leaves out."""
     return set(module._non_persistent_buffers_set)
 
 
 def is_operator(func: object) -> bool:
-    """Whether what a dispatch mode is told of is an operator with a schema, and no higher-order one."""
+    """Whether a function that a dispatch mode sees is an operator with a schema, not a higher-order operator."""
     return isinstance(func, torch._ops.OpOverload)
 
 
 def operator_name(func: Any) -> str:
-    """Without namespace and overload: "all_reduce"."""
+    """Return the operator's name without namespace and overload: "all_reduce"."""
     return str(func._opname)
 
 
 def operator_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """What it is given, by the names of its schema."""
+    """Return the operator's arguments by the names of its schema."""
     return {spec.name: value for spec, value in zip(func._schema.arguments, args, strict=False)} | dict(kwargs)
 
 
 def process_group(argument: Any) -> dist.ProcessGroup:
-    """The group that a collective's operator was given.
+    """Return the process group that a collective's operator was given.
 
-    Operators get it as a TorchScript object (``c10d``) or by its name (``_c10d_functional``); torch has public ways
-    to make either of a group, and none back.
+    Operators get it as a TorchScript object (``c10d``) or by its name (``_c10d_functional``); public torch converts a
+    group to either, but not back.
     """
     if isinstance(argument, str):
         return _resolve_process_group(argument)
@@ -131,21 +133,18 @@ def process_group(argument: Any) -> dist.ProcessGroup:
 
 @dataclass(frozen=True)
 class ManagedGroup:
-    """Parameters that FSDP2 gathers and reduces together, the sharded ones that the modules register."""
+    """Sharded parameters that FSDP2 gathers and reduces together."""
 
     modules: tuple[Module, ...]
     parameters: tuple[Parameter, ...]
     reshards: bool
-    """Whether they are freed after the forward."""
+    """Whether FSDP2 frees the gathered parameters after the forward."""
     replicates: bool
-    """Whether they are reduced over a second mesh dimension as well (HSDP)."""
+    """Whether gradients are reduced over a second mesh dimension as well (HSDP)."""
 
 
 def fsdp_groups(model: Module) -> Iterator[ManagedGroup]:
-    """What FSDP2 manages of the model, group by group.
-
-    Which parameters a ``fully_shard`` took, and whether it frees them, is in its state only.
-    """
+    """Yield the groups of parameters that FSDP2 manages; only its private state has them."""
     seen: set[int] = set()
     for module in model.modules():
         if not isinstance(module, FSDPModule):

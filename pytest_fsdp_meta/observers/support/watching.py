@@ -1,4 +1,4 @@
-"""Seeing every operation of this rank's threads without changing any."""
+"""Watch every operation of this rank's threads without changing any."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pytest_fsdp_meta.observers.support.torch_private import (
 
 
 class Watcher(Protocol):
-    """What is told of every operation, before and after it."""
+    """An object whose methods are called before and after every operation."""
 
     def before(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None: ...
 
@@ -27,13 +27,13 @@ class Watcher(Protocol):
 
 
 class _Watching(TorchDispatchMode):  # type: ignore[misc]
-    """Tells the watchers; the operation itself runs as it would.
+    """Call the watchers around each operation, which itself runs unchanged.
 
-    A mode is how torch's own CommDebugMode counts: it sees what C++ issues as well, of DTensor, FSDP2's backward and
-    DDP's reducer, which wrapping Python functions does not.
+    torch's own CommDebugMode is a dispatch mode, too: unlike wrapped Python functions, a mode sees the operations that
+    C++ issues for DTensor, FSDP2's backward and DDP's reducer.
     """
 
-    # Without it flex attention and other higher-order operators refuse to run.
+    # Without this attribute, flex attention and other higher-order operators refuse to run.
     supports_higher_order_operators = True
 
     def __init__(self, watchers: Sequence[Watcher]) -> None:
@@ -43,7 +43,7 @@ class _Watching(TorchDispatchMode):  # type: ignore[misc]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        # Without it torch.compile gives up wherever a mode is active.
+        # Without this method, torch.compile falls back to eager wherever a mode is active.
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -51,7 +51,7 @@ class _Watching(TorchDispatchMode):  # type: ignore[misc]
         if self.over or not is_operator(func):
             return func(*args, **kwargs)
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # DTensor's turn: it comes back with plain tensors and collectives
+            return NotImplemented  # DTensor runs first, and dispatches plain tensors and collectives to this mode
         for watcher in self._watchers:
             watcher.before(func, args, kwargs)
         out = func(*args, **kwargs)
@@ -62,36 +62,36 @@ class _Watching(TorchDispatchMode):  # type: ignore[misc]
 
 @contextmanager
 def watching(*watchers: Watcher) -> Iterator[None]:
-    """Tells the watchers of every operation of the block, in threads that it starts as well; nothing without any."""
+    """Call the watchers for every operation of the block, also in threads that the block starts."""
     if not watchers:
         yield
         return
     mode, run = _Watching(watchers), threading.Thread.run
-    workers: list[_Watching] = []
+    thread_modes: list[_Watching] = []
 
-    def watched(thread: threading.Thread) -> None:
-        # A mode belongs to its thread, and loaders read with pools of them. A pool may outlive the block, and leaving
-        # a mode sets flags that all threads share: so it is left on, and does nothing once the block is over.
-        workers.append(_Watching(watchers))
-        workers[-1].__enter__()
+    def run_watched(thread: threading.Thread) -> None:
+        # A mode is active in one thread only, and loaders read with thread pools. A pool may outlive the block, and
+        # leaving a mode sets flags that all threads share: so the mode stays on, and does nothing after the block.
+        thread_modes.append(_Watching(watchers))
+        thread_modes[-1].__enter__()
         run(thread)
 
-    threading.Thread.run = watched  # type: ignore[method-assign,assignment]
+    threading.Thread.run = run_watched  # type: ignore[method-assign,assignment]
     try:
         with mode:
             yield
     finally:
         threading.Thread.run = run  # type: ignore[method-assign]
-        for one in (mode, *workers):
-            one.over = True
+        for entered in (mode, *thread_modes):
+            entered.over = True
 
 
 WITHOUT_STORAGE = frozenset({"meta", "lazy", "xla"})
-"""Devices whose tensors have no storage to look at; asking the lazy ones for it ends the process."""
+"""Devices whose tensors have no storage; asking lazy tensors for one ends the process."""
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The plain tensors with a storage in arguments or results of an operation, taken out of subclasses around them."""
+    """Yield the plain tensors with a storage in an operation's arguments or results, also inside tensor subclasses."""
     if isinstance(value, Tensor):
         if is_traceable_wrapper_subclass(value):
             for name in value.__tensor_flatten__()[0]:
@@ -104,5 +104,5 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def _is_fake(tensor: Tensor) -> bool:
-    """DTensor tries each new operation on fake tensors of the global shape, which claim a device but have no memory."""
+    """Whether DTensor made the tensor to try a new operation: it has a device and the global shape, but no memory."""
     return bool(tensor.untyped_storage().device.type == "meta")

@@ -1,8 +1,8 @@
-"""The reference, alone in a world of one: built twice, recorded, trained twice.
+"""Build, record and train the reference in a world of one rank, each of them twice.
 
-The first build is under poison and tells what the reference itself leaves uninitialised; the second is recorded. A
-tensor whose bits differ between the two, or losses that differ between two trainings from the same weights, are not
-the truth about anything, and are reported as such.
+The first build runs under poison and shows which tensors the reference itself never writes; the second build is
+recorded. Tensors that differ between the two builds, and losses that differ between two trainings from the same
+weights, cannot serve as a reference; the facts say so.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from torch.nn import Module
 from pytest_fsdp_meta.evidence import Measure, RankInventory, ReferenceFacts, TensorFacts
 from pytest_fsdp_meta.loader.adapter import Part
 from pytest_fsdp_meta.loader.subject import Subject, SubjectError
-from pytest_fsdp_meta.observers.accumulation import accumulate, micro_batches, not_shared
+from pytest_fsdp_meta.observers.accumulation import accumulate, indivisible_batch, micro_batches
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part
 from pytest_fsdp_meta.observers.gradients import gradient_norm, gradients_of
 from pytest_fsdp_meta.observers.inventory import named_tensors, take_inventory
-from pytest_fsdp_meta.observers.movement import noise, root_mean_square
+from pytest_fsdp_meta.observers.movement import gradient_noise, root_mean_square
 from pytest_fsdp_meta.observers.optimizers import PackedOptimizer, make_optimizer
 from pytest_fsdp_meta.observers.support.poison import NOTICES, poisoned_memory, restore_defaults
 from pytest_fsdp_meta.observers.support.reference_record import Record, checkpoint_entries, record_at, write_record
@@ -39,9 +39,10 @@ from pytest_fsdp_meta.worlds import SEED, current, doing, telling
 def record_reference(
     recipe: Mapping[str, bytes], frozen: Collection[str], attributes: tuple[str, ...], path: str
 ) -> ReferenceFacts:
-    """Builds the reference twice and records the second: every parameter and every buffer, persistent or not.
+    """Build the reference twice and record the second build: every parameter and every buffer, persistent or not.
 
-    What the subject declares ``frozen`` is frozen here too: a reference is often just read from a checkpoint.
+    The names that the subject declares ``frozen`` are frozen in the reference too, which is often just read from a
+    checkpoint and freezes nothing itself.
     """
     with poisoned_memory():
         poisoned = _inventory(_build("reference", recipe), attributes)
@@ -69,56 +70,41 @@ def record_reference(
 
 
 def train_reference(
-    recipe: Mapping[str, bytes], steps: int, folder: str, shares: int, facts: ReferenceFacts
+    recipe: Mapping[str, bytes], steps: int, folder: str, data_parallel_size: int, facts: ReferenceFacts
 ) -> ReferenceFacts:
-    """The facts with what training adds to them; trained a second time from the recorded values, for the losses.
+    """Train the reference twice from the recorded values; return the facts with the results added.
 
-    Records, in ``folder``, the gradients of the first step, the parameters after the last, and then the mean of the
-    gradients of ``shares`` data-parallel ranks' micro-batches.
+    Record in ``folder`` the gradients of the first step, the parameters after the last step, and the mean gradient
+    of the micro-batches of ``data_parallel_size`` ranks. The second training only gives the losses.
     """
-    me = current()
-    subject = _subject(me.state["reference"], recipe)
-    model, seen = subject.model, _FirstGradients(record_at(folder, "gradients"))
-    seen.look(model)  # where nothing is trainable there is no backward, and the ranks look for an empty record
+    rank = current()
+    subject = _declared_subject(rank.state["reference"], recipe)
+    model, first = subject.model, _FirstGradients(record_at(folder, "gradients"))
+    first.observe(model)  # where nothing is trainable there is no backward, but the ranks need an empty record
     optimizer = make_optimizer(subject)
-    run = train(subject, me.device, range(steps), (0, 1), optimizer, partial(seen.look, model))
+    run = train(subject, rank.device, range(steps), (0, 1), optimizer, partial(first.observe, model))
     after = _inventory(model, ())
     write_record(record_at(folder, "updated"), ((n, t) for n, kind, t in named_tensors(model) if kind == "parameter"))
     amplified = 1.0
-    if optimizer is not None and not not_shared(subject, shares):
-        amplified = _accumulated(subject, shares, record_at(folder, "accumulated"))
+    if optimizer is not None and not indivisible_batch(subject, data_parallel_size):
+        amplified = _record_accumulated(subject, data_parallel_size, record_at(folder, "accumulated"))
     _restore(model, Record(record_at(folder, "values")))
-    again = train(subject, me.device, range(steps), (0, 1), make_optimizer(subject))
+    rerun = train(subject, rank.device, range(steps), (0, 1), make_optimizer(subject))
     return replace(
         facts,
         losses=tuple(run.losses),
-        losses_again=tuple(again.losses),
+        losses_again=tuple(rerun.losses),
         batches=tuple(run.batches),
-        gradients=seen.sizes,
-        noise=seen.noise,
-        norm=seen.norm,
+        gradients=first.sizes,
+        noise=first.noise,
+        norm=first.norm,
         after=after,
         sensitivity=amplified,
     )
 
 
-def _accumulated(subject: Subject, shares: int, path: Path) -> float:
-    """Records the mean gradient at ``path``, and tells how sensitive it is; leaves the parameters changed."""
-    model, device = subject.model, current().device
-    slices = [share for index in range(shares) for share in micro_batches((index, shares))]
-    accumulate(subject, device, slices)
-    write_record(path, _whole(gradients_of(model)))
-
-    def apart() -> Iterator[Measure | None]:
-        accumulate(subject, device, slices)
-        return (one.measure for one in compare_gradients(gradients_of(model), Record(path)))
-
-    trained = (_once(tensor) for _, tensor in _tensors(model) if tensor.requires_grad)
-    return sensitivity(trained, apart)
-
-
 class _FirstGradients:
-    """Recorded at ``path``, with their sizes and their norm."""
+    """The gradients of the first step: recorded at ``path``, with their sizes and their norm."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -126,26 +112,41 @@ class _FirstGradients:
         self.noise = 0.0
         self.norm: float | None = None
 
-    def look(self, model: Module) -> None:
+    def observe(self, model: Module) -> None:
         gradients = gradients_of(model)
-        write_record(self._path, _whole(gradients))
+        write_record(self._path, _local_tensors(gradients))
         self.sizes = {name: root_mean_square(gradient.local) for name, gradient in gradients}
-        self.noise = noise(model)
+        self.noise = gradient_noise(model)
         self.norm, _ = gradient_norm(model, None)
 
 
-def _whole(gradients: Sequence[tuple[str, Part]]) -> list[tuple[str, Tensor]]:
-    """Alone, a rank holds all of everything."""
+def _record_accumulated(subject: Subject, data_parallel_size: int, path: Path) -> float:
+    """Record the mean gradient of all micro-batches; return its sensitivity, and leave the parameters changed."""
+    model, device = subject.model, current().device
+    slices = [piece for index in range(data_parallel_size) for piece in micro_batches((index, data_parallel_size))]
+    accumulate(subject, device, slices)
+    write_record(path, _local_tensors(gradients_of(model)))
+
+    def measure_gradients() -> Iterator[Measure | None]:
+        accumulate(subject, device, slices)
+        return (comparison.measure for comparison in compare_gradients(gradients_of(model), Record(path)))
+
+    trained = (_without_repetition(tensor) for _, tensor in _tensors(model) if tensor.requires_grad)
+    return sensitivity(trained, measure_gradients)
+
+
+def _local_tensors(gradients: Sequence[tuple[str, Part]]) -> list[tuple[str, Tensor]]:
+    """Return the gradients as tensors: in a world of one rank every part is whole."""
     return [(name, part.local) for name, part in gradients]
 
 
 def record_verifier(recipe: Mapping[str, bytes], path: str) -> None:
-    """Records what the frozen weights were taken from."""
+    """Build the verifier and record its values."""
     write_record(Path(path), _tensors(_build("verifier", recipe)))
 
 
 def checkpoint_facts(path: str) -> ReferenceFacts:
-    """What the headers of a checkpoint directory say; they do not tell parameters from persistent buffers."""
+    """Return the facts in the headers of a checkpoint directory, which do not tell parameters from buffers."""
     tensors = tuple(
         TensorFacts(name, "tensor", shape, shape, (), dtype, "disk")
         for name, (shape, dtype) in checkpoint_entries(path).items()
@@ -155,11 +156,11 @@ def checkpoint_facts(path: str) -> ReferenceFacts:
 
 
 def missing_from_verifier(path: str, names: Mapping[str, str]) -> str:
-    """What is wrong with a frozen name that the verifier at ``path`` does not have; empty when it has all."""
-    there = Record(path).names()
+    """Return which of the frozen names the verifier at ``path`` lacks; empty where it has all."""
+    known = Record(path).names()
     for name, source in names.items():
-        if source not in there:
-            near = difflib.get_close_matches(source, there, n=1, cutoff=0.4)
+        if source not in known:
+            near = difflib.get_close_matches(source, known, n=1, cutoff=0.4)
             hint = f"; the nearest is {near[0]!r}" if near else ""
             return str(SubjectError("frozen", f"the verifier has no tensor {source!r} (for {name!r}){hint}"))
     return ""
@@ -174,15 +175,15 @@ def _build(field: str, recipe: Mapping[str, bytes]) -> Module:
     restore_defaults()
     if not isinstance(model, Module):
         raise SubjectError(
-            field, f"it returned {type(model).__name__}, but should return the model (a torch.nn.Module)"
+            field, f"the callable returned {type(model).__name__}, but should return the model (a torch.nn.Module)"
         )
     meta = [name for name, tensor in _tensors(model) if local_part(tensor).is_meta]
     if meta:
-        raise SubjectError(field, f"{meta[0]!r} of the model that it built is on meta; it should build the real model")
+        raise SubjectError(field, f"the callable built a model with {meta[0]!r} on meta; build it with real weights")
     return model.to(current().device)
 
 
-def _subject(model: Module, recipe: Mapping[str, bytes]) -> Subject:
+def _declared_subject(model: Module, recipe: Mapping[str, bytes]) -> Subject:
     declared: dict[str, Any] = {field: pickle.loads(recipe[field]) for field in ("batch", "loss", "optimizer")}
     if isinstance(declared["optimizer"], PackedOptimizer):
         declared["optimizer"] = partial(declared["optimizer"].rebuild, model)
@@ -201,13 +202,16 @@ def _restore(model: Module, record: Record) -> None:
     with torch.no_grad():
         for name, tensor in _tensors(model):
             if name in record:
-                _once(tensor).copy_(_once(record.read(name, [((0, size),) for size in tensor.shape]), tensor))
+                values = record.read(name, [((0, size),) for size in tensor.shape])
+                _without_repetition(tensor).copy_(_without_repetition(values, tensor))
 
 
-def _once(tensor: Tensor, like: Tensor | None = None) -> Tensor:
-    """Without the repetitions that ``expand`` made in ``like`` (the tensor itself), which cannot be written to."""
-    repeated = (tensor if like is None else like).stride()
-    for dim, stride in enumerate(repeated):
+def _without_repetition(tensor: Tensor, like: Tensor | None = None) -> Tensor:
+    """Return one repetition of a tensor that ``expand`` repeated as in ``like`` (default: itself).
+
+    torch refuses to write to the repetitions together.
+    """
+    for dim, stride in enumerate((tensor if like is None else like).stride()):
         if not stride and tensor.shape[dim]:
             tensor = tensor.narrow(dim, 0, 1)
     return tensor

@@ -1,4 +1,4 @@
-"""What ranks would import and do on first use is imported and done before they are forked."""
+"""Test that everything that ranks import on first use is imported before they are forked."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.world_help import trial_preload
 
 
 def save_and_load(folder: str) -> list[str]:
-    """On a rank: the modules that a first step and a first checkpoint import."""
+    """Return the modules that a first step and a first checkpoint import on a rank."""
     import torch
     import torch.distributed.checkpoint as dcp
     from safetensors.torch import load_file, save_file
@@ -35,7 +35,7 @@ def test_a_rank_imports_nothing_on_first_use(tmp_path: Path) -> None:
         assert world.run(save_and_load, str(tmp_path)) == [[]]
 
 
-def test_functions_are_called_when_all_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_functions_are_called_after_all_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "early_warmer.py").write_text(
         "import sys\nseen = []\n"

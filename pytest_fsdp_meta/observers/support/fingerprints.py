@@ -1,0 +1,50 @@
+"""Reduce any value of a state dict to a short string that is equal for equal values."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from pytest_fsdp_meta.observers.adapters.dtensor import local_part
+from pytest_fsdp_meta.observers.support.bits import digest
+
+READABLE = 40
+"""Most characters of a fingerprint that is not hashed."""
+
+
+def fingerprint(value: Any) -> str:
+    """Return a short string that is equal for equal values, however they were pickled."""
+    if isinstance(value, Tensor):
+        dtype = str(value.dtype).removeprefix("torch.")
+        content = "on meta" if local_part(value).is_meta else digest(local_part(value))
+        return f"{dtype} {tuple(value.shape)} {content}"
+    plain = isinstance(value, (bool, int, float, str, type(None)))
+    text = repr(value) if plain else " ".join(_describe(value))
+    return text if len(text) <= READABLE else _hash(text.encode())
+
+
+def _describe(value: Any) -> Iterator[str]:
+    # torch gathers a tuple, such as Adam's betas, as a list.
+    yield "list" if isinstance(value, tuple) else type(value).__name__
+    if isinstance(value, Mapping):
+        yield from sorted(f"{key!r}={fingerprint(part)}" for key, part in value.items())
+    elif isinstance(value, (list, tuple)):
+        yield from map(fingerprint, value)
+    elif isinstance(value, (set, frozenset)):
+        yield from sorted(map(fingerprint, value))
+    elif isinstance(value, io.BytesIO):
+        yield _hash(value.getvalue())
+    elif isinstance(value, (bytes, bytearray)):
+        yield _hash(value)
+    elif hasattr(value, "__dict__"):
+        yield fingerprint(dict(vars(value)))
+    else:
+        yield repr(value)
+
+
+def _hash(data: bytes | bytearray) -> str:
+    return hashlib.sha256(data, usedforsecurity=False).hexdigest()[:32]

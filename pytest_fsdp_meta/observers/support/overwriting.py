@@ -1,0 +1,31 @@
+"""Overwrite tensors before a checkpoint is loaded into them, and find out what loading left untouched."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+MARK = -0.0123456789
+"""The value that fills floating-point tensors; no weight has it by chance, let alone all elements of a tensor."""
+
+
+def overwrite(local: Tensor) -> None:
+    """Replace all values: by ``MARK`` where the dtype can hold it, else by their bits inverted."""
+    if _can_hold_mark(local):
+        local.fill_(MARK)
+    elif local.is_floating_point():
+        local.view(torch.uint8).bitwise_not_()
+    else:
+        local.bitwise_not_()
+
+
+def is_untouched(local: Tensor) -> bool:
+    """Whether every element is ``MARK``; where the bits were inverted instead, nobody can tell."""
+    if not local.numel() or local.is_meta or not _can_hold_mark(local):
+        return False
+    mark = torch.full((), MARK, dtype=local.dtype, device=local.device)
+    return bool(torch.eq(local, mark).all())
+
+
+def _can_hold_mark(local: Tensor) -> bool:
+    return bool(local.is_complex() or (local.is_floating_point() and local.element_size() > 1))

@@ -1,0 +1,262 @@
+"""Take the observations of one trial: those of the first load here, those that need more loads in ``reloading``."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from pytest_fsdp_meta.evidence import (
+    Comparison,
+    Evidence,
+    RankInventory,
+    RankTraining,
+    ReferenceFacts,
+    SubjectFacts,
+    Unavailable,
+    WorldFacts,
+    frozen_sources,
+    not_declared,
+)
+from pytest_fsdp_meta.evidence.collectives import RankCollectives, RankMemory
+from pytest_fsdp_meta.loader.subject import SubjectError
+from pytest_fsdp_meta.observers.support.reference_record import record_at
+from pytest_fsdp_meta.trial import on_ranks
+from pytest_fsdp_meta.trial.obstacles import NOT_WANTED, from_world_error, odd_model
+from pytest_fsdp_meta.trial.on_ranks import run_on
+from pytest_fsdp_meta.trial.reloading import Load, Reloading
+from pytest_fsdp_meta.trial.timing import Stopwatch
+from pytest_fsdp_meta.worlds import World, WorldError
+
+if TYPE_CHECKING:
+    from pytest_fsdp_meta.observers.loading import Loaded
+
+T = TypeVar("T")
+NEED_REFERENCE = frozenset({"values", "verifier", "training", "export", "resharded"})
+NO_VERIFIER = "neither Subject(verifier=...) nor a reference is declared"
+
+
+@dataclass
+class ObservationRun:
+    """The observations of one trial, each taken at most once.
+
+    An observation is the attribute and the field of ``Evidence`` of the same name; where it is None, ``unavailable``
+    gives the reason.
+    """
+
+    world: World
+    reference_world: World
+    verifier_world: World
+    loaded: list[Loaded]
+    folder: Path
+    steps: int
+    load_again: Load
+    stopwatch: Stopwatch = field(default_factory=Stopwatch)
+    reference: ReferenceFacts | None = None
+    values: tuple[tuple[Comparison, ...], ...] | None = None
+    verifier: tuple[tuple[Comparison, ...], ...] | None = None
+    training: tuple[RankTraining, ...] | None = None
+    collectives: tuple[RankCollectives, ...] | None = None
+    memory: tuple[RankMemory, ...] | None = None
+    reloading: Reloading | None = None
+    unavailable: dict[str, Unavailable] = field(default_factory=dict)
+    _wanted: set[str] = field(default_factory=set)
+    _world_failure: Unavailable = NOT_WANTED
+    """The error that ended a world; what needs that world afterwards is unavailable for the same reason."""
+
+    @property
+    def subject(self) -> SubjectFacts:
+        return self.loaded[0].subject
+
+    @property
+    def inventory(self) -> tuple[RankInventory, ...]:
+        return tuple(rank.inventory for rank in self.loaded)
+
+    def take_all(self, wanted: set[str]) -> None:
+        """Take the wanted observations; those that change the model come last."""
+        self._wanted = wanted | {"reference"} if wanted & NEED_REFERENCE else wanted
+        self.memory = self._take("memory", self._measure_memory)
+        self.reference = self._take("reference", self._record_reference)
+        self.values = self._take("values", self._compare_with_reference)
+        self.verifier = self._take("verifier", self._compare_with_verifier)
+        self.training = self._take("training", self._train)
+        # The collectives of loading are known even if training has ended the world.
+        if "collectives" in self._wanted:
+            self.collectives = self._collect_collectives()
+        else:
+            self.unavailable["collectives"] = NOT_WANTED
+        self.reloading = self._reload()
+
+    def evidence(self, world: WorldFacts, tolerance: Mapping[str, float]) -> Evidence:
+        """Return all that was observed. Call ``take_all`` first."""
+        reloading = self.reloading
+        assert reloading is not None, "take_all() has not run"
+        return Evidence(
+            world=world,
+            subject=self.subject,
+            inventory=self.inventory,
+            reference=self.reference,
+            values=self.values,
+            verifier=self.verifier,
+            training=self.training,
+            state_dict=reloading.state_dict,
+            saved=reloading.saved,
+            restored=reloading.restored,
+            continued=reloading.continued,
+            resumed=reloading.resumed,
+            repetition=reloading.repetition,
+            export=reloading.export,
+            resharded=reloading.resharded,
+            collectives=self.collectives,
+            memory=self.memory,
+            unavailable=self.unavailable | reloading.unavailable,
+            tolerance=tolerance,
+        )
+
+    def unknown_attribute(self) -> str:
+        """Return what is wrong with a kept attribute that no tensor has; empty where there is none.
+
+        Sharding may have dropped an attribute from the model, but not from the reference.
+        """
+        reference = self.reference
+        if reference is None and "reference" in self.subject.declared and "reference" not in self._checkpoints:
+            return ""  # the reference was not wanted or failed, and only its attributes could tell
+        sources = (*self.inventory, reference.inventory) if reference else self.inventory
+        known = {name for source in sources for tensor in source.tensors for name in tensor.attributes}
+        unknown = [name for name in self.subject.kept_attributes if name not in known]
+        if not unknown:
+            return ""
+        where = "the model or the reference" if reference and reference.complete else "the model"
+        carried = sorted({name for source in sources for name in source.custom_attributes})
+        near = difflib.get_close_matches(unknown[0], carried, n=1)
+        hint = f"; the nearest is {near[0]!r}" if near else ""
+        return str(SubjectError("kept_attributes", f"no tensor of {where} has {unknown[0]!r}{hint}"))
+
+    def _take(self, name: str, observe: Callable[[], T | Unavailable]) -> T | None:
+        if name not in self._wanted:
+            self.unavailable[name] = NOT_WANTED
+            return None
+        try:
+            with self.stopwatch.timing(name):
+                observed = observe() if self.world.alive else self._world_failure
+        except WorldError as error:
+            observed = self._world_failure = from_world_error(error)
+        if isinstance(observed, Unavailable):
+            self.unavailable[name] = observed
+            return None
+        return observed
+
+    def _measure_memory(self) -> tuple[RankMemory, ...] | Unavailable:
+        measured = tuple(rank.memory for rank in self.loaded if rank.memory is not None)
+        if len(measured) < len(self.loaded):
+            return Unavailable("memory is measured on Linux only, where /proc tells mapped files from memory")
+        return measured
+
+    def _record_reference(self) -> ReferenceFacts | Unavailable:
+        if "reference" not in self.subject.declared:
+            return not_declared("reference")
+        if "reference" in self._checkpoints:
+            return run_on(self.world, on_ranks.reference.checkpoint_facts, self._checkpoints["reference"])[0]
+        self.reference_world.start()
+        return run_on(
+            self.reference_world,
+            on_ranks.reference.record_reference,
+            self._recipe,
+            tuple(self.subject.frozen),
+            self.subject.kept_attributes,
+            self._record("values"),
+        )[0]
+
+    def _compare_with_reference(self) -> tuple[tuple[Comparison, ...], ...] | Unavailable:
+        if self.reference is None:
+            return self.unavailable["reference"]
+        return tuple(run_on(self.world, on_ranks.values.observe_values, self._reference_record))
+
+    def _compare_with_verifier(self) -> tuple[tuple[Comparison, ...], ...] | Unavailable:
+        names = frozen_sources(self.subject, self.reference)
+        if not names:
+            return Unavailable("nothing is frozen: neither Subject(frozen=...) nor the reference freezes anything")
+        if "verifier" not in self.subject.declared and self.reference is None:
+            reason = self.unavailable["reference"]
+            return reason if reason.error else Unavailable(NO_VERIFIER, kind="undeclared")
+        record = self._verifier_record()
+        missing = run_on(self.world, on_ranks.reference.missing_from_verifier, record, names)[0]
+        if missing:
+            return Unavailable(missing, error=True)
+        return tuple(run_on(self.world, on_ranks.values.observe_values, record, names))
+
+    def _verifier_record(self) -> str:
+        """Return the path of the verifier's values; record them first where a callable builds the verifier."""
+        if "verifier" in self._checkpoints:
+            return self._checkpoints["verifier"]
+        if "verifier" not in self.subject.declared:
+            return self._reference_record
+        record = self._record("verifier")
+        with self.verifier_world as world:
+            run_on(world, on_ranks.reference.record_verifier, self._recipe, record)
+        return record
+
+    def _train(self) -> tuple[RankTraining, ...] | Unavailable:
+        if "batch" not in self.subject.declared:
+            return not_declared("batch")
+        if problem := odd_model(self.inventory):
+            return Unavailable(f"not trained: {problem}", kind="blocked")
+        observe_training = on_ranks.training.observe_training
+        if self.reference is None or not self.reference.complete:
+            return tuple(run_on(self.world, observe_training, self.steps))
+        data_parallel_size = self.loaded[0].data_parallel[1]
+        self.reference = run_on(
+            self.reference_world,
+            on_ranks.reference.train_reference,
+            self._recipe,
+            self.steps,
+            str(self.folder),
+            data_parallel_size,
+            self.reference,
+        )[0]
+        return tuple(run_on(self.world, observe_training, self.steps, str(self.folder), self.reference.noise))
+
+    def _collect_collectives(self) -> tuple[RankCollectives, ...]:
+        if self.training is None:
+            return tuple(RankCollectives(rank.collectives or ()) for rank in self.loaded)
+        with self.stopwatch.timing("collectives"):
+            steps = run_on(self.world, on_ranks.step_collectives.observe_step)
+        return tuple(
+            RankCollectives(rank.collectives or (), *(step or ()))
+            for rank, step in zip(self.loaded, steps, strict=True)
+        )
+
+    def _reload(self) -> Reloading:
+        training = self.unavailable.get("training")
+        reloading = Reloading(
+            first=self.world,
+            reference_world=self.reference_world,
+            load=self.load_again,
+            subject=self.subject,
+            inventory=self.inventory,
+            folder=self.folder,
+            stopwatch=self.stopwatch,
+            reference=self.reference,
+            training_error=training if training is not None and training.error else None,
+            reference_record=self._reference_record,
+        )
+        reloading.take_all(self._wanted)
+        return reloading
+
+    @property
+    def _recipe(self) -> Mapping[str, bytes]:
+        return self.loaded[0].recipe
+
+    @property
+    def _checkpoints(self) -> Mapping[str, str]:
+        return self.loaded[0].checkpoints
+
+    def _record(self, name: str) -> str:
+        return str(record_at(self.folder, name))
+
+    @property
+    def _reference_record(self) -> str:
+        """The path of the reference's values: its checkpoint, or the record of the model that it built."""
+        return self._checkpoints.get("reference", self._record("values"))

@@ -1,0 +1,94 @@
+"""Why an observation cannot be taken: what earlier observations rule out, and what errors of worlds mean."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from pytest_fsdp_meta.evidence import RankInventory, TensorFacts, Unavailable, sharded_dim
+from pytest_fsdp_meta.evidence.checkpoint import FirstStep, RankStateDict
+from pytest_fsdp_meta.worlds import WorldError
+
+NOT_WANTED = Unavailable("no selected check needs it", kind="unselected")
+DECLARE = "declare Subject(save=..., resume=...)"
+NOT_ABOUT_THE_CHECKPOINT = re.compile(r"(OutOfMemoryError|MemoryError|DistBackendError|DistNetworkError|\.Skipped)$")
+"""Exceptions that a world of another size raises because of its machine or network, or because the author skips."""
+
+
+def from_world_error(error: WorldError) -> Unavailable:
+    """Return the error with its world's output; the item shows the output of the loader's own ranks itself."""
+    outputs = [(rank, text.strip()) for rank, text in enumerate(error.outputs) if text.strip()] if error.label else []
+    alone = len(error.outputs) == 1
+    shown = [
+        f"output of {error.label if alone else f'rank {rank} of {error.label}'}:\n{text}" for rank, text in outputs
+    ]
+    return Unavailable(error.summary, error=True, detail="\n\n".join([str(error), *shown]))
+
+
+def odd_model(inventory: Sequence[RankInventory]) -> str:
+    """Return why the ranks cannot run collectives on the model together; empty where they can."""
+    meta = [t.name for rank in inventory for t in rank.tensors if t.on_meta]
+    if meta:
+        return f"{meta[0]} is on meta"
+    manifests = {tuple((t.name, t.shape, t.dtype, t.requires_grad) for t in rank.tensors) for rank in inventory}
+    return "the ranks hold different tensors, so their collectives would not pair up" if len(manifests) > 1 else ""
+
+
+def not_saved_by_torch(
+    inventory: Sequence[RankInventory], state_dict: Sequence[RankStateDict], *, gathering: bool
+) -> Unavailable | None:
+    """Return why torch cannot save the model as a sharded checkpoint or, if ``gathering``, as a full state dict."""
+    tensors = [t for rank in inventory for t in rank.tensors if t.persistent]
+    if unfit := [t.name for t in tensors if t.unreadable or _sharded_without_dtensor(t)]:
+        problem = f"{unfit[0]} is neither a DTensor nor a whole plain tensor, and torch"
+        if gathering:
+            return Unavailable(f"{problem} gathers nothing else")
+        return Unavailable(f"{problem}.distributed.checkpoint saves nothing else; {DECLARE}", kind="undeclared")
+    refused = [rank.refused for rank in state_dict if rank.refused]
+    if not refused:
+        return None
+    summary = f"torch's get_model_state_dict refuses the model ({refused[0]}); {DECLARE}"
+    return Unavailable(summary, kind="undeclared")
+
+
+def not_gathered_by_gloo(inventory: Sequence[RankInventory]) -> Unavailable | None:
+    """Return the tensor on which gloo hangs: sharded on another dim than 0, and empty on some rank (torch 2.13)."""
+    for rank in inventory:
+        for tensor in rank.tensors:
+            if not tensor.numel and any(sharded_dim(placement) for placement in tensor.placements or ()):
+                return Unavailable(
+                    f"{tensor.name} is sharded on another dim than 0 and its shard on rank {rank.rank} is empty, "
+                    "which gloo cannot gather"
+                )
+    return None
+
+
+def optimizer_not_loaded_by_torch(ranks: Sequence[FirstStep]) -> str:
+    """Return why torch.distributed.checkpoint cannot load the optimizer's state; empty where it can."""
+    if refused := next((step.unloadable for step in ranks if step.unloadable), ""):
+        return refused
+    for rank, step in enumerate(ranks):
+        if step.stateless != ranks[0].stateless:
+            name = min(set(step.stateless) ^ set(ranks[0].stateless))
+            with_state, without = (rank, 0) if name in ranks[0].stateless else (0, rank)
+            return (
+                f"{name} got a gradient on rank {with_state} and none on rank {without}, so the optimizer has state "
+                "for it on one rank only, but torch.distributed.checkpoint loads that state on all ranks"
+            )
+    return ""
+
+
+def refuses_checkpoint(error: WorldError) -> bool:
+    """Whether the first failure is an exception that may be about the checkpoint."""
+    first = error.failures[0]
+    return (
+        first.kind == "raised"
+        and not first.user
+        and not first.lost_peer
+        and not NOT_ABOUT_THE_CHECKPOINT.search(first.exception)
+        and "out of memory" not in first.message
+    )
+
+
+def _sharded_without_dtensor(tensor: TensorFacts) -> bool:
+    return bool(tensor.sharded_by) or (tensor.placements is None and not tensor.whole)

@@ -1,0 +1,70 @@
+"""Call observers on the ranks by name, with the types of the functions themselves.
+
+Observers import torch and the pytest process must not, so at run time each module here is a stand-in whose attributes
+are names ("pytest_fsdp_meta.observers.values:observe_values"). A type checker sees the real modules, and with them the
+parameters and the result of every observer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
+
+from pytest_fsdp_meta.worlds import World
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+OBSERVERS = "pytest_fsdp_meta.observers"
+ON_RANKS = (
+    *(f"{OBSERVERS}.checkpoint", f"{OBSERVERS}.training", f"{OBSERVERS}.reference"),
+    f"{OBSERVERS}.preload:warm_up",
+)
+"""What the fork server imports (modules) and calls (functions) before it forks the ranks of a trial."""
+
+if TYPE_CHECKING:
+    from pytest_fsdp_meta.observers import (
+        checkpoint,
+        loading,
+        reference,
+        state_dict,
+        step_collectives,
+        training,
+        values,
+    )
+else:
+
+    class ObserverModule:
+        """Stand-in for a module of observers."""
+
+        def __init__(self, module: str) -> None:
+            self._module = module
+
+        def __getattr__(self, function: str) -> str:
+            return f"{self._module}:{function}"
+
+    checkpoint = ObserverModule(f"{OBSERVERS}.checkpoint")
+    loading = ObserverModule(f"{OBSERVERS}.loading")
+    reference = ObserverModule(f"{OBSERVERS}.reference")
+    state_dict = ObserverModule(f"{OBSERVERS}.state_dict")
+    step_collectives = ObserverModule(f"{OBSERVERS}.step_collectives")
+    training = ObserverModule(f"{OBSERVERS}.training")
+    values = ObserverModule(f"{OBSERVERS}.values")
+
+__all__ = [
+    "ON_RANKS",
+    "checkpoint",
+    "loading",
+    "reference",
+    "run_on",
+    "state_dict",
+    "step_collectives",
+    "training",
+    "values",
+]
+
+
+def run_on(world: World, observer: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
+    """Call an observer on every rank of the world; return the results in rank order. Raises WorldError."""
+    results: list[R] = world.run(observer, *args, **kwargs)
+    return results
