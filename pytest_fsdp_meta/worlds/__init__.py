@@ -4,13 +4,14 @@ Nothing here knows of models, checks or pytest items. ``World`` lives in the par
 ``current()`` is what a rank sees of its world.
 """
 
-from pytest_fsdp_meta.worlds.devices import choose, count_gpus
+from pytest_fsdp_meta.worlds.devices import choose
 from pytest_fsdp_meta.worlds.engine import Engine
 from pytest_fsdp_meta.worlds.failures import CallFailed, Misuse, RankFailure, WorldError
 from pytest_fsdp_meta.worlds.leases.leases import Lease, LeaseError, Leases, Waiting
 from pytest_fsdp_meta.worlds.leases.sharing import Presence, Sharing, folder_of, placed, usable_cores
 from pytest_fsdp_meta.worlds.listener import Listener
 from pytest_fsdp_meta.worlds.local.engine import ForkServerEngine
+from pytest_fsdp_meta.worlds.local.gpus import count_gpus
 from pytest_fsdp_meta.worlds.pool import Pool
 from pytest_fsdp_meta.worlds.rank.main import current, doing, note, telling
 from pytest_fsdp_meta.worlds.rank.rendezvous import SEED, Rank
