@@ -23,7 +23,7 @@ from pytest_fsdp_meta.plugin.collection import require_plain_function, runs_noth
 from pytest_fsdp_meta.plugin.markers import MARK
 from pytest_fsdp_meta.plugin.named_loader import NamedLoader, Unfit, find, model_type, modelling
 from pytest_fsdp_meta.plugin.settings import Settings
-from pytest_fsdp_meta.worlds import Engine, ForkServerEngine
+from pytest_fsdp_meta.worlds import Engine
 
 
 def plan(config: pytest.Config, settings: Settings, engine: Engine) -> None:
@@ -47,7 +47,7 @@ def plan(config: pytest.Config, settings: Settings, engine: Engine) -> None:
     config.pluginmanager.register(collection, "fsdp_zero_code")
     if config.args_source is not pytest.Config.ArgsSource.ARGS:
         config.args = []
-    _import_ahead(config, engine, collection)
+    _import_ahead(config, settings, engine, collection)
     try:
         collection.find()
     except ValueError as error:
@@ -57,13 +57,13 @@ def plan(config: pytest.Config, settings: Settings, engine: Engine) -> None:
     _warn_of_values_only(config, collection.checkpoint)
 
 
-def _import_ahead(config: pytest.Config, engine: Engine, collection: LoaderCollection) -> None:
+def _import_ahead(config: pytest.Config, settings: Settings, engine: Engine, collection: LoaderCollection) -> None:
     """Ranks' imports begin before the loader is imported here, where it is all that there is: both take seconds.
 
     Under xdist the workers have their own ranks, and coverage of these begins later than this.
     """
     distributed = hasattr(config, "workerinput") or config.pluginmanager.hasplugin("dsession")
-    if runs_nothing(config) or distributed or not isinstance(engine, ForkServerEngine):
+    if runs_nothing(config) or distributed or settings.engine != "local":
         return
     try:
         spec = importlib.util.find_spec(collection.module)

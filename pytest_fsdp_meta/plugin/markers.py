@@ -8,11 +8,14 @@ import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
-from typing import Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from pytest_fsdp_meta.catalogue import Catalogue
 from pytest_fsdp_meta.loader.call import BODY
 from pytest_fsdp_meta.worlds import DEFAULT_MESH_DIM, SCOPES, resolve_mesh
+
+if TYPE_CHECKING:
+    import pytest
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -25,6 +28,16 @@ ARGUMENTS = (
     "world_size", "mesh", "only", "skip", "xfail", "tolerance", "steps", "timeout", "process_group",
 )  # fmt: skip
 WORLD_ARGUMENTS = ("world_size", "mesh", "scope", "timeout", "process_group")
+
+
+def register(config: pytest.Config) -> None:
+    """Describe the markers for ``pytest --markers`` and ``--strict-markers``."""
+    for marker in (
+        f"{MARK}(world_size, mesh, only, skip, xfail, ...): the test is a loader; run the checks on it",
+        f"{SPMD}(world_size, mesh, scope, timeout, process_group): run the body of the test on every rank",
+        f"{WORLD}(world_size, mesh, scope, timeout, process_group): configure the fixture fsdp_world",
+    ):
+        config.addinivalue_line("markers", marker)
 
 
 @overload

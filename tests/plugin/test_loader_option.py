@@ -234,7 +234,7 @@ USAGE_PROBLEMS = {
     "no attribute": (judge("loading:laod"), "module 'loading' has no 'laod'; did you mean 'load'?"),
     "no owner": (judge("loading:Loader.load"), "module 'loading' has no 'Loader.load'"),
     "not callable": (judge("loading:PATH"), "loading:PATH is a str; it should be a function"),
-    "a coroutine": (judge("loading:later"), "a loader is a plain function, not a coroutine"),
+    "a coroutine": (judge("loading:later"), "a loader should be a plain function, not a coroutine"),
     "no file": (judge("sys:intern"), "intern(string, /) does not fit"),
     "raises": (judge("raising:load"), "'raising' cannot be imported, at raising.py:2: RuntimeError: no luck at all"),
     "exits": (judge("exiting:load"), "module 'exiting' cannot be imported, at exiting.py:1: SystemExit: 3"),

@@ -158,7 +158,7 @@ def test_a_wrong_value_ends_the_run(project: Project, args: tuple[str, ...]) -> 
 def test_a_device_that_is_not_there(
     project: Project, monkeypatch: pytest.MonkeyPatch, args: list[str], message: str
 ) -> None:
-    monkeypatch.setattr("pytest_fsdp_meta.plugin.count_gpus", lambda preload: 0)
+    monkeypatch.setattr("pytest_fsdp_meta.worlds.ForkServerEngine.count_gpus", lambda engine: 0)
     project.write("test_it.py", LOADER + LOADER.replace("test_x", "test_y"))
     assert errors(project.collect(*args)) == [f"test_it.py::test_x and 1 more: @fsdp_conformance: {message}"]
 

@@ -185,7 +185,7 @@ def test_x(fsdp, lock): ...
 """,
     )
     result.assert_outcomes(errors=1)
-    assert "fixture 'lock' gives a lock, which cannot be sent to the ranks" in result.stdout.str()
+    assert "fixture 'lock' returns a lock, which cannot be sent to the ranks" in result.stdout.str()
 
 
 def test_a_kept_world_is_put_back_between_tests(project: Project) -> None:

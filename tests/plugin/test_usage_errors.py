@@ -127,14 +127,14 @@ def test_places_where_there_is_no_fsdp(project: Project) -> None:
         """,
     )
     assert errors(project.collect()) == [
-        "test_it.py::test_a: fixture 'sharded' asks for 'fsdp', which exists on the ranks only, while fixtures are "
-        "evaluated in the pytest process; ask for fsdp in the test itself",
-        "test_it.py::test_b: it asks for 'fsdp', which exists on the ranks only; decorate it with @fsdp_conformance "
-        "or @fsdp_spmd",
-        "test_it.py::test_c: the test would get another 'fsdp' than that of pytest-fsdp-meta, which it hides; "
+        "test_it.py::test_a: fixture 'sharded' requests 'fsdp', which exists on the ranks only, while fixtures run "
+        "in the pytest process; request fsdp in the test itself",
+        "test_it.py::test_b: the test requests 'fsdp', which exists on the ranks only; decorate it with "
+        "@fsdp_conformance or @fsdp_spmd",
+        "test_it.py::test_c: another fixture or parameter 'fsdp' hides the one of pytest-fsdp-meta; "
         "rename the other one",
-        "test_it.py::TestD::test_d: @fsdp_conformance: a loader is a function, or a method of a plain class; "
-        "pytest cannot parametrize one of unittest.TestCase",
+        "test_it.py::TestD::test_d: @fsdp_conformance: a loader should be a function or a method of a plain class; "
+        "pytest cannot parametrize methods of unittest.TestCase",
     ]
 
 
@@ -154,7 +154,7 @@ def test_what_is_no_plain_function(project: Project) -> None:
         """,
     )
     assert errors(project.collect()) == [
-        "test_it.py::test_c and 2 more: @fsdp_conformance: a loader is a plain function, not a coroutine or a "
+        "test_it.py::test_c and 2 more: @fsdp_conformance: a loader should be a plain function, not a coroutine or a "
         "generator",
     ]
 
@@ -163,7 +163,7 @@ def test_fsdp_through_getfixturevalue(project: Project) -> None:
     project.write("test_it.py", "def test_x(request): request.getfixturevalue('fsdp').rank")
     result = project.collect()
     result.assert_outcomes(failed=1)
-    told = "fsdp.rank: 'fsdp' exists on the ranks only; a loader or an SPMD test asks for it as an argument"
+    told = "fsdp.rank: 'fsdp' exists on the ranks only; request it as an argument of a loader or an SPMD test"
     assert told in result.outlines
 
 
@@ -195,8 +195,8 @@ def test_under_xdist_it_is_the_same_line(project: Project, extra: tuple[str, ...
     [
         ("no_meta_params", "()", "[no_meta_params]", "two checks are called 'no_meta_params'"),
         ("own", "['no_meta_param']", "[own]", NEAREST),
-        ("own", "()", "own", "it should return a list of checks, but returned Check(id='own', promise='every"),
-        ("own", "()", "None", "it should return a list of checks, but returned None"),
+        ("own", "()", "own", "should return a list of checks, but returned Check(id='own', promise='every"),
+        ("own", "()", "None", "should return a list of checks, but returned None"),
         ("own", "()", "[print]", "<built-in function print> is not a check; decorate the judge with @check(...)"),
     ],
 )
@@ -214,7 +214,7 @@ def test_check_that_pytest_finds_too_late(project: Project) -> None:
     project.write("pkg/deep/conftest.py", CHECK.format(name="own", after="()", value="[own]"))
     project.write("pkg/deep/test_it.py", "def test_x(): ...")
     assert errors(project.collect()) == [
-        "pkg/deep/conftest.py: pytest found hook pytest_fsdp_checks too late, while collecting; move it to the "
-        "conftest.py of the root folder, or name this folder in testpaths or on the command line"
+        "pkg/deep/conftest.py: pytest found hook pytest_fsdp_checks only while collecting, which is too late; move "
+        "it to the conftest.py of the root folder, or name this folder in testpaths or on the command line"
     ]
     project.collect("pkg/deep").assert_outcomes(passed=1)

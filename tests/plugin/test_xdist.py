@@ -53,7 +53,7 @@ def test_a_loader_runs_once(project: Project, dist: str) -> None:
     assert sorted(note for note in project.notes if "/" not in note) == ["x1", "x2", "y0", "y1"]
     assert len([note for note in project.notes if note.startswith("fixture")]) == 2
     assert "test_it.py::test_x[1-same_manifest_on_every_rank]" in text
-    once = "no_meta_buffers could not be judged, see test_y[no_meta_params]: ranks 0, 1 raised RuntimeError: boom"
+    once = "no_meta_buffers: same error as test_y[no_meta_params]: ranks 0, 1 raised RuntimeError: boom"
     assert once in (project.path / "junit.xml").read_text()
     assert once not in text
     assert "run it again: python -m pytest 'test_it.py::test_y[no_meta_params]' -p no:cacheprovider" in result.outlines
@@ -121,8 +121,8 @@ def test_loaders_of_one_name_are_told_apart_by_their_author(project: Project) ->
     project.loaders(TWINS.format(what=LOADER))
     (told,) = errors(project.collect())
     assert told == (
-        "test_it.py::test_net[p-q-r-no_meta_params]: two parametrizations give it this one name; tell them apart with "
-        "pytest.param(..., id=...)"
+        "test_it.py::test_net[p-q-r-no_meta_params]: two parametrizations have this node id; give them different "
+        "ids with pytest.param(..., id=...)"
     )
 
 
@@ -131,7 +131,7 @@ def test_tests_of_one_name_are_not_dropped_beside_a_loader(project: Project) -> 
     project.loaders(TWINS.format(what=plain) + "\n" + LOADER.replace(", kind, size", ""))
     project.run().assert_outcomes(passed=4, failed=1)
     (told,) = errors(project.run("-n2"))
-    assert told.startswith("test_it.py::test_plain[p-q-r]: two parametrizations give it this one name")
+    assert told.startswith("test_it.py::test_plain[p-q-r]: two parametrizations have this node id")
 
 
 def test_a_parameter_that_looks_like_a_group_of_xdist() -> None:
@@ -261,7 +261,7 @@ def test_a_folder_of_somebody_else(project: Project) -> None:
 
 
 def test_a_long_wait_is_told(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    project.write("conftest.py", "from pytest_fsdp_meta import workers\nworkers.LONG = 1.0\n")
+    project.write("conftest.py", "from pytest_fsdp_meta.plugin import xdist_workers\nxdist_workers.LONG = 1.0\n")
     project.loaders(
         """
         import pytest, time

@@ -52,7 +52,7 @@ class RankListener(Listener):
         self._progress = Progress(terminal_of(config), partial(column, config))
 
     @contextmanager
-    def hearing(self) -> Iterator[None]:
+    def listening(self) -> Iterator[None]:
         """Around one phase of an item. A warning that the user's filters make an error of fails it, at its end."""
         self._at_line_start = False
         self._progress.begin()
