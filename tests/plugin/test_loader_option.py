@@ -219,23 +219,26 @@ def test_what_a_loader_takes(project: Project, signature: str, fits: bool) -> No
         assert ids(project, *judge("loading:load"))
         return
     (told,) = errors(project.collect("--collect-only", *judge("loading:load")))
-    assert told.startswith(f"--fsdp-loader=loading:load: load({signature}) does not fit; it is called with fsdp")
+    assert told.startswith(f"--fsdp-loader=loading:load: load({signature}) should take fsdp")
     assert told.endswith("load(fsdp, checkpoint)")
 
 
 USAGE_PROBLEMS = {
-    "no checkpoint": ([NAMED], "--fsdp-loader needs --fsdp-checkpoint=DIR"),
-    "no loader": (["--fsdp-checkpoint=checkpoint"], "--fsdp-checkpoint is what a named loader is called with"),
-    "no folder": ([NAMED, "--fsdp-checkpoint=none"], "--fsdp-checkpoint: 'none' is wrong, it should be a folder"),
-    "no function": (judge("loading"), "--fsdp-loader: 'loading' is wrong, it should be MODULE:FUNCTION"),
-    "a path": (judge("./loading.py:load"), "'./loading.py:load' is wrong, it should be MODULE:FUNCTION"),
-    "no module": (judge("absent.loading:load"), "there is no module 'absent.loading', for there is no 'absent'"),
-    "no submodule": (judge("loading.absent:load"), "there is no module 'loading.absent'"),
+    "no checkpoint": ([NAMED], "--fsdp-loader requires --fsdp-checkpoint=DIR"),
+    "no loader": (["--fsdp-checkpoint=checkpoint"], "--fsdp-checkpoint requires --fsdp-loader=MODULE:FUNCTION"),
+    "no folder": (
+        [NAMED, "--fsdp-checkpoint=none"],
+        "--fsdp-checkpoint: invalid value 'none' (expected an existing folder",
+    ),
+    "no function": (judge("loading"), "--fsdp-loader: invalid value 'loading' (expected MODULE:FUNCTION"),
+    "a path": (judge("./loading.py:load"), "invalid value './loading.py:load' (expected MODULE:FUNCTION"),
+    "no module": (judge("absent.loading:load"), "module 'absent.loading' not found (no module 'absent')"),
+    "no submodule": (judge("loading.absent:load"), "module 'loading.absent' not found"),
     "no attribute": (judge("loading:laod"), "module 'loading' has no 'laod'; did you mean 'load'?"),
     "no owner": (judge("loading:Loader.load"), "module 'loading' has no 'Loader.load'"),
-    "not callable": (judge("loading:PATH"), "loading:PATH is a str; it should be a function"),
+    "not callable": (judge("loading:PATH"), "loading:PATH is a str, but should be a function"),
     "a coroutine": (judge("loading:later"), "a loader should be a plain function, not a coroutine"),
-    "no file": (judge("sys:intern"), "intern(string, /) does not fit"),
+    "no file": (judge("sys:intern"), "intern(string, /) should take fsdp"),
     "raises": (judge("raising:load"), "'raising' cannot be imported, at raising.py:2: RuntimeError: no luck at all"),
     "exits": (judge("exiting:load"), "module 'exiting' cannot be imported, at exiting.py:1: SystemExit: 3"),
     "lacks": (judge("lacking:load"), "module 'lacking' cannot be imported, at lacking.py:1: ModuleNotFoundError"),
@@ -264,7 +267,7 @@ def test_a_mistake_that_is_seen_once_ranks_are_on_their_way(project: Project) ->
 @pytest.mark.usefixtures("folder")
 def test_a_mistake_is_told_once_under_xdist(project: Project) -> None:
     (told,) = errors(project.run(*judge("absent:load"), "-n", "2"))
-    assert told == ("--fsdp-loader=absent:load: there is no module 'absent'; it is looked for as by python -m pytest")
+    assert told == ("--fsdp-loader=absent:load: module 'absent' not found; the search path is that of python -m pytest")
 
 
 def test_a_checkpoint_without_anything_to_judge_by(project: Project, folder: Path) -> None:
@@ -299,7 +302,7 @@ def test_where_transformers_is_not_installed(project: Project, folder: Path, mon
     project.write("loading.py", PLAIN)
     (folder / "config.json").write_text('{"model_type": "llama"}')
     told = project.collect("--collect-only", *judge("loading:load")).stdout.str()
-    assert "checkpoint is a checkpoint of transformers, which is not installed, so its values are all" in told
+    assert "checkpoint is a transformers checkpoint, but transformers is not installed, so only values are" in told
     (folder / "config.json").write_text('["model_type"]')
     assert "of transformers" not in project.collect("--collect-only", *judge("loading:load")).stdout.str()
 

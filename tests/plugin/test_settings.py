@@ -78,44 +78,44 @@ def test_what_a_command_must_repeat(pytester: pytest.Pytester, monkeypatch: pyte
 
 
 @pytest.mark.parametrize(
-    ("name", "texts", "right"),
+    ("name", "texts", "expected"),
     [
         (
             "world-size",
             ("0", "-1", "two", "2,2", "2,", ""),
-            "a positive int, or a list of different ones such as 1,2,4",
+            "expected a positive int, or a list of distinct ones such as 1,2,4",
         ),
-        ("device", ("tpu", "CUDA"), "auto, cpu or cuda"),
-        ("backend", ("mpi",), "auto, gloo or nccl"),
-        ("engine", ("RAY", "slurm"), "local or ray"),
+        ("device", ("tpu", "CUDA"), "choose auto, cpu or cuda"),
+        ("backend", ("mpi",), "choose auto, gloo or nccl"),
+        ("engine", ("RAY", "slurm"), "choose local or ray"),
         (
             "ray-address",
             ("ray://head:10001", "head", ":6379", "head:port"),
-            r"HOST:PORT, auto or local; Ray's client protocol \(ray://\) has no place for ranks",
+            "expected HOST:PORT, auto or local; Ray's client protocol, ray://, cannot run ranks",
         ),
-        ("timeout", ("0", "-3", "soon", "nan", "inf"), "a positive number of seconds"),
+        ("timeout", ("0", "-3", "soon", "nan", "inf"), "expected a positive number of seconds"),
     ],
 )
 def test_a_wrong_value_names_where_it_stands(
-    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, name: str, texts: tuple[str, ...], right: str
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, name: str, texts: tuple[str, ...], expected: str
 ) -> None:
     variable = f"PYTEST_FSDP_{name.replace('-', '_').upper()}"
     for text in texts:
-        with pytest.raises(pytest.UsageError, match=f"^--fsdp-{name}: {text!r} is wrong, it should be {right}$"):
+        with pytest.raises(pytest.UsageError, match=rf"^--fsdp-{name}: invalid value {text!r} \({expected}\)$"):
             settings(pytester, f"--fsdp-{name}={text}")
     monkeypatch.setenv(variable, texts[0])
-    with pytest.raises(pytest.UsageError, match=f"^{variable}: {texts[0]!r} is wrong, it should be {right}$"):
+    with pytest.raises(pytest.UsageError, match=rf"^{variable}: invalid value {texts[0]!r} \({expected}\)$"):
         settings(pytester)
     monkeypatch.delenv(variable)
     ini = f"fsdp_{name.replace('-', '_')}"
     pytester.makeini(f"[pytest]\n{ini} = {texts[0]}")
-    with pytest.raises(pytest.UsageError, match=f"^ini option {ini}: {texts[0]!r} is wrong, it should be {right}$"):
+    with pytest.raises(pytest.UsageError, match=rf"^ini option {ini}: invalid value {texts[0]!r} \({expected}\)$"):
         settings(pytester)
 
 
 def test_a_wrong_switch(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTEST_FSDP_REQUIRE_GPU", "perhaps")
-    with pytest.raises(pytest.UsageError, match=r"^PYTEST_FSDP_REQUIRE_GPU: 'perhaps' is wrong, it should be true or"):
+    with pytest.raises(pytest.UsageError, match=r"^PYTEST_FSDP_REQUIRE_GPU: invalid value 'perhaps' \(choose true or"):
         settings(pytester)
 
 
@@ -136,7 +136,7 @@ def test_a_wrong_value_ends_the_run(project: Project, args: tuple[str, ...]) -> 
         assert result.ret == 0
         return
     assert errors(result) == [
-        "--fsdp-world-size: '0' is wrong, it should be a positive int, or a list of different ones such as 1,2,4"
+        "--fsdp-world-size: invalid value '0' (expected a positive int, or a list of distinct ones such as 1,2,4)"
     ]
 
 
@@ -175,7 +175,7 @@ def test_help_tells_every_way_to_set_an_option(project: Project) -> None:
     for option in OPTIONS:
         assert f"{option.flag}" in words
         assert f"[ini: {option.ini}, env: {option.variable}]" in words
-    assert "--fsdp-list-checks print the catalogue of checks and exit" in words
+    assert "--fsdp-list-checks list all checks and exit" in words
 
 
 def test_list_checks(project: Project) -> None:
@@ -216,6 +216,6 @@ def test_a_misspelt_environment_variable(project: Project, monkeypatch: pytest.M
     result = project.collect()
     result.assert_outcomes(passed=1, warnings=1)
     assert (
-        "the environment variable PYTEST_FSDP_WORLD_SIZES is no setting of pytest-fsdp-meta; did you mean "
+        "unknown environment variable PYTEST_FSDP_WORLD_SIZES of pytest-fsdp-meta; did you mean "
         "PYTEST_FSDP_WORLD_SIZE?" in result.stdout.str()
     )

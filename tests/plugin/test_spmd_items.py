@@ -107,7 +107,7 @@ def test_passes(fsdp): summed(1)
     assert "E       assert [1, 2, 1] == [1, 2, 0]" in told
     assert "E         At index 2 diff: 1 != 0" in told
     assert '>       assert [1, 2, rank] == [1, 2, 0], "of the helper"' in told
-    assert "run it again: python -m pytest test_it.py::test_fails -p no:cacheprovider -p no:randomly" in told
+    assert "rerun: python -m pytest test_it.py::test_fails -p no:cacheprovider -p no:randomly" in told
     assert not any("pytest_fsdp_meta" in line for line in told), "the story begins with the test's own lines"
     assert "hello from 0" in told
     assert "hello from 1" in told
@@ -166,7 +166,7 @@ def test_skip_of_unittest(fsdp): raise __import__("unittest").SkipTest("no GPU")
     ]
     text = result.stdout.str()
     assert re.search(r"SKIPPED \[1\] test_it.py:\d+: no bf16", text)
-    agree = "; all ranks have to agree, on what every rank knows alike"
+    agree = "; all ranks should agree, so decide by something that is the same on every rank"
     assert f"rank 1 skipped (no bf16), but rank 0 did not{agree}" in result.outlines
     (differ,) = [line for line in result.outlines if "rank 1 skipped (a)" in line and "rank 0" in line]
     assert "rank 0 expected to fail (b)" in differ
@@ -443,7 +443,7 @@ class TestClass:
                 fsdp_world.run(os.getpid)
             except ValueError as error:
                 told.append(str(error))
-        assert told == ["fsdp_world: another thread's call runs, and ranks run one after the other; take turns"]
+        assert told == ["fsdp_world: a call from another thread is running; make one call at a time"]
 
     def test_function(self, fsdp_world): assert fsdp_world.run(lambda function: function, function=3) == [3]
 
@@ -457,7 +457,7 @@ def test_by_request(request): request.getfixturevalue("fsdp_world").run(os.getpi
     )  # fmt: skip
     assert list(results(result).values()) == ["passed", "passed", "passed", "failed", "failed", "failed"]
     text = result.stdout.str()
-    assert "TypeError: fsdp_world exists in the pytest process only; what runs on ranks takes plain values" in text
+    assert "TypeError: fsdp_world exists in the pytest process only; pass plain values to functions on ranks" in text
     for name in ("test_after", "test_by_request"):
         (line,) = [line for line in story(result, name) if line.startswith("E ")]
         assert "ValueError: fsdp_world: no test is running that asked for it; the test, or a fixture of it," in line
@@ -646,21 +646,21 @@ class TestUnit(__import__("unittest").TestCase):
     assert errors(project.collect()) == [
         "test_it.py::test_size: @fsdp_spmd: world_size=0 should be a positive int",
         "test_it.py::test_scope: @fsdp_spmd: scope='class' should be 'function', 'module' or 'session'",
-        "test_it.py::test_name: @fsdp_spmd: there is no argument 'wrld_size'; did you mean 'world_size'?",
+        "test_it.py::test_name: @fsdp_spmd: unknown argument 'wrld_size'; did you mean 'world_size'?",
         "test_it.py::test_group: @fsdp_spmd: scope='module' keeps the ranks for other tests, but with "
-        "process_group='loader' each test makes its own process group; leave scope out",
-        "test_it.py::test_async: @fsdp_spmd: an SPMD test is a plain function, not a coroutine or a generator",
-        f"test_it.py::test_positional: @fsdp_world: 4 has no name; {known}",
-        "test_it.py::test_world: it asks for 'fsdp_world', which exists in the pytest process only, but it runs on "
-        "ranks of its own",
-        "test_it.py::test_both: @fsdp_conformance and @fsdp_spmd: a test is a loader that is judged, or a body that "
-        "every rank runs; take one off",
-        "test_it.py::test_neither: it asks for 'fsdp', which exists on the ranks only; decorate it with "
+        "process_group='loader' each test creates its own process group; remove scope",
+        "test_it.py::test_async: @fsdp_spmd: an SPMD test should be a plain function, not a coroutine or a generator",
+        f"test_it.py::test_positional: @fsdp_world: unexpected positional argument 4; {known}",
+        "test_it.py::test_world: fixture 'fsdp_world' exists in the pytest process only, but @fsdp_spmd runs the test "
+        "on ranks; remove it",
+        "test_it.py::test_both: @fsdp_conformance and @fsdp_spmd exclude each other: a test is a loader or a body for "
+        "every rank; remove one",
+        "test_it.py::test_neither: the test requests 'fsdp', which exists on the ranks only; decorate it with "
         "@fsdp_conformance or @fsdp_spmd",
-        "test_it.py::test_other_mark: @pytest.mark.fsdp_world is about the fixture of this name; give what it says to "
-        "@fsdp_spmd",
-        "test_it.py::TestUnit::test_unit: it asks for 'fsdp_world': such a test is a function, or a method of a plain "
-        "class; pytest cannot parametrize one of unittest.TestCase",
+        "test_it.py::test_other_mark: @pytest.mark.fsdp_world configures fixture 'fsdp_world' only; pass its "
+        "arguments to @fsdp_spmd",
+        "test_it.py::TestUnit::test_unit: a test that requests fixture 'fsdp_world' should be a function or a method "
+        "of a plain class; pytest cannot parametrize methods of unittest.TestCase",
     ]
 
 
@@ -676,7 +676,9 @@ def test_without_the_plugin_an_spmd_test_fails(project: Project) -> None:
 def test_what_a_body_returns_is_no_verdict(project: Project) -> None:
     result = run(project, "@fsdp_spmd\ndef test_x(fsdp): return fsdp.rank == 5\n")
     result.assert_outcomes(passed=1, warnings=1)
-    assert "test_it.py::test_x returned a bool, but a test returns nothing; did you mean assert?" in result.stdout.str()
+    assert (
+        "test_it.py::test_x returned a bool, but a test should return None; did you mean assert?" in result.stdout.str()
+    )
 
 
 def test_the_ranks_may_make_the_process_group_themselves(project: Project) -> None:
@@ -725,7 +727,9 @@ def test_name(fsdp_world): fsdp_world.run("dist.get_rank")
     result.assert_outcomes(failed=4)
     text = result.stdout.str()
     assert "argument 'end' of fsdp_world.run is a lock, which cannot be sent to the ranks (TypeError: " in text
-    assert "the function <lambda> of fsdp_world.run, or what it refers to, cannot be sent to the ranks (TypeErr" in text
+    assert (
+        "function <lambda> of fsdp_world.run, or something it refers to, cannot be sent to the ranks (TypeErr" in text
+    )
     assert "fsdp_world.run: 5 should be a function, or its name as 'module:name'" in text
     assert "fsdp_world.run: 'dist.get_rank' should be a function, or its name as 'module:name'" in text
     assert "cloudpickle" not in text
@@ -754,7 +758,7 @@ def test_paths(fsdp, tmp_path, tmp_path_factory): assert tmp_path.exists()
 """,
     )
     assert list(results(result).values()) == ["passed", "passed", "error", "error", "passed"]
-    why = "is pytest's own, and sees nothing of what happens on the ranks; leave it out, and use what works in the body"
+    why = "works in the pytest process only; use something inside the body instead, such as pytest.warns"
     assert f"fixture 'recwarn' {why}" in result.stdout.str()
     assert f"fixture 'record_property' {why}" in result.stdout.str()
 
@@ -790,9 +794,9 @@ class TestAll:
 """,
     )
     assert errors(project.collect()) == [
-        "test_it.py::test_unasked: @pytest.mark.fsdp_world is about the fixture of this name, for which the test does "
-        "not ask, so nothing would run on ranks; ask for it as an argument, or use @fsdp_spmd",
-        "test_it.py::test_twice: @fsdp_spmd is there twice; say all in one (several sizes: world_size=(2, 4))",
+        "test_it.py::test_unasked: @pytest.mark.fsdp_world configures fixture 'fsdp_world', which the test does not "
+        "request, so nothing would run on ranks; request the fixture, or use @fsdp_spmd",
+        "test_it.py::test_twice: @fsdp_spmd is applied twice; merge the two (for several sizes: world_size=(2, 4))",
     ]
 
 
