@@ -36,9 +36,7 @@ def plan(config: pytest.Config, settings: Settings, engine: Engine) -> None:
             raise pytest.UsageError("--fsdp-checkpoint requires --fsdp-loader=MODULE:FUNCTION")
         return
     if not settings.checkpoint:
-        raise pytest.UsageError(
-            "--fsdp-loader requires --fsdp-checkpoint=DIR, which the loader is called with"
-        )
+        raise pytest.UsageError("--fsdp-loader requires --fsdp-checkpoint=DIR, which the loader is called with")
     here = os.fspath(config.invocation_params.dir)
     if here not in sys.path and "" not in sys.path:
         sys.path.insert(0, here)
