@@ -50,7 +50,7 @@ class PluginSession:
 
     def start(self) -> None:
         """Read the checks, which conftest files may add to, and collect the loader of ``--fsdp-loader``."""
-        self.listener.debug()
+        self.listener.start_debugger()
         self._check_plugins = tuple(impl.plugin for impl in self._config.hook.pytest_fsdp_checks.get_hookimpls())
         self.catalogue = self.loaders.catalogue = collection.read_catalogue(self._config)
         evidence_items.register(self._config, self.catalogue, self.settings.given)
