@@ -1,4 +1,4 @@
-"""What is said, before anything runs, about loaders and fixtures that cannot work: one line each, exit code 4."""
+"""Usage errors about loaders, fixtures and hooks: one line each, exit code 4, before any test runs."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ WRONG = [
 
 @pytest.mark.parametrize("decorator", ["fsdp_conformance", "pytest.mark.fsdp_conformance"])
 def test_wrong_arguments(project: Project, decorator: str) -> None:
-    """In one run, because each is told by itself."""
+    """One run reports them all, each in its own line."""
     functions = [f"@{decorator}({wrong})\ndef test_{n}(fsdp): ...\n" for n, (wrong, _) in enumerate(WRONG)]
     project.write("test_it.py", "import pytest\nfrom pytest_fsdp_meta import fsdp_conformance\n" + "".join(functions))
     assert errors(project.collect()) == [
@@ -82,7 +82,7 @@ def test_wrong_arguments(project: Project, decorator: str) -> None:
     ]
 
 
-def test_every_mistake_is_told_and_the_same_one_once(project: Project) -> None:
+def test_every_problem_is_reported_and_the_same_one_once(project: Project) -> None:
     project.write(
         "test_it.py",
         """
@@ -104,7 +104,7 @@ def test_every_mistake_is_told_and_the_same_one_once(project: Project) -> None:
     ]
 
 
-def test_places_where_there_is_no_fsdp(project: Project) -> None:
+def test_fsdp_where_it_does_not_exist(project: Project) -> None:
     project.write(
         "test_it.py",
         """
@@ -138,7 +138,7 @@ def test_places_where_there_is_no_fsdp(project: Project) -> None:
     ]
 
 
-def test_what_is_no_plain_function(project: Project) -> None:
+def test_coroutines_and_generators(project: Project) -> None:
     project.write(
         "test_it.py",
         """
@@ -163,11 +163,11 @@ def test_fsdp_through_getfixturevalue(project: Project) -> None:
     project.write("test_it.py", "def test_x(request): request.getfixturevalue('fsdp').rank")
     result = project.collect()
     result.assert_outcomes(failed=1)
-    told = "fsdp.rank: 'fsdp' exists on the ranks only; request it as an argument of a loader or an SPMD test"
-    assert told in result.outlines
+    message = "fsdp.rank: 'fsdp' exists on the ranks only; request it as an argument of a loader or an SPMD test"
+    assert message in result.outlines
 
 
-def test_a_fixture_of_that_name_elsewhere_is_no_concern_of_ours(project: Project) -> None:
+def test_another_fixture_called_fsdp_is_left_alone(project: Project) -> None:
     project.write(
         "conftest.py", "import pytest\n@pytest.fixture\ndef fsdp(): return 7\n@pytest.fixture\ndef a(fsdp): return fsdp"
     )
@@ -176,7 +176,7 @@ def test_a_fixture_of_that_name_elsewhere_is_no_concern_of_ours(project: Project
 
 
 @pytest.mark.parametrize("extra", [(), ("--dist", "loadfile"), ("--dist", "each"), ("-k", "test_other")])
-def test_under_xdist_it_is_the_same_line(project: Project, extra: tuple[str, ...]) -> None:
+def test_xdist_reports_the_same_line(project: Project, extra: tuple[str, ...]) -> None:
     project.write(
         "test_it.py",
         """
@@ -201,7 +201,7 @@ def test_under_xdist_it_is_the_same_line(project: Project, extra: tuple[str, ...
     ],
 )
 @pytest.mark.parametrize("args", [(), ("--fsdp-list-checks",), ("-n2",)])
-def test_bad_check_of_downstream(
+def test_bad_checks_of_downstream(
     project: Project, args: tuple[str, ...], name: str, after: str, value: str, message: str
 ) -> None:
     project.write("conftest.py", CHECK.format(name=name, after=after, value=value))
@@ -210,7 +210,7 @@ def test_bad_check_of_downstream(
     assert line.startswith(f"conftest.py: hook pytest_fsdp_checks: {message}")
 
 
-def test_check_that_pytest_finds_too_late(project: Project) -> None:
+def test_a_check_that_pytest_finds_too_late(project: Project) -> None:
     project.write("pkg/deep/conftest.py", CHECK.format(name="own", after="()", value="[own]"))
     project.write("pkg/deep/test_it.py", "def test_x(): ...")
     assert errors(project.collect()) == [
