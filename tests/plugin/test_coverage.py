@@ -34,7 +34,7 @@ def before_it_fails():
     return 1 / 0
 """
 RUN = [1, 2, 3, 5, 6, 9, 10, 11, 12, 15, 19, 20]
-"""Line numbers in ``LIBRARY``, whose empty first line the fixture ``measured`` strips."""
+"""Lines of ``LIBRARY`` that should be measured, counted without its empty first line, which is not written."""
 LOADERS = """
 import pytest
 

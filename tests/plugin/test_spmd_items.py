@@ -462,7 +462,7 @@ def test_by_request(request): request.getfixturevalue("fsdp_world").run(os.getpi
     assert "TypeError: fsdp_world exists in the pytest process only; pass plain values to functions on ranks" in text
     for name in ("test_after", "test_by_request"):
         (line,) = [line for line in story(result, name) if line.startswith("E ")]
-        assert "ValueError: fsdp_world: no test is running that asked for it; the test, or a fixture of it," in line
+        assert "ValueError: fsdp_world: no test that requested it is running; a test, or one of its fixtures," in line
 
 
 def test_output_of_ranks_is_shown_with_the_failing_test(project: Project) -> None:
