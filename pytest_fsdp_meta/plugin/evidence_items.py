@@ -10,7 +10,7 @@ import pytest
 from pytest_fsdp_meta.catalogue import Catalogue, Verdict, judge
 from pytest_fsdp_meta.evidence import store
 from pytest_fsdp_meta.plugin.markers import ConformanceSpec
-from pytest_fsdp_meta.plugin.outcomes import ItemContext, Outcome, outcome_of, settle
+from pytest_fsdp_meta.plugin.outcomes import ItemContext, Outcome, ReportAttacher, outcome_of, settle, settles
 from pytest_fsdp_meta.plugin.rerun_command import command
 from pytest_fsdp_meta.reports.summary import summarise
 from pytest_fsdp_meta.text import first_line, first_of
@@ -18,6 +18,23 @@ from pytest_fsdp_meta.text import first_line, first_of
 CATALOGUE = pytest.StashKey[Catalogue]()
 GIVEN = pytest.StashKey[Sequence[str]]()
 """The options that a command which runs one item again repeats."""
+
+
+def register(config: pytest.Config, catalogue: Catalogue, given: Sequence[str]) -> None:
+    """Set what the items of this session are judged by, and the options that their rerun commands repeat."""
+    config.stash[CATALOGUE] = catalogue
+    config.stash[GIVEN] = given
+
+
+def collect_file(path: Path, parent: pytest.Collector) -> EvidenceFile | None:
+    """Return the collector of a file of stored evidence, None for any other file."""
+    return EvidenceFile.from_parent(parent, path=path) if is_asked_for(path, parent.config) else None
+
+
+def attach(item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport, attacher: ReportAttacher) -> None:
+    """Put the result of an item of stored evidence on pytest's report of it; leave other items alone."""
+    if isinstance(item, EvidenceItem) and settles(report):
+        attacher.tell(item, report, item.share, item.outcome, call.excinfo.value if call.excinfo else None)
 
 
 def is_asked_for(path: Path, config: pytest.Config) -> bool:

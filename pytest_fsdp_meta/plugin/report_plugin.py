@@ -13,9 +13,9 @@ import pytest
 from pytest_fsdp_meta.catalogue import Catalogue
 from pytest_fsdp_meta.evidence import store
 from pytest_fsdp_meta.evidence.codec import write_whole
-from pytest_fsdp_meta.plugin.collection import case_of, runs_nothing
+from pytest_fsdp_meta.plugin.collection import LOADER_ITEM, runs_nothing
 from pytest_fsdp_meta.plugin.evidence_items import EvidenceItem, is_judged, split_evidence_node_id
-from pytest_fsdp_meta.plugin.node_ids import display_name, split_node_id
+from pytest_fsdp_meta.plugin.node_ids import split_node_id
 from pytest_fsdp_meta.plugin.outcomes import told
 from pytest_fsdp_meta.plugin.settings import Settings
 from pytest_fsdp_meta.reports.badge import badge_json, badge_svg
@@ -100,13 +100,13 @@ class ReportPlugin:
         if session.items:
             self._begin_report()
         for item in session.items:
-            case = case_of(item)
+            loader = item.stash.get(LOADER_ITEM, None)
             if isinstance(item, EvidenceItem):
                 share = item.share
                 self._ledger.plan(share.key, share.check, item.nodeid, share.loader, share.world, share.order.expected)
-            elif case is not None:
-                name = display_name(item, case)
-                self._ledger.plan(name, case.check, item.nodeid, name, world_facts(case.spec), case.order.expected)
+            elif loader is not None:
+                world = world_facts(loader.world)
+                self._ledger.plan(loader.name, loader.check, item.nodeid, loader.name, world, loader.spec.expected)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, node: Any, ids: Sequence[str]) -> None:

@@ -4,7 +4,7 @@ Nothing here knows of models, checks or pytest items. ``World`` lives in the par
 ``current()`` is what a rank sees of its world.
 """
 
-from pytest_fsdp_meta.worlds.devices import choose, count_gpus
+from pytest_fsdp_meta.worlds.devices import choose
 from pytest_fsdp_meta.worlds.engine import Engine
 from pytest_fsdp_meta.worlds.failures import CallFailed, Misuse, RankFailure, WorldError
 from pytest_fsdp_meta.worlds.leases.device_leases import Lease, LeaseError, Leases, Waiting
@@ -12,6 +12,7 @@ from pytest_fsdp_meta.worlds.leases.run_folder import Presence, folder_of
 from pytest_fsdp_meta.worlds.leases.worker_devices import Sharing, placed, usable_cores
 from pytest_fsdp_meta.worlds.listener import Listener
 from pytest_fsdp_meta.worlds.local.engine import ForkServerEngine
+from pytest_fsdp_meta.worlds.local.gpus import count_gpus
 from pytest_fsdp_meta.worlds.pool import Pool
 from pytest_fsdp_meta.worlds.rank.main import current, doing, note, telling
 from pytest_fsdp_meta.worlds.rank.rendezvous import SEED, Rank

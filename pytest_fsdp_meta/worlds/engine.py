@@ -73,6 +73,9 @@ class Engine(Protocol):
     def start(self) -> None:
         """Begins what worlds would wait for."""
 
+    def count_gpus(self) -> int:
+        """Return the number of GPUs that worlds of this engine can use. Raises ValueError where it cannot be known."""
+
     def launch(self, spec: WorldSpec, folder: Path, leftovers: Sequence[str]) -> Iterator[Member]:
         """The ranks in their order, each as soon as it is started. ``folder`` is for the world's own messages.
 

@@ -218,7 +218,7 @@ def test_a_loader_that_gives_no_subject(project: Project) -> None:
         "exits": "rank 1 exited with code 3 before it answered",
         "killed": "rank 0 was killed by SIGKILL",
         "hangs": "ranks 0, 1 did not answer within 2 s",
-        "lock": "fixture 'lock' gives a lock, which cannot be sent to the ranks "
+        "lock": "fixture 'lock' returns a lock, which cannot be sent to the ranks "
         f"(TypeError: cannot pickle '_thread.lock' object); {remedy}",
         "unreadable": "'unreadable': its value cannot be read on the ranks "
         f"(ValueError: invalid literal for int() with base 10: 'seven'); {remedy}",

@@ -376,9 +376,7 @@ def test_where_a_report_cannot_be_written(project: Project) -> None:
     project.write("file", "")
     right = "it should be a folder that exists or can be made, and be written to"
     assert errors(project.collect("--fsdp-report=file")) == [f"--fsdp-report: 'file' is wrong, {right}"]
-    assert errors(project.collect("--fsdp-keep-evidence")) == [
-        "--fsdp-keep-evidence keeps it beside the report; say where: --fsdp-report=DIR"
-    ]
+    assert errors(project.collect("--fsdp-keep-evidence")) == ["--fsdp-keep-evidence requires --fsdp-report=DIR"]
 
 
 @pytest.mark.parametrize(
@@ -582,7 +580,7 @@ def test_a_module_that_cannot_be_imported_is_not_forgiven(project: Project) -> N
 def test_a_folder_whose_name_is_too_long(project: Project) -> None:
     project.write("test_it.py", "def test_x(): ...\n")
     (told,) = errors(project.collect(f"--fsdp-report={'x' * 300}"))
-    assert told.endswith("is wrong, it should be a folder that exists or can be made, and be written to")
+    assert told.endswith("(expected a writable folder, or one that can be created)")
 
 
 def test_a_name_that_was_mistyped_leaves_the_earlier_report_alone(project: Project) -> None:

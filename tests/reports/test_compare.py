@@ -364,9 +364,9 @@ def test_what_is_no_report_is_told_before_anything_runs(project: Project, text, 
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (["--fsdp-compare=nowhere"], "'nowhere' is wrong, it should be a report.json that exists, or its folder"),
-        (["--fsdp-fail-on=regression"], "needs an earlier run to compare with: --fsdp-compare=OLD/report.json"),
-        (["--fsdp-fail-on=bad"], "'bad' is wrong, it should be failure, regression or any"),
+        (["--fsdp-compare=nowhere"], "invalid value 'nowhere' (expected an existing report.json, or its folder)"),
+        (["--fsdp-fail-on=regression"], "requires an earlier run: --fsdp-compare=OLD/report.json"),
+        (["--fsdp-fail-on=bad"], "invalid value 'bad' (choose failure, regression or any)"),
     ],
 )
 def test_options_that_mean_nothing_are_refused(project: Project, options, told) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pytest_fsdp_meta.worlds import ForkServerEngine, Sources, choose, count_gpus, devices
+from pytest_fsdp_meta.worlds import ForkServerEngine, Sources, choose, count_gpus
+from pytest_fsdp_meta.worlds.local import gpus as counting
 
 NO_GPU = "--fsdp-device=cuda: this machine has no GPU that torch can use; use cpu or auto"
 NO_GPU_NCCL = "--fsdp-backend=nccl: this machine has no GPU that torch can use; use gloo or auto"
@@ -67,7 +68,7 @@ def test_a_world_of_one_takes_one_gpu() -> None:
 
 
 def test_no_gpu_is_counted_without_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "DEVICE_FILES", ("/dev/no-such-device*",))
+    monkeypatch.setattr(counting, "DEVICE_FILES", ("/dev/no-such-device*",))
     preload = ForkServerEngine()
     assert count_gpus(preload) == 0
     assert preload._server is None
@@ -107,7 +108,7 @@ def test_a_count_that_fails_is_an_error(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_count_that_hangs_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "PATIENCE", 0.5)
+    monkeypatch.setattr(counting, "PATIENCE", 0.5)
     with pytest.raises(ValueError, match=r"counting the GPUs took longer than 0\.5 s; see what this says"):
         count_gpus(_with_torch("import time; time.sleep(100)", tmp_path, monkeypatch, "spawn"))
 
@@ -121,7 +122,7 @@ def _chosen(size: int, device: str, backend: str, gpus: int, require_gpu: bool =
 
 def _with_torch(text: str, folder: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> ForkServerEngine:
     """A machine with a device file, and a torch that is no more than this text."""
-    monkeypatch.setattr(devices, "DEVICE_FILES", ("/dev/null",))
+    monkeypatch.setattr(counting, "DEVICE_FILES", ("/dev/null",))
     (folder / "torch.py").write_text(text, encoding="utf-8")
     monkeypatch.syspath_prepend(folder)
     return ForkServerEngine(Sources((str(folder), *sys.path)), method=method)

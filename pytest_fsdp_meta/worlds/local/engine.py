@@ -17,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from pytest_fsdp_meta.worlds.local import gpus
 from pytest_fsdp_meta.worlds.local.forkserver import Server
 from pytest_fsdp_meta.worlds.local.member import LocalMember
 from pytest_fsdp_meta.worlds.rank import preload
@@ -77,6 +78,14 @@ class ForkServerEngine:
             self._told.add(name)
             _tell(f"pytest-fsdp-meta: {name} cannot be preloaded: {failed[name]}")
         return objection
+
+    def count_gpus(self) -> int:
+        """Count the GPUs of this machine in a spawned process.
+
+        The fork server must not start yet: GPUs are counted during collection, when the modules that it should import
+        are not known.
+        """
+        return gpus.count_gpus(ForkServerEngine(method="spawn"))
 
     def launch(self, spec: WorldSpec, folder: Path, leftovers: Sequence[str]) -> Iterator[LocalMember]:
         self.ready()
