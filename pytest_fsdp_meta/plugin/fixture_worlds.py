@@ -90,7 +90,9 @@ class FixtureWorlds:
         item, _ = self._running
         try:
             with self._alone():
-                return self.world().call(function, args, kwargs, doing=f"running {item.name}", votes=UNANIMOUS_OUTCOMES)
+                return self.world().call(
+                    function, args, kwargs, doing=f"running {item.name}", unanimous_outcomes=UNANIMOUS_OUTCOMES
+                )
         except WorldError as error:
             error.outputs = tuple(self.outputs())
             failure = error

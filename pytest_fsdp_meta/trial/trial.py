@@ -325,4 +325,4 @@ class ObservationRun:
 
 
 def _load(world: World, loader: Call, watch: Sequence[str] = ()) -> list[Any]:
-    return world.call(f"{OBSERVERS}.loading:load", (loader, watch), votes=UNANIMOUS_OUTCOMES)
+    return world.call(f"{OBSERVERS}.loading:load", (loader, watch), unanimous_outcomes=UNANIMOUS_OUTCOMES)

@@ -9,7 +9,7 @@ from pytest_fsdp_meta.worlds.engine import Engine
 from pytest_fsdp_meta.worlds.failures import CallFailed, Misuse, RankFailure, WorldError
 from pytest_fsdp_meta.worlds.leases.leases import Lease, LeaseError, Leases, Waiting
 from pytest_fsdp_meta.worlds.leases.sharing import Presence, Sharing, folder_of, placed, usable_cores
-from pytest_fsdp_meta.worlds.listener import Listener
+from pytest_fsdp_meta.worlds.listener import Listener, ObservedWorld
 from pytest_fsdp_meta.worlds.local.engine import ForkServerEngine
 from pytest_fsdp_meta.worlds.pool import Pool
 from pytest_fsdp_meta.worlds.rank.main import current, doing, note, telling
@@ -30,6 +30,7 @@ __all__ = [
     "Leases",
     "Listener",
     "Misuse",
+    "ObservedWorld",
     "Pool",
     "Presence",
     "Rank",

@@ -286,7 +286,7 @@ def vote(delays: dict[int, float]) -> None:
 def test_a_vote_of_all_ranks_leaves_the_world_running() -> None:
     with world_of(2) as voting:
         with pytest.raises(WorldError) as caught:
-            voting.call(vote, [{0: 0.0, 1: 1.5}], votes=VOTE)
+            voting.call(vote, [{0: 0.0, 1: 1.5}], unanimous_outcomes=VOTE)
         assert caught.value.unanimous == "builtins.LookupError"
         assert voting.run(total, 1.0) == [1.0, 1.0]
 
@@ -294,7 +294,7 @@ def test_a_vote_of_all_ranks_leaves_the_world_running() -> None:
 def test_a_vote_of_one_rank_ends_the_world() -> None:
     with world_of(2) as voting:
         with pytest.raises(WorldError) as caught:
-            voting.call(vote, [{1: 0.0}], votes=VOTE)
+            voting.call(vote, [{1: 0.0}], unanimous_outcomes=VOTE)
         assert [failure.rank for failure in caught.value.failures] == [1]
         assert caught.value.unanimous == ""
         assert not voting.alive

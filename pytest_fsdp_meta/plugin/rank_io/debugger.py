@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pytest_fsdp_meta.worlds import World, WorldError
+from pytest_fsdp_meta.worlds import ObservedWorld, WorldError
 from pytest_fsdp_meta.worlds.system.terminal import Terminal
 
 USUAL = "pdbinvoke"
@@ -28,7 +28,7 @@ class Debugger:
     def __init__(self, config: pytest.Config, usual: Any) -> None:
         self._config = config
         self._usual = usual
-        self._kept: tuple[World, WorldError] | None = None
+        self._kept: tuple[ObservedWorld, WorldError] | None = None
         self._terminal: Terminal | None = None
         self._why_not = ""
         try:
@@ -37,7 +37,7 @@ class Debugger:
         except ValueError as error:
             self._why_not = str(error)
 
-    def failed(self, world: World, error: WorldError, keep: Callable[[], World]) -> None:
+    def failed(self, world: ObservedWorld, error: WorldError, keep: Callable[[], ObservedWorld]) -> None:
         """Keeps the ranks, if there is something to look at."""
         first = error.failures[0]
         if first.kind != "raised" or first.user or (self._kept is not None and world.label):
@@ -94,7 +94,7 @@ class Debugger:
     def pytest_internalerror(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
         self._usual.pytest_internalerror(excinfo=excinfo)
 
-    def _interact(self, world: World, error: WorldError, header: str, report: Any) -> None:
+    def _interact(self, world: ObservedWorld, error: WorldError, header: str, report: Any) -> None:
         assert self._terminal is not None
         capture = self._config.pluginmanager.getplugin("capturemanager")
         if capture is not None:
@@ -135,7 +135,7 @@ def _function(item: pytest.Item) -> tuple[object, str]:
     return item.parent, getattr(item, "originalname", item.name)
 
 
-def _who(world: World, rank: int) -> str:
+def _who(world: ObservedWorld, rank: int) -> str:
     return f"rank {rank} of {world.spec.size}" + (f" of {world.label}" if world.label else "")
 
 
@@ -144,10 +144,10 @@ class Desk:
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
-        self._last: tuple[World, int] | None = None
+        self._last: tuple[ObservedWorld, int] | None = None
 
     @contextmanager
-    def terminal(self, world: World, rank: int) -> Iterator[Terminal]:
+    def terminal(self, world: ObservedWorld, rank: int) -> Iterator[Terminal]:
         """For one prompt. Raises ValueError, with the reason, where there is none."""
         capture = self._config.pluginmanager.getplugin("capturemanager")
         if capture is not None:

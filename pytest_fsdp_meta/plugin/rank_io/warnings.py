@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pytest_fsdp_meta.text import name_ranks
-from pytest_fsdp_meta.worlds import World
+from pytest_fsdp_meta.worlds import ObservedWorld
 from pytest_fsdp_meta.worlds.rank.warnings import Warned, raise_again
 
 
@@ -13,7 +13,7 @@ class Warnings:
     def __init__(self) -> None:
         self._heard: dict[Warned, tuple[set[int], list[str]]] = {}
 
-    def hear(self, world: World, rank: int, one: Warned) -> None:
+    def hear(self, world: ObservedWorld, rank: int, one: Warned) -> None:
         ranks, alone = self._heard.setdefault(one, (set(), []))
         if not world.label or world.spec.size > 1:
             ranks.add(rank)
