@@ -1,7 +1,7 @@
-"""Process groups as a service: a world is a set of ranks that live for a while and run what they are handed.
+"""Process groups as a service: a world is a set of ranks that run the functions they are sent, until it is closed.
 
-Nothing here knows of models, checks or pytest items. ``World`` lives in the parent process and imports no torch;
-``current()`` is what a rank sees of its world.
+This package knows nothing of models, checks or pytest items. ``World`` lives in the parent process and imports no
+torch. On a rank, ``current()`` returns its number, device and mesh.
 """
 
 from pytest_fsdp_meta.worlds.devices import choose, count_gpus

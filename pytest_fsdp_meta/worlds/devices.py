@@ -1,4 +1,4 @@
-"""Which device type and backend a world gets. Counting GPUs must not initialise CUDA in the parent process."""
+"""Choose the device type and backend of a world, and count GPUs without initialising CUDA in this process."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ from pytest_fsdp_meta.worlds.failures import describe_exit
 from pytest_fsdp_meta.worlds.local.engine import ForkServerEngine
 
 DEVICE_FILES = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg")
+"""Glob patterns; a machine with a GPU has one of these files."""
 PATIENCE = 120.0
-ASK_TORCH = "see what this says: python -c 'import torch; print(torch.cuda.device_count())'"
+"""Seconds for a process to import torch and count."""
+ASK_TORCH = "to see why, run: python -c 'import torch; print(torch.cuda.device_count())'"
 
 
 def choose(
     size: int, device: str, backend: str, gpus: int, require_gpu: bool = False, here: str = "this machine"
 ) -> tuple[str, str]:
-    """(device type, backend) for a world of ``size`` ranks, where ``here`` has ``gpus`` GPUs.
+    """Return (device type, backend) for a world of ``size`` ranks on a machine, called ``here``, with ``gpus`` GPUs.
 
-    Raises ValueError where what was asked for cannot be had; never a silent smaller or other world.
+    Raises ValueError if the machine cannot do what the options ask for; never falls back to something else silently.
     """
     if backend == "nccl" and device == "cpu":
         raise ValueError("--fsdp-backend=nccl runs on cuda only; use --fsdp-backend=gloo with --fsdp-device=cpu")
@@ -30,7 +32,7 @@ def choose(
     if (device == "cuda" or backend == "nccl") and not shares and size > gpus:
         raise ValueError(
             f"a world of {size} on cuda with nccl needs {size} GPUs, {here} has {gpus}; use a smaller world, "
-            "or --fsdp-device=cuda --fsdp-backend=gloo, with which ranks share a GPU"
+            "or --fsdp-device=cuda --fsdp-backend=gloo, which lets ranks share a GPU"
         )
     on_gpu = device == "cuda" or backend == "nccl" or (device == "auto" and backend == "auto" and 0 < size <= gpus)
     if require_gpu and not on_gpu:
@@ -41,9 +43,9 @@ def choose(
 
 
 def count_gpus(preload: ForkServerEngine) -> int:
-    """GPUs that torch can use, asked in a process that ends at once; free of cost on a machine without any.
+    """Return how many GPUs torch can use, counted in a short-lived process; without any device file, return 0 at once.
 
-    Raises ValueError when that process fails.
+    Raises ValueError if that process fails.
     """
     if not any(glob(pattern) for pattern in DEVICE_FILES):
         return 0

@@ -136,7 +136,7 @@ try:
     with World(WorldSpec({{"dp": 2}}, timeout=3), engine) as world:
         world.run(time.sleep, 1000)
 except WorldError as error:
-    said["hang"] = error.summary, "stood at" in str(error)
+    said["hang"] = error.summary, "stack of rank" in str(error)
 engine.close()
 print(json.dumps(said))
 """

@@ -25,7 +25,7 @@ class backends:
 """As much of it as is asked."""
 TOO_FEW = (
     "a world of 4 on cuda with nccl needs 4 GPUs, this machine has 2; use a smaller world, "
-    "or --fsdp-device=cuda --fsdp-backend=gloo, with which ranks share a GPU"
+    "or --fsdp-device=cuda --fsdp-backend=gloo, which lets ranks share a GPU"
 )
 CPU, NCCL, SHARED = ("cpu", "gloo"), ("cuda", "nccl"), ("cuda", "gloo")
 
@@ -102,13 +102,13 @@ def test_torch_still_says_whether_cuda_can_start_in_a_forked_process() -> None:
     ],
 )
 def test_a_count_that_fails_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, torch: str, told: str) -> None:
-    with pytest.raises(ValueError, match=f"counting the GPUs failed: {told}.*; see what this says: python -c"):
+    with pytest.raises(ValueError, match=f"counting the GPUs failed: {told}.*; to see why, run: python -c"):
         count_gpus(_with_torch(torch, tmp_path, monkeypatch, "spawn"))
 
 
 def test_a_count_that_hangs_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "PATIENCE", 0.5)
-    with pytest.raises(ValueError, match=r"counting the GPUs took longer than 0\.5 s; see what this says"):
+    with pytest.raises(ValueError, match=r"counting the GPUs took longer than 0\.5 s; to see why, run"):
         count_gpus(_with_torch("import time; time.sleep(100)", tmp_path, monkeypatch, "spawn"))
 
 

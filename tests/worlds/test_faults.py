@@ -313,9 +313,7 @@ def test_the_process_that_ranks_are_forked_from_is_killed() -> None:
     (server,) = set(broken.run(os.getppid))
     threading.Timer(0.3, os.kill, (server, signal.SIGKILL)).start()
     error = fails(broken, time.sleep, 1000)
-    assert error.summary == (
-        "ranks 0, 1 were killed with the process that ranks are forked from, which somebody has ended"
-    )
+    assert error.summary == "ranks 0, 1 were killed because the fork server of all ranks was ended from outside"
 
 
 def test_no_file_descriptor_is_left() -> None:

@@ -33,7 +33,7 @@ def hung(size: int, function: Callable[..., object], *args: object) -> WorldErro
 
 def stood(error: WorldError) -> dict[str, str]:
     """What the ranks are said to have stood at, by their names."""
-    return dict(re.findall(r"(ranks? [\d, -]+) stood at \(innermost last\):\n((?:  .*\n?)+)", str(error)))
+    return dict(re.findall(r"stack of (ranks? [\d, -]+) \(innermost frame last\):\n((?:  .*\n?)+)", str(error)))
 
 
 def late(absent: Callable[[], object]) -> Callable[[], None]:

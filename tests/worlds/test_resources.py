@@ -70,7 +70,7 @@ def test_shortages_of_memory_that_nobody_counts(monkeypatch: pytest.MonkeyPatch)
     assert processes.shortages() == 0
 
 
-CUT = "closed a descriptor that was not its own: the connection to pytest"
+CUT = "closed the file descriptor of its connection to pytest"
 
 
 def pipe() -> int:
