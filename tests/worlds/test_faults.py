@@ -98,7 +98,7 @@ def test_an_exception_without_text() -> None:
     def be_mute() -> None:
         raise Mute
 
-    assert fails(world(1), be_mute).summary == "rank 0 raised Mute: (its text cannot be made)"
+    assert fails(world(1), be_mute).summary == "rank 0 raised Mute: (its __str__ raised an exception)"
 
 
 def test_the_only_rank_goes_by_the_label() -> None:

@@ -24,7 +24,7 @@ from typing import Any
 
 from pytest_fsdp_meta.worlds.rank.coverage import preloading
 from pytest_fsdp_meta.worlds.rank.preload import REQUEST, preload, share, why_unsafe
-from pytest_fsdp_meta.worlds.rank.warnings import hear_all
+from pytest_fsdp_meta.worlds.rank.warnings import enable_all
 from pytest_fsdp_meta.worlds.spec import Sources
 from pytest_fsdp_meta.worlds.system import processes, temp_folders
 
@@ -61,7 +61,7 @@ def _import(request: dict[str, Any]) -> dict[str, str]:
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
     share(Sources(request["path"], request["files"], request["before"]))
-    hear_all()
+    enable_all()
     gc.disable()  # imports make no garbage, and looking for it takes a seventh of the time
     with preloading(request["measuring"]):
         failed = preload(request["modules"])
