@@ -18,10 +18,10 @@ from tests.worlds.test_output import *  # noqa: F403
 from tests.worlds.test_resources import *  # noqa: F403
 
 OTHERWISE = {
-    "test_a_rank_that_cannot_have_its_device": "the cluster is asked for GPUs first, which it has not",
-    "test_ranks_heed_the_signals_that_their_fork_server_ignores": "Ray takes SIGTERM in the pytest process",
-    "test_the_process_that_ranks_are_forked_from_is_killed": "there is one on every node",
-    "test_no_file_descriptor_is_left": "the cluster is asked for CPUs first, of which it has not as many",
+    "test_a_device_that_does_not_exist": "the cluster is asked for GPUs first, which it has not",
+    "test_ranks_do_not_ignore_the_signals_that_the_fork_server_ignores": "Ray takes SIGTERM in the pytest process",
+    "test_the_fork_server_is_killed": "there is one on every node",
+    "test_running_out_of_file_descriptors": "the cluster is asked for CPUs first, of which it has not as many",
     "test_ranks_end_when_their_parent_is_killed": "the parent uses its own machine; test_ray.py has one that does not",
     "test_a_parent_killed_while_it_starts_leaves_nothing": "the parent uses its own machine",
 }
