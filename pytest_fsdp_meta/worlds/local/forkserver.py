@@ -41,14 +41,14 @@ class Server:
         self._report: tuple[str, dict[str, str]] | None = None
         self._spared: frozenset[int] = frozenset()
         """Processes that the imported modules have started, which are not a rank's to lose."""
-        measuring = coverage.wanted()
+        settings = coverage.current_settings()
         # In a file, because the modules of a large repository are too much for an environment variable.
         request = {
             "modules": list(modules),
             "path": list(sources.path),
             "files": dict(sources.modules),
             "before": sources.before,
-            "measuring": None if measuring is None else asdict(measuring),
+            "coverage": None if settings is None else asdict(settings),
             "leftovers": temp_folders.pattern(),
             "parent": os.getpid() if threading.current_thread() is threading.main_thread() else None,
         }

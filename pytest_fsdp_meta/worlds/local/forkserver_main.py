@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pytest_fsdp_meta.worlds.rank.coverage import preloading
+from pytest_fsdp_meta.worlds.rank.coverage import measuring_imports
 from pytest_fsdp_meta.worlds.rank.preload import REQUEST, preload, share, why_unsafe
 from pytest_fsdp_meta.worlds.rank.warnings import enable_all
 from pytest_fsdp_meta.worlds.spec import Sources
@@ -63,7 +63,7 @@ def _import(request: dict[str, Any]) -> dict[str, str]:
     share(Sources(request["path"], request["files"], request["before"]))
     enable_all()
     gc.disable()  # imports make no garbage, and looking for it takes a seventh of the time
-    with preloading(request["measuring"]):
+    with measuring_imports(request["coverage"]):
         failed = preload(request["modules"])
     gc.enable()
     _make_cheap_to_fork()

@@ -30,7 +30,7 @@ _before: list[bytes] = []
 
 
 @dataclass(frozen=True)
-class Measuring:
+class CoverageSettings:
     """How the parent measures. ``folder`` is the base of its relative paths."""
 
     options: Mapping[str, Any]
@@ -38,7 +38,7 @@ class Measuring:
     folder: str
 
 
-def wanted() -> Measuring | None:
+def current_settings() -> CoverageSettings | None:
     """Return how this process measures, or None if it does not."""
     coverage = sys.modules.get("coverage")
     current = None if coverage is None else coverage.Coverage.current()
@@ -49,30 +49,30 @@ def wanted() -> Measuring | None:
         with suppress(Exception):  # other versions of coverage may not have this option
             options[name] = current.get_option(f"run:{name}")
     options["concurrency"] = [kind for kind in options.get("concurrency") or () if kind != "multiprocessing"]
-    return Measuring(options, getattr(current.config, "config_file", None) or "", os.getcwd())
+    return CoverageSettings(options, getattr(current.config, "config_file", None) or "", os.getcwd())
 
 
 class Measurement:
     """Measures coverage of this process from now on, in memory."""
 
-    def __init__(self, how: Measuring) -> None:
+    def __init__(self, settings: CoverageSettings) -> None:
         import coverage
 
-        self._coverage = coverage.Coverage(data_file=None, config_file=how.config_file or False)
-        for name, value in how.options.items():
+        self._coverage = coverage.Coverage(data_file=None, config_file=settings.config_file or False)
+        for name, value in settings.options.items():
             self._coverage.set_option(f"run:{name}", value)
         self._coverage.set_option("run:disable_warnings", WARNINGS)
         for name, value in OURS.items():
             with suppress(Exception):  # other versions of coverage may not have this option
                 self._coverage.set_option(f"run:{name}", value)
         self._sent = b""
-        with _working_in(how.folder):
+        with _working_in(settings.folder):
             self._coverage.start()
 
     def stop(self) -> None:
         self._coverage.stop()
 
-    def news(self) -> bytes:
+    def new_data(self) -> bytes:
         """Return all data measured so far, or nothing if it has not changed since the last call."""
         packed = bytes(self._coverage.get_data().dumps())
         if packed == self._sent:
@@ -82,20 +82,20 @@ class Measurement:
 
 
 @contextmanager
-def preloading(how: Mapping[str, Any] | None) -> Iterator[None]:
-    """Measure what the fork server imports. ``how`` has the fields of a ``Measuring``, or is None."""
-    if how is None:
+def measuring_imports(settings: Mapping[str, Any] | None) -> Iterator[None]:
+    """Measure what the fork server imports. ``settings`` has the fields of a ``CoverageSettings``, or is None."""
+    if settings is None:
         yield
         return
-    measurement = Measurement(Measuring(**how))
+    measurement = Measurement(CoverageSettings(**settings))
     try:
         yield
     finally:
         measurement.stop()
-        _before.append(measurement.news())
+        _before.append(measurement.new_data())
 
 
-def before_the_fork() -> bytes:
+def data_of_fork_server() -> bytes:
     """Return what the fork server has measured; empty if it has not."""
     return _before[0] if _before else b""
 

@@ -65,7 +65,7 @@ def telling(unless: str = "") -> Iterator[None]:
     ``World.run`` does this around a function that it is given. A function that it is given by name does this itself,
     around the user's code. Does nothing outside a world.
     """
-    with nullcontext() if _FORWARDER is None else _FORWARDER.telling(unless):
+    with nullcontext() if _FORWARDER is None else _FORWARDER.forwarding(unless):
         yield
 
 
@@ -89,7 +89,7 @@ class Assignment:
     """The folders to remove if the parent is killed, including its own."""
     environ: dict[str, str]
     cwd: str
-    measuring: coverage.Measuring | None = field(default_factory=coverage.wanted)
+    coverage_settings: coverage.CoverageSettings | None = field(default_factory=coverage.current_settings)
     """How the parent measures coverage, if it does."""
 
     @property
@@ -116,10 +116,10 @@ def main(connection: Connection, task: Assignment, dies_with_parent: bool) -> No
         debugging.borrow_by(channel)
         try:
             _redirect(task)
-            _adopt(task)
+            _follow_parent(task)
             _CURRENT = join(channel, task.spec, task.place)
         except BaseException as error:
-            _report(channel, _failure(task, error))
+            _report_failure(channel, _describe_failure(task, error))
             threading.Event().wait()  # to be killed; a rank that exits would count as another failure
         channel.send("ready")
         while True:
@@ -128,7 +128,7 @@ def main(connection: Connection, task: Assignment, dies_with_parent: bool) -> No
                 assert _RAISED is not None
                 channel.send(POST_MORTEM, debugging.post_mortem(_RAISED, *message[1:]))
             else:
-                _answer(channel, task, message)
+                _answer_call(channel, task, message)
     except BaseException:
         traceback.print_exc()
     finally:
@@ -166,20 +166,20 @@ def _leave_server_alone() -> None:
         server._forkserver_alive_fd = None
 
 
-def _adopt(task: Assignment) -> None:
+def _follow_parent(task: Assignment) -> None:
     """Take over the parent's working directory, environment, modules and coverage settings."""
     os.chdir(task.cwd)
     os.environ.clear()
     os.environ.update(task.environ)
     preload.share(task.sources)
-    if task.measuring is not None:
+    if task.coverage_settings is not None:
         global _MEASUREMENT
-        _MEASUREMENT = coverage.Measurement(task.measuring)
-        if task.place.rank == 0 and (before := coverage.before_the_fork()):
+        _MEASUREMENT = coverage.Measurement(task.coverage_settings)
+        if task.place.rank == 0 and (before := coverage.data_of_fork_server()):
             note(coverage.KIND, ("imports", before))
 
 
-def _answer(channel: Channel, task: Assignment, message: tuple[Any, ...]) -> None:
+def _answer_call(channel: Channel, task: Assignment, message: tuple[Any, ...]) -> None:
     _, call, target, payload = message
     if _FORWARDER is not None:
         _FORWARDER.forget()
@@ -191,7 +191,7 @@ def _answer(channel: Channel, task: Assignment, message: tuple[Any, ...]) -> Non
         global _RAISED
         _RAISED = error
         _send_coverage()
-        _report(channel, _failure(task, error))
+        _report_failure(channel, _describe_failure(task, error))
         return
     _send_coverage()
     try:
@@ -199,10 +199,10 @@ def _answer(channel: Channel, task: Assignment, message: tuple[Any, ...]) -> Non
     except Exception as error:
         why = disk.hint(task.folder, error) or f"{type(error).__name__}: {error}"
         summary = f"returned a {type(result).__name__} that cannot be sent back: {why}"
-        _report(channel, RankFailure(task.place.rank, "unsendable", summary, when=time.monotonic()))
+        _report_failure(channel, RankFailure(task.place.rank, "unsendable", summary, when=time.monotonic()))
 
 
-def _report(channel: Channel, failure: RankFailure) -> None:
+def _report_failure(channel: Channel, failure: RankFailure) -> None:
     try:
         channel.send("failure", failure)
     except OSError:  # the disk is full; a short message needs only the pipe
@@ -212,8 +212,8 @@ def _report(channel: Channel, failure: RankFailure) -> None:
 
 def _send_coverage() -> None:
     """Send coverage data with every answer, because a rank is killed without warning."""
-    if _MEASUREMENT is not None and (news := _MEASUREMENT.news()):
-        note(coverage.KIND, ("calls", news))
+    if _MEASUREMENT is not None and (data := _MEASUREMENT.new_data()):
+        note(coverage.KIND, ("calls", data))
 
 
 def _pack(result: Any) -> bytes:
@@ -232,7 +232,7 @@ def _unpack(target: str, payload: bytes) -> tuple[Callable[..., Any], tuple[Any,
     return function, args, kwargs
 
 
-def _failure(task: Assignment, error: BaseException) -> RankFailure:
+def _describe_failure(task: Assignment, error: BaseException) -> RankFailure:
     where = detail = ""
     if isinstance(error, CallFailed) and error.__cause__ is not None:
         where, detail, error = f" in {error.where}" if error.where else "", error.detail, error.__cause__

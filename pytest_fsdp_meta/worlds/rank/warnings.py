@@ -42,7 +42,7 @@ class WarningForwarder:
         self._send = send
         self._owner = os.getpid()
         self._unless: list[str] = []
-        """For each ``telling`` that is active, the pattern of warnings that are dropped."""
+        """For each ``forwarding`` that is active, the pattern of warnings that are dropped."""
         self._seen: set[Warned] = set()
         warnings.showwarning = self._show
 
@@ -51,7 +51,7 @@ class WarningForwarder:
         self._seen.clear()
 
     @contextmanager
-    def telling(self, unless: str) -> Iterator[None]:
+    def forwarding(self, unless: str) -> Iterator[None]:
         self._unless.append(unless)
         try:
             yield
