@@ -71,7 +71,8 @@ class Conversation:
         failures: dict[int, RankFailure] = {}
         deadline = time.monotonic() + seconds
         while (missing := set(ranks) - answers.keys() - failures.keys()) and time.monotonic() < deadline:
-            for member, message in receive([one for one in self.members if one.rank not in failures], deadline):
+            running = [member for member in self.members if member.rank not in failures]
+            for member, message in receive(running, deadline):
                 if message is None:
                     failures[member.rank] = member.ending()
                 elif message[0] == "failure":

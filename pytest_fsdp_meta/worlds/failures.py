@@ -67,7 +67,7 @@ class Misuse(ValueError):
 class WorldError(Exception):
     """One or more ranks failed, and their world has ended. ``str()`` is the whole message, ``summary`` its first line.
 
-    ``doing`` says what the ranks were doing. ``label`` names the world in the message, beside its ranks or instead of
+    ``doing`` says what the ranks were doing. ``label`` names the world in the message, after its ranks or instead of
     its only rank. ``view`` describes all ranks together: who waits in which collective.
     """
 

@@ -58,7 +58,7 @@ class Listener:
     @contextmanager
     def terminal(self, world: ObservedWorld, rank: int) -> Iterator[Terminal]:
         """Provide the terminal for one prompt of a debugger on the rank. Raise ValueError with the reason if not."""
-        raise ValueError("nobody lends one")
+        raise ValueError("this world has no listener that provides one")
         yield
 
     def wrote(self, world: ObservedWorld, rank: int, lines: Sequence[str]) -> None:

@@ -38,7 +38,7 @@ class World:
     """Ranks that share one process group. A context manager; ``run`` calls a function on every rank.
 
     After a ``WorldError``, or when a call is interrupted, the world has ended together with its ranks, and the next
-    test needs a fresh one. Error messages call the world by its ``label``: beside the ranks, or instead of its only
+    test needs a fresh one. Error messages call the world by its ``label``: after its ranks, or instead of its only
     rank. ``shared`` is a folder of the parent's that the ranks remove if the parent is killed. ``listener`` receives
     what happens while a call runs.
     """
@@ -137,7 +137,7 @@ class World:
             yield
         except WorldError:
             if not self._members:
-                self.close()  # the engine started no rank, but the folder is there
+                self.close()  # the engine started no rank, but left a folder
             raise  # otherwise the world has ended already, or goes on after a unanimous outcome
         except BaseException as error:
             # A rank reports its own lack of disk or descriptors; here it is the parent's.
@@ -218,7 +218,7 @@ class World:
     def _launch(self) -> Conversation:
         # Before multiprocessing joins all child processes at exit, which would wait for ranks of a forgotten world.
         self._at_exit = util.Finalize(None, self.close, exitpriority=1)
-        self._engine.start()  # before there is a folder, because it removes the folder if this process is killed
+        self._engine.start()  # before the folder is made, because it removes the folder if this process is killed
         self._folder = Path(tempfile.mkdtemp(prefix=temp_folders.prefix("world")))
         leftovers = str(self._folder), *self._shared
         for member in self._engine.launch(self.spec, self._folder, leftovers):

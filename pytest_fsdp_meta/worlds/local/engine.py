@@ -95,12 +95,14 @@ class ForkServerEngine:
             yield self.launch_rank(task)
 
     def launch_rank(self, task: Assignment) -> LocalMember:
-        here, there = Pipe()
+        parent_end, rank_end = Pipe()
         forked = self.method != "spawn"
         dies_with_parent = forked or threading.current_thread() is threading.main_thread()
-        with there:
-            process = self.launch_process(main, (there, task, dies_with_parent), name=f"rank{task.place.rank}")
-        return LocalMember(task.place.rank, process, here, task.output, task.stacks, self.end_strays, self._is_orphan)
+        with rank_end:
+            process = self.launch_process(main, (rank_end, task, dies_with_parent), name=f"rank{task.place.rank}")
+        return LocalMember(
+            task.place.rank, process, parent_end, task.output, task.stacks, self.end_strays, self._is_orphan
+        )
 
     def _is_orphan(self) -> bool:
         """Return whether the fork server has ended, which ends the ranks that it forked."""

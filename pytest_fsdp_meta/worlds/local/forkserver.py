@@ -40,7 +40,7 @@ class Server:
         self._folder = Path(tempfile.mkdtemp(prefix=temp_folders.prefix("preload")))
         self._report: tuple[str, dict[str, str]] | None = None
         self._spared: frozenset[int] = frozenset()
-        """Processes that the imported modules have started, which are not a rank's to lose."""
+        """Processes that the imported modules have started; they outlive the ranks."""
         settings = coverage.current_settings()
         # In a file, because the modules of a large repository are too much for an environment variable.
         request = {
@@ -64,7 +64,7 @@ class Server:
             self._server.ensure_running()
 
     def report(self, seconds: float) -> tuple[str, dict[str, str]]:
-        """Wait for the imports; return why the server must not be forked (or ""), and errors by module."""
+        """Wait for the imports; return why the server must not be forked, or "", and the import errors by module."""
         if self._report is None:
             self._report = self._wait(seconds)
             shutil.rmtree(self._folder, ignore_errors=True)

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from pytest_fsdp_meta.worlds.rank.coverage import measuring_imports
-from pytest_fsdp_meta.worlds.rank.preload import REQUEST, preload, share, why_unsafe
+from pytest_fsdp_meta.worlds.rank.preload import REQUEST, preload, use_sources, why_unsafe
 from pytest_fsdp_meta.worlds.rank.warnings import enable_all
 from pytest_fsdp_meta.worlds.spec import Sources
 from pytest_fsdp_meta.worlds.system import processes, temp_folders
@@ -60,7 +60,7 @@ def _import(request: dict[str, Any]) -> dict[str, str]:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
-    share(Sources(request["path"], request["files"], request["before"]))
+    use_sources(Sources(request["path"], request["files"], request["before"]))
     enable_all()
     gc.disable()  # imports make no garbage, and looking for it takes a seventh of the time
     with measuring_imports(request["coverage"]):

@@ -67,7 +67,8 @@ class Channel:
         """Answer for the main thread, which may be stuck in a collective."""
         processes.let_debuggers_in()
         found = flight_recorder.Whereabouts(tracebacks.user_stack(tracebacks.dump()), flight_recorder.read())
-        # An answer less is acceptable; an exception would end this thread, and the rank would outlive its parent.
+        # Without this answer the parent only knows less. With an exception this thread would end, and nothing would
+        # notice the end of the parent.
         with suppress(OSError):
             self._post((*flight_recorder.QUESTION, found))
 

@@ -25,7 +25,7 @@ OURS: Mapping[str, Any] = {"sigterm": False, "dynamic_context": None, "patch": [
 """Options of [run] that ranks override, whatever a configuration file says."""
 WARNINGS = ["no-data-collected", "module-not-imported", "module-not-measured", "module-not-python", "trace-changed"]
 """Warnings to disable, because they judge the whole program and a rank runs only a part of it."""
-_before: list[bytes] = []
+_fork_server_data: list[bytes] = []
 """What the fork server measured during its imports; ranks inherit it through the fork."""
 
 
@@ -92,12 +92,12 @@ def measuring_imports(settings: Mapping[str, Any] | None) -> Iterator[None]:
         yield
     finally:
         measurement.stop()
-        _before.append(measurement.new_data())
+        _fork_server_data.append(measurement.new_data())
 
 
 def data_of_fork_server() -> bytes:
     """Return what the fork server has measured; empty if it has not."""
-    return _before[0] if _before else b""
+    return _fork_server_data[0] if _fork_server_data else b""
 
 
 class Sum:

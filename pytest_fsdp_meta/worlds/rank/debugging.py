@@ -26,7 +26,7 @@ BORROWING, RETURNING = "borrowing the terminal", "returning the terminal"
 _has_terminal = False
 
 
-def borrow_by(channel: Channel) -> None:
+def borrow_terminal_through(channel: Channel) -> None:
     """Make every debugger on this rank ask the parent for the terminal before each prompt."""
     usual = pdb.Pdb.interaction
 
@@ -87,9 +87,9 @@ def _at_the_terminal() -> Iterator[None]:
             stack.callback(signal.signal, signal.SIGTSTP, signal.signal(signal.SIGTSTP, signal.SIG_IGN))
         terminal = os.open(PATH, os.O_RDWR)
         for descriptor in (0, 1, 2):
-            kept = os.dup(descriptor)
-            stack.callback(os.close, kept)
-            stack.callback(os.dup2, kept, descriptor)
+            original = os.dup(descriptor)
+            stack.callback(os.close, original)
+            stack.callback(os.dup2, original, descriptor)
             os.dup2(terminal, descriptor)
         os.close(terminal)
         for descriptor, name in enumerate(("stdin", "stdout", "stderr")):

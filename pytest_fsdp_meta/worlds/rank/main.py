@@ -104,8 +104,8 @@ class Assignment:
 def main(connection: Connection, task: Assignment, dies_with_parent: bool) -> None:
     """Run a rank, as the target of its process. Never returns: interpreter shutdown with a process group can abort.
 
-    ``dies_with_parent``: let the system kill this rank when its parent ends. That is the thread which started it, if
-    ranks are spawned.
+    ``dies_with_parent`` lets the system kill this rank when its parent ends; for a spawned rank that is the thread that
+    started it.
     """
     global _CHANNEL, _CURRENT, _FORWARDER
     try:
@@ -113,14 +113,14 @@ def main(connection: Connection, task: Assignment, dies_with_parent: bool) -> No
         _CHANNEL = channel = Channel(connection, task.output, task.leftovers)
         warnings.enable_all()
         _FORWARDER = warnings.WarningForwarder(partial(note, warnings.KIND))
-        debugging.borrow_by(channel)
+        debugging.borrow_terminal_through(channel)
         try:
             _redirect(task)
             _follow_parent(task)
             _CURRENT = join(channel, task.spec, task.place)
         except BaseException as error:
             _report_failure(channel, _describe_failure(task, error))
-            threading.Event().wait()  # to be killed; a rank that exits would count as another failure
+            threading.Event().wait()  # to be killed: a rank that exits by itself would be reported as well
         channel.send("ready")
         while True:
             message = channel.receive()
@@ -171,7 +171,7 @@ def _follow_parent(task: Assignment) -> None:
     os.chdir(task.cwd)
     os.environ.clear()
     os.environ.update(task.environ)
-    preload.share(task.sources)
+    preload.use_sources(task.sources)
     if task.coverage_settings is not None:
         global _MEASUREMENT
         _MEASUREMENT = coverage.Measurement(task.coverage_settings)

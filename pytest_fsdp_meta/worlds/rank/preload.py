@@ -48,7 +48,7 @@ class LooseParents(MetaPathFinder):
         return ModuleSpec(name, None, is_package=True) if name in self._names else None
 
 
-def share(sources: Sources) -> None:
+def use_sources(sources: Sources) -> None:
     """Let this process import what the parent has imported."""
     sys.path[:] = sources.path or sys.path
     if sources.before is not None:

@@ -64,6 +64,6 @@ def user_stack(dump: str) -> str:
         if not frames or frames == [NO_FRAME] or any(frame.endswith(" in _listen") for frame in frames):
             continue
         shown = [frame for frame in reversed(frames) if not any(part in frame for part in PLUMBING)]
-        kept = [frame for frame in shown if PACKAGE not in frame] or shown
-        stacks.append("\n".join(kept if head.startswith("Current") else [f"  ({head.split()[1]})", *kept]))
+        of_user = [frame for frame in shown if PACKAGE not in frame] or shown
+        stacks.append("\n".join(of_user if head.startswith("Current") else [f"  ({head.split()[1]})", *of_user]))
     return "\n".join(stacks)
