@@ -66,7 +66,7 @@ def test_a_deadlock_shows_who_waits_for_whom_and_the_stacks_of_all_ranks() -> No
         error.view,
     )
     told = str(error)
-    assert told.startswith(f"{error.summary}\n(while running late.<locals>.function)\n\n{error.view}\n\nrank")
+    assert told.startswith(f"{error.summary}\n(while running late.<locals>.function)\n\n{error.view}\n\nstack of rank")
     where = stood(error)
     assert set(where) == {"rank 1", "ranks 0, 2"}, told
     assert re.search(r"in oversleep(\n  in C: .*)?$", where["rank 1"].rstrip())
