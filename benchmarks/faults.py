@@ -24,7 +24,7 @@ FAULTS = {
     "raise": ("an exception on rank 1", r"boom"),
     "exit": ("rank 1 exits with code 7", r"(?i)(exit|code|status|return)\D{0,40}\b7\b"),
     "kill": ("rank 1 is killed by SIGKILL", r"SIGKILL|[Kk]illed|signal 9|signal -?9|exit ?code:? -9"),
-    "deadlock": ("rank 1 never comes", r"(?i)time[d ]*-?out|did not answer|hang|stuck|stood at"),
+    "deadlock": ("rank 1 never comes", r"(?i)time[d ]*-?out|did not answer|hang|stuck|stack of rank"),
     "orphan": ("pytest is killed by SIGKILL while ranks wait", r""),
 }
 NAMED = r"(?i)(?:rank|process|worker|thread|local_rank|gw)s?[\s:=\[#(]*{}\b"

@@ -97,7 +97,9 @@ class FixtureWorlds:
         item, _ = self._running_test()
         try:
             with self._turn_taken():
-                return self.world().call(function, args, kwargs, doing=f"running {item.name}", votes=UNANIMOUS_OUTCOMES)
+                return self.world().call(
+                    function, args, kwargs, doing=f"running {item.name}", unanimous_outcomes=UNANIMOUS_OUTCOMES
+                )
         except WorldError as error:
             error.outputs = tuple(self.outputs())
             failure = error

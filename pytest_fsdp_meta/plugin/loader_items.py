@@ -175,7 +175,7 @@ class LoaderSession:
             order=loader.spec,
             again=rerun_command(item, self._settings.given),
             evidence=run.evidence,
-            error=failure.summary if failure and not failure.vote else "",
+            error=failure.summary if failure and not failure.unanimous_outcome else "",
             seconds=run.seconds,
             keeps=REPORTED_RUN not in item.stash,
         )
@@ -198,7 +198,7 @@ class LoaderSession:
             example = run.examples.setdefault(tuple(packed.items()), LoaderRun(run.checks, call.with_drawn(packed)))
             if not example.has_ended:
                 self._observe(item, loader, example)
-            if example.failure is not None and example.failure.vote == ASSUME:
+            if example.failure is not None and example.failure.unanimous_outcome == ASSUME:
                 reject_example()
             seen.append((self._outcome(item, loader, example), example))
             if seen[-1][0].status in ("failed", "error"):
@@ -223,7 +223,7 @@ class LoaderSession:
     def _outcome(self, item: pytest.Item, loader: LoaderItem, run: LoaderRun) -> Outcome:
         """Return the outcome of one run for one item."""
         if run.failure is not None:
-            if run.failure.vote in SKIPS:
+            if run.failure.unanimous_outcome in SKIPS:
                 return Outcome("skipped", run.failure.reason, reason=run.failure.reason)
             return self._error(item, loader, run, run.failure.summary, str(run.failure))
         assert run.evidence is not None

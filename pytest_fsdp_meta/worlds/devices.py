@@ -6,9 +6,9 @@ from __future__ import annotations
 def choose(
     size: int, device: str, backend: str, gpus: int, require_gpu: bool = False, here: str = "this machine"
 ) -> tuple[str, str]:
-    """(device type, backend) for a world of ``size`` ranks, where ``here`` has ``gpus`` GPUs.
+    """Return (device type, backend) for a world of ``size`` ranks on a machine, called ``here``, with ``gpus`` GPUs.
 
-    Raises ValueError where what was asked for cannot be had; never a silent smaller or other world.
+    Raises ValueError if the machine cannot do what the options ask for; never falls back to something else silently.
     """
     if backend == "nccl" and device == "cpu":
         raise ValueError("--fsdp-backend=nccl runs on cuda only; use --fsdp-backend=gloo with --fsdp-device=cpu")
@@ -20,7 +20,7 @@ def choose(
     if (device == "cuda" or backend == "nccl") and not shares and size > gpus:
         raise ValueError(
             f"a world of {size} on cuda with nccl needs {size} GPUs, {here} has {gpus}; use a smaller world, "
-            "or --fsdp-device=cuda --fsdp-backend=gloo, with which ranks share a GPU"
+            "or --fsdp-device=cuda --fsdp-backend=gloo, which lets ranks share a GPU"
         )
     on_gpu = device == "cuda" or backend == "nccl" or (device == "auto" and backend == "auto" and 0 < size <= gpus)
     if require_gpu and not on_gpu:

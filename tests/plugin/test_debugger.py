@@ -256,5 +256,5 @@ def test_a_breakpoint_without_a_terminal(project: Project, args: tuple[str, ...]
     project.loaders(STOPS.format(stop="breakpoint()"))
     result = project.run(*args)
     result.assert_outcomes(errors=1)
-    message = "RuntimeError: there is no terminal for a debugger on this rank: stdin is not a terminal"
-    assert message in result.stdout.str()
+    why = "RuntimeError: a debugger on this rank has no terminal: stdin is not a terminal"
+    assert why in result.stdout.str()

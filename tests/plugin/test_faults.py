@@ -149,7 +149,7 @@ def test_faults_are_reported_and_the_next_loader_passes(
         "memory": r"rank 1 raised MemoryError in .*|rank 1 raised MemoryError",
         "memory_of_torch": r"rank 1 raised RuntimeError: .*",
         "children": r"rank 1 exited with code 3 before it answered",
-        "pipe": r"rank 1 closed a descriptor that was not its own: the connection to pytest",
+        "pipe": r"rank 1 closed the file descriptor of its connection to pytest",
         "flood": r"rank 1 raised ZeroDivisionError: division by zero",
         "deadlock": r"ranks 0, 1 did not answer within 3 s",
     }

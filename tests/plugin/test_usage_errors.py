@@ -28,15 +28,15 @@ WRONG = [
     ("world_size=()", "world_size=() should be a positive int or a tuple of distinct positive ints"),
     ("world_size=(2, 2)", "world_size=(2, 2) should be a positive int or a tuple of distinct positive ints"),
     ("mesh=[2, 2]", "mesh=[2, 2] should be a dict of dimension names to sizes, such as {'dp_shard': 2}"),
-    ("mesh={}", "mesh names no dimension; write for example mesh={'dp_shard': 2}"),
-    ("mesh={'tp': 0}", "mesh size tp=0 should be a positive int, or -1 for what is left over"),
+    ("mesh={}", "mesh has no dimensions; write for example mesh={'dp_shard': 2}"),
+    ("mesh={'tp': 0}", "mesh size tp=0 should be a positive int, or -1 for the remaining ranks"),
     (
         "world_size=4, mesh={'dp_replicate': 2, 'dp_shard': 3}",
-        "mesh dp_replicate=2 x dp_shard=3 multiplies out to 6, but the world size is 4",
+        "mesh dp_replicate=2 x dp_shard=3 has 6 ranks, but the world size is 4",
     ),
     (
         "world_size=3, mesh={'dp_replicate': 2, 'dp_shard': -1}",
-        "mesh dp_replicate=2 x dp_shard=-1 does not divide a world of 3: 3 / 2 is no int",
+        "mesh dp_replicate=2 x dp_shard=-1 does not fit a world of 3, which is not a multiple of 2",
     ),
     (
         "mesh={'dp_replicate': -1, 'dp_shard': -1}",

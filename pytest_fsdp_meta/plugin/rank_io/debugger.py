@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pytest_fsdp_meta.worlds import World, WorldError
+from pytest_fsdp_meta.worlds import ObservedWorld, WorldError
 from pytest_fsdp_meta.worlds.system.terminal import Terminal
 
 PDB_PLUGIN = "pdbinvoke"
@@ -29,7 +29,7 @@ class Debugger:
     def __init__(self, config: pytest.Config, pdb_plugin: Any) -> None:
         self._config = config
         self._pdb_plugin = pdb_plugin
-        self._kept: tuple[World, WorldError] | None = None
+        self._kept: tuple[ObservedWorld, WorldError] | None = None
         self._terminal: Terminal | None = None
         self._why_not = ""
         try:
@@ -38,7 +38,7 @@ class Debugger:
         except ValueError as error:
             self._why_not = str(error)
 
-    def failed(self, world: World, error: WorldError, keep: Callable[[], World]) -> None:
+    def failed(self, world: ObservedWorld, error: WorldError, keep: Callable[[], ObservedWorld]) -> None:
         """Keep the ranks alive if the first failure is an exception that a debugger can show."""
         first = error.failures[0]
         if first.kind != "raised" or first.user or (self._kept is not None and world.label):
@@ -95,7 +95,7 @@ class Debugger:
     def pytest_internalerror(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
         self._pdb_plugin.pytest_internalerror(excinfo=excinfo)
 
-    def _interact(self, world: World, error: WorldError, header: str, report: Any) -> None:
+    def _interact(self, world: ObservedWorld, error: WorldError, header: str, report: Any) -> None:
         assert self._terminal is not None
         capture = self._config.pluginmanager.getplugin("capturemanager")
         if capture is not None:
@@ -136,7 +136,7 @@ def _test_of(item: pytest.Item) -> tuple[object, str]:
     return item.parent, getattr(item, "originalname", item.name)
 
 
-def _name_rank(world: World, rank: int) -> str:
+def _name_rank(world: ObservedWorld, rank: int) -> str:
     return f"rank {rank} of {world.spec.size}" + (f" of {world.label}" if world.label else "")
 
 
@@ -145,10 +145,10 @@ class TerminalLender:
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
-        self._last: tuple[World, int] | None = None
+        self._last: tuple[ObservedWorld, int] | None = None
 
     @contextmanager
-    def terminal(self, world: World, rank: int) -> Iterator[Terminal]:
+    def terminal(self, world: ObservedWorld, rank: int) -> Iterator[Terminal]:
         """Lend the terminal for one prompt. Raises ValueError where there is none, with the reason."""
         capture = self._config.pluginmanager.getplugin("capturemanager")
         if capture is not None:

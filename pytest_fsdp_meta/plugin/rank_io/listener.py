@@ -13,14 +13,14 @@ import pytest
 from pytest_fsdp_meta.plugin.rank_io.debugger import Debugger, TerminalLender, register_debugger
 from pytest_fsdp_meta.plugin.rank_io.progress import Progress, terminal_of
 from pytest_fsdp_meta.plugin.rank_io.warnings import Warnings
-from pytest_fsdp_meta.worlds import Listener, World, WorldError
+from pytest_fsdp_meta.worlds import Listener, ObservedWorld, WorldError
 from pytest_fsdp_meta.worlds.rank import coverage
 from pytest_fsdp_meta.worlds.rank.warnings import Warned
 from pytest_fsdp_meta.worlds.system.messages import DOING
 from pytest_fsdp_meta.worlds.system.terminal import Terminal
 
 
-def name_rank(world: World, rank: int) -> str:
+def name_rank(world: ObservedWorld, rank: int) -> str:
     """Return "rank 1", with the label of a world that is not the item's own, such as "the reference"."""
     if not world.label:
         return f"rank {rank}"
@@ -82,7 +82,7 @@ class RankListener(Listener):
             self._debugger.close()
         self._coverage.hand_over()
 
-    def noted(self, world: World, rank: int, kind: str, what: Any) -> None:
+    def noted(self, world: ObservedWorld, rank: int, kind: str, what: Any) -> None:
         if kind == DOING:
             self._progress.rank_does(rank, what)
         elif kind == coverage.KIND:
@@ -91,13 +91,13 @@ class RankListener(Listener):
         elif isinstance(what, Warned):
             self._warnings.add(world, rank, what)
 
-    def failed(self, world: World, error: WorldError, keep: Callable[[], World]) -> None:
+    def failed(self, world: ObservedWorld, error: WorldError, keep: Callable[[], ObservedWorld]) -> None:
         self._lender.failed(error)
         if self._debugger is not None:
             self._debugger.failed(world, error, keep)
 
     @contextmanager
-    def terminal(self, world: World, rank: int) -> Iterator[Terminal]:
+    def terminal(self, world: ObservedWorld, rank: int) -> Iterator[Terminal]:
         self._progress.hide()
         with self._lender.terminal(world, rank) as terminal:
             yield terminal
@@ -108,10 +108,10 @@ class RankListener(Listener):
             if text.strip() and not self.live:
                 item.add_report_section(when, f"rank {rank}", text)
 
-    def waits(self, world: World, doing: str) -> None:
+    def waits(self, world: ObservedWorld, doing: str) -> None:
         self._progress.waits(world, doing)
 
-    def wrote(self, world: World, rank: int, lines: Sequence[str]) -> None:
+    def wrote(self, world: ObservedWorld, rank: int, lines: Sequence[str]) -> None:
         name = name_rank(world, rank)
         text = "".join(f"[{name}] {line}\n" for line in lines)
         if not self._at_line_start and cursor_column(self._config):

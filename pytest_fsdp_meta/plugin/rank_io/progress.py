@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from pytest_fsdp_meta.text import counted, name_ranks
-from pytest_fsdp_meta.worlds import World
+from pytest_fsdp_meta.worlds import ObservedWorld
 
 DELAY = 2.0
 """Seconds after which an item that still runs gets the line."""
@@ -77,7 +77,7 @@ class Progress:
             self._thread.join()
             self._thread = None
 
-    def waits(self, world: World, doing: str) -> None:
+    def waits(self, world: ObservedWorld, doing: str) -> None:
         """Show what the world begins to wait for."""
         self.show(Activity(world.label or counted(world.spec.size, "rank"), doing))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pytest_fsdp_meta.text import name_ranks
-from pytest_fsdp_meta.worlds import World
+from pytest_fsdp_meta.worlds import ObservedWorld
 from pytest_fsdp_meta.worlds.rank.warnings import Warned, raise_again
 
 
@@ -14,7 +14,7 @@ class Warnings:
         self._collected: dict[Warned, tuple[set[int], list[str]]] = {}
         """The ranks that raised each warning, and the labels of worlds of one rank that did."""
 
-    def add(self, world: World, rank: int, warning: Warned) -> None:
+    def add(self, world: ObservedWorld, rank: int, warning: Warned) -> None:
         ranks, labels = self._collected.setdefault(warning, (set(), []))
         if not world.label or world.spec.size > 1:
             ranks.add(rank)

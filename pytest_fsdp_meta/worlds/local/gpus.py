@@ -15,7 +15,7 @@ DEVICE_FILES = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg")
 """A machine with none of these files has no GPU, so no process has to import torch to count them."""
 PATIENCE = 120.0
 """Seconds that counting may take; most of them import torch."""
-ASK_TORCH = "see what this says: python -c 'import torch; print(torch.cuda.device_count())'"
+ASK_TORCH = "to see why, run: python -c 'import torch; print(torch.cuda.device_count())'"
 
 
 def count_gpus(engine: ForkServerEngine) -> int:
