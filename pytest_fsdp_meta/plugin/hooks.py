@@ -259,7 +259,7 @@ def pytest_runtest_makereport(
     if case is not None:
         conductor.tell(item, case, report, raised)
     elif isinstance(item, EvidenceItem):
-        conductor.teller.tell(item, report, item.share, item.outcome, raised)
+        item.attach_to(report, conductor.teller, raised)
     reason = item.stash.get(SKIPPED, None)
     if reason is not None and report.skipped:
         report.longrepr = (str(item.path), (item.location[1] or 0) + 1, f"Skipped: {reason}")

@@ -16,13 +16,15 @@ from pytest_fsdp_meta.loader.call import ASSUME, SKIPS, Call
 from pytest_fsdp_meta.plugin.collection import CheckCase, case_of, values_of
 from pytest_fsdp_meta.plugin.hypothesis_given import draw, given_test, notes, reject, relax, same_draws
 from pytest_fsdp_meta.plugin.node_ids import display_name, shared_name
-from pytest_fsdp_meta.plugin.outcomes import ItemContext, Outcome, ReportAttacher, outcome_of, settle, skip
+from pytest_fsdp_meta.plugin.outcomes import Outcome, ReportAttacher, outcome_of, settle, skip
 from pytest_fsdp_meta.plugin.pickling import Unsendable, pack_call, pack_drawn
 from pytest_fsdp_meta.plugin.preloading import refresh
 from pytest_fsdp_meta.plugin.rank_io.listener import RankListener
 from pytest_fsdp_meta.plugin.rerun_command import again
 from pytest_fsdp_meta.plugin.settings import Settings
 from pytest_fsdp_meta.plugin.xdist_workers import Devices
+from pytest_fsdp_meta.reports.run_records import ItemContext
+from pytest_fsdp_meta.reports.schema import CheckRecord
 from pytest_fsdp_meta.reports.terminal import describe_error
 from pytest_fsdp_meta.trial import LoaderFailed, Trial, ranks_of, world_facts
 from pytest_fsdp_meta.worlds import Engine, LeaseError
@@ -147,20 +149,19 @@ class LoaderSession:
         run = item.stash.get(SHOWN, self._run(item, case))
         failure = run.failure
         name = display_name(item, case)
-        share = ItemContext(
+        context = ItemContext(
             key=name,
             loader=name,
-            check=case.check,
+            check=CheckRecord(case.check, "not run", again=again(item, self.settings.given)),
             world=run.evidence.world if run.evidence else world_facts(case.spec),
-            known=tuple(self.catalogue.ids()),
-            order=case.order,
-            again=again(item, self.settings.given),
-            evidence=run.evidence,
+            offered=case.order.expected,
             error=failure.summary if failure and not failure.vote else "",
             seconds=run.seconds,
-            keeps=SHOWN not in item.stash,
         )
-        self.teller.tell(item, report, share, item.stash.get(OUTCOME, None), raised)
+        # An example that Hypothesis drew is not stored: it does not stand for the loader.
+        known = () if SHOWN in item.stash else self.catalogue.ids()
+        outcome = item.stash.get(OUTCOME, None)
+        self.teller.attach(item, report, context, case.order, outcome, raised, run.evidence, known)
 
     def _draw(self, item: pytest.Function, case: CheckCase, run: LoaderRun, test: Callable[..., Any]) -> Outcome:
         """The outcome over all examples; the items of one loader draw the same, and each example is loaded once."""
