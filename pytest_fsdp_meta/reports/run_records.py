@@ -111,7 +111,7 @@ class RunRecords:
         return [item.problem for item in self._loaders.values() if item.problem]
 
     def loaders(self, catalogue: Catalogue) -> tuple[LoaderRecord, ...]:
-        """Return a record of each loader, with every check of the catalogue, in the order in which they were planned."""
+        """Return a record of each loader, in the order of planning, with every check of the catalogue."""
         return tuple(_loader_record(item, self._checks[key], catalogue.ids()) for key, item in self._loaders.items())
 
 

@@ -243,14 +243,16 @@ def describe_counts(counts: Mapping[str, int]) -> str:
     by_status = {status: counts.get(status, 0) for status in STATUSES}
     skipped = by_status["skipped"] = how_many(counts, ("skipped", *SKIPS))
     parts = {status: describe_count(number, status) for status, number in by_status.items() if number}
-    if kinds := ", ".join(f"{counts[kind]} {kind}" for kind in SKIPS if counts.get(kind)):
+    if kinds := ", ".join(describe_count(counts[kind], kind) for kind in SKIPS if counts.get(kind)):
         parts["skipped"] = f"{skipped} skipped ({kinds})"
     return ", ".join(parts.values())
 
 
-def describe_count(number: int, status: str) -> str:
-    """Return a text such as "3 passed" or "2 errors"."""
-    return counted(number, status) if status == "error" else f"{number} {status}"
+def describe_count(number: int, kind: str) -> str:
+    """Return a text such as "3 passed", "2 errors" or "2 depend on a failed check"."""
+    if kind == "error":
+        return counted(number, kind)
+    return f"{number} {kind if number == 1 else kind.replace('depends', 'depend')}"
 
 
 def describe_kind(kind: str) -> str:

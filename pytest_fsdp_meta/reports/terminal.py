@@ -110,7 +110,7 @@ def _describe_findings(findings: Sequence[Finding], model: Mapping[str, frozense
     lines = [line for group in group_similar(findings) for line in _describe_group(group, model)]
     if len(lines) > MOST_LINES:
         left = len(lines) - MOST_LINES
-        lines = [*lines[:MOST_LINES], f"  ... and {counted(left, 'line')} more"]
+        lines = [*lines[:MOST_LINES], f"  ... and {counted(left, 'more line')}"]
     return lines
 
 

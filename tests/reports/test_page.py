@@ -36,8 +36,8 @@ from pytest_fsdp_meta.reports.schema import (
     TensorRecord,
     Traffic,
 )
-from tests import report_factory as factory
 from tests.conftest import Project
+from tests.reports import report_factory as factory
 from tests.reports.report_factory import EMBEDDING, ROTARY, check, finding, loader, report, tensor
 
 FETCHING = {"src", "srcset", "href", "xlink:href", "data", "poster", "action", "formaction", "background", "ping"}

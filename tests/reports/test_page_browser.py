@@ -16,7 +16,7 @@ import pytest
 from pytest_fsdp_meta.reports.compare import compare
 from pytest_fsdp_meta.reports.page import write_page
 from pytest_fsdp_meta.reports.schema import Report
-from tests import report_factory as factory
+from tests.reports import report_factory as factory
 from tests.reports.report_factory import EMBEDDING, HOSTILE, ROTARY, report
 
 # In CI nothing may be missing: a test that is skipped there is one that nobody runs.

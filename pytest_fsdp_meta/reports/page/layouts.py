@@ -241,7 +241,7 @@ def _drawn_dims(tensor: TensorRecord) -> tuple[int, ...]:
 def _rectangles(
     tensor: TensorRecord, piece: Piece, dims: Sequence[int], height: int
 ) -> list[tuple[float, float, float, float]]:
-    """Return (left, top, width, height) of the parts of a box that a piece fills; the last of ``dims`` is horizontal."""
+    """Return (left, top, width, height) of the parts of a box that a piece fills; the last of ``dims`` runs right."""
     if not _is_known(tensor, piece) or not _elements(piece):
         return []
     across = _scaled(piece.regions[dims[-1]], tensor.extent[dims[-1]], BOX_WIDTH) if dims else [(0.0, float(BOX_WIDTH))]
