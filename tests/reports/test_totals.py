@@ -104,7 +104,8 @@ def test_a_line_for_each_loader_and_one_for_all_checks() -> None:
     broken = replace(broken, checks=(replace(broken.checks[0], findings=(FOUND, FOUND), seconds=2.0), broken.checks[1]))
     assert list(describe_totals([clean, broken])) == [
         (
-            "t.py::test_x, world of 2 (gloo on cpu): 1 passed, 1 skipped (1 not declared); 2.0 s (training 1.2, loading 0.3)",
+            "t.py::test_x, world of 2 (gloo on cpu): 1 passed, 1 skipped (1 not declared); 2.0 s "
+            "(training 1.2, loading 0.3)",
             {"green": True},
         ),
         (
