@@ -101,7 +101,7 @@ def check(
     item = f"{name}[{check}]"
     status, skip = ("skipped", kind) if kind in SKIPS else (kind, "")
     usual = CheckRecord(check, status, item, findings=tuple(findings), seconds=0.01, skip=skip)
-    return replace(usual, again=f"python -m pytest '{item}'", **facts)  # type: ignore[arg-type]
+    return replace(usual, **{"again": f"python -m pytest '{item}'", **facts})  # type: ignore[arg-type]
 
 
 def finding(
