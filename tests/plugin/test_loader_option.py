@@ -315,7 +315,7 @@ def test_a_finding_and_the_command_that_runs_it_again(project: Project, linear: 
     result = project.run(*judge("loading:Broken.load"), "-k", "params_equal_reference or no_meta", "-n", "2")
     result.assert_outcomes(passed=2, failed=1)
     assert "loading True checkpoint" in result.stdout.str()
-    (command,) = re.findall(r"run it again: (.*)", result.stdout.str())
+    (command,) = re.findall(r"rerun: (.*)", result.stdout.str())
     assert command == (
         "python -m pytest 'src/loading.py::Broken.load[params_equal_reference]' -p no:cacheprovider "
         "--fsdp-loader=loading:Broken.load --fsdp-checkpoint=checkpoint"

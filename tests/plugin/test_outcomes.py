@@ -20,7 +20,7 @@ def outcomes(result: pytest.RunResult) -> dict[str, str]:
     return {name: outcome.lower() for name, outcome in found}
 
 
-def message(result: pytest.RunResult, test: str) -> list[str]:
+def story(result: pytest.RunResult, test: str) -> list[str]:
     """Return the lines that pytest shows for one test, without their headline."""
     lines = result.outlines
     start = next(n for n, line in enumerate(lines) if re.fullmatch(rf"_+ .*{re.escape(test)} _+", line))
@@ -118,20 +118,20 @@ def test_verdicts(project: Project) -> None:
     assert f"SKIPPED [1] test_it.py:{line['test_skip'] - 1}: not needed" in lines
     assert f"SKIPPED [3] test_it.py:{line['test_all_skip'] - 1}: no such machine" in lines
     assert "XFAIL test_it.py::test_xfail[no_meta_params] - known" in lines
-    assert message(result, "test_unexpected[no_meta_params]") == [
+    assert story(result, "test_unexpected[no_meta_params]") == [
         "no_meta_params passes, but xfail expects it to fail (fixed since); remove it from xfail"
     ]
-    assert message(result, "test_broken[no_meta_params]")[0] == (
+    assert story(result, "test_broken[no_meta_params]")[0] == (
         "no_meta_params could not be judged: ranks 0, 1 raised RuntimeError: boom"
     )
     headlines = [line for line in lines if " ERROR at setup of " in line]
     assert len(headlines) == list(outcomes(result).values()).count("error"), (
         "items with the same error have no headline"
     )
-    first = "\n".join(message(result, "test_reference_in_full_once[names_match_reference]"))
+    first = "\n".join(story(result, "test_reference_in_full_once[names_match_reference]"))
     assert "ZeroDivisionError: division by zero" in first
     assert "return load(fsdp, reference=lambda: 1 / 0)" in first
-    assert "rank 1 raised Skipped: no such machine" in message(result, "test_one_skips[no_meta_params]")[0]
+    assert "rank 1 raised Skipped: no such machine" in story(result, "test_one_skips[no_meta_params]")[0]
 
 
 def test_a_loader_that_returns_no_subject(project: Project) -> None:
@@ -228,7 +228,7 @@ def test_a_loader_that_returns_no_subject(project: Project) -> None:
         "'_thread.lock' object",
     }
     for name, summary in summaries.items():
-        lines = message(result, f"test_{name}[no_meta_params]")
+        lines = story(result, f"test_{name}[no_meta_params]")
         assert lines[0] == f"no_meta_params could not be judged: {summary}"
         again = next(line for line in lines if line.startswith("rerun: "))
         assert f"test_{name}[no_meta_params]" in again
@@ -236,12 +236,12 @@ def test_a_loader_that_returns_no_subject(project: Project) -> None:
         name.replace("params", "buffers") for name, outcome in found.items() if outcome == "error"
     ]
     assert project.notes == ["lock"]
-    raised = "\n".join(message(result, "test_raises[no_meta_params]"))
+    raised = "\n".join(story(result, "test_raises[no_meta_params]"))
     assert 'raise KeyError("boom")' in raised
     assert "Captured rank 0 setup" in raised
     assert "Captured rank 1 setup" in raised
     assert result.stdout.str().count("rank 0 says hello") == result.stdout.str().count("rank 1 says hello") == 1
-    hung = "\n".join(message(result, "test_hangs[no_meta_params]"))
+    hung = "\n".join(story(result, "test_hangs[no_meta_params]"))
     assert "threading.Event().wait()" in hung or "test_hangs" in hung
     assert "barrier" in hung
     pids = [int((project.path / f"pid{rank}").read_text()) for rank in (0, 1)]
@@ -273,7 +273,7 @@ def test_a_failed_check(project: Project) -> None:
         """
     )
     result = project.run("-W", "error")
-    lines = message(result, "test_x[no_meta_params]")
+    lines = story(result, "test_x[no_meta_params]")
     rerun = "rerun: python -m pytest 'test_it.py::test_x[no_meta_params]' -p no:cacheprovider"
     assert lines[:4] == [
         "no_meta_params: no parameter is on meta",

@@ -230,7 +230,7 @@ def loss(model, batch):
 
 def verdicts(project: Project, *args: str) -> dict[str, str]:
     result = project.run("-v", *args)
-    return dict(re.findall(r"^(\S+::\S+) (PASSED|FAILED|SKIPPED|ERROR|UNJUDGED)", result.stdout.str(), re.MULTILINE))
+    return dict(re.findall(r"^(\S+::\S+) (PASSED|FAILED|SKIPPED|SAME ERROR|ERROR)", result.stdout.str(), re.MULTILINE))
 
 
 def test_a_loader_is_judged_over_two_nodes_as_on_one_machine(cluster: Any, engine: RayEngine, project: Project) -> None:
