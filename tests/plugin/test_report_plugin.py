@@ -233,8 +233,8 @@ def test_a_teardown_that_fails_after_a_skip_always_fails_the_run(project: Projec
     project.run("--fsdp-report=old").assert_outcomes(passed=1, skipped=1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("BREAK", "1")
-        broken = project.run("--fsdp-compare=old/report.json", f"--fsdp-fail-on={fail_on}", "--fsdp-report=new")
-    assert broken.ret == pytest.ExitCode.TESTS_FAILED
+        failed = project.run("--fsdp-compare=old/report.json", f"--fsdp-fail-on={fail_on}", "--fsdp-report=new")
+    assert failed.ret == pytest.ExitCode.TESTS_FAILED
     assert json.loads((project.path / "new" / "badge.json").read_text())["color"] == "lightgrey"
 
 
@@ -271,8 +271,8 @@ def test_a_failed_collection_replaces_the_earlier_report(project: Project) -> No
 def test_a_foreign_page_is_not_overwritten(project: Project) -> None:
     project.write("test_it.py", "def test_x(): ...")
     project.write("site/index.html", "mine")
-    (told,) = errors(project.collect("--fsdp-report=site"))
-    assert "site has an index.html that pytest-fsdp-meta did not write and would overwrite" in told
+    (message,) = errors(project.collect("--fsdp-report=site"))
+    assert "site has an index.html that pytest-fsdp-meta did not write and would overwrite" in message
     assert (project.path / "site" / "index.html").read_text() == "mine"
 
 
@@ -583,8 +583,8 @@ def test_a_module_that_cannot_be_imported_always_fails_the_run(project: Project)
 
 def test_a_folder_whose_name_is_too_long(project: Project) -> None:
     project.write("test_it.py", "def test_x(): ...\n")
-    (told,) = errors(project.collect(f"--fsdp-report={'x' * 300}"))
-    assert told.endswith("is wrong, it should be a folder that exists or can be made, and be written to")
+    (message,) = errors(project.collect(f"--fsdp-report={'x' * 300}"))
+    assert message.endswith("is wrong, it should be a folder that exists or can be made, and be written to")
 
 
 def test_a_mistyped_path_leaves_the_earlier_report_alone(project: Project) -> None:
@@ -633,5 +633,5 @@ def test_invalid_folders_are_refused(project: Project, folder: str) -> None:
     project.write("test_it.py", "def test_x(): ...\n")
     (project.path / "loop").symlink_to("loop")
     (project.path / "dangling").symlink_to("nowhere")
-    (told,) = errors(project.collect(f"--fsdp-report={folder}"))
-    assert told.startswith(f"--fsdp-report: {folder!r} is wrong")
+    (message,) = errors(project.collect(f"--fsdp-report={folder}"))
+    assert message.startswith(f"--fsdp-report: {folder!r} is wrong")

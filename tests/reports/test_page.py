@@ -238,12 +238,15 @@ def held(layout: Layout) -> list[tuple[tuple[int, ...], str, str]]:
 
 def test_tensors_with_the_same_layout_share_a_drawing():
     mesh = {"dp_shard": 2}
-    alike = [tensor(f"layers.{layer}.weight", (8, 4), mesh, ("S(0)",)) for layer in range(3)]
+    layers = [tensor(f"layers.{layer}.weight", (8, 4), mesh, ("S(0)",)) for layer in range(3)]
     marked = {"params_equal_reference": check("params_equal_reference", "failed", [finding("layers.1.weight", 1)])}
-    assert drawn(*alike, mesh=mesh)["layers.0.weight"].folded == ("layers.{0..2}.weight",)
-    apart = drawn(*alike, mesh=mesh, **marked)
-    assert [one.names for one in apart.values()] == [("layers.1.weight",), ("layers.0.weight", "layers.2.weight")]
-    assert held(apart["layers.1.weight"]) == [((0,), "shard", "dim 0: 0-3 of 8"), ((1,), "wrong", "dim 0: 4-7 of 8")]
+    assert drawn(*layers, mesh=mesh)["layers.0.weight"].folded == ("layers.{0..2}.weight",)
+    separated = drawn(*layers, mesh=mesh, **marked)
+    assert [one.names for one in separated.values()] == [("layers.1.weight",), ("layers.0.weight", "layers.2.weight")]
+    assert held(separated["layers.1.weight"]) == [
+        ((0,), "shard", "dim 0: 0-3 of 8"),
+        ((1,), "wrong", "dim 0: 4-7 of 8"),
+    ]
 
 
 @pytest.mark.parametrize(

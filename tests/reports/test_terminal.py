@@ -121,8 +121,8 @@ def test_the_whole_model(detail, tail):
 
 
 def test_findings_about_the_whole_model_have_lines_of_their_own():
-    broken = failed(red(None, detail="one"), red("b.w"), red(None, detail="two"))
-    assert lines(broken) == [
+    text = failed(red(None, detail="one"), red("b.w"), red(None, detail="two"))
+    assert lines(text) == [
         "  the model, ranks 0, 1: red, but should be blue (one)",
         "  the model, ranks 0, 1: red, but should be blue (two)",
         "  b.w, ranks 0, 1: red, but should be blue",
@@ -161,8 +161,8 @@ def test_several_causes_follow_one_another():
     ],
 )
 def test_many_lines_are_cut(count, last):
-    told = lines(failed(*(red(f"tensor_{chr(ord('a') + number)}") for number in range(count))))
-    assert (len(told), told[-1]) == (min(count, 21), last)
+    shown = lines(failed(*(red(f"tensor_{chr(ord('a') + number)}") for number in range(count))))
+    assert (len(shown), shown[-1]) == (min(count, 21), last)
 
 
 @pytest.mark.parametrize("name", ["größe.weight", "a b", "{0..3}", "%s", "x.{", "[red]", "a\\nb"])
@@ -172,9 +172,9 @@ def test_unusual_names_are_written_unchanged(name):
 
 def test_long_causes_are_wrapped_under_their_label():
     cause = "the paint ran out " * 10 + "see https://example.org/a-very-long-address-that-must-not-be-broken-anywhere"
-    told = failed(red("a", cause=cause.strip(), remedy="buy paint"))
-    start = told.index("likely cause: ")
-    paragraph = told[start : told.index("remedy: ")].rstrip("\n").splitlines()
+    text = failed(red("a", cause=cause.strip(), remedy="buy paint"))
+    start = text.index("likely cause: ")
+    paragraph = text[start : text.index("remedy: ")].rstrip("\n").splitlines()
     assert len(paragraph) == 3
     assert all(len(line) <= 118 for line in paragraph)
     assert all(line.startswith(" " * 14) for line in paragraph[1:])
@@ -183,8 +183,8 @@ def test_long_causes_are_wrapped_under_their_label():
 
 def test_tensors_left_out_and_the_reason_of_an_incomplete_judgement_are_shown():
     left_out = {"no_meta_params": ("a", "b"), "no_meta_buffers": ("c",)}
-    told = failed(red("d"), unjudged=left_out, reason="the reference does not reproduce itself")
-    assert told.splitlines()[-6:] == [
+    text = failed(red("d"), unjudged=left_out, reason="the reference does not reproduce itself")
+    assert text.splitlines()[-6:] == [
         "",
         "not judged: 2 tensors that no_meta_params condemned (first: a), 1 tensor that no_meta_buffers condemned "
         "(first: c)",
@@ -245,7 +245,7 @@ MODEL = {"parameter": frozenset("abcd"), "buffer": frozenset("xyz")}
 
 
 @pytest.mark.parametrize(
-    ("names", "told"),
+    ("names", "expected"),
     [
         ("abcd", ["all 4 parameters"]),
         ("dcba", ["all 4 parameters"]),
@@ -255,9 +255,9 @@ MODEL = {"parameter": frozenset("abcd"), "buffer": frozenset("xyz")}
         ("xyzabcd", ["all 4 parameters", "x", "y", "z"]),
     ],
 )
-def test_all_tensors_of_a_kind_are_counted_instead_of_named(names, told):
+def test_all_tensors_of_a_kind_are_counted_instead_of_named(names, expected):
     assert lines(failed(*map(red, names), model=MODEL)) == [
-        f"  {name}, ranks 0, 1: red, but should be blue" for name in told
+        f"  {name}, ranks 0, 1: red, but should be blue" for name in expected
     ]
 
 
@@ -322,13 +322,13 @@ def test_a_real_shape_and_the_expected_one():
 
 
 def test_an_error_with_a_separate_detail():
-    told = describe_error(make(), "it broke", "Traceback ...", RERUN)
-    assert told == f"weights_are_blue could not be judged: it broke\n\nTraceback ...\n\nrerun: {RERUN}"
+    text = describe_error(make(), "it broke", "Traceback ...", RERUN)
+    assert text == f"weights_are_blue could not be judged: it broke\n\nTraceback ...\n\nrerun: {RERUN}"
 
 
 def test_an_error_whose_detail_begins_with_the_reason():
-    told = describe_error(make(), "rank 1 was killed by SIGKILL", "rank 1 was killed by SIGKILL\nrank 0: ...", RERUN)
-    assert told == message(
+    text = describe_error(make(), "rank 1 was killed by SIGKILL", "rank 1 was killed by SIGKILL\nrank 0: ...", RERUN)
+    assert text == message(
         """
         weights_are_blue could not be judged: rank 1 was killed by SIGKILL
         rank 0: ...
@@ -369,8 +369,8 @@ def test_the_list_of_checks():
 
 
 def test_the_list_of_the_real_catalogue_names_every_check_once():
-    told = describe_checks(CATALOGUE)
-    assert [line.split(":")[0].strip() for line in told.splitlines() if line[2:3].isalpha() and line[:2] == "  "] == (
+    text = describe_checks(CATALOGUE)
+    assert [line.split(":")[0].strip() for line in text.splitlines() if line[2:3].isalpha() and line[:2] == "  "] == (
         CATALOGUE.ids()
     )
     assert len(CATALOGUE.ids()) == len(set(CATALOGUE.ids())) >= 15

@@ -100,9 +100,11 @@ def test_counts_of_statuses_with_the_kinds_of_skips() -> None:
 def test_a_line_for_each_loader_and_one_for_all_checks() -> None:
     clean = replace(loader_with("passed", "not declared"), seconds={"loading": 0.3, "training": 1.2, "values": 0.01})
     clean = replace(clean, checks=(replace(clean.checks[0], seconds=2.0), clean.checks[1]))
-    broken = loader_with("failed", "depends on a failed check", name="t.py::test_y")
-    broken = replace(broken, checks=(replace(broken.checks[0], findings=(FOUND, FOUND), seconds=2.0), broken.checks[1]))
-    assert list(describe_totals([clean, broken])) == [
+    failing = loader_with("failed", "depends on a failed check", name="t.py::test_y")
+    failing = replace(
+        failing, checks=(replace(failing.checks[0], findings=(FOUND, FOUND), seconds=2.0), failing.checks[1])
+    )
+    assert list(describe_totals([clean, failing])) == [
         (
             "t.py::test_x, world of 2 (gloo on cpu): 1 passed, 1 skipped (1 not declared); 2.0 s "
             "(training 1.2, loading 0.3)",
@@ -146,7 +148,7 @@ def test_when_a_run_without_judged_checks_is_bad() -> None:
 
 
 def test_many_causes_and_many_errors_are_both_shortened() -> None:
-    broken = [
+    failing = [
         replace(
             loader_with("failed"), checks=(CheckRecord(IDS[0], "failed", findings=(replace(FOUND, cause=f"c{n}"),)),)
         )
@@ -156,7 +158,7 @@ def test_many_causes_and_many_errors_are_both_shortened() -> None:
         replace(loader_with("error"), checks=(CheckRecord(IDS[0], "error", reason=f"GPU {n} is gone"),))
         for n in range(30)
     ]
-    lines = [line for line, _ in describe_totals([*broken, *errors])]
+    lines = [line for line, _ in describe_totals([*failing, *errors])]
     assert sum("likely cause: " in line for line in lines) == sum("error: GPU" in line for line in lines)
     assert "... and 5 more causes" in lines
     assert "26. error: GPU 0 is gone" in lines
