@@ -22,13 +22,15 @@ from pytest_fsdp_meta.plugin.hypothesis_given import (
     run_examples,
     share_seed,
 )
-from pytest_fsdp_meta.plugin.outcomes import ItemContext, Outcome, ReportAttacher, outcome_of, settle, settles, skip
+from pytest_fsdp_meta.plugin.outcomes import Outcome, ReportAttacher, outcome_of, settle, settles, skip
 from pytest_fsdp_meta.plugin.pickling import Unsendable, pack_call, pack_drawn
 from pytest_fsdp_meta.plugin.preloading import refresh
 from pytest_fsdp_meta.plugin.rank_io.listener import RankListener
 from pytest_fsdp_meta.plugin.rerun_command import rerun_command
 from pytest_fsdp_meta.plugin.settings import Settings
 from pytest_fsdp_meta.plugin.xdist_workers import Devices
+from pytest_fsdp_meta.reports.run_records import ItemContext
+from pytest_fsdp_meta.reports.schema import CheckRecord
 from pytest_fsdp_meta.reports.terminal import describe_error
 from pytest_fsdp_meta.trial import LoaderFailed, Trial, ranks_of, world_facts
 from pytest_fsdp_meta.worlds import Engine, LeaseError
@@ -169,18 +171,17 @@ class LoaderSession:
         context = ItemContext(
             key=loader.name,
             loader=loader.name,
-            check=loader.check,
+            check=CheckRecord(loader.check, "not run", again=rerun_command(item, self._settings.given)),
             world=run.evidence.world if run.evidence else world_facts(loader.world),
-            known=tuple(self.catalogue.ids()),
-            order=loader.spec,
-            again=rerun_command(item, self._settings.given),
-            evidence=run.evidence,
+            offered=loader.spec.expected,
             error=failure.summary if failure and not failure.unanimous_outcome else "",
             seconds=run.seconds,
-            keeps=REPORTED_RUN not in item.stash,
         )
+        # An example that Hypothesis drew is not stored: it does not stand for the loader.
+        known = () if REPORTED_RUN in item.stash else self.catalogue.ids()
         raised = call.excinfo.value if call.excinfo is not None else None
-        self._attacher.tell(item, report, context, item.stash.get(OUTCOME, None), raised)
+        outcome = item.stash.get(OUTCOME, None)
+        self._attacher.attach(item, report, context, loader.spec, outcome, raised, run.evidence, known)
 
     def _run_examples(
         self, item: pytest.Function, loader: LoaderItem, run: LoaderRun, test: Callable[..., Any]

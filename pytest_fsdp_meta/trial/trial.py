@@ -32,8 +32,8 @@ class LoaderFailed(Exception):
     """The loader returned no subject, so there is nothing to observe.
 
     ``summary`` is one line and ``str()`` the full message. Where every rank raised the same of
-    ``UNANIMOUS_OUTCOMES`` (a skip, an unsatisfied assumption of Hypothesis), ``unanimous_outcome`` is the qualified name of that
-    exception; ``reason`` is the message of the first failure.
+    ``UNANIMOUS_OUTCOMES`` (a skip, an unsatisfied assumption of Hypothesis), ``unanimous_outcome`` is the qualified
+    name of that exception; ``reason`` is the message of the first failure.
     """
 
     def __init__(self, summary: str, story: str = "", unanimous_outcome: str = "", reason: str = "") -> None:

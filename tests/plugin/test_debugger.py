@@ -67,7 +67,7 @@ def test_the_debugger_opens_where_the_rank_failed(project: Project, shell: Any) 
     child.sendline("c")
     rest = child.read().decode()
     assert "1 passed" in rest
-    assert "1 error, 1 unjudged" in rest
+    assert "1 error, 1 same error" in rest
     child.wait()
     assert_gone(ranks_of(project))
 

@@ -159,7 +159,7 @@ def test_faults_are_reported_and_the_next_loader_passes(
         assert results[f"test_{name}"] == "error"
         first, *rest = story(result, f"test_{name}[no_meta_params]")
         assert re.fullmatch(f"no_meta_params could not be judged: ({summary})", first)
-        details = rest[: next(n for n, line in enumerate(rest) if line.startswith("run it again: "))]
+        details = rest[: next(n for n, line in enumerate(rest) if line.startswith("rerun: "))]
         assert not any("pytest_fsdp_meta/worlds" in line for line in details)
     deadlock = "\n".join(story(result, "test_deadlock[no_meta_params]"))
     assert re.search(r"rank 0 waits in all_reduce number 1 \(float\[2\], test_it.py:\d+\)", deadlock)
@@ -302,7 +302,7 @@ def test_names_with_spaces_quotes_and_brackets(project: Project) -> None:
     )
     result = project.run("--import-mode=importlib", "-v", str(file.relative_to(project.path)))
     result.assert_outcomes(errors=5)
-    commands = [line.removeprefix("run it again: ") for line in result.outlines if line.startswith("run it again: ")]
+    commands = [line.removeprefix("rerun: ") for line in result.outlines if line.startswith("rerun: ")]
     commands = list(dict.fromkeys(commands))  # with CI set, pytest repeats each error in its summary
     assert len(commands) == 5
     again = project.shell(commands[2])
@@ -349,7 +349,7 @@ def test_a_full_disk_in_a_run(project: Project, temporary: Path) -> None:
         text=True,
         timeout=6 * SOON,
     )
-    assert "1 error, 1 unjudged" in run.stdout, run.stdout
+    assert "1 error, 1 same error" in run.stdout, run.stdout
     assert "3 passed" in run.stdout
     assert re.search(
         r"^no_meta_params could not be judged: ranks? [01, ]+ raised OSError: .*No space left on device: the disk of "

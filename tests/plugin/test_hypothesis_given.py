@@ -122,7 +122,7 @@ def test_error(fsdp, n):
         "test_nothing[no_meta_params]": "skipped",
         "test_assume[no_meta_params]": "passed",
         "test_error[no_meta_params]": "failed",
-        "test_error[no_meta_buffers]": "unjudged",
+        "test_error[no_meta_buffers]": "same error",
     }
     lines = story(result, "test_error[no_meta_params]")
     assert lines[0] == "no_meta_params could not be judged: ranks 0, 1 raised KeyError: 0"

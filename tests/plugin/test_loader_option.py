@@ -318,7 +318,7 @@ def test_a_finding_and_its_rerun_command(project: Project, linear: Path) -> None
     result = project.run(*judge("loading:Broken.load"), "-k", "params_equal_reference or no_meta", "-n", "2")
     result.assert_outcomes(passed=2, failed=1)
     assert "loading True checkpoint" in result.stdout.str()
-    (command,) = re.findall(r"run it again: (.*)", result.stdout.str())
+    (command,) = re.findall(r"rerun: (.*)", result.stdout.str())
     assert command == (
         "python -m pytest 'src/loading.py::Broken.load[params_equal_reference]' -p no:cacheprovider "
         "--fsdp-loader=loading:Broken.load --fsdp-checkpoint=checkpoint"

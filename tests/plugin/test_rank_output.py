@@ -35,7 +35,7 @@ def test_output_is_shown_with_the_first_failing_item(project: Project) -> None:
     project.loaders(TALKING)
     result = project.run()
     text = result.stdout.str()
-    assert result.parseoutcomes() == {"passed": 3, "errors": 1, "unjudged": 1}
+    assert result.parseoutcomes() == {"passed": 3, "errors": 1, "same": 1}
     assert text.count("Captured rank 0 setup") == 1
     assert text.count("Captured rank 1 setup") == 1
     assert text.count("hello from 0") == 1
@@ -46,7 +46,7 @@ def test_output_is_shown_with_the_first_failing_item(project: Project) -> None:
 def test_output_is_live_with_s(project: Project, args: tuple[str, ...]) -> None:
     project.loaders(TALKING)
     result = project.run(*args)
-    assert result.parseoutcomes() == {"passed": 3, "errors": 1, "unjudged": 1}
+    assert result.parseoutcomes() == {"passed": 3, "errors": 1, "same": 1}
     lines = result.outlines
     for rank in (0, 1):
         assert lines.count(f"[rank {rank}] hello from {rank}") == 2
@@ -58,7 +58,7 @@ def test_output_is_live_with_s(project: Project, args: tuple[str, ...]) -> None:
 def test_output_is_captured_on_a_worker_of_xdist(project: Project) -> None:
     project.loaders(TALKING)
     result = project.run("-s", "-n1")
-    assert result.parseoutcomes() == {"passed": 3, "errors": 1, "unjudged": 1}
+    assert result.parseoutcomes() == {"passed": 3, "errors": 1, "same": 1}
     assert result.stdout.str().count("Captured rank 0 setup") == 1
 
 

@@ -47,7 +47,7 @@ def test_plain(n):
 def test_a_loader_runs_once(project: Project, dist: str) -> None:
     project.loaders(LOADERS)
     result = project.run("-n2", "--dist", dist, "-v", "--junitxml=junit.xml")
-    assert result.parseoutcomes() == {"passed": 14, "errors": 1, "unjudged": 1}
+    assert result.parseoutcomes() == {"passed": 14, "errors": 1, "same": 1}
     text = result.stdout.str()
     assert "INTERNALERROR" not in text
     assert sorted(note for note in project.notes if "/" not in note) == ["x1", "x2", "y0", "y1"]
@@ -56,7 +56,7 @@ def test_a_loader_runs_once(project: Project, dist: str) -> None:
     once = "no_meta_buffers: same error as test_y[no_meta_params]: ranks 0, 1 raised RuntimeError: boom"
     assert once in (project.path / "junit.xml").read_text()
     assert once not in text
-    assert "run it again: python -m pytest 'test_it.py::test_y[no_meta_params]' -p no:cacheprovider" in result.outlines
+    assert "rerun: python -m pytest 'test_it.py::test_y[no_meta_params]' -p no:cacheprovider" in result.outlines
 
 
 def test_worksteal(project: Project) -> None:
@@ -169,10 +169,10 @@ def test_a_worker_that_crashes_in_a_loader(project: Project, dist: str) -> None:
     project.loaders(CRASHING)
     result = project.run("-n2", "--dist", dist, "--fsdp-slots=2")
     runs = 2 if dist == "each" else 1
-    assert result.parseoutcomes() == {"passed": 5 * runs, "failed": runs, "unjudged": 2 * runs}
+    assert result.parseoutcomes() == {"passed": 5 * runs, "failed": runs, "same": 2 * runs}
     text = result.stdout.str()
     assert "INTERNALERROR" not in text
-    result.stdout.re_match_lines([r"1\. could not be judged: worker '?gw\d'? (crashed while running|ended)"])
+    result.stdout.re_match_lines([r"1\. error: worker '?gw\d'? (crashed while running|ended)"])
     assert project.notes.count("fixture") == project.notes.count("plain") == runs
     loads = [f"{n}/{rank}" for n in (1, 2) for rank in (0, 1)]
     assert sorted(note for note in project.notes if "/" in note) == sorted(loads * runs)
