@@ -90,12 +90,12 @@ def second_load(evidence: Evidence, name: str, ranks: tuple[int, ...] = (0, 1), 
 
 def test_a_second_load_with_other_values():
     found = verdict(REPEATABLE, second_load(healthy(), MIDDLE, digest="other bits"))
-    assert told(found) == [(MIDDLE, (0, 1), "other values in the second load", "those of the first", "")]
+    assert told(found) == [(MIDDLE, (0, 1), "different values in the second load", "the same as in the first", "")]
 
 
 def test_a_second_load_that_is_other_on_one_rank():
     found = verdict(REPEATABLE, second_load(healthy(), ROTARY, (1,), digest="other bits"))
-    assert told(found) == [(ROTARY, (1,), "other values in the second load", "those of the first", "")]
+    assert told(found) == [(ROTARY, (1,), "different values in the second load", "the same as in the first", "")]
 
 
 def test_a_second_load_of_another_dtype():
@@ -129,12 +129,12 @@ def keys(evidence: Evidence, ranks: tuple[int, ...] = (0, 1), **renamed: str) ->
 
 def test_a_key_that_is_missing():
     found = verdict(NAMES, keys(healthy(), head__weight=""))
-    assert told(found) == [(HEAD, (0, 1), "no key in the state dict", "saved under its name", "")]
+    assert told(found) == [(HEAD, (0, 1), "missing in the state dict", "saved under this name", "")]
 
 
 def test_a_key_that_is_missing_on_one_rank():
     found = verdict(NAMES, keys(healthy(), (1,), head__weight=""))
-    assert told(found) == [(HEAD, (1,), "no key in the state dict", "saved under its name", "")]
+    assert told(found) == [(HEAD, (1,), "missing in the state dict", "saved under this name", "")]
 
 
 def test_a_state_dict_that_one_rank_gathers():
@@ -143,14 +143,14 @@ def test_a_state_dict_that_one_rank_gathers():
     assert verdict(NAMES, own).status == "passed"
     nowhere = again(own, "state_dict", (0, 1), keys=())
     for broken, ranks in ((evidence, (1,)), (nowhere, (0, 1))):
-        assert {(f.ranks, f.actual) for f in verdict(NAMES, broken).findings} == {(ranks, "no key in the state dict")}
+        assert {(f.ranks, f.actual) for f in verdict(NAMES, broken).findings} == {(ranks, "missing in the state dict")}
 
 
 def test_a_key_that_is_renamed():
     found = verdict(NAMES, keys(healthy(), head__weight="output.weight"))
     assert told(found) == [
-        (HEAD, (0, 1), "no key in the state dict", "saved under its name", ""),
-        ("output.weight", (0, 1), "a key of the state dict", "none: the reference's has no such key", ""),
+        (HEAD, (0, 1), "missing in the state dict", "saved under this name", ""),
+        ("output.weight", (0, 1), "extra key in the state dict: the reference has no such key", "", ""),
     ]
 
 
@@ -160,8 +160,10 @@ def test_a_key_with_what_a_wrapper_inserted(from_disk):
     if from_disk:
         evidence = from_checkpoint(evidence)
     found = verdict(NAMES, evidence)
-    assert told(found) == [("layers.0._orig_mod.weight", (0, 1), "a name that a wrapper made", "without _orig_mod", "")]
-    assert found.findings[0].cause.startswith("the state dict is taken from the module that torch.compile")
+    assert told(found) == [
+        ("layers.0._orig_mod.weight", (0, 1), "key contains a wrapper's prefix", "saved without _orig_mod", "")
+    ]
+    assert found.findings[0].cause.startswith("the state dict is taken from the wrapper that torch.compile")
 
 
 def test_a_module_that_is_called_like_a_wrapper():
@@ -184,7 +186,7 @@ def saved(**others: str) -> RankSaved:
 def test_a_tensor_that_does_not_come_back():
     found = verdict(ROUND_TRIP, replace(healthy(), restored=(saved(layers__0__weight="other"),) * 2))
     assert told(found) == [
-        (MIDDLE, (0, 1), "other values once it is loaded", "those that were saved", ""),
+        (MIDDLE, (0, 1), "different values after loading", "the saved values", ""),
     ]
 
 
@@ -192,8 +194,8 @@ def test_a_tensor_that_loading_leaves_as_it_was():
     other = saved(layers__0__weight="other")
     found = verdict(ROUND_TRIP, replace(healthy(), restored=(replace(other, untouched=(MIDDLE,)), other)))
     assert told(found) == [
-        (MIDDLE, (0,), "not restored: loading leaves it as it was", "those that were saved", ""),
-        (MIDDLE, (1,), "other values once it is loaded", "those that were saved", ""),
+        (MIDDLE, (0,), "not restored: loading does not change it", "the saved values", ""),
+        (MIDDLE, (1,), "different values after loading", "the saved values", ""),
     ]
     assert ["casts" in finding.cause for finding in found.findings] == [False, True]
     # What was saved with those very values is restored.
@@ -203,7 +205,7 @@ def test_a_tensor_that_loading_leaves_as_it_was():
 
 def test_a_tensor_that_does_not_come_back_on_one_rank():
     found = verdict(ROUND_TRIP, replace(healthy(), restored=(saved(), saved(counter="other"))))
-    assert told(found) == [(COUNTER, (1,), "other values once it is loaded", "those that were saved", "")]
+    assert told(found) == [(COUNTER, (1,), "different values after loading", "the saved values", "")]
 
 
 def test_an_extra_state_that_does_not_come_back():
@@ -211,7 +213,7 @@ def test_an_extra_state_that_does_not_come_back():
     evidence = again(evidence, "restored", extra={"norm._extra_state": "scale 1"})
     found = verdict(ROUND_TRIP, evidence)
     assert told(found) == [
-        ("norm._extra_state", (0, 1), "another state once it is loaded", "that which was saved", ""),
+        ("norm._extra_state", (0, 1), "different state after loading", "the saved state", ""),
     ]
 
 
@@ -221,11 +223,11 @@ def test_what_ranks_hold_apart_under_one_name_is_not_judged():
     found = verdict(ROUND_TRIP, evidence)
     assert found.status == "skipped"
     assert found.reason == (
-        "kept by what could be judged; of counter ranks hold what differs though it has one name and one place, and "
-        "torch.distributed.checkpoint keeps one of each; declare Subject(save=..., resume=...)"
+        "kept by what could be judged; ranks hold different values of counter in the same place of the tensor, and "
+        "torch.distributed.checkpoint keeps only one of them; declare Subject(save=..., resume=...)"
     )
     found = verdict(ROUND_TRIP, declare(evidence, declared=frozenset({"save"})))
-    assert told(found) == [(COUNTER, (1,), "other values once it is loaded", "those that were saved", "")]
+    assert told(found) == [(COUNTER, (1,), "different values after loading", "the saved values", "")]
 
 
 def test_a_key_that_is_left_out_has_one_judge():
@@ -236,7 +238,7 @@ def test_a_key_that_is_left_out_has_one_judge():
     assert (found.status, found.reason) == ("skipped", left_out(NAMES, HEAD))
     alone = undeclared(evidence, "reference", why="Subject(reference=...) is not declared")
     assert verdict(ROUND_TRIP, alone).reason == (
-        f"the state dict has no key for {HEAD}, and no reference tells whether it should"
+        f"the state dict has no key for {HEAD}; whether it should have one needs a reference"
     )
 
 
@@ -246,7 +248,7 @@ def elsewhere(evidence: Evidence, *comparisons: Comparison) -> Evidence:
 
 def test_a_world_of_another_size_that_reads_other_values():
     found = verdict(RESHARDS, elsewhere(healthy(), OTHER))
-    assert told(found) == [(MIDDLE, (0,), "other values in a world of 1", "those that were saved", NUMBERS)]
+    assert told(found) == [(MIDDLE, (0,), "different values in a world of 1", "the saved values", NUMBERS)]
 
 
 REFUSED = {"comparisons": (), "refused": "RuntimeError in Subject(resume=...): another size", "ranks": (0,)}
@@ -258,8 +260,8 @@ def refused(evidence: Evidence) -> Evidence:
 
 def test_a_world_of_another_size_that_cannot_load_it():
     found = verdict(RESHARDS, refused(healthy()))
-    raised = "loading it in a world of 1 raises RuntimeError in Subject(resume=...): another size"
-    assert told(found) == [(None, (0,), raised, "the values that were saved", "")]
+    raised = "loading the checkpoint in a world of 1 raises RuntimeError in Subject(resume=...): another size"
+    assert told(found) == [(None, (0,), raised, "", "")]
     assert found.findings[0].cause == CATALOGUE[RESHARDS].cause
     # Other values than the reference's explain no refusal.
     assert verdict(RESHARDS, refused(differ(healthy(), MIDDLE))).findings == found.findings
@@ -270,7 +272,7 @@ def test_a_refusal_that_a_more_basic_finding_may_explain():
     found = verdict(RESHARDS, broken)
     assert (found.status, found.reason) == (
         "skipped",
-        "loading it in a world of 1 raises RuntimeError in Subject(resume=...): another size; the findings of "
+        "loading the checkpoint in a world of 1 raises RuntimeError in Subject(resume=...): another size; the findings of "
         "dcp_round_trip may explain it",
     )
 
@@ -295,19 +297,21 @@ def test_an_export_without_a_key_and_with_one_too_many():
     evidence = replace(healthy(), export=Export((HEAD,), ("output.weight",)))
     assert told(verdict(EXPORTS, evidence)) == [
         (HEAD, (0,), "missing in the gathered state dict", "exported", ""),
-        ("output.weight", (0,), "in the gathered state dict", "none: the reference has no such key", ""),
+        ("output.weight", (0,), "extra key in the gathered state dict: the reference has no such key", "", ""),
     ]
 
 
 def test_an_export_with_other_values():
     found = verdict(EXPORTS, replace(healthy(), export=Export(comparisons=(OTHER,))))
-    assert told(found) == [(MIDDLE, (0,), "other values when gathered", "the reference's", NUMBERS)]
+    assert told(found) == [(MIDDLE, (0,), "different values in the gathered state dict", "the reference's", NUMBERS)]
 
 
 def test_an_export_that_is_padded():
     padded = Comparison(EMBEDDING, False, problem="shape (16, 4)", should_be="(8, 4), as in the reference")
     found = verdict(EXPORTS, replace(healthy(), export=Export(comparisons=(padded,))))
-    assert told(found) == [(EMBEDDING, (0,), "shape (16, 4) when gathered", "(8, 4), as in the reference", "")]
+    assert told(found) == [
+        (EMBEDDING, (0,), "shape (16, 4) in the gathered state dict", "(8, 4), as in the reference", "")
+    ]
 
 
 def test_an_export_beside_a_reference_that_is_no_truth():
@@ -324,44 +328,44 @@ def resumed(evidence: Evidence, ranks: tuple[int, ...] = (0, 1), **state: Any) -
 def test_an_optimizer_that_forgets():
     found = verdict(OPTIMIZER, resumed(healthy(), layers__0__weight=None))
     assert told(found) == [
-        (MIDDLE, (0, 1), "no optimizer state once it is loaded", "momentum_buffer as saved", ""),
+        (MIDDLE, (0, 1), "no optimizer state after loading", "momentum_buffer, as saved", ""),
     ]
 
 
 def test_an_optimizer_of_which_nothing_is_loaded():
     names = {name.replace(".", "__"): None for name in healthy().continued[0].state}
     found = verdict(OPTIMIZER, resumed(healthy(), **names)).findings
-    assert {finding.cause.split(":")[0] for finding in found} == {"none of it is loaded"}
+    assert {finding.cause.split(":")[0] for finding in found} == {"no state is loaded"}
     # On one rank, something else is wrong.
     found = verdict(OPTIMIZER, resumed(healthy(), (1,), **names)).findings
-    assert not [finding for finding in found if finding.cause.startswith("none of it")]
+    assert not [finding for finding in found if finding.cause.startswith("no state is")]
 
 
 def test_an_optimizer_with_another_state_on_one_rank():
     found = verdict(OPTIMIZER, resumed(healthy(), (1,), layers__0__weight={"momentum_buffer": "zeros"}))
     assert told(found) == [
-        (MIDDLE, (1,), "another momentum_buffer once it is loaded", "the optimizer state that was saved", ""),
+        (MIDDLE, (1,), "different momentum_buffer after loading", "the saved optimizer state", ""),
     ]
 
 
 def test_an_optimizer_that_makes_something_up():
     found = verdict(OPTIMIZER, resumed(healthy(), verifier__weight={"step": "1.0"}))
-    assert [finding.actual for finding in found.findings] == ["an optimizer state once it is loaded (step)"]
+    assert [finding.actual for finding in found.findings] == ["optimizer state (step) after loading"]
 
 
 def test_an_optimizer_with_another_learning_rate():
     found = verdict(OPTIMIZER, again(healthy(), "resumed", groups=({"lr": "0.2"},)))
     assert told(found) == [
-        (None, (0, 1), "lr=0.2 in group 0 of the optimizer once it is loaded", "0.1, as saved", ""),
+        (None, (0, 1), "lr=0.2 in the optimizer's group 0 after loading", "0.1, as saved", ""),
     ]
     assert [finding.cause.split(":")[0] for finding in found.findings] == [
-        "the settings of the groups are not saved, or something sets them anew after they were loaded"
+        "the settings of the groups are not saved, or they are overwritten after loading"
     ]
 
 
 def test_an_optimizer_with_fewer_groups():
     found = verdict(OPTIMIZER, again(healthy(), "resumed", (1,), groups=()))
-    assert told(found) == [(None, (1,), "0 parameter groups once it is loaded", "1, as saved", "")]
+    assert told(found) == [(None, (1,), "0 parameter groups after loading", "1, as saved", "")]
 
 
 def test_an_optimizer_that_keeps_nothing():
@@ -376,9 +380,9 @@ def test_losses_that_differ_after_the_checkpoint():
         (
             None,
             (1,),
-            "loss 1.5 at step 1 after the checkpoint",
-            "1 within 1e-06, as without it",
-            "losses of rank 1 1.250000, 1.500000; uninterrupted 1.250000, 1.000000",
+            "loss 1.5 at step 1 after resuming",
+            "1 within 1e-06, as in the uninterrupted run",
+            "losses of rank 1: 1.250000, 1.500000; uninterrupted: 1.250000, 1.000000",
         )
     ]
 
@@ -396,7 +400,7 @@ def test_losses_that_a_loss_of_weights_explains():
     found = verdict(RESUME, evidence)
     assert found.status == "skipped"
     assert found.reason == (
-        "the losses differ (step 0 after the checkpoint: 9, without it 1.25), and so does the model that was loaded, "
+        "the losses differ (9 at step 0 after resuming, 1.25 uninterrupted), and so does the loaded model, "
         "which may explain it; see dcp_round_trip"
     )
 
@@ -405,7 +409,7 @@ def test_losses_that_a_loss_of_momenta_explains():
     found = verdict(RESUME, again(resumed(healthy(), head__weight=None), "resumed", losses=(1.25, 9.0)))
     assert found.status == "skipped"
     assert found.reason.endswith(
-        "and so does the optimizer that was loaded, which may explain it; see optimizer_state_round_trip"
+        "and so does the loaded optimizer, which may explain it; see optimizer_state_round_trip"
     )
 
 
@@ -428,7 +432,7 @@ def test_losses_that_are_not_finite_in_either_run_tell_nothing(losses, shown):
     alike = again(again(healthy(), "continued", losses=losses), "resumed", losses=losses)
     found = verdict(RESUME, alike)
     assert found.status == "skipped"
-    assert found.reason == f"the losses of the uninterrupted run are not finite ({shown}), nor those after it"
+    assert found.reason == f"the losses of the uninterrupted run are not finite ({shown}), so they cannot be compared"
 
 
 def test_losses_that_are_not_finite_on_one_rank_tell_nothing():
@@ -442,9 +446,9 @@ def test_a_loss_that_is_not_finite_only_after_the_checkpoint():
         (
             None,
             (0, 1),
-            "loss nan at step 1 after the checkpoint",
-            "1 within 1e-06, as without it",
-            "losses of rank 0 1.250000, nan; uninterrupted 1.250000, 1.000000",
+            "loss nan at step 1 after resuming",
+            "1 within 1e-06, as in the uninterrupted run",
+            "losses of rank 0: 1.250000, nan; uninterrupted: 1.250000, 1.000000",
         )
     ]
 

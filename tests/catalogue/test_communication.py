@@ -141,7 +141,7 @@ def test_no_step_is_no_promise():
     evidence = undeclared(loading([A], [A]), "training", why="no batch")
     silent = replace(evidence, collectives=tuple(replace(one, step=None) for one in evidence.collectives))
     found = verdict(MATCH, silent)
-    reason = "no training step was watched (no batch)"
+    reason = "no training step was recorded (no batch)"
     assert (found.status, found.reason) == ("skipped", f"kept by what could be judged; {reason}")
     apart = replace(silent, collectives=(RankCollectives((A,)), RankCollectives((B,))))
     assert (verdict(MATCH, apart).status, verdict(MATCH, apart).reason) == ("failed", reason)
@@ -219,8 +219,8 @@ def test_a_parameter_gathered_besides():
         (
             MIDDLE,
             (0, 1),
-            "2 all_gathers (float32 [3, 4]) and 1 broadcast (float32 [8, 4]) in one training step, besides FSDP2's own",
-            "gathered by FSDP2 alone",
+            "2 all_gathers (float32 [3, 4]) and 1 broadcast (float32 [8, 4]) in one training step, in addition to FSDP2's own",
+            "communicated by FSDP2 only",
             "",
         )
     ]
@@ -241,10 +241,13 @@ def test_a_declared_unsharded_parameter_is_told_by_its_own_check():
 @pytest.mark.parametrize(
     ("evidence", "reason"),
     [
-        (step(*NEEDED, groups=()), "FSDP2 manages nothing here, so no groups say what is to be gathered"),
-        (step(*NEEDED, size=1), "alone, a rank has nobody to communicate with"),
-        (replace(step(), collectives=(RankCollectives(()),) * 2), "no training step was watched"),
-        (replace(empty(), collectives=(RankCollectives((), (), ()),) * 2), "FSDP2 manages nothing here, so no groups"),
+        (step(*NEEDED, groups=()), "FSDP2 manages no parameters here, so there are no FSDP groups to gather"),
+        (step(*NEEDED, size=1), "a single rank does not communicate"),
+        (replace(step(), collectives=(RankCollectives(()),) * 2), "no training step was recorded"),
+        (
+            replace(empty(), collectives=(RankCollectives((), (), ()),) * 2),
+            "FSDP2 manages no parameters here, so there are no FSDP groups",
+        ),
     ],
 )
 def test_where_there_is_no_budget(evidence, reason):
@@ -274,9 +277,9 @@ def test_what_stays_where_it_is_passes(evidence):
 
 def test_an_unsharded_parameter_that_is_moved():
     moves = [said("broadcast", MIDDLE, shape=(6, 4))] * 2
-    expected = "used where it is, as declared unsharded"
+    expected = "used locally, as declared unsharded"
     assert told(verdict(UNSHARDED, whole(*moves))) == [
-        (MIDDLE, (0, 1), "moved by 2 broadcasts (float32 [6, 4]) in one training step", expected, "")
+        (MIDDLE, (0, 1), "communicated by 2 broadcasts (float32 [6, 4]) in one training step", expected, "")
     ]
 
 
@@ -298,7 +301,7 @@ def test_what_is_sharded_all_the_same_is_told_elsewhere():
     ("evidence", "reason"),
     [
         (step(*NEEDED), "Subject(unsharded=...) is not declared"),
-        (whole(size=1), "alone, a rank has nobody to communicate with"),
+        (whole(size=1), "a single rank does not communicate"),
         (replace(empty(), collectives=(RankCollectives((), (), ()),) * 2), "Subject(unsharded=...) is not declared"),
     ],
 )

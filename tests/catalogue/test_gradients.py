@@ -32,7 +32,7 @@ from tests.catalogue.evidence_factory import (
 
 PARITY, NORM, ACCUMULATION, LOSS = "grad_parity", "grad_norm_parity", "grad_accumulation_parity", "loss_parity"
 ALL = (PARITY, NORM, ACCUMULATION)
-WITHIN = "the reference's within 0.0001"
+WITHIN = "equal within 0.0001"
 CHECKPOINT = "a checkpoint directory cannot be trained; declare Subject(reference=<callable>)"
 
 
@@ -80,7 +80,7 @@ def test_what_was_not_declared_is_named(check):
 )
 def test_a_constant_factor_is_named(factor, told_as):
     found = verdict(PARITY, remeasured(healthy(), MIDDLE, factor))
-    assert told(found) == [(MIDDLE, (0, 1), f"a gradient {told_as} times the reference's", WITHIN, "")]
+    assert told(found) == [(MIDDLE, (0, 1), f"gradient is {told_as} times the reference's", WITHIN, "")]
 
 
 def cause_of(evidence: Evidence) -> str:
@@ -90,7 +90,7 @@ def cause_of(evidence: Evidence) -> str:
 
 def test_the_number_that_a_factor_is_is_named():
     assert cause_of(remeasured(healthy(2), MIDDLE, 2.0)) == (
-        "summed where the reference takes the mean (2 is the number of data-parallel ranks)"
+        "summed instead of averaged (2 is the number of data-parallel ranks)"
     )
     assert cause_of(remeasured(healthy(4), MIDDLE, 0.25)).startswith(
         "divided once too often (4 is the number of data-parallel ranks)"
@@ -98,33 +98,31 @@ def test_the_number_that_a_factor_is_is_named():
     assert "constant that the reference does not have" in cause_of(remeasured(healthy(2), MIDDLE, 3.0))
     parallel = replace(healthy(2), world=replace(healthy(2).world, mesh=(("dp_shard", 2), ("tp", 4))))
     assert "(4 is the number of ranks along tp)" in cause_of(remeasured(parallel, MIDDLE, 4.0))
-    assert "nothing of the loss reaches it" in cause_of(remeasured(healthy(2), MIDDLE, 0.0))
+    assert "the loss does not depend on it" in cause_of(remeasured(healthy(2), MIDDLE, 0.0))
 
 
 def test_one_odd_rank():
     found = verdict(PARITY, remeasured(healthy(4), MIDDLE, apart=1.0, ranks=[2]))
-    assert [(f.ranks, f.actual) for f in found.findings] == [((2,), "a gradient unlike the reference's")]
+    assert [(f.ranks, f.actual) for f in found.findings] == [((2,), "gradient differs from the reference's")]
     assert found.findings[0].detail.endswith("0.75 at [0, 0] on rank 2, but should be 0.5")
 
 
 def test_a_gradient_that_is_slightly_off():
     """0.01 of its length is where it is no more slightly."""
     truth = verdict(PARITY, remeasured(healthy(), MIDDLE, apart=1.0)).findings[0]
-    assert not truth.cause.startswith("it is slightly off: ")
+    assert not truth.cause.startswith("the error is small: ")
     size = next(c.measure.truth for c in healthy().training[0].gradients if c.name == MIDDLE)
     near = verdict(PARITY, remeasured(healthy(), MIDDLE, apart=0.005 * size)).findings[0]
-    assert near.cause.startswith("it is slightly off: the forward computes a little otherwise")
+    assert near.cause.startswith("the error is small: the forward differs slightly")
     factor = verdict(PARITY, remeasured(healthy(), MIDDLE, 0.9997)).findings[0]  # of a bias, by chance
-    assert (factor.actual, factor.cause) == ("a gradient unlike the reference's", near.cause)
+    assert (factor.actual, factor.cause) == ("gradient differs from the reference's", near.cause)
 
 
 def test_a_parameter_that_is_tied_to_what_the_reference_keeps_apart():
     evidence = remeasured(healthy(), MIDDLE, apart=1.0)
     identity = evidence.inventory[0].by_name[EMBEDDING].identity
     tied = change(evidence, MIDDLE, identity=identity)
-    assert [f.cause.split(":")[0].split(",")[0] for f in verdict(PARITY, tied).findings] == [
-        "it is tied to another parameter here"
-    ]
+    assert [f.cause.split(",")[0] for f in verdict(PARITY, tied).findings] == ["it is tied to another parameter"]
     # The reference may tie more than the model: that is another promise.
     looser = change_reference(evidence, MIDDLE, identity=evidence.reference.inventory.by_name[EMBEDDING].identity)
     assert not [f for f in verdict(PARITY, looser).findings if f.cause.startswith("it is tied")]
@@ -162,16 +160,18 @@ def alike() -> Measure:
 
 def test_no_gradient_at_all_points_to_the_switches():
     found = verdict(PARITY, on_runs(healthy(), None, without_gradient=tuple(PARAMETERS)))
-    assert {(finding.actual, finding.expected) for finding in found.findings} == {("no gradient", "the reference's")}
+    assert {(finding.actual, finding.expected) for finding in found.findings} == {
+        ("no gradient, although the reference has one", "")
+    }
     assert {finding.cause for finding in found.findings} == {
-        "no parameter has one: the reduction is switched off and never on again (set_requires_gradient_sync(False), "
-        "set_requires_all_reduce(False)), or the loss reaches nothing"
+        "no parameter has a gradient: the reduction is turned off and never on again (set_requires_gradient_sync(False), "
+        "set_requires_all_reduce(False)), or the loss depends on no parameter"
     }
 
 
 def test_no_gradient_where_the_reference_has_one():
     found = verdict(PARITY, on_runs(healthy(4), [1, 3], without_gradient=(MIDDLE,)))
-    assert told(found) == [(MIDDLE, (1, 3), "no gradient", "the reference's", "")]
+    assert told(found) == [(MIDDLE, (1, 3), "no gradient, although the reference has one", "", "")]
     # What the reference does not use has none there, either.
     unused = with_reference(healthy(), gradients={EMBEDDING: 1.0})
     assert verdict(PARITY, on_runs(unused, None, without_gradient=(MIDDLE,))).status == "passed"
@@ -186,7 +186,7 @@ def test_a_forward_that_differs_is_left_to_loss_parity(check):
     found = verdict(check, evidence)
     assert (found.status, found.findings) == ("skipped", ())
     assert found.reason == (
-        "the first loss is 2.5, but should be 2, which loss_parity judges; gradients and updates follow from it"
+        "the first loss is 2.5, but should be 2 (see loss_parity); gradients and updates depend on it"
     )
     assert verdict(LOSS, evidence).status == "failed"
 
@@ -195,8 +195,8 @@ def test_later_losses_are_left_to_the_gradients():
     found = verdict(LOSS, losses(remeasured(healthy(), MIDDLE, 2.0), 2.0, 1.75, 1.25))
     assert (found.status, found.reason) == (
         "skipped",
-        "the losses differ (step 1: 1.750000, but should be 1.500000, off by 0.12 relative), which the findings of "
-        "grad_parity explain; mend those first",
+        "the losses differ (step 1: 1.750000, but should be 1.500000, relative error 0.12), which the findings of "
+        "grad_parity explain; fix those first",
     )
 
 
@@ -204,14 +204,14 @@ def test_gradients_over_condemned_tensors_are_explained():
     found = verdict(PARITY, remeasured(differ(healthy(), EMBEDDING), MIDDLE, 2.0))
     assert (found.status, found.reason) == (
         "skipped",
-        f"the gradients differ ({MIDDLE}: a gradient 2 times the reference's), which the findings of "
-        "params_equal_reference explain; mend those first",
+        f"the gradients differ ({MIDDLE}: gradient is 2 times the reference's), which the findings of "
+        "params_equal_reference explain; fix those first",
     )
 
 
 def test_a_reference_that_is_built_differently_each_time():
     found = verdict(PARITY, with_reference(remeasured(healthy(), MIDDLE, 2.0), unstable=(MIDDLE,)))
-    assert (found.status, "does not reproduce itself" in found.reason) == ("error", True)
+    assert (found.status, "the reference is not reproducible" in found.reason) == ("error", True)
 
 
 def test_a_gradient_that_is_no_number():
@@ -219,7 +219,7 @@ def test_a_gradient_that_is_no_number():
     off = Comparison(MIDDLE, False, 12, 1, index=(0, 0), expected=0.5, actual=math.nan, measure=nan)
     found = verdict(PARITY, on_runs(healthy(), [1], gradients=(off,)))
     assert told(found) == [
-        (MIDDLE, (1,), "a gradient unlike the reference's", WITHIN, "nan at [0, 0] on rank 1, but should be 0.5")
+        (MIDDLE, (1,), "gradient differs from the reference's", WITHIN, "nan at [0, 0] on rank 1, but should be 0.5")
     ]
 
 
@@ -260,12 +260,12 @@ IGNORED = (
     "it is left out of FSDP and DDP (ignored_params), and nothing else reduces its gradients",
     "shard it, or reduce its gradients after backward (mean over the data-parallel ranks)",
 )
-SCATTERED = ("gradients that differ from rank to rank", "reduced over the data-parallel ranks")
+SCATTERED = ("gradient differs between ranks", "reduced over the data-parallel ranks")
 
 
 def test_gradients_that_nobody_reduces_though_the_losses_agree():
     found = verdict(PARITY, ignored(0.75, 0.25))
-    detail = "of the first step, at [0, 0]: 0.25 on rank 1, 0.75 on rank 0"
+    detail = "first step, at [0, 0]: 0.25 on rank 1, 0.75 on rank 0"
     assert told(found) == [(MIDDLE, (0, 1), *SCATTERED, detail)]
     assert (found.findings[0].cause, found.findings[0].remedy) == IGNORED
 
@@ -289,13 +289,13 @@ def test_gradients_that_agree_or_nearly(evidence):
 def test_a_rank_that_has_the_gradient_of_the_reference_by_chance():
     found = verdict(PARITY, ignored(0.5, 1.5, 0.5, 0.5, world=4))
     assert [(finding.ranks, finding.detail) for finding in found.findings] == [
-        ((0, 1, 2, 3), "of the first step, at [0, 0]: 0.5 on rank 0, 1.5 on rank 1")
+        ((0, 1, 2, 3), "first step, at [0, 0]: 0.5 on rank 0, 1.5 on rank 1")
     ]
 
 
 def test_a_scalar_parameter_that_nobody_reduces():
     (finding,) = verdict(PARITY, ignored(0.75, 0.25, index=())).findings
-    assert finding.detail == "of the first step, 0.25 on rank 1, 0.75 on rank 0"
+    assert finding.detail == "first step, 0.25 on rank 1, 0.75 on rank 0"
 
 
 def test_shards_have_gradients_of_their_own():
@@ -328,15 +328,15 @@ def test_a_condemned_tensor_is_not_judged_for_its_gradients():
 def test_plain_tensors_without_ddp_have_their_own_words():
     (finding,) = verdict(PARITY, on_runs(ignored(0.75, 0.25), None, unreduced=True)).findings
     assert finding.cause == (
-        "all parameters are plain tensors and no DDP wraps the model, so nobody reduces their gradients"
+        "all parameters are plain tensors and no DDP wraps the model, so nothing reduces their gradients"
     )
 
 
 def test_the_norm_of_the_own_shards():
     found = verdict(NORM, on_runs(on_runs(healthy(), [0], norm=2.0), [1], norm=2.5))
     assert told(found) == [
-        (None, (0,), "norm 2", "3 within 0.0001", ""),
-        (None, (1,), "norm 2.5", "3 within 0.0001", ""),
+        (None, (0,), "gradient norm 2", "3 within 0.0001", ""),
+        (None, (1,), "gradient norm 2.5", "3 within 0.0001", ""),
     ]
 
 
@@ -350,8 +350,8 @@ def test_norms(norm, status):
 @pytest.mark.parametrize(
     ("norms", "cause"),
     [
-        ((2.0, 2.0), "all ranks agree and miss a part: "),
-        ((4.0, 4.0), "all ranks agree on too much: "),
+        ((2.0, 2.0), "all ranks agree on a norm that is too small: "),
+        ((4.0, 4.0), "all ranks agree on a norm that is too large: "),
         ((2.0, 2.5), "the norm is taken over the rank's own shards"),
         ((3.0, 2.0), "the norm is taken over the rank's own shards"),
     ],
@@ -367,15 +367,15 @@ def test_what_torch_cannot_take_a_norm_of():
     found = verdict(NORM, on_runs(healthy(), None, norm=None, norm_problem="RuntimeError: mixed"))
     assert (found.status, found.reason) == (
         "skipped",
-        "torch has no norm over these gradients (RuntimeError: mixed); declare Subject(clip_grad_norm=<callable>), as "
-        "the training uses it",
+        "torch cannot compute the norm of these gradients (RuntimeError: mixed); declare "
+        "Subject(clip_grad_norm=<callable>) with the function that your training uses",
     )
 
 
 def test_gradients_that_differ_explain_their_norm():
     found = verdict(NORM, on_runs(remeasured(healthy(), MIDDLE, 2.0), None, norm=6.0))
     assert found.status == "skipped"
-    assert found.reason.endswith("which the findings of grad_parity explain; mend those first")
+    assert found.reason.endswith("which the findings of grad_parity explain; fix those first")
 
 
 def accumulated(evidence: Evidence, ranks=None, **facts) -> Evidence:
@@ -385,7 +385,7 @@ def accumulated(evidence: Evidence, ranks=None, **facts) -> Evidence:
 def test_a_switch_that_is_ignored():
     found = verdict(ACCUMULATION, accumulated(healthy(), early=(MIDDLE, EMBEDDING)))
     assert told(found) == [
-        (name, (0, 1), "reduced in the first micro-batch", "reduced with the last one only", "")
+        (name, (0, 1), "gradient reduced in the first micro-batch", "reduced only in the last", "")
         for name in (EMBEDDING, MIDDLE)
     ]
 
@@ -393,7 +393,7 @@ def test_a_switch_that_is_ignored():
 def test_a_switch_that_sticks():
     found = verdict(ACCUMULATION, accumulated(healthy(4), [3], without_gradient=(MIDDLE,)))
     assert told(found) == [
-        (MIDDLE, (3,), "no gradient once the last micro-batch is over", "the mean of the micro-batches", "")
+        (MIDDLE, (3,), "no gradient after the last micro-batch", "the mean over the micro-batches", "")
     ]
     # What is not used has no gradient in an ordinary step, either.
     unused = on_runs(with_reference(healthy(), gradients={EMBEDDING: 1.0}), None, without_gradient=(MIDDLE,))
@@ -401,13 +401,13 @@ def test_a_switch_that_sticks():
 
 
 @pytest.mark.parametrize(
-    ("factor", "apart", "actual"), [(2.0, 0.0, "a gradient 2 times as large"), (1.0, 2.0, "another gradient")]
+    ("factor", "apart", "actual"), [(2.0, 0.0, "gradient 2 times as large"), (1.0, 2.0, "different gradient")]
 )
 def test_accumulated_gradients_that_differ(factor, apart, actual):
     seen = remeasured(healthy(), MIDDLE, factor, apart).training[0].gradients
     found = verdict(ACCUMULATION, accumulated(healthy(), gradients=seen))
-    mean = "the mean of the micro-batches"
-    assert told(found) == [(MIDDLE, (0, 1), f"{actual} once the last micro-batch is over", mean, "")]
+    mean = "the mean over the micro-batches"
+    assert told(found) == [(MIDDLE, (0, 1), f"{actual} after the last micro-batch", mean, "")]
 
 
 @pytest.mark.parametrize("truth", [math.inf, math.nan])
@@ -446,7 +446,7 @@ def test_a_forward_that_changes_a_buffer_does_so_more_often_in_the_reference():
     found = verdict(ACCUMULATION, evidence)
     assert (found.status, found.reason) == (
         "skipped",
-        "the forward changes counter each time, and the reference takes more forwards for the same rows",
+        "every forward changes counter, and accumulation takes more forwards than the reference for the same rows",
     )
     assert verdict(ACCUMULATION, accumulated(evidence, early=(MIDDLE,))).status == "failed"
 

@@ -34,13 +34,13 @@ from tests.catalogue.evidence_factory import (
 PARITY = "loss_parity"
 TRUE_CURVE = "2.000000, 1.500000, 1.250000"
 FORWARD = (
-    "the first forward differs already though the weights are equal: the ranks' losses are not weighed alike, a module "
-    "was left out or replaced, it draws random numbers, or a setting of it differs (attention, scale, activation, "
-    "precision)"
+    "the first forward already differs although the weights are equal: the ranks' losses are not averaged correctly, a "
+    "module is missing or replaced, it draws random numbers, or one of its settings differs (attention, scale, "
+    "activation, precision)"
 )
 LATER = (
-    "the first forward and its gradients agree, later losses do not: something changes between the steps, such as a "
-    "buffer or a cache that the forward updates on each rank for itself"
+    "the first forward and its gradients are correct, later losses are not: something changes between the steps, such "
+    "as a buffer or a cache that the forward updates on each rank separately"
 )
 
 
@@ -179,13 +179,13 @@ def test_the_first_step_differs():
     assert told(found) == [
         (
             *(None, (0, 1), "loss 2.5 at step 0", "2 within 1e-05"),
-            f"losses 2.500000, 1.500000, 1.250000; the reference's {TRUE_CURVE}",
+            f"losses 2.500000, 1.500000, 1.250000; reference {TRUE_CURVE}",
         )
     ]
     assert found.findings[0].cause == FORWARD
     assert found.findings[0].remedy == (
-        "compare attention settings and make the loss a mean that all ranks weigh alike; where the loader computes in "
-        "another precision on purpose, set tolerance=..."
+        "compare attention settings, and make the global loss a mean that weights all ranks correctly; if the loader "
+        "uses another precision on purpose, set tolerance=..."
     )
 
 
@@ -195,8 +195,16 @@ def test_the_first_step_differs():
         (healthy(2), (4.0, 3.0, 2.5), "the loss is 2 times the reference's in every step (2 is the number of data-"),
         (healthy(4), (8.0, 6.1, 4.9), "the loss is 4 times the reference's in every step (4 is the number of data-"),
         (healthy(2), (1.0, 0.75, 0.625), "the loss is 1/2 of the reference's in every step (2 is the number of data-"),
-        (healthy(2), (6.0, 4.5, 3.75), "the loss is 3 times the reference's in every step: the rank's own rows are"),
-        (healthy(1), (4.0, 3.0, 2.5), "the loss is 2 times the reference's in every step: the rank's own rows are"),
+        (
+            healthy(2),
+            (6.0, 4.5, 3.75),
+            "the loss is 3 times the reference's in every step: each rank sums over its rows",
+        ),
+        (
+            healthy(1),
+            (4.0, 3.0, 2.5),
+            "the loss is 2 times the reference's in every step: each rank sums over its rows",
+        ),
         (healthy(1), (0.5, 0.375, 0.3125), "the loss is 1/4 of the reference's in every step: the loss is divided"),
         (healthy(2), (3.0, 2.25, 1.875), FORWARD),  # no whole number
         (healthy(2), (4.001, 3.0, 2.5), FORWARD),
@@ -225,11 +233,11 @@ def test_a_later_step_differs():
     assert told(found) == [
         (
             *(None, (0,), "loss 1 at step 2", "1.25 within 1e-05"),
-            f"losses 2.000000, 1.500000, 1.000000; the reference's {TRUE_CURVE}",
+            f"losses 2.000000, 1.500000, 1.000000; reference {TRUE_CURVE}",
         )
     ]
     assert found.findings[0].cause == LATER
-    assert found.findings[0].remedy == ("compare what the forward keeps from one step to the next with the reference's")
+    assert found.findings[0].remedy == ("compare the state that the forward keeps between steps with the reference's")
 
 
 def test_one_odd_rank_moves_the_mean():
@@ -264,8 +272,8 @@ def in_slices(evidence: Evidence, *indices: int) -> Evidence:
 
 
 DIVERGED = (
-    "ranks of one data-parallel slice compute different things: replicas that diverged, or a tensor-parallel layer "
-    "that does not reduce its output"
+    "ranks of one data-parallel slice compute different outputs: their replicas diverged, or a tensor-parallel layer "
+    "does not reduce its output"
 )
 
 
@@ -275,7 +283,7 @@ def test_ranks_of_one_slice_that_cancel_in_the_mean():
     assert told(found) == [
         (
             *(None, (3,), "loss 1.5 at step 0", "2.5, as on rank 1, which sees the same rows"),
-            "losses 1.500000, 1.500000, 1.250000; rank 1's 2.500000, 1.500000, 1.250000",
+            "losses 1.500000, 1.500000, 1.250000; rank 1 2.500000, 1.500000, 1.250000",
         )
     ]
     assert found.findings[0].cause == DIVERGED
@@ -334,8 +342,8 @@ def test_disagreeing_ranks_over_condemned_tensors_are_explained():
     found = verdict(PARITY, differ(evidence, MIDDLE, [1]))
     assert (found.status, found.reason) == (
         "skipped",
-        "the losses differ (step 0: 1.500000, but should be 2.500000, off by 0.4 relative), which the findings of "
-        "params_equal_reference explain; mend those first",
+        "the losses differ (step 0: 1.500000, but should be 2.500000, relative error 0.4), which the findings of "
+        "params_equal_reference explain; fix those first",
     )
 
 
@@ -345,9 +353,9 @@ def test_a_reference_that_is_built_differently_each_time_is_an_error():
     found = verdict(PARITY, losses(evidence, *[(2.0, 1.75, 1.25)] * 2))
     assert (found.status, found.reason, found.findings) == (
         "error",
-        "the losses differ (step 1: 1.750000, but should be 1.500000, off by 0.12 relative), and the reference does "
-        f"not reproduce itself: it gives other bits when it is built again ({ROTARY}); make it build the same model "
-        "every time",
+        "the losses differ (step 1: 1.750000, but should be 1.500000, relative error 0.12), and the reference is "
+        f"not reproducible: building it again gives different values ({ROTARY}); make it build the same model every "
+        "time",
         (),
     )
 
@@ -373,8 +381,8 @@ def test_a_reference_that_does_not_reproduce_itself_is_an_error():
     found = verdict(PARITY, with_reference(healthy(), losses_again=(2.0, 1.5000001, 1.25)))
     assert (found.status, found.reason) == (
         "error",
-        "the reference does not reproduce itself: step 1 gives 1.5, then 1.5000001 from the same weights; make its "
-        "forward deterministic",
+        "the reference is not reproducible: from the same weights, step 1 gives loss 1.5 and, in a second run, "
+        "1.5000001; make its forward deterministic",
     )
 
 
@@ -384,7 +392,7 @@ def test_a_batch_that_differs_on_a_rank_is_an_error():
     found = verdict(PARITY, replace(evidence, training=(evidence.training[0], odd)))
     assert (found.status, found.reason) == (
         "error",
-        "batch(1) on rank 1 is not the reference's; make batch(step) a function of the step alone",
+        "batch(1) on rank 1 differs from the reference's; make batch(step) depend on step only",
     )
 
 
@@ -458,8 +466,8 @@ def test_what_a_more_basic_check_explains_is_not_told_again(name):
     found = verdict(PARITY, evidence)
     assert (found.status, found.findings) == ("skipped", ())
     assert found.reason == (
-        "the losses differ (step 0: 2.500000, but should be 2.000000, off by 0.25 relative), which the findings of "
-        "params_equal_reference explain; mend those first"
+        "the losses differ (step 0: 2.500000, but should be 2.000000, relative error 0.25), which the findings of "
+        "params_equal_reference explain; fix those first"
     )
     assert found.unjudged == {"params_equal_reference": (name,)}
 
@@ -480,8 +488,8 @@ def test_what_the_reference_trains_and_the_loader_froze():
     found = verdict(PARITY, evidence)
     assert (found.status, found.reason) == (
         "skipped",
-        "the losses differ (step 1: 1.750000, but should be 1.500000, off by 0.12 relative), which the findings of "
-        "requires_grad_matches_reference explain; mend those first",
+        "the losses differ (step 1: 1.750000, but should be 1.500000, relative error 0.12), which the findings of "
+        "requires_grad_matches_reference explain; fix those first",
     )
     # Frozen on both sides, nothing explains them.
     evidence = change_reference(evidence, MIDDLE, requires_grad=False)

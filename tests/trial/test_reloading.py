@@ -267,7 +267,7 @@ def test_a_checkpoint_that_another_size_of_world_refuses():
     found = judged(lambda fsdp: declared(fsdp, build(), save=save, resume=resume), (ROUND_TRIP, RESHARDS))
     assert statuses(found) == {ROUND_TRIP: "passed", RESHARDS: "failed"}
     assert [(one.tensor, one.ranks, one.actual.partition(" tensor ")[0]) for one in found[RESHARDS].findings] == [
-        (None, (0,), "loading it in a world of 1 raises RuntimeError in Subject(resume=...): The size of")
+        (None, (0,), "loading the checkpoint in a world of 1 raises RuntimeError in Subject(resume=...): The size of")
     ]
 
 
