@@ -272,8 +272,8 @@ def test_a_refusal_that_a_more_basic_finding_may_explain():
     found = verdict(RESHARDS, broken)
     assert (found.status, found.reason) == (
         "skipped",
-        "loading the checkpoint in a world of 1 raises RuntimeError in Subject(resume=...): another size; the findings of "
-        "dcp_round_trip may explain it",
+        "loading the checkpoint in a world of 1 raises RuntimeError in Subject(resume=...): another size; the findings "
+        "of dcp_round_trip may explain it",
     )
 
 

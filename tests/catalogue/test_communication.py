@@ -219,7 +219,8 @@ def test_a_parameter_gathered_besides():
         (
             MIDDLE,
             (0, 1),
-            "2 all_gathers (float32 [3, 4]) and 1 broadcast (float32 [8, 4]) in one training step, in addition to FSDP2's own",
+            "2 all_gathers (float32 [3, 4]) and 1 broadcast (float32 [8, 4]) in one training step, in addition to "
+            "FSDP2's own",
             "communicated by FSDP2 only",
             "",
         )

@@ -164,8 +164,8 @@ def test_no_gradient_at_all_points_to_the_switches():
         ("no gradient, although the reference has one", "")
     }
     assert {finding.cause for finding in found.findings} == {
-        "no parameter has a gradient: the reduction is turned off and never on again (set_requires_gradient_sync(False), "
-        "set_requires_all_reduce(False)), or the loss depends on no parameter"
+        "no parameter has a gradient: the reduction is turned off and never on again "
+        "(set_requires_gradient_sync(False), set_requires_all_reduce(False)), or the loss depends on no parameter"
     }
 
 
