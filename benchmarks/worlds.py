@@ -74,7 +74,7 @@ def short(seconds: float) -> str:
 
 
 def table(rows: Sequence[Row], title: str) -> str:
-    head = f"### {title}\n\n| | tests | wall | first | each after | relative to this plugin | |\n|---|---|---|---|---|---|---|\n"
+    head = f"### {title}\n\n| | tests | wall | first | each after | relative | |\n|---|---|---|---|---|---|---|\n"
     ordered = sorted(rows, key=lambda row: (not row.peer.fresh, not row.peer.ours, warm(row.run)))
     return head + "\n".join(f"| {bold(row.peer)} | {cells(row)} |" for row in ordered)
 
@@ -87,8 +87,10 @@ def verdicts(rows: Sequence[Row]) -> str:
     lines = []
     for body in dict.fromkeys(row.body for row in rows):
         rows_of_two = [row for row in rows if row.body == body and row.world == 2]
-        for fresh, sentence in ((True, "a fresh world in {0} takes {1:.1f} times as long (target: 20)"),
-                             (False, "a warm call in {0} takes {1:.1f} times as long (target: at least 1)")):  # fmt: skip
+        for fresh, sentence in (
+            (True, "a fresh world in {0} takes {1:.1f} times as long (target: 20)"),
+            (False, "a warm call in {0} takes {1:.1f} times as long (target: at least 1)"),
+        ):
             of_kind = [row for row in rows_of_two if row.peer.fresh == fresh and not row.peer.ours]
             known = [row for row in of_kind if row.ratio == row.ratio]
             if known:
@@ -122,7 +124,7 @@ class Report:
             f"# Worlds compared with other tools, {self._began}\n",
             f"{os.cpu_count()} cores, load {self._before:.1f} before and {os.getloadavg()[0]:.1f} after.",
             f"{self._versions}.",
-            "Seconds. `relative to this plugin`: time of a test after the first, divided by this plugin's in its latest run.\n",
+            "Seconds. `relative`: time of a test after the first, divided by this plugin's in its latest run.\n",
             verdicts(self._rows) + "\n",
             "\n\n".join(self._parts),
         ]
