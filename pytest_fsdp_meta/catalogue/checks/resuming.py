@@ -64,7 +64,7 @@ def optimizer_state_round_trip(view: View) -> Iterable[Finding]:
 
 _NOTHING_LOADED: Explanation = {
     "cause": "no state is loaded: save() or resume() leaves the optimizer out, or the loader leaves gradients behind, "
-    "which make torch skip loading (set_optimizer_state_dict takes the optimizer for one that already has a state)",
+    "which make set_optimizer_state_dict assume that the optimizer already has a state",
     "remedy": "save and load the optimizer with the model, and call zero_grad() after a warm-up",
 }
 _RESET: Explanation = {
