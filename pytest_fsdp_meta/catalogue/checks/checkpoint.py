@@ -112,12 +112,12 @@ _WRAPPED: Explanation = {
 
 
 @check(
-    promise="saving, and loading into a freshly loaded model, restores all tensors bit for bit, including empty "
-    "parameters and _extra_state",
+    promise="saving and loading into a fresh model restores every tensor bit for bit, including empty parameters and "
+    "_extra_state",
     family="checkpoint",
     needs=["inventory", "saved", "restored"],
     after=[*SOUND, "frozen_weights_stay_frozen", "state_dict_names_clean", "load_is_repeatable"],
-    why="A checkpoint that cannot be restored is noticed when it is needed.",
+    why="A checkpoint that cannot be restored is noticed only when it is needed.",
     cause="saving leaves it out, renames or casts it or writes one rank's shards only, or loading skips it: a filter "
     "of names, strict=False, copies that are not written back",
     remedy="save and load with torch.distributed.checkpoint, get_model_state_dict and set_model_state_dict, strictly",

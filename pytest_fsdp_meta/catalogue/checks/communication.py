@@ -30,7 +30,7 @@ PHASES = {"loading": "while loading", "step": "in one training step"}
     fields=["unsharded", "batch"],
     uses=["training"],
     after=[MANIFEST, "unsharded_modules_stay_whole"],
-    why="A parameter is kept unsharded to save its gather in the forward; gathering it anyway loses that saving.",
+    why="A parameter is kept unsharded to avoid gathering it in the forward; gathering it anyway defeats that.",
     cause="a hook or a wrapper broadcasts or gathers it before it is used, as if it were sharded",
     remedy="use the rank's own copy in the forward, and reduce only its gradient",
     references=["NVIDIA/Megatron-LM fsdp_no_shard"],
@@ -146,7 +146,7 @@ def _describe_collective(collective: Collective | None) -> str:
 
 @check(
     promise="one training step gathers and reduces each FSDP group only as often as its forward and backward need, and "
-    "communicates no parameter besides",
+    "nothing else communicates its parameters",
     family="communication",
     needs=["inventory", "collectives"],
     fields=["batch"],

@@ -102,7 +102,7 @@ def _compare_groups(before: RankResumed, after: RankResumed) -> Iterator[Mismatc
     family="checkpoint",
     needs=["inventory", "continued", "resumed"],
     after=[*SOUND, *TRAINING_CHECKS, "load_is_repeatable", "dcp_round_trip", "optimizer_state_round_trip"],
-    why="Everybody takes a resumed run for the same run, continued.",
+    why="A resumed run is taken for a continuation of the first, even if it trains differently.",
     cause="the forward depends on something that the checkpoint does not contain: a non-persistent buffer, a counter, "
     "a module that resume() recreates",
     remedy="register changing state as a persistent buffer or extra state, and recompute derived state after loading",

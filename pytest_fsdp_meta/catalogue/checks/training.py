@@ -48,12 +48,12 @@ BEFORE_UPDATES = (
 
 
 @check(
-    promise="after K steps, each parameter has moved as far and in the same direction as in the reference",
+    promise="each parameter's update over the training steps equals the reference's",
     family="training",
     needs=["inventory", "reference", "training"],
     uses=["values", "verifier"],
     after=BEFORE_UPDATES,
-    why="A group that lost its learning rate or weight decay gets correct gradients, and shows late in the losses.",
+    why="A parameter group that lost its learning rate or weight decay has correct gradients, and the losses show it late.",
     cause="the optimizer is configured differently on the ranks: learning rate, weight decay or parameter groups",
     remedy="compare the optimizer's groups and their settings with the reference's, by parameter name",
     references=["pytorch/pytorch#149205"],
