@@ -1,6 +1,7 @@
 """The checks and their judges. Reads evidence and nothing else: no torch, no ranks."""
 
 from pytest_fsdp_meta.catalogue.checks import (
+    accumulation,
     checkpoint,
     communication,
     gradients,
@@ -8,6 +9,7 @@ from pytest_fsdp_meta.catalogue.checks import (
     memory,
     optimization,
     replicas,
+    resuming,
     sharding,
     structure,
     tiling,
@@ -23,7 +25,8 @@ from pytest_fsdp_meta.catalogue.view import Blocked, NotDeclared, NotJudged, Par
 FAMILIES = (
     *(structure, materialisation, sharding, tiling, communication),
     *(replicas, values, tying, memory),
-    *(gradients, optimization, training, checkpoint),
+    *(gradients, optimization, training, accumulation),
+    *(checkpoint, resuming),
 )
 
 

@@ -235,9 +235,9 @@ def test_a_real_curve_of_losses():
     evidence = healthy(1, losses=(2.0, 1.0))
     drifting = with_reference(evidence, losses=(2.0, 1.5), losses_again=(2.0, 1.5))
     assert lines(describe_failure(verdict("loss_parity", drifting), str(evidence.world), RERUN)) == [
-        "  the model, rank 0: loss 1 at step 1, but should be 1.5 within 1e-05 (losses 2.000000, 1.000000; the "
-        "reference's 2.000000, 1.500000)",
-        "              such as a buffer or a cache that the forward updates on each rank for itself",
+        "  the model, rank 0: loss 1 at step 1, but should be 1.5 within 1e-05 (losses 2.000000, 1.000000; "
+        "reference 2.000000, 1.500000)",
+        "              steps, such as a buffer or a cache that the forward updates on each rank separately",
     ]
 
 
