@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 from pytest_fsdp_meta.catalogue.findings import Finding
 from pytest_fsdp_meta.catalogue.registry import Catalogue, Check
@@ -43,12 +44,18 @@ class Verdict:
     why: str = ""
 
 
+_Memo = WeakKeyDictionary[Catalogue, dict[tuple[int, Check], Verdict]]
+"""Weak keys: the id() of a catalogue that was deleted may be given to the next one."""
+
+
 def judge(check: Check, evidence: Evidence, catalogue: Catalogue) -> Verdict:
-    """The verdict of one check; the same evidence always gives the same. Judged once per evidence."""
-    memo: dict[str, Verdict] = evidence.memo.setdefault("verdicts", {})
-    if check.id not in memo:
-        memo[check.id] = _judge(check, evidence, catalogue)
-    return memo[check.id]
+    """Return the verdict of one check; it is computed once per evidence, catalogue and number of checks in it."""
+    by_catalogue: _Memo = evidence.memo.setdefault("verdicts", WeakKeyDictionary())
+    verdicts = by_catalogue.setdefault(catalogue, {})
+    key = len(catalogue), check
+    if key not in verdicts:
+        verdicts[key] = _judge(check, evidence, catalogue)
+    return verdicts[key]
 
 
 def _judge(check: Check, evidence: Evidence, catalogue: Catalogue) -> Verdict:

@@ -130,6 +130,9 @@ class Catalogue:
     def __iter__(self) -> Iterator[Check]:
         return iter(self._checks.values())
 
+    def __len__(self) -> int:
+        return len(self._checks)
+
     def __contains__(self, id: object) -> bool:
         return id in self._checks
 

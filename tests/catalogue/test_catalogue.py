@@ -6,7 +6,7 @@ import numpy
 import pytest
 
 from pytest_fsdp_meta.catalogue import Catalogue, Finding, View, check, judge
-from tests.catalogue.evidence_factory import healthy
+from tests.catalogue.evidence_factory import MIDDLE, healthy, undeclared
 
 
 def finding(**facts):
@@ -39,13 +39,54 @@ def test_what_an_own_check_finds_is_plain_or_an_error_of_its_own(found, told):
         assert (verdict.status, verdict.reason) == ("error", f"the own check own {told}")
 
 
-def made(id: str, needs: list[str], after: tuple[str, ...] = (), uses: tuple[str, ...] = ()):
+def made(id: str, needs: list[str], after: tuple[str, ...] = (), uses: tuple[str, ...] = (), finds=(), family=""):
     def judge(view: View) -> list[Finding]:
-        return []
+        return list(finds)
 
     judge.__name__ = id
-    words = dict.fromkeys(("promise", "family", "why", "cause", "remedy"), "")
-    return check(needs=needs, after=after, uses=uses, **words)(judge)
+    texts = dict.fromkeys(("promise", "why", "cause", "remedy"), "")
+    return check(needs=needs, after=after, uses=uses, family=family, **texts)(judge)
+
+
+def test_a_second_catalogue_on_the_same_evidence_has_its_own_verdicts():
+    evidence = healthy()
+    passing, failing = made("basic", ["inventory"]), made("basic", ["inventory"], finds=[finding(tensor=MIDDLE)])
+    later = made("later", ["inventory"], after=("basic",))
+    assert judge(later, evidence, Catalogue([passing, later])).status == "passed"
+    assert judge(failing, evidence, Catalogue([failing, later])).status == "failed"
+    assert judge(passing, evidence, Catalogue([passing, later])).status == "passed"
+
+
+def test_two_checks_with_one_id_have_their_own_verdicts():
+    evidence, catalogue = healthy(), Catalogue()
+    assert judge(made("own", ["inventory"]), evidence, catalogue).status == "passed"
+    assert judge(made("own", ["inventory"], finds=[finding()]), evidence, catalogue).status == "failed"
+
+
+def test_a_check_that_is_added_changes_the_verdicts_that_depend_on_it():
+    evidence = undeclared(healthy(), "training", why="rank 1 raised RuntimeError", error=True)
+    catalogue, own = Catalogue(), made("own", ["training"])
+    assert judge(own, evidence, catalogue).status == "error"
+    catalogue.add(made("basic", ["inventory"], finds=[finding()], family="structure"))
+    found = judge(own, evidence, catalogue)
+    assert (found.status, found.reason) == (
+        "skipped",
+        "rank 1 raised RuntimeError; the findings of basic may explain it",
+    )
+
+
+def test_a_verdict_is_computed_once_per_evidence_and_catalogue():
+    calls = []
+
+    @check(needs=["inventory"], **dict.fromkeys(("promise", "family", "why", "cause", "remedy"), ""))
+    def own(view):
+        calls.append(view)
+        return []
+
+    evidence, catalogue = healthy(), Catalogue([own])
+    assert judge(own, evidence, catalogue) is judge(own, evidence, catalogue)
+    judge(own, healthy(), catalogue)
+    assert len(calls) == 2
 
 
 def test_a_check_reads_what_more_basic_ones_read():
