@@ -33,16 +33,7 @@ from tests.catalogue.evidence_factory import (
 
 PARAMS, BUFFERS, WRITTEN = "no_meta_params", "no_meta_buffers", "no_uninitialized_memory"
 PARAM_HOME, BUFFER_HOME = "params_on_rank_device", "buffers_on_rank_device"
-ALL = (PARAMS, BUFFERS, WRITTEN, PARAM_HOME, BUFFER_HOME)
 META = {"device": "meta", "storage": None, "digest": None}
-
-
-@pytest.mark.parametrize("check", ALL)
-@pytest.mark.parametrize("evidence", [healthy(1), healthy(2), healthy(4), empty(1), empty(4)])
-def test_healthy_evidence_passes_with_a_reference_and_without(check, evidence):
-    assert verdict(check, evidence).status == "passed"
-    alone = undeclared(evidence, "reference", "values", "verifier", "training", why="not declared")
-    assert verdict(check, alone).status == "passed"
 
 
 @pytest.mark.parametrize(("check", "name"), [(PARAMS, MIDDLE), (BUFFERS, ROTARY)])

@@ -17,7 +17,6 @@ from tests.catalogue.evidence_factory import (
     declare,
     differ,
     drop,
-    empty,
     from_checkpoint,
     healthy,
     left_out,
@@ -51,14 +50,6 @@ def alone(evidence):
 
 def odd(evidence, name, ranks, bits="other bits"):
     return change(evidence, name, ranks, digest=bits)
-
-
-@pytest.mark.parametrize(
-    "evidence", [healthy(1), healthy(2), healthy(4), healthy(mesh=HSDP), healthy(mesh={"tp": 2}), empty(1), empty(2)]
-)
-def test_healthy_evidence_passes(evidence):
-    assert verdict(REPLICAS, evidence).status == "passed"
-    assert verdict(REPLICAS, alone(evidence)).status == "passed"
 
 
 def test_shards_are_no_replicas():

@@ -37,35 +37,17 @@ from tests.catalogue.evidence_factory import (
 MANIFEST, NAMES = "same_manifest_on_every_rank", "names_match_reference"
 DTYPES, TRAINABLE = "dtypes_match_reference", "requires_grad_matches_reference"
 SHAPES, ATTRIBUTES = "shapes_match_reference", "parameter_attributes_kept"
-ALL = (MANIFEST, NAMES, SHAPES, DTYPES, TRAINABLE)
 
 
-@pytest.mark.parametrize("check", ALL)
-@pytest.mark.parametrize(
-    "evidence",
-    [healthy(1), healthy(2), healthy(4), healthy(mesh={"dp_replicate": 2, "dp_shard": 2}), empty(1), empty(2)],
-    ids=["alone", "two", "uneven", "hsdp", "empty alone", "empty"],
-)
-def test_healthy_evidence_passes(check, evidence):
-    found = verdict(check, evidence)
-    assert (found.status, found.findings, found.reason, found.unjudged) == ("passed", (), "", {})
-
-
-@pytest.mark.parametrize("check", [NAMES, SHAPES, ATTRIBUTES, DTYPES, TRAINABLE])
-def test_without_a_reference_the_field_to_fill_in_is_named(check):
-    found = verdict(check, undeclared(healthy(), "reference", why="Subject(reference=...) is not declared"))
+def test_trainability_without_a_reference_names_the_field_to_declare():
+    found = verdict(TRAINABLE, undeclared(healthy(), "reference", why="Subject(reference=...) is not declared"))
     assert (found.status, found.reason) == ("skipped", "Subject(reference=...) is not declared")
 
 
-@pytest.mark.parametrize("check", [NAMES, SHAPES, ATTRIBUTES, DTYPES, TRAINABLE])
-def test_a_reference_that_failed_is_an_error_with_its_story(check):
+def test_trainability_with_a_reference_that_failed_is_an_error_with_its_traceback():
     failed = undeclared(healthy(), "reference", why="ValueError: no such config", error=True, detail="Traceback ...")
-    found = verdict(check, failed)
+    found = verdict(TRAINABLE, failed)
     assert (found.status, found.reason, found.detail) == ("error", "ValueError: no such config", "Traceback ...")
-
-
-def test_the_manifest_needs_no_reference():
-    assert verdict(MANIFEST, undeclared(healthy(), "reference", why="not declared")).status == "passed"
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ from tests.catalogue.evidence_factory import (
     change,
     declare,
     drop,
-    empty,
     healthy,
     left_out,
     parameter,
@@ -28,15 +27,6 @@ from tests.catalogue.evidence_factory import (
 TILE = "shards_tile_the_tensor"
 HSDP, TWO_D = {"dp_replicate": 2, "dp_shard": 2}, {"dp_shard": 2, "tp": 2}
 ONE_MESH = "ranks made meshes of their own, in which two have the same coordinate or some have none"
-
-
-@pytest.mark.parametrize(
-    "evidence",
-    [healthy(1), healthy(2), healthy(4), healthy(mesh=HSDP), healthy(mesh={"dp_shard": 1}), empty(1), empty(2)],
-)
-def test_healthy_evidence_passes(evidence):
-    assert verdict(TILE, evidence).status == "passed"
-    assert verdict(TILE, undeclared(evidence, "reference", "values", why="not declared")).status == "passed"
 
 
 def test_fully_shard_gives_nothing_of_what_has_no_elements():

@@ -20,7 +20,6 @@ from tests.catalogue.evidence_factory import (
     declare,
     differ,
     drop,
-    empty,
     from_checkpoint,
     healthy,
     left_out,
@@ -33,7 +32,6 @@ from tests.catalogue.evidence_factory import (
 )
 
 PARAMS, BUFFERS, VERIFIER = "params_equal_reference", "buffers_equal_reference", "frozen_weights_equal_verifier"
-ALL = (PARAMS, BUFFERS, VERIFIER)
 ONE = "1 of {} elements of rank {}'s shard differ, first at [0, 0]: 2.5, but should be 2; largest difference 0.5"
 ALL_OF = "all elements of rank {}'s shard differ, first at [0, 0]: 2.5, but should be 2; largest difference 0.5"
 IN_PART = "part of it is right: rows, heads or experts were exchanged, transposed or left out"
@@ -59,32 +57,6 @@ def reshaped(evidence, name, shape):
 def shapes(problem: str, should_be: str) -> dict:
     """What a comparison says of a tensor that cannot be laid beside its slice of the truth."""
     return {"elements": 0, "differing": 0, "problem": problem, "should_be": should_be}
-
-
-@pytest.mark.parametrize("check", ALL)
-@pytest.mark.parametrize("evidence", [healthy(1), healthy(2), healthy(4), empty(1), empty(2)])
-def test_healthy_evidence_passes(check, evidence):
-    found = verdict(check, evidence)
-    assert (found.status, found.findings, found.unjudged) == ("passed", (), {})
-
-
-@pytest.mark.parametrize(
-    ("check", "observation", "why"),
-    [
-        (PARAMS, "reference", "Subject(reference=...) is not declared"),
-        (BUFFERS, "values", "Subject(reference=...) is not declared"),
-        (VERIFIER, "verifier", "neither Subject(verifier=...) nor Subject(reference=...) is declared"),
-    ],
-)
-def test_what_was_not_declared_is_named(check, observation, why):
-    found = verdict(check, undeclared(healthy(), observation, why=why))
-    assert (found.status, found.reason) == ("skipped", why)
-
-
-@pytest.mark.parametrize(("check", "observation"), [(PARAMS, "values"), (BUFFERS, "reference"), (VERIFIER, "verifier")])
-def test_what_went_wrong_is_an_error(check, observation):
-    found = verdict(check, undeclared(healthy(), observation, why="rank 1 was killed", error=True, detail="SIGKILL"))
-    assert (found.status, found.reason, found.detail) == ("error", "rank 1 was killed", "SIGKILL")
 
 
 def test_a_parameter_that_differs_everywhere():

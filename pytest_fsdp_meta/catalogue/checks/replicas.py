@@ -20,7 +20,7 @@ from pytest_fsdp_meta.text import name_ranks
     needs=["inventory"],
     uses=["reference", "values", "verifier"],
     after=[*BASIC, "nothing_left_unsharded"],
-    why="full_tensor and the saved checkpoint show one of the replicas, while the others train something else.",
+    why="A saved checkpoint and full_tensor() show one replica only, while the others train something else.",
     cause="these ranks were not given the value that the others have, or replicas diverged after loading",
     remedy="let every rank load or compute it alike, or broadcast it once loading is done",
     references=["allenai/OLMo-core#319", "NVIDIA-NeMo/Automodel#3822", "pytorch/pytorch#178569"],
