@@ -21,6 +21,8 @@ EXPLAINING_A_CRASH = ("structure", "materialisation")
 """Families whose findings may explain why the model fails when it is used, whatever it is used for."""
 PACKAGE = Path(__file__).parents[1]
 KEPT = "kept by what could be judged"
+KINDS = {"undeclared": "not declared", "blocked": "depends on a failed check", "unselected": "not selected"}
+"""``Unavailable.kind`` -> ``Verdict.why``."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +31,9 @@ class Verdict:
 
     ``unjudged`` maps each more basic check to the tensors that it condemned and that were therefore left out here.
     ``model`` has the names of the model by kind, "parameter" or "buffer", beside which those of findings may be all.
-    Of what is skipped, ``why`` tells the kind of the reason: "undeclared" (a field of Subject is wanted), "blocked" (by
-    what a more basic check has found), "partly" (what could be judged is kept), "unselected" (nobody asked for what it
-    needs), or "nothing".
+    Where ``status`` is "skipped", ``why`` is the kind of the skip: "not declared" (a field of Subject is missing),
+    "depends on a failed check", "not selected" (no selected check asked for the observation), "not applicable" (the
+    model has nothing of the kind), or "partly checked" (something could not be judged, and the rest passed).
     """
 
     check: Check
@@ -88,16 +90,16 @@ def _judge(check: Check, evidence: Evidence, catalogue: Catalogue) -> Verdict:
         return Verdict(check, "failed", tuple(findings), reason, unjudged=view.left_out, model=_by_kind(evidence))
     if view.left_out:
         reason = f"{KEPT}; {describe_left_out(view.left_out)}"
-        return Verdict(check, "skipped", reason=reason, unjudged=view.left_out, why="blocked")
+        return Verdict(check, "skipped", reason=reason, unjudged=view.left_out, why=KINDS["blocked"])
     return Verdict(check, "passed")
 
 
 def _not_judged(check: Check, error: NotJudged, view: View) -> Verdict:
-    reason, why = str(error), "blocked" if isinstance(error, Blocked) else "nothing"
+    reason, why = str(error), KINDS["blocked"] if isinstance(error, Blocked) else "not applicable"
     if isinstance(error, NotDeclared):
-        why = "undeclared"
+        why = KINDS["undeclared"]
     elif isinstance(error, PartlyJudged):
-        reason, why = f"{KEPT}; {error}", "blocked" if view.left_out else "partly"
+        reason, why = f"{KEPT}; {error}", KINDS["blocked"] if view.left_out else "partly checked"
     return Verdict(check, "skipped", reason=reason, unjudged=view.left_out, why=why)
 
 
@@ -109,12 +111,12 @@ def _by_kind(evidence: Evidence) -> dict[str, frozenset[str]]:
 def _unavailable(check: Check, need: str, evidence: Evidence, catalogue: Catalogue, failed: Sequence[str]) -> Verdict:
     why = evidence.unavailable[need]
     if not why.error:
-        return Verdict(check, "skipped", reason=why.summary, why=why.kind or "nothing")
+        return Verdict(check, "skipped", reason=why.summary, why=KINDS.get(why.kind, "not applicable"))
     if need not in AS_LOADED:  # what uses a model that is missing tensors, or has wrong ones, may well fail
         basic = _failed_basics(check, evidence, catalogue) if need != "repetition" else ()
         if by := ", ".join(dict.fromkeys((*failed, *basic))):
             reason = f"{why.summary}; the findings of {by} may explain it"
-            return Verdict(check, "skipped", reason=reason, why="blocked")
+            return Verdict(check, "skipped", reason=reason, why=KINDS["blocked"])
     return Verdict(check, "error", reason=why.summary, detail=why.detail)
 
 
