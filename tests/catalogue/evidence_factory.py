@@ -361,9 +361,9 @@ def rename(evidence: Evidence, prefix: str, *names: str) -> Evidence:
 
 
 def left_out(by: str, *names: str) -> str:
-    """The reason of a check that was kept by all but these tensors, which ``by`` condemned."""
+    """Return the reason of a check that passed for all but these tensors, which already failed ``by``."""
     count = f"{len(names)} tensor{'s' if len(names) > 1 else ''}"
-    return f"kept by what could be judged; not judged: {count} that {by} condemned (first: {names[0]})"
+    return f"passed for what could be checked; not checked: {count} that already failed {by} (first: {names[0]})"
 
 
 def verdict(id: str, evidence: Evidence) -> Verdict:
