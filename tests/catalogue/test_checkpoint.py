@@ -221,8 +221,8 @@ def test_what_ranks_hold_apart_under_one_name_is_not_judged():
     found = verdict(ROUND_TRIP, evidence)
     assert found.status == "skipped"
     assert found.reason == (
-        "kept by what could be judged; of counter ranks hold what differs though it has one name and one place, and "
-        "torch.distributed.checkpoint keeps one of each; declare Subject(save=..., resume=...)"
+        "passed for what could be checked; of counter ranks hold what differs though it has one name and one place, "
+        "and torch.distributed.checkpoint keeps one of each; declare Subject(save=..., resume=...)"
     )
     found = verdict(ROUND_TRIP, declare(evidence, declared=frozenset({"save"})))
     assert told(found) == [(COUNTER, (1,), "other values once it is loaded", "those that were saved", "")]

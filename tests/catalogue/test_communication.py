@@ -142,7 +142,7 @@ def test_no_step_is_no_promise():
     silent = replace(evidence, collectives=tuple(replace(one, step=None) for one in evidence.collectives))
     found = verdict(MATCH, silent)
     reason = "no training step was watched (no batch)"
-    assert (found.status, found.reason) == ("skipped", f"kept by what could be judged; {reason}")
+    assert (found.status, found.reason) == ("skipped", f"passed for what could be checked; {reason}")
     apart = replace(silent, collectives=(RankCollectives((A,)), RankCollectives((B,))))
     assert (verdict(MATCH, apart).status, verdict(MATCH, apart).reason) == ("failed", reason)
 

@@ -273,7 +273,12 @@ def test_a_failed_check(project: Project) -> None:
     result = project.run("-W", "error")
     told = story(result, "test_x[no_meta_params]")
     again = "run it again: python -m pytest 'test_it.py::test_x[no_meta_params]' -p no:cacheprovider"
-    assert told[:4] == ["no_meta_params: no parameter is on meta", "broken in a world of 2 (gloo on cpu):", "", told[3]]
+    assert told[:4] == [
+        "no_meta_params: no parameter is on the meta device",
+        "broken in a world of 2 (gloo on cpu):",
+        "",
+        told[3],
+    ]
     assert told[3] == "  weight, ranks 0, 1: on meta, but should be materialised"
     assert again in told
     assert told[told.index(again) + 1 :][1::2] == ["hello from 0", "hello from 1"]

@@ -115,7 +115,7 @@ def broken_loader() -> LoaderRecord:
         "no_uninitialized_memory": check(
             "no_uninitialized_memory",
             "failed",
-            [finding(ROTARY, actual="uninitialised (NaN under poison)", expected="written", detail="8 of 8", **cause)],
+            [finding(ROTARY, actual="never written (poison value NaN)", expected="written", detail="8 of 8", **cause)],
             name,
         ),
         "nothing_left_unsharded": check(

@@ -110,7 +110,7 @@ def _untied(rank: RankInventory, name: str, tie: tuple[str, ...]) -> Explanation
 
 
 _TRANSIENT: Explanation = {
-    "cause": "it is a non-persistent buffer, so no checkpoint contains it, and nothing recomputed it after to_empty()",
+    "cause": "it is a non-persistent buffer, so no checkpoint has it, and nothing recomputed it after to_empty()",
     "remedy": "recompute it after to_empty(), as the module's __init__ does",
 }
 

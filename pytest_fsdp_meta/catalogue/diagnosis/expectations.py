@@ -86,7 +86,7 @@ def _explain(actual: tuple[str, ...], declared: tuple[str, ...]) -> Explanation:
 _DECLARE = "or declare the intent with Subject(placements=...)"
 _KEEP_WHOLE: Explanation = {
     "cause": "it is declared whole but was passed to fully_shard() or parallelize_module() with its module",
-    "remedy": f"exclude it from fully_shard() (ignored_params) or from the plan; {_DECLARE}",
+    "remedy": f"keep it whole: exclude it from fully_shard() (ignored_params) or the plan; {_DECLARE}",
 }
 _REPLICATE: Explanation = {
     "cause": "it is sharded over a mesh dimension that should replicate it: the mesh has its dimensions in another "
