@@ -1,4 +1,4 @@
-"""The catalogue: what its checks read of the evidence."""
+"""The catalogue and the engine: verdicts of own checks, the memo of verdicts, and required observations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def finding(**facts):
 
 
 @pytest.mark.parametrize(
-    ("found", "told"),
+    ("found", "message"),
     [
         ([finding(ranks=[numpy.int64(1), 2])], None),
         ([finding(actual=None)], "raised TypeError: Finding(actual=None), but it should be a str"),
@@ -24,19 +24,19 @@ def finding(**facts):
         (None, "raised TypeError: 'NoneType' object is not iterable"),
     ],
 )
-def test_what_an_own_check_finds_is_plain_or_an_error_of_its_own(found, told):
-    words = dict.fromkeys(("promise", "family", "why", "cause", "remedy"), "")
+def test_findings_of_an_own_check_are_converted_or_an_error(found, message):
+    texts = dict.fromkeys(("promise", "family", "why", "cause", "remedy"), "")
 
-    @check(needs=["inventory"], **words)
+    @check(needs=["inventory"], **texts)
     def own(view):
         return found
 
     verdict = judge(own, healthy(4), Catalogue([own]))
-    if told is None:
-        assert [one.ranks for one in verdict.findings] == [(1, 2)]
+    if message is None:
+        assert [converted.ranks for converted in verdict.findings] == [(1, 2)]
         assert {type(rank) for rank in verdict.findings[0].ranks} == {int}
     else:
-        assert (verdict.status, verdict.reason) == ("error", f"the own check own {told}")
+        assert (verdict.status, verdict.reason) == ("error", f"the own check own {message}")
 
 
 def made(id: str, needs: list[str], after: tuple[str, ...] = (), uses: tuple[str, ...] = (), finds=(), family=""):
@@ -89,7 +89,7 @@ def test_a_verdict_is_computed_once_per_evidence_and_catalogue():
     assert len(calls) == 2
 
 
-def test_a_check_reads_what_more_basic_ones_read():
+def test_the_observations_of_a_check_include_those_of_more_basic_ones():
     catalogue = Catalogue(
         [
             made("one", ["inventory"], uses=("values",)),
@@ -103,7 +103,7 @@ def test_a_check_reads_what_more_basic_ones_read():
     assert catalogue.observations([]) == set()
 
 
-def test_nothing_is_trained_for_a_more_basic_check():
+def test_a_basic_check_that_uses_the_training_does_not_cause_it():
     basic = made("basic", ["inventory"], uses=("training",))
     catalogue = Catalogue(
         [basic, made("values", ["values"], after=("basic",)), made("trained", ["training"], after=("basic",))]

@@ -95,7 +95,7 @@ def complete(mesh: dict[str, int], whole: dict[str, tuple[int, ...]] = WHOLE) ->
 
 
 def with_loading(evidence: Evidence) -> Evidence:
-    """With the collectives and the memory of a loader that needs neither, where nobody watched them."""
+    """Add an observation of collectives and memory in which nothing happened, if there is none."""
     return with_traffic(replace(evidence, memory=evidence.memory or (RankMemory(0),) * len(evidence.inventory)))
 
 

@@ -132,7 +132,7 @@ def test_a_tensor_that_differs_between_ranks_is_not_judged_again():
     evidence = change(kept(stored(), "a.weight", 10**7), "a.weight", [1], dtype="bfloat16")
     found = verdict(KEPT, evidence)
     assert (found.status, found.reason) == ("skipped", left_out("same_manifest_on_every_rank", "a.weight"))
-    assert verdict(KEPT, undeclared(stored(), "inventory", why="nobody looked")).status == "skipped"
+    assert verdict(KEPT, undeclared(stored(), "inventory", why="not observed")).status == "skipped"
 
 
 ELEMENTS, LARGEST = WHOLE // WIDTH, 4096 * 16 * WIDTH

@@ -48,16 +48,16 @@ def alone(evidence):
     return undeclared(evidence, "reference", "values", "verifier", "training", why="not declared")
 
 
-def odd(evidence, name, ranks, bits="other bits"):
+def altered(evidence, name, ranks, bits="other bits"):
     return change(evidence, name, ranks, digest=bits)
 
 
 def test_shards_are_not_replicas():
-    assert verdict(REPLICAS, alone(odd(healthy(4), MIDDLE, [1]))).status == "passed"
+    assert verdict(REPLICAS, alone(altered(healthy(4), MIDDLE, [1]))).status == "passed"
 
 
 def test_a_replica_that_differs_without_a_reference():
-    found = verdict(REPLICAS, alone(odd(healthy(mesh=HSDP), MIDDLE, [3])))
+    found = verdict(REPLICAS, alone(altered(healthy(mesh=HSDP), MIDDLE, [3])))
     assert told(found) == [
         (MIDDLE, (3,), "bits that differ from those of rank 1, which holds the same elements", "", "")
     ]
@@ -78,21 +78,21 @@ def test_a_replica_that_differs_without_a_reference():
 )
 def test_the_values_of_a_differing_replica_determine_the_cause(differing, lengths, cause):
     measure = lengths and Measure(*lengths, dot=0.0, elements=12)
-    evidence = differ(odd(healthy(mesh=HSDP), MIDDLE, [3]), MIDDLE, [3], differing=differing, measure=measure)
+    evidence = differ(altered(healthy(mesh=HSDP), MIDDLE, [3]), MIDDLE, [3], differing=differing, measure=measure)
     found = verdict(REPLICAS, evidence)
     assert [(f.ranks, f.cause) for f in found.findings] == [((3,), cause)]
 
 
 def test_a_norm_that_was_not_loaded_may_be_close_to_the_reference():
     evidence = place(healthy(), MIDDLE, {}, shape=(12,))
-    evidence = declare(odd(evidence, MIDDLE, [1]), unsharded=(MIDDLE,))
+    evidence = declare(altered(evidence, MIDDLE, [1]), unsharded=(MIDDLE,))
     near = Measure(5.0, 5.1, 0.1, dot=0.0, elements=12)
     found = verdict(REPLICAS, differ(evidence, MIDDLE, [1], differing=12, elements=12, index=(0,), measure=near))
     assert [(f.ranks, f.cause) for f in found.findings] == [((1,), NOT_GIVEN)]
 
 
 def test_replicas_of_zeros_are_findings_of_their_own():
-    evidence = odd(odd(healthy(4), ROTARY, [1], "zeros"), ROTARY, [2], "drawn")
+    evidence = altered(altered(healthy(4), ROTARY, [1], "zeros"), ROTARY, [2], "random")
     evidence = differ(evidence, ROTARY, [1], measure=Measure(0.0, 5.0, 5.0, 0.0, 2), differing=2)
     found = verdict(REPLICAS, differ(evidence, ROTARY, [2], differing=2))
     actual = "bits that differ from those of ranks 0, 3, which hold the same elements and equal the reference"
@@ -103,14 +103,14 @@ def test_replicas_of_zeros_are_findings_of_their_own():
 
 
 def test_one_of_several_replicas_without_a_reference():
-    evidence = alone(odd(healthy(mesh={"dp_replicate": 3, "dp_shard": 1}), MIDDLE, [2]))
+    evidence = alone(altered(healthy(mesh={"dp_replicate": 3, "dp_shard": 1}), MIDDLE, [2]))
     assert [(f.ranks, f.cause) for f in verdict(REPLICAS, evidence).findings] == [
         ((2,), "these ranks read the slice of another rank, or only the first replica received the weight")
     ]
 
 
 def test_a_buffer_that_differs_on_one_rank():
-    found = verdict(REPLICAS, alone(odd(healthy(4), ROTARY, [2])))
+    found = verdict(REPLICAS, alone(altered(healthy(4), ROTARY, [2])))
     assert told(found) == [
         (ROTARY, (2,), "bits that differ from those of ranks 0, 1, 3, which hold the same elements", "", "")
     ]
@@ -121,7 +121,7 @@ def test_a_buffer_that_differs_on_one_rank():
 
 
 def test_the_rank_that_equals_the_reference_is_right():
-    evidence = odd(healthy(mesh=HSDP), MIDDLE, [3])
+    evidence = altered(healthy(mesh=HSDP), MIDDLE, [3])
     found = verdict(REPLICAS, differ(evidence, MIDDLE, [3]))
     actual = "bits that differ from those of rank 1, which holds the same elements and equals the reference"
     assert told(found) == [(MIDDLE, (3,), actual, "", ONE_OF_12)]
@@ -130,7 +130,7 @@ def test_the_rank_that_equals_the_reference_is_right():
 
 
 def test_the_ranks_that_equal_the_reference_are_right_though_few():
-    evidence = odd(healthy(4), ROTARY, [3])
+    evidence = altered(healthy(4), ROTARY, [3])
     found = verdict(REPLICAS, differ(evidence, ROTARY, [0, 1, 2]))
     assert [(f.ranks, f.actual) for f in found.findings] == [
         ((0, 1, 2), "bits that differ from those of rank 3, which holds the same elements and equals the reference")
@@ -138,7 +138,7 @@ def test_the_ranks_that_equal_the_reference_are_right_though_few():
 
 
 def test_several_shards_of_one_replica_are_one_finding():
-    evidence = odd(odd(healthy(mesh=HSDP), MIDDLE, [2]), MIDDLE, [3], "more")
+    evidence = altered(altered(healthy(mesh=HSDP), MIDDLE, [2]), MIDDLE, [3], "more")
     found = verdict(REPLICAS, differ(evidence, MIDDLE, [2, 3]))
     actual = "bits that differ from those of ranks 0, 1, which hold the same elements and equal the reference"
     assert [(f.ranks, f.actual) for f in found.findings] == [((2, 3), actual)]
@@ -153,7 +153,7 @@ def test_several_shards_of_one_replica_are_one_finding():
 def test_each_rank_has_other_values_and_none_is_right():
     evidence = healthy(4)
     for rank in range(4):
-        evidence = odd(evidence, ROTARY, [rank], f"drawn on {rank}")
+        evidence = altered(evidence, ROTARY, [rank], f"random on {rank}")
     found = verdict(REPLICAS, differ(evidence, ROTARY))
     assert told(found) == [
         (ROTARY, (1, 2, 3), "bits that differ from those of rank 0, which holds the same elements", "", "")
@@ -163,13 +163,13 @@ def test_each_rank_has_other_values_and_none_is_right():
 
 def test_the_same_numbers_in_other_bits():
     # 0.0 and -0.0, or two NaNs, are equal in computations.
-    evidence = odd(healthy(), ROTARY, [1])
+    evidence = altered(healthy(), ROTARY, [1])
     assert verdict(REPLICAS, evidence).status == "passed"
     assert verdict(REPLICAS, alone(evidence)).status == "failed"
 
 
 def test_frozen_replicas_are_compared_with_the_verifier():
-    evidence = odd(healthy(mesh=HSDP), FROZEN, [2])
+    evidence = altered(healthy(mesh=HSDP), FROZEN, [2])
     found = verdict(REPLICAS, differ(evidence, FROZEN, [2], observed="verifier"))
     assert [(f.ranks, f.actual) for f in found.findings] == [
         ((2,), "bits that differ from those of rank 0, which holds the same elements and equals the verifier")
@@ -177,7 +177,7 @@ def test_frozen_replicas_are_compared_with_the_verifier():
 
 
 def test_a_non_persistent_buffer_beside_a_checkpoint_has_no_reference():
-    found = verdict(REPLICAS, odd(from_checkpoint(healthy()), ROTARY, [1]))
+    found = verdict(REPLICAS, altered(from_checkpoint(healthy()), ROTARY, [1]))
     assert told(found) == [
         (ROTARY, (1,), "bits that differ from those of rank 0, which holds the same elements", "", "")
     ]
@@ -185,7 +185,7 @@ def test_a_non_persistent_buffer_beside_a_checkpoint_has_no_reference():
 
 @pytest.mark.parametrize("dims", [{"tp": 2}, {"ep": 2}, {"pp": 2}])
 def test_a_plain_tensor_may_be_a_part_along_a_dimension_that_splits_the_model(dims):
-    evidence = odd(place(healthy(mesh=dims), MIDDLE, {}), MIDDLE, [1])
+    evidence = altered(place(healthy(mesh=dims), MIDDLE, {}), MIDDLE, [1])
     assert verdict(REPLICAS, alone(evidence)).status == "passed"
     # A tensor as large as in the reference is not a part.
     found = verdict(REPLICAS, differ(evidence, MIDDLE, [1]))
@@ -195,17 +195,17 @@ def test_a_plain_tensor_may_be_a_part_along_a_dimension_that_splits_the_model(di
 def test_meshes_of_the_loader_define_what_splits_the_model():
     # The marker gave a world of 4 without names; the loader created a tensor-parallel mesh.
     evidence = place(alone(healthy(mesh={"dp_replicate": 2, "tp": 2})), MIDDLE, {})
-    evidence = odd(replace(evidence, world=healthy(4).world), MIDDLE, [1, 3])
+    evidence = altered(replace(evidence, world=healthy(4).world), MIDDLE, [1, 3])
     evidence = declare(evidence, unsharded=(MIDDLE,))
     assert verdict(REPLICAS, evidence).status == "passed"
-    found = verdict(REPLICAS, odd(evidence, MIDDLE, [2], "others"))
+    found = verdict(REPLICAS, altered(evidence, MIDDLE, [2], "others"))
     assert told(found) == [
         (MIDDLE, (2,), "bits that differ from those of rank 0, which holds the same elements", "", "")
     ]
 
 
 def test_replicated_over_tensor_parallelism_is_replicated():
-    evidence = odd(alone(place(healthy(mesh={"tp": 2}), MIDDLE, {"tp": 2}, "R")), MIDDLE, [1])
+    evidence = altered(alone(place(healthy(mesh={"tp": 2}), MIDDLE, {"tp": 2}, "R")), MIDDLE, [1])
     assert told(verdict(REPLICAS, evidence)) == [
         (MIDDLE, (1,), "bits that differ from those of rank 0, which holds the same elements", "", "")
     ]
@@ -213,11 +213,11 @@ def test_replicated_over_tensor_parallelism_is_replicated():
 
 def test_partial_tensors_may_differ():
     evidence = place(healthy(mesh={"tp": 2}), MIDDLE, {"tp": 2}, "P(sum)")
-    assert verdict(REPLICAS, alone(odd(evidence, MIDDLE, [1]))).status == "passed"
+    assert verdict(REPLICAS, alone(altered(evidence, MIDDLE, [1]))).status == "passed"
 
 
 def test_a_tensor_that_the_reference_randomises_is_not_judged():
-    found = verdict(REPLICAS, with_reference(odd(healthy(), ROTARY, [1]), unstable=(ROTARY,)))
+    found = verdict(REPLICAS, with_reference(altered(healthy(), ROTARY, [1]), unstable=(ROTARY,)))
     assert (found.status, found.reason) == (
         *("skipped",),
         "the reference has other bits in rotary.inv_freq each time it is built, and so may each rank",
@@ -232,7 +232,7 @@ def test_what_cannot_be_read_is_named():
         *("skipped",),
         "passed for what could be checked; torch cannot read counter (RuntimeError: packed)",
     )
-    assert verdict(REPLICAS, alone(odd(evidence, ROTARY, [1], "x"))).status == "failed"
+    assert verdict(REPLICAS, alone(altered(evidence, ROTARY, [1], "x"))).status == "failed"
 
 
 @pytest.mark.parametrize(

@@ -354,8 +354,8 @@ def test_declared_unsharded_that_is_sharded():
 
 def test_declared_unsharded_that_one_rank_shards():
     evidence = declare(place(healthy(4), MIDDLE, {}), unsharded=(MIDDLE,))
-    odd = parameter(MIDDLE, (6, 4), {"dp_shard": 4}, ("S(0)",), (2,))
-    facts = {key: getattr(odd, key) for key in ("placements", "mesh", "regions", "local_shape")}
+    shard = parameter(MIDDLE, (6, 4), {"dp_shard": 4}, ("S(0)",), (2,))
+    facts = {key: getattr(shard, key) for key in ("placements", "mesh", "regions", "local_shape")}
     assert told(verdict(STAYS, change(evidence, MIDDLE, [2], **facts))) == [
         (MIDDLE, (2,), "S(0) on mesh dp_shard=4", "whole on every rank, as declared", "")
     ]

@@ -156,10 +156,10 @@ def test_the_bias_of_a_module_that_one_side_lacks_is_not_a_disabled_bias():
         }
     # The reference may have the bias instead.
     evidence = drop(add(healthy(), parameter("head.bias", (8,))), "head.bias")
-    truth = replace(
+    inventory = replace(
         evidence.reference.inventory, tensors=(*evidence.reference.inventory.tensors, parameter("head.bias"))
     )
-    (finding,) = verdict(NAMES, replace(evidence, reference=replace(evidence.reference, inventory=truth))).findings
+    (finding,) = verdict(NAMES, replace(evidence, reference=replace(evidence.reference, inventory=inventory))).findings
     assert (finding.actual, finding.cause.startswith("a bias that the config disables")) == ("missing", True)
 
 

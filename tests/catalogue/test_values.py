@@ -130,8 +130,9 @@ def test_a_square_matrix_that_is_transposed(shape, differing, index, transposed)
     assert finding.cause.startswith("it is transposed: ") is transposed
 
 
-def measured(evidence, name, rank, actual, truth, apart=1.0, **facts):
-    measure = Measure(actual=actual, truth=truth, apart=apart, dot=0.0, elements=12)
+def measured(evidence, name, rank, actual, reference, apart=1.0, **facts):
+    """Let a tensor differ on one rank, with these norms of it, of the reference and of the difference."""
+    measure = Measure(actual=actual, truth=reference, apart=apart, dot=0.0, elements=12)
     return differ(evidence, name, [rank], measure=measure, **{"differing": 12, **facts})
 
 
@@ -230,8 +231,8 @@ def test_shifts_that_differ_between_ranks_are_not_called_a_shift():
 
 def test_two_swapped_tensors_are_recognised():
     evidence = healthy(1)
-    for name, actual, truth in ((MIDDLE, 5.0, 7.0), (EMBEDDING, 7.0, 5.0)):
-        evidence = measured(evidence, name, 0, actual, truth, elements=12)
+    for name, actual, reference in ((MIDDLE, 5.0, 7.0), (EMBEDDING, 7.0, 5.0)):
+        evidence = measured(evidence, name, 0, actual, reference, elements=12)
     found = verdict(PARAMS, evidence).findings
     assert [(f.tensor, f.detail.rpartition("; ")[2]) for f in found] == [
         (EMBEDDING, f"these are the values of {MIDDLE}"),

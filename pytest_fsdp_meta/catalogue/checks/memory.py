@@ -78,7 +78,7 @@ def _oversized(rank: RankInventory) -> Iterator[tuple[str, Mismatch, str]]:
 
 
 def _cut(tensor: TensorFacts) -> bool:
-    """Return whether the tensor is a parameter of which the rank holds a part only."""
+    """Return whether the tensor is a parameter and the rank holds only a part of it."""
     return tensor.kind == "parameter" and tensor.numel < prod(tensor.shape)
 
 
@@ -106,6 +106,7 @@ class _Sizes:
     largest: int
     """The largest tensor, buffers included: they are copied while loading as well."""
     kept: int
+    """The parameters that the rank keeps after loading."""
     buffers: int
     two: int
     """Number of elements of the two largest tensors: the one being read and the one before it."""

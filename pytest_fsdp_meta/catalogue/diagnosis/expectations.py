@@ -167,7 +167,7 @@ def _explain_name(dim: str | None, placement: str) -> Explanation:
     if dim is None or dim.endswith("shard") or dim == "fsdp" or placement != "R":
         return {}
     return {
-        "cause": f"it was not sharded over {dim}, or {dim} is meant to replicate but is not named so",
+        "cause": f"it was not sharded over {dim}, or {dim} is meant to replicate and has a misleading name",
         "remedy": "shard it; or name the dimension dp_replicate if it replicates, or tp, cp, pp or ep if it splits the "
         "model; or declare Subject(placements=...)",
     }
