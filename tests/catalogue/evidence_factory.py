@@ -216,7 +216,7 @@ def remeasured(
     ranks: Iterable[int] | None = None,
     observed: str = "gradients",
 ) -> Evidence:
-    """Replace a gradient or update by ``factor`` times the reference's plus an orthogonal difference of norm ``apart``."""
+    """Make a gradient or update ``factor`` times the reference's plus an orthogonal difference of norm ``apart``."""
     chosen = range(len(evidence.training or ())) if ranks is None else set(ranks)
     runs = []
     for rank, run in enumerate(evidence.training or ()):

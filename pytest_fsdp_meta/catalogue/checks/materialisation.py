@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from pytest_fsdp_meta.catalogue.checks.structure import MANIFEST, NAMES, SHAPES
-from pytest_fsdp_meta.catalogue.checks.tying import came_apart
+from pytest_fsdp_meta.catalogue.checks.tying import broken_ties
 from pytest_fsdp_meta.catalogue.findings import Explanation, Finding, Mismatch
 from pytest_fsdp_meta.catalogue.registry import check
 from pytest_fsdp_meta.catalogue.view import NotJudged, PartlyJudged, Unjudgeable, View
@@ -65,7 +65,7 @@ def no_meta_buffers(view: View) -> Iterable[Finding]:
 )
 def no_uninitialized_memory(view: View) -> Iterable[Finding]:
     equal = _compared(view)
-    apart = came_apart(view)
+    broken = broken_ties(view)
     unread: list[TensorFacts] = []
     for name, facts in view.tensors("parameter", "buffer"):
         unread += [tensor for _, tensor in facts if tensor.unreadable]
@@ -73,7 +73,7 @@ def no_uninitialized_memory(view: View) -> Iterable[Finding]:
         mismatches = [(rank, _poisoned(tensor, (name, rank) in equal)) for rank, tensor in suspects.items()]
         for finding in view.broken(name, mismatches):
             tensor = suspects[finding.ranks[0]]
-            explanation = _untied(view.evidence.inventory[finding.ranks[0]], name, apart.get(name, ()))
+            explanation = _untied(view.evidence.inventory[finding.ranks[0]], name, broken.get(name, ()))
             yield replace(finding, detail=f"{tensor.poisoned} of {tensor.numel} elements", **explanation)
     unpoisoned = [rank.rank for rank in view.evidence.inventory if not rank.poison_kept]
     if unpoisoned:
@@ -187,9 +187,9 @@ def managed_params_are_registered(view: View) -> Iterable[Finding]:
     parameters = [t for rank in view.evidence.inventory for t in rank.tensors if t.kind == "parameter"]
     if parameters and all(tensor.managed is None for tensor in parameters):
         raise NotJudged("fully_shard() manages no parameter of the model")
-    apart = came_apart(view)  # a broken tie replaces a parameter as well; tied_weights_share_storage reports it
+    broken = broken_ties(view)  # a broken tie replaces a parameter as well; tied_weights_share_storage reports it
     for name, facts in view.tensors("parameter"):
-        if name not in apart:
+        if name not in broken:
             yield from view.broken(name, [(rank, _replaced(tensor)) for rank, tensor in facts])
 
 

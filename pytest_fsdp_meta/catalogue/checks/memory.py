@@ -29,7 +29,7 @@ LEAST = 512
 
 
 @check(
-    promise="the storage behind a shard is about as large as the shards in it (views do not count)",
+    promise="the storage behind a shard is about as large as the shards in it, even if the shard is a view",
     family="memory",
     needs=["inventory"],
     after=[MANIFEST],

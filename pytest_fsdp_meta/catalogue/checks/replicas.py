@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from pytest_fsdp_meta.catalogue.checks.values import BASIC, frozen_names, numbers
-from pytest_fsdp_meta.catalogue.diagnosis.patterns import UNWRITTEN, Cases, other_part, unwritten
+from pytest_fsdp_meta.catalogue.checks.values import BASIC, describe_difference, frozen_names
+from pytest_fsdp_meta.catalogue.diagnosis.patterns import UNWRITTEN, Cases, is_zero, may_be_other_slice
 from pytest_fsdp_meta.catalogue.findings import Explanation, Finding
 from pytest_fsdp_meta.catalogue.registry import check
 from pytest_fsdp_meta.catalogue.view import NotJudged, PartlyJudged, View, majority, ranks_by
@@ -127,10 +127,10 @@ def _diverged(view: View, name: str, apart: list[Replicas], compared: Mapping[in
         s = "s" if len(agreeing) == 1 else ""
         equal = f" and equal{s} the {source}" if known else ""
         actual = f"bits that differ from those of {name_ranks(agreeing)}, which hold{s} the same elements{equal}"
-        zeros = [rank for rank in odd if rank in compared and unwritten(compared[rank])]
+        zeros = [rank for rank in odd if rank in compared and is_zero(compared[rank])]
         for ranks in filter(None, [[rank for rank in odd if rank not in zeros], zeros]):
             wrong = [(rank, compared[rank]) for rank in ranks if rank in compared]
-            detail = numbers(wrong, tensor) if known and wrong else ""
+            detail = describe_difference(wrong, tensor) if known and wrong else ""
             explanation = UNWRITTEN if ranks is zeros else _explain(tensor, wrong, known, all_differ)
             yield Finding(name, tuple(sorted(ranks)), actual, "", detail, **explanation)
 
@@ -141,7 +141,7 @@ def _explain(tensor: TensorFacts, wrong: Cases, right: bool, all_differ: bool) -
         return _NONE_RIGHT
     if all_differ and not right:
         return _ALL_DIFFER
-    if wrong and not other_part(tensor, wrong):
+    if wrong and not may_be_other_slice(tensor, wrong):
         return _IN_PART
     sharded = any(sharded_dim(placement) is not None for placement in tensor.placements or ())
     return _ODD_SHARDS if sharded else {}

@@ -9,12 +9,12 @@ from pytest_fsdp_meta.catalogue.checks.structure import MANIFEST, NAMES, SHAPES
 from pytest_fsdp_meta.catalogue.diagnosis.expectations import (
     PLAIN,
     SHARDED,
-    as_declared,
-    by_default,
+    compare_with_declared,
+    compare_with_default,
     data_dims,
-    in_parts,
+    describe_placements,
+    is_split,
     is_whole,
-    placed,
 )
 from pytest_fsdp_meta.catalogue.findings import Finding, Mismatch
 from pytest_fsdp_meta.catalogue.registry import check
@@ -42,7 +42,7 @@ def unsharded_modules_stay_whole(view: View) -> Iterable[Finding]:
     for name, facts in view.tensors("parameter", only=set(unsharded)):
         expected = "whole on every rank, as declared"
         yield from view.broken(
-            name, [(rank, None if is_whole(t) else Mismatch(placed(t), expected)) for rank, t in facts]
+            name, [(rank, None if is_whole(t) else Mismatch(describe_placements(t), expected)) for rank, t in facts]
         )
 
 
@@ -78,17 +78,17 @@ def nothing_left_unsharded(view: View) -> Iterable[Finding]:
 
 
 def _left_whole(tensor: TensorFacts, dims: dict[str | None, int], world: int) -> Mismatch | None:
-    mismatch = by_default(tensor, dims, world)
+    mismatch = compare_with_default(tensor, dims, world)
     return mismatch if mismatch is not None and mismatch.expected.startswith(SHARDED) else None
 
 
 @check(
-    promise="every parameter has the declared placements; by default it is sharded over every sharding mesh dimension "
-    "and replicated over dp_replicate",
+    promise="every parameter has the declared placements; by default it is replicated over dp_replicate and sharded "
+    "over the other data-parallel mesh dimensions",
     family="sharding",
     needs=["inventory"],
     after=[MANIFEST, NAMES, SHAPES, MANAGED, "unsharded_modules_stay_whole", "nothing_left_unsharded"],
-    why="A wrong dim gives another tensor; a forgotten mesh dimension leaves redundant copies and unreduced gradients.",
+    why="Shards on a wrong dim are other elements; a forgotten mesh dimension leaves redundant, unreduced copies.",
     cause="its module was not passed to fully_shard() or parallelize_module(), was ignored, or was sharded on another "
     "mesh or dim",
     remedy="shard it, or declare the intent with Subject(unsharded=...) or Subject(placements=...)",
@@ -97,7 +97,7 @@ def _left_whole(tensor: TensorFacts, dims: dict[str | None, int], world: int) ->
 def dtensor_placements(view: View) -> Iterable[Finding]:
     dims, declared = data_dims(view), view.evidence.subject.placements
     for name, facts in view.tensors("parameter"):
-        if name not in declared and any(in_parts(tensor) for _, tensor in facts):
+        if name not in declared and any(is_split(tensor) for _, tensor in facts):
             continue  # an adapter describes the shards; there are no placements to compare
         mismatches = [(rank, _misplaced(view, tensor, dims)) for rank, tensor in facts]
         yield from view.broken(name, _describe_plain(facts, _add_disagreements(facts, mismatches)))
@@ -109,8 +109,8 @@ def _misplaced(view: View, tensor: TensorFacts, dims: dict[str | None, int]) -> 
         return None
     declared = subject.placements.get(tensor.name)
     if declared is not None:
-        return as_declared(tensor, declared, size)
-    return None if tensor.ddp else by_default(tensor, dims, size)
+        return compare_with_declared(tensor, declared, size)
+    return None if tensor.ddp else compare_with_default(tensor, dims, size)
 
 
 Mismatches = list[tuple[int, Mismatch | None]]
@@ -118,7 +118,11 @@ Mismatches = list[tuple[int, Mismatch | None]]
 
 def _add_disagreements(facts: list[tuple[int, TensorFacts]], mismatches: Mismatches) -> Mismatches:
     """Add the ranks whose placements are right by themselves but differ from those of most other ranks."""
-    right = [(rank, placed(t)) for (rank, t), (_, mismatch) in zip(facts, mismatches, strict=True) if mismatch is None]
+    right = [
+        (rank, describe_placements(t))
+        for (rank, t), (_, mismatch) in zip(facts, mismatches, strict=True)
+        if mismatch is None
+    ]
     if not right:
         return mismatches
     usual = majority(right)

@@ -259,9 +259,9 @@ def _trainability(tensor: TensorFacts, expected: bool) -> Mismatch | None:
     needs=["inventory", "reference"],
     fields=["kept_attributes"],
     after=[MANIFEST, NAMES, SHAPES],
-    why="Code that reads it later (what to shard, which gradients to reduce) silently does the opposite.",
+    why="Code that reads the attribute (what to shard, which gradients to reduce) silently does the opposite.",
     cause="the parameter was re-created (to_empty, fully_shard, assign=True), which drops its attributes",
-    remedy="set the attributes again after the last step that creates new Parameter objects, and read them after that",
+    remedy="set the attributes again after the last step that creates new Parameter objects; read them only after that",
     references=["NVIDIA/Megatron-LM fsdp_no_shard", "NVIDIA/TransformerEngine#1771"],
     since="0.2",
 )

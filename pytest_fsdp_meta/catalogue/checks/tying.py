@@ -112,7 +112,7 @@ def _tied_to(group: tuple[str, ...]) -> str:
     return "tied to it" if len(group) == 2 else "tied to them"
 
 
-def came_apart(view: View) -> dict[str, tuple[str, ...]]:
+def broken_ties(view: View) -> dict[str, tuple[str, ...]]:
     """Return the names in each known tie that is broken on some rank, mapped to all names in that tie."""
     inventory = view.evidence.inventory
     return {name: group for group in _groups(view) if any(_apart(rank, group) for rank in inventory) for name in group}

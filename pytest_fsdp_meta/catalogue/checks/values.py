@@ -6,7 +6,14 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from types import MappingProxyType
 
 from pytest_fsdp_meta.catalogue.diagnosis.expectations import is_whole
-from pytest_fsdp_meta.catalogue.diagnosis.patterns import EXCHANGED, ROUNDING, Cases, exchanged, pattern, unwritten
+from pytest_fsdp_meta.catalogue.diagnosis.patterns import (
+    ROUNDING,
+    SWAPPED,
+    Cases,
+    explain_pattern,
+    find_swapped,
+    is_zero,
+)
 from pytest_fsdp_meta.catalogue.findings import Explanation, Finding
 from pytest_fsdp_meta.catalogue.registry import check
 from pytest_fsdp_meta.catalogue.view import NotJudged, PartlyJudged, Unjudgeable, View
@@ -114,7 +121,7 @@ def _differences(
     unusable = _unusable(view, source)
     unstable: list[str] = []
     found = view.comparisons(comparisons, names)
-    swapped = exchanged({name: [(rank, c) for rank, c in pairs if not c.equal] for name, pairs in found.items()})
+    swapped = find_swapped({name: [(rank, c) for rank, c in pairs if not c.equal] for name, pairs in found.items()})
     for name, pairs in found.items():
         original = renamed.get(name, name)
         if original in unusable:
@@ -148,7 +155,7 @@ def _difference(view: View, name: str, pairs: Cases, source: str, swapped: Mappi
     """Report the ranks that differ in one tensor; ``swapped`` maps tensors to those whose values they hold."""
     tensor = view.evidence.inventory[pairs[0][0]].by_name[name]
     wrong = [(rank, c) for rank, c in pairs if not c.equal and not _rounded(c, tensor.dtype)]
-    zeros = [rank for rank, c in wrong if unwritten(c)]
+    zeros = [rank for rank, c in wrong if is_zero(c)]
     by_problem: dict[tuple[str | None, str, bool], list[tuple[int, Comparison]]] = {}
     for rank, c in wrong:
         by_problem.setdefault((c.problem, c.should_be, rank in zeros), []).append((rank, c))
@@ -159,10 +166,10 @@ def _difference(view: View, name: str, pairs: Cases, source: str, swapped: Mappi
             yield Finding(name, ranks, problem, should_be, **(_ADAPTED if local else _SHAPE))
         else:
             other = swapped.get(name, "")
-            detail = numbers(cases, tensor) + f"; these are the values of {other}" * bool(other)
+            detail = describe_difference(cases, tensor) + f"; these are the values of {other}" * bool(other)
             # Ranks where nothing was written say nothing about whether the other wrong ranks are exceptions.
             comparable = pairs if zero else [(rank, c) for rank, c in pairs if rank not in zeros]
-            explanation = EXCHANGED if other else pattern(tensor, cases, comparable)
+            explanation = SWAPPED if other else explain_pattern(tensor, cases, comparable)
             compared_with = source.replace(REFERENCE, WHOLE) if is_whole(tensor) else source
             yield Finding(name, ranks, f"values that differ from {compared_with}", "", detail, **explanation)
 
@@ -182,7 +189,7 @@ def _rounded(comparison: Comparison, dtype: str) -> bool:
     return comparison.cast and comparison.problem is None and comparison.max_rel <= ROUNDING.get(dtype, 0.0)
 
 
-def numbers(cases: list[tuple[int, Comparison]], tensor: TensorFacts) -> str:
+def describe_difference(cases: list[tuple[int, Comparison]], tensor: TensorFacts) -> str:
     """Describe the largest difference among the ranks, and where it first occurs."""
     rank, worst = max(cases, key=lambda case: case[1].max_abs)
     if not worst.index:

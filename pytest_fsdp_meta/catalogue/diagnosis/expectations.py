@@ -55,7 +55,7 @@ def _role(dim: str | None) -> str:
     return "replicate" if replicates(dim) else "shard"
 
 
-def as_declared(tensor: TensorFacts, declared: tuple[str, ...], world: int) -> Mismatch | None:
+def compare_with_declared(tensor: TensorFacts, declared: tuple[str, ...], world: int) -> Mismatch | None:
     """Compare the placements with the declared ones."""
     if tensor.placements is None and world == 1:
         return None  # a single rank need not shard
@@ -66,9 +66,13 @@ def as_declared(tensor: TensorFacts, declared: tuple[str, ...], world: int) -> M
         if len(actual) < len(declared):  # each plan that shards the parameter adds a dimension to its mesh
             cause = f"the plan of another mesh dimension (parallelize_module) left it out; or {cause}"
             remedy = f"add its module to the plan, or {remedy}"
-        return Mismatch(placed(tensor), f"{_tuple(declared)}, as declared", cause, remedy)
+        return Mismatch(describe_placements(tensor), f"{_tuple(declared)}, as declared", cause, remedy)
     fits = len(actual) == len(declared) and all(_fits(a, d) for a, d in zip(actual, declared, strict=True))
-    return None if fits else Mismatch(placed(tensor), f"{_tuple(declared)}, as declared", **_explain(actual, declared))
+    return (
+        None
+        if fits
+        else Mismatch(describe_placements(tensor), f"{_tuple(declared)}, as declared", **_explain(actual, declared))
+    )
 
 
 def _explain(actual: tuple[str, ...], declared: tuple[str, ...]) -> Explanation:
@@ -110,18 +114,18 @@ def _fits(actual: str, declared: str) -> bool:
 
 def is_whole(tensor: TensorFacts) -> bool:
     """Return whether this rank holds all of the tensor: it is plain, or no mesh dimension of size > 1 shards it."""
-    if in_parts(tensor):
+    if is_split(tensor):
         return False
     sizes = tensor.mesh.shape if tensor.mesh is not None else ()
     return all(placement == "R" or size == 1 for placement, size in zip(tensor.placements or (), sizes, strict=True))
 
 
-def in_parts(tensor: TensorFacts) -> bool:
+def is_split(tensor: TensorFacts) -> bool:
     """Return whether an adapter reports that this rank holds a part only, without placements."""
     return bool(tensor.sharded_by) and tensor.placements is None and not tensor.whole
 
 
-def by_default(tensor: TensorFacts, dims: dict[str | None, int], world: int) -> Mismatch | None:
+def compare_with_default(tensor: TensorFacts, dims: dict[str | None, int], world: int) -> Mismatch | None:
     """Compare with what the names of the mesh dimensions imply; scalars and empty tensors always match."""
     if not tensor.shape or 0 in tensor.shape:
         return None
@@ -130,17 +134,21 @@ def by_default(tensor: TensorFacts, dims: dict[str | None, int], world: int) -> 
     if tensor.placements is None:
         if not sharding:
             return None
-        return Mismatch(placed(tensor), f"{SHARDED} {expected}")
+        return Mismatch(describe_placements(tensor), f"{SHARDED} {expected}")
     assert tensor.mesh is not None
     roles = [_role(dim) for dim in tensor.mesh.dims]
     if tensor.mesh.dims == (None, None):
         roles = ["replicate", "shard"]  # how fully_shard() uses the dimensions of an unnamed 2-D mesh
     for role, size, placement, dim in zip(roles, tensor.mesh.shape, tensor.placements, tensor.mesh.dims, strict=True):
         if size > 1 and role == "shard" and sharded_dim(placement) is None:
-            return Mismatch(placed(tensor), f"{SHARDED} {dim or 'the mesh'}={size}", **_explain_name(dim, placement))
+            return Mismatch(
+                describe_placements(tensor), f"{SHARDED} {dim or 'the mesh'}={size}", **_explain_name(dim, placement)
+            )
         if size > 1 and role == "replicate" and placement != "R":
             where = f"replicated over {dim or 'the first mesh dimension'}={size}"
-            return Mismatch(placed(tensor), where, **(_REPLICATE if sharded_dim(placement) is not None else {}))
+            return Mismatch(
+                describe_placements(tensor), where, **(_REPLICATE if sharded_dim(placement) is not None else {})
+            )
     return _forgotten(tensor, dims, "shard" in roles, world)
 
 
@@ -155,10 +163,12 @@ def _forgotten(tensor: TensorFacts, dims: dict[str | None, int], shards: bool, w
             continue
         as_well = "" if name in tensor.mesh.dims else " as well"
         if _role(name) == "shard":
-            return Mismatch(placed(tensor), f"{SHARDED} {name}={size}{as_well}")
+            return Mismatch(describe_placements(tensor), f"{SHARDED} {name}={size}{as_well}")
         # FSDP2 reduces gradients over the dimensions of its own mesh only; DDP over TP reduces by itself.
         if shards and tensor.requires_grad:
-            return Mismatch(placed(tensor), f"replicated over {name}={size}{as_well} (by fully_shard(mesh=...))")
+            return Mismatch(
+                describe_placements(tensor), f"replicated over {name}={size}{as_well} (by fully_shard(mesh=...))"
+            )
     return None
 
 
@@ -173,10 +183,10 @@ def _explain_name(dim: str | None, placement: str) -> Explanation:
     }
 
 
-def placed(tensor: TensorFacts) -> str:
+def describe_placements(tensor: TensorFacts) -> str:
     """Describe the placements of a parameter for messages."""
     if tensor.placements is None:
-        return f"split into parts by {tensor.sharded_by}" if in_parts(tensor) else PLAIN
+        return f"split into parts by {tensor.sharded_by}" if is_split(tensor) else PLAIN
     return f"{_tuple(tensor.placements)} on mesh {tensor.mesh}"
 
 

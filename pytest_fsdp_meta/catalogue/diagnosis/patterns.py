@@ -17,12 +17,12 @@ ROUNDING = {
 """One unit in the last place by dtype (relative): the error that a cast may cause."""
 
 
-def pattern(tensor: TensorFacts, cases: Cases, pairs: Cases) -> Explanation:
+def explain_pattern(tensor: TensorFacts, cases: Cases, pairs: Cases) -> Explanation:
     """Return the cause and remedy that the pattern suggests; empty if everything differs without a pattern."""
     if tensor.dtype == "float32" and all(LEAST_CUT < c.max_rel < ROUNDING["bfloat16"] for _, c in cases):
         return _CUT
     odd = len(cases) < len([c for _, c in pairs if c.elements])
-    if all(unwritten(c) for _, c in cases):
+    if all(is_zero(c) for _, c in cases):
         return {**UNWRITTEN, "remedy": _ODD_RANKS["remedy"]} if odd else UNWRITTEN
     if _transposed(tensor, cases):
         return _TRANSPOSED
@@ -32,7 +32,7 @@ def pattern(tensor: TensorFacts, cases: Cases, pairs: Cases) -> Explanation:
         explanation = _CENTRED if shift.startswith("1 ") and tensor.kind == "parameter" else _SHIFTED
         return {**explanation, "cause": f"every element is {shift} than expected: {explanation['cause']}"}
     if odd and not _shuffled(cases):
-        return _ODD_RANKS if other_part(tensor, cases) else _ODD_IN_PART
+        return _ODD_RANKS if may_be_other_slice(tensor, cases) else _ODD_IN_PART
     if _shuffled(cases):
         return _ODD_RANKS if _of_other_ranks(cases) else _SHUFFLED
     # A re-initialised matrix differs nearly everywhere; a reordered one keeps whole rows or experts. Vectors start as
@@ -99,13 +99,13 @@ def _of_other_ranks(cases: Cases) -> bool:
     return all(m is not None and owners.get((size, m.actual), rank) != rank for rank, size, m in lengths)
 
 
-def unwritten(comparison: Comparison) -> bool:
+def is_zero(comparison: Comparison) -> bool:
     """Return whether all elements are zero and the reference's are not."""
     measure = comparison.measure
     return measure is not None and measure.actual == 0 < measure.truth
 
 
-def other_part(tensor: TensorFacts, cases: Cases) -> bool:
+def may_be_other_slice(tensor: TensorFacts, cases: Cases) -> bool:
     """Return whether ranks may hold another rank's slice or unrelated values: most elements differ by much.
 
     This excludes rounded matrices and tensors that were changed in part. For vectors, small differences count too: the
@@ -122,7 +122,7 @@ def _little(comparison: Comparison, near: float) -> bool:
     return measure is not None and math.isfinite(measure.apart) and measure.apart < near * measure.truth
 
 
-def exchanged(wrong: Mapping[str, Cases]) -> dict[str, str]:
+def find_swapped(wrong: Mapping[str, Cases]) -> dict[str, str]:
     """Map each tensor that holds the values of another wrong tensor to that tensor.
 
     Both must be wrong on the same ranks. Norms are compared exactly: equal elements summed in the same order give the
@@ -182,7 +182,7 @@ _SHUFFLED: Explanation = {
     "were reordered or transposed, or it was sliced along another dim than its placement",
     "remedy": f"{_IN_PART['remedy']}, and the dim of the slice with the dim of the placement",
 }
-EXCHANGED: Explanation = {
+SWAPPED: Explanation = {
     "cause": "it holds the values of another tensor: names were swapped (q and k, gate and up, a block and the next), "
     "or ranks read tensors in different orders",
     "remedy": "compare the names in the checkpoint with those of the modules, and match tensors by name, not by order",
