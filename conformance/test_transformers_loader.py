@@ -47,7 +47,7 @@ def test_the_real_defect_of_falcon_h1_is_reported(checkpoint, judge_loader):
     failed = {id: verdict.findings for id, verdict in verdicts.items() if verdict.status in ("failed", "error")}
     assert list(failed) == ["no_uninitialized_memory"]
     assert [(finding.tensor, finding.ranks, finding.actual) for finding in failed["no_uninitialized_memory"]] == [
-        (f"model.layers.{layer}.mamba.mup_vector", (0, 1), "uninitialised (NaN under poison)") for layer in (0, 1)
+        (f"model.layers.{layer}.mamba.mup_vector", (0, 1), "never written (poison value NaN)") for layer in (0, 1)
     ]
     assert verdicts["loss_parity"].status == "skipped"
     assert "no_uninitialized_memory" in verdicts["loss_parity"].reason

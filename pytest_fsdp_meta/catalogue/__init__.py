@@ -1,4 +1,4 @@
-"""The checks and their judges. Reads evidence and nothing else: no torch, no ranks."""
+"""The catalogue of checks, and the engine that judges evidence by them without torch and without ranks."""
 
 from pytest_fsdp_meta.catalogue.checks import (
     accumulation,
@@ -31,8 +31,8 @@ FAMILIES = (
 
 
 def built_in() -> Catalogue:
-    """The catalogue as it ships: every check of every family, the more basic ones first."""
-    return Catalogue(one for family in FAMILIES for one in vars(family).values() if isinstance(one, Check))
+    """Return a catalogue of all checks that ship with the package, the more basic ones first."""
+    return Catalogue(value for family in FAMILIES for value in vars(family).values() if isinstance(value, Check))
 
 
 __all__ = [

@@ -156,7 +156,7 @@ def test_without_a_step_only_loading_is_judged():
     silent = replace(evidence, collectives=tuple(replace(one, step=None) for one in evidence.collectives))
     found = verdict(MATCH, silent)
     reason = "no training step was recorded (no batch)"
-    assert (found.status, found.reason) == ("skipped", f"kept by what could be judged; {reason}")
+    assert (found.status, found.reason) == ("skipped", f"passed for what could be checked; {reason}")
     apart = replace(silent, collectives=(RankCollectives((A,)), RankCollectives((B,))))
     assert (verdict(MATCH, apart).status, verdict(MATCH, apart).reason) == ("failed", reason)
 

@@ -276,7 +276,7 @@ def test_a_failed_check(project: Project) -> None:
     lines = story(result, "test_x[no_meta_params]")
     rerun = "rerun: python -m pytest 'test_it.py::test_x[no_meta_params]' -p no:cacheprovider"
     assert lines[:4] == [
-        "no_meta_params: no parameter is on meta",
+        "no_meta_params: no parameter is on the meta device",
         "failed in a world of 2 (gloo on cpu):",
         "",
         lines[3],

@@ -184,7 +184,7 @@ def test_list_checks(project: Project) -> None:
     project.write("test_it.py", "syntax error")
     result = project.collect("--fsdp-list-checks", "-n2")
     assert result.ret == 0
-    assert "  no_meta_params: no parameter is on meta" in result.outlines
+    assert "  no_meta_params: no parameter is on the meta device" in result.outlines
     assert result.outlines[-2:] == ["own", "  experts_are_balanced: every expert has its share"]
     assert "test session starts" not in result.stdout.str()
 

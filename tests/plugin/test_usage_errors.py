@@ -193,7 +193,7 @@ def test_xdist_reports_the_same_line(project: Project, extra: tuple[str, ...]) -
 @pytest.mark.parametrize(
     ("name", "after", "value", "message"),
     [
-        ("no_meta_params", "()", "[no_meta_params]", "two checks are called 'no_meta_params'"),
+        ("no_meta_params", "()", "[no_meta_params]", "two checks are named 'no_meta_params'"),
         ("own", "['no_meta_param']", "[own]", NEAREST),
         ("own", "()", "own", "should return a list of checks, but returned Check(id='own', promise='every"),
         ("own", "()", "None", "should return a list of checks, but returned None"),

@@ -186,8 +186,8 @@ def test_tensors_left_out_and_the_reason_of_an_incomplete_judgement_are_shown():
     text = failed(red("d"), unjudged=left_out, reason="the reference does not reproduce itself")
     assert text.splitlines()[-6:] == [
         "",
-        "not judged: 2 tensors that no_meta_params condemned (first: a), 1 tensor that no_meta_buffers condemned "
-        "(first: c)",
+        "not checked: 2 tensors that already failed no_meta_params (first: a), 1 tensor that already failed "
+        "no_meta_buffers (first: c)",
         "",
         "and not judged: the reference does not reproduce itself",
         "",
@@ -199,13 +199,13 @@ def test_a_real_verdict():
     found = verdict("no_meta_buffers", change(healthy(), ROTARY, [1], device="meta"))
     assert describe_failure(found, str(healthy().world), RERUN) == message(
         """
-        no_meta_buffers: no buffer is on meta
+        no_meta_buffers: no buffer is on the meta device
         failed in a world of 2 (gloo on cpu):
 
           rotary.inv_freq, rank 1: on meta, but should be materialised
 
         likely cause: the loader materialises parameters only; FSDP does not manage buffers
-        remedy: materialise buffers as well (to_empty() on the root) and recompute those that the checkpoint lacks
+        remedy: materialise buffers too (to_empty() on the root) and recompute those that the checkpoint lacks
 
         rerun: pytest 'test_a.py::test_llama[no_meta_buffers]'
         """
@@ -216,15 +216,15 @@ def test_a_real_verdict_with_numbers_and_an_unstable_reference():
     evidence = with_reference(differ(healthy(), MIDDLE, [1], differing=12), unstable=("embed.weight",))
     assert describe_failure(verdict("params_equal_reference", evidence), str(evidence.world), RERUN) == message(
         """
-        params_equal_reference: every parameter shard equals the reference's slice, bit for bit (within rounding where the loader casts)
+        params_equal_reference: every parameter shard is bit-identical to the reference's slice (within rounding if the loader casts)
         failed in a world of 2 (gloo on cpu):
 
-          layers.0.weight, rank 1: other values, but should be the reference's slice (all elements of rank 1's shard differ, first at [0, 0]: 2.5, but should be 2; largest difference 0.5)
+          layers.0.weight, rank 1: values that differ from the reference's slice (all elements of rank 1's shard differ, first at [0, 0]: 2.5, but should be 2; largest difference 0.5)
 
-        likely cause: these ranks read the slice of another rank, or only the others were given the weight
-        remedy: take the offset from the DTensor's own mesh coordinate, and let every rank load
+        likely cause: these ranks read the slice of another rank, or only the others received the weight
+        remedy: take the offset from the DTensor's own mesh coordinate, and load on every rank
 
-        and not judged: the reference does not reproduce itself: it gives other bits when it is built again (embed.weight); make it build the same model every time
+        and not judged: the reference is not reproducible: it has other bits each time it is built (embed.weight); make it build the same model every time
 
         rerun: pytest 'test_a.py::test_llama[no_meta_buffers]'
         """  # noqa: E501
@@ -300,12 +300,12 @@ def test_a_real_prefix_is_one_line():
     found = verdict("names_match_reference", rename(healthy(), "module."))
     assert describe_failure(found, str(healthy().world), RERUN) == message(
         """
-        names_match_reference: no parameter or buffer too many or too few
+        names_match_reference: no parameters or buffers are missing or extra
         failed in a world of 2 (gloo on cpu):
 
-          the model, ranks 0, 1: names begin with 'module.' (module.embed.weight), but should be those of the reference (embed.weight)
+          the model, ranks 0, 1: names have the prefix 'module.' (module.embed.weight), but should be named as in the reference (embed.weight)
 
-        likely cause: a wrapper is returned in place of the model that it wraps
+        likely cause: the loader returns a wrapper instead of the model inside it
         remedy: return the wrapped model itself, or strip the prefix from its names
 
         rerun: pytest 'test_a.py::test_llama[no_meta_buffers]'

@@ -86,5 +86,5 @@ def test_messages_about_init_on_rank0(checkpoint, failures_of):
     failures = failures_of(load_on_rank0, world, path=checkpoint("qwen3-tied"))
     assert list(failures) == ["no_uninitialized_memory"]
     for name in ("inv_freq", "original_inv_freq"):
-        line = f"model.rotary_emb.{name}, ranks 0, 1: uninitialised (NaN under poison), but should be written"
+        line = f"model.rotary_emb.{name}, ranks 0, 1: never written (poison value NaN), but should be written"
         assert line in failures["no_uninitialized_memory"]

@@ -82,8 +82,8 @@ def test_messages(verifier, failures_of):
     failures = failures_of(load, WorldSpec({"dp_shard": 2}, timeout=120), verifier=verifier)
     assert set(failures) == set(KNOWN)
     for norm in ("input_layernorm", "post_attention_layernorm", "hidden_norm"):
-        line = f"layers.0.{norm}.weight, ranks 0, 1: uninitialised (NaN under poison), but should be written"
+        line = f"layers.0.{norm}.weight, ranks 0, 1: never written (poison value NaN), but should be written"
         assert line in failures["no_uninitialized_memory"]
     for linear in ("self_attn.q_proj", "mlp.down_proj"):
-        line = f"layers.0.{linear}.weight, ranks 0, 1: other values, but should be the reference's slice"
+        line = f"layers.0.{linear}.weight, ranks 0, 1: values that differ from the reference's slice"
         assert line in failures["params_equal_reference"]
