@@ -39,7 +39,7 @@ class EvidenceFile(pytest.File):
 
     def collect(self) -> Iterable[pytest.Item]:
         try:
-            self.kept = store.read(self.path)
+            self.kept = store.read_evidence(self.path)
         except ValueError as error:
             yield Unreadable.from_parent(self, name="unreadable", why=str(error))
             return

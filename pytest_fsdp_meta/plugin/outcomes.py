@@ -125,7 +125,7 @@ class ReportAttacher:
             skip=share.order.skip,
             xfail=share.order.xfail,
         )
-        return f"{store.FOLDER}/{store.write(self._report / store.FOLDER, whole).name}"
+        return f"{store.FOLDER}/{store.write_evidence(self._report / store.FOLDER, whole).name}"
 
 
 def settles(report: pytest.TestReport) -> bool:

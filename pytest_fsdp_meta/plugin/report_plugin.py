@@ -85,7 +85,7 @@ class ReportPlugin:
         self._writer.clear((PAGE, *PAGES))
         folder = self._writer.folder / store.FOLDER
         if not is_judged(folder, self._config):
-            store.clear(folder)
+            store.clear_evidence(folder)
 
     @property
     def _idle(self) -> bool:

@@ -434,7 +434,7 @@ def test_files_that_are_no_evidence_do_not_keep_the_others_from_being_judged(pro
     whole.with_name("garbled.evidence.json.gz").write_bytes(data[:30] + bytes(40) + data[70:])
     result = project.run("out/evidence")
     result.assert_outcomes(passed=1, failed=2)
-    assert sum("no kept evidence, or cut off" in line for line in result.outlines) >= 2
+    assert sum("not stored evidence, or truncated" in line for line in result.outlines) >= 2
     assert "Traceback" not in result.stdout.str()
 
 
