@@ -56,30 +56,27 @@ def test_what_is_declared_is_noted(tmp_path):
         ),
         (
             {"reference": nn.Linear(2, 2)},
-            "reference=...): a model is no source: ranks need a fresh one; wrap it: lambda: build_the_model()",
+            "reference=...): pass a function that builds the model, not the model: reference=lambda: build_the_model()",
         ),
         ({"reference": "/nowhere"}, "reference=...): '/nowhere' is not a directory that holds *.safetensors files"),
         ({"verifier": Path("/nowhere")}, "verifier=...): '/nowhere' is not a directory that holds *.safetensors files"),
         (
             {"batch": {"x": 1}},
-            "batch=...): dict \"{'x': 1}\" is not callable; "
-            "give a function of the step: batch(step) -> dict of tensors",
+            "batch=...): dict \"{'x': 1}\" is not callable; give a function batch(step) -> dict of tensors",
         ),
         (
             {"loss": "mse"},
-            "loss=...): str 'mse' is not callable; give a function of model and batch: loss(model, batch) -> scalar",
+            "loss=...): str 'mse' is not callable; give a function loss(model, batch) -> scalar",
         ),
         (
             {"save": "dcp", "resume": print},
-            "save=...): str 'dcp' is not callable; "
-            "give a function of model, optimizer and folder: save(model, optimizer, folder)",
+            "save=...): str 'dcp' is not callable; give a function save(model, optimizer, folder)",
         ),
-        ({"save": print}, "save=...): it is declared without resume; declare both, or neither"),
-        ({"resume": print}, "resume=...): it is declared without save; declare both, or neither"),
+        ({"save": print}, "save=...): set without resume; set both or neither"),
+        ({"resume": print}, "resume=...): set without save; set both or neither"),
         (
             {"state_dict": {}},
-            "state_dict=...): dict '{}' is not callable; "
-            "give a function of the model: state_dict(model) -> dict by name",
+            "state_dict=...): dict '{}' is not callable; give a function state_dict(model) -> dict by name",
         ),
         ({"optimizer": "adam"}, "optimizer=...): str 'adam' should be optimizer(parameters), or an Optimizer"),
         ({"data_parallel": 1}, "data_parallel=...): 1 should be (index, size) with 0 <= index < size"),
@@ -117,11 +114,11 @@ def test_what_is_declared_is_noted(tmp_path):
         ({"tied": [("a", 1)]}, "tied=...): 1 should be a name or a pattern such as 'layers.*.weight'"),
         (
             {"tied": [("a", "a")]},
-            "tied=...): ('a', 'a') has 'a' twice; a group needs two different names",
+            "tied=...): ('a', 'a') has 'a' twice; the names of a group must differ",
         ),
         (
             {"tied": [["a", "b", "b"]]},
-            "tied=...): ['a', 'b', 'b'] has 'b' twice; a group needs two different names",
+            "tied=...): ['a', 'b', 'b'] has 'b' twice; the names of a group must differ",
         ),
         ({"tied": None}, "tied=...): None should be a group of two or more names: tied=[('a', 'b')]"),
         (
@@ -135,9 +132,12 @@ def test_what_is_declared_is_noted(tmp_path):
         ({"placements": {1: "R"}}, "placements=...): 1 should be a name or a pattern such as 'layers.*.weight'"),
         (
             {"placements": {"*": "S0"}},
-            "placements=...): 'S0' is no placement; write 'S(0)', 'R' or, on two mesh dimensions, 'R, S(0)'",
+            "placements=...): 'S0' is not a placement; write 'S(0)', 'R' or, on two mesh dimensions, 'R, S(0)'",
         ),
-        ({"placements": {"*": []}}, "placements=...): [] is no placement; write 'S(0)' or use Shard(0), Replicate()"),
+        (
+            {"placements": {"*": []}},
+            "placements=...): [] is not a placement; write 'S(0)' or use Shard(0), Replicate()",
+        ),
     ],
 )
 def test_a_wrong_field_is_named(fields, message):
@@ -148,11 +148,9 @@ def test_a_wrong_field_is_named(fields, message):
 
 
 def test_a_field_that_there_is_not():
-    with pytest.raises(
-        SubjectError, match=r"^Subject\(refrence=\.\.\.\): there is no such field; did you mean 'reference'\?$"
-    ):
+    with pytest.raises(SubjectError, match=r"^Subject\(refrence=\.\.\.\): no such field; did you mean 'reference'\?$"):
         Subject(nn.Linear(1, 1), refrence=None)
-    with pytest.raises(SubjectError, match=r"no such field; there are model, reference, batch, "):
+    with pytest.raises(SubjectError, match=r"no such field; the fields are model, reference, batch, "):
         Subject(nn.Linear(1, 1), xyzzy=None)
 
 
@@ -160,7 +158,7 @@ def test_what_is_no_model():
     with pytest.raises(SubjectError) as caught:
         Subject({"weight": 1})
     assert str(caught.value) == (
-        "Subject(model=...): dict \"{'weight': 1}\" is not a torch.nn.Module; hand over the loaded model itself"
+        "Subject(model=...): dict \"{'weight': 1}\" is not a torch.nn.Module; return the loaded model itself"
     )
 
 
@@ -189,7 +187,7 @@ def test_an_optimizer_is_a_factory_or_built(optimizer):
 @pytest.mark.parametrize(
     ("field", "pattern", "message"),
     [
-        ("frozen", "embd.weight", "'embd.weight' matches no name of the model; the nearest is 'embed.weight'"),
+        ("frozen", "embd.weight", "'embd.weight' matches no tensor of the model; the nearest is 'embed.weight'"),
         (
             "unsharded",
             "layers.2.q.weight",
@@ -198,11 +196,11 @@ def test_an_optimizer_is_a_factory_or_built(optimizer):
         (
             "offloaded",
             "rotary.invfreq",
-            "'rotary.invfreq' matches no name of the model; the nearest is 'rotary.inv_freq'",
+            "'rotary.invfreq' matches no tensor of the model; the nearest is 'rotary.inv_freq'",
         ),
         ("unsharded", "rotary.inv_freq", "'rotary.inv_freq' matches no parameter of the model; it has 5 parameters"),
-        ("frozen", "zzz*", "'zzz*' matches no name of the model; it has 6 names"),
-        ("frozen", "EMBED.WEIGHT", "'EMBED.WEIGHT' matches no name of the model; it has 6 names"),
+        ("frozen", "zzz*", "'zzz*' matches no tensor of the model; it has 6 tensors"),
+        ("frozen", "EMBED.WEIGHT", "'EMBED.WEIGHT' matches no tensor of the model; it has 6 tensors"),
     ],
 )
 def test_a_pattern_that_matches_nothing_is_an_error(field, pattern, message):
@@ -300,7 +298,8 @@ def test_frozen_stars_must_pair_up(pattern, template):
     with pytest.raises(SubjectError) as caught:
         resolve(frozen={pattern: template})
     assert str(caught.value) == (
-        f"Subject(frozen=...): {pattern!r}: {template!r} should have as many * as the pattern, and no [...]"
+        f"Subject(frozen=...): {pattern!r}: {template!r} should have one * for each * or ? of the pattern, "
+        "which may not contain [...]"
     )
 
 
@@ -345,12 +344,12 @@ def test_placements(declared, parsed):
     ["", " ", "r", "P(sum)", "S(-1)", "S(0", "S(0) S(1)", "RS(0)", "S(0);R", "_S(0)", 0, None, (), ["R", 3], b"R"],
 )
 def test_what_is_no_placement(declared):
-    with pytest.raises(SubjectError, match=r"^Subject\(placements=\.\.\.\): .* is no placement; write 'S\(0\)'"):
+    with pytest.raises(SubjectError, match=r"^Subject\(placements=\.\.\.\): .* is not a placement; write 'S\(0\)'"):
         parse_placements(declared)
 
 
 def test_a_partial_is_no_placement_of_a_parameter():
-    with pytest.raises(SubjectError, match="is no placement"):
+    with pytest.raises(SubjectError, match="is not a placement"):
         parse_placements(Partial())
 
 
