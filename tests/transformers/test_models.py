@@ -52,7 +52,7 @@ def test_parts_are_tiny_too() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda folder: tiny_config("lama"), "knows no model type 'lama'; did you mean 'llama'?"),
+        (lambda folder: tiny_config("lama"), "has no model type 'lama'; did you mean 'llama'?"),
         (lambda folder: tiny_checkpoint("clip", folder), "'clip' has no causal language model"),
         (lambda folder: tiny_checkpoint("llama", folder, vocab_size=10**6), "should be at most 8,000,000"),
     ],
