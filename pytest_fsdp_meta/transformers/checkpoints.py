@@ -36,7 +36,7 @@ def tiny_checkpoint(model_type: str, folder: str | os.PathLike[str], **sizes: An
         size = sum(parameter.numel() for parameter in kind(config).parameters())
     if size > MAX_PARAMETERS:
         raise ValueError(
-            f"{model_type}: {size:,} parameters, but should be at most {MAX_PARAMETERS:,}; give smaller sizes"
+            f"{model_type}: {size:,} parameters, but should be at most {MAX_PARAMETERS:,}; pass smaller sizes"
         )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)

@@ -70,7 +70,7 @@ def _load(kind: Any, checkpoint: str) -> Any:
 
 
 def _class_of(model: Module, checkpoint: str | os.PathLike[str]) -> Any:
-    """Return the model's transformers class, skipping FSDP's subclasses, or else the class that the checkpoint names."""
+    """Return the model's transformers class, skipping FSDP's subclasses, or the class that the checkpoint names."""
     for kind in type(model).__mro__:
         if issubclass(kind, transformers.PreTrainedModel) and not issubclass(kind, FSDPModule):
             return kind

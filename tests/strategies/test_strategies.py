@@ -44,7 +44,7 @@ def test_every_mesh_can_be_drawn():
 
 @pytest.mark.parametrize(("size", "dims"), [(0, ("dp",)), (2, ()), (2, ("dp", "dp"))])
 def test_a_mesh_that_cannot_be_is_refused(size, dims):
-    with pytest.raises(ValueError, match="a mesh needs ranks and different names"):
+    with pytest.raises(ValueError, match="a mesh needs ranks and distinct dimension names"):
         meshes(size, dims)
 
 
