@@ -170,7 +170,7 @@ KEPT, EXPIRED = [{"id": 1, "expired": False}], [{"id": 2, "expired": True}]
 def test_the_run_before_is_found(runner: Runner, status, artifacts, found):
     runner.command("gh", GH)
     code, text = runner.run(
-        "Find the last run that left a report",
+        "Find the last run with a report",
         ANSWERS=json.dumps({"runs": RUNS, "artifacts": artifacts}),
         GITHUB_WORKFLOW="Nightly",
         GITHUB_REF_NAME="main",
@@ -186,13 +186,13 @@ def test_the_run_before_is_found(runner: Runner, status, artifacts, found):
 
 def test_a_question_that_github_refuses_is_no_first_night(runner: Runner):
     runner.command("gh", "raise SystemExit('HTTP 403')")
-    code, text = runner.run("Find the last run that left a report", STATUS="completed", NAME="x", GITHUB_WORKFLOW="x")
+    code, text = runner.run("Find the last run with a report", STATUS="completed", NAME="x", GITHUB_WORKFLOW="x")
     assert code
     assert "HTTP 403" in text
 
 
 def test_the_environment_is_new_and_first_in_the_path(runner: Runner):
-    code, text = runner.run("Make a virtual environment")
+    code, text = runner.run("Create a virtual environment")
     assert code == 0, text
     assert Path(runner.written("path").strip(), "python").exists()
 
@@ -204,12 +204,12 @@ def test_what_is_installed_fails_at_the_first_line_that_does(runner: Runner):
 
 def test_the_summary_is_shown_or_missed(runner: Runner):
     assert runner.run("Show the summary")[0] == 0
-    assert runner.written("summary") == "pytest wrote no report: see the step before.\n"
+    assert runner.written("summary") == "pytest wrote no report: see the previous step.\n"
     (runner.folder / "fsdp-report").mkdir()
     (runner.folder / "fsdp-report" / "summary.md").write_text("| all | well |\n")
     assert runner.run("Show the summary")[0] == 0
     assert runner.written("summary").endswith("\n| all | well |\n")
-    assert runner.run("Leave nothing for the next job")[0] == 0
+    assert runner.run("Clean up")[0] == 0
     assert not (runner.folder / "fsdp-report").exists()
 
 
