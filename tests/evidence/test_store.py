@@ -1,7 +1,7 @@
 """Stored evidence: a file as version 0.3.0 wrote it gives the same verdicts, and unreadable files say why.
 
-``data/0.3.0.evidence.json.gz`` was written by 0.3.0 for a loader of two ``nn.Linear`` layers on 2 ranks (gloo) that adds 1
-to ``0.bias`` and freezes ``1.bias``.
+``data/0.3.0.evidence.json.gz`` was written by 0.3.0 for a loader of two ``nn.Linear`` layers on 2 ranks (gloo), which
+adds 1 to ``0.bias`` and freezes ``1.bias``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What Subject accepts, what it makes of it, and what it says when a field is wrong."""
+"""What Subject accepts, how it resolves names and patterns, and its errors for wrong fields."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_bare_model_declares_nothing():
     assert facts.kept_attributes == ()
 
 
-def test_what_is_declared_is_noted(tmp_path):
+def test_declared_fields_are_recorded(tmp_path):
     (tmp_path / "model.safetensors").touch()
     facts = resolve(
         reference=lambda: nn.Linear(2, 2),
@@ -140,21 +140,21 @@ def test_what_is_declared_is_noted(tmp_path):
         ),
     ],
 )
-def test_a_wrong_field_is_named(fields, message):
+def test_an_error_names_the_wrong_field(fields, message):
     with pytest.raises(SubjectError) as caught:
         subject(**fields)
     assert str(caught.value) == f"Subject({message}"
     assert isinstance(caught.value, ValueError)
 
 
-def test_a_field_that_there_is_not():
+def test_an_unknown_field_is_an_error():
     with pytest.raises(SubjectError, match=r"^Subject\(refrence=\.\.\.\): no such field; did you mean 'reference'\?$"):
         Subject(nn.Linear(1, 1), refrence=None)
     with pytest.raises(SubjectError, match=r"no such field; the fields are model, reference, batch, "):
         Subject(nn.Linear(1, 1), xyzzy=None)
 
 
-def test_what_is_no_model():
+def test_a_model_must_be_a_module():
     with pytest.raises(SubjectError) as caught:
         Subject({"weight": 1})
     assert str(caught.value) == (
@@ -162,14 +162,14 @@ def test_what_is_no_model():
     )
 
 
-def test_a_long_value_is_cut():
+def test_a_long_value_is_shortened():
     with pytest.raises(SubjectError) as caught:
         subject(batch={"input_ids": torch.arange(1000)})
     assert len(str(caught.value)) < 200
     assert "\n" not in str(caught.value)
 
 
-def test_a_directory_without_safetensors_is_no_checkpoint(tmp_path):
+def test_a_directory_without_safetensors_is_not_a_checkpoint(tmp_path):
     with pytest.raises(SubjectError, match="is not a directory that holds"):
         subject(reference=tmp_path)
     (tmp_path / "model-00001-of-00001.safetensors").touch()
@@ -177,7 +177,7 @@ def test_a_directory_without_safetensors_is_no_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, lambda parameters: torch.optim.SGD(parameters, lr=1)])
-def test_an_optimizer_is_a_factory_or_built(optimizer):
+def test_an_optimizer_may_be_a_factory_or_an_instance(optimizer):
     assert subject(optimizer=optimizer).optimizer is optimizer
     model = nn.Linear(2, 2)
     built = optimizer(model.parameters())
@@ -209,13 +209,13 @@ def test_a_pattern_that_matches_nothing_is_an_error(field, pattern, message):
     assert str(caught.value) == f"Subject({field}=...): {message}"
 
 
-def test_placements_for_no_parameter_are_an_error():
+def test_placements_that_match_no_parameter_are_an_error():
     message = r"'embd\.\*' matches no parameter of the model; the nearest is 'embed\.weight'"
     with pytest.raises(SubjectError, match=message):
         resolve(placements={"embd.*": "R"})
 
 
-def test_a_tie_of_an_unknown_name_is_an_error():
+def test_tying_an_unknown_name_is_an_error():
     with pytest.raises(SubjectError) as caught:
         resolve(tied=[("embed.weight", "layers.0.k.weight")])
     assert str(caught.value) == (
@@ -230,7 +230,7 @@ def test_a_rank_that_does_not_exist_is_an_error():
     assert subject(whole_while_loading=(1,)).resolve([], [], world_size=2).whole_while_loading == (1,)
 
 
-def test_patterns_cross_dots_and_each_name_is_listed_once():
+def test_patterns_match_dots_and_each_name_is_listed_once():
     facts = resolve(unsharded=["*.norm.weight", "layers.1.*"], offloaded="*")
     assert facts.unsharded == ("layers.0.norm.weight", "layers.1.norm.weight", "layers.1.q.weight")
     assert facts.offloaded == (*PARAMETERS, *BUFFERS)
@@ -264,12 +264,12 @@ def test_patterns_cross_dots_and_each_name_is_listed_once():
         }),
     ],
 )  # fmt: skip
-def test_frozen_names_in_the_verifier(frozen, resolved):
+def test_frozen_names_map_to_names_in_the_verifier(frozen, resolved):
     assert resolve(frozen=frozen).frozen == resolved
 
 
 @pytest.mark.parametrize(
-    ("frozen", "held"),
+    ("frozen", "resolved"),
     [
         ("*", PARAMETERS),
         (["embed.*", "rotary.*"], ["embed.weight"]),
@@ -278,15 +278,15 @@ def test_frozen_names_in_the_verifier(frozen, resolved):
         (["*", "rotary.inv_freq"], PARAMETERS + BUFFERS),
     ],
 )
-def test_a_frozen_pattern_leaves_out_what_no_checkpoint_holds(tmp_path, frozen, held):
+def test_a_frozen_pattern_skips_buffers_that_no_checkpoint_contains(tmp_path, frozen, resolved):
     (tmp_path / "model.safetensors").touch()
-    other = {"verifier": lambda: nn.Linear(2, 2)}
-    everything = list(subject(frozen=frozen, **other).resolve(PARAMETERS, BUFFERS).frozen)
+    callable_verifier = {"verifier": lambda: nn.Linear(2, 2)}
+    everything = list(subject(frozen=frozen, **callable_verifier).resolve(PARAMETERS, BUFFERS).frozen)
     for sources in ({"verifier": tmp_path}, {"reference": str(tmp_path)}):
         declared = subject(frozen=frozen, **sources)
-        assert list(declared.resolve(PARAMETERS, BUFFERS, transient=BUFFERS).frozen) == held
+        assert list(declared.resolve(PARAMETERS, BUFFERS, transient=BUFFERS).frozen) == resolved
         assert list(declared.resolve(PARAMETERS, BUFFERS).frozen) == everything
-    for sources in (other, {"reference": tmp_path} | other, {}):
+    for sources in (callable_verifier, {"reference": tmp_path} | callable_verifier, {}):
         assert list(subject(frozen=frozen, **sources).resolve(PARAMETERS, BUFFERS, BUFFERS).frozen) == everything
 
 
@@ -294,7 +294,7 @@ def test_a_frozen_pattern_leaves_out_what_no_checkpoint_holds(tmp_path, frozen, 
     ("pattern", "template"),
     [("layers.*.q.weight", "q"), ("embed.weight", "model.*"), ("layers.*.*", "l.*"), ("layers.[0].q.weight", "l.*")],
 )
-def test_frozen_stars_must_pair_up(pattern, template):
+def test_wildcards_of_a_frozen_mapping_must_pair_up(pattern, template):
     with pytest.raises(SubjectError) as caught:
         resolve(frozen={pattern: template})
     assert str(caught.value) == (
@@ -303,7 +303,7 @@ def test_frozen_stars_must_pair_up(pattern, template):
     )
 
 
-def test_the_first_placement_that_matches_wins():
+def test_the_first_matching_placement_applies():
     facts = resolve(placements={"*.norm.*": "R", "layers.*": ["R", Shard(1)], "*": Shard(0)})
     assert facts.placements == {
         "layers.0.norm.weight": ("R",),
@@ -334,7 +334,7 @@ def test_the_first_placement_that_matches_wins():
         ((_StridedShard(0, split_factor=2), Shard(0)), ("_S(0, 2)", "S(0)")),
     ],
 )
-def test_placements(declared, parsed):
+def test_placements_are_parsed_to_their_short_form(declared, parsed):
     assert parse_placements(declared) == parsed
     assert parse_placements(", ".join(parsed)) == parsed
 
@@ -343,12 +343,12 @@ def test_placements(declared, parsed):
     "declared",
     ["", " ", "r", "P(sum)", "S(-1)", "S(0", "S(0) S(1)", "RS(0)", "S(0);R", "_S(0)", 0, None, (), ["R", 3], b"R"],
 )
-def test_what_is_no_placement(declared):
+def test_other_values_are_not_placements(declared):
     with pytest.raises(SubjectError, match=r"^Subject\(placements=\.\.\.\): .* is not a placement; write 'S\(0\)'"):
         parse_placements(declared)
 
 
-def test_a_partial_is_no_placement_of_a_parameter():
+def test_a_partial_is_not_a_placement_of_a_parameter():
     with pytest.raises(SubjectError, match="is not a placement"):
         parse_placements(Partial())
 
@@ -364,5 +364,5 @@ def test_a_partial_is_no_placement_of_a_parameter():
         (_StridedShard(1, split_factor=4), "_S(1, 4)"),
     ],
 )
-def test_placements_as_messages_write_them(placement, short):
+def test_the_short_form_of_placements(placement, short):
     assert short_placement(placement) == short

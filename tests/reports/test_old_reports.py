@@ -1,7 +1,7 @@
 """A ``report.json`` as version 0.3.0 wrote it can still be read, and each check has the same outcome.
 
-``data/0.3.0.report.json`` was written by 0.3.0 for four loaders on 2 ranks (gloo), one for each way to end. Removed from it
-are the machine, the date, and the checks that ``only=`` left out of all loaders but the first.
+``data/0.3.0.report.json`` was written by 0.3.0 for four loaders on 2 ranks (gloo) with different outcomes. The
+machine and the date were removed, and from all loaders but the first the checks that ``only=`` left out.
 """
 
 from __future__ import annotations
