@@ -1,6 +1,6 @@
 """The conventions behind the names of mesh dimensions and the short form of placements.
 
-A mesh does not record what its dimensions are for, so the names have to tell: ``tp`` splits the model, ``dp_shard``
+A mesh does not record what its dimensions are for; only their names say that ``tp`` splits the model and ``dp_shard``
 the batch.
 """
 

@@ -28,8 +28,8 @@ class Part:
 
     ``local`` holds the elements of this rank and ``shape`` is the shape of the whole tensor. ``regions`` has the global
     indices of ``local``: half-open ranges for each dim or, if ``flat``, for the single dim of the flattened tensor.
-    ``gradient`` is this rank's part of the gradient, if that is not ``parameter.grad``. ``by`` names
-    in messages who sharded the tensor; it is empty for DTensors and plain tensors.
+    ``gradient`` is this rank's part of the gradient, if that is not ``parameter.grad``. ``by`` is the name of what
+    sharded the tensor, for messages; it is empty for DTensors and plain tensors.
     """
 
     local: Tensor

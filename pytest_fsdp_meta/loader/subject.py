@@ -91,8 +91,8 @@ class Subject:
     frozen: str | Sequence[str] | Mapping[str, str] = ()
     """Names or patterns of frozen weights; by default what the reference freezes.
 
-    A mapping gives the name of each weight in the verifier, whose ``*`` are filled in order with what the wildcards of
-    the pattern matched: ``{"layers.*.weight": "model.layers.*.weight"}``.
+    A mapping gives the names in the verifier: ``{"layers.*.norm.weight": "model.layers.*.ln.weight"}``. Each ``*`` in
+    the latter is replaced with the text that the wildcard at the same position in the pattern matched.
     """
     verifier: Source | None = None
     """What frozen weights were taken from and must equal: a callable that builds a model, or a checkpoint directory.

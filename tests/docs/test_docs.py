@@ -25,7 +25,7 @@ EVERYWHERE = {
     for folder in (ROOT, DOCS, ROOT / "benchmarks" / "results")
     for page in sorted(folder.glob("*.md"))
 }
-TRIED_BY = re.compile(r"tried by (tests/\w+\.py)")
+TRIED_BY = re.compile(r"tried by (tests/[\w/]+\.py)")
 LANGUAGES = {"python", "console", "text", "sh", "yaml", "ini", "json"}
 
 NOT_RUN = {

@@ -367,7 +367,7 @@ def test_evidence_in_the_project_is_no_test_unless_it_is_named(project: Project)
     project.collect().assert_outcomes(passed=1)
     result = project.collect("out/evidence")
     result.assert_outcomes(failed=1)
-    told = [line for line in result.outlines if line.endswith("cut off (BadGzipFile: Not a gzipped file (b'no'))")]
+    told = [line for line in result.outlines if line.endswith("truncated (BadGzipFile: Not a gzipped file (b'no'))")]
     assert told
 
 
