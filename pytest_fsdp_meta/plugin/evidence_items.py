@@ -61,7 +61,7 @@ class EvidenceFile(pytest.File):
 
     def collect(self) -> Iterable[pytest.Item]:
         try:
-            self.stored = store.read(self.path)
+            self.stored = store.read_evidence(self.path)
         except ValueError as error:
             yield InvalidEvidence.from_parent(self, name="unreadable", message=str(error))
             return

@@ -123,7 +123,7 @@ def _store_evidence(folder: Path, loader: str, spec: ConformanceSpec, evidence: 
         skip=spec.skip,
         xfail=spec.xfail,
     )
-    return f"{folder.name}/{store.write(folder, stored).name}"
+    return f"{folder.name}/{store.write_evidence(folder, stored).name}"
 
 
 def settles(report: pytest.TestReport) -> bool:

@@ -92,7 +92,7 @@ class ReportPlugin:
         self._writer.clear((PAGE, *EXTRA_FILES))
         folder = self._writer.folder / store.FOLDER
         if not is_judged(folder, self._config):
-            store.clear(folder)
+            store.clear_evidence(folder)
 
     @property
     def _is_idle(self) -> bool:

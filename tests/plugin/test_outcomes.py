@@ -222,7 +222,7 @@ def test_a_loader_that_returns_no_subject(project: Project) -> None:
         "hangs": "ranks 0, 1 did not answer within 2 s",
         "lock": "fixture 'lock' returns a lock, which cannot be sent to the ranks "
         f"(TypeError: cannot pickle '_thread.lock' object); {remedy}",
-        "unreadable": "'unreadable': its value cannot be read on the ranks "
+        "unreadable": "'unreadable': its value cannot be unpickled on the ranks "
         f"(ValueError: invalid literal for int() with base 10: 'seven'); {remedy}",
         "self": "the test and its instance (self) cannot be sent to the ranks: TypeError: cannot pickle "
         "'_thread.lock' object",

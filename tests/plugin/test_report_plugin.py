@@ -368,7 +368,7 @@ def test_evidence_is_collected_only_if_the_command_line_names_it(project: Projec
     project.collect().assert_outcomes(passed=1)
     result = project.collect("out/evidence")
     result.assert_outcomes(failed=1)
-    assert [line for line in result.outlines if line.endswith("cut off (BadGzipFile: Not a gzipped file (b'no'))")]
+    assert [line for line in result.outlines if line.endswith("truncated (BadGzipFile: Not a gzipped file (b'no'))")]
 
 
 def test_folders_that_cannot_hold_a_report_are_refused(project: Project) -> None:
@@ -434,7 +434,7 @@ def test_damaged_files_do_not_prevent_judging_the_others(project: Project) -> No
     whole.with_name("garbled.evidence.json.gz").write_bytes(data[:30] + bytes(40) + data[70:])
     result = project.run("out/evidence")
     result.assert_outcomes(passed=1, failed=2)
-    assert sum("no kept evidence, or cut off" in line for line in result.outlines) >= 2
+    assert sum("not stored evidence, or truncated" in line for line in result.outlines) >= 2
     assert "Traceback" not in result.stdout.str()
 
 
