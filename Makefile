@@ -14,8 +14,8 @@ SYSTEMS := $(notdir $(patsubst %/requirements.txt,%,$(wildcard conformance/syste
 
 help:
 	@echo "make conformance  install, then judge real loaders on real ranks (on GPUs if there are enough, else on the CPU)"
-	@echo "make test         install, then lint, type-check, run all tests, and use the built wheel elsewhere (make downstream)"
-	@echo "make check        run all tests, without lint and without the downstream repository"
+	@echo "make test         install, then lint, type-check and run all tests"
+	@echo "make check        run all tests, without lint"
 	@echo "make lint         run ruff, mypy and import-linter"
 	@echo "make format       format and fix with ruff"
 	@echo "make systems      judge released third-party packages, each in its own environment: $(SYSTEMS:%=system-%)"
@@ -35,10 +35,10 @@ help:
 	@echo "make clean        remove environments and build output"
 	@echo "variables: PYTHON=$(PYTHON) WORLD_SIZE=$(WORLD_SIZE) WORKERS=$(WORKERS)"
 
-conformance: .venv/installed
-	$(PYTEST) conformance examples --fsdp-world-size=$(WORLD_SIZE)
+conformance: .venv/judging
+	$(PYTEST) -n $(WORKERS) conformance examples --fsdp-world-size=$(WORLD_SIZE)
 
-test: lint check downstream
+test: lint check
 
 check: .venv/installed browser
 	$(PYTEST) -n $(WORKERS) tests conformance examples
@@ -85,11 +85,17 @@ format: .venv/installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# torch first and pinned: given a version range, pip would install the newest build with gigabytes of CUDA.
-.venv/installed: pyproject.toml constraints.txt
+# torch first and pinned: given a version range, pip would install the newest build with gigabytes of CUDA. Python compiles
+# the modules that are used when they are first imported: compiling all of torch and transformers while installing takes
+# longer than the rest of it.
+.venv/judging: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet -c constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test]'
+	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e '.[conformance]'
+	@touch $@
+
+.venv/installed: .venv/judging
+	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e '.[test]'
 	@touch $@
 
 # Without torch, so that a machine that only builds the wheel installs this in seconds.

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import cloudpickle
 
 from pytest_fsdp_meta.catalogue import Verdict, built_in, judge
-from pytest_fsdp_meta.catalogue.registry import OBSERVATIONS
 from pytest_fsdp_meta.evidence import Evidence
 from pytest_fsdp_meta.loader.call import Call
 from pytest_fsdp_meta.trial import ON_RANKS, Trial
@@ -28,11 +27,19 @@ class LoaderJudge:
     def __init__(self) -> None:
         self._preload = ForkServerEngine(Sources(tuple(sys.path)), [*ON_RANKS, *PRELOADED])
 
-    def judge(self, function: Callable[..., Any], mesh: Mapping[str, int], **arguments: Any) -> Verdicts:
-        """Call ``function`` with ``fsdp`` and the arguments on every rank, and return the verdict of every check."""
+    def judge(
+        self, function: Callable[..., Any], mesh: Mapping[str, int], checks: Collection[str] = (), **arguments: Any
+    ) -> Verdicts:
+        """Call ``function`` with ``fsdp`` and the arguments on every rank, and return the verdict of every check.
+
+        With ``checks``, only what these checks and the more basic ones read is observed; the checks that read anything
+        else are skipped.
+        """
         trial = Trial(WorldSpec(mesh, timeout=120), self._preload, steps=3, tolerance={})
+        catalogue = built_in()
+        wanted = catalogue.observations(checks or catalogue.ids())
         packed = {name: cloudpickle.dumps(value) for name, value in arguments.items()}
-        return judge_all(trial.observe(Call(cloudpickle.dumps(function), packed, "fsdp"), OBSERVATIONS))
+        return judge_all(trial.observe(Call(cloudpickle.dumps(function), packed, "fsdp"), wanted))
 
 
 def judge_all(evidence: Evidence) -> Verdicts:

