@@ -49,7 +49,7 @@ def test_what_a_failure_looks_like(tmp_path):
     (tmp_path / "test_llama.py").write_text("".join(broken))
     _, told = type_in(tmp_path, "pytest test_llama.py")
     message = blocks("text")[0]
-    assert "run it again: python -m pytest" in message
+    assert "rerun: python -m pytest" in message
     assert message in told
 
 

@@ -354,7 +354,7 @@ def test_an_unsharded_tensor_held_in_parts_is_found():
     evidence = in_runs((0, 7), (7, 24))
     evidence = replace(evidence, subject=replace(evidence.subject, unsharded=(MIDDLE,)))
     findings = verdict("unsharded_modules_stay_whole", evidence).findings
-    assert [(f.ranks, f.actual) for f in findings] == [((0, 1), "in parts, as FSDP1 says")]
+    assert [(f.ranks, f.actual) for f in findings] == [((0, 1), "split into parts by FSDP1")]
 
 
 def split_like_megatron_fsdp():
