@@ -15,12 +15,12 @@ def test_all_reduce(fsdp):
     assert total.tolist() == [4, 4]
 
 
-def share(total):  # what ranks run may be any function, closures and lambdas too
+def rank_chunk(total):  # ranks can run any function, including closures and lambdas
     return torch.arange(total).chunk(dist.get_world_size())[dist.get_rank()].tolist()
 
 
 @pytest.mark.fsdp_world(world_size=2)
-@given(total=st.integers(2, 100))  # drawn once, for all ranks
-def test_shares_make_the_whole(fsdp_world, total):
-    shares = fsdp_world.run(share, total)  # this body runs in the pytest process
-    assert shares[0] + shares[1] == list(range(total))
+@given(total=st.integers(2, 100))  # each example is the same on all ranks
+def test_chunks_cover_the_range(fsdp_world, total):  # the body runs in the pytest process
+    chunks = fsdp_world.run(rank_chunk, total)
+    assert chunks[0] + chunks[1] == list(range(total))
