@@ -1,9 +1,9 @@
-# Everything runs in .venv, which is made on first use from the pinned versions in constraints.txt.
+# Everything runs in .venv, which is created on first use with the versions pinned in constraints.txt.
 PYTHON ?= python3
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
 WORLD_SIZE ?= 2
-# Two processes by default; tests/ and conformance/ are independent of each other and of their order.
+# Processes of pytest-xdist. The tests do not depend on each other or on their order.
 WORKERS ?= 2
 
 RAY := .venv-ray/bin
@@ -13,25 +13,26 @@ SYSTEMS := $(notdir $(patsubst %/requirements.txt,%,$(wildcard conformance/syste
 .PHONY: help conformance test lint check wheel downstream matrix field bench bench-catalogue bench-worlds bench-faults soak gpu format docs site browser pictures clean ray systems $(SYSTEMS:%=system-%)
 
 help:
-	@echo "make conformance  install, then judge real loaders on real ranks (GPUs where there are enough, else CPU)"
-	@echo "make test         install, then lint, types, every test, and the kit as built in a downstream repository"
-	@echo "make systems      judge the real released packages, each in its own environment: $(SYSTEMS:%=system-%)"
-	@echo "make ray          install Ray as well, elsewhere, then the tests of worlds over several machines"
-	@echo "make lint         ruff, mypy, import-linter"
-	@echo "make wheel        builds the distribution into dist, and checks what is in it"
-	@echo "make downstream   judges examples/downstream elsewhere, in a new environment, with the kit from that wheel"
-	@echo "make matrix       every loader against every check: build/matrix.json, .md and .svg"
-	@echo "make field        transformers' own FSDP2 loader on every causal language model that it has: docs/field.md"
-	@echo "make bench        what the catalogue costs, how fast weights are verified, worlds and their faults beside the peers"
-	@echo "                  (alone: make bench-worlds, make bench-faults), to benchmarks/results"
-	@echo "make soak         four workers on eight slots for ten minutes: no slot used twice, nothing left"
-	@echo "make gpu          what only a machine with a GPU can show; writes benchmarks/results/DATE-gpu.md"
-	@echo "make clean        removes the environments and what was built"
-	@echo "make browser      installs Chromium where it is missing and apt-get may: the page of a report is tested in it"
-	@echo "make pictures     runs broken loaders, and photographs the page of their report: docs/images"
-	@echo "make format       ruff, with fixes"
-	@echo "make docs         the pages that are made from the code: docs/catalogue.md"
-	@echo "make site         the pages of docs/ as a site, to be read without a network: build/site/index.html"
+	@echo "make conformance  install, then judge real loaders on real ranks (on GPUs if there are enough, else on the CPU)"
+	@echo "make test         install, then lint, type-check, run all tests, and use the built wheel elsewhere (make downstream)"
+	@echo "make check        run all tests, without lint and without the downstream repository"
+	@echo "make lint         run ruff, mypy and import-linter"
+	@echo "make format       format and fix with ruff"
+	@echo "make systems      judge released third-party packages, each in its own environment: $(SYSTEMS:%=system-%)"
+	@echo "make ray          install Ray in a separate environment and run the tests of worlds on several machines"
+	@echo "make gpu          run the tests that need a GPU and write benchmarks/results/DATE-gpu.md"
+	@echo "make wheel        build the distribution into dist and check its contents"
+	@echo "make downstream   run examples/downstream in a new environment with that wheel"
+	@echo "make matrix       judge every loader by every check: build/matrix.json, .md and .svg"
+	@echo "make field        judge transformers' own FSDP2 loader on all its causal language models: docs/field.md"
+	@echo "make bench        measure checks, weight verification, worlds and faults next to other tools: benchmarks/results"
+	@echo "                  (one part: make bench-catalogue, make bench-worlds, make bench-faults)"
+	@echo "make soak         run four workers on eight slots for ten minutes; no slot may be shared and nothing left behind"
+	@echo "make docs         generate docs/catalogue.md and docs/report.schema.json from the code"
+	@echo "make site         build docs/ as a site that works offline: build/site/index.html"
+	@echo "make pictures     run broken loaders and take the screenshots of their report: docs/images"
+	@echo "make browser      install Chromium, in which the report page is tested, if it is missing and apt-get is available"
+	@echo "make clean        remove environments and build output"
 	@echo "variables: PYTHON=$(PYTHON) WORLD_SIZE=$(WORLD_SIZE) WORKERS=$(WORKERS)"
 
 conformance: .venv/installed
@@ -42,7 +43,7 @@ test: lint check downstream
 check: .venv/installed browser
 	$(PYTEST) -n $(WORKERS) tests conformance examples
 
-# The page of a report is tested in a real browser. Where this cannot bring one, it says what would.
+# The report page is tested in a real browser. If none can be installed here, say how to get one.
 browser:
 	@found=; for name in chromium chromium-browser google-chrome google-chrome-stable chrome; do \
 	  found=$$found$$(command -v $$name || true); done; \
@@ -51,11 +52,11 @@ browser:
 	  found=$$(command -v chromium || true); fi; \
 	[ -n "$$found" ] || echo "no Chromium for tests/reports/test_page_browser.py: install the package chromium, or run $(BIN)/playwright install chromium"
 
-# The pictures of a report in README and docs, from a real run.
+# The screenshots in README and docs come from a real run.
 pictures: .venv/installed browser
 	$(BIN)/python -m tests.reports.report_picture docs/images
 
-# The wheel is built from the source distribution, so that what that lacks is missed here.
+# The wheel is built from the source distribution, so a file missing from the latter fails here.
 wheel: .venv-release/installed
 	rm -rf dist
 	.venv-release/bin/python -m build --outdir dist .
@@ -70,7 +71,7 @@ systems: $(SYSTEMS:%=system-%)
 $(SYSTEMS:%=system-%): system-%:
 	PYTHON=$(PYTHON) conformance/systems/run.sh $*
 
-# Alone, because each module starts clusters of its own.
+# Without pytest-xdist, because each module starts its own Ray clusters.
 ray: .venv-ray/installed
 	$(RAY)/python -m pytest tests/ray/test_ray.py tests/ray/test_same_as_local.py tests/ray/test_hosted_ranks.py tests/worlds/test_process_groups.py tests/ray/test_namespaces.py
 
@@ -84,36 +85,36 @@ format: .venv/installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# torch first and pinned: asked for by a range, pip would take the newest build with gigabytes of CUDA.
+# torch first and pinned: given a version range, pip would install the newest build with gigabytes of CUDA.
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch==2.13.0
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test]'
 	@touch $@
 
-# Without torch, so that a machine that only builds is done in seconds.
+# Without torch, so that a machine that only builds the wheel installs this in seconds.
 .venv-release/installed: constraints.txt
 	$(PYTHON) -m venv .venv-release
 	.venv-release/bin/python -m pip install --quiet -c constraints.txt build check-wheel-contents twine
 	@touch $@
 
-# In an environment of its own: what comes with Ray is for nobody else.
+# A separate environment, so that Ray's dependencies affect nothing else.
 .venv-ray/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-ray
 	$(RAY)/python -m pip install --quiet -c constraints.txt torch==2.13.0
 	$(RAY)/python -m pip install --quiet -c constraints.txt -e '.[test,ray]'
 	@touch $@
 
-# Every loader against every check, as JSON, Markdown and a picture.
+# Every loader judged by every check, as JSON, Markdown and SVG.
 matrix: .venv/installed
 	$(BIN)/python -m conformance.matrix --out build
 
-# What differs from what is known is told, and fails. A run that was broken off goes on where it was. The same on a loader
-# that conforms, which must be clean: python -m conformance.field --loader plain
+# Fails on differences from the known results. An interrupted run continues where it stopped. A conforming loader must give
+# no findings on the same models: python -m conformance.field --loader plain
 field: .venv/installed
 	$(BIN)/python -m conformance.field --page docs/field.md
 
-# Speed and memory, side by side with the bare work and with the peers; written to files of the day.
+# Speed and memory next to the same work without the plugin and next to other tools; files are named by date.
 DATED := benchmarks/results/$(shell date +%F)
 TESTS ?= 20
 
@@ -129,7 +130,7 @@ bench-worlds: .venv-peers/installed
 bench-faults: .venv-peers/installed
 	.venv-peers/bin/python -m benchmarks.faults --out $(DATED)-faults.md
 
-# Whatever else pip finds, torch comes first and pinned. Of the peers, only what an index has: see the file.
+# torch first and pinned, as above. Only the tools that are on PyPI are installed: see the file.
 .venv-peers/installed: benchmarks/peers/requirements.txt
 	$(PYTHON) -m venv .venv-peers
 	.venv-peers/bin/python -m pip install --quiet torch==2.13.0
@@ -139,16 +140,16 @@ bench-faults: .venv-peers/installed
 soak: .venv/installed
 	$(BIN)/python -m benchmarks.soak --seconds 600
 
-# Exits with 2 where there is no GPU. torch 2.13.0 from PyPI comes with CUDA and NCCL.
+# Exits with status 2 without a GPU. torch 2.13.0 from PyPI includes CUDA and NCCL.
 gpu: .venv/installed
 	$(BIN)/python -m benchmarks.gpu
 
-# The pages that are made from the code.
+# Files generated from the code.
 docs: .venv/installed
 	$(BIN)/python -m pytest_fsdp_meta.reports.catalogue_page > docs/catalogue.md
 	$(BIN)/python -m pytest_fsdp_meta.reports.io > docs/report.schema.json
 
-# Whatever Sphinx warns of (a link that leads nowhere, a page in no table of contents) is an error.
+# Sphinx warnings, such as broken links and pages missing from the table of contents, are errors.
 site: docs
 	$(BIN)/python -m sphinx -q -W --keep-going docs build/site
 

@@ -1,7 +1,7 @@
-"""What a world of two costs with each engine, from start to end, and a call to it: python -m benchmarks.engines
+"""Measure how long a world of two, and a call to it, takes with each engine: ``python -m benchmarks.engines``.
 
-The first world pays for what all later ones have: Ray's start, imports. "spawned" is a cluster whose actors import
-torch anew for every rank, instead of forking from a server that has.
+The first world includes the costs that later ones share: starting Ray, and imports. "spawned" is a cluster in which
+every rank imports torch itself, instead of being forked from a server that has imported it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CALLS = 200
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds."""
+    """Times in seconds; ``megabytes`` is the throughput of arguments in MB/s."""
 
     engine: str
     first: float
@@ -30,7 +30,7 @@ class Cost:
     megabytes: float
 
 
-def total() -> float:
+def reduce_ones() -> float:
     import torch
     import torch.distributed as dist
 
@@ -39,23 +39,23 @@ def total() -> float:
     return tensor.item()
 
 
-def spent(act: Callable[[], object]) -> float:
+def time_call(act: Callable[[], object]) -> float:
     began = time.perf_counter()
     act()
     return time.perf_counter() - began
 
 
 def measure(name: str, engine: Engine, worlds: int) -> Cost:
-    def one() -> None:
+    def run_world() -> None:
         with World(SPEC, engine) as world:
-            assert world.run(total) == [2.0, 2.0]
+            assert world.run(reduce_ones) == [2.0, 2.0]
 
-    first = spent(one)
-    later = statistics.median(spent(one) for _ in range(worlds))
+    first = time_call(run_world)
+    later = statistics.median(time_call(run_world) for _ in range(worlds))
     with World(SPEC, engine) as world:
-        call = statistics.median(spent(lambda: world.run(total)) for _ in range(CALLS))
+        call = statistics.median(time_call(lambda: world.run(reduce_ones)) for _ in range(CALLS))
         data = b"x" * 20_000_000
-        sent = statistics.median(spent(lambda: world.run(len, data)) for _ in range(5))
+        sent = statistics.median(time_call(lambda: world.run(len, data)) for _ in range(5))
     engine.close()
     return Cost(name, first, later, call, 2 * len(data) / 1e6 / sent)
 

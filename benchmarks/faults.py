@@ -1,9 +1,9 @@
-"""The same faults under ours and under each peer: ``python -m benchmarks.faults``.
+"""Inject the same faults under this plugin and each other tool: ``python -m benchmarks.faults``.
 
-Of two tests in a world of two, the first has the fault on rank 1 while rank 0 waits for it in a collective; the second
-is healthy. Told is how long after the fault the run is over, whether what it says names rank 1 and the cause, whether
-rank 0 came out of the collective though rank 1 never was in it (its collective met one of another test: a false pass),
-and what still runs five seconds after the run is over.
+Two tests run in a world of two. In the first, rank 1 has the fault while rank 0 waits for it in a collective; the
+second is healthy. The table shows the time from the fault to the end of the run, whether the output names rank 1 and
+the cause, whether rank 0 left the collective although rank 1 never entered it (it was paired with a collective of
+another test: a false pass), and how many processes still run five seconds after the end.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ FAULTS = {
     "raise": ("an exception on rank 1", r"boom"),
     "exit": ("rank 1 exits with code 7", r"(?i)(exit|code|status|return)\D{0,40}\b7\b"),
     "kill": ("rank 1 is killed by SIGKILL", r"SIGKILL|[Kk]illed|signal 9|signal -?9|exit ?code:? -9"),
-    "deadlock": ("rank 1 never comes", r"(?i)time[d ]*-?out|did not answer|hang|stuck|stood at"),
+    "deadlock": ("rank 1 never arrives", r"(?i)time[d ]*-?out|did not answer|hang|stuck|stack of rank"),
     "orphan": ("pytest is killed by SIGKILL while ranks wait", r""),
 }
 NAMED = r"(?i)(?:rank|process|worker|thread|local_rank|gw)s?[\s:=\[#(]*{}\b"
 LATER = 5.0
+"""Seconds after the end of a run at which the remaining processes are counted."""
 
 
 @dataclass
-class Seen:
-    """What became of one fault."""
+class FaultResult:
+    """The outcome of one fault."""
 
     seconds: float | None
-    """None: it was not over when the patience was."""
+    """Seconds from the fault to the end of the run; None if it did not end within --patience."""
     run: Run
     left: int
 
@@ -45,21 +46,21 @@ class Seen:
             return "fault not reached | | |"
         if fault == "orphan":
             return f" | | {self.left} |"
-        known = "not known" if self.seconds is None else f"{max(self.seconds, 0):.1f}"
+        duration = "did not end" if self.seconds is None else f"{max(self.seconds, 0):.1f}"
         false = " **false pass**" if "out.0" in self.run.marks else ""
-        return f"{known}{false} | {self.blamed()}{self.caused(fault)} | {self.left} |"
+        return f"{duration}{false} | {self.named_rank()}{self.named_cause(fault)} | {self.left} |"
 
-    def blamed(self) -> str:
+    def named_rank(self) -> str:
         right, wrong = (re.search(NAMED.format(rank), self.run.output) is not None for rank in (1, 0))
         return {(True, False): "rank 1", (True, True): "both", (False, True): "rank 0", (False, False): "none"}[
             right, wrong
         ]
 
-    def caused(self, fault: str) -> str:
-        return ", cause told" if re.search(FAULTS[fault][1], self.run.output) else ", no cause"
+    def named_cause(self, fault: str) -> str:
+        return ", cause named" if re.search(FAULTS[fault][1], self.run.output) else ", no cause"
 
 
-def inject(peer: Peer, python: str, fault: str, limit: float, patience: float) -> Seen:
+def inject(peer: Peer, python: str, fault: str, limit: float, patience: float) -> FaultResult:
     with started(peer, python, fault, world=2, tests=2, limit=limit) as at_work:
         mark = _wait_for_fault(at_work)
         if fault == "orphan" and mark is not None:
@@ -69,7 +70,7 @@ def inject(peer: Peer, python: str, fault: str, limit: float, patience: float) -
         ended = time.time()
         time.sleep(LATER if over else 0.0)
         left = [pid for pid in at_work.pids() if over or pid != at_work.process.pid]
-        return Seen(ended - mark if over and mark is not None else None, at_work.told(), len(left))
+        return FaultResult(ended - mark if over and mark is not None else None, at_work.read_results(), len(left))
 
 
 def _wait_for_fault(at_work: Started, seconds: float = 120.0) -> float | None:
@@ -84,7 +85,7 @@ def _wait_for_fault(at_work: Started, seconds: float = 120.0) -> float | None:
 
 
 def _kill_pytest(at_work: Started) -> None:
-    """Every pytest that the user would see as one: what was started first. Its ranks are left to themselves."""
+    """Kill the process that the user started, and leave its ranks alone."""
     os.kill(at_work.process.pid, signal.SIGKILL)
 
 
@@ -97,46 +98,52 @@ def _wait(at_work: Started, seconds: float) -> bool:
     return True
 
 
-def say(text: str) -> None:
+def log(text: str) -> None:
     print(f"[{time.strftime('%H:%M:%S')}, load {os.getloadavg()[0]:.1f}] {text}", file=sys.stderr, flush=True)
 
 
 def table(python: str, peers: Sequence[Peer], fault: str, limit: float, patience: float) -> str:
-    lines = [f"### {FAULTS[fault][0]}\n", "| | seconds until it is over | told | left 5 s later |", "|---|---|---|---|"]
+    lines = [
+        f"### {FAULTS[fault][0]}\n",
+        "| | seconds until the run ends | output names | processes left after 5 s |",
+        "|---|---|---|---|",
+    ]
     for peer in peers:
-        seen = inject(peer, python, fault, limit, patience)
+        result = inject(peer, python, fault, limit, patience)
         name = f"**{peer.name}**" if peer.ours else peer.name
-        lines.append(f"| {name} | {seen.cells(fault)}")
-        say(lines[-1])
+        lines.append(f"| {name} | {result.cells(fault)}")
+        log(lines[-1])
     return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--python", default=default_python(), help="of the environment that has the peers")
-    parser.add_argument("--only", nargs="*", default=[], help="words of the names of peers")
+    parser.add_argument(
+        "--python", default=default_python(), help="interpreter of the environment that has the other tools"
+    )
+    parser.add_argument("--only", nargs="*", default=[], help="parts of the names of tools to run")
     parser.add_argument("--faults", nargs="*", default=list(FAULTS))
-    parser.add_argument("--limit", type=float, default=10.0, help="seconds that a hang may take, where a peer is told")
-    parser.add_argument("--patience", type=float, default=30.0, help="seconds until a fault counts as not known")
+    parser.add_argument("--limit", type=float, default=10.0, help="time limit in seconds, for tools that have one")
+    parser.add_argument("--patience", type=float, default=30.0, help="seconds to wait for the end of a run")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    ours = [one for one in OURS if one.name == "@fsdp_spmd"]
+    ours = [peer for peer in OURS if peer.name == "@fsdp_spmd"]
     peers, missing = available(options.python, [*ours, *PEERS])
-    peers = [one for one in peers if not options.only or one.ours or any(word in one.name for word in options.only)]
-    told = [
-        f"# The same faults under each peer, {time.strftime('%Y-%m-%d %H:%M')}\n",
+    peers = [peer for peer in peers if not options.only or peer.ours or any(part in peer.name for part in options.only)]
+    lines = [
+        f"# The same faults under each tool, {time.strftime('%Y-%m-%d %H:%M')}\n",
         f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} before. {versions(options.python)}.",
-        f"Hangs are to be told after {options.limit:g} s, where a peer can be told so.",
-        f"Not known: not within {options.patience:g} s.",
+        f"Time limit for a hang: {options.limit:g} s, for tools that have one.",
+        f"Did not end: not within {options.patience:g} s.",
     ]
     if missing:
-        told.append("Not installed here: " + ", ".join(peer.name for peer in missing) + ".")
+        lines.append("Not installed here: " + ", ".join(peer.name for peer in missing) + ".")
     for fault in options.faults:
-        told.append("\n" + table(options.python, peers, fault, options.limit, options.patience))
-        if options.out:  # after each, for a run takes long
-            options.out.write_text("\n".join(told) + "\n", "utf-8")
+        lines.append("\n" + table(options.python, peers, fault, options.limit, options.patience))
+        if options.out:  # after each fault, because a run takes long
+            options.out.write_text("\n".join(lines) + "\n", "utf-8")
     if not options.out:
-        print("\n".join(told))
+        print("\n".join(lines))
 
 
 if __name__ == "__main__":

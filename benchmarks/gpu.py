@@ -1,8 +1,8 @@
-"""What only a machine with a GPU can show: ``python -m benchmarks.gpu``, or ``make gpu``.
+"""Run the tests and measurements that need a GPU: ``python -m benchmarks.gpu``, or ``make gpu``.
 
-Worlds with NCCL on one rank per GPU, and with gloo on ranks that share GPUs: their tests, conforming loaders judged by
-the whole catalogue, and how long a world takes to start. Writes ``benchmarks/results/DATE-gpu.md`` and exits with 1
-when a test failed; without a GPU it says so in one line and exits with 2.
+It tests worlds with NCCL (one rank per GPU) and with gloo (ranks share GPUs), runs the whole catalogue on conforming
+loaders, and measures how long a world takes to start. It writes ``benchmarks/results/DATE-gpu.md`` and exits with 1 if
+a test failed. Without a GPU, it prints one line and exits with 2.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ RESULTS = ROOT / "benchmarks" / "results"
 SHARED = ("--fsdp-device=cuda", "--fsdp-backend=gloo")
 SUITES = {
     "worlds on GPUs": ("tests/gpu/test_gpu.py",),
-    # By itself the plugin takes a GPU for every rank where there is one.
+    # By default the plugin uses one GPU per rank if there are enough.
     "conforming loaders, NCCL, world of 1": ("conformance/test_conforming.py", "-k", "test_sharded and world1"),
     "conforming loaders, gloo on CUDA, worlds of 2 and 4": (
         *("conformance/test_conforming.py", "-k", "test_sharded and (world2 or world4)", *SHARED),
     ),
-    "tests of worlds, as they are": ("tests/worlds/test_worlds.py", "tests/worlds/test_faults.py"),
+    "tests of worlds, unchanged": ("tests/worlds/test_worlds.py", "tests/worlds/test_faults.py"),
 }
 
 
 @dataclass(frozen=True)
 class Suite:
-    """What came of one run of pytest."""
+    """The outcome of one run of pytest."""
 
     name: str
     counts: dict[str, int]
@@ -46,8 +46,8 @@ class Suite:
     bad: list[str]
 
 
-def ask(code: str) -> str:
-    """What Python prints in a process of its own, so that this one has nothing to do with CUDA."""
+def run_python(code: str) -> str:
+    """Return what the code prints in a separate process, so that this one never initialises CUDA."""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=300)
     return done.stdout.strip() or done.stderr.strip().rpartition("\n")[2]
 
@@ -55,13 +55,13 @@ def ask(code: str) -> str:
 def machine() -> dict[str, str]:
     query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
     try:
-        told = subprocess.run(query, capture_output=True, text=True, check=False, timeout=60).stdout.strip()
+        gpus = subprocess.run(query, capture_output=True, text=True, check=False, timeout=60).stdout.strip()
     except OSError as error:
-        told = f"nvidia-smi: {error}"
+        gpus = f"nvidia-smi: {error}"
     return {
-        "GPUs (name, driver, memory)": told.replace("\n", "; "),
-        "torch": ask("import torch; print(torch.__version__, 'CUDA', torch.version.cuda)"),
-        "NCCL": ask("import torch; print('.'.join(map(str, torch.cuda.nccl.version())))"),
+        "GPUs (name, driver, memory)": gpus.replace("\n", "; "),
+        "torch": run_python("import torch; print(torch.__version__, 'CUDA', torch.version.cuda)"),
+        "NCCL": run_python("import torch; print('.'.join(map(str, torch.cuda.nccl.version())))"),
         "Python": platform.python_version(),
         "CPU cores": str(os.cpu_count()),
         "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "not set"),
@@ -69,7 +69,7 @@ def machine() -> dict[str, str]:
 
 
 def run(name: str, arguments: tuple[str, ...]) -> Suite:
-    """One run of pytest, with its output in the terminal."""
+    """Run pytest with its output in the terminal, and return the outcome."""
     print(f"--- {name}: pytest {' '.join(arguments)}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
@@ -94,7 +94,7 @@ def run(name: str, arguments: tuple[str, ...]) -> Suite:
 
 
 def first_collective() -> float:
-    """On a rank: one all-reduce on its device, which is where a backend opens its connections."""
+    """Return the seconds of an all-reduce on this rank's device; the first one opens the backend's connections."""
     import torch
     import torch.distributed as dist
 
@@ -107,7 +107,7 @@ def first_collective() -> float:
 
 
 def speed(size: int, backend: str, gpus: int, engine: ForkServerEngine, repeats: int) -> str:
-    """One row: starting a world, its first collective, a warm call, ending it; medians in seconds."""
+    """Return a row of medians in seconds: starting a world, its first collective, a warm call, closing it."""
     spec = WorldSpec({"dp_shard": size}, "cuda", backend, devices=tuple(rank % gpus for rank in range(size)))
     took: dict[str, list[float]] = {"start": [], "first": [], "warm": [], "end": []}
     try:
@@ -136,7 +136,7 @@ def speeds(gpus: int, repeats: int) -> list[str]:
     took = time.monotonic() - began
     worlds = [(1, "nccl"), (2, "gloo"), (4, "gloo"), *([(2, "nccl")] if gpus > 1 else [])]
     return [
-        f"Ranks are started by {engine.method} (wanted: forkserver); importing torch beforehand took {took:.1f} s.",
+        f"Ranks are started by {engine.method} (expected: forkserver); importing torch beforehand took {took:.1f} s.",
         "",
         f"Seconds, median of {repeats}; the first collective is the slowest rank's.",
         "",
@@ -148,11 +148,11 @@ def speeds(gpus: int, repeats: int) -> list[str]:
 def page(gpus: int, suites: list[Suite], started: list[str]) -> str:
     facts = [f"| {name} | {value} |" for name, value in machine().items()]
     rows = [
-        f"| {one.name} | {' | '.join(str(one.counts.get(k, 0)) for k in ('passed', 'failed', 'error', 'skipped'))} "
-        f"| {one.seconds:.0f} |"
-        for one in suites
+        f"| {suite.name} | {' | '.join(str(suite.counts.get(k, 0)) for k in ('passed', 'failed', 'error', 'skipped'))} "
+        f"| {suite.seconds:.0f} |"
+        for suite in suites
     ]
-    bad = [f"* {line}" for one in suites for line in one.bad]
+    bad = [f"* {line}" for suite in suites for line in suite.bad]
     return "\n".join(
         [
             f"# {datetime.date.today()}, {gpus} GPU{'s' if gpus > 1 else ''}",
@@ -188,7 +188,7 @@ def main() -> int:
     text = page(gpus, suites, started)
     print(text)
     options.out.write_text(text, "utf-8")
-    return 1 if any(one.bad for one in suites) else 0
+    return 1 if any(suite.bad for suite in suites) else 0
 
 
 if __name__ == "__main__":

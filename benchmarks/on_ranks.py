@@ -1,4 +1,4 @@
-"""What the benchmarks run on every rank."""
+"""Functions that the benchmarks run on every rank."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from pytest_fsdp_meta.worlds import Rank, current
 
 
 def load_shards(fsdp: Rank, path: Path) -> Subject:
-    """Every tensor of the checkpoint as a parameter sharded on dim 0, each rank reading its own rows."""
+    """Load every tensor of the checkpoint as a parameter sharded on dim 0; each rank reads only its own rows."""
     model = nn.Module()
     with safe_open(path / "model.safetensors", framework="pt") as file:
-        for name in file.keys():  # noqa: SIM118  a handle is no mapping
+        for name in file.keys():  # noqa: SIM118  the handle is not iterable
             shape, (size, rank) = tuple(file.get_slice(name).get_shape()), (fsdp.world_size, fsdp.rank)
             rows = -(-shape[0] // size)
             local = file.get_slice(name)[rank * rows : (rank + 1) * rows].clone()
@@ -37,7 +37,7 @@ def load_shards(fsdp: Rank, path: Path) -> Subject:
 
 
 def load_and_train(path: Path, steps: int) -> None:
-    """What a test of loss parity would do on every rank, and nothing else."""
+    """Load and train, which is all that a loss-parity test needs on every rank."""
     me = current()
     loaded = load_conforming(me, path)
     train(loaded, me.device, range(steps), (me.rank, me.world_size), make_optimizer(loaded))
@@ -51,7 +51,7 @@ def train_reference(path: Path, steps: int, builds: int) -> None:
 
 
 def verify(path: str, repeats: int) -> dict[str, Any]:
-    """Seconds of ``torch.equal`` on this rank's bytes, of their verification and of the inventory, side by side."""
+    """Measure the seconds of ``torch.equal`` on this rank's shards, of verifying them and of the inventory."""
     model = current().state["subject"].model
     shards = [own_rows(parameter)[0] for parameter in model.parameters()]
 
@@ -63,15 +63,15 @@ def verify(path: str, repeats: int) -> dict[str, Any]:
     return {
         "bytes": sum(shard.nbytes for shard in shards),
         "largest": max(shard.nbytes for shard in shards),
-        **side_by_side(shards, {"verify": lambda: observe_values(path), "inventory": inventory}, repeats),
-        "extra": {"verify": most_memory(lambda: observe_values(path)), "inventory": most_memory(inventory)},
+        **time_each(shards, {"verify": lambda: observe_values(path), "inventory": inventory}, repeats),
+        "extra": {"verify": peak_memory(lambda: observe_values(path)), "inventory": peak_memory(inventory)},
     }
 
 
-def side_by_side(shards: list[Tensor], work: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
+def time_each(shards: list[Tensor], work: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
     copies = [shard.clone() for shard in shards]
     work = {"equal": lambda: [torch.equal(a, b) for a, b in zip(shards, copies, strict=True)], **work}
-    return {name: [seconds(one) for _ in range(repeats)] for name, one in work.items()}
+    return {name: [seconds(act) for _ in range(repeats)] for name, act in work.items()}
 
 
 def seconds(work: Callable[[], Any]) -> float:
@@ -80,22 +80,22 @@ def seconds(work: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def most_memory(work: Callable[[], Any]) -> int:
-    """Bytes of anonymous memory that the work takes at its peak; pages of mapped files are the kernel's to drop."""
-    before, over, most = anonymous(), threading.Event(), [0]
+def peak_memory(work: Callable[[], Any]) -> int:
+    """Return the peak of additional anonymous memory in bytes, since the kernel can drop pages of mapped files."""
+    before, over, peak = anonymous_memory(), threading.Event(), [0]
 
     def watch() -> None:
         while not over.wait(0.001):
-            most[0] = max(most[0], anonymous() - before)
+            peak[0] = max(peak[0], anonymous_memory() - before)
 
     watcher = threading.Thread(target=watch)
     watcher.start()
     work()
     over.set()
     watcher.join()
-    return most[0]
+    return peak[0]
 
 
-def anonymous() -> int:
+def anonymous_memory() -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))

@@ -1,4 +1,4 @@
-"""The peers, ours among them, and one run of one of them: a process with all its descendants, found by a mark."""
+"""Run the same tests under this plugin and other tools, and find all processes that a run starts by a marker."""
 
 from __future__ import annotations
 
@@ -32,35 +32,35 @@ class Peer:
     name: str
     file: str
     fresh: bool
-    """Whether every test has a world of its own."""
+    """Whether every test has a fresh world."""
     needs: str = "torch"
-    """The module without which it cannot run."""
+    """The module that the tool requires."""
     plugins: tuple[str, ...] = ()
     before: tuple[str, ...] = ()
-    """What stands before ``-m pytest``, and after the interpreter unless it begins with a command of its own."""
+    """Arguments between the interpreter and ``-m pytest``; a leading command replaces the interpreter."""
     after: tuple[str, ...] = ()
     environ: Mapping[str, str] = field(default_factory=dict)
     ours: bool = False
     threads: bool = False
 
     def command(self, python: str, world: int) -> list[str]:
-        words = {"world": world, "bin": str(Path(python).parent)}
-        before = [word.format(**words) for word in self.before]
+        values = {"world": world, "bin": str(Path(python).parent)}
+        before = [word.format(**values) for word in self.before]
         if not before or before[0].startswith("-"):
             before.insert(0, python)
         plugins = [word for name in self.plugins for word in ("-p", name)]
-        return [*before, *PYTEST, *plugins, *[w.format(**words) for w in self.after], str(HERE / self.file)]
+        return [*before, *PYTEST, *plugins, *[w.format(**values) for w in self.after], str(HERE / self.file)]
 
 
 PLUGIN = ("pytest_fsdp_meta.plugin",)
-KEPT = {"BENCH_SCOPE": "session"}
+SESSION_SCOPE = {"BENCH_SCOPE": "session"}
 OURS = [
     Peer("World", "ours_world.py", fresh=True, ours=True),
     Peer("@fsdp_spmd", "ours_spmd.py", fresh=True, ours=True, plugins=PLUGIN),
     Peer("fsdp_world", "ours_fixture.py", fresh=True, ours=True, plugins=PLUGIN),
     Peer("World, kept", "ours_warm.py", fresh=False, ours=True),
-    Peer("@fsdp_spmd(scope=session)", "ours_spmd.py", fresh=False, ours=True, plugins=PLUGIN, environ=KEPT),
-    Peer("fsdp_world(scope=session)", "ours_fixture.py", fresh=False, ours=True, plugins=PLUGIN, environ=KEPT),
+    Peer("@fsdp_spmd(scope=session)", "ours_spmd.py", fresh=False, ours=True, plugins=PLUGIN, environ=SESSION_SCOPE),
+    Peer("fsdp_world(scope=session)", "ours_fixture.py", fresh=False, ours=True, plugins=PLUGIN, environ=SESSION_SCOPE),
 ]
 DEEPSPEED = {"needs": "deepspeed_unit", "plugins": ("deepspeed_unit",)}
 MPI_PYTEST = {"needs": "pytest_mpi", "environ": MPI}
@@ -84,7 +84,7 @@ PEERS = [
         "mpi-pytest in mpiexec",
         "peer_mpi.py",
         fresh=False,
-        plugins=("xdist.plugin", "pytest_mpi.plugin"),  # it asks xdist's options wherever xdist is installed
+        plugins=("xdist.plugin", "pytest_mpi.plugin"),  # mpi-pytest reads xdist's options if xdist is installed
         before=MPIEXEC,
         **MPI_PYTEST,
     ),
@@ -93,7 +93,7 @@ PEERS = [
 
 @dataclass
 class Run:
-    """What one run left: how long it took and each of its tests, what it said, and what became of its processes."""
+    """The results of one run: times, outcomes, output, markers, remaining processes and memory."""
 
     wall: float = 0.0
     tests: list[float] = field(default_factory=list)
@@ -107,15 +107,15 @@ class Run:
 
 
 class Started:
-    """A peer at work. All that it has started carries a word of its own in its environment."""
+    """A running tool. All its processes have a unique variable in their environment."""
 
     def __init__(self, peer: Peer, python: str, body: str, world: int, tests: int, limit: float, folder: Path) -> None:
-        self.word = f"BENCH_{uuid.uuid4().hex}"
+        self.marker = f"BENCH_{uuid.uuid4().hex}"
         self.marks = folder
         self.output = folder / "output"
-        given = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "BENCH_"))}
-        environ = given | dict(peer.environ) | {
-            self.word: "1",
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "BENCH_"))}
+        environ = inherited | dict(peer.environ) | {
+            self.marker: "1",
             "BENCH_BODY": body,
             "BENCH_WORLD": str(world),
             "BENCH_TESTS": str(tests),
@@ -138,17 +138,17 @@ class Started:
             )  # fmt: skip
 
     def pids(self) -> list[int]:
-        """What it has started and what still runs, however far from it by now."""
+        """Return all live processes of the run, including those that have left its process tree."""
         found = []
         for entry in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
                 running = (entry / "stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-                if running and self.word.encode() in (entry / "environ").read_bytes():
+                if running and self.marker.encode() in (entry / "environ").read_bytes():
                     found.append(int(entry.name))
         return found
 
     def pss(self) -> int:
-        """Bytes of memory, with what is shared counted once among those that share it."""
+        """Return the memory in bytes, with shared pages divided among the processes that share them (PSS)."""
         total = 0
         for pid in self.pids():
             with suppress(OSError):
@@ -156,7 +156,7 @@ class Started:
                 total += sum(1024 * int(line.split()[1]) for line in lines if line.startswith("Pss:"))
         return total
 
-    def end(self) -> None:
+    def kill_all(self) -> None:
         for _ in range(50):
             if not (left := self.pids()):
                 break
@@ -167,7 +167,7 @@ class Started:
             time.sleep(0.02)
         self.process.wait(10)
 
-    def told(self) -> Run:
+    def read_results(self) -> Run:
         run = Run(code=self.process.poll(), output=self.output.read_text(errors="replace"))
         files = sorted(self.marks.glob("times.*"), key=lambda file: (file.suffix not in (".main", ".Pgw0"), file.name))
         for line in files[0].read_text().splitlines() if files else []:
@@ -181,60 +181,62 @@ class Started:
 
 @contextmanager
 def started(peer: Peer, python: str, body: str, world: int, tests: int = 1, limit: float = 300.0) -> Iterator[Started]:
-    """Whatever becomes of it, none of its processes is left behind."""
+    """Start a tool, and kill all its processes in the end."""
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         at_work = Started(peer, python, body, world, tests, limit, Path(folder))
         try:
             yield at_work
         finally:
-            at_work.end()
+            at_work.kill_all()
 
 
 def timed(peer: Peer, python: str, body: str, world: int, tests: int, most: float = 240.0) -> Run:
-    """One run to its end, undisturbed."""
+    """Run to the end and return the results with the wall time."""
     with started(peer, python, body, world, tests) as at_work:
         with suppress(subprocess.TimeoutExpired):
             at_work.process.wait(most)
         wall = time.perf_counter() - at_work.began
-        run = at_work.told()
+        run = at_work.read_results()
         run.wall = wall
         return run
 
 
 def weighed(peer: Peer, python: str, world: int, most: float = 120.0) -> Run:
-    """One test that holds all ranks, watched: its peak of memory."""
+    """Run one test in which all ranks wait, and return the results with the peak memory."""
     with started(peer, python, "hold", world, tests=1) as at_work:
         peak, deadline = 0, time.monotonic() + most
         while at_work.process.poll() is None and time.monotonic() < deadline:
             peak = max(peak, at_work.pss())
             time.sleep(0.2)
-        run = at_work.told()
+        run = at_work.read_results()
         run.peak_pss = peak
         return run
 
 
 def available(python: str, peers: list[Peer]) -> tuple[list[Peer], list[Peer]]:
-    """Those whose module can be found, and those whose cannot."""
+    """Return the tools that are installed, and those that are not."""
     names = sorted({peer.needs for peer in peers})
-    ask = f"from importlib.util import find_spec; print(*[name for name in {names!r} if find_spec(name)])"
+    code = f"from importlib.util import find_spec; print(*[name for name in {names!r} if find_spec(name)])"
     path = os.pathsep.join([str(HERE), os.environ.get("BENCH_EXTRA", "")])
     environ = os.environ | {"PYTHONPATH": path}
-    there = subprocess.run([python, "-c", ask], env=environ, capture_output=True, text=True, check=True).stdout.split()
-    return [one for one in peers if one.needs in there], [one for one in peers if one.needs not in there]
+    installed = subprocess.run(
+        [python, "-c", code], env=environ, capture_output=True, text=True, check=True
+    ).stdout.split()
+    return [peer for peer in peers if peer.needs in installed], [peer for peer in peers if peer.needs not in installed]
 
 
 def versions(python: str) -> str:
     names = ["torch", "pytest", "accelerate", "deepspeed", "mpi-pytest", "pytest-isolate-mpi", "mpi4py", "openmpi"]
-    ask = (
+    code = (
         "import importlib.metadata as m, sys\n"
         "print('Python', sys.version.split()[0], end='')\n"
         f"for name in {names!r}:\n"
         "    try: print(f', {name} {m.version(name)}', end='')\n"
         "    except m.PackageNotFoundError: pass"
     )
-    return subprocess.run([python, "-c", ask], capture_output=True, text=True, check=True).stdout
+    return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout
 
 
 def default_python() -> str:
-    made = ROOT / ".venv-peers/bin/python"
-    return str(made) if made.exists() else sys.executable
+    peers = ROOT / ".venv-peers/bin/python"
+    return str(peers) if peers.exists() else sys.executable

@@ -1,9 +1,9 @@
-"""Four workers of xdist on eight slots for a while: ``python -m benchmarks.soak --seconds 600``.
+"""Stress four xdist workers on eight slots: ``python -m benchmarks.soak --seconds 600``.
 
-Runs of pytest with worlds of random sizes, some of which fail, exit, are killed, hang, or end their worker. Every rank
-asks, from inside, for the lock of the slot that its worker has leased for it, so that a slot that is used twice at a
-time is seen, however short. Afterwards nothing may be left: no process, no folder, no shared memory, no open file.
-Exits with 1 when anything is wrong, and writes what it saw under ``benchmarks/results``.
+It repeats pytest runs with worlds of random sizes, in which tests fail, exit, are killed, hang or crash their worker.
+Every rank locks the slot that its worker leased for it, which detects any double use of a slot, however short. After
+each run, nothing may remain: no process, folder, shared memory or open file. It writes a report under
+``benchmarks/results`` and exits with 1 if anything went wrong.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 MARK = "FSDP_SOAK"
-"""In the environment of every process of the soak: its folder."""
+"""Environment variable of every process of the soak; its value is the soak's folder."""
 KINDS = {"pass": 58, "fail": 8, "exit": 6, "kill": 6, "segv": 4, "hang": 3, "kept": 10, "loader": 8, "crash": 3}
-"""What a test does, and how often of a hundred."""
-GONE = 5.0
-"""Seconds after pytest's end in which its processes go."""
+"""How many of 100 tests do what: pass, fail, use a session-scoped world (kept), crash their worker, ..."""
+EXIT_TIME = 5.0
+"""Seconds that processes may take to exit after pytest ends."""
 PROJECT = Path(__file__).parent / "soaked"
 
 
 @dataclass
-class Seen:
-    """What came of all runs of pytest."""
+class Results:
+    """The results of all runs of pytest."""
 
     runs: int = 0
     seconds: float = 0.0
@@ -48,7 +48,7 @@ class Seen:
     most_ranks: int = 0
     waits: list[float] = field(default_factory=list)
     files: int = 0
-    """The most open files that a worker gained from before its first test to its end."""
+    """The most additional open files of a worker, from before its first test to its end."""
 
 
 def plan(number: int, largest: int, seed: int) -> list[dict[str, Any]]:
@@ -60,8 +60,8 @@ def plan(number: int, largest: int, seed: int) -> list[dict[str, Any]]:
     ]
 
 
-def run(folder: Path, tests: list[dict[str, Any]], options: argparse.Namespace, seen: Seen) -> None:
-    """One run of pytest over these tests, and a look at what it leaves."""
+def run(folder: Path, tests: list[dict[str, Any]], options: argparse.Namespace, results: Results) -> None:
+    """Run pytest with these tests, and record the outcomes and whatever the run leaves behind."""
     for name in ("plan.json", "log", "outcomes"):
         (folder / name).unlink(missing_ok=True)
     (folder / "plan.json").write_text(json.dumps(tests))
@@ -76,25 +76,25 @@ def run(folder: Path, tests: list[dict[str, Any]], options: argparse.Namespace, 
     with (folder / "output").open("w") as output:
         done = subprocess.run(command, env=environ, stdout=output, stderr=subprocess.STDOUT, check=False)
     if done.returncode not in (0, 1):
-        seen.wrong.append(f"pytest ended with {done.returncode}: {(folder / 'output').read_text()[-3000:]}")
-    seen.wrong += left(folder, memory)
-    read_log(folder, tests, options, seen)
+        results.wrong.append(f"pytest ended with {done.returncode}: {(folder / 'output').read_text()[-3000:]}")
+    results.wrong += find_leftovers(folder, memory)
+    read_log(folder, tests, options, results)
 
 
-def left(folder: Path, memory: set[str]) -> list[str]:
-    """What a run has left behind."""
-    deadline = time.monotonic() + GONE
-    while (processes := marked(folder)) and time.monotonic() < deadline:
+def find_leftovers(folder: Path, memory: set[str]) -> list[str]:
+    """Describe the processes, temporary files and shared memory that a run leaves behind."""
+    deadline = time.monotonic() + EXIT_TIME
+    while (processes := live_processes(folder)) and time.monotonic() < deadline:
         time.sleep(0.1)
-    found = [f"process {pid} is left: {name}" for pid, name in processes.items()]
+    found = [f"process {pid} remains: {name}" for pid, name in processes.items()]
     kept = [name for name in os.listdir(folder / "tmp") if name.startswith(("fsdp-", "pymp-", "tmp"))]
-    found += [f"{name} is left among the temporary files" for name in kept]
+    found += [f"temporary file {name} remains" for name in kept]
     owned = [name for name in set(os.listdir("/dev/shm")) - memory if opened_by_us(folder, name)]
-    return found + [f"/dev/shm/{name} is left" for name in owned]
+    return found + [f"/dev/shm/{name} remains" for name in owned]
 
 
-def marked(folder: Path) -> dict[int, str]:
-    """The processes of the soak that run."""
+def live_processes(folder: Path) -> dict[int, str]:
+    """Return the command lines of the soak's live processes by pid."""
     found = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal() and int(entry.name) != os.getpid():
@@ -103,65 +103,65 @@ def marked(folder: Path) -> dict[int, str]:
                 if ours and (entry / "stat").read_text().rpartition(")")[2].split()[0] not in "ZX":
                     found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:120]
             except OSError:
-                continue  # it has ended
+                continue  # the process has exited
     return found
 
 
 def opened_by_us(folder: Path, name: str) -> bool:
-    """Whether a segment was made by a process of the soak: torch and multiprocessing write its id into the name."""
+    """Return whether the soak created the segment: torch and multiprocessing put the pid into its name."""
     pids = {line.split()[2] for line in (folder / "log").read_text().splitlines()}
     return any(f"_{pid}_" in name or f"-{pid}-" in name for pid in pids)
 
 
-def read_log(folder: Path, tests: list[dict[str, Any]], options: argparse.Namespace, seen: Seen) -> None:
-    """The diary of the ranks: "in|out|twice SLOT PID TIME ..."; and what became of each test."""
-    seen.runs += 1
+def read_log(folder: Path, tests: list[dict[str, Any]], options: argparse.Namespace, results: Results) -> None:
+    """Read the ranks' log ("in|out|twice SLOT PID TIME ...") and the outcome of each test."""
+    results.runs += 1
     alive: set[str] = set()
     ended = dict[str, str]()
     files: dict[str, list[int]] = {}
     for line in sorted((folder / "log").read_text().splitlines(), key=lambda line: float(line.split()[3])):
         what, slot, pid, _, *rest = line.split()
         if what == "in":
-            alive -= {ended.get(slot, "")}  # whoever had it before was killed
+            alive -= {ended.get(slot, "")}  # the previous user was killed
             ended[slot] = pid
             alive.add(pid)
-            seen.uses += 1
-            seen.worlds += rest[0] == "0"
-            seen.most_ranks = max(seen.most_ranks, len({ended[one] for one in ended} & alive))
+            results.uses += 1
+            results.worlds += rest[0] == "0"
+            results.most_ranks = max(results.most_ranks, len(set(ended.values()) & alive))
         elif what == "out":
             alive.discard(pid)
         elif what == "files":
             files.setdefault(pid, []).append(int(slot))
         elif what == "waited":
-            seen.waits.append(float(slot))
+            results.waits.append(float(slot))
         else:
-            seen.wrong.append(f"run {seen.runs}: {line}")
-    seen.files = max([seen.files, *(counts[-1] - counts[0] for counts in files.values())])
-    told = [line.split() for line in (folder / "outcomes").read_text().splitlines()]
-    by_test = {int(number): outcome for number, outcome in told}
+            results.wrong.append(f"run {results.runs}: {line}")
+    results.files = max([results.files, *(counts[-1] - counts[0] for counts in files.values())])
+    lines = [line.split() for line in (folder / "outcomes").read_text().splitlines()]
+    by_test = {int(number): outcome for number, outcome in lines}
     for number, test in enumerate(tests):
         expected = "passed" if test["kind"] in ("pass", "kept", "loader") else "failed"
-        outcome = by_test.get(number, "nothing")
-        seen.outcomes[f"{test['kind']}: {outcome}"] += 1
+        outcome = by_test.get(number, "no outcome")
+        results.outcomes[f"{test['kind']}: {outcome}"] += 1
         if outcome != expected:
-            seen.wrong.append(f"run {seen.runs}: test {number} {test}: {outcome}, expected {expected}")
+            results.wrong.append(f"run {results.runs}: test {number} {test}: {outcome}, expected {expected}")
 
 
-def report(seen: Seen, options: argparse.Namespace) -> str:
-    waits = sorted(seen.waits) or [0.0]
+def report(results: Results, options: argparse.Namespace) -> str:
+    waits = sorted(results.waits) or [0.0]
     rows = {
-        "runs of pytest": seen.runs,
-        "seconds": round(seen.seconds),
-        "tests": seen.outcomes.total(),
-        "worlds": seen.worlds,
-        "uses of a slot by a rank": seen.uses,
-        "slots used twice at a time": sum("twice" in line for line in seen.wrong),
-        "most ranks at a time": f"{seen.most_ranks} of {options.slots}",
+        "runs of pytest": results.runs,
+        "seconds": round(results.seconds),
+        "tests": results.outcomes.total(),
+        "worlds": results.worlds,
+        "uses of a slot by a rank": results.uses,
+        "slots used by two ranks at a time": sum("twice" in line for line in results.wrong),
+        "most ranks at a time": f"{results.most_ranks} of {options.slots}",
         "wait for a lease: median, 99%, longest": ", ".join(
             f"{waits[min(len(waits) - 1, int(len(waits) * part))]:.2f} s" for part in (0.5, 0.99, 1.0)
         ),
-        "open files gained by a worker": seen.files,
-        "anything wrong": len(seen.wrong),
+        "open files gained by a worker": results.files,
+        "problems": len(results.wrong),
     }
     lines = [
         f"# Soak, {datetime.date.today()}",
@@ -172,10 +172,10 @@ def report(seen: Seen, options: argparse.Namespace) -> str:
         "",
         *("| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())),
         "",
-        *("| a test that should | came out | times |", "|---|---|---|"),
-        *(f"| {' | '.join(name.split(': '))} | {count} |" for name, count in sorted(seen.outcomes.items())),
+        *("| kind of test | outcome | times |", "|---|---|---|"),
+        *(f"| {' | '.join(name.split(': '))} | {count} |" for name, count in sorted(results.outcomes.items())),
     ]
-    return "\n".join([*lines, *(["", *seen.wrong] if seen.wrong else []), ""])
+    return "\n".join([*lines, *(["", *results.wrong] if results.wrong else []), ""])
 
 
 def main() -> int:
@@ -184,24 +184,24 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--slots", type=int, default=8)
     parser.add_argument("--largest", type=int, default=8, help="ranks of the largest world")
-    parser.add_argument("--tests", type=int, default=100, help="tests of one run of pytest")
+    parser.add_argument("--tests", type=int, default=100, help="tests per run of pytest")
     parser.add_argument("--seed", type=int, default=secrets.randbits(32))
     parser.add_argument("--out", type=Path, default=RESULTS / f"{datetime.date.today()}-soak.md")
     options = parser.parse_args()
-    seen = Seen()
+    results = Results()
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="soak-") as name:
         folder = Path(name)
         (folder / "tmp").mkdir()
         while time.monotonic() - began < options.seconds:
-            tests = plan(options.tests, options.largest, options.seed + seen.runs)
-            run(folder, tests, options, seen)
-            seen.seconds = time.monotonic() - began
-            print(f"{seen.seconds:.0f} s: {seen.outcomes.total()} tests, {len(seen.wrong)} wrong", flush=True)
-    text = report(seen, options)
+            tests = plan(options.tests, options.largest, options.seed + results.runs)
+            run(folder, tests, options, results)
+            results.seconds = time.monotonic() - began
+            print(f"{results.seconds:.0f} s: {results.outcomes.total()} tests, {len(results.wrong)} wrong", flush=True)
+    text = report(results, options)
     print(text)
     options.out.write_text(text, "utf-8")
-    return 1 if seen.wrong else 0
+    return 1 if results.wrong else 0
 
 
 if __name__ == "__main__":

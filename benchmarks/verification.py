@@ -1,7 +1,7 @@
-"""How fast weights are verified, beside ``torch.equal`` on the same bytes: ``python -m benchmarks.verification``.
+"""Compare the speed of verifying weights with ``torch.equal``: ``python -m benchmarks.verification``.
 
-Wanted: at least 80% of the bytes per second of ``torch.equal``; no more extra memory than two of the largest tensors;
-time linear in the number of tensors.
+Targets: at least 80% of the bytes per second of ``torch.equal``, at most twice the largest tensor of additional
+memory, and time linear in the number of tensors.
 """
 
 from __future__ import annotations
@@ -32,40 +32,40 @@ def preload() -> ForkServerEngine:
 
 def checkpoint(folder: Path, tensors: int, rows: int, columns: int) -> Path:
     folder.mkdir()
-    made = {f"weight_{number:05d}": torch.randn(rows, columns) for number in range(tensors)}
-    save_file(made, folder / "model.safetensors")
+    weights = {f"weight_{number:05d}": torch.randn(rows, columns) for number in range(tensors)}
+    save_file(weights, folder / "model.safetensors")
     return folder
 
 
-def packed(path: Path) -> Call:
+def pack_loader(path: Path) -> Call:
     return Call(cloudpickle.dumps(load_shards), {"path": cloudpickle.dumps(path)}, "fsdp")
 
 
-def throughput(folder: Path, gib: float, repeats: int) -> list[dict[str, Any]]:
+def measure_throughput(folder: Path, gib: float, repeats: int) -> list[dict[str, Any]]:
     tensors = max(1, round(gib * 16))
     path = checkpoint(folder / "large", tensors, 4096, 4096)  # 64 MiB each
-    loader = packed(path)
+    loader = pack_loader(path)
     with World(WorldSpec({"dp_shard": WORLD}, timeout=1800), preload()) as world:
         world.run("pytest_fsdp_meta.observers.loading:load", loader)
         return list(world.run("benchmarks.on_ranks:verify", str(path), repeats))
 
 
-def tell_throughput(ranks: list[dict[str, Any]]) -> None:
+def print_throughput(ranks: list[dict[str, Any]]) -> None:
     total = sum(rank["bytes"] for rank in ranks) / 2**30
     print(f"{total:.1f} GiB in a world of {len(ranks)}, best of {len(ranks[0]['equal'])}")
     for number, rank in enumerate(ranks):
         speed = {name: rank["bytes"] / min(rank[name]) / 2**30 for name in ("equal", "verify", "inventory")}
         print(f"rank {number}: " + ", ".join(f"{name} {value:.2f} GiB/s" for name, value in speed.items()))
-        print(f"rank {number}: verify at {speed['verify'] / speed['equal']:.0%} of torch.equal (wanted: 80%)")
+        print(f"rank {number}: verify at {speed['verify'] / speed['equal']:.0%} of torch.equal (target: 80%)")
         for name, extra in rank["extra"].items():
-            share = extra / rank["largest"] / len(ranks)
-            print(f"rank {number}: {name} takes {share:.2f} times the largest tensor (wanted: at most 2)")
+            ratio = extra / rank["largest"] / len(ranks)
+            print(f"rank {number}: {name} takes {ratio:.2f} times the largest tensor (target: at most 2)")
 
 
-def linearity(folder: Path, counts: list[int]) -> None:
-    """Load, every observation that needs no training, and every judgement, by the number of tensors."""
+def measure_linearity(folder: Path, counts: list[int]) -> None:
+    """Time loading with all observations that need no training, and all checks, by the number of tensors."""
     for count in counts:
-        loader = packed(checkpoint(folder / str(count), count, 4, 4))
+        loader = pack_loader(checkpoint(folder / str(count), count, 4, 4))
         trial = Trial(WorldSpec({"dp_shard": WORLD}, timeout=1800), preload(), 3, {})
         start = time.perf_counter()
         evidence = trial.observe(loader, {"inventory", "reference", "values"})
@@ -87,8 +87,8 @@ def main() -> None:
     print(f"torch {torch.__version__}, world of {WORLD}, {time.strftime('%Y-%m-%d')}")
     with tempfile.TemporaryDirectory() as folder:
         if options.gib:
-            tell_throughput(throughput(Path(folder), options.gib, options.repeats))
-        linearity(Path(folder), options.counts)
+            print_throughput(measure_throughput(Path(folder), options.gib, options.repeats))
+        measure_linearity(Path(folder), options.counts)
 
 
 if __name__ == "__main__":

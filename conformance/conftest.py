@@ -1,4 +1,4 @@
-"""Tiny checkpoints, made once per session, and the judgement of a loader without going through pytest items."""
+"""Fixtures: tiny checkpoints, made once per session, and a function that judges a loader without pytest items."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from conformance.judging import PRELOADED, Court, Verdicts
+from conformance.judging import PRELOADED, LoaderJudge, Verdicts
 from fixtures.tiny import save_tiny
 
-collect_ignore = ["systems"]  # judged in environments of their own: make systems
+collect_ignore = ["systems"]  # these need separate environments: make systems
 
 
 def pytest_fsdp_preload() -> list[str]:
@@ -19,24 +19,24 @@ def pytest_fsdp_preload() -> list[str]:
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """``checkpoint("llama")``: the directory of a tiny checkpoint."""
-    made: dict[str, Path] = {}
+    """Return a function that maps an architecture, such as "llama", to the directory of its tiny checkpoint."""
+    saved: dict[str, Path] = {}
 
-    def make(name: str) -> Path:
-        if name not in made:
-            made[name] = save_tiny(name, tmp_path_factory.mktemp("checkpoint") / name)
-        return made[name]
+    def save(name: str) -> Path:
+        if name not in saved:
+            saved[name] = save_tiny(name, tmp_path_factory.mktemp("checkpoint") / name)
+        return saved[name]
 
-    return make
+    return save
 
 
 @pytest.fixture
 def path(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path]) -> Path:
-    """The checkpoint that a test is parametrized with, indirectly, by its name."""
+    """Return the checkpoint whose name the test is parametrized with (``indirect=True``)."""
     return checkpoint(request.param)
 
 
 @pytest.fixture(scope="session")
 def judge_loader() -> Callable[..., Verdicts]:
-    """``judge_loader(function, mesh, **arguments)``: the verdict of every check, as the plugin would give it."""
-    return Court().judge
+    """Return ``judge_loader(function, mesh, **arguments)``, which returns the verdict of every check."""
+    return LoaderJudge().judge

@@ -1,8 +1,8 @@
-"""The field: every causal language model of transformers, judged by the whole catalogue. ``make field``.
+"""Judge every causal language model of transformers by the whole catalogue (``make field``).
 
-A tiny checkpoint of each is loaded on two ranks by transformers' own FSDP2 loader, or by one that conforms
-(``--loader plain``). What differs from what is known is told on standard error, and the exit status is 1. A run that
-was broken off goes on where it was: what it had judged, with the same versions and the same code, is taken over.
+Each architecture's tiny checkpoint is loaded on two ranks by transformers' own FSDP2 loader, or by a conforming loader
+(``--loader plain``). Differences from the known results are printed on standard error, and the exit status is then 1.
+An interrupted run continues where it stopped: it reuses results of the same versions and the same code.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ import time
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 
-from conformance.judging import verdicts
+from conformance.field_page import Run, render_page
+from conformance.field_results import ArchitectureResult
+from conformance.judging import judge_all
 from pytest_fsdp_meta import __version__
-from pytest_fsdp_meta.catalogue import built_in
 from pytest_fsdp_meta.catalogue.registry import OBSERVATIONS
 from pytest_fsdp_meta.loader.call import ByName, Call
 from pytest_fsdp_meta.trial import ON_RANKS, LoaderFailed, Trial
@@ -39,187 +40,106 @@ LOADERS = {
     "transformers": (f"{ARCHITECTURES}:load_transformers", "pytest_fsdp_meta.transformers:tiny_checkpoint"),
     "plain": (f"{ARCHITECTURES}:load_plain", f"{ARCHITECTURES}:save_plain"),
 }
-"""By name, the loader, and what makes a checkpoint for it."""
-
-FUSED = {"params_equal_reference"}
-"""Projections that are fused in the model or in the checkpoint: cut first, and fused or taken apart afterwards."""
-THAWED = {"requires_grad_matches_reference"}
-"""Built frozen, and trainable once one device has loaded them; shards stay frozen."""
-FINDINGS: dict[str, dict[str, set[str]]] = {
-    "plain": {},
-    "transformers": {
-        "falcon_h1": {"no_uninitialized_memory"},
-        **dict.fromkeys(("bailing_hybrid", "hrm_text", "kimi_linear", "olmo_hybrid"), FUSED),
-        **dict.fromkeys(("afmoe", "blt", "ernie4_5_moe", "laguna"), THAWED),
-        **dict.fromkeys(("marian", "moss_transcribe_diarize", "pegasus", "roformer"), THAWED),
-    },
-}
-"""What transformers 5.23.0 is known for; docs/systems.md says why. A release that mends it asks to be noted here."""
-
-ALL_SHARED = (
-    "the configuration demands that all layers share their keys and values, and `kv_sharing_modes` refuses that"
-)
-WITHOUT_CHECKPOINT = {
-    **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), ALL_SHARED),
-    "gemma3n": "its vision tower is one of timm's, which brings torchvision (`gemma3n_text` is judged)",
-}
-"""Why nothing is judged of them."""
-
-RAISING: dict[str, set[str]] = {"plain": set(), "transformers": {"musicgen", "musicgen_melody"}}
-"""The loader itself fails: its plan shards a ModuleList, which has no forward."""
-
-UNTRAINABLE = {"blt", "git", "musicgen", "musicgen_melody", "reformer", "rwkv", "xlstm"}
-"""One device cannot train them either, from tokens alone and in evaluation mode; their loading is judged."""
-
-
-TRAINED = {check.id for check in built_in() if {"training", "continued"} & set(check.needs)}
-"""The checks that nobody can judge of what cannot be trained."""
-
-
-@dataclass
-class Judged:
-    """What came of an architecture."""
-
-    name: str
-    unmade: str = ""
-    """Why it has no tiny checkpoint."""
-    raised: str = ""
-    """Why the loader gave nothing to judge."""
-    passed: list[str] = field(default_factory=list)
-    findings: dict[str, list[str]] = field(default_factory=dict)
-    errors: dict[str, str] = field(default_factory=dict)
-    skipped: dict[str, str] = field(default_factory=dict)
-    seconds: float = 0.0
-
-    @property
-    def stopped(self) -> str:
-        """Why there is no judgement."""
-        return f"no checkpoint: {self.unmade}" if self.unmade else self.raised and f"the loader failed: {self.raised}"
-
-    @property
-    def clean(self) -> bool:
-        """Whether it was judged, and nothing was found."""
-        return not self.stopped and not self.findings
-
-    def line(self) -> str:
-        told = {
-            id: f"{found[0]}" + f" and {len(found) - 1} more" * (len(found) > 1) for id, found in self.findings.items()
-        }
-        return self.stopped or "; ".join(f"{id}: {words}" for id, words in {**told, **self.errors}.items()) or "clean"
-
-    def problems(self, loader: str) -> Iterator[str]:
-        """How it differs from what is known."""
-        known_to_stop = self.name in WITHOUT_CHECKPOINT if self.unmade else self.name in RAISING[loader]
-        if self.stopped:
-            yield from [] if known_to_stop else [f"{self.name}: {self.stopped}"]
-            return
-        if self.name in WITHOUT_CHECKPOINT or self.name in RAISING[loader]:
-            yield f"{self.name}: can be judged now"
-        known = FINDINGS[loader].get(self.name, set())
-        yield from (f"{self.name}: {id}: {found[0]}" for id, found in self.findings.items() if id not in known)
-        yield from (f"{self.name}: {id} has no finding any more" for id in sorted(known - set(self.findings)))
-        excused = TRAINED if self.name in UNTRAINABLE else set()
-        for id, reason in self.errors.items():
-            if id not in excused:
-                yield f"{self.name}: {id} could not be judged: {reason}"
-        if excused and self.clean and not self.errors:
-            yield f"{self.name}: can be trained now"
+"""The loader, and the function that makes a checkpoint for it, by the name for ``--loader``."""
 
 
 class Sweep:
-    """Judges architectures, several at a time, by one loader. Nothing of torch is imported in this process."""
+    """Judge architectures, several at a time, with one loader. This process never imports torch."""
 
     def __init__(self, loader: str, folder: Path) -> None:
-        self._function, self._make = LOADERS[loader]
+        self._loader, self._save_checkpoint = LOADERS[loader]
         self._folder = folder
         architectures = ("pytest_fsdp_meta.transformers", f"{ARCHITECTURES}:import_all")
         self._engine = ForkServerEngine(Sources(tuple(sys.path)), [*architectures, *ON_RANKS])
 
     def names(self) -> tuple[str, ...]:
-        """All model types, in transformers' order."""
-        with self._alone() as world:
+        """Return all model types, in transformers' order."""
+        with self._single_rank() as world:
             found: tuple[str, ...] = world.run(f"{ARCHITECTURES}:names")[0]
         return found
 
-    def judge(self, names: Iterable[str], jobs: int) -> Iterator[Judged]:
-        """In the order in which they are done."""
+    def judge(self, names: Iterable[str], jobs: int) -> Iterator[ArchitectureResult]:
+        """Yield results in the order in which they complete."""
         with ThreadPoolExecutor(jobs) as threads:
-            waiting: list[Future[Judged]] = [threads.submit(self._timed, name) for name in names]
+            pending: list[Future[ArchitectureResult]] = [threads.submit(self._judge_timed, name) for name in names]
             try:
-                yield from (done.result() for done in as_completed(waiting))
+                yield from (future.result() for future in as_completed(pending))
             finally:
-                for one in waiting:
-                    one.cancel()
+                for future in pending:
+                    future.cancel()
 
     def close(self) -> None:
         self._engine.close()
 
-    def _timed(self, name: str) -> Judged:
+    def _judge_timed(self, name: str) -> ArchitectureResult:
         start = time.perf_counter()
-        judged = self._judge(name)
-        judged.seconds = round(time.perf_counter() - start, 1)
-        return judged
+        result = self._judge(name)
+        result.seconds = round(time.perf_counter() - start, 1)
+        return result
 
-    def _judge(self, name: str) -> Judged:
+    def _judge(self, name: str) -> ArchitectureResult:
         path = self._folder / name
         try:
-            with self._alone() as world:
-                world.run(self._make, name, path)
-        except WorldError as error:  # whatever an architecture says of sizes that do not suit it
-            return Judged(name, unmade=" ".join(error.failures[0].message.split())[:300])
+            with self._single_rank() as world:
+                world.run(self._save_checkpoint, name, path)
+        except WorldError as error:  # an architecture may raise anything on sizes that do not suit it
+            return ArchitectureResult(name, checkpoint_error=" ".join(error.failures[0].message.split())[:300])
         trial = Trial(WorldSpec({"dp_shard": 2}, timeout=120), self._engine, steps=3, tolerance={})
-        loader = cloudpickle.dumps(ByName(*self._function.split(":")))
+        loader = cloudpickle.dumps(ByName(*self._loader.split(":")))
         try:
             evidence = trial.observe(Call(loader, {"path": cloudpickle.dumps(path)}, "fsdp"), OBSERVATIONS)
         except LoaderFailed as failed:
-            return Judged(name, raised=failed.summary)
-        found = verdicts(evidence)
-        return Judged(
+            return ArchitectureResult(name, loader_error=failed.summary)
+        found = judge_all(evidence)
+        return ArchitectureResult(
             name,
             passed=[id for id, v in found.items() if v.status == "passed"],
-            findings={id: [_words(one) for one in v.findings] for id, v in found.items() if v.findings},
+            findings={
+                id: [_describe_finding(finding) for finding in v.findings] for id, v in found.items() if v.findings
+            },
             errors={id: v.reason for id, v in found.items() if v.status == "error"},
             skipped={id: v.reason for id, v in found.items() if v.status == "skipped"},
         )
 
-    def _alone(self) -> World:
+    def _single_rank(self) -> World:
         return World(WorldSpec({"dp_shard": 1}, timeout=120), self._engine)
 
 
-def _words(found: Any) -> str:
-    detail = f" ({found.detail})" if found.detail else ""
-    ranks = ", ".join(map(str, found.ranks))
-    return f"{found.tensor}, ranks {ranks}: {found.actual}, but should be {found.expected}{detail}; {found.cause}"
+def _describe_finding(finding: Any) -> str:
+    expected = f", but should be {finding.expected}" if finding.expected else ""
+    detail = f" ({finding.detail})" if finding.detail else ""
+    ranks = ", ".join(map(str, finding.ranks))
+    return f"{finding.tensor}, ranks {ranks}: {finding.actual}{expected}{detail}; {finding.cause}"
 
 
-class Notebook:
-    """What was judged so far, a line each; a file of its own for each loader, set of versions and state of the code."""
+class ResultsFile:
+    """Results so far, one per line, in a separate file for each loader, set of versions and state of the code."""
 
     def __init__(self, folder: Path, loader: str, versions: dict[str, str], sources: Iterable[Path]) -> None:
-        told = hashlib.sha256(json.dumps([loader, versions]).encode())
+        digest = hashlib.sha256(json.dumps([loader, versions]).encode())
         for file in sorted(sources):
-            told.update(file.read_bytes())
+            digest.update(file.read_bytes())
         folder.mkdir(parents=True, exist_ok=True)
-        self.path = folder / f"field-{loader}-{told.hexdigest()[:12]}.jsonl"
+        self.path = folder / f"field-{loader}-{digest.hexdigest()[:12]}.jsonl"
 
-    def read(self) -> dict[str, Judged]:
-        """By name. What a run that was broken off has written half of a line of is judged again."""
+    def read_results(self) -> dict[str, ArchitectureResult]:
+        """Return the results by architecture, without lines that an interrupted run left incomplete."""
         rows = {}
         for line in self.path.read_text("utf-8").splitlines() if self.path.exists() else ():
             try:
-                row = Judged(**json.loads(line))
+                row = ArchitectureResult(**json.loads(line))
             except ValueError:
                 continue
             rows[row.name] = row
         return rows
 
-    def add(self, row: Judged) -> None:
+    def add(self, row: ArchitectureResult) -> None:
         with self.path.open("a", encoding="utf-8") as file:
             print("", json.dumps(asdict(row)), sep="\n", file=file)
 
 
-def sources() -> list[Path]:
-    """What decides over a verdict, beside the packages that are installed."""
+def source_files() -> list[Path]:
+    """Return the files of this repository that verdicts depend on."""
     return [
         file for folder in ("pytest_fsdp_meta", "fixtures", "conformance") for file in (ROOT / folder).rglob("*.py")
     ]
@@ -230,43 +150,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", help="model types; default: all")
     parser.add_argument("--loader", choices=LOADERS, default="transformers")
     parser.add_argument("--jobs", type=int, default=(os.cpu_count() or 1) + 1, help="architectures judged at a time")
-    parser.add_argument("--fresh", action="store_true", help="judge again what an earlier run has judged")
-    parser.add_argument("--out", type=Path, default=ROOT / "build", help="folder of what was judged so far")
-    parser.add_argument("--page", type=Path, help="where to write the table, once all are judged")
+    parser.add_argument("--fresh", action="store_true", help="ignore the results of earlier runs")
+    parser.add_argument("--out", type=Path, default=ROOT / "build", help="folder for the results so far")
+    parser.add_argument("--page", type=Path, help="file for the results page")
     options = parser.parse_args(arguments)
-    warnings.filterwarnings("ignore")  # of configurations that are tiny
+    warnings.filterwarnings("ignore")  # transformers warns about the tiny configurations
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     versions = {"pytest-fsdp-meta": __version__} | {name: version(name) for name in PACKAGES}
-    notebook = Notebook(options.out, options.loader, versions, sources())
-    known = {} if options.fresh else notebook.read()
-    began, cpu = time.perf_counter(), _cpu()
+    results = ResultsFile(options.out, options.loader, versions, source_files())
+    known = {} if options.fresh else results.read_results()
+    began, cpu = time.perf_counter(), _cpu_seconds()
     with tempfile.TemporaryDirectory() as folder:
         sweep = Sweep(options.loader, Path(folder))
         wanted = options.names or sweep.names()
         rows = {name: known[name] for name in wanted if name in known}
-        taken = len(rows)
+        reused = len(rows)
         for row in sweep.judge([name for name in wanted if name not in rows], options.jobs):
             rows[row.name] = row
-            notebook.add(row)
-            print(f"[{len(rows)}/{len(wanted)}] {row.seconds:5.1f}s {row.name}: {row.line()[:200]}", flush=True)
+            results.add(row)
+            print(f"[{len(rows)}/{len(wanted)}] {row.seconds:5.1f}s {row.name}: {row.summarise()[:200]}", flush=True)
         sweep.close()
-    seconds, spent = time.perf_counter() - began, _cpu() - cpu
-    told = [rows[name] for name in wanted]
+    seconds, spent = time.perf_counter() - began, _cpu_seconds() - cpu
+    ordered = [rows[name] for name in wanted]
     if options.page is not None:
-        from conformance.field_page import Run, page
-
-        run = Run(options.loader, versions, seconds, spent, taken, options.jobs)
-        options.page.write_text(page(told, run), "utf-8")
-    clean = sum(row.clean for row in told)
-    print(f"{len(rows)} architectures, {clean} without a finding, {taken} taken over: {notebook.path}")
+        run = Run(options.loader, versions, seconds, spent, reused, options.jobs)
+        options.page.write_text(render_page(ordered, run), "utf-8")
+    clean = sum(row.clean for row in ordered)
+    print(f"{len(rows)} architectures, {clean} without a finding, {reused} from an earlier run: {results.path}")
     print(f"{seconds:.0f} s, {spent:.0f} s of CPU, load {os.getloadavg()[0]:.1f}")
-    problems = [problem for row in told for problem in row.problems(options.loader)]
-    print(*problems, sep="\n", file=sys.stderr, end="\n" if problems else "")
-    return 1 if problems else 0
+    unexpected = [line for row in ordered for line in row.unexpected(options.loader)]
+    print(*unexpected, sep="\n", file=sys.stderr, end="\n" if unexpected else "")
+    return 1 if unexpected else 0
 
 
-def _cpu() -> float:
-    """Of this process and of those that it has waited for: the fork server, and with it all ranks."""
+def _cpu_seconds() -> float:
+    """Return the CPU time of this process and of its finished children: the fork server with all ranks."""
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system
 
@@ -275,4 +193,4 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except KeyboardInterrupt:
-        sys.exit("broken off; the same command goes on where it was")
+        sys.exit("interrupted; run the same command again to continue")

@@ -1,4 +1,4 @@
-"""``docs/field.md``: what came of every architecture, from what ``conformance/field.py`` has judged."""
+"""Render ``docs/field.md``, the results of ``conformance/field.py`` for every architecture."""
 
 from __future__ import annotations
 
@@ -7,109 +7,110 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 
-from conformance.field import UNTRAINABLE, WITHOUT_CHECKPOINT, Judged
+from conformance.field_results import UNTRAINABLE, WITHOUT_CHECKPOINT, ArchitectureResult
 from pytest_fsdp_meta.catalogue import built_in
 from pytest_fsdp_meta.text import counted
 
-MOST = 3
-"""Findings of a check that are told in words; the others are counted."""
+MOST_FINDINGS = 3
+"""Findings of a check that are quoted; the others are counted."""
 
-FEW = 5
-"""So many model types have names, more are counted."""
+FEW_TYPES = 5
+"""Up to so many model types are named; more are counted."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """How it was judged. ``taken`` were taken over from a run that was broken off."""
+    """The versions and costs of a sweep. ``reused`` results come from an earlier, interrupted run."""
 
     loader: str
     versions: Mapping[str, str]
     seconds: float
     cpu: float
-    taken: int
+    reused: int
     jobs: int
 
 
-def page(rows: Sequence[Judged], run: Run) -> str:
-    """The whole page. Every check of every architecture is accounted for."""
-    return "\n".join([*_head(rows, run), *_table(rows), *_findings(rows), *_unjudged(rows), *_nothing_there(rows)])
+def render_page(rows: Sequence[ArchitectureResult], run: Run) -> str:
+    """Return the whole page, with the status of every check for every architecture."""
+    return "\n".join([*_head(rows, run), *_table(rows), *_findings(rows), *_errors(rows), *_skips(rows)])
 
 
 HEAD = """\
 # The field: every causal language model of transformers
 
 `make field` makes a tiny checkpoint of each model type for which transformers has a causal language model, and loads
-it on two ranks {loaded}. Each is judged by the whole catalogue beside the same checkpoint on one device; batches are
-random tokens. `make field` wrote this page, too.
+it on two ranks {loaded}. The whole catalogue compares each with the same checkpoint on one device; batches are random
+tokens. `make field` also writes this page.
 """
 LOADED = {
     "transformers": "as users do, `from_pretrained(path, distributed_config=DistributedConfig(fsdp_size=2))`, with the "
     "class\nthat the checkpoint names",
-    "plain": "by a loader that conforms, `load_plain` of fixtures/architectures.py",
+    "plain": "with a conforming loader, `load_plain` of fixtures/architectures.py",
 }
 VERDICTS = """\
 ## Verdicts
 
-Of {total} checks each: *passed*; *broken*; *nothing there*: the model has nothing of the kind (ties, frozen weights),
-its author declares nothing, or a more basic check has told already what is broken; *not judged*: the reason is below.
+Each model type has {total} checks: *passed*; *failed*; *skipped*: the model has nothing of the kind (ties, frozen
+weights), a field of `Subject` is not declared, or the check depends on a failed check; *error or not run*: the reason
+is below.
 
-| model type | verdict | passed | broken | nothing there | not judged | seconds |
+| model type | verdict | passed | failed | skipped | error or not run | seconds |
 |---|---|---|---|---|---|---|"""
 WHY = """\
-What these findings come from, line by line of transformers' source, and that they are there without the kit as well,
-is in [The five systems](systems.md).
+[The five systems](systems.md) traces these findings to lines of transformers' source, and shows them without the
+plugin.
 """
 
 
-def _head(rows: Sequence[Judged], run: Run) -> Iterator[str]:
-    judged = [row for row in rows if not row.stopped]
+def _head(rows: Sequence[ArchitectureResult], run: Run) -> Iterator[str]:
+    judged = [row for row in rows if not row.not_judged]
     clean = sum(row.clean for row in judged)
     versions = ", ".join(f"{name} {number}" for name, number in run.versions.items())
-    over = f"; {run.taken} of them were judged by a run before, which was broken off" if run.taken else ""
-    new = [problem for row in rows for problem in row.problems(run.loader)]
+    reused = f"; {run.reused} of them by an earlier run, which was interrupted" if run.reused else ""
+    new = [line for row in rows for line in row.unexpected(run.loader)]
     yield HEAD.format(loaded=LOADED[run.loader])
     yield f"* {date.today().isoformat()}: {versions}, a world of 2 over gloo on CPU, float32"
     spent = f"{run.seconds:.0f} s, {run.cpu:.0f} s of CPU, {run.jobs} at a time"
-    yield f"* {counted(len(rows), 'model type')} in {spent}{over}"
+    yield f"* {counted(len(rows), 'model type')} in {spent}{reused}"
     yield f"* on {os.cpu_count()} cores, with a load of {os.getloadavg()[0]:.1f} at the end"
     yield f"* {len(judged)} judged: {clean} without a finding, {len(judged) - clean} with findings"
-    yield f"* differs from what is known of these versions: {'nothing' if not new else counted(len(new), 'line')}"
-    yield from (f"  * {problem}" for problem in new)
+    yield f"* differences from the known results of these versions: {len(new) or 'none'}"
+    yield from (f"  * {line}" for line in new)
     yield ""
 
 
-def _table(rows: Iterable[Judged]) -> Iterator[str]:
+def _table(rows: Iterable[ArchitectureResult]) -> Iterator[str]:
     total = len(list(built_in()))
     yield VERDICTS.format(total=total)
     for row in rows:
         verdict = ", ".join(f"`{id}`" for id in row.findings) or "clean"
-        if row.stopped:
-            verdict = "**the loader failed**" if row.raised else "no checkpoint"
-        counts = [len(row.passed), len(row.findings), len(row.skipped), total - _accounted(row)]
+        if row.not_judged:
+            verdict = "**the loader failed**" if row.loader_error else "no checkpoint"
+        counts = [len(row.passed), len(row.findings), len(row.skipped), total - _count_judged(row)]
         yield f"| `{row.name}` | {verdict} | {' | '.join(map(str, counts))} | {row.seconds} |"
     yield ""
 
 
-def _accounted(row: Judged) -> int:
+def _count_judged(row: ArchitectureResult) -> int:
     return len({*row.passed, *row.findings, *row.skipped})
 
 
-def _findings(rows: Iterable[Judged]) -> Iterator[str]:
+def _findings(rows: Iterable[ArchitectureResult]) -> Iterator[str]:
     yield "## Findings"
     yield ""
     yield WHY
     for row in rows:
-        for id, words in row.findings.items():
-            more = f", and {len(words) - MOST} more" if len(words) > MOST else ""
+        for id, messages in row.findings.items():
+            more = f", and {len(messages) - MOST_FINDINGS} more" if len(messages) > MOST_FINDINGS else ""
             yield f"* `{row.name}`, `{id}`{more}:"
-            yield from (f"  * `{one}`" for one in words[:MOST])
+            yield from (f"  * `{message}`" for message in messages[:MOST_FINDINGS])
     yield ""
 
 
-def _unjudged(rows: Sequence[Judged]) -> Iterator[str]:
-    yield "## Not judged"
+def _errors(rows: Sequence[ArchitectureResult]) -> Iterator[str]:
+    yield "## Errors"
     yield ""
-    yield from (f"* `{row.name}`: {WITHOUT_CHECKPOINT.get(row.name, row.stopped)}" for row in rows if row.stopped)
+    yield from (f"* `{row.name}`: {WITHOUT_CHECKPOINT.get(row.name, row.not_judged)}" for row in rows if row.not_judged)
     for row in rows:
         if row.errors:
             known = "one device cannot train it either" if row.name in UNTRAINABLE else "**new**"
@@ -118,22 +119,24 @@ def _unjudged(rows: Sequence[Judged]) -> Iterator[str]:
     yield ""
 
 
-def _nothing_there(rows: Sequence[Judged]) -> Iterator[str]:
-    """Why, of all model types alike in a table, of a few by their names."""
+def _skips(rows: Sequence[ArchitectureResult]) -> Iterator[str]:
+    """Yield the reasons for skips: common ones in a table, those of few model types by name."""
     types: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         for id, why in row.skipped.items():
             types.setdefault((id, " ".join(why.split()).replace("|", "&#124;")), []).append(row.name)
-    yield "## Nothing there"
+    yield "## Skipped"
     yield ""
-    yield "| check | why | model types |"
+    yield "| check | reason | model types |"
     yield "|---|---|---|"
-    yield from (f"| `{id}` | {why} | {len(names)} |" for (id, why), names in sorted(types.items()) if len(names) > FEW)
+    yield from (
+        f"| `{id}` | {why} | {len(names)} |" for (id, why), names in sorted(types.items()) if len(names) > FEW_TYPES
+    )
     yield ""
     for row in rows:
         checks: dict[str, list[str]] = {}
         for (id, why), names in types.items():
-            if row.name in names and len(names) <= FEW:
+            if row.name in names and len(names) <= FEW_TYPES:
                 checks.setdefault(why, []).append(f"`{id}`")
         if checks:
             yield f"* `{row.name}`"

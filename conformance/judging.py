@@ -1,4 +1,4 @@
-"""The judgement of a loader without going through pytest items."""
+"""Judge a loader directly, without pytest items."""
 
 from __future__ import annotations
 
@@ -18,22 +18,24 @@ from pytest_fsdp_meta.worlds import ForkServerEngine, Sources, WorldSpec
 Verdicts = dict[str, Verdict]
 KINDS = ("llama", "qwen3", "qwen3_moe", "gemma3", "gpt2")
 PRELOADED = ("fixtures.defects", "fixtures.forms", *(f"transformers.models.{kind}.modeling_{kind}" for kind in KINDS))
-"""transformers imports an architecture when a model of it is built, which without this every rank would do."""
+"""Modules that ranks inherit from the fork server. transformers imports an architecture when a model of it is built,
+which otherwise each rank would do."""
 
 
-class Court:
-    """Judges one loader after another, each in a fresh world, as the plugin would."""
+class LoaderJudge:
+    """Judge one loader after another, each in a fresh world, as the plugin does."""
 
     def __init__(self) -> None:
         self._preload = ForkServerEngine(Sources(tuple(sys.path)), [*ON_RANKS, *PRELOADED])
 
     def judge(self, function: Callable[..., Any], mesh: Mapping[str, int], **arguments: Any) -> Verdicts:
-        """The verdict of every check; ``function`` is called with ``fsdp`` and the arguments on every rank."""
+        """Call ``function`` with ``fsdp`` and the arguments on every rank, and return the verdict of every check."""
         trial = Trial(WorldSpec(mesh, timeout=120), self._preload, steps=3, tolerance={})
         packed = {name: cloudpickle.dumps(value) for name, value in arguments.items()}
-        return verdicts(trial.observe(Call(cloudpickle.dumps(function), packed, "fsdp"), OBSERVATIONS))
+        return judge_all(trial.observe(Call(cloudpickle.dumps(function), packed, "fsdp"), OBSERVATIONS))
 
 
-def verdicts(evidence: Evidence) -> Verdicts:
+def judge_all(evidence: Evidence) -> Verdicts:
+    """Return the verdict of every built-in check."""
     catalogue = built_in()
     return {check.id: judge(check, evidence, catalogue) for check in catalogue}

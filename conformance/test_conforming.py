@@ -1,4 +1,4 @@
-"""(a) Conforming loaders of ours, on real checkpoints of four architectures."""
+"""Our conforming loaders pass every check, on checkpoints of real architectures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""(c) Defects: each is caught by its check, with the right words, and by no other."""
+"""Each defect fails its own check, with the expected lines, and no other check."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pytest_fsdp_meta.reports.terminal import describe_failure
 def test_defect_is_caught_by_its_check_alone(name, checkpoint, judge_loader):
     defect = DEFECTS[name]
     verdicts = judge_loader(defect.load, defect.mesh, path=checkpoint(defect.architecture))
-    told = {id: describe_failure(v, "world", "command") for id, v in verdicts.items() if v.status == "failed"}
+    failures = {id: describe_failure(v, "world", "command") for id, v in verdicts.items() if v.status == "failed"}
     errors = {id: verdict.reason for id, verdict in verdicts.items() if verdict.status == "error"}
-    assert (set(told), errors) == ({defect.caught_by}, {}), "\n\n".join(told.values())
-    unwrapped = " ".join(told[defect.caught_by].split())
-    for words in defect.says:
-        assert words.strip() in unwrapped
+    assert (set(failures), errors) == ({defect.caught_by}, {}), "\n\n".join(failures.values())
+    unwrapped = " ".join(failures[defect.caught_by].split())
+    for line in defect.says:
+        assert line.strip() in unwrapped
 
 
 def test_every_check_has_a_defect():

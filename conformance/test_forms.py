@@ -1,4 +1,4 @@
-"""(d) Every form of sharding, loaded rightly: not one finding, no error, and no skip but for the reason told."""
+"""Conforming loaders of every form of sharding: no finding, no error, and only the declared skips."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ USUAL = "per_block_and_root"
 
 @pytest.fixture(scope="session")
 def usual_skips(checkpoint, judge_loader):
-    """What is skipped whatever the form, because the model has nothing of the kind (nothing frozen, nothing tied)."""
+    """Return the checks that do not apply to the model in any form (nothing is frozen, nothing is tied)."""
     usual = FORMS[USUAL]
     verdicts = judge_loader(usual.load, usual.mesh, path=checkpoint(usual.architecture))
     return {id for id, verdict in verdicts.items() if verdict.status == "skipped"}
@@ -26,8 +26,8 @@ def test_a_form_conforms(name, checkpoint, judge_loader, usual_skips):
         pytest.skip("torch refuses this form without an accelerator")
     path = checkpoint(form.architecture) if form.architecture else None
     verdicts = judge_loader(form.load, form.mesh, path=path)
-    told = {id: (v.findings, v.reason) for id, v in verdicts.items() if v.status in ("failed", "error")}
-    assert told == {}
+    problems = {id: (v.findings, v.reason) for id, v in verdicts.items() if v.status in ("failed", "error")}
+    assert problems == {}
 
     def may_skip(id: str, reason: str) -> bool:
         return id in form.skips or id in usual_skips or MAY_SKIP.get(id, reason + "!") in reason
@@ -35,5 +35,5 @@ def test_a_form_conforms(name, checkpoint, judge_loader, usual_skips):
     skipped = {id: v.reason for id, v in verdicts.items() if v.status == "skipped"}
     unexplained = {id: reason for id, reason in skipped.items() if not may_skip(id, reason)}
     assert unexplained == {}
-    for id, words in form.skips.items():
-        assert words in skipped.get(id, f"{id} is judged")
+    for id, reason in form.skips.items():
+        assert reason in skipped.get(id, f"{id} is judged")

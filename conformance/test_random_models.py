@@ -1,4 +1,4 @@
-"""Random models, meshes and wrappings: without an injury no finding, with one the right finding and no other."""
+"""Random models, meshes and wrappings: a conforming loader has no finding, an injured one only the right finding."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pytest_fsdp_meta.strategies.build import save
 
 MESHES = st.integers(1, 4).flatmap(meshes)
 EXAMPLES = int(os.environ.get("FSDP_META_EXAMPLES", "12"))
-"""Set it higher to search longer; then every run draws others."""
+"""Examples per test. Set FSDP_META_EXAMPLES to search longer; each run then draws other examples."""
 SEARCH = settings(
     max_examples=EXAMPLES,
     deadline=None,
@@ -25,7 +25,7 @@ SEARCH = settings(
 )
 
 
-def judged(judge_loader, plan, injury=""):
+def failures_and_errors(judge_loader, plan, injury=""):
     with tempfile.TemporaryDirectory() as folder:
         path = save(plan.model, Path(folder, "model.safetensors"))
         verdicts = judge_loader(load, dict(plan.mesh), plan=plan, path=path, injury=injury)
@@ -37,15 +37,15 @@ def judged(judge_loader, plan, injury=""):
 
 @SEARCH
 @given(plan=plans(MESHES))
-def test_a_conforming_loader_stays_without_a_finding(judge_loader, plan):
-    assert judged(judge_loader, plan) == ({}, {})
+def test_a_conforming_loader_has_no_finding(judge_loader, plan):
+    assert failures_and_errors(judge_loader, plan) == ({}, {})
 
 
 @SEARCH
 @given(drawn=plans(MESHES).flatmap(lambda plan: st.tuples(st.just(plan), st.sampled_from([*injuries(plan)]))))
-def test_an_injury_is_told_by_its_check_and_by_no_other(judge_loader, drawn):
+def test_an_injury_fails_its_own_check_only(judge_loader, drawn):
     plan, injury = drawn
-    failed, errors = judged(judge_loader, plan, injury)
-    assert failed, f"{injury} was not told"
+    failed, errors = failures_and_errors(judge_loader, plan, injury)
+    assert failed, f"no check reports {injury!r}"
     assert set(failed) <= set(INJURIES[injury]), failed
     assert errors == {}

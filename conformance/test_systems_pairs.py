@@ -1,6 +1,6 @@
-"""(d) The five systems' pull requests: the repaired loader is clean, of the defective one exactly its defect is told.
+"""Pull requests of the five systems: the repaired loader is clean, the defective one fails exactly its own checks.
 
-A defective loader with a single cause is in ``DEFECTS`` too, and judged by test_defects.py.
+Defective loaders that a single check catches are in ``DEFECTS``, and tested by test_defects.py.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ REPAIRED = {(pair.repaired.__name__, pair.architecture): pair for pair in PAIRS.
 def test_defective_is_caught_by_its_checks_alone(name, checkpoint, judge_loader):
     pair = PAIRS[name]
     verdicts = judge_loader(pair.defective, pair.mesh, path=checkpoint(pair.architecture))
-    told = {id: describe_failure(v, "world", "command") for id, v in verdicts.items() if v.status == "failed"}
+    failures = {id: describe_failure(v, "world", "command") for id, v in verdicts.items() if v.status == "failed"}
     errors = {id: verdict.reason for id, verdict in verdicts.items() if verdict.status == "error"}
-    assert (set(told), errors) == (set(pair.caught_by), {}), "\n\n".join(told.values())
+    assert (set(failures), errors) == (set(pair.caught_by), {}), "\n\n".join(failures.values())
     for check, says in pair.caught_by.items():
-        unwrapped = " ".join(told[check].split())
-        for words in says:
-            assert words.strip() in unwrapped
+        unwrapped = " ".join(failures[check].split())
+        for line in says:
+            assert line.strip() in unwrapped
 
 
 @pytest.mark.parametrize("pair", REPAIRED.values(), ids=map("-".join, REPAIRED))
 def test_repaired_is_clean(pair, checkpoint, judge_loader):
     verdicts = judge_loader(pair.repaired, pair.mesh, path=checkpoint(pair.architecture))
-    told = [describe_failure(v, "world", "command") for v in verdicts.values() if v.status in ("failed", "error")]
-    assert not told, "\n\n".join(told)
+    problems = [describe_failure(v, "world", "command") for v in verdicts.values() if v.status in ("failed", "error")]
+    assert not problems, "\n\n".join(problems)
     assert sum(verdict.status == "passed" for verdict in verdicts.values()) > 10

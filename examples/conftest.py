@@ -1,8 +1,8 @@
-"""Keeps the run of this repository out of ``downstream/``, which is a repository of its own.
+"""Exclude ``downstream/``, which is a separate repository, from this repository's test runs.
 
-Collected here it would have this one's settings, import the kit from this checkout, and bring its own check into every
-run: ``make downstream`` runs a copy elsewhere, with the kit from the wheel. Within ``downstream/`` pytest takes the ini
-table of its ``pyproject.toml``, and does not come by here.
+Collected here, it would use this repository's settings, import the plugin from this checkout and add its own check to
+every run. ``make downstream`` runs a copy elsewhere, with the plugin from the wheel. Inside ``downstream/``, pytest
+uses its ``pyproject.toml`` and does not read this file.
 """
 
 from __future__ import annotations

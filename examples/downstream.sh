@@ -1,14 +1,14 @@
 #!/bin/sh
-# Uses the kit as built, in a repository that is not this one: examples/downstream.sh WHEEL [pytest arguments]
+# Test the built wheel in a downstream repository: examples/downstream.sh WHEEL [pytest arguments]
 #
-# The repository is a copy of examples/downstream outside this checkout, because from within pytest would find this one's
-# settings and sources; its environment is new, because in ours the kit is installed as an editable one, with everything
-# that our own tests need. torch comes first and pinned: see Makefile.
+# The repository is a copy of examples/downstream outside this checkout, because pytest run inside would find our settings
+# and sources. It gets a new environment, because ours has an editable install and the dependencies of our own tests.
+# torch is installed first and pinned: see Makefile.
 set -eu
 [ $# -ge 1 ] || { echo "usage: $0 WHEEL [pytest arguments]" >&2; exit 2; }
 wheel=$(realpath "$1")
 shift
-[ -f "$wheel" ] || { echo "$0: there is no wheel $wheel; make wheel builds it" >&2; exit 2; }
+[ -f "$wheel" ] || { echo "$0: no wheel at $wheel; build it with make wheel" >&2; exit 2; }
 root=$(cd "$(dirname "$0")/.." && pwd)
 unset PYTHONPATH
 away=$(mktemp -d)
@@ -25,5 +25,5 @@ install "${wheel}[transformers]" "$away/shardload[test]"
 cd "$away/shardload"
 "$python" -I -c "
 import sys, pytest_fsdp_meta
-assert pytest_fsdp_meta.__file__.startswith(sys.prefix), f'judged {pytest_fsdp_meta.__file__}, which is not the wheel'"
+assert pytest_fsdp_meta.__file__.startswith(sys.prefix), f'imported {pytest_fsdp_meta.__file__} instead of the wheel'"
 "$python" -m pytest "$@"

@@ -1,4 +1,4 @@
-"""Judge a loader on real ranks: a pytest plugin and conformance kit for sharded model loading."""
+"""A pytest plugin and conformance kit that judges sharded model loaders on real ranks."""
 
 from pytest_fsdp_meta.loader.adapter import Part
 from pytest_fsdp_meta.loader.subject import Subject, SubjectError
@@ -10,7 +10,7 @@ __version__ = "0.3.0"
 
 
 def __getattr__(name: str) -> object:
-    """Import ``planned`` (builds what ``strategies`` draw) only where it is used: it needs torch and Hypothesis."""
+    """Import ``planned``, the module ``strategies.build``, on first use, because it imports torch and Hypothesis."""
     if name == "planned":
         from pytest_fsdp_meta.strategies import build
 

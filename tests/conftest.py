@@ -1,4 +1,4 @@
-"""What the tests of the machinery share: inner pytest projects with tiny loaders."""
+"""Fixtures of all tests: inner pytest projects with tiny loaders."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.world_help import preload, total, world_of
 
 pytest_plugins = "pytester"
 
-# Inner runs, and the commands that they print, say "python"; nobody has to have activated the environment for that.
+# Inner runs, and the commands that they print, call "python"; this finds it without an activated environment.
 os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])
 
 TINY = """
@@ -42,7 +42,7 @@ def note(word, folder={folder!r}):
     with open(f"{{folder}}/notes", "a") as file:
         file.write(word + "\\n")
 """
-"""At the head of an inner module whose loaders run: a model of two parameters, and a diary over all processes."""
+"""The head of an inner test module: a model with two parameters, and notes that all processes write to one file."""
 
 
 CHECK = """
@@ -57,7 +57,7 @@ def {name}(view):
 def pytest_fsdp_checks():
     return {value}
 """
-"""A conftest.py that brings a check of its own."""
+"""A conftest.py with one check."""
 
 
 class Project:
@@ -69,18 +69,18 @@ class Project:
         self._runs = 0
 
     def write(self, name: str, text: str) -> Path:
-        """A file as it stands."""
+        """Write a file, dedented."""
         path = self.path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(dedent(text), encoding="utf-8")
         return path
 
     def loaders(self, text: str, name: str = "test_it.py") -> Path:
-        """A module whose loaders can run: ``load(fsdp)`` gives a subject, ``note(word)`` writes into the diary."""
+        """Write a test module for loaders: ``load(fsdp)`` returns a subject, ``note(word)`` adds to ``notes``."""
         return self.write(name, TINY.format(folder=os.fspath(self.path)) + "\n\n" + dedent(text))
 
     def collect(self, *args: str) -> pytest.RunResult:
-        """A run in which no rank starts: fast, in this process, and without Hypothesis' summary, which takes 0.8 s."""
+        """Run pytest in this process, for runs that start no rank; Hypothesis' plugin is off, as it costs 0.8 s."""
         return self._pytester.runpytest_inprocess("-p", "no:cacheprovider", "-p", "no:hypothesispytest", *args)
 
     def run(self, *args: str) -> pytest.RunResult:
@@ -104,7 +104,7 @@ class Project:
         return self.path / f"runpytest-{self._runs}"
 
     def shell(self, command: str, folder: str = ".") -> pytest.RunResult:
-        """A command as a user pastes it."""
+        """Run a shell command, as a user would paste it."""
         before = os.getcwd()
         os.chdir(self.path / folder)
         try:
@@ -114,13 +114,13 @@ class Project:
 
     @property
     def notes(self) -> list[str]:
-        diary = self.path / "notes"
-        return diary.read_text().split() if diary.exists() else []
+        file = self.path / "notes"
+        return file.read_text().split() if file.exists() else []
 
 
 @pytest.fixture
 def next_world_works(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Whatever the test does to worlds, nothing of it is left on the disk, and the next one is none the worse."""
+    """Check after the test that worlds left nothing on the disk, and that the next world works."""
     folder = tmp_path_factory.mktemp("worlds")
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     preload().start()
@@ -136,7 +136,7 @@ def project(pytester: pytest.Pytester) -> Project:
 
 
 def errors(result: pytest.RunResult) -> list[str]:
-    """The lines of a usage error, without the word ERROR. Fails for another outcome, and for any traceback."""
+    """Return the lines of a usage error without the word ERROR; fail for another exit code, and for tracebacks."""
     assert result.ret == pytest.ExitCode.USAGE_ERROR, result.stdout.str() + result.stderr.str()
     text = result.stdout.str() + result.stderr.str()
     assert "Traceback" not in text

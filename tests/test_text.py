@@ -1,4 +1,4 @@
-"""How ranks, names and numbers of things are written."""
+"""Formatting of ranks, names and counts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pytest_fsdp_meta.text import counted, first_line, first_of, fold_names, nam
 
 
 @pytest.mark.parametrize(
-    ("ranks", "written"),
+    ("ranks", "expected"),
     [
         ([0], "rank 0"),
         ([1, 1], "rank 1"),
@@ -26,16 +26,16 @@ from pytest_fsdp_meta.text import counted, first_line, first_of, fold_names, nam
         (range(1024), "ranks 0-1023"),
     ],
 )
-def test_ranks(ranks, written):
-    assert name_ranks(ranks) == written
+def test_name_ranks(ranks, expected):
+    assert name_ranks(ranks) == expected
 
 
-def test_numbers_of_things():
+def test_counts():
     assert [counted(number, "step") for number in (0, 1, 2)] == ["0 steps", "1 step", "2 steps"]
 
 
 @pytest.mark.parametrize(
-    ("names", "most", "written"),
+    ("names", "most", "expected"),
     [
         (["a"], 1, "a"),
         (["a", "b", "c"], 1, "a and 2 more"),
@@ -43,8 +43,8 @@ def test_numbers_of_things():
         (list("abc"), 2, "a, b and 1 more"),
     ],
 )
-def test_the_first_of_many(names, most, written):
-    assert first_of(names, most) == written
+def test_the_first_of_many(names, most, expected):
+    assert first_of(names, most) == expected
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_the_first_of_many(names, most, written):
         (["", "a"], {"": "", "a": "a"}),
     ],
 )
-def test_names_that_differ_in_a_number(names, folded):
+def test_names_that_differ_in_a_number_are_merged(names, folded):
     assert fold_names(names) == folded
 
 
@@ -79,41 +79,41 @@ def test_names_that_differ_in_a_number(names, folded):
         ([(0, 0), (1, 1)], ["l.0.e.0", "l.1.e.1"]),
     ],
 )
-def test_only_a_complete_set_is_folded(pairs, folded):
+def test_only_complete_sets_are_merged(pairs, folded):
     assert list(fold_names(f"l.{layer}.e.{expert}" for layer, expert in pairs)) == folded
 
 
-def test_an_incomplete_set_is_taken_apart_by_the_first_number_that_varies():
+def test_an_incomplete_set_is_split_by_the_first_number_that_varies():
     names = ["m.0.l.0.e.0", "m.0.l.0.e.1", "m.0.l.1.e.0"]
     assert fold_names(names) == {"m.0.l.0.e.{0..1}": "m.0.l.0.e.0", "m.0.l.1.e.0": "m.0.l.1.e.0"}
 
 
-def test_numbers_that_would_be_written_otherwise_are_words():
+def test_numbers_that_would_not_be_written_back_are_text():
     assert fold_names(["a.007.w", "a.7.w", "a.8.w"]) == {"a.007.w": "a.007.w", "a.{7..8}.w": "a.7.w"}
     assert fold_names(["a.00.w", "a.01.w"]) == {"a.00.w": "a.00.w", "a.01.w": "a.01.w"}
     assert fold_names(["a.٣.w"]) == {"a.٣.w": "a.٣.w"}
 
 
-def test_families_keep_the_order_in_which_they_were_met():
+def test_merged_names_are_in_order_of_first_occurrence():
     names = [f"layers.{layer}.{kind}" for layer in range(3) for kind in ("norm", "attn")]
     assert list(fold_names(["embed", *names, "head"])) == ["embed", "layers.{0..2}.norm", "layers.{0..2}.attn", "head"]
 
 
-def test_many_names_are_folded_quickly():
+def test_many_names_are_merged_quickly():
     names = [f"layers.{layer}.experts.{expert}.w" for layer in range(61) for expert in range(256)]
     assert list(fold_names(names)) == ["layers.{0..60}.experts.{0..255}.w"]
     assert len(fold_names(names[1:])) == 61
 
 
 def unfold(folded: str) -> list[str]:
-    """The names that a folded one stands for."""
+    """Return the names that a merged name stands for."""
     parts = re.split(r"\{([0-9.,]+)\}", folded)
     columns = []
     for braced in parts[1::2]:
         runs = (run.split("..") for run in braced.split(","))
         columns.append([number for run in runs for number in range(int(run[0]), int(run[-1]) + 1)])
     return [
-        "".join(word + number for word, number in zip(parts[::2], (*map(str, row), ""), strict=True))
+        "".join(text + number for text, number in zip(parts[::2], (*map(str, row), ""), strict=True))
         for row in product(*columns)
     ]
 
@@ -122,23 +122,23 @@ component = st.one_of(st.integers(0, 4).map(str), st.sampled_from(["a", "b", "la
 
 
 @given(st.lists(st.lists(component, min_size=1, max_size=4).map(".".join), max_size=12))
-def test_what_is_written_stands_for_exactly_the_names_that_were_given(names):
+def test_merged_names_stand_for_exactly_the_given_names(names):
     folded = fold_names(names)
-    written = [name for one in folded for name in unfold(one)]
-    assert sorted(written) == sorted(set(names))
-    assert all(first in unfold(one) for one, first in folded.items())
+    unfolded = [name for merged in folded for name in unfold(merged)]
+    assert sorted(unfolded) == sorted(set(names))
+    assert all(first in unfold(merged) for merged, first in folded.items())
 
 
 @given(st.sets(st.integers(0, 40), min_size=1))
-def test_what_is_written_stands_for_exactly_the_ranks_that_were_given(ranks):
+def test_name_ranks_stands_for_exactly_the_given_ranks(ranks):
     listed = name_ranks(ranks).split(" ", 1)[1].split(", ")
     runs = (run.split("-") for run in listed)
     assert {rank for run in runs for rank in range(int(run[0]), int(run[-1]) + 1)} == ranks
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "expected"),
     [("", ""), ("one\ntwo", "one"), ("a line that is too long", "a line that ..."), ("a  b\tc", "a b c")],
 )
-def test_an_error_is_told_in_whole_words(text, told):
-    assert first_line(RuntimeError(text), 16) == told
+def test_the_first_line_is_shortened_at_a_word_boundary(text, expected):
+    assert first_line(RuntimeError(text), 16) == expected

@@ -1,4 +1,4 @@
-"""What the tests of worlds share: one fork server for all of them, and a look at which processes are left."""
+"""Helpers for tests of worlds: one fork server for all tests, and checks that no process is left over."""
 
 from __future__ import annotations
 
@@ -29,34 +29,36 @@ from pytest_fsdp_meta.worlds import (
 
 ROOT = Path(__file__).parents[1]
 SOON = 20.0
-"""Seconds within which a failure is known, with room for a busy machine; the time-outs of torch begin at 300."""
+"""Seconds within which a failure must be reported, also on a busy machine; torch's own timeouts start at 300."""
 
 
 @cache
 def preload() -> ForkServerEngine:
+    """Return the engine that all tests share."""
     return ForkServerEngine(Sources(tuple(dict.fromkeys((str(ROOT), *sys.path)))))
 
 
 @cache
 def trial_preload() -> ForkServerEngine:
-    """As a trial's worlds have it, so that not every rank imports the observers anew."""
+    """Return an engine that has imported the observers, as a trial's has, so that ranks need not."""
     return ForkServerEngine(preload().sources, ON_RANKS)
 
 
 def world_of(size: int, label: str = "", listener: Listener | None = None, **given: Any) -> World:
+    """Return a world that has not been started; ``given`` are fields of its ``WorldSpec``."""
     given = {"mesh": {DEFAULT_MESH_DIM: size}, "timeout": 60.0} | given
     return World(WorldSpec(**given), preload(), label, listener=listener)
 
 
 def world(size: int = 2, **given: Any) -> World:
-    """One that has been started."""
+    """Return a world that has been started."""
     started = world_of(size, **given)
     started.start()
     return started
 
 
 def on_rank(chosen: int, act: Callable[[], object]) -> Callable[[], None]:
-    """``act`` on one rank, while the others wait for it in a collective."""
+    """Return a function that calls ``act`` on one rank, while the others wait for it in a collective."""
 
     def function() -> None:
         import torch
@@ -71,7 +73,7 @@ def on_rank(chosen: int, act: Callable[[], object]) -> Callable[[], None]:
 
 
 def fails(world: World, function: Any, *args: Any) -> WorldError:
-    """The error of a call that fails soon and leaves no rank behind."""
+    """Return the error of a call, which has to come soon and to leave no rank behind."""
     pids = world.run(os.getpid)
     began = time.monotonic()
     with pytest.raises(WorldError) as caught:
@@ -82,18 +84,18 @@ def fails(world: World, function: Any, *args: Any) -> WorldError:
     return caught.value
 
 
-HEEDING = """
+DEFAULT_SIGNALS = """
 import signal
 for number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM):
     signal.signal(number, signal.SIG_DFL)
 """
-"""A process inherits what its parent ignores, which is some of them under nohup and in the background of a shell."""
+"""Restores signals, because a process inherits ignored ones: under nohup or in the background of a shell."""
 
 
 def run_script(text: str, folder: Path, **environ: str) -> subprocess.Popen[str]:
-    """A Python process of its own, as the parent of worlds."""
+    """Start a Python process that runs this text, to be the parent of worlds."""
     script = folder / "script.py"
-    script.write_text(HEEDING + text, encoding="utf-8")
+    script.write_text(DEFAULT_SIGNALS + text, encoding="utf-8")
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     return subprocess.Popen(
         [sys.executable, str(script)],
@@ -105,7 +107,7 @@ def run_script(text: str, folder: Path, **environ: str) -> subprocess.Popen[str]
 
 
 def is_running(pid: int) -> bool:
-    """Zombies do not run: who collects them is not a world's business."""
+    """Return whether the process runs; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except (FileNotFoundError, ProcessLookupError):
@@ -113,6 +115,7 @@ def is_running(pid: int) -> bool:
 
 
 def assert_gone(pids: Iterable[int], seconds: float = SOON) -> None:
+    """Wait until these processes have ended; fail if that takes too long."""
     deadline = time.monotonic() + seconds
     while left := [pid for pid in pids if is_running(pid)]:
         assert time.monotonic() < deadline, f"still there: {left}"
@@ -120,7 +123,7 @@ def assert_gone(pids: Iterable[int], seconds: float = SOON) -> None:
 
 
 def processes_with(word: str, value: str = "") -> list[int]:
-    """Those that run and carry this in the environment that they were started with."""
+    """Return the running processes that were started with this environment variable."""
     found = []
     for entry in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):
@@ -131,7 +134,7 @@ def processes_with(word: str, value: str = "") -> list[int]:
 
 @contextmanager
 def ended_at_last(process: subprocess.Popen[str]) -> Iterator[subprocess.Popen[str]]:
-    """Whatever the test finds, the process is not left behind."""
+    """Kill the process at the end, whatever happens in the test."""
     try:
         yield process
     finally:
@@ -143,6 +146,7 @@ def ended_at_last(process: subprocess.Popen[str]) -> Iterator[subprocess.Popen[s
 
 
 def me() -> tuple[int, int]:
+    """Return rank and world size."""
     rank = current()
     return rank.rank, rank.world_size
 
@@ -152,7 +156,7 @@ def environment(names: Iterable[str]) -> Mapping[str, str | None]:
 
 
 def total(value: float) -> float:
-    """The sum of value x rank over all ranks."""
+    """Return the sum of value x rank over all ranks."""
     import torch
     import torch.distributed as dist
 
@@ -162,7 +166,7 @@ def total(value: float) -> float:
 
 
 def fill(folder: str) -> None:
-    """Leaves no room on the disk of this folder."""
+    """Fill the disk that has this folder."""
     with open(folder + "/fill", "ab", buffering=0) as file:
         for size in (2**16, 1):
             with suppress(OSError):

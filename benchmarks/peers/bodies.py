@@ -1,4 +1,4 @@
-"""What every peer runs on its ranks: the same test bodies, and the same faults. The environment tells which."""
+"""The test bodies and faults that every tool runs on its ranks; environment variables select one."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ TESTS = int(os.environ.get("BENCH_TESTS", "20"))
 WORLD = int(os.environ.get("BENCH_WORLD", "2"))
 BODY = os.environ.get("BENCH_BODY", "all_reduce")
 LIMIT = float(os.environ.get("BENCH_LIMIT", "300"))
-"""Seconds after which a hang may be told, for peers that can be told so."""
+"""Time limit in seconds for a hang, for tools that have one."""
 MARKS = Path(os.environ.get("BENCH_MARKS", "/nonexistent"))
-GUILTY = 1
+FAULTY = 1
+"""The rank that has the fault."""
 
 
 def run(number: int) -> None:
-    """The body of one test, on one rank of a process group. Of faults, the first test has one and the others none."""
+    """Run the body of one test on one rank. Only the first test has a fault."""
     (all_reduce if number and BODY in FAULTS else BODIES[BODY])()
 
 
 def join(rank: int, store: dist.Store | None = None, address: str | None = None) -> None:
-    """For peers that leave the process group to the test."""
+    """Initialise the process group, for tools that leave that to the test."""
     dist.init_process_group(
         "gloo", init_method=address, store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=LIMIT)
     )
@@ -41,7 +42,7 @@ def all_reduce() -> None:
 
 
 def sharded() -> None:
-    """Two layers, each a group of FSDP2's, forward and backward."""
+    """Run forward and backward of two layers, each an FSDP2 group."""
     mesh = init_device_mesh("cpu", (WORLD,))
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 16))
@@ -53,7 +54,7 @@ def sharded() -> None:
 
 
 def hold() -> None:
-    """For the memory of a world: every rank has trained and is still there."""
+    """Train and then wait on every rank, so that the memory of the world can be measured."""
     sharded()
     mark("held")
     time.sleep(3)
@@ -63,10 +64,10 @@ def mark(name: str) -> None:
     (MARKS / f"{name}.{dist.get_rank()}").write_text(str(time.time()))
 
 
-def at_fault() -> None:
-    """On one rank; the others wait for it in a collective, and if they come out of it, it was another test's."""
+def inject_fault() -> None:
+    """Inject the fault on one rank. If another rank leaves the collective, it was paired with another test's."""
     dist.barrier()
-    if dist.get_rank() == GUILTY:
+    if dist.get_rank() == FAULTY:
         mark("fault")
         FAULTS[BODY]()
     dist.all_reduce(torch.ones(1))
@@ -84,7 +85,7 @@ FAULTS = {
     "deadlock": lambda: time.sleep(1000),
     "orphan": lambda: time.sleep(1000),  # while it sleeps, its pytest is killed from outside
 }
-BODIES = {"all_reduce": all_reduce, "sharded": sharded, "hold": hold} | dict.fromkeys(FAULTS, at_fault)
+BODIES = {"all_reduce": all_reduce, "sharded": sharded, "hold": hold} | dict.fromkeys(FAULTS, inject_fault)
 
 if __name__ == "__main__":
     import sys

@@ -1,4 +1,4 @@
-"""Writes down how long each test took, by rank where each rank is a pytest of its own."""
+"""Record how long each test takes, by rank if each rank runs its own pytest."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _outcomes: dict[str, str] = {}
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item):
     began = time.perf_counter()
-    done = yield
+    result = yield
     seconds = time.perf_counter() - began
     me = next((f"{name[0]}{os.environ[name]}" for name in NAMES if name in os.environ), "main")
     with Path(os.environ["BENCH_MARKS"], f"times.{me}").open("a") as file:
-        told = {"test": item.nodeid, "seconds": seconds, "outcome": _outcomes.get(item.nodeid)}
-        file.write(json.dumps(told) + "\n")
-    return done
+        record = {"test": item.nodeid, "seconds": seconds, "outcome": _outcomes.get(item.nodeid)}
+        file.write(json.dumps(record) + "\n")
+    return result
 
 
 def pytest_runtest_logreport(report):

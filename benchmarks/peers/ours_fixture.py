@@ -1,4 +1,4 @@
-"""``fsdp_world``: calls from a test to the ranks of a fresh world, or of one that is kept."""
+"""``fsdp_world``: calls from a test to the ranks of a fresh world, or of a session-scoped one."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""``@fsdp_spmd``: the body on every rank, in a fresh world for each test, or in one that is kept."""
+"""``@fsdp_spmd``: the body on every rank, in a fresh world for each test, or in a session-scoped one."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""A fresh World for each test, and nothing else of the plugin."""
+"""A fresh World for each test, without the rest of the plugin."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's DistributedTest, which lives in DeepSpeed's own tests: a pool of processes for each test."""
+"""DeepSpeed's DistributedTest, part of DeepSpeed's own tests: a pool of processes for each test."""
 
 import bodies
 import pytest

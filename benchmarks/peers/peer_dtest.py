@@ -1,4 +1,4 @@
-"""garrett361/dtest: spawns a world for each test. On no index: taken from its repository where it is installed."""
+"""garrett361/dtest: spawns a world for each test. It is not on PyPI; install it from its repository."""
 
 import bodies
 import pytest

@@ -1,4 +1,4 @@
-"""pytest-isolate-mpi: an mpiexec for each test, with a pytest on each of its ranks."""
+"""pytest-isolate-mpi: an mpiexec for each test, with a pytest on each rank."""
 
 import bodies
 import pytest

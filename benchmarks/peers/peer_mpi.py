@@ -1,4 +1,4 @@
-"""mpi-pytest: pytest within mpiexec, or an mpiexec for each test where there is none around it."""
+"""mpi-pytest: pytest inside mpiexec, or else an mpiexec for each test."""
 
 import bodies
 import pytest
@@ -7,7 +7,7 @@ from mpi4py import MPI
 
 
 def join_once() -> None:
-    """No fixture: those are evaluated by the pytest that starts mpiexec as well."""
+    """Join here, not in a fixture: the pytest that starts mpiexec evaluates fixtures too."""
     if not dist.is_initialized():
         comm = MPI.COMM_WORLD
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if comm.rank == 0 else None

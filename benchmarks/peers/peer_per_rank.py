@@ -1,4 +1,4 @@
-"""A pytest for each rank: under ``torchrun -m pytest``, or with as many xdist workers that all run everything."""
+"""One pytest per rank: under ``torchrun -m pytest``, or as xdist workers that each run all tests."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""torch.multiprocessing.spawn in each test, as tutorials have it."""
+"""torch.multiprocessing.spawn in each test, as in tutorials."""
 
 import bodies
 import pytest

@@ -1,4 +1,4 @@
-"""Writes the diary of the soak, see ``benchmarks/soak.py``: what became of each test, and what each worker has open."""
+"""Write the log of the soak (``benchmarks/soak.py``): outcomes, open files of workers and waits for leases."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 FOLDER = Path(os.environ["FSDP_SOAK"])
 
 
-def diary(name: str, *words: object) -> None:
+def write_log(name: str, *words: object) -> None:
     with (FOLDER / name).open("a") as file:
         file.write(" ".join(map(str, words)) + "\n")
 
@@ -22,30 +22,30 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):
         from pytest_fsdp_meta.worlds.leases.device_leases import Leases
 
-        take = Leases._acquire
+        acquire = Leases._acquire
 
         def timed(self: Leases, *arguments: Any) -> None:
             began = time.monotonic()
-            take(self, *arguments)
-            diary("log", "waited", round(time.monotonic() - began, 3), os.getpid(), time.monotonic())
+            acquire(self, *arguments)
+            write_log("log", "waited", round(time.monotonic() - began, 3), os.getpid(), time.monotonic())
 
         Leases._acquire = timed  # type: ignore[method-assign]
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _open_files() -> None:
-    """Before the first test of a worker, and once more when its kept worlds have ended as well."""
-    files()
+    """Log the open files before the first test; pytest_unconfigure logs them again after all worlds have ended."""
+    log_open_files()
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_unconfigure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):
-        files()
+        log_open_files()
 
 
-def files() -> None:
-    diary("log", "files", len(os.listdir("/proc/self/fd")), os.getpid(), time.monotonic())
+def log_open_files() -> None:
+    write_log("log", "files", len(os.listdir("/proc/self/fd")), os.getpid(), time.monotonic())
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
@@ -53,4 +53,4 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         return
     number = re.search(r"\[(\d+)", report.nodeid)
     assert number is not None, report.longrepr
-    diary("outcomes", number[1], report.outcome)
+    write_log("outcomes", number[1], report.outcome)

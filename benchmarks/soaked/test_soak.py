@@ -1,4 +1,4 @@
-"""The tests of the soak, as ``plan.json`` wants them. Each rank asks for the lock of its slot while it works."""
+"""The tests of the soak, as planned in ``plan.json``. Each rank locks its slot while it works."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ TESTS: list[dict[str, Any]] = json.loads((FOLDER / "plan.json").read_text())
 SIZES = sorted({test["size"] for test in TESTS})
 
 
-def diary(*words: object) -> None:
+def write_log(*words: object) -> None:
     with (FOLDER / "log").open("a") as file:
         file.write(" ".join(map(str, words)) + "\n")
 
 
 def my_slot() -> str:
-    """By the notes that the workers leave beside their locks."""
+    """Return the slot of this rank, from the notes that workers write next to their locks."""
     (run,) = (FOLDER / "tmp").glob("fsdp-run-*")
     held = []
     for note in sorted(run.glob("slot-[0-9]*.note")):
@@ -36,7 +36,7 @@ def my_slot() -> str:
             if json.loads(note.read_text())["who"] == os.environ["PYTEST_XDIST_WORKER"]:
                 held.append(note.stem)
         except (OSError, ValueError):
-            continue  # another worker is giving it back, or taking it
+            continue  # another worker is releasing or acquiring it
     return held[current().rank] if current().rank < len(held) else f"none-of-{len(held)}"
 
 
@@ -44,9 +44,9 @@ def my_slot() -> str:
 def slot() -> Iterator[None]:
     name, pid, rank = my_slot(), os.getpid(), current().rank
     lock = FileLock.attempt(FOLDER / f"used-{name}")
-    diary("in" if lock else "twice", name, pid, time.monotonic(), rank)
+    write_log("in" if lock else "twice", name, pid, time.monotonic(), rank)
     yield
-    diary("out", name, pid, time.monotonic(), rank)
+    write_log("out", name, pid, time.monotonic(), rank)
     if lock:
         lock.release()
 
@@ -77,7 +77,7 @@ def numbers(size: int, *kinds: str) -> list[int]:
 
 
 def define(size: int) -> None:
-    """The tests of one size, which a mark has to know."""
+    """Define the tests of one size, because a mark needs a constant size."""
 
     @pytest.mark.parametrize("number", numbers(size, "pass", "fail", "exit", "kill", "segv"))
     @fsdp_spmd(world_size=size)
@@ -119,10 +119,10 @@ def define(size: int) -> None:
 
 
 def hold() -> None:
-    """Keeps the slot for as long as the rank lives."""
+    """Hold the slot until the rank exits."""
     current().state["slot"] = slot()
     current().state["slot"].__enter__()
 
 
-for one in SIZES:
-    define(one)
+for size in SIZES:
+    define(size)

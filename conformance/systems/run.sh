@@ -1,9 +1,9 @@
 #!/bin/sh
-# Judges one real released package: conformance/systems/run.sh SYSTEM [pytest arguments]
+# Test one real released package: conformance/systems/run.sh SYSTEM [pytest arguments]
 #
-# In .venv-systems/SYSTEM, which is made on first use, and again when requirements.txt changes. That file pins everything
-# that is imported, and nothing is resolved: what a package only asks for (servers, data sets, CUDA) stays out. torch comes
-# first and with its dependencies, because those of a CUDA build are its own affair.
+# It runs in .venv-systems/SYSTEM, which is created on first use and recreated when requirements.txt changes. That file
+# pins everything that is imported, and pip resolves nothing, so dependencies that are never imported (servers, data
+# sets, CUDA) stay out. torch is installed first, with its dependencies, because a CUDA build has its own.
 set -eu
 [ $# -ge 1 ] || { echo "usage: $0 SYSTEM [pytest arguments]" >&2; exit 2; }
 system=$1

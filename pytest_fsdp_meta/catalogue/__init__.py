@@ -1,6 +1,7 @@
-"""The checks and their judges. Reads evidence and nothing else: no torch, no ranks."""
+"""The catalogue of checks, and the engine that judges evidence by them without torch and without ranks."""
 
 from pytest_fsdp_meta.catalogue.checks import (
+    accumulation,
     checkpoint,
     communication,
     gradients,
@@ -8,6 +9,7 @@ from pytest_fsdp_meta.catalogue.checks import (
     memory,
     optimization,
     replicas,
+    resuming,
     sharding,
     structure,
     tiling,
@@ -23,13 +25,14 @@ from pytest_fsdp_meta.catalogue.view import Blocked, NotDeclared, NotJudged, Par
 FAMILIES = (
     *(structure, materialisation, sharding, tiling, communication),
     *(replicas, values, tying, memory),
-    *(gradients, optimization, training, checkpoint),
+    *(gradients, optimization, training, accumulation),
+    *(checkpoint, resuming),
 )
 
 
 def built_in() -> Catalogue:
-    """The catalogue as it ships: every check of every family, the more basic ones first."""
-    return Catalogue(one for family in FAMILIES for one in vars(family).values() if isinstance(one, Check))
+    """Return a catalogue of all checks that ship with the package, the more basic ones first."""
+    return Catalogue(value for family in FAMILIES for value in vars(family).values() if isinstance(value, Check))
 
 
 __all__ = [

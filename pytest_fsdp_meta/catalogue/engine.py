@@ -1,4 +1,4 @@
-"""From evidence to a verdict, without ranks and without torch."""
+"""Judge evidence: turn the evidence of a trial into one verdict per check."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 from pytest_fsdp_meta.catalogue.findings import Finding
 from pytest_fsdp_meta.catalogue.registry import Catalogue, Check
@@ -15,22 +16,25 @@ from pytest_fsdp_meta.evidence import Evidence
 from pytest_fsdp_meta.text import counted, first_line
 
 AS_LOADED = ("inventory", "reference", "values", "verifier")
-"""Observations that look at the model and do not use it."""
+"""Observations that inspect the model without running it."""
 EXPLAINING_A_CRASH = ("structure", "materialisation")
-"""Families whose findings may explain why the model fails when it is used, whatever it is used for."""
+"""Families whose findings may explain why the model raises when it is run or saved."""
 PACKAGE = Path(__file__).parents[1]
-KEPT = "kept by what could be judged"
+PASSED_IN_PART = "passed for what could be checked"
+KINDS = {"undeclared": "not declared", "blocked": "depends on a failed check", "unselected": "not selected"}
+"""``Unavailable.kind`` -> ``Verdict.why``."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """``status`` is "passed", "failed", "skipped" or "error"; ``reason`` says why it is not a plain pass or fail.
+    """The outcome of one check.
 
-    ``unjudged`` maps each more basic check to the tensors that it condemned and that were therefore left out here.
-    ``model`` has the names of the model by kind, "parameter" or "buffer", beside which those of findings may be all.
-    Of what is skipped, ``why`` tells the kind of the reason: "undeclared" (a field of Subject is wanted), "blocked" (by
-    what a more basic check has found), "partly" (what could be judged is kept), "unselected" (nobody asked for what it
-    needs), or "nothing".
+    ``status`` is "passed", "failed", "skipped" or "error"; ``reason`` explains what findings do not. ``unjudged`` maps
+    each more basic check to the tensors that already failed it and were therefore left out here. ``model`` has the
+    names of all tensors by kind ("parameter", "buffer"), so that reports recognise a finding about all of them.
+    Where ``status`` is "skipped", ``why`` is the kind of the skip: "not declared" (a field of Subject is missing),
+    "depends on a failed check", "not selected" (no selected check asked for the observation), "not applicable" (the
+    model has nothing of the kind), or "partly checked" (something could not be judged, and the rest passed).
     """
 
     check: Check
@@ -43,12 +47,18 @@ class Verdict:
     why: str = ""
 
 
+_Memo = WeakKeyDictionary[Catalogue, dict[tuple[int, Check], Verdict]]
+"""Weak keys: the id() of a catalogue that was deleted may be given to the next one."""
+
+
 def judge(check: Check, evidence: Evidence, catalogue: Catalogue) -> Verdict:
-    """The verdict of one check; the same evidence always gives the same. Judged once per evidence."""
-    memo: dict[str, Verdict] = evidence.memo.setdefault("verdicts", {})
-    if check.id not in memo:
-        memo[check.id] = _judge(check, evidence, catalogue)
-    return memo[check.id]
+    """Return the verdict of one check, computed once per evidence and catalogue."""
+    by_catalogue: _Memo = evidence.memo.setdefault("verdicts", WeakKeyDictionary())
+    verdicts = by_catalogue.setdefault(catalogue, {})
+    key = len(catalogue), check  # a check added to the catalogue may change earlier verdicts
+    if key not in verdicts:
+        verdicts[key] = _judge(check, evidence, catalogue)
+    return verdicts[key]
 
 
 def _judge(check: Check, evidence: Evidence, catalogue: Catalogue) -> Verdict:
@@ -56,11 +66,11 @@ def _judge(check: Check, evidence: Evidence, catalogue: Catalogue) -> Verdict:
     for need in check.needs:
         if need in evidence.unavailable:
             return _unavailable(check, need, evidence, catalogue, failed)
-    view = View(evidence, check.id, check.tolerance, _condemned(check, evidence, catalogue), failed)
+    view = View(evidence, check.id, check.tolerance, _already_failed(check, evidence, catalogue), failed)
     findings: list[Finding] = []
     reason = ""
     try:
-        findings.extend(_worded(check, finding) for finding in _found(check, view))
+        findings.extend(_complete(check, finding) for finding in _found(check, view))
     except Unjudgeable as error:
         if not findings:
             return Verdict(check, "error", reason=str(error), unjudged=view.left_out)
@@ -80,17 +90,17 @@ def _judge(check: Check, evidence: Evidence, catalogue: Catalogue) -> Verdict:
     if findings:
         return Verdict(check, "failed", tuple(findings), reason, unjudged=view.left_out, model=_by_kind(evidence))
     if view.left_out:
-        reason = f"{KEPT}; {describe_left_out(view.left_out)}"
-        return Verdict(check, "skipped", reason=reason, unjudged=view.left_out, why="blocked")
+        reason = f"{PASSED_IN_PART}; {describe_left_out(view.left_out)}"
+        return Verdict(check, "skipped", reason=reason, unjudged=view.left_out, why=KINDS["blocked"])
     return Verdict(check, "passed")
 
 
 def _not_judged(check: Check, error: NotJudged, view: View) -> Verdict:
-    reason, why = str(error), "blocked" if isinstance(error, Blocked) else "nothing"
+    reason, why = str(error), KINDS["blocked"] if isinstance(error, Blocked) else "not applicable"
     if isinstance(error, NotDeclared):
-        why = "undeclared"
+        why = KINDS["undeclared"]
     elif isinstance(error, PartlyJudged):
-        reason, why = f"{KEPT}; {error}", "blocked" if view.left_out else "partly"
+        reason, why = f"{PASSED_IN_PART}; {error}", KINDS["blocked"] if view.left_out else "partly checked"
     return Verdict(check, "skipped", reason=reason, unjudged=view.left_out, why=why)
 
 
@@ -102,24 +112,24 @@ def _by_kind(evidence: Evidence) -> dict[str, frozenset[str]]:
 def _unavailable(check: Check, need: str, evidence: Evidence, catalogue: Catalogue, failed: Sequence[str]) -> Verdict:
     why = evidence.unavailable[need]
     if not why.error:
-        return Verdict(check, "skipped", reason=why.summary, why=why.kind or "nothing")
-    if need not in AS_LOADED:  # what uses a model that is missing tensors, or has wrong ones, may well fail
+        return Verdict(check, "skipped", reason=why.summary, why=KINDS.get(why.kind, "not applicable"))
+    if need not in AS_LOADED:  # running a model with missing or wrong tensors is likely to raise
         basic = _failed_basics(check, evidence, catalogue) if need != "repetition" else ()
         if by := ", ".join(dict.fromkeys((*failed, *basic))):
             reason = f"{why.summary}; the findings of {by} may explain it"
-            return Verdict(check, "skipped", reason=reason, why="blocked")
+            return Verdict(check, "skipped", reason=reason, why=KINDS["blocked"])
     return Verdict(check, "error", reason=why.summary, detail=why.detail)
 
 
 def _failed_basics(check: Check, evidence: Evidence, catalogue: Catalogue) -> Iterator[str]:
-    """The checks before this one that found the model itself wrong, in its ``after`` or not.
+    """Yield the failed checks before this one that inspect the model itself, whether or not in its ``after``.
 
-    What a model crashes of, every check that uses it meets, so all of them have to tell it alike.
+    A model that raises affects every check that runs it, so all of them should give the same reason.
     """
-    for one in takewhile(lambda one: one.id != check.id, catalogue):
-        basic = one.family in EXPLAINING_A_CRASH and set(one.needs) <= set(AS_LOADED)
-        if basic and judge(one, evidence, catalogue).findings:
-            yield one.id
+    for earlier in takewhile(lambda other: other.id != check.id, catalogue):
+        basic = earlier.family in EXPLAINING_A_CRASH and set(earlier.needs) <= set(AS_LOADED)
+        if basic and judge(earlier, evidence, catalogue).findings:
+            yield earlier.id
 
 
 def _one_line(error: Exception) -> str:
@@ -128,28 +138,29 @@ def _one_line(error: Exception) -> str:
 
 
 def _traceback(error: Exception) -> str:
-    """Where it was raised, by its author's frames: those of this package say nothing about an own check."""
-    told = traceback.TracebackException.from_exception(error)
-    frames = [frame for frame in told.stack if not Path(frame.filename).is_relative_to(PACKAGE)]
-    told.stack = traceback.StackSummary.from_list(frames)
-    return "".join(told.format()).rstrip()
+    """Format the traceback without the frames of this package, which do not help the author of an own check."""
+    report = traceback.TracebackException.from_exception(error)
+    frames = [frame for frame in report.stack if not Path(frame.filename).is_relative_to(PACKAGE)]
+    report.stack = traceback.StackSummary.from_list(frames)
+    return "".join(report.format()).rstrip()
 
 
 def describe_left_out(left_out: dict[str, tuple[str, ...]]) -> str:
-    """ "not judged: 3 tensors that no_meta_params condemned (first: model.norm.weight)"."""
+    """Describe left-out tensors: "not checked: 3 tensors that already failed no_meta_params (first: norm.weight)"."""
     parts = []
     for by, names in left_out.items():
-        parts.append(f"{counted(len(names), 'tensor')} that {by} condemned (first: {names[0]})")
-    return "not judged: " + ", ".join(parts)
+        parts.append(f"{counted(len(names), 'tensor')} that already failed {by} (first: {names[0]})")
+    return "not checked: " + ", ".join(parts)
 
 
-def _condemned(check: Check, evidence: Evidence, catalogue: Catalogue) -> dict[str, str]:
-    condemned: dict[str, str] = {}
+def _already_failed(check: Check, evidence: Evidence, catalogue: Catalogue) -> dict[str, str]:
+    """Return the tensors that failed a more basic check, mapped to the first such check."""
+    already_failed: dict[str, str] = {}
     for id in check.after:
         for finding in judge(catalogue[id], evidence, catalogue).findings:
             for name in finding.condemns or filter(None, [finding.tensor]):
-                condemned.setdefault(name, id)
-    return condemned
+                already_failed.setdefault(name, id)
+    return already_failed
 
 
 def _found(check: Check, view: View) -> Iterable[Finding]:
@@ -159,14 +170,15 @@ def _found(check: Check, view: View) -> Iterable[Finding]:
     return found
 
 
-def _worded(check: Check, finding: Finding) -> Finding:
+def _complete(check: Check, finding: Finding) -> Finding:
+    """Add the cause and remedy of the check to a finding that has none of its own."""
     if not check.built_in:
         finding = _plain(finding)
     return replace(finding, cause=finding.cause or check.cause, remedy=finding.remedy or check.remedy)
 
 
 def _plain(finding: Finding) -> Finding:
-    """With ranks that are plain numbers, whatever the judge counts with. Raises TypeError for what is no text."""
+    """Convert ranks (NumPy integers, for example) to int. Raises TypeError for a text field that is not a str."""
     for name in ("tensor", "actual", "expected", "detail", "cause", "remedy"):
         value = getattr(finding, name)
         if not isinstance(value, str) and not (name == "tensor" and value is None):

@@ -1,4 +1,4 @@
-"""A finding: one broken promise, in the words that messages and reports show."""
+"""Findings: what a check found wrong, as messages and reports show it."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import NamedTuple, TypedDict
 
 
 class Explanation(TypedDict, total=False):
-    """What a finding may say better than its check does."""
+    """A cause and a remedy that are more specific than those of the check."""
 
     cause: str
     remedy: str
 
 
 class Mismatch(NamedTuple):
-    """What a rank shows of a tensor, what it should show and, where it is known better than the check, why."""
+    """The actual and expected state of a tensor on one rank, with a more specific cause and remedy if known."""
 
     actual: str
     expected: str
@@ -24,10 +24,11 @@ class Mismatch(NamedTuple):
 
 @dataclass(frozen=True)
 class Finding:
-    """One broken promise. It reads "<tensor>, <ranks>: <actual>, but should be <expected>".
+    """One violation of a check's promise.
 
-    ``tensor`` is None for what concerns the whole model. ``detail`` is what differs from one tensor to the next
-    (numbers, indices): findings that are equal but for tensor, ranks and detail are told as one.
+    It is formatted as "<tensor>, <ranks>: <actual>, but should be <expected> (<detail>)"; with an empty ``expected``,
+    as "<tensor>, <ranks>: <actual> (<detail>)". ``tensor`` is None if it concerns the whole model. ``detail`` has what
+    differs between tensors (numbers, indices): findings that differ only in tensor, ranks and detail are merged.
     """
 
     tensor: str | None
@@ -38,4 +39,4 @@ class Finding:
     cause: str = ""
     remedy: str = ""
     condemns: tuple[str, ...] = ()
-    """The tensors that no later check judges, where they are not just ``tensor``."""
+    """Tensors that later checks skip because they already failed; default: ``tensor`` alone."""

@@ -1,4 +1,4 @@
-"""What a check is: a promise, the evidence it needs, a judge, and what to tell the one who broke it."""
+"""Checks and the catalogue that holds them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ OBSERVATIONS = (
 
 @dataclass(frozen=True)
 class Check:
-    """A named promise with its judge; made by ``@check``.
+    """A named promise with its judge; created with ``@check``.
 
-    ``needs`` are the observations without which there is nothing to judge, ``uses`` those that sharpen the judgement
-    where they can be had. ``after`` names the more basic checks: a tensor that one of them condemned is not judged
-    again here. ``fields`` are those of Subject that it cannot do without, beside those that its ``needs`` are taken by.
-    ``tolerance`` is what it allows by dtype where the author sets none; a check without it takes none of the author.
+    ``needs`` are the observations that the judge requires; ``uses`` are those that make it more precise if available.
+    ``after`` names the more basic checks: tensors that already failed one of them are not judged again. ``fields`` are
+    the fields of Subject that it requires, besides those that its ``needs`` require. ``tolerance`` is the default
+    tolerance by dtype; without it, the check does not accept one from the author.
     """
 
     id: str
@@ -43,7 +43,7 @@ class Check:
 
     @property
     def built_in(self) -> bool:
-        """Whether it is this package's, and not downstream's own."""
+        """Return whether the check belongs to this package, and not to a downstream repository."""
         return getattr(self.judge, "__module__", "").partition(".")[0] == __name__.partition(".")[0]
 
 
@@ -65,13 +65,13 @@ def check(
     fields: Sequence[str] = (),
     tolerance: Mapping[str, float] = MappingProxyType({}),
 ) -> Callable[[Judge], Check]:
-    """Makes a judge into a check whose id is the function's name.
+    """Turn a judge into a check whose id is the function's name.
 
-    ``cause`` and ``remedy`` are told with every finding that does not bring better ones.
+    ``cause`` and ``remedy`` are shown with every finding that has none of its own.
     """
     unknown = [name for name in (*needs, *uses) if name not in OBSERVATIONS]
     if unknown:
-        raise ValueError(f"check needs {unknown[0]!r}, which no observer takes; there are {', '.join(OBSERVATIONS)}")
+        raise ValueError(f"unknown observation {unknown[0]!r} in a check (choose from {', '.join(OBSERVATIONS)})")
 
     def make(judge: Judge) -> Check:
         return Check(
@@ -95,30 +95,30 @@ def check(
 
 
 class Catalogue:
-    """Checks by id, in the order in which they are judged: the more basic ones first."""
+    """Checks by id, in the order in which they are judged: more basic ones first."""
 
     def __init__(self, checks: Iterable[Check] = ()) -> None:
         self._checks: dict[str, Check] = {}
-        self._read: dict[str, frozenset[str]] = {}
-        for one in checks:
-            self.add(one)
+        self._observations: dict[str, frozenset[str]] = {}
+        for check in checks:
+            self.add(check)
 
-    def add(self, one: Check) -> None:
-        """Raises ValueError when the id is taken, or when it comes after a check that does not exist."""
-        if not isinstance(one, Check):
-            raise ValueError(f"{one!r} is not a check; decorate the judge with @check(...)")
-        if one.id in self._checks:
-            raise ValueError(f"two checks are called {one.id!r}")
-        basic = frozenset[str]().union(*(self._read[self[earlier].id] for earlier in one.after))
-        if "training" not in one.needs:
-            # What it would tell a more basic check beside what that needs is not worth training for.
+    def add(self, check: Check) -> None:
+        """Add a check. Raises ValueError if its id is taken or if it names an unknown check in ``after``."""
+        if not isinstance(check, Check):
+            raise ValueError(f"{check!r} is not a check; decorate the judge with @check(...)")
+        if check.id in self._checks:
+            raise ValueError(f"two checks are named {check.id!r}")
+        basic = frozenset[str]().union(*(self._observations[self[earlier].id] for earlier in check.after))
+        if "training" not in check.needs:
+            # Basic checks that merely use the training are precise enough without it; it is not run for their sake.
             basic -= {"training"}
-        self._read[one.id] = frozenset({*one.needs, *one.uses}) | basic
-        self._checks[one.id] = one
+        self._observations[check.id] = frozenset({*check.needs, *check.uses}) | basic
+        self._checks[check.id] = check
 
     def observations(self, ids: Iterable[str]) -> set[str]:
-        """The observations that these checks read, and those of the more basic checks that they look at first."""
-        return set[str]().union(*(self._read[id] for id in ids))
+        """Return the observations that these checks and the more basic ones before them need or use."""
+        return set[str]().union(*(self._observations[id] for id in ids))
 
     def __getitem__(self, id: str) -> Check:
         if id not in self._checks:
@@ -129,6 +129,9 @@ class Catalogue:
 
     def __iter__(self) -> Iterator[Check]:
         return iter(self._checks.values())
+
+    def __len__(self) -> int:
+        return len(self._checks)
 
     def __contains__(self, id: object) -> bool:
         return id in self._checks

@@ -1,4 +1,4 @@
-"""TODO."""
+"""The evidence as a judge sees it, and the exceptions by which a judge reports that it cannot judge."""
 
 from __future__ import annotations
 
@@ -13,65 +13,68 @@ T = TypeVar("T")
 
 
 class Unjudgeable(Exception):
-    """The truth itself is no truth (a reference that does not reproduce itself); the text says so."""
+    """Raised if the evidence is unusable, such as a reference that is not reproducible: the check is an error."""
 
 
 class NotJudged(Exception):
-    """There is nothing to judge, for a reason that is nobody's fault here; the text says which."""
+    """Raised if there is nothing to judge: the check is skipped, with the message as the reason."""
 
 
 class NotDeclared(NotJudged):
-    """There is nothing to judge as long as the author does not declare a field of Subject; ``so`` says what follows."""
+    """Raised if there is nothing to judge until the author declares a field of Subject.
+
+    ``so`` is appended to the message and states what follows from the missing declaration.
+    """
 
     def __init__(self, field: str, so: str = "") -> None:
         super().__init__(f"{not_declared(field).summary}{so}")
 
 
 class Blocked(NotJudged):
-    """It cannot be judged before what a more basic check has found is mended; the text names it."""
+    """Raised if findings of a more basic check must be fixed first; the message names that check."""
 
 
 class PartlyJudged(NotJudged):
-    """Something of it could not be judged, for the reason in the text; the rest was, and its findings stand."""
+    """Raised if a part could not be judged, for the reason in the message; findings yielded before remain valid."""
 
 
 class NotTaken(Exception):
-    """The judge cannot do without an observation that its check only ``uses``; the text is its name."""
+    """Raised if the judge turns out to require an observation that its check only ``uses``; the message is its name."""
 
 
 class View:
-    """The evidence as one judge sees it: without the tensors that more basic checks have condemned."""
+    """The evidence without the tensors that already failed a more basic check."""
 
     def __init__(
         self,
         evidence: Evidence,
         check_id: str,
         tolerance: Mapping[str, float],
-        condemned: dict[str, str],
+        already_failed: dict[str, str],
         failed: tuple[str, ...] = (),
     ) -> None:
         self.evidence = evidence
         self.check_id = check_id
         self.tolerance = tolerance
-        """What the check allows by dtype where the author sets nothing."""
+        """The default tolerance of the check, by dtype."""
         self.failed = failed
-        """The more basic checks that found something, whether or not they condemned a tensor."""
-        self._condemned = condemned
+        """The more basic checks that failed, including those whose findings name no tensor."""
+        self._already_failed = already_failed
         self._left_out: dict[str, dict[str, None]] = {}
 
     def judgeable(self, name: str) -> bool:
-        """Whether no more basic check has condemned the tensor; one that is not is counted as left out."""
-        by = self._condemned.get(name)
+        """Return whether the tensor passed the more basic checks; if not, record it as left out."""
+        by = self._already_failed.get(name)
         if by is not None:
             self._left_out.setdefault(by, {})[name] = None
         return by is None
 
     def condemned_by(self, name: str) -> str | None:
-        """The more basic check that condemned the tensor; unlike ``judgeable``, asking does not count it."""
-        return self._condemned.get(name)
+        """Return the more basic check that the tensor already failed; unlike ``judgeable``, record nothing."""
+        return self._already_failed.get(name)
 
     def names(self, *kinds: str, only: Collection[str] | None = None, but: Collection[str] = ()) -> list[str]:
-        """Judgeable names over all ranks, each once; ``only`` and ``but`` limit what is asked for."""
+        """Return the judgeable names on any rank, in ``only`` and not in ``but``, each once."""
         seen = {t.name: None for rank in self.evidence.inventory for t in rank.tensors if t.kind in kinds}
         asked = [name for name in seen if name not in but and (only is None or name in only)]
         return [name for name in asked if self.judgeable(name)]
@@ -79,15 +82,15 @@ class View:
     def tensors(
         self, *kinds: str, only: Collection[str] | None = None
     ) -> Iterator[tuple[str, list[tuple[int, TensorFacts]]]]:
-        """(name, its facts by rank) of the judgeable tensors; ``only`` limits what is asked for."""
+        """Yield each judgeable tensor (in ``only``) as its name and its facts on each rank."""
         for name in self.names(*kinds, only=only):
             yield name, [(rank.rank, rank.by_name[name]) for rank in self.evidence.inventory if name in rank.by_name]
 
-    def broken(self, name: str, told: Iterable[tuple[int, Mismatch | None]]) -> Iterator[Finding]:
-        """A finding per distinct thing that ranks show of one tensor; None where a rank keeps the promise."""
-        for one, ranks in ranks_by(told).items():
-            if one is not None:
-                yield Finding(name, ranks, one.actual, one.expected, cause=one.cause, remedy=one.remedy)
+    def broken(self, name: str, mismatches: Iterable[tuple[int, Mismatch | None]]) -> Iterator[Finding]:
+        """Yield one finding for each distinct mismatch of a tensor; None stands for a rank without one."""
+        for found, ranks in ranks_by(mismatches).items():
+            if found is not None:
+                yield Finding(name, ranks, found.actual, found.expected, cause=found.cause, remedy=found.remedy)
 
     @property
     def reference(self) -> ReferenceFacts:
@@ -102,7 +105,7 @@ class View:
     def comparisons(
         self, by_rank: tuple[tuple[Comparison, ...], ...] | None, names: Collection[str]
     ) -> dict[str, list[tuple[int, Comparison]]]:
-        """Comparisons of the tensors of these names, each with its rank; without what was not compared."""
+        """Return the comparisons of the named tensors with their ranks; tensors that were not compared are absent."""
         found: dict[str, list[tuple[int, Comparison]]] = {name: [] for name in names}
         for rank, comparisons in enumerate(by_rank or ()):
             for comparison in comparisons:
@@ -116,7 +119,7 @@ class View:
 
 
 def ranks_by(pairs: Iterable[tuple[int, T]]) -> dict[T, tuple[int, ...]]:
-    """The ranks of each value, values in the order in which they first come."""
+    """Return the ranks that have each value, in order of first occurrence."""
     ranks: dict[T, tuple[int, ...]] = {}
     for rank, value in pairs:
         ranks[value] = (*ranks.get(value, ()), rank)
@@ -124,5 +127,5 @@ def ranks_by(pairs: Iterable[tuple[int, T]]) -> dict[T, tuple[int, ...]]:
 
 
 def majority(values: Iterable[tuple[int, T]]) -> T:
-    """The value that most ranks have; of equally many, the one of the lowest rank."""
+    """Return the most frequent value; in a tie, the one of the lowest rank."""
     return Counter(value for _, value in values).most_common(1)[0][0]

@@ -1,15 +1,14 @@
-"""Evidence: plain data that describes what was seen on the ranks and in the reference.
+"""Evidence: plain data that describes what was observed on the ranks and in the reference.
 
-Nothing here holds a live tensor or imports torch, so evidence can be pickled, stored, and judged again long after the
-ranks have ended. Shapes are in elements; everything that is per rank is in rank order.
+Nothing here holds a live tensor or imports torch, so evidence can be pickled, stored, and judged again after the ranks
+have ended. Shapes are in elements, and sequences over ranks are in rank order.
 """
 
+from pytest_fsdp_meta.evidence.checkpoint import Export, Resharded
 from pytest_fsdp_meta.evidence.mesh_dims import replicates, sharded_dim, splits_experts, splits_model, splits_sequence
 from pytest_fsdp_meta.evidence.records import (
     Evidence,
-    Export,
     ReferenceFacts,
-    Resharded,
     SubjectFacts,
     Unavailable,
     WorldFacts,

@@ -1,17 +1,22 @@
-"""Evidence of checkpoints: what a rank saves, and what it holds once that is loaded again: plain data, no torch."""
+"""Evidence about checkpoints: the keys saved, and the values after loading them again, here or in another world.
+
+A digest is a short string that is the same for the same bytes, on every device.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from pytest_fsdp_meta.evidence.training import Comparison
+
 
 @dataclass(frozen=True)
 class RankStateDict:
     """The keys under which a rank saves the model.
 
-    ``refused`` says why torch's own ``get_model_state_dict`` does not take the model; the keys are then those of
-    ``model.state_dict()``, without what torch's wrappers insert.
+    ``refused`` is the error that torch's own ``get_model_state_dict`` raised for the model, or empty. If it is set,
+    the keys are those of ``model.state_dict()`` without the prefixes that torch's wrappers insert.
     """
 
     keys: tuple[str, ...]
@@ -20,11 +25,11 @@ class RankStateDict:
 
 @dataclass(frozen=True)
 class RankSaved:
-    """What a rank holds of what a checkpoint keeps: before it was saved, or after it was loaded.
+    """The checkpointed values on one rank, either before saving or after loading.
 
-    ``tensors`` are digests of this rank's parts of parameters and persistent buffers by name, ``extra`` those of what
-    modules keep as ``_extra_state``; ``left_out`` are the tensors for which the state dict has no key, ``untouched``
-    those that loading left as they were before it.
+    ``tensors`` maps parameters and persistent buffers to digests of this rank's shard. ``extra`` does the same for the
+    ``_extra_state`` of modules. ``left_out`` names the tensors without a key in the state dict. The loaded
+    model is filled with other values before loading; ``untouched`` names the tensors that still have them afterwards.
     """
 
     tensors: Mapping[str, str]
@@ -35,10 +40,10 @@ class RankSaved:
 
 @dataclass(frozen=True)
 class RankResumed:
-    """A rank at a checkpoint of model and optimizer, and the losses of the steps that it trains from there.
+    """Model and optimizer of one rank at a checkpoint, and the losses of the training steps that follow it.
 
-    ``state`` is the optimizer's, by parameter and key, ``groups`` the hyperparameters of its groups: digests of
-    tensors, and how all else is written.
+    ``state`` is the optimizer's state by parameter and key, and ``groups`` has the hyperparameters of its parameter
+    groups; both as short strings that are equal for equal values.
     """
 
     model: RankSaved
@@ -49,11 +54,34 @@ class RankResumed:
 
 @dataclass(frozen=True)
 class FirstStep:
-    """A rank's optimizer once it has stepped.
+    """The optimizer of one rank after its first step.
 
-    ``unloadable`` is why torch cannot load its state, ``stateless`` the trainable parameters that it keeps none of,
-    as no gradient came to them.
+    ``unloadable`` says why torch cannot load the optimizer's state, or is empty. ``stateless`` names the trainable
+    parameters that have no optimizer state because they received no gradient.
     """
 
     unloadable: str
     stateless: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Export:
+    """The gathered (full) state dict compared with the reference: missing and unexpected keys, and every tensor."""
+
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    comparisons: tuple[Comparison, ...] = ()
+
+
+@dataclass(frozen=True)
+class Resharded:
+    """A checkpoint loaded in a world of another size; ``comparisons`` has one entry for each rank of that world.
+
+    ``refused`` is the first line of the error that loading raised there, although loading in a world of the same size
+    succeeds; ``ranks`` are the ranks that raised it.
+    """
+
+    mesh: tuple[tuple[str, int], ...]
+    comparisons: tuple[tuple[Comparison, ...], ...] = ()
+    refused: str = ""
+    ranks: tuple[int, ...] = ()

@@ -1,7 +1,7 @@
-"""Dataclasses as plain JSON and back, by their type hints; and the JSON schema of such a class.
+"""Convert dataclasses to plain JSON values and back by their type hints, and derive the JSON schema of a dataclass.
 
-Numbers that JSON does not have are written as strings: "NaN", "Infinity", "-Infinity". A field with its default is
-written all the same, and one that is missing is read as its default.
+Floats that JSON cannot represent are written as strings: "NaN", "Infinity", "-Infinity". All fields are written,
+including those with their default value; when reading, a missing field gets its default and an unknown one is ignored.
 """
 
 from __future__ import annotations
@@ -17,30 +17,33 @@ from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
-ODD = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 PLAIN = {str: "string", bool: "boolean", int: "integer"}
 
 
 def to_plain(value: Any) -> Any:
-    """What ``json.dumps(..., allow_nan=False)`` takes. Sets become sorted lists."""
+    """Return values that ``json.dumps(..., allow_nan=False)`` accepts; sets become sorted lists."""
     if is_dataclass(value):
-        return {one.name: to_plain(getattr(value, one.name)) for one in fields(value)}
+        return {field.name: to_plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):
-        return {str(key): to_plain(one) for key, one in value.items()}
+        return {str(key): to_plain(item) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
-        return [to_plain(one) for one in value]
+        return [to_plain(item) for item in value]
     if isinstance(value, frozenset):
-        return sorted(to_plain(one) for one in value)
+        return sorted(to_plain(item) for item in value)
     if isinstance(value, float) and not math.isfinite(value):
-        return next(name for name, odd in ODD.items() if odd == value or (odd != odd and value != value))
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     assert value is None or isinstance(value, (str, bool, int, float)), value
     return value
 
 
 def from_plain(kind: type[T], data: Any) -> T:
-    """The inverse of ``to_plain``. Raises ValueError that says where, and what should be there."""
-    read: T = _read(kind, data, kind.__name__)
-    return read
+    """Build a dataclass from the output of ``to_plain``.
+
+    Raises ValueError with the path of the first wrong value and what it should be.
+    """
+    value: T = _parse(kind, data, kind.__name__)
+    return value
 
 
 @cache
@@ -48,106 +51,114 @@ def _hints(kind: type) -> dict[str, Any]:
     return get_type_hints(kind)
 
 
-def _read(kind: Any, data: Any, where: str) -> Any:
+def _parse(kind: Any, data: Any, path: str) -> Any:
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         assert inner[1:] == (type(None),), kind
-        return None if data is None else _read(inner[0], data, where)
+        return None if data is None else _parse(inner[0], data, path)
     if is_dataclass(kind):
-        return _read_dataclass(kind, data, where)
+        return _parse_dataclass(kind, data, path)
     if origin is tuple:
-        return _read_tuple(inner, data, where)
+        return _parse_tuple(inner, data, path)
     if origin is frozenset:
-        return frozenset(_read(inner[0], one, where) for one in _expect(list, data, where))
+        return frozenset(_parse(inner[0], item, path) for item in _require(list, data, path))
     if origin is not None and issubclass(origin, Mapping):
-        return {key: _read(inner[1], one, f"{where}[{key!r}]") for key, one in _expect(dict, data, where).items()}
+        return {key: _parse(inner[1], item, f"{path}[{key!r}]") for key, item in _require(dict, data, path).items()}
     if kind is float:
-        if isinstance(data, str) and data in ODD:
-            return ODD[data]
-        return _float(data, where) if type(data) is int else _expect(float, data, where)
+        if isinstance(data, str) and data in NON_FINITE:
+            return NON_FINITE[data]
+        return _to_float(data, path) if type(data) is int else _require(float, data, path)
     assert kind in PLAIN, kind
-    return _expect(kind, data, where)
+    return _require(kind, data, path)
 
 
-def _float(data: int, where: str) -> float:
+def _to_float(data: int, path: str) -> float:
     try:
         return float(data)
     except OverflowError:
-        raise ValueError(f"{where}: a number that is too large") from None
+        raise ValueError(f"{path}: the number is too large for a float") from None
 
 
-def _read_dataclass(kind: Any, data: Any, where: str) -> Any:
-    _expect(dict, data, where)
-    given = {}
-    for one in fields(kind):
-        if one.name in data:
-            given[one.name] = _read(_hints(kind)[one.name], data[one.name], f"{where}.{one.name}")
-        elif one.default is MISSING and one.default_factory is MISSING:
-            raise ValueError(f"{where}: {one.name!r} is missing")
-    return kind(**given)
+def _parse_dataclass(kind: Any, data: Any, path: str) -> Any:
+    _require(dict, data, path)
+    arguments = {}
+    for field in fields(kind):
+        if field.name in data:
+            arguments[field.name] = _parse(_hints(kind)[field.name], data[field.name], f"{path}.{field.name}")
+        elif field.default is MISSING and field.default_factory is MISSING:
+            raise ValueError(f"{path}: {field.name!r} is missing")
+    return kind(**arguments)
 
 
-def _read_tuple(inner: tuple[Any, ...], data: Any, where: str) -> tuple[Any, ...]:
-    _expect(list, data, where)
+def _parse_tuple(inner: tuple[Any, ...], data: Any, path: str) -> tuple[Any, ...]:
+    _require(list, data, path)
     if len(inner) == 2 and inner[1] is Ellipsis:
-        return tuple(_read(inner[0], one, f"{where}[{index}]") for index, one in enumerate(data))
+        return tuple(_parse(inner[0], item, f"{path}[{index}]") for index, item in enumerate(data))
     if len(data) != len(inner):
-        raise ValueError(f"{where}: {len(data)} items, but should be {len(inner)}")
+        raise ValueError(f"{path}: {len(data)} items, but should be {len(inner)}")
     pairs = zip(inner, data, strict=True)
-    return tuple(_read(kind, one, f"{where}[{index}]") for index, (kind, one) in enumerate(pairs))
+    return tuple(_parse(kind, item, f"{path}[{index}]") for index, (kind, item) in enumerate(pairs))
 
 
-def _expect(kind: type, data: Any, where: str) -> Any:
+def _require(kind: type, data: Any, path: str) -> Any:
     if type(data) is not kind:
-        raise ValueError(f"{where}: {data!r:.60}, but should be {kind.__name__}")
+        raise ValueError(f"{path}: {data!r:.60}, but should be {kind.__name__}")
     return data
 
 
 def schema_of(kind: type, title: str) -> dict[str, Any]:
-    """The JSON schema (draft 2020-12) of what ``to_plain`` makes of a dataclass."""
-    known: dict[str, Any] = {}
-    told = _schema(kind, known)
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": title, **told, "$defs": known}
+    """Return the JSON schema (draft 2020-12) of the output of ``to_plain`` for a dataclass.
+
+    The first paragraph of each docstring is the description.
+    """
+    definitions: dict[str, Any] = {}
+    reference = _schema(kind, definitions)
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": title,
+        **reference,
+        "$defs": definitions,
+    }
 
 
-def _schema(kind: Any, known: dict[str, Any]) -> dict[str, Any]:
+def _schema(kind: Any, definitions: dict[str, Any]) -> dict[str, Any]:
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
-        return {"anyOf": [_schema(inner[0], known), {"type": "null"}]}
+        return {"anyOf": [_schema(inner[0], definitions), {"type": "null"}]}
     if is_dataclass(kind):
         assert isinstance(kind, type)
-        if kind.__name__ not in known:
-            known[kind.__name__] = {}  # it may hold itself
-            known[kind.__name__] = _schema_of_fields(kind, known)
+        if kind.__name__ not in definitions:
+            definitions[kind.__name__] = {}  # entered first, so that a class that contains itself ends the recursion
+            definitions[kind.__name__] = _schema_of_fields(kind, definitions)
         return {"$ref": f"#/$defs/{kind.__name__}"}
     if origin is tuple and not (len(inner) == 2 and inner[1] is Ellipsis):
-        parts = [_schema(one, known) for one in inner]
+        parts = [_schema(part, definitions) for part in inner]
         return {"type": "array", "prefixItems": parts, "minItems": len(parts), "maxItems": len(parts)}
     if origin in (tuple, frozenset):
-        return {"type": "array", "items": _schema(inner[0], known)}
+        return {"type": "array", "items": _schema(inner[0], definitions)}
     if origin is not None and issubclass(origin, Mapping):
-        return {"type": "object", "additionalProperties": _schema(inner[1], known)}
+        return {"type": "object", "additionalProperties": _schema(inner[1], definitions)}
     if kind is float:
-        return {"anyOf": [{"type": "number"}, {"enum": list(ODD)}]}
+        return {"anyOf": [{"type": "number"}, {"enum": list(NON_FINITE)}]}
     return {"type": PLAIN[kind]}
 
 
-def _schema_of_fields(kind: type, known: dict[str, Any]) -> dict[str, Any]:
+def _schema_of_fields(kind: type, definitions: dict[str, Any]) -> dict[str, Any]:
     hints = _hints(kind)
-    needed = [one.name for one in fields(kind) if one.default is MISSING and one.default_factory is MISSING]
-    properties = {one.name: _schema(hints[one.name], known) for one in fields(kind)}
+    required = [field.name for field in fields(kind) if field.default is MISSING and field.default_factory is MISSING]
+    properties = {field.name: _schema(hints[field.name], definitions) for field in fields(kind)}
     doc = (kind.__doc__ or "").strip().split("\n\n")[0].replace("\n    ", " ")
-    return {"type": "object", "description": doc, "properties": properties, "required": needed}
+    return {"type": "object", "description": doc, "properties": properties, "required": required}
 
 
 def write_whole(path: Path, data: bytes) -> Path:
-    """Whole or not at all. Raises OSError."""
-    written = path.with_name(f".{path.name}.{os.getpid()}")
+    """Write a file atomically: to a temporary name first, then renamed. Raises OSError."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        written.write_bytes(data)
-        written.replace(path)
+        temporary.write_bytes(data)
+        temporary.replace(path)
     except OSError:
         with suppress(OSError):
-            written.unlink()
+            temporary.unlink()
         raise
     return path

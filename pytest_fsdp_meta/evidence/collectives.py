@@ -1,4 +1,4 @@
-"""Evidence of what a rank says to others, and of what it holds while it loads: plain data, no torch."""
+"""Evidence about collectives and memory: what one rank communicates, and how much it holds while loading."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective as one rank issued it; point-to-point transfers are none.
+    """One collective as one rank issued it; point-to-point transfers are not recorded.
 
-    ``group`` and ``ranks`` are the name and the members of its process group. ``shapes`` are those of what the rank
-    hands over; ``reduction`` is empty where torch does not tell it. ``tensors`` are the parameters and buffers whose
-    memory it is, or whose copy; none where it is something else: a gradient, a batch, a buffer of FSDP2's.
-    ``by_fsdp`` tells that FSDP2 gathers or reduces a group.
+    ``group`` is the name of its process group and ``ranks`` the members of that group. ``shapes`` are the shapes of
+    this rank's inputs. ``reduction`` is empty where torch does not report the operation. ``tensors`` names the
+    parameters and buffers whose memory, or a copy of it, is communicated; it is empty for anything else, such as
+    gradients, batches and FSDP2's own buffers. ``by_fsdp`` is True where FSDP2 gathers or reduces a parameter group.
     """
 
     op: str
@@ -25,26 +25,26 @@ class Collective:
     tensors: tuple[str, ...] = ()
     by_fsdp: bool = False
     optimizing: bool = False
-    """Whether it came after the backward, from the optimizer's step on."""
+    """Whether it was issued after the backward, from the optimizer's step on."""
 
 
 @dataclass(frozen=True)
 class FsdpGroup:
-    """Parameters that FSDP2 gathers together, as one rank saw them in one training step."""
+    """The parameters that FSDP2 gathers together, as one rank saw them in one training step."""
 
     parameters: tuple[str, ...]
     forwards: int
-    """How often its forward ran, recomputation by activation checkpointing included."""
+    """How often the group's forward ran, including recomputation by activation checkpointing."""
     reshards: bool
-    """Whether the parameters are freed after the forward, and gathered again for the backward."""
+    """Whether the gathered parameters are freed after the forward and gathered again for the backward."""
     trainable: bool
     replicates: bool = False
-    """Whether they are reduced over replicas as well (HSDP)."""
+    """Whether gradients are also reduced over replicas (HSDP)."""
 
 
 @dataclass(frozen=True)
 class RankCollectives:
-    """Every collective of one rank, in order. ``step`` and ``groups`` are None where no step was watched."""
+    """All collectives of one rank, in order; ``step`` and ``groups`` are None if no training step was observed."""
 
     loading: tuple[Collective, ...]
     step: tuple[Collective, ...] | None = None
@@ -53,13 +53,13 @@ class RankCollectives:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """What was alive at one time while the loader ran, beyond what was there before it.
+    """The peak memory of one rank while the loader ran, beyond what was allocated before it started.
 
-    Mapped files do not count: the system may drop their pages. ``host`` and ``device`` are the most bytes of either;
-    ``device`` is None where the ranks' device is the host. ``whole`` is the most elements that were held on the host,
-    at one time, by tensors as large as whole parameters; ``beyond`` the most bytes that, while as much as the whole
-    model was alive there, two copies of this rank's own shards do not explain. ``timeline`` has what was alive on the
-    host as (seconds since the load began, bytes), in order: every change, or the highest of each stretch of time.
+    Memory-mapped files do not count, because the system may drop their pages. ``host`` and ``device`` are peaks in
+    bytes; ``device`` is None if the ranks run on the CPU. ``whole`` is the largest number of elements held on the host
+    at one time by tensors as large as whole parameters. ``beyond`` is the largest number of bytes that two copies of
+    this rank's own shards do not explain, counted only while at least the whole model was held. ``timeline`` has the
+    bytes held on the host as (seconds since the load began, bytes): every change, or the peak of each interval.
     """
 
     host: int

@@ -1,8 +1,4 @@
-"""What was seen: plain data that travels from the ranks to the judges.
-
-Nothing here holds a live tensor and nothing here imports torch, so evidence can be pickled, kept, and judged again
-long after the ranks are gone. Shapes are in elements; everything that is per rank is in rank order.
-"""
+"""Evidence of one loader in one world: what its author declared, and every observation that was taken or is missing."""
 
 from __future__ import annotations
 
@@ -11,58 +7,37 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from pytest_fsdp_meta.evidence.checkpoint import RankResumed, RankSaved, RankStateDict
+from pytest_fsdp_meta.evidence.checkpoint import Export, RankResumed, RankSaved, RankStateDict, Resharded
 from pytest_fsdp_meta.evidence.collectives import RankCollectives, RankMemory
 from pytest_fsdp_meta.evidence.tensors import RankInventory
 from pytest_fsdp_meta.evidence.training import Comparison, RankTraining
 
 
 @dataclass(frozen=True)
-class Export:
-    """The gathered state dict beside the reference: keys too few and too many, and each tensor compared."""
-
-    missing: tuple[str, ...] = ()
-    unexpected: tuple[str, ...] = ()
-    comparisons: tuple[Comparison, ...] = ()
-
-
-@dataclass(frozen=True)
-class Resharded:
-    """A checkpoint loaded in a world of another size: each of its ranks beside the reference.
-
-    ``refused`` is what loading raised there, in one line, though it is loaded in a world of the same size; ``ranks``
-    are those that raised it.
-    """
-
-    mesh: tuple[tuple[str, int], ...]
-    comparisons: tuple[tuple[Comparison, ...], ...] = ()
-    refused: str = ""
-    ranks: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
 class SubjectFacts:
-    """What the author declared, patterns already resolved to the names of the model."""
+    """What the author declared, with patterns already resolved to the model's names."""
 
     frozen: Mapping[str, str] = field(default_factory=dict)
-    """Frozen name -> name in the verifier."""
+    """Maps frozen names to their names in the verifier."""
     tied: tuple[tuple[str, ...], ...] = ()
     unsharded: tuple[str, ...] = ()
     offloaded: tuple[str, ...] = ()
     placements: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     kept_attributes: tuple[str, ...] = ()
-    whole_while_loading: tuple[int, ...] = ()  # the ranks that may hold the whole model meanwhile
+    whole_while_loading: tuple[int, ...] = ()
+    """The ranks that may hold the whole model while loading."""
     declared: frozenset[str] = frozenset()
-    """The fields of Subject that the author filled in."""
+    """The fields of Subject that the author set."""
 
 
 @dataclass(frozen=True)
 class ReferenceFacts:
-    """The single-device truth.
+    """The reference: the unsharded model, built and trained on one device.
 
-    ``source`` is "callable" or "checkpoint"; a checkpoint holds no non-persistent buffers and cannot be trained.
-    ``unstable`` names the tensors whose bits differ when the reference is built twice, ``uninitialised`` those that
-    the reference itself never writes.
+    ``source`` is "callable" or "checkpoint"; a checkpoint has no non-persistent buffers and cannot be trained.
+    ``losses`` has one loss for each step and ``losses_again`` those of a second, identical run. ``unstable`` names the
+    tensors whose bits differ when the reference is built twice, ``uninitialised`` those that the reference itself never
+    writes.
     """
 
     source: str
@@ -75,23 +50,24 @@ class ReferenceFacts:
     gradients: Mapping[str, float] = field(default_factory=dict)
     """The root mean square of each gradient of the first step."""
     noise: float = 0.0
-    """The size below which an element of these gradients is rounding."""
+    """The size below which an element of these gradients is rounding error."""
     norm: float | None = None
+    """The norm of all gradients of the first step."""
     after: RankInventory | None = None
-    """The inventory once the steps are over."""
+    """The inventory after the last step."""
     sensitivity: float = 1.0
-    """How many times larger than a change of its parameters that of its accumulated gradients is, both relative."""
+    """The relative change of the accumulated gradients divided by the relative change of the parameters causing it."""
     state_dict: tuple[str, ...] = ()
     """The keys of its state dict, or of the checkpoint."""
 
     @property
     def complete(self) -> bool:
-        """Whether every tensor of the model is in it (a checkpoint leaves out what it does not persist)."""
+        """Whether it has every tensor of the model; a checkpoint lacks the non-persistent buffers."""
         return self.source == "callable"
 
 
 def frozen_sources(subject: SubjectFacts, reference: ReferenceFacts | None) -> dict[str, str]:
-    """What is laid beside the verifier, with its name there: what is declared frozen, else what a reference freezes."""
+    """Map the frozen tensors to their names in the verifier: the declared ones, else those frozen in the reference."""
     if subject.frozen or reference is None or not reference.complete:
         return dict(subject.frozen)
     frozen = (t.name for t in reference.inventory.tensors if t.kind == "parameter" and not t.requires_grad)
@@ -100,7 +76,11 @@ def frozen_sources(subject: SubjectFacts, reference: ReferenceFacts | None) -> d
 
 @dataclass(frozen=True)
 class WorldFacts:
-    """``devices`` are the GPUs of the ranks by name, in rank order, and ``library`` is what moves data between them."""
+    """The world that a loader ran in: its size, mesh, device type and backend.
+
+    ``mesh`` has (name, size) pairs. ``devices`` has the name of each rank's GPU, empty on CPU. ``library`` is the
+    communication library, with its version where torch reports one ("NCCL 2.27.5").
+    """
 
     size: int
     mesh: tuple[tuple[str, int], ...]
@@ -117,10 +97,10 @@ class WorldFacts:
 class Unavailable:
     """Why an observation was not taken.
 
-    ``error`` is False when the author did not declare what it needs (checks are skipped) or when an earlier finding
-    rules it out, and True when taking it went wrong (checks are errors). ``detail`` is then the full story.
-    ``kind`` is "undeclared" where a field of Subject would make it possible, "blocked" where mending what a check has
-    found would, "unselected" where no check that was selected asked for it.
+    ``error`` is True if taking it failed; its checks are then errors, and ``detail`` has the traceback or a similar
+    long text. It is False if the author did not declare what the observation needs or if earlier findings rule it
+    out; its checks are then skipped. ``kind`` is "undeclared" if declaring a field of Subject would make it possible,
+    "blocked" if fixing the findings of other checks would, and "unselected" if no selected check asked for it.
     """
 
     summary: str
@@ -130,12 +110,16 @@ class Unavailable:
 
 
 def not_declared(field: str) -> Unavailable:
+    """Return the reason for an observation that needs a field of Subject which the author did not set."""
     return Unavailable(f"Subject({field}=...) is not declared", kind="undeclared")
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """All that one trial saw. An observation that was not taken is absent, and ``unavailable`` says why."""
+    """Everything observed in one trial; ``unavailable`` says why an observation is absent.
+
+    Tuples of ranks are in rank order; ``values`` and ``verifier`` have a tuple of comparisons for each rank.
+    """
 
     world: WorldFacts
     subject: SubjectFacts = field(default_factory=SubjectFacts)
@@ -147,23 +131,23 @@ class Evidence:
     state_dict: tuple[RankStateDict, ...] | None = None
     saved: tuple[RankSaved, ...] | None = None
     restored: tuple[RankSaved, ...] | None = None
-    """What was saved, in a second load that it was loaded into."""
+    """The same values after loading the checkpoint into a second load of the model."""
     continued: tuple[RankResumed, ...] | None = None
     resumed: tuple[RankResumed, ...] | None = None
-    """As ``continued``, in a second load that the checkpoint was loaded into."""
+    """As ``continued``, after loading the checkpoint into a second load of the model."""
     repetition: tuple[RankInventory, ...] | None = None
-    """The inventory of a second load, in a fresh world."""
+    """The inventory of a second load in a fresh world."""
     export: Export | None = None
     resharded: Resharded | None = None
     collectives: tuple[RankCollectives, ...] | None = None
     memory: tuple[RankMemory, ...] | None = None
     unavailable: Mapping[str, Unavailable] = field(default_factory=dict)
     tolerance: Mapping[str, float] = field(default_factory=dict)
-    """Relative tolerances that the author set, by check id; "*" holds for all."""
+    """Relative tolerances that the author set, by check id; "*" applies to all checks."""
 
     @cached_property
     def memo(self) -> dict[str, Any]:
-        """Room for judges to keep what they derived from this evidence, so that forty checks derive it once."""
+        """A cache in which judges keep values derived from this evidence; it is neither pickled nor stored."""
         return {}
 
     def __getstate__(self) -> dict[str, Any]:

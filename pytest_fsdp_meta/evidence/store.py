@@ -1,4 +1,4 @@
-"""Evidence that is kept, to be judged again later without ranks: ``pytest DIR/evidence``."""
+"""Files of stored evidence, which ``pytest DIR/evidence`` judges again later without ranks."""
 
 from __future__ import annotations
 
@@ -15,55 +15,65 @@ from pytest_fsdp_meta.evidence import Evidence
 from pytest_fsdp_meta.evidence.codec import from_plain, to_plain, write_whole
 
 SCHEMA = 1
-"""Counts up when a reader of the old form would misread the new one."""
+"""Incremented when old readers would misread new files; adding a field with a default does not count."""
 FOLDER = "evidence"
+"""The folder inside a report's folder."""
 ENDING = ".evidence.json.gz"
 
 
 @dataclass(frozen=True)
 class StoredEvidence:
-    """One loader in one world as its file has it: the evidence, and what its author said of the checks."""
+    """One loader in one world as stored in a file: its evidence, and its author's settings for the checks."""
 
     schema: int
     loader: str
+    """The node id of the test without the check."""
     known: tuple[str, ...]
-    """The checks that there were."""
+    """The ids of all checks that existed when the file was written."""
     offered: tuple[str, ...]
-    """Those that the author did not leave out by ``only``; checks that came later are judged as well."""
+    """Those of them that ``only=`` did not exclude. Checks added to the catalogue later are judged too."""
     evidence: Evidence
     skip: Mapping[str, str] = field(default_factory=dict)
+    """Check id to reason, as in ``skip=``."""
     xfail: Mapping[str, str] = field(default_factory=dict)
+    """Check id to reason, as in ``xfail=``."""
 
 
-def file_of(loader: str) -> str:
-    """Its name in the folder: what can be read of the loader's, and what tells it from others."""
+def evidence_file_name(loader: str) -> str:
+    """Return a file name for a loader: the readable part of its node id, and a hash that makes it unique."""
     readable = re.sub(r"[^\w.-]+", "-", loader, flags=re.ASCII).strip("-.")[:80]
     return f"{readable}-{hashlib.sha256(loader.encode()).hexdigest()[:8]}{ENDING}"
 
 
-def write(folder: Path, kept: StoredEvidence) -> Path:
-    """Raises OSError."""
+def write_evidence(folder: Path, stored: StoredEvidence) -> Path:
+    """Write stored evidence into a folder, which is created if needed. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(to_plain(kept), allow_nan=False, separators=(",", ":"))
-    return write_whole(folder / file_of(kept.loader), gzip.compress(text.encode(), mtime=0))
+    text = json.dumps(to_plain(stored), allow_nan=False, separators=(",", ":"))
+    return write_whole(folder / evidence_file_name(stored.loader), gzip.compress(text.encode(), mtime=0))
 
 
-def read(path: Path) -> StoredEvidence:
-    """Raises ValueError, in one line, for what is no kept evidence of this form."""
+def read_evidence(path: Path) -> StoredEvidence:
+    """Read a file of stored evidence.
+
+    Raises ValueError with a one-line message if the file cannot be read, is not stored evidence or has another schema.
+    """
     try:
         data = json.loads(gzip.decompress(path.read_bytes()))
     except (OSError, EOFError, ValueError, RecursionError, zlib.error) as error:
-        raise ValueError(f"{path}: no kept evidence, or cut off ({type(error).__name__}: {error})") from None
+        raise ValueError(f"{path}: not stored evidence, or truncated ({type(error).__name__}: {error})") from None
     version = data.get("schema") if isinstance(data, dict) else None
     if version != SCHEMA:
-        raise ValueError(f"{path}: kept evidence of form {version!r:.60}, but should be {SCHEMA}; keep it again")
+        raise ValueError(
+            f"{path}: stored evidence of schema {version!r:.60}, but should be {SCHEMA}; "
+            "store it again with --fsdp-keep-evidence"
+        )
     try:
         return from_plain(StoredEvidence, data)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 
 
-def clear(folder: Path) -> None:
-    """What another run has kept there would be taken for this one's. Raises OSError."""
+def clear_evidence(folder: Path) -> None:
+    """Delete the evidence of an earlier run, which would be taken for this run's. Raises OSError."""
     for path in folder.glob(f"*{ENDING}"):
         path.unlink()

@@ -1,4 +1,4 @@
-"""TODO."""
+"""Evidence about one rank's model: each parameter and buffer, the mesh it lies on, and the optimizer that holds it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cached_property
 from math import prod
 
 Region = tuple[tuple[int, int], ...]
-"""The half-open runs of indices that a rank holds of one dimension of a tensor."""
+"""The half-open index ranges that a rank holds along one dim of a tensor."""
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,11 @@ class MeshFacts:
 class TensorFacts:
     """One parameter or buffer on one rank.
 
-    ``regions`` says, dimension by dimension of ``extent``, which global indices this rank holds. ``storage`` is equal
-    for two tensors of one rank exactly when they are the same memory in one shape (None where there is none: meta,
-    empty); ``identity`` is equal exactly when they are the same Python object. ``poisoned`` counts the elements that
-    still hold the value that uninitialised memory was filled with (NaN, the integer maximum).
+    ``regions`` has, for each dim of ``extent``, the global indices that this rank holds. Two tensors of one rank have
+    the same ``storage`` exactly when they are the same memory in the same shape; it is None for a tensor without
+    memory (on meta, or empty). They have the same ``identity`` exactly when they are the same Python object.
+    ``poisoned`` is the number of elements that still have the value with which uninitialised memory was filled: NaN,
+    or the largest integer of the dtype (True for bool).
     """
 
     name: str
@@ -51,18 +52,21 @@ class TensorFacts:
     poisoned: int = 0
     digest: str | None = None
     ddp: bool = False
-    """Whether DistributedDataParallel or replicate() holds it: whole on every rank by intent, its gradients reduced."""
+    """Whether DistributedDataParallel or ``replicate()`` manages it: replicated on purpose, with reduced gradients."""
     flat: bool = False
-    """Whether this rank holds a run of the elements of the tensor laid out as one row, and no block of it."""
+    """Whether this rank holds a run of elements of the flattened tensor instead of a block."""
     sharded_by: str = ""
-    """Who sharded it, where it is no DTensor that says so by itself: the adapter's name."""
+    """The adapter that describes its sharding; empty for DTensors and plain tensors."""
     managed: bool | None = None
-    """Whether the registered parameter is the one that FSDP2 manages in its place; None where it manages none."""
-    width: int = 0  # bytes per element
-    backing: str | None = None  # equal where one storage is behind two tensors of a rank
-    backing_bytes: int = 0  # the size of that storage; 0 for a mapped file, which is no memory
+    """Whether the registered parameter is the object that FSDP2 manages; None for parameters outside FSDP2."""
+    width: int = 0
+    """Bytes per element."""
+    backing: str | None = None
+    """Equal for two tensors of one rank that share one storage."""
+    backing_bytes: int = 0
+    """The size of that storage in bytes; 0 for a memory-mapped file, which takes no memory of its own."""
     unreadable: str = ""
-    """Why torch could not read its elements (sparse, packed, without storage); nothing is known of its values then."""
+    """Why torch could not read its elements (sparse, packed, without storage); its values are then unknown."""
 
     @property
     def on_meta(self) -> bool:
@@ -70,28 +74,30 @@ class TensorFacts:
 
     @property
     def numel(self) -> int:
-        """Elements of the local shard."""
+        """The number of elements in the local shard."""
         return prod(self.local_shape)
 
     @property
     def extent(self) -> tuple[int, ...]:
-        """The shape that ``regions`` are indices of: where ``flat``, of the tensor laid out as one row."""
+        """The shape that ``regions`` index into: the global shape, or one dim with all elements if ``flat``."""
         return (prod(self.shape),) if self.flat else self.shape
 
     @property
     def whole(self) -> bool:
-        """Whether this rank holds all of it."""
+        """Whether this rank holds all elements of the tensor."""
         return all(
             sum(stop - start for start, stop in runs) == size
-            for runs, size in zip(self.regions, self.extent, strict=False)  # on disk there are no regions
+            for runs, size in zip(self.regions, self.extent, strict=False)  # tensors read from a checkpoint have none
         )
 
 
 @dataclass(frozen=True)
 class OptimizerFacts:
-    """``held``: how often its groups hold each parameter of the model; ``stepped``: those that it keeps a state of.
+    """An optimizer and the tensors that it holds.
 
-    ``others`` are (dtype, whether without memory) of what it holds and the model does not register.
+    ``held`` counts how often its parameter groups contain each parameter of the model. ``stepped`` names the
+    parameters for which it has state. ``others`` describes the tensors that it holds although the model does not
+    register them, as (dtype, whether it has no memory).
     """
 
     kind: str
@@ -102,28 +108,28 @@ class OptimizerFacts:
 
 @dataclass(frozen=True)
 class RankInventory:
-    """Every parameter and buffer of one rank, in the order in which the model names them."""
+    """All parameters and buffers of one rank, in the order in which the model lists them."""
 
     rank: int
     device: str
     tensors: tuple[TensorFacts, ...]
     poison_kept: bool = True
-    """False when the loader switched off what fills uninitialised memory."""
+    """False if the loader switched off the filling of uninitialised memory."""
     computes_in: tuple[str, ...] = ()
-    """The dtypes that mixed-precision policies cast parameters to for the forward, where they name one."""
+    """The dtypes to which mixed-precision policies cast parameters for the forward."""
     reduces_in: tuple[str, ...] = ()
-    """The dtypes that such policies reduce gradients in."""
+    """The dtypes in which mixed-precision policies reduce gradients."""
     optimizer: OptimizerFacts | None = None
-    """Of an optimizer that the loader built itself."""
+    """The optimizer that the loader built itself, or None."""
     custom_attributes: tuple[str, ...] = ()
-    """The names of all that tensors carry; noted where attributes are asked for."""
+    """The names of all custom attributes on parameters; recorded only if a check asks for attributes."""
 
     @cached_property
     def by_name(self) -> dict[str, TensorFacts]:
         return {tensor.name: tensor for tensor in self.tensors}
 
     def ties(self) -> tuple[tuple[str, ...], ...]:
-        """Groups of parameter names that are one object or one memory."""
+        """Return the groups of parameter names that are one object or share one memory."""
         groups: dict[object, list[str]] = {}
         alias: dict[int, object] = {}
         for tensor in self.tensors:
@@ -134,5 +140,5 @@ class RankInventory:
 
     @cached_property
     def tied_with(self) -> dict[str, frozenset[str]]:
-        """The group of each parameter that is tied, itself included."""
+        """Map each tied parameter to its group, itself included."""
         return {name: frozenset(group) for group in self.ties() for name in group}

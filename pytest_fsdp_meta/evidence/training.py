@@ -1,4 +1,4 @@
-"""TODO."""
+"""Evidence about values and training: shards compared with the reference, gradients, updates and losses."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from pytest_fsdp_meta.evidence.tensors import OptimizerFacts, RankInventory
 
 @dataclass(frozen=True)
 class Measure:
-    """A rank's shard and the same slice of the truth as vectors: their lengths, their distance, their product.
+    """A rank's shard and the same slice of the reference, compared as vectors.
 
-    ``grain`` is what one rounding of every element may come to.
+    ``actual`` and ``truth`` are the Euclidean norms of the shard and of the reference's slice, ``apart`` is the norm of
+    their difference, and ``dot`` their dot product. ``grain`` is the norm of an error of one rounding per element.
     """
 
     actual: float
@@ -23,21 +24,22 @@ class Measure:
 
     @property
     def factor(self) -> float:
-        """The multiple of the truth that comes nearest; zero where the truth is zero."""
+        """The multiple of the reference that is nearest to the shard; zero if the reference is zero."""
         return self.dot / self.truth**2 if self.truth else 0.0
 
     @property
     def residual(self) -> float:
-        """What that multiple does not explain, relative to the rank's own length."""
+        """The norm of what that multiple does not explain, relative to the norm of the shard."""
         square = self.actual**2 - (self.dot / self.truth) ** 2 if self.truth else self.actual**2
         return max(square, 0.0) ** 0.5 / self.actual if self.actual else 0.0
 
 
 @dataclass(frozen=True)
 class Movement:
-    """Of one trainable parameter: rows (dim 0) of a rank's shard that must move in training, and those that do not.
+    """How much of one trainable parameter changed in training, by rows (dim 0) of a rank's shard.
 
-    ``first`` is the global index of the first of them; None where there is none, or no row.
+    ``due`` rows should have changed and ``still`` of them did not. ``first`` is the global index of the first
+    unchanged row; it is None if there is none or the tensor has no dims.
     """
 
     name: str
@@ -48,10 +50,11 @@ class Movement:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A rank's own shard beside the same slice of the truth.
+    """A rank's own shard compared element by element with the same slice of the reference.
 
-    ``problem`` is set, and nothing else, when the two cannot be laid side by side (a shape differs). ``cast`` tells
-    that the truth was cast to the shard's dtype first. ``index`` is the first differing *global* index.
+    If the two cannot be compared (their shapes differ), only ``problem`` and ``should_be`` are set. ``cast`` says that
+    the reference was cast to the shard's dtype first. ``index`` is the *global* index of the first element that
+    differs, ``expected`` and ``actual`` are its values, and ``max_abs`` and ``max_rel`` the largest differences.
     """
 
     name: str
@@ -66,47 +69,49 @@ class Comparison:
     cast: bool = False
     problem: str | None = None
     should_be: str = ""
-    """What ``problem`` is in place of."""
+    """What was expected instead of ``problem``."""
     measure: Measure | None = None
-    """Taken of gradients, of how far trained parameters moved, and of loaded values that differ."""
+    """Set for gradients, for the updates of trained parameters, and for loaded values that differ."""
 
 
 @dataclass(frozen=True)
 class Accumulation:
-    """The gradients of the first batch in micro-batches, reduced with the last, beside the reference's.
+    """The gradients of the first batch, accumulated over micro-batches and compared with the reference's.
 
-    ``early`` names the parameters whose gradients were reduced in the first already, though told not to.
+    ``early`` names the parameters whose gradients were already reduced after the first micro-batch although
+    synchronisation was switched off.
     """
 
     gradients: tuple[Comparison, ...] = ()
     without_gradient: tuple[str, ...] = ()
     early: tuple[str, ...] = ()
     problem: str = ""
-    """Why none was made."""
+    """Why gradients could not be accumulated, or empty."""
 
 
 @dataclass(frozen=True)
 class RankTraining:
-    """K training steps as one rank saw them. ``losses`` are this rank's own, over its slice of the batch."""
+    """The training steps of one rank; ``losses`` are those of its own slice of the batch, one for each step."""
 
     losses: tuple[float, ...]
     data_parallel: tuple[int, int]
+    """The (index, size) of that slice."""
     batches: tuple[str, ...] = ()
     """A hash of the global batch of each step."""
     gradients: tuple[Comparison, ...] = ()
     parameters: tuple[Comparison, ...] = ()
     unreduced: bool = False
-    """True when every parameter is a plain tensor and no DDP wraps the model: nobody reduces its gradients."""
+    """True if all parameters are plain tensors and DDP does not wrap the model, so nothing reduces gradients."""
     labels: tuple[tuple[int, int], ...] = ()
-    """Of each step: the labels of this rank's rows that are not ignored, and so without the first of each row."""
+    """For each step, the labels in this rank's rows that are not ignored: (all, all but the first of each row)."""
     without_gradient: tuple[str, ...] = ()
-    """Trainable parameters that the first backward left without a gradient."""
+    """The trainable parameters that have no gradient after the first backward."""
     norm: float | None = None
-    """Of all gradients of the first step, as clipping sees it."""
+    """The norm of all gradients of the first step, as clipping computes it."""
     norm_problem: str = ""
-    """Why torch gave none."""
+    """Why that norm could not be computed, or empty."""
     after: RankInventory | None = None
-    """The inventory once the steps are over."""
+    """The inventory after the last step."""
     optimizer: OptimizerFacts | None = None
     movements: tuple[Movement, ...] = ()
     accumulation: Accumulation | None = None

@@ -1,1 +1,1 @@
-"""What crosses the border to the author's function: the subject it returns, its adapters, and the call itself."""
+"""The interface to the user's loader: the Subject that it returns, adapters for its shards, and the call itself."""

@@ -1,8 +1,7 @@
-"""Which part of a tensor this rank holds, whoever sharded it.
+"""``Part`` and ``Adapter``: how authors describe shards that torch does not describe by itself.
 
-DTensors and plain tensors say so by themselves. For others there is one small protocol, ``Adapter``, with one file per
-way of sharding here, and authors bring theirs as ``Subject(adapter=...)``. Observers ask ``lookup.Parts`` and nothing
-else. No torch is imported here: this is what authors import.
+DTensors, plain tensors, FSDP1 and Megatron-FSDP need no adapter; for anything else, such as weights sharded by hand,
+authors set ``Subject(adapter=...)``. This module imports no torch, because test modules import it.
 """
 
 from __future__ import annotations
@@ -20,33 +19,40 @@ if TYPE_CHECKING:
 
 
 class PartError(ValueError):
-    """What ``Part.block`` or ``Part.run`` was given describes no part of a tensor."""
+    """The arguments of ``Part.block`` or ``Part.run`` do not describe a part of the tensor."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """What this rank holds of one tensor. Make it with ``block`` or ``run``.
+    """The part of one tensor that this rank holds. Create it with ``Part.block`` or ``Part.run``.
 
-    ``regions`` says which global indices, dimension by dimension; where ``flat``, of the tensor laid out as one row of
-    elements. ``by`` names who sharded it in messages; it is empty for DTensors and plain tensors.
+    ``local`` holds the elements of this rank and ``shape`` is the shape of the whole tensor. ``regions`` has the global
+    indices of ``local``: half-open ranges for each dim or, if ``flat``, for the single dim of the flattened tensor.
+    ``gradient`` is this rank's part of the gradient, if that is not ``parameter.grad``. ``by`` is the name of what
+    sharded the tensor, for messages; it is empty for DTensors and plain tensors.
     """
 
     local: Tensor
     shape: tuple[int, ...]
-    """Of the whole tensor."""
     regions: tuple[Region, ...]
     flat: bool = False
     placements: tuple[str, ...] | None = None
     mesh: MeshFacts | None = None
     by: str = ""
     gradient: Tensor | None = None
-    """This rank's part of the gradient, where it is not ``parameter.grad``."""
 
     @classmethod
     def block(cls, local: Tensor, shape: Sequence[int], start: Sequence[int], by: str = "adapter") -> Part:
-        """``local`` is the block of a tensor of this shape whose first element has the global index ``start``."""
+        """Describe ``local`` as a block of the whole tensor.
+
+        ``shape`` is the shape of the whole tensor and ``start`` the global index of the block's first element, both
+        with one entry for each dim of ``local``. Rank 1 of 2 that holds the last four of eight rows of 16 columns
+        returns ``Part.block(local, shape=(8, 16), start=(4, 0))``.
+
+        Raises PartError if the block does not lie within the tensor.
+        """
         _require_tensor(local)
-        shape, start = _numbers("shape", shape), _numbers("start", start)
+        shape, start = _integers("shape", shape), _integers("start", start)
         if not len(start) == len(shape) == local.ndim:
             raise PartError(
                 f"start={start} and shape={shape} should have one entry for each of the "
@@ -59,9 +65,15 @@ class Part:
 
     @classmethod
     def run(cls, local: Tensor, shape: Sequence[int], start: int, by: str = "adapter") -> Part:
-        """``local`` is the run of elements from number ``start`` of the tensor laid out as one row."""
+        """Describe ``local`` as consecutive elements of the flattened tensor.
+
+        ``shape`` is the shape of the whole tensor and ``start`` the index, in its row-major order, of the first element
+        of ``local``.
+
+        Raises PartError if the elements do not lie within the tensor.
+        """
         _require_tensor(local)
-        shape, first = _numbers("shape", shape), _number("start", start)
+        shape, first = _integers("shape", shape), _integer("start", start)
         return cls(local.reshape(-1), shape, (_region(first, local.numel(), prod(shape)),), flat=True, by=by)
 
 
@@ -69,37 +81,38 @@ def _require_tensor(local: object) -> None:
     from torch import Tensor
 
     if not isinstance(local, Tensor):
-        raise PartError(f"local={_shown(local)} should be a tensor")
+        raise PartError(f"local={_shorten(local)} should be a tensor")
 
 
-def _numbers(field: str, value: Sequence[SupportsIndex]) -> tuple[int, ...]:
+def _integers(field: str, value: Sequence[SupportsIndex]) -> tuple[int, ...]:
     try:
-        return tuple(index(one) for one in value)
+        return tuple(index(item) for item in value)
     except TypeError:
-        raise PartError(f"{field}={_shown(value)} should be a tuple of whole numbers, one for each dim") from None
+        raise PartError(f"{field}={_shorten(value)} should be a tuple of integers, one for each dim") from None
 
 
-def _number(field: str, value: SupportsIndex) -> int:
+def _integer(field: str, value: SupportsIndex) -> int:
     try:
         return index(value)
     except TypeError:
-        raise PartError(f"{field}={_shown(value)} should be one whole number") from None
+        raise PartError(f"{field}={_shorten(value)} should be an integer") from None
 
 
-def _shown(value: object) -> str:
+def _shorten(value: object) -> str:
     return " ".join(repr(value).split())[:60]
 
 
 def _region(start: int, size: int, whole: int) -> Region:
     if size and not 0 <= start <= start + size <= whole:
-        raise PartError(f"indices {start} to {start + size} are not within the {whole} of the whole tensor")
+        raise PartError(f"indices {start} to {start + size} are outside the whole tensor (0 to {whole})")
     return ((start, start + size),) if size else ()
 
 
 class Adapter(Protocol):
-    """Says which part of a parameter or buffer this rank holds; None for one that it knows nothing of.
+    """A function that describes which part of a parameter or buffer this rank holds.
 
-    ``name`` is the FQN as findings tell it.
+    It is called on every rank with the FQN of each parameter and buffer, as findings show it, and the tensor itself. It
+    returns a ``Part``, or None for a tensor that it does not shard.
     """
 
     def __call__(self, name: str, tensor: Tensor, /) -> Part | None: ...

@@ -1,4 +1,4 @@
-"""A test's function and the values of its fixtures, on their way from the pytest process to the ranks."""
+"""``Call``: a test function and its arguments, as they are sent from the pytest process to the ranks."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from typing import Any
 from pytest_fsdp_meta.worlds import Misuse, Rank
 
 BODY = "__fsdp_body__"
-"""The attribute in which a guard keeps the function that it guards (markers.py)."""
+"""The attribute in which the wrapper made by our decorators (plugin/markers.py) keeps the decorated function."""
 
 SKIPS = ("builtins.Skipped", "unittest.case.SkipTest")
 XFAIL, ASSUME = "_pytest.outcomes.XFailed", "hypothesis.errors.UnsatisfiedAssumption"
-"""What pytest, unittest and Hypothesis raise, by qualified name: no rank has to import them to know."""
+"""Exceptions of pytest, unittest and Hypothesis by qualified name, so that ranks need not import them to match."""
 UNANIMOUS_OUTCOMES = {
     **dict.fromkeys(SKIPS, "skipped"),
     XFAIL: "expected to fail",
     ASSUME: "did not assume what was drawn",
 }
-"""What counts when every rank raises it, and how a rank that raises it alone is told."""
+"""Exceptions that are the test's outcome if all ranks raise them, with the phrase for ranks that raise one alone."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """What is sent: the function, and each argument pickled by itself, so that one that cannot be read is named.
+    """A pickled function and its arguments, each pickled separately so that errors can name the argument.
 
-    ``wants_rank`` is the name of the parameter that takes the rank itself, or None.
+    ``wants_rank`` is the name of the parameter that receives the rank itself, or None.
     """
 
     function: bytes
@@ -38,15 +38,15 @@ class Call:
 
     @property
     def names(self) -> list[str]:
-        """Of all parameters that get a value."""
+        """The names of all parameters that receive a value."""
         return [*self.arguments, *([self.wants_rank] if self.wants_rank else ())]
 
     def with_drawn(self, packed: Mapping[str, bytes]) -> Call:
-        """The same with what Hypothesis drew for one example, each value pickled by itself."""
+        """Return a copy with the values that Hypothesis drew for one example, each pickled separately."""
         return replace(self, arguments={**self.arguments, **packed})
 
     def unpack(self, rank: Rank) -> tuple[Callable[..., Any], dict[str, Any]]:
-        """On a rank: the function and its arguments. Raises Misuse for a value that cannot be read here."""
+        """Return the function and its arguments; runs on a rank. Raises Misuse for a value that cannot be unpickled."""
         values = {name: _unpack(name, value) for name, value in self.arguments.items()}
         if self.wants_rank is not None:
             values[self.wants_rank] = rank
@@ -54,9 +54,10 @@ class Call:
 
 
 class ByName:
-    """A test on its way: on the ranks it is what its module has under this name, bound to ``owner`` if there is one.
+    """A test that pickles as its module and name, and is bound to ``owner``, if any, when it is unpickled on a rank.
 
-    For what ``@given`` made: its own ``__qualname__`` leads nowhere, so pickle would copy it, Hypothesis and all.
+    For tests wrapped by ``@given``: no importable name leads to the wrapped function, so cloudpickle would pickle it by
+    value, together with Hypothesis.
     """
 
     def __init__(self, module: str, name: str, owner: object | None = None) -> None:
@@ -71,22 +72,22 @@ def _resolve(module: str, name: str, owner: object | None) -> Callable[..., Any]
 
 
 def body(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function itself: without the guard of our decorators and the wrapper of ``@given``; bound as it was."""
-    plain = getattr(function, "__func__", function)
-    while (inner := getattr(plain, BODY, None) or drawn_function(plain)) is not None:
-        plain = inner
-    return bind(plain, getattr(function, "__self__", None))
+    """Return the function without the wrappers of our decorators and of ``@given``, bound to the same instance."""
+    unwrapped = getattr(function, "__func__", function)
+    while (inner := getattr(unwrapped, BODY, None) or drawn_function(unwrapped)) is not None:
+        unwrapped = inner
+    return bind(unwrapped, getattr(function, "__self__", None))
 
 
 def bind(function: Any, owner: object | None) -> Callable[..., Any]:
-    """The method of ``owner``, or the function itself where there is none."""
-    binds = owner is not None and hasattr(function, "__get__")  # what is written in C need not
+    """Return the function bound as a method of ``owner``, or unchanged if ``owner`` is None."""
+    binds = owner is not None and hasattr(function, "__get__")  # functions written in C may not be descriptors
     bound: Callable[..., Any] = function.__get__(owner) if binds else function
     return bound
 
 
 def drawn_function(function: Callable[..., Any]) -> Callable[..., Any] | None:
-    """What ``@given`` wraps, where it does: Hypothesis offers it to those who run tests in other ways."""
+    """Return the function that ``@given`` wraps, by Hypothesis' public handle, or None for other functions."""
     handle = getattr(function, "hypothesis", None)
     return handle.inner_test if handle is not None and getattr(function, "is_hypothesis_test", False) else None
 
@@ -96,6 +97,6 @@ def _unpack(name: str, value: bytes) -> Any:
         return pickle.loads(value)
     except Exception as error:
         raise Misuse(
-            f"{name!r}: its value cannot be read on the ranks ({type(error).__name__}: {error}); "
+            f"{name!r}: its value cannot be unpickled on the ranks ({type(error).__name__}: {error}); "
             "return plain data, such as a path or a config, and build the rest on the ranks"
         ) from error

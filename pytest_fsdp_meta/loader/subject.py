@@ -1,4 +1,4 @@
-"""What a loader hands over: the loaded model, and what its author declares about it."""
+"""``Subject``: the loaded model that a loader returns, with what its author declares about it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class SubjectError(Misuse):
-    """A field of Subject is wrong; the message names the field, what is wrong and what would be right."""
+    """A field of Subject has a wrong value. The message names the field, the problem and a correct value."""
 
     def __init__(self, field: str, problem: str) -> None:
         super().__init__(f"Subject({field}=...): {problem}")
@@ -37,63 +37,96 @@ class SubjectError(Misuse):
 
 @dataclass(eq=False, repr=False)
 class Subject:
-    """A loaded model with the declarations of its author. Only ``model`` is required.
+    """A loaded model and what its author declares about it. Only ``model`` is required.
 
-    Names are fully qualified (FQNs) as ``named_parameters()`` gives them, without the components that activation
-    checkpointing and ``torch.compile`` insert. Patterns are shell patterns whose ``*`` also crosses dots; a pattern
-    that matches nothing is an error, so that a typo never turns a check green. A wrong field raises SubjectError (a
-    ValueError) that names it, when the subject is made or when the loader returns it.
+    A loader returns a Subject, or a bare model. Checks that need a field which is not set are skipped and name it.
+
+    Names are fully qualified names (FQNs) as in ``named_parameters()``, without the components that activation
+    checkpointing and ``torch.compile`` insert. Patterns are shell patterns (``fnmatch``) in which ``*`` also matches
+    dots. A pattern that matches nothing is an error, so that a typo cannot make a check pass.
+
+    Raises SubjectError, a ValueError, for a wrong field. Types and values are checked on construction; names and
+    patterns are matched with the model when the loader returns.
     """
 
     model: Module
     _: KW_ONLY
     reference: Source | None = None
-    """Builds the same model unsharded, anew on every call; or a checkpoint directory with safetensors."""
-    batch: Callable[[int], Mapping[str, Any]] | None = None
-    """``batch(step)``: the *global* batch; each data-parallel rank takes its slice of dim 0 of every tensor."""
-    data_parallel: tuple[int, int] | None = None
-    """``(index, size)`` of this rank's slice; default from the mesh of the parameters, else the marker's mesh."""
-    loss: Callable[[Module, Mapping[str, Any]], Tensor] | None = None
-    """``loss(model, batch)``: a scalar; default ``model(**batch).loss``."""
-    optimizer: Callable[[Iterable[Parameter]], Optimizer] | Optimizer | None = None
-    """``optimizer(parameters)``, or an optimizer that holds this model's parameters; default SGD."""
-    clip_grad_norm: Callable[[Iterable[Parameter], float], Any] | None = None
-    """``clip_grad_norm(parameters, max_norm)`` -> the norm before clipping; default as ``torch.nn.utils`` has it."""
-    save: Callable[[Module, Optimizer | None, Path], object] | None = None
-    """``save(model, optimizer, folder)``, called on every rank; default torch.distributed.checkpoint. With resume."""
-    resume: Callable[[Module, Optimizer | None, Path], object] | None = None
-    """``resume(model, optimizer, folder)``: loads into both what ``save`` left in the folder; the optimizer may be
-    None in either, where the model alone is saved."""
-    state_dict: Callable[[Module], Mapping[str, Any]] | None = None
-    """``state_dict(model)``: what the author saves of the model, by name; default torch's get_model_state_dict."""
-    frozen: str | Sequence[str] | Mapping[str, str] = ()
-    """Names or patterns of frozen weights; a mapping gives the name in the verifier, its ``*`` filled in order."""
-    verifier: Source | None = None
-    """Where frozen weights were taken from; default the reference."""
-    tied: Sequence[Sequence[str]] = ()
-    """Groups of names that are one weight; default the ties of the reference."""
-    unsharded: str | Sequence[str] = ()
-    """Patterns of parameters that stay whole on every rank."""
-    offloaded: str | Sequence[str] = ()
-    """Patterns of parameters and buffers that live on the CPU by intent."""
-    kept_attributes: Sequence[str] = ()
-    """Custom attributes of parameters that survive sharding, such as ``_fsdp_no_shard``."""
-    whole_while_loading: bool | Sequence[int] = False
-    """The ranks that may hold the whole model while loading: True for all, or some, as ``(0,)``."""
-    placements: Mapping[str, Placements] = ()  # type: ignore[assignment]
-    """``{pattern: "S(0)"}`` or DTensor placements, one per mesh dimension in order; the first match wins."""
-    adapter: Adapter | None = None
-    """``adapter(name, tensor)``: the Part of it that this rank holds, where neither DTensor nor FSDP1 tells, else None.
+    """The unsharded model that the loaded one should equal.
 
-    For parameters sharded by hand, such as the experts that each rank has of its own.
+    A callable that builds it, on every call a new one; or a checkpoint directory with ``*.safetensors`` files. A
+    checkpoint has no ties and no non-persistent buffers and cannot be trained, so fewer checks can use it.
+    """
+    batch: Callable[[int], Mapping[str, Any]] | None = None
+    """``batch(step)`` returns the *global* batch of a training step, which counts from 0, as a dict of tensors.
+
+    Each data-parallel rank takes its slice of dim 0 of every tensor. The same step must give the same batch.
+    """
+    data_parallel: tuple[int, int] | None = None
+    """``(index, size)``: this rank trains on slice ``index`` of ``size`` equal slices of the batch.
+
+    By default derived from the mesh that the parameters lie on, else from the mesh of the marker.
+    """
+    loss: Callable[[Module, Mapping[str, Any]], Tensor] | None = None
+    """``loss(model, batch)`` returns a scalar tensor; by default ``model(**batch).loss``."""
+    optimizer: Callable[[Iterable[Parameter]], Optimizer] | Optimizer | None = None
+    """``optimizer(parameters)`` returns an optimizer; or an optimizer that the loader built. By default SGD."""
+    clip_grad_norm: Callable[[Iterable[Parameter], float], Any] | None = None
+    """``clip_grad_norm(parameters, max_norm)`` returns the norm before clipping; by default torch's."""
+    save: Callable[[Module, Optimizer | None, Path], object] | None = None
+    """``save(model, optimizer, folder)`` saves a checkpoint into a folder; by default torch.distributed.checkpoint.
+
+    Called on every rank. The optimizer is None if only the model is saved. Requires ``resume``.
+    """
+    resume: Callable[[Module, Optimizer | None, Path], object] | None = None
+    """``resume(model, optimizer, folder)`` loads what ``save`` wrote into model and optimizer, in place.
+
+    Called on every rank. The optimizer is None if only the model was saved. Requires ``save``.
+    """
+    state_dict: Callable[[Module], Mapping[str, Any]] | None = None
+    """``state_dict(model)`` returns what the author saves of the model, by name.
+
+    By default ``torch.distributed.checkpoint.state_dict.get_model_state_dict``.
+    """
+    frozen: str | Sequence[str] | Mapping[str, str] = ()
+    """Names or patterns of frozen weights; by default what the reference freezes.
+
+    A mapping gives the names in the verifier: ``{"layers.*.norm.weight": "model.layers.*.ln.weight"}``. Each ``*`` in
+    the latter is replaced with the text that the wildcard at the same position in the pattern matched.
+    """
+    verifier: Source | None = None
+    """What frozen weights were taken from and must equal: a callable that builds a model, or a checkpoint directory.
+
+    By default the reference.
+    """
+    tied: Sequence[Sequence[str]] = ()
+    """Groups of parameter names that are one weight; by default the ties of the reference."""
+    unsharded: str | Sequence[str] = ()
+    """Names or patterns of parameters that stay whole on every rank."""
+    offloaded: str | Sequence[str] = ()
+    """Names or patterns of parameters and buffers that are on the CPU on purpose."""
+    kept_attributes: Sequence[str] = ()
+    """Names of custom parameter attributes that must survive sharding, such as ``_fsdp_no_shard``."""
+    whole_while_loading: bool | Sequence[int] = False
+    """The ranks that may hold the whole model while loading: True for all, or for example ``(0,)``."""
+    placements: Mapping[str, Placements] = ()  # type: ignore[assignment]
+    """Maps names or patterns to placements, one for each mesh dimension in order; the first match applies.
+
+    Placements are strings (``"R, S(0)"``) or DTensor placements (``[Replicate(), Shard(0)]``).
+    """
+    adapter: Adapter | None = None
+    """``adapter(name, tensor)`` returns the Part of a parameter or buffer that this rank holds, or None.
+
+    For parameters sharded by hand, such as experts that each rank holds on its own. DTensors, plain tensors, FSDP1 and
+    Megatron-FSDP need none; return None for them.
     """
 
-    def __new__(cls, *_: Any, **given: Any) -> Subject:
-        for name in given:
+    def __new__(cls, *_: Any, **fields: Any) -> Subject:
+        for name in fields:
             if name not in cls.__dataclass_fields__:
                 near = difflib.get_close_matches(name, cls.__dataclass_fields__, n=1)
-                hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(cls.__dataclass_fields__)}"
-                raise SubjectError(name, f"there is no such field; {hint}")
+                hint = f"did you mean {near[0]!r}?" if near else f"the fields are {', '.join(cls.__dataclass_fields__)}"
+                raise SubjectError(name, f"no such field; {hint}")
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -103,10 +136,10 @@ class Subject:
         for name in SIGNATURES:
             value = getattr(self, name)
             if value is not None and not callable(value):
-                raise SubjectError(name, f"{_shown(value)} is not callable; give a function of {SIGNATURES[name]}")
+                raise SubjectError(name, f"{_shorten(value)} is not callable; give a function {SIGNATURES[name]}")
         for name, other in (("save", "resume"), ("resume", "save")):
             if getattr(self, name) is not None and getattr(self, other) is None:
-                raise SubjectError(name, f"it is declared without {other}; declare both, or neither")
+                raise SubjectError(name, f"set without {other}; set both or neither")
         _require_optimizer(self.optimizer)
         _require_slice(self.data_parallel)
         for name in ("frozen", "unsharded", "offloaded"):
@@ -122,9 +155,10 @@ class Subject:
     def resolve(
         self, parameters: Sequence[str], buffers: Sequence[str], transient: Collection[str] = (), world_size: int = 1
     ) -> SubjectFacts:
-        """The declarations with every pattern resolved to names of this model. Raises SubjectError.
+        """Return the declarations with every pattern resolved to names of this model.
 
-        ``transient`` are the buffers that no checkpoint holds, because they are not persistent.
+        ``parameters`` and ``buffers`` are the names in the model; ``transient`` are those of the non-persistent
+        buffers, which no checkpoint contains. Raises SubjectError for names, patterns and ranks that do not exist.
         """
         names = [*parameters, *buffers]
         placements: dict[str, tuple[str, ...]] = {}
@@ -151,29 +185,30 @@ class Subject:
     def _resolve_frozen(self, names: Sequence[str], transient: Collection[str]) -> dict[str, str]:
         frozen: dict[str, str] = {}
         source = self.reference if self.verifier is None else self.verifier
-        unheld = transient if isinstance(source, (str, os.PathLike)) else ()
+        absent = transient if isinstance(source, (str, os.PathLike)) else ()
         mapping = self.frozen if isinstance(self.frozen, Mapping) else dict.fromkeys(_listed(self.frozen))
         for pattern, template in mapping.items():
             for name in _match("frozen", pattern, names):
-                # A pattern such as "layers.*" means what the checkpoint has of them; a literal name insists.
-                if name == pattern or name not in unheld:
+                # A pattern skips what a checkpoint cannot contain; a literal name asks for it explicitly.
+                if name == pattern or name not in absent:
                     frozen.setdefault(name, name if template is None else _rename(name, pattern, template))
         return frozen
 
 
 SIGNATURES = {
-    "batch": "the step: batch(step) -> dict of tensors",
-    "loss": "model and batch: loss(model, batch) -> scalar",
-    "clip_grad_norm": "parameters and a bound: clip_grad_norm(parameters, max_norm) -> norm",
-    "adapter": "name and tensor: adapter(name, tensor) -> Part or None",
-    "save": "model, optimizer and folder: save(model, optimizer, folder)",
-    "resume": "model, optimizer and folder: resume(model, optimizer, folder)",
-    "state_dict": "the model: state_dict(model) -> dict by name",
+    "batch": "batch(step) -> dict of tensors",
+    "loss": "loss(model, batch) -> scalar",
+    "clip_grad_norm": "clip_grad_norm(parameters, max_norm) -> norm",
+    "adapter": "adapter(name, tensor) -> Part or None",
+    "save": "save(model, optimizer, folder)",
+    "resume": "resume(model, optimizer, folder)",
+    "state_dict": "state_dict(model) -> dict by name",
 }
+"""How the fields that are functions are called, as error messages show it."""
 
 
 def short_placement(placement: object) -> str:
-    """A placement as messages write it: ``S(0)``, ``R``, ``P(sum)``, ``_S(0, 2)`` for a strided shard."""
+    """Return the short form of a placement: ``S(0)``, ``R``, ``P(sum)``, or ``_S(0, 2)`` for a strided shard."""
     dim = getattr(placement, "dim", None)
     if dim is not None:
         factor = getattr(placement, "split_factor", None)
@@ -191,7 +226,10 @@ PLACEMENT = re.compile(
 
 
 def parse_placements(declared: Any) -> tuple[str, ...]:
-    """Declared placements in the short form, one per mesh dimension. Raises SubjectError for what is none."""
+    """Return declared placements in their short form, one for each mesh dimension.
+
+    Raises SubjectError for anything that is not a placement of a parameter.
+    """
     if isinstance(declared, str):
         found, position = [], 0
         while match := PLACEMENT.match(declared, position):
@@ -200,13 +238,13 @@ def parse_placements(declared: Any) -> tuple[str, ...]:
             if position == len(declared):
                 return tuple(found)
         raise SubjectError(
-            "placements", f"{declared!r} is no placement; write 'S(0)', 'R' or, on two mesh dimensions, 'R, S(0)'"
+            "placements", f"{declared!r} is not a placement; write 'S(0)', 'R' or, on two mesh dimensions, 'R, S(0)'"
         )
     if isinstance(declared, Sequence) and declared:
-        return tuple(part for one in declared for part in parse_placements(one))
+        return tuple(part for placement in declared for part in parse_placements(placement))
     short = short_placement(declared)
     if not PLACEMENT.fullmatch(short):
-        raise SubjectError("placements", f"{declared!r} is no placement; write 'S(0)' or use Shard(0), Replicate()")
+        raise SubjectError("placements", f"{declared!r} is not a placement; write 'S(0)' or use Shard(0), Replicate()")
     return (short,)
 
 
@@ -223,8 +261,8 @@ def _listed(patterns: str | Iterable[str]) -> list[str]:
 def _match(field: str, pattern: str, names: Sequence[str]) -> list[str]:
     found = [name for name in names if name == pattern or fnmatchcase(name, pattern)]
     if not found:
-        what = "parameter" if field in ("placements", "unsharded") else "name"
-        raise SubjectError(field, f"{pattern!r} matches no {what} of the model{_nearest(pattern, names, what)}")
+        noun = "parameter" if field in ("placements", "unsharded") else "tensor"
+        raise SubjectError(field, f"{pattern!r} matches no {noun} of the model{_nearest(pattern, names, noun)}")
     return found
 
 
@@ -232,17 +270,20 @@ def _match_all(field: str, patterns: str | Sequence[str], names: Sequence[str]) 
     return list(dict.fromkeys(name for pattern in _listed(patterns) for name in _match(field, pattern, names)))
 
 
-def _nearest(name: str, names: Sequence[str], what: str = "parameter") -> str:
+def _nearest(name: str, names: Sequence[str], noun: str = "parameter") -> str:
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
-    return f"; the nearest is {near[0]!r}" if near else f"; it has {counted(len(names), what)}"
+    return f"; the nearest is {near[0]!r}" if near else f"; it has {counted(len(names), noun)}"
 
 
 def _rename(name: str, pattern: str, template: str) -> str:
-    """``template`` with its ``*`` filled, in order, by what the ``*`` of ``pattern`` matched in ``name``."""
+    """Fill each ``*`` of ``template``, in order, with what the wildcards of ``pattern`` matched in ``name``."""
     matched = re.fullmatch(re.escape(pattern).replace(r"\*", "(.*)").replace(r"\?", "(.)"), name)
     parts = template.split("*")
     if matched is None or len(matched.groups()) != len(parts) - 1:
-        raise SubjectError("frozen", f"{pattern!r}: {template!r} should have as many * as the pattern, and no [...]")
+        raise SubjectError(
+            "frozen",
+            f"{pattern!r}: {template!r} should have one * for each * or ? of the pattern, which may not contain [...]",
+        )
     return "".join(part + filled for part, filled in zip(parts, (*matched.groups(), ""), strict=True))
 
 
@@ -251,7 +292,7 @@ def _require_module(model: object) -> None:
 
     if isinstance(model, Module):
         return
-    raise SubjectError("model", f"{_shown(model)} is not a torch.nn.Module; hand over the loaded model itself")
+    raise SubjectError("model", f"{_shorten(model)} is not a torch.nn.Module; return the loaded model itself")
 
 
 def _require_source(field: str, value: object) -> None:
@@ -260,14 +301,16 @@ def _require_source(field: str, value: object) -> None:
     from torch.nn import Module
 
     if isinstance(value, Module):
-        raise SubjectError(field, "a model is no source: ranks need a fresh one; wrap it: lambda: build_the_model()")
+        raise SubjectError(
+            field, f"pass a function that builds the model, not the model: {field}=lambda: build_the_model()"
+        )
     if isinstance(value, (str, os.PathLike)):
         folder = Path(value)
         if not folder.is_dir() or not any(folder.glob("*.safetensors")):
             raise SubjectError(field, f"{os.fspath(value)!r} is not a directory that holds *.safetensors files")
     elif not callable(value):
         raise SubjectError(
-            field, f"{_shown(value)} should be a callable that builds the model, or a checkpoint directory"
+            field, f"{_shorten(value)} should be a callable that builds the model, or a checkpoint directory"
         )
 
 
@@ -277,30 +320,29 @@ def _require_optimizer(value: object) -> None:
     from torch.optim import Optimizer
 
     if not isinstance(value, Optimizer):
-        raise SubjectError("optimizer", f"{_shown(value)} should be optimizer(parameters), or an Optimizer")
+        raise SubjectError("optimizer", f"{_shorten(value)} should be optimizer(parameters), or an Optimizer")
 
 
 def _require_slice(value: object) -> None:
     if value is None:
         return
-    right = isinstance(value, tuple) and len(value) == 2 and all(map(_is_number, value))
-    if not right or not 0 <= value[0] < value[1]:  # type: ignore[index]
+    valid = isinstance(value, tuple) and len(value) == 2 and all(map(_is_integer, value))
+    if not valid or not 0 <= value[0] < value[1]:  # type: ignore[index]
         raise SubjectError("data_parallel", f"{value!r} should be (index, size) with 0 <= index < size")
 
 
 def _as_mapping(field: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, Mapping) and value != ():
         raise SubjectError(
-            field, f"{_shown(value)} should be a mapping of patterns to placements: {{'*.weight': 'S(0)'}}"
+            field, f"{_shorten(value)} should be a mapping of patterns to placements: {{'*.weight': 'S(0)'}}"
         )
     return dict(value)
 
 
 def _require_names(field: str, value: Any, mapping: bool = False) -> None:
     listed = [value] if isinstance(value, str) else value
-    right = isinstance(listed, (list, tuple, set, frozenset)) or (mapping and isinstance(listed, Mapping))
-    if not right:
-        raise SubjectError(field, f"{_shown(value)} should be a name, a pattern, or a list of them")
+    if not (isinstance(listed, (list, tuple, set, frozenset)) or (mapping and isinstance(listed, Mapping))):
+        raise SubjectError(field, f"{_shorten(value)} should be a name, a pattern, or a list of them")
     texts = [*listed, *(listed.values() if isinstance(listed, Mapping) else ())]
     for text in texts:
         if not isinstance(text, str) or not text:
@@ -310,7 +352,7 @@ def _require_names(field: str, value: Any, mapping: bool = False) -> None:
 def _require_attributes(value: Any) -> None:
     listed = [value] if isinstance(value, str) else value
     if not isinstance(listed, (list, tuple, set, frozenset)):
-        raise SubjectError("kept_attributes", f"{_shown(value)} should be a name, or a list of them")
+        raise SubjectError("kept_attributes", f"{_shorten(value)} should be a name, or a list of them")
     from torch.nn import Parameter
 
     for name in listed:
@@ -322,15 +364,15 @@ def _require_attributes(value: Any) -> None:
             )
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)  # numpy's too
+def _is_integer(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)  # Integral includes numpy's integers
 
 
 def _require_ranks(field: str, value: object) -> None:
     listed = () if isinstance(value, bool) else value
-    right = isinstance(listed, (list, tuple, set, frozenset, range))
-    if not right or not all(_is_number(rank) and rank >= 0 for rank in listed):  # type: ignore[attr-defined]
-        raise SubjectError(field, f"{value!r} should be True, or the ranks that do, as (0,)")
+    valid = isinstance(listed, (list, tuple, set, frozenset, range))
+    if not valid or not all(_is_integer(rank) and rank >= 0 for rank in listed):  # type: ignore[attr-defined]
+        raise SubjectError(field, f"{value!r} should be True, or the ranks that may hold the whole model, such as (0,)")
 
 
 def _resolve_ranks(value: bool | Iterable[int], world_size: int) -> tuple[int, ...]:
@@ -349,8 +391,8 @@ def _require_groups(value: object) -> None:
         _require_names("tied", group)
         if len(set(group)) < len(group):
             twice = next(name for name in group if list(group).count(name) > 1)
-            raise SubjectError("tied", f"{group!r} has {twice!r} twice; a group needs two different names")
+            raise SubjectError("tied", f"{group!r} has {twice!r} twice; the names of a group must differ")
 
 
-def _shown(value: object) -> str:
+def _shorten(value: object) -> str:
     return "None" if value is None else f"{type(value).__name__} {str(value)[:60]!r}"

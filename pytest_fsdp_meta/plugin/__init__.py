@@ -1,4 +1,4 @@
-"""The pytest side: hooks, options, markers, fixtures, items and their outcomes. Nothing else imports pytest."""
+"""The pytest plugin: hooks, options, markers, fixtures, items and reports. Only this package imports pytest."""
 
 pytest_plugins = ["pytest_fsdp_meta.plugin.hooks"]
-"""For ``-p pytest_fsdp_meta.plugin``, by which the plugin is loaded where entry points are not."""
+"""Makes ``-p pytest_fsdp_meta.plugin`` work where entry points are disabled."""

@@ -1,9 +1,8 @@
-"""The one place that reads what pytest keeps private.
+"""The only module that uses pytest's private names.
 
-pytest offers no public way to ask which fixtures a test requests by itself, which fixtures request which, or with which
-parameters an item was made: ``item.fixturenames`` is a flat closure. Nor does it offer its rewriting of asserts to
-processes that run no session. ``tests/plugin/test_pytest_private.py`` holds what is
-read here, and breaks when it moves.
+pytest has no public way to ask which fixtures a test requests itself, which fixtures request which, or which parameters
+an item has: ``item.fixturenames`` is a flat closure. Nor can processes without a session use its assertion rewriting.
+``tests/plugin/test_pytest_private.py`` fails when one of these names changes.
 """
 
 from __future__ import annotations
@@ -21,41 +20,41 @@ from _pytest.assertion.rewrite import AssertionRewritingHook
 
 
 def requested_fixtures(item: pytest.Function) -> tuple[str, ...]:
-    """Names of the arguments of the test function itself, ``self`` and those with defaults left out."""
+    """Return the argument names of the test function, without ``self`` and arguments with defaults."""
     return tuple(item._fixtureinfo.argnames)
 
 
 def resolved_fixture(item: pytest.Function, name: str) -> Callable[..., Any] | None:
-    """The function that the fixture ``name`` resolves to for this item."""
+    """Return the function of the fixture that ``name`` resolves to for this item."""
     definitions = item._fixtureinfo.name2fixturedefs.get(name)
     return definitions[-1].func if definitions else None
 
 
 def fixtures_asking_for(item: pytest.Function, name: str) -> list[str]:
-    """Names of the fixtures in the item's closure that request ``name`` themselves."""
+    """Return the names of the item's fixtures that request ``name`` directly."""
     closure = item._fixtureinfo.name2fixturedefs
     return [fixture for fixture, definitions in closure.items() if name in definitions[-1].argnames]
 
 
 def parameters(item: pytest.Item) -> Mapping[str, Any]:
-    """The values that the item is parametrized with, by argument."""
+    """Return the values that the item is parametrized with, by argument name."""
     callspec = getattr(item, "callspec", None)
     return {} if callspec is None else callspec.params
 
 
 def rewritten_modules() -> tuple[str, ...]:
-    """Names that were given to ``pytest.register_assert_rewrite`` in this process."""
+    """Return the module names passed to ``pytest.register_assert_rewrite`` in this process."""
     return tuple(name for finder in _rewriters() for name in sorted(finder._must_rewrite))
 
 
 def rewrite_asserts(root: str, verbosity: str, *modules: str) -> None:
-    """In a process of ranks: asserts in these modules, not imported yet, tell what they compare."""
+    """In a process of ranks: make asserts in these modules, not imported yet, explain what they compare."""
     if _rewriters():
-        return  # forked from a process that has done this
+        return  # forked from a process that has done so
     given = {name: os.environ.pop(name, None) for name in ("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "PYTEST_PLUGINS")}
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     try:
-        # It installs the import hook. Of the user's configuration nothing is read again: its names are here.
+        # Creating a Config installs the import hook. The user's configuration is not read: ``modules`` is all of it.
         config = pytest.Config.fromdictargs(
             {}, ["-c", os.devnull, "--rootdir", root, "--noconftest", "-p", "no:cacheprovider"]
         )
@@ -64,13 +63,13 @@ def rewrite_asserts(root: str, verbosity: str, *modules: str) -> None:
         os.environ.update({name: value for name, value in given.items() if value is not None})
     config.option.verbose = int(verbosity)
     pytest.register_assert_rewrite(*modules)
-    util._reprcompare = partial(_compared, config)
+    util._reprcompare = partial(_explain_comparison, config)
 
 
-def _compared(config: pytest.Config, operator: str, left: object, right: object) -> str | None:
-    """As pytest's own protocol of a test explains a comparison."""
-    for told in config.hook.pytest_assertrepr_compare(config=config, op=operator, left=left, right=right):
-        lines = [line.replace("\n", "\\n") for line in told or ()]
+def _explain_comparison(config: pytest.Config, operator: str, left: object, right: object) -> str | None:
+    """Explain a failed comparison as pytest's own ``pytest_runtest_protocol`` does."""
+    for explanation in config.hook.pytest_assertrepr_compare(config=config, op=operator, left=left, right=right):
+        lines = [line.replace("\n", "\\n") for line in explanation or ()]
         if lines:
             return "\n~".join(lines).replace("%", "%%")
     return None
@@ -81,6 +80,6 @@ def _rewriters() -> list[AssertionRewritingHook]:
 
 
 def uncaptured(config: pytest.Config) -> AbstractContextManager[None]:
-    """Within it, what is written goes where pytest's own output goes."""
+    """Suspend capturing, so that output goes where pytest's own goes."""
     manager = config.pluginmanager.getplugin("capturemanager")
     return nullcontext() if manager is None else manager.global_and_fixture_disabled()

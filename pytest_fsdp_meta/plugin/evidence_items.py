@@ -1,4 +1,4 @@
-"""Kept evidence, collected: ``pytest DIR/evidence`` judges it again by the checks that there are now, without ranks."""
+"""Items for stored evidence: ``pytest DIR/evidence`` judges it with the current catalogue, without ranks."""
 
 from __future__ import annotations
 
@@ -10,23 +10,45 @@ import pytest
 from pytest_fsdp_meta.catalogue import Catalogue, Verdict, judge
 from pytest_fsdp_meta.evidence import store
 from pytest_fsdp_meta.plugin.markers import ConformanceSpec
-from pytest_fsdp_meta.plugin.outcomes import ItemContext, Outcome, outcome_of, settle
+from pytest_fsdp_meta.plugin.outcomes import Outcome, ReportAttacher, outcome_of, settle, settles
 from pytest_fsdp_meta.plugin.rerun_command import command
+from pytest_fsdp_meta.reports.run_records import ItemContext
+from pytest_fsdp_meta.reports.schema import CheckRecord
 from pytest_fsdp_meta.reports.summary import summarise
 from pytest_fsdp_meta.text import first_line, first_of
 
 CATALOGUE = pytest.StashKey[Catalogue]()
 GIVEN = pytest.StashKey[Sequence[str]]()
-"""The options that a command which runs one item again repeats."""
+"""The options of pytest's command line that rerun commands repeat."""
+
+
+def register(config: pytest.Config, catalogue: Catalogue, given: Sequence[str]) -> None:
+    """Set what the items of this session are judged by, and the options that their rerun commands repeat."""
+    config.stash[CATALOGUE] = catalogue
+    config.stash[GIVEN] = given
+
+
+def collect_file(path: Path, parent: pytest.Collector) -> EvidenceFile | None:
+    """Return the collector of a file of stored evidence, None for any other file."""
+    return EvidenceFile.from_parent(parent, path=path) if is_asked_for(path, parent.config) else None
+
+
+def attach(item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport, attacher: ReportAttacher) -> None:
+    """Put the result of an item of stored evidence on pytest's report of it; leave other items alone."""
+    if isinstance(item, EvidenceItem) and settles(report):
+        item.attach_to(report, attacher, call.excinfo.value if call.excinfo else None)
 
 
 def is_asked_for(path: Path, config: pytest.Config) -> bool:
-    """Whether it is kept evidence that the command line names, or its folder: a report in the project is no test."""
+    """Return whether the command line names this file of stored evidence, or its folder.
+
+    Evidence that pytest merely finds, for example in a report within the project, is not collected.
+    """
     return path.name.endswith(store.ENDING) and bool(_named(config) & {path.resolve(), path.resolve().parent})
 
 
 def is_judged(folder: Path, config: pytest.Config) -> bool:
-    """Whether this run judges evidence of the folder."""
+    """Return whether this run judges evidence from the folder."""
     return any(path == folder.resolve() or path.parent == folder.resolve() for path in _named(config))
 
 
@@ -35,93 +57,103 @@ def _named(config: pytest.Config) -> set[Path]:
 
 
 class EvidenceFile(pytest.File):
-    """One loader in one world, as it was seen."""
+    """A file with the stored evidence of one loader in one world."""
 
     def collect(self) -> Iterable[pytest.Item]:
         try:
-            self.kept = store.read(self.path)
+            self.stored = store.read_evidence(self.path)
         except ValueError as error:
-            yield Unreadable.from_parent(self, name="unreadable", why=str(error))
+            yield InvalidEvidence.from_parent(self, name="unreadable", message=str(error))
             return
         ids = self.config.stash[CATALOGUE].ids()
-        if gone := [check for check in self.kept.known if check not in ids]:
-            told = f"{self.kept.loader}: the catalogue has no check {first_of(gone)} any more, which judged it then"
+        if removed := [check for check in self.stored.known if check not in ids]:
+            message = f"{self.stored.loader}: the catalogue no longer has {first_of(removed)}, which the stored run had"
             try:
-                self.warn(pytest.PytestWarning(told))
-            except pytest.PytestWarning:  # an error, where the user wants it so: of this file, not of the collection
-                yield Unreadable.from_parent(self, name="gone", why=told)
+                self.warn(pytest.PytestWarning(message))
+            except pytest.PytestWarning:  # with -W error: an error of this file, not of the whole collection
+                yield InvalidEvidence.from_parent(self, name="removed", message=message)
         try:
-            self.verdicts = self._judged(self.config.stash[CATALOGUE])
-        except Exception as error:  # a hand may have written it, or a broken disk: every field is of its type
-            why = f"{self.path}: evidence that does not fit together ({type(error).__name__}: {first_line(error)})"
-            yield Unreadable.from_parent(self, name="unfit", why=why)
+            self.verdicts = self._judge(self.config.stash[CATALOGUE])
+        except Exception as error:  # every field has its type, but an edited or damaged file may contradict itself
+            message = f"{self.path}: inconsistent evidence ({type(error).__name__}: {first_line(error)})"
+            yield InvalidEvidence.from_parent(self, name="inconsistent", message=message)
             return
-        for check in ids:
-            if check not in self.kept.known or check in self.kept.offered:
-                item = EvidenceItem.from_parent(self, name=check)
-                if check in self.kept.skip:
-                    item.add_marker(pytest.mark.skip(reason=self.kept.skip[check]))
-                yield item
+        for check in self._offered():
+            item = EvidenceItem.from_parent(self, name=check)
+            if check in self.stored.skip:
+                item.add_marker(pytest.mark.skip(reason=self.stored.skip[check]))
+            yield item
 
-    def _judged(self, catalogue: Catalogue) -> dict[str, Verdict]:
-        """By every check, before any item: evidence that does not fit together is told once, whatever it raises."""
-        summarise(self.kept.evidence)
-        return {check.id: judge(check, self.kept.evidence, catalogue) for check in catalogue}
+    def _offered(self) -> tuple[str, ...]:
+        """Return the checks that the author did not leave out, and those that the catalogue has gained since."""
+        ids = self.config.stash[CATALOGUE].ids()
+        return tuple(check for check in ids if check not in self.stored.known or check in self.stored.offered)
+
+    def _judge(self, catalogue: Catalogue) -> dict[str, Verdict]:
+        """Return the verdict of every check. May raise anything if the evidence is inconsistent.
+
+        All checks are judged before the first item exists, so inconsistent evidence is reported once.
+        """
+        summarise(self.stored.evidence)
+        return {check.id: judge(check, self.stored.evidence, catalogue) for check in catalogue}
+
+    def spec(self) -> ConformanceSpec:
+        """Return what the author of the loader said about its checks."""
+        stored = self.stored
+        return ConformanceSpec((dict(stored.evidence.world.mesh),), self._offered(), stored.skip, stored.xfail)
 
 
-class Unreadable(pytest.Item):
-    """A file that cannot be judged, in whole or in part: an item of its own, so that the others are judged."""
+class InvalidEvidence(pytest.Item):
+    """A failing item for a file that cannot be judged, in whole or in part; other files still are."""
 
-    def __init__(self, *, why: str, **known: object) -> None:
-        super().__init__(**known)  # type: ignore[arg-type]
-        self._why = why
+    def __init__(self, *, message: str, **arguments: object) -> None:
+        super().__init__(**arguments)  # type: ignore[arg-type]
+        self._message = message
 
     def runtest(self) -> None:
-        pytest.fail(self._why, pytrace=False)
+        pytest.fail(self._message, pytrace=False)
 
 
 class EvidenceItem(pytest.Item):
-    """One check of it."""
+    """One check of stored evidence."""
 
     parent: EvidenceFile
     outcome: Outcome | None = None
 
     def setup(self) -> None:
-        """What went wrong is an error of pytest, as it was in the run that was kept."""
+        """Raise an error of the stored run here, so that pytest counts it as an error again."""
         verdict = self.parent.verdicts[self.name]
-        self.outcome = outcome_of(verdict, self.parent.kept.evidence.world, lambda: self.again)
+        self.outcome = outcome_of(verdict, self.parent.stored.evidence.world, self.rerun_command)
         if verdict.status == "error":
             pytest.fail(self.outcome.told, pytrace=False)
 
     def runtest(self) -> None:
         assert self.outcome is not None
-        settle(self, self.outcome, self.name, self.parent.kept.xfail.get(self.name))
+        settle(self, self.outcome, self.name, self.parent.stored.xfail.get(self.name))
 
-    @property
-    def again(self) -> str:
+    def rerun_command(self) -> str:
         return command(self.config, self.path, [self.name], self.config.stash[GIVEN])
 
-    @property
-    def share(self) -> ItemContext:
-        told, ids = self.parent.kept, tuple(self.config.stash[CATALOGUE].ids())
-        offered = tuple(check for check in ids if check not in told.known or check in told.offered)
+    def context(self) -> ItemContext:
+        """Return the item as it reports itself, before it has run."""
         return ItemContext(
             key=self.parent.nodeid,
-            loader=told.loader,
-            check=self.name,
-            world=told.evidence.world,
-            known=ids,
-            order=ConformanceSpec((dict(told.evidence.world.mesh),), offered, told.skip, told.xfail),
-            again=self.again,
-            evidence=told.evidence,
-            keeps=False,
+            loader=self.parent.stored.loader,
+            check=CheckRecord(self.name, "not run", self.nodeid, again=self.rerun_command()),
+            world=self.parent.stored.evidence.world,
+            offered=self.parent.spec().expected,
         )
 
+    def attach_to(self, report: pytest.TestReport, attacher: ReportAttacher, raised: BaseException | None) -> None:
+        """Attach the status of this item to pytest's report. The evidence is not stored once more."""
+        evidence, spec = self.parent.stored.evidence, self.parent.spec()
+        attacher.attach(self, report, self.context(), spec, self.outcome, raised, evidence)
+
     def reportinfo(self) -> tuple[str, int, str]:
-        return str(self.path), 0, f"{self.parent.kept.loader}[{self.name}]"
+        return str(self.path), 0, f"{self.parent.stored.loader}[{self.name}]"
 
 
 def split_evidence_node_id(nodeid: str) -> tuple[str, str] | None:
-    """The file and the check of an item of kept evidence; None for any other."""
+    """Return the file and the check of an item of stored evidence; None for any other item."""
     file, _, check = nodeid.partition("::")
     return (file, check) if file.endswith(store.ENDING) and check else None

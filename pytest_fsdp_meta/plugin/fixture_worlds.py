@@ -1,4 +1,4 @@
-"""The worlds of tests that run on ranks themselves: which one a test gets, for how long, and what its failure says."""
+"""The worlds of ``@fsdp_spmd`` tests and ``fsdp_world``: which world a test gets, and when its ranks end."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pytest_fsdp_meta.loader.call import ASSUME, SKIPS, UNANIMOUS_OUTCOMES
-from pytest_fsdp_meta.plugin.collection import SKIPPED, WorldCase
+from pytest_fsdp_meta.plugin.collection import SKIPPED, WORLD_ITEM, WorldItem
 from pytest_fsdp_meta.plugin.preloading import refresh
 from pytest_fsdp_meta.plugin.rank_io.listener import RankListener
 from pytest_fsdp_meta.plugin.xdist_workers import Devices
@@ -18,9 +18,9 @@ from pytest_fsdp_meta.text import name_ranks
 from pytest_fsdp_meta.worlds import Engine, Lease, Pool, RankFailure, World, WorldError, WorldSpec
 
 PATIENCE = 5.0
-"""Seconds for a thread to see that the ranks it has called have ended."""
+"""Seconds to wait, after a test, for a thread of it to notice that the ranks it calls have ended."""
 PRIVATE = ("PYTEST_CURRENT_TEST",)
-"""Another one for every phase of every test, in the parent."""
+"""Environment variables that differ between tests: ranks of a kept world need not follow them."""
 
 
 class Disagreement(Exception):
@@ -28,46 +28,50 @@ class Disagreement(Exception):
 
 
 class FixtureWorlds:
-    """One per pytest session: gives the test that is running its world, and ends worlds in their time."""
+    """Gives the running test its world, and ends worlds after their last test. One per pytest session."""
 
-    def __init__(self, engine: Engine, ear: RankListener, devices: Devices) -> None:
-        self.engine = engine
-        self.ear = ear
+    def __init__(self, engine: Engine, listener: RankListener, devices: Devices) -> None:
+        self.listener = listener
+        self._engine = engine
         self._devices = devices
         self._leases: dict[World, Lease] = {}
-        """Held only while a test runs that uses the world: one that is kept for the next test is idle meanwhile."""
+        """Held only while a test uses the world, so that other workers can use the devices of an idle one."""
         self._pool = Pool(self._make, private=PRIVATE)
         self._world: World | None = None
-        """The running test's last one, and how much its ranks had written before the test."""
+        """The last world of the running test."""
         self._mark: list[int] = []
-        self._test: tuple[pytest.Item, WorldCase] | None = None
+        """How much each rank of that world had written before the test."""
+        self._running: tuple[pytest.Item, WorldItem] | None = None
         self._turn = threading.RLock()
         """Held while ranks are started or called."""
 
-    def begin(self, item: pytest.Item, case: WorldCase) -> None:
-        self._test, self._world = (item, case), None
+    def begin(self, item: pytest.Item, world_item: WorldItem) -> None:
+        """Start with a test, before its fixtures."""
+        self._running, self._world = (item, world_item), None
 
     @property
-    def case(self) -> WorldCase:
-        """That of the running test. Raises ValueError where it has none."""
+    def spec(self) -> WorldSpec:
+        """The spec of the running test's world. Raises ValueError outside of a test that requested a world."""
         __tracebackhide__ = True
-        return self._running[1]
+        return self._running_test()[1].world
 
-    @property
-    def _running(self) -> tuple[pytest.Item, WorldCase]:
+    def _running_test(self) -> tuple[pytest.Item, WorldItem]:
         __tracebackhide__ = True
-        if self._test is None:
+        if self._running is None:
             raise ValueError(
-                "fsdp_world: no test is running that asked for it; the test, or a fixture of it, has to name it as an "
-                "argument, and to be done with it when the test ends"
+                "fsdp_world: no test that requested it is running; a test, or one of its fixtures, should take it as "
+                "an argument, and not use it after the test"
             )
-        return self._test
+        return self._running
 
     def world(self) -> World:
-        """The running test's world; a fresh one where it has none yet, or lost it. Raises WorldError and LeaseError."""
-        item, case = self._running
-        with self._alone():
-            world = self._pool.take(_owner(item, case.scope), case.spec)
+        """Return the running test's world, started if the test has none yet or its ranks have ended.
+
+        Raises WorldError where ranks cannot start, and LeaseError where devices cannot be leased.
+        """
+        item, world_item = self._running_test()
+        with self._turn_taken():
+            world = self._pool.take(_owner(item, world_item.scope), world_item.world)
             if world in self._leases:
                 self._devices.resume(self._leases[world], item)
             if world is not self._world:
@@ -75,105 +79,130 @@ class FixtureWorlds:
         return world
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Two calls at a time would take each other's answers, and nobody should wait for a call that may hang."""
+    def _turn_taken(self) -> Iterator[None]:
+        """Refuse a second call instead of waiting: two would mix up answers, and the first call may hang."""
         if not self._turn.acquire(blocking=False):
-            raise ValueError("fsdp_world: another thread's call runs, and ranks run one after the other; take turns")
+            raise ValueError("fsdp_world: a call from another thread is running; make one call at a time")
         try:
             yield
         finally:
             self._turn.release()
 
     def call(self, function: Callable[..., Any] | str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-        """Calls the function on the running test's ranks. Raises pytest's own skip or xfail where all ranks do."""
+        """Call the function on the running test's ranks and return their results.
+
+        Raises pytest's skip or xfail where all ranks do, Disagreement where only some do, and WorldError for failures.
+        """
         __tracebackhide__ = True
-        item, _ = self._running
+        item, _ = self._running_test()
         try:
-            with self._alone():
-                return self.world().call(function, args, kwargs, doing=f"running {item.name}", votes=UNANIMOUS_OUTCOMES)
+            with self._turn_taken():
+                return self.world().call(
+                    function, args, kwargs, doing=f"running {item.name}", unanimous_outcomes=UNANIMOUS_OUTCOMES
+                )
         except WorldError as error:
             error.outputs = tuple(self.outputs())
             failure = error
-        raised = _translated(failure)
+        raised = _exception_for(failure)
         if isinstance(raised, pytest.skip.Exception):
             item.stash[SKIPPED] = str(raised)
         raise raised
 
     def outputs(self) -> list[str]:
-        """What the ranks have written in the running test, those of its last world."""
+        """Return what each rank of the last world has written during the running test."""
         return self._world.outputs(self._mark) if self._world is not None else []
 
-    def show_outputs(self, item: pytest.Item, when: str) -> None:
-        """With the report of this phase, what no earlier phase of the test has shown."""
-        self.ear.show(item, when, self.outputs())
+    def show_outputs(self, item: pytest.Item, call: pytest.CallInfo[None]) -> None:
+        """Add what ranks wrote to the report of a phase that did not pass, without what earlier phases showed."""
+        if call.excinfo is None or WORLD_ITEM not in item.stash:
+            return
+        self.listener.show(item, call.when, self.outputs())
         if self._world is not None:
             self._mark = self._world.mark()
 
-    def end(self, item: pytest.Item, following: pytest.Item | None) -> str:
-        """After a test: ends what only it wanted, and tidies the rest. Says what it left that no other may meet."""
-        test, self._test = self._test, None
-        told = "" if test is None else self._tidied(*test)
+    @contextmanager
+    def tearing_down(self, item: pytest.Item, following: pytest.Item | None) -> Iterator[None]:
+        """Clean up after the fixtures' own teardown, which may use the world; an error of theirs takes precedence."""
+        try:
+            yield
+        except BaseException:
+            self._end_test(item, following)
+            raise
+        if problem := self._end_test(item, following):
+            pytest.fail(problem, pytrace=False)
+
+    def _end_test(self, item: pytest.Item, following: pytest.Item | None) -> str:
+        """End the worlds that no later test uses and reset the others; return why one could not be reset."""
+        running, self._running = self._running, None
+        problem = "" if running is None else self._reset_world(*running)
         for scope in ("function", "module"):
             if following is None or _owner(item, scope) is not _owner(following, scope):
                 self._pool.end(_owner(item, scope))
-        self._give_back()
-        if self._turn.acquire(timeout=PATIENCE):  # a thread that still calls ranks is about to see that they have ended
+        self._release_leases()
+        if self._turn.acquire(timeout=PATIENCE):  # a thread that is still in a call is about to see the ranks end
             self._turn.release()
-        return told
+        return problem
 
-    def _tidied(self, item: pytest.Item, case: WorldCase) -> str:
-        owner = _owner(item, case.scope)
+    def _reset_world(self, item: pytest.Item, world_item: WorldItem) -> str:
+        owner = _owner(item, world_item.scope)
         try:
-            with self._alone():
+            with self._turn_taken():
                 return self._pool.tidy(owner)
         except ValueError:
             self._pool.end(owner)
-            if case.scope == "function":
-                return ""  # nobody else was to have these ranks
-            return "the test has ended while a thread of it still called the ranks, so they were ended; join it before"
+            if world_item.scope == "function":
+                return ""  # no other test was to use these ranks
+            return (
+                "the test ended while one of its threads was calling the ranks, so they were ended; join the thread "
+                "before the test returns"
+            )
 
-    def _give_back(self) -> None:
+    def _release_leases(self) -> None:
         for world, lease in list(self._leases.items()):
             if world.spec.device_type != "cpu" and self._devices.wanted:
-                world.close()  # it holds memory of its GPUs also while it is idle
+                world.close()  # an idle world keeps GPU memory, which another worker is waiting for
             lease.release()
             if not world.alive:
                 del self._leases[world]
 
     def close(self) -> None:
+        """End all worlds, at the end of the session."""
         self._pool.close()
-        self._give_back()
+        self._release_leases()
 
     def _make(self, spec: WorldSpec) -> World:
-        refresh(self.engine)
-        placed, lease = self._devices.take(spec, self._running[0])
-        world = World(placed, self.engine, listener=self.ear)
+        refresh(self._engine)
+        placed, lease = self._devices.take(spec, self._running_test()[0])
+        world = World(placed, self._engine, listener=self.listener)
         if lease is not None:
             self._leases[world] = lease
-        self._world, self._mark = world, []  # it may say why it cannot start
+        self._world, self._mark = world, []  # set before it starts: its output may say why it cannot
         return world
 
 
 def _owner(item: pytest.Item, scope: str) -> pytest.Item | pytest.Collector:
-    """Whose world it is: the test's, its module's or the session's. Not by name: a test may be there twice."""
+    """Return the node that owns a world of this scope: the test, its module or the session.
+
+    Nodes are compared by identity, not by name: with ``--keep-duplicates`` a test may be collected twice.
+    """
     nodes = {"function": item, "module": item.getparent(pytest.Module) or item, "session": item.session}
     return nodes[scope]
 
 
-def _translated(error: WorldError) -> BaseException:
-    """What the ranks' failure means for the test."""
+def _exception_for(error: WorldError) -> BaseException:
+    """Return the exception that the ranks' failure raises in the test."""
     if error.unanimous in UNANIMOUS_OUTCOMES:
         reason = "; ".join(dict.fromkeys(failure.message for failure in error.failures))
-        return _vote(error.unanimous, reason)
+        return _unanimous_exception(error.unanimous, reason)
     failed = [failure for failure in error.failures if failure.exception not in UNANIMOUS_OUTCOMES]
     if not failed:
-        return Disagreement(_disagreement(error))
+        return Disagreement(_describe_disagreement(error))
     if len(failed) < len(error.failures):
         return WorldError(failed, error.doing, error.outputs, error.label)
     return error.with_traceback(None)
 
 
-def _vote(kind: str, reason: str) -> BaseException:
+def _unanimous_exception(kind: str, reason: str) -> BaseException:
     if kind in SKIPS:
         return pytest.skip.Exception(reason)
     if kind == ASSUME:
@@ -183,13 +212,15 @@ def _vote(kind: str, reason: str) -> BaseException:
     return pytest.xfail.Exception(reason)
 
 
-def _disagreement(error: WorldError) -> str:
-    said: dict[str, list[RankFailure]] = {}
+def _describe_disagreement(error: WorldError) -> str:
+    by_outcome: dict[str, list[RankFailure]] = {}
     for failure in error.failures:
         reason = f" ({failure.message})" if failure.message else ""
-        said.setdefault(UNANIMOUS_OUTCOMES[failure.exception] + reason, []).append(failure)
-    parts = [f"{name_ranks(one.rank for one in failures)} {words}" for words, failures in said.items()]
+        by_outcome.setdefault(UNANIMOUS_OUTCOMES[failure.exception] + reason, []).append(failure)
+    parts = [
+        f"{name_ranks(failure.rank for failure in failures)} {outcome}" for outcome, failures in by_outcome.items()
+    ]
     others = set(range(len(error.outputs))) - {failure.rank for failure in error.failures}
     if others:
         parts.append(f"{name_ranks(others)} did not")
-    return f"{', but '.join(parts)}; all ranks have to agree, on what every rank knows alike"
+    return f"{', but '.join(parts)}; all ranks should agree, so decide by something that is the same on every rank"

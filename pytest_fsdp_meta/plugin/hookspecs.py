@@ -1,4 +1,4 @@
-"""Hooks that a downstream ``conftest.py`` may implement."""
+"""Hooks that a downstream ``conftest.py`` or plugin may implement."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
 @pytest.hookspec
 def pytest_fsdp_checks() -> Sequence[Check]:  # type: ignore[empty-body]
-    """Return own checks, made with ``@check`` of ``pytest_fsdp_meta.catalogue``; they come after the built-in ones.
+    """Return checks made with ``@check`` of ``pytest_fsdp_meta.catalogue``; they run after the built-in ones.
 
-    pytest must know the hook before it collects: put it into the ``conftest.py`` of the root folder, of a folder in
-    ``testpaths``, or into a plugin.
+    pytest must know the hook before it collects: implement it in the ``conftest.py`` of the root folder or of a folder
+    in ``testpaths``, or in a plugin.
     """
 
 
 @pytest.hookspec
 def pytest_fsdp_preload() -> Sequence[str]:  # type: ignore[empty-body]
-    """Return names of modules that ranks shall find imported, such as ``["transformers"]``."""
+    """Return names of modules that ranks should import before they start, such as ``["transformers"]``."""

@@ -1,4 +1,4 @@
-"""Hypothesis' ``@given``: examples are drawn in the pytest process, one for all ranks, and run wherever we say."""
+"""Hypothesis' ``@given``: the pytest process draws one example for all ranks, and a callback runs it on them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pytest_fsdp_meta.loader.call import BODY, bind
 OF_CODE = re.compile(
     r"^ *(?:Explanation:| {7}.+:\d+$|These lines were always|Failed to reproduce exception)", re.MULTILINE
 )
-"""How the notes of Hypothesis begin that are about code."""
+"""The beginning of those notes of Hypothesis that are about lines of code."""
 
 
 def given_test(function: Callable[..., Any]) -> Callable[..., Any] | None:
-    """The test that ``@given`` made of ``function``, without our guard around it, bound as it was; else None."""
+    """Return the test that ``@given`` made, bound to its instance and without our guard; None for other functions."""
     plain = getattr(function, "__func__", function)
     while hasattr(plain, BODY):
         plain = getattr(plain, BODY)
@@ -25,10 +25,10 @@ def given_test(function: Callable[..., Any]) -> Callable[..., Any] | None:
     return bind(plain, getattr(function, "__self__", None))
 
 
-def relax(test: Callable[..., Any]) -> None:
-    """Takes Hypothesis' default deadline off: ranks wait for each other, and a loader is no function of 0.2 s.
+def disable_deadline(test: Callable[..., Any]) -> None:
+    """Disable Hypothesis' default deadline of 200 ms: loading, and waiting for other ranks, takes longer.
 
-    One that the user has set stays. Hypothesis has no public way to change settings that a test has.
+    A deadline that the user has set stays. Hypothesis has no public way to change the settings of an existing test.
     """
     from hypothesis import settings
 
@@ -38,8 +38,8 @@ def relax(test: Callable[..., Any]) -> None:
         function._hypothesis_internal_use_settings = settings(given, deadline=None)
 
 
-def same_draws(test: Callable[..., Any], seed: int) -> None:
-    """Lets every test that is given this seed draw the same, unless the user has said how they are drawn."""
+def share_seed(test: Callable[..., Any], seed: int) -> None:
+    """Make all tests with the same seed draw the same examples, unless the user has set a seed or ``derandomize``."""
     import hypothesis
 
     function: Any = getattr(test, "__func__", test)
@@ -47,13 +47,14 @@ def same_draws(test: Callable[..., Any], seed: int) -> None:
         hypothesis.seed(seed)(function)
 
 
-def draw(
+def run_examples(
     test: Callable[..., Any], values: Mapping[str, Any], run: Callable[[dict[str, Any]], None], key: str = ""
 ) -> None:
-    """Lets Hypothesis call ``run`` with what it draws, beside the ``values`` of the other arguments.
+    """Let Hypothesis call ``run`` with the values that it draws; ``values`` are those of the other arguments.
 
-    Tests of one ``key`` share the examples that Hypothesis keeps. Raises what ``run`` raised for the smallest
-    example, with Hypothesis' notes; of several failures that differ the first, with a note of the others.
+    Tests with the same ``key`` share Hypothesis' database of examples. Raises what ``run`` raised for the smallest
+    example, with Hypothesis' notes. Where examples fail in several ways, the first is raised, and a note names the
+    others.
     """
     handle = getattr(test, "hypothesis")  # noqa: B009  (the wrapper has no type that says so)
     inner, owner = handle.inner_test, getattr(test, "__self__", object())
@@ -71,34 +72,37 @@ def draw(
         first, *others = _leaves(error)
         if first is error:
             raise
-        told = "\n\n".join((f"({error.args[0]})\n{notes(error)}".rstrip(), *map(_brief, others)))
-        vars(first)["__notes__"] = [*getattr(first, "__notes__", ()), told]
+        note = "\n\n".join((f"({error.args[0]})\n{join_notes(error)}".rstrip(), *map(_first_line_and_notes, others)))
+        vars(first)["__notes__"] = [*getattr(first, "__notes__", ()), note]
         raise first from None
     finally:
         handle.inner_test = inner
 
 
 def _leaves(error: BaseException) -> list[BaseException]:
-    """What an exception group is of. By attribute: Python 3.10 has no class of groups, but Hypothesis has."""
-    within = getattr(error, "exceptions", None)
-    return [error] if within is None else [leaf for one in within for leaf in _leaves(one)]
+    """Return the exceptions in a group, or the exception itself.
 
-
-def _brief(error: BaseException) -> str:
-    return "\n".join((*str(error).splitlines()[:1], notes(error)))
-
-
-def notes(error: BaseException) -> str:
-    """What Hypothesis says of the example that raised this.
-
-    Without lines and tracebacks of code: it saw those of the pytest process, and the test ran elsewhere.
+    By attribute, not by type: Python 3.10 has no ExceptionGroup, and Hypothesis brings a backport.
     """
-    told = [re.split(OF_CODE, note)[0].rstrip() for note in getattr(error, "__notes__", ())]
-    return "\n".join(filter(None, told))
+    within = getattr(error, "exceptions", None)
+    return [error] if within is None else [leaf for inner in within for leaf in _leaves(inner)]
 
 
-def reject() -> NoReturn:
-    """Tells Hypothesis that the example is of no use."""
+def _first_line_and_notes(error: BaseException) -> str:
+    return "\n".join((*str(error).splitlines()[:1], join_notes(error)))
+
+
+def join_notes(error: BaseException) -> str:
+    """Return Hypothesis' notes about the example that raised ``error``.
+
+    Without notes about lines of code: Hypothesis traced the pytest process, and the test ran on ranks.
+    """
+    notes = [re.split(OF_CODE, note)[0].rstrip() for note in getattr(error, "__notes__", ())]
+    return "\n".join(filter(None, notes))
+
+
+def reject_example() -> NoReturn:
+    """Make Hypothesis discard the example, as ``assume`` does."""
     import hypothesis
 
     hypothesis.reject()

@@ -1,4 +1,4 @@
-"""From pytest items to trials and back: what is sent to the ranks, and what their verdict means for the item."""
+"""Items of loaders: the first item of a loader runs it on the ranks, and each item gets the result of its check."""
 
 from __future__ import annotations
 
@@ -13,49 +13,57 @@ import pytest
 from pytest_fsdp_meta.catalogue import Catalogue, judge
 from pytest_fsdp_meta.evidence import Evidence
 from pytest_fsdp_meta.loader.call import ASSUME, SKIPS, Call
-from pytest_fsdp_meta.plugin.collection import CheckCase, case_of, values_of
-from pytest_fsdp_meta.plugin.hypothesis_given import draw, given_test, notes, reject, relax, same_draws
-from pytest_fsdp_meta.plugin.node_ids import display_name, shared_name
-from pytest_fsdp_meta.plugin.outcomes import ItemContext, Outcome, ReportAttacher, outcome_of, settle, skip
+from pytest_fsdp_meta.plugin.collection import LOADER_ITEM, LoaderItem, runs_nothing
+from pytest_fsdp_meta.plugin.hypothesis_given import (
+    disable_deadline,
+    given_test,
+    join_notes,
+    reject_example,
+    run_examples,
+    share_seed,
+)
+from pytest_fsdp_meta.plugin.outcomes import Outcome, ReportAttacher, outcome_of, settle, settles, skip
 from pytest_fsdp_meta.plugin.pickling import Unsendable, pack_call, pack_drawn
 from pytest_fsdp_meta.plugin.preloading import refresh
 from pytest_fsdp_meta.plugin.rank_io.listener import RankListener
-from pytest_fsdp_meta.plugin.rerun_command import again
+from pytest_fsdp_meta.plugin.rerun_command import rerun_command
 from pytest_fsdp_meta.plugin.settings import Settings
 from pytest_fsdp_meta.plugin.xdist_workers import Devices
+from pytest_fsdp_meta.reports.run_records import ItemContext
+from pytest_fsdp_meta.reports.schema import CheckRecord
 from pytest_fsdp_meta.reports.terminal import describe_error
 from pytest_fsdp_meta.trial import LoaderFailed, Trial, ranks_of, world_facts
 from pytest_fsdp_meta.worlds import Engine, LeaseError
 
 OUTCOME = pytest.StashKey[Outcome]()
-SHOWN = pytest.StashKey["LoaderRun"]()
-"""Of what Hypothesis drew, the example that the outcome is of."""
+REPORTED_RUN = pytest.StashKey["LoaderRun"]()
+"""The run of the Hypothesis example that the item's outcome is about."""
 
 
 @dataclass
 class LoaderRun:
-    """One loader in one world: its selected checks, and what came of it."""
+    """One loader in one world, or one Hypothesis example of it: the selected checks, and the result."""
 
     checks: list[str] = field(default_factory=list)
     call: Call | None = None
     evidence: Evidence | None = None
     failure: LoaderFailed | None = None
-    told_by: dict[str, str] = field(default_factory=dict)
-    """Errors that were told in full, and the item that told them."""
+    reported_by: dict[str, str] = field(default_factory=dict)
+    """Errors that were reported in full, each with the name of the item that reported it."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     outputs: list[str] = field(default_factory=list)
     output_shown: bool = False
     seed: int = field(default_factory=lambda: secrets.randbits(64))
     examples: dict[object, LoaderRun] = field(default_factory=dict)
-    """By what Hypothesis drew, where the loader takes drawn arguments."""
+    """Runs of Hypothesis examples by drawn values, where the loader takes drawn arguments."""
 
     @property
-    def over(self) -> bool:
+    def has_ended(self) -> bool:
         return self.evidence is not None or self.failure is not None
 
 
 class ExampleFailed(Exception):
-    """An example that is broken or could not be judged, for Hypothesis to make smaller."""
+    """A Hypothesis example failed its check or raised an error; Hypothesis shrinks it."""
 
     def __init__(self, outcome: Outcome, run: LoaderRun) -> None:
         self.outcome = outcome
@@ -64,174 +72,189 @@ class ExampleFailed(Exception):
 
 
 class LoaderSession:
-    """Keeps the run of each loader between its items. One per pytest session."""
+    """Keeps the run of each loader for its later items. One per pytest session.
+
+    Every method does nothing for an item that is not a loader's.
+    """
 
     def __init__(
         self,
         settings: Settings,
         catalogue: Catalogue,
         engine: Engine,
-        ear: RankListener,
+        listener: RankListener,
         devices: Devices,
-        teller: ReportAttacher,
+        attacher: ReportAttacher,
     ) -> None:
-        self.settings = settings
         self.catalogue = catalogue
-        self.engine = engine
-        self.ear = ear
-        self.devices = devices
-        self.teller = teller
-        self._runs: dict[object, LoaderRun] = {}
+        self._settings = settings
+        self._engine = engine
+        self._listener = listener
+        self._devices = devices
+        self._attacher = attacher
+        self._runs: dict[str, LoaderRun] = {}
 
     def plan(self, items: Iterable[pytest.Item]) -> None:
-        """Notes which checks are selected, so that each loader observes what they need and no more."""
+        """Collect the selected checks of each loader, so that it observes what they need and no more."""
         for item in items:
-            case = case_of(item)
-            if case is not None and case.check not in case.order.skip:
-                self._run(item, case).checks.append(case.check)
+            loader = item.stash.get(LOADER_ITEM, None)
+            if loader is not None and loader.check not in loader.spec.skip:
+                self._run_of(loader).checks.append(loader.check)
 
     @contextmanager
-    def running(self, item: pytest.Item, case: CheckCase) -> Iterator[None]:
-        """Around everything that an item does: a loader that has ended a worker of xdist is not run by the next one."""
-        run = self._run(item, case)
-        if run.over:
+    def running(self, item: pytest.Item) -> Iterator[None]:
+        """Guard all phases of an item: a loader that ended a worker of xdist is not run again by the next worker."""
+        loader = item.stash.get(LOADER_ITEM, None)
+        if loader is None or (run := self._run_of(loader)).has_ended:
             yield
             return
-        with self.devices.running("\0".join(shared_name(item, case)), item) as (worker, where):
+        with self._devices.running(loader.key, item) as (worker, crashed_item):
             if worker:
                 summary = f"worker {worker} ended while the loader or its fixtures ran, so it is not run again"
-                run.failure, run.told_by = LoaderFailed(summary), {summary: where}
+                run.failure, run.reported_by = LoaderFailed(summary), {summary: crashed_item}
             yield
 
-    def before_fixtures(self, item: pytest.Item, case: CheckCase) -> None:
-        """Spares the fixtures of an item whose loader has run."""
-        assert isinstance(item, pytest.Function)
-        if self._run(item, case).over:
+    def before_fixtures(self, item: pytest.Item) -> None:
+        """Skip the fixtures of an item whose loader has run."""
+        loader = item.stash.get(LOADER_ITEM, None)
+        if loader is not None and self._run_of(loader).has_ended:
+            assert isinstance(item, pytest.Function)
             item.fixturenames = []
 
-    def after_fixtures(self, item: pytest.Item, case: CheckCase) -> None:
-        """Runs the loader if it has not run, and takes the item's verdict; an error of the ranks is raised here.
+    def after_fixtures(self, item: pytest.Item) -> None:
+        """Run the loader if it has not run, and raise errors of the ranks: they are errors of the item's setup.
 
-        A loader with ``@given`` is only made ready: its examples are drawn in the call.
+        A loader with ``@given`` is only packed: its examples are drawn in ``call``.
         """
+        loader = item.stash.get(LOADER_ITEM, None)
+        if loader is None or runs_nothing(item.config):
+            return
         assert isinstance(item, pytest.Function)
-        run = self._run(item, case)
-        if run.call is None and not run.over:
+        run = self._run_of(loader)
+        if run.call is None and not run.has_ended:
             try:
                 run.call = pack_call(item)
             except LoaderFailed as failure:
                 run.failure = failure
-        drawn = given_test(item.obj) is not None
-        if not drawn and not run.over:
-            self._observe(item, case, run)
-        if run.over:
-            outcome = item.stash[OUTCOME] = self._outcome(item, case, run)
-            if run.failure is not None and outcome.status == "skipped":
-                skip(item, outcome.told)
-            if outcome.status == "failed":
-                self._show_output(item, "setup", run)
-            if outcome.status == "error":
-                pytest.fail(outcome.told, pytrace=False)
+        if not run.has_ended and given_test(item.obj) is None:
+            self._observe(item, loader, run)
+        if run.has_ended:
+            self._settle_setup(item, loader, run)
 
-    def call(self, item: pytest.Item, case: CheckCase) -> None:
-        """Turns the verdict into pytest's outcome; ``xfail`` is strict and covers findings only."""
-        assert isinstance(item, pytest.Function)
-        test = given_test(item.obj)
-        run = self._run(item, case)
-        outcome = self._outcome(item, case, run) if test is None else self._draw(item, case, run, test)
+    def _settle_setup(self, item: pytest.Function, loader: LoaderItem, run: LoaderRun) -> None:
+        outcome = item.stash[OUTCOME] = self._outcome(item, loader, run)
+        if run.failure is not None and outcome.status == "skipped":
+            skip(item, outcome.told)
+        if outcome.status == "failed":
+            self._show_output(item, "setup", run)
+        if outcome.status == "error":
+            pytest.fail(outcome.told, pytrace=False)
+
+    def call(self, item: pytest.Function) -> bool | None:
+        """Raise pytest's outcome for the item's check; None for an item that is not a loader's."""
+        loader = item.stash.get(LOADER_ITEM, None)
+        if loader is None:
+            return None
+        test, run = given_test(item.obj), self._run_of(loader)
+        outcome = self._outcome(item, loader, run) if test is None else self._run_examples(item, loader, run, test)
         item.stash[OUTCOME] = outcome
-        settle(item, outcome, case.check, case.order.xfail.get(case.check))
+        settle(item, outcome, loader.check, loader.spec.xfail.get(loader.check))
+        return True
 
-    def tell(self, item: pytest.Item, case: CheckCase, report: pytest.TestReport, raised: BaseException | None) -> None:
-        """Puts on pytest's report what has become of the item, for whoever writes the run down."""
-        run = item.stash.get(SHOWN, self._run(item, case))
+    def attach(self, item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport) -> None:
+        """Put the result of the item on pytest's report of it, where this phase decides it."""
+        loader = item.stash.get(LOADER_ITEM, None)
+        if loader is None or not settles(report):
+            return
+        run = item.stash.get(REPORTED_RUN, self._run_of(loader))
         failure = run.failure
-        name = display_name(item, case)
-        share = ItemContext(
-            key=name,
-            loader=name,
-            check=case.check,
-            world=run.evidence.world if run.evidence else world_facts(case.spec),
-            known=tuple(self.catalogue.ids()),
-            order=case.order,
-            again=again(item, self.settings.given),
-            evidence=run.evidence,
-            error=failure.summary if failure and not failure.vote else "",
+        context = ItemContext(
+            key=loader.name,
+            loader=loader.name,
+            check=CheckRecord(loader.check, "not run", again=rerun_command(item, self._settings.given)),
+            world=run.evidence.world if run.evidence else world_facts(loader.world),
+            offered=loader.spec.expected,
+            error=failure.summary if failure and not failure.unanimous_outcome else "",
             seconds=run.seconds,
-            keeps=SHOWN not in item.stash,
         )
-        self.teller.tell(item, report, share, item.stash.get(OUTCOME, None), raised)
+        # An example that Hypothesis drew is not stored: it does not stand for the loader.
+        known = () if REPORTED_RUN in item.stash else self.catalogue.ids()
+        raised = call.excinfo.value if call.excinfo is not None else None
+        outcome = item.stash.get(OUTCOME, None)
+        self._attacher.attach(item, report, context, loader.spec, outcome, raised, run.evidence, known)
 
-    def _draw(self, item: pytest.Function, case: CheckCase, run: LoaderRun, test: Callable[..., Any]) -> Outcome:
-        """The outcome over all examples; the items of one loader draw the same, and each example is loaded once."""
+    def _run_examples(
+        self, item: pytest.Function, loader: LoaderItem, run: LoaderRun, test: Callable[..., Any]
+    ) -> Outcome:
+        """Return the outcome over all examples. All items of a loader draw the same examples; each is loaded once."""
         call, seen = run.call, list[tuple[Outcome, LoaderRun]]()
         assert call is not None
         values = {name: item.funcargs[name] for name in call.names}
-        relax(test)
+        disable_deadline(test)
         if item.config.getoption("--hypothesis-seed", None) is None:
-            same_draws(test, run.seed)
+            share_seed(test, run.seed)
 
         def judge_example(drawn: dict[str, Any]) -> None:
             packed = {name: pack_drawn(name, value) for name, value in drawn.items()}
             example = run.examples.setdefault(tuple(packed.items()), LoaderRun(run.checks, call.with_drawn(packed)))
-            if not example.over:
-                self._observe(item, case, example)
-            if example.failure is not None and example.failure.vote == ASSUME:
-                reject()
-            seen.append((self._outcome(item, case, example), example))
+            if not example.has_ended:
+                self._observe(item, loader, example)
+            if example.failure is not None and example.failure.unanimous_outcome == ASSUME:
+                reject_example()
+            seen.append((self._outcome(item, loader, example), example))
             if seen[-1][0].status in ("failed", "error"):
                 raise ExampleFailed(*seen[-1])
 
         try:
-            draw(test, values, judge_example, key="\0".join(shared_name(item, case)))
-        except ExampleFailed as fallen:
-            self._show_output(item, "call", fallen.run)
-            item.stash[SHOWN] = fallen.run
-            example = notes(fallen)
-            detail = "\n\n".join(filter(None, [fallen.outcome.detail, example]))
-            return replace(fallen.outcome, told=f"{fallen.outcome.told}\n\n{example}", detail=detail)
+            run_examples(test, values, judge_example, key=loader.key)
+        except ExampleFailed as failed:
+            self._show_output(item, "call", failed.run)
+            item.stash[REPORTED_RUN] = failed.run
+            example = join_notes(failed)
+            detail = "\n\n".join(filter(None, [failed.outcome.detail, example]))
+            return replace(failed.outcome, told=f"{failed.outcome.told}\n\n{example}", detail=detail)
         except Unsendable as error:
             return Outcome("error", str(error), reason=str(error))
-        why = "Hypothesis has drawn no example; see the phases in its settings"
-        nothing = Outcome("skipped", why, reason=why), run
-        outcome, item.stash[SHOWN] = next((one for one in seen if one[0].status != "skipped"), (nothing, *seen)[-1])
+        why = "Hypothesis drew no example; see the phases in its settings"
+        no_example = Outcome("skipped", why, reason=why), run
+        judged = (result for result in seen if result[0].status != "skipped")
+        outcome, item.stash[REPORTED_RUN] = next(judged, (no_example, *seen)[-1])
         return outcome
 
-    def _outcome(self, item: pytest.Item, case: CheckCase, run: LoaderRun) -> Outcome:
-        """What came of one run, for one item."""
+    def _outcome(self, item: pytest.Item, loader: LoaderItem, run: LoaderRun) -> Outcome:
+        """Return the outcome of one run for one item."""
         if run.failure is not None:
-            if run.failure.vote in SKIPS:
+            if run.failure.unanimous_outcome in SKIPS:
                 return Outcome("skipped", run.failure.reason, reason=run.failure.reason)
-            return self._error(item, case, run, run.failure.summary, str(run.failure))
+            return self._error(item, loader, run, run.failure.summary, str(run.failure))
         assert run.evidence is not None
-        verdict = judge(self.catalogue[case.check], run.evidence, self.catalogue)
+        verdict = judge(self.catalogue[loader.check], run.evidence, self.catalogue)
         if verdict.status == "error":
-            return replace(self._error(item, case, run, verdict.reason, verdict.detail), verdict=verdict)
-        return outcome_of(verdict, run.evidence.world, lambda: again(item, self.settings.given))
+            return replace(self._error(item, loader, run, verdict.reason, verdict.detail), verdict=verdict)
+        return outcome_of(verdict, run.evidence.world, lambda: rerun_command(item, self._settings.given))
 
-    def _error(self, item: pytest.Item, case: CheckCase, run: LoaderRun, summary: str, story: str) -> Outcome:
-        """In full for the first item of the loader, in one line for the others."""
-        told_by = run.told_by.setdefault(story, item.name)
-        if told_by != item.name:
-            told = f"{case.check} could not be judged, see {told_by}: {summary}"
-            return Outcome("error", told, reason=summary, repeats=True)
+    def _error(self, item: pytest.Item, loader: LoaderItem, run: LoaderRun, summary: str, story: str) -> Outcome:
+        """Describe an error in full for the first item of the loader that has it, in one line for the others."""
+        first_item = run.reported_by.setdefault(story, item.name)
+        if first_item != item.name:
+            message = f"{loader.check}: same error as {first_item}: {summary}"
+            return Outcome("error", message, reason=summary, repeats=True)
         self._show_output(item, "setup", run)
-        check = self.catalogue[case.check]
-        told = describe_error(check, summary, story, again(item, self.settings.given))
-        return Outcome("error", told, reason=summary, detail=story)
+        check = self.catalogue[loader.check]
+        message = describe_error(check, summary, story, rerun_command(item, self._settings.given))
+        return Outcome("error", message, reason=summary, detail=story)
 
-    def _run(self, item: pytest.Item, case: CheckCase) -> LoaderRun:
-        assert isinstance(item, pytest.Function)
-        key = (shared_name(item, case), values_of(item), tuple(case.spec.mesh.items()))
-        return self._runs.setdefault(key, LoaderRun())
+    def _run_of(self, loader: LoaderItem) -> LoaderRun:
+        return self._runs.setdefault(loader.key, LoaderRun())
 
-    def _observe(self, item: pytest.Item, case: CheckCase, run: LoaderRun) -> None:
+    def _observe(self, item: pytest.Item, loader: LoaderItem, run: LoaderRun) -> None:
+        """Run the loader on the ranks and take the observations that the selected checks need."""
         assert run.call is not None
-        wanted = self.catalogue.observations(run.checks or [case.check])
-        refresh(self.engine)
+        wanted = self.catalogue.observations(run.checks or [loader.check])
+        refresh(self._engine)
         try:
-            with self.devices.leased(case.spec, item, ranks_of(case.spec, wanted)) as spec:
-                trial = Trial(spec, self.engine, case.order.steps, case.order.tolerance, self.ear)
+            with self._devices.leased(loader.world, item, ranks_of(loader.world, wanted)) as world:
+                trial = Trial(world, self._engine, loader.spec.steps, loader.spec.tolerance, self._listener)
                 try:
                     run.evidence = trial.observe(run.call, wanted)
                 finally:
@@ -242,7 +265,7 @@ class LoaderSession:
             run.failure = failure
 
     def _show_output(self, item: pytest.Item, when: str, run: LoaderRun) -> None:
-        """What the ranks wrote, with the first item of the loader that does not pass."""
+        """Add what the ranks wrote to the report of the first item of the loader that does not pass."""
         if not run.output_shown:
             run.output_shown = True
-            self.ear.show(item, when, run.outputs)
+            self._listener.show(item, when, run.outputs)

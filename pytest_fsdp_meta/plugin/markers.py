@@ -1,4 +1,4 @@
-"""``@fsdp_conformance``, ``@fsdp_spmd``, ``fsdp_world``: what they accept, and what is said when they are misused."""
+"""The markers ``@fsdp_conformance``, ``@fsdp_spmd`` and ``fsdp_world``: their arguments, and how these are checked."""
 
 from __future__ import annotations
 
@@ -8,18 +8,21 @@ import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
-from typing import Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from pytest_fsdp_meta.catalogue import Catalogue
 from pytest_fsdp_meta.loader.call import BODY
 from pytest_fsdp_meta.worlds import DEFAULT_MESH_DIM, SCOPES, resolve_mesh
+
+if TYPE_CHECKING:
+    import pytest
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 MARK = "fsdp_conformance"
 SPMD = "fsdp_spmd"
 WORLD = "fsdp_world"
-"""The mark, and the name of the fixture whose world it describes."""
+"""The name of a mark, and of the fixture that it configures."""
 PROCESS_GROUPS = ("plugin", "loader")
 ARGUMENTS = (
     "world_size", "mesh", "only", "skip", "xfail", "tolerance", "steps", "timeout", "process_group",
@@ -27,17 +30,27 @@ ARGUMENTS = (
 WORLD_ARGUMENTS = ("world_size", "mesh", "scope", "timeout", "process_group")
 
 
+def register(config: pytest.Config) -> None:
+    """Describe the markers for ``pytest --markers`` and ``--strict-markers``."""
+    for marker in (
+        f"{MARK}(world_size, mesh, only, skip, xfail, ...): the test is a loader; run the checks on it",
+        f"{SPMD}(world_size, mesh, scope, timeout, process_group): run the body of the test on every rank",
+        f"{WORLD}(world_size, mesh, scope, timeout, process_group): configure the fixture fsdp_world",
+    ):
+        config.addinivalue_line("markers", marker)
+
+
 @overload
 def fsdp_conformance(function: F, /) -> F: ...
 @overload
 def fsdp_conformance(**arguments: Any) -> Callable[[F], F]: ...
 def fsdp_conformance(*positional: Any, **arguments: Any) -> Any:
-    """Marks a test as a loader: its body runs on every rank, and each check of the catalogue becomes one pytest item.
+    """Mark a test as a loader: its body runs on every rank, and each check of the catalogue becomes one pytest item.
 
     ``world_size``: an int or a tuple of ints. ``mesh``: ``{"dp_replicate": 2, "dp_shard": -1}``. ``only``: check ids;
     ``skip`` and ``xfail``: ``{id: reason}``. ``tolerance``: a relative tolerance, or one by check id. ``steps``:
     training steps for parity. ``timeout``: seconds for one call to the ranks. ``process_group``: "plugin", or "loader"
-    when the loader calls ``init_process_group`` itself. All are checked when pytest collects the test.
+    when the loader calls ``init_process_group`` itself. The arguments are checked when pytest collects the test.
 
     The same as ``@pytest.mark.fsdp_conformance``, except that the test fails where the plugin is not active.
     """
@@ -49,12 +62,12 @@ def fsdp_spmd(function: F, /) -> F: ...
 @overload
 def fsdp_spmd(**arguments: Any) -> Callable[[F], F]: ...
 def fsdp_spmd(*positional: Any, **arguments: Any) -> Any:
-    """Runs the whole body of a test on every rank; it passes when every rank passes.
+    """Run the whole body of a test on every rank; the test passes when every rank passes.
 
     ``world_size`` and ``mesh`` as for a loader. ``scope``: "function" (default: a fresh world for the test), "module"
-    or "session" (the ranks are kept for the next test that wants the same world). ``timeout``: seconds for the body.
+    or "session" (the ranks are kept for the next test with the same world). ``timeout``: seconds for the body.
     ``process_group``: "plugin", or "loader" when the body calls ``init_process_group`` itself. The argument ``fsdp`` is
-    the rank; other fixtures are evaluated in the pytest process, and their values are sent. ``pytest.skip`` and
+    the rank; other fixtures run in the pytest process, and their values are sent to the ranks. ``pytest.skip`` and
     ``pytest.xfail`` count when all ranks call them.
 
     The same as ``@pytest.mark.fsdp_spmd``, except that the test fails where the plugin is not active.
@@ -62,25 +75,25 @@ def fsdp_spmd(*positional: Any, **arguments: Any) -> Any:
     return _marked(SPMD, positional, arguments, "runs on ranks of pytest-fsdp-meta", "it did not run")
 
 
-def _marked(name: str, positional: tuple[Any, ...], arguments: dict[str, Any], what: str, so: str) -> Any:
+def _marked(name: str, positional: tuple[Any, ...], arguments: dict[str, Any], what: str, consequence: str) -> Any:
     import pytest
 
     mark = getattr(pytest.mark, name)
     if len(positional) == 1 and callable(positional[0]) and not arguments:
-        return mark(_guarded(positional[0], what, so))
-    # Wrong arguments are kept as they are: collection tells all of them, each in one line.
+        return mark(_guarded(positional[0], what, consequence))
+    # Arguments are checked during collection, which reports all wrong ones at once.
     marked = mark.with_args(*positional, **arguments)
-    return lambda function: marked(_guarded(function, what, so))
+    return lambda function: marked(_guarded(function, what, consequence))
 
 
-def _guarded(function: Any, what: str, so: str) -> Any:
-    """The test with a body that fails it: whoever calls it is not this plugin. Of a class, all its tests."""
+def _guarded(function: Any, what: str, consequence: str) -> Any:
+    """Replace the body by one that fails, in a class those of all its tests: only this plugin knows the real body."""
     if hasattr(function, BODY):
         return function  # decorated twice: pytest takes the arguments of the inner one
     if isinstance(function, type):
         for name, value in list(vars(function).items()):
             if name.startswith("test") and inspect.isfunction(value):
-                setattr(function, name, _guarded(value, what, so))
+                setattr(function, name, _guarded(value, what, consequence))
         return function
 
     @functools.wraps(function)
@@ -88,7 +101,7 @@ def _guarded(function: Any, what: str, so: str) -> Any:
         import pytest
 
         pytest.fail(
-            f"{function.__name__} {what}, whose plugin is not active, so {so}; "
+            f"{function.__name__} {what}, whose plugin is not active, so {consequence}; "
             "install pytest-fsdp-meta and remove '-p no:fsdp_meta'",
             pytrace=False,
         )
@@ -99,7 +112,7 @@ def _guarded(function: Any, what: str, so: str) -> Any:
 
 @dataclass(frozen=True)
 class ConformanceSpec:
-    """A valid ``@fsdp_conformance``: what to judge, in which meshes, and how."""
+    """The checked arguments of ``@fsdp_conformance``: which checks, in which meshes, and how."""
 
     meshes: tuple[Mapping[str, int], ...]
     checks: tuple[str, ...]
@@ -112,25 +125,25 @@ class ConformanceSpec:
 
     @property
     def expected(self) -> tuple[str, ...]:
-        """The checks that the author leaves to pytest to select."""
+        """The checks that run unless pytest deselects them: those that the author does not skip."""
         return tuple(check for check in self.checks if check not in self.skip)
 
 
 def read_conformance_spec(
     positional: tuple[Any, ...], arguments: Mapping[str, Any], default_sizes: tuple[int, ...], catalogue: Catalogue
 ) -> ConformanceSpec:
-    """Raises ValueError, in one line that names the argument, what is wrong and what would be right."""
+    """Check the arguments of a loader's marker. Raises ValueError with one line: the argument, the problem, the fix."""
     _require_known(positional, arguments, ARGUMENTS)
     skip = _reasons("skip", arguments.get("skip"), catalogue)
     xfail = _reasons("xfail", arguments.get("xfail"), catalogue)
     both = sorted(skip.keys() & xfail.keys())
     if both:
-        raise ValueError(f"{both[0]!r} is in skip and in xfail; a check is either left out or expected to fail")
+        raise ValueError(f"{both[0]!r} is in both skip and xfail; remove it from one")
     checks = _only(arguments.get("only"), catalogue)
     for argument, ids in (("skip", skip), ("xfail", xfail)):
         left_out = [id for id in ids if id not in checks]
         if left_out:
-            raise ValueError(f"{argument} names {left_out[0]!r}, which only leaves out; take it out of {argument}")
+            raise ValueError(f"{argument}: {left_out[0]!r} is not in only; remove it from {argument}")
     return ConformanceSpec(
         meshes=_meshes(arguments.get("world_size"), arguments.get("mesh"), default_sizes),
         checks=checks,
@@ -145,7 +158,7 @@ def read_conformance_spec(
 
 @dataclass(frozen=True)
 class WorldMarkerSpec:
-    """A valid ``@fsdp_spmd`` or ``@pytest.mark.fsdp_world``: which worlds, and for how long each is kept."""
+    """The checked arguments of ``@fsdp_spmd`` or ``@pytest.mark.fsdp_world``: which worlds, and how long each lives."""
 
     meshes: tuple[Mapping[str, int], ...]
     scope: str = "function"
@@ -156,7 +169,7 @@ class WorldMarkerSpec:
 def read_world_marker_spec(
     positional: tuple[Any, ...], arguments: Mapping[str, Any], default_sizes: tuple[int, ...], default_scope: str
 ) -> WorldMarkerSpec:
-    """Raises ValueError, in one line that names the argument, what is wrong and what would be right."""
+    """Check the arguments of a world's marker. Raises ValueError with one line: the argument, the problem, the fix."""
     _require_known(positional, arguments, WORLD_ARGUMENTS)
     scope = arguments.get("scope", default_scope)
     if scope not in SCOPES:
@@ -165,8 +178,8 @@ def read_world_marker_spec(
     if process_group == "loader" and scope != "function":
         if "scope" in arguments:
             raise ValueError(
-                f"scope={scope!r} keeps the ranks for other tests, but with process_group='loader' each test makes its "
-                "own process group; leave scope out"
+                f"scope={scope!r} keeps the ranks for other tests, but with process_group='loader' each test creates "
+                "its own process group; remove scope"
             )
         scope = "function"
     return WorldMarkerSpec(
@@ -179,12 +192,12 @@ def read_world_marker_spec(
 
 def _require_known(positional: tuple[Any, ...], arguments: Mapping[str, Any], known: Sequence[str]) -> None:
     if positional:
-        raise ValueError(f"{positional[0]!r} has no name; the arguments are {', '.join(known)}")
+        raise ValueError(f"unexpected positional argument {positional[0]!r}; the arguments are {', '.join(known)}")
     for name in arguments:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"the arguments are {', '.join(known)}"
-            raise ValueError(f"there is no argument {name!r}; {hint}")
+            raise ValueError(f"unknown argument {name!r}; {hint}")
 
 
 def _meshes(world_size: Any, mesh: Any, default_sizes: tuple[int, ...]) -> tuple[Mapping[str, int], ...]:
@@ -194,7 +207,7 @@ def _meshes(world_size: Any, mesh: Any, default_sizes: tuple[int, ...]) -> tuple
         listed = world_size if isinstance(world_size, (tuple, list)) else (world_size,)
         sizes = tuple(_positive_int("world_size", size) for size in listed)
         if not sizes or len(set(sizes)) != len(sizes):
-            raise ValueError(f"world_size={world_size!r} should be a positive int or a tuple of different ones")
+            raise ValueError(f"world_size={world_size!r} should be a positive int or a tuple of distinct positive ints")
     if mesh is None:
         return tuple({DEFAULT_MESH_DIM: size} for size in sizes or default_sizes)
     if not isinstance(mesh, Mapping):
@@ -209,26 +222,24 @@ def _only(only: Any, catalogue: Catalogue) -> tuple[str, ...]:
         return tuple(catalogue.ids())
     listed = [only] if isinstance(only, str) else only
     if not isinstance(listed, Collection) or not listed or not all(isinstance(id, str) for id in listed):
-        raise ValueError(f"only={only!r} should be a list of check ids (pytest --fsdp-list-checks shows them)")
-    wanted = {_known("only", id, catalogue) for id in listed}
-    return tuple(id for id in catalogue.ids() if id in wanted)
+        raise ValueError(f"only={only!r} should be a list of check ids (pytest --fsdp-list-checks lists them)")
+    selected = {_known_id("only", id, catalogue) for id in listed}
+    return tuple(id for id in catalogue.ids() if id in selected)
 
 
 def _reasons(name: str, reasons: Any, catalogue: Catalogue) -> dict[str, str]:
     if reasons is None:
         return {}
-    if not isinstance(reasons, Mapping) or not all(isinstance(why, str) and why.strip() for why in reasons.values()):
+    if not isinstance(reasons, Mapping) or not all(isinstance(text, str) and text.strip() for text in reasons.values()):
         raise ValueError(
-            f"{name}={reasons!r} should be a dict of check ids to reasons: {{'loss_parity': 'bf16 router'}}"
+            f"{name}={reasons!r} should be a dict of check ids to reasons, such as {{'loss_parity': 'bf16 router'}}"
         )
-    return {_known(name, id, catalogue): why for id, why in reasons.items()}
+    return {_known_id(name, id, catalogue): reason for id, reason in reasons.items()}
 
 
-def _known(name: str, id: Any, catalogue: Catalogue) -> str:
+def _known_id(name: str, id: Any, catalogue: Catalogue) -> str:
     if not isinstance(id, str):
-        raise ValueError(
-            f"{name}: {id!r} is not the id of a check; ids are strings (pytest --fsdp-list-checks shows all)"
-        )
+        raise ValueError(f"{name}: {id!r} should be the id of a check, a string (pytest --fsdp-list-checks lists them)")
     try:
         return catalogue[id].id
     except ValueError as error:
@@ -240,9 +251,9 @@ def _tolerance(tolerance: Any, catalogue: Catalogue) -> dict[str, float]:
         return {}
     by_id = tolerance if isinstance(tolerance, Mapping) else {"*": tolerance}
     for id, value in by_id.items():
-        if id != "*" and not catalogue[_known("tolerance", id, catalogue)].tolerance:
+        if id != "*" and not catalogue[_known_id("tolerance", id, catalogue)].tolerance:
             ids = ", ".join(check.id for check in catalogue if check.tolerance)
-            raise ValueError(f"tolerance: {id!r} has no tolerance; those that have one are {ids}")
+            raise ValueError(f"tolerance: check {id!r} has no tolerance; the checks that have one are {ids}")
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e9:
             raise ValueError(
                 f"tolerance={tolerance!r} should be a relative tolerance such as 1e-5, or a dict by check id"
@@ -251,7 +262,7 @@ def _tolerance(tolerance: Any, catalogue: Catalogue) -> dict[str, float]:
 
 
 def _positive_int(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:  # numpy's integers, too
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:  # Integral includes numpy's integers
         raise ValueError(f"{name}={value!r} should be a positive int")
     return int(value)
 

@@ -1,6 +1,6 @@
-"""A loader that is named, not written into a test: found by its name, called with what it asks for.
+"""A loader given by name (``--fsdp-loader``): imported by that name, and called with ``fsdp`` and ``checkpoint``.
 
-Ranks call it, too, so nothing here imports pytest.
+Ranks import this module, so nothing here imports pytest.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from pytest_fsdp_meta.loader.subject import Subject
 from pytest_fsdp_meta.worlds import Rank
 
 GIVEN = ("fsdp", "checkpoint")
-"""What a loader is called with: by these names, or in this order."""
-EVEN = 2
-"""Micro-batches into which each rank cuts its rows."""
+"""The arguments of a loader: passed by these names, or in this order."""
+MICRO_BATCHES = 2
+"""Equal parts into which each rank cuts its rows of a batch."""
 
 
 class Unfit(ValueError):
-    """No loader is found under the name, or what is found cannot be called as one; one line says why."""
+    """There is no such loader, or it cannot be called with ``fsdp`` and ``checkpoint``; the message is one line."""
 
 
 class NamedLoader:
-    """Calls the loader ``MODULE:NAME`` on a rank, and makes of a bare model the subject that its checkpoint tells.
+    """Calls the loader ``MODULE:NAME`` on a rank, and derives a Subject from the checkpoint for a bare model.
 
-    It is sent by its name: each rank imports it for itself.
+    Pickled by name: each rank imports the loader itself.
     """
 
     def __init__(self, name: str, checkpoint: Path) -> None:
@@ -43,37 +43,37 @@ class NamedLoader:
         self.checkpoint = checkpoint
 
     def __call__(self, fsdp: Rank) -> Any:
-        function = find(self.name)[1]
+        function = import_loader(self.name)[1]
         returned = function(*(bound := bind(function, fsdp, self.checkpoint)).args, **bound.kwargs)
         from torch.nn import Module
 
-        return derived(returned, self.checkpoint, fsdp.world_size) if isinstance(returned, Module) else returned
+        return derive_subject(returned, self.checkpoint, fsdp.world_size) if isinstance(returned, Module) else returned
 
     def __reduce__(self) -> tuple[type[NamedLoader], tuple[str, Path]]:
         return type(self), (self.name, self.checkpoint)
 
 
-def derived(model: Any, checkpoint: Path, size: int) -> Subject:
-    """The model with what its checkpoint says that it should be, for a world of this ``size``."""
+def derive_subject(model: Any, checkpoint: Path, size: int) -> Subject:
+    """Return the model with the reference, and the batches for a world of ``size``, that its checkpoint gives."""
     if (kind := model_type(checkpoint)) and importlib.util.find_spec("transformers") is not None:
         from transformers import CONFIG_MAPPING
 
         from pytest_fsdp_meta.transformers import subject
 
-        if kind in CONFIG_MAPPING:  # else the checkpoint brings code of its own, which its loader knows
+        if kind in CONFIG_MAPPING:  # else the checkpoint has custom code, which only its loader can run
             return subject(model, checkpoint, rows=rows_for(size))
     if any(checkpoint.glob("*.safetensors")):
         return Subject(model, reference=checkpoint)
-    told = (
+    message = (
         f"--fsdp-checkpoint={checkpoint} has neither *.safetensors nor a config.json of a model that transformers "
-        "knows, so no value is judged; name the folder that has them, or return Subject(model, reference=...)"
+        "knows, so no values are checked; pass the folder that has them, or return Subject(model, reference=...)"
     )
-    warnings.warn(told, stacklevel=2)
+    warnings.warn(message, stacklevel=2)
     return Subject(model)
 
 
 def model_type(checkpoint: Path) -> str:
-    """What transformers calls the model of this checkpoint; empty where it is none of transformers'."""
+    """Return the ``model_type`` in the checkpoint's config.json; empty if it is not a transformers checkpoint."""
     try:
         config = json.loads((checkpoint / "config.json").read_text("utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -81,8 +81,8 @@ def model_type(checkpoint: Path) -> str:
     return str(config.get("model_type") or "") if isinstance(config, dict) else ""
 
 
-def modelling(checkpoint: Path) -> list[str]:
-    """The modules with which ``derived`` makes a reference of this checkpoint, without importing anything of them."""
+def modelling_modules(checkpoint: Path) -> list[str]:
+    """Return the modules that ``derive_subject`` needs for this checkpoint, without importing them."""
     kind, spec = model_type(checkpoint).replace("-", "_"), importlib.util.find_spec("transformers")
     if not kind or spec is None or not spec.submodule_search_locations:
         return []
@@ -92,13 +92,13 @@ def modelling(checkpoint: Path) -> list[str]:
 
 
 def rows_for(size: int, least: int = 8) -> int:
-    """Rows of a batch that so many ranks can share, each an even number of them."""
-    each = max(1, -(-least // (EVEN * size)))
-    return each * EVEN * size
+    """Return a number of rows, at least ``least``, of which each of ``size`` ranks gets the same even number."""
+    each = max(1, -(-least // (MICRO_BATCHES * size)))
+    return each * MICRO_BATCHES * size
 
 
-def find(name: str) -> tuple[ModuleType, Callable[..., Any]]:
-    """The module and the loader that ``MODULE:NAME`` stands for. Raises Unfit."""
+def import_loader(name: str) -> tuple[ModuleType, Callable[..., Any]]:
+    """Import the loader ``MODULE:NAME`` and return its module and function. Raises Unfit."""
     module_name, _, attribute = name.partition(":")
     module = _import(module_name)
     try:
@@ -113,7 +113,7 @@ def find(name: str) -> tuple[ModuleType, Callable[..., Any]]:
         hint = f"; did you mean {'.'.join(filter(None, (owner, near[0])))!r}?" if near else ""
         raise Unfit(f"module {module_name!r} has no {attribute!r}{hint}") from None
     if not callable(function):
-        raise Unfit(f"{name} is a {type(function).__name__}; it should be a function that loads the model")
+        raise Unfit(f"{name} is a {type(function).__name__}, but should be a function that loads the model")
     bind(function, None, Path())
     return module, function
 
@@ -123,16 +123,16 @@ def _import(name: str) -> ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is not None and f"{name}.".startswith(f"{error.name}."):
-            missing = "" if error.name == name else f", for there is no {error.name!r}"
-            raise Unfit(f"there is no module {name!r}{missing}; it is looked for as by python -m pytest") from None
-        raise Unfit(_failed(name, error)) from error
+            missing = "" if error.name == name else f" (no module {error.name!r})"
+            raise Unfit(f"module {name!r} not found{missing}; the search path is that of python -m pytest") from None
+        raise Unfit(_describe_import_error(name, error)) from error
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # pytest.skip and SystemExit at module level are no Exceptions
-        raise Unfit(_failed(name, error)) from error
+    except BaseException as error:  # pytest.skip and SystemExit at module level are BaseExceptions
+        raise Unfit(_describe_import_error(name, error)) from error
 
 
-def _failed(name: str, error: BaseException) -> str:
+def _describe_import_error(name: str, error: BaseException) -> str:
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
     own = [frame for frame in frames if not os.path.relpath(frame.filename).startswith("..")]
     where = f", at {os.path.relpath(own[-1].filename)}:{own[-1].lineno}" if own else ""
@@ -140,9 +140,9 @@ def _failed(name: str, error: BaseException) -> str:
 
 
 def bind(function: Callable[..., Any], fsdp: Rank | None, checkpoint: Path) -> inspect.BoundArguments:
-    """The arguments of one call: by name where the loader has the name, else in order. Raises Unfit.
+    """Bind the arguments of one call: by name where the loader has the name, else in order. Raises Unfit.
 
-    It must take the checkpoint. It need not take ``fsdp``: a loader may ask torch.distributed instead.
+    The loader must take the checkpoint. It need not take ``fsdp``: it may use torch.distributed instead.
     """
     values = dict(zip(GIVEN, (fsdp, checkpoint), strict=True))
     signature = _signature(function)
@@ -169,7 +169,7 @@ def bind(function: Callable[..., Any], fsdp: Rank | None, checkpoint: Path) -> i
 def _signature(function: Callable[..., Any]) -> inspect.Signature:
     try:
         return inspect.signature(function)
-    except (TypeError, ValueError):  # written in C, and silent about what it takes
+    except (TypeError, ValueError):  # written in C, without a signature
         return inspect.signature(lambda *arguments: None)
 
 
@@ -182,7 +182,7 @@ def _takes(signature: inspect.Signature, name: str) -> bool:
 
 
 def _rest(others: list[inspect.Parameter]) -> inspect.Parameter | None:
-    """``*args`` where nothing that has a name of its own comes before, else ``**kwargs``, if there is one."""
+    """Return ``*args`` if no named positional parameter precedes it, else ``**kwargs``, else None."""
     for parameter in others:
         if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
             break
@@ -194,6 +194,6 @@ def _rest(others: list[inspect.Parameter]) -> inspect.Parameter | None:
 def _unfit(function: Callable[..., Any], signature: inspect.Signature) -> Unfit:
     name = getattr(function, "__qualname__", type(function).__name__)
     return Unfit(
-        f"{name}{signature} does not fit; it is called with fsdp (the rank) and checkpoint (a pathlib.Path), by these "
-        f"names or in this order: {name}(fsdp, checkpoint)"
+        f"{name}{signature} should take fsdp (the rank) and checkpoint (a pathlib.Path), by these names or in this "
+        f"order: {name}(fsdp, checkpoint)"
     )

@@ -1,9 +1,12 @@
-"""What an item of a loader tells whoever writes the run down: plain data on pytest's report, which xdist passes on."""
+"""Outcomes of a loader's items, and what each item attaches to pytest's report for the report of the run.
+
+The attached data are plain, so xdist passes them on from its workers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -14,27 +17,29 @@ from pytest_fsdp_meta.evidence import Evidence, WorldFacts, store
 from pytest_fsdp_meta.evidence.codec import from_plain, to_plain
 from pytest_fsdp_meta.plugin.collection import SKIPPED
 from pytest_fsdp_meta.plugin.markers import ConformanceSpec
-from pytest_fsdp_meta.reports.run_records import Entry, Loaded
-from pytest_fsdp_meta.reports.schema import CheckRecord, ended_badly
+from pytest_fsdp_meta.reports.run_records import ItemContext
+from pytest_fsdp_meta.reports.schema import SKIPS, CheckRecord, with_later_error
 from pytest_fsdp_meta.reports.summary import record_findings, summarise
 from pytest_fsdp_meta.reports.terminal import describe_error, describe_failure, describe_finding
 from pytest_fsdp_meta.text import first_line, first_of
 
-ATTRIBUTE = "fsdp_entry"
+ATTRIBUTE = "fsdp_item"
 REPEATS = "fsdp_repeats"
+"""Attributes of pytest's report; xdist passes on plain data under any name."""
 RECORD = pytest.StashKey[CheckRecord]()
-LONG = 10_000
-"""Letters of each end of a story."""
+MOST_DETAIL = 10_000
+"""Characters kept of each end of a long detail."""
 SETTLED = {"setup": ("failed", "skipped"), "call": ("passed", "failed", "skipped"), "teardown": ("failed",)}
-"""The outcomes of each phase that settle what became of an item."""
+"""Phase -> the outcomes of the phase that decide the status of the item."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one item: "passed", "failed", "skipped" or "error"; the message, and the verdict where there is one.
+    """The result of one item.
 
-    ``reason`` is one line, ``detail`` all that there is to say. What ``repeats``, another item of the loader
-    has told.
+    ``status`` is "passed", "failed", "skipped" or "error"; ``told`` is the message that pytest shows; ``reason`` is
+    one line and ``detail`` the full text. ``repeats`` says that an earlier item of the loader has shown the same error
+    in full.
     """
 
     status: str
@@ -45,117 +50,116 @@ class Outcome:
     repeats: bool = False
 
 
-@dataclass(frozen=True)
-class ItemContext:
-    """An item's place, which check of which loader in which world, and what is known of the loader by now."""
-
-    key: str
-    """What the items of one loader in one world have in common, and no other has."""
-    loader: str
-    check: str
-    world: WorldFacts
-    known: tuple[str, ...]
-    """The checks of the catalogue."""
-    order: ConformanceSpec
-    again: str = ""
-    evidence: Evidence | None = None
-    error: str = ""
-    seconds: Mapping[str, float] = field(default_factory=dict)
-    keeps: bool = True
-    """Whether its evidence may be kept: not that which was, and not that of an example, which is not all there is."""
-
-
 class ReportAttacher:
-    """One per process. ``report`` is the folder of the report, and ``keep`` whether evidence is kept there."""
+    """Attaches the results of items to pytest's reports, and stores evidence. There is one per process.
+
+    ``report`` is the folder of the report, if one is written; ``keep`` says whether evidence is stored in it.
+    """
 
     def __init__(self, report: Path | None, keep: bool) -> None:
         self._report = report
         self._keep = keep
-        self._told: dict[str, Evidence | str] = {}
-        """What the last item has told of a loader."""
+        self._attached: dict[str, Evidence | str] = {}
+        """Key of a loader -> the evidence or error that its latest item attached."""
 
-    def tell(
+    def attach(
         self,
         item: pytest.Item,
         report: pytest.TestReport,
-        share: ItemContext,
+        context: ItemContext,
+        spec: ConformanceSpec,
         outcome: Outcome | None,
         raised: BaseException | None,
+        evidence: Evidence | None = None,
+        known: Sequence[str] = (),
     ) -> None:
-        """Puts on the report what its phase has settled."""
+        """Attach the status of an item to the report of the phase that decides it.
+
+        ``context.check`` has the id, node id and rerun command of the check; the status is added here. The evidence is
+        stored with ``known``, the ids of the catalogue's checks, and not stored without them.
+        """
         assert settles(report)
         before = item.stash.get(RECORD, None)
         if report.when == "teardown" and before is not None:
-            record = ended_badly(before, _said(raised))
+            record = with_later_error(before, _describe(raised))
         else:
-            record = _record(report, share, outcome, raised)
-            _shorten(report, record)
+            record = _check_record(report, context.check, spec, outcome, raised)
+            _shorten_message(report, record)
         item.stash[RECORD] = record
+        context = self._with_loader(replace(context, check=record), spec, evidence, known)
         for properties in (item.user_properties, report.user_properties):
-            properties[:] = [one for one in properties if not one[0].startswith("fsdp_")] + _properties(record, share)
-        entry = Entry(share.key, share.loader, share.world, share.order.expected, record, self._loaded(share))
-        setattr(report, ATTRIBUTE, to_plain(entry))
+            others = [(name, value) for name, value in properties if not name.startswith("fsdp_")]
+            properties[:] = others + _properties(context)
+        setattr(report, ATTRIBUTE, to_plain(context))
         setattr(report, REPEATS, report.failed and outcome is not None and outcome.repeats)
 
-    def _loaded(self, share: ItemContext) -> Loaded | None:
-        """None where the last item has told it already."""
-        known = share.evidence or share.error
-        if not known or self._told.get(share.key) is known:
-            return None
-        self._told[share.key] = known
-        if self._report is None or share.evidence is None:
-            return Loaded(share.error, share.seconds)
+    def _with_loader(
+        self, context: ItemContext, spec: ConformanceSpec, evidence: Evidence | None, known: Sequence[str]
+    ) -> ItemContext:
+        """Return the context with what its loader's items have in common, unless the latest item attached the same."""
+        latest = evidence or context.error
+        if not latest or self._attached.get(context.key) is latest:
+            return replace(context, error="", seconds={})
+        self._attached[context.key] = latest
+        if self._report is None or evidence is None:
+            return context
         file, problem = "", ""
-        try:
-            file = self._kept(share, share.evidence)
-        except OSError as error:
-            problem = f"the evidence of {share.loader} is not kept: {error}"
-        return Loaded(share.error, share.seconds, file, summarise(share.evidence), problem)
+        if self._keep and known:
+            try:
+                file = _store_evidence(self._report / store.FOLDER, context.loader, spec, evidence, known)
+            except OSError as error:
+                problem = f"the evidence of {context.loader} was not stored: {error}"
+        return replace(context, evidence=file, problem=problem, summary=summarise(evidence))
 
-    def _kept(self, share: ItemContext, evidence: Evidence) -> str:
-        if not (self._keep and share.keeps):
-            return ""
-        assert self._report is not None
-        whole = store.StoredEvidence(
-            schema=store.SCHEMA,
-            loader=share.loader,
-            known=share.known,
-            offered=share.order.checks,
-            evidence=evidence,
-            skip=share.order.skip,
-            xfail=share.order.xfail,
-        )
-        return f"{store.FOLDER}/{store.write(self._report / store.FOLDER, whole).name}"
+
+def _store_evidence(folder: Path, loader: str, spec: ConformanceSpec, evidence: Evidence, known: Sequence[str]) -> str:
+    """Write the evidence and return its file, relative to the report. Raises OSError."""
+    stored = store.StoredEvidence(
+        schema=store.SCHEMA,
+        loader=loader,
+        known=tuple(known),
+        offered=spec.checks,
+        evidence=evidence,
+        skip=spec.skip,
+        xfail=spec.xfail,
+    )
+    return f"{folder.name}/{store.write_evidence(folder, stored).name}"
 
 
 def settles(report: pytest.TestReport) -> bool:
-    """Whether this phase settles what has become of the item."""
+    """Return whether this phase decides the status of the item."""
     return report.outcome in SETTLED[report.when or ""]
 
 
 def unjudged(report: pytest.TestReport | pytest.CollectReport) -> tuple[str, str, str] | None:
-    """pytest's count, letter and word for what another item has told: one mistake of a loader is one error."""
-    return ("unjudged", "u", "UNJUDGED") if getattr(report, REPEATS, False) else None
+    """Return pytest's category, letter and word for an error that an earlier item has shown; None for other reports.
+
+    A loader that raises is then counted as one error, not as one for each of its checks.
+    """
+    return ("same error", "e", "SAME ERROR") if getattr(report, REPEATS, False) else None
 
 
-def outcome_of(verdict: Verdict, world: WorldFacts, again: Callable[[], str]) -> Outcome:
-    """``again`` gives the command that runs the item again."""
-    told = verdict.reason
+def outcome_of(verdict: Verdict, world: WorldFacts, rerun_command: Callable[[], str]) -> Outcome:
+    """Return the outcome of an item with this verdict."""
+    message = verdict.reason
     if verdict.status == "failed":
-        told = describe_failure(verdict, str(world), again())
+        message = describe_failure(verdict, str(world), rerun_command())
     elif verdict.status == "error":
-        told = describe_error(verdict.check, verdict.reason, verdict.detail, again())
-    return Outcome(verdict.status, told, verdict, verdict.reason, verdict.detail)
+        message = describe_error(verdict.check, verdict.reason, verdict.detail, rerun_command())
+    return Outcome(verdict.status, message, verdict, verdict.reason, verdict.detail)
 
 
 def skip(item: pytest.Item, reason: str) -> NoReturn:
-    """Told at the place of the test."""
+    """Skip the item; pytest then reports the location of the test, not of this line."""
     item.stash[SKIPPED] = reason
     pytest.skip(reason)
 
 
 def settle(item: pytest.Item, outcome: Outcome, check: str, expected: str | None) -> None:
-    """Turns what came of a check into pytest's outcome. ``expected`` to fail, for this reason, are findings only."""
+    """Turn the outcome of a check into pytest's outcome.
+
+    ``expected`` is the reason given in xfail=; it covers findings, never an error.
+    """
     if outcome.status == "skipped":
         skip(item, outcome.told)
     if outcome.status == "failed" and expected is not None:
@@ -166,70 +170,81 @@ def settle(item: pytest.Item, outcome: Outcome, check: str, expected: str | None
         pytest.fail(f"{check} passes, but xfail expects it to fail ({expected}); remove it from xfail", pytrace=False)
 
 
-def told(report: pytest.TestReport) -> Entry | None:
-    """What the item of the report has told, if this phase of it has."""
+def attached_context(report: pytest.TestReport) -> ItemContext | None:
+    """Return what the item has attached to the report of this phase, if anything."""
     data = getattr(report, ATTRIBUTE, None)
-    return None if data is None else from_plain(Entry, data)
+    return None if data is None else from_plain(ItemContext, data)
 
 
-def _record(
-    report: pytest.TestReport, share: ItemContext, outcome: Outcome | None, raised: BaseException | None
+def _check_record(
+    report: pytest.TestReport,
+    check: CheckRecord,
+    spec: ConformanceSpec,
+    outcome: Outcome | None,
+    raised: BaseException | None,
 ) -> CheckRecord:
-    status, reason = _status(report, share, outcome, raised)
+    kind, reason = _kind_and_reason(report, check.check, spec, outcome, raised)
     verdict = outcome.verdict if outcome is not None else None
-    return CheckRecord(
-        check=share.check,
-        status=status,
+    return replace(
+        check,
+        status="skipped" if kind in SKIPS else kind,
+        skip=kind if kind in SKIPS else "",
         nodeid=report.nodeid,
         reason=reason,
-        detail=_whole(outcome.detail) if outcome is not None else "",
+        detail=_shorten_detail(outcome.detail) if outcome is not None else "",
         findings=record_findings(verdict) if verdict else (),
         unjudged=verdict.unjudged if verdict else {},
-        again=share.again,
     )
 
 
-def _whole(detail: str) -> str:
-    """In one line it says no more than the reason; a story of tens of thousands of letters loses its middle."""
+def _shorten_detail(detail: str) -> str:
+    """Return a detail without the middle of a very long text; "" for one line, which the reason already has."""
     if "\n" not in detail:
         return ""
-    return detail if len(detail) <= 2 * LONG else f"{detail[:LONG]}\n...\n{detail[-LONG:]}"
+    return detail if len(detail) <= 2 * MOST_DETAIL else f"{detail[:MOST_DETAIL]}\n...\n{detail[-MOST_DETAIL:]}"
 
 
-def _said(raised: BaseException | None) -> str:
+def _describe(raised: BaseException | None) -> str:
     return f"{type(raised).__name__}: {first_line(raised or '')}"
 
 
-def _status(
-    report: pytest.TestReport, share: ItemContext, outcome: Outcome | None, raised: BaseException | None
+def _kind_and_reason(
+    report: pytest.TestReport,
+    check: str,
+    spec: ConformanceSpec,
+    outcome: Outcome | None,
+    raised: BaseException | None,
 ) -> tuple[str, str]:
-    """One of ``record.STATUSES``, and the reason in one line."""
-    if report.when == "setup" and report.skipped and share.check in share.order.skip:
-        return "left out", share.order.skip[share.check]
-    if outcome is None:  # a mark, a fixture, or somebody else's hook
-        return ("skipped", first_line(raised or "")) if report.skipped else ("error", _said(raised))
+    """Return the ``CheckRecord.kind`` of the item, and the reason in one line."""
+    if report.when == "setup" and report.skipped and check in spec.skip:
+        return "left out", spec.skip[check]
+    if outcome is None:  # a mark, a fixture or a hook of another plugin ended the item
+        return ("by the test", first_line(raised or "")) if report.skipped else ("error", _describe(raised))
     if outcome.status == "failed" and hasattr(report, "wasxfail") and report.skipped:
         return "xfailed", report.wasxfail.removeprefix("reason: ")
     if outcome.status == "skipped":
-        return (outcome.verdict.why if outcome.verdict else "skipped"), outcome.reason
+        return (outcome.verdict.why if outcome.verdict else "by the test"), outcome.reason
     if outcome.status == "passed" and report.failed:
-        return _failed_all_the_same(report, share, raised)
+        return _failed_after_pass(report, check, spec, raised)
     return outcome.status, outcome.reason
 
 
-def _failed_all_the_same(
-    report: pytest.TestReport, share: ItemContext, raised: BaseException | None
+def _failed_after_pass(
+    report: pytest.TestReport, check: str, spec: ConformanceSpec, raised: BaseException | None
 ) -> tuple[str, str]:
-    """Though the judge found nothing: a failure was expected, or a warning is an error."""
-    if share.check in share.order.xfail:
-        return "xpassed", f"expected to fail: {share.order.xfail[share.check]}"
-    if raised is None:  # pytest's own mark, and strict
+    """Return kind and reason of an item that failed although its check passed."""
+    if check in spec.xfail:
+        return "xpassed", f"expected to fail: {spec.xfail[check]}"
+    if raised is None:  # pytest's own mark xfail, with strict
         return "xpassed", first_line(report.longreprtext)
-    return "error", _said(raised)
+    return "error", _describe(raised)
 
 
-def _shorten(report: pytest.TestReport, record: CheckRecord) -> None:
-    """pytest's short summary tells what follows the node id, which has the check: so what was found, or why not."""
+def _shorten_message(report: pytest.TestReport, record: CheckRecord) -> None:
+    """Replace the message in pytest's short summary by the findings or the reason.
+
+    The summary shows it after the node id, which already names the check.
+    """
     crash = getattr(report.longrepr, "reprcrash", None)
     if crash is None:
         return
@@ -239,15 +254,15 @@ def _shorten(report: pytest.TestReport, record: CheckRecord) -> None:
         crash.message = record.reason
 
 
-def _properties(record: CheckRecord, share: ItemContext) -> list[tuple[str, object]]:
-    """For pytest's own JUnit XML, where each becomes a property of the test case."""
-    found = [("fsdp_finding", describe_finding(one)) for one in record.findings]
-    why = [("fsdp_reason", record.reason)] if record.reason else []
+def _properties(context: ItemContext) -> list[tuple[str, object]]:
+    """Return user properties; pytest writes each as a property of the test case in JUnit XML."""
+    record = context.check
     return [
-        ("fsdp_loader", share.loader),
-        ("fsdp_world", str(share.world)),
+        ("fsdp_loader", context.loader),
+        ("fsdp_world", str(context.world)),
         ("fsdp_check", record.check),
         ("fsdp_status", record.status),
-        *why,
-        *found,
+        *([("fsdp_skip", record.skip)] if record.skip else []),
+        *([("fsdp_reason", record.reason)] if record.reason else []),
+        *(("fsdp_finding", describe_finding(finding)) for finding in record.findings),
     ]

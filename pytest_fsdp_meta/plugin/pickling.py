@@ -1,4 +1,4 @@
-"""From pytest items to ranks: what is sent, and the command that runs an item again."""
+"""Pickles what ranks need from the pytest process: a test, its fixture values, arguments of ``fsdp_world.run``."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ class Unsendable(LoaderFailed):
 
 
 def pack_call(item: pytest.Function) -> Call:
-    """The test and its fixture values, pickled one by one. Raises Unsendable."""
+    """Pickle the test and its fixture values one by one, so that an error can name one. Raises Unsendable."""
     import cloudpickle
 
-    wanted = [name for name in requested_fixtures(item) if name != ARGUMENT]
-    arguments = {name: _pack_fixture(name, item.funcargs[name]) for name in wanted if name != "fsdp"}
+    requested = [name for name in requested_fixtures(item) if name != ARGUMENT]
+    arguments = {name: _pack_fixture(name, item.funcargs[name]) for name in requested if name != "fsdp"}
     try:
         function = cloudpickle.dumps(_by_name(item.obj))
     except Exception as error:
         what = "the test and its instance (self)" if item.cls else "the test"
         raise Unsendable(f"{what} cannot be sent to the ranks: {type(error).__name__}: {error}") from error
-    return Call(function, arguments, "fsdp" if "fsdp" in wanted else None)
+    return Call(function, arguments, "fsdp" if "fsdp" in requested else None)
 
 
 def _by_name(function: Any) -> Any:
@@ -37,38 +37,38 @@ def _by_name(function: Any) -> Any:
         return function
     inner, owner = body(function), getattr(function, "__self__", None)
     if "<locals>" in inner.__qualname__:
-        return inner  # made by a function, so that no name leads to it
+        return inner  # defined in a function, so ranks cannot import it by name
     return ByName(inner.__module__, inner.__qualname__, owner)
 
 
 def _pack_fixture(name: str, value: Any) -> bytes:
     if isinstance(value, pytest.MonkeyPatch):
-        value = pytest.MonkeyPatch()  # one of the rank's own, undone there after the body
+        value = pytest.MonkeyPatch()  # each rank gets its own, undone there after the body
     elif (getattr(value, "__module__", None) or "").startswith("_pytest.") and not isinstance(
         value, pytest.TempPathFactory
     ):
         raise Unsendable(
-            f"fixture {name!r} is pytest's own, and sees nothing of what happens on the ranks; leave it out, and use "
-            "what works in the body itself, such as pytest.warns or contextlib.redirect_stdout"
+            f"fixture {name!r} works in the pytest process only; use something inside the body instead, such as "
+            "pytest.warns or contextlib.redirect_stdout"
         )
-    return pack(value, f"fixture {name!r} gives a {type(value).__name__}, which", "return")
+    return _pack(value, f"fixture {name!r} returns a {type(value).__name__}, which", "return")
 
 
 def pack_drawn(name: str, value: Any) -> bytes:
-    """An argument that Hypothesis drew. Raises Unsendable."""
-    return pack(value, f"argument {name!r} is a {type(value).__name__}, which", "let @given draw")
+    """Pickle an argument that Hypothesis drew. Raises Unsendable."""
+    return _pack(value, f"argument {name!r} is a {type(value).__name__}, which", "let @given draw")
 
 
-def pack(value: Any, what: str, do: str) -> bytes:
-    """Raises Unsendable, which says ``what`` cannot be sent, and to ``do`` so with plain data."""
+def _pack(value: Any, what: str, verb: str) -> bytes:
+    """Pickle a value. Raises Unsendable: "``what`` cannot be sent ...; ``verb`` plain data ..."."""
     import cloudpickle
 
     try:
         packed = cloudpickle.dumps(value)
     except Exception as error:
         raise Unsendable(
-            f"{what} cannot be sent to the ranks ({type(error).__name__}: {error}); {do} plain data, such as a path or "
-            "a config, and build the rest on the ranks"
+            f"{what} cannot be sent to the ranks ({type(error).__name__}: {error}); {verb} plain data, such as a "
+            "path or a config, and build the rest on the ranks"
         ) from error
     assert isinstance(packed, bytes)
     return packed
@@ -77,14 +77,14 @@ def pack(value: Any, what: str, do: str) -> bytes:
 def pack_run(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[bytes, list[bytes], dict[str, bytes]]:
-    """What is handed to ``fsdp_world.run``. Raises Unsendable, which names what cannot be sent."""
+    """Pickle the function and each argument of ``fsdp_world.run``. Raises Unsendable, which names the value."""
 
     def argument(name: object, value: Any) -> bytes:
-        return pack(value, f"argument {name!r} of fsdp_world.run is a {type(value).__name__}, which", "pass")
+        return _pack(value, f"argument {name!r} of fsdp_world.run is a {type(value).__name__}, which", "pass")
 
     called = getattr(function, "__name__", type(function).__name__)
     return (
-        pack(function, f"the function {called} of fsdp_world.run, or what it refers to,", "let it refer to"),
+        _pack(function, f"function {called} of fsdp_world.run, or something it refers to,", "let it refer to"),
         [argument(number, value) for number, value in enumerate(args, 1)],
         {name: argument(name, value) for name, value in kwargs.items()},
     )

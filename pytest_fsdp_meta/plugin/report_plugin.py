@@ -1,4 +1,7 @@
-"""Writes down what the items tell: in the process that pytest was started in, whoever runs them."""
+"""The plugin that collects what items report, writes the report and prints the totals.
+
+It runs in the process that pytest was started in; under xdist the workers do not register it.
+"""
 
 from __future__ import annotations
 
@@ -13,82 +16,87 @@ import pytest
 from pytest_fsdp_meta.catalogue import Catalogue
 from pytest_fsdp_meta.evidence import store
 from pytest_fsdp_meta.evidence.codec import write_whole
-from pytest_fsdp_meta.plugin.collection import case_of, runs_nothing
+from pytest_fsdp_meta.plugin.collection import LOADER_ITEM, runs_nothing
 from pytest_fsdp_meta.plugin.evidence_items import EvidenceItem, is_judged, split_evidence_node_id
-from pytest_fsdp_meta.plugin.node_ids import display_name, split_node_id
-from pytest_fsdp_meta.plugin.outcomes import told
+from pytest_fsdp_meta.plugin.node_ids import split_node_id
+from pytest_fsdp_meta.plugin.outcomes import attached_context
 from pytest_fsdp_meta.plugin.settings import Settings
 from pytest_fsdp_meta.reports.badge import badge_json, badge_svg
-from pytest_fsdp_meta.reports.compare import Comparison, compare, describe_comparison, verdict
-from pytest_fsdp_meta.reports.io import PAGE, OtherSchema, Writer, read_report
+from pytest_fsdp_meta.reports.compare import Comparison, compare, describe_comparison, describe_verdict
+from pytest_fsdp_meta.reports.io import PAGE, ReportWriter, UnknownSchema, read_report
 from pytest_fsdp_meta.reports.markdown import summarise_run
-from pytest_fsdp_meta.reports.run_header import describe_run, heading
-from pytest_fsdp_meta.reports.run_records import RunRecords
-from pytest_fsdp_meta.reports.schema import BROKEN, SCHEMA, Header, LoaderRecord, Report
+from pytest_fsdp_meta.reports.run_header import describe_run, read_header
+from pytest_fsdp_meta.reports.run_records import ItemContext, RunRecords
+from pytest_fsdp_meta.reports.schema import FAILED, SCHEMA, CheckRecord, Header, LoaderRecord, Report
 from pytest_fsdp_meta.reports.totals import GREEN, RED, YELLOW, Line, describe_totals, nothing_judged
 from pytest_fsdp_meta.text import first_line
 from pytest_fsdp_meta.trial import world_facts
 
-NAME = "fsdp_scribe"
+NAME = "fsdp_report"
+EXTRA_FILES = ("summary.md", "badge.json", "badge.svg")
+MARKUP = {"worse": RED, "better": GREEN, "neutral": YELLOW}
 
 
 class ReportPlugin:
-    """A plugin of its own: under xdist the workers do without it."""
+    """Records the results of loaders, writes their report while the run goes on, and decides its exit status."""
 
     def __init__(self, config: pytest.Config, settings: Settings) -> None:
         self._config = config
         self._settings = settings
         self._began = time.monotonic()
-        self._ledger = RunRecords()
+        self._records = RunRecords()
         self._catalogue = Catalogue()
         self._header: Header | None = None
         self._others_passed = False
-        self._told = False
-        """Whether any loader has said anything."""
-        self._at = ""
-        """The loader that is running, as the ledger has it."""
-        self._failed = 0
-        """Reports of loaders that failed."""
-        self._problem = ""
+        """Whether a test that is not a loader has passed."""
+        self._any_item_reported = False
+        self._running_loader = ""
+        """Key of the loader whose item ran last; "" after an item that is not a loader's."""
+        self._failed_items = 0
+        """Reports of loaders' items that pytest counts as failed."""
+        self._write_problem = ""
         """Why the report could not be written."""
-        self._begun = self._news = False
-        """Whether the report is being written, and whether it lacks something by now."""
-        self._writer = Writer(Path(settings.report)) if settings.report else None
+        self._is_started = False
+        """Whether this run has written its report at least once."""
+        self._has_news = False
+        """Whether items have reported since the report was last written."""
+        self._writer = ReportWriter(Path(settings.report)) if settings.report else None
         if self._writer is not None and self._writer.is_foreign:
             raise pytest.UsageError(
-                f"--fsdp-report: {settings.report} has an index.html that is not of a report, and would be lost; "
-                "name a folder of its own"
+                f"--fsdp-report: {settings.report} has an index.html that pytest-fsdp-meta did not write and would "
+                "overwrite; choose another folder"
             )
         self._comparer = Comparer(settings)
 
     def begin(self, catalogue: Catalogue) -> None:
-        """The session begins, and with it the checks are known."""
+        """Take the catalogue, which is known once the session has started."""
         self._catalogue = catalogue
-        if self._idle:
+        if self._is_idle:
             return
-        if self._writer is not None or self._comparer.asked:
+        if self._writer is not None or self._comparer.is_requested:
             command = ("pytest", *map(str, self._config.invocation_params.args))
-            self._header = heading(self._config.rootpath, command, self._settings.engine, catalogue)
+            self._header = read_header(self._config.rootpath, command, self._settings.engine, catalogue)
 
-    def _begin_report(self) -> None:
-        """There is something to run, so what an earlier run has left gives way: not for a name that was mistyped."""
-        if self._writer is not None and self._header is not None and not self._begun:
-            self._begun = True
+    def _start_report(self) -> None:
+        """Replace the old report. Called once tests were collected, so a mistyped path deletes nothing."""
+        if self._writer is not None and self._header is not None and not self._is_started:
+            self._is_started = True
             self._write(Report(SCHEMA, self._header), self._clear)
 
     def _clear(self) -> None:
-        """The report of an earlier run must not stand for this one, whose own the disk may have no room for.
+        """Delete the files of an earlier run, so that they never pass for this run's if the disk is full.
 
-        What that has kept goes as well, unless it is what this one judges.
+        Stored evidence goes as well, unless this run judges it.
         """
         assert self._writer is not None
-        self._writer.clear((PAGE, *PAGES))
+        self._writer.clear((PAGE, *EXTRA_FILES))
         folder = self._writer.folder / store.FOLDER
         if not is_judged(folder, self._config):
-            store.clear(folder)
+            store.clear_evidence(folder)
 
     @property
-    def _idle(self) -> bool:
+    def _is_idle(self) -> bool:
+        """Whether pytest runs no tests at all (--collect-only and the like)."""
         return runs_nothing(self._config)
 
     def pytest_report_header(self) -> str:
@@ -98,152 +106,150 @@ class ReportPlugin:
     @pytest.hookimpl(trylast=True)
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         if session.items:
-            self._begin_report()
+            self._start_report()
         for item in session.items:
-            case = case_of(item)
+            loader = item.stash.get(LOADER_ITEM, None)
             if isinstance(item, EvidenceItem):
-                share = item.share
-                self._ledger.plan(share.key, share.check, item.nodeid, share.loader, share.world, share.order.expected)
-            elif case is not None:
-                name = display_name(item, case)
-                self._ledger.plan(name, case.check, item.nodeid, name, world_facts(case.spec), case.order.expected)
+                self._records.plan(item.context())
+            elif loader is not None:
+                check = CheckRecord(loader.check, "not run", item.nodeid)
+                world, offered = world_facts(loader.world), loader.spec.expected
+                self._records.plan(ItemContext(loader.name, loader.name, check, world, offered))
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, node: Any, ids: Sequence[str]) -> None:
         if ids:
-            self._begin_report()
-        worker = self._on(node)
+            self._start_report()
+        worker = self._worker_suffix(node)
         for nodeid in ids:
-            if apart := split_node_id(nodeid, self._catalogue) or split_evidence_node_id(nodeid):
-                self._ledger.plan(apart[0] + worker, apart[1], nodeid + worker)
+            if parts := split_node_id(nodeid, self._catalogue) or split_evidence_node_id(nodeid):
+                key, check = parts[0] + worker, parts[1]
+                self._records.plan(ItemContext(key, key, CheckRecord(check, "not run", nodeid + worker)))
 
-    def _on(self, node: Any) -> str:
-        """With ``--dist each`` every worker runs all of it: several runs of a loader, of which one may fail."""
+    def _worker_suffix(self, node: Any) -> str:
+        """Return a suffix that tells workers apart under ``--dist each``, where every worker runs every item."""
         each = node is not None and self._config.getoption("dist", "no") == "each"
         return f" on {node.gateway.id}" if each else ""
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        entry, worker = told(report), self._on(getattr(report, "node", None))
+        context, worker = attached_context(report), self._worker_suffix(getattr(report, "node", None))
         nodeid = report.nodeid + worker
-        if entry is not None:
-            self._told = True
-            # What fails and is in no record as broken (a fixture's end after a skip) is beyond any comparison.
-            broken = entry.record.status in BROKEN
-            self._failed += report.failed and broken and not hasattr(report, "wasxfail")
-            self._ledger.enter(replace(entry, key=entry.key + worker, loader=entry.loader + worker))
-        elif report.when not in ("setup", "call", "teardown"):
-            self._failed += self._ledger.crashed(nodeid, first_line(str(report.longrepr))) in BROKEN
+        if context is not None:
+            self._any_item_reported = True
+            # A report that failed while its record did not (a fixture's teardown after a skip) is counted among
+            # pytest's other failures, which no comparison excuses.
+            in_record = context.check.status in FAILED
+            self._failed_items += report.failed and in_record and not hasattr(report, "wasxfail")
+            self._records.add(replace(context, key=context.key + worker, loader=context.loader + worker))
+        elif report.when not in ("setup", "call", "teardown"):  # xdist reports the crash of a worker
+            self._failed_items += self._records.add_crash(nodeid, first_line(str(report.longrepr))) in FAILED
         elif report.when == "call" or (report.when == "setup" and not report.passed):
-            self._ledger.strike(nodeid)
+            self._records.forget_loader(nodeid)
             self._others_passed |= report.passed
-        self._ledger.spend(nodeid, report.duration)
-        self._news |= entry is not None
-        if self._begun and self._writer is not None and self._writer.is_due:
+        self._records.add_seconds(nodeid, report.duration)
+        self._has_news |= context is not None
+        if self._is_started and self._writer is not None and self._writer.is_due:
             self._write_news()
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        """An item of something else may take long, and end the process: what is known is written before."""
-        key = self._ledger.key_of(nodeid)
-        if key != self._at:
-            self._at = key
+        """Write the report before an ordinary test, which may take long or end the process."""
+        key = self._records.key_of(nodeid)
+        if key != self._running_loader:
+            self._running_loader = key
             if not key:
                 self._write_news()
 
     def _write_news(self) -> None:
-        if self._begun and self._news:
-            self._news = False
+        if self._is_started and self._has_news:
+            self._has_news = False
             self._write(self._report(None))
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        if self._idle:
+        if self._is_idle:
             return
-        if (
-            session.testsfailed
-        ):  # also where nothing could be collected: the report of an earlier run would stand for it
-            self._begin_report()
-        if self._comparer.asked:
+        if session.testsfailed:
+            # Nothing may have been collected because of an error: the old report must not pass for this run's.
+            self._start_report()
+        if self._comparer.is_requested:
             report = self._report(int(session.exitstatus))
-            # What else failed (a test, a module that cannot be imported, coverage) is counted by pytest alone; what has
-            # not run because something failed might have failed as well.
-            others = session.testsfailed > self._failed or bool(session.shouldfail or session.shouldstop)
-            session.exitstatus = self._comparer.settle(report, int(session.exitstatus), others)
+            # Only pytest counts other failures (tests, imports, coverage). Tests that were not run because of an
+            # earlier failure might have failed as well.
+            others = session.testsfailed > self._failed_items or bool(session.shouldfail or session.shouldstop)
+            session.exitstatus = self._comparer.compare(report, int(session.exitstatus), others)
         if session.exitstatus == pytest.ExitCode.OK and nothing_judged(self.loaders, self._others_passed):
             session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED
-        self._end_report(session)
+        self._finish_report(session)
 
-    def _end_report(self, session: pytest.Session) -> None:
-        """The exit status is in it, also that of a report that could not be written as it should."""
+    def _finish_report(self, session: pytest.Session) -> None:
+        """Write the complete report; if that fails, try once more with the exit status that the failure causes."""
         for _ in range(2):
             if self._problems and session.exitstatus == pytest.ExitCode.OK:
                 session.exitstatus = pytest.ExitCode.INTERNAL_ERROR
-            if self._begun:
+            if self._is_started:
                 self._write(self._report(int(session.exitstatus)))
-            if not self._problem:
+            if not self._write_problem:
                 return
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter, exitstatus: int) -> None:
-        never_ran = exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) and not self._told
-        if self._idle or never_ran:  # there, pytest tells why
+        ended_early = exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+        if self._is_idle or (ended_early and not self._any_item_reported):  # pytest itself says why nothing ran
             return
         if self.loaders or self._problems:
             terminalreporter.section("fsdp conformance")
-            self._tell(terminalreporter)
-        if self._comparer.asked:
+            self._print_totals(terminalreporter)
+        if self._comparer.is_requested:
             terminalreporter.section("fsdp conformance, compared")
             for line, markup in self._comparer.lines():
                 terminalreporter.write_line(line, **markup)
 
-    def _tell(self, terminalreporter: pytest.TerminalReporter) -> None:
+    def _print_totals(self, terminalreporter: pytest.TerminalReporter) -> None:
         if self.loaders:
             for line, markup in describe_totals(self.loaders, self._config.get_verbosity()):
                 terminalreporter.write_line(line, **markup)
         for problem in self._problems:
             terminalreporter.write_line(f"--fsdp-report: {problem}", red=True)
-        if self._begun and self._writer is not None and not self._problem:
+        if self._is_started and self._writer is not None and not self._write_problem:
             terminalreporter.write_line(f"report: {self._writer.folder}")
 
     @property
     def _problems(self) -> list[str]:
-        whole = [f"the report is not whole: {self._problem}"] if self._problem else []
-        return [*whole, *self._ledger.problems]
+        incomplete = [f"the report is incomplete: {self._write_problem}"] if self._write_problem else []
+        return [*incomplete, *self._records.problems]
 
     @property
     def loaders(self) -> tuple[LoaderRecord, ...]:
-        return self._ledger.loaders(self._catalogue)
+        return self._records.loaders(self._catalogue)
 
     def _report(self, exit_status: int | None) -> Report:
         assert self._header is not None
         seconds = time.monotonic() - self._began
         return Report(SCHEMA, self._header, self.loaders, seconds, exit_status, exit_status is not None)
 
-    def _write(self, report: Report, first: Callable[[], None] = lambda: None) -> None:
+    def _write(self, report: Report, before: Callable[[], None] = lambda: None) -> None:
+        """Write report.json, and at the start and end of the run the page; a failure is printed with the totals."""
         assert self._writer is not None
         try:
-            first()
+            before()
             self._writer.write(report)
-            if report.complete or not report.loaders:  # at the beginning too: who looks meanwhile is told
+            if report.complete or not report.loaders:  # a page opened during the run says that it is not complete
                 from pytest_fsdp_meta.reports.page import write_page
 
                 folder, comparer = self._writer.folder, self._comparer
                 write_page(report, folder / PAGE, comparer.comparison, comparer.problem)
                 comparer.write(report, folder)
-            self._problem = ""
+            self._write_problem = ""
         except OSError as error:
-            self._problem = str(error)  # told at the end: what the tests say goes first
-        except Exception as error:  # of drawing: pytest's own summary must not be lost for it
-            self._problem = f"the page could not be drawn ({type(error).__name__}: {first_line(error)})"
-
-
-PAGES = ("summary.md", "badge.json", "badge.svg")
-MARKUP = {"worse": RED, "better": GREEN, "odd": YELLOW}
+            self._write_problem = str(error)
+        except Exception as error:  # a bug in drawing the page must not hide pytest's own summary
+            self._write_problem = f"the page could not be drawn ({type(error).__name__}: {first_line(error)})"
 
 
 class Comparer:
-    """The earlier report is read before anything runs: raises UsageError where there is none in the file.
+    """Compares the run with an earlier report, which is read before anything runs.
 
-    A report of another schema is the fate of every nightly run once, after an update: nothing is compared then, which
-    is told, and what fails a run is what does without a comparison.
+    Raises UsageError if the file is not a report. A report of an unknown schema is not an error, since every nightly
+    run may meet one after an update: ``problem`` then says so, and the run fails as it would without a comparison.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -251,23 +257,23 @@ class Comparer:
         self._before: Report | None = None
         self.comparison: Comparison | None = None
         self.problem = ""
-        """Why nothing is compared, though it was asked for."""
+        """Why there is no comparison although one was requested."""
         if settings.compare:
             try:
                 self._before = read_report(Path(settings.compare))
-            except OtherSchema as error:
-                self.problem = f"nothing is compared: {error}"
+            except UnknownSchema as error:
+                self.problem = f"no comparison: {error}"
             except ValueError as error:
                 raise pytest.UsageError(f"--fsdp-compare: {error}") from None
 
     @property
-    def asked(self) -> bool:
+    def is_requested(self) -> bool:
         return self._before is not None or bool(self.problem)
 
-    def settle(self, report: Report, status: int, others_failed: bool) -> int:
-        """The exit status, where the run would end with ``status``.
+    def compare(self, report: Report, status: int, others_failed: bool) -> int:
+        """Compare the report with the earlier one, and return the exit status of a run that would exit with ``status``.
 
-        ``others_failed``: a test that is no loader did, or has not run because another failed.
+        ``others_failed`` says whether anything failed that is not in the report, or was not run after a failure.
         """
         if self._before is None:
             return status
@@ -278,7 +284,7 @@ class Comparer:
         return int(pytest.ExitCode.TESTS_FAILED if bad else pytest.ExitCode.OK)
 
     def lines(self) -> Iterator[Line]:
-        """For the terminal."""
+        """Yield the lines of the section in the terminal."""
         if self.problem:
             yield self.problem, RED
         if self.comparison is None:
@@ -286,10 +292,10 @@ class Comparer:
         for mark, headline, lines in describe_comparison(self.comparison):
             yield headline, MARKUP[mark]
             yield from ((f"  {line}", {}) for line in lines)
-        yield verdict(self.comparison), RED if self.comparison.fails(self._fail_on) else GREEN
+        yield describe_verdict(self.comparison), RED if self.comparison.fails(self._fail_on) else GREEN
 
     def write(self, report: Report, folder: Path) -> None:
-        """The summary and the badge. Raises OSError."""
+        """Write the summary and the badge. Raises OSError."""
         write_whole(folder / "summary.md", summarise_run(report, self.comparison, self.problem).encode())
         write_whole(folder / "badge.json", badge_json(report).encode())
         write_whole(folder / "badge.svg", badge_svg(report).encode())

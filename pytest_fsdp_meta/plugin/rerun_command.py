@@ -1,4 +1,4 @@
-"""TODO."""
+"""The shell command that reruns one item, which every failure message ends with."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from pathlib import Path
 import pytest
 
 
-def again(item: pytest.Item, given: tuple[str, ...]) -> str:
-    """A shell command that runs this one item again from where pytest was started, with the options ``given``."""
+def rerun_command(item: pytest.Item, given: Sequence[str]) -> str:
+    """Return a command that reruns this item from where pytest was started, with the options ``given``."""
     # Not from the node id, to which xdist may append a group.
     names = [node.name for node in item.listchain() if isinstance(node, (pytest.Class, pytest.Function))]
     return command(item.config, item.path, names, given)
 
 
 def command(config: pytest.Config, path: Path, names: Sequence[str], given: Sequence[str]) -> str:
-    """A shell command that runs the item of these names in a file."""
+    """Return a command that runs the item with these names (class, function) in a file."""
     here = config.invocation_params.dir
     nodeid = "::".join([os.path.relpath(path, here), *names])
     return shlex.join([_interpreter(here), "-m", "pytest", nodeid, *given])
 
 
 def _interpreter(cwd: Path) -> str:
-    """How a shell in ``cwd`` calls this Python: "python", unless that is another one."""
-    # The script "pytest" of a virtual environment may name its Python by another link beside "python", python3.11.
+    """Return "python" where that is this interpreter for a shell in ``cwd``, else the interpreter's path."""
+    # The script "pytest" of a virtual environment may run its Python through another link, such as python3.11.
     python, this = (os.path.abspath(found or "") for found in (shutil.which("python"), sys.executable))
     if os.path.dirname(python) == os.path.dirname(this) and os.path.samefile(python, this):
         return "python"

@@ -1,4 +1,4 @@
-"""Command line, environment and ini file, in this order of precedence, as one frozen Settings."""
+"""Settings from the command line, the environment and the ini file, in this order of precedence."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "gloo", "nccl")
 ENGINES = ("local", "ray")
 FAIL_ON = ("failure", "regression", "any")
-"""What decides the exit status: what does without a comparison; only a failure that the earlier run did not have; or
-any failure, and whatever else is worse than it was."""
+"""What makes a compared run fail: any failure; only failures that the earlier run did not have; or any failure and
+anything else that got worse."""
 REPEATED = ("-c", "-o", "-p", "--config-file", "--override-ini", "--rootdir", "--import-mode")
-"""Options of pytest with a value that decide which tests there are and what they mean."""
+"""Options of pytest, with a value, that change which tests are collected or how; rerun commands repeat them."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the user set, checked. ``given`` is what a command that we suggest must repeat to mean the same run."""
+    """The checked settings. ``given`` are the options that a rerun command must repeat to have the same effect."""
 
     world_sizes: tuple[int, ...] = (2,)
     device: str = "auto"
@@ -47,15 +47,18 @@ class Settings:
 
 @dataclass(frozen=True)
 class Option:
-    """One setting: ``--fsdp-NAME``, ``fsdp_NAME`` in the ini file, ``PYTEST_FSDP_NAME`` in the environment."""
+    """A setting: ``--fsdp-NAME``, ``fsdp_NAME`` in the ini file, ``PYTEST_FSDP_NAME`` in the environment.
+
+    ``expected`` says in a usage error what a right value looks like. An option without ``metavar`` is a switch.
+    """
 
     name: str
     help: str
     parse: Callable[[str], Any]
-    right: str
+    expected: str
     metavar: str
     repeated: bool = True
-    """Whether a command that runs one item again has it as well."""
+    """Whether the command that reruns one item repeats it."""
 
     @property
     def flag(self) -> str:
@@ -115,7 +118,7 @@ def _loader(text: str) -> str:
 
 
 def _folder(text: str) -> str:
-    folder = os.path.expanduser(text)  # a shell leaves the ~ of --fsdp-checkpoint=~/model as it is
+    folder = os.path.expanduser(text)  # shells do not expand the ~ in --fsdp-checkpoint=~/model
     if not os.path.isdir(folder):
         raise ValueError
     return folder
@@ -133,8 +136,8 @@ def _new_folder(text: str) -> str:
     if not text.strip():
         raise ValueError
     folder = Path(text).expanduser().absolute()
-    there = next(path for path in (folder, *folder.parents) if path.exists() or path.is_symlink())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+    existing = next(path for path in (folder, *folder.parents) if path.exists() or path.is_symlink())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise ValueError
     return str(folder)
 
@@ -148,123 +151,126 @@ def _switch(text: str) -> bool:
 OPTIONS = (
     Option(
         "world-size",
-        "ranks of the world that a loader is judged in, where its marker does not say; a list, such as 1,2,4, judges "
-        "each (default: 2)",
+        "number of ranks for loaders and tests whose marker sets none; a list such as 1,2,4 runs them once per size "
+        "(default: 2)",
         _sizes,
-        "a positive int, or a list of different ones such as 1,2,4",
+        "expected a positive int, or a list of distinct ones such as 1,2,4",
         "N[,N...]",
     ),
     Option(
         "device",
-        "auto (default: cuda when there is a GPU for every rank, else cpu), cpu or cuda",
+        "device type of the ranks: auto (default: cuda if there is a GPU for every rank, else cpu), cpu or cuda",
         _one_of(DEVICES),
-        "auto, cpu or cuda",
+        "choose auto, cpu or cuda",
         "DEVICE",
     ),
     Option(
         "backend",
-        "auto (default: nccl on cuda, gloo on cpu), gloo or nccl; gloo on cuda lets several ranks share a GPU",
+        "process group backend: auto (default: nccl on cuda, gloo on cpu), gloo or nccl; with gloo on cuda, ranks can "
+        "share a GPU",
         _one_of(BACKENDS),
-        "auto, gloo or nccl",
+        "choose auto, gloo or nccl",
         "BACKEND",
     ),
     Option(
         "timeout",
-        "seconds for one call to the ranks, after which they are ended and their stacks shown (default: 300)",
+        "seconds that one call to the ranks may take; after it, their stacks are shown and the ranks are ended "
+        "(default: 300)",
         _seconds,
-        "a positive number of seconds",
+        "expected a positive number of seconds",
         "SECONDS",
     ),
     Option(
         "require-gpu",
-        "fail instead of judging on the CPU where GPUs are missing; for nightly jobs",
+        "fail instead of falling back to the CPU if there are too few GPUs; useful for nightly jobs",
         _switch,
-        "true or false",
+        "choose true or false",
         "",
     ),
     Option(
         "world-scope",
-        "how long ranks of @fsdp_spmd and fsdp_world are kept, where the mark does not say: function (default: every "
-        "test gets fresh ones), module or session",
+        "how long the ranks of @fsdp_spmd and fsdp_world live if the marker does not say: function (default: fresh "
+        "ranks for every test), module or session",
         _one_of(SCOPES),
-        "function, module or session",
+        "choose function, module or session",
         "SCOPE",
     ),
     Option(
         "slots",
-        "ranks that the workers of pytest-xdist run on the CPU at a time, all together; a larger world runs alone "
-        "(default: the CPU cores that may be used)",
+        "with pytest-xdist, number of ranks that all workers together may run on the CPU at a time; a larger world "
+        "runs alone (default: number of available CPU cores)",
         _count,
-        "a positive int",
+        "expected a positive int",
         "N",
     ),
     Option(
         "engine",
-        "local (default: ranks are processes of this machine) or ray (they are spread over a Ray cluster; needs the "
+        "where ranks run: local (default: processes on this machine) or ray (spread over a Ray cluster; needs the "
         "extra 'ray')",
         _one_of(ENGINES),
-        "local or ray",
+        "choose local or ray",
         "ENGINE",
     ),
     Option(
         "ray-address",
-        "which cluster --fsdp-engine=ray uses: HOST:PORT, auto (the one that this machine belongs to), or local (a new "
-        "one of this machine alone, for this run); default: RAY_ADDRESS, else local",
+        "cluster for --fsdp-engine=ray: HOST:PORT, auto (the cluster that this machine belongs to) or local (a new "
+        "cluster on this machine, for this run); default: RAY_ADDRESS, else local",
         _ray_address,
-        "HOST:PORT, auto or local; Ray's client protocol (ray://) has no place for ranks",
+        "expected HOST:PORT, auto or local; Ray's client protocol, ray://, cannot run ranks",
         "ADDRESS",
     ),
     Option(
         "loader",
-        "judge this function as a loader, without a test file: alone, or beside the paths that are given; every rank "
-        "calls it with fsdp (the rank) and checkpoint (a pathlib.Path), by name or in this order, for the model or a "
-        "Subject; the current folder is on the search path",
+        "run the checks on this function, without a test file; paths given as well are also tested. Every rank calls "
+        "it with fsdp (the rank) and checkpoint (a pathlib.Path), by name or in this order, and it returns the model "
+        "or a Subject; modules are also searched in the current folder",
         _loader,
-        "MODULE:FUNCTION, such as mypkg.loading:load",
+        "expected MODULE:FUNCTION, such as mypkg.loading:load",
         "MODULE:FUNCTION",
     ),
     Option(
         "checkpoint",
-        "the checkpoint for --fsdp-loader; of a bare model, it tells what the model shall equal: with a config.json of "
-        "transformers the model that from_pretrained makes of it, which is trained beside it, else the values in its "
-        "*.safetensors",
+        "checkpoint folder for --fsdp-loader. If the loader returns a bare model, it is also the reference: a "
+        "transformers checkpoint (config.json) is loaded with from_pretrained and trained for comparison; otherwise "
+        "values are compared with the *.safetensors files",
         _folder,
-        "a folder that exists",
+        "expected an existing folder",
         "DIR",
     ),
     Option(
         "report",
-        "write report.json, the page index.html, summary.md and a badge into this folder; what an earlier run has left "
-        "there is replaced",
+        "write report.json, the page index.html, summary.md and a badge into this folder, replacing those of an "
+        "earlier run",
         _new_folder,
-        "a folder that exists or can be made, and be written to",
+        "expected a writable folder, or one that can be created",
         "DIR",
         repeated=False,
     ),
     Option(
         "keep-evidence",
-        "with --fsdp-report: keep what the ranks saw, in DIR/evidence, so that 'pytest DIR/evidence' judges it again "
-        "later, without ranks",
+        "with --fsdp-report: store what was observed on the ranks in DIR/evidence; 'pytest DIR/evidence' runs the "
+        "checks on it again, without ranks",
         _switch,
-        "true or false",
+        "choose true or false",
         "",
         repeated=False,
     ),
     Option(
         "compare",
-        "the report.json of an earlier run: tell what is newly broken, fixed, slower, or no longer judged",
+        "report.json of an earlier run to compare with: show new failures, fixed checks, slower loads and checks that "
+        "no longer run",
         _report,
-        "a report.json that exists, or its folder",
+        "expected an existing report.json, or its folder",
         "REPORT",
         repeated=False,
     ),
     Option(
         "fail-on",
-        "with --fsdp-compare, what fails the run: failure (default: what does without it), regression (only what the "
-        "earlier run did not have; known failures are forgiven) or any (every failure, slower loads, losses that "
-        "drift, promises no longer judged)",
+        "with --fsdp-compare, what makes the run fail: failure (default: as without --fsdp-compare), regression (only "
+        "failures that the earlier run did not have) or any (every failure, and slower loads, drifting losses and "
+        "checks that no longer run)",
         _one_of(FAIL_ON),
-        "failure, regression or any",
+        "choose failure, regression or any",
         "WHAT",
         repeated=False,
     ),
@@ -274,21 +280,19 @@ OPTIONS = (
 def add_options(parser: pytest.Parser) -> None:
     group = parser.getgroup("fsdp", "conformance of sharded model loaders (pytest-fsdp-meta)")
     for option in OPTIONS:
-        known = f"{option.help} [ini: {option.ini}, env: {option.variable}]"
+        text = f"{option.help} [ini: {option.ini}, env: {option.variable}]"
         if option.metavar:
-            group.addoption(option.flag, dest=option.ini, metavar=option.metavar, default=None, help=known)
+            group.addoption(option.flag, dest=option.ini, metavar=option.metavar, default=None, help=text)
         else:
-            group.addoption(option.flag, dest=option.ini, action="store_const", const="true", default=None, help=known)
-        parser.addini(option.ini, f"default of {option.flag}", default="")
-    group.addoption(
-        "--fsdp-list-checks", action="store_true", default=False, help="print the catalogue of checks and exit"
-    )
+            group.addoption(option.flag, dest=option.ini, action="store_const", const="true", default=None, help=text)
+        parser.addini(option.ini, f"default for {option.flag}", default="")
+    group.addoption("--fsdp-list-checks", action="store_true", default=False, help="list all checks and exit")
 
 
 def read_settings(config: pytest.Config) -> Settings:
-    """Raises UsageError, in one line that names where a wrong value comes from and what would be right.
+    """Read and check all settings. Raises UsageError with one line: where a wrong value comes from, and a right one.
 
-    Warns of an environment variable that looks like one of ours and is none: it would be left out silently.
+    Warns of environment variables that look like settings of this plugin but are misspelt; they would have no effect.
     """
     _warn_of_unknown(config)
     values: dict[str, Any] = {}
@@ -301,15 +305,15 @@ def read_settings(config: pytest.Config) -> Settings:
         try:
             value = option.parse(text)
         except (ValueError, KeyError, OSError, RuntimeError):
-            raise pytest.UsageError(f"{source}: {text!r} is wrong, it should be {option.right}") from None
+            raise pytest.UsageError(f"{source}: invalid value {text!r} ({option.expected})") from None
         values["world_sizes" if option.name == "world-size" else option.ini.removeprefix("fsdp_")] = value
         if option.repeated and not source.startswith("ini"):
             given += [f"{option.flag}={text}"] if option.metavar else [option.flag] * value
     if values.get("keep_evidence") and not values.get("report"):
-        raise pytest.UsageError("--fsdp-keep-evidence keeps it beside the report; say where: --fsdp-report=DIR")
+        raise pytest.UsageError("--fsdp-keep-evidence requires --fsdp-report=DIR")
     if values.get("fail_on", "failure") != "failure" and not values.get("compare"):
         raise pytest.UsageError(
-            f"--fsdp-fail-on={values['fail_on']} needs an earlier run to compare with: --fsdp-compare=OLD/report.json"
+            f"--fsdp-fail-on={values['fail_on']} requires an earlier run: --fsdp-compare=OLD/report.json"
         )
     return Settings(**values, given=(*_repeated(config.invocation_params.args), *given))
 
@@ -319,25 +323,25 @@ def _warn_of_unknown(config: pytest.Config) -> None:
     for name in sorted(os.environ):
         if name.startswith("PYTEST_FSDP_") and not name.startswith("PYTEST_FSDP_META_") and name not in known:
             near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"they are {', '.join(sorted(known))}"
-            told = f"the environment variable {name} is no setting of pytest-fsdp-meta; {hint}"
-            config.issue_config_time_warning(pytest.PytestConfigWarning(told), stacklevel=2)
+            hint = f"did you mean {near[0]}?" if near else f"the variables are {', '.join(sorted(known))}"
+            message = f"unknown environment variable {name} of pytest-fsdp-meta; {hint}"
+            config.issue_config_time_warning(pytest.PytestConfigWarning(message), stacklevel=2)
 
 
 def _repeated(args: Sequence[str | os.PathLike[str]]) -> list[str]:
-    """What was typed of ``REPEATED``: "-c x", "-cx", "--rootdir x" or "--rootdir=x"."""
+    """Return the ``REPEATED`` options on the command line: "-c x", "-cx", "--rootdir x" or "--rootdir=x"."""
     found: list[str] = []
-    words = iter(map(str, args))
-    for word in words:
-        if word in REPEATED:
-            found += [word, next(words, "")]
-        elif word.startswith(REPEATED[:3]) or word.partition("=")[0] in REPEATED:
-            found.append(word)
+    rest = iter(map(str, args))
+    for arg in rest:
+        if arg in REPEATED:
+            found += [arg, next(rest, "")]
+        elif arg.startswith(REPEATED[:3]) or arg.partition("=")[0] in REPEATED:
+            found.append(arg)
     return found
 
 
 def _find(config: pytest.Config, option: Option) -> tuple[str, str] | None:
-    """(text, where it stands), or None where nobody set it."""
+    """Return (value, source) as strings, or None where the option is not set."""
     typed = config.getoption(option.ini)
     if typed is not None:
         return str(typed), option.flag

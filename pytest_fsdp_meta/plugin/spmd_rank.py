@@ -1,4 +1,4 @@
-"""On a rank: what a test has there, the body of an SPMD test above all, and its failure as pytest would show it."""
+"""What runs on a rank for a test: the body of an SPMD test, or a function passed to ``fsdp_world.run``."""
 
 from __future__ import annotations
 
@@ -14,33 +14,34 @@ from pytest_fsdp_meta.worlds import CallFailed, current, telling
 from pytest_fsdp_meta.worlds.rank.rendezvous import seed
 
 BODY, FUNCTION = f"{__name__}:run_body", f"{__name__}:run_function"
-"""What a world calls."""
+"""The names by which a world calls the two functions."""
 ASSUMING = "Using `assume` outside a property-based test"
-"""By intent: the ranks say that an example is of no use, and the pytest process tells Hypothesis."""
+"""A warning of Hypothesis that is not shown: ranks call ``assume``, and the pytest process rejects the example."""
 
 
 @dataclass(frozen=True)
-class Style:
-    """How the user wants failures shown: the options of pytest that say so."""
+class TracebackStyle:
+    """How pytest was asked to show failures: ``--tb`` and ``--showlocals``."""
 
     traceback: Any = "long"
     locals: bool = False
 
 
-def run_body(call: Call, style: Style, votes: frozenset[str]) -> str | None:
-    """Runs the body; the class of what it returns, which should be nothing.
+def run_body(call: Call, style: TracebackStyle, unanimous_outcomes: frozenset[str]) -> str | None:
+    """Run the body of a test and return the class name of its result, None where it returned None.
 
-    Raises what a vote is as it is, and anything else as CallFailed, whose detail is pytest's own account of it.
+    Raises exceptions named in ``unanimous_outcomes`` unchanged, and anything else as CallFailed with pytest's
+    traceback as its detail.
     """
     function, arguments = call.unpack(current())
-    seed(current().device.type)  # one world runs all examples of Hypothesis, which are to be alike
+    seed(current().device.type)  # one world runs all examples of Hypothesis, which must not depend on their order
     try:
         with telling(unless=ASSUMING):
             returned = function(**arguments)
     except BaseException as error:
-        if f"{type(error).__module__}.{type(error).__qualname__}" in votes:
+        if f"{type(error).__module__}.{type(error).__qualname__}" in unanimous_outcomes:
             raise
-        raise CallFailed(detail=_account(error, style)) from error
+        raise CallFailed(detail=_format_traceback(error, style)) from error
     finally:
         for value in arguments.values():
             if isinstance(value, pytest.MonkeyPatch):
@@ -49,18 +50,18 @@ def run_body(call: Call, style: Style, votes: frozenset[str]) -> str | None:
 
 
 def run_function(function: bytes, args: Sequence[bytes], kwargs: Mapping[str, bytes]) -> Any:
-    """Calls what a test has handed to ``fsdp_world.run``, each value pickled by itself."""
+    """Call the function passed to ``fsdp_world.run``; it and each argument are pickled one by one."""
     called = pickle.loads(function)
     with telling(unless=ASSUMING):
         return called(*map(pickle.loads, args), **{name: pickle.loads(value) for name, value in kwargs.items()})
 
 
-def _account(error: BaseException, style: Style) -> str:
-    """The traceback from the body on, with its source lines."""
+def _format_traceback(error: BaseException, style: TracebackStyle) -> str:
+    """Return pytest's traceback with source lines, without the frame of ``run_body``."""
     own = error.__traceback__
     assert own is not None
     info = pytest.ExceptionInfo.from_exception(error.with_traceback(own.tb_next or own))
     bare = isinstance(error, pytest.fail.Exception) and not error.pytrace
-    told = str(info.getrepr(style="value" if bare else style.traceback, showlocals=style.locals, chain=True))
+    text = str(info.getrepr(style="value" if bare else style.traceback, showlocals=style.locals, chain=True))
     # str() strips the indentation of the first source line, and of no other.
-    return told if bare or style.traceback == "short" or told.startswith((">", "E")) else f"    {told}"
+    return text if bare or style.traceback == "short" or text.startswith((">", "E")) else f"    {text}"

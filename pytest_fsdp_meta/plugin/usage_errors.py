@@ -1,132 +1,160 @@
-"""TODO."""
+"""Usage errors in test files: one line each, which names the test, what is wrong and what would be right."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import pytest
 
+from pytest_fsdp_meta.plugin import xdist_workers
 from pytest_fsdp_meta.plugin._pytest_private import (
     fixtures_asking_for,
     parameters,
     requested_fixtures,
     resolved_fixture,
 )
-from pytest_fsdp_meta.plugin.collection import ARGUMENT, FIXTURES, case_of, place_of, values_of
+from pytest_fsdp_meta.plugin.collection import ARGUMENT, LOADER_ITEM, WORLD_ITEM, place_of
 from pytest_fsdp_meta.plugin.markers import MARK, SPMD, WORLD
 from pytest_fsdp_meta.text import first_of
+
+FIXTURES = "pytest_fsdp_meta.plugin.fixtures"
+"""The module of this plugin's own fixtures."""
 
 
 @dataclass(frozen=True)
 class UsageProblem:
-    """Where, and what is wrong there; ``where`` may be empty."""
+    """What is wrong, and where: a node id or a file."""
 
     where: str
     what: str
 
 
-def tell(usage_problems: Iterable[UsageProblem]) -> str:
-    """One line for each mistake, however many tests make it."""
+def check_usage(
+    config: pytest.Config, items: list[pytest.Item], found: Sequence[UsageProblem], plugins: Collection[object]
+) -> None:
+    """Raise one UsageError for all usage problems of the collected tests.
+
+    ``found`` are the problems seen while collecting, and ``plugins`` those whose checks are in the catalogue. A worker
+    of xdist raises nothing: its controller would replace it by another worker, so the controller raises instead.
+    """
+    is_worker = hasattr(config, "workerinput")
+    message = describe_problems(
+        [
+            *found,
+            *_late_checks(config, plugins),
+            *_item_problems(items, {problem.where for problem in found}),
+            *_duplicate_names(items, scheduled=is_worker),
+        ]
+    )
+    if message and is_worker:
+        xdist_workers.send_usage_error(config, message)
+        items.clear()
+    elif message:
+        raise pytest.UsageError(message)
+
+
+def describe_problems(problems: Iterable[UsageProblem]) -> str:
+    """Return one line per problem, however many tests have it."""
     places: dict[str, dict[str, None]] = {}
-    for mistake in usage_problems:
-        places.setdefault(mistake.what, {})[mistake.where] = None
-    return "\n".join(_line(list(wheres), what) for what, wheres in places.items())
+    for problem in problems:
+        places.setdefault(problem.what, {})[problem.where] = None
+    return "\n".join(f"{first_of(list(wheres))}: {what}" for what, wheres in places.items())
 
 
-def _line(wheres: list[str], what: str) -> str:
-    return f"{first_of(wheres)}: {what}" if wheres[0] else what
-
-
-def late_checks(config: pytest.Config, known: tuple[object, ...]) -> Iterator[UsageProblem]:
-    """Hooks of a ``conftest.py`` that pytest found only while collecting, when the catalogue was in use already."""
+def _late_checks(config: pytest.Config, known: Collection[object]) -> Iterator[UsageProblem]:
     for impl in config.hook.pytest_fsdp_checks.get_hookimpls():
         if impl.plugin not in known:
             yield UsageProblem(
                 place_of(impl.plugin, config),
-                "pytest found hook pytest_fsdp_checks too late, while collecting; move it to the conftest.py of the "
-                "root folder, or name this folder in testpaths or on the command line",
+                "pytest found hook pytest_fsdp_checks only while collecting, which is too late; move it to the "
+                "conftest.py of the root folder, or name this folder in testpaths or on the command line",
             )
 
 
-def usage_problems(items: Iterable[pytest.Item], told: Collection[str]) -> Iterator[UsageProblem]:
-    """Loaders that cannot be judged, and where ``fsdp`` is asked for though there is none. ``told`` are left out."""
+def _item_problems(items: Iterable[pytest.Item], reported: Collection[str]) -> Iterator[UsageProblem]:
+    """Yield the problems of tests for which none has been ``reported`` yet."""
     for item in items:
         if isinstance(item, pytest.Function):
             assert item.parent is not None
-            where, what = f"{item.parent.nodeid}::{item.originalname}", _mistake(item)
-            if what is not None and where not in told:
+            where, what = f"{item.parent.nodeid}::{item.originalname}", _problem(item)
+            if what is not None and where not in reported:
                 yield UsageProblem(where, what)
 
 
-def duplicate_names(items: Iterable[pytest.Item], scheduled: bool) -> Iterator[UsageProblem]:
-    """Loaders that are called alike, of which a report could tell one; and tests, where our own distribution over
-    workers (``scheduled``) would run one of them, as xdist's own by scope does."""
-    items = list(items)
-    all_count = scheduled and any(case_of(item) for item in items)
+def _duplicate_names(items: Sequence[pytest.Item], scheduled: bool) -> Iterator[UsageProblem]:
+    """Yield items that share a node id though their parameters differ.
+
+    Of such loaders a report could show only one. Of such tests only one would run where this plugin distributes items
+    over xdist's workers (``scheduled``), which it does as soon as one item is a loader's.
+    """
+    all_count = scheduled and any(LOADER_ITEM in item.stash for item in items)
     seen: dict[str, tuple[tuple[str, int], ...]] = {}
     for item in items:
-        values = values_of(item)
-        if seen.setdefault(item.nodeid, values) != values and (all_count or case_of(item) is not None):
+        values = tuple((name, id(value)) for name, value in parameters(item).items() if name != ARGUMENT)
+        if seen.setdefault(item.nodeid, values) != values and (all_count or LOADER_ITEM in item.stash):
             yield UsageProblem(
                 item.nodeid,
-                "two parametrizations give it this one name; tell them apart with pytest.param(..., id=...)",
+                "two parametrizations have this node id; give them different ids with pytest.param(..., id=...)",
             )
 
 
-def _mistake(item: pytest.Function) -> str | None:
+def _problem(item: pytest.Function) -> str | None:
     loader, spmd = (item.get_closest_marker(mark) is not None for mark in (MARK, SPMD))
     if loader and spmd:
-        return f"@{MARK} and @{SPMD}: a test is a loader that is judged, or a body that every rank runs; take one off"
+        return f"@{MARK} and @{SPMD} exclude each other: a test is a loader or a body for every rank; remove one"
     on_ranks = MARK if loader else SPMD if spmd else ""
     own = [mark.name for mark in item.own_markers]
     twice = [mark for mark in (MARK, SPMD, WORLD) if own.count(mark) > 1]
     if twice:
-        return f"@{twice[0]} is there twice; say all in one (several sizes: world_size=(2, 4))"
-    return _missing_case(item, on_ranks) or _world_on_ranks(item, on_ranks) or _misplaced_rank(item, on_ranks)
+        return f"@{twice[0]} is applied twice; merge the two (for several sizes: world_size=(2, 4))"
+    return _not_parametrized(item, on_ranks) or _misplaced_world(item, on_ranks) or _misplaced_rank(item, on_ranks)
 
 
-def _missing_case(item: pytest.Function, on_ranks: str) -> str | None:
-    asks = WORLD in item.fixturenames and _is_ours(item, WORLD)
-    if parameters(item).get(ARGUMENT) is not None or not (on_ranks or asks):
+def _not_parametrized(item: pytest.Function, on_ranks: str) -> str | None:
+    requests = WORLD in item.fixturenames and _is_ours(item, WORLD)
+    if LOADER_ITEM in item.stash or WORLD_ITEM in item.stash or not (on_ranks or requests):
         return None
-    who = {MARK: f"@{MARK}: a loader", SPMD: f"@{SPMD}: such a test"}.get(
-        on_ranks, f"it asks for {WORLD!r}: such a test"
+    who = {MARK: f"@{MARK}: a loader", SPMD: f"@{SPMD}: an SPMD test"}.get(
+        on_ranks, f"a test that requests fixture {WORLD!r}"
     )
-    return f"{who} is a function, or a method of a plain class; pytest cannot parametrize one of unittest.TestCase"
+    return (
+        f"{who} should be a function or a method of a plain class; pytest cannot parametrize methods of "
+        "unittest.TestCase"
+    )
 
 
-def _world_on_ranks(item: pytest.Function, on_ranks: str) -> str | None:
+def _misplaced_world(item: pytest.Function, on_ranks: str) -> str | None:
     marked = any(mark.name == WORLD for mark in item.own_markers)
     if on_ranks and marked:
-        return f"@pytest.mark.{WORLD} is about the fixture of this name; give what it says to @{on_ranks}"
+        return f"@pytest.mark.{WORLD} configures fixture {WORLD!r} only; pass its arguments to @{on_ranks}"
     if marked and WORLD not in item.fixturenames:
         return (
-            f"@pytest.mark.{WORLD} is about the fixture of this name, for which the test does not ask, so nothing "
-            f"would run on ranks; ask for it as an argument, or use @{SPMD}"
+            f"@pytest.mark.{WORLD} configures fixture {WORLD!r}, which the test does not request, so nothing would "
+            f"run on ranks; request the fixture, or use @{SPMD}"
         )
     if on_ranks and WORLD in item.fixturenames:
-        return f"it asks for {WORLD!r}, which exists in the pytest process only, but it runs on ranks of its own"
+        return f"fixture {WORLD!r} exists in the pytest process only, but @{on_ranks} runs the test on ranks; remove it"
     return None
 
 
 def _misplaced_rank(item: pytest.Function, on_ranks: str) -> str | None:
     if not _is_ours(item, "fsdp"):
         hidden = on_ranks and "fsdp" in requested_fixtures(item)
-        what = "the test would get another 'fsdp' than that of pytest-fsdp-meta, which it hides; rename the other one"
+        what = "another fixture or parameter 'fsdp' hides the one of pytest-fsdp-meta; rename the other one"
         return what if hidden else None
-    asking = fixtures_asking_for(item, "fsdp")
-    if asking:
+    requesting = fixtures_asking_for(item, "fsdp")
+    if requesting:
         return (
-            f"fixture {asking[0]!r} asks for 'fsdp', which exists on the ranks only, while fixtures are evaluated in "
-            "the pytest process; ask for fsdp in the test itself"
+            f"fixture {requesting[0]!r} requests 'fsdp', which exists on the ranks only, while fixtures run in the "
+            "pytest process; request fsdp in the test itself"
         )
     if on_ranks:
         return None
-    return f"it asks for 'fsdp', which exists on the ranks only; decorate it with @{MARK} or @{SPMD}"
+    return f"the test requests 'fsdp', which exists on the ranks only; decorate it with @{MARK} or @{SPMD}"
 
 
 def _is_ours(item: pytest.Function, name: str) -> bool:
-    """Whether it is this plugin's fixture that the item gets under this name."""
+    """Return whether the item gets this plugin's fixture under this name."""
     fixture = resolved_fixture(item, name)
     return fixture is not None and fixture.__module__ == FIXTURES

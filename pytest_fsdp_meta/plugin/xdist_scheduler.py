@@ -1,4 +1,4 @@
-"""Under pytest-xdist: the items of one loader stay on one worker, so that it is loaded once."""
+"""Distribution under pytest-xdist: all items of one loader go to one worker, so that it loads once."""
 
 from __future__ import annotations
 
@@ -27,8 +27,13 @@ DISTRIBUTIONS = {
 }
 
 
+def make_scheduler(config: Any, log: Any, catalogue: Catalogue) -> LoaderScheduling | None:
+    """Return the scheduler for ``--dist``, or None for a distribution that this plugin does not know."""
+    return LoaderScheduling(config, log, catalogue) if config.getoption("dist") in DISTRIBUTIONS else None
+
+
 class LoaderScheduling:
-    """xdist's own distribution where nothing is a loader; else by units of work that keep a loader together."""
+    """Uses xdist's own scheduler until the first worker reports a loader, then one that keeps loaders together."""
 
     def __init__(self, config: Any, log: Any, catalogue: Catalogue) -> None:
         self._config, self._log, self._catalogue = config, log, catalogue
@@ -39,7 +44,7 @@ class LoaderScheduling:
         return getattr(self._xdists, name)
 
     def add_node_collection(self, node: Any, collection: Sequence[str]) -> None:
-        if not self._decided:  # the first worker decides: all must collect the same
+        if not self._decided:  # the first worker's items decide: xdist requires all workers to collect the same
             self._decided = True
             if any(loader_of(nodeid, self._catalogue) for nodeid in collection):
                 scheduling = by_loader(self._config, self._log, self._catalogue)
@@ -50,7 +55,11 @@ class LoaderScheduling:
 
 
 def by_loader(config: Any, log: Any, catalogue: Catalogue) -> Any:
-    """Whole classes or files where xdist is told so; else an xdist group, a loader in one world, or a single test."""
+    """Return a scheduler whose units of work keep each loader on one worker.
+
+    Units are classes or files with ``--dist loadscope`` and ``loadfile``; otherwise an xdist group, a loader in one
+    world, or a single test.
+    """
     kind = DISTRIBUTIONS[config.getoption("dist")]
     if kind is EachScheduling:
         return _Each(config, log)
@@ -66,16 +75,16 @@ def by_loader(config: Any, log: Any, catalogue: Catalogue) -> Any:
 
 
 class _Recovering:
-    """What xdist's distribution by scope lacks when a worker crashes (pytest-xdist 3.8)."""
+    """Makes xdist's LoadScopeScheduling survive crashed workers (needed with pytest-xdist 3.8)."""
 
     assigned_work: dict[Any, dict[str, dict[str, bool]]]
     registered_collections: dict[Any, list[str]]
     workqueue: dict[str, dict[str, bool]]
 
     def remove_node(self, node: Any) -> str | None:
-        """The item at which the worker crashed does not run again: xdist's own ends one worker after the other with it.
+        """Return the item that crashed the worker, and do not run it again: it would crash every replacement.
 
-        Nor are units handed out again of which nothing is left: a worker that is given nothing never asks for more.
+        Units without items left are dropped as well: a worker that gets an empty unit never asks for another.
         """
         units = self.assigned_work[node]
         left = [(unit, nodeid) for unit in units.values() for nodeid, done in unit.items() if not done]
@@ -87,7 +96,10 @@ class _Recovering:
         return left[0][1] if left else None
 
     def _reschedule(self, node: Any) -> None:
-        """Not to a replacement that is still collecting; and enough to go on, for a worker keeps its last item."""
+        """Assign units only to workers that have collected, until each has two items pending.
+
+        A worker runs an item only once it knows the next one, so one pending item would never run.
+        """
         if node in self.registered_collections:
             super()._reschedule(node)  # type: ignore[misc]
             pending = self.assigned_work[node].values()
@@ -96,7 +108,7 @@ class _Recovering:
 
 
 class _Each(EachScheduling):  # type: ignore[misc]
-    """xdist's own ends with an internal error when a second worker crashes before the first one is replaced."""
+    """Fixes an internal error of xdist when a second worker crashes before the first one is replaced."""
 
     def add_node_collection(self, node: Any, collection: Sequence[str]) -> None:
         super().add_node_collection(node, collection)

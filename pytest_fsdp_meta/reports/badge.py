@@ -1,17 +1,17 @@
-"""``badge.json``, which shields.io draws where it is served, and ``badge.svg``, the same drawn already. Pure."""
+"""The badge of a run: ``badge.json`` for shields.io's endpoint, and ``badge.svg``, the same badge as a picture."""
 
 from __future__ import annotations
 
 import json
 
-from pytest_fsdp_meta.reports.markdown import message
-from pytest_fsdp_meta.reports.schema import JUDGED, Report, how_many, is_bad, statuses
+from pytest_fsdp_meta.reports.markdown import describe_result
+from pytest_fsdp_meta.reports.schema import JUDGED, Report, count_kinds, how_many, is_bad
 
 LABEL = "fsdp conformance"
 COLORS = {"brightgreen": "#2e7d32", "red": "#c62828", "lightgrey": "#616161"}
-"""As shields.io calls them, and as they are drawn: white text on each has a contrast of 5 and more."""
-WIDTH = 6.6
-"""Pixels of a letter at 11 px, on average; the text is then drawn at exactly this length."""
+"""shields.io's name -> the colour in the picture. White text on each has a contrast of 5 or more."""
+CHARACTER_WIDTH = 6.6
+"""Average width (px) of a character at 11 px; ``textLength`` then fits the text to it."""
 
 SVG = """<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="20" role="img" aria-label="{label}: {message}">
 <title>{label}: {message}</title>
@@ -26,30 +26,31 @@ SVG = """<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="20" rol
 
 
 def badge(report: Report) -> dict[str, object]:
-    """What shields.io's endpoint takes."""
-    judged = how_many(statuses(report.loaders), JUDGED)
+    """Return what shields.io's endpoint badge expects."""
+    judged = how_many(count_kinds(report.loaders), JUDGED)
     clean = judged and report.complete and not report.exit_status
     color = "red" if is_bad(report.loaders) else "brightgreen" if clean else "lightgrey"
-    told = message(report) if report.complete else f"cut off, {message(report)}"
-    return {"schemaVersion": 1, "label": LABEL, "message": told, "color": color, "isError": color == "red"}
+    message = describe_result(report) if report.complete else f"incomplete, {describe_result(report)}"
+    return {"schemaVersion": 1, "label": LABEL, "message": message, "color": color, "isError": color == "red"}
 
 
 def badge_json(report: Report) -> str:
+    """Return the text of ``badge.json``."""
     return json.dumps(badge(report), indent=1) + "\n"
 
 
 def badge_svg(report: Report) -> str:
-    """The texts are ours and of letters, digits and commas, so there is nothing to escape."""
-    told = badge(report)
-    label_length, message_length = (round(len(text) * WIDTH) for text in (LABEL, str(told["message"])))
+    """Return the text of ``badge.svg``. Label and message contain no character that XML would escape."""
+    facts = badge(report)
+    label_length, message_length = (round(len(text) * CHARACTER_WIDTH) for text in (LABEL, str(facts["message"])))
     left, width = label_length + 10, label_length + message_length + 20
     return SVG.format(
         width=width,
         left=left,
         rest=width - left - 3,
-        color=COLORS[str(told["color"])],
+        color=COLORS[str(facts["color"])],
         label=LABEL,
-        message=told["message"],
+        message=facts["message"],
         label_at=left / 2,
         message_at=left + (width - left) / 2,
         label_length=label_length,

@@ -1,4 +1,4 @@
-"""The catalogue as a page of Markdown, made from the checks: ``python -m pytest_fsdp_meta.reports.catalogue_page``."""
+"""The catalogue page of the documentation: ``python -m pytest_fsdp_meta.reports.catalogue_page`` prints it."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from pytest_fsdp_meta.reports.terminal import describe_needs
 
 GITHUB = re.compile(r"([\w.-]+/[\w.-]+)#(\d+)")
 INTRODUCTION = """\
-<!-- Made from the checks by `make docs`; a test keeps it current. -->
+<!-- Generated from the checks by `make docs`; a test keeps it current. -->
 # The catalogue
 
-Every check is a promise with a judge. A tensor that a more basic check has condemned is not judged again by a later
-one, which then says how many tensors it left out and why. `pytest --fsdp-list-checks` prints the promises; `only=`,
-`skip=` and `xfail=` of `@fsdp_conformance` take the ids.
+Every check is a promise about the loaded model, with a judge that reads the evidence. A tensor that has failed a more
+basic check is not judged again by later checks, which say how many tensors they left out, and why.
+`pytest --fsdp-list-checks` prints the promises; `only=`, `skip=` and `xfail=` of `@fsdp_conformance` take the ids.
 """
 
 
 def catalogue_page(checks: Iterable[Check]) -> str:
-    """The whole page: a table of contents by family, then every check."""
+    """Return the whole page: a table of the checks, then each check by family."""
     listed = list(checks)
     return "\n".join([INTRODUCTION, *_contents(listed), *_families(listed)])
 
@@ -51,20 +51,20 @@ def _check(check: Check) -> Iterator[str]:
     yield f"* Evidence: {_evidence(check)}."
     if check.tolerance:
         allowed = ", ".join(f"{value:g} in {dtype}" for dtype, value in check.tolerance.items())
-        yield f"* Tolerance, relative, unless `tolerance=` sets another: {allowed}."
+        yield f"* Relative tolerance, unless `tolerance=` sets another: {allowed}."
     if check.after:
-        yield f"* Comes after: {', '.join(f'[`{id}`](#{id})' for id in check.after)}."
+        yield f"* Runs after: {', '.join(f'[`{id}`](#{id})' for id in check.after)}."
     if check.references:
-        yield f"* Seen in: {', '.join(map(_linked, check.references))}."
+        yield f"* Seen in: {', '.join(map(_with_links, check.references))}."
     yield f"* Since: {check.since}.\n"
 
 
 def _evidence(check: Check) -> str:
-    used = f"; where there is any, {', '.join(check.uses)}" if check.uses else ""
-    return ", ".join(check.needs) + used
+    optional = f"; where available, {', '.join(check.uses)}" if check.uses else ""
+    return ", ".join(check.needs) + optional
 
 
-def _linked(reference: str) -> str:
+def _with_links(reference: str) -> str:
     return GITHUB.sub(r"[\1#\2](https://github.com/\1/issues/\2)", reference)
 
 

@@ -1,4 +1,4 @@
-"""What differs between two reports. Pure: it reads two records and knows neither ranks nor pytest."""
+"""The differences between the reports of two runs, and their description."""
 
 from __future__ import annotations
 
@@ -9,35 +9,38 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from pytest_fsdp_meta.reports.schema import (
-    BROKEN,
+    FAILED,
     JUDGED,
-    KEPT,
+    PASSED,
     CheckRecord,
     Curves,
     FindingRecord,
     LoaderRecord,
     Report,
+    count_kinds,
     is_bad,
-    statuses,
 )
 from pytest_fsdp_meta.reports.terminal import describe_finding, printable
 from pytest_fsdp_meta.text import counted, first_of
 
-EXPECTED = ("xfailed",)
 NUMBERS = re.compile(r"[-+]?\d[\d.]*(?:e[-+]?\d+)?")
 SLOWER = 1.5
-"""A load that takes so many times what it took is told, ..."""
-LEAST = 1.0
-"""... if it takes so many seconds more: runs of a tiny model differ by more than their own length."""
+"""A load is reported as slower if it takes this many times as long as before, ..."""
+LEAST_SLOWER = 1.0
+"""... and this much (s) longer: the times of tiny models vary by more than their own length."""
 DRIFT = 10.0
-"""Parity that is so many times worse is told, ..."""
-NOISE = 1e-6
-"""... if the losses are further apart than that, relatively: what float32 rounds differs from machine to machine."""
+"""Losses are reported as drifted if they are this many times further from the reference than before, ..."""
+ROUNDING = 1e-6
+"""... and further than this, relatively: float32 rounding differs from machine to machine."""
+MOST_LINES = 20
+"""Lines shown for one kind of change."""
+MOST_CHECKS = 5
+"""Checks of a loader that are named."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """One check of one loader, then and now; None where the run had no such check."""
+    """One check of one loader in both runs; None where a run does not have the check."""
 
     loader: str
     check: str
@@ -46,8 +49,8 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """A number of one loader, then and now: seconds, or how far its losses are from the reference's, relatively."""
+class Measurement:
+    """A number of one loader in both runs: seconds, or the relative distance of its losses from the reference."""
 
     loader: str
     before: float
@@ -56,76 +59,79 @@ class Measured:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What became of every promise since an earlier run, by what it means for whoever reads it."""
+    """The changes between two runs, by what they mean for the reader."""
 
     before: Report
     now: Report
-    cautions: tuple[str, ...] = ()
-    """What makes the two runs less than comparable."""
+    caveats: tuple[str, ...] = ()
+    """Why the two runs can only be compared in part."""
+    environment: tuple[str, ...] = ()
+    """Packages that were added, removed or have other versions."""
     failures: tuple[Change, ...] = ()
-    """Broken now, and not then; or on tensors that it was not broken on then; or an error, and not that one then."""
-    unjudged: tuple[Change, ...] = ()
-    """Judged then, and not now: a promise that may be broken unseen. Its author may have meant it so."""
-    blocked: tuple[Change, ...] = ()
-    """Judged then, and not now because of what a more basic check has found: a consequence, no news."""
+    """New failures: the check did not fail before, or fails on other tensors, or with another error."""
+    no_longer_judged: tuple[Change, ...] = ()
+    """Judged before and not now, perhaps on purpose: the promise may be broken unnoticed."""
+    dependent: tuple[Change, ...] = ()
+    """Judged before, and now skipped because they depend on a failed check."""
     expected: tuple[Change, ...] = ()
-    """Failing as expected now, and not then: somebody has declared that it does."""
+    """Failing as expected now, and not before: xfail= was added."""
     fixed: tuple[Change, ...] = ()
     changed: tuple[Change, ...] = ()
-    """Broken then and now, with other findings on the same tensors, or on fewer."""
+    """Failing in both runs, with other findings on the same tensors, or on fewer."""
     known: tuple[Change, ...] = ()
-    """Broken then and now, in the same way."""
-    slower: tuple[Measured, ...] = ()
-    drifted: tuple[Measured, ...] = ()
-    came: tuple[str, ...] = ()
-    """Loaders and checks that the earlier run did not have."""
-    went: tuple[str, ...] = ()
-    """What the earlier run had: removed since, called otherwise, or not selected now."""
+    """Failing in both runs with the same findings."""
+    slower: tuple[Measurement, ...] = ()
+    drifted: tuple[Measurement, ...] = ()
+    added: tuple[str, ...] = ()
+    """Loaders and checks that the earlier run does not have."""
+    removed: tuple[str, ...] = ()
+    """Loaders and checks that only the earlier run has: removed, renamed, or not selected now."""
 
     def fails(self, on: str) -> bool:
-        """Whether the run is bad by what ``--fsdp-fail-on`` names."""
+        """Return whether the run fails with ``--fsdp-fail-on`` set to ``on``."""
         if on == "regression":
-            # Of what has not run nobody knows whether it would have failed as before.
-            return bool(self.failures) or bool(statuses(self.now.loaders)["not run"])
-        worse = on == "any" and bool(self.unjudged or self.blocked or self.went or self.slower or self.drifted)
-        return worse or is_bad(self.now.loaders)
+            # A check that was not run might have failed in a new way.
+            return bool(self.failures) or bool(count_kinds(self.now.loaders)["not run"])
+        changed = self.no_longer_judged or self.dependent or self.removed or self.slower or self.drifted
+        return (on == "any" and bool(changed)) or is_bad(self.now.loaders)
 
 
 def compare(before: Report, now: Report) -> Comparison:
-    """Loaders are known by their node ids; what became of their checks is told in the order of ``now``."""
+    """Compare two reports. Loaders are identified by node id, and changes are in the order of ``now``."""
     old, new = _by_name(before, now), _by_name(now, before)
-    kinds: dict[str, list[Change]] = {}
-    for change in _pairs(old, new):
-        kinds.setdefault(_kind(change), []).append(change)
-    kinds.pop("", None)
-    timed = before.header.hardware == now.header.hardware
-    both = [(old[name], new[name]) for name in new if name in old]
+    changes: dict[str, list[Change]] = {}
+    for change in _pair_checks(old, new):
+        changes.setdefault(_classify(change), []).append(change)
+    changes.pop("", None)
+    same_hardware = before.header.hardware == now.header.hardware
+    in_both = [(old[name], new[name]) for name in new if name in old]
     return Comparison(
         before,
         now,
-        tuple(_cautions(before, now, both, timed)),
-        slower=tuple(_slower(both)) if timed else (),
-        drifted=tuple(_drifted(both)),
-        came=(*_without(new, old), *_without(_ids(now), _ids(before))),
-        went=(*_without(old, new), *_without(_ids(before), _ids(now))),
-        **{kind: tuple(changes) for kind, changes in kinds.items()},
+        caveats=tuple(_caveats(before, now, in_both)),
+        environment=tuple(_environment_changes(before.header.versions, now.header.versions)),
+        slower=tuple(_slower_loads(in_both)) if same_hardware else (),
+        drifted=tuple(_drifted_losses(in_both)),
+        added=(*_without(new, old), *_without(_check_ids(now), _check_ids(before))),
+        removed=(*_without(old, new), *_without(_check_ids(before), _check_ids(now))),
+        **{kind: tuple(group) for kind, group in changes.items()},
     )
 
 
 def _by_name(report: Report, other: Report) -> dict[str, LoaderRecord]:
-    """A loader that a report has several times, as that of evidence of several runs may, is known by its world too."""
-    times = [Counter(record.loader for record in one.loaders) for one in (report, other)]
-    often = {name for counter in times for name, many in counter.items() if many > 1}
+    """Return name -> loader. The name has the world where a report has the loader in several worlds."""
+    counts = [Counter(record.loader for record in one.loaders) for one in (report, other)]
+    repeated = {name for count in counts for name, times in count.items() if times > 1}
     named: dict[str, LoaderRecord] = {}
     for record in report.loaders:
-        name = f"{record.loader}, {record.world}" if record.loader in often else record.loader
+        name = f"{record.loader}, {record.world}" if record.loader in repeated else record.loader
         while name in named:
             name += " again"
         named[name] = record
     return named
 
 
-def _pairs(old: Mapping[str, LoaderRecord], new: Mapping[str, LoaderRecord]) -> Iterator[Change]:
+def _pair_checks(old: Mapping[str, LoaderRecord], new: Mapping[str, LoaderRecord]) -> Iterator[Change]:
     for name, record in new.items():
         before = _by_id(old.get(name))
         now = _by_id(record)
@@ -134,102 +140,107 @@ def _pairs(old: Mapping[str, LoaderRecord], new: Mapping[str, LoaderRecord]) -> 
 
 
 def _by_id(loader: LoaderRecord | None) -> dict[str, CheckRecord]:
-    return {one.check: one for one in loader.checks} if loader is not None else {}
+    return {check.check: check for check in loader.checks} if loader is not None else {}
 
 
-def _kind(change: Change) -> str:
+def _classify(change: Change) -> str:
+    """Return the field of ``Comparison`` that the change belongs to; "" for a change of no interest."""
     before, now = change.before, change.now
-    was, bad = _is(before, BROKEN), _is(now, BROKEN)
-    if bad and now is not None:
-        if not was or before is None or (now.status == "error" and before.status != "error"):
+    failed_before = _has_kind(before, FAILED)
+    if now is not None and now.status in FAILED:
+        if before is None or not failed_before or (now.status == "error" and before.status != "error"):
             return "failures"
-        if _told(before) == _told(now):
+        if _without_numbers(before) == _without_numbers(now):
             return "known"
-        return "failures" if _worse(before, now) else "changed"
-    if _is(now, KEPT):
-        return "fixed" if was or _is(before, EXPECTED) else ""
-    if _is(now, EXPECTED):
-        return "expected" if was or _is(before, KEPT) else ""
-    if not _is(before, (*BROKEN, *JUDGED)):
+        return "failures" if _is_worse(before, now) else "changed"
+    if _has_kind(now, PASSED):
+        return "fixed" if failed_before or _has_kind(before, ("xfailed",)) else ""
+    if _has_kind(now, ("xfailed",)):
+        return "expected" if failed_before or _has_kind(before, PASSED) else ""
+    if not _has_kind(before, (*FAILED, *JUDGED)):
         return ""
-    return "blocked" if _is(now, ("blocked",)) else "unjudged"
+    return "dependent" if _has_kind(now, ("depends on a failed check",)) else "no_longer_judged"
 
 
-def _worse(before: CheckRecord, now: CheckRecord) -> bool:
-    """Another error hides what it stops from being judged."""
-    return now.status == "error" or bool(_places(now.findings) - _places(before.findings))
+def _has_kind(check: CheckRecord | None, kinds: Iterable[str]) -> bool:
+    return check is not None and check.kind in kinds
 
 
-def _is(record: CheckRecord | None, among: Iterable[str]) -> bool:
-    return record is not None and record.status in among
+def _is_worse(before: CheckRecord, now: CheckRecord) -> bool:
+    """Return whether a failing check fails on new tensors, or with another error, which may hide new findings."""
+    return now.status == "error" or bool(_tensors(now.findings) - _tensors(before.findings))
 
 
-def _places(findings: Iterable[FindingRecord]) -> set[str | None]:
-    return {found.tensor for found in findings}
+def _tensors(findings: Iterable[FindingRecord]) -> set[str | None]:
+    return {finding.tensor for finding in findings}
 
 
-def _told(record: CheckRecord) -> tuple[str, str, frozenset[FindingRecord]]:
-    """Without numbers: those of a broken model differ from run to run."""
+def _without_numbers(check: CheckRecord) -> tuple[str, str, frozenset[FindingRecord]]:
+    """Return what identifies a failure. Numbers are masked, because those of a broken model vary from run to run."""
 
-    def blot(text: str) -> str:
+    def mask(text: str) -> str:
         return NUMBERS.sub("#", text)
 
     return (
-        record.status,
-        blot(record.reason) if record.status == "error" else "",
+        check.status,
+        mask(check.reason) if check.status == "error" else "",
         frozenset(
-            replace(found, actual=blot(found.actual), expected=blot(found.expected), detail="")
-            for found in record.findings
+            replace(finding, actual=mask(finding.actual), expected=mask(finding.expected), detail="")
+            for finding in check.findings
         ),
     )
 
 
-def _slower(both: Iterable[tuple[LoaderRecord, LoaderRecord]]) -> Iterator[Measured]:
-    for before, now in both:
-        was, takes = before.seconds.get("loading", math.nan), now.seconds.get("loading", math.nan)
-        if before.world == now.world and takes > max(was * SLOWER, was + LEAST):
-            yield Measured(now.loader, was, takes)
+def _slower_loads(in_both: Iterable[tuple[LoaderRecord, LoaderRecord]]) -> Iterator[Measurement]:
+    for old, new in in_both:
+        before, now = old.seconds.get("loading", math.nan), new.seconds.get("loading", math.nan)
+        if old.world == new.world and now > max(before * SLOWER, before + LEAST_SLOWER):
+            yield Measurement(new.loader, before, now)
 
 
-def _drifted(both: Iterable[tuple[LoaderRecord, LoaderRecord]]) -> Iterator[Measured]:
-    for before, now in both:
-        was, apart = _apart(before), _apart(now)
-        if apart > max(was * DRIFT, NOISE):
-            yield Measured(now.loader, was, apart)
+def _drifted_losses(in_both: Iterable[tuple[LoaderRecord, LoaderRecord]]) -> Iterator[Measurement]:
+    for old, new in in_both:
+        before, now = _largest_distance(old), _largest_distance(new)
+        if now > max(before * DRIFT, ROUNDING):
+            yield Measurement(new.loader, before, now)
 
 
-def _apart(loader: LoaderRecord) -> float:
-    """The furthest that a loss is from the reference's, relatively; NaN where it is not known."""
+def _largest_distance(loader: LoaderRecord) -> float:
+    """Return the largest relative distance of a loss from the reference's; NaN if it is not known."""
     curves = loader.summary.losses if loader.summary is not None else None
     return max(_distances(curves), default=math.nan) if curves is not None else math.nan
 
 
 def _distances(curves: Curves) -> Iterator[float]:
-    for loss, truth in zip(curves.mean, curves.reference, strict=False):
-        if math.isfinite(loss) and math.isfinite(truth) and truth:
-            yield abs(loss - truth) / abs(truth)
+    for loss, reference in zip(curves.mean, curves.reference, strict=False):
+        if math.isfinite(loss) and math.isfinite(reference) and reference:
+            yield abs(loss - reference) / abs(reference)
 
 
-def _cautions(
-    before: Report, now: Report, both: Iterable[tuple[LoaderRecord, LoaderRecord]], timed: bool
-) -> Iterator[str]:
+def _caveats(before: Report, now: Report, in_both: Iterable[tuple[LoaderRecord, LoaderRecord]]) -> Iterator[str]:
     if not before.complete:
-        yield "the earlier run was cut off: what it does not have may have been there"
+        yield "the earlier run was cut off, so loaders and checks that it lacks may not be new"
     if before.header.project != now.header.project:
-        yield f"the earlier run was of the project {before.header.project!r}, this one is of {now.header.project!r}"
-    if not timed:
+        yield f"the earlier run was of project {before.header.project!r}, this one is of {now.header.project!r}"
+    if before.header.hardware != now.header.hardware:
         yield "the earlier run was on other hardware, so times are not compared"
-    was, are = before.header.versions, now.header.versions
-    for name in dict.fromkeys((*are, *was)):
-        if was.get(name, "") != are.get(name, ""):
-            yield f"{name}: {was.get(name) or 'none'} then, {are.get(name) or 'none'} now"
-    for old, new in both:
+    for old, new in in_both:
         if (old.world.size, old.world.mesh) != (new.world.size, new.world.mesh) and old.world.size and new.world.size:
-            yield f"{new.loader}: {old.world} then, {new.world} now"
+            yield f"{new.loader}: {new.world}, before {old.world}"
 
 
-def _ids(report: Report) -> dict[str, None]:
-    return dict.fromkeys(one.check for one in report.header.catalogue)
+def _environment_changes(before: Mapping[str, str], now: Mapping[str, str]) -> Iterator[str]:
+    for name in dict.fromkeys((*now, *before)):
+        if name not in before:
+            yield f"{name} added ({now[name]})"
+        elif name not in now:
+            yield f"{name} removed ({before[name]})"
+        elif before[name] != now[name]:
+            yield f"{name} {now[name]}, before {before[name]}"
+
+
+def _check_ids(report: Report) -> dict[str, None]:
+    return dict.fromkeys(check.check for check in report.header.catalogue)
 
 
 def _without(names: Iterable[str], others: Iterable[str]) -> list[str]:
@@ -237,92 +248,87 @@ def _without(names: Iterable[str], others: Iterable[str]) -> list[str]:
     return [name for name in names if name not in known]
 
 
-MOST = 20
-"""Loaders of a kind of change, and cautions, that are told one by one."""
-NAMED = 5
-"""Checks of a loader that are named."""
-
-
 def describe_comparison(comparison: Comparison) -> Iterator[tuple[str, str, list[str]]]:
-    """(mark, headline, lines) of each kind of change that there is: the mark is "worse", "better" or "odd"."""
+    """Yield (mark, headline, lines) for each kind of change; the mark is "worse", "better" or "neutral"."""
     changes = (
         ("worse", "new failures", comparison.failures),
-        ("odd", "not judged, because of what fails", comparison.blocked),
-        ("odd", "no longer judged", comparison.unjudged),
-        ("odd", "other findings than before", comparison.changed),
-        ("odd", "known failures, as before", comparison.known),
-        ("odd", "failing as expected now", comparison.expected),
+        ("neutral", "skipped now, depend on a failed check", comparison.dependent),
+        ("neutral", "no longer judged", comparison.no_longer_judged),
+        ("neutral", "known failures, other findings", comparison.changed),
+        ("neutral", "known failures, same findings", comparison.known),
+        ("neutral", "xfailed now", comparison.expected),
         ("better", "fixed", comparison.fixed),
     )
-    for mark, headline, found in changes:
-        if found:
-            yield mark, f"{headline}: {len(found)}", _cut(_by_loader(found))
+    for mark, headline, group in changes:
+        if group:
+            yield mark, f"{headline}: {len(group)}", _shorten(_describe_by_loader(group))
     if comparison.slower:
-        yield "worse", "slower loads", _cut(map(_describe_slower, comparison.slower))
+        yield "worse", f"slower loads: {len(comparison.slower)}", _shorten(map(_describe_slower, comparison.slower))
     if comparison.drifted:
-        yield "worse", "losses further from the reference's", _cut(map(_describe_drifted, comparison.drifted))
-    for headline, names in (("new", comparison.came), ("not in this run", comparison.went)):
-        if names:
-            yield "odd", f"{headline}: {len(names)}", _cut(map(printable, names))
-    if comparison.cautions:
-        yield "odd", "mind that", _cut(map(printable, comparison.cautions))
+        headline = f"losses further from the reference: {len(comparison.drifted)}"
+        yield "worse", headline, _shorten(map(_describe_drifted, comparison.drifted))
+    lists = (
+        ("new in this run", comparison.added),
+        ("missing in this run", comparison.removed),
+        ("environment changes", comparison.environment),
+        ("limits of this comparison", comparison.caveats),
+    )
+    for headline, lines in lists:
+        if lines:
+            yield "neutral", f"{headline}: {len(lines)}", _shorten(map(printable, lines))
 
 
-def verdict(comparison: Comparison) -> str:
-    """In one line, what a reader wants to know first."""
-    return f"{counts(comparison)} since {since(comparison)}"
+def describe_verdict(comparison: Comparison) -> str:
+    """Return a line such as "1 new failure, 2 fixed since 2026-11-19T21:04:00+00:00 (0123abc)"."""
+    header = comparison.before.header
+    since = printable(header.started + (f" ({header.commit})" if header.commit else ""))
+    return f"{describe_changes(comparison)} since {since}"
 
 
-def counts(comparison: Comparison) -> str:
-    """How many there are of each kind of change."""
+def describe_changes(comparison: Comparison) -> str:
+    """Return how many changes of each kind there are, such as "1 new failure, 2 fixed"."""
     parts = [
         (counted(len(comparison.failures), "new failure"), comparison.failures),
         (f"{len(comparison.fixed)} fixed", comparison.fixed),
         (f"{len(comparison.known)} known", comparison.known),
-        (f"{len(comparison.changed)} with other findings than before", comparison.changed),
-        (f"{len(comparison.expected)} failing as expected now", comparison.expected),
-        (f"{len(comparison.blocked)} not judged because of what fails", comparison.blocked),
-        (f"{len(comparison.unjudged)} no longer judged", comparison.unjudged),
+        (f"{len(comparison.changed)} known with other findings", comparison.changed),
+        (f"{len(comparison.expected)} xfailed now", comparison.expected),
+        (f"{len(comparison.dependent)} skipped now, depending on a failed check", comparison.dependent),
+        (f"{len(comparison.no_longer_judged)} no longer judged", comparison.no_longer_judged),
         (counted(len(comparison.slower), "slower load"), comparison.slower),
-        (f"{len(comparison.drifted)} with losses further from the reference's", comparison.drifted),
-        (f"{len(comparison.came)} new", comparison.came),
-        (f"{len(comparison.went)} not in this run", comparison.went),
+        (f"{len(comparison.drifted)} with losses further from the reference", comparison.drifted),
+        (f"{len(comparison.added)} new", comparison.added),
+        (f"{len(comparison.removed)} missing", comparison.removed),
     ]
-    return ", ".join(text for text, there in parts if there) or "nothing has changed"
+    return ", ".join(text for text, changes in parts if changes) or "no changes"
 
 
-def since(comparison: Comparison) -> str:
-    header = comparison.before.header
-    return printable(header.started + (f" ({header.commit})" if header.commit else ""))
-
-
-def _by_loader(changes: Iterable[Change]) -> Iterator[str]:
+def _describe_by_loader(changes: Iterable[Change]) -> Iterator[str]:
     groups: dict[str, list[Change]] = {}
     for change in changes:
         groups.setdefault(change.loader, []).append(change)
     for loader, group in groups.items():
         first, *others = (change.check for change in group)
-        more = f", {first_of(others, NAMED - 1)}" if others else ""
-        yield f"{printable(loader)}: {first}{_why(group[0])}{more}"
+        more = f", {first_of(others, MOST_CHECKS - 1)}" if others else ""
+        yield f"{printable(loader)}: {first}{_describe_reason(group[0])}{more}"
 
 
-def _why(change: Change) -> str:
-    """What it shows now."""
+def _describe_reason(change: Change) -> str:
     now = change.now
     if now is None:
         return ""
-    told = describe_finding(now.findings[0]) if now.findings else now.reason
-    return f" ({printable(told)})" if told else ""
+    reason = describe_finding(now.findings[0]) if now.findings else now.reason
+    return f" ({printable(reason)})" if reason else ""
 
 
-def _describe_slower(one: Measured) -> str:
-    return f"{printable(one.loader)}: {one.now:.1f} s, before {one.before:.1f} s"
+def _describe_slower(load: Measurement) -> str:
+    return f"{printable(load.loader)}: {load.now:.1f} s, before {load.before:.1f} s"
 
 
-def _describe_drifted(one: Measured) -> str:
-    return f"{printable(one.loader)}: off by {one.now:.1e} relative, before {one.before:.1e}"
+def _describe_drifted(losses: Measurement) -> str:
+    return f"{printable(losses.loader)}: relative distance {losses.now:.1e}, before {losses.before:.1e}"
 
 
-def _cut(lines: Iterable[str]) -> list[str]:
-    told = list(lines)
-    return told if len(told) <= MOST else [*told[:MOST], f"... and {len(told) - MOST} more"]
+def _shorten(lines: Iterable[str]) -> list[str]:
+    listed = list(lines)
+    return listed if len(listed) <= MOST_LINES else [*listed[:MOST_LINES], f"... and {len(listed) - MOST_LINES} more"]

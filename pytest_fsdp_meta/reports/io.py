@@ -1,93 +1,122 @@
-"""``report.json``: written while the run goes on, so that a run which is killed leaves what it knew."""
+"""Reading and writing ``report.json``, which is also written during the run, so that a killed run leaves a report."""
 
 from __future__ import annotations
 
 import json
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from pytest_fsdp_meta.evidence.codec import from_plain, schema_of, to_plain, write_whole
-from pytest_fsdp_meta.reports.schema import SCHEMA, Report
+from pytest_fsdp_meta.reports.schema import SCHEMA, CheckRecord, LoaderRecord, Report
 
 FILE, PAGE = "report.json", "index.html"
 GENERATOR = '<meta name="generator" content="pytest-fsdp-meta">'
-"""In each page of ours."""
+"""Every page that this package writes contains this element."""
 TITLE = f"report.json of pytest-fsdp-meta, schema {SCHEMA}"
-PACE = 2.0
-"""Seconds after which what is new is worth writing, ..."""
-SHARE = 10
-"""... or so many times what the last writing took, where that is more: a report of many loaders takes a second."""
+INTERVAL = 2.0
+"""Least time (s) between two writes during a run, ..."""
+INTERVAL_PER_WRITE = 10
+"""... or this many times the duration of the last write, if that is longer: a large report takes a second to write."""
+FROM_SCHEMA_1 = {
+    "partly": ("partly checked", ""),
+    "blocked": ("skipped", "depends on a failed check"),
+    "undeclared": ("skipped", "not declared"),
+    "nothing": ("skipped", "not applicable"),
+    "skipped": ("skipped", "by the test"),
+    "left out": ("skipped", "left out"),
+    "unselected": ("skipped", "not selected"),
+}
+"""Status in schema 1 -> status and kind of the skip in schema 2; other statuses are the same in both."""
 
 
-class OtherSchema(ValueError):
-    """A report that another version of this package has written."""
+class UnknownSchema(ValueError):
+    """The report has a schema that this version cannot read."""
 
 
-class Writer:
-    """Writes a report into its folder, whole or not at all."""
+class ReportWriter:
+    """Writes a report into its folder, atomically."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._due = 0.0
+        self._next_write = 0.0
 
     @property
     def is_due(self) -> bool:
-        """Whether it is time to write again. Before what may end the process, it is time all the same."""
-        return time.monotonic() >= self._due
+        """Whether enough time has passed since the last write."""
+        return time.monotonic() >= self._next_write
 
     @property
     def is_foreign(self) -> bool:
-        """Whether a page of somebody else is there, which would be lost."""
+        """Whether the folder has a page that this package did not write, and must not overwrite."""
         page = self.folder / PAGE
         try:
             return page.is_file() and GENERATOR not in page.read_text(encoding="utf-8", errors="replace")
-        except OSError:  # told when it is written
+        except OSError:  # writing the page raises it again
             return False
 
     def clear(self, others: Iterable[str]) -> None:
-        """Removes the report that is there, and these files beside it. Raises OSError."""
+        """Delete the report in the folder, and the named files beside it. Raises OSError."""
         for name in (FILE, *others):
             (self.folder / name).unlink(missing_ok=True)
 
     def write(self, report: Report) -> Path:
-        """Raises OSError."""
+        """Write the report and return its path. Raises OSError."""
         began = time.monotonic()
         self.folder.mkdir(parents=True, exist_ok=True)
         text = json.dumps(to_plain(report), allow_nan=False, indent=1)
         path = write_whole(self.folder / FILE, f"{text}\n".encode())
         ended = time.monotonic()
-        self._due = ended + max(PACE, SHARE * (ended - began))
+        self._next_write = ended + max(INTERVAL, INTERVAL_PER_WRITE * (ended - began))
         return path
 
 
 def read_report(path: Path) -> Report:
-    """Raises ValueError, in one line that names the file, for what is no report of this schema.
+    """Return the report in a file. A report of an older schema is converted to the current one.
 
-    The report of a run that was cut off can be read; its ``complete`` is false.
+    Raises ValueError if the file is not a report, and its subclass UnknownSchema if it has an unknown schema; the
+    message is one line that names the file. The report of a killed run can be read; its ``complete`` is false.
     """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: no JSON, or cut off: {error}") from None
+        raise ValueError(f"{path}: not JSON, or truncated: {error}") from None
     version = data.get("schema") if isinstance(data, dict) else None
-    if version != SCHEMA:
-        kind = OtherSchema if type(version) is int else ValueError
-        raise kind(f"{path}: a report of schema {version!r:.60}, but should be {SCHEMA}")
+    if type(version) is not int:
+        raise ValueError(f"{path}: not a report of pytest-fsdp-meta; pass a report.json that --fsdp-report has written")
+    if not 1 <= version <= SCHEMA:
+        remedy = "upgrade pytest-fsdp-meta, or " if version > SCHEMA else ""
+        raise UnknownSchema(
+            f"{path}: a report of schema {version!r:.60}, but this version reads schemas 1 to {SCHEMA}; "
+            f"{remedy}write the report again with --fsdp-report"
+        )
     try:
-        return from_plain(Report, data)
+        report = from_plain(Report, data)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
+    return _from_schema_1(report) if version == 1 else report
+
+
+def _from_schema_1(report: Report) -> Report:
+    def convert_check(check: CheckRecord) -> CheckRecord:
+        status, skip = FROM_SCHEMA_1.get(check.status, (check.status, ""))
+        return replace(check, status=status, skip=skip)
+
+    def convert_loader(loader: LoaderRecord) -> LoaderRecord:
+        return replace(loader, checks=tuple(map(convert_check, loader.checks)))
+
+    return replace(report, schema=SCHEMA, loaders=tuple(map(convert_loader, report.loaders)))
 
 
 def schema() -> dict[str, Any]:
-    """The JSON schema of ``report.json``."""
-    told = schema_of(Report, TITLE)
-    told["$defs"]["Report"]["properties"]["schema"] = {"const": SCHEMA}
-    return told
+    """Return the JSON schema of ``report.json``."""
+    described = schema_of(Report, TITLE)
+    described["$defs"]["Report"]["properties"]["schema"] = {"const": SCHEMA}
+    return described
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What runs, on what, when: the head of a report, and the line that pytest prints first."""
+"""The header of a report (command, versions, hardware, commit) and the first line that pytest prints."""
 
 from __future__ import annotations
 
@@ -23,26 +23,29 @@ PACKAGES = (
     *("ray", "numpy"),
 )
 NCCL = re.compile(r"nvidia[-_]nccl[-_]cu\d+")
-PATIENCE = 10.0
-"""Seconds for git to answer."""
+GIT_TIMEOUT = 10.0
+"""Time (s) that git is given to answer."""
 
 
 @cache
 def versions() -> Mapping[str, str]:
-    """Of the system and of what is installed, without importing any of it. NCCL is what torch from PyPI brings."""
+    """Return the versions of the system and of installed packages, without importing them.
+
+    The version of NCCL is that of the package which torch from PyPI depends on.
+    """
     found = {"system": platform.platform(), "python": platform.python_version()}
     for name in PACKAGES:
         try:
             found[name] = version(name)
-            if name == "torch" and (brought := NCCL.search(" ".join(requires(name) or ()))):
-                found["nccl"] = version(brought[0])
+            if name == "torch" and (package := NCCL.search(" ".join(requires(name) or ()))):
+                found["nccl"] = version(package[0])
         except PackageNotFoundError:
             continue
     return found
 
 
 def hardware() -> dict[str, str]:
-    """Of this machine, without asking torch."""
+    """Return facts about this machine, without importing torch."""
     found = {"machine": platform.machine(), "cpu": _cpu(), "cores": str(os.cpu_count())}
     try:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -53,14 +56,14 @@ def hardware() -> dict[str, str]:
 
 def _cpu() -> str:
     try:
-        told = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        found = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     except OSError:
-        told = None
-    return told[1] if told else platform.processor() or platform.machine()
+        found = None
+    return found[1] if found else platform.processor() or platform.machine()
 
 
 def commit(folder: Path) -> str:
-    """Of the repository that the folder is in: its head, with "+" where files were changed. Empty without one."""
+    """Return the commit of the repository around the folder, with "+" if tracked files have changes; "" without one."""
     if shutil.which("git") is None:
         return ""
     try:
@@ -70,15 +73,15 @@ def commit(folder: Path) -> str:
         return ""
 
 
-def _git(folder: Path, *words: str) -> str:
-    command = ["git", "-C", str(folder), *words]
+def _git(folder: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(folder), *arguments]
     environ = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
-    asked = subprocess.run(command, capture_output=True, check=True, timeout=PATIENCE, env=environ)
-    return asked.stdout.decode(errors="replace").strip()
+    finished = subprocess.run(command, capture_output=True, check=True, timeout=GIT_TIMEOUT, env=environ)
+    return finished.stdout.decode(errors="replace").strip()
 
 
-def heading(root: Path, command: Sequence[str], engine: str, catalogue: Catalogue) -> Header:
-    """The head of the report of a run that starts now."""
+def read_header(root: Path, command: Sequence[str], engine: str, catalogue: Catalogue) -> Header:
+    """Return the header of a run that starts now."""
     return Header(
         started=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         project=root.name,
@@ -95,14 +98,14 @@ def heading(root: Path, command: Sequence[str], engine: str, catalogue: Catalogu
 
 
 def describe_run(engine: str, device: str, backend: str, sizes: Iterable[int], catalogue: Catalogue) -> str:
-    """The line that pytest prints first."""
+    """Return the line about this package that pytest prints in its header."""
     known = versions()
-    of = [f"{name} {known[name]}" for name in ("torch", "transformers") if name in known]
+    libraries = [f"{name} {known[name]}" for name in ("torch", "transformers") if name in known]
     parts = [
         f"engine {engine}",
         f"device {device}",
         f"world size {', '.join(map(str, sizes))}",
-        *of,
+        *libraries,
         _backend(backend, device, known),
         describe_catalogue(catalogue),
     ]
@@ -117,7 +120,7 @@ def _backend(backend: str, device: str, known: Mapping[str, str]) -> str:
 
 
 def describe_catalogue(catalogue: Catalogue) -> str:
-    """ "catalogue 0.3 (43 checks, 2 own)": the version is that of its newest check."""
+    """Return a text such as "catalogue 0.3 (43 checks, 2 own)"; the version is that of the newest check."""
     own = sum(not check.built_in for check in catalogue)
     newest = max(
         (check.since for check in catalogue if check.built_in), key=lambda since: list(map(int, since.split(".")))

@@ -1,4 +1,4 @@
-"""What became of every check of every loader, entered as pytest's reports come in, from whatever process they come."""
+"""The results of a run's loaders, accumulated as pytest's reports of their items arrive, from whatever process."""
 
 from __future__ import annotations
 
@@ -7,130 +7,125 @@ from dataclasses import dataclass, field, replace
 
 from pytest_fsdp_meta.catalogue import Catalogue
 from pytest_fsdp_meta.evidence import WorldFacts
-from pytest_fsdp_meta.reports.schema import UNKNOWN, CheckRecord, LoaderRecord, Summary, ended_badly
+from pytest_fsdp_meta.reports.schema import UNKNOWN, CheckRecord, LoaderRecord, Summary, with_later_error
 
 
 @dataclass(frozen=True)
-class Loaded:
-    """What the items of a loader have in common; told with the first of them that knows it."""
+class ItemContext:
+    """One item of a loader, as it reports itself: plain data, which xdist passes on from a worker.
 
-    error: str = ""
-    seconds: Mapping[str, float] = field(default_factory=dict)
-    evidence: str = ""
-    summary: Summary | None = None
-    problem: str = ""
-    """Why the evidence was not kept."""
-
-
-@dataclass(frozen=True)
-class Entry:
-    """What an item says of itself, as plain data on pytest's report of it."""
+    The fields from ``error`` on are the same for all items of a loader; the first item that knows them reports them.
+    """
 
     key: str
-    """What tells its loader in its world from all others."""
+    """Identifies one loader in one world: all its items have this key, and no other item has it."""
     loader: str
-    world: WorldFacts
-    offered: tuple[str, ...]
-    """The checks of the loader that its author did not leave out."""
-    record: CheckRecord
-    loaded: Loaded | None = None
-
-
-@dataclass
-class _Page:
-    """One loader in one world."""
-
-    loader: str
+    check: CheckRecord
     world: WorldFacts = UNKNOWN
     offered: tuple[str, ...] | None = None
-    checks: dict[str, CheckRecord] = field(default_factory=dict)
-    loaded: Loaded = Loaded()
+    """The checks that the marker leaves to pytest to select; None where they are not known."""
+    error: str = ""
+    """Why the loader returned no model to check, in one line."""
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    evidence: str = ""
+    """The file of the stored evidence, relative to the report."""
+    summary: Summary | None = None
+    problem: str = ""
+    """Why the evidence was not stored."""
+
+    @property
+    def describes_loader(self) -> bool:
+        """Whether the item reports the fields that all items of its loader have in common."""
+        return bool(self.error or self.seconds or self.evidence or self.summary or self.problem)
+
+    def with_loader_of(self, other: ItemContext) -> ItemContext:
+        """Return this item with the common fields of another item of the loader."""
+        return replace(
+            self,
+            error=other.error,
+            seconds=other.seconds,
+            evidence=other.evidence,
+            summary=other.summary,
+            problem=other.problem,
+        )
 
 
 class RunRecords:
-    """Of one run. Reports may come from several processes, several times (phases, reruns) or never."""
+    """The records of one run. Items may report several times (phases, reruns), from several processes, or never."""
 
     def __init__(self) -> None:
-        self._pages: dict[str, _Page] = {}
+        self._loaders: dict[str, ItemContext] = {}
+        """Key -> the latest item of the loader, with the fields that its items have in common."""
+        self._checks: dict[str, dict[str, CheckRecord]] = {}
+        """Key -> check -> its record."""
         self._planned: dict[str, tuple[str, str]] = {}
-        """Node id -> key of the loader, and check."""
-        self._struck: set[str] = set()
+        """Node id -> key, and check."""
+        self._forgotten: set[str] = set()
 
-    def plan(
-        self,
-        key: str,
-        check: str,
-        nodeid: str,
-        loader: str = "",
-        world: WorldFacts = UNKNOWN,
-        offered: tuple[str, ...] | None = None,
-    ) -> None:
-        """The item was selected."""
-        if key in self._struck:
+    def plan(self, item: ItemContext) -> None:
+        """Record a selected item as not run yet."""
+        if item.key in self._forgotten:
             return
-        page = self._pages.setdefault(key, _Page(loader or key, world, offered))
-        page.checks.setdefault(check, CheckRecord(check, "not run", nodeid))
-        self._planned[nodeid] = key, check
+        self._loaders.setdefault(item.key, item)
+        self._checks.setdefault(item.key, {}).setdefault(item.check.check, item.check)
+        self._planned[item.check.nodeid] = item.key, item.check.check
 
-    def enter(self, entry: Entry) -> None:
-        page = self._pages.setdefault(entry.key, _Page(entry.loader))
-        page.loader, page.world, page.offered = entry.loader, entry.world, entry.offered
-        spent = page.checks[entry.record.check].seconds if entry.record.check in page.checks else 0.0
-        page.checks[entry.record.check] = replace(entry.record, seconds=spent)
-        if entry.loaded is not None:
-            page.loaded = entry.loaded
+    def add(self, item: ItemContext) -> None:
+        """Record what an item reports."""
+        latest = self._loaders.get(item.key)
+        self._loaders[item.key] = item if latest is None or item.describes_loader else item.with_loader_of(latest)
+        checks = self._checks.setdefault(item.key, {})
+        check = item.check.check
+        checks[check] = replace(item.check, seconds=checks[check].seconds if check in checks else 0.0)
 
     def key_of(self, nodeid: str) -> str:
-        """The loader of a planned item; empty for any other."""
+        """Return the key of a planned item's loader; "" for any other item."""
         return self._planned.get(nodeid, ("", ""))[0]
 
-    def crashed(self, nodeid: str, told: str) -> str:
-        """The process of an item has ended, before it could say anything or afterwards. Its status, if planned."""
-        return self._change(nodeid, lambda before: ended_badly(before, told))
+    def add_crash(self, nodeid: str, error: str) -> str:
+        """Record that the process of an item crashed. Return the item's status; "" if it was not planned."""
+        return self._change(nodeid, lambda check: with_later_error(check, error))
 
-    def spend(self, nodeid: str, seconds: float) -> None:
-        """One phase of an item is over."""
-        self._change(nodeid, lambda before: replace(before, seconds=before.seconds + seconds))
+    def add_seconds(self, nodeid: str, seconds: float) -> None:
+        """Add the duration of one phase of an item."""
+        self._change(nodeid, lambda check: replace(check, seconds=check.seconds + seconds))
 
     def _change(self, nodeid: str, change: Callable[[CheckRecord], CheckRecord]) -> str:
-        """The status that it then has; empty where the item is not planned."""
         if nodeid not in self._planned:
             return ""
         key, check = self._planned[nodeid]
-        checks = self._pages[key].checks
-        checks[check] = change(checks[check])
-        return checks[check].status
+        changed = self._checks[key][check] = change(self._checks[key][check])
+        return changed.status
 
-    def strike(self, nodeid: str) -> None:
-        """The item only looked like a loader's, by its name."""
-        if nodeid in self._planned:
-            key, _ = self._planned[nodeid]
-            self._struck.add(key)
+    def forget_loader(self, nodeid: str) -> None:
+        """Drop the loader of an item that turns out to be an ordinary test, named like one of a loader."""
+        key = self.key_of(nodeid)
+        if key:
+            self._forgotten.add(key)
             self._planned = {known: place for known, place in self._planned.items() if place[0] != key}
-            del self._pages[key]
+            del self._loaders[key], self._checks[key]
 
     @property
     def problems(self) -> list[str]:
-        """Why evidence was not kept."""
-        return [page.loaded.problem for page in self._pages.values() if page.loaded.problem]
+        """Why evidence was not stored, for each loader where it was not."""
+        return [item.problem for item in self._loaders.values() if item.problem]
 
     def loaders(self, catalogue: Catalogue) -> tuple[LoaderRecord, ...]:
-        """All of them, each with every check of the catalogue, in the order in which they were planned."""
-        return tuple(_record(page, catalogue.ids()) for page in self._pages.values())
+        """Return a record of each loader, in the order of planning, with every check of the catalogue."""
+        return tuple(_loader_record(item, self._checks[key], catalogue.ids()) for key, item in self._loaders.items())
 
 
-def _record(page: _Page, ids: Iterable[str]) -> LoaderRecord:
-    offered = page.offered if page.offered is not None else tuple(ids)
-
-    def missing(check: str) -> CheckRecord:
-        return CheckRecord(check, "unselected" if check in offered else "left out")
+def _loader_record(item: ItemContext, checks: Mapping[str, CheckRecord], ids: Iterable[str]) -> LoaderRecord:
+    def not_reported(check: str) -> CheckRecord:
+        offered = item.offered is None or check in item.offered
+        return CheckRecord(check, "skipped", skip="not selected" if offered else "left out")
 
     return LoaderRecord(
-        loader=page.loader,
-        world=page.world,
-        checks=tuple(page.checks.get(check) or missing(check) for check in ids),
-        error=page.loaded.error,
-        seconds=page.loaded.seconds,
-        evidence=page.loaded.evidence,
-        summary=page.loaded.summary,
+        loader=item.loader,
+        world=item.world,
+        checks=tuple(checks.get(check) or not_reported(check) for check in ids),
+        error=item.error,
+        seconds=item.seconds,
+        evidence=item.evidence,
+        summary=item.summary,
     )

@@ -1,7 +1,7 @@
-"""What a run leaves behind, as plain data: ``report.json`` is one ``Report``, and everything that is drawn reads it.
+"""The report of a run as plain data: ``report.json`` is one ``Report``, and terminal, page and summary show it.
 
-``docs/report.schema.json`` is made from these classes by ``make docs``. ``SCHEMA`` counts up when a reader of
-the old form would misread the new one; a field that is added does not count.
+``make docs`` generates ``docs/report.schema.json`` from these classes. ``SCHEMA`` is incremented when a reader of the
+previous schema would misread the new one; adding a field does not count.
 """
 
 from __future__ import annotations
@@ -12,57 +12,48 @@ from dataclasses import dataclass, field, replace
 
 from pytest_fsdp_meta.evidence import MeshFacts, Region, WorldFacts
 from pytest_fsdp_meta.evidence.collectives import Collective, RankMemory
+from pytest_fsdp_meta.text import counted
 
-SCHEMA = 1
+SCHEMA = 2
 
 STATUSES = {
-    "passed": "the promise is kept",
+    "passed": "the promise holds",
+    "partly checked": "something could not be checked, and the rest passed",
     "failed": "the promise is broken",
-    "error": "something went wrong, so nobody knows",
-    "xfailed": "as xfail= says",
-    "xpassed": "xfail= expects it to fail",
-    "partly": "as far as it could be judged",
-    "blocked": "judged once that is mended",
-    "undeclared": "needs something of Subject",
-    "nothing": "the model has nothing that the promise is about",
-    "skipped": "by the loader, a mark or a fixture",
+    "error": "it could not be checked, because something went wrong",
+    "xfailed": "failed, as xfail= expects",
+    "xpassed": "passed, but xfail= expects it to fail",
+    "skipped": "not checked, for the reason given",
+    "not run": "selected, but the run ended first",
+}
+"""Every status of a check, with its meaning."""
+SKIPS = {
+    "not declared": "a field of Subject is missing",
+    "not applicable": "the model has nothing of the kind",
+    "depends on a failed check": "fix that check first",
     "left out": "by only= or skip=",
-    "unselected": "by -k, -m, --lf, a node id, ...",
-    "not run": "was selected, but the run ended before",
+    "not selected": "by -k, -m, --lf, a node id, ...",
+    "by the test": "by a mark, a fixture or the loader itself",
 }
-"""What may become of a check, and what that means."""
-WORDS = {
-    "passed": "passed",
-    "failed": "failed",
-    "error": "could not be judged",
-    "xfailed": "failed as expected",
-    "xpassed": "passed unexpectedly",
-    "partly": "kept in part",
-    "blocked": "blocked by what failed",
-    "undeclared": "not declared",
-    "nothing": "with nothing to judge",
-    "skipped": "skipped",
-    "left out": "left out",
-    "unselected": "not selected",
-    "not run": "not run",
-}
-"""How each is told, also after a number."""
-KEPT = ("passed", "partly")
-VIOLATED = ("failed", "xpassed")
-"""A judge says that it is not as the author says."""
-BROKEN = (*VIOLATED, "error")
-JUDGED = (*KEPT, *VIOLATED, "xfailed")
-"""A judge has spoken."""
-BAD = (*BROKEN, "not run")
-"""What makes a run bad."""
-UNACCOUNTED = ("unselected", "not run")
-"""Nobody knows whether the promise is kept, and no author has said why not."""
+"""Every kind of a skip, with its meaning."""
+PASSED = ("passed", "partly checked")
+FAILED = ("failed", "xpassed", "error")
+"""Statuses that need a fix."""
+JUDGED = (*PASSED, "failed", "xfailed", "xpassed")
+"""Statuses that a judge has decided."""
+BAD = (*FAILED, "not run")
+"""Statuses that make a run bad."""
+UNACCOUNTED = ("not selected", "not run")
+"""Kinds of checks that were not judged, without a reason given by the author of the test."""
 
 
 @dataclass(frozen=True)
 class FindingRecord:
-    """One broken promise: "<tensor>, <ranks>: <actual>, but should be <expected> (<detail>)"; ``tensor`` is None for
-    the whole model."""
+    """One broken promise: "<tensor>, <ranks>: <actual>, but should be <expected> (<detail>)".
+
+    ``tensor`` is None where the finding concerns the whole model. ``expected`` may be empty; then ``actual`` stands
+    alone.
+    """
 
     tensor: str | None
     ranks: tuple[int, ...]
@@ -75,35 +66,42 @@ class FindingRecord:
 
 @dataclass(frozen=True)
 class CheckRecord:
-    """What became of one check of one loader in one world: ``status`` is one of ``STATUSES``."""
+    """The result of one check of one loader in one world: ``status`` is one of ``STATUSES``."""
 
     check: str
     status: str
     nodeid: str = ""
     """The pytest item; empty where there was none."""
     reason: str = ""
-    """Why it is not a plain pass or fail, in one line."""
+    """Why the check did not simply pass or fail, in one line."""
     findings: tuple[FindingRecord, ...] = ()
     unjudged: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """More basic check -> the tensors that it condemned, and that were therefore not judged again."""
+    """Failed check -> its tensors, which this check therefore did not judge."""
     seconds: float = 0.0
-    """What pytest measured of the item; its loader's share is in the first item."""
+    """The duration that pytest measured for the item; the first item of a loader includes the load."""
     again: str = ""
-    """The command that runs this item again."""
+    """The command that reruns this item."""
     detail: str = ""
-    """The whole story, where it has more lines: what each rank raised, where each of them hangs, the example that fell.
-    Of an error that all checks of a loader share, with the first of them."""
+    """The full message, where it has more than one line: tracebacks or stacks of ranks, or the example that failed.
+    The first check of a loader has the detail of an error that all its checks share."""
+    skip: str = ""
+    """The kind of the skip, one of ``SKIPS``; empty unless ``status`` is "skipped"."""
+
+    @property
+    def kind(self) -> str:
+        """The kind of a skip; the status of any other check."""
+        return self.skip or self.status
 
 
 @dataclass(frozen=True)
 class Piece:
-    """What the ranks in ``ranks`` hold of a tensor: for each dim of its extent, half-open runs of global indices."""
+    """The part of a tensor that ``ranks`` hold: for each dim of its extent, half-open runs of global indices."""
 
     ranks: tuple[int, ...]
     regions: tuple[Region, ...]
     dtype: str
     device: str = ""
-    """Where that is not the rank's own: "meta", "cpu", another GPU."""
+    """The device of the tensor if it is not the rank's own: "meta", "cpu", another GPU."""
     placements: tuple[str, ...] | None = None
     poisoned: int = 0
     """Elements that were never written."""
@@ -112,9 +110,9 @@ class Piece:
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """How one parameter or buffer lies on the ranks. Ranks that are in no piece do not have it.
+    """The layout of one parameter or buffer on the ranks. Ranks in no piece do not have the tensor.
 
-    ``extent`` is what regions are indices of: the global shape, or one row of all elements where ``flat``.
+    Regions are indices into ``extent``: the global shape, or a single row of all elements where ``flat``.
     """
 
     name: str
@@ -131,8 +129,11 @@ class TensorRecord:
 
 @dataclass(frozen=True)
 class Curves:
-    """Losses step by step, without units. ``ranks`` has one curve per data-parallel slice of the batch, ``mean`` the
-    global loss of N ranks; ``reference`` is empty where there is none."""
+    """Losses by training step, without units.
+
+    ``ranks`` has one curve per data-parallel slice of the batch, ``mean`` is the global loss over all ranks, and
+    ``reference`` is empty where there is no reference.
+    """
 
     mean: tuple[float, ...]
     ranks: tuple[tuple[float, ...], ...]
@@ -141,7 +142,7 @@ class Curves:
 
 @dataclass(frozen=True)
 class Traffic:
-    """The collectives of ranks that issued the same, in order: while loading and in one training step."""
+    """The collectives, in order, of ranks that issued the same ones: while loading and in one training step."""
 
     ranks: tuple[int, ...]
     loading: tuple[Collective, ...]
@@ -150,7 +151,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Summary:
-    """The evidence, cut down to what a reader looks at."""
+    """The part of the evidence that a report shows."""
 
     tensors: tuple[TensorRecord, ...] = ()
     losses: Curves | None = None
@@ -171,32 +172,32 @@ class LoaderRecord:
     loader: str
     """The node id without the check."""
     world: WorldFacts
-    """``UNKNOWN`` where nothing of it has run in the worker of xdist that alone knew."""
+    """``UNKNOWN`` under xdist where no item of the loader has run: only its worker knows the world."""
     checks: tuple[CheckRecord, ...]
     error: str = ""
-    """Why the loader gave no subject, in one line."""
+    """Why the loader returned no model to check, in one line."""
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """Where the time went: what was done -> seconds, in the order in which it was begun."""
+    """Activity -> seconds, in the order in which activities began."""
     evidence: str = ""
-    """The file of the evidence, beside the report, where it was kept."""
+    """The file of the stored evidence, relative to the report; empty where none was stored."""
     summary: Summary | None = None
 
 
 @dataclass(frozen=True)
 class CatalogueRecord:
-    """A check as it was when it judged."""
+    """A check of the catalogue as it was in the run."""
 
     check: str
     family: str
     promise: str
     since: str
     own: bool = False
-    """Whether it is downstream's."""
+    """Whether it is a check of the user's project."""
 
 
 @dataclass(frozen=True)
 class Header:
-    """What ran, on what, when. ``started`` is UTC, ISO 8601."""
+    """The command, environment and time of a run. ``started`` is UTC, ISO 8601."""
 
     started: str
     project: str
@@ -206,49 +207,75 @@ class Header:
     hardware: Mapping[str, str]
     engine: str
     commit: str = ""
-    """Of the judged repository; ends in "+" where files were changed; empty outside a repository."""
+    """The commit of the user's repository, with "+" if tracked files have changes; empty outside a repository."""
     catalogue: tuple[CatalogueRecord, ...] = ()
 
 
 @dataclass(frozen=True)
 class Report:
-    """``complete`` is last: a file that was cut off does not have it, and of a run that was killed it is not true.
+    """The report of one run.
 
-    A run that was interrupted tells so by its exit status, and by what has not run.
+    ``complete`` is false in the report of a run that was killed. It is the last field, so a truncated file lacks it. An
+    interrupted run is complete; its exit status and its checks that were not run show the interruption.
     """
 
     schema: int
     header: Header
     loaders: tuple[LoaderRecord, ...] = ()
     seconds: float = 0.0
-    """From the start of pytest to the last item."""
+    """From the start of pytest to the end of the last item."""
     exit_status: int | None = None
     complete: bool = False
 
 
-def statuses(loaders: Iterable[LoaderRecord]) -> Counter[str]:
-    """How many checks of these loaders have each status."""
-    return Counter(check.status for loader in loaders for check in loader.checks)
+def count_kinds(loaders: Iterable[LoaderRecord]) -> Counter[str]:
+    """Return how many checks of the loaders have each kind: a status, or the kind of a skip."""
+    return Counter(check.kind for loader in loaders for check in loader.checks)
 
 
-def how_many(counts: Mapping[str, int], of: Iterable[str]) -> int:
-    """How many have one of the statuses ``of``."""
-    return sum(counts.get(status, 0) for status in of)
+def how_many(counts: Mapping[str, int], kinds: Iterable[str]) -> int:
+    """Return the sum of the counts of ``kinds``."""
+    return sum(counts.get(kind, 0) for kind in kinds)
+
+
+def describe_counts(counts: Mapping[str, int]) -> str:
+    """Return a text such as "34 passed, 1 error, 9 skipped (4 not declared, 5 not applicable)"."""
+    by_status = {status: counts.get(status, 0) for status in STATUSES}
+    skipped = by_status["skipped"] = how_many(counts, ("skipped", *SKIPS))
+    parts = {status: describe_count(number, status) for status, number in by_status.items() if number}
+    if kinds := ", ".join(describe_count(counts[kind], kind) for kind in SKIPS if counts.get(kind)):
+        parts["skipped"] = f"{skipped} skipped ({kinds})"
+    return ", ".join(parts.values())
+
+
+def describe_count(number: int, kind: str) -> str:
+    """Return a text such as "3 passed", "2 errors" or "2 depend on a failed check"."""
+    if kind == "error":
+        return counted(number, kind)
+    return f"{number} {kind if number == 1 else kind.replace('depends', 'depend')}"
+
+
+def describe_kind(kind: str) -> str:
+    """Return a text such as "failed" or "skipped: not declared"."""
+    return f"skipped: {kind}" if kind in SKIPS else kind
 
 
 def is_bad(loaders: Iterable[LoaderRecord]) -> bool:
-    """Whether a check of theirs is broken, could not be judged or has not run."""
-    return bool(how_many(statuses(loaders), BAD))
+    """Return whether any check of the loaders needs a fix or was not run."""
+    return bool(how_many(count_kinds(loaders), BAD))
 
 
-def ended_badly(before: CheckRecord, told: str) -> CheckRecord:
-    """What was found stays found, and why nothing was judged stays why; only a pass is none any more."""
-    status = "error" if before.status in (*KEPT, "not run") else before.status
-    return replace(before, status=status, reason=and_then(before.reason, told))
+def with_later_error(check: CheckRecord, error: str) -> CheckRecord:
+    """Return the record of a check after an error in a later phase of its item, such as a fixture's teardown.
+
+    Only a pass becomes an error: findings and reasons that are already known stay.
+    """
+    status = "error" if check.status in (*PASSED, "not run") else check.status
+    return replace(check, status=status, reason=join_reasons(check.reason, error))
 
 
 def errors_by_reason(loaders: Iterable[LoaderRecord]) -> dict[tuple[str, str], list[str]]:
-    """(reason, loader) -> the checks that could not be judged for it: mostly all of the loader, for one reason."""
+    """Return (reason, loader) -> the checks with this error. Most often all checks of a loader share one reason."""
     reasons: dict[tuple[str, str], list[str]] = {}
     for loader in loaders:
         for check in loader.checks:
@@ -257,6 +284,6 @@ def errors_by_reason(loaders: Iterable[LoaderRecord]) -> dict[tuple[str, str], l
     return reasons
 
 
-def and_then(reason: str, more: str) -> str:
-    """What went wrong, and what went wrong after it."""
-    return "; and then ".join(filter(None, [reason, more]))
+def join_reasons(reason: str, later: str) -> str:
+    """Return both reasons as one line."""
+    return "; and then ".join(filter(None, [reason, later]))

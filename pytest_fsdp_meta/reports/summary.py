@@ -1,4 +1,4 @@
-"""What a report shows of a trial's evidence. Pure."""
+"""The summary of a trial's evidence that a report shows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pytest_fsdp_meta.reports.schema import Curves, FindingRecord, Piece, Summar
 
 
 def summarise(evidence: Evidence) -> Summary:
-    """The evidence as far as a report shows it."""
+    """Return the part of the evidence that a report shows."""
     return Summary(
         tensors=tuple(_tensors(evidence.inventory)),
         losses=_curves(evidence),
@@ -24,22 +24,29 @@ def summarise(evidence: Evidence) -> Summary:
 
 
 def record_findings(verdict: Verdict) -> tuple[FindingRecord, ...]:
-    return tuple(map(_finding, verdict.findings))
+    """Return the findings of a verdict as a report has them."""
+    return tuple(map(_finding_record, verdict.findings))
 
 
-def _finding(found: Finding) -> FindingRecord:
+def _finding_record(finding: Finding) -> FindingRecord:
     return FindingRecord(
-        found.tensor, found.ranks, found.actual, found.expected, found.detail, found.cause, found.remedy
+        finding.tensor,
+        finding.ranks,
+        finding.actual,
+        finding.expected,
+        finding.detail,
+        finding.cause,
+        finding.remedy,
     )
 
 
 def _tensors(inventory: Iterable[RankInventory]) -> Iterable[TensorRecord]:
-    # Where ranks do not agree about the shape, each has a picture of its own.
-    alike: dict[tuple[object, ...], list[tuple[RankInventory, TensorFacts]]] = {}
+    # Ranks that disagree about the shape of a tensor get one record per shape, and so one drawing each.
+    groups: dict[tuple[object, ...], list[tuple[RankInventory, TensorFacts]]] = {}
     for rank in inventory:
         for tensor in rank.tensors:
-            alike.setdefault((tensor.name, tensor.shape, tensor.flat), []).append((rank, tensor))
-    for held in alike.values():
+            groups.setdefault((tensor.name, tensor.shape, tensor.flat), []).append((rank, tensor))
+    for held in groups.values():
         first_rank, first = held[0]
         yield TensorRecord(
             name=first.name,
@@ -56,7 +63,7 @@ def _tensors(inventory: Iterable[RankInventory]) -> Iterable[TensorRecord]:
 
 
 def _pieces(held: Iterable[tuple[RankInventory, TensorFacts]]) -> Iterable[Piece]:
-    """One for all ranks that hold the same; in the order of the first of them."""
+    """Yield one piece for all ranks that hold the same part, in the order of their first ranks."""
     ranks: dict[Piece, list[int]] = {}
     for rank, tensor in held:
         piece = Piece(
@@ -85,12 +92,12 @@ def _curves(evidence: Evidence) -> Curves | None:
 
 
 def _traffic(collectives: Iterable[RankCollectives]) -> Iterable[Traffic]:
-    alike: dict[str, list[tuple[int, RankCollectives]]] = {}
-    for rank, one in enumerate(collectives):
-        # Another part of the mesh talks in groups of its own; that alone is no difference.
-        parts = one.loading, one.step or ()
-        told = [[(c.op, c.dtype, c.shapes, c.tensors, c.reduction, len(c.ranks)) for c in part] for part in parts]
-        alike.setdefault(repr(told), []).append((rank, one))
-    for held in alike.values():
+    groups: dict[str, list[tuple[int, RankCollectives]]] = {}
+    for rank, issued in enumerate(collectives):
+        # Ranks in other parts of the mesh use other process groups. Only the size of the group counts here.
+        parts = issued.loading, issued.step or ()
+        key = [[(c.op, c.dtype, c.shapes, c.tensors, c.reduction, len(c.ranks)) for c in part] for part in parts]
+        groups.setdefault(repr(key), []).append((rank, issued))
+    for held in groups.values():
         first = held[0][1]
         yield Traffic(tuple(rank for rank, _ in held), first.loading, first.step or ())

@@ -1,4 +1,4 @@
-"""A verdict as the terminal shows it: the promise, what broke it, why probably, and how to see it again."""
+"""Messages for the terminal: a failed check with its findings, causes and rerun command, and the list of checks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pytest_fsdp_meta.text import counted, fold_names, name_ranks
 
 MOST_LINES = 20
 FEWEST_OF_ALL = 4
-"""Fewer tensors are told by their names, even where the model has no others of their kind."""
+"""Fewer tensors are named one by one, even if they are all tensors of their kind."""
 FIELDS = {
     "reference": "reference",
     "values": "reference",
@@ -20,24 +20,24 @@ FIELDS = {
     "training": "batch",
     "continued": "batch",
 }
-"""What an author declares for an observation to be taken."""
+"""Observation -> the fields of Subject that it needs."""
 WIDTH = 118
 Found = TypeVar("Found", Finding, FindingRecord)
 
 
 def printable(name: str) -> str:
-    """A name may hold anything; a control character would not stay in its line."""
+    """Return a name with control characters escaped, so that it stays on its line."""
     return name if name.isprintable() else repr(name)[1:-1]
 
 
-def describe_failure(verdict: Verdict, world: str, again: str) -> str:
-    """The whole message of a failed check."""
+def describe_failure(verdict: Verdict, world: str, rerun_command: str) -> str:
+    """Return the whole message of a failed check."""
     check = verdict.check
-    lines = [f"{check.id}: {check.promise}", f"broken in a {world}:"]
+    lines = [f"{check.id}: {check.promise}", f"failed in a {world}:"]
     for (cause, remedy), findings in by_cause(verdict.findings).items():
         lines += [
             "",
-            *_lines(findings, verdict.model),
+            *_describe_findings(findings, verdict.model),
             "",
             paragraph("likely cause: ", cause),
             paragraph("remedy: ", remedy),
@@ -46,17 +46,17 @@ def describe_failure(verdict: Verdict, world: str, again: str) -> str:
         lines += ["", describe_left_out(verdict.unjudged)]
     if verdict.reason:
         lines += ["", f"and not judged: {verdict.reason}"]
-    return "\n".join([*lines, "", f"run it again: {again}"])
+    return "\n".join([*lines, "", f"rerun: {rerun_command}"])
 
 
-def describe_error(check: Check, reason: str, detail: str, again: str) -> str:
-    """The message of a check that could not be judged because something went wrong."""
-    story = detail if detail.startswith(reason) else "\n\n".join(filter(None, [reason, detail]))
-    return f"{check.id} could not be judged: {story}\n\nrun it again: {again}"
+def describe_error(check: Check, reason: str, detail: str, rerun_command: str) -> str:
+    """Return the whole message of a check that could not be judged because of an error."""
+    text = detail if detail.startswith(reason) else "\n\n".join(filter(None, [reason, detail]))
+    return f"{check.id} could not be judged: {text}\n\nrerun: {rerun_command}"
 
 
 def describe_checks(checks: Iterable[Check]) -> str:
-    """The catalogue for ``--fsdp-list-checks``."""
+    """Return the catalogue as ``--fsdp-list-checks`` prints it."""
     lines: list[str] = []
     family = ""
     for check in checks:
@@ -71,28 +71,33 @@ def describe_checks(checks: Iterable[Check]) -> str:
 
 
 def describe_needs(check: Check) -> str:
-    """The fields of Subject without which there is nothing to judge; empty where the model is enough."""
+    """Return the fields of Subject that the check needs; "" if it needs only the model."""
     observed = (FIELDS[need] for need in check.needs if need in FIELDS)
     return ", ".join(dict.fromkeys((*observed, *check.fields)))
 
 
 def describe_finding(found: Finding | FindingRecord) -> str:
-    """One finding in one line."""
+    """Return one finding as one line: "<tensor>, <ranks>: <actual>, but should be <expected> (<detail>)"."""
     detail = f" ({found.detail})" if found.detail else ""
-    what = "the model" if found.tensor is None else printable(found.tensor)
-    return f"{what}, {name_ranks(found.ranks)}: {found.actual}, but should be {found.expected}{detail}"
+    tensor = "the model" if found.tensor is None else printable(found.tensor)
+    return f"{tensor}, {name_ranks(found.ranks)}: {describe_mismatch(found)}{detail}"
+
+
+def describe_mismatch(found: Finding | FindingRecord) -> str:
+    """Return "<actual>, but should be <expected>"; "<actual>" alone if nothing is expected in its place."""
+    return f"{found.actual}, but should be {found.expected}" if found.expected else found.actual
 
 
 def by_cause(findings: Iterable[Found]) -> dict[tuple[str, str], list[Found]]:
-    """(cause, remedy) -> what it has broken, in the order in which the judge told them."""
+    """Return (cause, remedy) -> the findings with this cause, in the order in which the judge reported them."""
     groups: dict[tuple[str, str], list[Found]] = {}
     for finding in findings:
         groups.setdefault((finding.cause, finding.remedy), []).append(finding)
     return groups
 
 
-def alike(findings: Iterable[Found]) -> list[list[Found]]:
-    """Those that broke the promise in the same way on the same ranks; what is true of the whole model for itself."""
+def group_similar(findings: Iterable[Found]) -> list[list[Found]]:
+    """Group findings that differ only in tensor and detail. Findings about the whole model have groups of their own."""
     groups: dict[tuple[object, ...], list[Found]] = {}
     for finding in findings:
         key = (finding.tensor is None, finding.actual, finding.expected, finding.ranks)
@@ -100,33 +105,33 @@ def alike(findings: Iterable[Found]) -> list[list[Found]]:
     return list(groups.values())
 
 
-def _lines(findings: Sequence[Finding], model: Mapping[str, frozenset[str]]) -> list[str]:
-    """One line per set of like tensors that broke the promise in the same way on the same ranks."""
-    lines = [line for group in alike(findings) for line in _alike(group, model)]
+def _describe_findings(findings: Sequence[Finding], model: Mapping[str, frozenset[str]]) -> list[str]:
+    """Return one line for each set of similar tensors with the same mismatch on the same ranks."""
+    lines = [line for group in group_similar(findings) for line in _describe_group(group, model)]
     if len(lines) > MOST_LINES:
         left = len(lines) - MOST_LINES
-        lines = [*lines[:MOST_LINES], f"  ... and {counted(left, 'line')} more"]
+        lines = [*lines[:MOST_LINES], f"  ... and {counted(left, 'more line')}"]
     return lines
 
 
-def _alike(group: Sequence[Finding], model: Mapping[str, frozenset[str]]) -> list[str]:
+def _describe_group(group: Sequence[Finding], model: Mapping[str, frozenset[str]]) -> list[str]:
     first = group[0]
     ranks = name_ranks(first.ranks)
-    tail = f"{first.actual}, but should be {first.expected}"
+    mismatch = describe_mismatch(first)
     if first.tensor is None:
-        told = dict.fromkeys(finding.detail for finding in group)
-        return [f"  the model, {ranks}: {tail}" + (f" ({detail})" if detail else "") for detail in told]
+        distinct = dict.fromkeys(finding.detail for finding in group)
+        return [f"  the model, {ranks}: {mismatch}" + (f" ({detail})" if detail else "") for detail in distinct]
     details = {printable(str(finding.tensor)): finding.detail for finding in group}
     lines = []
-    for folded, name in _folded(list(details), model).items():
+    for folded, name in _fold_tensors(list(details), model).items():
         detail = details[name]
         where = "" if name == folded or not detail else f"{name}: "
-        lines.append(f"  {folded}, {ranks}: {tail}" + (f" ({where}{detail})" if detail else ""))
+        lines.append(f"  {folded}, {ranks}: {mismatch}" + (f" ({where}{detail})" if detail else ""))
     return lines
 
 
-def _folded(names: Sequence[str], model: Mapping[str, frozenset[str]]) -> dict[str, str]:
-    """What to call the names, with the first name of each; all of a kind, where they are many, by their number."""
+def _fold_tensors(names: Sequence[str], model: Mapping[str, frozenset[str]]) -> dict[str, str]:
+    """Return a text for several names -> the first of them. All tensors of a kind become "all 40 buffers"."""
     folded: dict[str, str] = {}
     left = list(names)
     for kind, known in model.items():
@@ -137,6 +142,7 @@ def _folded(names: Sequence[str], model: Mapping[str, frozenset[str]]) -> dict[s
 
 
 def paragraph(label: str, text: str) -> str:
+    """Return a label and its text, wrapped and indented to the width of the label."""
     indent = " " * len(label)
     return textwrap.fill(
         text, WIDTH, initial_indent=label, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False

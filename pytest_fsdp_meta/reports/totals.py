@@ -1,5 +1,4 @@
-"""The end of a run in the terminal: a line for each loader in its world, the findings by cause, and the account of all
-checks. Pure."""
+"""The totals in the terminal at the end of a run: loaders, findings by cause, and how many checks have a result."""
 
 from __future__ import annotations
 
@@ -8,27 +7,27 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from pytest_fsdp_meta.reports.schema import (
     BAD,
-    BROKEN,
+    FAILED,
     JUDGED,
     UNACCOUNTED,
-    WORDS,
     FindingRecord,
     LoaderRecord,
+    count_kinds,
+    describe_counts,
     errors_by_reason,
     how_many,
-    statuses,
 )
 from pytest_fsdp_meta.reports.terminal import by_cause, describe_finding, paragraph, printable
 from pytest_fsdp_meta.text import counted, first_of
 
-DOING = {
+ACTIVITIES = {
     "starting": "starting ranks",
     "reference": "the reference",
     "values": "comparing values",
     "verifier": "the verifier",
-    "collectives": "a step watched",
+    "collectives": "observing a step",
     "state_dict": "the state dict",
-    "continued": "saving and going on",
+    "continued": "continuing after a save",
     "saved": "saving",
     "repetition": "loading again",
     "kept": "saving",
@@ -37,40 +36,41 @@ DOING = {
     "restored": "restoring",
     "resharded": "resharding",
 }
-"""Where time goes, where it is called otherwise in a record."""
-MOST_TIMES = 3
+"""Activity in ``LoaderRecord.seconds`` -> its description, where they differ."""
+MOST_ACTIVITIES = 3
+"""Activities named in the line of a loader."""
 MOST_CAUSES = 20
 Line = tuple[str, dict[str, bool]]
-"""With how the terminal shall show it."""
+"""A text with pytest's markup for it."""
 GREEN, RED, YELLOW = {"green": True}, {"red": True}, {"yellow": True}
 
 
 def nothing_judged(loaders: Sequence[LoaderRecord], others_passed: bool) -> bool:
-    """Whether there were loaders, and nobody has judged any check of any: that must not look like a pass.
+    """Return whether there are loaders, but no check of any was judged, so that the run must not look like a pass.
 
-    Where other tests have passed, loaders that were all skipped by their authors are no more than that.
+    If other tests passed, loaders that their authors skipped or did not select are an ordinary skip.
     """
-    counts = statuses(loaders)
+    counts = count_kinds(loaders)
     if not loaders or how_many(counts, JUDGED):
         return False
-    return not others_passed or bool(counts.keys() - {"skipped", "left out", "unselected"})
+    return not others_passed or bool(counts.keys() - {"by the test", "left out", "not selected"})
 
 
 def describe_totals(loaders: Sequence[LoaderRecord], verbosity: int = 0) -> Iterator[Line]:
-    """All lines of the section."""
+    """Yield the lines of the section."""
     for loader in loaders:
-        yield _loader(loader)
+        yield _describe_loader(loader)
     if verbosity > -2:
-        yield from _causes(loaders)
-    yield _account(loaders)
+        yield from _describe_causes(loaders)
+    yield _describe_accounted(loaders)
 
 
-def _loader(loader: LoaderRecord) -> Line:
-    counts = statuses([loader])
-    told = ", ".join(f"{counts[status]} {word}" for status, word in WORDS.items() if counts[status])
+def _describe_loader(loader: LoaderRecord) -> Line:
+    counts = count_kinds([loader])
     world = f", {loader.world}" if loader.world.size else ""
     total = sum(check.seconds for check in loader.checks)
-    return f"{printable(loader.loader)}{world}: {told}; {total:.1f} s{_times(loader.seconds)}", _markup(counts)
+    times = f"{total:.1f} s{_describe_activities(loader.seconds)}"
+    return f"{printable(loader.loader)}{world}: {describe_counts(counts)}; {times}", _markup(counts)
 
 
 def _markup(counts: Mapping[str, int]) -> dict[str, bool]:
@@ -79,53 +79,53 @@ def _markup(counts: Mapping[str, int]) -> dict[str, bool]:
     return GREEN if how_many(counts, JUDGED) else YELLOW
 
 
-def _times(seconds: Mapping[str, float]) -> str:
-    """The most of it."""
+def _describe_activities(seconds: Mapping[str, float]) -> str:
+    """Return the activities that took longest, such as " (training 1.2, loading 0.3)"."""
     spent = Counter[str]()
-    for what, time in seconds.items():
-        spent[DOING.get(what, what)] += time  # type: ignore[assignment]
-    most = [f"{what} {time:.1f}" for what, time in spent.most_common(MOST_TIMES) if time >= 0.05]
-    return f" ({', '.join(most)})" if most else ""
+    for activity, time in seconds.items():
+        spent[ACTIVITIES.get(activity, activity)] += time  # type: ignore[assignment]
+    longest = [f"{name} {time:.1f}" for name, time in spent.most_common(MOST_ACTIVITIES) if time >= 0.05]
+    return f" ({', '.join(longest)})" if longest else ""
 
 
-def _causes(loaders: Iterable[LoaderRecord]) -> Iterator[Line]:
+def _describe_causes(loaders: Iterable[LoaderRecord]) -> Iterator[Line]:
     causes: dict[tuple[str, str], dict[tuple[str, str], list[FindingRecord]]] = {}
     for loader in loaders:
         for check in loader.checks:
-            for why, found in by_cause(check.findings if check.status in BROKEN else ()).items():
-                causes.setdefault(why, {}).setdefault((check.check, loader.loader), []).extend(found)
-    for place, ((cause, remedy), places) in enumerate(list(causes.items())[:MOST_CAUSES], 1):
+            for cause_and_remedy, found in by_cause(check.findings if check.status in FAILED else ()).items():
+                causes.setdefault(cause_and_remedy, {}).setdefault((check.check, loader.loader), []).extend(found)
+    for number, ((cause, remedy), places) in enumerate(list(causes.items())[:MOST_CAUSES], 1):
         yield "", {}
-        yield paragraph(f"{place}. likely cause: ", cause), {"bold": True}
+        yield paragraph(f"{number}. likely cause: ", cause), {"bold": True}
         yield paragraph("   remedy: ", remedy), {}
-        for (broken, where), found_here in places.items():
-            yield f"   {broken} in {printable(where)}: {first_of(list(map(describe_finding, found_here)))}", {}
+        for (failed, where), found in places.items():
+            yield f"   {failed} in {printable(where)}: {first_of(list(map(describe_finding, found)))}", {}
     if len(causes) > MOST_CAUSES:
-        yield f"... and {counted(len(causes) - MOST_CAUSES, 'cause')} more", RED
-    yield from _errors(loaders, len(causes))
+        yield f"... and {counted(len(causes) - MOST_CAUSES, 'more cause')}", RED
+    yield from _describe_errors(loaders, len(causes))
     if causes or any(check.status == "error" for loader in loaders for check in loader.checks):
         yield "", {}
 
 
-def _errors(loaders: Iterable[LoaderRecord], before: int) -> Iterator[Line]:
-    """Why checks could not be judged."""
+def _describe_errors(loaders: Iterable[LoaderRecord], causes: int) -> Iterator[Line]:
+    """Yield the reasons of errors, numbered on from ``causes``."""
     reasons = errors_by_reason(loaders)
-    for place, ((reason, where), checks) in enumerate(list(reasons.items())[:MOST_CAUSES], before + 1):
+    for number, ((reason, where), checks) in enumerate(list(reasons.items())[:MOST_CAUSES], causes + 1):
         yield "", {}
-        yield paragraph(f"{place}. could not be judged: ", reason), {"bold": True}
+        yield paragraph(f"{number}. error: ", reason), {"bold": True}
         yield f"   {first_of(checks)} in {printable(where)}", {}
     if len(reasons) > MOST_CAUSES:
-        yield f"... and {counted(len(reasons) - MOST_CAUSES, 'reason')} more", RED
+        yield f"... and {counted(len(reasons) - MOST_CAUSES, 'more error')}", RED
 
 
-def _account(loaders: Sequence[LoaderRecord]) -> Line:
-    """Every check of every loader is accounted for, or it is said which are not."""
-    counts = statuses(loaders)
+def _describe_accounted(loaders: Sequence[LoaderRecord]) -> Line:
+    """Return how many checks have a result or a reason, and what became of the others."""
+    counts = count_kinds(loaders)
     total = counts.total()
-    left = ", ".join(f"{counts[status]} {WORDS[status]}" for status in UNACCOUNTED if counts[status])
-    of_which = f" in {len(loaders)} runs of loaders" if len(loaders) > 1 else ""
-    told = f"{total - how_many(counts, UNACCOUNTED)} of {counted(total, 'check')} accounted for{of_which}"
-    told += f" ({left})" if left else ""
+    others = ", ".join(f"{counts[kind]} {kind}" for kind in UNACCOUNTED if counts[kind])
+    where = f" in {len(loaders)} runs of loaders" if len(loaders) > 1 else ""
+    accounted = f"{total - how_many(counts, UNACCOUNTED)} of {counted(total, 'check')} accounted for{where}"
+    accounted += f" ({others})" if others else ""
     if not how_many(counts, JUDGED):
-        return f"{told}; nothing was judged, so nothing has passed", RED
-    return told, _markup(counts)
+        return f"{accounted}; nothing was judged, so nothing has passed", RED
+    return accounted, _markup(counts)

@@ -1,7 +1,7 @@
 """Hypothesis strategies for property tests of loaders: meshes, trees of modules, wrappings, configurations.
 
-What they draw is plain data (``plans``), so that it pickles to the ranks and shrinks: a failing loader is told with the
-smallest model, the fewest wrapped modules and the simplest mesh that still break it. ``planned`` builds it there::
+Strategies draw plain data (see ``plan``), which pickles to the ranks and shrinks: a failure is reported with the
+smallest model, the fewest wrapped modules and the simplest mesh that still fail. ``planned`` builds models from it::
 
     @fsdp_conformance(world_size=2)
     @given(plan=plans(meshes(2)))
@@ -30,15 +30,16 @@ from hypothesis import strategies as st
 from pytest_fsdp_meta.strategies.plan import BUFFERS, Block, Layer, Mesh, Model, Plan
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+"""The default model types of ``configs``; all have Llama's configuration fields."""
 
 
 def meshes(world_size: int, dims: Sequence[str] = ("dp_replicate", "dp_shard")) -> st.SearchStrategy[Mesh]:
-    """Meshes of ``world_size`` ranks. Of ``dims``, in their order, the last is always there, the others may be.
+    """Draw meshes of ``world_size`` ranks with the last of ``dims`` and any of the others, in their order.
 
-    Shrinks to the last dimension alone.
+    Shrinks towards the last dimension alone. Raises ValueError for no ranks, no dimensions or duplicate names.
     """
     if not isinstance(world_size, int) or world_size < 1 or not dims or len(set(dims)) != len(dims):
-        raise ValueError(f"a mesh needs ranks and different names of dimensions, not {world_size!r} and {tuple(dims)}")
+        raise ValueError(f"a mesh needs ranks and distinct dimension names, not {world_size!r} and {tuple(dims)}")
     return st.sampled_from(sorted(_factors(world_size, dims), key=len))
 
 
@@ -54,9 +55,9 @@ def _factors(size: int, dims: Sequence[str]) -> Iterator[Mesh]:
 
 
 def layers(max_width: int = 9) -> st.SearchStrategy[Layer]:
-    """A layer of every kind: odd widths, bias, a scalar, frozen, buffers of any dtype, persistent or not.
+    """Draw layers: odd widths, bias, a scalar parameter, frozen weights, buffers of any dtype, persistent or not.
 
-    Shrinks to one of width 1 that has nothing but a weight.
+    Shrinks towards a layer of width 1 with a weight only.
     """
     kinds = st.tuples(st.sampled_from(BUFFERS), st.booleans())
     return st.builds(
@@ -71,9 +72,12 @@ def layers(max_width: int = 9) -> st.SearchStrategy[Layer]:
 
 @st.composite
 def models(draw: st.DrawFn, max_layers: int = 4, max_width: int = 9) -> Model:
-    """A tree of up to ``max_layers`` layers, with or without a tie of the last to the first. Shrinks to one layer."""
+    """Draw trees of up to ``max_layers`` layers, in which the last may be tied to the first.
+
+    Shrinks towards a single layer.
+    """
     parts: list[Layer | Block] = list(draw(st.lists(layers(max_width), min_size=1, max_size=max_layers)))
-    for _ in range(draw(st.integers(0, 2))):  # a block around some of them, which may hold the one before
+    for _ in range(draw(st.integers(0, 2))):  # wrap a run of parts in a block; the second may contain the first
         start = draw(st.integers(0, len(parts) - 1))
         stop = draw(st.integers(start + 1, len(parts)))
         parts[start:stop] = [Block(tuple(parts[start:stop]))]
@@ -82,22 +86,23 @@ def models(draw: st.DrawFn, max_layers: int = 4, max_width: int = 9) -> Model:
 
 
 def _tied(model: Model) -> Model:
-    """With the widths that a tie needs, which chance would seldom draw."""
+    """Return the model with a tie and the widths that it needs, which random draws would rarely have."""
     first, *_, last = leaves = list(model.layers.values())
     leaves[-1] = replace(last, width=first.width, frozen=first.frozen)
     inputs = first.width if len(leaves) == 2 else model.inputs
     leaves[-2] = replace(leaves[-2], width=inputs)
-    return Model(inputs, _with(model.root, iter(leaves)), tied=True)
+    return Model(inputs, _replace_layers(model.root, iter(leaves)), tied=True)
 
 
-def _with(block: Block, leaves: Iterator[Layer]) -> Block:
-    return Block(tuple(_with(part, leaves) if isinstance(part, Block) else next(leaves) for part in block.parts))
+def _replace_layers(block: Block, leaves: Iterator[Layer]) -> Block:
+    parts = (_replace_layers(part, leaves) if isinstance(part, Block) else next(leaves) for part in block.parts)
+    return Block(tuple(parts))
 
 
 def wrappings(model: Model) -> st.SearchStrategy[tuple[str, ...]]:
-    """Names of modules that are FSDP groups beside the root, each after those within it. Shrinks to none.
+    """Draw names of modules that become FSDP groups besides the root, inner modules before outer ones.
 
-    Modules that would take one end of a tie into a group of its own are left out.
+    Modules whose group would separate two tied layers are left out. Shrinks towards no names.
     """
     possible = [name for name in model.modules if model.can_wrap(name)]
     if not possible:
@@ -108,17 +113,17 @@ def wrappings(model: Model) -> st.SearchStrategy[tuple[str, ...]]:
 
 @st.composite
 def plans(draw: st.DrawFn, mesh: st.SearchStrategy[Mesh], model: st.SearchStrategy[Model] | None = None) -> Plan:
-    """A model, how it is wrapped, and a mesh; ``model`` is ``models()`` by default."""
+    """Draw plans: a model, its wrapping, and a mesh. ``model`` is ``models()`` by default."""
     drawn = draw(models() if model is None else model)
     return Plan(drawn, draw(wrappings(drawn)), draw(mesh))
 
 
 @st.composite
 def configs(draw: st.DrawFn, model_types: Sequence[str] = MODEL_TYPES, max_layers: int = 3) -> dict[str, Any]:
-    """Arguments of ``transformers.AutoConfig.for_model`` for a tiny causal language model of Llama's family.
+    """Draw arguments of ``transformers.AutoConfig.for_model`` for tiny causal language models of Llama's family.
 
-    Heads divide what they have to, vocabularies may be odd, embeddings tied. Shrinks to the first type with one layer
-    and one head.
+    Numbers of heads divide the sizes that they have to divide; vocabularies may be odd and embeddings tied. Shrinks
+    towards the first model type with one layer and one head.
     """
     groups, group, head = draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(st.sampled_from([4, 8]))
     return {

@@ -1,4 +1,4 @@
-"""What a plan says, built: the model, on meta or not, its mesh, its sharding, its batches."""
+"""Build what a plan describes: the model (on meta or not), its mesh, its sharding, its batches and its loss."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from torch.distributed.fsdp import fully_shard
 from pytest_fsdp_meta.strategies.plan import Block, Layer, Model, Plan
 
 ROWS = 24
-"""Of a global batch: any world of up to four ranks gets the same number, and can halve it once more."""
+"""The rows of a global batch: up to four ranks get equal slices, which can be halved again for micro-batches."""
 DTYPES = {"float": torch.float32, "int": torch.int64, "bool": torch.bool}
 
 
 class PlannedLayer(nn.Module):  # type: ignore[misc]  # mypy does not follow torch
-    """A ``Layer``. ``reset_buffers`` computes its buffers, as ``__init__`` does."""
+    """The module that a ``Layer`` describes; ``reset_buffers`` computes its buffers again after ``to_empty``."""
 
     def __init__(self, inputs: int, plan: Layer) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(plan.width, inputs), requires_grad=not plan.frozen)
         self.bias = nn.Parameter(torch.randn(plan.width), requires_grad=not plan.frozen) if plan.bias else None
-        # Frozen, so that nobody need reduce its gradient: FSDP2, which shards no scalar, does not.
+        # Frozen because FSDP2 neither shards scalars nor reduces their gradients.
         self.scalar = nn.Parameter(torch.tensor(0.7), requires_grad=False) if plan.scalar else None
         for number, (kind, persistent) in enumerate(plan.buffers):
             self.register_buffer(f"{kind}_{number}", torch.empty(plan.width, dtype=DTYPES[kind]), persistent)
@@ -36,8 +36,8 @@ class PlannedLayer(nn.Module):  # type: ignore[misc]  # mypy does not follow tor
 
     def reset_buffers(self) -> None:
         for number, buffer in enumerate(self.buffers(recurse=False)):
-            places = torch.arange(buffer.shape[0], device=buffer.device)
-            buffer.copy_((places + number) % 2 == 0 if buffer.dtype == torch.bool else (places + 1 + number) * 0.25)
+            indices = torch.arange(buffer.shape[0], device=buffer.device)
+            buffer.copy_((indices + number) % 2 == 0 if buffer.dtype == torch.bool else (indices + 1 + number) * 0.25)
 
     def forward(self, x: Tensor) -> Tensor:
         y = nn.functional.linear(x, self.weight, self.bias)
@@ -49,7 +49,7 @@ class PlannedLayer(nn.Module):  # type: ignore[misc]  # mypy does not follow tor
 
 
 class PlannedBlock(nn.Module):  # type: ignore[misc]
-    """A ``Block``; ``outputs`` is the width of its last layer."""
+    """The module that a ``Block`` describes; ``outputs`` is the width of its last layer."""
 
     def __init__(self, inputs: int, plan: Block) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class PlannedBlock(nn.Module):  # type: ignore[misc]
 
 
 class PlannedModel(PlannedBlock):
-    """A ``Model``. ``tie`` makes its tie, if it has one, again after ``to_empty``."""
+    """The module that a ``Model`` describes; ``tie`` ties its weights, if the plan does, again after ``to_empty``."""
 
     def __init__(self, plan: Model) -> None:
         super().__init__(plan.inputs, plan.root)
@@ -74,7 +74,7 @@ class PlannedModel(PlannedBlock):
         self.tie()
 
     def layers(self) -> list[PlannedLayer]:
-        """In the order in which they are called."""
+        """Return the layers in the order in which they are called."""
         return [module for module in self.modules() if isinstance(module, PlannedLayer)]
 
     def tie(self) -> None:
@@ -84,36 +84,36 @@ class PlannedModel(PlannedBlock):
 
 
 def build(plan: Model) -> PlannedModel:
-    """The model, with the same values each time; within ``with torch.device("meta")`` without any."""
+    """Build the model, with the same values every time, or on meta inside ``with torch.device("meta")``."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return PlannedModel(plan)
 
 
 def save(plan: Model, path: Path) -> Path:
-    """Writes the state dict of ``build(plan)`` to ``path``, as safetensors."""
+    """Write the state dict of ``build(plan)`` to ``path`` as safetensors and return the path."""
     save_file({name: tensor.clone() for name, tensor in build(plan).state_dict().items()}, path)
     return path
 
 
 def make_mesh(plan: Plan, device: torch.device | str) -> DeviceMesh:
-    """The mesh of the plan; every rank calls it.
+    """Create the mesh of the plan; all ranks must call it.
 
-    In a world of another size, into which checkpoints are loaded again, its last dimension takes more ranks or fewer,
-    and is the only one where the others do not fit.
+    In a world of another size, as for resharded checkpoints, the last dimension grows or shrinks. If the other
+    dimensions do not divide the world size, it becomes the only one.
     """
     ranks = dist.get_world_size()
     *others, (last, _) = plan.mesh
-    beside = prod(size for _, size in others)
-    mesh = [*others, (last, ranks // beside)] if ranks % beside == 0 else [(last, ranks)]
+    outer = prod(size for _, size in others)
+    mesh = [*others, (last, ranks // outer)] if ranks % outer == 0 else [(last, ranks)]
     names, sizes = zip(*mesh, strict=True)
     return init_device_mesh(torch.device(device).type, sizes, mesh_dim_names=names)
 
 
 def shard(model: PlannedModel, plan: Plan, mesh: DeviceMesh, **policy: Any) -> None:
-    """``fully_shard`` on the modules that the plan wraps, then on the root; ``policy`` is passed on to it.
+    """Apply ``fully_shard`` to the modules that the plan wraps, then to the root, with ``policy`` as keyword arguments.
 
-    Scalars are left out, unless ``policy`` says which ``ignored_params`` there are.
+    Scalars are ignored, unless ``policy`` has ``ignored_params``.
     """
     policy = {"ignored_params": scalars(model)} | policy
     for name in plan.wrapped:
@@ -122,12 +122,12 @@ def shard(model: PlannedModel, plan: Plan, mesh: DeviceMesh, **policy: Any) -> N
 
 
 def scalars(model: nn.Module) -> set[nn.Parameter]:
-    """The parameters without a dimension, which FSDP2 cannot shard."""
+    """Return the parameters without dims, which FSDP2 cannot shard."""
     return {parameter for parameter in model.parameters() if not parameter.ndim}
 
 
 def batch(plan: Model, step: int) -> dict[str, Tensor]:
-    """The global batch of a step, the same for the same step."""
+    """Return the global batch of a step, the same for the same step."""
     generator = torch.Generator().manual_seed(step)
     return {
         "x": torch.randn(ROWS, plan.inputs, generator=generator),
@@ -136,4 +136,5 @@ def batch(plan: Model, step: int) -> dict[str, Tensor]:
 
 
 def loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    """Return the mean squared error of the model on a batch."""
     return nn.functional.mse_loss(model(batch["x"]), batch["y"])

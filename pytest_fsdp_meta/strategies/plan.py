@@ -1,6 +1,7 @@
-"""What Hypothesis draws, as plain data: it pickles to the ranks, and its repr is the code that makes it again.
+"""Plans: plain data that describes a model, its wrapping and its mesh.
 
-``planned`` builds what a plan says, ``strategies`` draws it. Nothing here imports torch or Hypothesis.
+``strategies`` draws plans and ``planned`` builds them. A plan pickles to the ranks, and its ``repr`` is code that
+creates it. Nothing here imports torch or Hypothesis.
 """
 
 from __future__ import annotations
@@ -10,16 +11,17 @@ from dataclasses import dataclass
 from math import prod
 
 Mesh = tuple[tuple[str, int], ...]
-"""Named dimensions in order: ``(("dp_replicate", 2), ("dp_shard", 2))``."""
+"""Mesh dimensions in order, as (name, size): ``(("dp_replicate", 2), ("dp_shard", 2))``."""
 BUFFERS = ("float", "int", "bool")
+"""The kinds of buffers; ``build.DTYPES`` has their dtypes."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A linear layer of ``width`` outputs; its inputs are the outputs of the layer before.
+    """A linear layer with ``width`` outputs; its inputs are the outputs of the previous layer.
 
-    ``buffers`` are (kind, persistent) pairs, kinds as in ``BUFFERS``; ``frozen`` holds for weight and bias; ``scalar``
-    is a frozen parameter of no dimension, which FSDP2 cannot shard.
+    ``buffers`` are (kind, persistent) pairs with a kind from ``BUFFERS``. ``frozen`` applies to weight and bias.
+    ``scalar`` adds a frozen parameter without dims, which FSDP2 cannot shard.
     """
 
     width: int = 1
@@ -31,14 +33,17 @@ class Layer:
 
 @dataclass(frozen=True)
 class Block:
-    """Layers and blocks, one after another."""
+    """Layers and blocks that are called one after another."""
 
     parts: tuple[Layer | Block, ...]
 
 
 @dataclass(frozen=True)
 class Model:
-    """A tree of modules. ``tied``: the last layer uses the weight of the first; ValueError where that does not fit."""
+    """A tree of modules; if ``tied``, the last layer uses the weight of the first.
+
+    Raises ValueError if there is only one layer, or the two weights differ in shape or in whether they are frozen.
+    """
 
     inputs: int
     root: Block
@@ -46,24 +51,25 @@ class Model:
 
     def __post_init__(self) -> None:
         if self.tied and not self._fits():
-            raise ValueError("the weight of the first layer does not fit the last, so the two cannot be tied")
+            raise ValueError("the weight of the first layer does not fit the last layer, so they cannot be tied")
 
     @property
     def layers(self) -> dict[str, Layer]:
-        """By the name of the module, in the order in which they are called."""
+        """Map module names to layers, in the order in which they are called."""
         return {name: part for name, part in self._parts() if isinstance(part, Layer)}
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """The names of all layers and blocks, each after what is within it."""
+        """The names of all layers and blocks, inner modules before outer ones."""
         return tuple(name for name, _ in self._parts())
 
     @property
     def outputs(self) -> int:
+        """The width of the last layer."""
         return list(self.layers.values())[-1].width
 
     def can_wrap(self, name: str) -> bool:
-        """Whether the module can be an FSDP group of its own: a tie does not reach from one group to another."""
+        """Return whether the module can be a separate FSDP group: groups must not separate tied layers."""
         first, *_, last = self.layers if self.tied else ("", "")
         return _within(first, name) == _within(last, name)
 
@@ -79,7 +85,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Plan:
-    """A model, the mesh it is sharded over, and the modules that are FSDP groups beside the root."""
+    """A model, the names of the modules that are FSDP groups besides the root, and the mesh."""
 
     model: Model
     wrapped: tuple[str, ...] = ()
@@ -92,11 +98,12 @@ class Plan:
 
 def _walk(name: str, block: Block) -> Iterator[tuple[str, Layer | Block]]:
     for number, part in enumerate(block.parts):
-        within = f"{name}.parts.{number}" if name else f"parts.{number}"
+        part_name = f"{name}.parts.{number}" if name else f"parts.{number}"
         if isinstance(part, Block):
-            yield from _walk(within, part)
-        yield within, part
+            yield from _walk(part_name, part)
+        yield part_name, part
 
 
 def _within(name: str, module: str) -> bool:
+    """Return whether a module is another one or inside it."""
     return f"{name}.".startswith(f"{module}.")

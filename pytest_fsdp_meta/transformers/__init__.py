@@ -1,6 +1,6 @@
-"""Tiny models, checkpoints and subjects of Hugging Face transformers; it needs the extra ``transformers``.
+"""Tiny models, checkpoints and subjects for Hugging Face transformers; requires the extra ``transformers``.
 
-Importing this imports transformers, which importing pytest_fsdp_meta does not.
+Importing this package imports transformers; importing pytest_fsdp_meta does not.
 """
 
 from pytest_fsdp_meta.transformers.checkpoints import CAUSAL_LMS, tiny_checkpoint

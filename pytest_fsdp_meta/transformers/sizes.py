@@ -1,4 +1,4 @@
-"""Tiny configurations: every size cut down that a configuration has, as far as its architecture lets it."""
+"""Tiny configurations: every size of a configuration is reduced as far as its architecture allows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 SIZES: dict[str, Any] = {
-    # width and depth, in the words of each family
+    # width and depth; families use different names
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "embedding_size", "lru_width"), 32),
     **dict.fromkeys(("attention_hidden_size", "emb_dim", "embedding_dim", "vision_output_dim"), 32),
     **dict.fromkeys(("intermediate_size", "ffn_dim", "decoder_ffn_dim", "encoder_ffn_dim", "ffn_hidden_size"), 64),
@@ -32,7 +32,7 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size"), 16),
     **dict.fromkeys(("moe_num_shared_experts", "n_shared_experts", "num_shared_experts"), 1),
     **dict.fromkeys(("first_k_dense_replace", "n_group", "topk_group"), 1),
-    # state spaces and linear attention
+    # state space models and linear attention
     **dict.fromkeys(("state_size", "ssm_state_size", "mamba_d_state", "mamba_d_head", "mamba_head_dim"), 8),
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8),
     **dict.fromkeys(("mamba_n_heads", "mamba_num_heads", "linear_num_value_heads", "time_step_rank"), 4),
@@ -50,12 +50,13 @@ SIZES: dict[str, Any] = {
     "pad_token_id": None,
 }
 
-KEPT_WHEN_NONE = ("head_dim", "moe_intermediate_size", "query_pre_attn_scalar", "ffn_hidden_size")
-"""Sizes that the architecture works out for itself where its default is None."""
+UNSET_WHEN_NONE = ("head_dim", "moe_intermediate_size", "query_pre_attn_scalar", "ffn_hidden_size")
+"""Sizes that stay unset if their default is None, because the architecture then derives them from others."""
 
 MLA = {"num_key_value_heads": 4, "head_dim": 4}
-"""Latent attention: as many key heads as query heads, and rotary embeddings of their own size."""
+"""Multi-head latent attention: as many key heads as query heads, and a separate size for rotary embeddings."""
 KDA = {**MLA, "num_experts_per_token": 2, "linear_head_dim": 8, "linear_num_heads": 4}
+"""Kimi delta attention, a linear attention used beside latent attention."""
 SHARED_BLOCKS = {
     "num_hidden_layers": 4,
     "layers_block_type": ["linear_attention", "hybrid"] * 2,
@@ -63,9 +64,9 @@ SHARED_BLOCKS = {
     "attention_hidden_size": 64,
     "attention_head_dim": 16,
 }
-"""Blocks whose weights the later layers share: attention twice as wide as the model, at least two blocks."""
+"""Blocks whose weights later layers share: attention is twice as wide as the model, with at least two blocks."""
 PADDED = {"pad_token_id": 1}
-"""There must be a padding token: positions are counted from it, or the validation says so."""
+"""A padding token is required: positions are counted from it, or the config's validation demands it."""
 ROTARY = {"rope_type": "default", "rope_theta": 1e4}
 EXCEPTIONS: dict[str, dict[str, Any]] = {
     "axk1": MLA,
@@ -138,43 +139,43 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "zamba2": SHARED_BLOCKS,
     "zaya": {"num_experts_per_tok": 1},
 }
-"""What the validation or the arithmetic of one architecture wants otherwise."""
+"""Sizes by model type where the validation or the arithmetic of an architecture requires other values."""
 
 
 def tiny_config(model_type: str, **sizes: Any) -> PreTrainedConfig:
-    """The configuration of a model type with every size cut down that its class has; ``sizes`` go first.
+    """Return the configuration of a model type with all its sizes reduced; ``sizes`` override the reduced ones.
 
-    Two layers, of two kinds where the architecture has two; a vocabulary of 120 tokens. Raises ValueError for a
-    model type that transformers does not know.
+    It has two layers, of two kinds if the architecture has several, and a vocabulary of 120 tokens. Raises ValueError
+    for a model type that transformers does not know.
     """
     if model_type not in CONFIG_MAPPING:
         near = difflib.get_close_matches(model_type, CONFIG_MAPPING, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"transformers knows no model type {model_type!r}{hint}")
+        raise ValueError(f"transformers has no model type {model_type!r}{hint}")
     return _shrink(CONFIG_MAPPING[model_type], sizes)
 
 
-def _shrink(kept: type[PreTrainedConfig], given: Mapping[str, Any]) -> PreTrainedConfig:
-    """The sizes of a part, as text_config, may be given as a dict."""
-    exceptions = {**EXCEPTIONS.get(kept.model_type, {}), **given}
+def _shrink(kind: type[PreTrainedConfig], sizes: Mapping[str, Any]) -> PreTrainedConfig:
+    """Build a config of a class; the sizes of a sub-config, such as ``text_config``, may be a dict."""
+    overrides = {**EXCEPTIONS.get(kind.model_type, {}), **sizes}
     try:
-        default = kept()
+        default = kind()
     except (ValueError, StrictDataclassError):  # the default does not pass the architecture's own validation
-        default = kept(**exceptions)
-    sizes = _sizes_for(default.to_dict())
-    for name, part in kept.sub_configs.items():
-        value, wanted = getattr(default, name, None), exceptions.get(name, {})
-        if value is not None and isinstance(wanted, dict):
-            kind = type(value) if part is AutoConfig else part
-            sizes[name] = _shrink(kind, {key: size for key, size in wanted.items() if key != "model_type"})
-            exceptions.pop(name, None)
-    return kept(**{**sizes, **exceptions})
+        default = kind(**overrides)
+    reduced = _sizes_for(default.to_dict())
+    for name, part in kind.sub_configs.items():
+        value, part_sizes = getattr(default, name, None), overrides.get(name, {})
+        if value is not None and isinstance(part_sizes, dict):
+            part_kind = type(value) if part is AutoConfig else part
+            reduced[name] = _shrink(part_kind, {key: size for key, size in part_sizes.items() if key != "model_type"})
+            overrides.pop(name, None)
+    return kind(**{**reduced, **overrides})
 
 
 def _sizes_for(default: Mapping[str, Any]) -> dict[str, Any]:
-    """SIZES as far as a configuration has them, and two layers, of two kinds where it has two."""
+    """Return the SIZES that a configuration has, and for lists of layer kinds two layers of different kinds."""
     sizes = {name: value for name, value in SIZES.items() if name in default}
-    for name in KEPT_WHEN_NONE:
+    for name in UNSET_WHEN_NONE:
         if name in sizes and default[name] is None:
             del sizes[name]
     for name in ("layer_types", "layers_block_type", "block_types", "mlp_layer_types"):

@@ -1,4 +1,4 @@
-"""The subject that follows from a checkpoint of transformers: what the model shall equal, and what it is trained on."""
+"""Subjects derived from a transformers checkpoint: the reference that a model should equal, and its batches."""
 
 from __future__ import annotations
 
@@ -21,37 +21,38 @@ from transformers.models.auto.modeling_auto import (
 from pytest_fsdp_meta.loader.subject import Subject
 
 ROWS, LENGTH = 8, 12
+"""The default size of a batch: rows, and tokens in each row."""
 
 TRAINED_ON_TOKENS = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(), *MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()}
-"""Classes whose loss takes a label for each token."""
+"""Names of model classes whose loss takes one label for each token."""
 
 
 def subject(
     model: Module, checkpoint: str | os.PathLike[str], *, rows: int = ROWS, length: int = LENGTH, **declared: Any
 ) -> Subject:
-    """The subject of a model that was loaded from this checkpoint.
+    """Return the Subject of a model that was loaded from this checkpoint, with reference and batches derived from it.
 
-    Its reference is the same class, loaded whole by ``from_pretrained``; what that ties and freezes is expected of
-    the model. Batches of ``rows`` rows are random tokens of the vocabulary, for a model that is trained on tokens
-    alone. What is ``declared``, any field of Subject, goes first.
+    The reference is the same class, loaded whole by ``from_pretrained``; the model is expected to have the same tied
+    and frozen weights. Each batch has ``rows`` rows of ``length`` random tokens; models that are not trained on tokens
+    alone get no batch. ``declared`` are fields of Subject, which override the derived ones.
     """
     kind = _class_of(model, checkpoint)
     derived: dict[str, Any] = {"reference": partial(_load, kind, os.fspath(checkpoint))}
-    if any(one.__name__ in TRAINED_ON_TOKENS for one in kind.__mro__):
+    if any(base.__name__ in TRAINED_ON_TOKENS for base in kind.__mro__):
         vocabulary = _vocabulary(checkpoint)
         derived["batch"] = partial(_tokens, vocabulary=vocabulary, rows=rows, length=length)
     return Subject(model, **{**derived, **declared})
 
 
 def reference_model(checkpoint: str | os.PathLike[str]) -> Any:
-    """The whole model on one device, of the class that the checkpoint names."""
+    """Load the whole model on one device, as the class that the checkpoint names."""
     return _load(_named_class(checkpoint), os.fspath(checkpoint))
 
 
 def token_batch(
     step: int, checkpoint: str | os.PathLike[str], rows: int = ROWS, length: int = LENGTH
 ) -> dict[str, Tensor]:
-    """The global batch of a step: random tokens of the checkpoint's vocabulary, the same for the same step."""
+    """Return the global batch of a step: random tokens of the checkpoint's vocabulary, the same for the same step."""
     return _tokens(step, _vocabulary(checkpoint), rows, length)
 
 
@@ -69,7 +70,7 @@ def _load(kind: Any, checkpoint: str) -> Any:
 
 
 def _class_of(model: Module, checkpoint: str | os.PathLike[str]) -> Any:
-    """That of the model, without what sharding has made of it; where it is none of transformers, the checkpoint's."""
+    """Return the model's transformers class, skipping FSDP's subclasses, or the class that the checkpoint names."""
     for kind in type(model).__mro__:
         if issubclass(kind, transformers.PreTrainedModel) and not issubclass(kind, FSDPModule):
             return kind

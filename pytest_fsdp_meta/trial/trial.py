@@ -32,13 +32,13 @@ class LoaderFailed(Exception):
     """The loader returned no subject, so there is nothing to observe.
 
     ``summary`` is one line and ``str()`` the full message. Where every rank raised the same of
-    ``UNANIMOUS_OUTCOMES`` (a skip, an unsatisfied assumption of Hypothesis), ``vote`` is the qualified name of that
-    exception; ``reason`` is the message of the first failure.
+    ``UNANIMOUS_OUTCOMES`` (a skip, an unsatisfied assumption of Hypothesis), ``unanimous_outcome`` is the qualified
+    name of that exception; ``reason`` is the message of the first failure.
     """
 
-    def __init__(self, summary: str, story: str = "", vote: str = "", reason: str = "") -> None:
+    def __init__(self, summary: str, story: str = "", unanimous_outcome: str = "", reason: str = "") -> None:
         self.summary = summary
-        self.vote = vote
+        self.unanimous_outcome = unanimous_outcome
         self.reason = reason
         super().__init__(story or summary)
 
@@ -96,8 +96,8 @@ class Trial:
             with self._stopwatch.timing("loading"):
                 return _load(world, loader, watch)
         except WorldError as error:
-            vote = error.unanimous if error.unanimous in UNANIMOUS_OUTCOMES else ""
-            raise LoaderFailed(error.summary, str(error), vote, error.failures[0].message) from error
+            unanimous_outcome = error.unanimous if error.unanimous in UNANIMOUS_OUTCOMES else ""
+            raise LoaderFailed(error.summary, str(error), unanimous_outcome, error.failures[0].message) from error
 
     def _observe(self, world: World, loaded: list[Loaded], loader: Call, wanted: set[str], folder: Path) -> Evidence:
         reference_world = self._single_rank_world("the reference")
@@ -135,5 +135,5 @@ class Trial:
 
 
 def _load(world: World, loader: Call, watch: Sequence[str] = ()) -> list[Loaded]:
-    loaded: list[Loaded] = world.call(on_ranks.loading.load, (loader, watch), votes=UNANIMOUS_OUTCOMES)
+    loaded: list[Loaded] = world.call(on_ranks.loading.load, (loader, watch), unanimous_outcomes=UNANIMOUS_OUTCOMES)
     return loaded

@@ -1,17 +1,18 @@
-"""Process groups as a service: a world is a set of ranks that live for a while and run what they are handed.
+"""Process groups as a service: a world is a set of ranks that run the functions they are sent, until it is closed.
 
-Nothing here knows of models, checks or pytest items. ``World`` lives in the parent process and imports no torch;
-``current()`` is what a rank sees of its world.
+This package knows nothing of models, checks or pytest items. ``World`` lives in the parent process and imports no
+torch. On a rank, ``current()`` returns its number, device and mesh.
 """
 
-from pytest_fsdp_meta.worlds.devices import choose, count_gpus
+from pytest_fsdp_meta.worlds.devices import choose
 from pytest_fsdp_meta.worlds.engine import Engine
 from pytest_fsdp_meta.worlds.failures import CallFailed, Misuse, RankFailure, WorldError
 from pytest_fsdp_meta.worlds.leases.device_leases import Lease, LeaseError, Leases, Waiting
 from pytest_fsdp_meta.worlds.leases.run_folder import Presence, folder_of
 from pytest_fsdp_meta.worlds.leases.worker_devices import Sharing, placed, usable_cores
-from pytest_fsdp_meta.worlds.listener import Listener
+from pytest_fsdp_meta.worlds.listener import Listener, ObservedWorld
 from pytest_fsdp_meta.worlds.local.engine import ForkServerEngine
+from pytest_fsdp_meta.worlds.local.gpus import count_gpus
 from pytest_fsdp_meta.worlds.pool import Pool
 from pytest_fsdp_meta.worlds.rank.main import current, doing, note, telling
 from pytest_fsdp_meta.worlds.rank.rendezvous import SEED, Rank
@@ -31,6 +32,7 @@ __all__ = [
     "Leases",
     "Listener",
     "Misuse",
+    "ObservedWorld",
     "Pool",
     "Presence",
     "Rank",

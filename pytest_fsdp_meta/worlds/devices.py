@@ -1,24 +1,14 @@
-"""Which device type and backend a world gets. Counting GPUs must not initialise CUDA in the parent process."""
+"""Which device type and backend a world gets."""
 
 from __future__ import annotations
-
-from glob import glob
-from multiprocessing.connection import Connection, Pipe
-
-from pytest_fsdp_meta.worlds.failures import describe_exit
-from pytest_fsdp_meta.worlds.local.engine import ForkServerEngine
-
-DEVICE_FILES = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg")
-PATIENCE = 120.0
-ASK_TORCH = "see what this says: python -c 'import torch; print(torch.cuda.device_count())'"
 
 
 def choose(
     size: int, device: str, backend: str, gpus: int, require_gpu: bool = False, here: str = "this machine"
 ) -> tuple[str, str]:
-    """(device type, backend) for a world of ``size`` ranks, where ``here`` has ``gpus`` GPUs.
+    """Return (device type, backend) for a world of ``size`` ranks on a machine, called ``here``, with ``gpus`` GPUs.
 
-    Raises ValueError where what was asked for cannot be had; never a silent smaller or other world.
+    Raises ValueError if the machine cannot do what the options ask for; never falls back to something else silently.
     """
     if backend == "nccl" and device == "cpu":
         raise ValueError("--fsdp-backend=nccl runs on cuda only; use --fsdp-backend=gloo with --fsdp-device=cpu")
@@ -30,7 +20,7 @@ def choose(
     if (device == "cuda" or backend == "nccl") and not shares and size > gpus:
         raise ValueError(
             f"a world of {size} on cuda with nccl needs {size} GPUs, {here} has {gpus}; use a smaller world, "
-            "or --fsdp-device=cuda --fsdp-backend=gloo, with which ranks share a GPU"
+            "or --fsdp-device=cuda --fsdp-backend=gloo, which lets ranks share a GPU"
         )
     on_gpu = device == "cuda" or backend == "nccl" or (device == "auto" and backend == "auto" and 0 < size <= gpus)
     if require_gpu and not on_gpu:
@@ -38,33 +28,3 @@ def choose(
     if not on_gpu:
         return "cpu", "gloo"
     return "cuda", "nccl" if backend == "auto" else backend
-
-
-def count_gpus(preload: ForkServerEngine) -> int:
-    """GPUs that torch can use, asked in a process that ends at once; free of cost on a machine without any.
-
-    Raises ValueError when that process fails.
-    """
-    if not any(glob(pattern) for pattern in DEVICE_FILES):
-        return 0
-    here, there = Pipe(duplex=False)
-    with here:
-        with there:
-            process = preload.launch_process(_count, (there,), name="count-gpus")
-        try:
-            if not here.poll(PATIENCE):
-                raise ValueError(f"counting the GPUs took longer than {PATIENCE:g} s; {ASK_TORCH}")
-            return int(here.recv())
-        except EOFError:
-            process.join(5)
-            _, summary = describe_exit(process.exitcode)
-            raise ValueError(f"counting the GPUs failed: its process {summary}; {ASK_TORCH}") from None
-        finally:
-            process.kill()
-            process.join()
-
-
-def _count(pipe: Connection) -> None:
-    import torch
-
-    pipe.send(torch.cuda.device_count())

@@ -1,4 +1,4 @@
-"""The seam between a world and the machines that its ranks run on: who starts them, and how one is spoken to."""
+"""The interface between a world and the machines that its ranks run on: how to start, call and end a rank."""
 
 from __future__ import annotations
 
@@ -12,73 +12,77 @@ from pytest_fsdp_meta.worlds.system.output import Written
 
 
 class Member(Protocol):
-    """One rank as its world sees it. No method waits for the rank longer than it is told to."""
+    """One rank as its world sees it. No method waits for the rank without a time limit."""
 
     @property
     def rank(self) -> int: ...
 
     @property
     def pid(self) -> int | None:
-        """Where a debugger of this machine can look at it; None where the rank is on another."""
+        """The process id, for debuggers on this machine; None if the rank runs on another machine."""
 
     @property
     def handles(self) -> Sequence[Any]:
-        """For ``multiprocessing.connection.wait``: one is ready when there is something to hear, or the rank ended."""
+        """For ``multiprocessing.connection.wait``: one is ready when a message has arrived or the rank has ended."""
 
     @property
     def has_ended(self) -> bool: ...
 
     @property
     def has_news(self) -> bool:
-        """Whether there is something to hear of which no handle may tell."""
+        """Whether a message has arrived, or the rank has ended, although no handle may be ready."""
 
     def send(self, note: bytes) -> None:
-        """``note`` is a message as ``post.pack`` made it."""
+        """Send a message that ``messages.pack`` has packed. Does nothing if the rank has ended."""
 
     def hear(self) -> tuple[Any, ...] | None:
-        """The message that has arrived, None where none will."""
+        """Return the message that has arrived, or None if none will because the rank has ended."""
 
     def ending(self) -> RankFailure:
-        """How the rank ended, of which no message told."""
+        """Describe how the rank ended, for a rank that ended without sending a failure."""
 
     def kill(self) -> None:
-        """At once, with what it has started. Safe to call twice, and after its end."""
+        """Kill the rank and what it has started. Safe to call twice, and after the rank has ended."""
 
-    def join(self, seconds: float) -> None: ...
+    def join(self, seconds: float) -> None:
+        """Wait until the rank has ended, at most this long."""
 
     def release(self) -> None:
-        """Nobody will ask anything again."""
+        """Free what belongs to the rank in this process; nothing else is called afterwards."""
 
     def written(self) -> Written:
-        """What it has written to stdout and stderr so far."""
+        """Return what the rank has written to stdout and stderr so far, or the end of it if it is long."""
 
     def read(self, at: int) -> bytes:
-        """What it has written after the first ``at`` bytes, or the beginning of that; empty where there is none."""
+        """Return output of the rank from byte ``at`` on, a chunk at most; empty if there is no more yet."""
 
     def ask_stack(self) -> None:
-        """Makes it write down where it stands."""
+        """Make the rank dump its stack."""
 
     def stack(self, deadline: float) -> str:
-        """What it has written down since it was asked, on the clock of ``time.monotonic``."""
+        """Return the stack that the rank has dumped, waiting for it until ``deadline`` (of ``time.monotonic``)."""
 
 
 class Engine(Protocol):
-    """Starts ranks. One per pytest session, which sets what ranks find imported."""
+    """Starts ranks. There is one per pytest session, which sets what ranks find imported."""
 
     sources: Sources
     modules: Sequence[str]
-    """Modules of ours and of downstream's that every rank needs, by name."""
+    """Names of the modules, of this package and of the project under test, that every rank needs."""
     test_modules: Sequence[str]
 
     def start(self) -> None:
-        """Begins what worlds would wait for."""
+        """Begin, in the background, to prepare what the first world would otherwise wait for."""
+
+    def count_gpus(self) -> int:
+        """Return the number of GPUs that worlds of this engine can use. Raises ValueError where it cannot be known."""
 
     def launch(self, spec: WorldSpec, folder: Path, leftovers: Sequence[str]) -> Iterator[Member]:
-        """The ranks in their order, each as soon as it is started. ``folder`` is for the world's own messages.
+        """Yield the ranks in order, each as soon as it is started. ``folder`` is for messages and output of the world.
 
-        ``leftovers`` are the folders that go when this process is killed. Raises ValueError where such a world cannot
-        be had.
+        ``leftovers`` are the folders to remove if this process is killed. Raises ValueError if there can be no such
+        world.
         """
 
     def close(self) -> None:
-        """The end of the session; what was started and is no world is ended."""
+        """End what was started besides worlds, at the end of the session."""

@@ -1,4 +1,4 @@
-"""How ranks fail, and how that is told: by rank, the first cause first, its consequences after it."""
+"""How ranks fail, and the error message about it: the rank that failed first, then the consequences on others."""
 
 from __future__ import annotations
 
@@ -10,18 +10,26 @@ from dataclasses import dataclass
 from pytest_fsdp_meta.text import name_ranks
 
 ADDRESS = re.compile(r"\b0x[0-9a-f]{6,}\b")
+"""Memory addresses, which differ between ranks that fail alike."""
+LOST_PEER = re.compile(
+    r"Connection (was likely )?(closed|reset)|Connection refused|Broken pipe|ncclRemoteError|failed to (recv|send)",
+    re.IGNORECASE,
+)
+"""What gloo, NCCL and sockets say when another rank has gone."""
+CUT_OFF = 113
+"""The exit code of a rank whose pipe to its parent was closed, so that it can report nothing else."""
 
 
 @dataclass(frozen=True)
 class RankFailure:
-    """One rank's end.
+    """How a call failed on one rank.
 
-    ``kind`` is "raised", "exited", "killed", "hung" or "unsendable", in a cluster also "lost" (with its machine) or
-    "refused" (by its machine, before it ran), and beside a rank that hung also "answered";
-    ``summary`` fits a line; ``detail`` is the traceback or the stacks. ``when`` is the machine's monotonic clock, so
-    that the first failure can be told from those that it caused. ``user`` marks an error that was made for the user to
-    read: its traceback says nothing more. ``exception`` and ``message`` are the qualified class and the text of what
-    was raised.
+    ``kind`` is "raised", "exited", "killed", "hung" or "unsendable" (the result); "unstarted" if the parent could not
+    start it; in a cluster also "lost" (with its machine) or "refused" (by its machine, before it ran); "answered" if
+    the rank itself is fine and another one hung. ``summary`` fits on one line; ``detail`` is the traceback or the
+    stacks. ``when`` is the machine's monotonic clock, which tells the first failure from those that it caused. ``user``
+    marks an error whose message is complete for the user, so that no traceback is shown. ``exception`` and ``message``
+    are the qualified class and the text of the exception.
     """
 
     rank: int
@@ -35,15 +43,15 @@ class RankFailure:
 
     @property
     def lost_peer(self) -> bool:
-        """Whether torch says that another rank has gone: a consequence, though it can be told before its cause."""
-        told_by_torch = self.exception.startswith("torch.distributed.") or "gloo" in self.message
-        return self.kind == "raised" and told_by_torch and LOST_PEER.search(self.message) is not None
+        """Whether torch reports that another rank has gone: a consequence, even if it is reported before its cause."""
+        raised_by_torch = self.exception.startswith("torch.distributed.") or "gloo" in self.message
+        return self.kind == "raised" and raised_by_torch and LOST_PEER.search(self.message) is not None
 
 
 class CallFailed(Exception):
-    """A function of the user's failed; ``where`` names it, the cause of this error is what it raised.
+    """A function of the user's, which ``where`` names, raised this error's ``__cause__``.
 
-    ``detail`` is what is shown in place of the cause's traceback.
+    ``detail``, if any, is shown instead of the traceback of the cause.
     """
 
     def __init__(self, where: str = "", detail: str = "") -> None:
@@ -53,14 +61,14 @@ class CallFailed(Exception):
 
 
 class Misuse(ValueError):
-    """A user's mistake, told completely by its message: no traceback belongs to it."""
+    """A mistake in the user's code or settings. Its message is complete, and no traceback is shown."""
 
 
 class WorldError(Exception):
-    """One or more ranks failed; their world has ended. ``str()`` is the full story, ``summary`` one line.
+    """One or more ranks failed, and their world has ended. ``str()`` is the whole message, ``summary`` its first line.
 
-    ``label`` names the world beside its ranks, and a world of one in place of its only rank. ``view`` is what is
-    known of all ranks together.
+    ``doing`` says what the ranks were doing. ``label`` names the world in the message, after its ranks or instead of
+    its only rank. ``view`` describes all ranks together: who waits in which collective.
     """
 
     def __init__(
@@ -84,8 +92,8 @@ class WorldError(Exception):
         first = self.failures[0]
         if first.user:
             return first.summary
-        mine = ADDRESS.sub("", first.summary)
-        same = sorted(f.rank for f in self.failures if (f.kind, ADDRESS.sub("", f.summary)) == (first.kind, mine))
+        text = ADDRESS.sub("", first.summary)
+        same = sorted(f.rank for f in self.failures if (f.kind, ADDRESS.sub("", f.summary)) == (first.kind, text))
         summary = _plural(first.summary) if len(same) > 1 else first.summary
         return f"{self._who(same)} {summary}"
 
@@ -96,41 +104,43 @@ class WorldError(Exception):
 
     @property
     def unanimous(self) -> str:
-        """The qualified class of what every rank raised; empty where they differ or one did not raise."""
+        """The qualified class of the exception that every rank raised; empty if they differ or a rank raised none."""
         raised = {failure.exception for failure in self.failures}
         return raised.pop() if len(raised) == 1 and len(self.failures) == len(self.outputs) else ""
 
     @property
     def user(self) -> bool:
-        """Whether the first failure is a message to the user, complete in one line."""
+        """Whether the first failure is a complete message for the user, without a traceback."""
         return self.failures[0].user
 
     def __str__(self) -> str:
         if self.user:
             return self.summary
         lines = [self.summary, f"(while {self.doing})", *(["", self.view] if self.view else [])]
-        for number, (summary, detail, ranks) in enumerate(self._told()):
+        for number, (summary, detail, ranks) in enumerate(self._merged()):
             if number and summary:
                 lines += ["", f"then {name_ranks(ranks)} {summary}"]
             if detail:
                 lines += ["", detail.rstrip()]
         return "\n".join(lines)
 
-    def _told(self) -> list[tuple[str, str, list[int]]]:
-        """(summary, detail, ranks): what several ranks say alike is told once, and consequences in one line."""
+    def _merged(self) -> list[tuple[str, str, list[int]]]:
+        """Return (summary, detail, ranks) for each distinct failure; consequences become one line without detail."""
         if self.failures[0].kind == "hung":
             stacks: dict[str, list[int]] = {}
             for failure in self.failures:
                 stacks.setdefault(failure.detail, []).append(failure.rank)
-            return [("", f"{name_ranks(at)} stood at (innermost last):\n{stack}", at) for stack, at in stacks.items()]
+            return [
+                ("", f"stack of {name_ranks(ranks)} (innermost frame last):\n{stack}", ranks)
+                for stack, ranks in stacks.items()
+            ]
         first = self.failures[0]
-        told: dict[str, tuple[str, str, list[int]]] = {}
+        merged: dict[str, tuple[str, str, list[int]]] = {}
         for failure in self.failures:
             lost = failure.lost_peer and not first.lost_peer
-            words = ("lost the connection to it", "") if lost else (failure.summary, failure.detail)
-            # Where an object lies in memory is another place on every rank, and says nothing.
-            told.setdefault(ADDRESS.sub("", "\n".join(words)), (*words, []))[2].append(failure.rank)
-        return list(told.values())
+            text = ("lost the connection to it", "") if lost else (failure.summary, failure.detail)
+            merged.setdefault(ADDRESS.sub("", "\n".join(text)), (*text, []))[2].append(failure.rank)
+        return list(merged.values())
 
 
 def _plural(summary: str) -> str:
@@ -139,20 +149,10 @@ def _plural(summary: str) -> str:
     return summary
 
 
-LOST_PEER = re.compile(
-    r"Connection (was likely )?(closed|reset)|Connection refused|Broken pipe|ncclRemoteError|failed to (recv|send)",
-    re.IGNORECASE,
-)
-
-
-CUT_OFF = 113
-"""The exit code of a rank that cannot speak to its parent any more, for that is all it can still say."""
-
-
 def describe_exit(code: int | None) -> tuple[str, str]:
-    """(kind, summary) of a process that ended by itself."""
+    """Return (kind, summary) for a process that ended without a message."""
     if code is None:
-        return "exited", "closed its connection and did not end"
+        return "exited", "closed its connection but did not exit"
     if code < 0:
         try:
             name = signal.Signals(-code).name
@@ -160,5 +160,5 @@ def describe_exit(code: int | None) -> tuple[str, str]:
             name = f"signal {-code}"
         return "killed", f"was killed by {name}"
     if code == CUT_OFF:
-        return "exited", "closed a descriptor that was not its own: the connection to pytest"
+        return "exited", "closed the file descriptor of its connection to pytest"
     return "exited", f"exited with code {code} before it answered"

@@ -1,44 +1,65 @@
-"""What a world tells while it works, beside what its calls return."""
+"""The interface through which a world reports progress, notes, failures and output while a call runs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
+from pytest_fsdp_meta.worlds.failures import WorldError
 from pytest_fsdp_meta.worlds.rank.warnings import Warned, raise_again
+from pytest_fsdp_meta.worlds.spec import WorldSpec
+from pytest_fsdp_meta.worlds.system.terminal import Terminal
 
-if TYPE_CHECKING:
-    from pytest_fsdp_meta.worlds.failures import WorldError
-    from pytest_fsdp_meta.worlds.system.terminal import Terminal
-    from pytest_fsdp_meta.worlds.world import World
+
+class ObservedWorld(Protocol):
+    """The part of a ``World`` that its listener may use."""
+
+    @property
+    def label(self) -> str: ...
+
+    @property
+    def spec(self) -> WorldSpec: ...
+
+    def can_debug(self, rank: int) -> bool:
+        """Return whether ``post_mortem`` is possible on the rank."""
+
+    def post_mortem(self, rank: int, terminal: Terminal, debugger: str) -> bool:
+        """Open a debugger where the last call failed on the rank; return whether the user typed "quit"."""
+
+    def close(self) -> None:
+        """End every rank."""
 
 
 class Listener:
-    """Hears what happens in worlds. By itself it only raises again what ranks warn of: override what is to be heard.
+    """Receives the reports of one or more worlds. Override what you need; the default only reissues warnings of ranks.
 
-    All is called in the thread that called the world, but ``wrote``.
+    Every method but ``wrote`` is called in the thread that called the world.
     """
 
     live = False
-    """Whether to call ``wrote``."""
+    """Whether ``wrote`` is called."""
 
-    def waits(self, world: World, doing: str) -> None:
-        """The world begins to wait for its ranks, which are doing this: "starting", "running load"."""
+    def waits(self, world: ObservedWorld, doing: str) -> None:
+        """Handle that the world starts to wait for its ranks, which are now ``doing``: "starting", "running load"."""
 
-    def noted(self, world: World, rank: int, kind: str, what: Any) -> None:
-        """A rank has called ``note(kind, what)``."""
+    def noted(self, world: ObservedWorld, rank: int, kind: str, what: Any) -> None:
+        """Handle a rank's call of ``note(kind, what)``."""
         if isinstance(what, Warned):
             raise_again(what, f"on rank {rank}")
 
-    def failed(self, world: World, error: WorldError, keep: Callable[[], World]) -> None:
-        """The world is going to end with this error. ``keep()`` gives its ranks as they are, to be closed later."""
+    def failed(self, world: ObservedWorld, error: WorldError, keep: Callable[[], ObservedWorld]) -> None:
+        """Handle that a call failed; the world ends afterwards.
+
+        ``keep()`` takes the ranks out of this world and returns them, still running, as a world that the listener has
+        to close.
+        """
 
     @contextmanager
-    def terminal(self, world: World, rank: int) -> Iterator[Terminal]:
-        """A debugger on this rank asks for the terminal. Raises ValueError, with the reason, where there is none."""
-        raise ValueError("nobody lends one")
+    def terminal(self, world: ObservedWorld, rank: int) -> Iterator[Terminal]:
+        """Provide the terminal for one prompt of a debugger on the rank. Raise ValueError with the reason if not."""
+        raise ValueError("this world has no listener that provides one")
         yield
 
-    def wrote(self, world: World, rank: int, lines: Sequence[str]) -> None:
-        """A rank has written these lines. From another thread, while the world runs and until it is closed."""
+    def wrote(self, world: ObservedWorld, rank: int, lines: Sequence[str]) -> None:
+        """Handle lines that the rank has written. Called from another thread until the world is closed."""

@@ -1,4 +1,4 @@
-"""Worlds that are kept for whoever wants the same again, and handed on only while nothing of the last use is left."""
+"""Reuse running worlds: a later test of the same owner gets a world only if nothing of the last test is left in it."""
 
 from __future__ import annotations
 
@@ -8,104 +8,106 @@ from dataclasses import astuple, dataclass, field
 
 from pytest_fsdp_meta.text import name_ranks
 from pytest_fsdp_meta.worlds.failures import WorldError
-from pytest_fsdp_meta.worlds.rank.reset import Counts, Left
+from pytest_fsdp_meta.worlds.rank.reset import Counts, ResetReport
 from pytest_fsdp_meta.worlds.spec import WorldSpec
 from pytest_fsdp_meta.worlds.world import World
 
-TIDYING = "pytest_fsdp_meta.worlds.rank.reset"
-DOING = "tidying up after the test"
+RESET = "pytest_fsdp_meta.worlds.rank.reset"
+RESETTING = "resetting the ranks after the test"
 
 
 @dataclass
-class _Kept:
-    """A world, and what its ranks were started with."""
+class _PooledWorld:
+    """A world, and the environment and folder that its ranks were started with."""
 
     world: World
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     folder: str = field(default_factory=os.getcwd)
     idle: bool = False
 
-    def follow(self, but: Collection[str]) -> None:
-        """Lets the ranks have what a fresh world would have now; without a call where that is what they have."""
-        names = (self.environ.keys() | os.environ.keys()) - set(but)
+    def follow_parent(self, private: Collection[str]) -> None:
+        """Give the ranks the environment and folder that a fresh world would get now; no call if nothing changed."""
+        names = (self.environ.keys() | os.environ.keys()) - set(private)
         changed = {name: os.environ.get(name) for name in names if os.environ.get(name) != self.environ.get(name)}
         folder = os.getcwd()
         if changed or folder != self.folder:
-            self.world.run(f"{TIDYING}:follow", changed, folder if folder != self.folder else None)
+            self.world.run(f"{RESET}:follow_parent", changed, folder if folder != self.folder else None)
 
 
 class Pool:
-    """Running worlds by owner: each is kept until its owner's end.
+    """Running worlds, each kept for its owner until ``end(owner)``.
 
-    ``private`` are names of the parent's environment variables that mean nothing to ranks.
+    ``private`` names environment variables of the parent that mean nothing to ranks.
     """
 
     def __init__(self, make: Callable[[WorldSpec], World], private: Collection[str] = ()) -> None:
         self._make = make
         self._private = private
-        self._kept: dict[tuple[Hashable, str], _Kept] = {}
+        self._worlds: dict[tuple[Hashable, str], _PooledWorld] = {}
 
     def take(self, owner: Hashable, spec: WorldSpec) -> World:
-        """The owner's world of this kind, a fresh one where there is none or it has ended. Raises WorldError."""
+        """Return the owner's world with this spec, or a fresh one if it has none that runs. Raises WorldError."""
         key = owner, repr(astuple(spec))
-        kept = self._kept.get(key)
-        if kept is None or not kept.world.alive:
-            kept = self._kept[key] = _Kept(self._make(spec))
-            kept.world.start()
-            kept.world.run(f"{TIDYING}:remember")
-        elif kept.idle:
-            kept.follow(self._private)
-        kept.idle = False
-        return kept.world
+        pooled = self._worlds.get(key)
+        if pooled is None or not pooled.world.alive:
+            pooled = self._worlds[key] = _PooledWorld(self._make(spec))
+            pooled.world.start()
+            pooled.world.run(f"{RESET}:record_start")
+        elif pooled.idle:
+            pooled.follow_parent(self._private)
+        pooled.idle = False
+        return pooled.world
 
     def tidy(self, owner: Hashable) -> str:
-        """Puts the owner's worlds back as they began, and ends those that cannot be. Says what is wrong, or nothing."""
-        told = [_tidied(kept) for (whose, _), kept in self._kept.items() if whose == owner and kept.world.alive]
-        return next(filter(None, told), "")
+        """Reset the owner's worlds, or end them if that is impossible. Return what a test did wrong, or ""."""
+        problems = [
+            _reset(pooled) for (whose, _), pooled in self._worlds.items() if whose == owner and pooled.world.alive
+        ]
+        return next(filter(None, problems), "")
 
     def end(self, owner: Hashable) -> None:
-        """Ends every world of the owner."""
-        for key in [key for key in self._kept if key[0] == owner]:
-            self._kept.pop(key).world.close()
+        """End every world of the owner."""
+        for key in [key for key in self._worlds if key[0] == owner]:
+            self._worlds.pop(key).world.close()
 
     def close(self) -> None:
-        for owner, _ in list(self._kept):
+        for owner, _ in list(self._worlds):
             self.end(owner)
 
 
-def _tidied(kept: _Kept) -> str:
-    """Says what is wrong, or nothing."""
-    world, kept.idle, told = kept.world, True, ""
+def _reset(pooled: _PooledWorld) -> str:
+    """Reset the ranks, or end them if that is impossible. Return what the test did wrong, or ""."""
+    world, pooled.idle, problem = pooled.world, True, ""
     try:
-        left: list[Left] = world.call(f"{TIDYING}:tidy", doing=DOING)
-        # Ranks that only sent each other something have begun more than the others, and rightly so.
-        uneven = bool(_uneven([one.begun for one in left]))
+        reports: list[ResetReport] = world.call(f"{RESET}:restore_start", doing=RESETTING)
+        uneven = bool(_find_uneven([report.started for report in reports]))
         if uneven:
-            told = _unpaired(world.call(f"{TIDYING}:collectives", doing=DOING))
+            # Not a mistake if only some ranks sent each other something, so compare the collectives alone.
+            problem = _describe_uneven(world.call(f"{RESET}:count_collectives", doing=RESETTING))
     except WorldError as error:
         return str(error)
-    if uneven or any(one.stays for one in left):
+    if uneven or any(report.not_restored for report in reports):
         world.close()
-    return told
+    return problem
 
 
-def _uneven(counts: Sequence[Counts]) -> dict[tuple[int, ...], dict[int, list[int]]]:
-    """The groups in which not all ranks have counted the same, and which of them have counted what. By rank."""
-    said: dict[tuple[int, ...], dict[int, list[int]]] = {}
-    for rank, mine in enumerate(counts):
-        for group, number in mine.items():
-            said.setdefault(group, {}).setdefault(number, []).append(rank)
-    return {group: numbers for group, numbers in said.items() if len(numbers) > 1}
+def _find_uneven(counts: Sequence[Counts]) -> dict[tuple[int, ...], dict[int, list[int]]]:
+    """Return the groups whose ranks have different counts, each with the ranks by count. ``counts`` are by rank."""
+    ranks_by_count: dict[tuple[int, ...], dict[int, list[int]]] = {}
+    for rank, by_group in enumerate(counts):
+        for group, number in by_group.items():
+            ranks_by_count.setdefault(group, {}).setdefault(number, []).append(rank)
+    return {group: by_count for group, by_count in ranks_by_count.items() if len(by_count) > 1}
 
 
-def _unpaired(counts: Sequence[Counts]) -> str:
-    """What is wrong where ranks have not called the same collectives: the next test's would pair with the rest."""
-    for group, numbers in _uneven(counts).items():
+def _describe_uneven(counts: Sequence[Counts]) -> str:
+    """Return what is wrong if ranks have called different numbers of collectives, else ""."""
+    for group, by_count in _find_uneven(counts).items():
         where = "" if len(group) == len(counts) else f" in the group of {name_ranks(group)}"
-        said = ", ".join(f"{name_ranks(ranks)}: {number}" for number, ranks in numbers.items())
+        numbers = ", ".join(f"{name_ranks(ranks)}: {number}" for number, ranks in by_count.items())
         return (
-            f"the ranks have not called the same number of collectives{where} ({said}), and what is left would pair "
-            "with those of the next test, so this world was ended; call every collective on all ranks, and wait for "
+            f"the ranks have not called the same number of collectives{where} ({numbers}), so the unmatched ones would "
+            "pair with those of the next test; this world was ended. Call every collective on all ranks, and wait for "
             "the async ones"
         )
     return ""

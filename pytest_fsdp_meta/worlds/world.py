@@ -1,53 +1,46 @@
-"""The parent's side of a world: start its ranks, call them, notice at once how they fail, leave nothing behind."""
+"""The parent's side of a world: start its ranks, call functions on them, report at once how they fail, end them."""
 
 from __future__ import annotations
 
 import copy
-import math
-import pickle
 import shutil
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from multiprocessing import connection, util
+from multiprocessing import util
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
-from pytest_fsdp_meta.worlds.diagnosis import disk, hang
+from pytest_fsdp_meta.worlds import terminal_lending
+from pytest_fsdp_meta.worlds.conversation import Conversation, Message, Replies, pack_call, unpack_results
+from pytest_fsdp_meta.worlds.diagnosis import disk
 from pytest_fsdp_meta.worlds.engine import Engine, Member
 from pytest_fsdp_meta.worlds.failures import RankFailure, WorldError
 from pytest_fsdp_meta.worlds.listener import Listener
 from pytest_fsdp_meta.worlds.local.engine import ForkServerEngine
-from pytest_fsdp_meta.worlds.rank.debugging import BORROWING, RETURNING
 from pytest_fsdp_meta.worlds.spec import WorldSpec
-from pytest_fsdp_meta.worlds.system import messages, processes, temp_folders
-from pytest_fsdp_meta.worlds.system.messages import DOING, POST_MORTEM
+from pytest_fsdp_meta.worlds.system import processes, temp_folders
 from pytest_fsdp_meta.worlds.system.output import Follower, Written
 from pytest_fsdp_meta.worlds.system.processes import held_back
 from pytest_fsdp_meta.worlds.system.terminal import Terminal
 
-GRACE = 0.8
-"""Seconds that the other ranks get, after the first failure, to report theirs."""
-VOTING = 10.0
-"""Seconds that they get to say that they, too, leave the call: a skip on one rank may come long before the next."""
 STARTING = 60.0
-"""Seconds that ranks get at least to start and to join: the timeout may be that of a call which should be short."""
-GLANCE = 0.5
-"""Seconds between two looks at whether a rank has ended of which no pipe tells."""
-_SHARED: Engine = ForkServerEngine()
-"""For worlds that name none."""
+"""Seconds that ranks have at least to start and join, because ``WorldSpec.timeout`` may be meant for short calls."""
+END_TIMEOUT = 10.0
+"""Seconds to wait for killed ranks to end. One that does not (it sits in a driver) is left to the system."""
+_DEFAULT_ENGINE: Engine = ForkServerEngine()
 
 
 class World:
-    """Ranks with one process group. A context manager; ``run`` calls a function on every rank.
+    """Ranks that share one process group. A context manager; ``run`` calls a function on every rank.
 
-    After a ``WorldError``, or when a call is interrupted, the world is over: its ranks are ended, and the next test
-    takes a fresh one. ``label`` is what errors call it beside its ranks, or in place of its only one. ``shared``
-    is a folder of the parent's, which the ranks remove where the parent is killed. ``listener`` is told what happens
-    while a call runs.
+    After a ``WorldError``, or when a call is interrupted, the world has ended together with its ranks, and the next
+    test needs a fresh one. Error messages call the world by its ``label``: after its ranks, or instead of its only
+    rank. ``shared`` is a folder of the parent's that the ranks remove if the parent is killed. ``listener`` receives
+    what happens while a call runs.
     """
 
     def __init__(
@@ -62,14 +55,13 @@ class World:
         self._shared = [] if shared is None else [str(shared)]
         self.label = label
         self._listener = listener or Listener()
-        self._engine = engine or _SHARED
+        self._engine = engine or _DEFAULT_ENGINE
         self._members: list[Member] = []
+        self._conversation: Conversation | None = None
         self._calls = 0
         self._written: list[Written] = []
         """By rank, once the ranks have ended."""
         self._follower: Follower | None = None
-        self._doing: dict[int, str] = {}
-        """What ranks say that they do in the call that runs."""
         self._folder: Path | None = None
         self._at_exit: util.Finalize | None = None
 
@@ -84,7 +76,7 @@ class World:
 
     @property
     def folder(self) -> Path:
-        """Removed when the world ends, by its ranks where the parent was killed."""
+        """The folder for messages and output, removed when the world ends (by its ranks if the parent is killed)."""
         assert self._folder is not None, "the world has not been started"
         return self._folder
 
@@ -93,22 +85,22 @@ class World:
         return bool(self._members)
 
     def start(self) -> None:
-        """Starts the ranks and joins them. Raises WorldError when one of them fails to."""
+        """Start the ranks and let them join the process group. Raises WorldError if one of them fails to."""
         if self._members:
             raise RuntimeError("this world has been started")
-        with self._or_end("starting"):
+        with self._closed_on_error("starting"):
             self._listener.waits(self, "starting")
-            self._launch()
-            store = self._collect("store", "starting", self._members[:1])[0]
-            self._send(("store", *store))
-            self._collect("ready", "joining the process group")
+            conversation = self._launch()
+            store = self._collect(conversation, "store", "starting", ranks=[self._members[0].rank])[0]
+            conversation.send_to_all(("store", *store))
+            self._collect(conversation, "ready", "joining the process group")
 
     def run(self, function: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Calls ``function`` on every rank; the results in rank order.
+        """Call ``function`` on every rank and return the results in rank order.
 
-        ``function`` may be "module:name", which spares the parent importing the module. Raises WorldError when a
+        ``function`` may be "module:name", so that the parent need not import the module. Raises WorldError when a
         rank raises, ends or does not answer within the world's timeout, and ValueError for arguments that cannot be
-        sent or results that cannot be read.
+        pickled or results that cannot be unpickled.
         """
         return self.call(function, args, kwargs)
 
@@ -119,64 +111,55 @@ class World:
         kwargs: Mapping[str, Any] | None = None,
         *,
         doing: str = "",
-        votes: Collection[str] = (),
+        unanimous_outcomes: Collection[str] = (),
     ) -> list[Any]:
-        """As ``run``. ``doing`` is what an error says was going on.
+        """Call ``function`` as ``run`` does. ``doing`` is what error messages say that the ranks were doing.
 
-        ``votes`` are qualified classes of exceptions that mean something only when every rank raises one (a skip):
-        the others get longer to do so, and when all have, the world goes on after the WorldError.
+        ``unanimous_outcomes`` are qualified classes of exceptions that mean something only if every rank raises one (a
+        skip): the other ranks get more time to do so, and if all do, the world survives the WorldError.
         """
-        import cloudpickle
-
-        if not self._members:
+        if not self._members or self._conversation is None:
             raise RuntimeError("this world has ended; a test takes a fresh one")
-        target = function if isinstance(function, str) else ""
-        try:
-            payload = cloudpickle.dumps((None if target else function, tuple(args), dict(kwargs or {})))
-        except Exception as error:
-            raise ValueError(f"the arguments cannot be sent to the ranks: {type(error).__name__}: {error}") from error
-        self._calls += 1
-        name = target or getattr(function, "__qualname__", repr(function))
+        number = self._calls + 1
+        message = pack_call(number, function, args, kwargs or {})
+        self._calls = number
+        name = function if isinstance(function, str) else getattr(function, "__qualname__", repr(function))
         doing = doing or f"running {name.rpartition(':')[2]}"
-        with self._or_end(doing):
-            self._send(("call", self._calls, target, payload))
-            answers = self._collect("result", doing, votes=votes)
-        assert all(call == self._calls for call, _ in answers), "an answer belongs to another call"
-        try:
-            return [pickle.loads(packed) for _, packed in answers]
-        except Exception as error:
-            raise ValueError(f"a rank's result cannot be read here: {type(error).__name__}: {error}") from error
+        with self._closed_on_error(doing):
+            self._conversation.send_to_all(message)
+            answers = self._collect(self._conversation, "result", doing, unanimous_outcomes=unanimous_outcomes)
+        return unpack_results(number, answers)
 
     @contextmanager
-    def _or_end(self, doing: str) -> Iterator[None]:
-        """Also when it is interrupted: an answer that comes later must not be taken for the next one's."""
+    def _closed_on_error(self, doing: str) -> Iterator[None]:
+        """Close the world also when it is interrupted: the next call must not take a late answer for its own."""
         try:
             yield
         except WorldError:
             if not self._members:
-                self.close()  # the engine gave none, and left a folder
-            raise  # it has ended, unless its ranks voted
+                self.close()  # the engine started no rank, but left a folder
+            raise  # otherwise the world has ended already, or goes on after a unanimous outcome
         except BaseException as error:
-            # Of the ranks' own errors they have said it themselves.
-            want = self._want(error) if isinstance(error, OSError) else ""
+            # A rank reports its own lack of disk or descriptors; here it is the parent's.
+            shortage = self._describe_shortage(error) if isinstance(error, OSError) else ""
             self.close()
-            if want:
-                raise WorldError([RankFailure(0, "unstarted", want, user=True)], doing, label=self.label) from error
+            if shortage:
+                raise WorldError([RankFailure(0, "unstarted", shortage, user=True)], doing, label=self.label) from error
             raise
 
-    def _want(self, error: OSError) -> str:
-        """What this machine has no more of, in one line that says what to do; empty for another error."""
+    def _describe_shortage(self, error: OSError) -> str:
+        """Return one line that says what this machine has run out of and what to do, or "" for another error."""
         return disk.hint(self._folder or tempfile.gettempdir(), error) or processes.no_descriptors(error)
 
     def close(self) -> None:
-        """Ends every rank, at once and whatever it is doing; safe to call twice. Ctrl-C waits until it is done."""
+        """Kill every rank, whatever it is doing. Safe to call twice. Ctrl-C takes effect when the ranks have ended."""
         with held_back():
             self._close()
 
     def _close(self) -> None:
         for member in self._members:
             member.kill()
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + END_TIMEOUT
         for member in self._members:
             member.join(max(0.0, deadline - time.monotonic()))
         if self._members:
@@ -186,7 +169,7 @@ class World:
             self._follower = None
         for member in self._members:
             member.release()
-        self._members = []
+        self._members, self._conversation = [], None
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
@@ -195,150 +178,89 @@ class World:
             self._at_exit = None
 
     def _set_aside(self) -> World:
-        """The ranks in a world of their own, while this one ends without them."""
+        """Move the ranks, still running, to a world of their own, so that closing this one does not end them."""
         aside = copy.copy(self)
         aside._at_exit = util.Finalize(None, aside.close, exitpriority=1)
         if self._at_exit is not None:
             self._at_exit.cancel()
         self._written = self._all_written()
-        self._members, self._folder, self._follower, self._at_exit = [], None, None, None
+        self._members, self._conversation, self._folder, self._follower, self._at_exit = [], None, None, None, None
         return aside
 
     def post_mortem(self, rank: int, terminal: Terminal, debugger: str) -> bool:
-        """Has the user look at where a call has failed on this rank; whether that ended with "quit".
+        """Open a debugger where the last call failed on the rank; return whether the user left it with "quit".
 
-        ``debugger`` is a class as "module:name", empty for Python's own. Waits for the user, and for nobody else.
+        ``debugger`` is a class as "module:name", empty for ``pdb.Pdb``.
         """
-        member = next(member for member in self._members if member.rank == rank)
-        assert member.pid is not None
-        others = [one.rank for one in self._members if one is not member]
-        with terminal.lent_to(member.pid):
-            member.send(messages.pack((POST_MORTEM, debugger), self.folder / "call"))
-            while True:
-                for _, message in self._events(math.inf, skip=others):
-                    if message is None or message[0] == POST_MORTEM:
-                        return bool(message and message[1])
+        assert self._conversation is not None
+        return terminal_lending.run_post_mortem(self._conversation, rank, terminal, debugger)
 
     def can_debug(self, rank: int) -> bool:
-        """Whether the rank is there and listens, and on this machine."""
+        """Return whether the rank runs on this machine and has been called, so that ``post_mortem`` is possible."""
         here = [member for member in self._members if member.rank == rank and member.pid is not None]
         return self._calls > 0 and any(not member.has_ended for member in here)
 
     def outputs(self, since: Sequence[int] = ()) -> list[str]:
-        """What each rank has written to stdout and stderr so far; of a long one, the end.
+        """Return what each rank has written to stdout and stderr so far, or the end of it if it is long.
 
-        ``since`` is what ``mark`` gave: only what was written after it.
+        ``since`` is a result of ``mark``; what was written before it is left out.
         """
         written = self._all_written()
         return [one.since(mark) for one, mark in zip(written, since or [0] * len(written), strict=True)]
 
     def mark(self) -> list[int]:
-        """How much each rank has written so far."""
+        """Return how many bytes each rank has written so far."""
         return [one.size for one in self._all_written()]
 
     def _all_written(self) -> list[Written]:
         return [member.written() for member in self._members] if self._members else list(self._written)
 
-    def _launch(self) -> None:
-        # Before multiprocessing joins all processes at exit, which would wait for ranks of a forgotten world for ever.
+    def _launch(self) -> Conversation:
+        # Before multiprocessing joins all child processes at exit, which would wait for ranks of a forgotten world.
         self._at_exit = util.Finalize(None, self.close, exitpriority=1)
-        self._engine.start()  # first, because it sees to the folder when this process is killed
+        self._engine.start()  # before the folder is made, because it removes the folder if this process is killed
         self._folder = Path(tempfile.mkdtemp(prefix=temp_folders.prefix("world")))
         leftovers = str(self._folder), *self._shared
         for member in self._engine.launch(self.spec, self._folder, leftovers):
             self._members.append(member)
         if self._listener.live:
             self._follower = Follower([member.read for member in self._members], partial(self._listener.wrote, self))
+        self._conversation = Conversation(
+            self._members, self._folder, partial(self._listener.noted, self), self._lend_terminal
+        )
+        return self._conversation
 
-    def _send(self, message: tuple[Any, ...]) -> None:
-        assert self._folder is not None
-        note = messages.pack(message, self._folder / "call")
-        for member in self._members:
-            member.send(note)
+    def _lend_terminal(self, member: Member) -> None:
+        assert self._conversation is not None
+        open_terminal = partial(self._listener.terminal, self, member.rank)
+        terminal_lending.lend_for_prompt(self._conversation, member, open_terminal)
 
     def _collect(
-        self, kind: str, doing: str, members: Sequence[Member] | None = None, votes: Collection[str] = ()
-    ) -> list[tuple[Any, ...]]:
-        """One message of this kind from each member. Every other rank is watched as well."""
-        self._doing = {}
+        self,
+        conversation: Conversation,
+        kind: str,
+        doing: str,
+        ranks: Collection[int] | None = None,
+        unanimous_outcomes: Collection[str] = (),
+    ) -> Sequence[Message]:
+        """Return one message of this kind from each of ``ranks`` (default: all), while watching the others as well."""
         self._listener.waits(self, doing)
-        awaited = {member.rank for member in (self._members if members is None else members)}
-        answers: dict[int, tuple[Any, ...]] = {}
-        failures: dict[int, RankFailure] = {}
         seconds = self.spec.timeout if kind == "result" else max(self.spec.timeout, STARTING)
-        deadline = time.monotonic() + seconds
-        while (missing := awaited - answers.keys() - failures.keys()) and time.monotonic() < deadline:
-            for member, message in self._events(deadline, skip=failures.keys()):
-                if message is None:
-                    failures[member.rank] = member.ending()
-                elif message[0] == "failure":
-                    failures[member.rank] = message[1]
-                elif message[0] == "note":
-                    self._hear_note(member.rank, *message[1:])
-                elif message[0] == BORROWING:
-                    deadline += self._lend_terminal(member)
-                else:
-                    assert message[0] == kind, message
-                    answers[member.rank] = message[1:]
-            if failures:
-                voting = all(failure.exception in votes for failure in failures.values())
-                deadline = min(deadline, time.monotonic() + (VOTING if voting else GRACE))
-        if missing or failures:
-            failed, view = (list(failures.values()), "") if failures else self._hung(sorted(missing), seconds)
-            self._fail(failed, doing, view, votes)
-        return [answers[rank] for rank in sorted(awaited)]
+        awaited = [member.rank for member in self._members] if ranks is None else ranks
+        replies = conversation.collect(kind, awaited, seconds, unanimous_outcomes)
+        if replies.failures:
+            self._fail(replies, conversation.activities, doing, unanimous_outcomes)
+        return replies.answers
 
-    def _lend_terminal(self, member: Member) -> float:
-        """For one prompt of a debugger on this rank; how long it took, for which nobody is to blame."""
-        began = time.monotonic()
-        others = [one.rank for one in self._members if one is not member]
-        reply = self.folder / "reply"
-        try:
-            if member.pid is None:
-                raise ValueError("it runs on another machine")
-            with self._listener.terminal(self, member.rank) as terminal, terminal.lent_to(member.pid):
-                member.send(messages.pack((BORROWING, ""), reply))
-                over = False
-                while not over:
-                    for _, message in self._events(math.inf, skip=others):
-                        if message is not None and message[0] == "note":
-                            self._hear_note(member.rank, *message[1:])
-                        over = over or message is None or message[0] == RETURNING
-        except ValueError as error:
-            member.send(messages.pack((BORROWING, str(error)), reply))
-        return time.monotonic() - began
-
-    def _hear_note(self, rank: int, kind: str, what: Any) -> None:
-        if kind == DOING:
-            self._doing[rank] = what
-        self._listener.noted(self, rank, kind, what)
-
-    def _events(self, deadline: float, skip: Collection[int]) -> Iterator[tuple[Member, tuple[Any, ...] | None]]:
-        """What members have said (None: it ended), waiting for the first a while, at most until the deadline."""
-        watched = [member for member in self._members if member.rank not in skip]
-        handles = [handle for member in watched for handle in member.handles]
-        ready = connection.wait(handles, timeout=max(0.0, min(GLANCE, deadline - time.monotonic())))
-        for member in watched:
-            if any(handle in ready for handle in member.handles) or member.has_news:
-                yield member, member.hear()
-
-    def _hung(self, waiting: Sequence[int], seconds: float) -> tuple[list[RankFailure], str]:
-        """What is known of every rank when some did not answer, and of all together."""
-        stood = hang.look(self._members)
-        when = time.monotonic()
-        summary = f"did not answer within {seconds:g} s"
-        late = [RankFailure(rank, "hung", summary, stood[rank].stack, when) for rank in waiting]
-        others = sorted({member.rank for member in self._members} - set(waiting))
-        answered = [RankFailure(rank, "answered", "had answered", stood[rank].stack, when + 1) for rank in others]
-        return late + answered, hang.describe({rank: there.flight for rank, there in stood.items()}, returned=others)
-
-    def _fail(self, failures: list[RankFailure], doing: str, view: str, votes: Collection[str]) -> None:
-        told = [self._doing[failure.rank] for failure in failures if failure.rank in self._doing]
-        if told:
-            doing = " or ".join(dict.fromkeys(told))
-        error = WorldError(failures, doing, self.outputs(), self.label, view)
-        if error.unanimous in votes:
-            raise error  # every rank is back, and waits for the next call
+    def _fail(
+        self, replies: Replies, activities: Mapping[int, str], doing: str, unanimous_outcomes: Collection[str]
+    ) -> NoReturn:
+        reported = [activities[failure.rank] for failure in replies.failures if failure.rank in activities]
+        if reported:
+            doing = " or ".join(dict.fromkeys(reported))
+        error = WorldError(replies.failures, doing, self.outputs(), self.label, replies.view)
+        if error.unanimous in unanimous_outcomes:
+            raise error  # every rank has returned, and waits for the next call
         self._listener.failed(self, error, self._set_aside)
         self.close()
         error.outputs = tuple(self.outputs())

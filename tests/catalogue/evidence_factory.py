@@ -1,4 +1,4 @@
-"""Evidence made by hand: that of a healthy loader, and ways to break one thing in it."""
+"""Hand-made evidence: that of a healthy loader, and functions that break one thing in it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def parameter(
     coordinate: Sequence[int] | None = None,
     **facts: Any,
 ) -> TensorFacts:
-    """A parameter on one rank; a plain tensor without ``placements``, else a DTensor on ``mesh`` at ``coordinate``."""
+    """Return a parameter on one rank: a DTensor on ``mesh`` at ``coordinate``, or plain without ``placements``."""
     held = regions(shape, (), (), ())
     on = None
     if placements is not None:
@@ -82,7 +82,7 @@ def buffer(name: str, shape: Sequence[int] = (2,), **facts: Any) -> TensorFacts:
 
 
 def shard_of(placement: str) -> tuple[int, int] | None:
-    """What layout.regions calls a shard, from the short form of a placement."""
+    """Convert the short form of a placement to a shard as ``layout.regions`` takes it."""
     if placement.startswith("_S("):
         dim, factor = placement[3:-1].split(",")
         return int(dim), int(factor)
@@ -92,7 +92,7 @@ def shard_of(placement: str) -> tuple[int, int] | None:
 def model(
     mesh: Mapping[str, int], coordinate: Sequence[int] | None, parameters: Mapping[str, tuple[int, ...]] = PARAMETERS
 ) -> tuple[TensorFacts, ...]:
-    """All tensors of the model on one rank, sharded on dim 0 over each dp_shard; whole where there is no coordinate."""
+    """Return all tensors of the model on one rank, sharded on dim 0 over dp_shard; whole without a coordinate."""
     placements = None if coordinate is None else ["S(0)" if dim == "dp_shard" else "R" for dim in mesh]
     found = [parameter(name, shape, mesh, placements, coordinate) for name, shape in parameters.items()]
     tied = {HEAD: EMBEDDING}
@@ -115,7 +115,7 @@ def healthy(
     parameters: Mapping[str, tuple[int, ...]] = PARAMETERS,
     losses: Sequence[float] = LOSSES,
 ) -> Evidence:
-    """What a conforming loader leaves: everything declared, everything observed, nothing wrong."""
+    """Return the evidence of a conforming loader: all usual fields declared, everything observed, nothing wrong."""
     mesh = {"dp_shard": world} if mesh is None else mesh
     coordinates = list(product(*(range(size) for size in mesh.values())))
     ranks = tuple(RankInventory(rank, "cpu", model(mesh, place, parameters)) for rank, place in enumerate(coordinates))
@@ -146,7 +146,7 @@ def healthy(
 
 
 def reloaded(ranks: Sequence[RankInventory], reference: RankInventory) -> dict[str, Any]:
-    """What is seen by loading again, where all comes back."""
+    """Return the observations of loading again, in which everything is restored."""
     saved = tuple(RankSaved({name: f"saved {name}" for name in persistent(rank)}) for rank in ranks)
     momenta = {t.name: {"momentum_buffer": f"momentum of {t.name}"} for t in reference.tensors if t.requires_grad}
     resumed = tuple(RankResumed(held, momenta, ({"lr": "0.1"},), (1.25, 1.0)) for held in saved)
@@ -168,7 +168,7 @@ def persistent(rank: RankInventory) -> tuple[str, ...]:
 
 
 def trained(rank: RankInventory, slices: int, losses: Sequence[float], batches: Sequence[str]) -> RankTraining:
-    """What a rank sees of a training that goes as the reference's."""
+    """Return a rank's observations of a training that equals the reference's."""
     trainable = [tensor for tensor in rank.tensors if tensor.requires_grad]
     alike = tuple(replace(equal(tensor), measure=measured(tensor.numel)) for tensor in trainable)
     return RankTraining(
@@ -187,7 +187,7 @@ def trained(rank: RankInventory, slices: int, losses: Sequence[float], batches: 
 
 
 def measured(elements: int, factor: float = 1.0, apart: float = 0.0) -> Measure:
-    """Of a tensor of ones that has ``factor`` times the truth, and is ``apart`` from that in another direction."""
+    """Measure a tensor of ones: ``factor`` times the reference, plus an orthogonal difference of norm ``apart``."""
     length = elements**0.5
     actual = ((factor * length) ** 2 + apart**2) ** 0.5
     distance = (((factor - 1) * length) ** 2 + apart**2) ** 0.5
@@ -195,14 +195,14 @@ def measured(elements: int, factor: float = 1.0, apart: float = 0.0) -> Measure:
 
 
 def stepped(rank: RankInventory) -> RankInventory:
-    """The inventory once the steps are over: what is trainable has other bits."""
+    """Return the inventory after the training steps: trainable tensors have other bits."""
     return replace(
         rank, tensors=tuple(replace(t, digest=f"trained {t.digest}") if t.requires_grad else t for t in rank.tensors)
     )
 
 
 def on_runs(evidence: Evidence, ranks: Iterable[int] | None, **facts: Any) -> Evidence:
-    """The training with other facts on these ranks, or on all."""
+    """Change facts of the training on these ranks, or on all."""
     chosen = range(len(evidence.training or ())) if ranks is None else set(ranks)
     runs = (replace(run, **facts) if rank in chosen else run for rank, run in enumerate(evidence.training or ()))
     return replace(evidence, training=tuple(runs))
@@ -216,7 +216,7 @@ def remeasured(
     ranks: Iterable[int] | None = None,
     observed: str = "gradients",
 ) -> Evidence:
-    """A gradient, or an update, that is ``factor`` times the reference's and ``apart`` from it in another direction."""
+    """Make a gradient or update ``factor`` times the reference's plus an orthogonal difference of norm ``apart``."""
     chosen = range(len(evidence.training or ())) if ranks is None else set(ranks)
     runs = []
     for rank, run in enumerate(evidence.training or ()):
@@ -234,7 +234,7 @@ def equal(tensor: TensorFacts) -> Comparison:
 
 
 def empty(world: int = 2) -> Evidence:
-    """A model without parameters and without buffers."""
+    """Return the evidence of a model without parameters and buffers."""
     bare = healthy(world, parameters={})
     nothing = tuple(replace(rank, tensors=()) for rank in bare.inventory)
     return replace(
@@ -246,15 +246,15 @@ def empty(world: int = 2) -> Evidence:
     )
 
 
-def on_ranks(evidence: Evidence, ranks: Iterable[int] | None, mend: Callable[[RankInventory], tuple[TensorFacts, ...]]):
-    """The evidence with the tensors of these ranks (default all) as ``mend`` gives them."""
+def on_ranks(evidence: Evidence, ranks: Iterable[int] | None, edit: Callable[[RankInventory], tuple[TensorFacts, ...]]):
+    """Replace the tensors of these ranks (default: all) by those that ``edit`` returns."""
     chosen = range(len(evidence.inventory)) if ranks is None else set(ranks)
-    inventory = (replace(r, tensors=mend(r)) if r.rank in chosen else r for r in evidence.inventory)
+    inventory = (replace(r, tensors=edit(r)) if r.rank in chosen else r for r in evidence.inventory)
     return replace(evidence, inventory=tuple(inventory))
 
 
 def change(evidence: Evidence, name: str, ranks: Iterable[int] | None = None, **facts: Any) -> Evidence:
-    """One tensor with other facts, on these ranks or on all."""
+    """Change facts of one tensor on these ranks, or on all."""
     return on_ranks(evidence, ranks, lambda r: tuple(replace(t, **facts) if t.name == name else t for t in r.tensors))
 
 
@@ -273,9 +273,9 @@ def place(
     *placements: str,
     shape: Sequence[int] | None = None,
 ) -> Evidence:
-    """One parameter on another mesh, or with other placements, on every rank; plain without placements.
+    """Place one parameter on another mesh or with other placements, on every rank; plain without placements.
 
-    Of another shape, it has that in the reference as well.
+    A new ``shape`` is set in the reference as well.
     """
     coordinates = list(product(*(range(size) for size in mesh.values())))
     if shape is None:
@@ -283,12 +283,12 @@ def place(
     elif evidence.reference is not None:
         evidence = change_reference(evidence, name, shape=tuple(shape))
 
-    def there(rank: int) -> TensorFacts:
+    def placed(rank: int) -> TensorFacts:
         if not placements:
             return parameter(name, shape)
         return parameter(name, shape, mesh, placements, coordinates[rank % len(coordinates)])
 
-    return on_ranks(evidence, None, lambda r: tuple(there(r.rank) if t.name == name else t for t in r.tensors))
+    return on_ranks(evidence, None, lambda r: tuple(placed(r.rank) if t.name == name else t for t in r.tensors))
 
 
 def with_reference(evidence: Evidence, **facts: Any) -> Evidence:
@@ -296,22 +296,22 @@ def with_reference(evidence: Evidence, **facts: Any) -> Evidence:
 
 
 def change_reference(evidence: Evidence, name: str, **facts: Any) -> Evidence:
-    truth = evidence.reference.inventory
-    tensors = tuple(replace(tensor, **facts) if tensor.name == name else tensor for tensor in truth.tensors)
-    return with_reference(evidence, inventory=replace(truth, tensors=tensors))
+    inventory = evidence.reference.inventory
+    tensors = tuple(replace(tensor, **facts) if tensor.name == name else tensor for tensor in inventory.tensors)
+    return with_reference(evidence, inventory=replace(inventory, tensors=tensors))
 
 
 def drop_reference(evidence: Evidence, *names: str) -> Evidence:
-    truth = evidence.reference.inventory
-    tensors = tuple(tensor for tensor in truth.tensors if tensor.name not in names)
-    return with_reference(evidence, inventory=replace(truth, tensors=tensors))
+    inventory = evidence.reference.inventory
+    tensors = tuple(tensor for tensor in inventory.tensors if tensor.name not in names)
+    return with_reference(evidence, inventory=replace(inventory, tensors=tensors))
 
 
 def from_checkpoint(evidence: Evidence, *without: str) -> Evidence:
-    """The reference is a checkpoint directory: no transient buffer, no name of ``without``, and nobody trains it."""
+    """Use a checkpoint directory as reference: without non-persistent buffers, ``without`` and training."""
     left_out = {ROTARY, *without}
-    truth = evidence.reference.inventory
-    stored = (replace(t, kind="tensor", device="disk") for t in truth.tensors if t.name not in left_out)
+    tensors = evidence.reference.inventory.tensors
+    stored = (replace(t, kind="tensor", device="disk") for t in tensors if t.name not in left_out)
     return replace(
         evidence,
         reference=ReferenceFacts("checkpoint", RankInventory(0, "disk", tuple(stored))),
@@ -325,24 +325,32 @@ def from_checkpoint(evidence: Evidence, *without: str) -> Evidence:
 def differ(
     evidence: Evidence, name: str, ranks: Iterable[int] | None = None, observed: str = "values", **facts: Any
 ) -> Evidence:
-    """The tensor differs from the truth on these ranks: one element by 0.5, unless told otherwise."""
+    """Let a tensor differ from the reference on these ranks; by default, one element by 0.5."""
     chosen = range(len(evidence.inventory)) if ranks is None else set(ranks)
-    told = {"differing": 1, "max_abs": 0.5, "max_rel": 0.25, "index": (0, 0), "expected": 2.0, "actual": 2.5, **facts}
+    changes = {
+        "differing": 1,
+        "max_abs": 0.5,
+        "max_rel": 0.25,
+        "index": (0, 0),
+        "expected": 2.0,
+        "actual": 2.5,
+        **facts,
+    }
     taken = tuple(
-        tuple(replace(c, equal=False, **told) if c.name == name and rank in chosen else c for c in comparisons)
+        tuple(replace(c, equal=False, **changes) if c.name == name and rank in chosen else c for c in comparisons)
         for rank, comparisons in enumerate(getattr(evidence, observed))
     )
     return replace(evidence, **{observed: taken})
 
 
 def declare(evidence: Evidence, **fields: Any) -> Evidence:
-    """What the author declared, on top of the reference and the batch."""
+    """Declare fields of Subject, in addition to reference, batch and optimizer."""
     declared = evidence.subject.declared | {name for name in fields if name in ("frozen", "tied", "placements")}
     return replace(evidence, subject=replace(evidence.subject, **{"declared": declared, **fields}))
 
 
 def undeclared(evidence: Evidence, *observations: str, why: str, error: bool = False, detail: str = "") -> Evidence:
-    """Observations that were not taken, with the reason."""
+    """Remove observations, with the reason why they were not taken."""
     absent = dict.fromkeys(observations, Unavailable(why, error, detail))
     return replace(
         evidence,
@@ -352,7 +360,7 @@ def undeclared(evidence: Evidence, *observations: str, why: str, error: bool = F
 
 
 def rename(evidence: Evidence, prefix: str, *names: str) -> Evidence:
-    """The prefix put before these names, or before all of them."""
+    """Add a prefix to these names, or to all of them."""
     return on_ranks(
         evidence,
         None,
@@ -361,9 +369,9 @@ def rename(evidence: Evidence, prefix: str, *names: str) -> Evidence:
 
 
 def left_out(by: str, *names: str) -> str:
-    """The reason of a check that was kept by all but these tensors, which ``by`` condemned."""
+    """Return the reason of a check that passed for all but these tensors, which already failed ``by``."""
     count = f"{len(names)} tensor{'s' if len(names) > 1 else ''}"
-    return f"kept by what could be judged; not judged: {count} that {by} condemned (first: {names[0]})"
+    return f"passed for what could be checked; not checked: {count} that already failed {by} (first: {names[0]})"
 
 
 def verdict(id: str, evidence: Evidence) -> Verdict:
@@ -371,5 +379,5 @@ def verdict(id: str, evidence: Evidence) -> Verdict:
 
 
 def told(found: Verdict) -> list[tuple[str | None, tuple[int, ...], str, str, str]]:
-    """The findings without cause and remedy."""
+    """Return the findings without cause and remedy."""
     return [(f.tensor, f.ranks, f.actual, f.expected, f.detail) for f in found.findings]

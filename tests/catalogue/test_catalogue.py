@@ -1,4 +1,4 @@
-"""The catalogue: what its checks read of the evidence."""
+"""The catalogue and the engine: verdicts of own checks, the memo of verdicts, and required observations."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy
 import pytest
 
 from pytest_fsdp_meta.catalogue import Catalogue, Finding, View, check, judge
-from tests.catalogue.evidence_factory import healthy
+from tests.catalogue.evidence_factory import MIDDLE, healthy, undeclared
 
 
 def finding(**facts):
@@ -14,7 +14,7 @@ def finding(**facts):
 
 
 @pytest.mark.parametrize(
-    ("found", "told"),
+    ("found", "message"),
     [
         ([finding(ranks=[numpy.int64(1), 2])], None),
         ([finding(actual=None)], "raised TypeError: Finding(actual=None), but it should be a str"),
@@ -24,31 +24,72 @@ def finding(**facts):
         (None, "raised TypeError: 'NoneType' object is not iterable"),
     ],
 )
-def test_what_an_own_check_finds_is_plain_or_an_error_of_its_own(found, told):
-    words = dict.fromkeys(("promise", "family", "why", "cause", "remedy"), "")
+def test_findings_of_an_own_check_are_converted_or_an_error(found, message):
+    texts = dict.fromkeys(("promise", "family", "why", "cause", "remedy"), "")
 
-    @check(needs=["inventory"], **words)
+    @check(needs=["inventory"], **texts)
     def own(view):
         return found
 
     verdict = judge(own, healthy(4), Catalogue([own]))
-    if told is None:
-        assert [one.ranks for one in verdict.findings] == [(1, 2)]
+    if message is None:
+        assert [converted.ranks for converted in verdict.findings] == [(1, 2)]
         assert {type(rank) for rank in verdict.findings[0].ranks} == {int}
     else:
-        assert (verdict.status, verdict.reason) == ("error", f"the own check own {told}")
+        assert (verdict.status, verdict.reason) == ("error", f"the own check own {message}")
 
 
-def made(id: str, needs: list[str], after: tuple[str, ...] = (), uses: tuple[str, ...] = ()):
+def made(id: str, needs: list[str], after: tuple[str, ...] = (), uses: tuple[str, ...] = (), finds=(), family=""):
     def judge(view: View) -> list[Finding]:
-        return []
+        return list(finds)
 
     judge.__name__ = id
-    words = dict.fromkeys(("promise", "family", "why", "cause", "remedy"), "")
-    return check(needs=needs, after=after, uses=uses, **words)(judge)
+    texts = dict.fromkeys(("promise", "why", "cause", "remedy"), "")
+    return check(needs=needs, after=after, uses=uses, family=family, **texts)(judge)
 
 
-def test_a_check_reads_what_more_basic_ones_read():
+def test_a_second_catalogue_on_the_same_evidence_has_its_own_verdicts():
+    evidence = healthy()
+    passing, failing = made("basic", ["inventory"]), made("basic", ["inventory"], finds=[finding(tensor=MIDDLE)])
+    later = made("later", ["inventory"], after=("basic",))
+    assert judge(later, evidence, Catalogue([passing, later])).status == "passed"
+    assert judge(failing, evidence, Catalogue([failing, later])).status == "failed"
+    assert judge(passing, evidence, Catalogue([passing, later])).status == "passed"
+
+
+def test_two_checks_with_one_id_have_their_own_verdicts():
+    evidence, catalogue = healthy(), Catalogue()
+    assert judge(made("own", ["inventory"]), evidence, catalogue).status == "passed"
+    assert judge(made("own", ["inventory"], finds=[finding()]), evidence, catalogue).status == "failed"
+
+
+def test_a_check_that_is_added_changes_the_verdicts_that_depend_on_it():
+    evidence = undeclared(healthy(), "training", why="rank 1 raised RuntimeError", error=True)
+    catalogue, own = Catalogue(), made("own", ["training"])
+    assert judge(own, evidence, catalogue).status == "error"
+    catalogue.add(made("basic", ["inventory"], finds=[finding()], family="structure"))
+    found = judge(own, evidence, catalogue)
+    assert (found.status, found.reason) == (
+        "skipped",
+        "rank 1 raised RuntimeError; the findings of basic may explain it",
+    )
+
+
+def test_a_verdict_is_computed_once_per_evidence_and_catalogue():
+    calls = []
+
+    @check(needs=["inventory"], **dict.fromkeys(("promise", "family", "why", "cause", "remedy"), ""))
+    def own(view):
+        calls.append(view)
+        return []
+
+    evidence, catalogue = healthy(), Catalogue([own])
+    assert judge(own, evidence, catalogue) is judge(own, evidence, catalogue)
+    judge(own, healthy(), catalogue)
+    assert len(calls) == 2
+
+
+def test_the_observations_of_a_check_include_those_of_more_basic_ones():
     catalogue = Catalogue(
         [
             made("one", ["inventory"], uses=("values",)),
@@ -62,7 +103,7 @@ def test_a_check_reads_what_more_basic_ones_read():
     assert catalogue.observations([]) == set()
 
 
-def test_nothing_is_trained_for_a_more_basic_check():
+def test_a_basic_check_that_uses_the_training_does_not_cause_it():
     basic = made("basic", ["inventory"], uses=("training",))
     catalogue = Catalogue(
         [basic, made("values", ["values"], after=("basic",)), made("trained", ["training"], after=("basic",))]

@@ -1,4 +1,6 @@
-"""collectives_match_on_every_rank, collectives_within_budget and unsharded_modules_are_not_gathered, by hand."""
+"""collectives_match_on_every_rank, collectives_within_budget and unsharded_modules_are_not_gathered, on hand-made
+evidence.
+"""
 
 from __future__ import annotations
 
@@ -31,19 +33,19 @@ MATCH, BUDGET, UNSHARDED = (
 WHOLE = (EMBEDDING, HEAD)
 
 
-def said(op="broadcast", *tensors, ranks=(0, 1), shape=(8, 4), root=None, **facts) -> Collective:
+def collective(op="broadcast", *tensors, ranks=(0, 1), shape=(8, 4), root=None, **facts) -> Collective:
     root = 0 if root is None and op in ("broadcast", "reduce", "scatter", "gather") else root
     facts = {"group": "0", "dtype": "float32", "shapes": (shape,), **facts}
     return Collective(op=op, ranks=tuple(ranks), root=root, tensors=tensors, **facts)
 
 
 def loading(*by_rank, step=(), groups=()):
-    """Evidence of ranks that said this while loading, each of them ``step`` in the step."""
+    """Return evidence of ranks with these collectives while loading, and ``step`` on each rank in a training step."""
     world = healthy(len(by_rank))
     return replace(world, collectives=tuple(RankCollectives(tuple(c), tuple(step), tuple(groups)) for c in by_rank))
 
 
-A, B = said("broadcast", MIDDLE), said("broadcast", EMBEDDING)
+A, B = collective("broadcast", MIDDLE), collective("broadcast", EMBEDDING)
 
 
 @pytest.mark.parametrize(
@@ -52,23 +54,27 @@ A, B = said("broadcast", MIDDLE), said("broadcast", EMBEDDING)
         loading([], []),
         loading([A, B], [A, B]),
         loading([], [], step=[A]),
-        loading([A]),  # alone
-        loading([A], [said("broadcast")]),  # a name that only one rank knows
-        loading([said("broadcast", MIDDLE, HEAD)], [said("broadcast", HEAD)]),  # tied
-        loading([said("broadcast", shape=(32,))], [A]),  # the same elements, flat
-        loading([said("all_to_all", shape=(3, 4))], [said("all_to_all", shape=(5, 4))]),
-        loading([said("all_gather of lists", shape=(3,))], [said("all_gather of lists", shape=(2,))]),
-        loading([said("gather", shape=(3,))], [said("gather", shape=(2,))]),
-        loading([said("scatter", shapes=((2,), (2,)))], [said("scatter", shapes=())]),  # only the root has something
-        loading([said("scatter", shapes=((2,), (2,)))], [said("scatter", shapes=(), dtype="")]),
-        loading([said("barrier", shapes=(), dtype="")], [said("barrier", shapes=(), dtype="")]),
-        loading([said("all_gather", MIDDLE)], [said("all_gather", EMBEDDING)]),  # an optimizer that shares the work
-        loading([said("all_reduce", reduction="sum")], [said("all_reduce")]),
-        loading([A], [A], [B], [B]),  # not this group's ranks: see below
+        loading([A]),  # a single rank
+        loading([A], [collective("broadcast")]),  # a name that only one rank knows
+        loading([collective("broadcast", MIDDLE, HEAD)], [collective("broadcast", HEAD)]),  # tied
+        loading([collective("broadcast", shape=(32,))], [A]),  # the same elements, flat
+        loading([collective("all_to_all", shape=(3, 4))], [collective("all_to_all", shape=(5, 4))]),
+        loading([collective("all_gather of lists", shape=(3,))], [collective("all_gather of lists", shape=(2,))]),
+        loading([collective("gather", shape=(3,))], [collective("gather", shape=(2,))]),
+        loading(
+            [collective("scatter", shapes=((2,), (2,)))], [collective("scatter", shapes=())]
+        ),  # only the root has something
+        loading([collective("scatter", shapes=((2,), (2,)))], [collective("scatter", shapes=(), dtype="")]),
+        loading([collective("barrier", shapes=(), dtype="")], [collective("barrier", shapes=(), dtype="")]),
+        loading(
+            [collective("all_gather", MIDDLE)], [collective("all_gather", EMBEDDING)]
+        ),  # an optimizer that shards its work
+        loading([collective("all_reduce", reduction="sum")], [collective("all_reduce")]),
+        loading([A], [A], [B], [B]),  # two groups; the test changes their ranks
     ],
 )
 def test_what_matches_passes(evidence):
-    if len(evidence.collectives) == 4:  # two groups of two, each with its own order
+    if len(evidence.collectives) == 4:  # give the second group its own ranks
         others = tuple(replace(c, loading=(replace(B, ranks=(2, 3)),)) for c in evidence.collectives[2:])
         evidence = replace(evidence, collectives=evidence.collectives[:2] + others)
     assert verdict(MATCH, evidence).status == "passed"
@@ -86,11 +92,11 @@ def test_broadcasts_in_another_order_on_one_rank():
 
 
 def swapped():
-    first = said("all_reduce")
+    first = collective("all_reduce")
     return loading([first, B, A], [first, A, B])
 
 
-def test_values_that_were_exchanged_are_not_told_again():
+def test_swapped_values_are_not_reported_again():
     evidence = swapped()
     values = tuple(
         tuple(replace(c, equal=False, differing=1, index=(0, 0)) if c.name in (EMBEDDING, MIDDLE) else c for c in rank)
@@ -104,12 +110,20 @@ def test_values_that_were_exchanged_are_not_told_again():
 @pytest.mark.parametrize(
     ("one", "other", "what"),
     [
-        (said("broadcast"), said("all_reduce"), "an all_reduce (float32 [8, 4])"),
-        (said("broadcast"), said("broadcast", root=1), "a broadcast (float32 [8, 4]) from rank 1"),
-        (said("broadcast"), said("broadcast", shape=(8, 5)), "a broadcast (float32 [8, 5]) from rank 0"),
-        (said("broadcast"), said("broadcast", dtype="bfloat16"), "a broadcast (bfloat16 [8, 4]) from rank 0"),
-        (said("all_reduce", reduction="sum"), said("all_reduce", reduction="max"), "an all_reduce (float32 [8, 4]) by"),
-        (said("reduce_scatter"), said("reduce_scatter", shape=(4, 4)), "a reduce_scatter (float32 [4, 4])"),
+        (collective("broadcast"), collective("all_reduce"), "an all_reduce (float32 [8, 4])"),
+        (collective("broadcast"), collective("broadcast", root=1), "a broadcast (float32 [8, 4]) from rank 1"),
+        (collective("broadcast"), collective("broadcast", shape=(8, 5)), "a broadcast (float32 [8, 5]) from rank 0"),
+        (
+            collective("broadcast"),
+            collective("broadcast", dtype="bfloat16"),
+            "a broadcast (bfloat16 [8, 4]) from rank 0",
+        ),
+        (
+            collective("all_reduce", reduction="sum"),
+            collective("all_reduce", reduction="max"),
+            "an all_reduce (float32 [8, 4]) by",
+        ),
+        (collective("reduce_scatter"), collective("reduce_scatter", shape=(4, 4)), "a reduce_scatter (float32 [4, 4])"),
     ],
 )
 def test_one_collective_that_differs(one, other, what):
@@ -124,7 +138,7 @@ def apart(one, other):
     return loading([replace(one, ranks=ranks)], [replace(one, ranks=ranks)], [replace(other, ranks=ranks)])
 
 
-def test_a_collective_that_one_rank_leaves_out():
+def test_a_collective_that_one_rank_omits():
     [finding] = verdict(MATCH, loading([A], [])).findings
     assert finding.actual == "collective 1 of ranks 0, 1 while loading is missing"
     assert finding.ranks == (1,)
@@ -137,12 +151,12 @@ def test_a_step_that_differs():
     assert "in one training step" in finding.actual
 
 
-def test_no_step_is_no_promise():
+def test_without_a_step_only_loading_is_judged():
     evidence = undeclared(loading([A], [A]), "training", why="no batch")
     silent = replace(evidence, collectives=tuple(replace(one, step=None) for one in evidence.collectives))
     found = verdict(MATCH, silent)
-    reason = "no training step was watched (no batch)"
-    assert (found.status, found.reason) == ("skipped", f"kept by what could be judged; {reason}")
+    reason = "no training step was recorded (no batch)"
+    assert (found.status, found.reason) == ("skipped", f"passed for what could be checked; {reason}")
     apart = replace(silent, collectives=(RankCollectives((A,)), RankCollectives((B,))))
     assert (verdict(MATCH, apart).status, verdict(MATCH, apart).reason) == ("failed", reason)
 
@@ -157,7 +171,7 @@ GROUPS = (
     FsdpGroup((MIDDLE,), forwards=1, reshards=True, trainable=True),
     FsdpGroup(WHOLE, forwards=1, reshards=False, trainable=True),
 )
-GATHER, SCATTER = said("all_gather", by_fsdp=True), said("reduce_scatter", by_fsdp=True)
+GATHER, SCATTER = collective("all_gather", by_fsdp=True), collective("reduce_scatter", by_fsdp=True)
 NEEDED = [GATHER] * 3 + [SCATTER] * 2
 
 
@@ -170,12 +184,12 @@ def step(*collectives, groups=GROUPS, size=2):
     [
         step(*NEEDED),
         step(),
-        step(*NEEDED, said("all_reduce", shape=())),  # a loss
-        step(*NEEDED, said("all_gather"), said("all_gather")),  # of a batch, for a contrastive loss
-        step(*NEEDED, said("all_gather", MIDDLE, optimizing=True)),
-        step(*NEEDED, said("all_gather", FROZEN := "verifier.weight")),  # not FSDP2's to manage
+        step(*NEEDED, collective("all_reduce", shape=())),  # a loss
+        step(*NEEDED, collective("all_gather"), collective("all_gather")),  # gathers the batch for a contrastive loss
+        step(*NEEDED, collective("all_gather", MIDDLE, optimizing=True)),
+        step(*NEEDED, collective("all_gather", FROZEN := "verifier.weight")),  # not managed by FSDP2
         step(*NEEDED * 2, groups=[replace(group, forwards=2) for group in GROUPS]),
-        step(*NEEDED, said("all_reduce", by_fsdp=True), groups=[replace(GROUPS[0], replicates=True), GROUPS[1]]),
+        step(*NEEDED, collective("all_reduce", by_fsdp=True), groups=[replace(GROUPS[0], replicates=True), GROUPS[1]]),
     ],
 )
 def test_what_groups_explain_passes(evidence):
@@ -193,7 +207,7 @@ def test_what_groups_explain_passes(evidence):
             "at most 1 for 2 groups",
         ),
         (
-            step(*NEEDED, said("all_reduce", by_fsdp=True)),
+            step(*NEEDED, collective("all_reduce", by_fsdp=True)),
             "1 all_reduce of FSDP groups in one training step",
             "at most 0 for 2 groups",
         ),
@@ -213,27 +227,28 @@ def test_one_rank_gathers_more():
     ] == [(1,)]
 
 
-def test_a_parameter_gathered_besides():
-    gather = said("all_gather", MIDDLE, shape=(3, 4))
-    assert told(verdict(BUDGET, step(*NEEDED, gather, gather, said("broadcast", MIDDLE)))) == [
+def test_a_parameter_gathered_in_addition_to_fsdp():
+    gather = collective("all_gather", MIDDLE, shape=(3, 4))
+    assert told(verdict(BUDGET, step(*NEEDED, gather, gather, collective("broadcast", MIDDLE)))) == [
         (
             MIDDLE,
             (0, 1),
-            "2 all_gathers (float32 [3, 4]) and 1 broadcast (float32 [8, 4]) in one training step, besides FSDP2's own",
-            "gathered by FSDP2 alone",
+            "2 all_gathers (float32 [3, 4]) and 1 broadcast (float32 [8, 4]) in one training step, in addition to "
+            "FSDP2's own",
+            "communicated by FSDP2 only",
             "",
         )
     ]
 
 
 def test_collectives_of_lists_in_the_plural():
-    gather = said("all_gather of lists", MIDDLE)
+    gather = collective("all_gather of lists", MIDDLE)
     [finding] = verdict(BUDGET, step(*NEEDED, gather, gather)).findings
     assert finding.actual.startswith("2 all_gathers of lists (float32 [8, 4]) in one training step")
 
 
-def test_a_declared_unsharded_parameter_is_told_by_its_own_check():
-    evidence = declare(step(*NEEDED, said("broadcast", MIDDLE)), unsharded=(MIDDLE,))
+def test_a_declared_unsharded_parameter_is_reported_by_its_own_check():
+    evidence = declare(step(*NEEDED, collective("broadcast", MIDDLE)), unsharded=(MIDDLE,))
     assert verdict(BUDGET, evidence).status == "passed"
     assert verdict(UNSHARDED, place(evidence, MIDDLE, {})).status == "failed"
 
@@ -241,10 +256,13 @@ def test_a_declared_unsharded_parameter_is_told_by_its_own_check():
 @pytest.mark.parametrize(
     ("evidence", "reason"),
     [
-        (step(*NEEDED, groups=()), "FSDP2 manages nothing here, so no groups say what is to be gathered"),
-        (step(*NEEDED, size=1), "alone, a rank has nobody to communicate with"),
-        (replace(step(), collectives=(RankCollectives(()),) * 2), "no training step was watched"),
-        (replace(empty(), collectives=(RankCollectives((), (), ()),) * 2), "FSDP2 manages nothing here, so no groups"),
+        (step(*NEEDED, groups=()), "FSDP2 manages no parameters here, so there are no FSDP groups to gather"),
+        (step(*NEEDED, size=1), "a single rank does not communicate"),
+        (replace(step(), collectives=(RankCollectives(()),) * 2), "no training step was recorded"),
+        (
+            replace(empty(), collectives=(RankCollectives((), (), ()),) * 2),
+            "FSDP2 manages no parameters here, so there are no FSDP groups",
+        ),
     ],
 )
 def test_where_there_is_no_budget(evidence, reason):
@@ -254,7 +272,7 @@ def test_where_there_is_no_budget(evidence, reason):
 
 
 def whole(*collectives, **facts):
-    """The middle layer is declared unsharded, and lies whole on both ranks."""
+    """Return evidence in which the middle layer is declared unsharded and is whole on both ranks."""
     return declare(place(step(*collectives, **facts), MIDDLE, {}, shape=(6, 4)), unsharded=(MIDDLE,))
 
 
@@ -262,33 +280,33 @@ def whole(*collectives, **facts):
     "evidence",
     [
         whole(*NEEDED),
-        whole(said("all_reduce", shape=(6, 4))),  # of its gradient
-        whole(said("broadcast", EMBEDDING)),
-        whole(said("broadcast", MIDDLE, optimizing=True)),
+        whole(collective("all_reduce", shape=(6, 4))),  # reduces its gradient
+        whole(collective("broadcast", EMBEDDING)),
+        whole(collective("broadcast", MIDDLE, optimizing=True)),
         whole(groups=()),  # a loader that shards by itself
     ],
 )
-def test_what_stays_where_it_is_passes(evidence):
+def test_an_unsharded_parameter_that_is_used_locally_passes(evidence):
     assert verdict(UNSHARDED, evidence).status == "passed"
 
 
-def test_an_unsharded_parameter_that_is_moved():
-    moves = [said("broadcast", MIDDLE, shape=(6, 4))] * 2
-    expected = "used where it is, as declared unsharded"
+def test_an_unsharded_parameter_that_is_communicated():
+    moves = [collective("broadcast", MIDDLE, shape=(6, 4))] * 2
+    expected = "used locally, as declared unsharded"
     assert told(verdict(UNSHARDED, whole(*moves))) == [
-        (MIDDLE, (0, 1), "moved by 2 broadcasts (float32 [6, 4]) in one training step", expected, "")
+        (MIDDLE, (0, 1), "communicated by 2 broadcasts (float32 [6, 4]) in one training step", expected, "")
     ]
 
 
-def test_moved_on_one_rank():
-    evidence = whole(said("all_to_all"))
-    odd = replace(evidence.collectives[1], step=(said("all_to_all", MIDDLE),))
+def test_an_unsharded_parameter_that_one_rank_communicates():
+    evidence = whole(collective("all_to_all"))
+    odd = replace(evidence.collectives[1], step=(collective("all_to_all", MIDDLE),))
     found = verdict(UNSHARDED, replace(evidence, collectives=(evidence.collectives[0], odd)))
     assert [finding.ranks for finding in found.findings] == [(1,)]
 
 
-def test_what_is_sharded_all_the_same_is_told_elsewhere():
-    evidence = declare(step(said("broadcast", MIDDLE)), unsharded=(MIDDLE,))
+def test_a_sharded_parameter_is_reported_by_another_check():
+    evidence = declare(step(collective("broadcast", MIDDLE)), unsharded=(MIDDLE,))
     found = verdict(UNSHARDED, evidence)
     assert (found.status, found.findings) == ("skipped", ())
     assert MIDDLE in str(found.reason)
@@ -298,16 +316,16 @@ def test_what_is_sharded_all_the_same_is_told_elsewhere():
     ("evidence", "reason"),
     [
         (step(*NEEDED), "Subject(unsharded=...) is not declared"),
-        (whole(size=1), "alone, a rank has nobody to communicate with"),
+        (whole(size=1), "a single rank does not communicate"),
         (replace(empty(), collectives=(RankCollectives((), (), ()),) * 2), "Subject(unsharded=...) is not declared"),
     ],
 )
-def test_nothing_to_keep_in_place(evidence, reason):
+def test_nothing_to_judge(evidence, reason):
     assert (verdict(UNSHARDED, evidence).status, verdict(UNSHARDED, evidence).reason) == ("skipped", reason)
 
 
-def test_a_tensor_of_another_shape_is_judged_elsewhere():
-    evidence = change(step(*NEEDED, said("all_gather", MIDDLE)), MIDDLE, [1], shape=(5, 5))
+def test_a_tensor_of_another_shape_is_reported_by_another_check():
+    evidence = change(step(*NEEDED, collective("all_gather", MIDDLE)), MIDDLE, [1], shape=(5, 5))
     found = verdict(BUDGET, evidence)
     assert (found.status, found.reason) == ("skipped", left_out("same_manifest_on_every_rank", MIDDLE))
     assert verdict(MATCH, drop(evidence, MIDDLE)).status == "passed"

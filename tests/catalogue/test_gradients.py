@@ -32,7 +32,7 @@ from tests.catalogue.evidence_factory import (
 
 PARITY, NORM, ACCUMULATION, LOSS = "grad_parity", "grad_norm_parity", "grad_accumulation_parity", "loss_parity"
 ALL = (PARITY, NORM, ACCUMULATION)
-WITHIN = "the reference's within 0.0001"
+WITHIN = "equal within 0.0001"
 CHECKPOINT = "a checkpoint directory cannot be trained; declare Subject(reference=<callable>)"
 
 
@@ -41,7 +41,7 @@ def losses(evidence: Evidence, *curve: float) -> Evidence:
 
 
 def in_slices(evidence: Evidence, *indices: int) -> Evidence:
-    """The rows of the batch that each rank sees."""
+    """Assign each rank to a data-parallel slice of the batch."""
     size = len(set(indices))
     runs = (replace(run, data_parallel=(i, size)) for run, i in zip(evidence.training, indices, strict=True))
     return replace(evidence, training=tuple(runs))
@@ -67,7 +67,7 @@ def test_a_model_without_tensors():
 def test_what_was_not_declared_is_named(check):
     found = verdict(check, undeclared(healthy(), "training", why="Subject(batch=...) is not declared"))
     assert (found.status, found.reason) == ("skipped", "Subject(batch=...) is not declared")
-    # The ranks are trained without a reference as well.
+    # The ranks are also trained without a reference.
     found = verdict(check, undeclared(healthy(), "reference", why="Subject(reference=...) is not declared"))
     assert (found.status, found.reason) == ("skipped", "Subject(reference=...) is not declared")
     trained = replace(from_checkpoint(healthy()), training=healthy().training, unavailable={})
@@ -75,12 +75,12 @@ def test_what_was_not_declared_is_named(check):
 
 
 @pytest.mark.parametrize(
-    ("factor", "told_as"),
+    ("factor", "label"),
     [(2.0, "2"), (0.5, "1/2"), (1 / 3, "1/3"), (4.0, "4"), (8.0, "8"), (1.04, "1.04"), (2.5, "2.5"), (0.0, "0")],
 )
-def test_a_constant_factor_is_named(factor, told_as):
+def test_a_constant_factor_is_named(factor, label):
     found = verdict(PARITY, remeasured(healthy(), MIDDLE, factor))
-    assert told(found) == [(MIDDLE, (0, 1), f"a gradient {told_as} times the reference's", WITHIN, "")]
+    assert told(found) == [(MIDDLE, (0, 1), f"gradient is {label} times the reference's", WITHIN, "")]
 
 
 def cause_of(evidence: Evidence) -> str:
@@ -88,9 +88,9 @@ def cause_of(evidence: Evidence) -> str:
     return finding.cause
 
 
-def test_the_number_that_a_factor_is_is_named():
+def test_a_factor_equal_to_a_number_of_ranks_is_explained():
     assert cause_of(remeasured(healthy(2), MIDDLE, 2.0)) == (
-        "summed where the reference takes the mean (2 is the number of data-parallel ranks)"
+        "summed instead of averaged (2 is the number of data-parallel ranks)"
     )
     assert cause_of(remeasured(healthy(4), MIDDLE, 0.25)).startswith(
         "divided once too often (4 is the number of data-parallel ranks)"
@@ -98,34 +98,32 @@ def test_the_number_that_a_factor_is_is_named():
     assert "constant that the reference does not have" in cause_of(remeasured(healthy(2), MIDDLE, 3.0))
     parallel = replace(healthy(2), world=replace(healthy(2).world, mesh=(("dp_shard", 2), ("tp", 4))))
     assert "(4 is the number of ranks along tp)" in cause_of(remeasured(parallel, MIDDLE, 4.0))
-    assert "nothing of the loss reaches it" in cause_of(remeasured(healthy(2), MIDDLE, 0.0))
+    assert "the loss does not depend on it" in cause_of(remeasured(healthy(2), MIDDLE, 0.0))
 
 
 def test_one_odd_rank():
     found = verdict(PARITY, remeasured(healthy(4), MIDDLE, apart=1.0, ranks=[2]))
-    assert [(f.ranks, f.actual) for f in found.findings] == [((2,), "a gradient unlike the reference's")]
+    assert [(f.ranks, f.actual) for f in found.findings] == [((2,), "gradient differs from the reference's")]
     assert found.findings[0].detail.endswith("0.75 at [0, 0] on rank 2, but should be 0.5")
 
 
 def test_a_gradient_that_is_slightly_off():
-    """0.01 of its length is where it is no more slightly."""
-    truth = verdict(PARITY, remeasured(healthy(), MIDDLE, apart=1.0)).findings[0]
-    assert not truth.cause.startswith("it is slightly off: ")
+    """A relative error below 0.01 counts as slightly off."""
+    far = verdict(PARITY, remeasured(healthy(), MIDDLE, apart=1.0)).findings[0]
+    assert not far.cause.startswith("the error is small: ")
     size = next(c.measure.truth for c in healthy().training[0].gradients if c.name == MIDDLE)
     near = verdict(PARITY, remeasured(healthy(), MIDDLE, apart=0.005 * size)).findings[0]
-    assert near.cause.startswith("it is slightly off: the forward computes a little otherwise")
-    factor = verdict(PARITY, remeasured(healthy(), MIDDLE, 0.9997)).findings[0]  # of a bias, by chance
-    assert (factor.actual, factor.cause) == ("a gradient unlike the reference's", near.cause)
+    assert near.cause.startswith("the error is small: the forward differs slightly")
+    factor = verdict(PARITY, remeasured(healthy(), MIDDLE, 0.9997)).findings[0]  # as a bias may have by chance
+    assert (factor.actual, factor.cause) == ("gradient differs from the reference's", near.cause)
 
 
-def test_a_parameter_that_is_tied_to_what_the_reference_keeps_apart():
+def test_a_parameter_that_the_reference_does_not_tie():
     evidence = remeasured(healthy(), MIDDLE, apart=1.0)
     identity = evidence.inventory[0].by_name[EMBEDDING].identity
     tied = change(evidence, MIDDLE, identity=identity)
-    assert [f.cause.split(":")[0].split(",")[0] for f in verdict(PARITY, tied).findings] == [
-        "it is tied to another parameter here"
-    ]
-    # The reference may tie more than the model: that is another promise.
+    assert [f.cause.split(",")[0] for f in verdict(PARITY, tied).findings] == ["it is tied to another parameter"]
+    # Another check reports ties that only the reference has.
     looser = change_reference(evidence, MIDDLE, identity=evidence.reference.inventory.by_name[EMBEDDING].identity)
     assert not [f for f in verdict(PARITY, looser).findings if f.cause.startswith("it is tied")]
 
@@ -139,7 +137,7 @@ def test_the_tolerance_follows_the_dtype(dtype, apart, status):
     assert verdict(PARITY, remeasured(evidence, MIDDLE, apart=apart)).status == status
 
 
-def test_the_precision_that_the_loader_computes_in():
+def test_the_loaders_compute_dtype_sets_the_tolerance_and_is_named():
     evidence = replace(healthy(), inventory=tuple(replace(r, computes_in=("bfloat16",)) for r in healthy().inventory))
     assert verdict(PARITY, remeasured(evidence, MIDDLE, apart=0.1)).status == "passed"
     assert cause_of(remeasured(evidence, MIDDLE, apart=2.0)).endswith(
@@ -147,8 +145,8 @@ def test_the_precision_that_the_loader_computes_in():
     )
 
 
-def test_what_is_rounding_in_a_tensor_beside_large_ones():
-    """The gradient of a key's bias is zero but for rounding, which no two ways of computing share."""
+def test_a_gradient_that_is_only_rounding_is_not_compared():
+    """The gradient of a key's bias is zero except for rounding, which differs between computations."""
     evidence = with_reference(healthy(), gradients={**healthy().reference.gradients, MIDDLE: 1e-7})
     small = Comparison(MIDDLE, False, 12, measure=replace(alike(), actual=2e-7, truth=1e-7, apart=1e-7, dot=2e-14))
     runs = tuple(replace(run, gradients=(small,)) for run in evidence.training)
@@ -160,19 +158,21 @@ def alike() -> Measure:
     return healthy().training[0].gradients[0].measure
 
 
-def test_no_gradient_at_all_points_to_the_switches():
+def test_no_gradient_at_all_points_to_the_reduction():
     found = verdict(PARITY, on_runs(healthy(), None, without_gradient=tuple(PARAMETERS)))
-    assert {(finding.actual, finding.expected) for finding in found.findings} == {("no gradient", "the reference's")}
+    assert {(finding.actual, finding.expected) for finding in found.findings} == {
+        ("no gradient, although the reference has one", "")
+    }
     assert {finding.cause for finding in found.findings} == {
-        "no parameter has one: the reduction is switched off and never on again (set_requires_gradient_sync(False), "
-        "set_requires_all_reduce(False)), or the loss reaches nothing"
+        "no parameter has a gradient: the reduction is turned off and never on again "
+        "(set_requires_gradient_sync(False), set_requires_all_reduce(False)), or the loss depends on no parameter"
     }
 
 
 def test_no_gradient_where_the_reference_has_one():
     found = verdict(PARITY, on_runs(healthy(4), [1, 3], without_gradient=(MIDDLE,)))
-    assert told(found) == [(MIDDLE, (1, 3), "no gradient", "the reference's", "")]
-    # What the reference does not use has none there, either.
+    assert told(found) == [(MIDDLE, (1, 3), "no gradient, although the reference has one", "", "")]
+    # A parameter that the reference does not use has no gradient there either.
     unused = with_reference(healthy(), gradients={EMBEDDING: 1.0})
     assert verdict(PARITY, on_runs(unused, None, without_gradient=(MIDDLE,))).status == "passed"
 
@@ -186,7 +186,7 @@ def test_a_forward_that_differs_is_left_to_loss_parity(check):
     found = verdict(check, evidence)
     assert (found.status, found.findings) == ("skipped", ())
     assert found.reason == (
-        "the first loss is 2.5, but should be 2, which loss_parity judges; gradients and updates follow from it"
+        "the first loss is 2.5, but should be 2 (see loss_parity); gradients and updates depend on it"
     )
     assert verdict(LOSS, evidence).status == "failed"
 
@@ -195,47 +195,47 @@ def test_later_losses_are_left_to_the_gradients():
     found = verdict(LOSS, losses(remeasured(healthy(), MIDDLE, 2.0), 2.0, 1.75, 1.25))
     assert (found.status, found.reason) == (
         "skipped",
-        "the losses differ (step 1: 1.750000, but should be 1.500000, off by 0.12 relative), which the findings of "
-        "grad_parity explain; mend those first",
+        "the losses differ (step 1: 1.750000, but should be 1.500000, relative error 0.12), which the findings of "
+        "grad_parity explain; fix those first",
     )
 
 
-def test_gradients_over_condemned_tensors_are_explained():
+def test_wrong_parameters_explain_wrong_gradients():
     found = verdict(PARITY, remeasured(differ(healthy(), EMBEDDING), MIDDLE, 2.0))
     assert (found.status, found.reason) == (
         "skipped",
-        f"the gradients differ ({MIDDLE}: a gradient 2 times the reference's), which the findings of "
-        "params_equal_reference explain; mend those first",
+        f"the gradients differ ({MIDDLE}: gradient is 2 times the reference's), which the findings of "
+        "params_equal_reference explain; fix those first",
     )
 
 
-def test_a_reference_that_is_built_differently_each_time():
+def test_a_reference_that_differs_each_time_it_is_built():
     found = verdict(PARITY, with_reference(remeasured(healthy(), MIDDLE, 2.0), unstable=(MIDDLE,)))
-    assert (found.status, "does not reproduce itself" in found.reason) == ("error", True)
+    assert (found.status, "the reference is not reproducible" in found.reason) == ("error", True)
 
 
-def test_a_gradient_that_is_no_number():
+def test_a_gradient_that_is_nan():
     nan = replace(alike(), actual=math.nan, apart=math.nan, dot=math.nan)
     off = Comparison(MIDDLE, False, 12, 1, index=(0, 0), expected=0.5, actual=math.nan, measure=nan)
     found = verdict(PARITY, on_runs(healthy(), [1], gradients=(off,)))
     assert told(found) == [
-        (MIDDLE, (1,), "a gradient unlike the reference's", WITHIN, "nan at [0, 0] on rank 1, but should be 0.5")
+        (MIDDLE, (1,), "gradient differs from the reference's", WITHIN, "nan at [0, 0] on rank 1, but should be 0.5")
     ]
 
 
-def test_two_parameters_in_one_memory_have_gradients_in_parts():
+def test_parameters_that_share_storage_may_have_partial_gradients():
     evidence = remeasured(remeasured(healthy(), HEAD, apart=1.0), EMBEDDING, apart=1.0)
     assert verdict(PARITY, evidence).status == "failed"
     assert verdict(PARITY, change(evidence, HEAD, identity=-1)).status == "passed"
 
 
-def test_experts_have_words_of_their_own():
+def test_experts_have_their_own_explanation():
     evidence = healthy(parameters={"layers.0.experts.down_proj": (8, 4), EMBEDDING: (8, 4)})
     assert "gradients of experts" in cause_of(remeasured(evidence, "layers.0.experts.down_proj", apart=1.0))
 
 
 def apart(evidence: Evidence, name: str, *actual: float, observed: str = "gradients", **facts) -> Evidence:
-    """What each rank has at the first index of a tensor of training, where the reference has 0.5."""
+    """Set each rank's value at the first index of an observed tensor; the reference has 0.5."""
     runs = []
     for run, value in zip(evidence.training, actual, strict=True):
         off = {"differing": 1, "max_abs": abs(value - 0.5), "index": (0, 0), "expected": 0.5, "actual": value, **facts}
@@ -246,7 +246,7 @@ def apart(evidence: Evidence, name: str, *actual: float, observed: str = "gradie
 
 
 def ignored(*gradients: float, parameters: tuple[float, ...] = (), world: int = 2, **facts) -> Evidence:
-    """One plain parameter with these gradients, and with parameters that follow them."""
+    """Return evidence of a plain parameter with these gradients by rank, and values that follow from them."""
     evidence = apart(place(healthy(world), MIDDLE, {}, shape=(6, 4)), MIDDLE, *gradients, **facts)
     runs = []
     for run, value in zip(evidence.training, parameters or gradients, strict=True):
@@ -260,12 +260,12 @@ IGNORED = (
     "it is left out of FSDP and DDP (ignored_params), and nothing else reduces its gradients",
     "shard it, or reduce its gradients after backward (mean over the data-parallel ranks)",
 )
-SCATTERED = ("gradients that differ from rank to rank", "reduced over the data-parallel ranks")
+SCATTERED = ("gradient differs between ranks", "reduced over the data-parallel ranks")
 
 
-def test_gradients_that_nobody_reduces_though_the_losses_agree():
+def test_unreduced_gradients_although_the_losses_agree():
     found = verdict(PARITY, ignored(0.75, 0.25))
-    detail = "of the first step, at [0, 0]: 0.25 on rank 1, 0.75 on rank 0"
+    detail = "first step, at [0, 0]: 0.25 on rank 1, 0.75 on rank 0"
     assert told(found) == [(MIDDLE, (0, 1), *SCATTERED, detail)]
     assert (found.findings[0].cause, found.findings[0].remedy) == IGNORED
 
@@ -274,9 +274,9 @@ def test_gradients_that_nobody_reduces_though_the_losses_agree():
     "evidence",
     [
         ignored(0.5, 0.5),
-        ignored(0.75, 0.75),  # scaled alike, or of another batch: the losses tell
+        ignored(0.75, 0.75),  # scaled alike or from another batch: loss_parity reports it
         ignored(0.501, 0.499),
-        ignored(0.75, 0.25, parameters=(0.625, 0.625)),  # the optimizer reduces
+        ignored(0.75, 0.25, parameters=(0.625, 0.625)),  # the optimizer reduces the gradients
         ignored(0.75, 0.25, expected=0.0, max_abs=1e-9),
         ignored(0.75, math.nan),
     ],
@@ -289,54 +289,54 @@ def test_gradients_that_agree_or_nearly(evidence):
 def test_a_rank_that_has_the_gradient_of_the_reference_by_chance():
     found = verdict(PARITY, ignored(0.5, 1.5, 0.5, 0.5, world=4))
     assert [(finding.ranks, finding.detail) for finding in found.findings] == [
-        ((0, 1, 2, 3), "of the first step, at [0, 0]: 0.5 on rank 0, 1.5 on rank 1")
+        ((0, 1, 2, 3), "first step, at [0, 0]: 0.5 on rank 0, 1.5 on rank 1")
     ]
 
 
-def test_a_scalar_parameter_that_nobody_reduces():
+def test_an_unreduced_scalar_parameter():
     (finding,) = verdict(PARITY, ignored(0.75, 0.25, index=())).findings
-    assert finding.detail == "of the first step, 0.25 on rank 1, 0.75 on rank 0"
+    assert finding.detail == "first step, 0.25 on rank 1, 0.75 on rank 0"
 
 
-def test_shards_have_gradients_of_their_own():
+def test_shards_may_have_different_gradients():
     evidence = apart(apart(healthy(2), MIDDLE, 0.75, 0.25), MIDDLE, 0.75, 0.25, observed="parameters")
     assert verdict(PARITY, evidence).status == "passed"
 
 
-def test_ranks_of_one_slice_hold_parts_of_a_sum():
+def test_ranks_of_one_slice_may_hold_partial_sums():
     evidence = ignored(0.75, 0.25, 0.75, 0.25, world=4)
     assert verdict(PARITY, in_slices(evidence, 0, 0, 1, 1)).status == "passed"
     assert verdict(PARITY, in_slices(evidence, 0, 0, 0, 0)).status == "passed"
     assert [finding.ranks for finding in verdict(PARITY, in_slices(evidence, 0, 1, 0, 1)).findings] == [(0, 1, 2, 3)]
 
 
-def test_what_nobody_reduces_explains_the_later_losses_and_not_the_first():
+def test_unreduced_gradients_explain_later_losses_but_not_the_first():
     later = losses(ignored(0.75, 0.25), 2.0, 1.4, 1.0)
     assert [verdict(id, later).status for id in (PARITY, LOSS)] == ["failed", "skipped"]
     at_once = losses(later, 2.5, 1.4, 1.0)
     assert [verdict(id, at_once).status for id in (PARITY, LOSS)] == ["failed", "failed"]
 
 
-def test_a_condemned_tensor_is_not_judged_for_its_gradients():
+def test_gradients_of_a_wrong_parameter_are_not_judged():
     found = verdict(PARITY, differ(ignored(0.75, 0.25), MIDDLE))
     assert (found.status, found.unjudged) == ("skipped", {"params_equal_reference": (MIDDLE,)})
-    # Another one excuses no gradients that nobody reduces.
+    # Another wrong tensor does not excuse unreduced gradients.
     found = verdict(PARITY, differ(ignored(0.75, 0.25), EMBEDDING))
     assert [finding.tensor for finding in found.findings] == [MIDDLE]
 
 
-def test_plain_tensors_without_ddp_have_their_own_words():
+def test_plain_tensors_without_ddp_have_their_own_explanation():
     (finding,) = verdict(PARITY, on_runs(ignored(0.75, 0.25), None, unreduced=True)).findings
     assert finding.cause == (
-        "all parameters are plain tensors and no DDP wraps the model, so nobody reduces their gradients"
+        "all parameters are plain tensors and no DDP wraps the model, so nothing reduces their gradients"
     )
 
 
-def test_the_norm_of_the_own_shards():
+def test_a_norm_over_the_ranks_own_shards():
     found = verdict(NORM, on_runs(on_runs(healthy(), [0], norm=2.0), [1], norm=2.5))
     assert told(found) == [
-        (None, (0,), "norm 2", "3 within 0.0001", ""),
-        (None, (1,), "norm 2.5", "3 within 0.0001", ""),
+        (None, (0,), "gradient norm 2", "3 within 0.0001", ""),
+        (None, (1,), "gradient norm 2.5", "3 within 0.0001", ""),
     ]
 
 
@@ -350,8 +350,8 @@ def test_norms(norm, status):
 @pytest.mark.parametrize(
     ("norms", "cause"),
     [
-        ((2.0, 2.0), "all ranks agree and miss a part: "),
-        ((4.0, 4.0), "all ranks agree on too much: "),
+        ((2.0, 2.0), "all ranks agree on a norm that is too small: "),
+        ((4.0, 4.0), "all ranks agree on a norm that is too large: "),
         ((2.0, 2.5), "the norm is taken over the rank's own shards"),
         ((3.0, 2.0), "the norm is taken over the rank's own shards"),
     ],
@@ -363,56 +363,56 @@ def test_the_ranks_norms_point_to_the_cause(norms, cause):
     assert {finding.cause[: len(cause)] for finding in verdict(NORM, evidence).findings} == {cause}
 
 
-def test_what_torch_cannot_take_a_norm_of():
+def test_gradients_whose_norm_torch_cannot_compute():
     found = verdict(NORM, on_runs(healthy(), None, norm=None, norm_problem="RuntimeError: mixed"))
     assert (found.status, found.reason) == (
         "skipped",
-        "torch has no norm over these gradients (RuntimeError: mixed); declare Subject(clip_grad_norm=<callable>), as "
-        "the training uses it",
+        "torch cannot compute the norm of these gradients (RuntimeError: mixed); declare "
+        "Subject(clip_grad_norm=<callable>) with the function that your training uses",
     )
 
 
 def test_gradients_that_differ_explain_their_norm():
     found = verdict(NORM, on_runs(remeasured(healthy(), MIDDLE, 2.0), None, norm=6.0))
     assert found.status == "skipped"
-    assert found.reason.endswith("which the findings of grad_parity explain; mend those first")
+    assert found.reason.endswith("which the findings of grad_parity explain; fix those first")
 
 
 def accumulated(evidence: Evidence, ranks=None, **facts) -> Evidence:
     return on_runs(evidence, ranks, accumulation=replace(evidence.training[0].accumulation, **facts))
 
 
-def test_a_switch_that_is_ignored():
+def test_a_reduction_that_is_not_turned_off():
     found = verdict(ACCUMULATION, accumulated(healthy(), early=(MIDDLE, EMBEDDING)))
     assert told(found) == [
-        (name, (0, 1), "reduced in the first micro-batch", "reduced with the last one only", "")
+        (name, (0, 1), "gradient reduced in the first micro-batch", "reduced only in the last", "")
         for name in (EMBEDDING, MIDDLE)
     ]
 
 
-def test_a_switch_that_sticks():
+def test_a_reduction_that_is_not_turned_on_again():
     found = verdict(ACCUMULATION, accumulated(healthy(4), [3], without_gradient=(MIDDLE,)))
     assert told(found) == [
-        (MIDDLE, (3,), "no gradient once the last micro-batch is over", "the mean of the micro-batches", "")
+        (MIDDLE, (3,), "no gradient after the last micro-batch", "the mean over the micro-batches", "")
     ]
-    # What is not used has no gradient in an ordinary step, either.
+    # An unused parameter has no gradient in an ordinary step either.
     unused = on_runs(with_reference(healthy(), gradients={EMBEDDING: 1.0}), None, without_gradient=(MIDDLE,))
     assert verdict(ACCUMULATION, accumulated(unused, without_gradient=(MIDDLE,))).status == "passed"
 
 
 @pytest.mark.parametrize(
-    ("factor", "apart", "actual"), [(2.0, 0.0, "a gradient 2 times as large"), (1.0, 2.0, "another gradient")]
+    ("factor", "apart", "actual"), [(2.0, 0.0, "gradient 2 times as large"), (1.0, 2.0, "different gradient")]
 )
 def test_accumulated_gradients_that_differ(factor, apart, actual):
     seen = remeasured(healthy(), MIDDLE, factor, apart).training[0].gradients
     found = verdict(ACCUMULATION, accumulated(healthy(), gradients=seen))
-    mean = "the mean of the micro-batches"
-    assert told(found) == [(MIDDLE, (0, 1), f"{actual} once the last micro-batch is over", mean, "")]
+    mean = "the mean over the micro-batches"
+    assert told(found) == [(MIDDLE, (0, 1), f"{actual} after the last micro-batch", mean, "")]
 
 
-@pytest.mark.parametrize("truth", [math.inf, math.nan])
-def test_a_reference_whose_training_diverges(truth):
-    measure = Measure(actual=truth, truth=truth, apart=math.nan, dot=math.nan, elements=4)
+@pytest.mark.parametrize("reference", [math.inf, math.nan])
+def test_a_reference_whose_training_diverges(reference):
+    measure = Measure(actual=reference, truth=reference, apart=math.nan, dot=math.nan, elements=4)
     gradients = tuple(replace(c, measure=measure) for c in healthy().training[0].accumulation.gradients)
     found = verdict(ACCUMULATION, accumulated(healthy(), gradients=gradients))
     assert (found.status, found.reason) == (
@@ -422,14 +422,14 @@ def test_a_reference_whose_training_diverges(truth):
     )
 
 
-def test_parameters_that_drifted_within_their_tolerance_have_other_gradients():
+def test_parameters_that_drifted_within_tolerance_may_have_different_gradients():
     seen = remeasured(healthy(), MIDDLE, apart=0.02).training[0].gradients
     assert verdict(ACCUMULATION, accumulated(healthy(), gradients=seen)).status == "failed"
     drifted = remeasured(healthy(), EMBEDDING, apart=0.05, observed="parameters")
     assert verdict(ACCUMULATION, accumulated(drifted, gradients=seen)).status == "passed"
 
 
-def test_a_sensitive_model_makes_more_of_the_same_drift():
+def test_a_sensitive_model_amplifies_the_drift():
     seen = remeasured(healthy(), MIDDLE, apart=0.02).training[0].gradients
     drifted = accumulated(remeasured(healthy(), EMBEDDING, apart=1e-4, observed="parameters"), gradients=seen)
     assert verdict(ACCUMULATION, drifted).status == "failed"
@@ -438,7 +438,7 @@ def test_a_sensitive_model_makes_more_of_the_same_drift():
     assert verdict(ACCUMULATION, undrifted).status == "failed"
 
 
-def test_a_forward_that_changes_a_buffer_does_so_more_often_in_the_reference():
+def test_a_forward_that_changes_a_buffer_is_not_compared():
     seen = remeasured(healthy(), MIDDLE, 2.0).training[0].gradients
     after = healthy().reference.after
     moved = tuple(replace(t, digest="counted") if t.name == COUNTER else t for t in after.tensors)
@@ -446,17 +446,17 @@ def test_a_forward_that_changes_a_buffer_does_so_more_often_in_the_reference():
     found = verdict(ACCUMULATION, evidence)
     assert (found.status, found.reason) == (
         "skipped",
-        "the forward changes counter each time, and the reference takes more forwards for the same rows",
+        "every forward changes counter, and accumulation takes more forwards than the reference for the same rows",
     )
     assert verdict(ACCUMULATION, accumulated(evidence, early=(MIDDLE,))).status == "failed"
 
 
-def test_a_batch_that_cannot_be_cut():
+def test_a_batch_that_cannot_be_split():
     problem = "'input_ids' has 2 rows, which do not divide into 2 micro-batches for each of 2 ranks"
     found = verdict(ACCUMULATION, on_runs(healthy(), None, accumulation=Accumulation(problem=problem)))
     assert (found.status, found.reason) == ("skipped", f"batch(0): {problem}; give it more rows")
 
 
-def test_frozen_parameters_are_no_gradients():
+def test_frozen_parameters_need_no_gradient():
     assert FROZEN not in healthy().reference.gradients
     assert verdict(PARITY, on_runs(healthy(), None, without_gradient=(FROZEN,))).status == "passed"

@@ -33,16 +33,7 @@ from tests.catalogue.evidence_factory import (
 
 PARAMS, BUFFERS, WRITTEN = "no_meta_params", "no_meta_buffers", "no_uninitialized_memory"
 PARAM_HOME, BUFFER_HOME = "params_on_rank_device", "buffers_on_rank_device"
-ALL = (PARAMS, BUFFERS, WRITTEN, PARAM_HOME, BUFFER_HOME)
 META = {"device": "meta", "storage": None, "digest": None}
-
-
-@pytest.mark.parametrize("check", ALL)
-@pytest.mark.parametrize("evidence", [healthy(1), healthy(2), healthy(4), empty(1), empty(4)])
-def test_healthy_evidence_passes_with_a_reference_and_without(check, evidence):
-    assert verdict(check, evidence).status == "passed"
-    alone = undeclared(evidence, "reference", "values", "verifier", "training", why="not declared")
-    assert verdict(check, alone).status == "passed"
 
 
 @pytest.mark.parametrize(("check", "name"), [(PARAMS, MIDDLE), (BUFFERS, ROTARY)])
@@ -54,11 +45,11 @@ def test_on_meta(check, name, ranks):
 
 
 @pytest.mark.parametrize(("check", "name"), [(PARAMS, ROTARY), (BUFFERS, MIDDLE)])
-def test_the_other_kind_is_the_affair_of_the_other_check(check, name):
+def test_each_kind_of_tensor_is_judged_by_one_check(check, name):
     assert verdict(check, change(healthy(), name, **META)).status == "passed"
 
 
-def test_causes_of_meta_differ_by_kind():
+def test_the_cause_of_a_tensor_on_meta_depends_on_its_kind():
     evidence = change(change(healthy(), MIDDLE, **META), ROTARY, **META)
     (parameter,), (buffer,) = verdict(PARAMS, evidence).findings, verdict(BUFFERS, evidence).findings
     assert parameter.remedy == "call to_empty() on the root after sharding, then load or initialise every parameter"
@@ -75,35 +66,35 @@ def test_a_parameter_missing_on_one_rank_is_judged_where_it_is(check):
 def test_nan_under_poison():
     found = verdict(WRITTEN, change(unequal(MIDDLE), MIDDLE, nan=5, poisoned=5))
     assert told(found) == [
-        (MIDDLE, (0, 1), "uninitialised (NaN under poison)", "written by the loader", "5 of 12 elements")
+        (MIDDLE, (0, 1), "never written (poison value NaN)", "written by the loader", "5 of 12 elements")
     ]
     assert found.findings[0].cause == (
-        "to_empty() or torch.empty() allocated it and nothing wrote it: it is not in the checkpoint, or its name did "
-        "not match"
+        "to_empty() or torch.empty() allocated it and nothing wrote to it: the checkpoint does not contain it, or the "
+        "names differ"
     )
 
 
-def test_what_lost_its_tie_has_a_cause_of_its_own():
+def test_an_unwritten_tensor_that_lost_its_tie_has_a_specific_cause():
     untied = change(unequal(HEAD), HEAD, nan=5, poisoned=5, storage="its own", identity=7)
     (finding,) = verdict(WRITTEN, untied).findings
     assert finding.cause == (
-        f"it is tied to {EMBEDDING}, which was written; the tie came apart (to_empty(), or two FSDP groups), and no "
-        "checkpoint has this copy"
+        f"it should be tied to {EMBEDDING}, which was written; to_empty() or separate FSDP groups broke the tie, and "
+        "no checkpoint contains this copy"
     )
     assert "call tie_weights() again after to_empty()" in finding.remedy
-    # Where nothing of the tie was written, it is more than the tie that is missing.
+    # If no name of the tie was written, the missing tie is not the cause.
     both = change(untied, EMBEDDING, nan=5, poisoned=5)
-    assert all("did not match" in finding.cause for finding in verdict(WRITTEN, both).findings)
+    assert all("the names differ" in finding.cause for finding in verdict(WRITTEN, both).findings)
 
 
 def test_one_rank_uninitialised():
     found = verdict(WRITTEN, change(unequal(MIDDLE, world=4), MIDDLE, [1], nan=8, poisoned=8))
     assert told(found) == [
-        (MIDDLE, (1,), "uninitialised (NaN under poison)", "written by the loader", "8 of 8 elements")
+        (MIDDLE, (1,), "never written (poison value NaN)", "written by the loader", "8 of 8 elements")
     ]
 
 
-def test_a_transient_buffer_has_a_cause_of_its_own():
+def test_a_non_persistent_buffer_has_a_specific_cause():
     (finding,) = verdict(WRITTEN, change(unequal(ROTARY), ROTARY, nan=2, poisoned=2)).findings
     assert finding.cause == (
         "it is a non-persistent buffer, so no checkpoint has it, and nothing recomputed it after to_empty()"
@@ -114,7 +105,7 @@ def test_a_transient_buffer_has_a_cause_of_its_own():
 def test_an_integer_at_its_maximum():
     found = verdict(WRITTEN, change(unequal(COUNTER), COUNTER, poisoned=1))
     assert told(found) == [
-        (COUNTER, (0, 1), "uninitialised (int64 maximum under poison)", "written by the loader", "1 of 1 elements")
+        (COUNTER, (0, 1), "never written (poison value int64 maximum)", "written by the loader", "1 of 1 elements")
     ]
 
 
@@ -122,7 +113,7 @@ def test_an_integer_at_its_maximum():
     ("dtype", "poisoned", "status"),
     [("uint8", 3, "passed"), ("uint8", 12, "failed"), ("int8", 11, "passed"), ("int16", 1, "failed")],
 )
-def test_bytes_are_poisoned_only_when_all_of_them_are(dtype, poisoned, status):
+def test_a_tensor_of_bytes_is_poisoned_only_if_all_elements_are(dtype, poisoned, status):
     evidence = change(unequal(MIDDLE), MIDDLE, dtype=dtype, poisoned=poisoned)
     assert verdict(WRITTEN, evidence).status == status
 
@@ -134,37 +125,37 @@ def test_an_empty_shard_of_bytes_is_not_poisoned(dtype):
     assert verdict(WRITTEN, evidence).status == "passed"
 
 
-def test_what_equals_the_reference_is_meant():
+def test_a_poison_value_that_the_reference_has_too_is_a_value():
     evidence = change(healthy(), COUNTER, poisoned=1)
     assert verdict(WRITTEN, evidence).status == "passed"
 
 
-def test_what_equals_the_reference_is_meant_on_that_rank_only():
+def test_a_poison_value_is_a_value_only_on_ranks_that_equal_the_reference():
     evidence = change(differ(healthy(), COUNTER, [1]), COUNTER, poisoned=1)
     assert [finding.ranks for finding in verdict(WRITTEN, evidence).findings] == [(1,)]
 
 
-def test_what_the_reference_never_writes_is_no_excuse():
+def test_a_tensor_that_the_reference_never_writes_is_still_uninitialised():
     evidence = with_reference(change(healthy(), MIDDLE, nan=1, poisoned=1), uninitialised=(MIDDLE,))
     assert [finding.tensor for finding in verdict(WRITTEN, evidence).findings] == [MIDDLE]
 
 
-def test_without_values_poison_is_believed():
+def test_without_a_comparison_poison_values_are_findings():
     evidence = undeclared(change(healthy(), COUNTER, poisoned=1), "values", why="not declared")
     assert [finding.tensor for finding in verdict(WRITTEN, evidence).findings] == [COUNTER]
 
 
 @pytest.mark.parametrize(("poisoned", "status"), [(1, "passed"), (11, "passed"), (12, "failed")])
 @pytest.mark.parametrize("dtype", ["int64", "int32", "uint8"])
-def test_without_values_one_integer_may_be_a_sentinel(dtype, poisoned, status):
+def test_without_a_comparison_single_integers_may_be_sentinels(dtype, poisoned, status):
     evidence = change(undeclared(healthy(), "values", why="not declared"), MIDDLE, dtype=dtype, poisoned=poisoned)
     evidence = undeclared(evidence, "reference", why="not declared")
     assert verdict(WRITTEN, evidence).status == status
-    # Floating point has NaN, which nobody means.
+    # A single NaN in a floating-point tensor suffices.
     assert verdict(WRITTEN, change(evidence, MIDDLE, dtype="float32", nan=poisoned)).status == "failed"
 
 
-def test_an_integer_that_only_some_ranks_compare():
+def test_an_integer_tensor_that_only_some_ranks_compared():
     evidence = change(unequal(MIDDLE), MIDDLE, dtype="int64", poisoned=1)
     evidence = change_reference(evidence, MIDDLE, dtype="int64")
     assert [finding.ranks for finding in verdict(WRITTEN, evidence).findings] == [(0, 1)]
@@ -172,14 +163,14 @@ def test_an_integer_that_only_some_ranks_compare():
     assert [finding.ranks for finding in verdict(WRITTEN, evidence).findings] == [(0,)]
 
 
-def test_a_buffer_too_many_is_told_once():
+def test_an_extra_buffer_is_reported_once():
     evidence = add(healthy(), buffer("extra", nan=2, poisoned=2))
     assert [finding.tensor for finding in verdict("names_match_reference", evidence).findings] == ["extra"]
     found = verdict(WRITTEN, evidence)
     assert (found.status, found.reason) == ("skipped", left_out("names_match_reference", "extra"))
 
 
-def test_what_the_manifest_condemned_is_not_judged_for_poison():
+def test_a_tensor_that_differs_between_ranks_is_not_judged_again():
     evidence = change(unequal(MIDDLE), MIDDLE, [1], dtype="float16", nan=1, poisoned=1)
     found = verdict(WRITTEN, evidence)
     assert found.status == "skipped"
@@ -187,7 +178,7 @@ def test_what_the_manifest_condemned_is_not_judged_for_poison():
 
 
 def gpus(world: int = 4):
-    """Healthy on GPUs, one for each rank."""
+    """Return healthy evidence on GPUs, one per rank."""
     evidence = on_ranks(
         healthy(world), None, lambda rank: tuple(replace(t, device=f"cuda:{rank.rank}") for t in rank.tensors)
     )
@@ -197,7 +188,7 @@ def gpus(world: int = 4):
 @pytest.mark.parametrize(("check", "name"), [(PARAM_HOME, MIDDLE), (BUFFER_HOME, ROTARY)])
 def test_a_device_per_rank(check, name):
     assert verdict(check, gpus()).status == "passed"
-    # All on the first GPU: right on rank 0, wrong elsewhere, and each rank has another home.
+    # All on the first GPU: right on rank 0 only; every other rank expects another device.
     assert told(verdict(check, change(gpus(), name, device="cuda:0"))) == [
         (name, (1,), "on cuda:0", "on cuda:1", ""),
         (name, (2,), "on cuda:0", "on cuda:2", ""),
@@ -206,12 +197,12 @@ def test_a_device_per_rank(check, name):
 
 
 @pytest.mark.parametrize(("check", "name"), [(PARAM_HOME, MIDDLE), (BUFFER_HOME, COUNTER)])
-def test_one_rank_left_it_on_the_cpu(check, name):
+def test_a_tensor_left_on_the_cpu_by_one_rank(check, name):
     assert told(verdict(check, change(gpus(), name, [2], device="cpu"))) == [(name, (2,), "on cpu", "on cuda:2", "")]
 
 
 @pytest.mark.parametrize(("check", "name"), [(PARAM_HOME, MIDDLE), (BUFFER_HOME, ROTARY)])
-def test_declared_offload_lives_on_the_cpu(check, name):
+def test_declared_offload_is_on_the_cpu(check, name):
     evidence = declare(change(gpus(2), name, device="cpu"), offloaded=(name,))
     assert verdict(check, evidence).status == "passed"
 
@@ -225,13 +216,13 @@ def test_declared_offload_that_did_not_happen():
 
 
 @pytest.mark.parametrize(("check", "name", "by"), [(PARAM_HOME, MIDDLE, PARAMS), (BUFFER_HOME, ROTARY, BUFFERS)])
-def test_what_is_on_meta_has_no_home_to_judge(check, name, by):
+def test_a_tensor_on_meta_is_not_judged_for_its_device(check, name, by):
     found = verdict(check, change(gpus(2), name, **META))
     assert (found.status, found.findings, found.unjudged) == ("skipped", (), {by: (name,)})
     assert found.reason == left_out(by, name)
 
 
-def test_several_condemned_tensors_are_counted():
+def test_several_tensors_that_already_failed_are_counted():
     evidence = gpus(2)
     for name in (EMBEDDING, FROZEN, HEAD):
         evidence = change(evidence, name, [1], **META)
@@ -239,20 +230,20 @@ def test_several_condemned_tensors_are_counted():
     found = verdict(PARAM_HOME, evidence)
     assert told(found) == [(MIDDLE, (0,), "on cpu", "on cuda:0", "")]
     assert (found.reason, found.unjudged) == ("", {PARAMS: (EMBEDDING, FROZEN, HEAD)})
-    kept = verdict(PARAM_HOME, change(evidence, MIDDLE, [0], device="cuda:0"))
-    assert (kept.status, kept.reason) == ("skipped", left_out(PARAMS, EMBEDDING, FROZEN, HEAD))
+    rest = verdict(PARAM_HOME, change(evidence, MIDDLE, [0], device="cuda:0"))
+    assert (rest.status, rest.reason) == ("skipped", left_out(PARAMS, EMBEDDING, FROZEN, HEAD))
 
 
-def test_what_two_checks_condemned_is_told_of_each():
+def test_tensors_that_failed_two_checks_are_listed_by_check():
     evidence = change(change(gpus(2), MIDDLE, device="meta"), EMBEDDING, [1], dtype="float16")
     assert verdict(PARAM_HOME, evidence).reason == (
-        "kept by what could be judged; not judged: 1 tensor that same_manifest_on_every_rank condemned (first: "
-        "embed.weight), 1 tensor that no_meta_params condemned (first: layers.0.weight)"
+        "passed for what could be checked; not checked: 1 tensor that already failed same_manifest_on_every_rank "
+        "(first: embed.weight), 1 tensor that already failed no_meta_params (first: layers.0.weight)"
     )
 
 
 def unequal(name: str, world: int = 2):
-    """Healthy but for one tensor that is not the reference's."""
+    """Return healthy evidence in which one tensor differs from the reference."""
     return differ(healthy(world), name)
 
 
@@ -260,7 +251,7 @@ MANAGED = "managed_params_are_registered"
 
 
 def managed(evidence, live=True):
-    """fully_shard manages every parameter."""
+    """Let FSDP manage every parameter; ``live`` if modules register the managed objects."""
     for tensor in evidence.inventory[0].tensors:
         if tensor.kind == "parameter":
             evidence = change(evidence, tensor.name, managed=live)
@@ -268,26 +259,25 @@ def managed(evidence, live=True):
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_what_fsdp_manages_is_registered(world):
+def test_managed_parameters_that_are_registered(world):
     assert verdict(MANAGED, managed(healthy(world))).status == "passed"
     assert verdict(MANAGED, change(managed(healthy(world)), MIDDLE, managed=None)).status == "passed"
     assert verdict(MANAGED, empty(world)).status == "passed"
 
 
-def test_where_fsdp_manages_nothing():
+def test_a_model_that_fsdp_does_not_manage():
     found = verdict(MANAGED, healthy())
-    assert (found.status, found.reason) == ("skipped", "fully_shard manages no parameter of the model")
+    assert (found.status, found.reason) == ("skipped", "fully_shard() manages no parameter of the model")
 
 
 @pytest.mark.parametrize("ranks", [None, [1]])
-def test_a_parameter_that_fsdp_does_not_know(ranks):
+def test_a_parameter_that_fsdp_does_not_manage(ranks):
     evidence = change(managed(healthy()), MIDDLE, ranks, managed=False)
     found = verdict(MANAGED, evidence)
-    assert told(found) == [
-        (MIDDLE, tuple(ranks or (0, 1)), "a parameter that FSDP does not know", "the one that FSDP manages", "")
-    ]
+    assert told(found) == [(MIDDLE, tuple(ranks or (0, 1)), "not the Parameter object that FSDP manages", "", "")]
     assert found.findings[0].cause == (
-        "the parameter was made anew after fully_shard() and a first forward: FSDP keeps the old one, and puts it back"
+        "the parameter was re-created after fully_shard() and a first forward; FSDP still holds the old one and "
+        "restores it"
     )
     for later in ("dtensor_placements", "shards_tile_the_tensor", "params_equal_reference"):
         assert verdict(later, evidence).unjudged == {MANAGED: (MIDDLE,)}
@@ -296,8 +286,12 @@ def test_a_parameter_that_fsdp_does_not_know(ranks):
 def test_a_plain_parameter_in_place_of_a_managed_one():
     evidence = change(place(managed(healthy()), MIDDLE, {}), MIDDLE, managed=False)
     found = verdict(MANAGED, evidence)
-    assert [(f.tensor, f.actual) for f in found.findings] == [(MIDDLE, "a plain parameter that FSDP does not know")]
-    assert found.findings[0].cause.startswith("a plain parameter was put where fully_shard() had made a DTensor")
+    assert [(f.tensor, f.actual) for f in found.findings] == [
+        (MIDDLE, "a plain parameter in place of the DTensor that FSDP manages")
+    ]
+    assert found.findings[0].cause.startswith(
+        "the DTensor that fully_shard() created was replaced by a plain parameter"
+    )
     assert verdict("nothing_left_unsharded", evidence).unjudged == {MANAGED: (MIDDLE,)}
 
 
@@ -306,19 +300,19 @@ def test_a_shard_in_place_of_a_managed_parameter_has_another_shape():
     assert verdict(MANAGED, evidence).unjudged == {"shapes_match_reference": (MIDDLE,)}
     (finding,) = verdict("shapes_match_reference", evidence).findings
     assert finding.cause == (
-        "another parameter was put where fully_shard() had made a DTensor, perhaps of its local shard"
+        "the DTensor that fully_shard() created was replaced by another parameter, perhaps by its local shard"
     )
 
 
-def test_a_tie_that_came_apart_is_the_affair_of_the_ties():
+def test_a_broken_tie_is_reported_by_tied_weights_share_storage():
     evidence = change(managed(healthy()), HEAD, managed=False, storage="its own", identity=7)
     assert verdict(MANAGED, evidence).status == "passed"
     assert [f.tensor for f in verdict("tied_weights_share_storage", evidence).findings] == [EMBEDDING]
-    # Where both names have the same new parameter, the tie is kept.
+    # If both names have the same new parameter, the tie is intact.
     both = managed(healthy())
     for name in (HEAD, EMBEDDING):
         both = change(both, name, managed=False)
     assert [f.tensor for f in verdict(MANAGED, both).findings] == [EMBEDDING, HEAD]
-    # And where nobody knows of a tie, nothing else would tell.
+    # If no tie is known, this check reports the parameter.
     alone = undeclared(evidence, "reference", "values", why="not declared")
     assert [f.tensor for f in verdict(MANAGED, alone).findings] == [HEAD]

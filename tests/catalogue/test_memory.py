@@ -33,7 +33,7 @@ WHOLE = sum(map(prod, BIG.values())) * WIDTH
 
 
 def stored(world=2, parameters=BIG, mesh=None):
-    """A healthy model whose tensors each have a storage of their own, tied ones one."""
+    """Return healthy evidence in which each tensor has its own storage, tied ones share one."""
     evidence = healthy(world, mesh, parameters)
 
     def with_storage(tensor):
@@ -58,8 +58,10 @@ def kept(evidence, name, size, ranks=None):
         kept(stored(), "a.weight", 4096 * 16 * WIDTH // 2 + 4096),  # a little padding
         kept(stored(4, {"a.weight": (5, 1024)}), "a.weight", 2 * 1024 * WIDTH),  # padded by FSDP2, empty on the last
         kept(stored(parameters={**BIG, "s.weight": (2, 2)}), "s.weight", 512),  # alignment
-        kept(stored(), ROTARY, 10**6),  # a buffer that is part of a larger table
-        kept(place(stored(), "a.weight", {}, shape=(4, 4)), "a.weight", 10**6),  # nobody sharded it: told elsewhere
+        kept(stored(), ROTARY, 10**6),  # a buffer that is a view of a larger table
+        kept(
+            place(stored(), "a.weight", {}, shape=(4, 4)), "a.weight", 10**6
+        ),  # not sharded: reported by nothing_left_unsharded
     ],
 )
 def test_shards_that_explain_their_storage_pass(evidence):
@@ -70,13 +72,13 @@ def test_a_full_storage_behind_a_shard():
     full = 4096 * 16 * WIDTH
     found = verdict(KEPT, kept(stored(), "a.weight", full))
     rotary = 2 * WIDTH + WIDTH  # and the counter
-    detail = f"rank 0 keeps {WHOLE // 2 + full // 2 + rotary} bytes, and its tensors explain {WHOLE // 2 + rotary}"
+    detail = f"rank 0 keeps {WHOLE // 2 + full // 2 + rotary} bytes in total; its tensors need {WHOLE // 2 + rotary}"
     assert told(found) == [
         ("a.weight", (0, 1), f"a storage of {full} bytes behind its shard", f"{full // 2} bytes", detail)
     ]
 
 
-def test_a_little_behind_each_of_many_shards_adds_up():
+def test_small_excesses_of_many_shards_add_up():
     small = {f"layers.{number}.weight": (8, 8) for number in range(8)}
     evidence = stored(parameters=small)
     assert verdict(KEPT, kept(evidence, "layers.0.weight", 256)).status == "passed"
@@ -86,11 +88,11 @@ def test_a_little_behind_each_of_many_shards_adds_up():
     assert [finding.tensor for finding in found.findings] == [*small]
     assert told(found)[0] == (
         *("layers.0.weight", (0, 1), "a storage of 256 bytes behind its shard", "128 bytes"),
-        "rank 0 keeps 2060 bytes, and its tensors explain 1036",
+        "rank 0 keeps 2060 bytes in total; its tensors need 1036",
     )
 
 
-def test_the_padding_of_flat_buffers_is_their_makers_affair():
+def test_the_padding_of_flat_buffers_is_not_judged():
     evidence = kept(stored(), "a.weight", 4096 * 16 * WIDTH)
     assert verdict(KEPT, change(evidence, "a.weight", sharded_by="megatron-fsdp")).status == "passed"
 
@@ -100,7 +102,7 @@ def test_a_full_storage_on_one_rank():
     assert [(finding.tensor, finding.ranks) for finding in found.findings] == [("b.weight", (2,))]
 
 
-def test_a_flat_buffer_holds_many():
+def test_a_flat_buffer_of_several_shards():
     evidence = stored()
     names = list(BIG)
     for name in names:
@@ -110,7 +112,9 @@ def test_a_flat_buffer_holds_many():
         evidence = change(evidence, name, backing_bytes=WHOLE)
     found = verdict(KEPT, evidence)
     assert [finding.tensor for finding in found.findings] == names
-    assert {f.actual for f in found.findings} == {f"a storage of {WHOLE} bytes behind its shard, with 3 more in it"}
+    assert {f.actual for f in found.findings} == {
+        f"a storage of {WHOLE} bytes behind its shard, shared with 3 more tensors"
+    }
 
 
 def test_an_empty_shard_of_a_full_storage():
@@ -119,16 +123,16 @@ def test_an_empty_shard_of_a_full_storage():
 
 
 @pytest.mark.parametrize("evidence", [stored(1), empty(), stored(mesh={"dp_replicate": 2})])
-def test_where_nothing_is_sharded(evidence):
+def test_a_model_without_sharded_parameters(evidence):
     found = verdict(KEPT, evidence)
-    assert (found.status, found.reason) == ("skipped", "no parameter is sharded, so every rank keeps all of them")
+    assert (found.status, found.reason) == ("skipped", "no parameter is sharded")
 
 
-def test_what_ranks_do_not_share_is_told_elsewhere():
+def test_a_tensor_that_differs_between_ranks_is_not_judged_again():
     evidence = change(kept(stored(), "a.weight", 10**7), "a.weight", [1], dtype="bfloat16")
     found = verdict(KEPT, evidence)
     assert (found.status, found.reason) == ("skipped", left_out("same_manifest_on_every_rank", "a.weight"))
-    assert verdict(KEPT, undeclared(stored(), "inventory", why="nobody looked")).status == "skipped"
+    assert verdict(KEPT, undeclared(stored(), "inventory", why="not observed")).status == "skipped"
 
 
 ELEMENTS, LARGEST = WHOLE // WIDTH, 4096 * 16 * WIDTH
@@ -136,7 +140,7 @@ LOADED = RankMemory(host=WHOLE // 2 + LARGEST, whole=4096 * 16)
 
 
 def measured(*memory, world=4, **declared):
-    """Evidence of ranks that held this while loading; the last of ``memory`` stands for the others."""
+    """Return evidence of ranks with this memory while loading; the last of ``memory`` applies to all others."""
     ranks = [*memory, *[memory[-1]] * (world - len(memory))]
     return declare(replace(stored(world), memory=tuple(ranks)), **declared)
 
@@ -147,7 +151,7 @@ def measured(*memory, world=4, **declared):
         measured(LOADED),
         measured(LOADED, world=2),
         measured(RankMemory(0)),
-        measured(RankMemory(host=WHOLE + 64, whole=1024, beyond=64), world=2),  # its shards twice
+        measured(RankMemory(host=WHOLE + 64, whole=1024, beyond=64), world=2),  # two copies of its shards
         measured(RankMemory(host=0, device=WHOLE // 2)),
         measured(RankMemory(host=3 * WHOLE, whole=1024, beyond=2 * LARGEST), LOADED),
         measured(RankMemory(host=WHOLE, whole=ELEMENTS), LOADED, whole_while_loading=(0,)),
@@ -167,21 +171,21 @@ def test_buffers_are_whole_on_every_rank():
 
 def test_the_whole_model_on_every_rank():
     found = verdict(PEAK, measured(RankMemory(host=WHOLE + 100, whole=ELEMENTS)))
-    detail = f"rank 0 held {WHOLE + 100} bytes at one time; the model has {WHOLE}, of which the rank keeps {WHOLE // 4}"
-    expected = "a few tensors at a time beside the shards"
-    assert told(found) == [(None, (0, 1, 2, 3), "held whole while loading", expected, detail)]
+    detail = f"rank 0 held up to {WHOLE + 100} bytes; the model has {WHOLE} bytes, of which the rank keeps {WHOLE // 4}"
+    expected = "a few full tensors at a time besides the shards"
+    assert told(found) == [(None, (0, 1, 2, 3), "held as a whole while loading", expected, detail)]
 
 
 @pytest.mark.parametrize(
     "held",
     [
         RankMemory(host=WHOLE, whole=ELEMENTS),
-        RankMemory(host=WHOLE, whole=ELEMENTS - 1024),  # but for a tiny part
+        RankMemory(host=WHOLE, whole=ELEMENTS - 1024),  # except for a tiny part
         RankMemory(host=2 * WHOLE, whole=0, beyond=WHOLE // 4 + 4 * LARGEST),  # in pieces of other sizes
         RankMemory(host=0, device=WHOLE // 2 + 4 * LARGEST),
     ],
 )
-def test_one_rank_holds_it(held):
+def test_one_rank_holds_the_whole_model(held):
     [finding] = verdict(PEAK, measured(LOADED, held, LOADED)).findings
     assert finding.ranks == (1,)
 
@@ -192,7 +196,7 @@ def test_another_rank_than_declared():
 
 
 @pytest.mark.parametrize(
-    ("memory", "declared", "means"),
+    ("memory", "declared", "suggested"),
     [
         ([RankMemory(host=WHOLE, whole=ELEMENTS)], (), "True"),
         ([RankMemory(host=WHOLE, whole=ELEMENTS)], (0,), "True"),
@@ -200,24 +204,24 @@ def test_another_rank_than_declared():
         ([LOADED, RankMemory(host=WHOLE, whole=ELEMENTS), LOADED], (0,), "(0, 1)"),
     ],
 )
-def test_the_remedy_declares_the_ranks_that_hold_it(memory, declared, means):
+def test_the_remedy_names_the_ranks_that_hold_the_model(memory, declared, suggested):
     [finding] = verdict(PEAK, measured(*memory, whole_while_loading=declared)).findings
     assert finding.remedy == (
-        "build it on meta, shard it, then to_empty() and read only the rank's own slices; or declare the ranks that "
-        f"mean it: Subject(whole_while_loading={means})"
+        "build the model on meta, shard it, call to_empty(), then read only the rank's own slices; or declare it as "
+        f"intended: Subject(whole_while_loading={suggested})"
     )
 
 
 @pytest.mark.parametrize(
     "unclear", [RankMemory(host=WHOLE, beyond=3 * LARGEST + 1), RankMemory(host=0, device=WHOLE + LARGEST)]
 )
-def test_what_may_be_copies_of_shards_is_not_judged(unclear):
+def test_memory_that_may_be_copies_of_shards_is_not_judged(unclear):
     found = verdict(PEAK, measured(unclear, LOADED, world=2))
     assert found.status == "skipped"
-    assert found.reason.startswith("rank 0: as many bytes as the model has were alive at one time")
+    assert found.reason.startswith("on rank 0, as many bytes as the model has were alive at a time")
 
 
-KEEPS = "every rank keeps the model, or nearly all of it: it has to be held while loading, too"
+KEEPS = "every rank keeps nearly all of the model, so every rank has to hold it while loading"
 
 
 @pytest.mark.parametrize(
@@ -228,19 +232,19 @@ KEEPS = "every rank keeps the model, or nearly all of it: it has to be held whil
         (replace(empty(), memory=(RankMemory(0),) * 2), KEEPS),
         (
             measured(RankMemory(host=WHOLE, whole=ELEMENTS), whole_while_loading=(0, 1, 2, 3)),
-            "Subject(whole_while_loading=...) declares that every rank may hold the whole model",
+            "Subject(whole_while_loading=...) allows every rank to hold the whole model",
         ),
         (
             replace(stored(2, {"a.weight": (1, 1)}), memory=(RankMemory(4, whole=1),) * 2),
-            "the model is no more than a tensor or two, or than 2048 bytes: reading it is holding it whole",
+            "the model has one or two large tensors or less than 2048 bytes, so reading it holds it whole",
         ),
         (undeclared(stored(), "memory", why="not on this system"), "not on this system"),
     ],
 )
-def test_where_there_is_nothing_to_judge(evidence, reason):
+def test_models_and_declarations_that_are_not_judged(evidence, reason):
     assert (verdict(PEAK, evidence).status, verdict(PEAK, evidence).reason) == ("skipped", reason)
 
 
-def test_a_model_of_other_tensors_on_one_rank_is_judged_by_its_own():
+def test_each_rank_is_judged_by_its_own_tensors():
     assert verdict(PEAK, drop(measured(LOADED), "d.weight", [3])).status == "passed"
     assert verdict(PEAK, change(measured(LOADED), MIDDLE, [0], dtype="bfloat16")).status == "passed"

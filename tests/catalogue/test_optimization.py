@@ -1,4 +1,4 @@
-"""The judges of optimizers, frozen weights, movement and replicas after training, on hand-made evidence."""
+"""Checks of optimizers, frozen weights, movement, replicas, ties and updates, on hand-made evidence."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ALONE = "Subject(reference=...) is not declared"
 
 
 def after(evidence: Evidence, name: str, ranks=None, **facts) -> Evidence:
-    """One tensor with other facts once the steps are over."""
+    """Change the facts of one tensor after the steps."""
     chosen = range(len(evidence.training)) if ranks is None else set(ranks)
     runs = []
     for rank, run in enumerate(evidence.training):
@@ -49,7 +49,7 @@ def after(evidence: Evidence, name: str, ranks=None, **facts) -> Evidence:
 
 
 def held(evidence: Evidence, ranks=None, others: tuple[tuple[str, bool], ...] = (), **counts: int) -> Evidence:
-    """An optimizer that holds these parameters so often (by the last part of the name before .weight)."""
+    """Set how often the optimizer holds parameters, named by the last part of the name before .weight."""
     usual = evidence.training[0].optimizer
     known = {name.removesuffix(".weight").replace("layers.0", "middle"): name for name in usual.held}
     facts = replace(usual, held=usual.held | {known[key]: count for key, count in counts.items()}, others=others)
@@ -74,7 +74,7 @@ def test_healthy_evidence_passes(check, evidence):
 
 
 @pytest.mark.parametrize("check", [OWNS, STAY, MOVES, TIED])
-def test_what_needs_no_reference_is_judged_without_one(check):
+def test_checks_that_need_no_reference_pass_without_one(check):
     evidence = undeclared(healthy(), "reference", "values", "verifier", why=ALONE)
     assert verdict(check, evidence).status == "passed"
 
@@ -86,7 +86,7 @@ def test_what_needs_no_reference_is_judged_without_one(check):
         (STAY, "nothing is frozen"),
         (MOVES, "nothing is trainable"),
         (REPLICAS, "nothing is replicated: no two ranks hold the same part of a parameter"),
-        (TIED, "nothing is tied: neither Subject(tied=...), nor the reference, nor the loaded model ties anything"),
+        (TIED, "no weights are tied, neither by Subject(tied=...) nor in the reference nor in the loaded model"),
     ],
 )
 def test_a_model_without_tensors(check, reason):
@@ -103,14 +103,14 @@ def test_without_a_batch_nothing_is_trained(check):
 def test_parameters_that_the_optimizer_does_not_hold():
     evidence = unmoved(held(healthy(), middle=0, others=(("float32", True),)), MIDDLE)
     found = verdict(OWNS, evidence)
-    assert told(found) == [(MIDDLE, (0, 1), "in no group of SGD", "in exactly one", "")]
-    assert found.findings[0].cause.startswith("the optimizer was made before sharding or materialisation")
+    assert told(found) == [(MIDDLE, (0, 1), "in no parameter group of SGD", "in exactly one", "")]
+    assert found.findings[0].cause.startswith("the optimizer was built before sharding or materialisation")
     plain = verdict(OWNS, unmoved(held(healthy(4), [2], middle=0), MIDDLE))
-    assert [(f.ranks, f.cause[:38]) for f in plain.findings] == [((2,), "the optimizer was given another list o")]
+    assert [(f.ranks, f.cause[:38]) for f in plain.findings] == [((2,), "the optimizer was built from other par")]
 
 
-def test_copies_in_another_precision_may_stand_in_for_the_parameters():
-    """An optimizer with master weights steps copies, and writes them back."""
+def test_an_optimizer_may_hold_copies_in_another_precision():
+    """An optimizer with master weights steps copies and writes them back."""
     assert verdict(OWNS, held(healthy(), middle=0, others=(("float32", False),))).status == "passed"
     alone = OptimizerFacts("SGD", {EMBEDDING: 0}, (("bfloat16", False),))
     assert verdict(OWNS, untrained(healthy(), alone)).status == "passed"
@@ -125,15 +125,15 @@ def test_a_built_optimizer_is_judged_without_training():
     assert found.reason == "Subject(optimizer=...) is a callable and was not called: nothing was trained"
 
 
-def test_the_default_optimizer_is_nobodys_merit():
+def test_the_default_optimizer_is_not_judged():
     found = verdict(OWNS, declare(replace(healthy(), subject=replace(healthy().subject, declared=frozenset()))))
     assert (found.status, found.reason) == (
         "skipped",
-        "Subject(optimizer=...) is not declared, so the training had one that is right by construction",
+        "Subject(optimizer=...) is not declared, so the plugin built one itself, over the trainable parameters",
     )
 
 
-def test_one_of_two_names_of_a_tie_is_enough():
+def test_holding_one_of_two_tied_names_is_enough():
     evidence = unmoved(held(healthy(), head=0), HEAD)
     assert verdict(OWNS, evidence).status == "passed"
 
@@ -141,8 +141,8 @@ def test_one_of_two_names_of_a_tie_is_enough():
 def test_frozen_and_repeated_parameters_in_the_groups():
     found = verdict(OWNS, held(held(healthy(), verifier=1), [1], verifier=1, middle=2))
     assert told(found) == [
-        (MIDDLE, (1,), "2 times in the groups of SGD", "in exactly one", ""),
-        (FROZEN, (0, 1), "frozen, and in a group of SGD", "in none", ""),
+        (MIDDLE, (1,), "listed 2 times in the parameter groups of SGD", "listed once", ""),
+        (FROZEN, (0, 1), "frozen and in a parameter group of SGD", "in none", ""),
     ]
 
 
@@ -153,34 +153,34 @@ def test_a_parameter_that_was_trained_before_it_was_frozen_may_stay_in_its_group
     assert verdict(OWNS, replace(evidence, training=runs)).status == "passed"
 
 
-def test_old_parameters_beside_the_live_ones():
+def test_an_optimizer_that_also_holds_old_parameters():
     found = verdict(OWNS, held(healthy(), others=(("float32", True), ("float32", False))))
     assert told(found) == [
-        *[(None, (0, 1), "SGD holds 1 parameter without memory that the model does not register",
-           "the model's parameters", "")],
+        *[(None, (0, 1), "SGD holds 1 parameter without storage that the model does not register",
+           "", "")],
     ]  # fmt: skip
-    # Of a loss with parameters of its own, nothing is known.
+    # They may belong to a loss with its own parameters.
     assert verdict(OWNS, held(healthy(), others=(("float32", False),))).status == "passed"
 
 
 def test_a_frozen_weight_that_moves():
     evidence = after(healthy(4), FROZEN, [1, 3], digest="other")
     assert told(verdict(STAY, evidence)) == [
-        (FROZEN, (1, 3), "other bits after 3 steps", "the bits that it was loaded with", "")
+        (FROZEN, (1, 3), "changed in 3 steps", "bit-identical to the loaded values", "")
     ]
     assert verdict(STAY, undeclared(evidence, "reference", "values", "verifier", why=ALONE)).status == "failed"
 
 
-def test_an_average_that_the_reference_moves_as_well():
+def test_a_moving_average_that_also_changes_in_the_reference():
     evidence = after(healthy(), FROZEN, digest="other")
-    truth = evidence.reference.after
-    moved = tuple(replace(t, digest="other") if t.name == FROZEN else t for t in truth.tensors)
-    evidence = with_reference(evidence, after=replace(truth, tensors=moved))
+    reference = evidence.reference.after
+    moved = tuple(replace(t, digest="other") if t.name == FROZEN else t for t in reference.tensors)
+    evidence = with_reference(evidence, after=replace(reference, tensors=moved))
     assert (verdict(STAY, evidence).status, verdict(STAY, evidence).reason) == ("skipped", "nothing is frozen")
     assert verdict(STAY, declare(evidence, frozen={FROZEN: FROZEN})).status == "failed"
 
 
-def test_what_cannot_be_read_is_not_said_to_move():
+def test_an_unreadable_tensor_is_not_reported_as_changed():
     assert verdict(STAY, after(change(healthy(), FROZEN, digest=None), FROZEN, digest=None)).status == "passed"
 
 
@@ -197,13 +197,13 @@ def still(evidence: Evidence, name: str, due: int, count: int, ranks=None, first
 def test_a_shard_that_does_not_move():
     found = verdict(MOVES, still(healthy(4), MIDDLE, 2, 2, [2]))
     detail = "2 of 2 rows on rank 2, first row 3"
-    assert told(found) == [(MIDDLE, (2,), "no row moved in 3 steps", "moved, for it got a gradient", detail)]
+    assert told(found) == [(MIDDLE, (2,), "no row changed in 3 steps, although it has gradients", "", detail)]
 
 
 def test_rows_that_do_not_move():
     found = verdict(MOVES, still(healthy(), MIDDLE, 3, 1))
     assert [(f.actual, f.detail) for f in found.findings] == [
-        ("not every row moved in 3 steps", "1 of 3 rows on rank 0, first row 3")
+        ("some rows did not change in 3 steps, although they have gradients", "1 of 3 rows on rank 0, first row 3")
     ]
     alone = still(undeclared(healthy(), "reference", "values", "verifier", why=ALONE), MIDDLE, 1, 1, first=None)
     assert [f.detail for f in verdict(MOVES, alone).findings] == ["1 of 1 rows on rank 0"]
@@ -222,7 +222,7 @@ def test_updates_below_rounding():
         (unmoved(held(healthy(), middle=0), MIDDLE), "optimizer_owns_parameters"),
     ],
 )
-def test_what_keeps_a_tensor_from_moving_is_told_once(evidence, by):
+def test_a_cause_that_keeps_a_tensor_from_moving_is_reported_once(evidence, by):
     found = verdict(MOVES, still(evidence, MIDDLE, 3, 3))
     assert (found.status, found.unjudged) == ("skipped", {by: (MIDDLE,)})
 
@@ -236,25 +236,25 @@ def test_replicas():
 
 def test_replicas_that_drift_apart():
     found = verdict(REPLICAS, after(healthy(mesh=HYBRID), MIDDLE, [2, 3], digest="other"))
-    actual = "other bits than its replicas after 3 steps"
-    assert told(found) == [(MIDDLE, (2, 3), actual, "the same bits", "rank 2 is unlike rank 0")]
+    actual = "differs from its replicas after 3 steps"
+    assert told(found) == [(MIDDLE, (2, 3), actual, "bit-identical", "rank 2 differs from rank 0")]
 
 
-def test_what_differs_from_the_start_is_no_replica():
+def test_tensors_that_differ_before_the_steps_are_not_replicas():
     evidence = change(healthy(mesh=HYBRID), MIDDLE, [2, 3], digest="experts of another rank")
     assert verdict(REPLICAS, after(evidence, MIDDLE, [2, 3], digest="other")).status == "passed"
 
 
-def test_an_update_that_is_another():
+def test_an_update_that_differs():
     found = verdict(UPDATES, remeasured(healthy(), MIDDLE, 0.1, observed="parameters"))
-    within = "moved as the reference within 0.02"
-    assert told(found) == [(MIDDLE, (0, 1), "moved 0.1 times as far as the reference", within, "")]
+    within = "equal within 0.02"
+    assert told(found) == [(MIDDLE, (0, 1), "update is 0.1 times the reference's", within, "")]
     found = verdict(UPDATES, remeasured(healthy(4), MIDDLE, apart=4.0, ranks=[1], observed="parameters"))
-    assert [(f.ranks, f.actual) for f in found.findings] == [((1,), "moved otherwise than the reference")]
+    assert [(f.ranks, f.actual) for f in found.findings] == [((1,), "update differs from the reference's")]
 
 
 @pytest.mark.parametrize(
-    ("factors", "display_name"),
+    ("factors", "labels"),
     [
         ((1.25, 1.25, 1.25), {"1.25"}),
         ((1.03, 1.03, 1.03), {"1.03"}),
@@ -267,33 +267,33 @@ def test_an_update_that_is_another():
         ((3.14159, 3.14159, 3.14159), {"3.14"}),
     ],
 )
-def test_factors_that_are_nearly_alike_have_one_name(factors, display_name):
+def test_nearly_equal_factors_have_one_label(factors, labels):
     evidence = replace(healthy(), tolerance={UPDATES: 1e-5})
     for name, factor in zip((EMBEDDING, MIDDLE, HEAD), factors, strict=True):
         evidence = remeasured(evidence, name, factor, observed="parameters")
     found = {f.actual for f in verdict(UPDATES, evidence).findings}
-    assert found == {f"moved {one} times as far as the reference" for one in display_name}
+    assert found == {f"update is {factor} times the reference's" for factor in labels}
 
 
-def test_a_factor_that_several_steps_blurred():
+def test_a_factor_blurred_by_several_steps():
     evidence = healthy()
     for name, factor, apart in ((EMBEDDING, 0.24, 0.1), (MIDDLE, 0.262, 0.1), (HEAD, 0.25, 0.12)):
         evidence = remeasured(evidence, name, factor, apart, observed="parameters")
     found = verdict(UPDATES, evidence)
-    assert {f.actual for f in found.findings} == {"moved 0.25 times as far as the reference"}
-    # What turned farther than it is longer has no factor.
+    assert {f.actual for f in found.findings} == {"update is 0.25 times the reference's"}
+    # An update whose direction is off by more than its length has no factor.
     turned = remeasured(healthy(), MIDDLE, 1.05, 1.0, observed="parameters")
-    assert [f.actual for f in verdict(UPDATES, turned).findings] == ["moved otherwise than the reference"]
+    assert [f.actual for f in verdict(UPDATES, turned).findings] == ["update differs from the reference's"]
 
 
 @pytest.mark.parametrize(
     ("evidence", "factor", "cause"),
     [
-        (healthy(4), 4.0, "is multiplied by the number of data-parallel ranks, which is 4, and the reference's is not"),
-        (healthy(4), 0.25, "is divided by the number of data-parallel ranks, which is 4, and the reference's is not"),
+        (healthy(4), 4.0, "is multiplied by the number of data-parallel ranks (4), and the reference's is not"),
+        (healthy(4), 0.25, "is divided by the number of data-parallel ranks (4), and the reference's is not"),
         (healthy(mesh=HYBRID), 0.5, "the number of ranks along dp_replicate and the number of ranks along dp_shard"),
-        (healthy(4), 2.0, "another learning rate, decay or grouping of parameters"),
-        (healthy(1), 2.0, "another learning rate, decay or grouping of parameters"),
+        (healthy(4), 2.0, "learning rate, weight decay or parameter groups"),
+        (healthy(1), 2.0, "learning rate, weight decay or parameter groups"),
     ],
 )
 def test_an_update_scaled_by_the_number_of_ranks(evidence, factor, cause):
@@ -301,20 +301,20 @@ def test_an_update_scaled_by_the_number_of_ranks(evidence, factor, cause):
     assert cause in finding.cause
 
 
-def test_only_the_farthest_updates_are_told():
+def test_only_the_farthest_updates_are_reported():
     evidence = remeasured(
         remeasured(healthy(), MIDDLE, 0.1, observed="parameters"), EMBEDDING, 0.9, observed="parameters"
     )
     assert [finding.tensor for finding in verdict(UPDATES, evidence).findings] == [MIDDLE]
 
 
-def test_updates_of_rounding_are_not_compared():
+def test_updates_that_are_only_rounding_are_not_compared():
     evidence = remeasured(healthy(), MIDDLE, apart=4.0, observed="parameters")
     evidence = with_reference(evidence, gradients={**evidence.reference.gradients, MIDDLE: 1e-7})
     assert verdict(UPDATES, evidence).status == "passed"
 
 
-def test_updates_over_condemned_tensors():
+def test_wrong_parameters_explain_wrong_updates():
     found = verdict(UPDATES, differ(remeasured(healthy(), MIDDLE, 0.1, observed="parameters"), EMBEDDING))
     assert (found.status, "findings of params_equal_reference explain" in found.reason) == ("skipped", True)
 
@@ -327,26 +327,24 @@ def test_losses_that_follow_from_updates():
 
 def test_a_tie_that_breaks():
     broken = after(healthy(), HEAD, storage="memory of its own", identity=-1)
-    head = "one weight with head.weight"
-    assert told(verdict(TIED, broken)) == [
-        (EMBEDDING, (0, 1), "another memory than head.weight after 3 steps", head, "with other values")
-    ]
+    actual = "does not share storage with head.weight after 3 steps"
+    assert told(verdict(TIED, broken)) == [(EMBEDDING, (0, 1), actual, "still tied to it", "values differ")]
     same = after(broken, HEAD, digest=f"trained bits of {EMBEDDING}")
-    assert verdict(TIED, same).findings[0].detail == "with equal values, so far"
+    assert verdict(TIED, same).findings[0].detail == "values are still equal"
     one = after(healthy(4), HEAD, [2], storage="memory of its own", identity=-1)
     assert verdict(TIED, one).findings[0].ranks == (2,)
 
 
-def test_a_tie_that_nothing_declares_is_seen_in_the_model():
+def test_an_undeclared_tie_is_found_in_the_model():
     alone = undeclared(healthy(), "reference", "values", "verifier", why=ALONE)
     assert verdict(TIED, alone).status == "passed"
     broken = after(alone, HEAD, storage="memory of its own", identity=-1)
     assert [finding.tensor for finding in verdict(TIED, broken).findings] == [EMBEDDING]
 
 
-def test_a_tie_that_was_none_from_the_start_is_told_once():
+def test_a_tie_missing_from_the_start_is_reported_once():
     apart = {"storage": "memory of its own", "identity": -1}
     evidence = after(change(healthy(), HEAD, **apart), HEAD, **apart)
     assert verdict("tied_weights_share_storage", evidence).status == "failed"
     assert verdict(TIED, evidence).status == "skipped"
-    assert verdict(TIED, change_reference(evidence, HEAD, **apart)).reason.startswith("nothing is tied")
+    assert verdict(TIED, change_reference(evidence, HEAD, **apart)).reason.startswith("no weights are tied")

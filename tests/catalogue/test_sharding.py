@@ -17,7 +17,6 @@ from tests.catalogue.evidence_factory import (
     change_reference,
     declare,
     drop,
-    empty,
     healthy,
     left_out,
     parameter,
@@ -34,17 +33,8 @@ HSDP = {"dp_replicate": 2, "dp_shard": 2}
 TWO_D = {"dp_shard": 2, "tp": 2}
 
 
-@pytest.mark.parametrize(
-    "evidence",
-    [healthy(1), healthy(2), healthy(4), healthy(mesh=HSDP), healthy(mesh={"dp_shard": 1}), empty(1), empty(2)],
-)
-def test_healthy_evidence_passes(evidence):
-    assert [verdict(id, evidence).status for id in (PLACEMENTS, LEFT)] == ["passed", "passed"]
-    assert verdict(STAYS, evidence).reason == "Subject(unsharded=...) is not declared"
-
-
 def whole(evidence, *names):
-    """Told by nothing_left_unsharded, and of these tensors not again by dtensor_placements."""
+    """Judge by nothing_left_unsharded, and assert that dtensor_placements leaves these tensors out."""
     found, later = verdict(LEFT, evidence), verdict(PLACEMENTS, evidence)
     assert (later.status, later.unjudged) == ("skipped", {LEFT: names or tuple(f.tensor for f in found.findings)})
     return found
@@ -60,7 +50,7 @@ def test_a_plain_parameter():
     found = whole(place(healthy(), MIDDLE, {}))
     assert told(found) == [(MIDDLE, (0, 1), PLAIN, "sharded over dp_shard=2", "")]
     assert found.findings[0].remedy == (
-        "shard it; or declare what is meant with Subject(unsharded=...) or Subject(placements=...)"
+        "shard it, or declare the intent with Subject(unsharded=...) or Subject(placements=...)"
     )
 
 
@@ -71,7 +61,7 @@ def test_a_plain_parameter_on_one_rank():
     ]
 
 
-def test_a_model_that_nobody_sharded():
+def test_a_model_without_any_sharding():
     evidence = healthy(mesh=HSDP)
     names = [tensor.name for tensor in evidence.inventory[0].tensors if tensor.kind == "parameter"]
     for name in names:
@@ -85,7 +75,7 @@ def passed(evidence):
     return [verdict(id, evidence).status for id in (PLACEMENTS, LEFT)] == ["passed", "passed"]
 
 
-def test_alone_a_plain_parameter_is_right():
+def test_a_single_rank_may_have_plain_parameters():
     assert passed(place(healthy(1), MIDDLE, {}))
 
 
@@ -94,17 +84,17 @@ def test_a_scalar_cannot_be_sharded():
     assert passed(place(healthy(), MIDDLE, {"dp_shard": 2}, "R", shape=()))
 
 
-def test_what_has_no_element_need_not_be_cut():
+def test_a_tensor_without_elements_need_not_be_sharded():
     assert passed(place(healthy(), MIDDLE, {}, shape=(0, 4)))
     assert whole(place(healthy(), MIDDLE, {}, shape=(1,))).status == "failed"
 
 
-def test_a_frozen_parameter_is_no_exception():
+def test_a_frozen_parameter_must_be_sharded_too():
     assert [finding.tensor for finding in whole(place(healthy(), FROZEN, {})).findings] == [FROZEN]
 
 
 @pytest.mark.parametrize("mesh", [{"dp_replicate": 2}, {"ddp": 2}, {"tp": 2}, {"pp": 2}])
-def test_where_no_dimension_shards_all_may_be_whole(mesh):
+def test_without_a_sharding_dimension_all_may_be_whole(mesh):
     evidence = healthy(mesh=mesh)
     for tensor in evidence.inventory[0].tensors:
         if tensor.kind == "parameter":
@@ -112,7 +102,7 @@ def test_where_no_dimension_shards_all_may_be_whole(mesh):
     assert passed(evidence)
 
 
-def test_ddp_replicates_by_intent():
+def test_ddp_replicates_on_purpose():
     evidence = healthy()
     for tensor in evidence.inventory[0].tensors:
         if tensor.kind == "parameter":
@@ -120,32 +110,32 @@ def test_ddp_replicates_by_intent():
     found = verdict(LEFT, evidence)
     assert (found.status, found.reason) == (
         "skipped",
-        "DistributedDataParallel keeps embed.weight and 3 more whole by intent; call the mesh dimension dp_replicate "
-        "to say so",
+        "DistributedDataParallel keeps embed.weight and 3 more whole on purpose; name the mesh dimension dp_replicate "
+        "to declare it",
     )
     assert verdict(PLACEMENTS, evidence).status == "passed"
     assert verdict(LEFT, replace(evidence, world=replace(evidence.world, mesh=(("dp_replicate", 2),)))).reason == ""
 
 
-def test_what_ddp_does_not_hold_is_told_all_the_same():
+def test_a_parameter_outside_ddp_is_still_reported():
     evidence = change(place(place(healthy(), MIDDLE, {}), EMBEDDING, {}), EMBEDDING, ddp=True)
     found = whole(evidence, MIDDLE)
     assert (found.status, [finding.tensor for finding in found.findings]) == ("failed", [MIDDLE])
     assert found.reason.startswith("DistributedDataParallel keeps embed.weight whole")
 
 
-def test_tensor_parallel_in_ddp_forgets_nothing():
+def test_tensor_parallel_in_ddp_passes():
     evidence = change(place(healthy(mesh=TWO_D), MIDDLE, {"tp": 2}, "S(0)"), MIDDLE, ddp=True)
     assert passed(evidence)
 
 
 @pytest.mark.parametrize("shape", [(5, 2), (1, 2), (0, 2), (3,)])
-def test_uneven_and_empty_shards_are_shards(shape):
+def test_uneven_and_empty_shards_pass(shape):
     evidence = place(healthy(4), MIDDLE, {"dp_shard": 4}, "S(0)", shape=shape)
     assert verdict(PLACEMENTS, evidence).status == "passed"
 
 
-def test_any_dim_is_a_shard_unless_declared():
+def test_a_shard_on_any_dim_passes_unless_declared():
     evidence = place(healthy(), MIDDLE, {"dp_shard": 2}, "S(1)")
     assert verdict(PLACEMENTS, evidence).status == "passed"
 
@@ -158,7 +148,7 @@ def test_any_dim_is_a_shard_unless_declared():
         ({None: 4}, ("R",), "R on mesh unnamed=4", "sharded over the mesh"),
     ],
 )
-def test_replicated_over_all_that_shards(mesh, placements, actual, expected):
+def test_replicated_over_a_sharding_dimension(mesh, placements, actual, expected):
     found = whole(place(healthy(mesh={"dp_shard": 4}), MIDDLE, mesh, *placements))
     assert told(found) == [(MIDDLE, (0, 1, 2, 3), actual, found.findings[0].expected, "")]
     assert found.findings[0].expected.startswith(expected)
@@ -173,7 +163,7 @@ def test_replicated_over_all_that_shards(mesh, placements, actual, expected):
         (TWO_D, ("R", "S(0)"), "(R, S(0)) on mesh dp_shard=2 x tp=2", "sharded over dp_shard=2"),
     ],
 )
-def test_wrong_by_default(mesh, placements, actual, expected):
+def test_placements_that_are_wrong_by_default(mesh, placements, actual, expected):
     evidence = place(healthy(mesh={"dp_shard": 4}), MIDDLE, mesh, *placements)
     found = verdict(PLACEMENTS, evidence).findings[0]
     assert (found.tensor, found.ranks, found.actual) == (MIDDLE, (0, 1, 2, 3), actual)
@@ -191,13 +181,13 @@ def test_wrong_by_default(mesh, placements, actual, expected):
         ({"dp_replicate": 4, "dp_shard": 1}, ("R", "R")),
     ],
 )
-def test_tensor_parallel_dimensions_and_those_of_size_one_are_free(mesh, placements):
+def test_tensor_parallel_dimensions_and_those_of_size_one_allow_any_placement(mesh, placements):
     evidence = place(healthy(mesh=mesh), MIDDLE, mesh, *placements)
     assert verdict(PLACEMENTS, evidence).status == "passed"
 
 
-def test_the_loaders_own_mesh_counts_not_the_worlds():
-    # The marker said a world of 4; the loader made hybrid sharding of it by itself.
+def test_the_mesh_of_the_loader_takes_precedence_over_that_of_the_world():
+    # The marker gave a world of 4; the loader created a hybrid-sharding mesh.
     evidence = replace(healthy(mesh=HSDP), world=healthy(4).world)
     assert verdict(PLACEMENTS, evidence).status == "passed"
     assert told(whole(place(evidence, MIDDLE, {}))) == [(MIDDLE, (0, 1, 2, 3), PLAIN, "sharded over dp_shard=2", "")]
@@ -221,34 +211,34 @@ def test_an_unnamed_mesh_of_two_dimensions_is_hybrid_sharding():
 
 
 def all_on(evidence, mesh, *placements):
-    """Every parameter on a mesh of the loader's choice."""
+    """Place every parameter on this mesh."""
     for tensor in evidence.inventory[0].tensors:
         if tensor.kind == "parameter":
             evidence = place(evidence, tensor.name, mesh, *placements, shape=tensor.shape)
     return evidence
 
 
-REPLICAS = "replicated over dp_replicate=2 as well, which fully_shard(mesh=...) does"
+REPLICAS = "replicated over dp_replicate=2 as well (by fully_shard(mesh=...))"
 
 
-def test_one_parameter_on_the_submesh_forgets_the_replicas():
+def test_one_parameter_on_the_submesh_is_not_replicated():
     evidence = place(healthy(mesh=HSDP), MIDDLE, {"dp_shard": 2}, "S(0)")
     assert told(verdict(PLACEMENTS, evidence)) == [(MIDDLE, (0, 1, 2, 3), "S(0) on mesh dp_shard=2", REPLICAS, "")]
 
 
-def test_a_model_on_the_submesh_forgets_the_replicas():
+def test_a_model_on_the_submesh_is_not_replicated():
     evidence = all_on(healthy(mesh=HSDP), {"dp_shard": 2}, "S(0)")
     assert told(verdict(PLACEMENTS, evidence)) == [
         (name, (0, 1, 2, 3), "S(0) on mesh dp_shard=2", REPLICAS, "") for name in (EMBEDDING, MIDDLE, FROZEN, HEAD)
     ]
 
 
-def test_what_is_frozen_has_no_gradients_to_reduce_over_the_replicas():
+def test_a_frozen_parameter_needs_no_reduction_over_replicas():
     evidence = change(place(healthy(mesh=HSDP), MIDDLE, {"dp_shard": 2}, "S(0)"), MIDDLE, requires_grad=False)
     assert verdict(PLACEMENTS, evidence).status == "passed"
 
 
-def test_replicas_forgotten_beside_tensor_parallelism():
+def test_a_model_with_tensor_parallelism_on_the_submesh_is_not_replicated():
     mesh = {"dp_replicate": 2, "dp_shard": 2, "tp": 2}
     evidence = all_on(healthy(mesh=mesh), {"dp_shard": 2, "tp": 2}, "S(0)", "S(1)")
     assert {(finding.actual, finding.expected) for finding in verdict(PLACEMENTS, evidence).findings} == {
@@ -258,7 +248,7 @@ def test_replicas_forgotten_beside_tensor_parallelism():
     assert verdict(PLACEMENTS, evidence).status == "passed"
 
 
-def test_a_submesh_is_right_where_nothing_replicates():
+def test_a_submesh_passes_if_no_dimension_replicates():
     evidence = all_on(healthy(mesh={"dp_replicate": 1, "dp_shard": 4}), {"dp_shard": 4}, "S(0)")
     assert verdict(PLACEMENTS, evidence).status == "passed"
 
@@ -268,7 +258,7 @@ def test_tensor_parallel_alone_may_be_replicated_by_ddp():
     evidence = all_on(healthy(mesh=mesh), {"tp": 2}, "S(0)")
     assert verdict(PLACEMENTS, evidence).status == "passed"
     assert verdict(PLACEMENTS, place(evidence, MIDDLE, {"tp": 2}, "R")).status == "passed"
-    # Where it shards over a dimension of its own, it is FSDP after all.
+    # If it also shards over a dimension of its own, FSDP2 is used and does not reduce over dp_replicate.
     evidence = all_on(healthy(mesh=mesh), {"fsdp": 1, "tp": 2}, "S(0)", "S(0)")
     assert {finding.expected for finding in verdict(PLACEMENTS, evidence).findings} == {REPLICAS}
 
@@ -286,19 +276,19 @@ def test_tensor_parallel_alone_may_be_replicated_by_ddp():
         ({"dp_replicate": 2, "dp_shard": 2, "tp": 2}, {"dp": 4, "tp": 2}, ("S(0)", "S(1)")),
     ],
 )
-def test_a_loader_may_name_the_dimensions_as_it_likes(world, mesh, placements):
+def test_a_loader_may_use_any_names_for_dimensions(world, mesh, placements):
     evidence = all_on(healthy(mesh=world), mesh, *placements)
     assert verdict(PLACEMENTS, evidence).status == "passed"
-    # It is judged all the same.
+    # A replicated parameter is still found.
     evidence = place(evidence, MIDDLE, mesh, *("R" for _ in mesh))
     assert [finding.tensor for finding in whole(evidence).findings] == [MIDDLE]
 
 
-def test_one_parameter_on_a_flattened_mesh_has_all_dimensions():
+def test_a_flattened_mesh_covers_all_dimensions():
     assert verdict(PLACEMENTS, place(healthy(mesh=HSDP), MIDDLE, {"dp": 4}, "S(0)")).status == "passed"
 
 
-def test_tensor_parallel_alone_forgets_the_dimension_that_shards():
+def test_tensor_parallel_alone_misses_the_sharding_dimension():
     found = verdict(PLACEMENTS, all_on(healthy(mesh=TWO_D), {"tp": 2}, "S(0)"))
     assert len(found.findings) == 4
     assert {(finding.actual, finding.expected) for finding in found.findings} == {
@@ -306,16 +296,16 @@ def test_tensor_parallel_alone_forgets_the_dimension_that_shards():
     }
 
 
-def test_tensor_parallel_alone_is_right_where_nothing_shards():
+def test_tensor_parallel_alone_passes_if_no_dimension_shards():
     evidence = all_on(healthy(2), {"tp": 2}, "S(0)")
     evidence = replace(evidence, world=replace(evidence.world, mesh=(("tp", 2),)))
     assert verdict(PLACEMENTS, place(evidence, MIDDLE, {})).status == "passed"
-    # A mesh of the loader's own that spans the world says nothing of the marker's.
+    # A mesh of the loader that spans the world replaces the marker's.
     evidence = replace(evidence, world=replace(evidence.world, mesh=(("dp_shard", 2),)))
     assert verdict(PLACEMENTS, evidence).status == "passed"
 
 
-def test_one_parameter_that_only_tensor_parallel_has():
+def test_one_parameter_that_is_only_tensor_parallel():
     evidence = healthy(mesh=TWO_D)
     assert told(verdict(PLACEMENTS, place(evidence, MIDDLE, {"tp": 2}, "S(0)"))) == [
         (MIDDLE, (0, 1, 2, 3), "S(0) on mesh tp=2", "sharded over dp_shard=2 as well", "")
@@ -326,13 +316,13 @@ def test_one_parameter_that_only_tensor_parallel_has():
     ("mesh", "placements"),
     [({"ep": 2}, ("S(0)",)), ({"ep": 4}, ("S(0)",)), ({"dp_shard_mod_ep": 2, "ep": 2}, ("S(1)", "S(0)"))],
 )
-def test_experts_have_a_mesh_of_their_own(mesh, placements):
+def test_experts_may_have_their_own_mesh(mesh, placements):
     for world in ({"dp_shard": 4}, HSDP):
         assert verdict(PLACEMENTS, place(healthy(mesh=world), MIDDLE, mesh, *placements)).status == "passed"
 
 
-def test_the_mesh_of_experts_is_expected_of_experts_alone():
-    # The router is not on the tensor-parallel dimension, which leaves room that experts fill in their own way.
+def test_the_mesh_of_experts_applies_to_experts_only():
+    # Parameters are not on the tensor-parallel dimension; experts use those ranks on their own mesh.
     evidence = all_on(healthy(mesh={"dp_shard": 4, "tp": 2}), {"dp_shard": 4}, "S(0)")
     experts = {"dp_shard_mod_ep": 2, "ep": 4}
     assert verdict(PLACEMENTS, place(evidence, MIDDLE, experts, "S(1)", "S(0)")).status == "passed"
@@ -355,21 +345,23 @@ def test_declared_unsharded_that_is_sharded():
     evidence = declare(healthy(), unsharded=(MIDDLE,))
     found = verdict(STAYS, evidence)
     assert told(found) == [(MIDDLE, (0, 1), "S(0) on mesh dp_shard=2", "whole on every rank, as declared", "")]
-    assert found.findings[0].cause == "it is declared unsharded, and sharded all the same"
+    assert found.findings[0].cause == (
+        "the parameter is declared unsharded but was passed to fully_shard() or parallelize_module()"
+    )
     assert verdict(PLACEMENTS, evidence).unjudged == {STAYS: (MIDDLE,)}
     assert verdict(LEFT, evidence).status == "passed"
 
 
 def test_declared_unsharded_that_one_rank_shards():
     evidence = declare(place(healthy(4), MIDDLE, {}), unsharded=(MIDDLE,))
-    odd = parameter(MIDDLE, (6, 4), {"dp_shard": 4}, ("S(0)",), (2,))
-    facts = {key: getattr(odd, key) for key in ("placements", "mesh", "regions", "local_shape")}
+    shard = parameter(MIDDLE, (6, 4), {"dp_shard": 4}, ("S(0)",), (2,))
+    facts = {key: getattr(shard, key) for key in ("placements", "mesh", "regions", "local_shape")}
     assert told(verdict(STAYS, change(evidence, MIDDLE, [2], **facts))) == [
         (MIDDLE, (2,), "S(0) on mesh dp_shard=4", "whole on every rank, as declared", "")
     ]
 
 
-def test_a_part_of_a_sum_is_not_whole():
+def test_a_partial_tensor_is_not_whole():
     evidence = declare(place(healthy(), MIDDLE, {"dp_shard": 2}, "P(sum)"), unsharded=(MIDDLE,))
     assert [finding.actual for finding in verdict(STAYS, evidence).findings] == ["P(sum) on mesh dp_shard=2"]
 
@@ -409,7 +401,7 @@ def test_declared_placements(mesh, actual, declared, status):
     assert verdict(PLACEMENTS, evidence).status == status
 
 
-def test_declared_placements_are_told_beside_the_actual_ones():
+def test_a_finding_shows_declared_and_actual_placements():
     evidence = declare(place(healthy(mesh=TWO_D), MIDDLE, TWO_D, "S(0)", "R"), placements={MIDDLE: ("S(0)", "S(1)")})
     assert told(verdict(PLACEMENTS, evidence)) == [
         (MIDDLE, (0, 1, 2, 3), "(S(0), R) on mesh dp_shard=2 x tp=2", "(S(0), S(1)), as declared", "")
@@ -421,44 +413,44 @@ def test_declared_placements_are_told_beside_the_actual_ones():
 @pytest.mark.parametrize(
     ("mesh", "actual", "declared", "remedy"),
     [
-        ({"dp_shard": 2}, ("S(0)",), ("R",), "keep it whole: leave it out of fully_shard (ignored_params) or of "),
+        ({"dp_shard": 2}, ("S(0)",), ("R",), "keep it whole: exclude it from fully_shard() (ignored_params) or "),
         (TWO_D, ("S(0)", "S(1)"), ("R", "R"), "keep it whole: "),
         (TWO_D, ("S(0)", "R"), ("R", "R"), "keep it whole: "),
-        (HSDP, ("S(0)", "S(0)"), ("R", "S(0)"), "give fully_shard a mesh of two dimensions, the first of which "),
+        (HSDP, ("S(0)", "S(0)"), ("R", "S(0)"), "pass fully_shard() a mesh of two dimensions, the first of which "),
         (
             {"dp_shard": 2},
             ("S(0)",),
             ("S(1)",),
-            "shard it on that dim (shard_placement_fn of fully_shard, or the plan)",
+            "shard it on the declared dim (shard_placement_fn of fully_shard(), or the plan)",
         ),
-        ({"dp_shard": 2}, ("R",), ("S(0)",), "shard it; "),
-        (TWO_D, ("S(0)", "S(0)"), ("_S(0, 2)", "S(0)"), "shard it; "),
-        ({"dp_shard": 2}, ("P(sum)",), ("R",), "shard it; "),
-        ({"dp_shard": 2}, ("S(0)",), ("S(0)", "S(1)"), "put its module into the plan, or declare one placement per "),
+        ({"dp_shard": 2}, ("R",), ("S(0)",), "shard it, "),
+        (TWO_D, ("S(0)", "S(0)"), ("_S(0, 2)", "S(0)"), "shard it, "),
+        ({"dp_shard": 2}, ("P(sum)",), ("R",), "shard it, "),
+        ({"dp_shard": 2}, ("S(0)",), ("S(0)", "S(1)"), "add its module to the plan, or declare one placement per "),
         (TWO_D, ("S(0)", "S(1)"), ("S(0)",), "declare one placement per mesh dimension, in order"),
-        ({"dp_shard": 2}, (), ("S(0)",), "shard it; "),
-        ({"dp_shard": 2}, (), ("R",), "declare Subject(unsharded=...) in place of Subject(placements=...)"),
+        ({"dp_shard": 2}, (), ("S(0)",), "shard it, "),
+        ({"dp_shard": 2}, (), ("R",), "declare Subject(unsharded=...) instead of Subject(placements=...)"),
     ],
 )
-def test_the_remedy_fits_what_is_found(mesh, actual, declared, remedy):
+def test_the_remedy_depends_on_the_placements(mesh, actual, declared, remedy):
     on = mesh if actual else {}
     evidence = declare(place(healthy(mesh=mesh), MIDDLE, on, *actual), placements={MIDDLE: declared})
     (finding,) = verdict(PLACEMENTS, evidence).findings
     assert finding.remedy.startswith(remedy)
 
 
-def test_what_should_be_replicated_and_is_sharded_is_not_to_be_sharded():
+def test_the_remedy_for_a_sharded_replica_is_not_to_shard_it():
     (finding,) = verdict(PLACEMENTS, place(healthy(mesh=HSDP), MIDDLE, HSDP, "S(0)", "S(0)")).findings
     assert finding.expected == "replicated over dp_replicate=2"
-    assert finding.remedy.startswith("give fully_shard a mesh of two dimensions")
+    assert finding.remedy.startswith("pass fully_shard() a mesh of two dimensions")
 
 
-def test_alone_a_declared_shard_may_be_plain():
+def test_a_single_rank_may_have_a_plain_tensor_declared_sharded():
     evidence = declare(place(healthy(1), MIDDLE, {}), placements={MIDDLE: ("S(0)",)})
     assert verdict(PLACEMENTS, evidence).status == "passed"
 
 
-def test_unsharded_counts_before_placements():
+def test_unsharded_takes_precedence_over_placements():
     evidence = declare(place(healthy(), MIDDLE, {}), unsharded=(MIDDLE,), placements={MIDDLE: ("S(0)",)})
     assert verdict(PLACEMENTS, evidence).status == "passed"
 
@@ -471,28 +463,28 @@ def test_unsharded_counts_before_placements():
         (change(healthy(), EMBEDDING, [1], dtype="float16"), "same_manifest_on_every_rank", EMBEDDING),
     ],
 )
-def test_condemned_tensors_are_not_judged_again(evidence, by, name):
+def test_tensors_that_already_failed_are_not_judged_again(evidence, by, name):
     for id in (PLACEMENTS, LEFT):
         found = verdict(id, evidence)
         assert (found.status, found.reason) == ("skipped", left_out(by, name))
 
 
-def test_a_rank_outside_of_the_mesh_has_placements_all_the_same():
+def test_a_rank_outside_the_mesh_has_placements_too():
     evidence = healthy(4)
     outside = replace(evidence.inventory[3].by_name[MIDDLE].mesh, coordinate=None)
     assert verdict(PLACEMENTS, change(evidence, MIDDLE, [3], mesh=outside)).status == "passed"
 
 
 def moved(evidence, ranks, name=MIDDLE, **facts):
-    """On these ranks, one parameter with other placements or another mesh."""
+    """Give one parameter other placements or another mesh on these ranks."""
     mesh = replace(evidence.inventory[0].by_name[name].mesh, **{k: v for k, v in facts.items() if k != "placements"})
     placements = facts.get("placements", evidence.inventory[0].by_name[name].placements)
     return change(evidence, name, ranks, mesh=mesh, placements=placements)
 
 
 BRANCHES = (
-    "the loader branches on the rank while it shards, or ranks made different meshes",
-    "make one mesh of all ranks, and shard by the same plan on each",
+    "sharding depends on the rank, or ranks created different meshes",
+    "create one mesh of all ranks, and apply the same sharding plan on each",
 )
 
 
@@ -505,20 +497,20 @@ BRANCHES = (
         ([0, 1], ((2, 3), "S(0) on mesh dp_shard=4", "S(1) on mesh dp_shard=4, as on ranks 0, 1")),
     ],
 )
-def test_ranks_that_shard_on_another_dim_than_the_others(ranks, finding):
+def test_ranks_that_shard_on_different_dims(ranks, finding):
     found = verdict(PLACEMENTS, moved(healthy(4), ranks, placements=("S(1)",)))
     assert told(found) == [(MIDDLE, *finding, "")]
     assert (found.findings[0].cause, found.findings[0].remedy) == BRANCHES
     assert verdict(PLACEMENTS, moved(healthy(4), range(4), placements=("S(1)",))).status == "passed"
 
 
-def test_ranks_on_a_mesh_of_other_names():
+def test_ranks_on_a_mesh_with_other_names():
     found = verdict(PLACEMENTS, moved(healthy(4), [1], dims=("fsdp",)))
     assert told(found) == [(MIDDLE, (1,), "S(0) on mesh fsdp=4", "S(0) on mesh dp_shard=4, as on ranks 0, 2, 3", "")]
     assert verdict(PLACEMENTS, moved(healthy(4), range(4), dims=("fsdp",))).status == "passed"
 
 
-def test_what_is_declared_whole_is_whole_in_one_way():
+def test_a_parameter_declared_whole_has_the_same_placements_on_every_rank():
     evidence = declare(place(healthy(4), MIDDLE, {"dp_shard": 4}, "R"), unsharded=(MIDDLE,))
     found = verdict(PLACEMENTS, change(evidence, MIDDLE, [2], placements=None, mesh=None))
     assert told(found) == [
@@ -526,13 +518,13 @@ def test_what_is_declared_whole_is_whole_in_one_way():
     ]
 
 
-def test_a_rank_that_breaks_the_promise_is_no_measure_for_the_others():
-    # Three ranks did not shard it; the one that did is right.
+def test_ranks_are_not_compared_with_ranks_that_are_wrong():
+    # Three ranks did not shard the parameter; the one that did is right.
     evidence = change(healthy(4), MIDDLE, [0, 1, 2], placements=None, mesh=None)
     assert [finding.ranks for finding in verdict(PLACEMENTS, evidence).findings] == [(0, 1, 2)]
 
 
-def test_a_mesh_of_one_rank_shards_nothing():
+def test_a_mesh_of_one_rank_does_not_shard():
     for evidence in (
         place(healthy(), MIDDLE, {"dp_shard": 1}, "S(0)"),
         all_on(healthy(), {"dp_shard": 1}, "S(0)"),
@@ -544,33 +536,33 @@ def test_a_mesh_of_one_rank_shards_nothing():
         assert MIDDLE in [finding.tensor for finding in found]
 
 
-def test_a_dimension_of_half_the_size_beside_others():
+def test_a_dimension_of_half_the_size():
     evidence = place(healthy(4), MIDDLE, {"dp_shard": 2}, "S(0)")
     assert told(verdict(PLACEMENTS, evidence)) == [
         (MIDDLE, (0, 1, 2, 3), "S(0) on mesh dp_shard=2", "sharded over dp_shard=4", "")
     ]
-    # Beside another dimension there is no room for more.
+    # With a second dimension, the mesh uses all ranks.
     evidence = place(healthy(4), MIDDLE, {"dp_replicate": 2, "dp_shard": 2}, "R", "S(0)")
     assert verdict(PLACEMENTS, evidence).status == "passed"
 
 
-def test_replicas_in_small():
+def test_a_replicating_dimension_that_is_too_small():
     evidence = place(healthy(mesh=HSDP), MIDDLE, {"dp_replicate": 1, "dp_shard": 2}, "R", "S(0)")
     assert [finding.expected for finding in verdict(PLACEMENTS, evidence).findings] == [
-        "replicated over dp_replicate=2, which fully_shard(mesh=...) does"
+        "replicated over dp_replicate=2 (by fully_shard(mesh=...))"
     ]
 
 
 @pytest.mark.parametrize(
     "dim", ["tp", "TP", "tensor", "tensor_parallel", "model", "mp", "sp", "context", "pipe", "my_tp"]
 )
-def test_dimensions_that_split_the_model_are_free(dim):
+def test_dimensions_that_split_the_model_allow_any_placement(dim):
     evidence = all_on(healthy(mesh={"dp_shard": 2, dim: 2}), {"dp_shard": 2, dim: 2}, "S(0)", "R")
     assert verdict(PLACEMENTS, evidence).status == "passed"
 
 
 @pytest.mark.parametrize("dim", ["ep", "expert", "etp", "moe_ep"])
-def test_experts_by_any_name(dim):
+def test_expert_dimensions_of_any_name(dim):
     evidence = place(healthy(mesh=HSDP), MIDDLE, {dim: 2}, "S(0)")
     assert verdict(PLACEMENTS, evidence).status == "passed"
 
@@ -586,7 +578,7 @@ def test_experts_by_any_name(dim):
         ("etp", True, True),
         ("expert", True, True),
         ("dp_shard", False, False),
-        ("dp_shard_cp", False, False),  # flattened from what splits the batch, and the sequence
+        ("dp_shard_cp", False, False),  # flattened from the dimensions that split the batch and the sequence
         ("dp_shard_mod_ep", False, False),
         ("edp_ep", False, False),
         ("fsdp", False, False),

@@ -15,7 +15,6 @@ from tests.catalogue.evidence_factory import (
     change,
     declare,
     drop,
-    empty,
     healthy,
     left_out,
     parameter,
@@ -27,19 +26,10 @@ from tests.catalogue.evidence_factory import (
 
 TILE = "shards_tile_the_tensor"
 HSDP, TWO_D = {"dp_replicate": 2, "dp_shard": 2}, {"dp_shard": 2, "tp": 2}
-ONE_MESH = "ranks made meshes of their own, in which two have the same coordinate or some have none"
+ONE_MESH = "ranks created their own meshes, in which two ranks have the same coordinate or some have none"
 
 
-@pytest.mark.parametrize(
-    "evidence",
-    [healthy(1), healthy(2), healthy(4), healthy(mesh=HSDP), healthy(mesh={"dp_shard": 1}), empty(1), empty(2)],
-)
-def test_healthy_evidence_passes(evidence):
-    assert verdict(TILE, evidence).status == "passed"
-    assert verdict(TILE, undeclared(evidence, "reference", "values", why="not declared")).status == "passed"
-
-
-def test_fully_shard_gives_nothing_of_what_has_no_elements():
+def test_the_shards_of_a_tensor_without_elements_are_empty():
     evidence = place(healthy(2), MIDDLE, {"dp_shard": 2}, "S(0)", shape=(8, 0))
     assert verdict(TILE, change(evidence, MIDDLE, local_shape=(0, 0))).status == "passed"
 
@@ -63,11 +53,11 @@ def test_fully_shard_gives_nothing_of_what_has_no_elements():
         ({"ep": 4}, ("S(0)",), (8, 4)),
     ],
 )
-def test_every_way_to_lie_on_a_mesh_covers_the_tensor(mesh, placements, shape):
+def test_placements_of_every_kind_cover_the_tensor(mesh, placements, shape):
     evidence = healthy(mesh=mesh if prod(mesh.values()) == 4 else {"dp_shard": 2, "pp": 2})
     evidence = place(evidence, MIDDLE, mesh, *placements, shape=shape)
-    meant = {"placements": {MIDDLE: placements}} if placements else {"unsharded": (MIDDLE,)}
-    assert verdict(TILE, declare(evidence, **meant)).status == "passed"
+    declared = {"placements": {MIDDLE: placements}} if placements else {"unsharded": (MIDDLE,)}
+    assert verdict(TILE, declare(evidence, **declared)).status == "passed"
 
 
 shards = st.one_of(st.none(), st.integers(0, 1))
@@ -91,16 +81,16 @@ def test_a_rank_at_the_coordinate_of_another_is_always_found(shape, plan, copied
         return verdict(TILE, declare(bare, placements={"w": tuple(placements)}))
 
     assert judged(tensors).status == "passed"
-    here, there = (copied.draw(st.integers(0, len(tensors) - 1)) for _ in range(2))
-    same = tensors[here].regions == tensors[there].regions or not (tensors[here].numel or tensors[there].numel)
-    moved = [tensors[there] if rank == here else tensor for rank, tensor in enumerate(tensors)]
+    one, other = (copied.draw(st.integers(0, len(tensors) - 1)) for _ in range(2))
+    same = tensors[one].regions == tensors[other].regions or not (tensors[one].numel or tensors[other].numel)
+    moved = [tensors[other] if rank == one else tensor for rank, tensor in enumerate(tensors)]
     assert judged(moved).status == ("passed" if same else "failed")
 
 
 def at(evidence, rank, coordinate, mesh, placements, shape=(6, 4)):
-    """One rank thinks that it is at another coordinate."""
-    there = parameter(MIDDLE, shape, mesh, placements, coordinate)
-    facts = {key: getattr(there, key) for key in ("mesh", "regions", "local_shape")}
+    """Give one rank the shard of another coordinate."""
+    shard = parameter(MIDDLE, shape, mesh, placements, coordinate)
+    facts = {key: getattr(shard, key) for key in ("mesh", "regions", "local_shape")}
     return change(evidence, MIDDLE, [rank], **facts)
 
 
@@ -114,7 +104,7 @@ def test_two_ranks_at_one_coordinate():
     ]
     assert (found.findings[0].cause, found.findings[0].remedy) == (
         ONE_MESH,
-        "make one mesh of all ranks, in the same order on each",
+        "create one mesh of all ranks, in the same order on every rank",
     )
 
 
@@ -157,23 +147,23 @@ def outside(evidence, rank, local_shape=(0,)):
     return change(evidence, MIDDLE, [rank], mesh=mesh, regions=((), ()), local_shape=local_shape)
 
 
-def test_a_rank_outside_of_the_mesh_holds_nothing():
-    # Ranks 0 and 1 shard; 2 and 3 are no part of their mesh.
+def test_a_rank_outside_the_mesh_holds_no_part():
+    # Ranks 0 and 1 shard; ranks 2 and 3 are not in their mesh.
     evidence = place(healthy(mesh={"dp_shard": 2, "pp": 2}), MIDDLE, {"dp_shard": 2}, "S(0)")
     assert verdict(TILE, outside(outside(evidence, 2), 3)).status == "passed"
-    # A rank that is missing in a mesh of four leaves a gap.
+    # A missing rank in a mesh of four leaves a gap.
     found = verdict(TILE, outside(healthy(4), 1))
     assert [(f.ranks, f.actual) for f in found.findings] == [((0, 2, 3), "no rank holds [2:4, 0:4]")]
 
 
-def test_what_is_cut_otherwise_than_its_placements_say():
+def test_a_shard_whose_size_does_not_match_its_placements():
     evidence = change(healthy(4), MIDDLE, [1], local_shape=(1, 4))
     found = verdict(TILE, change(evidence, MIDDLE, [2, 3], local_shape=(1, 4)))
     assert told(found) == [
         (MIDDLE, (1, 2), "local shape (1, 4)", "(2, 4), as its placements imply", ""),
         (MIDDLE, (3,), "local shape (1, 4)", "(0, 4), as its placements imply", ""),
     ]
-    assert found.findings[0].cause.startswith("it was cut otherwise than its placements say")
+    assert found.findings[0].cause.startswith("the shard's size does not match its placements")
 
 
 @pytest.mark.parametrize(
@@ -186,12 +176,12 @@ def test_what_is_cut_otherwise_than_its_placements_say():
         (declare(healthy(), placements={MIDDLE: ("S(1)",)}), "dtensor_placements"),
     ],
 )
-def test_condemned_tensors_are_not_judged_again(evidence, by):
+def test_tensors_that_already_failed_are_not_judged_again(evidence, by):
     found = verdict(TILE, evidence)
     assert (found.status, found.reason) == ("skipped", left_out(by, MIDDLE))
 
 
-def test_thousands_of_tensors_in_a_few_ways_are_laid_out_once(monkeypatch):
+def test_each_pattern_of_shards_is_analysed_once(monkeypatch):
     from pytest_fsdp_meta.catalogue.checks import tiling
 
     counted = []

@@ -32,15 +32,15 @@ from tests.catalogue.evidence_factory import (
 )
 
 PARITY = "loss_parity"
-TRUE_CURVE = "2.000000, 1.500000, 1.250000"
+REFERENCE_CURVE = "2.000000, 1.500000, 1.250000"
 FORWARD = (
-    "the first forward differs already though the weights are equal: the ranks' losses are not weighed alike, a module "
-    "was left out or replaced, it draws random numbers, or a setting of it differs (attention, scale, activation, "
-    "precision)"
+    "the first forward already differs although the weights are equal: the ranks' losses are not averaged correctly, a "
+    "module is missing or replaced, it draws random numbers, or one of its settings differs (attention, scale, "
+    "activation, precision)"
 )
 LATER = (
-    "the first forward and its gradients agree, later losses do not: something changes between the steps, such as a "
-    "buffer or a cache that the forward updates on each rank for itself"
+    "the first forward and its gradients are correct, later losses are not: something changes between the steps, such "
+    "as a buffer or a cache that the forward updates on each rank separately"
 )
 
 
@@ -73,7 +73,7 @@ FAILED = {"why": "rank 1: OutOfMemoryError", "error": True, "detail": "..."}
 
 
 @pytest.mark.parametrize("observation", ["training", "reference"])
-def test_what_went_wrong_is_an_error(observation):
+def test_an_observation_that_failed_is_an_error(observation):
     found = verdict(PARITY, undeclared(healthy(), observation, **FAILED))
     assert (found.status, found.reason, found.detail) == ("error", "rank 1: OutOfMemoryError", "...")
 
@@ -89,7 +89,7 @@ def test_what_went_wrong_is_an_error(observation):
         ),
     ],
 )
-def test_a_training_that_failed_over_condemned_tensors(evidence, by):
+def test_wrong_tensors_may_explain_a_training_that_failed(evidence, by):
     found = verdict(PARITY, undeclared(evidence, "training", **FAILED))
     assert (found.status, found.reason, found.detail, found.unjudged) == (
         *("skipped", f"rank 1: OutOfMemoryError; the findings of {by} may explain it", ""),
@@ -97,7 +97,7 @@ def test_a_training_that_failed_over_condemned_tensors(evidence, by):
     )
 
 
-def test_what_concerns_the_whole_model_may_explain_a_failure_too():
+def test_a_finding_about_the_whole_model_may_explain_a_failure_too():
     evidence = on_ranks(healthy(), [1], lambda rank: tuple(reversed(rank.tensors)))
     found = verdict(PARITY, undeclared(evidence, "training", **FAILED))
     assert (found.status, found.reason) == (
@@ -109,7 +109,7 @@ def test_what_concerns_the_whole_model_may_explain_a_failure_too():
 CRASHED = ("training", "continued", "resumed", "saved", "restored", "resharded", "export", "state_dict")
 
 
-def test_a_wrong_model_explains_a_crash_to_every_check_alike():
+def test_a_wrong_model_explains_a_crash_to_every_check():
     wrong = undeclared(change(healthy(), MIDDLE, dtype="bfloat16"), *CRASHED, **FAILED)
     using = [check.id for check in CATALOGUE if set(check.needs) & set(CRASHED)]
     assert {"tied_weights_stay_tied", "optimizer_state_round_trip", "resume_parity"} < set(using)
@@ -121,7 +121,7 @@ def test_a_wrong_model_explains_a_crash_to_every_check_alike():
         assert "dtypes_match_reference" in why, id
 
 
-def test_a_sound_model_explains_no_crash():
+def test_a_crash_of_a_sound_model_is_an_error():
     crashed = undeclared(healthy(), *CRASHED, **FAILED)
     for check in CATALOGUE:
         if set(check.needs) & set(CRASHED):
@@ -129,24 +129,24 @@ def test_a_sound_model_explains_no_crash():
             assert (found.status, found.detail) == ("error", "..."), check.id
 
 
-def test_a_wrong_model_explains_no_second_load_that_fails():
+def test_a_wrong_model_does_not_explain_a_failed_second_load():
     wrong = undeclared(change(healthy(), MIDDLE, dtype="bfloat16"), "repetition", **FAILED)
     assert verdict("load_is_repeatable", wrong).status == "error"
 
 
-def test_where_a_parameter_lies_explains_no_failure():
+def test_an_unsharded_parameter_does_not_explain_a_failure():
     evidence = place(healthy(), MIDDLE, {}, shape=(6, 4))
     assert verdict("nothing_left_unsharded", evidence).status == "failed"
     assert verdict(PARITY, undeclared(evidence, "training", **FAILED)).status == "error"
 
 
-def test_a_reference_that_failed_stays_an_error_whatever_is_condemned():
+def test_a_reference_that_failed_is_an_error_whatever_else_is_wrong():
     evidence = change(healthy(), MIDDLE, [1], dtype="float16")
     found = verdict(PARITY, undeclared(evidence, "reference", "values", "training", **FAILED))
     assert (found.status, found.reason, found.detail) == ("error", "rank 1: OutOfMemoryError", "...")
 
 
-def test_a_training_that_was_not_asked_for_needs_no_explanation():
+def test_an_undeclared_training_needs_no_explanation():
     found = verdict(PARITY, undeclared(differ(healthy(), MIDDLE), "training", why="not declared"))
     assert (found.status, found.reason) == ("skipped", "not declared")
 
@@ -179,13 +179,13 @@ def test_the_first_step_differs():
     assert told(found) == [
         (
             *(None, (0, 1), "loss 2.5 at step 0", "2 within 1e-05"),
-            f"losses 2.500000, 1.500000, 1.250000; the reference's {TRUE_CURVE}",
+            f"losses 2.500000, 1.500000, 1.250000; reference {REFERENCE_CURVE}",
         )
     ]
     assert found.findings[0].cause == FORWARD
     assert found.findings[0].remedy == (
-        "compare attention settings and make the loss a mean that all ranks weigh alike; where the loader computes in "
-        "another precision on purpose, set tolerance=..."
+        "compare attention settings, and make the global loss a mean that weights all ranks correctly; if the loader "
+        "uses another precision on purpose, set tolerance=..."
     )
 
 
@@ -195,10 +195,18 @@ def test_the_first_step_differs():
         (healthy(2), (4.0, 3.0, 2.5), "the loss is 2 times the reference's in every step (2 is the number of data-"),
         (healthy(4), (8.0, 6.1, 4.9), "the loss is 4 times the reference's in every step (4 is the number of data-"),
         (healthy(2), (1.0, 0.75, 0.625), "the loss is 1/2 of the reference's in every step (2 is the number of data-"),
-        (healthy(2), (6.0, 4.5, 3.75), "the loss is 3 times the reference's in every step: the rank's own rows are"),
-        (healthy(1), (4.0, 3.0, 2.5), "the loss is 2 times the reference's in every step: the rank's own rows are"),
+        (
+            healthy(2),
+            (6.0, 4.5, 3.75),
+            "the loss is 3 times the reference's in every step: each rank sums over its rows",
+        ),
+        (
+            healthy(1),
+            (4.0, 3.0, 2.5),
+            "the loss is 2 times the reference's in every step: each rank sums over its rows",
+        ),
         (healthy(1), (0.5, 0.375, 0.3125), "the loss is 1/4 of the reference's in every step: the loss is divided"),
-        (healthy(2), (3.0, 2.25, 1.875), FORWARD),  # no whole number
+        (healthy(2), (3.0, 2.25, 1.875), FORWARD),  # not a whole number
         (healthy(2), (4.001, 3.0, 2.5), FORWARD),
         (healthy(2), (4.0, 1.5, 1.25), FORWARD),  # not in every step
         (healthy(2), (4.0, math.nan, math.nan), FORWARD),
@@ -213,7 +221,7 @@ def test_a_whole_multiple_of_the_loss(evidence, curve, cause):
 
 
 def test_a_whole_multiple_by_chance():
-    # Where the tolerance is wide, every large factor is near a whole number.
+    # With a wide tolerance, every large factor is near a whole number.
     for factor, whole in ((20.1, False), (4.01, True)):
         evidence = replace(losses(healthy(1), tuple(factor * loss for loss in LOSSES)), tolerance={PARITY: 0.02})
         found = verdict(PARITY, evidence).findings
@@ -225,11 +233,11 @@ def test_a_later_step_differs():
     assert told(found) == [
         (
             *(None, (0,), "loss 1 at step 2", "1.25 within 1e-05"),
-            f"losses 2.000000, 1.500000, 1.000000; the reference's {TRUE_CURVE}",
+            f"losses 2.000000, 1.500000, 1.000000; reference {REFERENCE_CURVE}",
         )
     ]
     assert found.findings[0].cause == LATER
-    assert found.findings[0].remedy == ("compare what the forward keeps from one step to the next with the reference's")
+    assert found.findings[0].remedy == ("compare the state that the forward keeps between steps with the reference's")
 
 
 def test_one_odd_rank_moves_the_mean():
@@ -245,7 +253,7 @@ def test_one_odd_rank_moves_the_mean():
         (1e-8, "float64", "loss 1.50000001 at step 1", "1.5 within 1e-09"),
     ],
 )
-def test_losses_are_told_in_as_many_digits_as_they_need(off, dtype, actual, expected):
+def test_losses_are_shown_with_as_many_digits_as_they_need(off, dtype, actual, expected):
     evidence = on_ranks(healthy(1), None, lambda rank: tuple(replace(t, dtype=dtype) for t in rank.tensors))
     evidence = with_reference(
         evidence, inventory=replace(evidence.reference.inventory, tensors=evidence.inventory[0].tensors)
@@ -255,7 +263,7 @@ def test_losses_are_told_in_as_many_digits_as_they_need(off, dtype, actual, expe
 
 
 def in_slices(evidence: Evidence, *indices: int) -> Evidence:
-    """The rows of the batch that each rank sees."""
+    """Assign each rank to a data-parallel slice of the batch."""
     size = len(set(indices))
     training = (
         replace(run, data_parallel=(index, size)) for run, index in zip(evidence.training, indices, strict=True)
@@ -264,8 +272,8 @@ def in_slices(evidence: Evidence, *indices: int) -> Evidence:
 
 
 DIVERGED = (
-    "ranks of one data-parallel slice compute different things: replicas that diverged, or a tensor-parallel layer "
-    "that does not reduce its output"
+    "ranks of one data-parallel slice compute different outputs: their replicas diverged, or a tensor-parallel layer "
+    "does not reduce its output"
 )
 
 
@@ -275,18 +283,18 @@ def test_ranks_of_one_slice_that_cancel_in_the_mean():
     assert told(found) == [
         (
             *(None, (3,), "loss 1.5 at step 0", "2.5, as on rank 1, which sees the same rows"),
-            "losses 1.500000, 1.500000, 1.250000; rank 1's 2.500000, 1.500000, 1.250000",
+            "losses 1.500000, 1.500000, 1.250000; rank 1 2.500000, 1.500000, 1.250000",
         )
     ]
     assert found.findings[0].cause == DIVERGED
     assert found.findings[0].remedy == (
         "compare the parameters of these ranks, and the output layouts of the tensor-parallel plan"
     )
-    # Ranks of other slices see other rows.
+    # Ranks of other slices see different rows.
     assert verdict(PARITY, losses(in_slices(healthy(4), 0, 1, 2, 3), *curves)).status == "passed"
 
 
-def test_ranks_of_one_slice_that_disagree_after_all_were_wrong():
+def test_ranks_that_disagree_only_after_all_were_wrong_are_not_reported():
     curves = [(3.0, 1.5, 1.25), (3.0, 1.75, 1.25), (3.0, 1.5, 1.25), (3.0, 1.5, 1.25)]
     found = verdict(PARITY, losses(in_slices(healthy(4), 0, 0, 1, 1), *curves))
     assert [(f.ranks, f.actual) for f in found.findings] == [((0, 1, 2, 3), "loss 3 at step 0")]
@@ -301,7 +309,7 @@ def test_every_rank_that_differs_from_the_first_of_its_slice_is_named():
     ]
 
 
-def test_ranks_that_disagree_and_move_the_mean_are_told_first():
+def test_ranks_that_disagree_are_reported_before_the_mean():
     found = verdict(PARITY, losses(in_slices(healthy(2), 0, 0), LOSSES, (2.5, 1.5, 1.25)))
     assert [(finding.ranks, finding.cause) for finding in found.findings] == [((1,), DIVERGED), ((0, 1), FORWARD)]
 
@@ -316,12 +324,12 @@ def test_ranks_that_all_have_nan_do_not_disagree():
     bad = (2.0, math.nan, math.nan)
     found = verdict(PARITY, losses(in_slices(healthy(2), 0, 0), bad, bad))
     assert [(finding.ranks, finding.actual) for finding in found.findings] == [((0, 1), "loss nan at step 1")]
-    # Where they still have numbers they do.
+    # They may disagree at steps before that.
     found = verdict(PARITY, losses(in_slices(healthy(2), 0, 0), bad, (2.5, math.nan, math.nan)))
     assert [finding.ranks for finding in found.findings] == [(1,), (0, 1)]
 
 
-def test_context_parallel_ranks_see_other_parts_of_the_same_rows():
+def test_context_parallel_ranks_may_disagree():
     evidence = losses(in_slices(healthy(2), 0, 0), (2.5, 2.0, 1.75), (1.5, 1.0, 0.75))
     assert verdict(PARITY, evidence).status == "failed"
     for mesh, status in (({"cp": 2}, "passed"), ({"dp_shard": 2, "cp": 1}, "failed"), ({"tp": 2}, "failed")):
@@ -329,38 +337,38 @@ def test_context_parallel_ranks_see_other_parts_of_the_same_rows():
         assert verdict(PARITY, replace(evidence, world=world)).status == status
 
 
-def test_disagreeing_ranks_over_condemned_tensors_are_explained():
+def test_wrong_parameters_explain_ranks_that_disagree():
     evidence = losses(in_slices(healthy(2), 0, 0), (2.5, 1.5, 1.25), (1.5, 1.5, 1.25))
     found = verdict(PARITY, differ(evidence, MIDDLE, [1]))
     assert (found.status, found.reason) == (
         "skipped",
-        "the losses differ (step 0: 1.500000, but should be 2.500000, off by 0.4 relative), which the findings of "
-        "params_equal_reference explain; mend those first",
+        "the losses differ (step 0: 1.500000, but should be 2.500000, relative error 0.4), which the findings of "
+        "params_equal_reference explain; fix those first",
     )
 
 
-def test_a_reference_that_is_built_differently_each_time_is_an_error():
+def test_a_reference_that_differs_each_time_it_is_built_is_an_error():
     evidence = with_reference(healthy(), unstable=(ROTARY,))
     assert verdict(PARITY, evidence).status == "passed"
     found = verdict(PARITY, losses(evidence, *[(2.0, 1.75, 1.25)] * 2))
     assert (found.status, found.reason, found.findings) == (
         "error",
-        "the losses differ (step 1: 1.750000, but should be 1.500000, off by 0.12 relative), and the reference does "
-        f"not reproduce itself: it gives other bits when it is built again ({ROTARY}); make it build the same model "
-        "every time",
+        "the losses differ (step 1: 1.750000, but should be 1.500000, relative error 0.12), and the reference is "
+        f"not reproducible: building it again gives different values ({ROTARY}); make it build the same model every "
+        "time",
         (),
     )
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_loss_that_is_no_number(bad):
+def test_a_loss_that_is_not_finite(bad):
     found = verdict(PARITY, losses(healthy(2), (2.0, bad, bad), LOSSES))
     assert found.status == "failed"
     assert (found.findings[0].actual, found.findings[0].expected) == (f"loss {bad:g} at step 1", "1.5 within 1e-05")
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_reference_without_a_finite_loss_is_no_truth(bad):
+def test_a_reference_whose_loss_is_not_finite_is_an_error(bad):
     evidence = with_reference(healthy(), losses=(2.0, bad, bad), losses_again=(2.0, bad, bad))
     found = verdict(PARITY, evidence)
     assert (found.status, found.reason) == (
@@ -369,12 +377,12 @@ def test_a_reference_without_a_finite_loss_is_no_truth(bad):
     )
 
 
-def test_a_reference_that_does_not_reproduce_itself_is_an_error():
+def test_a_reference_that_is_not_reproducible_is_an_error():
     found = verdict(PARITY, with_reference(healthy(), losses_again=(2.0, 1.5000001, 1.25)))
     assert (found.status, found.reason) == (
         "error",
-        "the reference does not reproduce itself: step 1 gives 1.5, then 1.5000001 from the same weights; make its "
-        "forward deterministic",
+        "the reference is not reproducible: from the same weights, step 1 gives loss 1.5 and, in a second run, "
+        "1.5000001; make its forward deterministic",
     )
 
 
@@ -384,7 +392,7 @@ def test_a_batch_that_differs_on_a_rank_is_an_error():
     found = verdict(PARITY, replace(evidence, training=(evidence.training[0], odd)))
     assert (found.status, found.reason) == (
         "error",
-        "batch(1) on rank 1 is not the reference's; make batch(step) a function of the step alone",
+        "batch(1) on rank 1 differs from the reference's; make batch(step) depend on step only",
     )
 
 
@@ -404,14 +412,14 @@ def test_a_batch_that_differs_on_a_rank_is_an_error():
 )
 def test_the_tolerance_follows_the_dtype(dtype, off, status):
     evidence = on_ranks(healthy(1), None, lambda rank: tuple(replace(t, dtype=dtype) for t in rank.tensors))
-    truth = replace(evidence.reference.inventory, tensors=evidence.inventory[0].tensors)
-    evidence = with_reference(evidence, inventory=truth)
+    inventory = replace(evidence.reference.inventory, tensors=evidence.inventory[0].tensors)
+    evidence = with_reference(evidence, inventory=inventory)
     curve = tuple(loss * (1 + off) for loss in LOSSES)
     assert verdict(PARITY, losses(evidence, curve)).status == status
 
 
-def test_the_coarsest_parameter_decides_and_no_buffer():
-    # The cast is declared by the reference as well.
+def test_the_coarsest_parameter_sets_the_tolerance_not_buffers():
+    # The reference declares the cast, too.
     curve = tuple(loss * 1.01 for loss in LOSSES)
     for name, status in ((MIDDLE, "passed"), (COUNTER, "failed")):
         evidence = change_reference(change(healthy(1), name, dtype="bfloat16"), name, dtype="bfloat16")
@@ -446,20 +454,20 @@ def test_a_loss_of_zero():
 
 
 @pytest.mark.parametrize(("off", "status"), [(1e-6, "passed"), (1e-4, "failed")])
-def test_a_loss_that_falls_to_nothing_is_measured_by_the_largest_of_the_curve(off, status):
-    for truth in ((2.0, 0.5, 1e-9), (-0.25, 0.0, 2.0), (-2.0, -1.0, 0.0)):
-        evidence = healthy(1, losses=truth)
-        assert verdict(PARITY, losses(evidence, tuple(loss + off for loss in truth))).status == status
+def test_the_error_of_a_loss_near_zero_is_relative_to_the_largest_loss(off, status):
+    for curve in ((2.0, 0.5, 1e-9), (-0.25, 0.0, 2.0), (-2.0, -1.0, 0.0)):
+        evidence = healthy(1, losses=curve)
+        assert verdict(PARITY, losses(evidence, tuple(loss + off for loss in curve))).status == status
 
 
 @pytest.mark.parametrize("name", [MIDDLE, EMBEDDING])
-def test_what_a_more_basic_check_explains_is_not_told_again(name):
+def test_losses_that_an_earlier_check_explains_are_not_reported_again(name):
     evidence = differ(losses(healthy(), (2.5, 2.5, 2.5), (2.5, 2.5, 2.5)), name)
     found = verdict(PARITY, evidence)
     assert (found.status, found.findings) == ("skipped", ())
     assert found.reason == (
-        "the losses differ (step 0: 2.500000, but should be 2.000000, off by 0.25 relative), which the findings of "
-        "params_equal_reference explain; mend those first"
+        "the losses differ (step 0: 2.500000, but should be 2.000000, relative error 0.25), which the findings of "
+        "params_equal_reference explain; fix those first"
     )
     assert found.unjudged == {"params_equal_reference": (name,)}
 
@@ -475,15 +483,15 @@ def test_equal_losses_pass_whatever_else_is_wrong():
     assert verdict(PARITY, differ(healthy(), MIDDLE)).status == "passed"
 
 
-def test_what_the_reference_trains_and_the_loader_froze():
+def test_a_parameter_that_only_the_loader_freezes_explains_the_losses():
     evidence = losses(change(healthy(1), MIDDLE, requires_grad=False), (2.0, 1.75, 1.5))
     found = verdict(PARITY, evidence)
     assert (found.status, found.reason) == (
         "skipped",
-        "the losses differ (step 1: 1.750000, but should be 1.500000, off by 0.12 relative), which the findings of "
-        "requires_grad_matches_reference explain; mend those first",
+        "the losses differ (step 1: 1.750000, but should be 1.500000, relative error 0.12), which the findings of "
+        "requires_grad_matches_reference explain; fix those first",
     )
-    # Frozen on both sides, nothing explains them.
+    # If both sides freeze it, nothing explains the losses.
     evidence = change_reference(evidence, MIDDLE, requires_grad=False)
     evidence = trained(evidence, optimizer=None)
     assert verdict(PARITY, evidence).status == "failed"

@@ -1,4 +1,4 @@
-"""What is read of a page of Markdown, and its commands as a reader types them."""
+"""Reads the code blocks, links and anchors of a Markdown page, and runs its commands as a reader would."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ from mdit_py_plugins.anchors import anchors_plugin
 from tests.warm_runs import shell_functions
 
 ROOT = Path(__file__).parents[2]
-MARK = re.compile(r"<!-- not run: (.+) -->")
-NAME = re.compile(r"^#\s*([\w./-]+\.\w+)\b")
+NOT_RUN = re.compile(r"<!-- not run: (.+) -->")
+"""The comment above a block that the tests do not run, with the reason."""
+FILE_NAME = re.compile(r"^#\s*([\w./-]+\.\w+)\b")
+"""The first line of a block that is a file: a comment with its name."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block. ``not_run`` is the reason in the comment above it, empty where there is none."""
+    """A code block. ``not_run`` is the reason in the comment above it, or empty."""
 
     language: str
     text: str
@@ -33,13 +35,13 @@ class Block:
 
     @property
     def file(self) -> str:
-        """The name of the file that it is, which its first line says in a comment; empty where it is none."""
-        found = NAME.match(self.text.removeprefix("#!/bin/bash\n"))
+        """The name of the file with this text, from the comment in its first line; empty for other blocks."""
+        found = FILE_NAME.match(self.text.removeprefix("#!/bin/bash\n"))
         return found[1] if found else ""
 
     @property
     def commands(self) -> Iterator[tuple[str, str]]:
-        """Each command, with what is shown below it; where there is no prompt, all of it is one."""
+        """The commands with the output shown below each; a block without prompts is one command."""
         if self.language == "sh":
             yield self.text, ""
             return
@@ -52,7 +54,7 @@ class Block:
 
 
 class Page:
-    """A page as GitHub and the site read it."""
+    """A Markdown page, parsed as GitHub and the site do."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -62,18 +64,18 @@ class Page:
 
     @cached_property
     def blocks(self) -> list[Block]:
-        found, mark = [], ""
+        found, not_run = [], ""
         for token in self.tokens:
             if token.type in ("fence", "code_block"):
                 assert token.map is not None
-                found.append(Block(token.info.strip(), token.content, token.map[0] + 1, mark))
-            comment = MARK.fullmatch(token.content.strip()) if token.type == "html_block" else None
-            mark = comment[1] if comment else ""
+                found.append(Block(token.info.strip(), token.content, token.map[0] + 1, not_run))
+            comment = NOT_RUN.fullmatch(token.content.strip()) if token.type == "html_block" else None
+            not_run = comment[1] if comment else ""
         return found
 
     @property
     def links(self) -> list[str]:
-        """All targets, pictures included."""
+        """The targets of all links and pictures."""
         return [str(token.attrs[key]) for token in self._inline for key in ("href", "src") if key in token.attrs]
 
     @property
@@ -86,13 +88,13 @@ class Page:
 
 
 def type_in(folder: Path, command: str) -> tuple[int, str]:
-    """The exit status of the command, and what a terminal without colours shows of it."""
+    """Run a command in a folder; return its exit status and its output, as a terminal without colours shows it."""
     environment = {name: value for name, value in os.environ.items() if name not in ("CI", "BUILD_NUMBER")}
     environment |= {
         "PATH": os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]]),
         "PYTEST_ADDOPTS": "--color=no",
         "COLUMNS": "100",
-        "CUDA_VISIBLE_DEVICES": "",  # the pages are those of a reader without GPUs
+        "CUDA_VISIBLE_DEVICES": "",  # the pages show runs without GPUs
         **shell_functions(),
     }
     done = subprocess.run(
@@ -108,11 +110,14 @@ def type_in(folder: Path, command: str) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-def missing(told: str, shown: str) -> str:
-    """The first part of what is shown that was not told, in this order; "..." stands for whatever is left out."""
-    rest = f"\n{told}\n"
+def missing(output: str, shown: str) -> str:
+    """Return the first part of the shown text that does not appear in the output, or an empty string.
+
+    Parts are separated by "...", which stands for any omitted text, and must appear as whole lines in this order.
+    """
+    rest = f"\n{output}\n"
     for part in f"\n{shown}".split("..."):
         before, found, rest = rest.partition(part)
         if part and not found:
-            return f"{part}\n---- is not in what follows here:\n{before}"
+            return f"{part}\n---- does not appear in the output:\n{before}"
     return ""

@@ -1,4 +1,4 @@
-"""The pages of docs/ are true: their files run, their commands say what is shown, their links lead somewhere."""
+"""The pages of docs/ are correct: their files run, their commands give the output shown, their links resolve."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from pytest_fsdp_meta.catalogue.registry import OBSERVATIONS
-from pytest_fsdp_meta.reports.schema import STATUSES, WORDS
+from pytest_fsdp_meta.reports.schema import SKIPS, STATUSES
 from tests.docs.markdown_help import ROOT, Page, missing, type_in
 
 DOCS = ROOT / "docs"
@@ -25,7 +25,7 @@ EVERYWHERE = {
     for folder in (ROOT, DOCS, ROOT / "benchmarks" / "results")
     for page in sorted(folder.glob("*.md"))
 }
-TRIED_BY = re.compile(r"tried by (tests/\w+\.py)")
+TRIED_BY = re.compile(r"tried by (tests/[\w/]+\.py)")
 LANGUAGES = {"python", "console", "text", "sh", "yaml", "ini", "json"}
 
 NOT_RUN = {
@@ -36,22 +36,22 @@ NOT_RUN = {
     "a picture": 1,
     "a fragment": 2,
 }
-"""The reasons for which a block may not be run, and how many there are: one more is a decision, not an accident."""
+"""The accepted reasons for not running a block, and their number, so that adding one is a deliberate change."""
 
 
-def of_all(pages: dict[str, Page]) -> list[object]:
+def params_of(pages: dict[str, Page]) -> list[object]:
     return [pytest.param(page, id=name) for name, page in pages.items()]
 
 
-@pytest.mark.parametrize("page", of_all(PAGES))
-def test_every_block_says_what_it_is(page):
+@pytest.mark.parametrize("page", params_of(PAGES))
+def test_every_block_has_a_language_and_every_file_a_name(page):
     for block in page.blocks:
         assert block.language in LANGUAGES, f"{page.path.name}:{block.line}"
         if block.language == "python" and not block.not_run:
             assert block.file, f"{page.path.name}:{block.line}: its first line should name its file: # test_it.py"
 
 
-def test_nothing_is_left_out_by_accident():
+def test_only_the_known_blocks_are_not_run():
     counted = Counter[str]()
     for name, page in PAGES.items():
         for block in page.blocks:
@@ -62,10 +62,10 @@ def test_nothing_is_left_out_by_accident():
     assert counted == Counter(NOT_RUN)
 
 
-@pytest.mark.parametrize("page", of_all({name: page for name, page in PAGES.items() if page.blocks}))
-def test_what_a_page_shows_is_what_happens(page, tmp_path):
-    """From top to bottom: files are written, commands typed. What is shown apart was told by one of the commands."""
-    everything = ""
+@pytest.mark.parametrize("page", params_of({name: page for name, page in PAGES.items() if page.blocks}))
+def test_the_output_that_a_page_shows_is_real(page, tmp_path):
+    """Write the files and run the commands from top to bottom; other text must be the output of one of the commands."""
+    outputs = ""
     for block in page.blocks:
         if block.not_run:
             continue
@@ -74,25 +74,25 @@ def test_what_a_page_shows_is_what_happens(page, tmp_path):
             (tmp_path / block.file).write_text(block.text, "utf-8")
         elif block.language in ("console", "sh"):
             for command, shown in block.commands:
-                status, told = type_in(tmp_path, command)
-                everything += told
-                assert shown or status == 0, f"{page.path.name}:{block.line}: {command}\n{told}"
-                absent = missing(told, shown)
+                status, output = type_in(tmp_path, command)
+                outputs += output
+                assert shown or status == 0, f"{page.path.name}:{block.line}: {command}\n{output}"
+                absent = missing(output, shown)
                 assert not absent, f"{page.path.name}:{block.line}: {command}\n{absent}"
         elif block.language == "text":
-            absent = missing(everything, block.text)
+            absent = missing(outputs, block.text)
             assert not absent, f"{page.path.name}:{block.line}\n{absent}"
 
 
-@pytest.mark.parametrize("page", of_all(PAGES))
-def test_what_is_not_run_can_be_read_at_least(page):
-    read = {"yaml": yaml.safe_load, "json": json.loads, "python": compile_, "sh": parse_shell}
+@pytest.mark.parametrize("page", params_of(PAGES))
+def test_every_block_parses(page):
+    parsers = {"yaml": yaml.safe_load, "json": json.loads, "python": compile_python, "sh": parse_shell}
     for block in page.blocks:
-        if block.language in read:
-            read[block.language](block.text)
+        if block.language in parsers:
+            parsers[block.language](block.text)
 
 
-def compile_(text: str) -> None:
+def compile_python(text: str) -> None:
     compile(text, "a block", "exec")
 
 
@@ -101,7 +101,7 @@ def parse_shell(text: str) -> None:
 
 
 @pytest.mark.parametrize(("kind", "schema"), [(".github/workflows/", "github-workflows"), (".buildkite/", "buildkite")])
-def test_pipelines_have_the_form_that_their_service_takes(kind, schema, tmp_path):
+def test_pipelines_match_the_schema_of_their_service(kind, schema, tmp_path):
     shown = [block for page in PAGES.values() for block in page.blocks if block.file.startswith(kind)]
     assert shown
     for number, block in enumerate(shown):
@@ -112,11 +112,11 @@ def test_pipelines_have_the_form_that_their_service_takes(kind, schema, tmp_path
         assert checked.returncode == 0, checked.stdout
 
 
-def test_the_nightly_workflow_takes_what_the_page_gives():
-    offered = yaml.safe_load((ROOT / ".github" / "workflows" / "nightly.yml").read_text("utf-8"))
+def test_the_nightly_workflow_has_the_inputs_that_the_page_sets():
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "nightly.yml").read_text("utf-8"))
     called = next(block for block in PAGES["nightly.md"].blocks if block.file == ".github/workflows/nightly.yml")
     given = yaml.safe_load(called.text)["jobs"]["loaders"]["with"]
-    assert given.keys() <= offered[True]["workflow_call"]["inputs"].keys()  # YAML 1.1 takes "on" for true
+    assert given.keys() <= workflow[True]["workflow_call"]["inputs"].keys()  # YAML 1.1 reads the key "on" as true
 
 
 @cache
@@ -124,8 +124,8 @@ def anchors(page: Path) -> set[str]:
     return Page(page).anchors
 
 
-@pytest.mark.parametrize("page", of_all(EVERYWHERE))
-def test_links_lead_somewhere(page):
+@pytest.mark.parametrize("page", params_of(EVERYWHERE))
+def test_links_resolve(page):
     for link in page.links:
         parts = urlsplit(link)
         if parts.scheme:
@@ -139,8 +139,8 @@ def test_links_lead_somewhere(page):
             assert parts.fragment in anchors(target), f"{page.path.name}: {link}"
 
 
-def test_the_site_builds_and_is_complete_by_itself(tmp_path):
-    """``make site``. Whatever it would load from outside would be missing where there is no network."""
+def test_the_site_builds_and_loads_nothing_from_the_network(tmp_path):
+    """The site that ``make site`` builds must also work offline."""
     command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", str(DOCS), str(tmp_path)]
     built = subprocess.run(command, capture_output=True, text=True, check=False)
     assert built.returncode == 0, built.stderr
@@ -153,29 +153,29 @@ def test_the_site_builds_and_is_complete_by_itself(tmp_path):
         assert not re.findall(r"(?:@import|url\()\s*['\"]?(?:https?:)?//", style.read_text("utf-8")), style.name
 
 
-def test_all_that_may_become_of_a_check_is_told():
-    row = r"^\| `([\w ]+)` \| ([\w ]+) \| (.*) \|$"
-    told = re.findall(row, (DOCS / "reading.md").read_text("utf-8"), re.MULTILINE)
-    assert told == [(status, WORDS[status], meaning) for status, meaning in STATUSES.items()]
+def test_all_statuses_of_a_check_are_described():
+    row = r"^\| `([\w ]+)` \| (.*) \|$"
+    described = re.findall(row, (DOCS / "reading.md").read_text("utf-8"), re.MULTILINE)
+    assert described == [*STATUSES.items(), *SKIPS.items()]
 
 
-def test_what_is_said_of_peers_was_measured():
+def test_the_numbers_about_other_tools_were_measured():
     measured = "".join(page.read_text("utf-8") for page in (ROOT / "benchmarks" / "results").glob("*.md"))
-    said = (DOCS / "compared.md").read_text("utf-8").partition("## With other ways")[2]
+    detailed = (DOCS / "compared.md").read_text("utf-8").partition("## With other ways")[2]
     short = (ROOT / "README.md").read_text("utf-8").partition("## From here")[2].partition("\n## ")[0]
-    rows = [line.strip() for line in (said + short).splitlines() if line.strip().startswith("|")]
+    rows = [line.strip() for line in (detailed + short).splitlines() if line.strip().startswith("|")]
     assert len(rows) > 40
     assert [row for row in rows if row not in measured.splitlines()] == []
 
 
-def test_all_that_a_check_may_need_is_described():
+def test_all_observations_that_a_check_may_need_are_described():
     described = (DOCS / "own-checks.md").read_text("utf-8").partition("| in `needs` |")[2].partition("\n\n")[0]
     assert re.findall(r"`(\w+)`", "".join(line.split("|")[1] for line in described.splitlines()[2:])) == list(
         OBSERVATIONS
     )
 
 
-def test_the_site_has_what_the_index_lists():
-    """GitHub's reader goes by the index page, the site's by its navigation: made from one list."""
+def test_the_index_lists_all_pages():
+    """Readers on GitHub navigate by the index page, readers of the site by its navigation; both come from one list."""
     listed = [link for link in PAGES["index.md"].links if link.endswith(".md") and "/" not in link]
     assert sorted(listed) == sorted(PAGES.keys() - {"index.md"})

@@ -1,4 +1,4 @@
-"""What the tests of the pages would overlook if the reading of pages were wrong."""
+"""Tests of the Markdown helper itself: a mistake in it would let wrong pages pass."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def page(tmp_path):
     return Page(tmp_path / "page.md")
 
 
-def test_blocks_are_found_wherever_they_stand_and_a_mark_is_of_one_block(page):
+def test_blocks_are_found_everywhere_and_a_not_run_comment_applies_to_one_block(page):
     assert page.blocks == [
         Block("sh", "nvidia-smi\n", 4, "needs a GPU"),
         Block("python", "# tests/test_it.py\nassert True\n", 10, ""),
@@ -41,12 +41,12 @@ def test_blocks_are_found_wherever_they_stand_and_a_mark_is_of_one_block(page):
     assert [block.file for block in page.blocks] == ["", "tests/test_it.py"]
 
 
-def test_links_and_anchors_are_those_of_github(page):
+def test_links_and_anchors_are_the_same_as_on_github(page):
     assert page.links == ["other.md#a-part", "it.png"]
     assert page.anchors == {"a-title-and-more", "a-title-and-more-1"}
 
 
-def test_commands_are_taken_with_what_is_shown_below_them():
+def test_commands_are_read_with_the_output_below_them():
     console = Block("console", "$ pytest -q \\\n  --co\nshown\n$ ls\n", 1, "")
     assert list(console.commands) == [("pytest -q \\\n  --co", "shown\n"), ("ls", "")]
     assert list(Block("sh", "a\nb\n", 1, "").commands) == [("a\nb\n", "")]
@@ -64,6 +64,6 @@ def test_commands_are_taken_with_what_is_shown_below_them():
         ("two\nthr\n", "two\nthr"),
     ],
 )
-def test_what_is_shown_was_told_in_whole_lines_and_in_this_order(shown, absent):
+def test_shown_text_must_appear_in_the_output_as_whole_lines_in_this_order(shown, absent):
     found = missing("one\ntwo\nthree\n", shown)
     assert found.partition("----")[0].strip() == absent

@@ -1,4 +1,4 @@
-"""README and the reference show real files and real output."""
+"""README and the reference page show real files and real output, and list all options and checks."""
 
 from __future__ import annotations
 
@@ -24,33 +24,33 @@ def blocks(language: str, page: str = "README.md") -> list[str]:
     return [block.text for block in Page(ROOT / page).blocks if block.language == language]
 
 
-def test_the_example_is_the_file():
+def test_the_example_is_the_file_in_examples():
     assert blocks("python") == [EXAMPLE]
 
 
-def test_the_tests_on_ranks_are_the_file():
+def test_the_ranks_page_shows_the_file_in_examples():
     assert (ROOT / "examples" / "test_ranks.py").read_text("utf-8") in blocks("python", "docs/ranks.md")
 
 
-def test_what_a_pass_looks_like(tmp_path):
-    """The end of it: the times, and what fills lines, are left out."""
+def test_the_passing_output_is_real(tmp_path):
+    """Only the end of each line is left out: durations and padding."""
     (tmp_path / "test_llama.py").write_text(EXAMPLE)
     shown = blocks("console")[0].splitlines()
     assert shown[0] == "$ pytest test_llama.py"
-    _, told = type_in(tmp_path, shown[0].removeprefix("$ "))
+    _, output = type_in(tmp_path, shown[0].removeprefix("$ "))
     for line in shown[1:]:
-        assert line in told
+        assert line in output
 
 
-def test_what_a_failure_looks_like(tmp_path):
+def test_the_failure_message_is_real(tmp_path):
     lines = EXAMPLE.splitlines(keepends=True)
     broken = [line for line in lines if "rotary_emb = " not in line]
     assert len(lines) - len(broken) == 1
     (tmp_path / "test_llama.py").write_text("".join(broken))
-    _, told = type_in(tmp_path, "pytest test_llama.py")
+    _, output = type_in(tmp_path, "pytest test_llama.py")
     message = blocks("text")[0]
-    assert "run it again: python -m pytest" in message
-    assert message in told
+    assert "rerun: python -m pytest" in message
+    assert message in output
 
 
 @pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)
@@ -71,5 +71,5 @@ def test_every_check_is_listed_by_family():
 
 
 def test_the_catalogue_page_is_current():
-    """``make docs`` makes it."""
+    """``make docs`` generates it."""
     assert (ROOT / "docs" / "catalogue.md").read_text("utf-8") == catalogue_page(built_in())

@@ -1,4 +1,4 @@
-"""What says which version this is says the same."""
+"""All files that name the version name the same one."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def test_the_downstream_repository_uses_this_version():
     assert f"nightly.yml@v{VERSION}" in read("examples/downstream/.github/workflows/nightly.yml")
 
 
-def test_the_way_of_a_new_check_is_ten_lines_and_names_what_there_is():
-    way = read("CONTRIBUTING.md").partition("## A new check in ten lines")[2].partition("\n## ")[0]
-    assert [int(number) for number in re.findall(r"^(\d+)\. ", way, re.MULTILINE)] == list(range(1, 11))
+def test_the_guide_to_a_new_check_has_ten_steps_and_names_existing_folders_and_targets():
+    guide = read("CONTRIBUTING.md").partition("## A new check in ten lines")[2].partition("\n## ")[0]
+    assert [int(number) for number in re.findall(r"^(\d+)\. ", guide, re.MULTILINE)] == list(range(1, 11))
     for path in re.findall(r"`([a-z_]+(?:/[a-z_]+)*/)`", read("CONTRIBUTING.md")):
         assert (ROOT / path).is_dir() or (ROOT / "pytest_fsdp_meta" / path).is_dir(), path
     targets = re.findall(r"^(\w+):", read("Makefile"), re.MULTILINE)

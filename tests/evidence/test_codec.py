@@ -1,4 +1,4 @@
-"""Dataclasses as JSON and back."""
+"""Dataclasses converted to JSON and back, and the errors for data that does not fit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pytest_fsdp_meta.evidence.codec import from_plain, schema_of, to_plain
 
 @dataclass(frozen=True)
 class Inner:
-    """One thing."""
+    """A first paragraph."""
 
     name: str | None
     numbers: tuple[float, ...] = ()
@@ -40,22 +40,22 @@ FULL = Outer(
 )
 
 
-def test_there_and_back() -> None:
+def test_all_kinds_of_fields_survive_a_round_trip() -> None:
     text = json.dumps(to_plain(FULL), allow_nan=False)
     assert from_plain(Outer, json.loads(text)) == FULL
 
 
-def test_not_a_number() -> None:
+def test_nan_survives_a_round_trip() -> None:
     back = from_plain(Inner, json.loads(json.dumps(to_plain(Inner("a", (math.nan,))), allow_nan=False)))
     assert math.isnan(back.numbers[0])
 
 
-def test_what_is_missing_has_its_default_and_what_is_unknown_is_left_out() -> None:
+def test_missing_fields_get_their_default_and_unknown_fields_are_ignored() -> None:
     assert from_plain(Outer, {"inner": [{"name": "a", "new": 1}]}) == Outer((Inner("a"),))
 
 
 @pytest.mark.parametrize(
-    ("data", "told"),
+    ("data", "message"),
     [
         ({}, "Outer: 'inner' is missing"),
         ([], "Outer: [], but should be dict"),
@@ -63,19 +63,23 @@ def test_what_is_missing_has_its_default_and_what_is_unknown_is_left_out() -> No
         ({"inner": [], "flag": 1}, "Outer.flag: 1, but should be bool"),
         ({"inner": [{"name": "a", "pair": [1]}]}, "Outer.inner[0].pair: 1 items, but should be 2"),
         ({"inner": [{"name": "a", "numbers": ["one"]}]}, "Outer.inner[0].numbers[0]: 'one', but should be float"),
+        (
+            {"inner": [{"name": "a", "numbers": [10**400]}]},
+            "Outer.inner[0].numbers[0]: the number is too large for a float",
+        ),
         ({"inner": [], "by_name": {"k": {}}}, "Outer.by_name['k']: 'name' is missing"),
     ],
 )
-def test_what_is_wrong_is_said_with_its_place(data: object, told: str) -> None:
-    with pytest.raises(ValueError, match=f"^{re.escape(told)}$"):
+def test_errors_name_the_path_of_the_wrong_value(data: object, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         from_plain(Outer, data)
 
 
-def test_schema() -> None:
+def test_schema_of_a_dataclass() -> None:
     schema = schema_of(Inner, "Things")
     assert schema["title"] == "Things"
     inner = schema["$defs"]["Inner"]
     assert inner["required"] == ["name"]
-    assert inner["description"] == "One thing."
+    assert inner["description"] == "A first paragraph."
     assert inner["properties"]["name"] == {"anyOf": [{"type": "string"}, {"type": "null"}]}
     assert inner["properties"]["pair"]["prefixItems"] == [{"type": "integer"}, {"type": "string"}]

@@ -1,4 +1,4 @@
-"""Worlds on GPUs: NCCL, and gloo with which ranks share one. Run by ``make gpu``; skipped where there is no GPU."""
+"""Worlds on GPUs, with NCCL and with gloo, where ranks may share a GPU. Run by ``make gpu``; skipped without a GPU."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from tests.world_help import preload
 
 @cache
 def gpus() -> int:
-    """Not counted when this module is imported, for ranks import it as well."""
+    """Count the GPUs; not done when this module is imported, because ranks import it too."""
     return count_gpus(ForkServerEngine(method="spawn"))
 
 
 @pytest.fixture(autouse=True)
 def _needs_a_gpu() -> None:
     if not gpus():
-        pytest.skip("there is no GPU that torch can use")
+        pytest.skip("torch finds no GPU")
 
 
 def world(size: int, backend: str, **given: Any) -> World:
@@ -34,35 +34,35 @@ def world(size: int, backend: str, **given: Any) -> World:
     return World(WorldSpec({"dp_shard": size}, "cuda", backend, timeout=120.0, devices=devices, **given), preload())
 
 
-def where() -> tuple[str, int, bool]:
+def describe_devices() -> tuple[str, int, bool]:
     import torch
 
     rank = current()
     return str(rank.device), torch.cuda.current_device(), rank.mesh.device_type == "cuda"
 
 
-def collective(name: str) -> None:
-    """One collective that FSDP2 or a checkpoint needs, with the right result."""
+def check_collective(name: str) -> None:
+    """Run a collective that FSDP2 or checkpoints use, and check its result."""
     import torch
     import torch.distributed as dist
 
     rank, device = current(), current().device
     size = rank.world_size
-    mine = torch.full((2,), float(rank.rank), device=device)
+    local = torch.full((2,), float(rank.rank), device=device)
     expected = torch.arange(size, device=device).float().repeat_interleave(2)
     if name == "all_reduce":
-        dist.all_reduce(mine)
-        assert mine.tolist() == [sum(range(size))] * 2
+        dist.all_reduce(local)
+        assert local.tolist() == [sum(range(size))] * 2
     elif name == "broadcast":
-        dist.broadcast(mine, src=0)
-        assert mine.tolist() == [0.0, 0.0]
+        dist.broadcast(local, src=0)
+        assert local.tolist() == [0.0, 0.0]
     elif name == "all_gather_into_tensor":
         out = torch.empty(2 * size, device=device)
-        dist.all_gather_into_tensor(out, mine)
+        dist.all_gather_into_tensor(out, local)
         assert torch.equal(out, expected)
     elif name == "all_gather":
         parts = [torch.empty(2, device=device) for _ in range(size)]
-        dist.all_gather(parts, mine)
+        dist.all_gather(parts, local)
         assert torch.equal(torch.cat(parts), expected)
     elif name == "reduce_scatter_tensor":
         out = torch.empty(2, device=device)
@@ -78,29 +78,29 @@ WORLDS = [(1, "nccl"), (2, "gloo"), (4, "gloo")]
 
 
 @pytest.mark.parametrize(("size", "backend"), WORLDS)
-def test_ranks_on_their_device(size: int, backend: str) -> None:
+def test_ranks_run_on_their_device(size: int, backend: str) -> None:
     with world(size, backend) as ranks:
-        at = [rank % gpus() for rank in range(size)]
-        assert ranks.run(where) == [(f"cuda:{index}", index, True) for index in at]
+        indices = [rank % gpus() for rank in range(size)]
+        assert ranks.run(describe_devices) == [(f"cuda:{index}", index, True) for index in indices]
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)
 @pytest.mark.parametrize(("size", "backend"), WORLDS)
-def test_collectives(size: int, backend: str, name: str) -> None:
+def test_collectives_give_the_right_result(size: int, backend: str, name: str) -> None:
     with world(size, backend) as ranks:
-        ranks.run(collective, name)
+        ranks.run(check_collective, name)
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)
-def test_collectives_of_nccl(name: str) -> None:
+def test_collectives_of_nccl_on_two_gpus(name: str) -> None:
     if gpus() < 2:
-        pytest.skip("there is only one GPU")
+        pytest.skip("needs two GPUs")
     with world(2, "nccl") as ranks:
-        ranks.run(collective, name)
+        ranks.run(check_collective, name)
 
 
 def train() -> list[float]:
-    """Three steps of a sharded model; the losses."""
+    """Train a sharded model for three steps and return the losses."""
     import torch
     from torch import nn
     from torch.distributed.fsdp import fully_shard
@@ -130,7 +130,7 @@ def test_a_sharded_model_trains(size: int, backend: str) -> None:
     assert all(others == pytest.approx(losses[0]) for others in losses)
 
 
-def boom() -> None:
+def raise_on_rank_0() -> None:
     import torch
 
     if current().rank == 0:
@@ -139,32 +139,35 @@ def boom() -> None:
     time.sleep(60)
 
 
-def die() -> None:
+def kill_rank_0() -> None:
     if current().rank == 0:
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(60)
 
 
-def hold() -> int:
+def hold_memory() -> int:
+    """Allocate 1 GiB on the GPU and return the bytes that are still free."""
     import torch
 
     current().state["held"] = torch.empty(2**30, dtype=torch.uint8, device=current().device)
     return int(torch.cuda.mem_get_info(current().device)[0])
 
 
-@pytest.mark.parametrize(("act", "told"), [(boom, "rank 0 raised RuntimeError: boom"), (die, "rank 0 was killed by")])
-def test_faults(act: Callable[[], None], told: str) -> None:
+@pytest.mark.parametrize(
+    ("fault", "message"), [(raise_on_rank_0, "rank 0 raised RuntimeError: boom"), (kill_rank_0, "rank 0 was killed by")]
+)
+def test_a_failing_rank_is_reported(fault: Callable[[], None], message: str) -> None:
     with world(2, "gloo") as ranks, pytest.raises(WorldError) as caught:
-        ranks.run(act)
-    assert caught.value.summary.startswith(told)
+        ranks.run(fault)
+    assert caught.value.summary.startswith(message)
 
 
-def test_memory_is_free_when_the_world_has_ended() -> None:
+def test_memory_is_free_after_a_world_has_ended() -> None:
     with world(1, "nccl") as ranks:
-        during = ranks.run(hold)[0]
+        during = ranks.run(hold_memory)[0]
     with world(1, "nccl") as ranks:
-        after = ranks.run(hold)[0]
-    assert after > during - 2**29, "the second world holds as much as the first, and the first holds nothing any more"
+        after = ranks.run(hold_memory)[0]
+    assert after > during - 2**29, "the first world still holds its memory"
 
 
 ASKS_CUDA = """
@@ -174,8 +177,8 @@ AVAILABLE = torch.cuda.is_available()
 """
 
 
-def test_a_module_that_asks_for_cuda_is_preloaded(project: Project) -> None:
-    """``is_available`` at the head of a test module neither slows ranks down nor keeps CUDA from them."""
+def test_a_module_that_calls_is_available_is_preloaded(project: Project) -> None:
+    """Calling ``is_available`` at import time neither disables the fork server nor keeps ranks from using CUDA."""
     project.loaders(
         ASKS_CUDA
         + """
@@ -191,7 +194,7 @@ def test_x(fsdp):
     assert result.ret == 0
 
 
-def test_a_world_that_does_not_fit(project: Project) -> None:
+def test_a_world_with_too_few_gpus_is_a_usage_error(project: Project) -> None:
     project.loaders(f"@fsdp_conformance(world_size={gpus() + 1})\ndef test_x(fsdp): ...\n")
     result = project.run("--fsdp-backend=nccl")
     result.stderr.fnmatch_lines([f"*a world of {gpus() + 1} on cuda with nccl needs {gpus() + 1} GPUs*"])
@@ -199,7 +202,7 @@ def test_a_world_that_does_not_fit(project: Project) -> None:
 
 
 def test_workers_lease_the_gpus(project: Project) -> None:
-    """Two workers that want every GPU take turns."""
+    """Two workers that each need all GPUs take turns."""
     project.loaders(
         f"""
         import time
@@ -225,11 +228,12 @@ def test_peak_memory_is_measured(tmp_path: Path) -> None:
     engine = ForkServerEngine(preload().sources, ON_RANKS)
     spec = WorldSpec({"dp_shard": 1}, "cuda", "nccl", devices=(0,))
     with World(spec, engine) as ranks:
-        peak = ranks.run(peak_of)[0]
+        peak = ranks.run(measure_peak)[0]
     assert peak >= 2**24
 
 
-def peak_of() -> int:
+def measure_peak() -> int:
+    """Allocate 16 MiB while measuring and return the measured peak in bytes."""
     import torch
     from torch import nn
 
@@ -239,6 +243,6 @@ def peak_of() -> int:
     peak = Peak(current().device)
     with peak.measured():
         torch.empty(2**24, dtype=torch.uint8, device=current().device)
-    most = peak.facts(model).device
-    assert most is not None
-    return most
+    device_bytes = peak.facts(model).device
+    assert device_bytes is not None
+    return device_bytes

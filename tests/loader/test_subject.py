@@ -1,4 +1,4 @@
-"""What Subject accepts, what it makes of it, and what it says when a field is wrong."""
+"""What Subject accepts, how it resolves names and patterns, and its errors for wrong fields."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_bare_model_declares_nothing():
     assert facts.kept_attributes == ()
 
 
-def test_what_is_declared_is_noted(tmp_path):
+def test_declared_fields_are_recorded(tmp_path):
     (tmp_path / "model.safetensors").touch()
     facts = resolve(
         reference=lambda: nn.Linear(2, 2),
@@ -56,30 +56,27 @@ def test_what_is_declared_is_noted(tmp_path):
         ),
         (
             {"reference": nn.Linear(2, 2)},
-            "reference=...): a model is no source: ranks need a fresh one; wrap it: lambda: build_the_model()",
+            "reference=...): pass a function that builds the model, not the model: reference=lambda: build_the_model()",
         ),
         ({"reference": "/nowhere"}, "reference=...): '/nowhere' is not a directory that holds *.safetensors files"),
         ({"verifier": Path("/nowhere")}, "verifier=...): '/nowhere' is not a directory that holds *.safetensors files"),
         (
             {"batch": {"x": 1}},
-            "batch=...): dict \"{'x': 1}\" is not callable; "
-            "give a function of the step: batch(step) -> dict of tensors",
+            "batch=...): dict \"{'x': 1}\" is not callable; give a function batch(step) -> dict of tensors",
         ),
         (
             {"loss": "mse"},
-            "loss=...): str 'mse' is not callable; give a function of model and batch: loss(model, batch) -> scalar",
+            "loss=...): str 'mse' is not callable; give a function loss(model, batch) -> scalar",
         ),
         (
             {"save": "dcp", "resume": print},
-            "save=...): str 'dcp' is not callable; "
-            "give a function of model, optimizer and folder: save(model, optimizer, folder)",
+            "save=...): str 'dcp' is not callable; give a function save(model, optimizer, folder)",
         ),
-        ({"save": print}, "save=...): it is declared without resume; declare both, or neither"),
-        ({"resume": print}, "resume=...): it is declared without save; declare both, or neither"),
+        ({"save": print}, "save=...): set without resume; set both or neither"),
+        ({"resume": print}, "resume=...): set without save; set both or neither"),
         (
             {"state_dict": {}},
-            "state_dict=...): dict '{}' is not callable; "
-            "give a function of the model: state_dict(model) -> dict by name",
+            "state_dict=...): dict '{}' is not callable; give a function state_dict(model) -> dict by name",
         ),
         ({"optimizer": "adam"}, "optimizer=...): str 'adam' should be optimizer(parameters), or an Optimizer"),
         ({"data_parallel": 1}, "data_parallel=...): 1 should be (index, size) with 0 <= index < size"),
@@ -117,11 +114,11 @@ def test_what_is_declared_is_noted(tmp_path):
         ({"tied": [("a", 1)]}, "tied=...): 1 should be a name or a pattern such as 'layers.*.weight'"),
         (
             {"tied": [("a", "a")]},
-            "tied=...): ('a', 'a') has 'a' twice; a group needs two different names",
+            "tied=...): ('a', 'a') has 'a' twice; the names of a group must differ",
         ),
         (
             {"tied": [["a", "b", "b"]]},
-            "tied=...): ['a', 'b', 'b'] has 'b' twice; a group needs two different names",
+            "tied=...): ['a', 'b', 'b'] has 'b' twice; the names of a group must differ",
         ),
         ({"tied": None}, "tied=...): None should be a group of two or more names: tied=[('a', 'b')]"),
         (
@@ -135,43 +132,44 @@ def test_what_is_declared_is_noted(tmp_path):
         ({"placements": {1: "R"}}, "placements=...): 1 should be a name or a pattern such as 'layers.*.weight'"),
         (
             {"placements": {"*": "S0"}},
-            "placements=...): 'S0' is no placement; write 'S(0)', 'R' or, on two mesh dimensions, 'R, S(0)'",
+            "placements=...): 'S0' is not a placement; write 'S(0)', 'R' or, on two mesh dimensions, 'R, S(0)'",
         ),
-        ({"placements": {"*": []}}, "placements=...): [] is no placement; write 'S(0)' or use Shard(0), Replicate()"),
+        (
+            {"placements": {"*": []}},
+            "placements=...): [] is not a placement; write 'S(0)' or use Shard(0), Replicate()",
+        ),
     ],
 )
-def test_a_wrong_field_is_named(fields, message):
+def test_an_error_names_the_wrong_field(fields, message):
     with pytest.raises(SubjectError) as caught:
         subject(**fields)
     assert str(caught.value) == f"Subject({message}"
     assert isinstance(caught.value, ValueError)
 
 
-def test_a_field_that_there_is_not():
-    with pytest.raises(
-        SubjectError, match=r"^Subject\(refrence=\.\.\.\): there is no such field; did you mean 'reference'\?$"
-    ):
+def test_an_unknown_field_is_an_error():
+    with pytest.raises(SubjectError, match=r"^Subject\(refrence=\.\.\.\): no such field; did you mean 'reference'\?$"):
         Subject(nn.Linear(1, 1), refrence=None)
-    with pytest.raises(SubjectError, match=r"no such field; there are model, reference, batch, "):
+    with pytest.raises(SubjectError, match=r"no such field; the fields are model, reference, batch, "):
         Subject(nn.Linear(1, 1), xyzzy=None)
 
 
-def test_what_is_no_model():
+def test_a_model_must_be_a_module():
     with pytest.raises(SubjectError) as caught:
         Subject({"weight": 1})
     assert str(caught.value) == (
-        "Subject(model=...): dict \"{'weight': 1}\" is not a torch.nn.Module; hand over the loaded model itself"
+        "Subject(model=...): dict \"{'weight': 1}\" is not a torch.nn.Module; return the loaded model itself"
     )
 
 
-def test_a_long_value_is_cut():
+def test_a_long_value_is_shortened():
     with pytest.raises(SubjectError) as caught:
         subject(batch={"input_ids": torch.arange(1000)})
     assert len(str(caught.value)) < 200
     assert "\n" not in str(caught.value)
 
 
-def test_a_directory_without_safetensors_is_no_checkpoint(tmp_path):
+def test_a_directory_without_safetensors_is_not_a_checkpoint(tmp_path):
     with pytest.raises(SubjectError, match="is not a directory that holds"):
         subject(reference=tmp_path)
     (tmp_path / "model-00001-of-00001.safetensors").touch()
@@ -179,7 +177,7 @@ def test_a_directory_without_safetensors_is_no_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, lambda parameters: torch.optim.SGD(parameters, lr=1)])
-def test_an_optimizer_is_a_factory_or_built(optimizer):
+def test_an_optimizer_may_be_a_factory_or_an_instance(optimizer):
     assert subject(optimizer=optimizer).optimizer is optimizer
     model = nn.Linear(2, 2)
     built = optimizer(model.parameters())
@@ -189,7 +187,7 @@ def test_an_optimizer_is_a_factory_or_built(optimizer):
 @pytest.mark.parametrize(
     ("field", "pattern", "message"),
     [
-        ("frozen", "embd.weight", "'embd.weight' matches no name of the model; the nearest is 'embed.weight'"),
+        ("frozen", "embd.weight", "'embd.weight' matches no tensor of the model; the nearest is 'embed.weight'"),
         (
             "unsharded",
             "layers.2.q.weight",
@@ -198,11 +196,11 @@ def test_an_optimizer_is_a_factory_or_built(optimizer):
         (
             "offloaded",
             "rotary.invfreq",
-            "'rotary.invfreq' matches no name of the model; the nearest is 'rotary.inv_freq'",
+            "'rotary.invfreq' matches no tensor of the model; the nearest is 'rotary.inv_freq'",
         ),
         ("unsharded", "rotary.inv_freq", "'rotary.inv_freq' matches no parameter of the model; it has 5 parameters"),
-        ("frozen", "zzz*", "'zzz*' matches no name of the model; it has 6 names"),
-        ("frozen", "EMBED.WEIGHT", "'EMBED.WEIGHT' matches no name of the model; it has 6 names"),
+        ("frozen", "zzz*", "'zzz*' matches no tensor of the model; it has 6 tensors"),
+        ("frozen", "EMBED.WEIGHT", "'EMBED.WEIGHT' matches no tensor of the model; it has 6 tensors"),
     ],
 )
 def test_a_pattern_that_matches_nothing_is_an_error(field, pattern, message):
@@ -211,13 +209,13 @@ def test_a_pattern_that_matches_nothing_is_an_error(field, pattern, message):
     assert str(caught.value) == f"Subject({field}=...): {message}"
 
 
-def test_placements_for_no_parameter_are_an_error():
+def test_placements_that_match_no_parameter_are_an_error():
     message = r"'embd\.\*' matches no parameter of the model; the nearest is 'embed\.weight'"
     with pytest.raises(SubjectError, match=message):
         resolve(placements={"embd.*": "R"})
 
 
-def test_a_tie_of_an_unknown_name_is_an_error():
+def test_tying_an_unknown_name_is_an_error():
     with pytest.raises(SubjectError) as caught:
         resolve(tied=[("embed.weight", "layers.0.k.weight")])
     assert str(caught.value) == (
@@ -232,7 +230,7 @@ def test_a_rank_that_does_not_exist_is_an_error():
     assert subject(whole_while_loading=(1,)).resolve([], [], world_size=2).whole_while_loading == (1,)
 
 
-def test_patterns_cross_dots_and_each_name_is_listed_once():
+def test_patterns_match_dots_and_each_name_is_listed_once():
     facts = resolve(unsharded=["*.norm.weight", "layers.1.*"], offloaded="*")
     assert facts.unsharded == ("layers.0.norm.weight", "layers.1.norm.weight", "layers.1.q.weight")
     assert facts.offloaded == (*PARAMETERS, *BUFFERS)
@@ -266,12 +264,12 @@ def test_patterns_cross_dots_and_each_name_is_listed_once():
         }),
     ],
 )  # fmt: skip
-def test_frozen_names_in_the_verifier(frozen, resolved):
+def test_frozen_names_map_to_names_in_the_verifier(frozen, resolved):
     assert resolve(frozen=frozen).frozen == resolved
 
 
 @pytest.mark.parametrize(
-    ("frozen", "held"),
+    ("frozen", "resolved"),
     [
         ("*", PARAMETERS),
         (["embed.*", "rotary.*"], ["embed.weight"]),
@@ -280,15 +278,15 @@ def test_frozen_names_in_the_verifier(frozen, resolved):
         (["*", "rotary.inv_freq"], PARAMETERS + BUFFERS),
     ],
 )
-def test_a_frozen_pattern_leaves_out_what_no_checkpoint_holds(tmp_path, frozen, held):
+def test_a_frozen_pattern_skips_buffers_that_no_checkpoint_contains(tmp_path, frozen, resolved):
     (tmp_path / "model.safetensors").touch()
-    other = {"verifier": lambda: nn.Linear(2, 2)}
-    everything = list(subject(frozen=frozen, **other).resolve(PARAMETERS, BUFFERS).frozen)
+    callable_verifier = {"verifier": lambda: nn.Linear(2, 2)}
+    everything = list(subject(frozen=frozen, **callable_verifier).resolve(PARAMETERS, BUFFERS).frozen)
     for sources in ({"verifier": tmp_path}, {"reference": str(tmp_path)}):
         declared = subject(frozen=frozen, **sources)
-        assert list(declared.resolve(PARAMETERS, BUFFERS, transient=BUFFERS).frozen) == held
+        assert list(declared.resolve(PARAMETERS, BUFFERS, transient=BUFFERS).frozen) == resolved
         assert list(declared.resolve(PARAMETERS, BUFFERS).frozen) == everything
-    for sources in (other, {"reference": tmp_path} | other, {}):
+    for sources in (callable_verifier, {"reference": tmp_path} | callable_verifier, {}):
         assert list(subject(frozen=frozen, **sources).resolve(PARAMETERS, BUFFERS, BUFFERS).frozen) == everything
 
 
@@ -296,15 +294,16 @@ def test_a_frozen_pattern_leaves_out_what_no_checkpoint_holds(tmp_path, frozen, 
     ("pattern", "template"),
     [("layers.*.q.weight", "q"), ("embed.weight", "model.*"), ("layers.*.*", "l.*"), ("layers.[0].q.weight", "l.*")],
 )
-def test_frozen_stars_must_pair_up(pattern, template):
+def test_wildcards_of_a_frozen_mapping_must_pair_up(pattern, template):
     with pytest.raises(SubjectError) as caught:
         resolve(frozen={pattern: template})
     assert str(caught.value) == (
-        f"Subject(frozen=...): {pattern!r}: {template!r} should have as many * as the pattern, and no [...]"
+        f"Subject(frozen=...): {pattern!r}: {template!r} should have one * for each * or ? of the pattern, "
+        "which may not contain [...]"
     )
 
 
-def test_the_first_placement_that_matches_wins():
+def test_the_first_matching_placement_applies():
     facts = resolve(placements={"*.norm.*": "R", "layers.*": ["R", Shard(1)], "*": Shard(0)})
     assert facts.placements == {
         "layers.0.norm.weight": ("R",),
@@ -335,7 +334,7 @@ def test_the_first_placement_that_matches_wins():
         ((_StridedShard(0, split_factor=2), Shard(0)), ("_S(0, 2)", "S(0)")),
     ],
 )
-def test_placements(declared, parsed):
+def test_placements_are_parsed_to_their_short_form(declared, parsed):
     assert parse_placements(declared) == parsed
     assert parse_placements(", ".join(parsed)) == parsed
 
@@ -344,13 +343,13 @@ def test_placements(declared, parsed):
     "declared",
     ["", " ", "r", "P(sum)", "S(-1)", "S(0", "S(0) S(1)", "RS(0)", "S(0);R", "_S(0)", 0, None, (), ["R", 3], b"R"],
 )
-def test_what_is_no_placement(declared):
-    with pytest.raises(SubjectError, match=r"^Subject\(placements=\.\.\.\): .* is no placement; write 'S\(0\)'"):
+def test_other_values_are_not_placements(declared):
+    with pytest.raises(SubjectError, match=r"^Subject\(placements=\.\.\.\): .* is not a placement; write 'S\(0\)'"):
         parse_placements(declared)
 
 
-def test_a_partial_is_no_placement_of_a_parameter():
-    with pytest.raises(SubjectError, match="is no placement"):
+def test_a_partial_is_not_a_placement_of_a_parameter():
+    with pytest.raises(SubjectError, match="is not a placement"):
         parse_placements(Partial())
 
 
@@ -365,5 +364,5 @@ def test_a_partial_is_no_placement_of_a_parameter():
         (_StridedShard(1, split_factor=4), "_S(1, 4)"),
     ],
 )
-def test_placements_as_messages_write_them(placement, short):
+def test_the_short_form_of_placements(placement, short):
     assert short_placement(placement) == short

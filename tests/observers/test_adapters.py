@@ -111,11 +111,14 @@ def test_facts_of_a_plain_tensor():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Part.block(torch.zeros(2, 3), (4, 3), (3, 0)), "indices 3 to 5 are not within the 4 of the whole"),
-        (lambda: Part.block(torch.zeros(2, 3), (4, 3), (-1, 0)), "indices -1 to 1 are not within the 4"),
+        (lambda: Part.block(torch.zeros(2, 3), (4, 3), (3, 0)), "indices 3 to 5 are outside the whole tensor (0 to 4)"),
+        (
+            lambda: Part.block(torch.zeros(2, 3), (4, 3), (-1, 0)),
+            "indices -1 to 1 are outside the whole tensor (0 to 4)",
+        ),
         (lambda: Part.block(torch.zeros(2, 3), (4, 3), (0,)), "one entry for each of the 2 dims of the local (2, 3)"),
         (lambda: Part.block(torch.zeros(6), (4, 3), (0, 0)), "one entry for each of the 1 dims of the local (6,)"),
-        (lambda: Part.run(torch.zeros(5), (4, 3), 8), "indices 8 to 13 are not within the 12 of the whole"),
+        (lambda: Part.run(torch.zeros(5), (4, 3), 8), "indices 8 to 13 are outside the whole tensor (0 to 12)"),
     ],
 )
 def test_an_impossible_part_raises(make, message):
@@ -166,7 +169,9 @@ def test_an_adapter_may_return_the_gradient(model):
 
 
 def test_an_adapter_must_be_callable(model):
-    with pytest.raises(SubjectError, match=r"adapter=\.\.\.\): int '3' is not callable; give a function of name and"):
+    with pytest.raises(
+        SubjectError, match=r"adapter=\.\.\.\): int '3' is not callable; give a function adapter\(name, "
+    ):
         Subject(model, adapter=3)
 
 
@@ -256,15 +261,15 @@ MESH = MeshFacts(("dp",), (2,), (0,))
             lambda t: Part(t, (2, 2), RUNS, gradient=torch.zeros(3)),
             "Part(gradient=...) is a gradient of shape (3,), but should have the part's (2, 2)",
         ),
-        (lambda t: Part.block(t, (2, 2), (5, 0)), "indices 5 to 7 are not within the 2 of the whole tensor"),
-        (lambda t: Part.run(t, (1,), 0), "indices 0 to 4 are not within the 1 of the whole tensor"),
+        (lambda t: Part.block(t, (2, 2), (5, 0)), "indices 5 to 7 are outside the whole tensor (0 to 2)"),
+        (lambda t: Part.run(t, (1,), 0), "indices 0 to 4 are outside the whole tensor (0 to 1)"),
         (
             lambda t: Part.block(t, (2.0, 2), (0, 0)),
-            "shape=(2.0, 2) should be a tuple of whole numbers, one for each dim",
+            "shape=(2.0, 2) should be a tuple of integers, one for each dim",
         ),
-        (lambda t: Part.block(t, (2, 2), 0), "start=0 should be a tuple of whole numbers, one for each dim"),
-        (lambda t: Part.run(t, (2, 2), 0.5), "start=0.5 should be one whole number"),
-        (lambda t: Part.run(t, 4, 0), "shape=4 should be a tuple of whole numbers, one for each dim"),
+        (lambda t: Part.block(t, (2, 2), 0), "start=0 should be a tuple of integers, one for each dim"),
+        (lambda t: Part.run(t, (2, 2), 0.5), "start=0.5 should be an integer"),
+        (lambda t: Part.run(t, 4, 0), "shape=4 should be a tuple of integers, one for each dim"),
         (lambda t: Part.block([1], (2, 2), (0, 0)), "local=[1] should be a tensor"),
     ],
 )
@@ -354,7 +359,7 @@ def test_an_unsharded_tensor_held_in_parts_is_found():
     evidence = in_runs((0, 7), (7, 24))
     evidence = replace(evidence, subject=replace(evidence.subject, unsharded=(MIDDLE,)))
     findings = verdict("unsharded_modules_stay_whole", evidence).findings
-    assert [(f.ranks, f.actual) for f in findings] == [((0, 1), "in parts, as FSDP1 says")]
+    assert [(f.ranks, f.actual) for f in findings] == [((0, 1), "split into parts by FSDP1")]
 
 
 def split_like_megatron_fsdp():

@@ -1,4 +1,4 @@
-"""Code that runs on ranks counts in coverage, with nothing configured for it; to the line."""
+"""Lines that run on ranks are measured by coverage, without any configuration."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def before_it_fails():
     return 1 / 0
 """
 RUN = [1, 2, 3, 5, 6, 9, 10, 11, 12, 15, 19, 20]
-"""Its first line is empty and the second one counts as 1 once dedented, as ``Project.write`` does."""
+"""Lines of ``LIBRARY`` that should be measured, counted without its empty first line, which is not written."""
 LOADERS = """
 import pytest
 
@@ -68,10 +68,10 @@ def measured(project: Project) -> Project:
 
 
 def executed(project: Project) -> list[int]:
-    """The lines of the library that a run has executed, from the data that it left."""
+    """Return the executed lines of the library from the coverage data that a run has left."""
     command = [sys.executable, "-m", "coverage", "json", "-o", "-", "--include=*library.py"]
-    told = subprocess.run(command, cwd=project.path, capture_output=True, text=True, check=True, timeout=60)
-    ((_, file),) = json.loads(told.stdout)["files"].items()
+    run = subprocess.run(command, cwd=project.path, capture_output=True, text=True, check=True, timeout=60)
+    ((_, file),) = json.loads(run.stdout)["files"].items()
     return list(file["executed_lines"])
 
 
@@ -84,7 +84,7 @@ def test_pytest_cov(measured: Project, args: tuple[str, ...]) -> None:
     assert [path.name for path in measured.path.glob(".coverage*")] == [".coverage"]
 
 
-def test_what_the_fork_server_imports(measured: Project) -> None:
+def test_modules_that_the_fork_server_imports(measured: Project) -> None:
     measured.write("conftest.py", PRELOADING)
     measured.run("--cov=library").assert_outcomes(passed=2, errors=1)
     assert executed(measured) == RUN
@@ -117,7 +117,7 @@ def test_world(fsdp_world):
 """
 
 
-def test_bodies_on_ranks_to_the_branch(project: Project) -> None:
+def test_branches_of_spmd_tests(project: Project) -> None:
     path = project.write("test_it.py", BODIES)
     result = project.run("--cov=.", "--cov-branch", "--cov-report=term-missing")
     result.assert_outcomes(passed=3)
@@ -131,18 +131,18 @@ def test_coverage_run(measured: Project) -> None:
     assert executed(measured) == RUN
 
 
-def test_the_users_configuration_holds(measured: Project) -> None:
+def test_the_users_configuration_applies(measured: Project) -> None:
     measured.write(".coveragerc", "[run]\nomit = library.py\n")
     measured.run("--cov=.").assert_outcomes(passed=2, errors=1)
     command = [sys.executable, "-m", "coverage", "json", "-o", "-"]
-    told = subprocess.run(command, cwd=measured.path, capture_output=True, text=True, check=True, timeout=60)
-    files = json.loads(told.stdout)["files"]
+    run = subprocess.run(command, cwd=measured.path, capture_output=True, text=True, check=True, timeout=60)
+    files = json.loads(run.stdout)["files"]
     assert "library.py" not in files
     lines = (measured.path / "test_it.py").read_text().splitlines()
     number = next(n for n, line in enumerate(lines, 1) if "library.on_both" in line)
     assert number in files["test_it.py"]["executed_lines"]
 
 
-def test_nothing_is_imported_where_nobody_measures() -> None:
+def test_ranks_do_not_import_coverage_unless_it_measures() -> None:
     with world_of(1) as world:
         assert world.run(lambda: "coverage" in __import__("sys").modules) == [False]

@@ -1,4 +1,4 @@
-"""--pdb on a rank: a debugger at the terminal, where there is one."""
+"""``--pdb`` and ``breakpoint()`` on ranks, with and without a terminal."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def shell(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("TERM", "dumb")
 
     def start(*args: str) -> Any:
-        # Ignored where the tests were started in the background of a shell, and then ignored by what they start.
+        # A shell starts background jobs with SIGINT ignored, and child processes inherit that.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         return pytester.spawn(f"{sys.executable} -m pytest -p no:cacheprovider {' '.join(args)}", expect_timeout=120)
 
@@ -62,12 +62,12 @@ def test_the_debugger_opens_where_the_rank_failed(project: Project, shell: Any) 
     child.expect(r"I am (\d+)")
     assert int(child.match[1]) == ranks_of(project)[1]
     child.expect(PROMPT)
-    child.sendintr()  # is the debugger's, and ends nothing
+    child.sendintr()  # Ctrl-C goes to the debugger and ends nothing
     child.expect(PROMPT)
     child.sendline("c")
     rest = child.read().decode()
     assert "1 passed" in rest
-    assert "1 error, 1 unjudged" in rest
+    assert "1 error, 1 same error" in rest
     child.wait()
     assert_gone(ranks_of(project))
 
@@ -84,7 +84,7 @@ def test_quit_ends_the_session(project: Project, shell: Any) -> None:
     assert_gone(ranks_of(project))
 
 
-def test_nothing_is_left_when_pytest_is_killed_meanwhile(project: Project, shell: Any) -> None:
+def test_no_rank_is_left_when_pytest_is_killed_at_the_prompt(project: Project, shell: Any) -> None:
     project.loaders(BOOM)
     child = shell("--pdb")
     child.expect(PROMPT)
@@ -128,7 +128,7 @@ def test_plain():
 """
 
 
-def test_of_other_tests_on_ranks_and_of_none(project: Project, shell: Any) -> None:
+def test_failures_of_other_tests_on_ranks_and_of_plain_tests(project: Project, shell: Any) -> None:
     project.write("test_it.py", BODIES)
     child = shell("--pdb")
     child.expect("pdb on rank [01] of 2: ValueError: not expected")
@@ -165,14 +165,14 @@ def test_ranks_that_cannot_start(project: Project, shell: Any) -> None:
             return load(fsdp)
         """
     )
-    told = shell("--pdb").read().decode()
-    assert "no group today" in told
-    # Whichever rank was refused first is the one that is told.
-    assert re.search(r"--pdb: no debugger on rank [01] of 2: it had not started", told)
-    assert "1 error" in told
+    output = shell("--pdb").read().decode()
+    assert "no group today" in output
+    # The message names the rank that was refused first, which may be either.
+    assert re.search(r"--pdb: no debugger on rank [01] of 2: it has not started", output)
+    assert "1 error" in output
 
 
-def test_a_finding_is_nobodys_exception(project: Project, shell: Any) -> None:
+def test_a_finding_opens_no_debugger(project: Project, shell: Any) -> None:
     project.loaders(
         """
         @fsdp_conformance(only=["no_meta_params"])
@@ -182,9 +182,9 @@ def test_a_finding_is_nobodys_exception(project: Project, shell: Any) -> None:
         """
     )
     child = shell("--pdb")
-    told = child.read().decode()
-    assert "--pdb: no rank raised, so there is nothing to look at" in told
-    assert "1 failed" in told
+    output = child.read().decode()
+    assert "--pdb: no debugger: no rank raised an exception" in output
+    assert "1 failed" in output
 
 
 def test_without_a_terminal(project: Project) -> None:
@@ -210,7 +210,7 @@ def test_x(fsdp):
 """
 
 
-def test_breakpoints_of_all_ranks_in_turns_through_a_collective(project: Project, shell: Any) -> None:
+def test_breakpoints_on_all_ranks_around_a_collective(project: Project, shell: Any) -> None:
     project.loaders(STOPS.format(stop="breakpoint()"))
     child = shell()
     todo = {rank: ["n", "n", "n", "p f'{second} on {first}'", "c"] for rank in (0, 1)}
@@ -220,16 +220,16 @@ def test_breakpoints_of_all_ranks_in_turns_through_a_collective(project: Project
         child.expect(r"'rank is (\d)'")
         rank = int(child.match[1])
         child.expect(PROMPT)
-        child.sendline(todo[rank].pop(0))  # what comes next may be the other one's prompt
+        child.sendline(todo[rank].pop(0))  # the next prompt may be the other rank's
     rest = child.read().decode()
     assert "1 passed" in rest
-    spoken = (project.path / "spawn.out").read_text()
+    output = (project.path / "spawn.out").read_text()
     for rank in (0, 1):
-        assert spoken.count(f"'2.0 on {rank + 41}'") == 1
+        assert output.count(f"'2.0 on {rank + 41}'") == 1
 
 
 @pytest.mark.parametrize("stop", ["pdb.set_trace()", "dist.breakpoint(1)"])
-def test_other_ways_to_stop_and_a_pause_longer_than_the_timeout(project: Project, shell: Any, stop: str) -> None:
+def test_other_breakpoints_and_a_pause_longer_than_the_timeout(project: Project, shell: Any, stop: str) -> None:
     project.loaders(STOPS.format(stop=f"fsdp.rank == 1 and {stop}" if "dist" not in stop else stop).replace("20", "3"))
     child = shell("-s")
     child.expect(r"pdb on rank 1 of 2")
@@ -256,5 +256,5 @@ def test_a_breakpoint_without_a_terminal(project: Project, args: tuple[str, ...]
     project.loaders(STOPS.format(stop="breakpoint()"))
     result = project.run(*args)
     result.assert_outcomes(errors=1)
-    why = "RuntimeError: there is no terminal for a debugger on this rank: stdin is not a terminal"
+    why = "RuntimeError: a debugger on this rank has no terminal: stdin is not a terminal"
     assert why in result.stdout.str()

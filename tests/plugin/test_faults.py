@@ -1,4 +1,4 @@
-"""Faults inside loaders, seen from outside: what the item says, how pytest ends, what is left, and how it goes on."""
+"""Faults inside loaders: the item's message, pytest's exit, what is left behind, and the tests that follow."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.plugin.test_outcomes import outcomes, story
 from tests.world_help import SOON, assert_gone, ended_at_last, fill, processes_with
 
 WORD = "FSDP_FAULTS"
-"""In the environment of an inner run, and so of everything that it starts."""
+"""An environment variable of an inner run, inherited by every process that it starts."""
 FAULTS = """
 import ctypes
 import os
@@ -128,13 +128,13 @@ def test_finds_nothing_of_it(fsdp):
 
 @pytest.fixture
 def temporary() -> Iterator[Path]:
-    """With a short name, as the one that it stands for: sockets of the fork server lie there."""
+    """A TMPDIR with a short name: the path of the fork server's socket in it must not be too long."""
     folder = Path(tempfile.mkdtemp(prefix="fsdp-faults-", dir="/tmp"))
     yield folder
     shutil.rmtree(folder)
 
 
-def test_faults_are_told_and_the_next_loader_passes(
+def test_faults_are_reported_and_the_next_loader_passes(
     project: Project, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(WORD, str(os.getpid()))
@@ -143,24 +143,24 @@ def test_faults_are_told_and_the_next_loader_passes(
     parts = FAULTS.split("\n\n@only\ndef ")
     text = parts[0] + "".join(healthy.format(n) + "\n\n@only\ndef " + part for n, part in enumerate(parts[1:]))
     result = project.run("-v", project.loaders(text).name)
-    told = {name.partition("[")[0]: outcome for name, outcome in outcomes(result).items()}
+    results = {name.partition("[")[0]: outcome for name, outcome in outcomes(result).items()}
     summaries = {
         "segmentation_fault": r"rank 1 was killed by SIGSEGV",
         "memory": r"rank 1 raised MemoryError in .*|rank 1 raised MemoryError",
         "memory_of_torch": r"rank 1 raised RuntimeError: .*",
         "children": r"rank 1 exited with code 3 before it answered",
-        "pipe": r"rank 1 closed a descriptor that was not its own: the connection to pytest",
+        "pipe": r"rank 1 closed the file descriptor of its connection to pytest",
         "flood": r"rank 1 raised ZeroDivisionError: division by zero",
         "deadlock": r"ranks 0, 1 did not answer within 3 s",
     }
-    assert {name for name, outcome in told.items() if outcome != "passed"} == {f"test_{name}" for name in summaries}
+    assert {name for name, outcome in results.items() if outcome != "passed"} == {f"test_{name}" for name in summaries}
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     for name, summary in summaries.items():
-        assert told[f"test_{name}"] == "error"
+        assert results[f"test_{name}"] == "error"
         first, *rest = story(result, f"test_{name}[no_meta_params]")
         assert re.fullmatch(f"no_meta_params could not be judged: ({summary})", first)
-        told_of_it = rest[: next(n for n, line in enumerate(rest) if line.startswith("run it again: "))]
-        assert not any("pytest_fsdp_meta/worlds" in line for line in told_of_it)
+        details = rest[: next(n for n, line in enumerate(rest) if line.startswith("rerun: "))]
+        assert not any("pytest_fsdp_meta/worlds" in line for line in details)
     deadlock = "\n".join(story(result, "test_deadlock[no_meta_params]"))
     assert re.search(r"rank 0 waits in all_reduce number 1 \(float\[2\], test_it.py:\d+\)", deadlock)
     assert "mismatch: collective number 1 differs between these ranks" in deadlock
@@ -191,7 +191,7 @@ def test_second(fsdp):
 
 @contextmanager
 def running(project: Project, temporary: Path, stdout: int = subprocess.PIPE) -> Iterator[subprocess.Popen[str]]:
-    """A run of its own session, with its ranks inside the loader of ``SLOW``."""
+    """Start a run in its own session, and wait until its ranks are inside the loader of ``SLOW``."""
     file = project.loaders(SLOW)
     process = subprocess.Popen(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", file.name],
@@ -219,8 +219,8 @@ def running(project: Project, temporary: Path, stdout: int = subprocess.PIPE) ->
 
 
 def _take_terminal() -> None:
-    """Makes the standard input the controlling terminal: a Ctrl-C that is typed there is for this process group."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored where the tests were started in the background of a shell
+    """Make stdin the controlling terminal, so that Ctrl-C typed there interrupts this process group."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell starts background jobs with SIGINT ignored
     import fcntl
     import termios
 
@@ -239,12 +239,12 @@ def test_ctrl_c_in_a_terminal(project: Project, temporary: Path, times: int) -> 
         try:
             while new := os.read(terminal, 65536):
                 seen += new
-        except OSError:  # nobody has the other side any more
+        except OSError:  # the other side is closed
             pass
         process.wait(SOON)
     os.close(terminal)
     text = seen.decode()
-    # The second one may reach pytest while it tells of the first, of which Python then dies.
+    # The second Ctrl-C may kill Python while pytest reports the first.
     assert process.returncode in (pytest.ExitCode.INTERRUPTED, *([-signal.SIGINT] if times > 1 else [])), text
     assert "no tests ran" in text or "1 error" in text or "KeyboardInterrupt" in text
     assert "INTERNALERROR" not in text
@@ -279,9 +279,9 @@ def test_two_runs_at_the_same_time(project: Project) -> None:
     ]
     for run in runs:
         with ended_at_last(run):
-            told, _ = run.communicate(timeout=6 * SOON)
-            assert run.returncode == 0, told
-            assert "4 passed" in told
+            output, _ = run.communicate(timeout=6 * SOON)
+            assert run.returncode == 0, output
+            assert "4 passed" in output
 
 
 def test_names_with_spaces_quotes_and_brackets(project: Project) -> None:
@@ -302,8 +302,8 @@ def test_names_with_spaces_quotes_and_brackets(project: Project) -> None:
     )
     result = project.run("--import-mode=importlib", "-v", str(file.relative_to(project.path)))
     result.assert_outcomes(errors=5)
-    commands = [line.removeprefix("run it again: ") for line in result.outlines if line.startswith("run it again: ")]
-    commands = list(dict.fromkeys(commands))  # where CI is set, pytest's summary says each error again
+    commands = [line.removeprefix("rerun: ") for line in result.outlines if line.startswith("rerun: ")]
+    commands = list(dict.fromkeys(commands))  # with CI set, pytest repeats each error in its summary
     assert len(commands) == 5
     again = project.shell(commands[2])
     again.assert_outcomes(errors=1)
@@ -333,13 +333,13 @@ def test_room(fsdp):
 )
 
 
-@pytest.mark.skipif(not shutil.which("unshare"), reason="no disk can be made for a test here")
+@pytest.mark.skipif(not shutil.which("unshare"), reason="needs unshare to mount a small disk")
 def test_a_full_disk_in_a_run(project: Project, temporary: Path) -> None:
     file = project.loaders(FULL)
     small = temporary
     space = ["unshare", "--user", "--map-root-user", "--mount"]
     if subprocess.run([*space, "mount", "-t", "tmpfs", "none", small], stderr=subprocess.DEVNULL).returncode:
-        pytest.skip("no disk can be made for a test here: namespaces are not permitted")
+        pytest.skip("cannot mount a small disk: user namespaces are not permitted")
     inner = f"{sys.executable} -m pytest -p no:cacheprovider -v --basetemp={project.path}/base {file.name}"
     run = subprocess.run(
         [*space, "sh", "-c", f"mount -t tmpfs -o size=16m none {small} && TMPDIR={small} exec {inner}"],
@@ -349,7 +349,7 @@ def test_a_full_disk_in_a_run(project: Project, temporary: Path) -> None:
         text=True,
         timeout=6 * SOON,
     )
-    assert "1 error, 1 unjudged" in run.stdout, run.stdout
+    assert "1 error, 1 same error" in run.stdout, run.stdout
     assert "3 passed" in run.stdout
     assert re.search(
         r"^no_meta_params could not be judged: ranks? [01, ]+ raised OSError: .*No space left on device: the disk of "

@@ -1,4 +1,4 @@
-"""Loaders that take what Hypothesis draws: one load for each example, whatever the number of checks."""
+"""Loaders with ``@given``: each example is loaded once for all checks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_x(fsdp, n):
     assert len(drawn) == len(set(drawn)) <= 6
 
 
-def test_the_smallest_example_is_told(project: Project) -> None:
+def test_the_smallest_failing_example_is_reported(project: Project) -> None:
     result = run(
         project,
         f"""
@@ -62,9 +62,9 @@ def test_x(fsdp, n):
         "test_x[no_meta_buffers]": "failed",
         "test_x[params_equal_reference]": "failed",
     }
-    told = story(result, "test_x[params_equal_reference]")
-    assert told[0].startswith("params_equal_reference: ")
-    assert "    n=13," in told
+    lines = story(result, "test_x[params_equal_reference]")
+    assert lines[0].startswith("params_equal_reference: ")
+    assert "    n=13," in lines
     assert story(result, "test_x[no_meta_buffers]")[0].startswith(
         "no_meta_buffers passes, but xfail expects it to fail"
     )
@@ -122,8 +122,8 @@ def test_error(fsdp, n):
         "test_nothing[no_meta_params]": "skipped",
         "test_assume[no_meta_params]": "passed",
         "test_error[no_meta_params]": "failed",
-        "test_error[no_meta_buffers]": "unjudged",
+        "test_error[no_meta_buffers]": "same error",
     }
-    told = story(result, "test_error[no_meta_params]")
-    assert told[0] == "no_meta_params could not be judged: ranks 0, 1 raised KeyError: 0"
-    assert "    n=0,  # or any other generated value" in told
+    lines = story(result, "test_error[no_meta_params]")
+    assert lines[0] == "no_meta_params could not be judged: ranks 0, 1 raised KeyError: 0"
+    assert "    n=0,  # or any other generated value" in lines

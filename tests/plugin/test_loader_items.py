@@ -1,4 +1,4 @@
-"""Which items there are, how they are chosen, and how often a loader, its reference and its fixtures run for them."""
+"""The items of loaders: names, selection, and how often a loader, its reference and its fixtures run."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_one_item_per_check(project: Project) -> None:
     ]
 
 
-def test_module_mark_and_world_sizes_of_the_command_line(project: Project) -> None:
+def test_marked_modules_and_world_sizes_on_the_command_line(project: Project) -> None:
     project.write(
         "test_it.py",
         """
@@ -101,7 +101,7 @@ def test_selection(project: Project) -> None:
 
 
 @pytest.mark.parametrize("arg", ["--collect-only", "--setup-plan", "--setup-only"])
-def test_nothing_is_started(project: Project, monkeypatch: pytest.MonkeyPatch, arg: str) -> None:
+def test_no_rank_is_started_where_nothing_runs(project: Project, monkeypatch: pytest.MonkeyPatch, arg: str) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("started")
 
@@ -111,8 +111,8 @@ def test_nothing_is_started(project: Project, monkeypatch: pytest.MonkeyPatch, a
     assert project.collect(arg).ret == 0
 
 
-def test_each_thing_happens_once(project: Project) -> None:
-    """Over the whole catalogue; the fixture is alive whenever the loader runs, and torn down after it."""
+def test_loader_reference_and_fixtures_run_as_often_as_needed(project: Project) -> None:
+    """For the whole catalogue: the fixture is set up before the first load and torn down after the last one."""
     project.loaders(
         """
         import os
@@ -146,15 +146,15 @@ def test_each_thing_happens_once(project: Project) -> None:
     notes = project.notes
     assert notes[:2] in (["autouse", "setup"], ["setup", "autouse"])
     assert sorted(notes[2:4]) == ["rank0-yes", "rank1-yes"]
-    # Twice in its one run: once under poison, to see what it leaves uninitialised, once to be recorded.
+    # Built twice in one run: once with poisoned memory, to see what it leaves uninitialised, and once to be recorded.
     assert notes[4:6] == ["reference", "reference"]
-    # Checkpoints are loaded into a second load, and into one of another size, while the fixtures are alive.
+    # Checkpoints are loaded into a second model, and into one in a world of another size; fixtures are still set up.
     assert sorted(notes[6:8]) == ["rank0-yes", "rank1-yes"]
     assert notes[8:] == ["rank0-yes", "teardown"]
 
 
 def test_fixtures_of_every_kind(project: Project) -> None:
-    """Nothing is shared between loaders that differ in a parameter, however alike their ids are."""
+    """Loaders that differ in a parameter run separately, even if their ids look the same."""
     own = CHECK.format(name="own_check", after="()", value="[own_check]")
     project.write(
         "conftest.py",
@@ -282,7 +282,7 @@ def test_methods(project: Project) -> None:
 
 @pytest.mark.parametrize("mode", ["prepend", "append", "importlib"])
 def test_import_modes(project: Project, mode: str) -> None:
-    """A package with a relative import, a loose module, and, where the mode allows it, two of one name."""
+    """A package with a relative import, a module outside of it, and in importlib mode a second one of that name."""
     project.write("pkg/__init__.py", "")
     project.write("pkg/helpers.py", "class Local:\n    size = 4\n")
     text = """

@@ -1,4 +1,4 @@
-"""``--fsdp-loader``: a loader is judged without a test file, and where it cannot be, one line says why."""
+"""``--fsdp-loader``: checks on a loader without a test file, and its usage errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PLAIN = """
 def load(fsdp, checkpoint):
     raise NotImplementedError
 """
-"""Is collected, and never called."""
+"""A loader that is collected and never called."""
 
 LINEAR = """
 import torch
@@ -80,7 +80,7 @@ NAMED = "--fsdp-loader=loading:load"
 
 @pytest.fixture
 def folder(project: Project) -> Path:
-    """An empty one, which will do where nothing is loaded."""
+    """An empty checkpoint folder, for tests that load nothing."""
     path = project.path / "checkpoint"
     path.mkdir()
     return path
@@ -88,7 +88,7 @@ def folder(project: Project) -> Path:
 
 @pytest.fixture
 def linear(folder: Path) -> Path:
-    """Written by hand: inner runs in this process forget what was imported meanwhile, and torch comes only once."""
+    """A safetensors file written without torch, which an inner run in this process could not import a second time."""
     tensors = {"weight": ([4, 4], range(16)), "bias": ([4], range(4))}
     header, data = {}, b""
     for name, (shape, values) in tensors.items():
@@ -133,7 +133,7 @@ def test_one_item_for_each_check_and_world(project: Project) -> None:
 
 @pytest.mark.usefixtures("folder")
 @pytest.mark.parametrize("mode", ["prepend", "append", "importlib"])
-def test_however_pytest_imports_test_modules(project: Project, mode: str) -> None:
+def test_import_modes(project: Project, mode: str) -> None:
     project.write("pkg/__init__.py", "from pkg.loading import load")
     project.write("pkg/loading.py", PLAIN)
     chosen = (f"--import-mode={mode}", "-k", "no_meta_params")
@@ -142,7 +142,7 @@ def test_however_pytest_imports_test_modules(project: Project, mode: str) -> Non
 
 
 @pytest.mark.usefixtures("folder")
-def test_alone_unless_paths_are_given(project: Project) -> None:
+def test_nothing_else_is_collected_unless_paths_are_given(project: Project) -> None:
     project.write("loading.py", PLAIN)
     project.write("tests/test_other.py", "def test_other(): ...")
     project.write("test_here.py", "def test_here(): ...")
@@ -158,21 +158,21 @@ def test_alone_unless_paths_are_given(project: Project) -> None:
 
 
 @pytest.mark.usefixtures("folder")
-def test_a_loader_in_a_file_of_tests(project: Project) -> None:
+def test_a_loader_in_a_test_file(project: Project) -> None:
     project.write("test_it.py", f"{PLAIN}\ndef test_other(): ...")
     chosen = ("test_it.py", *judge("test_it:load"), "-k", "no_meta_params or test_other")
     assert ids(project, *chosen) == ["test_it.py::load[no_meta_params]", "test_it.py::test_other"]
 
 
 @pytest.mark.usefixtures("folder")
-def test_a_loader_in_a_file_that_is_one_of_tests_by_its_path(project: Project) -> None:
+def test_a_loader_in_a_file_that_python_files_matches_by_path(project: Project) -> None:
     project.write("pytest.ini", "[pytest]\npython_files = unit/check_*.py\npythonpath = unit")
     project.write("unit/check_it.py", f"{PLAIN}\ndef test_other(): ...")
     found = ids(project, "unit/check_it.py", *judge("check_it:load"), "-k", "no_meta_params or test_other")
     assert found == ["unit/check_it.py::load[no_meta_params]", "unit/check_it.py::test_other"]
 
 
-def test_a_loader_that_is_installed_elsewhere(project: Project, folder: Path, tmp_path: Path) -> None:
+def test_a_loader_outside_of_the_root_folder(project: Project, folder: Path, tmp_path: Path) -> None:
     installed = tmp_path / "site" / "installed.py"
     installed.parent.mkdir()
     installed.write_text(PLAIN)
@@ -184,7 +184,7 @@ def test_a_loader_that_is_installed_elsewhere(project: Project, folder: Path, tm
 
 
 @pytest.mark.usefixtures("folder")
-def test_settings_of_an_ini_file(project: Project) -> None:
+def test_settings_in_an_ini_file(project: Project) -> None:
     project.write("loading.py", PLAIN)
     project.write("pytest.ini", "[pytest]\nfsdp_loader = loading:load\nfsdp_checkpoint = checkpoint")
     assert ids(project, "-k", "no_meta_params") == ["loading.py::load[no_meta_params]"]
@@ -213,29 +213,32 @@ def test_settings_of_an_ini_file(project: Project) -> None:
     ],
 )
 @pytest.mark.usefixtures("folder")
-def test_what_a_loader_takes(project: Project, signature: str, fits: bool) -> None:
+def test_signatures_of_loaders(project: Project, signature: str, fits: bool) -> None:
     project.write("loading.py", f"def load({signature}): ...")
     if fits:
         assert ids(project, *judge("loading:load"))
         return
-    (told,) = errors(project.collect("--collect-only", *judge("loading:load")))
-    assert told.startswith(f"--fsdp-loader=loading:load: load({signature}) does not fit; it is called with fsdp")
-    assert told.endswith("load(fsdp, checkpoint)")
+    (line,) = errors(project.collect("--collect-only", *judge("loading:load")))
+    assert line.startswith(f"--fsdp-loader=loading:load: load({signature}) should take fsdp")
+    assert line.endswith("load(fsdp, checkpoint)")
 
 
 USAGE_PROBLEMS = {
-    "no checkpoint": ([NAMED], "--fsdp-loader needs --fsdp-checkpoint=DIR"),
-    "no loader": (["--fsdp-checkpoint=checkpoint"], "--fsdp-checkpoint is what a named loader is called with"),
-    "no folder": ([NAMED, "--fsdp-checkpoint=none"], "--fsdp-checkpoint: 'none' is wrong, it should be a folder"),
-    "no function": (judge("loading"), "--fsdp-loader: 'loading' is wrong, it should be MODULE:FUNCTION"),
-    "a path": (judge("./loading.py:load"), "'./loading.py:load' is wrong, it should be MODULE:FUNCTION"),
-    "no module": (judge("absent.loading:load"), "there is no module 'absent.loading', for there is no 'absent'"),
-    "no submodule": (judge("loading.absent:load"), "there is no module 'loading.absent'"),
+    "no checkpoint": ([NAMED], "--fsdp-loader requires --fsdp-checkpoint=DIR"),
+    "no loader": (["--fsdp-checkpoint=checkpoint"], "--fsdp-checkpoint requires --fsdp-loader=MODULE:FUNCTION"),
+    "no folder": (
+        [NAMED, "--fsdp-checkpoint=none"],
+        "--fsdp-checkpoint: invalid value 'none' (expected an existing folder",
+    ),
+    "no function": (judge("loading"), "--fsdp-loader: invalid value 'loading' (expected MODULE:FUNCTION"),
+    "a path": (judge("./loading.py:load"), "invalid value './loading.py:load' (expected MODULE:FUNCTION"),
+    "no module": (judge("absent.loading:load"), "module 'absent.loading' not found (no module 'absent')"),
+    "no submodule": (judge("loading.absent:load"), "module 'loading.absent' not found"),
     "no attribute": (judge("loading:laod"), "module 'loading' has no 'laod'; did you mean 'load'?"),
     "no owner": (judge("loading:Loader.load"), "module 'loading' has no 'Loader.load'"),
-    "not callable": (judge("loading:PATH"), "loading:PATH is a str; it should be a function"),
-    "a coroutine": (judge("loading:later"), "a loader is a plain function, not a coroutine"),
-    "no file": (judge("sys:intern"), "intern(string, /) does not fit"),
+    "not callable": (judge("loading:PATH"), "loading:PATH is a str, but should be a function"),
+    "a coroutine": (judge("loading:later"), "a loader should be a plain function, not a coroutine"),
+    "no file": (judge("sys:intern"), "intern(string, /) should take fsdp"),
     "raises": (judge("raising:load"), "'raising' cannot be imported, at raising.py:2: RuntimeError: no luck at all"),
     "exits": (judge("exiting:load"), "module 'exiting' cannot be imported, at exiting.py:1: SystemExit: 3"),
     "lacks": (judge("lacking:load"), "module 'lacking' cannot be imported, at lacking.py:1: ModuleNotFoundError"),
@@ -244,30 +247,30 @@ USAGE_PROBLEMS = {
 
 @pytest.mark.usefixtures("folder")
 @pytest.mark.parametrize("name", USAGE_PROBLEMS)
-def test_a_mistake_is_told_in_one_line(project: Project, name: str) -> None:
+def test_a_usage_error_is_one_line(project: Project, name: str) -> None:
     project.write("loading.py", f"{PLAIN}\nPATH = 'here'\nasync def later(fsdp, checkpoint): ...")
     project.write("raising.py", "import os\nraise RuntimeError('no luck\\nat all')")
     project.write("exiting.py", "raise SystemExit(3)")
     project.write("lacking.py", "import absent_of_lacking")
-    arguments, words = USAGE_PROBLEMS[name]
-    (told,) = errors(project.collect("--collect-only", *arguments))
-    assert words in told
+    arguments, part = USAGE_PROBLEMS[name]
+    (line,) = errors(project.collect("--collect-only", *arguments))
+    assert part in line
 
 
 @pytest.mark.usefixtures("folder")
-def test_a_mistake_that_is_seen_once_ranks_are_on_their_way(project: Project) -> None:
+def test_a_usage_error_after_ranks_began_to_start(project: Project) -> None:
     project.write("raising.py", "raise RuntimeError('no luck')")
-    (told,) = errors(project.run(*judge("raising:load")))
-    assert told.endswith("module 'raising' cannot be imported, at raising.py:1: RuntimeError: no luck")
+    (line,) = errors(project.run(*judge("raising:load")))
+    assert line.endswith("module 'raising' cannot be imported, at raising.py:1: RuntimeError: no luck")
 
 
 @pytest.mark.usefixtures("folder")
-def test_a_mistake_is_told_once_under_xdist(project: Project) -> None:
-    (told,) = errors(project.run(*judge("absent:load"), "-n", "2"))
-    assert told == ("--fsdp-loader=absent:load: there is no module 'absent'; it is looked for as by python -m pytest")
+def test_a_usage_error_is_reported_once_under_xdist(project: Project) -> None:
+    (line,) = errors(project.run(*judge("absent:load"), "-n", "2"))
+    assert line == ("--fsdp-loader=absent:load: module 'absent' not found; the search path is that of python -m pytest")
 
 
-def test_a_checkpoint_without_anything_to_judge_by(project: Project, folder: Path) -> None:
+def test_a_checkpoint_without_reference_values(project: Project, folder: Path) -> None:
     (folder / "config.json").write_text("[" * 100_000)
     project.write(
         "bare.py",
@@ -279,7 +282,7 @@ def test_a_checkpoint_without_anything_to_judge_by(project: Project, folder: Pat
     result.stdout.fnmatch_lines(["*--fsdp-checkpoint=*checkpoint has neither *.safetensors nor a config.json*"])
 
 
-def test_a_checkpoint_of_values(project: Project, linear: Path) -> None:
+def test_a_safetensors_checkpoint(project: Project, linear: Path) -> None:
     project.write("loading.py", LINEAR)
     checks = "params_equal_reference or load_is_repeatable or dtensor_placements or loss_parity"
     result = project.run("-v", *judge("loading:load"), "-k", checks)
@@ -287,21 +290,21 @@ def test_a_checkpoint_of_values(project: Project, linear: Path) -> None:
     result.stdout.fnmatch_lines(["loading.py::load[[]loss_parity[]] SKIPPED*"])
 
 
-def test_a_checkpoint_with_code_of_its_own(project: Project, linear: Path) -> None:
+def test_a_checkpoint_with_custom_code(project: Project, linear: Path) -> None:
     project.write("loading.py", LINEAR)
     (linear / "config.json").write_text('{"model_type": "nobody_knows_it", "auto_map": {}}')
     result = project.run("-W", "error", *judge("loading:load"), "-k", "params_equal_reference or loss_parity")
     result.assert_outcomes(passed=1, skipped=1)
 
 
-def test_where_transformers_is_not_installed(project: Project, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transformers_is_not_installed(project: Project, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     project.write("loading.py", PLAIN)
     (folder / "config.json").write_text('{"model_type": "llama"}')
-    told = project.collect("--collect-only", *judge("loading:load")).stdout.str()
-    assert "checkpoint is a checkpoint of transformers, which is not installed, so its values are all" in told
+    output = project.collect("--collect-only", *judge("loading:load")).stdout.str()
+    assert "checkpoint is a transformers checkpoint, but transformers is not installed, so only values are" in output
     (folder / "config.json").write_text('["model_type"]')
-    assert "of transformers" not in project.collect("--collect-only", *judge("loading:load")).stdout.str()
+    assert "is a transformers checkpoint" not in project.collect("--collect-only", *judge("loading:load")).stdout.str()
 
 
 @pytest.mark.parametrize(("size", "rows"), [(1, 8), (2, 8), (3, 12), (5, 10), (8, 16)])
@@ -309,13 +312,13 @@ def test_every_rank_gets_an_even_number_of_rows(size: int, rows: int) -> None:
     assert rows_for(size) == rows
 
 
-def test_a_finding_and_the_command_that_runs_it_again(project: Project, linear: Path) -> None:
+def test_a_finding_and_its_rerun_command(project: Project, linear: Path) -> None:
     project.write("src/loading.py", LINEAR)
     project.write("pytest.ini", "[pytest]\npythonpath = src")
     result = project.run(*judge("loading:Broken.load"), "-k", "params_equal_reference or no_meta", "-n", "2")
     result.assert_outcomes(passed=2, failed=1)
     assert "loading True checkpoint" in result.stdout.str()
-    (command,) = re.findall(r"run it again: (.*)", result.stdout.str())
+    (command,) = re.findall(r"rerun: (.*)", result.stdout.str())
     assert command == (
         "python -m pytest 'src/loading.py::Broken.load[params_equal_reference]' -p no:cacheprovider "
         "--fsdp-loader=loading:Broken.load --fsdp-checkpoint=checkpoint"
@@ -333,14 +336,14 @@ def test_the_last_failed(project: Project, linear: Path) -> None:
     project.shell(f"{shell} --lf").assert_outcomes(failed=1, deselected=42)
 
 
-def test_a_checkpoint_of_transformers(project: Project, llama: Path) -> None:
+def test_a_transformers_checkpoint(project: Project, llama: Path) -> None:
     project.write("loading.py", LLAMA)
     result = project.run("-ra", *judge("loading:load", checkpoint=llama))
     outcomes = result.parseoutcomes()
     assert set(outcomes) == {"passed", "skipped"}
-    told = result.stdout.str()
+    output = result.stdout.str()
     for declared in ("reference=...) is not", "batch=...) is not"):
-        assert declared not in told
+        assert declared not in output
     broken = project.run(*judge("loading:broken", checkpoint=llama), "--fsdp-world-size=3")
     assert set(broken.parseoutcomes()) == {"passed", "skipped", "failed"}
     assert broken.parseoutcomes()["failed"] == 1

@@ -1,4 +1,4 @@
-"""What becomes of a verdict, of a failed loader, and of a check that is expected to fail."""
+"""Outcomes of items: verdicts, loaders that fail, checks that are expected to fail, and rerun commands."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from tests.conftest import Project
 
 
 def outcomes(result: pytest.RunResult) -> dict[str, str]:
-    """Outcome by test, from ``-v``."""
+    """Return test -> outcome, from the output of ``-v``."""
     found = re.findall(
-        r"^\S+?::(.+\]) (PASSED|FAILED|SKIPPED|ERROR|UNJUDGED|XFAIL|XPASS)\b", result.stdout.str(), re.MULTILINE
+        r"^\S+?::(.+\]) (PASSED|FAILED|SKIPPED|SAME ERROR|ERROR|XFAIL|XPASS)\b", result.stdout.str(), re.MULTILINE
     )
     return {name: outcome.lower() for name, outcome in found}
 
 
 def story(result: pytest.RunResult, test: str) -> list[str]:
-    """The lines that the report shows for one test, its headline left out."""
+    """Return the lines that pytest shows for one test, without their headline."""
     lines = result.outlines
     start = next(n for n, line in enumerate(lines) if re.fullmatch(rf"_+ .*{re.escape(test)} _+", line))
     end = next(n for n in range(start + 1, len(lines)) if re.match(r"(_{3,} .* _{3,}|={3,} .* ={3,})$", lines[n]))
@@ -38,19 +38,19 @@ def test_verdicts(project: Project) -> None:
             with torch.device("meta"):
                 return build()
 
-        @fsdp_conformance(only={CHECKS}, xfail={{"no_meta_params": "the loader is young"}})
+        @fsdp_conformance(only={CHECKS}, xfail={{"no_meta_params": "known"}})
         def test_xfail(fsdp):
             return on_meta(fsdp)
 
-        @fsdp_conformance(only={CHECKS}, xfail={{"no_meta_params": "the loader was young"}})
+        @fsdp_conformance(only={CHECKS}, xfail={{"no_meta_params": "fixed since"}})
         def test_unexpected(fsdp):
             return load(fsdp)
 
-        @fsdp_conformance(only={CHECKS}, skip={{"no_meta_params": "we do not care"}})
+        @fsdp_conformance(only={CHECKS}, skip={{"no_meta_params": "not needed"}})
         def test_skip(fsdp):
             return on_meta(fsdp)
 
-        @fsdp_conformance(only={CHECKS}, xfail={{"no_meta_params": "the loader is young"}})
+        @fsdp_conformance(only={CHECKS}, xfail={{"no_meta_params": "known"}})
         def test_broken(fsdp):
             raise RuntimeError("boom")
 
@@ -91,19 +91,19 @@ def test_verdicts(project: Project) -> None:
         "test_skip[no_meta_buffers]": "passed",
         "test_skip[params_equal_reference]": "skipped",
         "test_broken[no_meta_params]": "error",
-        "test_broken[no_meta_buffers]": "unjudged",
-        "test_broken[params_equal_reference]": "unjudged",
+        "test_broken[no_meta_buffers]": "same error",
+        "test_broken[params_equal_reference]": "same error",
         "test_reference[no_meta_params]": "passed",
         "test_reference[no_meta_buffers]": "passed",
         "test_reference[params_equal_reference]": "error",
         "test_reference_in_full_once[names_match_reference]": "error",
-        "test_reference_in_full_once[params_equal_reference]": "unjudged",
+        "test_reference_in_full_once[params_equal_reference]": "same error",
         "test_all_skip[no_meta_params]": "skipped",
         "test_all_skip[no_meta_buffers]": "skipped",
         "test_all_skip[params_equal_reference]": "skipped",
         "test_one_skips[no_meta_params]": "error",
-        "test_one_skips[no_meta_buffers]": "unjudged",
-        "test_one_skips[params_equal_reference]": "unjudged",
+        "test_one_skips[no_meta_buffers]": "same error",
+        "test_one_skips[params_equal_reference]": "same error",
         "test_after_all[no_meta_params]": "passed",
     }
     lines = result.outlines
@@ -112,27 +112,29 @@ def test_verdicts(project: Project) -> None:
         for n, text in enumerate((project.path / "test_it.py").read_text().splitlines())
         for name in re.findall(r"def (test_\w+)", text)
     }
-    undeclared = "Subject(reference=...) is not declared"
-    # pytest counts from the decorator on.
-    assert f"SKIPPED [1] test_it.py:{line['test_xfail'] - 1}: {undeclared}" in lines
-    assert f"SKIPPED [1] test_it.py:{line['test_skip'] - 1}: we do not care" in lines
+    not_declared = "Subject(reference=...) is not declared"
+    # For pytest, a test begins at its decorator.
+    assert f"SKIPPED [1] test_it.py:{line['test_xfail'] - 1}: {not_declared}" in lines
+    assert f"SKIPPED [1] test_it.py:{line['test_skip'] - 1}: not needed" in lines
     assert f"SKIPPED [3] test_it.py:{line['test_all_skip'] - 1}: no such machine" in lines
-    assert "XFAIL test_it.py::test_xfail[no_meta_params] - the loader is young" in lines
+    assert "XFAIL test_it.py::test_xfail[no_meta_params] - known" in lines
     assert story(result, "test_unexpected[no_meta_params]") == [
-        "no_meta_params passes, but xfail expects it to fail (the loader was young); remove it from xfail"
+        "no_meta_params passes, but xfail expects it to fail (fixed since); remove it from xfail"
     ]
     assert story(result, "test_broken[no_meta_params]")[0] == (
         "no_meta_params could not be judged: ranks 0, 1 raised RuntimeError: boom"
     )
     headlines = [line for line in lines if " ERROR at setup of " in line]
-    assert len(headlines) == list(outcomes(result).values()).count("error"), "the unjudged have none"
+    assert len(headlines) == list(outcomes(result).values()).count("error"), (
+        "items with the same error have no headline"
+    )
     first = "\n".join(story(result, "test_reference_in_full_once[names_match_reference]"))
     assert "ZeroDivisionError: division by zero" in first
     assert "return load(fsdp, reference=lambda: 1 / 0)" in first
     assert "rank 1 raised Skipped: no such machine" in story(result, "test_one_skips[no_meta_params]")[0]
 
 
-def test_a_loader_that_gives_no_subject(project: Project) -> None:
+def test_a_loader_that_returns_no_subject(project: Project) -> None:
     project.loaders(
         """
         import os
@@ -218,19 +220,19 @@ def test_a_loader_that_gives_no_subject(project: Project) -> None:
         "exits": "rank 1 exited with code 3 before it answered",
         "killed": "rank 0 was killed by SIGKILL",
         "hangs": "ranks 0, 1 did not answer within 2 s",
-        "lock": "fixture 'lock' gives a lock, which cannot be sent to the ranks "
+        "lock": "fixture 'lock' returns a lock, which cannot be sent to the ranks "
         f"(TypeError: cannot pickle '_thread.lock' object); {remedy}",
-        "unreadable": "'unreadable': its value cannot be read on the ranks "
+        "unreadable": "'unreadable': its value cannot be unpickled on the ranks "
         f"(ValueError: invalid literal for int() with base 10: 'seven'); {remedy}",
         "self": "the test and its instance (self) cannot be sent to the ranks: TypeError: cannot pickle "
         "'_thread.lock' object",
     }
     for name, summary in summaries.items():
-        told = story(result, f"test_{name}[no_meta_params]")
-        assert told[0] == f"no_meta_params could not be judged: {summary}"
-        again = next(line for line in told if line.startswith("run it again: "))
+        lines = story(result, f"test_{name}[no_meta_params]")
+        assert lines[0] == f"no_meta_params could not be judged: {summary}"
+        again = next(line for line in lines if line.startswith("rerun: "))
         assert f"test_{name}[no_meta_params]" in again
-    assert [name for name, outcome in found.items() if outcome == "unjudged"] == [
+    assert [name for name, outcome in found.items() if outcome == "same error"] == [
         name.replace("params", "buffers") for name, outcome in found.items() if outcome == "error"
     ]
     assert project.notes == ["lock"]
@@ -258,7 +260,7 @@ def _alive(pid: int) -> bool:
 
 
 def test_a_failed_check(project: Project) -> None:
-    """The whole message, the output of the ranks shown once, and no line of the plugin's own traceback."""
+    """The message is complete, the output of the ranks is shown once, and no line is from the plugin's traceback."""
     project.loaders(
         """
         @fsdp_conformance(only=["no_meta_params", "no_uninitialized_memory"])
@@ -271,17 +273,22 @@ def test_a_failed_check(project: Project) -> None:
         """
     )
     result = project.run("-W", "error")
-    told = story(result, "test_x[no_meta_params]")
-    again = "run it again: python -m pytest 'test_it.py::test_x[no_meta_params]' -p no:cacheprovider"
-    assert told[:4] == ["no_meta_params: no parameter is on meta", "broken in a world of 2 (gloo on cpu):", "", told[3]]
-    assert told[3] == "  weight, ranks 0, 1: on meta, but should be materialised"
-    assert again in told
-    assert told[told.index(again) + 1 :][1::2] == ["hello from 0", "hello from 1"]
+    lines = story(result, "test_x[no_meta_params]")
+    rerun = "rerun: python -m pytest 'test_it.py::test_x[no_meta_params]' -p no:cacheprovider"
+    assert lines[:4] == [
+        "no_meta_params: no parameter is on the meta device",
+        "failed in a world of 2 (gloo on cpu):",
+        "",
+        lines[3],
+    ]
+    assert lines[3] == "  weight, ranks 0, 1: on meta, but should be materialised"
+    assert rerun in lines
+    assert lines[lines.index(rerun) + 1 :][1::2] == ["hello from 0", "hello from 1"]
     assert result.stdout.str().count("hello from 0") == 1
 
 
 @pytest.mark.parametrize("arguments", ["", "()", "(world_size=4)"])
-def test_without_the_plugin_a_loader_fails(project: Project, arguments: str) -> None:
+def test_a_loader_fails_without_the_plugin(project: Project, arguments: str) -> None:
     project.write(
         "test_it.py",
         f"""
@@ -307,8 +314,8 @@ def test_without_the_plugin_a_loader_fails(project: Project, arguments: str) -> 
     assert "E       fixture 'fsdp' not found" in result.outlines
 
 
-def test_the_command_runs_the_same_item_again(project: Project) -> None:
-    """From where pytest was started, whatever the names look like."""
+def test_the_rerun_command_runs_the_same_item(project: Project) -> None:
+    """The command works in the folder that pytest was started in, whatever characters the names have."""
     project.write("pytest.ini", "[pytest]\nfsdp_world_size = 1")
     project.loaders(
         """
@@ -328,7 +335,7 @@ def test_the_command_runs_the_same_item_again(project: Project) -> None:
     first = project.shell(
         "python -m pytest -p no:cacheprovider --rootdir=.. --fsdp-world-size=1,2 '../some folder'", "other"
     )
-    commands = [line.removeprefix("run it again: ") for line in first.outlines if line.startswith("run it again: ")]
+    commands = [line.removeprefix("rerun: ") for line in first.outlines if line.startswith("rerun: ")]
     first.assert_outcomes(failed=8)
     assert len(set(commands)) == 8
     begin, end = "python -m pytest ", " -p no:cacheprovider --rootdir=.. --fsdp-world-size=1,2"
@@ -343,7 +350,7 @@ def test_the_command_runs_the_same_item_again(project: Project) -> None:
     assert project.notes[len(before) :] == ["9-2", "9-2"]
 
 
-def test_the_command_names_this_python_where_python_is_another(project: Project, monkeypatch) -> None:
+def test_the_rerun_command_names_this_python_if_python_is_another(project: Project, monkeypatch) -> None:
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     project.loaders(
         """
@@ -354,8 +361,8 @@ def test_the_command_names_this_python_where_python_is_another(project: Project,
         """
     )
     # In CI pytest repeats the whole message in its summary.
-    lines = [line for line in project.run().outlines if line.startswith("run it again: ")]
-    assert lines[0].startswith(f"run it again: {sys.executable} -m pytest 'test_it.py::test_x[no_meta_params]'")
+    lines = [line for line in project.run().outlines if line.startswith("rerun: ")]
+    assert lines[0].startswith(f"rerun: {sys.executable} -m pytest 'test_it.py::test_x[no_meta_params]'")
 
 
 OWN = """
@@ -384,20 +391,20 @@ def test_it(fsdp):
 """
 
 
-def test_an_own_check_that_raises_shows_its_authors_frames(project: Project) -> None:
+def test_the_traceback_of_an_own_check_has_its_authors_frames_only(project: Project) -> None:
     project.write("conftest.py", OWN.format(first=""))
     project.loaders(ONLY_OWN)
     result = project.run()
     result.assert_outcomes(passed=1, errors=1)
     output = result.stdout.str()
     assert "my_broken_check could not be judged: the own check my_broken_check raised KeyError: 'oops'" in output
-    story, _, _ = output.partition("short test summary info")  # which repeats it where CI is set
-    told = [line.strip() for line in story.splitlines() if line.strip().startswith("File ")]
-    assert [line.partition(", line ")[0].endswith('conftest.py"') for line in told] == [True, True]
-    assert "run it again: python -m pytest 'test_it.py::test_it[my_broken_check]'" in output
+    before, _, _ = output.partition("short test summary info")  # the summary repeats it if CI is set
+    frames = [line.strip() for line in before.splitlines() if line.strip().startswith("File ")]
+    assert [line.partition(", line ")[0].endswith('conftest.py"') for line in frames] == [True, True]
+    assert "rerun: python -m pytest 'test_it.py::test_it[my_broken_check]'" in output
 
 
-def test_an_own_check_that_raises_keeps_what_it_found(project: Project) -> None:
+def test_an_own_check_that_raises_keeps_its_findings(project: Project) -> None:
     project.write("conftest.py", OWN.format(first='    yield Finding("weight", (0,), "odd", "even")'))
     project.loaders(ONLY_OWN)
     result = project.run()

@@ -1,4 +1,4 @@
-"""What ranks are doing: in a line of the terminal that vanishes, and in the error that it becomes."""
+"""The progress line in the terminal, and the same activity in error messages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pytest_fsdp_meta.plugin.rank_io.progress import Doing, Progress, describe, drawn
+from pytest_fsdp_meta.plugin.rank_io.progress import Activity, Progress, describe_activity, draw_below_cursor
 from pytest_fsdp_meta.worlds import Listener, World, WorldError, current, doing
 from tests.conftest import Project
 from tests.world_help import SOON, world_of
@@ -30,20 +30,20 @@ ALIKE = dict.fromkeys(range(4), "training step 2 of 3")
         ),
     ],
 )
-def test_one_line_for_all_ranks(ranks: dict[int, str], line: str) -> None:
-    assert describe(Doing("4 ranks", "starting", ranks), 3.2, 100) == line
+def test_ranks_that_differ_from_the_majority_are_named(ranks: dict[int, str], line: str) -> None:
+    assert describe_activity(Activity("4 ranks", "starting", ranks), 3.2, 100) == line
 
 
 @pytest.mark.parametrize("width", [1, 4, 5, 20, 43, 44])
-def test_the_line_fits(width: int) -> None:
-    line = describe(Doing("the reference", "training step 2 of 3"), 12.0, width)
+def test_the_line_fits_into_the_terminal(width: int) -> None:
+    line = describe_activity(Activity("the reference", "training step 2 of 3"), 12.0, width)
     assert len(line) < max(width, 4)
     assert line.endswith("..." if width < 44 else "12 s")
 
 
-def test_the_cursor_comes_back() -> None:
-    assert drawn("doing", 7, 80) == "\n\rdoing\x1b[K\x1b[A\x1b[8G"
-    assert drawn("", 87, 80) == "\n\r\x1b[K\x1b[A\x1b[8G"
+def test_the_cursor_returns_to_its_column() -> None:
+    assert draw_below_cursor("doing", 7, 80) == "\n\rdoing\x1b[K\x1b[A\x1b[8G"
+    assert draw_below_cursor("", 87, 80) == "\n\r\x1b[K\x1b[A\x1b[8G"
 
 
 @pytest.fixture
@@ -62,26 +62,26 @@ def read(terminal: int) -> str:
         return ""
 
 
-def test_what_is_short_is_not_shown(terminal: tuple[int, int]) -> None:
+def test_a_short_item_shows_no_line(terminal: tuple[int, int]) -> None:
     progress = Progress(terminal[1], lambda: 0)
     progress.begin()
-    progress.tell(Doing("2 ranks", "loading"))
-    progress.end()
-    progress.end()
+    progress.show(Activity("2 ranks", "loading"))
+    progress.hide()
+    progress.hide()
     assert read(terminal[0]) == ""
 
 
-def test_the_line_is_drawn_and_taken_away(terminal: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_line_is_drawn_and_erased(terminal: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pytest_fsdp_meta.plugin.rank_io.progress.DELAY", 0.0)
     progress = Progress(terminal[1], lambda: 3)
-    for what in ("loading", "saving"):  # it comes back for what follows
+    for what in ("loading", "saving"):  # the line applistener again for the next item
         progress.begin()
-        progress.tell(Doing("2 ranks", what))
+        progress.show(Activity("2 ranks", what))
         seen, deadline = "", time.monotonic() + SOON
         while what not in seen and time.monotonic() < deadline:
             time.sleep(0.01)
             seen += read(terminal[0])
-        progress.end()
+        progress.hide()
         seen += read(terminal[0])
         assert f"  2 ranks: {what}, 0 s\x1b[K\x1b[A\x1b[4G" in seen
         assert seen.endswith("\n\r\x1b[K\x1b[A\x1b[4G")
@@ -118,16 +118,16 @@ def test_a_long_item_in_a_terminal(
 
 
 @pytest.mark.parametrize("args", [("-s",), ("-n1",)])
-def test_no_line_where_it_would_disturb(
+def test_no_line_with_live_output_or_on_a_worker(
     project: Project, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, args: tuple[str, ...]
 ) -> None:
     project.loaders(SLOW)
     monkeypatch.delenv("CI", raising=False)
     monkeypatch.setenv("TERM", "xterm")
     child = pytester.spawn(f"{sys.executable} -m pytest -p no:cacheprovider {' '.join(args)}", expect_timeout=120)
-    told = child.read().decode()
-    assert "1 passed" in told
-    assert "2 ranks" not in told
+    output = child.read().decode()
+    assert "1 passed" in output
+    assert "2 ranks" not in output
 
 
 def test_no_line_in_a_log(project: Project) -> None:
@@ -138,19 +138,19 @@ def test_no_line_in_a_log(project: Project) -> None:
     assert "\x1b" not in result.stdout.str()
 
 
-class Ears(Listener):
+class RecordingListener(Listener):
     def __init__(self) -> None:
-        self.heard: list[str] = []
+        self.activities: list[str] = []
 
     def waits(self, world: World, doing: str) -> None:
-        self.heard.append(doing)
+        self.activities.append(doing)
 
 
-def test_a_world_tells_what_it_waits_for() -> None:
-    ears = Ears()
-    with world_of(2, listener=ears) as world:
+def test_a_world_reports_what_it_waits_for() -> None:
+    listener = RecordingListener()
+    with world_of(2, listener=listener) as world:
         world.run("os:getpid")
-    assert ears.heard == ["starting", "starting", "joining the process group", "running getpid"]
+    assert listener.activities == ["starting", "starting", "joining the process group", "running getpid"]
 
 
 def test_an_error_says_what_its_rank_was_doing() -> None:
@@ -171,7 +171,7 @@ def test_an_error_says_what_its_rank_was_doing() -> None:
     assert str(caught.value).splitlines()[1] == "(while step 0 or step 1)"
 
 
-def test_what_was_done_in_an_earlier_call_is_forgotten() -> None:
+def test_an_error_does_not_name_the_activity_of_an_earlier_call() -> None:
     def fail() -> None:
         raise RuntimeError("boom")
 
@@ -179,8 +179,8 @@ def test_what_was_done_in_an_earlier_call_is_forgotten() -> None:
         world.run(lambda: doing("something else"))
         with pytest.raises(WorldError) as caught:
             world.run(fail)
-    assert "(while running test_what_was_done" in str(caught.value)
+    assert "(while running test_an_error_does_not" in str(caught.value)
 
 
-def test_outside_of_a_world() -> None:
+def test_doing_outside_of_a_world_does_nothing() -> None:
     doing("nothing")

@@ -1,4 +1,4 @@
-"""Holds what ``_pytest_private.py`` reads: this breaks when pytest moves it."""
+"""The private names of pytest that ``_pytest_private.py`` uses: these tests fail when pytest changes one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def outer(inner: int) -> int:
 
 @pytest.mark.usefixtures("recwarn")
 @pytest.mark.parametrize("n", [[7]])
-def test_what_pytest_keeps_private(request: pytest.FixtureRequest, outer: int, n: list[int], size: int = 3) -> None:  # noqa: PT028
+def test_fixtures_and_parameters(request: pytest.FixtureRequest, outer: int, n: list[int], size: int = 3) -> None:  # noqa: PT028
     item = request.node
     assert isinstance(item, pytest.Function)
     assert requested_fixtures(item) == ("request", "outer", "n")
@@ -43,17 +43,17 @@ def test_what_pytest_keeps_private(request: pytest.FixtureRequest, outer: int, n
     assert fixtures_asking_for(item, "inner") == ["outer"]
     assert fixtures_asking_for(item, "outer") == []
     assert parameters(item) == {"n": [7]}
-    # The same object for every item that it parametrizes: items of one loader are told apart by this.
+    # Every item with this parameter has the same object: items with the same node id are compared by identity.
     assert parameters(item)["n"] is n
 
 
 class TestMethod:
-    def test_self_is_no_fixture(self, request: pytest.FixtureRequest) -> None:
+    def test_self_is_not_a_fixture(self, request: pytest.FixtureRequest) -> None:
         assert requested_fixtures(request.node) == ("request",)
         assert parameters(request.node) == {}
 
 
-def test_the_names_of_outcomes() -> None:
+def test_qualified_names_of_outcomes() -> None:
     hypothesis = pytest.importorskip("hypothesis.errors")
     skips = dict(zip(SKIPS, (pytest.skip.Exception, unittest.SkipTest), strict=True))
     kinds = skips | {XFAIL: pytest.xfail.Exception, ASSUME: hypothesis.UnsatisfiedAssumption}
@@ -61,7 +61,7 @@ def test_the_names_of_outcomes() -> None:
         assert name == f"{kind.__module__}.{kind.__qualname__}"
 
 
-def test_modules_given_to_register_assert_rewrite() -> None:
+def test_modules_passed_to_register_assert_rewrite() -> None:
     pytest.register_assert_rewrite("tests.no_such_module")
     assert "tests.no_such_module" in rewritten_modules()
 

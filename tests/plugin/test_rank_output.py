@@ -1,4 +1,4 @@
-"""What ranks write, as pytest shows it: with the failing item, or live under -s."""
+"""Output of ranks: in the report of the failing item, or live with ``-s``."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_output_is_shown_with_the_first_failing_item(project: Project) -> None:
     project.loaders(TALKING)
     result = project.run()
     text = result.stdout.str()
-    assert result.parseoutcomes() == {"passed": 3, "errors": 1, "unjudged": 1}
+    assert result.parseoutcomes() == {"passed": 3, "errors": 1, "same": 1}
     assert text.count("Captured rank 0 setup") == 1
     assert text.count("Captured rank 1 setup") == 1
     assert text.count("hello from 0") == 1
@@ -43,22 +43,22 @@ def test_output_is_shown_with_the_first_failing_item(project: Project) -> None:
 
 
 @pytest.mark.parametrize("args", [("-s", "-v"), ("-s", "-q"), ("-p", "no:capture")])
-def test_output_is_live_under_s(project: Project, args: tuple[str, ...]) -> None:
+def test_output_is_live_with_s(project: Project, args: tuple[str, ...]) -> None:
     project.loaders(TALKING)
     result = project.run(*args)
-    assert result.parseoutcomes() == {"passed": 3, "errors": 1, "unjudged": 1}
+    assert result.parseoutcomes() == {"passed": 3, "errors": 1, "same": 1}
     lines = result.outlines
     for rank in (0, 1):
         assert lines.count(f"[rank {rank}] hello from {rank}") == 2
         assert lines.count(f"[rank {rank}] and more") == 2
-    assert lines.count("[the reference] hello from one world more") == 2, "it is built twice"
-    assert "Captured rank" not in result.stdout.str(), "it was seen already"
+    assert lines.count("[the reference] hello from one world more") == 2, "the reference is built twice"
+    assert "Captured rank" not in result.stdout.str(), "live output is not shown again"
 
 
-def test_s_under_xdist(project: Project) -> None:
+def test_output_is_captured_on_a_worker_of_xdist(project: Project) -> None:
     project.loaders(TALKING)
     result = project.run("-s", "-n1")
-    assert result.parseoutcomes() == {"passed": 3, "errors": 1, "unjudged": 1}
+    assert result.parseoutcomes() == {"passed": 3, "errors": 1, "same": 1}
     assert result.stdout.str().count("Captured rank 0 setup") == 1
 
 
@@ -89,7 +89,7 @@ def test_third(fsdp):
 """
 
 
-def test_of_a_world_that_serves_many_each_test_has_its_own(project: Project) -> None:
+def test_each_test_in_a_shared_world_has_its_own_output(project: Project) -> None:
     project.write("test_it.py", BODIES)
     result = project.run()
     result.assert_outcomes(passed=1, failed=2, warnings=2)

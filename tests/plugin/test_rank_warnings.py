@@ -1,4 +1,4 @@
-"""Warnings of ranks: once, with the ranks, at their place, under the user's filters."""
+"""Warnings of ranks: shown once, with their ranks and source line, subject to the user's filters."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def summary(result: pytest.RunResult) -> str:
     return found[1] if found else ""
 
 
-def test_each_is_told_once_with_its_ranks_and_its_place(project: Project) -> None:
+def test_each_warning_is_shown_once_with_its_ranks_and_line(project: Project) -> None:
     path = project.loaders(WARNING)
     result = project.run("-rA")
     result.assert_outcomes(passed=2, warnings=2)
@@ -64,7 +64,7 @@ def test_each_is_told_once_with_its_ranks_and_its_place(project: Project) -> Non
     assert "careful" not in result.stdout.str().replace(summary(result), "")
 
 
-def test_the_users_filters_decide(project: Project) -> None:
+def test_the_users_filters_apply(project: Project) -> None:
     path = project.loaders(WARNING)
     result = project.run("-W", "ignore:careful", "-W", "error::test_it.Mine")
     result.assert_outcomes(passed=1, errors=1)
@@ -73,7 +73,7 @@ def test_the_users_filters_decide(project: Project) -> None:
     assert summary(result) == ""
 
 
-def test_at_the_end_of_a_fixture_it_is_that_tests(project: Project) -> None:
+def test_a_warning_in_the_teardown_of_a_fixture_is_its_tests(project: Project) -> None:
     project.write(
         "test_it.py",
         """
@@ -95,7 +95,7 @@ def test_second(): ...
     assert "UserWarning: at the end (on ranks 0, 1)" in summary(result)
 
 
-def test_what_hides_behind_a_failure(project: Project) -> None:
+def test_a_failure_takes_precedence_over_a_warning_as_error(project: Project) -> None:
     project.loaders(
         """
         import warnings
@@ -111,7 +111,7 @@ def test_what_hides_behind_a_failure(project: Project) -> None:
     assert "ranks 0, 1 raised RuntimeError: boom" in result.stdout.str()
 
 
-def test_what_the_author_declares_may_warn_and_the_checks_themselves_do_not(project: Project) -> None:
+def test_warnings_of_declared_functions_are_shown_and_those_during_observation_are_not(project: Project) -> None:
     project.loaders(
         """
         import warnings
@@ -139,21 +139,21 @@ def test_what_the_author_declares_may_warn_and_the_checks_themselves_do_not(proj
     )
     result = project.run()
     result.assert_outcomes(**{name: count for name, count in result.parseoutcomes().items() if name != "warnings"})
-    told = re.findall(r": UserWarning: (.*)", summary(result))
-    assert sorted(told) == ["a batch (on ranks 0, 1)", "it is old (in the reference)"]
+    texts = re.findall(r": UserWarning: (.*)", summary(result))
+    assert sorted(texts) == ["a batch (on ranks 0, 1)", "it is old (in the reference)"]
 
 
-class Ears(Listener):
+class RecordingListener(Listener):
     def __init__(self) -> None:
-        self.heard: list[tuple[int, str]] = []
+        self.warnings: list[tuple[int, str]] = []
 
     def noted(self, world: World, rank: int, kind: str, what: object) -> None:
         assert isinstance(what, Warned)
-        self.heard.append((rank, what.text))
+        self.warnings.append((rank, what.text))
 
 
-def test_of_a_world_that_serves_many_each_call_tells_again() -> None:
-    ears = Ears()
+def test_each_call_to_a_shared_world_warns_again() -> None:
+    listener = RecordingListener()
 
     def warn() -> None:
         with telling(unless="^not this"):
@@ -165,28 +165,28 @@ def test_of_a_world_that_serves_many_each_call_tells_again() -> None:
             os._exit(0)
         os.waitpid(pid, 0)
 
-    with world_of(2, listener=ears) as world:
+    with world_of(2, listener=listener) as world:
         world.run(warn)
         world.run(warn)
         output = world.outputs()[0]
-    assert sorted(ears.heard) == [(0, "this, 0"), (0, "this, 0"), (1, "this, 1"), (1, "this, 1")]
+    assert sorted(listener.warnings) == [(0, "this, 0"), (0, "this, 0"), (1, "this, 1"), (1, "this, 1")]
     assert output.count("UserWarning: a child has nobody to tell") == 2
 
 
-def test_a_function_that_is_only_named_tells_nothing_by_itself() -> None:
-    ears = Ears()
-    with world_of(1, listener=ears) as world:
+def test_a_function_called_by_name_does_not_warn_by_itself() -> None:
+    listener = RecordingListener()
+    with world_of(1, listener=listener) as world:
         world.run("warnings:warn", "by name")
         world.run("warnings:warn", "by name", DeprecationWarning)
         assert world.outputs()[0].count("UserWarning: by name") == 1
         assert "DeprecationWarning" not in world.outputs()[0]
-    assert ears.heard == []
+    assert listener.warnings == []
 
 
-def test_of_a_world_that_nobody_listens_to() -> None:
-    with world_of(2) as world, pytest.warns(UserWarning, match="^this .on rank 1.$") as told:
+def test_warnings_of_a_world_without_a_listener() -> None:
+    with world_of(2) as world, pytest.warns(UserWarning, match="^this .on rank 1.$") as caught:
         world.run(lambda: current().rank == 1 and warnings.warn("this", stacklevel=1))
-    assert len(told) == 1
+    assert len(caught) == 1
 
 
 class Odd(UserWarning):
@@ -204,18 +204,20 @@ class Odd(UserWarning):
         ((f"{__name__}:Odd", "builtins:UserWarning"), Odd, True),
     ],
 )
-def test_the_class_where_it_is_known_here(classes: tuple[str, ...], category: type, known: bool) -> None:
+def test_the_class_of_a_warning_where_this_process_has_it(
+    classes: tuple[str, ...], category: type, known: bool
+) -> None:
     assert category_of(classes) == (category, known)
 
 
-def test_a_class_that_cannot_be_made_here() -> None:
+def test_a_class_that_cannot_be_instantiated_here() -> None:
     with pytest.warns(UserWarning, match=r"^Odd: text \(on rank 1\)$"):
         raise_again(Warned("text", (f"{__name__}:Odd",), "file.py", 3, "file"), "on rank 1")
     with pytest.warns(DeprecationWarning, match=r"^torch.Gone: text \(on rank 1\)$"):
         raise_again(Warned("text", ("torch:Gone", "builtins:DeprecationWarning"), "file.py", 3, ""), "on rank 1")
 
 
-def test_no_module_is_imported_for_a_class() -> None:
+def test_no_module_is_imported_for_the_class_of_a_warning() -> None:
     script = """
     import sys
     from pytest_fsdp_meta.worlds.rank.warnings import category_of

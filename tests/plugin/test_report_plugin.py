@@ -1,4 +1,4 @@
-"""``--fsdp-report``: what a run writes down, judges again, and says at its end."""
+"""``--fsdp-report``: the report of a run, stored evidence judged again, and the totals in the terminal."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ BROKEN = "test_it.py::test_broken"
 
 
 def written(project: Project, folder: str = "out") -> Report:
-    """What was written, once it has been held against the published schema."""
+    """Return the report of a folder, validated against the published schema."""
     path = project.path / folder / "report.json"
     jsonschema.validate(json.loads(path.read_text()), schema())
     return read_report(path)
@@ -64,11 +64,12 @@ def by_name(report: Report) -> dict[str, LoaderRecord]:
     return {loader.loader: loader for loader in report.loaders}
 
 
-def asked(loader: LoaderRecord) -> dict[str, tuple[str, str]]:
+def offered(loader: LoaderRecord) -> dict[str, tuple[str, str]]:
+    """Return the kind and reason of each check that was selected, or left out for a reason."""
     return {
-        check.check: (check.status, check.reason)
+        check.check: (check.kind, check.reason)
         for check in loader.checks
-        if check.status not in ("left out", "unselected") or check.reason
+        if check.kind not in ("left out", "not selected") or check.reason
     }
 
 
@@ -76,7 +77,7 @@ def the(loader: LoaderRecord, check: str) -> CheckRecord:
     return next(one for one in loader.checks if one.check == check)
 
 
-def test_every_check_of_every_loader_is_written_down(project: Project) -> None:
+def test_the_report_has_every_check_of_every_loader(project: Project) -> None:
     project.loaders(LOADERS)
     result = project.run("--fsdp-report=out", "--fsdp-keep-evidence", "--junitxml=junit.xml")
     report = written(project)
@@ -88,17 +89,17 @@ def test_every_check_of_every_loader_is_written_down(project: Project) -> None:
         "test_it.py::test_raises",
     ]
     assert all([check.check for check in loader.checks] == built_in().ids() for loader in report.loaders)
-    assert asked(loaders[BROKEN]) == {
+    assert offered(loaders[BROKEN]) == {
         "no_meta_params": ("passed", ""),
         "no_uninitialized_memory": ("failed", ""),
         "dcp_reshards": ("left out", "slow & <b>bold</b>"),
-        "loss_parity": ("undeclared", "Subject(reference=...) is not declared"),
+        "loss_parity": ("not declared", "Subject(reference=...) is not declared"),
     }
-    assert asked(loaders["test_it.py::test_expected[world1]"]) == {
+    assert offered(loaders["test_it.py::test_expected[world1]"]) == {
         "no_meta_params": ("passed", ""),
         "no_uninitialized_memory": ("xfailed", "issue 7"),
     }
-    assert asked(loaders["test_it.py::test_raises"]) == {
+    assert offered(loaders["test_it.py::test_raises"]) == {
         "no_meta_params": ("error", "ranks 0, 1 raised ValueError: no file")
     }
     (found,) = the(loaders[BROKEN], "no_uninitialized_memory").findings
@@ -118,23 +119,23 @@ def test_every_check_of_every_loader_is_written_down(project: Project) -> None:
     assert report.header.command[-3:] == ("--fsdp-report=out", "--fsdp-keep-evidence", "--junitxml=junit.xml")
     assert {"torch", "pytest", "pytest-fsdp-meta", "python"} <= set(report.header.versions)
     assert (project.path / "out" / "index.html").stat().st_size > 10_000
-    told = result.stdout.str()
-    assert "checks accounted for in 4 runs of loaders" in told
-    assert "FAILED test_it.py::test_broken[no_uninitialized_memory] - table, ranks" in told
+    output = result.stdout.str()
+    assert "checks accounted for in 4 runs of loaders" in output
+    assert "FAILED test_it.py::test_broken[no_uninitialized_memory] - table, ranks" in output
     _judged_again(project, report)
     _in_junit(project.path / "junit.xml")
 
 
 def _judged_again(project: Project, report: Report) -> None:
-    """From what was kept, without ranks: the same verdicts."""
+    """Judge the stored evidence without ranks, with the same verdicts."""
     files = [loader.evidence for loader in report.loaders]
     assert [bool(file) and (project.path / "out" / file).is_file() for file in files] == [True, True, True, False]
     result = project.run("out/evidence", "--fsdp-report=again")
     again = by_name(written(project, "again"))
     for loader in report.loaders[:3]:
-        assert asked(again[loader.loader]) == asked(loader)
+        assert offered(again[loader.loader]) == offered(loader)
         assert [check.findings for check in again[loader.loader].checks] == [check.findings for check in loader.checks]
-    assert "run it again: python -m pytest out/evidence/" in result.stdout.str()
+    assert "rerun: python -m pytest out/evidence/" in result.stdout.str()
     named = project.run(f"{files[0]}::no_meta_params".replace("evidence", "out/evidence", 1))
     named.assert_outcomes(passed=1)
 
@@ -161,30 +162,30 @@ def _in_junit(path: Path) -> None:
     assert "xfailed" in [one.get("value") for one in expected.iter("property")]
 
 
-def test_under_xdist_the_same_is_written(project: Project) -> None:
+def test_the_report_is_the_same_under_xdist(project: Project) -> None:
     project.loaders(LOADERS)
     project.run("--fsdp-report=alone")
     project.run("--fsdp-report=shared", "-n2")
     alone, shared = by_name(written(project, "alone")), by_name(written(project, "shared"))
-    assert {name: asked(loader) for name, loader in alone.items()} == {
-        name: asked(loader) for name, loader in shared.items()
+    assert {name: offered(loader) for name, loader in alone.items()} == {
+        name: offered(loader) for name, loader in shared.items()
     }
     assert {name: loader.summary and loader.summary.tensors for name, loader in alone.items()} == {
         name: loader.summary and loader.summary.tensors for name, loader in shared.items()
     }
 
 
-def test_what_has_not_run_is_said(project: Project) -> None:
+def test_checks_that_were_not_run_are_reported(project: Project) -> None:
     project.loaders(LOADERS)
     result = project.run("--fsdp-report=out", "-x", "-k", "broken or raises")
     report = written(project)
     loaders = by_name(report)
-    assert asked(loaders["test_it.py::test_raises"]) == {"no_meta_params": ("not run", "")}
+    assert offered(loaders["test_it.py::test_raises"]) == {"no_meta_params": ("not run", "")}
     assert report.complete
     result.stdout.fnmatch_lines(["*checks accounted for in 2 runs of loaders (*not run)"])
 
 
-def test_a_run_that_is_killed_leaves_what_it_knew(project: Project) -> None:
+def test_a_killed_run_leaves_a_report_of_what_it_had_checked(project: Project) -> None:
     project.loaders(
         """
         import time
@@ -193,7 +194,7 @@ def test_a_run_that_is_killed_leaves_what_it_knew(project: Project) -> None:
         def test_first(fsdp): return load(fsdp)
 
         def test_long():
-            time.sleep(2.5)  # longer than the pace at which the report is written
+            time.sleep(2.5)  # longer than the interval between writes of the report
 
         def test_for_ever():
             note("there")
@@ -211,11 +212,11 @@ def test_a_run_that_is_killed_leaves_what_it_knew(project: Project) -> None:
     report = written(project)
     assert not report.complete
     assert report.exit_status is None
-    assert asked(report.loaders[0]) == {"no_meta_params": ("passed", "")}
+    assert offered(report.loaders[0]) == {"no_meta_params": ("passed", "")}
 
 
 @pytest.mark.parametrize("fail_on", ["regression", "any"])
-def test_what_fails_at_the_end_of_what_was_not_judged_is_not_forgiven(project: Project, fail_on: str) -> None:
+def test_a_teardown_that_fails_after_a_skip_always_fails_the_run(project: Project, fail_on: str) -> None:
     project.loaders(
         """
         import os, pytest
@@ -232,12 +233,12 @@ def test_what_fails_at_the_end_of_what_was_not_judged_is_not_forgiven(project: P
     project.run("--fsdp-report=old").assert_outcomes(passed=1, skipped=1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("BREAK", "1")
-        broken = project.run("--fsdp-compare=old/report.json", f"--fsdp-fail-on={fail_on}", "--fsdp-report=new")
-    assert broken.ret == pytest.ExitCode.TESTS_FAILED
+        failed = project.run("--fsdp-compare=old/report.json", f"--fsdp-fail-on={fail_on}", "--fsdp-report=new")
+    assert failed.ret == pytest.ExitCode.TESTS_FAILED
     assert json.loads((project.path / "new" / "badge.json").read_text())["color"] == "lightgrey"
 
 
-def test_each_worker_has_a_record_of_its_own_where_each_runs_all(project: Project) -> None:
+def test_each_worker_has_its_own_record_with_dist_each(project: Project) -> None:
     project.loaders(
         """
         import os, pytest
@@ -255,11 +256,11 @@ def test_each_worker_has_a_record_of_its_own_where_each_runs_all(project: Projec
         """
     )
     project.run("-n2", "--dist=each", "--fsdp-report=out").assert_outcomes(passed=1, failed=1)
-    told = {name: asked(one)["no_meta_buffers"][0] for name, one in by_name(written(project)).items()}
-    assert told == {"test_it.py::test_x on gw0": "passed", "test_it.py::test_x on gw1": "failed"}
+    found = {name: offered(one)["no_meta_buffers"][0] for name, one in by_name(written(project)).items()}
+    assert found == {"test_it.py::test_x on gw0": "passed", "test_it.py::test_x on gw1": "failed"}
 
 
-def test_what_cannot_be_collected_leaves_no_earlier_report(project: Project) -> None:
+def test_a_failed_collection_replaces_the_earlier_report(project: Project) -> None:
     project.write("test_it.py", "def test_x(): ...")
     project.collect("--fsdp-report=out").assert_outcomes(passed=1)
     project.write("test_it.py", "import absent_of_all")
@@ -267,15 +268,15 @@ def test_what_cannot_be_collected_leaves_no_earlier_report(project: Project) -> 
     assert written(project).exit_status == pytest.ExitCode.INTERRUPTED
 
 
-def test_pages_of_somebody_else_are_left_alone(project: Project) -> None:
+def test_a_foreign_page_is_not_overwritten(project: Project) -> None:
     project.write("test_it.py", "def test_x(): ...")
     project.write("site/index.html", "mine")
-    (told,) = errors(project.collect("--fsdp-report=site"))
-    assert "site has an index.html that is not of a report" in told
+    (message,) = errors(project.collect("--fsdp-report=site"))
+    assert "site has an index.html that pytest-fsdp-meta did not write and would overwrite" in message
     assert (project.path / "site" / "index.html").read_text() == "mine"
 
 
-def test_evidence_that_does_not_fit_together_is_told_in_one_line(project: Project) -> None:
+def test_inconsistent_evidence_is_reported_in_one_line(project: Project) -> None:
     project.loaders(
         """
         @fsdp_conformance(only=["no_meta_params", "loss_parity"], world_size=1)
@@ -292,29 +293,29 @@ def test_evidence_that_does_not_fit_together_is_told_in_one_line(project: Projec
     assert "Traceback" not in result.stdout.str()
     assert "INTERNALERROR" not in result.stdout.str()
     result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["*evidence that does not fit together (IndexError: *"])
+    result.stdout.fnmatch_lines(["*inconsistent evidence (IndexError: *"])
 
 
-def test_nothing_judged_is_no_pass_beside_an_earlier_run_that_failed_in_the_same_way(project: Project) -> None:
+def test_a_run_without_judged_checks_does_not_pass_though_its_failure_is_known(project: Project) -> None:
     project.loaders(
         """
         @fsdp_conformance(only=["no_meta_params", "no_meta_buffers"], world_size=1)
         def test_x(fsdp): raise ValueError("first line\\nsecond line")
         """
     )
-    assert "1 error, 1 unjudged in" in project.run("--fsdp-report=old").stdout.str()
+    assert "1 error, 1 same error in" in project.run("--fsdp-report=old").stdout.str()
     known = project.run("--fsdp-compare=old/report.json", "--fsdp-fail-on=regression", "--fsdp-report=new")
     assert known.ret == pytest.ExitCode.NO_TESTS_COLLECTED
-    # The traceback is in the report, once.
+    # The traceback is in the report once.
     first, second = (one for one in written(project, "new").loaders[0].checks if one.status == "error")
     assert "def test_x(fsdp): raise ValueError" in first.detail
     assert second.detail == ""
     assert "second line" in (project.path / "new" / "index.html").read_text()
     summary = (project.path / "new" / "summary.md").read_text()
-    assert summary.count("raised ValueError: first line") == 2  # what fails, and that it did before
+    assert summary.count("raised ValueError: first line") == 2  # as an error, and as a known failure
 
 
-def test_nothing_judged_is_no_pass(project: Project) -> None:
+def test_a_run_without_judged_checks_does_not_pass(project: Project) -> None:
     project.loaders(
         """
         import pytest
@@ -330,7 +331,7 @@ def test_nothing_judged_is_no_pass(project: Project) -> None:
     result.stdout.fnmatch_lines(["*nothing was judged, so nothing has passed"])
 
 
-def test_a_loader_that_its_author_skips_beside_other_tests(project: Project) -> None:
+def test_a_loader_that_its_author_skips_among_other_tests(project: Project) -> None:
     project.loaders(
         """
         import pytest
@@ -346,7 +347,7 @@ def test_a_loader_that_its_author_skips_beside_other_tests(project: Project) -> 
     assert project.run("-k", "bare").ret == pytest.ExitCode.NO_TESTS_COLLECTED
 
 
-def test_what_went_wrong_is_an_error_when_it_is_judged_again(project: Project) -> None:
+def test_an_error_is_an_error_again_when_stored_evidence_is_judged(project: Project) -> None:
     project.loaders(
         """
         def batch(step): raise OSError("no data")
@@ -361,48 +362,45 @@ def test_what_went_wrong_is_an_error_when_it_is_judged_again(project: Project) -
     assert [(one.check, one.status, one.reason) for one in written(project, "again").loaders[0].checks] == before
 
 
-def test_evidence_in_the_project_is_no_test_unless_it_is_named(project: Project) -> None:
+def test_evidence_is_collected_only_if_the_command_line_names_it(project: Project) -> None:
     project.write("test_it.py", "def test_x(): ...\n")
     project.write("out/evidence/a.evidence.json.gz", "no gzip")
     project.collect().assert_outcomes(passed=1)
     result = project.collect("out/evidence")
     result.assert_outcomes(failed=1)
-    told = [line for line in result.outlines if line.endswith("cut off (BadGzipFile: Not a gzipped file (b'no'))")]
-    assert told
+    assert [line for line in result.outlines if line.endswith("truncated (BadGzipFile: Not a gzipped file (b'no'))")]
 
 
-def test_where_a_report_cannot_be_written(project: Project) -> None:
+def test_folders_that_cannot_hold_a_report_are_refused(project: Project) -> None:
     project.write("test_it.py", "def test_x(): ...\n")
     project.write("file", "")
     right = "it should be a folder that exists or can be made, and be written to"
     assert errors(project.collect("--fsdp-report=file")) == [f"--fsdp-report: 'file' is wrong, {right}"]
-    assert errors(project.collect("--fsdp-keep-evidence")) == [
-        "--fsdp-keep-evidence keeps it beside the report; say where: --fsdp-report=DIR"
-    ]
+    assert errors(project.collect("--fsdp-keep-evidence")) == ["--fsdp-keep-evidence requires --fsdp-report=DIR"]
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
-        ("", "no JSON, or cut off: Expecting value: line 1 column 1 (char 0)"),
-        ('{"schema": 1, "header": {', "no JSON, or cut off: Expecting property name enclosed in double quotes"),
-        ("[]", "a report of schema None, but should be 1"),
-        ('{"schema": 99}', "a report of schema 99, but should be 1"),
+        ("", "not JSON, or truncated: Expecting value: line 1 column 1 (char 0)"),
+        ('{"schema": 1, "header": {', "not JSON, or truncated: Expecting property name enclosed in double quotes"),
+        ("[]", "not a report of pytest-fsdp-meta; pass a report.json that --fsdp-report has written"),
+        ('{"schema": 99}', "a report of schema 99, but this version reads schemas 1 to 2; upgrade pytest-fsdp-meta"),
         ('{"schema": 1, "loaders": []}', "Report: 'header' is missing"),
     ],
 )
-def test_what_is_no_report_is_said_in_one_line(tmp_path: Path, text: str, told: str) -> None:
+def test_a_file_that_is_not_a_report_is_refused_in_one_line(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "report.json"
     path.write_text(text)
     with pytest.raises(ValueError) as caught:
         read_report(path)
-    assert str(caught.value).startswith(f"{path}: {told}")
+    assert str(caught.value).startswith(f"{path}: {message}")
     assert "\n" not in str(caught.value)
 
 
 def test_the_published_schema_is_current() -> None:
     published: Any = json.loads(Path("docs/report.schema.json").read_text())
-    assert published == schema(), "make docs writes it"
+    assert published == schema(), "run `make docs`"
     jsonschema.Draft202012Validator.check_schema(published)
 
 
@@ -410,22 +408,24 @@ def test_evidence_is_not_removed_by_the_run_that_judges_it(project: Project) -> 
     project.loaders("@fsdp_conformance(only=['no_meta_params'])\ndef test_x(fsdp): return load(fsdp)\n")
     project.run("--fsdp-report=out", "--fsdp-keep-evidence").assert_outcomes(passed=1)
     project.run("out/evidence", "--fsdp-report=out", "--fsdp-keep-evidence").assert_outcomes(passed=1)
-    (kept_file,) = (project.path / "out" / "evidence").iterdir()
+    (stored,) = (project.path / "out" / "evidence").iterdir()
     project.run("--fsdp-report=out")
-    assert not kept_file.exists(), "what an earlier run has kept is not beside the report of a later one"
+    assert not stored.exists(), "a new report has no evidence of an earlier run"
 
 
-def test_checks_that_came_later_judge_what_was_kept_and_those_that_went_are_told(project: Project) -> None:
+def test_new_checks_judge_stored_evidence_and_removed_ones_are_reported(project: Project) -> None:
     project.loaders("@fsdp_conformance(only=['no_meta_params', 'gone'])\ndef test_x(fsdp): return load(fsdp)\n")
     project.write("conftest.py", CHECK.format(name="gone", after=[], value="[gone]"))
     project.run("--fsdp-report=out", "--fsdp-keep-evidence").assert_outcomes(passed=2)
     project.write("conftest.py", CHECK.format(name="later", after=[], value="[later]"))
     result = project.run("out/evidence", "-v")
     result.assert_outcomes(passed=2, warnings=1)
-    result.stdout.fnmatch_lines(["*::later PASSED*", "*test_x: the catalogue has no check gone any more*"])
+    result.stdout.fnmatch_lines(
+        ["*::later PASSED*", "*test_x: the catalogue no longer has gone, which the stored run had*"]
+    )
 
 
-def test_files_that_are_no_evidence_do_not_keep_the_others_from_being_judged(project: Project) -> None:
+def test_damaged_files_do_not_prevent_judging_the_others(project: Project) -> None:
     project.loaders("@fsdp_conformance(only=['no_meta_params'])\ndef test_x(fsdp): return load(fsdp)\n")
     project.run("--fsdp-report=out", "--fsdp-keep-evidence")
     (whole,) = (project.path / "out" / "evidence").iterdir()
@@ -434,11 +434,11 @@ def test_files_that_are_no_evidence_do_not_keep_the_others_from_being_judged(pro
     whole.with_name("garbled.evidence.json.gz").write_bytes(data[:30] + bytes(40) + data[70:])
     result = project.run("out/evidence")
     result.assert_outcomes(passed=1, failed=2)
-    assert sum("no kept evidence, or cut off" in line for line in result.outlines) >= 2
+    assert sum("not stored evidence, or truncated" in line for line in result.outlines) >= 2
     assert "Traceback" not in result.stdout.str()
 
 
-def test_the_example_that_fell_is_what_is_shown(project: Project) -> None:
+def test_the_report_shows_the_example_that_failed(project: Project) -> None:
     project.loaders(
         """
         from hypothesis import given, settings, strategies as st
@@ -462,12 +462,12 @@ def test_the_example_that_fell_is_what_is_shown(project: Project) -> None:
         ((3, 3), "meta"),
         ((3,), "meta"),
     }
-    assert loader.evidence == "", "an example is not the loader"
+    assert loader.evidence == "", "the evidence of an example is not stored"
     (found,) = (one for one in loader.checks if one.status == "failed")
     assert "n=3" in found.detail
 
 
-def test_what_a_fixture_breaks_at_its_end_hides_no_finding(project: Project) -> None:
+def test_a_failing_teardown_hides_no_finding(project: Project) -> None:
     project.loaders(
         """
         import pytest
@@ -498,7 +498,7 @@ def test_what_a_fixture_breaks_at_its_end_hides_no_finding(project: Project) -> 
         ("xfail(reason='later')", "raise ValueError('no file')", ("error", "ranks 0, 1 raised ValueError: no file")),
         ("xfail(reason='later')", "return left_out(fsdp)", ("xfailed", "later")),
         ("xfail(reason='later', strict=True)", "return load(fsdp)", ("xpassed", "[XPASS(strict)] later")),
-        ("usefixtures()", "import pytest; pytest.skip('no such GPU')", ("skipped", "no such GPU")),
+        ("usefixtures()", "import pytest; pytest.skip('no such GPU')", ("by the test", "no such GPU")),
     ],
 )
 def test_marks_of_pytest_itself(project: Project, mark: str, outcome: str, status: tuple[str, str]) -> None:
@@ -522,11 +522,11 @@ def test_marks_of_pytest_itself(project: Project, mark: str, outcome: str, statu
     )
     project.run("--fsdp-report=out")
     (loader,) = written(project).loaders
-    assert asked(loader) == {"no_uninitialized_memory": status}
+    assert offered(loader) == {"no_uninitialized_memory": status}
     assert loader.error == (status[1] if status[0] == "error" else "")
 
 
-def test_tests_that_are_only_called_like_those_of_a_loader(project: Project) -> None:
+def test_ordinary_tests_named_like_those_of_a_loader_are_not_reported(project: Project) -> None:
     project.write(
         "test_it.py",
         """
@@ -562,7 +562,7 @@ def test_parameters_that_come_after_the_check(project: Project) -> None:
 
 
 @pytest.mark.parametrize("option", ["--fixtures", "--setup-plan", "--setup-only", "--collect-only", "--cache-show"])
-def test_what_only_shows_something_leaves_the_report_alone(project: Project, option: str) -> None:
+def test_options_that_run_no_test_leave_the_report_alone(project: Project, option: str) -> None:
     project.loaders("@fsdp_conformance(only=['no_meta_params'])\ndef test_x(fsdp): return load(fsdp)\n")
     project.write("out/report.json", "mine")
     result = project.run("--fsdp-report=out", "-p", "cacheprovider", option)
@@ -571,7 +571,7 @@ def test_what_only_shows_something_leaves_the_report_alone(project: Project, opt
     assert "fsdp conformance" not in result.stdout.str()
 
 
-def test_a_module_that_cannot_be_imported_is_not_forgiven(project: Project) -> None:
+def test_a_module_that_cannot_be_imported_always_fails_the_run(project: Project) -> None:
     project.loaders("@fsdp_conformance(only=['no_meta_params'])\ndef test_x(fsdp): return load(fsdp)\n")
     assert project.run("--fsdp-report=old").ret == 0
     project.write("test_bad.py", "import nowhere\n")
@@ -581,11 +581,11 @@ def test_a_module_that_cannot_be_imported_is_not_forgiven(project: Project) -> N
 
 def test_a_folder_whose_name_is_too_long(project: Project) -> None:
     project.write("test_it.py", "def test_x(): ...\n")
-    (told,) = errors(project.collect(f"--fsdp-report={'x' * 300}"))
-    assert told.endswith("is wrong, it should be a folder that exists or can be made, and be written to")
+    (message,) = errors(project.collect(f"--fsdp-report={'x' * 300}"))
+    assert message.endswith("(expected a writable folder, or one that can be created)")
 
 
-def test_a_name_that_was_mistyped_leaves_the_earlier_report_alone(project: Project) -> None:
+def test_a_mistyped_path_leaves_the_earlier_report_alone(project: Project) -> None:
     project.loaders("@fsdp_conformance(only=['no_meta_params'])\ndef test_x(fsdp): return load(fsdp)\n")
     project.run("--fsdp-report=out", "--fsdp-keep-evidence")
     files = {path: path.read_bytes() for path in (project.path / "out").rglob("*") if path.is_file()}
@@ -594,7 +594,7 @@ def test_a_name_that_was_mistyped_leaves_the_earlier_report_alone(project: Proje
     assert {path: path.read_bytes() for path in (project.path / "out").rglob("*") if path.is_file()} == files
 
 
-def test_what_is_known_is_written_before_a_test_that_is_no_loader(project: Project) -> None:
+def test_the_report_is_written_before_an_ordinary_test(project: Project) -> None:
     project.loaders(
         """
         import os
@@ -608,10 +608,10 @@ def test_what_is_known_is_written_before_a_test_that_is_no_loader(project: Proje
     )
     assert project.run("--fsdp-report=out").ret == 3
     report = written(project)
-    assert (report.complete, asked(report.loaders[0])) == (False, {"no_meta_params": ("passed", "")})
+    assert (report.complete, offered(report.loaders[0])) == (False, {"no_meta_params": ("passed", "")})
 
 
-def test_no_badge_is_green_where_pytest_failed(project: Project) -> None:
+def test_the_badge_is_not_green_if_pytest_failed(project: Project) -> None:
     project.loaders(
         """
         @fsdp_conformance(only=["no_meta_params"])
@@ -622,14 +622,14 @@ def test_no_badge_is_green_where_pytest_failed(project: Project) -> None:
     )
     assert project.run("--fsdp-report=out").ret == 1
     badge = json.loads((project.path / "out" / "badge.json").read_text())
-    assert (badge["color"], badge["message"]) == ("lightgrey", "1 kept, pytest exited with 1")
+    assert (badge["color"], badge["message"]) == ("lightgrey", "1 passed, pytest exited with 1")
     assert (project.path / "out" / "summary.md").read_text().startswith("### ⚠️ ")
 
 
 @pytest.mark.parametrize("folder", ["~nobody-of-this-name/x", "loop", "dangling/x", ""])
-def test_folders_that_are_none(project: Project, folder: str) -> None:
+def test_invalid_folders_are_refused(project: Project, folder: str) -> None:
     project.write("test_it.py", "def test_x(): ...\n")
     (project.path / "loop").symlink_to("loop")
     (project.path / "dangling").symlink_to("nowhere")
-    (told,) = errors(project.collect(f"--fsdp-report={folder}"))
-    assert told.startswith(f"--fsdp-report: {folder!r} is wrong")
+    (message,) = errors(project.collect(f"--fsdp-report={folder}"))
+    assert message.startswith(f"--fsdp-report: {folder!r} is wrong")

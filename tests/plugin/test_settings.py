@@ -1,4 +1,4 @@
-"""Options from the command line, the environment and the ini file, and what needs no torch."""
+"""Options from the command line, the environment and the ini file; none of them needs torch."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ def test_command_line_before_environment_before_ini(
     assert getattr(settings(pytester, typed), field) == values[0]
 
 
-def test_pyproject_holds_them_too(pytester: pytest.Pytester) -> None:
+def test_settings_in_pyproject(pytester: pytest.Pytester) -> None:
     pytester.makepyprojecttoml('[tool.pytest.ini_options]\nfsdp_world_size = "2,4"\nfsdp_timeout = 7\n')
     assert settings(pytester).world_sizes == (2, 4)
     assert settings(pytester).timeout == 7.0
 
 
-def test_what_a_command_must_repeat(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_that_a_rerun_command_repeats(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     pytester.makefile(".ini", other="[pytest]\nfsdp_timeout = 9")
     monkeypatch.setenv("PYTEST_FSDP_BACKEND", "gloo")
     monkeypatch.setenv("PYTEST_FSDP_REQUIRE_GPU", "no")
@@ -78,50 +78,50 @@ def test_what_a_command_must_repeat(pytester: pytest.Pytester, monkeypatch: pyte
 
 
 @pytest.mark.parametrize(
-    ("name", "texts", "right"),
+    ("name", "texts", "expected"),
     [
         (
             "world-size",
             ("0", "-1", "two", "2,2", "2,", ""),
-            "a positive int, or a list of different ones such as 1,2,4",
+            "expected a positive int, or a list of distinct ones such as 1,2,4",
         ),
-        ("device", ("tpu", "CUDA"), "auto, cpu or cuda"),
-        ("backend", ("mpi",), "auto, gloo or nccl"),
-        ("engine", ("RAY", "slurm"), "local or ray"),
+        ("device", ("tpu", "CUDA"), "choose auto, cpu or cuda"),
+        ("backend", ("mpi",), "choose auto, gloo or nccl"),
+        ("engine", ("RAY", "slurm"), "choose local or ray"),
         (
             "ray-address",
             ("ray://head:10001", "head", ":6379", "head:port"),
-            r"HOST:PORT, auto or local; Ray's client protocol \(ray://\) has no place for ranks",
+            "expected HOST:PORT, auto or local; Ray's client protocol, ray://, cannot run ranks",
         ),
-        ("timeout", ("0", "-3", "soon", "nan", "inf"), "a positive number of seconds"),
+        ("timeout", ("0", "-3", "soon", "nan", "inf"), "expected a positive number of seconds"),
     ],
 )
-def test_a_wrong_value_names_where_it_stands(
-    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, name: str, texts: tuple[str, ...], right: str
+def test_a_wrong_value_names_its_source(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, name: str, texts: tuple[str, ...], expected: str
 ) -> None:
     variable = f"PYTEST_FSDP_{name.replace('-', '_').upper()}"
     for text in texts:
-        with pytest.raises(pytest.UsageError, match=f"^--fsdp-{name}: {text!r} is wrong, it should be {right}$"):
+        with pytest.raises(pytest.UsageError, match=rf"^--fsdp-{name}: invalid value {text!r} \({expected}\)$"):
             settings(pytester, f"--fsdp-{name}={text}")
     monkeypatch.setenv(variable, texts[0])
-    with pytest.raises(pytest.UsageError, match=f"^{variable}: {texts[0]!r} is wrong, it should be {right}$"):
+    with pytest.raises(pytest.UsageError, match=rf"^{variable}: invalid value {texts[0]!r} \({expected}\)$"):
         settings(pytester)
     monkeypatch.delenv(variable)
     ini = f"fsdp_{name.replace('-', '_')}"
     pytester.makeini(f"[pytest]\n{ini} = {texts[0]}")
-    with pytest.raises(pytest.UsageError, match=f"^ini option {ini}: {texts[0]!r} is wrong, it should be {right}$"):
+    with pytest.raises(pytest.UsageError, match=rf"^ini option {ini}: invalid value {texts[0]!r} \({expected}\)$"):
         settings(pytester)
 
 
 def test_a_wrong_switch(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTEST_FSDP_REQUIRE_GPU", "perhaps")
-    with pytest.raises(pytest.UsageError, match=r"^PYTEST_FSDP_REQUIRE_GPU: 'perhaps' is wrong, it should be true or"):
+    with pytest.raises(pytest.UsageError, match=r"^PYTEST_FSDP_REQUIRE_GPU: invalid value 'perhaps' \(choose true or"):
         settings(pytester)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="Ray is installed here")
 @pytest.mark.parametrize("args", [(), ("-n2",), ("--collect-only",)])
-def test_ray_that_is_not_installed(project: Project, args: tuple[str, ...]) -> None:
+def test_ray_is_not_installed(project: Project, args: tuple[str, ...]) -> None:
     project.write("test_it.py", LOADER)
     assert errors(project.collect("--fsdp-engine=ray", *args)) == [
         "--fsdp-engine=ray needs Ray, which is not installed; install it with: pip install 'pytest-fsdp-meta[ray]'"
@@ -136,7 +136,7 @@ def test_a_wrong_value_ends_the_run(project: Project, args: tuple[str, ...]) -> 
         assert result.ret == 0
         return
     assert errors(result) == [
-        "--fsdp-world-size: '0' is wrong, it should be a positive int, or a list of different ones such as 1,2,4"
+        "--fsdp-world-size: invalid value '0' (expected a positive int, or a list of distinct ones such as 1,2,4)"
     ]
 
 
@@ -155,27 +155,25 @@ def test_a_wrong_value_ends_the_run(project: Project, args: tuple[str, ...]) -> 
         (["--fsdp-require-gpu"], "--fsdp-require-gpu: a world of 2 would run on the CPU, this machine has 0 GPUs"),
     ],
 )
-def test_a_device_that_is_not_there(
-    project: Project, monkeypatch: pytest.MonkeyPatch, args: list[str], message: str
-) -> None:
-    monkeypatch.setattr("pytest_fsdp_meta.plugin.count_gpus", lambda preload: 0)
+def test_a_missing_device(project: Project, monkeypatch: pytest.MonkeyPatch, args: list[str], message: str) -> None:
+    monkeypatch.setattr("pytest_fsdp_meta.worlds.ForkServerEngine.count_gpus", lambda engine: 0)
     project.write("test_it.py", LOADER + LOADER.replace("test_x", "test_y"))
     assert errors(project.collect(*args)) == [f"test_it.py::test_x and 1 more: @fsdp_conformance: {message}"]
 
 
-def test_a_device_that_is_not_there_does_not_matter_where_nothing_runs(project: Project) -> None:
+def test_a_missing_device_is_no_error_where_nothing_runs(project: Project) -> None:
     project.write("test_plain.py", "def test_x(): ...")
     project.collect("--fsdp-device=cuda").assert_outcomes(passed=1)
     project.write("test_plain.py", LOADER)
     assert project.collect("--fsdp-device=cuda", "--collect-only").ret == 0
 
 
-def test_help_tells_every_way_to_set_an_option(project: Project) -> None:
-    words = " ".join(project.collect("--help").stdout.str().split())
+def test_help_names_ini_option_and_environment_variable(project: Project) -> None:
+    text = " ".join(project.collect("--help").stdout.str().split())
     for option in OPTIONS:
-        assert f"{option.flag}" in words
-        assert f"[ini: {option.ini}, env: {option.variable}]" in words
-    assert "--fsdp-list-checks print the catalogue of checks and exit" in words
+        assert f"{option.flag}" in text
+        assert f"[ini: {option.ini}, env: {option.variable}]" in text
+    assert "--fsdp-list-checks list all checks and exit" in text
 
 
 def test_list_checks(project: Project) -> None:
@@ -186,7 +184,7 @@ def test_list_checks(project: Project) -> None:
     project.write("test_it.py", "syntax error")
     result = project.collect("--fsdp-list-checks", "-n2")
     assert result.ret == 0
-    assert "  no_meta_params: no parameter is on meta" in result.outlines
+    assert "  no_meta_params: no parameter is on the meta device" in result.outlines
     assert result.outlines[-2:] == ["own", "  experts_are_balanced: every expert has its share"]
     assert "test session starts" not in result.stdout.str()
 
@@ -216,6 +214,6 @@ def test_a_misspelt_environment_variable(project: Project, monkeypatch: pytest.M
     result = project.collect()
     result.assert_outcomes(passed=1, warnings=1)
     assert (
-        "the environment variable PYTEST_FSDP_WORLD_SIZES is no setting of pytest-fsdp-meta; did you mean "
+        "unknown environment variable PYTEST_FSDP_WORLD_SIZES of pytest-fsdp-meta; did you mean "
         "PYTEST_FSDP_WORLD_SIZE?" in result.stdout.str()
     )

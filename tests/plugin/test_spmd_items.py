@@ -1,4 +1,4 @@
-"""Tests that run on ranks: @fsdp_spmd and fsdp_world, with fixtures, skips, scopes and Hypothesis."""
+"""Tests with ``@fsdp_spmd`` and ``fsdp_world``: fixtures, skips, scopes, Hypothesis and usage errors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def summed(value):
 
 
 BARE = "import pytest\nfrom pytest_fsdp_meta import fsdp_spmd\n"
-"""For what is collected in this process, which must not import torch twice: its C code dies of that."""
+"""Imports for inner runs in this process, which must not import torch a second time: its C code would crash."""
 
 
 def run(project: Project, text: str, *args: str) -> pytest.RunResult:
@@ -75,7 +75,7 @@ def test_plain(): ...
     ]
 
 
-def test_a_failing_assert_tells_what_it_compared_and_on_which_rank(project: Project) -> None:
+def test_a_failing_assert_shows_its_values_and_its_rank(project: Project) -> None:
     result = run(
         project,
         """
@@ -102,15 +102,15 @@ def test_passes(fsdp): summed(1)
         "-p", "no:randomly",
     )  # fmt: skip
     assert list(results(result).values()) == ["failed", "failed", "failed", "passed"]
-    told = story(result, "test_fails")
-    assert told[:2] == ["rank 1 raised AssertionError: of the helper", "(while running test_fails)"]
-    assert "E       assert [1, 2, 1] == [1, 2, 0]" in told
-    assert "E         At index 2 diff: 1 != 0" in told
-    assert '>       assert [1, 2, rank] == [1, 2, 0], "of the helper"' in told
-    assert "run it again: python -m pytest test_it.py::test_fails -p no:cacheprovider -p no:randomly" in told
-    assert not any("pytest_fsdp_meta" in line for line in told), "the story begins with the test's own lines"
-    assert "hello from 0" in told
-    assert "hello from 1" in told
+    lines = story(result, "test_fails")
+    assert lines[:2] == ["rank 1 raised AssertionError: of the helper", "(while running test_fails)"]
+    assert "E       assert [1, 2, 1] == [1, 2, 0]" in lines
+    assert "E         At index 2 diff: 1 != 0" in lines
+    assert '>       assert [1, 2, rank] == [1, 2, 0], "of the helper"' in lines
+    assert "rerun: python -m pytest test_it.py::test_fails -p no:cacheprovider -p no:randomly" in lines
+    assert not any("pytest_fsdp_meta" in line for line in lines), "the traceback should begin in the test"
+    assert "hello from 0" in lines
+    assert "hello from 1" in lines
     assert story(result, "test_fails_everywhere")[:4] == [
         "ranks 0, 1 raised Failed: enough",
         "(while running test_fails_everywhere)",
@@ -122,11 +122,11 @@ def test_passes(fsdp): summed(1)
 
 def test_plain_asserts_stay_plain(project: Project) -> None:
     text = "@fsdp_spmd(world_size=1)\ndef test_x(fsdp): assert [1] == [2]\n"
-    told = story(run(project, text, "--assert=plain"), "test_x")
-    assert told[0] == "rank 0 raised AssertionError"
+    lines = story(run(project, text, "--assert=plain"), "test_x")
+    assert lines[0] == "rank 0 raised AssertionError"
 
 
-def test_skip_and_xfail_count_when_all_ranks_agree(project: Project) -> None:
+def test_skip_and_xfail_need_all_ranks(project: Project) -> None:
     result = run(
         project,
         """
@@ -166,14 +166,14 @@ def test_skip_of_unittest(fsdp): raise __import__("unittest").SkipTest("no GPU")
     ]
     text = result.stdout.str()
     assert re.search(r"SKIPPED \[1\] test_it.py:\d+: no bf16", text)
-    agree = "; all ranks have to agree, on what every rank knows alike"
+    agree = "; all ranks should agree, so decide by something that is the same on every rank"
     assert f"rank 1 skipped (no bf16), but rank 0 did not{agree}" in result.outlines
     (differ,) = [line for line in result.outlines if "rank 1 skipped (a)" in line and "rank 0" in line]
     assert "rank 0 expected to fail (b)" in differ
     assert story(result, "test_one_skips_and_one_fails")[0] == "rank 0 raised RuntimeError: boom"
 
 
-def test_a_fixture_that_cannot_be_sent_is_named(project: Project) -> None:
+def test_a_fixture_value_that_cannot_be_pickled_is_named(project: Project) -> None:
     result = run(
         project,
         """
@@ -185,10 +185,10 @@ def test_x(fsdp, lock): ...
 """,
     )
     result.assert_outcomes(errors=1)
-    assert "fixture 'lock' gives a lock, which cannot be sent to the ranks" in result.stdout.str()
+    assert "fixture 'lock' returns a lock, which cannot be sent to the ranks" in result.stdout.str()
 
 
-def test_a_kept_world_is_put_back_between_tests(project: Project) -> None:
+def test_a_kept_world_is_reset_between_tests(project: Project) -> None:
     result = run(
         project,
         """
@@ -234,11 +234,11 @@ def test_after_that(fsdp): assert summed(1) == 2
 """,
     )
     result.assert_outcomes(passed=10, errors=1)
-    told = story(result, "test_unpaired")[0]
-    assert re.match(r"the ranks have not called the same number of collectives \(rank 0: \d+, rank 1: \d+\), and", told)
+    lines = story(result, "test_unpaired")[0]
+    assert re.match(r"the ranks have not called the same number of collectives \(rank 0: \d+, rank 1: \d+\), so", lines)
 
 
-def test_a_kept_world_has_what_a_fresh_one_would_have(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kept_world_has_the_environment_of_a_fresh_one(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTHERS", "2")
     result = run(
         project,
@@ -313,7 +313,7 @@ def programs(): return processes.children(os.getpid())
     result.assert_outcomes(passed=11)
 
 
-def test_what_ranks_of_a_kept_world_did_not_do_together(project: Project) -> None:
+def test_unpaired_collectives_in_a_kept_world(project: Project) -> None:
     result = run(
         project,
         """
@@ -347,15 +347,15 @@ class TestKept:
         "-p", "no:randomly", "--fsdp-timeout=60",
     )  # fmt: skip
     result.assert_outcomes(passed=5, errors=1)
-    told = story(result, "test_unpaired_in_a_row")[0]
+    lines = story(result, "test_unpaired_in_a_row")[0]
     count = (
         r"the ranks have not called the same number of collectives in the group of ranks 2, 3 \(rank 2: 0, rank 3: 1\)"
     )
-    assert re.match(count, told)
+    assert re.match(count, lines)
 
 
 @pytest.mark.parametrize(("scope", "worlds"), [("function", 4), ("module", 2), ("session", 1)])
-def test_how_long_a_world_is_kept(project: Project, scope: str, worlds: int) -> None:
+def test_scopes_of_worlds(project: Project, scope: str, worlds: int) -> None:
     text = """
 from pytest_fsdp_meta.worlds import current
 import os, pathlib
@@ -408,10 +408,10 @@ def test_unreadable(fsdp_world):
 """,
     )
     assert list(results(result).values()) == ["passed", "failed", "failed", "failed"]
-    told = story(result, "test_failure")
-    assert ">       fsdp_world.run(boom)" in told[-20:] or ">       fsdp_world.run(boom)" in told
-    assert "E       pytest_fsdp_meta.worlds.failures.WorldError: rank 1 raised KeyError: 'boom'" in told
-    assert not any("keeping.py" in line or "world.py" in line for line in told)
+    lines = story(result, "test_failure")
+    assert ">       fsdp_world.run(boom)" in lines[-20:] or ">       fsdp_world.run(boom)" in lines
+    assert "E       pytest_fsdp_meta.worlds.failures.WorldError: rank 1 raised KeyError: 'boom'" in lines
+    assert not any("fixture_worlds.py" in line or "world.py" in line for line in lines)
     text = result.stdout.str()
     assert (
         "ValueError: argument 1 of fsdp_world.run is a lock, which cannot be sent to the ranks (TypeError: cannot"
@@ -420,7 +420,7 @@ def test_unreadable(fsdp_world):
     assert "ranks 0, 1 returned a generator that cannot be sent back" in text
 
 
-def test_fsdp_world_where_it_is_not_at_hand(project: Project) -> None:
+def test_fsdp_world_outside_of_its_test(project: Project) -> None:
     result = run(
         project,
         """
@@ -432,18 +432,18 @@ class TestClass:
     def test_keeps(self, fsdp_world): KEPT.append(fsdp_world)
 
     def test_threads(self, fsdp_world):
-        told, busy = [], threading.Event()
+        errors, busy = [], threading.Event()
         def call():
             busy.set()
             fsdp_world.run("time:sleep", 1000)
         thread = threading.Thread(target=call, daemon=True)
         thread.start()
-        while not told:
+        while not errors:
             try:
                 fsdp_world.run(os.getpid)
             except ValueError as error:
-                told.append(str(error))
-        assert told == ["fsdp_world: another thread's call runs, and ranks run one after the other; take turns"]
+                errors.append(str(error))
+        assert errors == ["fsdp_world: a call from another thread is running; make one call at a time"]
 
     def test_function(self, fsdp_world): assert fsdp_world.run(lambda function: function, function=3) == [3]
 
@@ -457,13 +457,13 @@ def test_by_request(request): request.getfixturevalue("fsdp_world").run(os.getpi
     )  # fmt: skip
     assert list(results(result).values()) == ["passed", "passed", "passed", "failed", "failed", "failed"]
     text = result.stdout.str()
-    assert "TypeError: fsdp_world exists in the pytest process only; what runs on ranks takes plain values" in text
+    assert "TypeError: fsdp_world exists in the pytest process only; pass plain values to functions on ranks" in text
     for name in ("test_after", "test_by_request"):
         (line,) = [line for line in story(result, name) if line.startswith("E ")]
-        assert "ValueError: fsdp_world: no test is running that asked for it; the test, or a fixture of it," in line
+        assert "ValueError: fsdp_world: no test that requested it is running; a test, or one of its fixtures," in line
 
 
-def test_what_ranks_write_is_shown_with_the_test_that_fails(project: Project) -> None:
+def test_output_of_ranks_is_shown_with_the_failing_test(project: Project) -> None:
     result = run(
         project,
         """
@@ -497,7 +497,7 @@ def test_disagrees(fsdp):
     assert sorted(said) == ["it says bye", "it says hello", "it says rank 0", "it says rank 1"]
 
 
-def test_a_test_that_is_collected_twice_gets_a_fresh_world_twice(project: Project) -> None:
+def test_a_test_collected_twice_gets_two_worlds(project: Project) -> None:
     text = """
 import os
 def test_x(fsdp_world):
@@ -509,13 +509,13 @@ def test_x(fsdp_world):
     assert len(set(project.notes)) == 2
 
 
-def test_hypothesis_draws_once_for_all_ranks(project: Project) -> None:
+def test_hypothesis_draws_one_example_for_all_ranks(project: Project) -> None:
     result = run(
         project,
         """
 from hypothesis import assume, given, settings, strategies as st
 
-settings.register_profile("calm", deadline=None)  # the machine that tests this may be a busy one
+settings.register_profile("calm", deadline=None)  # the machine may be busy
 settings.load_profile("calm")
 
 @pytest.fixture(scope="module")
@@ -563,11 +563,11 @@ def test_assume_in_a_call(fsdp_world, n):
     )
     assert list(results(result).values()) == ["failed", "passed", "passed", "passed", "failed", "passed", "passed"]
     assert "outside a property-based test" not in result.stdout.str()
-    told = story(result, "test_given")
-    assert told[0] == "rank 1 raised AssertionError: assert (300 < 300 or 1 == 0)"
-    drawn = sorted(line.strip() for line in told if re.fullmatch(r"    \w+=\w+,", line))
+    lines = story(result, "test_given")
+    assert lines[0] == "rank 1 raised AssertionError: assert (300 < 300 or 1 == 0)"
+    drawn = sorted(line.strip() for line in lines if re.fullmatch(r"    \w+=\w+,", line))
     assert drawn == ["fsdp=fsdp,", "limit=300,", "n=300,"]
-    assert "Explanation" not in "\n".join(told)
+    assert "Explanation" not in "\n".join(lines)
     assert "argument 'data' is a DataObject, which cannot be sent to the ranks" in result.stdout.str()
 
 
@@ -599,16 +599,16 @@ def test_flaky(fsdp, n):
     )
     (flaky,) = [line for line in story(result, "test_flaky") if "produces unreliable results" in line]
     assert flaky.startswith("(Hypothesis test_flaky(fsdp=fsdp, n=")
-    told = story(result, "test_differ")
-    text = "\n".join(told)
+    lines = story(result, "test_differ")
+    text = "\n".join(lines)
     assert "rank 1 skipped (not twenty), but rank 0 did not" in text
     assert "ranks 0, 1 raised AssertionError: assert 21 != 21" in text
-    assert "    n=20," in told
-    assert "    n=21," in told
-    assert not any("pytest_fsdp_meta/" in line for line in told)
+    assert "    n=20," in lines
+    assert "    n=21," in lines
+    assert not any("pytest_fsdp_meta/" in line for line in lines)
 
 
-def test_misuse(project: Project) -> None:
+def test_usage_errors(project: Project) -> None:
     project.write(
         "test_it.py",
         BARE
@@ -646,21 +646,21 @@ class TestUnit(__import__("unittest").TestCase):
     assert errors(project.collect()) == [
         "test_it.py::test_size: @fsdp_spmd: world_size=0 should be a positive int",
         "test_it.py::test_scope: @fsdp_spmd: scope='class' should be 'function', 'module' or 'session'",
-        "test_it.py::test_name: @fsdp_spmd: there is no argument 'wrld_size'; did you mean 'world_size'?",
+        "test_it.py::test_name: @fsdp_spmd: unknown argument 'wrld_size'; did you mean 'world_size'?",
         "test_it.py::test_group: @fsdp_spmd: scope='module' keeps the ranks for other tests, but with "
-        "process_group='loader' each test makes its own process group; leave scope out",
-        "test_it.py::test_async: @fsdp_spmd: an SPMD test is a plain function, not a coroutine or a generator",
-        f"test_it.py::test_positional: @fsdp_world: 4 has no name; {known}",
-        "test_it.py::test_world: it asks for 'fsdp_world', which exists in the pytest process only, but it runs on "
-        "ranks of its own",
-        "test_it.py::test_both: @fsdp_conformance and @fsdp_spmd: a test is a loader that is judged, or a body that "
-        "every rank runs; take one off",
-        "test_it.py::test_neither: it asks for 'fsdp', which exists on the ranks only; decorate it with "
+        "process_group='loader' each test creates its own process group; remove scope",
+        "test_it.py::test_async: @fsdp_spmd: an SPMD test should be a plain function, not a coroutine or a generator",
+        f"test_it.py::test_positional: @fsdp_world: unexpected positional argument 4; {known}",
+        "test_it.py::test_world: fixture 'fsdp_world' exists in the pytest process only, but @fsdp_spmd runs the test "
+        "on ranks; remove it",
+        "test_it.py::test_both: @fsdp_conformance and @fsdp_spmd exclude each other: a test is a loader or a body for "
+        "every rank; remove one",
+        "test_it.py::test_neither: the test requests 'fsdp', which exists on the ranks only; decorate it with "
         "@fsdp_conformance or @fsdp_spmd",
-        "test_it.py::test_other_mark: @pytest.mark.fsdp_world is about the fixture of this name; give what it says to "
-        "@fsdp_spmd",
-        "test_it.py::TestUnit::test_unit: it asks for 'fsdp_world': such a test is a function, or a method of a plain "
-        "class; pytest cannot parametrize one of unittest.TestCase",
+        "test_it.py::test_other_mark: @pytest.mark.fsdp_world configures fixture 'fsdp_world' only; pass its "
+        "arguments to @fsdp_spmd",
+        "test_it.py::TestUnit::test_unit: a test that requests fixture 'fsdp_world' should be a function or a method "
+        "of a plain class; pytest cannot parametrize methods of unittest.TestCase",
     ]
 
 
@@ -673,13 +673,15 @@ def test_without_the_plugin_an_spmd_test_fails(project: Project) -> None:
     )
 
 
-def test_what_a_body_returns_is_no_verdict(project: Project) -> None:
+def test_a_body_that_returns_something_warns(project: Project) -> None:
     result = run(project, "@fsdp_spmd\ndef test_x(fsdp): return fsdp.rank == 5\n")
     result.assert_outcomes(passed=1, warnings=1)
-    assert "test_it.py::test_x returned a bool, but a test returns nothing; did you mean assert?" in result.stdout.str()
+    assert (
+        "test_it.py::test_x returned a bool, but a test should return None; did you mean assert?" in result.stdout.str()
+    )
 
 
-def test_the_ranks_may_make_the_process_group_themselves(project: Project) -> None:
+def test_the_body_may_initialise_the_process_group(project: Project) -> None:
     text = """
 @fsdp_spmd(process_group="loader")
 def test_x(fsdp):
@@ -698,13 +700,13 @@ def test_x(fsdp, n): assert summed(n) == 2 * n
     run(project, text, "-n2").assert_outcomes(passed=8)
 
 
-def test_no_test_on_ranks_imports_no_torch(project: Project) -> None:
+def test_torch_is_not_imported_without_tests_on_ranks(project: Project) -> None:
     assert outcomes(run(project, "")) == {}
     project.write("test_it.py", "import sys\ndef test_x(): assert 'torch' not in sys.modules\n")
     project.run().assert_outcomes(passed=1)
 
 
-def test_what_cannot_be_sent_to_a_call_is_named(project: Project) -> None:
+def test_an_argument_of_run_that_cannot_be_pickled_is_named(project: Project) -> None:
     result = run(
         project,
         """
@@ -725,13 +727,15 @@ def test_name(fsdp_world): fsdp_world.run("dist.get_rank")
     result.assert_outcomes(failed=4)
     text = result.stdout.str()
     assert "argument 'end' of fsdp_world.run is a lock, which cannot be sent to the ranks (TypeError: " in text
-    assert "the function <lambda> of fsdp_world.run, or what it refers to, cannot be sent to the ranks (TypeErr" in text
+    assert (
+        "function <lambda> of fsdp_world.run, or something it refers to, cannot be sent to the ranks (TypeErr" in text
+    )
     assert "fsdp_world.run: 5 should be a function, or its name as 'module:name'" in text
     assert "fsdp_world.run: 'dist.get_rank' should be a function, or its name as 'module:name'" in text
     assert "cloudpickle" not in text
 
 
-def test_fixtures_of_pytest_itself_on_ranks(project: Project) -> None:
+def test_builtin_fixtures_of_pytest_on_ranks(project: Project) -> None:
     result = run(
         project,
         """
@@ -754,7 +758,7 @@ def test_paths(fsdp, tmp_path, tmp_path_factory): assert tmp_path.exists()
 """,
     )
     assert list(results(result).values()) == ["passed", "passed", "error", "error", "passed"]
-    why = "is pytest's own, and sees nothing of what happens on the ranks; leave it out, and use what works in the body"
+    why = "works in the pytest process only; use something inside the body instead, such as pytest.warns"
     assert f"fixture 'recwarn' {why}" in result.stdout.str()
     assert f"fixture 'record_property' {why}" in result.stdout.str()
 
@@ -772,7 +776,7 @@ def test_x(fsdp):
     assert story(result, "test_x")[0].startswith("the ranks have not called the same number of collectives (rank 0: ")
 
 
-def test_marks_that_would_do_nothing(project: Project) -> None:
+def test_marks_without_effect_are_usage_errors(project: Project) -> None:
     project.write(
         "test_it.py",
         BARE
@@ -790,14 +794,14 @@ class TestAll:
 """,
     )
     assert errors(project.collect()) == [
-        "test_it.py::test_unasked: @pytest.mark.fsdp_world is about the fixture of this name, for which the test does "
-        "not ask, so nothing would run on ranks; ask for it as an argument, or use @fsdp_spmd",
-        "test_it.py::test_twice: @fsdp_spmd is there twice; say all in one (several sizes: world_size=(2, 4))",
+        "test_it.py::test_unasked: @pytest.mark.fsdp_world configures fixture 'fsdp_world', which the test does not "
+        "request, so nothing would run on ranks; request the fixture, or use @fsdp_spmd",
+        "test_it.py::test_twice: @fsdp_spmd is applied twice; merge the two (for several sizes: world_size=(2, 4))",
     ]
 
 
-def test_a_failure_that_differs_in_addresses_only_is_told_once(project: Project) -> None:
+def test_failures_that_differ_only_in_addresses_are_shown_once(project: Project) -> None:
     text = "@fsdp_spmd\ndef test_x(fsdp): assert object() is None\n"
-    told = story(run(project, text), "test_x")
-    assert told[0].startswith("ranks 0, 1 raised AssertionError: assert <object object at 0x")
-    assert not any(line.startswith("then rank") for line in told)
+    lines = story(run(project, text), "test_x")
+    assert lines[0].startswith("ranks 0, 1 raised AssertionError: assert <object object at 0x")
+    assert not any(line.startswith("then rank") for line in lines)

@@ -1,4 +1,4 @@
-"""With xdist: the items of one loader stay on one worker, and nothing else changes."""
+"""With pytest-xdist, all items of a loader run on one worker, and workers share devices."""
 
 from __future__ import annotations
 
@@ -47,16 +47,16 @@ def test_plain(n):
 def test_a_loader_runs_once(project: Project, dist: str) -> None:
     project.loaders(LOADERS)
     result = project.run("-n2", "--dist", dist, "-v", "--junitxml=junit.xml")
-    assert result.parseoutcomes() == {"passed": 14, "errors": 1, "unjudged": 1}
+    assert result.parseoutcomes() == {"passed": 14, "errors": 1, "same": 1}
     text = result.stdout.str()
     assert "INTERNALERROR" not in text
     assert sorted(note for note in project.notes if "/" not in note) == ["x1", "x2", "y0", "y1"]
     assert len([note for note in project.notes if note.startswith("fixture")]) == 2
     assert "test_it.py::test_x[1-same_manifest_on_every_rank]" in text
-    once = "no_meta_buffers could not be judged, see test_y[no_meta_params]: ranks 0, 1 raised RuntimeError: boom"
+    once = "no_meta_buffers: same error as test_y[no_meta_params]: ranks 0, 1 raised RuntimeError: boom"
     assert once in (project.path / "junit.xml").read_text()
     assert once not in text
-    assert "run it again: python -m pytest 'test_it.py::test_y[no_meta_params]' -p no:cacheprovider" in result.outlines
+    assert "rerun: python -m pytest 'test_it.py::test_y[no_meta_params]' -p no:cacheprovider" in result.outlines
 
 
 def test_worksteal(project: Project) -> None:
@@ -77,7 +77,7 @@ def test_worksteal(project: Project) -> None:
     assert sorted(project.notes) == ["1/0", "1/1", "2/0", "2/1"]
 
 
-def test_a_group_of_the_user_goes_first(pytester: pytest.Pytester) -> None:
+def test_an_xdist_group_of_the_user_takes_precedence(pytester: pytest.Pytester) -> None:
     scheduling = by_loader(pytester.parseconfig("--tx", "popen", "--dist", "load"), None, built_in())
     assert scheduling._split_scope("a.py::test_x[no_meta_params]@mine") == "mine"
     assert scheduling._split_scope("a.py::test_x[no_meta_params]") == "a.py::test_x["
@@ -85,7 +85,7 @@ def test_a_group_of_the_user_goes_first(pytester: pytest.Pytester) -> None:
 
 
 @pytest.mark.parametrize("args", [("-n2", "--maxschedchunk=1"), ("-n2", "--dist=worksteal"), ("-p", "no:xdist")])
-def test_where_nothing_is_a_loader_xdist_is_left_alone(project: Project, args: tuple[str, ...]) -> None:
+def test_xdist_distributes_as_usual_without_loaders(project: Project, args: tuple[str, ...]) -> None:
     project.write("test_it.py", "import pytest\n@pytest.mark.parametrize('n', range(9))\ndef test_x(n): ...\n")
     project.run(*args).assert_outcomes(passed=9)
 
@@ -117,24 +117,24 @@ import pytest
 LOADER = "@fsdp_conformance(only=['no_meta_params'])\ndef test_net(fsdp, kind, size): return load(fsdp)\n"
 
 
-def test_loaders_of_one_name_are_told_apart_by_their_author(project: Project) -> None:
+def test_loaders_with_the_same_node_id_are_a_usage_error(project: Project) -> None:
     project.loaders(TWINS.format(what=LOADER))
-    (told,) = errors(project.collect())
-    assert told == (
-        "test_it.py::test_net[p-q-r-no_meta_params]: two parametrizations give it this one name; tell them apart with "
-        "pytest.param(..., id=...)"
+    (line,) = errors(project.collect())
+    assert line == (
+        "test_it.py::test_net[p-q-r-no_meta_params]: two parametrizations have this node id; give them different "
+        "ids with pytest.param(..., id=...)"
     )
 
 
-def test_tests_of_one_name_are_not_dropped_beside_a_loader(project: Project) -> None:
+def test_tests_with_the_same_node_id_are_a_usage_error_next_to_a_loader(project: Project) -> None:
     plain = "def test_plain(kind, size): assert (kind, size) != ('p-q', 'r')"
     project.loaders(TWINS.format(what=plain) + "\n" + LOADER.replace(", kind, size", ""))
     project.run().assert_outcomes(passed=4, failed=1)
-    (told,) = errors(project.run("-n2"))
-    assert told.startswith("test_it.py::test_plain[p-q-r]: two parametrizations give it this one name")
+    (line,) = errors(project.run("-n2"))
+    assert line.startswith("test_it.py::test_plain[p-q-r]: two parametrizations have this node id")
 
 
-def test_a_parameter_that_looks_like_a_group_of_xdist() -> None:
+def test_a_parameter_that_looks_like_an_xdist_group() -> None:
     odd = "a.py::test_x[llama[no_meta_params]@hub-no_meta_buffers]"
     assert split_node_id(odd, built_in()) == ("a.py::test_x[llama[no_meta_params]@hub]", "no_meta_buffers")
     assert split_node_id(f"{odd}@group", built_in()) == split_node_id(odd, built_in())
@@ -165,14 +165,14 @@ def test_plain():
 
 @pytest.mark.parametrize("dist", ["load", "loadscope", "each"])
 def test_a_worker_that_crashes_in_a_loader(project: Project, dist: str) -> None:
-    """Its items are told once, its devices are free, and the worker in its place goes on."""
+    """Its items are reported once, its devices become free, and a new worker runs the rest."""
     project.loaders(CRASHING)
     result = project.run("-n2", "--dist", dist, "--fsdp-slots=2")
     runs = 2 if dist == "each" else 1
-    assert result.parseoutcomes() == {"passed": 5 * runs, "failed": runs, "unjudged": 2 * runs}
+    assert result.parseoutcomes() == {"passed": 5 * runs, "failed": runs, "same": 2 * runs}
     text = result.stdout.str()
     assert "INTERNALERROR" not in text
-    result.stdout.re_match_lines([r"1\. could not be judged: worker '?gw\d'? (crashed while running|ended)"])
+    result.stdout.re_match_lines([r"1\. error: worker '?gw\d'? (crashed while running|ended)"])
     assert project.notes.count("fixture") == project.notes.count("plain") == runs
     loads = [f"{n}/{rank}" for n in (1, 2) for rank in (0, 1)]
     assert sorted(note for note in project.notes if "/" in note) == sorted(loads * runs)
@@ -196,7 +196,7 @@ def test_x(fsdp, n):
 
 @pytest.mark.parametrize("slots", ["--fsdp-slots=3", "--fsdp-slots=1"])
 def test_workers_share_the_slots(project: Project, slots: str) -> None:
-    """Worlds of 2 on 3 slots run one at a time; and where there is but 1 slot, as well."""
+    """Worlds of 2 run one at a time on 3 slots, and also on a single slot."""
     project.loaders(SHARED)
     project.run("-n2", slots).assert_outcomes(passed=8)
     assert project.notes == ["in", "out"] * 4
@@ -204,7 +204,7 @@ def test_workers_share_the_slots(project: Project, slots: str) -> None:
 
 @pytest.mark.parametrize("scope", ["function", "session"])
 def test_worlds_of_tests_share_the_slots(project: Project, scope: str) -> None:
-    """One that is kept for the next test holds no slot meanwhile, so nobody waits for a worker that is idle."""
+    """A world that is kept for the next test holds no slot while it is idle."""
     project.loaders(
         f"""
         import time
@@ -227,7 +227,7 @@ def test_worlds_of_tests_share_the_slots(project: Project, scope: str) -> None:
     assert project.notes == ["in", "out"] * 6
 
 
-def test_the_folder_of_the_run_goes(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_folder_of_the_run_is_removed(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     project.loaders(
         """
         import os
@@ -245,7 +245,7 @@ def test_the_folder_of_the_run_goes(project: Project, monkeypatch: pytest.Monkey
     assert project.notes == ["there", "there"]
 
 
-def test_a_folder_of_somebody_else(project: Project) -> None:
+def test_a_folder_of_another_user(project: Project) -> None:
     project.loaders("@fsdp_conformance(only=['no_meta_params'])\ndef test_x(fsdp): return load(fsdp)\n")
     name = f"the run of {os.getpid()}"
     folder_of(name).symlink_to(project.path)
@@ -254,13 +254,13 @@ def test_a_folder_of_somebody_else(project: Project) -> None:
         leasing = project.run("-n1", "--testrunuid", name, "--fsdp-device=cpu")
     finally:
         folder_of(name).unlink()
-    told = f"cannot share devices between workers: {folder_of(name)} is a link or belongs to another user; remove it"
-    assert errors(counting) == [f"test_it.py::test_x: @fsdp_conformance: {told}"]
+    message = f"cannot share devices between workers: {folder_of(name)} is a link or belongs to another user; remove it"
+    assert errors(counting) == [f"test_it.py::test_x: @fsdp_conformance: {message}"]
     leasing.assert_outcomes(errors=1)
-    leasing.stdout.fnmatch_lines([f"*{told}*"])
+    leasing.stdout.fnmatch_lines([f"*{message}*"])
 
 
-def test_a_long_wait_is_told(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_wait_is_reported(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     project.write("conftest.py", "from pytest_fsdp_meta.plugin import xdist_workers\nxdist_workers.LONG = 1.0\n")
     project.loaders(
         """

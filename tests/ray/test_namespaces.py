@@ -137,7 +137,7 @@ try:
     with World(WorldSpec({{"dp": 2}}, timeout=3), engine) as world:
         world.run(time.sleep, 1000)
 except WorldError as error:
-    results["hang"] = error.summary, "stood at" in str(error)
+    results["hang"] = error.summary, "stack of rank" in str(error)
 engine.close()
 print(json.dumps(results))
 """

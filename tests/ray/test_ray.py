@@ -229,7 +229,7 @@ def loss(model, batch):
 
 def verdicts(project: Project, *args: str) -> dict[str, str]:
     result = project.run("-v", *args)
-    return dict(re.findall(r"^(\S+::\S+) (PASSED|FAILED|SKIPPED|ERROR|UNJUDGED)", result.stdout.str(), re.MULTILINE))
+    return dict(re.findall(r"^(\S+::\S+) (PASSED|FAILED|SKIPPED|SAME ERROR|ERROR)", result.stdout.str(), re.MULTILINE))
 
 
 def test_a_loader_gets_the_same_outcomes_on_two_nodes_as_on_one_machine(

@@ -18,10 +18,10 @@ from tests.worlds.test_output import *  # noqa: F403
 from tests.worlds.test_resources import *  # noqa: F403
 
 DIFFERENT = {
-    "test_a_rank_that_cannot_have_its_device": "the request for GPUs is refused first, because the cluster has none",
-    "test_ranks_heed_the_signals_that_their_fork_server_ignores": "Ray takes SIGTERM in the pytest process",
-    "test_the_process_that_ranks_are_forked_from_is_killed": "every node has a fork server of its own",
-    "test_no_file_descriptor_is_left": "the request for CPUs is refused first, because the cluster has too few",
+    "test_a_device_that_does_not_exist": "the request for GPUs is refused first, because the cluster has none",
+    "test_ranks_do_not_ignore_the_signals_that_the_fork_server_ignores": "Ray takes SIGTERM in the pytest process",
+    "test_the_fork_server_is_killed": "every node has a fork server of its own",
+    "test_running_out_of_file_descriptors": "the request for CPUs is refused first, because the cluster has too few",
     "test_ranks_end_when_their_parent_is_killed": "that parent uses no cluster; test_ray.py tests one that does",
     "test_a_parent_killed_while_it_starts_leaves_nothing": "that parent uses no cluster",
 }

@@ -1,4 +1,4 @@
-"""Reports made by hand: a sound loader, a broken one, and ways to make them large, empty or hostile."""
+"""Handmade reports: a passing loader, a failing one, and large or hostile reports."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pytest_fsdp_meta.evidence.collectives import Collective, RankMemory
 from pytest_fsdp_meta.observers.support.layout import regions
 from pytest_fsdp_meta.reports.schema import (
     SCHEMA,
+    SKIPS,
     CatalogueRecord,
     CheckRecord,
     Curves,
@@ -46,7 +47,7 @@ HOSTILE = (
 
 
 def header(**facts: object) -> Header:
-    """Of an ordinary run."""
+    """Return the header of an ordinary run, with some fields replaced."""
     usual = Header(
         started="2026-11-20T22:30:00Z",
         project="my-project",
@@ -61,7 +62,7 @@ def header(**facts: object) -> Header:
 
 
 def report(*loaders: LoaderRecord, **facts: object) -> Report:
-    """A complete run of these loaders, an unbroken and a broken one where none are given."""
+    """Return a complete run of these loaders; without any, of a passing and a failing one."""
     usual = Report(SCHEMA, header(), loaders or (loader(), broken_loader()), 12.5, 0, True)
     return replace(usual, **facts)  # type: ignore[arg-type]
 
@@ -72,7 +73,7 @@ def loader(
     checks: Mapping[str, CheckRecord] | None = None,
     tensors: Iterable[TensorRecord] | None = None,
 ) -> LoaderRecord:
-    """A loader that keeps every promise but for ``checks``."""
+    """Return a loader whose checks have passed, except for ``checks``."""
     mesh = mesh or {"dp_shard": 4}
     size = prod(mesh.values())
     world = WorldFacts(size, tuple(mesh.items()), "cpu", "gloo")
@@ -94,34 +95,36 @@ def loader(
 
 
 def check(
-    check: str, status: str = "passed", findings: Iterable[FindingRecord] = (), name: str = LLAMA, **facts: object
+    check: str, kind: str = "passed", findings: Iterable[FindingRecord] = (), name: str = LLAMA, **facts: object
 ) -> CheckRecord:
+    """Return a check with this ``CheckRecord.kind``: a status, or the kind of a skip."""
     item = f"{name}[{check}]"
-    usual = CheckRecord(check, status, item, findings=tuple(findings), seconds=0.01, again=f"python -m pytest '{item}'")
-    return replace(usual, **facts)  # type: ignore[arg-type]
+    status, skip = ("skipped", kind) if kind in SKIPS else (kind, "")
+    usual = CheckRecord(check, status, item, findings=tuple(findings), seconds=0.01, skip=skip)
+    return replace(usual, **{"again": f"python -m pytest '{item}'", **facts})  # type: ignore[arg-type]
 
 
 def finding(
-    tensor: str | None, *ranks: int, actual: str = "wrong", expected: str = "right", **told: str
+    tensor: str | None, *ranks: int, actual: str = "wrong", expected: str = "right", **texts: str
 ) -> FindingRecord:
-    return FindingRecord(tensor, ranks or (0, 1, 2, 3), actual, expected, **told)
+    return FindingRecord(tensor, ranks or (0, 1, 2, 3), actual, expected, **texts)
 
 
 def broken_loader() -> LoaderRecord:
-    """One in which what a page has to show is broken: uninitialised, left whole, wrong on some ranks, a loss apart."""
+    """Return a loader with findings of every kind: never written, not sharded, wrong on some ranks, another loss."""
     name = "tests/test_llama.py::test_broken"
     cause = {"cause": "it is a non-persistent buffer", "remedy": "recompute it after to_empty()"}
     found = {
         "no_uninitialized_memory": check(
             "no_uninitialized_memory",
             "failed",
-            [finding(ROTARY, actual="uninitialised (NaN under poison)", expected="written", detail="8 of 8", **cause)],
+            [finding(ROTARY, actual="never written (poison value NaN)", expected="written", detail="8 of 8", **cause)],
             name,
         ),
         "nothing_left_unsharded": check(
             "nothing_left_unsharded",
             "failed",
-            [finding(EMBEDDING, actual="whole on every rank", expected="sharded", cause="nobody sharded it")],
+            [finding(EMBEDDING, actual="whole on every rank", expected="sharded", cause="it was not sharded")],
             name,
         ),
         "params_equal_reference": check(
@@ -152,7 +155,7 @@ def broken_loader() -> LoaderRecord:
         ),
         "tied_weights_share_storage": check("tied_weights_share_storage", "xfailed", name=name, reason="known"),
         "frozen_weights_equal_verifier": check(
-            "frozen_weights_equal_verifier", "nothing", name=name, reason="nothing is frozen"
+            "frozen_weights_equal_verifier", "not applicable", name=name, reason="nothing is frozen"
         ),
         "dcp_reshards": check("dcp_reshards", "error", name=name, reason="rank 1 raised OSError: disk is full"),
         "resume_parity": check("resume_parity", "not run", name=name),
@@ -164,11 +167,11 @@ def broken_loader() -> LoaderRecord:
     ]
     record = loader(name, mesh, found, tensors)
     assert record.summary is not None
-    return replace(record, summary=replace(record.summary, losses=curves(4, apart=0.18)))
+    return replace(record, summary=replace(record.summary, losses=curves(4, distance=0.18)))
 
 
 def raised() -> LoaderRecord:
-    """One whose body raises: no check can be judged."""
+    """Return a loader that raises, so that all its checks are errors."""
     reason = "rank 1 raised OSError: model.safetensors"
     record = loader(checks={one.check: check(one.check, "error", reason=reason) for one in CATALOGUE})
     return replace(record, error=reason, summary=None)
@@ -199,7 +202,7 @@ def tensor(
     placements: tuple[str, ...] | None = None,
     **facts: object,
 ) -> TensorRecord:
-    """As placements put it on the ranks of a mesh; plain where there are none."""
+    """Return a tensor laid out by ``placements``, or whole on every rank without them."""
     sizes = tuple(mesh.values())
     held: dict[tuple[Region, ...], list[int]] = {}
     for rank, coordinate in enumerate(product(*map(range, sizes))):
@@ -231,9 +234,9 @@ def poisoned(one: TensorRecord) -> TensorRecord:
     return replace(one, pieces=tuple(replace(piece, poisoned=count, nan=count) for piece in one.pieces))
 
 
-def curves(size: int, steps: int = 3, apart: float = 0.0) -> Curves:
+def curves(size: int, steps: int = 3, distance: float = 0.0) -> Curves:
     reference = tuple(round(4.85 - 0.21 * step, 6) for step in range(steps))
-    mean = tuple(round(value + apart * step / 2, 6) for step, value in enumerate(reference))
+    mean = tuple(round(value + distance * step / 2, 6) for step, value in enumerate(reference))
     ranks = tuple(tuple(value + 0.05 * (slice_ - size / 2) for value in mean) for slice_ in range(size))
     return Curves(mean, ranks, reference)
 
@@ -264,7 +267,7 @@ def memory(rank: int) -> RankMemory:
 
 
 def passing(now: Report) -> Report:
-    """The same loaders, with every promise kept, a day earlier."""
+    """Return a report of the day before, in which all checks of the same loaders passed."""
     before = tuple(
         replace(one, checks=tuple(CheckRecord(check.check, "passed") for check in one.checks)) for one in now.loaders
     )
@@ -272,7 +275,7 @@ def passing(now: Report) -> Report:
 
 
 def hostile() -> Report:
-    """Names and texts that would break a page that trusts them, wherever a report has a text."""
+    """Return a report in which every text would break a page that does not escape it."""
     first, second, *others = HOSTILE
     mesh = {first: 2}
     tensors = [tensor(name, (8, 4), mesh, ("S(0)",), tied=(second,)) for name in HOSTILE]
@@ -313,19 +316,21 @@ def hostile() -> Report:
     return report(record, *(replace(loader(name), summary=None) for name in others), header=top)
 
 
-def large(loaders: int = 20, tensors: int = 400, alike: bool = True) -> Report:
-    """As many as a nightly run may have; where they are not ``alike``, no two tensors can be drawn as one."""
+def large(loaders: int = 20, tensors: int = 400, same_layout: bool = True) -> Report:
+    """Return a report as large as a nightly run's; unless ``same_layout``, no two tensors share a layout."""
     mesh = {"dp_replicate": 2, "dp_shard": 4}
-    shapes = [(64, 32) if alike else (64 + index, 32) for index in range(tensors)]
-    laid = [
+    shapes = [(64, 32) if same_layout else (64 + index, 32) for index in range(tensors)]
+    tensor_records = [
         tensor(f"model.layers.{index}.mlp.experts.{index % 7}.up_proj.weight", shape, mesh, ("R", "S(0)"))
         for index, shape in enumerate(shapes)
     ]
 
     def one(number: int) -> LoaderRecord:
         name = f"tests/test_many.py::test_loader[{number}]"
-        found = [finding(t.name, 0, 3, detail=f"first at ({index}, 0)", cause="c") for index, t in enumerate(laid)]
-        broken = ("params_equal_reference", "update_parity", "full_state_dict_exports") if number % 4 == 1 else ()
-        return loader(name, mesh, {id_: check(id_, "failed", found, name) for id_ in broken}, laid)
+        found = [
+            finding(t.name, 0, 3, detail=f"first at ({index}, 0)", cause="c") for index, t in enumerate(tensor_records)
+        ]
+        failed = ("params_equal_reference", "update_parity", "full_state_dict_exports") if number % 4 == 1 else ()
+        return loader(name, mesh, {id_: check(id_, "failed", found, name) for id_ in failed}, tensor_records)
 
     return report(*map(one, range(loaders)))

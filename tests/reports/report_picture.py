@@ -1,4 +1,4 @@
-"""The pictures of a report in README and docs: ``python -m tests.reports.report_picture docs/images``."""
+"""Screenshots of a report for README and docs: ``python -m tests.reports.report_picture docs/images``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "test_llama.py"
 BROKEN = """
 
 @fsdp_conformance(mesh={"dp_replicate": 2, "dp_shard": 2})
-def test_hsdp(fsdp, tiny_llama):  # leaves the embedding whole, and one weight is not what was saved
+def test_hsdp(fsdp, tiny_llama):  # does not shard the embedding, and changes one weight
     config = LlamaConfig.from_pretrained(tiny_llama)
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
@@ -38,7 +38,7 @@ def test_hsdp(fsdp, tiny_llama):  # leaves the embedding whole, and one weight i
 
 
 @fsdp_conformance(world_size=2)
-def test_rotary(fsdp, tiny_llama):  # forgets the buffers that no checkpoint has
+def test_rotary(fsdp, tiny_llama):  # does not recompute non-persistent buffers
     config = LlamaConfig.from_pretrained(tiny_llama)
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
@@ -51,12 +51,12 @@ def test_rotary(fsdp, tiny_llama):  # forgets the buffers that no checkpoint has
 
 
 def run_broken(folder: Path) -> Path:
-    """The page of a run of the example beside two loaders that are broken."""
+    """Run the example with two failing loaders, and return the page of the report."""
     (folder / "test_llama.py").write_text(EXAMPLE.read_text() + BROKEN)
     command = [sys.executable, "-m", "pytest", "--fsdp-report=report"]
     subprocess.run(command, cwd=folder, check=False, timeout=500)
     report = read_report(folder / "report" / "report.json")
-    # Whose machine it was is nobody's business here.
+    # The published picture does not show the machine.
     write_page(replace(report, header=replace(report.header, hardware={})), folder / "report" / "index.html")
     return folder / "report" / "index.html"
 
@@ -64,8 +64,8 @@ def run_broken(folder: Path) -> Path:
 def shoot(page: Any, folder: Path) -> None:
     """What a reader sees first, and how tensors lie."""
     first = page.locator(".loader").first
-    told = first.locator(".told").first.bounding_box()
-    whole = {"x": 0, "y": 0, "width": 1280, "height": told["y"] + told["height"] + 14}
+    result = first.locator(".result").first.bounding_box()
+    whole = {"x": 0, "y": 0, "width": 1280, "height": result["y"] + result["height"] + 14}
     page.screenshot(path=folder / "report.png", clip=whole, full_page=True)
     top = first.locator(".charts").bounding_box()
     end = first.locator(".drawings").first.bounding_box()

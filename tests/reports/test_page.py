@@ -1,4 +1,4 @@
-"""The page of a report: what it is made of, without a browser."""
+"""The page of a report, parsed without a browser."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from pytest_fsdp_meta.evidence.collectives import Collective
 from pytest_fsdp_meta.reports.compare import compare
 from pytest_fsdp_meta.reports.page import render, write_page
 from pytest_fsdp_meta.reports.page.__main__ import main
-from pytest_fsdp_meta.reports.page.findings import causes
-from pytest_fsdp_meta.reports.page.layouts import Layout, layouts
-from pytest_fsdp_meta.reports.page.rendering import HERE, duration, in_bytes, moment, printable
-from pytest_fsdp_meta.reports.page.traffic import MOST_ROWS, kinds, rows, size_of
-from pytest_fsdp_meta.reports.page.view import GLYPHS, view
+from pytest_fsdp_meta.reports.page.findings import group_by_cause
+from pytest_fsdp_meta.reports.page.layouts import Layout, group_layouts
+from pytest_fsdp_meta.reports.page.rendering import HERE, describe_bytes, describe_duration, describe_time, printable
+from pytest_fsdp_meta.reports.page.traffic import MOST_ROWS, fold_rows, group_by_kind, size_of
+from pytest_fsdp_meta.reports.page.view import GLYPHS, build_view
 from pytest_fsdp_meta.reports.schema import (
+    SKIPS,
     STATUSES,
     UNKNOWN,
     CheckRecord,
@@ -36,8 +37,8 @@ from pytest_fsdp_meta.reports.schema import (
     TensorRecord,
     Traffic,
 )
-from tests import report_factory as factory
 from tests.conftest import Project
+from tests.reports import report_factory as factory
 from tests.reports.report_factory import EMBEDDING, ROTARY, check, finding, loader, report, tensor
 
 FETCHING = {"src", "srcset", "href", "xlink:href", "data", "poster", "action", "formaction", "background", "ping"}
@@ -49,7 +50,7 @@ VENDORED = {
 
 
 class Reader(HTMLParser):
-    """What a browser makes of a page: its elements with their attributes, and the text of scripts and styles."""
+    """Parse a page into its elements with attributes, its text, and the text of scripts and styles."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -99,7 +100,7 @@ def test_nothing_is_fetched(page):
     assert not any("@import" in text or re.search(r"url\((?!#)", text) for tag, text in page.raw if tag == "style")
 
 
-def test_only_what_is_ours_may_run(page):
+def test_the_policy_allows_only_the_scripts_of_the_page(page):
     (policy,) = [a["content"] for tag, a in page.elements if a.get("http-equiv") == "Content-Security-Policy"]
     assert policy.startswith("default-src 'none'; ")
     assert "unsafe" not in policy
@@ -107,11 +108,11 @@ def test_only_what_is_ours_may_run(page):
     assert data == "data"
     hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for _, text in page.raw]
     allowed = [one in policy for one in hashes]
-    assert allowed == [True, True, False, True]  # style, what runs early, the data, what runs late
+    assert allowed == [True, True, False, True]  # style, early script, data, late script
     assert not any(name.startswith("on") or name == "style" for _, attributes in page.elements for name in attributes)
 
 
-def test_hostile_names_are_shown_as_they_are():
+def test_hostile_names_are_shown_as_text():
     page = Reader(render(factory.hostile()))
     assert {tag for tag, _ in page.elements} & {"img", "iframe", "object", "base", "embed"} == set()
     assert not any("onload" in attributes for _, attributes in page.elements)
@@ -121,19 +122,19 @@ def test_hostile_names_are_shown_as_they_are():
     assert json.loads(page.raw[2][1])["loaders"][0]["names"][0] == factory.HOSTILE[0]
 
 
-def test_what_has_changed_since_an_earlier_run_is_told_first():
+def test_the_comparison_with_an_earlier_run_comes_first():
     now, before = factory.hostile(), factory.passing(factory.hostile())
     page = Reader(render(now, compare(before, now)))
     assert "Since 2026-11-19 21:04 UTC, commit " in page.text
     assert "3 new failures" in page.text
     assert page.text.index("new failures: 3") < page.text.index("Loaders and checks")
     assert {tag for tag, _ in page.elements} & {"img", "iframe", "object", "base", "embed"} == set()
-    told = Reader(render(now, None, f"nothing is compared: {factory.HOSTILE[0]}"))
-    assert f"nothing is compared: {factory.HOSTILE[0]}" in told.text
+    without = Reader(render(now, None, f"no comparison: {factory.HOSTILE[0]}"))
+    assert f"no comparison: {factory.HOSTILE[0]}" in without.text
     assert "Since" not in Reader(render(now)).text
 
 
-def test_ids_are_unique_and_links_lead_somewhere(page):
+def test_ids_are_unique_and_links_have_targets(page):
     ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
     assert len(ids) == len(set(ids))
     links = [a["href"][1:] for tag, a in page.elements if tag == "a" and (a["href"] or "").startswith("#")]
@@ -141,64 +142,67 @@ def test_ids_are_unique_and_links_lead_somewhere(page):
 
 
 def headline(*loaders: LoaderRecord, **facts: object) -> tuple[str, str, str]:
-    return view(report(*loaders, **facts)).verdict
+    return build_view(report(*loaders, **facts)).verdict
 
 
-def statuses(**given: str) -> LoaderRecord:
-    return loader(checks={name: check(name, status) for name, status in given.items()})
+def loader_with(**kinds: str) -> LoaderRecord:
+    return loader(checks={name: check(name, kind) for name, kind in kinds.items()})
 
 
-def every(status: str) -> LoaderRecord:
-    return statuses(**{one.check: status for one in factory.CATALOGUE})
+def loader_with_all(kind: str) -> LoaderRecord:
+    return loader_with(**{one.check: kind for one in factory.CATALOGUE})
 
 
 def test_the_verdict_accounts_for_every_check():
     total = len(factory.CATALOGUE)
     account = f"{total} of {total} checks accounted for"
-    assert headline(loader()) == ("kept", "Every promise that was judged is kept", account)
-    assert headline(statuses(no_meta_params="failed", loss_parity="error"))[:2] == (
-        "broken",
-        "1 check broken, 1 could not be judged, in 1 of 1 loader",
+    assert headline(loader()) == ("passed", "All judged checks passed", account)
+    assert headline(loader_with(no_meta_params="failed", loss_parity="error"))[:2] == (
+        "failed",
+        "1 failed, 1 error in 1 of 1 loader",
     )
-    assert headline(statuses(no_meta_params="not run", loss_parity="unselected")) == (
-        "broken",
-        "1 check not run, in 1 of 1 loader",
+    assert headline(loader_with(no_meta_params="not run", loss_parity="not selected")) == (
+        "failed",
+        "1 not run in 1 of 1 loader",
         f"{total - 2} of {total} checks accounted for",
     )
-    assert headline(every("unselected"))[:2] == ("empty", "Nothing was judged")
-    assert headline(replace(every("undeclared"), error="it raised"))[0] == "broken"
-    assert view(replace(report(), loaders=())).verdict == ("empty", "Nothing was judged", "no loader was judged")
-    assert headline(loader(), complete=False)[:2] == ("cut", "Cut off: this report is not complete")
-    assert headline(every("failed"), complete=False)[::2] == ("cut", f"{account} · {total} checks broken so far")
+    assert headline(loader_with_all("not selected"))[:2] == ("empty", "Nothing was judged")
+    assert headline(replace(loader_with_all("not declared"), error="it raised"))[0] == "failed"
+    assert build_view(replace(report(), loaders=())).verdict == ("empty", "Nothing was judged", "no loader was judged")
+    assert headline(loader(), complete=False)[:2] == ("incomplete", "Incomplete report")
+    assert headline(loader_with_all("failed"), complete=False)[::2] == (
+        "incomplete",
+        f"{account} · {total} failed so far",
+    )
 
 
-def test_every_status_has_a_mark_of_its_own():
-    assert set(STATUSES) == set(GLYPHS)
+def test_every_kind_has_a_glyph_of_its_own():
+    assert set(GLYPHS) == set(STATUSES) - {"skipped"} | set(SKIPS)
     assert len(set(GLYPHS.values())) == len(GLYPHS)
 
 
-def test_broken_loaders_come_first_and_own_checks_have_a_column():
+def test_failing_loaders_come_first_and_own_checks_have_a_column():
     own = CheckRecord("ours", "failed", findings=(finding(None),))
     last = replace(loader("b.py::b"), checks=(own,))
-    page = view(report(loader("a.py::a"), last))
+    page = build_view(report(loader("a.py::a"), last))
     assert [one.record.loader for one in page.loaders] == ["b.py::b", "a.py::a"]
     assert page.families[-1][0] == "others"
     assert [column.check for column in page.families[-1][1]] == ["ours"]
 
 
-def test_one_loader_in_two_worlds_is_told_apart():
-    titles = [one.title for one in view(report(loader(), loader(mesh={"dp_shard": 2}))).loaders]
+def test_the_titles_of_a_loader_in_two_worlds_differ():
+    titles = [one.title for one in build_view(report(loader(), loader(mesh={"dp_shard": 2}))).loaders]
     assert titles == [f"{factory.LLAMA}, world of 4 (gloo on cpu)", f"{factory.LLAMA}, world of 2 (gloo on cpu)"]
 
 
-def test_one_reason_of_many_checks_is_told_once():
+def test_checks_with_the_same_error_share_an_article():
     error = {one: check(one, "error", reason="rank 1 raised OSError") for one in ("no_meta_params", "no_meta_buffers")}
     other = {
         "loss_parity": check("loss_parity", "error", reason="rank 0 hangs"),
         "grad_parity": check("grad_parity", "failed"),
     }
-    (one,) = view(report(loader(checks=error | other))).loaders
-    assert [[check.record.check for check in bundle] for bundle in one.told] == [
+    (one,) = build_view(report(loader(checks=error | other))).loaders
+    assert [[check.record.check for check in bundle] for bundle in one.bundles] == [
         ["no_meta_params", "no_meta_buffers"],
         ["grad_parity"],
         ["loss_parity"],
@@ -214,7 +218,7 @@ def test_findings_by_cause():
         finding("layers.0.weight", 2, cause="a"),
         finding(None, cause="a"),
     ]
-    first, second = causes(found)
+    first, second = group_by_cause(found)
     assert (first.cause, second.cause, second.remedy) == ("a", "b", "do")
     assert [(line.folded, line.ranks) for line in first.lines] == [
         (("layers.{0..1}.weight",), (0, 1)),
@@ -225,28 +229,31 @@ def test_findings_by_cause():
 
 
 def drawn(*tensors: TensorRecord, mesh=None, **checks: CheckRecord) -> dict[str, Layout]:
-    return {one.names[0]: one for one in layouts(loader(mesh=mesh, checks=checks, tensors=tensors))}
+    return {one.names[0]: one for one in group_layouts(loader(mesh=mesh, checks=checks, tensors=tensors))}
 
 
 def held(layout: Layout) -> list[tuple[tuple[int, ...], str, str]]:
     return [(one.ranks, one.state, one.text) for one in layout.held]
 
 
-def test_tensors_that_lie_alike_are_drawn_once():
+def test_tensors_with_the_same_layout_share_a_drawing():
     mesh = {"dp_shard": 2}
-    alike = [tensor(f"layers.{layer}.weight", (8, 4), mesh, ("S(0)",)) for layer in range(3)]
+    layers = [tensor(f"layers.{layer}.weight", (8, 4), mesh, ("S(0)",)) for layer in range(3)]
     marked = {"params_equal_reference": check("params_equal_reference", "failed", [finding("layers.1.weight", 1)])}
-    assert drawn(*alike, mesh=mesh)["layers.0.weight"].folded == ("layers.{0..2}.weight",)
-    apart = drawn(*alike, mesh=mesh, **marked)
-    assert [one.names for one in apart.values()] == [("layers.1.weight",), ("layers.0.weight", "layers.2.weight")]
-    assert held(apart["layers.1.weight"]) == [((0,), "shard", "dim 0: 0-3 of 8"), ((1,), "wrong", "dim 0: 4-7 of 8")]
+    assert drawn(*layers, mesh=mesh)["layers.0.weight"].folded == ("layers.{0..2}.weight",)
+    separated = drawn(*layers, mesh=mesh, **marked)
+    assert [one.names for one in separated.values()] == [("layers.1.weight",), ("layers.0.weight", "layers.2.weight")]
+    assert held(separated["layers.1.weight"]) == [
+        ((0,), "shard", "dim 0: 0-3 of 8"),
+        ((1,), "wrong", "dim 0: 4-7 of 8"),
+    ]
 
 
 @pytest.mark.parametrize(
     ("shape", "mesh", "placements", "expected"),
     [
         ((5, 2), {"dp_shard": 2}, ("S(0)",), [((0,), "dim 0: 0-2 of 5"), ((1,), "dim 0: 3-4 of 5")]),
-        ((1,), {"dp_shard": 2}, ("S(0)",), [((0,), "all of it"), ((1,), "an empty shard")]),
+        ((1,), {"dp_shard": 2}, ("S(0)",), [((0,), "whole tensor"), ((1,), "empty shard")]),
         (
             (4, 2),
             {"dp_replicate": 2, "dp_shard": 2},
@@ -275,14 +282,14 @@ def test_tensors_that_lie_alike_are_drawn_once():
                 ((3,), "dim 0: 2-3 of 4, dim 1: 2-3 of 4"),
             ],
         ),
-        ((), {"dp_shard": 2}, None, [((0, 1), "all of it")]),
-        ((0, 4), {"dp_shard": 2}, None, [((0, 1), "all of it, which has no elements")]),
+        ((), {"dp_shard": 2}, None, [((0, 1), "whole tensor")]),
+        ((0, 4), {"dp_shard": 2}, None, [((0, 1), "whole tensor, which has no elements")]),
     ],
 )
-def test_what_ranks_hold_in_words(shape, mesh, placements, expected):
+def test_the_text_of_a_layout(shape, mesh, placements, expected):
     layout = drawn(tensor("a", shape, mesh, placements), mesh=mesh)["a"]
     assert [(ranks, text) for ranks, _, text in held(layout)] == expected
-    assert layout.described.count("rank") == len(expected)
+    assert layout.description.count("rank") == len(expected)
 
 
 def test_runs_of_a_flat_tensor_and_of_separate_rows():
@@ -298,7 +305,7 @@ def test_runs_of_a_flat_tensor_and_of_separate_rows():
     assert (state, path.count("M")) == ("shard", 12)
 
 
-def test_colours_of_what_is_wrong():
+def test_states_of_tensors_with_problems():
     mesh = {"dp_shard": 2}
     whole = tensor("whole", (4, 4), mesh)
     never = factory.poisoned(tensor("never", (4, 4), mesh, ("S(0)",)))
@@ -308,13 +315,13 @@ def test_colours_of_what_is_wrong():
     states = {name: one.states for name, one in drawn(whole, never, meta, mesh=mesh, **named).items()}
     assert states == {"whole": ("unsharded",), "never": ("uninitialised",), "meta": ("meta",)}
     assert drawn(whole, mesh=mesh)["whole"].states == ("whole",)
-    assert not drawn(whole, mesh=mesh)["whole"].troubled
+    assert not drawn(whole, mesh=mesh)["whole"].has_problem
 
 
-def test_what_nobody_knows_is_not_drawn():
+def test_an_unknown_part_is_not_drawn():
     one = replace(tensor("a", (4, 4), {"dp_shard": 2}), pieces=(Piece((0, 7), (), "float32"),))
     found = drawn(one, mesh={"dp_shard": 2})["a"]
-    assert held(found) == [((0, 7), "nothing", "nobody knows which part"), ((1,), "nothing", "does not have it")]
+    assert held(found) == [((0, 7), "nothing", "unknown part"), ((1,), "nothing", "does not have it")]
     assert found.picture.fills == ()
 
 
@@ -342,29 +349,29 @@ def test_collectives_by_kind_and_in_order():
         collective("broadcast", 4, root=1),
         collective(),
     ]
-    assert [(one.op, one.times, one.bytes) for one in kinds(issued)] == [
+    assert [(one.op, one.times, one.bytes) for one in group_by_kind(issued)] == [
         ("all_gather", 3, 96),
         ("all_reduce", 1, 4),
         ("broadcast", 1, 16),
     ]
-    told, left = rows(issued)
-    assert [(row.first, row.times, row.tensors, row.notes) for row in told] == [
+    folded, left = fold_rows(issued)
+    assert [(row.first, row.times, row.tensors, row.notes) for row in folded] == [
         (1, 2, ("layers.0.weight", "layers.1.weight"), ()),
         (3, 1, (), ("by the optimizer", "sum")),
         (4, 1, (), ("root 1",)),
         (5, 1, (), ()),
     ]
     assert left == 0
-    assert kinds([Collective("barrier", "world", (0, 1))])[0].path
-    assert rows([collective(elements=index) for index in range(MOST_ROWS + 3)])[1] == 3
+    assert group_by_kind([Collective("barrier", "world", (0, 1))])[0].path
+    assert fold_rows([collective(elements=index) for index in range(MOST_ROWS + 3)])[1] == 3
 
 
 def test_ranks_that_differ_while_loading_share_their_step():
     mine, other = [(collective("scatter", size), collective("broadcast")) for size in (8, 0)]
     step = (collective(),)
     record = loader(mesh={"dp_shard": 3})
-    told = (Traffic((0,), mine, step), Traffic((1, 2), other, step))
-    (one,) = view(report(replace(record, summary=replace(record.summary, traffic=told)))).loaders
+    issued = (Traffic((0,), mine, step), Traffic((1, 2), other, step))
+    (one,) = build_view(report(replace(record, summary=replace(record.summary, traffic=issued)))).loaders
     assert [(part.title, part.ranks, part.total) for part in one.traffic] == [
         ("in one training step", (0, 1, 2), 1),
         ("while loading", (0,), 2),
@@ -391,7 +398,7 @@ def test_bytes_by_dtype(dtype, size):
     assert size_of(Collective("barrier", "world", (0, 1), dtype)) == 0
 
 
-def test_losses_that_are_no_numbers():
+def test_losses_that_are_nan_or_infinite():
     record = loader()
     nan = Curves((4.5, float("nan")), ((4.5, float("inf")),), (4.5,))
     record = replace(record, summary=replace(record.summary, losses=nan))
@@ -403,19 +410,19 @@ def test_losses_that_are_no_numbers():
     }
     assert "nan" in page.text
     assert "inf" in page.text
-    assert "Of the losses, 2 cannot be drawn" in page.text
+    assert "2 losses are NaN or infinite and not plotted; see the table." in page.text
 
 
-def test_a_loader_that_gave_nothing():
+def test_a_loader_that_returned_no_model():
     bare = LoaderRecord("a.py::a", UNKNOWN, (), error="rank 1 raised OSError")
     page = Reader(render(report(bare)))
-    assert "This loader gave no model to judge: rank 1 raised OSError" in page.text
-    assert "1 of 1 loader gave no model to judge" in page.text
-    assert "its world is not known" in page.text
+    assert "This loader returned no model: rank 1 raised OSError" in page.text
+    assert "1 of 1 loader returned no model" in page.text
+    assert "world unknown: none of its items ran" in page.text
 
 
-def test_numbers_are_told_shortly():
-    assert [in_bytes(size) for size in (None, 0, 1023, 1536, 200 * 2**20, 3 * 2**40)] == [
+def test_numbers_are_abbreviated():
+    assert [describe_bytes(size) for size in (None, 0, 1023, 1536, 200 * 2**20, 3 * 2**40)] == [
         "unknown",
         "0 B",
         "1023 B",
@@ -423,32 +430,32 @@ def test_numbers_are_told_shortly():
         "200 MiB",
         "3.0 TiB",
     ]
-    assert [moment(told) for told in ("2026-11-20T22:30:00Z", "2026-11-20T22:30:05+00:00", "<b>")] == [
+    assert [describe_time(time) for time in ("2026-11-20T22:30:00Z", "2026-11-20T22:30:05+00:00", "<b>")] == [
         "2026-11-20 22:30 UTC",
         "2026-11-20 22:30 UTC",
         "<b>",
     ]
-    assert [duration(seconds) for seconds in (0.0123, 3.44, 320)] == ["12 ms", "3.4 s", "5 min 20 s"]
-    # What rounds up to the next unit is told in it.
-    assert [duration(seconds) for seconds in (0.9996, 59.97, 119.7)] == ["1.0 s", "1 min 0 s", "2 min 0 s"]
-    assert [in_bytes(size) for size in (2**20 - 1, 2**20)] == ["1.0 MiB", "1.0 MiB"]
+    assert [describe_duration(seconds) for seconds in (0.0123, 3.44, 320)] == ["12 ms", "3.4 s", "5 min 20 s"]
+    # Values that round up to the next unit are written in it.
+    assert [describe_duration(seconds) for seconds in (0.9996, 59.97, 119.7)] == ["1.0 s", "1 min 0 s", "2 min 0 s"]
+    assert [describe_bytes(size) for size in (2**20 - 1, 2**20)] == ["1.0 MiB", "1.0 MiB"]
 
 
-def test_vendored_files_are_as_they_were_published():
+def test_vendored_files_are_unchanged():
     vendor = HERE.joinpath("vendor")
     found = {one.name: hashlib.sha256(one.read_bytes()).hexdigest() for one in vendor.iterdir()}
     assert found == VENDORED
     page = render(report())
     assert vendor.joinpath("uPlot.iife.min.js").read_text().splitlines()[0] in page  # its name, address and version
-    assert vendor.joinpath("uPlot.LICENSE").read_text() in page  # whoever has the page has a copy of uPlot
+    assert vendor.joinpath("uPlot.LICENSE").read_text() in page  # the page contains a copy of uPlot
 
 
-def test_a_usual_page_is_no_burden(tmp_path):
+def test_a_usual_page_is_small(tmp_path):
     write_page(report(), tmp_path / "index.html")
     assert (tmp_path / "index.html").stat().st_size < 500_000
 
 
-def test_the_pictures_of_it_are_small():
+def test_the_pictures_in_the_docs_are_small():
     pictures = Path(__file__).parents[2] / "docs" / "images"
     sizes = {one.name: one.stat().st_size for one in pictures.glob("report*.png")}
     assert set(sizes) == {"report.png", "report-tensors.png"}
@@ -462,7 +469,7 @@ def written(folder: Path, given: Report) -> Path:
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_the_page_is_made_again_from_the_record(tmp_path, capsys, name):
+def test_the_page_is_rendered_again_from_the_report(tmp_path, capsys, name):
     given = EVERY[name]()
     assert main([str(written(tmp_path, given))]) is None
     assert capsys.readouterr().out == f"{tmp_path / 'index.html'}\n"
@@ -470,26 +477,31 @@ def test_the_page_is_made_again_from_the_record(tmp_path, capsys, name):
     assert (tmp_path / "index.html").read_bytes() == (tmp_path / "at-once.html").read_bytes()
 
 
-def test_what_is_no_report_is_told_in_one_line(tmp_path):
+def test_a_file_that_is_not_a_report_is_refused_in_one_line(tmp_path):
     path = written(tmp_path, report())
     whole = path.read_text()
 
-    def told(text: str | bytes) -> str:
+    def message(text: str | bytes) -> str:
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
-        said = main([str(path)])
-        assert said is not None
-        assert said.startswith(f"{path}: ")
-        assert "\n" not in said
-        return said.removeprefix(f"{path}: ")
+        error = main([str(path)])
+        assert error is not None
+        assert error.startswith(f"{path}: ")
+        assert "\n" not in error
+        return error.removeprefix(f"{path}: ")
 
     for end in (0, 1, len(whole) // 3, len(whole) // 2, len(whole.rstrip()) - 1):
-        assert told(whole[:end]).startswith("no JSON, or cut off: ")
+        assert message(whole[:end]).startswith("not JSON, or truncated: ")
     for text in ("<html>", b"\xff\x00\x80", "[" * 100_000):
-        assert told(text).startswith("no JSON, or cut off: ")
-    assert told("[1]") == "a report of schema None, but should be 1"
-    assert told('{"schema": 99}') == "a report of schema 99, but should be 1"
-    assert told('{"schema": 1}') == "Report: 'header' is missing"
-    assert "loaders[0].checks" in told(whole.replace('"status": "passed"', '"status": 7', 1))
+        assert message(text).startswith("not JSON, or truncated: ")
+    other = "not a report of pytest-fsdp-meta; pass a report.json that --fsdp-report has written"
+    assert message("[1]") == message('{"schema": "2"}') == other
+    again = "write the report again with --fsdp-report"
+    assert message('{"schema": 99}') == (
+        f"a report of schema 99, but this version reads schemas 1 to 2; upgrade pytest-fsdp-meta, or {again}"
+    )
+    assert message('{"schema": 0}') == f"a report of schema 0, but this version reads schemas 1 to 2; {again}"
+    assert message('{"schema": 1}') == "Report: 'header' is missing"
+    assert "loaders[0].checks" in message(whole.replace('"status": "passed"', '"status": 7', 1))
     assert not (tmp_path / "index.html").exists()
     assert main([str(tmp_path / "none.json")]) == f"{tmp_path / 'none.json'}: No such file or directory"
     assert str(main([])).startswith("usage:")
@@ -514,20 +526,22 @@ def test_a_run_leaves_its_page(project: Project):
         """
         @fsdp_conformance(only=["no_meta_params", "nothing_left_unsharded"])
         def test_whole(fsdp):
-            note("cut" if "Cut off" in open("out/index.html").read() else "stale")
+            note("incomplete" if "Incomplete report" in open("out/index.html").read() else "stale")
             return build()
         """
     )
     path = project.write("out/index.html", render(report()))
     result = project.run("--fsdp-report=out")
-    assert set(project.notes) == {"cut"}
+    assert set(project.notes) == {"incomplete"}
     page = path.read_bytes()
-    told = Reader(page.decode())
-    assert "1 check broken, in 1 of 1 loader" in told.text
-    assert "pytest exited with 1" in told.text
-    assert [a["aria-label"] for tag, a in told.elements if a.get("class") == "mesh"] == ["ranks 0, 1: all of it"] * 2
-    assert [a["class"] for tag, a in told.elements if tag == "path" and a.get("class") == "f-unsharded"]
+    parsed = Reader(page.decode())
+    assert "1 failed in 1 of 1 loader" in parsed.text
+    assert "pytest exited with 1" in parsed.text
+    assert [a["aria-label"] for tag, a in parsed.elements if a.get("class") == "mesh"] == [
+        "ranks 0, 1: whole tensor"
+    ] * 2
+    assert [a["class"] for tag, a in parsed.elements if tag == "path" and a.get("class") == "f-unsharded"]
     assert main([str(path.with_name("report.json"))]) is None
     assert path.read_bytes() == page
-    assert not list(path.parent.glob(".*"))  # nothing half written
+    assert not list(path.parent.glob(".*"))  # no temporary file
     assert result.ret == 1

@@ -1,4 +1,4 @@
-"""The page of a report in a real browser: what it asks for, how it is used with keys, filters, themes and widths."""
+"""The page of a report in a real browser: requests, keyboard, filters, themes and widths."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ import pytest
 from pytest_fsdp_meta.reports.compare import compare
 from pytest_fsdp_meta.reports.page import write_page
 from pytest_fsdp_meta.reports.schema import Report
-from tests import report_factory as factory
+from tests.reports import report_factory as factory
 from tests.reports.report_factory import EMBEDDING, HOSTILE, ROTARY, report
 
-# In CI nothing may be missing: a test that is skipped there is one that nobody runs.
-load = importlib.import_module if os.environ.get("CI") else pytest.importorskip
-playwright = load("playwright.sync_api")
-axe = load("axe_playwright_python.sync_playwright")
+# In CI a missing package is an error: a test that is skipped there runs nowhere.
+import_package = importlib.import_module if os.environ.get("CI") else pytest.importorskip
+playwright = import_package("playwright.sync_api")
+axe = import_package("axe_playwright_python.sync_playwright")
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 QUIET = [
@@ -48,11 +48,11 @@ COMPARED = ("compared", "hostile")
 PHONE, DESKTOP = 360, 1440
 UNCOVERED = """document.activeElement.getBoundingClientRect().top >=
     document.querySelector('#filters').getBoundingClientRect().bottom"""
-"""What has the focus does not lie under the filters."""
+"""Whether the focused element is not hidden by the filters."""
 
 
 def chromium(started: playwright.Playwright) -> str | None:
-    """Where there is one; Playwright's own where it has been installed."""
+    """Return a Chromium of the system, or else Playwright's own; None without either."""
     own = started.chromium.executable_path
     return next(filter(None, map(shutil.which, NAMES)), own if Path(own).exists() else None)
 
@@ -62,8 +62,8 @@ def browser() -> Iterator[playwright.Browser]:
     with playwright.sync_playwright() as started:
         found = chromium(started)
         if found is None:
-            told = "no Chromium: `make browser` installs it, or says how"
-            (pytest.fail if os.environ.get("CI") else pytest.skip)(told)
+            message = "no Chromium: `make browser` installs it, or says how"
+            (pytest.fail if os.environ.get("CI") else pytest.skip)(message)
         opened = started.chromium.launch(executable_path=found, args=QUIET)
         yield opened
         opened.close()
@@ -85,36 +85,36 @@ def files(tmp_path_factory) -> Callable[[str], Path]:
 
 @pytest.fixture
 def opened(browser, files) -> Iterator[Callable[..., playwright.Page]]:
-    """Opens a page; whatever it asks for or complains of fails the test."""
-    contexts, asked, said = [], [], []
+    """Yield a function that opens a page. Any network request, message or error of the page fails the test."""
+    contexts, requests, messages = [], [], []
 
     def open_page(name: str = "usual", fragment: str = "", width: int = DESKTOP, **settings: object) -> playwright.Page:
         context = browser.new_context(viewport={"width": width, "height": 900}, **settings)
         context.set_default_timeout(60_000)
         contexts.append(context)
         page = context.new_page()
-        page.on("console", lambda message: said.append(message.text))
-        page.on("pageerror", lambda error: said.append(str(error)))
-        page.on("dialog", lambda dialog: said.append(dialog.message))
-        page.on("request", lambda request: asked.append(request.url))
+        page.on("console", lambda message: messages.append(message.text))
+        page.on("pageerror", lambda error: messages.append(str(error)))
+        page.on("dialog", lambda dialog: messages.append(dialog.message))
+        page.on("request", lambda request: requests.append(request.url))
         page.goto(files(name).as_uri() + fragment)
         return page
 
     yield open_page
     for context in contexts:
         context.close()
-    assert said == []
-    assert [url for url in asked if not url.startswith(("file://", "data:"))] == []
-    assert {Path(url.split("#")[0]).suffix for url in asked if url.startswith("file://")} == {".html"}
+    assert messages == []
+    assert [url for url in requests if not url.startswith(("file://", "data:"))] == []
+    assert {Path(url.split("#")[0]).suffix for url in requests if url.startswith("file://")} == {".html"}
 
 
 def shown(page: playwright.Page, selector: str) -> list[str]:
-    """The texts of what is visible of these, in one line each."""
+    """Return the texts of visible elements, in one line each."""
     return [re.sub(r"\s+", " ", one.inner_text()) for one in page.locator(selector).all() if one.is_visible()]
 
 
 def until(page: playwright.Page, condition: str) -> None:
-    """Waits in this process: the page's policy lets nobody evaluate a text in it, and that is as it should be."""
+    """Wait for a condition by polling: the page's policy forbids eval, which Playwright's own waiting needs."""
     deadline = time.monotonic() + 60
     while not page.evaluate(condition):
         assert time.monotonic() < deadline, condition
@@ -138,7 +138,7 @@ def test_no_page_is_wider_than_the_screen(opened, name, width):
     ("name", "theme"),
     [("usual", "light"), ("usual", "dark"), ("hostile", "light"), ("empty", "dark"), ("compared", "dark")],
 )
-def test_accessible_to_all(opened, name, theme):
+def test_axe_finds_no_accessibility_problem(opened, name, theme):
     page = opened(name, color_scheme=theme)
     page.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true })")
     found = axe.Axe().run(page)
@@ -158,14 +158,14 @@ def test_hostile_names_are_text(opened):
     assert page.locator("img, iframe, svg[onload]").count() == 0
 
 
-def test_cut_off_is_the_first_thing_told(opened):
+def test_an_incomplete_report_says_so_first(opened):
     page = opened("cut")
-    assert page.locator("h1").inner_text() == "Cut off: this report is not complete"
-    assert page.title().startswith("Cut off")
+    assert page.locator("h1").inner_text() == "Incomplete report"
+    assert page.title().startswith("Incomplete report")
     assert page.locator(".verdict .warn").is_visible()
 
 
-def test_charts_are_drawn_and_have_their_numbers_as_text(opened):
+def test_charts_are_drawn_and_have_tables(opened):
     page = opened()
     assert page.locator(".plot canvas").count() == 4
     drawn = page.evaluate(
@@ -183,7 +183,7 @@ def test_filter_by_tensor(opened):
     until(page, "location.hash === '#tensor=rotary'")
     assert [text.split(",")[0] for text in shown(page, ".lines > li p:first-child")] == [ROTARY]
     assert shown(page, ".drawing .names") == [ROTARY] * 2
-    assert page.locator("#shown").inner_text() == ("Shown: 2 loaders, 1 of 4 findings, 2 of 13 drawings of tensors")
+    assert page.locator("#shown").inner_text() == ("Shown: 2 loaders, 1 of 4 findings, 2 of 13 layouts")
     page.locator("#by-tensor").fill("model.layers.1.*")
     until(page, "document.querySelector('#shown').textContent.includes(' 8 of')")
     assert shown(page, ".lines .name") == ["model.layers.{0..3}.mlp.up_proj.weight"]
@@ -191,25 +191,25 @@ def test_filter_by_tensor(opened):
     until(page, "document.querySelector('#shown').textContent.includes('0 of 2 loaders')")
     page.get_by_role("button", name="Show all").click()
     until(page, "location.hash === ''")
-    assert page.locator("#shown").inner_text() == "Shown: 2 loaders, 4 findings, 13 drawings of tensors"
+    assert page.locator("#shown").inner_text() == "Shown: 2 loaders, 4 findings, 13 layouts"
 
 
 def test_filter_by_status_check_rank_and_loader(opened):
     page = opened()
     page.locator("[name=status][value=error]").check(force=True)
     until(page, "location.hash === '#status=error'")
-    assert shown(page, ".told h3 code") == ["dcp_reshards"]
+    assert shown(page, ".result h3 code") == ["dcp_reshards"]
     assert page.locator("#matrix .cell:not(.dim)").count() == 1
     assert shown(page, ".loader > header h2") == ["tests/test_llama.py::test_broken"]
     page.get_by_role("button", name="Show all").click()
     page.locator("#by-rank").select_option("0")
     until(page, "location.hash === '#rank=0'")
-    assert "params_equal_reference" not in shown(page, ".told h3 code")
-    assert "nothing_left_unsharded" in shown(page, ".told h3 code")
+    assert "params_equal_reference" not in shown(page, ".result h3 code")
+    assert "nothing_left_unsharded" in shown(page, ".result h3 code")
     assert page.locator(".mesh .ring").count() == page.locator(".mesh").count()  # the box of the rank is marked
     page.locator("#by-check").select_option("nothing_left_unsharded")
     until(page, "location.hash === '#check=nothing_left_unsharded&rank=0'")
-    assert shown(page, ".told h3 code") == ["nothing_left_unsharded"]
+    assert shown(page, ".result h3 code") == ["nothing_left_unsharded"]
     page.get_by_role("button", name="Show all").click()
     page.locator("#by-loader").select_option("2")
     until(page, "location.hash === '#loader=2'")
@@ -217,32 +217,32 @@ def test_filter_by_status_check_rank_and_loader(opened):
     assert shown(page, ".loader > header h2") == [factory.LLAMA]
 
 
-def test_filters_reach_into_what_is_told_together(opened):
+def test_filters_apply_to_checks_that_share_an_article(opened):
     page = opened("raised")
-    assert len(shown(page, ".told")) == 1
+    assert len(shown(page, ".result")) == 1
     assert len(shown(page, ".same li")) == len(factory.CATALOGUE)
     page.locator("#by-check").select_option("loss_parity")
     until(page, "location.hash === '#check=loss_parity'")
     assert shown(page, ".same li") == ["loss_parity"]
     page.locator("#by-rank").select_option("0")
     until(page, "location.hash === '#check=loss_parity&rank=0'")
-    assert shown(page, ".told") == []
+    assert shown(page, ".result") == []
     page.locator("#matrix a[data-c=loss_parity]").click()
     assert focused(page, "id") == "loader-1-loss_parity"
 
 
-def test_a_link_shows_the_same_again(opened):
+def test_a_link_restores_the_filters(opened):
     page = opened(fragment="#tensor=up_proj&status=failed&at=loader-1-params_equal_reference")
     assert page.locator("#by-tensor").input_value() == "up_proj"
     assert page.locator("[name=status][value=failed]").is_checked()
-    assert shown(page, ".told h3 code") == ["params_equal_reference"]
+    assert shown(page, ".result h3 code") == ["params_equal_reference"]
     assert focused(page, "id") == "loader-1-params_equal_reference"
     until(page, UNCOVERED)
     page.get_by_role("link", name="Link to params_equal_reference").click()
     assert page.evaluate("location.hash") == "#tensor=up_proj&status=failed&at=loader-1-params_equal_reference"
 
 
-def test_a_link_leads_to_what_is_folded_or_filtered_away(opened):
+def test_a_link_reveals_a_folded_or_filtered_target(opened):
     page = opened(fragment="#tensor=rotary&at=loader-1-loss_parity")
     assert focused(page, "id") == "loader-1-loss_parity"
     assert page.locator("#by-tensor").input_value() == ""
@@ -287,7 +287,7 @@ def test_the_skip_link_leads_to_the_results(opened):
     assert focused(page, "id") == "main"
 
 
-def test_the_matrix_is_walked_with_arrows(opened):
+def test_arrow_keys_move_within_the_matrix(opened):
     page = opened()
     page.locator("#matrix td a[tabindex='0']").focus()
     assert focused(page, "dataset.c") == "no_uninitialized_memory"
@@ -327,27 +327,27 @@ def test_themes(opened):
     assert ground(page) == dark
 
 
-def test_what_is_worse_than_before_is_seen_and_the_rest_can_be_opened(opened):
+def test_regressions_are_expanded_and_other_changes_are_folded(opened):
     page = opened("compared")
     assert shown(page, "#changes h2") == ["Since 2026-11-19 21:04 UTC, commit 0123abc+"]
     assert shown(page, "#changes .c-worse li")
-    assert not shown(page, "#changes .c-odd li")
-    page.locator("#changes .c-odd summary").first.click()
-    assert shown(page, "#changes .c-odd li")
+    assert not shown(page, "#changes .c-neutral li")
+    page.locator("#changes .c-neutral summary").first.click()
+    assert shown(page, "#changes .c-neutral li")
 
 
 def test_readable_without_javascript(opened):
     page = opened(java_script_enabled=False)
     assert page.locator("#filters").is_hidden()
     assert page.locator("noscript").is_visible()
-    assert len(shown(page, ".told")) == 5  # two checks could not be judged for one and the same reason
+    assert len(shown(page, ".result")) == 5  # four with findings, and one error
     assert shown(page, ".numbers tbody tr")[0].startswith("1 4.85 4.85")
     assert EMBEDDING in shown(page, ".drawing .names")
     page.locator("#matrix .s-error").click()
     assert page.url.endswith("#loader-1-dcp_reshards")
 
 
-def test_a_large_report_is_all_there(opened):
+def test_a_large_report_is_complete(opened):
     page = opened("large")
     assert page.locator(".loader").count() == 20
     assert page.locator("#matrix tbody td").count() == 20 * len(factory.CATALOGUE)

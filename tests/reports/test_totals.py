@@ -1,4 +1,4 @@
-"""The ledger of a run, and what the terminal says of it at the end."""
+"""RunRecords, and the totals in the terminal at the end of a run."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from pytest_fsdp_meta.catalogue import built_in
 from pytest_fsdp_meta.evidence import WorldFacts
-from pytest_fsdp_meta.reports.run_records import Entry, Loaded, RunRecords
-from pytest_fsdp_meta.reports.schema import STATUSES, WORDS, CheckRecord, FindingRecord, LoaderRecord
+from pytest_fsdp_meta.reports.run_records import ItemContext, RunRecords
+from pytest_fsdp_meta.reports.schema import SKIPS, CheckRecord, FindingRecord, LoaderRecord, describe_counts
 from pytest_fsdp_meta.reports.totals import describe_totals, nothing_judged
 
 WORLD = WorldFacts(2, (("dp_shard", 2),), "cpu", "gloo")
@@ -16,84 +16,104 @@ IDS = CATALOGUE.ids()
 FOUND = FindingRecord("a.weight", (0, 1), "on meta", "on a device", cause="nobody loads it", remedy="load it")
 
 
-def entry(check: str, status: str = "passed", loaded: Loaded | None = None) -> Entry:
-    return Entry(
-        "t.py::test_x",
-        "t.py::test_x",
-        WORLD,
-        tuple(IDS[:3]),
-        CheckRecord(check, status, f"t.py::test_x[{check}]"),
-        loaded,
-    )
+def item(check: str, status: str = "passed", **facts: object) -> ItemContext:
+    record = CheckRecord(check, status, f"t.py::test_x[{check}]")
+    return ItemContext("t.py::test_x", "t.py::test_x", record, WORLD, tuple(IDS[:3]), **facts)  # type: ignore[arg-type]
 
 
-def of_loader(*statuses: str, name: str = "t.py::test_x") -> LoaderRecord:
-    return LoaderRecord(name, WORLD, tuple(CheckRecord(id, status) for id, status in zip(IDS, statuses, strict=False)))
+def record(check: str, kind: str) -> CheckRecord:
+    return CheckRecord(check, "skipped", skip=kind) if kind in SKIPS else CheckRecord(check, kind)
+
+
+def loader_with(*kinds: str, name: str = "t.py::test_x") -> LoaderRecord:
+    return LoaderRecord(name, WORLD, tuple(record(id, kind) for id, kind in zip(IDS, kinds, strict=False)))
 
 
 def planned(*checks: str) -> RunRecords:
-    ledger = RunRecords()
+    records = RunRecords()
     for check in checks:
-        ledger.plan("t.py::test_x", check, f"t.py::test_x[{check}]", world=WORLD)
-    return ledger
+        records.plan(replace(item(check, "not run"), offered=None))
+    return records
 
 
-def statuses(ledger: RunRecords) -> dict[str, str]:
-    (loader,) = ledger.loaders(CATALOGUE)
-    return {check.check: check.status for check in loader.checks}
+def kinds(records: RunRecords) -> dict[str, str]:
+    (loader,) = records.loaders(CATALOGUE)
+    return {check.check: check.kind for check in loader.checks}
 
 
 def test_every_check_of_the_catalogue_has_a_status() -> None:
-    ledger = planned(IDS[0], IDS[1])
-    ledger.enter(entry(IDS[0]))
-    assert statuses(ledger) == {
+    records = planned(IDS[0], IDS[1])
+    records.add(item(IDS[0]))
+    assert kinds(records) == {
         IDS[0]: "passed",
         IDS[1]: "not run",
-        IDS[2]: "unselected",
+        IDS[2]: "not selected",
         **dict.fromkeys(IDS[3:], "left out"),
     }
 
 
-def test_what_a_later_phase_says_replaces_what_an_earlier_one_said_and_time_adds_up() -> None:
-    ledger = planned(IDS[0])
-    ledger.spend(f"t.py::test_x[{IDS[0]}]", 1.5)
-    ledger.enter(entry(IDS[0], loaded=Loaded(seconds={"loading": 1.0})))
-    ledger.spend(f"t.py::test_x[{IDS[0]}]", 0.5)
-    ledger.enter(entry(IDS[0], "error"))
-    (loader,) = ledger.loaders(CATALOGUE)
+def test_a_later_phase_replaces_the_status_and_adds_its_time() -> None:
+    records = planned(IDS[0])
+    records.add_seconds(f"t.py::test_x[{IDS[0]}]", 1.5)
+    records.add(item(IDS[0], seconds={"loading": 1.0}))
+    records.add_seconds(f"t.py::test_x[{IDS[0]}]", 0.5)
+    records.add(item(IDS[0], "error"))
+    (loader,) = records.loaders(CATALOGUE)
     assert (loader.checks[0].status, loader.checks[0].seconds) == ("error", 2.0)
     assert loader.seconds == {"loading": 1.0}
 
 
 def test_an_item_whose_process_crashed_is_an_error() -> None:
-    ledger = planned(IDS[0], IDS[1])
-    ledger.crashed(f"t.py::test_x[{IDS[1]}]", "worker 'gw0' crashed")
-    (loader,) = ledger.loaders(CATALOGUE)
+    records = planned(IDS[0], IDS[1])
+    records.add_crash(f"t.py::test_x[{IDS[1]}]", "worker 'gw0' crashed")
+    (loader,) = records.loaders(CATALOGUE)
     assert (loader.checks[1].status, loader.checks[1].reason) == ("error", "worker 'gw0' crashed")
 
 
-def test_a_test_that_is_no_loader_though_it_is_called_so() -> None:
-    ledger = planned(IDS[0], IDS[1])
-    ledger.strike(f"t.py::test_x[{IDS[0]}]")
-    ledger.spend(f"t.py::test_x[{IDS[1]}]", 1.0)
-    assert ledger.loaders(CATALOGUE) == ()
+def test_an_ordinary_test_named_like_one_of_a_loader_is_forgotten() -> None:
+    records = planned(IDS[0], IDS[1])
+    records.forget_loader(f"t.py::test_x[{IDS[0]}]")
+    records.add_seconds(f"t.py::test_x[{IDS[1]}]", 1.0)
+    assert records.loaders(CATALOGUE) == ()
 
 
-def test_each_status_has_words() -> None:
-    assert set(WORDS) == set(STATUSES)
+def test_facts_of_a_loader_stay_when_a_later_item_does_not_repeat_them() -> None:
+    records = planned(*IDS[:3])
+    records.add(item(IDS[0], "error", error="rank 1 raised OSError", seconds={"loading": 1.0}))
+    records.add(item(IDS[1], "error"))
+    (loader,) = records.loaders(CATALOGUE)
+    assert (loader.error, loader.seconds) == ("rank 1 raised OSError", {"loading": 1.0})
+    records.add(item(IDS[2], seconds={"loading": 2.0}))
+    (loader,) = records.loaders(CATALOGUE)
+    assert (loader.error, loader.seconds) == ("", {"loading": 2.0})
 
 
-def test_a_line_for_each_loader_and_an_account_of_all() -> None:
-    clean = replace(of_loader("passed", "undeclared"), seconds={"loading": 0.3, "training": 1.2, "values": 0.01})
+def test_counts_of_statuses_with_the_kinds_of_skips() -> None:
+    counts = {"passed": 34, "not declared": 4, "not applicable": 5, "error": 2, "partly checked": 1}
+    assert describe_counts(counts) == (
+        "34 passed, 1 partly checked, 2 errors, 9 skipped (4 not declared, 5 not applicable)"
+    )
+    assert describe_counts({"error": 1, "skipped": 2}) == "1 error, 2 skipped"
+    assert describe_counts({"depends on a failed check": 2}) == "2 skipped (2 depend on a failed check)"
+
+
+def test_a_line_for_each_loader_and_one_for_all_checks() -> None:
+    clean = replace(loader_with("passed", "not declared"), seconds={"loading": 0.3, "training": 1.2, "values": 0.01})
     clean = replace(clean, checks=(replace(clean.checks[0], seconds=2.0), clean.checks[1]))
-    broken = of_loader("failed", "blocked", name="t.py::test_y")
-    broken = replace(broken, checks=(replace(broken.checks[0], findings=(FOUND, FOUND), seconds=2.0), broken.checks[1]))
-    assert list(describe_totals([clean, broken])) == [
+    failing = loader_with("failed", "depends on a failed check", name="t.py::test_y")
+    failing = replace(
+        failing, checks=(replace(failing.checks[0], findings=(FOUND, FOUND), seconds=2.0), failing.checks[1])
+    )
+    assert list(describe_totals([clean, failing])) == [
         (
-            "t.py::test_x, world of 2 (gloo on cpu): 1 passed, 1 not declared; 2.0 s (training 1.2, loading 0.3)",
+            "t.py::test_x, world of 2 (gloo on cpu): 1 passed, 1 skipped (1 not declared); 2.0 s "
+            "(training 1.2, loading 0.3)",
             {"green": True},
         ),
-        ("t.py::test_y, world of 2 (gloo on cpu): 1 failed, 1 blocked by what failed; 2.0 s", {"red": True}),
+        (
+            "t.py::test_y, world of 2 (gloo on cpu): 1 failed, 1 skipped (1 depends on a failed check); 2.0 s",
+            {"red": True},
+        ),
         ("", {}),
         ("1. likely cause: nobody loads it", {"bold": True}),
         ("   remedy: load it", {}),
@@ -106,51 +126,53 @@ def test_a_line_for_each_loader_and_an_account_of_all() -> None:
     ]
 
 
-def test_what_is_not_accounted_for_is_said() -> None:
-    told = list(describe_totals([of_loader("passed", "unselected", "not run", "left out")]))
-    assert told[-1] == ("2 of 4 checks accounted for (1 not selected, 1 not run)", {"red": True})
-    told = list(describe_totals([of_loader("passed", "unselected")]))
-    assert told[-1] == ("1 of 2 checks accounted for (1 not selected)", {"green": True})
+def test_checks_without_a_result_are_named() -> None:
+    lines = list(describe_totals([loader_with("passed", "not selected", "not run", "left out")]))
+    assert lines[-1] == ("2 of 4 checks accounted for (1 not selected, 1 not run)", {"red": True})
+    lines = list(describe_totals([loader_with("passed", "not selected")]))
+    assert lines[-1] == ("1 of 2 checks accounted for (1 not selected)", {"green": True})
 
 
 def test_nothing_judged_is_never_a_pass() -> None:
-    told = list(describe_totals([of_loader("undeclared", "left out")]))
-    assert told[-1] == ("2 of 2 checks accounted for; nothing was judged, so nothing has passed", {"red": True})
+    lines = list(describe_totals([loader_with("not declared", "left out")]))
+    assert lines[-1] == ("2 of 2 checks accounted for; nothing was judged, so nothing has passed", {"red": True})
 
 
-def test_when_nothing_judged_ends_the_run_as_bad() -> None:
+def test_when_a_run_without_judged_checks_is_bad() -> None:
     assert not nothing_judged([], others_passed=False)
-    assert not nothing_judged([of_loader("skipped", "passed")], others_passed=False)
-    assert not nothing_judged([of_loader("skipped", "xfailed")], others_passed=False)
-    assert nothing_judged([of_loader("skipped", "left out")], others_passed=False)
-    assert not nothing_judged([of_loader("skipped", "left out")], others_passed=True)
-    assert nothing_judged([of_loader("skipped", "undeclared")], others_passed=True)
+    assert not nothing_judged([loader_with("by the test", "passed")], others_passed=False)
+    assert not nothing_judged([loader_with("by the test", "xfailed")], others_passed=False)
+    assert nothing_judged([loader_with("by the test", "left out")], others_passed=False)
+    assert not nothing_judged([loader_with("by the test", "left out")], others_passed=True)
+    assert nothing_judged([loader_with("by the test", "not declared")], others_passed=True)
 
 
-def test_of_many_causes_and_many_errors_both_are_told_and_how_many_are_left() -> None:
-    broken = [
-        replace(of_loader("failed"), checks=(CheckRecord(IDS[0], "failed", findings=(replace(FOUND, cause=f"c{n}"),)),))
+def test_many_causes_and_many_errors_are_both_shortened() -> None:
+    failing = [
+        replace(
+            loader_with("failed"), checks=(CheckRecord(IDS[0], "failed", findings=(replace(FOUND, cause=f"c{n}"),)),)
+        )
         for n in range(25)
     ]
     errors = [
-        replace(of_loader("error"), checks=(CheckRecord(IDS[0], "error", reason=f"GPU {n} is gone"),))
+        replace(loader_with("error"), checks=(CheckRecord(IDS[0], "error", reason=f"GPU {n} is gone"),))
         for n in range(30)
     ]
-    told = [line for line, _ in describe_totals([*broken, *errors])]
-    assert sum("likely cause: " in line for line in told) == sum("could not be judged: GPU" in line for line in told)
-    assert "... and 5 causes more" in told
-    assert "26. could not be judged: GPU 0 is gone" in told
-    assert "... and 10 reasons more" in told
+    lines = [line for line, _ in describe_totals([*failing, *errors])]
+    assert sum("likely cause: " in line for line in lines) == sum("error: GPU" in line for line in lines)
+    assert "... and 5 more causes" in lines
+    assert "26. error: GPU 0 is gone" in lines
+    assert "... and 10 more errors" in lines
 
 
-def test_an_error_is_told_once_with_its_reason() -> None:
-    loader = of_loader("error", "error")
+def test_an_error_is_shown_once_with_its_reason() -> None:
+    loader = loader_with("error", "error")
     reason = "ranks 0, 1 raised ValueError: no file"
     loader = replace(loader, checks=tuple(replace(check, reason=reason) for check in loader.checks))
-    told = [line for line, _ in describe_totals([loader])]
-    assert told[1:] == [
+    lines = [line for line, _ in describe_totals([loader])]
+    assert lines[1:] == [
         "",
-        f"1. could not be judged: {reason}",
+        f"1. error: {reason}",
         f"   {IDS[0]} and 1 more in t.py::test_x",
         "",
         "2 of 2 checks accounted for; nothing was judged, so nothing has passed",

@@ -1,4 +1,4 @@
-"""``pytest_fsdp_meta.transformers``: tiny configurations, checkpoints, and the subject that follows from one."""
+"""``pytest_fsdp_meta.transformers``: tiny configurations, tiny checkpoints, and the subject derived from one."""
 
 from __future__ import annotations
 
@@ -29,62 +29,62 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_checkpoint("llama", tmp_path_factory.mktemp("tiny") / "llama")
 
 
-def test_importing_the_plugin_imports_no_transformers() -> None:
+def test_importing_the_plugin_imports_neither_torch_nor_transformers() -> None:
     code = (
         "import pytest_fsdp_meta, pytest_fsdp_meta.plugin, sys; assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_a_tiny_configuration() -> None:
+def test_the_sizes_of_a_tiny_configuration() -> None:
     config = tiny_config("llama")
     assert (config.hidden_size, config.num_hidden_layers, config.vocab_size) == (32, 2, 120)
     assert tiny_config("llama", hidden_size=16, head_dim=4).hidden_size == 16
     assert len(set(tiny_config("gemma3_text").layer_types)) == 2
 
 
-def test_parts_are_tiny_too() -> None:
+def test_parts_of_a_configuration_are_tiny_too() -> None:
     assert tiny_config("mllama").text_config.hidden_size == 32
     given = tiny_config("mllama", text_config={"vocab_size": 50})
     assert (given.text_config.vocab_size, given.text_config.hidden_size) == (50, 32)
 
 
 @pytest.mark.parametrize(
-    ("make", "words"),
+    ("make", "message"),
     [
-        (lambda folder: tiny_config("lama"), "knows no model type 'lama'; did you mean 'llama'?"),
+        (lambda folder: tiny_config("lama"), "has no model type 'lama'; did you mean 'llama'?"),
         (lambda folder: tiny_checkpoint("clip", folder), "'clip' has no causal language model"),
         (lambda folder: tiny_checkpoint("llama", folder, vocab_size=10**6), "should be at most 8,000,000"),
     ],
 )
-def test_what_cannot_be_had(tmp_path: Path, make: object, words: str) -> None:
+def test_impossible_requests_are_errors(tmp_path: Path, make: object, message: str) -> None:
     assert callable(make)
     with pytest.raises(ValueError, match=r"llama|clip") as error:
         make(tmp_path)
-    assert words in str(error.value)
+    assert message in str(error.value)
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("model_type", ["llama", "mllama", "musicgen", "internlm3"])
-def test_a_tiny_checkpoint_is_loaded_by_its_class(tmp_path: Path, model_type: str) -> None:
+def test_a_tiny_checkpoint_loads_with_its_class(tmp_path: Path, model_type: str) -> None:
     assert model_type in CAUSAL_LMS
     model = reference_model(tiny_checkpoint(model_type, tmp_path / "here"))
     assert isinstance(model, PreTrainedModel)
     assert sum(parameter.numel() for parameter in model.parameters()) < 100_000
     ones = [name for name, parameter in model.named_parameters() if torch.equal(parameter, torch.ones_like(parameter))]
-    assert not ones, "norms that are all ones would not show whether they were loaded"
+    assert not ones, "norms of ones would look loaded even if a loader skipped them"
 
 
-def test_the_same_bits_every_time(tmp_path: Path, llama: Path) -> None:
+def test_a_checkpoint_has_the_same_bits_every_time(tmp_path: Path, llama: Path) -> None:
     state = torch.get_rng_state()
-    again = tiny_checkpoint("llama", tmp_path / "again")
+    second = tiny_checkpoint("llama", tmp_path / "second")
     assert torch.equal(torch.get_rng_state(), state)
-    ours, theirs = (load_file(path / "model.safetensors") for path in (llama, again))
+    ours, theirs = (load_file(path / "model.safetensors") for path in (llama, second))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def test_batches(llama: Path) -> None:
+def test_batches_are_repeatable_and_differ_by_step(llama: Path) -> None:
     batch = token_batch(1, llama, rows=6, length=5)
     assert batch["input_ids"].shape == (6, 5)
     assert torch.equal(batch["input_ids"], token_batch(1, llama, rows=6, length=5)["labels"])
@@ -95,20 +95,20 @@ def test_the_subject_of_a_checkpoint(llama: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(llama)
     derived = subject(model, llama, rows=6)
     assert derived.model is model
-    build, batch = (pickle.loads(cloudpickle.dumps(one)) for one in (derived.reference, derived.batch))
+    build, batch = (pickle.loads(cloudpickle.dumps(function)) for function in (derived.reference, derived.batch))
     assert type(build()) is LlamaForCausalLM
     assert build() is not model
     assert torch.equal(batch(3)["labels"], token_batch(3, llama, rows=6)["labels"])
     assert model(**batch(0)).loss.ndim == 0
 
 
-def test_what_is_declared_goes_first(llama: Path) -> None:
+def test_declared_fields_override_derived_ones(llama: Path) -> None:
     declared = subject(AutoModelForCausalLM.from_pretrained(llama), llama, reference=llama, frozen="lm_head.weight")
     assert (declared.reference, declared.frozen) == (llama, "lm_head.weight")
     assert declared.batch is not None
 
 
-def test_the_class_of_the_model_and_what_it_is_trained_on(llama: Path) -> None:
+def test_the_reference_has_the_class_of_the_model_and_only_token_models_get_batches(llama: Path) -> None:
     classifier = AutoModelForSequenceClassification.from_pretrained(llama)
     derived = subject(classifier, llama)
     assert callable(derived.reference)

@@ -267,7 +267,7 @@ def test_a_checkpoint_that_another_world_size_refuses():
     found = judged(lambda fsdp: declared(fsdp, build(), save=save, resume=resume), (ROUND_TRIP, RESHARDS))
     assert statuses(found) == {ROUND_TRIP: "passed", RESHARDS: "failed"}
     assert [(one.tensor, one.ranks, one.actual.partition(" tensor ")[0]) for one in found[RESHARDS].findings] == [
-        (None, (0,), "loading it in a world of 1 raises RuntimeError in Subject(resume=...): The size of")
+        (None, (0,), "loading the checkpoint in a world of 1 raises RuntimeError in Subject(resume=...): The size of")
     ]
 
 
@@ -435,7 +435,7 @@ def test_plain_shards_with_one_name_are_not_saved_by_torch():
 
     found = judged(loader, (ROUND_TRIP,))[ROUND_TRIP]
     assert found.status == "skipped"
-    assert "of 0.weight ranks hold what differs though it has one name and one place" in found.reason
+    assert "ranks hold different values of 0.weight in the same place of the tensor" in found.reason
 
 
 @pytest.mark.parametrize(

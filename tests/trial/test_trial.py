@@ -90,7 +90,7 @@ def test_undeclared_frozen_parameters_are_trained_by_the_reference():
     ]
     assert verdicts[PARITY].status == "skipped"
     assert verdicts[PARITY].reason.startswith("the losses differ (step 1: ")
-    assert verdicts[PARITY].reason.endswith(f"which the findings of {TRAINABLE} explain; mend those first")
+    assert verdicts[PARITY].reason.endswith(f"which the findings of {TRAINABLE} explain; fix those first")
 
 
 def test_a_declared_frozen_parameter_that_trains_is_found():
@@ -100,7 +100,7 @@ def test_a_declared_frozen_parameter_that_trains_is_found():
         ("0.bias", (0, 1), "trainable", "frozen, as declared", ""),
     ]
     assert verdicts[PARITY].status == "skipped"
-    assert verdicts[PARITY].reason.endswith(f"which the findings of {TRAINABLE} explain; mend those first")
+    assert verdicts[PARITY].reason.endswith(f"which the findings of {TRAINABLE} explain; fix those first")
 
 
 def failing() -> nn.Module:

@@ -1,4 +1,4 @@
-"""Many worlds in a row, and what there is of everything before and after."""
+"""Many worlds in a row leave no descriptors, threads, processes, folders or shared memory behind."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from pytest_fsdp_meta.worlds import WorldError
 from tests.world_help import preload, total, world_of
 
 WORLDS = int(os.environ.get("FSDP_TEST_WORLDS", "20"))
-"""A hundred take a minute."""
+"""How many worlds to run; 100 take a minute."""
 
 
-def holdings(pid: int, mine: Path) -> dict[str, int]:
-    """What a process holds, and what lies about on the machine that is its own."""
+def resources_of(pid: int, mine: Path) -> dict[str, int]:
+    """Count what the process holds, and its folders in ``mine``."""
     proc = Path(f"/proc/{pid}")
     return {
         "descriptors": len(list((proc / "fd").iterdir())),
@@ -28,12 +28,12 @@ def holdings(pid: int, mine: Path) -> dict[str, int]:
 
 
 def shared_memory(pids: set[int]) -> list[str]:
-    """Segments that torch has made in these processes, whose number their names carry; other programs have theirs."""
+    """Return the shared memory segments that torch has made in these processes, by the pid in their names."""
     return [one for one in os.listdir("/dev/shm") if one.startswith(tuple(f"torch_{pid}_" for pid in pids))]
 
 
 def server() -> int:
-    """The process that ranks are forked from."""
+    """Return the pid of the fork server."""
     with world_of(1) as world:
         return int(world.run(os.getppid)[0])
 
@@ -55,7 +55,7 @@ def fail() -> None:
     raise RuntimeError
 
 
-@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="only Linux tells what a process holds")
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs /proc")
 def test_worlds_in_a_row_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     preload().start()
@@ -74,11 +74,11 @@ def test_worlds_in_a_row_leave_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     for act in (work, crash, fail):
         use(act)
     forking = server()
-    before = {pid: holdings(pid, tmp_path) for pid in (os.getpid(), forking)}
+    before = {pid: resources_of(pid, tmp_path) for pid in (os.getpid(), forking)}
     for number in range(WORLDS):
         use((work, crash, work, fail)[number % 4])
     assert server() == forking
-    after = {pid: holdings(pid, tmp_path) for pid in (os.getpid(), forking)}
+    after = {pid: resources_of(pid, tmp_path) for pid in (os.getpid(), forking)}
     assert after == before
     assert len(ranks) >= 2 * WORLDS
     assert not shared_memory(ranks)

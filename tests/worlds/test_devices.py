@@ -1,4 +1,4 @@
-"""Which device and backend a world gets, and how GPUs are counted without touching one."""
+"""The choice of device and backend, and counting GPUs without initialising CUDA."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pytest_fsdp_meta.worlds import ForkServerEngine, Sources, choose, count_gpus, devices
+from pytest_fsdp_meta.worlds import ForkServerEngine, Sources, choose, count_gpus
+from pytest_fsdp_meta.worlds.local import gpus as counting
 
 NO_GPU = "--fsdp-device=cuda: this machine has no GPU that torch can use; use cpu or auto"
 NO_GPU_NCCL = "--fsdp-backend=nccl: this machine has no GPU that torch can use; use gloo or auto"
@@ -22,10 +23,10 @@ class backends:
     class cuda:
         is_built = staticmethod(lambda: True)
 """
-"""As much of it as is asked."""
+"""A torch with only the names that are used."""
 TOO_FEW = (
     "a world of 4 on cuda with nccl needs 4 GPUs, this machine has 2; use a smaller world, "
-    "or --fsdp-device=cuda --fsdp-backend=gloo, with which ranks share a GPU"
+    "or --fsdp-device=cuda --fsdp-backend=gloo, which lets ranks share a GPU"
 )
 CPU, NCCL, SHARED = ("cpu", "gloo"), ("cuda", "nccl"), ("cuda", "gloo")
 
@@ -55,31 +56,33 @@ def test_choice(
 @pytest.mark.parametrize("device", ["auto", "cpu", "cuda"])
 @pytest.mark.parametrize("backend", ["auto", "gloo", "nccl"])
 @pytest.mark.parametrize("gpus", [0, 2, 4])
-def test_a_required_gpu_changes_nothing_but_the_cpu_into_an_error(device: str, backend: str, gpus: int) -> None:
+def test_a_required_gpu_makes_the_cpu_an_error_and_changes_nothing_else(device: str, backend: str, gpus: int) -> None:
     free = _chosen(4, device, backend, gpus)
     required = _chosen(4, device, backend, gpus, require_gpu=True)
     on_cpu = f"--fsdp-require-gpu: a world of 4 would run on the CPU, this machine has {gpus} GPUs"
     assert required == (on_cpu if free == CPU else free)
 
 
-def test_a_world_of_one_takes_one_gpu() -> None:
+def test_a_world_of_one_rank_uses_the_only_gpu() -> None:
     assert choose(1, "auto", "auto", gpus=1) == NCCL
 
 
 def test_no_gpu_is_counted_without_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "DEVICE_FILES", ("/dev/no-such-device*",))
+    monkeypatch.setattr(counting, "DEVICE_FILES", ("/dev/no-such-device*",))
     preload = ForkServerEngine()
     assert count_gpus(preload) == 0
     assert preload._server is None
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_gpus_are_those_that_torch_can_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+def test_the_gpus_that_torch_can_use_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     assert count_gpus(_with_torch(TORCH.format(bad_fork=False), tmp_path, monkeypatch, method)) == 3
 
 
-def test_a_server_in_which_cuda_was_asked_is_not_forked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA then refuses to start in what is forked, and tells nobody but that."""
+def test_a_server_that_has_asked_cuda_for_devices_is_not_forked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA then refuses to start in forked processes, and only those can find out."""
     preload = _with_torch(TORCH.format(bad_fork=True), tmp_path, monkeypatch, "forkserver")
     with pytest.warns(UserWarning, match="importing the test modules asked CUDA for its devices, so ranks are spawned"):
         preload.ready()
@@ -94,21 +97,23 @@ def test_torch_still_says_whether_cuda_can_start_in_a_forked_process() -> None:
 
 
 @pytest.mark.parametrize(
-    ("torch", "told"),
+    ("torch", "reason"),
     [
         ("import os; os._exit(3)", "its process exited with code 3"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "its process was killed by SIGSEGV"),
         ("raise ImportError('libcudart')", "its process exited with code 1"),
     ],
 )
-def test_a_count_that_fails_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, torch: str, told: str) -> None:
-    with pytest.raises(ValueError, match=f"counting the GPUs failed: {told}.*; see what this says: python -c"):
+def test_a_count_that_fails_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, torch: str, reason: str
+) -> None:
+    with pytest.raises(ValueError, match=f"counting the GPUs failed: {reason}.*; to see why, run: python -c"):
         count_gpus(_with_torch(torch, tmp_path, monkeypatch, "spawn"))
 
 
 def test_a_count_that_hangs_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "PATIENCE", 0.5)
-    with pytest.raises(ValueError, match=r"counting the GPUs took longer than 0\.5 s; see what this says"):
+    monkeypatch.setattr(counting, "PATIENCE", 0.5)
+    with pytest.raises(ValueError, match=r"counting the GPUs took longer than 0\.5 s; to see why, run"):
         count_gpus(_with_torch("import time; time.sleep(100)", tmp_path, monkeypatch, "spawn"))
 
 
@@ -120,8 +125,8 @@ def _chosen(size: int, device: str, backend: str, gpus: int, require_gpu: bool =
 
 
 def _with_torch(text: str, folder: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> ForkServerEngine:
-    """A machine with a device file, and a torch that is no more than this text."""
-    monkeypatch.setattr(devices, "DEVICE_FILES", ("/dev/null",))
+    """Return an engine on a machine with a device file, whose torch consists of this text."""
+    monkeypatch.setattr(counting, "DEVICE_FILES", ("/dev/null",))
     (folder / "torch.py").write_text(text, encoding="utf-8")
     monkeypatch.syspath_prepend(folder)
     return ForkServerEngine(Sources((str(folder), *sys.path)), method=method)

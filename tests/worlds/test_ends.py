@@ -1,4 +1,4 @@
-"""What ends with a world, and with the process that it belongs to: ranks, what they started, folders."""
+"""The end of a world or of its parent: ranks, the processes that they started, and folders are gone."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("next_world_works")
 
 
 def start_children() -> list[int]:
-    """A forked child, a program, one in a session of its own, and one whose parent has gone."""
+    """Start a forked child, a program, one in its own session, and one whose parent has ended; return their pids."""
     import multiprocessing
 
     process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,))
@@ -49,7 +49,7 @@ def test_children_of_ranks_are_ended_with_them() -> None:
     pids = [pid for started in closed.run(start_children) for pid in started]
     with world_of(2) as other:
         assert other.run(me) == [(0, 2), (1, 2)]
-    assert all(map(is_running, pids)), "the end of another world is not theirs"
+    assert all(map(is_running, pids)), "closing another world does not end them"
     closed.close()
     assert_gone(pids)
 
@@ -61,7 +61,7 @@ def test_children_of_a_rank_that_has_ended_before() -> None:
     assert_gone(pids)
 
 
-def test_what_test_modules_started_while_they_were_imported_stays(tmp_path: Path) -> None:
+def test_processes_that_test_modules_start_on_import_survive(tmp_path: Path) -> None:
     (tmp_path / "starts.py").write_text("import subprocess\nCHILD = subprocess.Popen(['sleep', '1000'])")
     shared = ForkServerEngine(Sources((str(tmp_path), *preload().sources.path)), test_modules=["starts"])
     for _ in range(2):
@@ -74,7 +74,7 @@ def test_what_test_modules_started_while_they_were_imported_stays(tmp_path: Path
 def test_interrupt_while_waiting_ends_the_ranks() -> None:
     interrupted = world(2)
     pids = interrupted.run(os.getpid)
-    # Ignored where the tests were started in the background of a shell.
+    # SIGINT is ignored if the tests were started in the background of a shell.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
@@ -94,7 +94,7 @@ def stuck(how):
         current().barrier()
     if how == "stopped":
         os.kill(os.getpid(), 19)
-    if how == "locked":  # PyDLL keeps the interpreter's lock, so no thread of this rank can notice anything
+    if how == "locked":  # PyDLL keeps the interpreter's lock, so no thread of this rank can run
         ctypes.PyDLL(None).sleep(1000)
     time.sleep(1000)
 
@@ -127,7 +127,7 @@ def test_ranks_end_when_their_parent_is_killed(tmp_path: Path, how: str, method:
         process.kill()
         process.wait()
         assert_gone(pids)
-    deadline = time.monotonic() + 5.0  # the fork server sees to it, as the last
+    deadline = time.monotonic() + 5.0  # the fork server removes the folders last
     while left := list(tmp_path.glob("fsdp-*")):
         assert time.monotonic() < deadline, f"still there: {left}"
         time.sleep(0.02)
@@ -135,7 +135,7 @@ def test_ranks_end_when_their_parent_is_killed(tmp_path: Path, how: str, method:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGKILL])
 def test_a_signal_to_the_whole_process_group(tmp_path: Path, number: signal.Signals) -> None:
-    """As timeout(1), a terminal and CI systems send it: to the parent and to its fork server."""
+    """timeout(1), terminals and CI systems signal the whole group: the parent and its fork server."""
     text = "import os\nos.setpgid(0, 0)\n" + ENDLESS.format(how="collective", method="forkserver")
     with ended_at_last(run_script(text, tmp_path, TMPDIR=str(tmp_path))) as process:
         assert process.stdout is not None
@@ -150,7 +150,7 @@ def test_a_signal_to_the_whole_process_group(tmp_path: Path, number: signal.Sign
         time.sleep(0.02)
 
 
-def test_ranks_heed_the_signals_that_their_fork_server_ignores() -> None:
+def test_ranks_do_not_ignore_the_signals_that_the_fork_server_ignores() -> None:
     def ask() -> list[object]:
         return [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)]
 
@@ -159,7 +159,7 @@ def test_ranks_heed_the_signals_that_their_fork_server_ignores() -> None:
 
 
 def test_spawned_ranks_end_when_their_parent_is_killed(tmp_path: Path) -> None:
-    """Of what they have started nobody else knows, so only a rank that is not stuck can see to it."""
+    """Only the ranks: without a fork server, no other process knows what they have started."""
     text = """
 import os, time
 from tests.world_help import preload, world_of
@@ -180,7 +180,7 @@ world.run(time.sleep, 1000)
 
 @pytest.mark.parametrize("delay", [0.1, 1.0, 2.5])
 def test_a_parent_killed_while_it_starts_leaves_nothing(tmp_path: Path, delay: float) -> None:
-    """Everything that it started carries a word in its environment, by which it is found."""
+    """Find what it started by an environment variable that all its children inherit."""
     word = f"WORLD_TEST_{os.getpid()}_{int(delay * 10)}"
     text = ENDLESS.format(how="sleep", method="forkserver")
     with ended_at_last(run_script(text, tmp_path, TMPDIR=str(tmp_path), **{word: "1"})) as process:

@@ -1,4 +1,4 @@
-"""How a world fails: the right rank is named first, soon, nothing is left behind, and the next world works."""
+"""Worlds that fail: the error comes soon and names the right rank first, and the next world is not affected."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ def test_exceptions_on_two_ranks_while_two_wait() -> None:
     assert error.summary == "ranks 1, 3 raised RuntimeError: boom"
 
 
-def test_the_same_exception_on_all_ranks_is_told_once() -> None:
+def test_the_same_exception_on_all_ranks_is_reported_once() -> None:
     error = fails(world(4), boom)
     assert error.summary == "ranks 0-3 raised RuntimeError: boom"
     assert len(error.failures) == 4
     assert str(error).count("RuntimeError: boom") == 2, "in the first line and in one traceback"
 
 
-def test_different_exceptions_are_told_in_their_order() -> None:
+def test_different_exceptions_are_reported_in_order_of_time() -> None:
     def differ() -> None:
         time.sleep(0.2 * (1 - current().rank))
         raise ValueError(f"mine is {current().rank}")
@@ -81,7 +81,7 @@ def test_different_exceptions_are_told_in_their_order() -> None:
     assert "\n\nthen rank 0 raised ValueError: mine is 0\n\n" in text
 
 
-def test_a_misuse_is_told_by_its_message_alone() -> None:
+def test_a_misuse_is_reported_by_its_message_alone() -> None:
     def misuse() -> None:
         raise Misuse("declare the batch")
 
@@ -98,10 +98,10 @@ def test_an_exception_without_text() -> None:
     def be_mute() -> None:
         raise Mute
 
-    assert fails(world(1), be_mute).summary == "rank 0 raised Mute: (its text cannot be made)"
+    assert fails(world(1), be_mute).summary == "rank 0 raised Mute: (its __str__ raised an exception)"
 
 
-def test_the_only_rank_goes_by_the_label() -> None:
+def test_a_label_replaces_the_name_of_the_only_rank() -> None:
     alone = world_of(1, label="the reference")
     with alone:
         assert fails(alone, boom).summary == "the reference raised RuntimeError: boom"
@@ -181,7 +181,7 @@ def test_a_rank_stopped_in_the_middle_of_a_large_result() -> None:
     stopped = world(2, timeout=3.0)
     pids = stopped.run(os.getpid)
     began = time.monotonic()
-    # It may have been done before it was stopped; only that nobody waits for ever is certain.
+    # The rank may have sent its result before it is stopped, so the call may also succeed.
     with suppress(WorldError):
         stopped.run(stop_soon)
     stopped.close()
@@ -208,7 +208,7 @@ def test_a_rank_that_cannot_join() -> None:
     assert not broken.alive
 
 
-def test_a_rank_that_cannot_have_its_device() -> None:
+def test_a_device_that_does_not_exist() -> None:
     broken = world_of(2, device_type="cuda", backend="gloo", devices=(998, 999))
     with pytest.raises(WorldError) as caught:
         broken.start()
@@ -225,7 +225,7 @@ def test_a_rank_that_cannot_enter_the_parents_directory(tmp_path: Path, monkeypa
     monkeypatch.chdir(tmp_path)
 
 
-def test_a_rank_that_dies_is_noticed_though_its_children_hold_its_pipe() -> None:
+def test_a_rank_that_dies_is_noticed_even_if_its_children_hold_its_pipe() -> None:
     def fork_and_die() -> None:
         if os.fork() == 0:
             time.sleep(1000)
@@ -234,7 +234,7 @@ def test_a_rank_that_dies_is_noticed_though_its_children_hold_its_pipe() -> None
     assert fails(world(2), on_rank(0, fork_and_die)).summary == "rank 0 exited with code 9 before it answered"
 
 
-def test_threads_that_a_loader_leaves_behind_keep_nobody() -> None:
+def test_threads_that_a_loader_leaves_behind_do_not_delay_the_end() -> None:
     def leave_thread() -> None:
         threading.Thread(target=time.sleep, args=(1000,), daemon=False).start()
 
@@ -257,7 +257,7 @@ def test_a_rank_whose_standard_output_was_closed_still_answers() -> None:
         assert quiet.run(close) == [(0, 2), (1, 2)]
 
 
-def test_the_first_failure_is_named_though_its_consequence_was_told_before() -> None:
+def test_the_first_failure_is_named_even_if_its_consequence_was_reported_before() -> None:
     message = "[gloo/pair.cc] Connection closed by peer"
     lost = RankFailure(0, "raised", f"raised RuntimeError: {message}", when=1.0, message=message)
     killed = RankFailure(1, "killed", "was killed by SIGKILL", when=1.1)
@@ -265,7 +265,7 @@ def test_the_first_failure_is_named_though_its_consequence_was_told_before() -> 
     assert WorldError([lost], "testing").summary.startswith("rank 0 raised RuntimeError: [gloo")
 
 
-def test_a_refused_connection_of_the_users_own_is_no_consequence() -> None:
+def test_a_connection_error_of_the_users_own_is_not_a_consequence() -> None:
     def refuse() -> None:
         raise ConnectionRefusedError("Connection refused by the hub")
 
@@ -274,51 +274,50 @@ def test_a_refused_connection_of_the_users_own_is_no_consequence() -> None:
     assert "lost the connection" not in str(error)
 
 
-VOTE = ["builtins.LookupError"]
+OUTCOMES = ["builtins.LookupError"]
 
 
-def vote(delays: dict[int, float]) -> None:
+def leave(delays: dict[int, float]) -> None:
+    """Raise LookupError on these ranks, each after its delay in seconds."""
     if current().rank in delays:
         time.sleep(delays[current().rank])
         raise LookupError("nothing to do")
 
 
-def test_a_vote_of_all_ranks_leaves_the_world_running() -> None:
-    with world_of(2) as voting:
+def test_a_unanimous_outcome_leaves_the_world_running() -> None:
+    with world_of(2) as running:
         with pytest.raises(WorldError) as caught:
-            voting.call(vote, [{0: 0.0, 1: 1.5}], votes=VOTE)
+            running.call(leave, [{0: 0.0, 1: 1.5}], unanimous_outcomes=OUTCOMES)
         assert caught.value.unanimous == "builtins.LookupError"
-        assert voting.run(total, 1.0) == [1.0, 1.0]
+        assert running.run(total, 1.0) == [1.0, 1.0]
 
 
-def test_a_vote_of_one_rank_ends_the_world() -> None:
-    with world_of(2) as voting:
+def test_an_outcome_of_one_rank_only_ends_the_world() -> None:
+    with world_of(2) as running:
         with pytest.raises(WorldError) as caught:
-            voting.call(vote, [{1: 0.0}], votes=VOTE)
+            running.call(leave, [{1: 0.0}], unanimous_outcomes=OUTCOMES)
         assert [failure.rank for failure in caught.value.failures] == [1]
         assert caught.value.unanimous == ""
-        assert not voting.alive
+        assert not running.alive
 
 
-def test_the_same_exception_on_all_ranks_is_no_vote_unless_it_was_asked_for() -> None:
-    with world_of(2) as voting:
+def test_the_same_exception_on_all_ranks_ends_the_world_unless_it_is_an_outcome() -> None:
+    with world_of(2) as running:
         with pytest.raises(WorldError) as caught:
-            voting.run(vote, {0: 0.0, 1: 0.0})
+            running.run(leave, {0: 0.0, 1: 0.0})
         assert caught.value.unanimous == "builtins.LookupError"
-        assert not voting.alive
+        assert not running.alive
 
 
-def test_the_process_that_ranks_are_forked_from_is_killed() -> None:
+def test_the_fork_server_is_killed() -> None:
     broken = world(2)
     (server,) = set(broken.run(os.getppid))
     threading.Timer(0.3, os.kill, (server, signal.SIGKILL)).start()
     error = fails(broken, time.sleep, 1000)
-    assert error.summary == (
-        "ranks 0, 1 were killed with the process that ranks are forked from, which somebody has ended"
-    )
+    assert error.summary == "ranks 0, 1 were killed because the fork server of all ranks was ended from outside"
 
 
-def test_no_file_descriptor_is_left() -> None:
+def test_running_out_of_file_descriptors() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = len(os.listdir("/proc/self/fd")) + 8
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

@@ -34,7 +34,7 @@ def hung(size: int, function: Callable[..., object], *args: object) -> WorldErro
 
 def stacks_of(error: WorldError) -> dict[str, str]:
     """Return the stacks in the message of an error, by the ranks that they belong to."""
-    return dict(re.findall(r"(ranks? [\d, -]+) stood at \(innermost last\):\n((?:  .*\n?)+)", str(error)))
+    return dict(re.findall(r"stack of (ranks? [\d, -]+) \(innermost frame last\):\n((?:  .*\n?)+)", str(error)))
 
 
 def late(absent: Callable[[], object]) -> Callable[[], None]:
@@ -67,7 +67,9 @@ def test_a_deadlock_shows_the_collectives_and_the_stacks_of_all_ranks() -> None:
         error.view,
     )
     message = str(error)
-    assert message.startswith(f"{error.summary}\n(while running late.<locals>.function)\n\n{error.view}\n\nrank")
+    assert message.startswith(
+        f"{error.summary}\n(while running late.<locals>.function)\n\n{error.view}\n\nstack of rank"
+    )
     stacks = stacks_of(error)
     assert set(stacks) == {"rank 1", "ranks 0, 2"}, message
     assert re.search(r"in oversleep(\n  in C: .*)?$", stacks["rank 1"].rstrip())

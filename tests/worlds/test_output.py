@@ -1,4 +1,4 @@
-"""What ranks write: by whom it is written, since when, and told while it is being written."""
+"""Output of ranks: from Python, C and children, since a mark, and line by line while a call runs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_mark_outlives_the_world() -> None:
     assert world.mark() == [2 * len("first 0\n") + 1] * 2
 
 
-def test_what_c_writes_is_there_with_the_answer_and_after_a_kill(pair: World) -> None:
+def test_output_of_c_code_is_complete_after_an_answer_and_after_a_kill(pair: World) -> None:
     def write(text: bytes) -> None:
         ctypes.CDLL(None).printf(b"%s", text)
 
@@ -75,28 +75,28 @@ def test_what_c_writes_is_there_with_the_answer_and_after_a_kill(pair: World) ->
         (100, 97, "789"),
     ],
 )
-def test_the_end_of_what_was_written(size: int, mark: int, shown: str) -> None:
+def test_long_output_is_cut_at_the_start(size: int, mark: int, shown: str) -> None:
     assert Written(size, b"0123456789").since(mark) == shown
 
 
-def test_a_file_that_is_not_there_yet(tmp_path: Path) -> None:
+def test_a_missing_file_counts_as_empty_output(tmp_path: Path) -> None:
     assert Written.read(tmp_path / "none") == Written()
 
 
-class Ears(Listener):
+class LineRecorder(Listener):
     live = True
 
     def __init__(self) -> None:
-        self.heard: list[tuple[int, str]] = []
+        self.lines: list[tuple[int, str]] = []
         self.event = threading.Event()
 
     def wrote(self, world: World, rank: int, lines: Sequence[str]) -> None:
-        self.heard += [(rank, line) for line in lines]
+        self.lines += [(rank, line) for line in lines]
         self.event.set()
 
 
-def test_lines_are_told_while_the_call_runs_and_the_last_when_it_is_over() -> None:
-    ears = Ears()
+def test_complete_lines_arrive_during_the_call_and_the_rest_at_the_end() -> None:
+    recorder = LineRecorder()
 
     def speak(file: str) -> None:
         say("early")
@@ -106,14 +106,14 @@ def test_lines_are_told_while_the_call_runs_and_the_last_when_it_is_over() -> No
         print("a line")
         print("unfinished", end="")
 
-    with world_of(2, listener=ears) as world:
+    with world_of(2, listener=recorder) as world:
         file = world.folder / "go"
 
         def go() -> None:
             deadline = time.monotonic() + SOON
-            while len(ears.heard) < 2 and time.monotonic() < deadline:
-                ears.event.wait(0.1)
-            early.extend(sorted(ears.heard))
+            while len(recorder.lines) < 2 and time.monotonic() < deadline:
+                recorder.event.wait(0.1)
+            early.extend(sorted(recorder.lines))
             file.touch()
 
         early: list[tuple[int, str]] = []
@@ -123,39 +123,43 @@ def test_lines_are_told_while_the_call_runs_and_the_last_when_it_is_over() -> No
         watch.join()
         assert early == [(0, "early 0"), (1, "early 1")], "only complete lines"
     for rank in (0, 1):
-        assert [line for who, line in ears.heard if who == rank] == [f"early {rank}", "half of a line", "unfinished"]
+        assert [line for who, line in recorder.lines if who == rank] == [
+            f"early {rank}",
+            "half of a line",
+            "unfinished",
+        ]
 
 
-def test_a_flood_is_told_whole_and_in_order() -> None:
+def test_a_flood_of_lines_arrives_whole_and_in_order() -> None:
     def flood(lines: int) -> None:
         for number in range(lines):
             print(number, "x" * 100)
 
-    ears = Ears()
-    with world_of(2, listener=ears) as world:
+    recorder = LineRecorder()
+    with world_of(2, listener=recorder) as world:
         world.run(flood, 50_000)
     for rank in (0, 1):
-        lines = [line for who, line in ears.heard if who == rank]
+        lines = [line for who, line in recorder.lines if who == rank]
         assert [int(line.split()[0]) for line in lines] == list(range(50_000))
     assert len(world.outputs()[0]) < 2 * LIMIT
 
 
-def test_nobody_is_followed_unasked() -> None:
+def test_output_is_not_followed_unless_the_listener_wants_it() -> None:
     with world_of(1) as world:
         world.run(say, "anything")
         assert "pytest-fsdp-meta output" not in [thread.name for thread in threading.enumerate()]
 
 
 def test_a_progress_bar_and_a_line_that_ends_late(tmp_path: Path) -> None:
-    told: list[tuple[int, list[str]]] = []
+    received: list[tuple[int, list[str]]] = []
     path = tmp_path / "out"
     path.write_bytes(b" 0%|\r50%|\r100%|\nwindows\r\n\xff\n\nlong")
     follower = Follower(
-        [partial(read, path), partial(read, tmp_path / "none")], lambda rank, lines: told.append((rank, lines))
+        [partial(read, path), partial(read, tmp_path / "none")], lambda rank, lines: received.append((rank, lines))
     )
     with path.open("ab") as file:
         file.write(b" and longer" * 3)
     follower.stop()
-    lines = [line for rank, lines in told for line in lines]
+    lines = [line for rank, lines in received for line in lines]
     assert lines == ["100%|", "windows", "\\xff", "", "long and longer and longer and longer"]
-    assert {rank for rank, _ in told} == {0}
+    assert {rank for rank, _ in received} == {0}

@@ -1,4 +1,4 @@
-"""Loaders that call init_process_group themselves, under torchrun's environment: on this machine, and on two nodes."""
+"""Loaders that call init_process_group themselves, with torchrun's environment: on this machine and on two nodes."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from importlib import import_module
 from importlib.util import find_spec
 
 import pytest
 
 from pytest_fsdp_meta.worlds import Engine, World, WorldError, WorldSpec, current
+from pytest_fsdp_meta.worlds.rank.rendezvous import SCHEMES
 from tests.conftest import Project
 from tests.ray.ray_help import cluster_of, engine_of
 from tests.world_help import preload, total
@@ -33,7 +35,7 @@ def world(engine: Engine, size: int = 2, timeout: float = 60.0) -> World:
 
 
 def join(method: str, **given: int) -> None:
-    """As loaders do it: everything from the environment, or an address that they put together from it."""
+    """Make a process group as loaders do: from the environment, or with an address made from it."""
     import torch.distributed as dist
 
     if method == "tcp":
@@ -43,7 +45,7 @@ def join(method: str, **given: int) -> None:
 
 
 @pytest.mark.parametrize("method", ["env://", "tcp"])
-def test_the_group_meets_where_the_environment_says_also_again(engine: Engine, method: str) -> None:
+def test_groups_made_in_turn_meet_through_the_environment(engine: Engine, method: str) -> None:
     def meet() -> list[object]:
         import torch.distributed as dist
         from torch.distributed.device_mesh import init_device_mesh
@@ -54,7 +56,7 @@ def test_the_group_meets_where_the_environment_says_also_again(engine: Engine, m
             mesh = init_device_mesh("cpu", (current().world_size,), mesh_dim_names=(name,))
             seen += [dist.get_rank() == current().rank, total(1.0), mesh.mesh_dim_names]
             if name == "first" and current().rank == 1:
-                time.sleep(0.5)  # so that rank 0 is back first, and would find what rank 1 has left in the store
+                time.sleep(0.5)  # so that rank 0 is back first, and would read what rank 1 has left in the store
             dist.destroy_process_group()
         return seen
 
@@ -63,8 +65,8 @@ def test_the_group_meets_where_the_environment_says_also_again(engine: Engine, m
         assert ranks.run(meet) == [[True, 1.0, ("first",), True, 1.0, ("second",)]] * 2, "and in another call"
 
 
-def test_a_store_of_the_loaders_own_beside_it(engine: Engine) -> None:
-    """Rank 0 serves one on a port of its choice, and tells the others by the group that all have met in."""
+def test_a_loader_may_serve_a_store_of_its_own_as_well(engine: Engine) -> None:
+    """Rank 0 serves it on a free port, and sends the port to the others through the process group."""
 
     def meet() -> list[bytes]:
         from datetime import timedelta
@@ -73,9 +75,9 @@ def test_a_store_of_the_loaders_own_beside_it(engine: Engine) -> None:
 
         join("env://")
         mine = dist.TCPStore(os.environ["MASTER_ADDR"], 0, is_master=True) if current().rank == 0 else None
-        told: list[object] = [mine and mine.port]
-        dist.broadcast_object_list(told)
-        store = mine or dist.TCPStore(os.environ["MASTER_ADDR"], told[0], timeout=timedelta(seconds=30))
+        port: list[object] = [mine and mine.port]
+        dist.broadcast_object_list(port)
+        store = mine or dist.TCPStore(os.environ["MASTER_ADDR"], port[0], timeout=timedelta(seconds=30))
         store.set(str(current().rank), str(current().rank))
         found = [store.get(str(rank)) for rank in range(2)]
         dist.barrier()
@@ -85,14 +87,14 @@ def test_a_store_of_the_loaders_own_beside_it(engine: Engine) -> None:
         assert ranks.run(meet) == [[b"0", b"1"]] * 2
 
 
-def test_a_group_of_another_size_is_told_by_where_it_waits(engine: Engine) -> None:
+def test_a_group_of_the_wrong_size_hangs_in_init_process_group(engine: Engine) -> None:
     with pytest.raises(WorldError) as caught, world(engine, timeout=3.0) as ranks:
         ranks.run(join, "tcp", world_size=3)
     assert caught.value.summary == "ranks 0, 1 did not answer within 3 s"
     assert "in init_process_group" in str(caught.value)
 
 
-def test_a_group_that_was_never_made(engine: Engine) -> None:
+def test_a_collective_without_a_group_is_an_error(engine: Engine) -> None:
     def meet() -> None:
         current().barrier()
 
@@ -102,7 +104,7 @@ def test_a_group_that_was_never_made(engine: Engine) -> None:
 
 
 def test_an_address_of_the_loaders_own(engine: Engine) -> None:
-    """A loader that ignores the environment and serves its own store; ports are its own affair."""
+    """A loader may ignore the environment and serve a store of its own on a port of its choice."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
 
@@ -117,6 +119,13 @@ def test_an_address_of_the_loaders_own(engine: Engine) -> None:
 
     with world(engine) as ranks:
         assert ranks.run(meet, port) == [1.0, 1.0]
+
+
+def test_torch_still_has_the_private_names_that_process_groups_need() -> None:
+    from torch.distributed import ProcessGroup
+
+    assert set(SCHEMES) <= set(import_module("torch.distributed.rendezvous")._rendezvous_handlers)
+    assert callable(ProcessGroup._get_sequence_number_for_group)
 
 
 LOADERS = """
@@ -186,12 +195,12 @@ def test_wants_the_mesh(fsdp):
 """
 
 
-def test_loaders_that_make_the_group_are_judged_as_others_are(project: Project) -> None:
+def test_loaders_that_make_the_group_pass_the_checks(project: Project) -> None:
     project.loaders(LOADERS)
     project.run().assert_outcomes(passed=9)
 
 
-def test_what_is_told_of_a_group_that_is_not_as_it_should_be(project: Project) -> None:
+def test_errors_about_a_misused_process_group(project: Project) -> None:
     project.loaders(MISUSED)
     result = project.run()
     result.assert_outcomes(errors=4)

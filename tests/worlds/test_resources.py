@@ -70,7 +70,7 @@ def test_out_of_memory_kills_that_the_system_does_not_count(monkeypatch: pytest.
     assert processes.shortages() == 0
 
 
-CUT = "closed a descriptor that was not its own: the connection to pytest"
+CUT = "closed the file descriptor of its connection to pytest"
 
 
 def pipe() -> int:

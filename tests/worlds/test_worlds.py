@@ -1,4 +1,4 @@
-"""A world that works: what its ranks see, what comes back, how it starts and ends. Real processes throughout."""
+"""Worlds that work: what ranks see, what calls return, how worlds start and end. All with real processes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[World]:
-    """A world of two for tests that do not harm it."""
+    """A world of two ranks, for tests that leave it intact."""
     with world_of(2) as world:
         yield world
 
@@ -54,7 +54,7 @@ def test_every_rank_is_called_and_results_come_in_rank_order(size: int) -> None:
         assert world.run(total, 2.0) == [2.0 * sum(range(size))] * size
 
 
-def test_a_function_can_be_named(pair: World) -> None:
+def test_a_function_can_be_given_by_name(pair: World) -> None:
     assert pair.run("tests.world_help:total", 3.0) == [3.0, 3.0]
     assert pair.run("tests.world_help:total", value=3.0) == [3.0, 3.0]
 
@@ -81,11 +81,8 @@ def test_mesh_has_the_names_and_sizes_that_were_asked_for() -> None:
         return mesh.mesh_dim_names, tuple(mesh.shape), mesh.get_coordinate(), str(current().device)
 
     with world_of(4, mesh={"dp_replicate": 2, "dp_shard": 2}) as world:
-        names, shape = ("dp_replicate", "dp_shard"), (2, 2)
-        places = [[0, 0], [0, 1], [1, 0], [1, 1]]
-        assert [(*told[:2], list(told[2]), told[3]) for told in world.run(describe)] == [
-            (names, shape, place, "cpu") for place in places
-        ]
+        found = [(names, shape, list(place), device) for names, shape, place, device in world.run(describe)]
+    assert found == [(("dp_replicate", "dp_shard"), (2, 2), place, "cpu") for place in ([0, 0], [0, 1], [1, 0], [1, 1])]
 
 
 def test_barrier_waits_for_every_rank(pair: World, tmp_path: Path) -> None:
@@ -129,7 +126,7 @@ def test_the_loader_may_make_the_process_group_itself() -> None:
 
 
 def test_ranks_see_the_parents_environment_directory_and_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    preload().start()  # what is set after the fork server has started is seen as well
+    preload().start()  # ranks see also what is set after the fork server has started
     monkeypatch.setenv("WORLD_TEST_SET", "here")
     monkeypatch.delenv("HOME", raising=False)
     monkeypatch.chdir(tmp_path)
@@ -176,7 +173,7 @@ def test_arguments_that_cannot_be_sent(pair: World) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         pair.run(len, threading.Lock())
     assert not isinstance(caught.value, WorldError)
-    assert pair.run(me) == [(0, 2), (1, 2)], "no rank has heard of it"
+    assert pair.run(me) == [(0, 2), (1, 2)], "no rank was called"
 
 
 def test_results_that_cannot_be_sent_back() -> None:
@@ -204,7 +201,7 @@ def test_large_results_and_arguments(pair: World) -> None:
     assert [(len(one), one[0], one[-1:]) for one in results] == [(size + 1, 0, b"x"), (size + 1, 1, b"x")]
 
 
-def test_output_is_captured_per_rank_and_of_a_long_one_the_end() -> None:
+def test_output_is_captured_per_rank_and_long_output_is_cut_at_the_start() -> None:
     def chatter(megabytes: int) -> None:
         print(f"hello from {current().rank}")
         os.write(2, b"straight to the descriptor\n")
@@ -236,12 +233,12 @@ def test_ranks_use_one_thread_and_the_same_seed(pair: World) -> None:
     assert first[0] == 1
 
 
-def test_a_rank_is_known_to_itself_only() -> None:
+def test_current_outside_a_world_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="this process is not a rank of a world"):
         current()
 
 
-def test_rank_of_a_world_shows_no_plumbing(pair: World) -> None:
+def test_the_repr_of_a_rank_is_short(pair: World) -> None:
     assert pair.run(lambda: repr(current()))[1].startswith("Rank(rank=1, local_rank=1, world_size=2, device=device(")
     assert Rank(0, 0, 1, None).state == {}  # type: ignore[arg-type]
 
@@ -338,7 +335,7 @@ with world_of(2) as world:
         assert process.communicate(timeout=60)[0] == "once\nsent by value, sent by value\n"
 
 
-def test_multiprocessing_of_the_parent_stays_its_own(tmp_path: Path) -> None:
+def test_the_parents_own_multiprocessing_is_unaffected(tmp_path: Path) -> None:
     text = """
 import multiprocessing, sys
 def has_torch(pipe):
@@ -360,7 +357,7 @@ if __name__ == "__main__":
         assert process.communicate(timeout=60)[0] == "False\nTrue\nFalse\n"
 
 
-def test_a_forgotten_world_does_not_keep_the_parent(tmp_path: Path) -> None:
+def test_a_world_that_is_never_closed_does_not_keep_the_parent_alive(tmp_path: Path) -> None:
     text = """
 import os
 from tests.world_help import world_of
@@ -397,10 +394,10 @@ def test_ranks_do_not_copy_what_was_preloaded() -> None:
         for enabled, frozen, own in world.run(look):
             assert enabled
             assert frozen
-            assert own < 60, "MiB; all that torch has made are some 200"
+            assert own < 60, "MiB; importing torch allocates about 200"
 
 
-def test_modules_that_cannot_be_preloaded_keep_nobody_from_forking(tmp_path: Path) -> None:
+def test_forking_works_despite_modules_that_cannot_be_preloaded(tmp_path: Path) -> None:
     modules = {
         "raises": "raise RuntimeError('not today')",
         "skips": "import pytest; pytest.skip('not here', allow_module_level=True)",
@@ -434,20 +431,20 @@ def test_modules_that_cannot_be_preloaded_keep_nobody_from_forking(tmp_path: Pat
 def test_ranks_are_spawned_where_forking_is_unsafe(tmp_path: Path, text: str, reason: str) -> None:
     (tmp_path / "unsafe.py").write_text(text)
     shared = _preload(tmp_path, "unsafe")
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
             with World(WorldSpec({"dp": 2}), shared) as world:
                 assert world.run(total, 1.0) == [1.0, 1.0]
                 pids = world.run(os.getpid)
             assert_gone(pids)
-    (warning,) = [one for one in told if "pytest-fsdp-meta" in str(one.message)]
+    (warning,) = [one for one in caught if "pytest-fsdp-meta" in str(one.message)]
     assert str(warning.message).startswith(f"pytest-fsdp-meta: {reason}")
     assert str(warning.message).endswith(", so ranks are spawned, which is slower")
     assert shared.method == "bare"
 
 
-def test_a_module_that_takes_too_long_is_not_waited_for(tmp_path: Path) -> None:
+def test_waiting_for_slow_imports_has_a_limit(tmp_path: Path) -> None:
     (tmp_path / "endless.py").write_text("import time\ntime.sleep(1000)")
     shared = _preload(tmp_path, "endless")
     shared.patience = 1.0
@@ -457,14 +454,14 @@ def test_a_module_that_takes_too_long_is_not_waited_for(tmp_path: Path) -> None:
         assert world.run(me) == [(0, 1)]
 
 
-def test_a_module_of_ours_that_cannot_be_preloaded_is_told_once(tmp_path: Path) -> None:
+def test_a_required_module_that_cannot_be_preloaded_warns_once(tmp_path: Path) -> None:
     shared = ForkServerEngine(Sources((str(tmp_path), str(ROOT), *sys.path)), modules=["no_such_module"])
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
             with World(WorldSpec({"dp": 1}), shared) as world:
                 assert world.run(me) == [(0, 1)]
-    (message,) = [str(one.message) for one in told if "pytest-fsdp-meta" in str(one.message)]
+    (message,) = [str(one.message) for one in caught if "pytest-fsdp-meta" in str(one.message)]
     assert message == (
         "pytest-fsdp-meta: no_such_module cannot be preloaded: ModuleNotFoundError: No module named 'no_such_module'"
     )
@@ -492,18 +489,18 @@ def test_notes_arrive_in_order_and_before_the_answer() -> None:
             note("doing", f"step {step}")
         return current().rank
 
-    heard: list[tuple[int, str, object]] = []
+    notes: list[tuple[int, str, object]] = []
 
-    class Ears(Listener):
+    class Recorder(Listener):
         def noted(self, world: World, rank: int, kind: str, what: object) -> None:
-            heard.append((rank, kind, what))
+            notes.append((rank, kind, what))
 
-    with world_of(2, listener=Ears()) as world:
+    with world_of(2, listener=Recorder()) as world:
         assert world.run(speak) == [0, 1]
-    assert [what for rank, kind, what in heard if (rank, kind) == (1, "doing")] == ["step 0", "step 1", "step 2"]
-    assert len(heard) == 6
+    assert [what for rank, kind, what in notes if (rank, kind) == (1, "doing")] == ["step 0", "step 1", "step 2"]
+    assert len(notes) == 6
 
 
-def test_a_note_outside_a_world() -> None:
+def test_a_note_outside_a_world_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="is not a rank of a world"):
         note("doing", "nothing")

@@ -1,7 +1,7 @@
 """NeMo Automodel: ``NeMoAutoModelForCausalLM.from_pretrained`` with the FSDP2 strategy.
 
-NVIDIA-NeMo/Automodel#2146 was about buffers that its init context leaves on the CPU; docs/systems.md says what a run on
-a CPU can show of it, and what is found.
+NVIDIA-NeMo/Automodel#2146 reports buffers that its init context leaves on the CPU. docs/systems.md has the findings,
+and what a run on a CPU can show.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def load(path: Path, device: torch.device, config: FSDP2Config, *, force_hf: bool = True, **sizes: int) -> Subject:
-    """``force_hf=False`` takes the package's own implementation of an architecture, where it has one."""
+    """Load the checkpoint; ``force_hf=False`` uses the package's own implementation of the architecture, if any."""
     stand_in_for_cuda(device)
     model = NeMoAutoModelForCausalLM.from_pretrained(
         str(path),
@@ -53,32 +53,32 @@ def load(path: Path, device: torch.device, config: FSDP2Config, *, force_hf: boo
 
 
 def stand_in_for_cuda(device: torch.device) -> None:
-    """Where there is no GPU: the rank's device in place of the current CUDA device, and nothing else.
+    """Replace the current CUDA device with the rank's device if there is no GPU, and nothing else.
 
-    The package asks for it twice: an index to make a ``torch.device`` of, which FSDP2 does not read, and the device on
-    which parameters are materialised, which it hands to ``apply_model_infrastructure``.
+    The package asks for it twice: for the index of a ``torch.device``, which FSDP2 does not use, and for the device on
+    which ``apply_model_infrastructure`` materialises parameters.
     """
     if device.type == "cuda":
         return
     torch.cuda.current_device = lambda: 0
     build = auto_model.apply_model_infrastructure
-    auto_model.apply_model_infrastructure = lambda **given: build(**{**given, "device": device})
+    auto_model.apply_model_infrastructure = lambda **options: build(**{**options, "device": device})
 
 
 def next_token_loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Over tensor-parallel ranks the logits are sharded, which the loss of transformers does not know."""
+    """Compute the loss here, because transformers' loss does not support logits sharded over tensor-parallel ranks."""
     logits = model(input_ids=batch["input_ids"]).logits
     whole = logits.full_tensor() if isinstance(logits, DTensor) else logits
     return torch.nn.functional.cross_entropy(whole[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
 
 
 def clip(parameters: Iterable[torch.nn.Parameter], limit: float) -> Any:
-    """As the package's training does: torch's own cannot mix gradients that lie on several meshes."""
+    """Clip like the package's training: torch's clip_grad_norm_ cannot mix gradients on several meshes."""
     return clip_grad_norm(limit, [torch.nn.ParameterList(parameters)])
 
 
 def in_float32() -> FSDP2Config:
-    """The package computes in bfloat16 by default, the reference in float32: parity needs one policy for both."""
+    """Return a float32 policy like the reference's; the package's default is bfloat16."""
     return FSDP2Config(mp_policy=MixedPrecisionPolicy())
 
 
@@ -90,7 +90,7 @@ def test_fsdp2(fsdp, checkpoints, name):
 
 @fsdp_conformance(mesh={"dp_replicate": 2, "dp_shard": 2})
 def test_hsdp(fsdp, checkpoints):
-    # It refuses replicas of one shard, so a checkpoint of four ranks is read by two that do not replicate.
+    # The package refuses replicas of one shard, so the world of two that reads the checkpoint does not replicate.
     sizes = {"dp_replicate_size": 2} if fsdp.world_size > 2 else {}
     return load(checkpoints["llama"], fsdp.device, in_float32(), **sizes)
 

@@ -1,6 +1,6 @@
 """LLaMA-Factory's v1 engine: ``ModelEngine`` builds the model, ``FSDP2Engine`` shards, materialises and loads it.
 
-hiyouga/LLaMA-Factory#10236 brought ``init_on_meta`` and #10264 ``init_on_rank0``; docs/systems.md says what is found.
+hiyouga/LLaMA-Factory#10236 added ``init_on_meta`` and #10264 ``init_on_rank0``; docs/systems.md has the findings.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from pytest_fsdp_meta.worlds import Rank, WorldSpec
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """With a tokenizer beside the weights: the engine reads one, though loading has no use for it."""
-    made: dict[str, Path] = {}
+    """Save checkpoints with a tokenizer, which the engine reads although loading does not need it."""
+    saved: dict[str, Path] = {}
     words = Tokenizer(WordLevel({f"word{index}": index for index in range(VOCABULARY)}, unk_token="word0"))
 
-    def make(name: str) -> Path:
-        if name not in made:
-            made[name] = save_tiny(name, tmp_path_factory.mktemp("checkpoint") / name)
-            PreTrainedTokenizerFast(tokenizer_object=words, eos_token="word1").save_pretrained(made[name])
-        return made[name]
+    def save(name: str) -> Path:
+        if name not in saved:
+            saved[name] = save_tiny(name, tmp_path_factory.mktemp("checkpoint") / name)
+            PreTrainedTokenizerFast(tokenizer_object=words, eos_token="word1").save_pretrained(saved[name])
+        return saved[name]
 
-    return make
+    return save
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def load_on_rank0(fsdp: Rank, path: Path) -> Subject:
     return load(path, "init_on_rank0")
 
 
-GARBAGE = "llamafactory 0.9.5: init_on_rank0 does not restore non-persistent buffers after to_empty (mended by #10820)"
+GARBAGE = "llamafactory 0.9.5: init_on_rank0 does not restore non-persistent buffers after to_empty (fixed by #10820)"
 
 
 @pytest.mark.parametrize("path", ["qwen3-tied"], indirect=True)
@@ -81,10 +81,10 @@ def test_init_on_rank0(fsdp, path):
     return load_on_rank0(fsdp, path)
 
 
-def test_what_is_said_of_init_on_rank0(checkpoint, told):
+def test_messages_about_init_on_rank0(checkpoint, failures_of):
     world = WorldSpec({"dp_shard": 2}, timeout=120, process_group="loader")
-    said = told(load_on_rank0, world, path=checkpoint("qwen3-tied"))
-    assert list(said) == ["no_uninitialized_memory"]
+    failures = failures_of(load_on_rank0, world, path=checkpoint("qwen3-tied"))
+    assert list(failures) == ["no_uninitialized_memory"]
     for name in ("inv_freq", "original_inv_freq"):
-        line = f"model.rotary_emb.{name}, ranks 0, 1: uninitialised (NaN under poison), but should be written"
-        assert line in said["no_uninitialized_memory"]
+        line = f"model.rotary_emb.{name}, ranks 0, 1: never written (poison value NaN), but should be written"
+        assert line in failures["no_uninitialized_memory"]

@@ -1,7 +1,7 @@
-"""What lets megatron-fsdp run where there is no GPU: the device handles that it holds, by what torch has for the CPU.
+"""Replace CUDA streams and events with those of ``torch.cpu``, so that megatron-fsdp runs without a GPU.
 
-It orders its copies and collectives by CUDA streams and events. On a CPU everything is in order anyway, and
-``torch.cpu`` has streams and events that say so. No collective, no tensor and no arithmetic is replaced.
+The package orders its copies and collectives with CUDA streams and events. On a CPU everything runs in order anyway,
+and ``torch.cpu`` has streams and events that do nothing. No collective, tensor or arithmetic is replaced.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import torch
 
 
 class Stream(torch.cpu.Stream):
-    def record_event(self) -> torch.cpu.Event:  # torch.cpu's gives none, and the package waits for it
+    def record_event(self) -> torch.cpu.Event:  # torch.cpu's returns None, and the package waits for an event
         return torch.cpu.Event()
 
 
 def stand_in_for_cuda(device: torch.device) -> None:
-    """For this rank. A check of the package moves a tensor of flags by ``Tensor.cuda`` (uneven_dtensor.py)."""
+    """Patch this rank's torch. ``Tensor.cuda`` is included because the package moves a tensor of flags with it."""
     if device.type == "cuda":
         return
     stream = Stream()

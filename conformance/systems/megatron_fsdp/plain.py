@@ -1,6 +1,6 @@
-"""A small model whose every module can initialise itself, which megatron-fsdp asks for to build on meta.
+"""A small model in which every module has ``reset_parameters``, which megatron-fsdp requires for building on meta.
 
-What it initialises is the same wherever and whenever: no generator is drawn from.
+Initialisation is deterministic: it draws no random numbers.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 WIDTH, ROWS = 8, 8
 KEPT = "sequence_parallel"
-"""An attribute that Megatron-Core sets on parameters, and that the package means to carry over."""
+"""An attribute that Megatron-Core sets on parameters and that the package should copy to new ones."""
 
 
 class Linear(nn.Linear):
@@ -22,7 +22,7 @@ class Linear(nn.Linear):
 
 
 class Frequencies(nn.Module):
-    """Without a parameter, and with a buffer that no checkpoint holds."""
+    """A module without parameters, and with a non-persistent buffer."""
 
     def __init__(self) -> None:
         super().__init__()

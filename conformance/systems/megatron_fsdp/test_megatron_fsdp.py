@@ -1,6 +1,6 @@
 """megatron-fsdp: ``fully_shard_model`` and ``fully_shard_optimizer`` around a tiny Llama.
 
-docs/systems.md says what runs on a CPU, what stands in for CUDA there (handles.py), and what is found.
+docs/systems.md has the findings, and what runs on a CPU, where handles.py replaces CUDA streams.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def sharded(model: nn.Module, fsdp: Rank, units: list[type[nn.Module]], **options: Any) -> nn.Module:
-    """With main weights and gradients in the dtype of the parameters: parity needs one precision."""
+    """Shard with main weights and gradients in the parameters' dtype, because parity needs one precision."""
     stand_in_for_cuda(fsdp.device)
     wrapped = fully_shard_model(
         model,
@@ -48,7 +48,7 @@ def sharded(model: nn.Module, fsdp: Rank, units: list[type[nn.Module]], **option
         mixed_precision_policy=MixedPrecisionPolicy(main_params_dtype=None, main_grads_dtype=None),
         **options,
     )
-    # Gradients are scaled before their sum, not in it: the fused operation is NCCL's alone.
+    # Scale gradients before they are summed: only NCCL has the fused operation.
     wrapped.ddp_config.gradient_reduce_div_fusion = False
     return wrapped
 
@@ -59,7 +59,7 @@ def declared(model: nn.Module, **more: Any) -> Subject:
 
 
 def exported(model: nn.Module) -> dict[str, Any]:
-    """The wrapper's keys begin with ``module.``, and it loads them so; who exports them takes that off."""
+    """Strip the wrapper's prefix ``module.`` from the keys, as exporting does."""
     return {key.removeprefix("module."): value for key, value in model.state_dict().items()}
 
 
@@ -68,7 +68,7 @@ def save(model: nn.Module, optimizer: Optimizer | None, folder: Path) -> None:
 
 
 def resume(model: nn.Module, optimizer: Optimizer | None, folder: Path) -> None:
-    """As the package's README has it: its hooks tell torch where uneven shards lie."""
+    """Load as in the package's README; its hooks describe uneven shards to torch."""
     kept = states(model, optimizer)
     dcp.load(kept, checkpoint_id=folder)
     model.load_state_dict(kept["model"], strict=False)
@@ -81,14 +81,14 @@ def states(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
 
 
 def llama(model: nn.Module, path: Path, **more: Any) -> Subject:
-    """Shards what was built whole on every rank, which is the usual way to use the package."""
+    """Declare a Llama that every rank built whole and then sharded, the usual way to use the package."""
     more["whole_while_loading"] = tuple(range(dist.get_world_size()))
     truth = {"reference": lambda: reference_model(path), "batch": lambda step: token_batch(step, path)}
     return declared(model, **truth, **more)
 
 
 def clip_grad_norm(parameters: Iterable[nn.Parameter], limit: float) -> torch.Tensor:
-    """The package has none, and torch's pairs norms by position, though ranks without a shard have no gradient."""
+    """Clip here: the package has no clipping, and torch's pairs norms by position, but ranks may lack gradients."""
     gradients = [parameter.grad.to_local() for parameter in parameters]
     norm = sum((gradient.square().sum() for gradient in gradients), torch.zeros(()))
     dist.all_reduce(norm)
@@ -131,7 +131,7 @@ def plain(fsdp: Rank, **options: Any) -> Subject:
         loss=loss,
         kept_attributes=(KEPT,),
         clip_grad_norm=clip_grad_norm,
-        # The buffers and copies of one of its two small blocks outweigh the model, built on meta or not.
+        # The buffers and copies of one of the two small blocks are larger than the model, built on meta or not.
         whole_while_loading=tuple(range(fsdp.world_size)),
     )
 
@@ -141,8 +141,8 @@ def test_built_on_the_device(fsdp):
     return plain(fsdp)
 
 
-BUFFERS = "megatron-fsdp 0.6.1 materialises modules that have parameters, so buffers of others stay on meta"
-ATTRIBUTES = "megatron-fsdp 0.6.1 carries over _tensor_parallel_mode alone from the parameters that it re-creates"
+BUFFERS = "megatron-fsdp 0.6.1 materialises modules with parameters only, so buffers of other modules stay on meta"
+ATTRIBUTES = "megatron-fsdp 0.6.1 copies only _tensor_parallel_mode to the parameters that it recreates"
 
 
 def built_on_meta(fsdp: Rank) -> Subject:
@@ -154,11 +154,11 @@ def test_built_on_meta(fsdp):
     return built_on_meta(fsdp)
 
 
-def test_what_is_said_of_building_on_meta(told: Callable[..., dict[str, str]]):
-    said = told(built_on_meta, WorldSpec({"dp_shard": 2}, timeout=120))
-    assert set(said) == {"no_meta_buffers", "parameter_attributes_kept"}
-    assert "rotary.frequencies, ranks 0, 1: on meta, but should be materialised" in said["no_meta_buffers"]
+def test_messages_about_building_on_meta(failures_of: Callable[..., dict[str, str]]):
+    failures = failures_of(built_on_meta, WorldSpec({"dp_shard": 2}, timeout=120))
+    assert set(failures) == {"no_meta_buffers", "parameter_attributes_kept"}
+    assert "rotary.frequencies, ranks 0, 1: on meta, but should be materialised" in failures["no_meta_buffers"]
     assert (
         "blocks.{0..1}.norm.weight, ranks 0, 1: without the attribute sequence_parallel, but should be "
         "sequence_parallel=True, as in the reference"
-    ) in said["parameter_attributes_kept"]
+    ) in failures["parameter_attributes_kept"]

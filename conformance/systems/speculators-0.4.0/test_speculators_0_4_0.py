@@ -1,6 +1,6 @@
-"""speculators 0.4.0: the trainer that vllm-project/speculators#314 was opened against.
+"""speculators 0.4.0: the trainer that vllm-project/speculators#314 is about.
 
-docs/systems.md says what is found.
+docs/systems.md has the findings.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def verifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def draft(verifier: Path, seed: int) -> Eagle3DraftModel:
-    """One layer, initialised from ``seed``, beside the verifier's embedding, norm and head."""
+    """Return a draft with one layer, initialised from ``seed``, and the verifier's embedding, norm and head."""
     torch.manual_seed(seed)
     config = AutoConfig.from_pretrained(verifier)
     config.num_hidden_layers = 1
@@ -40,7 +40,7 @@ def draft(verifier: Path, seed: int) -> Eagle3DraftModel:
 
 
 def set_up(model: nn.Module) -> nn.Module:
-    """As the package's own tests build it. The CPU stands in for the accelerator that it asks torch for."""
+    """Set up the trainer like the package's own tests, on the CPU if torch has no accelerator."""
     trainer = Trainer.__new__(Trainer)
     trainer.model = model
     trainer.config = TrainerConfig(lr=1e-3, num_epochs=1, save_path="", is_distributed=True)
@@ -53,8 +53,8 @@ def set_up(model: nn.Module) -> nn.Module:
 
 
 KNOWN = {
-    "no_uninitialized_memory": "to_empty() over the layers, then reset_parameters() of what has it: RMSNorm has not",
-    "params_equal_reference": "the layers are initialised again, whatever the draft came with",
+    "no_uninitialized_memory": "to_empty() on the layers, then reset_parameters() where it exists; RMSNorm has none",
+    "params_equal_reference": "the layers are initialised again, so the draft's own weights are lost",
 }
 
 
@@ -78,12 +78,12 @@ def load(fsdp: Rank, verifier: Path) -> Subject:
     return Subject(model, reference=lambda: draft(verifier, seed=0), whole_while_loading=True)
 
 
-def test_what_is_said_of_it(verifier, told):
-    said = told(load, WorldSpec({"dp_shard": 2}, timeout=120), verifier=verifier)
-    assert set(said) == set(KNOWN)
+def test_messages(verifier, failures_of):
+    failures = failures_of(load, WorldSpec({"dp_shard": 2}, timeout=120), verifier=verifier)
+    assert set(failures) == set(KNOWN)
     for norm in ("input_layernorm", "post_attention_layernorm", "hidden_norm"):
-        line = f"layers.0.{norm}.weight, ranks 0, 1: uninitialised (NaN under poison), but should be written"
-        assert line in said["no_uninitialized_memory"]
+        line = f"layers.0.{norm}.weight, ranks 0, 1: never written (poison value NaN), but should be written"
+        assert line in failures["no_uninitialized_memory"]
     for linear in ("self_attn.q_proj", "mlp.down_proj"):
-        line = f"layers.0.{linear}.weight, ranks 0, 1: other values, but should be the reference's slice"
-        assert line in said["params_equal_reference"]
+        line = f"layers.0.{linear}.weight, ranks 0, 1: values that differ from the reference's slice"
+        assert line in failures["params_equal_reference"]

@@ -1,6 +1,6 @@
 """speculators' trainer on an Eagle-3 draft of a tiny verifier: ``Trainer.setup_model`` shards and broadcasts it.
 
-vllm-project/speculators#314; docs/systems.md says what is found.
+vllm-project/speculators#314; docs/systems.md has the findings.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def verifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def draft(verifier: Path, vocabulary: int, seed: int) -> Eagle3DraftModel:
-    """One layer, initialised from ``seed``, beside the verifier's embedding, norm and (reduced) head."""
+    """Return a draft with one layer, initialised from ``seed``, and the verifier's embedding, norm and reduced head."""
     torch.manual_seed(seed)
     config = AutoConfig.from_pretrained(verifier)
     config.num_hidden_layers = 1
@@ -63,14 +63,14 @@ def draft(verifier: Path, vocabulary: int, seed: int) -> Eagle3DraftModel:
 
 
 def reduced(vocabulary: int) -> Tensor:
-    """Which tokens of the verifier the draft knows: evenly spread over its vocabulary."""
+    """Return a mask of the verifier's tokens that the draft has, spread evenly over the vocabulary."""
     kept = torch.zeros(VOCABULARY, dtype=torch.bool)
     kept[torch.arange(vocabulary) * VOCABULARY // vocabulary] = True
     return kept
 
 
 def batch(step: int) -> dict[str, Tensor]:
-    """Eight documents, as the verifier would have annotated them."""
+    """Return eight documents with random hidden states in place of the verifier's."""
     generator = torch.Generator().manual_seed(step)
     rows, length = 8, 12
     return {
@@ -83,13 +83,13 @@ def batch(step: int) -> dict[str, Tensor]:
 
 
 def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """The draft takes one row at a time."""
+    """Average over rows, because the draft takes one row at a time."""
     rows = [{name: value[row : row + 1] for name, value in batch.items()} for row in range(len(batch["input_ids"]))]
     return torch.stack([model(**row, ttt_steps=TTT_STEPS, loss_config=LOSSES)[1] for row in rows]).mean()
 
 
 def set_up(model: nn.Module) -> Trainer:
-    """As the package's own tests build it: the constructor wants an accelerator and a data loader."""
+    """Build the trainer like the package's own tests: its constructor needs an accelerator and a data loader."""
     trainer = Trainer.__new__(Trainer)
     trainer.model = model
     trainer.config = TrainerConfig(
@@ -108,7 +108,7 @@ def reduced_verifier(path: Path, vocabulary: int) -> PreTrainedModel:
     return whole
 
 
-ALL_PARAMETERS = "speculators 0.9.0: setup_optimizer gives AdamW all parameters, the verifier's frozen ones as well"
+ALL_PARAMETERS = "speculators 0.9.0: setup_optimizer gives AdamW all parameters, including the verifier's frozen ones"
 
 
 @pytest.mark.parametrize("vocabulary", [VOCABULARY, 64])

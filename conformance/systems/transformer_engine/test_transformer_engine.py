@@ -1,4 +1,4 @@
-"""TransformerEngine under FSDP2, and, where a release has #2713, under FSDP2 with its own tensor parallelism.
+"""TransformerEngine under FSDP2 and, if the release has #2713, with its own tensor parallelism.
 
 It needs CUDA, and this file has not run on a GPU yet.
 """
@@ -17,13 +17,13 @@ from pytest_fsdp_meta import Subject, fsdp_conformance
 
 HIDDEN, INNER, ROWS = 64, 128, 8
 SPLIT = {"column": {"weight": 0, "bias": 0}, "row": {"weight": 1}}
-"""The dim of a tensor that tensor parallelism cuts, by the layer's parallel mode."""
+"""The dim along which tensor parallelism shards a tensor, by the layer's parallel mode."""
 
 
 @pytest.fixture(scope="session")
 def engine() -> None:
     if not torch.cuda.is_available():
-        pytest.skip("TransformerEngine needs CUDA, and there is no GPU")
+        pytest.skip("TransformerEngine needs CUDA, and no GPU is available")
     pytest.importorskip("transformer_engine.pytorch")
 
 
@@ -35,8 +35,8 @@ def engine_of_2713(engine: None) -> None:
         pytest.skip("this TransformerEngine has no set_device_mesh (NVIDIA/TransformerEngine#2713)")
 
 
-def built(tensor_parallel: int = 1) -> nn.Sequential:
-    """A dense layer with a bias, and one whose bias is disabled."""
+def build(tensor_parallel: int = 1) -> nn.Sequential:
+    """Return a dense layer with a bias, and one whose bias is disabled."""
     import transformer_engine.pytorch as te
 
     def linear(inputs: int, outputs: int, mode: str, bias: bool) -> nn.Module:
@@ -58,21 +58,21 @@ def loss(model: nn.Module, rows: dict[str, torch.Tensor]) -> torch.Tensor:
 
 @fsdp_conformance(world_size=2)
 def test_fsdp2(fsdp, engine):
-    model = built()
+    model = build()
     fully_shard(model, mesh=fsdp.mesh)
-    return Subject(model, reference=built, batch=batch, loss=loss)
+    return Subject(model, reference=build, batch=batch, loss=loss)
 
 
 @fsdp_conformance(mesh={"dp_shard": 2, "tp": 2})
 def test_fsdp2_with_tensor_parallelism(fsdp, engine_of_2713):
-    model, whole, mesh = built(2), built(), fsdp.mesh["tp"]
+    model, whole, mesh = build(2), build(), fsdp.mesh["tp"]
     weights = fsdp.mesh[("dp_shard", "tp")]._flatten("weights")
-    for layer, truth in zip(model, whole, strict=True):
+    for layer, reference in zip(model, whole, strict=True):
         if not hasattr(layer, "set_device_mesh"):
             continue
         for name, dim in SPLIT[layer.parallel_mode].items():
-            part = getattr(truth, name).detach().chunk(mesh.size(), dim)[mesh.get_local_rank()]
+            part = getattr(reference, name).detach().chunk(mesh.size(), dim)[mesh.get_local_rank()]
             getattr(layer, name).data.copy_(part)
         layer.set_device_mesh(tp_mesh=mesh, weight_mesh=weights)
     fully_shard(model, mesh=fsdp.mesh["dp_shard"])
-    return Subject(model, reference=built, batch=batch, loss=loss)
+    return Subject(model, reference=build, batch=batch, loss=loss)

@@ -1,15 +1,15 @@
-"""Optimization: the steps change what they should change, and nothing else. Judged without a reference, too."""
+"""Optimization: the steps change all trainable parameters and nothing else. These checks need no reference."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
 from pytest_fsdp_meta.catalogue.diagnosis.parity import (
-    BASIC,
-    EXPLAINING,
+    BLOCKING_CHECKS,
+    EXPLAINING_CHECKS,
+    comparable_training,
     require_no_other_cause,
     require_same_forward,
-    trained,
 )
 from pytest_fsdp_meta.catalogue.findings import Explanation, Finding
 from pytest_fsdp_meta.catalogue.registry import check
@@ -24,107 +24,106 @@ from pytest_fsdp_meta.text import counted
     needs=["inventory"],
     fields=["optimizer"],
     uses=["training"],
-    after=BASIC,
-    why="An optimizer over the parameters of before sharding steps happily, and trains nothing.",
-    cause="the optimizer was given another list of parameters than the trainable ones of the loaded model",
-    remedy="make the optimizer last: optimizer(p for p in model.parameters() if p.requires_grad)",
+    after=BLOCKING_CHECKS,
+    why="An optimizer that was built before sharding holds the old parameters: it steps without an error and trains "
+    "nothing.",
+    cause="the optimizer was built from other parameters than the trainable ones of the loaded model",
+    remedy="build the optimizer last: optimizer(p for p in model.parameters() if p.requires_grad)",
     references=["huggingface/accelerate#3394", "pytorch/pytorch#149205"],
     since="0.2",
 )
 def optimizer_owns_parameters(view: View) -> Iterable[Finding]:
-    facts = _optimizers(view)
+    optimizers = _optimizers(view)
     missing: dict[str, list[int]] = {}
     stale: list[tuple[int, str]] = []
-    for rank, held in facts:
-        unheld = _unheld(view, rank, held)
+    for rank, optimizer in optimizers:
+        unheld = _unheld(view, rank, optimizer)
         for name in unheld:
             missing.setdefault(name, []).append(rank)
-        without_memory = sum(without for _, without in held.others)
-        if without_memory and not unheld:
-            stale.append(
-                (rank, f"{counted(without_memory, 'parameter')} without memory that the model does not register")
-            )
-    kind = facts[0][1].kind
-    words = _REPLACED if any(held.others for _, held in facts) else {}
+        without_storage = sum(without for _, without in optimizer.others)
+        if without_storage and not unheld:
+            stale.append((rank, counted(without_storage, "parameter")))
+    kind = optimizers[0][1].kind
+    explanation = _REPLACED if any(optimizer.others for _, optimizer in optimizers) else {}
     for name, ranks in missing.items():
-        yield Finding(name, tuple(ranks), f"in no group of {kind}", "in exactly one", **words)
-    for actual, ranks_of in ranks_by(stale).items():
-        yield Finding(None, ranks_of, f"{kind} holds {actual}", "the model's parameters", **_REPLACED)
-    yield from _wrongly_held(view, facts)
+        yield Finding(name, tuple(ranks), f"in no parameter group of {kind}", "in exactly one", **explanation)
+    for parameters, stale_on in ranks_by(stale).items():
+        actual = f"{kind} holds {parameters} without storage that the model does not register"
+        yield Finding(None, stale_on, actual, "", **_REPLACED)
+    yield from _wrongly_held(view, optimizers)
 
 
 def _optimizers(view: View) -> list[tuple[int, OptimizerFacts]]:
-    """(rank, its optimizer); of the training, else as the loader built it."""
+    """Return each rank's optimizer: the one it trained with, else the one that the loader built."""
     runs = view.evidence.training
     if "optimizer" not in view.evidence.subject.declared:
-        raise NotDeclared("optimizer", ", so the training had one that is right by construction")
+        raise NotDeclared("optimizer", ", so the plugin built one itself, over the trainable parameters")
     inventory = view.evidence.inventory
     found = [run.optimizer for run in runs] if runs else [rank.optimizer for rank in inventory]
-    facts = [(rank, one) for rank, one in enumerate(found) if one is not None]
-    if not facts and runs:
+    optimizers = [(rank, optimizer) for rank, optimizer in enumerate(found) if optimizer is not None]
+    if not optimizers and runs:
         raise NotJudged("nothing is trainable")
-    if not facts:
+    if not optimizers:
         raise NotJudged("Subject(optimizer=...) is a callable and was not called: nothing was trained")
-    return facts
+    return optimizers
 
 
-def _unheld(view: View, rank: int, held: OptimizerFacts) -> list[str]:
-    """Trainable parameters in no group; none where others, such as copies in float32, evidently stand in for them."""
+def _unheld(view: View, rank: int, optimizer: OptimizerFacts) -> list[str]:
+    """Return trainable parameters in no group, unless others, such as float32 copies, are stepped in their place."""
     inventory = view.evidence.inventory[rank]
-    memory = {inventory.by_name[name].storage for name, count in held.held.items() if count}
+    storages = {inventory.by_name[name].storage for name, count in optimizer.held.items() if count}
     own = [t for t in inventory.tensors if t.kind == "parameter" and t.requires_grad and view.judgeable(t.name)]
-    missing = [t for t in own if not held.held.get(t.name) and (t.storage is None or t.storage not in memory)]
+    missing = [t for t in own if not optimizer.held.get(t.name) and (t.storage is None or t.storage not in storages)]
     runs = view.evidence.training
     if not runs:
-        copies = {dtype for dtype, without in held.others if not without} - {t.dtype for t in own}
+        copies = {dtype for dtype, without in optimizer.others if not without} - {t.dtype for t in own}
         return [] if copies else [t.name for t in missing]
     after = runs[rank].after
     stepped = [t for t in missing if after is not None and after.by_name[t.name].digest != t.digest]
     return [] if stepped else [t.name for t in missing]
 
 
-def _wrongly_held(view: View, facts: list[tuple[int, OptimizerFacts]]) -> Iterator[Finding]:
+def _wrongly_held(view: View, optimizers: list[tuple[int, OptimizerFacts]]) -> Iterator[Finding]:
+    kind = optimizers[0][1].kind
     for name, tensors in view.tensors("parameter"):
         trainable = {rank: tensor.requires_grad for rank, tensor in tensors}
-        counts = [(rank, held.held.get(name, 0)) for rank, held in facts]
-        # One with a state was trained before it was frozen, and may be thawed again.
-        stepped = {rank for rank, held in facts if name in held.stepped}
+        counts = [(rank, optimizer.held.get(name, 0)) for rank, optimizer in optimizers]
+        # A parameter with optimizer state was trained before it was frozen, and may be unfrozen again.
+        stepped = {rank for rank, optimizer in optimizers if name in optimizer.stepped}
         frozen = tuple(
             rank for rank, count in counts if count and not trainable.get(rank, True) and rank not in stepped
         )
         if frozen:
-            yield Finding(name, frozen, f"frozen, and in a group of {facts[0][1].kind}", "in none", **_FROZEN)
+            yield Finding(name, frozen, f"frozen and in a parameter group of {kind}", "in none", **_FROZEN)
         for count, ranks in ranks_by((rank, count) for rank, count in counts if count > 1).items():
-            yield Finding(name, ranks, f"{count} times in the groups of {facts[0][1].kind}", "in exactly one")
+            yield Finding(name, ranks, f"listed {count} times in the parameter groups of {kind}", "listed once")
 
 
 _REPLACED: Explanation = {
-    "cause": "the optimizer was made before sharding or materialisation, which put other parameters in place of those "
-    "that it holds",
-    "remedy": "make the optimizer after fully_shard and to_empty",
+    "cause": "the optimizer was built before sharding or materialisation, which replaced the parameters that it holds",
+    "remedy": "build the optimizer after fully_shard and to_empty",
 }
 _FROZEN: Explanation = {
-    "cause": "the optimizer was given all parameters; a frozen one then stays as it is only as long as nothing gives "
-    "it a gradient",
+    "cause": "the optimizer was given all parameters; a frozen one keeps its values only while it has no gradient",
     "remedy": "give it the parameters that require a gradient: [p for p in model.parameters() if p.requires_grad]",
 }
 
 
 @check(
-    promise="frozen weights have the same bits after training steps",
+    promise="frozen weights are bit-identical before and after training steps",
     family="training",
     needs=["inventory", "training"],
     uses=["reference"],
-    after=BASIC,
-    why="A verifier that drifts judges by another measure every step, and no gradient ever tells.",
+    after=BLOCKING_CHECKS,
+    why="If a frozen verifier drifts, the model trains towards a moving target, and no gradient shows it.",
     cause="something other than the optimizer writes to it: a moving average, a hook, a tie to a trained weight",
     remedy="look for copy_(), lerp_() and .data on it in hooks and forwards, and for ties to trainable parameters",
     references=["vllm-project/speculators#593"],
     since="0.2",
 )
 def frozen_weights_stay_frozen(view: View) -> Iterable[Finding]:
-    after, steps = _after(view), _steps(view)
-    declared, moving = view.evidence.subject.frozen, _moving_reference(view)
+    after, steps = _inventories_after_steps(view), _count_steps(view)
+    declared, moving = view.evidence.subject.frozen, _moving_in_reference(view)
     judged = False
     for name, tensors in view.tensors("parameter"):
         frozen = [(rank, t) for rank, t in tensors if not t.requires_grad or name in declared]
@@ -132,36 +131,38 @@ def frozen_weights_stay_frozen(view: View) -> Iterable[Finding]:
             continue
         judged = True
         moved = tuple(
-            rank for rank, t in frozen if name in after[rank].by_name and _other_bits(after[rank], t.name, t.digest)
+            rank for rank, t in frozen if name in after[rank].by_name and _changed(after[rank], t.name, t.digest)
         )
         if moved:
-            yield Finding(name, moved, f"other bits after {steps}", "the bits that it was loaded with")
+            yield Finding(name, moved, f"changed in {steps}", "bit-identical to the loaded values")
     if not judged:
         raise NotJudged("nothing is frozen")
 
 
-def _moving_reference(view: View) -> set[str]:
-    """Parameters that the reference changes as well, trainable or by an average that is meant to move."""
+def _moving_in_reference(view: View) -> set[str]:
+    """Return the parameters that change in the reference too: trainable ones, and intended moving averages."""
     reference = view.evidence.reference
     if reference is None or reference.after is None:
         return set()
-    return {t.name for t in reference.inventory.tensors if _other_bits(reference.after, t.name, t.digest)}
+    return {t.name for t in reference.inventory.tensors if _changed(reference.after, t.name, t.digest)}
 
 
-def _other_bits(after: RankInventory, name: str, digest: str | None) -> bool:
+def _changed(after: RankInventory, name: str, digest: str | None) -> bool:
     now = after.by_name.get(name)
     return now is not None and None not in (now.digest, digest) and now.digest != digest
 
 
 @check(
-    promise="every trainable tensor, every rank's shard and every row that got a gradient changes in training",
+    promise="training changes every trainable tensor, every rank's shard of it and every row that got a gradient",
     family="training",
     needs=["inventory", "training"],
     uses=["reference", "values", "verifier"],
-    after=[*EXPLAINING, "grad_parity", "optimizer_owns_parameters"],
-    why="A shard that is never stepped keeps its first values for good, and the others learn around it.",
-    cause="the step does not reach this memory: the optimizer or a wrapper writes to a copy, or leaves out this shard",
-    remedy="look at what the optimizer's groups hold on this rank, and for copies that are not written back",
+    after=[*EXPLAINING_CHECKS, "grad_parity", "optimizer_owns_parameters"],
+    why="A shard that is never stepped keeps its loaded values, and the other weights learn around it.",
+    cause="the optimizer step does not write to this memory: the optimizer or a wrapper steps a copy, or leaves out "
+    "this shard",
+    remedy="check which parameters the optimizer's groups hold on this rank, and look for copies that are not written "
+    "back",
     references=["NVIDIA/Megatron-LM#6228", "huggingface/accelerate#1527", "pytorch/pytorch#176076"],
     since="0.2",
 )
@@ -171,17 +172,17 @@ def every_trainable_moves(view: View) -> Iterable[Finding]:
         raise NotJudged("nothing is trainable")
     if not any(movement.due for run in runs for movement in run.movements):
         raise NotJudged(
-            "no update is larger than rounding: the learning rate is zero or small, or the gradients are; give "
-            "Subject(optimizer=...) a larger one"
+            "no update is larger than rounding: the learning rate or the gradients are zero or very small; give "
+            "Subject(optimizer=...) a larger learning rate"
         )
-    found = list(_still(view, runs))
+    found = list(_unmoved(view, runs))
     if found and view.evidence.reference is not None and view.evidence.reference.losses is not None:
-        require_same_forward(view, trained(view))
+        require_same_forward(view, comparable_training(view))
         require_no_other_cause(view, f"{found[0].tensor}: {found[0].actual}")
     yield from found
 
 
-def _still(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding]:
+def _unmoved(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding]:
     by_name: dict[str, list[tuple[int, Movement]]] = {}
     for rank, run in enumerate(runs):
         for movement in run.movements:
@@ -192,24 +193,31 @@ def _still(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding]:
             first = next(m for rank, m in by_name[name] if rank in ranks)
             row = "" if first.first is None else f", first row {first.first}"
             detail = f"{first.still} of {first.due} rows on rank {ranks[0]}{row}"
-            actual = f"{'no row' if whole else 'not every row'} moved in {_steps(view)}"
-            yield Finding(name, ranks, actual, "moved, for it got a gradient", detail)
+            steps = _count_steps(view)
+            actual = (
+                f"no row changed in {steps}, although it has gradients"
+                if whole
+                else f"some rows did not change in {steps}, although they have gradients"
+            )
+            yield Finding(name, ranks, actual, "", detail)
 
 
 @check(
-    promise="what is replicated has the same bits on all its ranks after training steps",
+    promise="replicated parameters are bit-identical on all ranks that hold them after training steps",
     family="training",
     needs=["inventory", "training"],
     uses=["reference", "values", "verifier"],
-    after=[*EXPLAINING, "grad_parity", "optimizer_owns_parameters", "every_trainable_moves"],
-    why="Replicas that drift apart compute other things for the same rows, and full_tensor() shows only one of them.",
-    cause="the replicas are stepped by different gradients, or by something that depends on the rank",
-    remedy="reduce gradients over every dimension that replicates, and keep ranks out of optimizer settings and hooks",
+    after=[*EXPLAINING_CHECKS, "grad_parity", "optimizer_owns_parameters", "every_trainable_moves"],
+    why="Replicas that drift apart compute different outputs for the same rows, and full_tensor() shows only one of "
+    "them.",
+    cause="the replicas are stepped with different gradients, or by code that depends on the rank",
+    remedy="reduce gradients over every mesh dimension that replicates, and keep optimizer settings and hooks "
+    "independent of the rank",
     references=["NVIDIA-NeMo/RL#3716", "NVIDIA/Megatron-LM#1446"],
     since="0.2",
 )
 def replicas_stay_equal(view: View) -> Iterable[Finding]:
-    after, judged = _after(view), False
+    after, judged = _inventories_after_steps(view), False
     for name, tensors in view.tensors("parameter"):
         held = ranks_by(
             (rank, tensor.regions) for rank, tensor in tensors if tensor.digest is not None and tensor.numel
@@ -217,22 +225,21 @@ def replicas_stay_equal(view: View) -> Iterable[Finding]:
         odd: dict[int, int] = {}
         for ranks in held.values():
             before = {view.evidence.inventory[rank].by_name[name].digest for rank in ranks}
-            if (
-                len(ranks) > 1 and len(before) == 1
-            ):  # what differs from the start is no replica, or replicas_equal tells
+            # Ranks that differ before the steps hold no replica, or replicas_equal reports them.
+            if len(ranks) > 1 and len(before) == 1:
                 judged = True
                 odd |= _odd([(rank, after[rank].by_name[name].digest) for rank in ranks if name in after[rank].by_name])
         if odd:
             rank, usual = min(odd.items())
-            detail = f"rank {rank} is unlike rank {usual}"
-            actual = f"other bits than its replicas after {_steps(view)}"
-            yield Finding(name, tuple(sorted(odd)), actual, "the same bits", detail)
+            actual = f"differs from its replicas after {_count_steps(view)}"
+            detail = f"rank {rank} differs from rank {usual}"
+            yield Finding(name, tuple(sorted(odd)), actual, "bit-identical", detail)
     if not judged:
         raise NotJudged("nothing is replicated: no two ranks hold the same part of a parameter")
 
 
 def _odd(digests: list[tuple[int, str | None]]) -> dict[int, int]:
-    """The ranks whose bits are not those of most, each with one of the most."""
+    """Map each rank outside the majority to the first rank of the majority."""
     usual = majority(digests)
     first = next(rank for rank, digest in digests if digest == usual)
     return {rank: first for rank, digest in digests if digest != usual}
@@ -242,14 +249,14 @@ def _runs(view: View) -> Sequence[RankTraining]:
     return view.evidence.training or ()
 
 
-def _after(view: View) -> list[RankInventory]:
-    """The inventories once the steps are over, by rank."""
+def _inventories_after_steps(view: View) -> list[RankInventory]:
+    """Return each rank's inventory after the steps."""
     found = [run.after for run in _runs(view) if run.after is not None]
     if len(found) < len(view.evidence.inventory):
-        raise NotJudged("nobody looked at the parameters after the steps")
+        raise NotJudged("the parameters were not recorded after the steps")
     return found
 
 
-def _steps(view: View) -> str:
+def _count_steps(view: View) -> str:
     count = max((len(run.losses) for run in _runs(view)), default=0)
     return counted(count, "step")

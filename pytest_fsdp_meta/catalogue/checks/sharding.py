@@ -1,4 +1,4 @@
-"""Sharding: every parameter lies on the mesh as declared, sharded where nothing is."""
+"""Check the placements of every parameter: as declared, otherwise sharded over every sharding mesh dimension."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pytest_fsdp_meta.catalogue.checks.structure import MANIFEST, NAMES, SHAPES
 from pytest_fsdp_meta.catalogue.diagnosis.expectations import (
     PLAIN,
     SHARDED,
-    as_declared,
-    by_default,
+    compare_with_declared,
+    compare_with_default,
     data_dims,
-    in_parts,
+    describe_placements,
+    is_split,
     is_whole,
-    placed,
 )
 from pytest_fsdp_meta.catalogue.findings import Finding, Mismatch
 from pytest_fsdp_meta.catalogue.registry import check
@@ -24,14 +24,14 @@ from pytest_fsdp_meta.text import first_of, name_ranks
 
 
 @check(
-    promise="what is declared unsharded is whole on every rank, plain or replicated",
+    promise="parameters declared unsharded are whole on every rank, as plain or replicated tensors",
     family="sharding",
     needs=["inventory"],
     fields=["unsharded"],
     after=[MANIFEST, NAMES, SHAPES, MANAGED, "parameter_attributes_kept"],
-    why="A module that reads its weight outside of forward, or without FSDP's hooks, finds a shard in its place.",
-    cause="it is declared unsharded, and sharded all the same",
-    remedy="keep it out of fully_shard (ignored_params), or take it out of Subject(unsharded=...)",
+    why="A module that reads its weight outside forward, or without FSDP's hooks, gets a shard instead.",
+    cause="the parameter is declared unsharded but was passed to fully_shard() or parallelize_module()",
+    remedy="exclude it from fully_shard() (ignored_params), or remove it from Subject(unsharded=...)",
     references=["NVIDIA/Megatron-LM fsdp_no_shard"],
     since="0.2",
 )
@@ -40,68 +40,67 @@ def unsharded_modules_stay_whole(view: View) -> Iterable[Finding]:
     if not unsharded:
         raise NotDeclared("unsharded")
     for name, facts in view.tensors("parameter", only=set(unsharded)):
-        wanted = "whole on every rank, as declared"
+        expected = "whole on every rank, as declared"
         yield from view.broken(
-            name, [(rank, None if is_whole(t) else Mismatch(placed(t), wanted)) for rank, t in facts]
+            name, [(rank, None if is_whole(t) else Mismatch(describe_placements(t), expected)) for rank, t in facts]
         )
 
 
 @check(
-    promise="no parameter is whole on every rank unless it is declared so",
+    promise="no parameter is whole on every rank unless declared",
     family="sharding",
     needs=["inventory"],
     after=[MANIFEST, NAMES, SHAPES, MANAGED],
-    why="A parameter that is not sharded costs its full size on every rank, and nobody may reduce its gradients.",
-    cause="the module was not passed to fully_shard or parallelize_module, or was ignored, or was sharded on a mesh of "
-    "one rank",
-    remedy="shard it; or declare what is meant with Subject(unsharded=...) or Subject(placements=...)",
+    why="An unsharded parameter takes its full size on every rank, and its gradients may never be reduced.",
+    cause="its module was not passed to fully_shard() or parallelize_module(), was ignored, or its mesh has one rank",
+    remedy="shard it, or declare the intent with Subject(unsharded=...) or Subject(placements=...)",
     references=["huggingface/accelerate#2947", "verl-project/verl#6289"],
     since="0.2",
 )
 def nothing_left_unsharded(view: View) -> Iterable[Finding]:
     subject, size = view.evidence.subject, view.evidence.world.size
-    meant = {*subject.unsharded, *subject.placements}
+    declared = {*subject.unsharded, *subject.placements}
     dims = data_dims(view)
     replicated = []
     for name, facts in view.tensors("parameter"):
-        if name in meant or not all(is_whole(tensor) for _, tensor in facts):
+        if name in declared or not all(is_whole(tensor) for _, tensor in facts):
             continue
-        told = [(rank, _left_whole(tensor, dims, size)) for rank, tensor in facts]
+        mismatches = [(rank, _left_whole(tensor, dims, size)) for rank, tensor in facts]
         if all(tensor.ddp for _, tensor in facts):
-            replicated += [name] if any(one for _, one in told) else []
+            replicated += [name] if any(mismatch for _, mismatch in mismatches) else []
         else:
-            yield from view.broken(name, _written(facts, told))
+            yield from view.broken(name, _describe_plain(facts, mismatches))
     if replicated:
         raise NotJudged(
-            f"DistributedDataParallel keeps {first_of(replicated)} whole by intent; call the mesh dimension "
-            "dp_replicate to say so"
+            f"DistributedDataParallel keeps {first_of(replicated)} whole on purpose; name the mesh dimension "
+            "dp_replicate to declare it"
         )
 
 
 def _left_whole(tensor: TensorFacts, dims: dict[str | None, int], world: int) -> Mismatch | None:
-    told = by_default(tensor, dims, world)
-    return told if told is not None and told.expected.startswith(SHARDED) else None
+    mismatch = compare_with_default(tensor, dims, world)
+    return mismatch if mismatch is not None and mismatch.expected.startswith(SHARDED) else None
 
 
 @check(
-    promise="every parameter has its placements on its mesh dimensions: as declared, else sharded over every dimension "
-    "that shards and replicated over dp_replicate",
+    promise="every parameter has the declared placements; by default it is replicated over dp_replicate and sharded "
+    "over the other data-parallel mesh dimensions",
     family="sharding",
     needs=["inventory"],
     after=[MANIFEST, NAMES, SHAPES, MANAGED, "unsharded_modules_stay_whole", "nothing_left_unsharded"],
-    why="A parameter on the wrong dim is another tensor; one that a mesh dimension forgets is held too often.",
-    cause="the module was not passed to fully_shard or parallelize_module, was ignored, or was sharded on another mesh "
-    "or dim",
-    remedy="shard it; or declare what is meant with Subject(unsharded=...) or Subject(placements=...)",
+    why="Shards on a wrong dim are other elements; a forgotten mesh dimension leaves redundant, unreduced copies.",
+    cause="its module was not passed to fully_shard() or parallelize_module(), was ignored, or was sharded on another "
+    "mesh or dim",
+    remedy="shard it, or declare the intent with Subject(unsharded=...) or Subject(placements=...)",
     references=["pytorch/pytorch#129229", "NVIDIA/TransformerEngine#2713"],
 )
 def dtensor_placements(view: View) -> Iterable[Finding]:
     dims, declared = data_dims(view), view.evidence.subject.placements
     for name, facts in view.tensors("parameter"):
-        if name not in declared and any(in_parts(tensor) for _, tensor in facts):
-            continue  # it is sharded, and has no placements
-        told = [(rank, _misplaced(view, tensor, dims)) for rank, tensor in facts]
-        yield from view.broken(name, _written(facts, _odd(facts, told)))
+        if name not in declared and any(is_split(tensor) for _, tensor in facts):
+            continue  # an adapter describes the shards; there are no placements to compare
+        mismatches = [(rank, _misplaced(view, tensor, dims)) for rank, tensor in facts]
+        yield from view.broken(name, _describe_plain(facts, _add_disagreements(facts, mismatches)))
 
 
 def _misplaced(view: View, tensor: TensorFacts, dims: dict[str | None, int]) -> Mismatch | None:
@@ -110,34 +109,42 @@ def _misplaced(view: View, tensor: TensorFacts, dims: dict[str | None, int]) -> 
         return None
     declared = subject.placements.get(tensor.name)
     if declared is not None:
-        return as_declared(tensor, declared, size)
-    return None if tensor.ddp else by_default(tensor, dims, size)
+        return compare_with_declared(tensor, declared, size)
+    return None if tensor.ddp else compare_with_default(tensor, dims, size)
 
 
-Cases = list[tuple[int, Mismatch | None]]
+Mismatches = list[tuple[int, Mismatch | None]]
 
 
-def _odd(facts: list[tuple[int, TensorFacts]], told: Cases) -> Cases:
-    """What is told, and of the ranks that keep the promise those that keep it in another way than the others."""
-    kept = [(rank, placed(tensor)) for (rank, tensor), (_, one) in zip(facts, told, strict=True) if one is None]
-    if not kept:
-        return told
-    usual = majority(kept)
-    others = name_ranks(rank for rank, place in kept if place == usual)
-    odd = {rank: Mismatch(place, f"{usual}, as on {others}", *_BRANCHES) for rank, place in kept if place != usual}
-    return [(rank, odd.get(rank, one)) for rank, one in told]
+def _add_disagreements(facts: list[tuple[int, TensorFacts]], mismatches: Mismatches) -> Mismatches:
+    """Add the ranks whose placements are right by themselves but differ from those of most other ranks."""
+    right = [
+        (rank, describe_placements(t))
+        for (rank, t), (_, mismatch) in zip(facts, mismatches, strict=True)
+        if mismatch is None
+    ]
+    if not right:
+        return mismatches
+    usual = majority(right)
+    others = name_ranks(rank for rank, place in right if place == usual)
+    odd = {rank: Mismatch(place, f"{usual}, as on {others}", *_BRANCHES) for rank, place in right if place != usual}
+    return [(rank, odd.get(rank, mismatch)) for rank, mismatch in mismatches]
 
 
-def _written(facts: list[tuple[int, TensorFacts]], told: Cases) -> Iterator[tuple[int, Mismatch | None]]:
-    """A plain tensor is called whole on every rank only where it is."""
+def _describe_plain(
+    facts: list[tuple[int, TensorFacts]], mismatches: Mismatches
+) -> Iterator[tuple[int, Mismatch | None]]:
+    """Call a plain tensor whole on every rank only if no rank has a DTensor."""
     plain = PLAIN if all(tensor.placements is None for _, tensor in facts) else "a plain tensor, not a DTensor"
-    for rank, one in told:
-        if one is not None:
-            one = one._replace(actual=one.actual.replace(PLAIN, plain), expected=one.expected.replace(PLAIN, plain))
-        yield rank, one
+    for rank, found in mismatches:
+        if found is not None:
+            actual, expected = (text.replace(PLAIN, plain) for text in (found.actual, found.expected))
+            yield rank, found._replace(actual=actual, expected=expected)
+        else:
+            yield rank, None
 
 
 _BRANCHES = (
-    "the loader branches on the rank while it shards, or ranks made different meshes",
-    "make one mesh of all ranks, and shard by the same plan on each",
+    "sharding depends on the rank, or ranks created different meshes",
+    "create one mesh of all ranks, and apply the same sharding plan on each",
 )

@@ -1,4 +1,4 @@
-"""Structure: the model has the names, shapes, dtypes and trainability that it should have, on every rank alike."""
+"""Check names, shapes, dtypes, trainability and attributes of parameters and buffers, on every rank."""
 
 from __future__ import annotations
 
@@ -19,212 +19,217 @@ SHAPES = "shapes_match_reference"
     promise="names, shapes, dtypes, requires_grad and order of parameters and buffers agree on all ranks",
     family="structure",
     needs=["inventory"],
-    why="FSDP pairs collectives by order: ranks that disagree exchange the wrong bytes, or hang.",
-    cause="the loader branches on the rank while it builds, casts or freezes the model",
-    remedy="do on every rank what is done on rank 0, and let only the reading of bytes depend on the rank",
+    why="FSDP matches collectives by their order: ranks that disagree exchange the wrong bytes or hang.",
+    cause="the loader depends on the rank when it builds, casts or freezes the model",
+    remedy="build, cast and freeze the model alike on every rank; only the reading of data may depend on the rank",
     references=["vllm-project/speculators#776", "pytorch/pytorch#73547"],
 )
 def same_manifest_on_every_rank(view: View) -> Iterable[Finding]:
     inventories = view.evidence.inventory
     comparable = True
     for name, facts in view.tensors("parameter", "buffer"):
-        there = [(rank.rank, name in rank.by_name) for rank in inventories]
-        usual = majority(there)
-        for has, ranks in ranks_by(there).items():
-            if has != usual:
-                others = name_ranks(rank for rank, other in there if other == usual)
-                words = ("there", "absent") if has else ("missing", "there")
-                yield Finding(name, ranks, words[0], f"{words[1]}, as on {others}")
-        comparable = comparable and len({has for _, has in there}) == len({tensor.kind for _, tensor in facts}) == 1
+        presence = [(rank.rank, name in rank.by_name) for rank in inventories]
+        usual = majority(presence)
+        for present, ranks in ranks_by(presence).items():
+            if present != usual:
+                others = name_ranks(rank for rank, other in presence if other == usual)
+                actual, expected = ("present", "absent") if present else ("missing", "present")
+                yield Finding(name, ranks, actual, f"{expected}, as on {others}")
+        kinds = {tensor.kind for _, tensor in facts}
+        comparable = comparable and len({present for _, present in presence}) == len(kinds) == 1
         yield from _disagreements(facts)
     if comparable:
         yield from _disorder(view)
 
 
 def _disorder(view: View) -> Iterator[Finding]:
-    told = [(rank.rank, tuple(tensor.name for tensor in rank.tensors)) for rank in view.evidence.inventory]
-    usual = majority(told)
-    for order, ranks in ranks_by(told).items():
+    orders = [(rank.rank, tuple(tensor.name for tensor in rank.tensors)) for rank in view.evidence.inventory]
+    usual = majority(orders)
+    for order, ranks in ranks_by(orders).items():
         if order != usual:
-            first, should = next((a, b) for a, b in zip(order, usual, strict=True) if a != b)
-            detail = f"the first out of place is {first}, where other ranks have {should}"
-            yield Finding(None, ranks, "another order of names", "the order of the other ranks", detail)
+            first, expected = next((a, b) for a, b in zip(order, usual, strict=True) if a != b)
+            others = name_ranks(rank for rank, other in orders if other == usual)
+            detail = f"first difference: {first} in place of {expected}"
+            yield Finding(
+                None, ranks, "parameters and buffers in a different order", f"in the order of {others}", detail
+            )
 
 
 def _disagreements(facts: list[tuple[int, TensorFacts]]) -> Iterator[Finding]:
     for aspect in ("kind", "shape", "dtype", "requires_grad", "persistent"):
-        told = [(rank, getattr(tensor, aspect)) for rank, tensor in facts]
-        usual = majority(told)
-        for value, ranks in ranks_by(told).items():
+        values = [(rank, getattr(tensor, aspect)) for rank, tensor in facts]
+        usual = majority(values)
+        for value, ranks in ranks_by(values).items():
             if value != usual:
-                others = name_ranks(rank for rank, other in told if other == usual)
+                others = name_ranks(rank for rank, other in values if other == usual)
                 yield Finding(facts[0][1].name, ranks, f"{aspect} {value}", f"{usual}, as on {others}")
 
 
 @check(
-    promise="no parameter or buffer too many or too few",
+    promise="no parameters or buffers are missing or extra",
     family="structure",
     needs=["inventory", "reference"],
     after=[MANIFEST],
-    why="A bias that should not exist is trained and saved; one that is missing is silently left out of the forward.",
-    cause="the sharded model was built from another config than the reference, or a wrapper renames its tensors",
-    remedy="build both from one config and let wrappers be removed from names before they are compared",
+    why="An extra bias is trained and saved; a missing one is silently left out of the forward.",
+    cause="the sharded model and the reference are built from different configs, or a wrapper renames the tensors",
+    remedy="build both from the same config, and return the model without the wrapper that renames its tensors",
     references=["NVIDIA/TransformerEngine#2713", "pytorch/pytorch#118119"],
 )
 def names_match_reference(view: View) -> Iterable[Finding]:
     ranks = tuple(rank.rank for rank in view.evidence.inventory)
-    # Seen over all ranks: one that is missing on some of them is the manifest's affair.
+    # A tensor that only some ranks lack is reported by same_manifest_on_every_rank.
     ours = {t.name: t for rank in view.evidence.inventory for t in rank.tensors}
-    truth = view.truth.by_name
+    reference = view.truth.by_name
     ties = (*view.evidence.inventory[0].ties(), *view.evidence.subject.tied)
-    stored_once = {name for group in ties if any(twin in truth for twin in group) for name in group}
-    extra = [name for name in ours if name not in truth]
-    if not view.reference.complete:  # a checkpoint holds neither transient buffers nor a tied weight twice
+    stored_once = {name for group in ties if any(other in reference for other in group) for name in group}
+    extra = [name for name in ours if name not in reference]
+    if not view.reference.complete:  # checkpoints omit non-persistent buffers and store tied weights once
         extra = [name for name in extra if ours[name].persistent and name not in stored_once]
-    missing = [name for name in truth if name not in ours]
-    prefix = _common_prefix(extra, missing) if len(missing) == len(truth) else ""  # a wrapper renames every tensor
+    missing = [name for name in reference if name not in ours]
+    prefix = _common_prefix(extra, missing) if len(missing) == len(reference) else ""  # a wrapper renames every tensor
     if prefix:
         yield Finding(
             None,
             ranks,
-            f"names begin with {prefix!r} ({extra[0]})",
-            f"those of the reference ({missing[0]})",
-            cause="a wrapper is returned in place of the model that it wraps",
+            f"names have the prefix {prefix!r} ({extra[0]})",
+            f"named as in the reference ({missing[0]})",
+            cause="the loader returns a wrapper instead of the model inside it",
             remedy="return the wrapped model itself, or strip the prefix from its names",
             condemns=(*extra, *missing),
         )
         return
     for name in filter(view.judgeable, extra):
-        there = f"there (a {ours[name].kind})"
-        yield Finding(name, ranks, there, "absent, as in the reference", **_about_bias(name, ours, truth))
+        actual = f"present (a {ours[name].kind})"
+        yield Finding(name, ranks, actual, "absent, as in the reference", **_explain_bias(name, ours, reference))
     for name in filter(view.judgeable, missing):
-        wanted = f"a {truth[name].kind}, as in the reference"
-        yield Finding(name, ranks, "missing", wanted, **_about_bias(name, ours, truth))
-    if view.reference.complete:  # a checkpoint does not tell parameters from buffers
+        expected = f"a {reference[name].kind}, as in the reference"
+        yield Finding(name, ranks, "missing", expected, **_explain_bias(name, ours, reference))
+    if view.reference.complete:  # checkpoints do not distinguish parameters from buffers
         for name, facts in view.tensors("parameter", "buffer"):
-            if name in truth:
-                yield from view.broken(name, [(rank, _recast(tensor, truth[name])) for rank, tensor in facts])
+            if name in reference:
+                yield from view.broken(name, [(rank, _compare_kind(t, reference[name])) for rank, t in facts])
 
 
-def _recast(tensor: TensorFacts, truth: TensorFacts) -> Mismatch | None:
-    if tensor.kind != truth.kind:
+def _compare_kind(tensor: TensorFacts, reference: TensorFacts) -> Mismatch | None:
+    if tensor.kind != reference.kind:
         return Mismatch(
             f"a {tensor.kind}",
-            f"a {truth.kind}, as in the reference",
-            "materialising or loading re-created it as the other kind: an optimizer and FSDP see parameters only",
-            "re-create a parameter as torch.nn.Parameter, a buffer by register_buffer",
+            f"a {reference.kind}, as in the reference",
+            "it was re-created as the other kind; the optimizer and FSDP see parameters only",
+            "re-create parameters as torch.nn.Parameter and buffers with register_buffer()",
         )
-    if tensor.persistent != truth.persistent:
+    if tensor.persistent != reference.persistent:
         return Mismatch(
-            f"a {_lasting(tensor)} buffer",
-            f"a {_lasting(truth)} one, as in the reference",
-            "it was registered again with another persistent=...: checkpoints have it or not by that alone",
-            f"call register_buffer(name, tensor, persistent={truth.persistent})",
+            f"a {_persistence(tensor)} buffer",
+            f"{_persistence(reference)}, as in the reference",
+            "it was registered again with a different persistent=..., which decides whether checkpoints contain it",
+            f"call register_buffer(name, tensor, persistent={reference.persistent})",
         )
     return None
 
 
-def _lasting(tensor: TensorFacts) -> str:
+def _persistence(tensor: TensorFacts) -> str:
     return "persistent" if tensor.persistent else "non-persistent"
 
 
 def _common_prefix(extra: list[str], missing: list[str]) -> str:
-    """The prefix that, put before every missing name, gives exactly the extra ones; empty when there is none."""
+    """Return the prefix that turns the missing names into exactly the extra ones; empty if there is none."""
     if not extra or len(extra) != len(missing) or not extra[0].endswith(missing[0]):
         return ""
     prefix = extra[0].removesuffix(missing[0])
     return prefix if prefix.endswith(".") and {prefix + name for name in missing} == set(extra) else ""
 
 
-def _about_bias(name: str, ours: Container[str], truth: Container[str]) -> Explanation:
-    """Where the module is on both sides: else it is the module that is too many or too few."""
+def _explain_bias(name: str, ours: Container[str], reference: Container[str]) -> Explanation:
+    """Explain an extra or missing bias; empty if the whole module is extra or missing."""
     weight = name.removesuffix("bias") + "weight"
-    return _BIAS if name.endswith("bias") and weight in ours and weight in truth else {}
+    return _BIAS if name.endswith("bias") and weight in ours and weight in reference else {}
 
 
 _BIAS: Explanation = {
-    "cause": "a bias that the config disables is registered as a parameter all the same, or the reverse",
+    "cause": "a bias that the config disables is registered as a parameter anyway, or the reverse",
     "remedy": "call register_parameter(name, None) for a disabled bias",
 }
 
 
 @check(
-    promise="every parameter and buffer has the global shape that it has in the reference",
+    promise="every parameter and buffer has the same global shape as in the reference",
     family="structure",
     needs=["inventory", "reference"],
     after=[MANIFEST, NAMES],
-    why="DTensor.from_local believes what it is told: wrong placements make another tensor, and no error tells of it.",
-    cause="the placements do not fit the tensor, for example those of a 2-D weight reused for a 3-D stack of experts; "
-    "or it is another checkpoint, or a resized vocabulary",
-    remedy="give every parameter placements for its own dims, and DTensor.from_local the global shape",
+    why="DTensor.from_local does not validate placements: wrong ones silently change the global shape.",
+    cause="the placements do not fit the tensor (for example those of a 2-D weight used for a 3-D stack of experts), "
+    "the checkpoint is of another model, or the vocabulary was resized",
+    remedy="choose placements for each parameter's own dims, and pass the global shape to DTensor.from_local",
     references=["NVIDIA/TransformerEngine#2713"],
     since="0.2",
 )
 def shapes_match_reference(view: View) -> Iterable[Finding]:
-    truth = view.truth.by_name
-    for name, facts in view.tensors("parameter", "buffer", only=truth):
-        shape = truth[name].shape
-        wanted = f"{shape}, as in the reference"
-        told = [(rank, None if t.shape == shape else _reshaped(t, wanted)) for rank, t in facts]
-        yield from view.broken(name, told)
+    reference = view.truth.by_name
+    for name, facts in view.tensors("parameter", "buffer", only=reference):
+        shape = reference[name].shape
+        expected = f"{shape}, as in the reference"
+        yield from view.broken(
+            name, [(rank, None if t.shape == shape else _reshaped(t, expected)) for rank, t in facts]
+        )
 
 
-def _reshaped(tensor: TensorFacts, wanted: str) -> Mismatch:
+def _reshaped(tensor: TensorFacts, expected: str) -> Mismatch:
     if tensor.managed is False:
-        return Mismatch(f"shape {tensor.shape}", wanted, *_REPLACED)
-    return Mismatch(f"shape {tensor.shape}", wanted)
+        return Mismatch(f"shape {tensor.shape}", expected, *_REPLACED)
+    return Mismatch(f"shape {tensor.shape}", expected)
 
 
 _REPLACED = (
-    "another parameter was put where fully_shard() had made a DTensor, perhaps of its local shard",
-    "write into the DTensor, or make parameters anew before fully_shard()",
+    "the DTensor that fully_shard() created was replaced by another parameter, perhaps by its local shard",
+    "write into the DTensor, or re-create parameters before fully_shard()",
 )
 
 
 @check(
-    promise="every parameter and buffer has the dtype that it has in the reference",
+    promise="every parameter and buffer has the same dtype as in the reference",
     family="structure",
     needs=["inventory", "reference"],
     after=[MANIFEST, NAMES, SHAPES],
-    why="Norms, routers and rotary frequencies that are rounded to bfloat16 cost accuracy that no error tells of.",
-    cause="a cast of the whole model (model.to(dtype), a default dtype, torch_dtype=...) took along what must keep its "
-    "own",
-    remedy="cast parameters by name, or build the reference with the same cast if it is meant",
+    why="Norms, routers and rotary frequencies that are rounded to bfloat16 silently cost accuracy.",
+    cause="a cast of the whole model (model.to(dtype), a default dtype, torch_dtype=...) included tensors that must "
+    "keep their dtype",
+    remedy="cast parameters by name, or cast the reference the same way if this is intended",
     references=["huggingface/accelerate#3985", "vllm-project/speculators#668", "NVIDIA-NeMo/Automodel#2549"],
 )
 def dtypes_match_reference(view: View) -> Iterable[Finding]:
-    truth = view.truth.by_name
+    reference = view.truth.by_name
     for name, facts in view.tensors("parameter", "buffer"):
-        if name in truth:
-            expected = truth[name].dtype
+        if name in reference:
+            expected = reference[name].dtype
             yield from view.broken(
                 name, [(rank, None if t.dtype == expected else Mismatch(t.dtype, expected)) for rank, t in facts]
             )
 
 
 @check(
-    promise="frozen stays frozen, trainable stays trainable",
+    promise="frozen parameters stay frozen and trainable parameters stay trainable",
     family="structure",
     needs=["inventory"],
     fields=["reference or frozen"],
     uses=["reference"],
     after=[MANIFEST, NAMES, SHAPES],
-    why="A frozen verifier that trains drifts away unseen; a trainable head that is frozen never learns.",
-    cause="it was set before the parameters were re-created (to_empty, sharding, load with assign=True), or never",
-    remedy="set requires_grad after the last step that makes new Parameter objects",
+    why="A frozen verifier that is trained drifts unnoticed; a trainable head that is frozen never learns.",
+    cause="requires_grad was set before the parameters were re-created (to_empty, sharding, assign=True), or never",
+    remedy="set requires_grad after the last step that creates new Parameter objects",
     references=["vllm-project/speculators#593", "pytorch/torchtitan#4593"],
 )
 def requires_grad_matches_reference(view: View) -> Iterable[Finding]:
     declared = _parameters(view) & set(view.evidence.subject.frozen)
     reference = view.evidence.reference if declared else view.reference
-    truth = reference.inventory.by_name if reference is not None and reference.complete else None
-    if truth is None and not declared:
-        raise NotJudged("a checkpoint does not say what is trainable; declare Subject(reference=<callable>)")
-    for name, facts in view.tensors("parameter", only=declared if truth is None else None):
+    known = reference.inventory.by_name if reference is not None and reference.complete else None
+    if known is None and not declared:
+        raise NotJudged("a checkpoint does not record what is trainable; declare Subject(reference=<callable>)")
+    for name, facts in view.tensors("parameter", only=declared if known is None else None):
         if name in declared:
             yield from view.broken(name, [(rank, _thawed(tensor)) for rank, tensor in facts])
-        elif truth is not None and name in truth:
-            yield from view.broken(name, [(rank, _trainability(t, truth[name].requires_grad)) for rank, t in facts])
+        elif known is not None and name in known:
+            yield from view.broken(name, [(rank, _trainability(t, known[name].requires_grad)) for rank, t in facts])
 
 
 def _parameters(view: View) -> set[str]:
@@ -242,21 +247,21 @@ def _trainability(tensor: TensorFacts, expected: bool) -> Mismatch | None:
         return Mismatch(
             "frozen",
             "trainable",
-            "the loader freezes it, by a pattern that matches too much; or the reference's own loading thaws it",
-            "narrow the pattern; where it is meant, declare Subject(frozen=...) or freeze it in the reference as well",
+            "the loader freezes it, perhaps by a pattern that matches too much, or loading the reference unfreezes it",
+            "narrow the pattern; if intended, declare Subject(frozen=...) or freeze it in the reference as well",
         )
     return Mismatch("trainable", "frozen")
 
 
 @check(
-    promise="the custom attributes that Subject(kept_attributes=...) names survive sharding and re-creation",
+    promise="parameters keep the custom attributes that Subject(kept_attributes=...) names",
     family="structure",
     needs=["inventory", "reference"],
     fields=["kept_attributes"],
     after=[MANIFEST, NAMES, SHAPES],
-    why="What reads the attribute later (what to shard, whose gradients to reduce) silently does the other thing.",
-    cause="the parameter was re-created (to_empty, fully_shard, load with assign=True), which drops its attributes",
-    remedy="set the attributes again after the last step that makes new Parameter objects, and read them only then",
+    why="Code that reads the attribute (what to shard, which gradients to reduce) silently does the opposite.",
+    cause="the parameter was re-created (to_empty, fully_shard, assign=True), which drops its attributes",
+    remedy="set the attributes again after the last step that creates new Parameter objects; read them only after that",
     references=["NVIDIA/Megatron-LM fsdp_no_shard", "NVIDIA/TransformerEngine#1771"],
     since="0.2",
 )
@@ -265,15 +270,15 @@ def parameter_attributes_kept(view: View) -> Iterable[Finding]:
     if not kept:
         raise NotDeclared("kept_attributes")
     if not view.reference.complete:
-        raise NotJudged("a checkpoint holds no attributes; declare Subject(reference=<callable>)")
-    truth = view.truth.by_name
-    unknown = [key for key in kept if not any(key in tensor.attributes for tensor in truth.values())]
-    for name, facts in view.tensors("parameter", only=truth):
-        for key, expected in truth[name].attributes.items():
+        raise NotJudged("a checkpoint does not record attributes; declare Subject(reference=<callable>)")
+    reference = view.truth.by_name
+    unknown = [key for key in kept if not any(key in tensor.attributes for tensor in reference.values())]
+    for name, facts in view.tensors("parameter", only=reference):
+        for key, expected in reference[name].attributes.items():
             yield from view.broken(name, [(rank, _lost(tensor, key, expected)) for rank, tensor in facts])
     if unknown:
         raise NotJudged(
-            f"no parameter of the reference has the attribute {unknown[0]!r}, so nothing tells which should keep it; "
+            f"no parameter of the reference has the attribute {unknown[0]!r}, so it is unknown which should keep it; "
             "set it on the reference's parameters as well"
         )
 

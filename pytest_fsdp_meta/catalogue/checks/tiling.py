@@ -1,4 +1,4 @@
-"""Sharding: the shards of all ranks, laid side by side, are the tensor."""
+"""Check that the shards of all ranks together cover each tensor exactly once."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from pytest_fsdp_meta.evidence import Region, TensorFacts, sharded_dim
 from pytest_fsdp_meta.text import counted
 
 Held = tuple[Region, ...]
-"""What one rank holds, dimension by dimension."""
+"""The regions that one rank holds, dim by dim."""
 Pattern = tuple[tuple[int, ...], tuple[tuple[int, Held], ...], int]
-"""The shape, what each rank holds of it, and how many ranks should hold each element."""
+"""The shape, the part that each rank holds, and how many ranks should hold each element."""
 Flaw = tuple[tuple[int, ...], str, str]
-"""The ranks of a finding, what they show, and what they should show."""
+"""Ranks, actual and expected of a finding."""
 
 
 @check(
-    promise="the shards of all ranks cover the global tensor exactly once, in each set of replicas",
+    promise="within each set of replicas, the shards of all ranks cover the global tensor exactly once",
     family="sharding",
     needs=["inventory"],
     after=[
@@ -35,18 +35,18 @@ Flaw = tuple[tuple[int, ...], str, str]
         "nothing_left_unsharded",
         "dtensor_placements",
     ],
-    why="What no rank holds is lost when the model is saved; what two ranks hold is written twice, one over the other.",
-    cause="ranks made meshes of their own, in which two have the same coordinate or some have none",
-    remedy="make one mesh of all ranks, in the same order on each",
+    why="Elements that no rank holds are lost when saving; for elements on two ranks, one copy overwrites the other.",
+    cause="ranks created their own meshes, in which two ranks have the same coordinate or some have none",
+    remedy="create one mesh of all ranks, in the same order on every rank",
     references=["NVIDIA/TransformerEngine#3207", "huggingface/transformers#48237"],
     since="0.2",
 )
 def shards_tile_the_tensor(view: View) -> Iterable[Finding]:
-    known: dict[Pattern, Flaw | None] = {}  # thousands of tensors lie in a few ways
+    known: dict[Pattern, Flaw | None] = {}  # thousands of tensors share a few patterns
     for name, facts in view.tensors("parameter", "buffer"):
-        cut = [(rank, _cut_otherwise(tensor)) for rank, tensor in facts]
-        if any(told for _, told in cut):
-            yield from view.broken(name, cut)
+        sizes = [(rank, _compare_local_shape(tensor)) for rank, tensor in facts]
+        if any(mismatch for _, mismatch in sizes):
+            yield from view.broken(name, sizes)
             continue
         pattern = _pattern(facts)
         if pattern not in known:
@@ -58,25 +58,27 @@ def shards_tile_the_tensor(view: View) -> Iterable[Finding]:
 
 
 def _outside(tensor: TensorFacts) -> bool:
-    """On a rank that is not in the mesh of the tensor there is nothing of it."""
+    """Return whether the rank is not in the tensor's mesh, and so holds no part of it."""
     return tensor.mesh is not None and tensor.mesh.coordinate is None
 
 
-def _cut_otherwise(tensor: TensorFacts) -> Mismatch | None:
+def _compare_local_shape(tensor: TensorFacts) -> Mismatch | None:
     implied = tuple(sum(stop - start for start, stop in runs) for runs in tensor.regions)
-    if tensor.local_shape == implied or _outside(tensor) or 0 in tensor.shape:  # fully_shard gives nothing of nothing
+    if (
+        tensor.local_shape == implied or _outside(tensor) or 0 in tensor.shape
+    ):  # fully_shard() makes empty shards of an empty tensor
         return None
     return Mismatch(f"local shape {tensor.local_shape}", f"{implied}, as its placements imply", **_CUT)
 
 
 _BY_HAND: Explanation = {
-    "cause": "ranks were given the same part, or one that nobody else has was left out",
-    "remedy": "choose the part by the rank's place in its group, and let Subject(adapter=...) say the same",
+    "cause": "two ranks were given the same part, or a part was given to no rank",
+    "remedy": "choose the part by the rank's index in its group, and describe the same part in Subject(adapter=...)",
 }
 _CUT: Explanation = {
-    "cause": "it was cut otherwise than its placements say: torch cuts a dim into chunks of ceil(size / ranks), so "
-    "that the last ranks may hold less, or nothing",
-    "remedy": "cut it as torch.chunk does, or let distribute_tensor cut it",
+    "cause": "the shard's size does not match its placements: torch splits a dim into chunks of ceil(size / ranks), so "
+    "the last ranks may hold less, or nothing",
+    "remedy": "split it as torch.chunk does, or use distribute_tensor",
 }
 
 
@@ -84,12 +86,12 @@ def _pattern(facts: list[tuple[int, TensorFacts]]) -> Pattern:
     held = tuple((rank, tensor.regions) for rank, tensor in facts if not _outside(tensor))
     first = next((tensor for _, tensor in facts if not _outside(tensor)), facts[0][1])
     if first.placements is None and first.sharded_by:
-        # Nothing says how many replicas there are, but how much there is in all.
+        # Without placements, the number of replicas follows from the number of elements on all ranks.
         copies = round(sum(tensor.numel for _, tensor in facts) / max(1, prod(first.shape)))
         return first.extent, held, max(1, copies)
     sizes = zip(first.placements or (), first.mesh.shape if first.mesh else (), strict=True)
     shards = prod(size for placement, size in sizes if sharded_dim(placement) is not None)
-    # A mesh may span a part of the ranks, which then hold the tensor several times.
+    # Each of several meshes may span a part of the ranks; each then holds the tensor once.
     return first.extent, held, max(1, len(held) // shards)
 
 
@@ -120,7 +122,7 @@ def _edges(runs: Iterable[Region]) -> Iterator[int]:
 
 
 def _holders(cuts: list[list[int]], held: Sequence[tuple[int, Held]]) -> dict[tuple[int, ...], list[int]]:
-    """The ranks of each cell between neighbouring cuts."""
+    """Return the ranks that hold each cell between neighbouring cuts."""
     number = [{cut: index for index, cut in enumerate(edges)} for edges in cuts]
     holders: dict[tuple[int, ...], list[int]] = {}
     for rank, regions in held:
@@ -134,6 +136,6 @@ def _holders(cuts: list[list[int]], held: Sequence[tuple[int, Held]]) -> dict[tu
 
 
 def _box(cuts: list[list[int]], cells: list[tuple[int, ...]]) -> str:
-    """ "[4:8, 0:4]": the indices of the first of the cells."""
+    """Return the indices of the first cell, like "[4:8, 0:4]", and the number of others."""
     first = ", ".join(f"{edges[index]}:{edges[index + 1]}" for edges, index in zip(cuts, cells[0], strict=True))
     return f"[{first}]" + (f" and {counted(len(cells) - 1, 'more part')}" if len(cells) > 1 else "")

@@ -1,4 +1,4 @@
-"""Values: every shard holds the bits of the slice that it stands for."""
+"""Check that every shard equals its slice of the reference, and frozen weights those of the verifier."""
 
 from __future__ import annotations
 
@@ -6,7 +6,14 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from types import MappingProxyType
 
 from pytest_fsdp_meta.catalogue.diagnosis.expectations import is_whole
-from pytest_fsdp_meta.catalogue.diagnosis.patterns import EXCHANGED, ROUNDING, Cases, exchanged, pattern, unwritten
+from pytest_fsdp_meta.catalogue.diagnosis.patterns import (
+    ROUNDING,
+    SWAPPED,
+    Cases,
+    explain_pattern,
+    find_swapped,
+    is_zero,
+)
 from pytest_fsdp_meta.catalogue.findings import Explanation, Finding
 from pytest_fsdp_meta.catalogue.registry import check
 from pytest_fsdp_meta.catalogue.view import NotJudged, PartlyJudged, Unjudgeable, View
@@ -24,34 +31,35 @@ BASIC = (
     "managed_params_are_registered",
     "shards_tile_the_tensor",
 )
-REFERENCE, WHOLE, VERIFIER = "the reference's slice", "the reference's value", "the verifier's"
+REFERENCE, WHOLE, VERIFIER = "the reference's slice", "the reference", "the verifier"
+"""What tensors are compared with, as messages name it: a shard, a whole tensor, a frozen one."""
 
 
 @check(
-    promise="every parameter shard equals the reference's slice, bit for bit (within rounding where the loader casts)",
+    promise="every parameter shard is bit-identical to the reference's slice (within rounding if the loader casts)",
     family="values",
     needs=["inventory", "reference", "values"],
     after=[*BASIC, "replicas_equal"],
-    why="A weight that was not loaded, or loaded into the wrong place, trains all the same.",
+    why="A model with weights that were not loaded, or loaded into the wrong place, still trains.",
     cause="the weight was not loaded (it still has its initialisation), was loaded from another tensor or checkpoint, "
-    "or was initialised again once it was loaded",
+    "or was initialised again after loading",
     remedy="load by name and fail on missing and unexpected keys; initialise before loading, never after",
     references=["NVIDIA-NeMo/Automodel#3597", "huggingface/transformers#46620", "speculators 0.4.0"],
 )
 def params_equal_reference(view: View) -> Iterable[Finding]:
-    # A frozen tensor has one judge: frozen_weights_equal_verifier.
+    # frozen_weights_equal_verifier judges frozen tensors.
     names = view.names("parameter", but=frozen_names(view))
     yield from _differences(view, names, view.evidence.values)
 
 
 @check(
-    promise="every buffer, persistent or not, equals the reference's on every rank",
+    promise="every buffer, persistent or not, equals the reference's buffer on every rank",
     family="values",
     needs=["inventory", "reference", "values"],
     after=[*BASIC, "replicas_equal"],
-    why="A rotary frequency or a mask that is garbage still gives a finite loss.",
-    cause="the buffer was not recomputed after to_empty(), or it was computed from other settings or in another dtype",
-    remedy="recompute buffers on every rank from the config, in the dtype of the reference",
+    why="Wrong rotary frequencies or masks still give a finite loss.",
+    cause="the buffer was not recomputed after to_empty(), or was computed from other settings or in another dtype",
+    remedy="recompute buffers on every rank from the config, in the reference's dtype",
     references=[
         "huggingface/transformers#45902",
         "huggingface/transformers#48892",
@@ -69,19 +77,19 @@ def buffers_equal_reference(view: View) -> Iterable[Finding]:
         unknown = [name for name in names if name in transient - known]
         if unknown:
             raise NotJudged(
-                f"a checkpoint does not hold non-persistent buffers ({len(unknown)} here, first: {unknown[0]}), so "
-                "nothing tells their values; declare Subject(reference=<callable>)"
+                f"a checkpoint does not contain non-persistent buffers ({len(unknown)} here, first: {unknown[0]}), so "
+                "their values cannot be compared; declare Subject(reference=<callable>)"
             )
 
 
 @check(
-    promise="frozen weights equal the verifier's tensors that they were taken from",
+    promise="frozen weights equal the verifier's tensors that they were copied from",
     family="values",
     needs=["inventory", "verifier"],
     after=[*BASIC, "replicas_equal"],
-    why="A frozen weight is never trained, so what went wrong while loading stays wrong for good.",
-    cause="a second pass initialised it again after it was loaded, or it was never loaded",
-    remedy="load frozen weights last, and keep init_weights() away from modules that are frozen or already loaded",
+    why="A frozen weight is never trained, so an error in loading it is permanent.",
+    cause="it was initialised again after loading, or never loaded",
+    remedy="load frozen weights last, and do not call init_weights() on modules that are frozen or already loaded",
     references=["vllm-project/speculators#314", "vllm-project/speculators#452"],
 )
 def frozen_weights_equal_verifier(view: View) -> Iterable[Finding]:
@@ -91,9 +99,10 @@ def frozen_weights_equal_verifier(view: View) -> Iterable[Finding]:
 
 
 def frozen_names(view: View) -> set[str]:
-    """What is laid beside the verifier: what the subject declares frozen, else what a whole reference freezes.
+    """Return the tensors to compare with the verifier: those declared frozen, otherwise those the reference freezes.
 
-    Nothing where the reference is the verifier and nobody laid them side by side: its slices then judge all alike.
+    Empty if the reference serves as the verifier and that comparison is unavailable: ``params_equal_reference`` and
+    ``buffers_equal_reference`` then compare frozen tensors too.
     """
     subject, reference = view.evidence.subject, view.evidence.reference
     if "verifier" in view.evidence.unavailable and "verifier" not in subject.declared:
@@ -105,47 +114,48 @@ def _differences(
     view: View,
     names: Collection[str],
     comparisons: tuple[tuple[Comparison, ...], ...] | None,
-    truth: str = REFERENCE,
-    sources: Mapping[str, str] = MappingProxyType({}),
+    source: str = REFERENCE,
+    renamed: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[Finding]:
-    """``sources`` maps names to those in the truth, where they are others."""
-    unusable = _unusable(view, truth)
-    blamed: list[str] = []
+    """Report the tensors that differ from ``source``; ``renamed`` maps names to their names there."""
+    unusable = _unusable(view, source)
+    unstable: list[str] = []
     found = view.comparisons(comparisons, names)
-    swapped = exchanged({name: [(rank, c) for rank, c in pairs if not c.equal] for name, pairs in found.items()})
+    swapped = find_swapped({name: [(rank, c) for rank, c in pairs if not c.equal] for name, pairs in found.items()})
     for name, pairs in found.items():
-        source = sources.get(name, name)
-        if source in unusable:
-            blamed.append(source)
+        original = renamed.get(name, name)
+        if original in unusable:
+            unstable.append(original)
         else:
-            yield from _difference(view, name, pairs, truth if source == name else f"{truth} {source}", swapped)
-    if blamed:
+            compared_with = source if original == name else f"{source}'s {original}"
+            yield from _difference(view, name, pairs, compared_with, swapped)
+    if unstable:
         raise Unjudgeable(
-            f"the reference does not reproduce itself: it {unusable[blamed[0]]} ({first_of(blamed)}); make it build "
-            "the same model every time"
+            f"the reference is not reproducible: it {unusable[unstable[0]]} ({first_of(unstable)}); make it build the "
+            "same model every time"
         )
-    silent = [name for name in names if name not in found and (truth == VERIFIER or name in view.truth.by_name)]
-    if silent:
+    not_compared = [name for name in names if name not in found and (source == VERIFIER or name in view.truth.by_name)]
+    if not_compared:
         raise PartlyJudged(
-            f"{first_of(silent)} could not be compared: torch cannot lay it beside the truth in slices (quantized, "
-            "sparse, nested, or a subclass)"
+            f"{first_of(not_compared)} could not be compared: torch cannot slice it (quantized, sparse, nested, or a "
+            "tensor subclass)"
         )
 
 
-def _unusable(view: View, truth: str) -> dict[str, str]:
-    """Names in the reference that are no truth, with the reason. A verifier of its own is not the reference."""
+def _unusable(view: View, source: str) -> dict[str, str]:
+    """Return the tensors of the reference that nothing can be compared with, mapped to the reason."""
     reference = view.evidence.reference
-    if reference is None or (truth == VERIFIER and "verifier" in view.evidence.subject.declared):
+    if reference is None or (source == VERIFIER and "verifier" in view.evidence.subject.declared):
         return {}
-    unusable = dict.fromkeys(reference.unstable, "gives other bits when it is built again")
-    return unusable | dict.fromkeys(reference.uninitialised, "never writes it")
+    unusable = dict.fromkeys(reference.unstable, "has other bits each time it is built")
+    return unusable | dict.fromkeys(reference.uninitialised, "never writes the tensor")
 
 
-def _difference(view: View, name: str, pairs: Cases, truth: str, swapped: Mapping[str, str]) -> Iterator[Finding]:
-    """``swapped`` names what a tensor holds in place of its own."""
+def _difference(view: View, name: str, pairs: Cases, source: str, swapped: Mapping[str, str]) -> Iterator[Finding]:
+    """Report the ranks that differ in one tensor; ``swapped`` maps tensors to those whose values they hold."""
     tensor = view.evidence.inventory[pairs[0][0]].by_name[name]
     wrong = [(rank, c) for rank, c in pairs if not c.equal and not _rounded(c, tensor.dtype)]
-    zeros = [rank for rank, c in wrong if unwritten(c)]
+    zeros = [rank for rank, c in wrong if is_zero(c)]
     by_problem: dict[tuple[str | None, str, bool], list[tuple[int, Comparison]]] = {}
     for rank, c in wrong:
         by_problem.setdefault((c.problem, c.should_be, rank in zeros), []).append((rank, c))
@@ -156,22 +166,22 @@ def _difference(view: View, name: str, pairs: Cases, truth: str, swapped: Mappin
             yield Finding(name, ranks, problem, should_be, **(_ADAPTED if local else _SHAPE))
         else:
             other = swapped.get(name, "")
-            detail = numbers(cases, tensor) + f"; it is what {other} should be" * bool(other)
-            # Beside ranks on which nothing was written, the others are not odd for being wrong.
-            beside = pairs if zero else [(rank, c) for rank, c in pairs if rank not in zeros]
-            words = EXCHANGED if other else pattern(tensor, cases, beside)
-            should = truth.replace(REFERENCE, WHOLE) if is_whole(tensor) else truth
-            yield Finding(name, ranks, "other values", should, detail, **words)
+            detail = describe_difference(cases, tensor) + f"; these are the values of {other}" * bool(other)
+            # Ranks where nothing was written say nothing about whether the other wrong ranks are exceptions.
+            comparable = pairs if zero else [(rank, c) for rank, c in pairs if rank not in zeros]
+            explanation = SWAPPED if other else explain_pattern(tensor, cases, comparable)
+            compared_with = source.replace(REFERENCE, WHOLE) if is_whole(tensor) else source
+            yield Finding(name, ranks, f"values that differ from {compared_with}", "", detail, **explanation)
 
 
 _SHAPE: Explanation = {
-    "cause": "it is the verifier of another model, or a tensor of another name there, or a resized vocabulary",
-    "remedy": "take the frozen weights from the model that they were made for, or map its names: "
+    "cause": "the verifier is another model, has the tensor under another name, or has a vocabulary of another size",
+    "remedy": "copy the frozen weights from the model they belong to, or map the names: "
     "Subject(frozen={name: name in the verifier})",
 }
 _ADAPTED: Explanation = {
-    "cause": "the adapter describes another part than the rank holds",
-    "remedy": "compare start and shape of its Part.block or Part.run with what the rank holds",
+    "cause": "the adapter describes another part of the tensor than the rank holds",
+    "remedy": "compare the start and shape in Part.block or Part.run with the part that the rank holds",
 }
 
 
@@ -179,8 +189,8 @@ def _rounded(comparison: Comparison, dtype: str) -> bool:
     return comparison.cast and comparison.problem is None and comparison.max_rel <= ROUNDING.get(dtype, 0.0)
 
 
-def numbers(cases: list[tuple[int, Comparison]], tensor: TensorFacts) -> str:
-    """How far apart the worst of them is, and where."""
+def describe_difference(cases: list[tuple[int, Comparison]], tensor: TensorFacts) -> str:
+    """Describe the largest difference among the ranks, and where it first occurs."""
     rank, worst = max(cases, key=lambda case: case[1].max_abs)
     if not worst.index:
         return f"{worst.actual:.6g} on rank {rank}, but should be {worst.expected:.6g}"

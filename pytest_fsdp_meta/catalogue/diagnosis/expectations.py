@@ -1,4 +1,4 @@
-"""What is expected of a parameter on its mesh: as declared, else by the names of the mesh dimensions."""
+"""Determine the expected placements of a parameter: as declared, otherwise by the names of the mesh dimensions."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pytest_fsdp_meta.text import counted
 
 PLAIN = "a plain tensor, whole on every rank"
 SHARDED = "sharded over"
-"""How it begins what is expected of a parameter that a mesh dimension should shard."""
+"""First words of ``Mismatch.expected`` for a parameter that a mesh dimension should shard."""
 
 
 def data_dims(view: View) -> dict[str | None, int]:
-    """Dimensions that shard or replicate: of the meshes that parameters lie on, for a loader may make its own.
+    """Return the sizes of the mesh dimensions that shard or replicate parameters.
 
-    And those of the world's mesh that have room beside them, for it may have used one and forgotten the other, or made
-    one too small.
+    They come from the meshes of the parameters, because a loader may create its own. Dimensions of the world's mesh
+    are added if the world has enough ranks for them too: the loader may have forgotten one or made it too small.
     """
     world = view.evidence.world
     tensors = (t for rank in view.evidence.inventory for t in rank.tensors if t.kind == "parameter")
@@ -34,47 +34,49 @@ def data_dims(view: View) -> dict[str | None, int]:
 
 
 def _of_experts(mesh: MeshFacts) -> bool:
-    """Experts cut up the ranks in a way of their own, which nothing else follows."""
+    """Return whether the mesh is one of experts, which divide the ranks differently from all other parameters."""
     return any(splits_experts(dim) for dim in mesh.dims)
 
 
 def _has_room(mesh: MeshFacts, name: str | None, size: int, world: int) -> bool:
-    """Whether the ranks of the world suffice for the mesh with a dimension of this size."""
+    """Return whether the world has enough ranks for the mesh with a dimension of this size."""
     return prod(mesh.shape) // _size(mesh, name) * size <= world
 
 
 def _size(mesh: MeshFacts, name: str | None) -> int:
-    """Of a dimension; 1 where the mesh does not have it."""
+    """Return the size of a dimension; 1 if the mesh does not have it."""
     return dict(zip(mesh.dims, mesh.shape, strict=True)).get(name, 1)
 
 
 def _role(dim: str | None) -> str:
-    """What is expected of a mesh dimension by its name: "shard", "replicate" or "free"."""
+    """Return what a mesh dimension of this name does to parameters: "shard", "replicate" or "free" (either)."""
     if splits_model(dim):
         return "free"
     return "replicate" if replicates(dim) else "shard"
 
 
-def as_declared(tensor: TensorFacts, declared: tuple[str, ...], world: int) -> Mismatch | None:
-    """What is wrong beside the declared placements."""
+def compare_with_declared(tensor: TensorFacts, declared: tuple[str, ...], world: int) -> Mismatch | None:
+    """Compare the placements with the declared ones."""
     if tensor.placements is None and world == 1:
-        return None  # alone, a loader need not shard
+        return None  # a single rank need not shard
     actual = tensor.placements or ()
     if actual and len(actual) != len(declared):
-        gives = f"Subject(placements=...) gives {len(declared)} for {counted(len(actual), 'mesh dimension')}"
-        each = "declare one placement per mesh dimension, in order"
-        if len(actual) < len(declared):  # a plan that shards it on one more makes a mesh of both
-            gives = f"the plan of another mesh dimension (parallelize_module) left it out; or {gives}"
-            each = f"put its module into the plan, or {each}"
-        return Mismatch(placed(tensor), f"{_tuple(declared)}, as declared", gives, each)
+        cause = f"Subject(placements=...) gives {len(declared)} for {counted(len(actual), 'mesh dimension')}"
+        remedy = "declare one placement per mesh dimension, in order"
+        if len(actual) < len(declared):  # each plan that shards the parameter adds a dimension to its mesh
+            cause = f"the plan of another mesh dimension (parallelize_module) left it out; or {cause}"
+            remedy = f"add its module to the plan, or {remedy}"
+        return Mismatch(describe_placements(tensor), f"{_tuple(declared)}, as declared", cause, remedy)
     fits = len(actual) == len(declared) and all(_fits(a, d) for a, d in zip(actual, declared, strict=True))
     return (
-        None if fits else Mismatch(placed(tensor), f"{_tuple(declared)}, as declared", **_otherwise(actual, declared))
+        None
+        if fits
+        else Mismatch(describe_placements(tensor), f"{_tuple(declared)}, as declared", **_explain(actual, declared))
     )
 
 
-def _otherwise(actual: tuple[str, ...], declared: tuple[str, ...]) -> Explanation:
-    """What to say of a parameter that need not be sharded, because it is, or because it is declared whole."""
+def _explain(actual: tuple[str, ...], declared: tuple[str, ...]) -> Explanation:
+    """Explain a parameter that is already sharded, or declared whole, for which "shard it" would be wrong advice."""
     if not actual:
         return _NO_PLACEMENTS if set(declared) == {"R"} else {}
     pairs = list(zip(actual, declared, strict=True))
@@ -85,100 +87,106 @@ def _otherwise(actual: tuple[str, ...], declared: tuple[str, ...]) -> Explanatio
     return _OTHER_DIM if all(a != d and None not in (a, d) for a, d in dims) else {}
 
 
-_DECLARE = "or declare what is meant with Subject(placements=...)"
+_DECLARE = "or declare the intent with Subject(placements=...)"
 _KEEP_WHOLE: Explanation = {
-    "cause": "it is declared whole, and was passed to fully_shard or parallelize_module with the rest of its module",
-    "remedy": f"keep it whole: leave it out of fully_shard (ignored_params) or of the plan; {_DECLARE}",
+    "cause": "it is declared whole but was passed to fully_shard() or parallelize_module() with its module",
+    "remedy": f"keep it whole: exclude it from fully_shard() (ignored_params) or the plan; {_DECLARE}",
 }
 _REPLICATE: Explanation = {
-    "cause": "it is sharded over a mesh dimension that should replicate it: the mesh was passed with its dimensions in "
-    "another order, or flattened, or another one was passed",
-    "remedy": f"give fully_shard a mesh of two dimensions, the first of which replicates; {_DECLARE}",
+    "cause": "it is sharded over a mesh dimension that should replicate it: the mesh has its dimensions in another "
+    "order, is flattened, or is another mesh",
+    "remedy": f"pass fully_shard() a mesh of two dimensions, the first of which replicates; {_DECLARE}",
 }
 _OTHER_DIM: Explanation = {
-    "cause": "it was sharded on another dim than declared; fully_shard takes dim 0 unless it is told otherwise",
-    "remedy": f"shard it on that dim (shard_placement_fn of fully_shard, or the plan); {_DECLARE}",
+    "cause": "it was sharded on another dim than declared; fully_shard() shards dim 0 by default",
+    "remedy": f"shard it on the declared dim (shard_placement_fn of fully_shard(), or the plan); {_DECLARE}",
 }
 _NO_PLACEMENTS: Explanation = {
-    "cause": "it is declared replicated on a mesh, and is a plain tensor that lies on none",
-    "remedy": "declare Subject(unsharded=...) in place of Subject(placements=...), or make it a DTensor of this mesh",
+    "cause": "it is declared replicated on a mesh but is a plain tensor without a mesh",
+    "remedy": "declare Subject(unsharded=...) instead of Subject(placements=...), or make it a DTensor on this mesh",
 }
 
 
 def _fits(actual: str, declared: str) -> bool:
-    """A strided shard is how torch writes S(dim) where two mesh dimensions shard one tensor dim."""
+    """Return whether placements match; torch writes S(dim) as a strided shard if two mesh dimensions shard one dim."""
     return actual == declared or (actual.startswith("_S(") and declared == f"S({sharded_dim(actual)})")
 
 
 def is_whole(tensor: TensorFacts) -> bool:
-    """Whether this rank holds all of it: a plain tensor, or one that no mesh dimension of more than one rank splits."""
-    if in_parts(tensor):
+    """Return whether this rank holds all of the tensor: it is plain, or no mesh dimension of size > 1 shards it."""
+    if is_split(tensor):
         return False
     sizes = tensor.mesh.shape if tensor.mesh is not None else ()
     return all(placement == "R" or size == 1 for placement, size in zip(tensor.placements or (), sizes, strict=True))
 
 
-def in_parts(tensor: TensorFacts) -> bool:
-    """Whether an adapter says that this rank holds less than all of it, without placements that could be told."""
+def is_split(tensor: TensorFacts) -> bool:
+    """Return whether an adapter reports that this rank holds a part only, without placements."""
     return bool(tensor.sharded_by) and tensor.placements is None and not tensor.whole
 
 
-def by_default(tensor: TensorFacts, dims: dict[str | None, int], world: int) -> Mismatch | None:
-    """What is wrong where nothing is declared; nothing is expected of what holds too little to be cut."""
+def compare_with_default(tensor: TensorFacts, dims: dict[str | None, int], world: int) -> Mismatch | None:
+    """Compare with what the names of the mesh dimensions imply; scalars and empty tensors always match."""
     if not tensor.shape or 0 in tensor.shape:
         return None
     sharding = {name: size for name, size in dims.items() if _role(name) == "shard"}
-    wanted = " x ".join(f"{name or 'the mesh'}={size}" for name, size in sharding.items())
+    expected = " x ".join(f"{name or 'the mesh'}={size}" for name, size in sharding.items())
     if tensor.placements is None:
         if not sharding:
             return None
-        return Mismatch(placed(tensor), f"{SHARDED} {wanted}")
+        return Mismatch(describe_placements(tensor), f"{SHARDED} {expected}")
     assert tensor.mesh is not None
     roles = [_role(dim) for dim in tensor.mesh.dims]
     if tensor.mesh.dims == (None, None):
-        roles = ["replicate", "shard"]  # what fully_shard makes of a 2-D mesh
+        roles = ["replicate", "shard"]  # how fully_shard() uses the dimensions of an unnamed 2-D mesh
     for role, size, placement, dim in zip(roles, tensor.mesh.shape, tensor.placements, tensor.mesh.dims, strict=True):
         if size > 1 and role == "shard" and sharded_dim(placement) is None:
-            return Mismatch(placed(tensor), f"{SHARDED} {dim or 'the mesh'}={size}", **_meant(dim, placement))
+            return Mismatch(
+                describe_placements(tensor), f"{SHARDED} {dim or 'the mesh'}={size}", **_explain_name(dim, placement)
+            )
         if size > 1 and role == "replicate" and placement != "R":
             where = f"replicated over {dim or 'the first mesh dimension'}={size}"
-            return Mismatch(placed(tensor), where, **(_REPLICATE if sharded_dim(placement) is not None else {}))
+            return Mismatch(
+                describe_placements(tensor), where, **(_REPLICATE if sharded_dim(placement) is not None else {})
+            )
     return _forgotten(tensor, dims, "shard" in roles, world)
 
 
 def _forgotten(tensor: TensorFacts, dims: dict[str | None, int], shards: bool, world: int) -> Mismatch | None:
-    """A dimension that the tensor's mesh leaves out, or has in small: nobody shards it there, or reduces gradients."""
+    """Find a dimension that the tensor's mesh lacks or has too small: nothing is sharded or reduced over the rest."""
     assert tensor.mesh is not None
     if _of_experts(tensor.mesh):
-        return None  # experts borrow the room of others
+        return None  # experts divide the ranks of the other dimensions
     for name, size in dims.items():
-        # A dimension of another mesh over the same ranks leaves no room beside this one.
+        # Two meshes may cover the same ranks; then the world has no ranks left for both dimensions.
         if name is None or _size(tensor.mesh, name) >= size or not _has_room(tensor.mesh, name, size, world):
             continue
         as_well = "" if name in tensor.mesh.dims else " as well"
         if _role(name) == "shard":
-            return Mismatch(placed(tensor), f"{SHARDED} {name}={size}{as_well}")
-        # FSDP2 reduces over the mesh that it was given and no other; DDP over TP does it by itself.
+            return Mismatch(describe_placements(tensor), f"{SHARDED} {name}={size}{as_well}")
+        # FSDP2 reduces gradients over the dimensions of its own mesh only; DDP over TP reduces by itself.
         if shards and tensor.requires_grad:
-            return Mismatch(placed(tensor), f"replicated over {name}={size}{as_well}, which fully_shard(mesh=...) does")
+            return Mismatch(
+                describe_placements(tensor), f"replicated over {name}={size}{as_well} (by fully_shard(mesh=...))"
+            )
     return None
 
 
-def _meant(dim: str | None, placement: str) -> Explanation:
-    """A loader's own mesh may call its replicating dimension anything."""
+def _explain_name(dim: str | None, placement: str) -> Explanation:
+    """Explain a replicated dimension that may be intended: a loader's own mesh may use any name for it."""
     if dim is None or dim.endswith("shard") or dim == "fsdp" or placement != "R":
         return {}
     return {
-        "cause": f"it was not sharded over {dim}; or {dim} is meant to replicate, which its name does not say",
-        "remedy": "shard it; or call the dimension dp_replicate, or tp, cp, pp or ep where it splits the model; or "
-        "declare Subject(placements=...)",
+        "cause": f"it was not sharded over {dim}, or {dim} is meant to replicate and has a misleading name",
+        "remedy": "shard it; or name the dimension dp_replicate if it replicates, or tp, cp, pp or ep if it splits the "
+        "model; or declare Subject(placements=...)",
     }
 
 
-def placed(tensor: TensorFacts) -> str:
-    """How a parameter lies on its mesh, as messages write it."""
+def describe_placements(tensor: TensorFacts) -> str:
+    """Describe the placements of a parameter for messages."""
     if tensor.placements is None:
-        return f"in parts, as {tensor.sharded_by} says" if in_parts(tensor) else PLAIN
+        return f"split into parts by {tensor.sharded_by}" if is_split(tensor) else PLAIN
     return f"{_tuple(tensor.placements)} on mesh {tensor.mesh}"
 
 

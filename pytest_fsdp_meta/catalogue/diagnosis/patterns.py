@@ -1,4 +1,4 @@
-"""What a pattern of wrong values points to: rounded, scaled, shifted, transposed, shuffled, another tensor's."""
+"""Infer the cause of wrong values from their pattern: rounded, scaled, shifted, transposed, reordered, swapped."""
 
 from __future__ import annotations
 
@@ -14,60 +14,60 @@ Cases = Sequence[tuple[int, Comparison]]
 ROUNDING = {
     "bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 2.0**-23, "float8_e4m3fn": 2.0**-3, "float8_e5m2": 2.0**-2
 }  # fmt: skip
-"""One unit in the last place, relative: what a loader that casts may be off by."""
+"""One unit in the last place by dtype (relative): the error that a cast may cause."""
 
 
-def pattern(tensor: TensorFacts, cases: Cases, pairs: Cases) -> Explanation:
-    """Cause and remedy that the pattern of what is wrong points to; none where everything is."""
+def explain_pattern(tensor: TensorFacts, cases: Cases, pairs: Cases) -> Explanation:
+    """Return the cause and remedy that the pattern suggests; empty if everything differs without a pattern."""
     if tensor.dtype == "float32" and all(LEAST_CUT < c.max_rel < ROUNDING["bfloat16"] for _, c in cases):
         return _CUT
     odd = len(cases) < len([c for _, c in pairs if c.elements])
-    if all(unwritten(c) for _, c in cases):
+    if all(is_zero(c) for _, c in cases):
         return {**UNWRITTEN, "remedy": _ODD_RANKS["remedy"]} if odd else UNWRITTEN
     if _transposed(tensor, cases):
         return _TRANSPOSED
     if not odd and (factor := _agreed(tensor, cases, _multiplied)):
-        return {"cause": f"it is {factor} times what it should be: {_SCALED}", "remedy": _UNSCALED}
+        return {"cause": f"it is {factor} times the expected value: {_SCALED}", "remedy": _UNSCALED}
     if not odd and tensor.dtype != "bool" and (shift := _agreed(tensor, cases, _shifted)):
-        why = _CENTRED if shift.startswith("1 ") and tensor.kind == "parameter" else _SHIFTED
-        return {**why, "cause": f"every element is {shift} than it should be: {why['cause']}"}
+        explanation = _CENTRED if shift.startswith("1 ") and tensor.kind == "parameter" else _SHIFTED
+        return {**explanation, "cause": f"every element is {shift} than expected: {explanation['cause']}"}
     if odd and not _shuffled(cases):
-        return _ODD_RANKS if other_part(tensor, cases) else _ODD_IN_PART
+        return _ODD_RANKS if may_be_other_slice(tensor, cases) else _ODD_IN_PART
     if _shuffled(cases):
         return _ODD_RANKS if _of_other_ranks(cases) else _SHUFFLED
-    # A matrix that was drawn anew differs nearly everywhere; what was mixed up keeps whole rows or experts. Vectors
-    # start as ones or zeros and buffers are computed: of them, a part may be right by chance.
-    drawn = tensor.kind == "parameter" and len(tensor.shape) > 1
-    return _IN_PART if drawn and all(c.differing < 0.9 * c.elements for _, c in cases) else {}
+    # A re-initialised matrix differs nearly everywhere; a reordered one keeps whole rows or experts. Vectors start as
+    # ones or zeros and buffers are computed, so that a part of them may be right by chance.
+    random = tensor.kind == "parameter" and len(tensor.shape) > 1
+    return _IN_PART if random and all(c.differing < 0.9 * c.elements for _, c in cases) else {}
 
 
 def _transposed(tensor: TensorFacts, cases: Cases) -> bool:
-    """Whether of square matrices just as many elements are right as lie on their diagonals, the first one included."""
+    """Return whether exactly as many elements of square matrices are right as are on their diagonals."""
     rows, columns = tensor.shape[-2:] if len(tensor.shape) > 1 else (0, 1)
     right = sum(c.elements - c.differing for _, c in cases)
     first = any(c.index is not None and c.index[-2:] == (0, 1) for _, c in cases)
     return first and rows == columns > 1 and right * rows == sum(c.elements for _, c in cases)
 
 
-def _agreed(tensor: TensorFacts, cases: Cases, told: Callable[[Comparison, float], str]) -> str:
-    """What is ``told`` of the part of each rank, given how far rounding goes; empty where ranks differ in it."""
+def _agreed(tensor: TensorFacts, cases: Cases, describe: Callable[[Comparison, float], str]) -> str:
+    """Return what ``describe`` says of each rank's part, given the rounding error; empty if ranks differ in it."""
     if sum(c.elements for _, c in cases) < FEWEST:
         return ""
-    words = {told(c, 4 * ROUNDING.get(tensor.dtype, 0.0)) for _, c in cases}
-    return words.pop() if len(words) == 1 else ""
+    texts = {describe(c, 4 * ROUNDING.get(tensor.dtype, 0.0)) for _, c in cases}
+    return texts.pop() if len(texts) == 1 else ""
 
 
 def _multiplied(comparison: Comparison, near: float) -> str:
-    """By what all of it is multiplied, up to rounding: "2", "1/2"."""
+    """Return the factor of all elements up to rounding, like "2" or "1/2"; empty if there is none."""
     measure = comparison.measure
     return multiple(measure, near) if measure and measure.residual <= near else ""
 
 
 def _shifted(comparison: Comparison, near: float) -> str:
-    """What was added to every element, up to rounding: "1 more", "0.5 less".
+    """Return the constant added to every element up to rounding, like "1 more" or "0.5 less"; empty if there is none.
 
-    Every element is equally far from the truth where the distance is as long as that number allows. A truth of one
-    number throughout, as norms start, is as far from any other initialisation: that is no shift.
+    All elements differ by the same number if the distance is the largest that ``max_abs`` allows. A reference that is
+    constant, like the initial weight of a norm, differs by one number from any other constant: that is not a shift.
     """
     m, widest = comparison.measure, comparison.max_abs
     if m is None or not m.elements or not 0 < m.apart < math.inf or comparison.differing < comparison.elements:
@@ -83,7 +83,7 @@ def _shifted(comparison: Comparison, near: float) -> str:
 
 
 def _shuffled(cases: Cases) -> bool:
-    """Whether the numbers are those of the truth in another order: far from them, and together of the same length."""
+    """Return whether the values are the reference's in another order: different elements with the same norm."""
     measures = [c.measure for _, c in cases if c.measure is not None]
     ours, theirs, apart = (
         math.fsum(length * length for length in lengths)
@@ -93,23 +93,23 @@ def _shuffled(cases: Cases) -> bool:
 
 
 def _of_other_ranks(cases: Cases) -> bool:
-    """Whether each rank holds what another rank should hold of the same tensor."""
+    """Return whether each rank holds the part of the tensor that another rank should hold."""
     lengths = [(rank, c.elements, c.measure) for rank, c in cases]
-    should = {(size, m.truth): rank for rank, size, m in lengths if m is not None}
-    return all(m is not None and should.get((size, m.actual), rank) != rank for rank, size, m in lengths)
+    owners = {(size, m.truth): rank for rank, size, m in lengths if m is not None}
+    return all(m is not None and owners.get((size, m.actual), rank) != rank for rank, size, m in lengths)
 
 
-def unwritten(comparison: Comparison) -> bool:
-    """Whether all of it is zero, and the truth is not."""
+def is_zero(comparison: Comparison) -> bool:
+    """Return whether all elements are zero and the reference's are not."""
     measure = comparison.measure
     return measure is not None and measure.actual == 0 < measure.truth
 
 
-def other_part(tensor: TensorFacts, cases: Cases) -> bool:
-    """Whether ranks may hold the slice of another rank, or none of the truth: nearly all differs, and by much.
+def may_be_other_slice(tensor: TensorFacts, cases: Cases) -> bool:
+    """Return whether ranks may hold another rank's slice or unrelated values: most elements differ by much.
 
-    Of a matrix that was rounded, and of what was changed in part, neither can be. The weights of a norm are all near
-    the ones that they started as, and near one another.
+    This excludes rounded matrices and tensors that were changed in part. For vectors, small differences count too: the
+    weights of a norm stay close to their initial ones, and to each other.
     """
     near = NEAR if len(tensor.shape) > 1 else 0.0
     return _of_other_ranks(cases) or not all(_little(c, near) for _, c in cases)
@@ -122,10 +122,11 @@ def _little(comparison: Comparison, near: float) -> bool:
     return measure is not None and math.isfinite(measure.apart) and measure.apart < near * measure.truth
 
 
-def exchanged(wrong: Mapping[str, Cases]) -> dict[str, str]:
-    """The tensors that hold what another of these should hold, each with the other.
+def find_swapped(wrong: Mapping[str, Cases]) -> dict[str, str]:
+    """Map each tensor that holds the values of another wrong tensor to that tensor.
 
-    Both are wrong on the same ranks; one order of adding up gives one length, to the last bit.
+    Both must be wrong on the same ranks. Norms are compared exactly: equal elements summed in the same order give the
+    same bits.
     """
     owners: dict[tuple[object, ...], str] = {}
     for name, cases in wrong.items():
@@ -139,54 +140,54 @@ def exchanged(wrong: Mapping[str, Cases]) -> dict[str, str]:
 
 
 FEWEST = 8
-"""Elements: any number is a multiple of another, and a few may be by chance."""
+"""Number of elements; fewer may have a common factor or shift by chance."""
 SLIGHT = 1e-2
-"""Relative: no tensor that is wrong in another way is so nearly as far off in all of its elements."""
+"""Relative; in a tensor without a common shift, differences vary by more than this."""
 LEAST_CUT = 2.0**-14
-"""Relative: what float16 leaves out is larger in one element or another; smaller is another way of computing."""
+"""Relative; a cast to float16 causes larger errors in some element, so smaller ones have another cause."""
 FAR = 1e-4
-"""Of the squared length: less may be a few rows, or rounding."""
+"""Fraction of the squared norm; a smaller distance may be a few rows, or rounding."""
 NEAR = 0.1
-"""Of its length: another slice, or another initialisation, is farther away."""
-UNWRITTEN: Explanation = {"cause": "nothing was ever written on these ranks (all zeros)"}
+"""Fraction of the norm; another slice or another initialisation is farther away."""
+UNWRITTEN: Explanation = {"cause": "nothing was written on these ranks (all zeros)"}
 _ODD_IN_PART: Explanation = {
-    "cause": "these ranks have it right but for some elements, or nearly: part of it was written over once it was "
-    "loaded, or was read, computed or rounded otherwise than on the others",
-    "remedy": "let every rank load and change it by the same code; look for what runs on some ranks only",
+    "cause": "most elements on these ranks are correct, or nearly: a part was overwritten after loading, or was read, "
+    "computed or rounded differently from the other ranks",
+    "remedy": "load and modify it with the same code on every rank; look for code that runs on some ranks only",
 }
 _CUT: Explanation = {
     "cause": "it was rounded through bfloat16 or float16",
-    "remedy": "read, compute and cast it in float32 all the way",
+    "remedy": "read and compute it in float32 throughout",
 }
-_SCALED = "a scale was applied that the reference does not apply, or one more time, or ranks' copies were added up"
-_UNSCALED = "look at the scales of quantised checkpoints, and at what is reduced over ranks while loading"
+_SCALED = "a scale was applied that the reference does not have, or applied twice, or the copies of ranks were summed"
+_UNSCALED = "check the scales of quantised checkpoints, and reductions over ranks while loading"
 _CENTRED: Explanation = {
-    "cause": "weights of norms are kept as w by some and as 1 + w by others (zero-centred gamma)",
-    "remedy": "look at which of both the checkpoint has and the module computes with, and convert it once",
+    "cause": "some implementations store norm weights as w, others as 1 + w (zero-centred gamma)",
+    "remedy": "find out which form the checkpoint stores and which the module expects, and convert once",
 }
 _SHIFTED: Explanation = {
-    "cause": "something was added to it once it was loaded or computed",
-    "remedy": "look for what changes it in place afterwards, and for where counting begins (padding, positions)",
+    "cause": "a constant was added after it was loaded or computed",
+    "remedy": "look for code that modifies it in place, and for off-by-one starts (padding, positions)",
 }
 _TRANSPOSED: Explanation = {
-    "cause": "it is transposed: as many elements are right as lie on the diagonal, and it is square, so no shape tells",
-    "remedy": "turn it while loading where the checkpoint's module has the other layout (x @ W in place of W @ x)",
+    "cause": "it is transposed: only as many elements are right as are on the diagonal, and a square shape hides it",
+    "remedy": "transpose it while loading if the checkpoint's module uses the other layout (x @ W instead of W @ x)",
 }
 _IN_PART: Explanation = {
-    "cause": "part of it is right: rows, heads or experts were exchanged, transposed or left out",
-    "remedy": "compare the order in which the checkpoint stores its parts with the one that the module wants",
+    "cause": "a part of it is right: rows, heads or experts were reordered, transposed or left out",
+    "remedy": "compare the order of the parts in the checkpoint with the order that the module expects",
 }
 _SHUFFLED: Explanation = {
-    "cause": "it has the right numbers in another order: rows, halves (gate and up), heads (rotary layouts) or experts "
-    "were exchanged or transposed, or it was cut along another dim than the one that it is sharded on",
-    "remedy": f"{_IN_PART['remedy']}, and the dim of the slice with that of the placement",
+    "cause": "it has the right values in another order: rows, halves (gate and up), heads (rotary layouts) or experts "
+    "were reordered or transposed, or it was sliced along another dim than its placement",
+    "remedy": f"{_IN_PART['remedy']}, and the dim of the slice with the dim of the placement",
 }
-EXCHANGED: Explanation = {
-    "cause": "it holds what another tensor should hold: names were mapped crosswise (q and k, gate and up, a block and "
-    "the next), or ranks took tensors in another order",
-    "remedy": "compare the names in the checkpoint with those of the modules, and exchange tensors by name",
+SWAPPED: Explanation = {
+    "cause": "it holds the values of another tensor: names were swapped (q and k, gate and up, a block and the next), "
+    "or ranks read tensors in different orders",
+    "remedy": "compare the names in the checkpoint with those of the modules, and match tensors by name, not by order",
 }
 _ODD_RANKS: Explanation = {
-    "cause": "these ranks read the slice of another rank, or only the others were given the weight",
-    "remedy": "take the offset from the DTensor's own mesh coordinate, and let every rank load",
+    "cause": "these ranks read the slice of another rank, or only the others received the weight",
+    "remedy": "take the offset from the DTensor's own mesh coordinate, and load on every rank",
 }

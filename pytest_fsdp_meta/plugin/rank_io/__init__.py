@@ -1,1 +1,1 @@
-"""Output, warnings, progress and debugger of ranks, as pytest shows them."""
+"""How pytest shows what ranks do: their output, warnings and progress, and a debugger on them."""

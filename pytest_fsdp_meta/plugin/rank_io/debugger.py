@@ -1,4 +1,4 @@
-"""``--pdb`` where a rank has failed: the debugger opens there, at the terminal that pytest runs in."""
+"""``--pdb`` for ranks: the debugger opens on the rank that failed, in pytest's terminal."""
 
 from __future__ import annotations
 
@@ -9,26 +9,27 @@ from typing import Any
 
 import pytest
 
-from pytest_fsdp_meta.worlds import World, WorldError
+from pytest_fsdp_meta.worlds import ObservedWorld, WorldError
 from pytest_fsdp_meta.worlds.system.terminal import Terminal
 
-USUAL = "pdbinvoke"
-"""The plugin that pytest registers for --pdb."""
+PDB_PLUGIN = "pdbinvoke"
+"""The name of the plugin that pytest registers for --pdb."""
 QUIT = "bdb.BdbQuit"
+"""The exception that a debugger raises for the command "quit", by qualified name."""
 PACKAGE = Path(__file__).parents[2]
 
 
 class Debugger:
-    """Takes the place of pytest's own, which it calls where no rank has failed.
+    """Replaces pytest's plugin for --pdb, which it calls where no rank has failed.
 
-    The ranks of the last world that failed are kept until the failure is reported: what the test expects, or
-    Hypothesis only tries, opens no debugger.
+    The ranks of the last world that failed stay alive until the failure is reported. So a failure that the test
+    expects, or that Hypothesis only tries, opens no debugger.
     """
 
-    def __init__(self, config: pytest.Config, usual: Any) -> None:
+    def __init__(self, config: pytest.Config, pdb_plugin: Any) -> None:
         self._config = config
-        self._usual = usual
-        self._kept: tuple[World, WorldError] | None = None
+        self._pdb_plugin = pdb_plugin
+        self._kept: tuple[ObservedWorld, WorldError] | None = None
         self._terminal: Terminal | None = None
         self._why_not = ""
         try:
@@ -37,8 +38,8 @@ class Debugger:
         except ValueError as error:
             self._why_not = str(error)
 
-    def failed(self, world: World, error: WorldError, keep: Callable[[], World]) -> None:
-        """Keeps the ranks, if there is something to look at."""
+    def failed(self, world: ObservedWorld, error: WorldError, keep: Callable[[], ObservedWorld]) -> None:
+        """Keep the ranks alive if the first failure is an exception that a debugger can show."""
         first = error.failures[0]
         if first.kind != "raised" or first.user or (self._kept is not None and world.label):
             return
@@ -49,7 +50,7 @@ class Debugger:
             self._kept = keep(), error
 
     def drop(self) -> None:
-        """Ends the ranks that are kept."""
+        """End the ranks that are kept alive."""
         kept, self._kept = self._kept, None
         if kept is not None:
             kept[0].close()
@@ -63,50 +64,50 @@ class Debugger:
     def pytest_runtest_protocol(
         self, item: pytest.Item, nextitem: pytest.Item | None
     ) -> Generator[None, object, object]:
-        """The items of one loader share its failure; the ranks of any other test go with it."""
+        """End kept ranks after the last item of their test: the items of a loader share its failure."""
         try:
             return (yield)
         finally:
-            if nextitem is None or _function(item) != _function(nextitem):
+            if nextitem is None or _test_of(item) != _test_of(nextitem):
                 self.drop()
 
     def pytest_exception_interact(self, node: Any, call: pytest.CallInfo[Any], report: Any) -> None:
         kept = self._kept
         if kept is None or kept[1].summary not in report.longreprtext:
-            if _is_verdict(call.excinfo):
+            if _is_own_failure(call.excinfo):
                 if call.when == "call":
-                    self._config.get_terminal_writer().line("\n--pdb: no rank raised, so there is nothing to look at")
+                    self._config.get_terminal_writer().line("\n--pdb: no debugger: no rank raised an exception")
                 return
-            self._usual.pytest_exception_interact(node=node, call=call, report=report)
+            self._pdb_plugin.pytest_exception_interact(node=node, call=call, report=report)
             return
         world, error = kept
         first = error.failures[0]
-        who = _who(world, first.rank)
+        name = _name_rank(world, first.rank)
         if self._terminal is None or not world.can_debug(first.rank):
-            why = self._why_not or "it had not started, has ended, or is on another machine"
-            self._config.get_terminal_writer().line(f"\n--pdb: no debugger on {who}: {why}")
+            why = self._why_not or "it has not started, has ended, or is on another machine"
+            self._config.get_terminal_writer().line(f"\n--pdb: no debugger on {name}: {why}")
             self.drop()
-            if not _is_verdict(call.excinfo):
-                self._usual.pytest_exception_interact(node=node, call=call, report=report)
+            if not _is_own_failure(call.excinfo):
+                self._pdb_plugin.pytest_exception_interact(node=node, call=call, report=report)
             return
-        self._interact(world, error, f"pdb on {who}: {_what(error)}", report)
+        self._interact(world, error, f"pdb on {name}: {error.failures[0].summary.removeprefix('raised ')}", report)
 
     def pytest_internalerror(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
-        self._usual.pytest_internalerror(excinfo=excinfo)
+        self._pdb_plugin.pytest_internalerror(excinfo=excinfo)
 
-    def _interact(self, world: World, error: WorldError, header: str, report: Any) -> None:
+    def _interact(self, world: ObservedWorld, error: WorldError, header: str, report: Any) -> None:
         assert self._terminal is not None
         capture = self._config.pluginmanager.getplugin("capturemanager")
         if capture is not None:
-            capture.suspend_global_capture(in_=True)  # as pytest does, which resumes it for the next item
+            capture.suspend_global_capture(in_=True)  # pytest resumes it for the next item
         writer = self._config.get_terminal_writer()
         writer.line()
         report.toterminal(writer)
         writer.sep(">", header)
         writer.flush()
-        name = self._config.getoption("usepdb_cls", None)
+        debugger = self._config.getoption("usepdb_cls", None)
         try:
-            quits = world.post_mortem(error.failures[0].rank, self._terminal, ":".join(name) if name else "")
+            quits = world.post_mortem(error.failures[0].rank, self._terminal, ":".join(debugger) if debugger else "")
         except ValueError as why:
             writer.line(f"--pdb: no debugger: {why}")
             return
@@ -118,7 +119,7 @@ class Debugger:
 
 @contextmanager
 def _own_stdin(config: pytest.Config) -> Iterator[None]:
-    """Between items pytest gives back what it captures, but not stdin."""
+    """Give the process its own stdin: between items pytest suspends capturing, but keeps stdin replaced."""
     capture = config.pluginmanager.getplugin("capturemanager")
     if capture is None:
         yield
@@ -131,24 +132,24 @@ def _own_stdin(config: pytest.Config) -> Iterator[None]:
         capture.suspend_global_capture()
 
 
-def _function(item: pytest.Item) -> tuple[object, str]:
+def _test_of(item: pytest.Item) -> tuple[object, str]:
     return item.parent, getattr(item, "originalname", item.name)
 
 
-def _who(world: World, rank: int) -> str:
+def _name_rank(world: ObservedWorld, rank: int) -> str:
     return f"rank {rank} of {world.spec.size}" + (f" of {world.label}" if world.label else "")
 
 
-class Desk:
-    """Where a debugger that the user's code opens gets the terminal."""
+class TerminalLender:
+    """Lends the terminal to debuggers that the user's code opens on ranks, with ``breakpoint()``."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
-        self._last: tuple[World, int] | None = None
+        self._last: tuple[ObservedWorld, int] | None = None
 
     @contextmanager
-    def terminal(self, world: World, rank: int) -> Iterator[Terminal]:
-        """For one prompt. Raises ValueError, with the reason, where there is none."""
+    def terminal(self, world: ObservedWorld, rank: int) -> Iterator[Terminal]:
+        """Lend the terminal for one prompt. Raises ValueError where there is none, with the reason."""
         capture = self._config.pluginmanager.getplugin("capturemanager")
         if capture is not None:
             capture.suspend_global_capture(in_=True)
@@ -158,7 +159,7 @@ class Desk:
                     self._last = world, rank
                     writer = self._config.get_terminal_writer()
                     writer.line()
-                    writer.sep(">", f"pdb on {_who(world, rank)}")
+                    writer.sep(">", f"pdb on {_name_rank(world, rank)}")
                     writer.flush()
                 yield terminal
         finally:
@@ -166,30 +167,26 @@ class Desk:
                 capture.resume_global_capture()
 
     def failed(self, error: WorldError) -> None:
-        """Ends the session where a rank has failed because the user has typed "quit"."""
+        """End the session if a rank failed because the user typed "quit" in its debugger."""
         lent, self._last = self._last is not None, None
         if lent and any(failure.exception == QUIT for failure in error.failures):
             pytest.exit("Quitting debugger")
 
 
-def _is_verdict(info: pytest.ExceptionInfo[BaseException] | None) -> bool:
-    """Whether this plugin has said that a test failed: its own frames are not what the user looks for."""
+def _is_own_failure(info: pytest.ExceptionInfo[BaseException] | None) -> bool:
+    """Return whether this plugin raised the failure: pytest's debugger would only show the plugin's frames."""
     if info is None or not isinstance(info.value, pytest.fail.Exception):
         return False
     places = [Path(entry.path) for entry in info.traceback]
-    return any(place.is_relative_to(PACKAGE) for place in places[-2:])  # the last one is that of pytest.fail
+    return any(place.is_relative_to(PACKAGE) for place in places[-2:])  # the last frame is that of pytest.fail
 
 
-def _what(error: WorldError) -> str:
-    return error.failures[0].summary.removeprefix("raised ")
-
-
-def debug_ranks(config: pytest.Config) -> Debugger | None:
-    """Puts it in place, if the user asked for --pdb."""
-    usual = config.pluginmanager.getplugin(USUAL)
-    if usual is None:
+def register_debugger(config: pytest.Config) -> Debugger | None:
+    """Replace pytest's plugin for ``--pdb``; return None if the option is not set."""
+    pdb_plugin = config.pluginmanager.getplugin(PDB_PLUGIN)
+    if pdb_plugin is None:
         return None
-    config.pluginmanager.unregister(usual)
-    debugger = Debugger(config, usual)
+    config.pluginmanager.unregister(pdb_plugin)
+    debugger = Debugger(config, pdb_plugin)
     config.pluginmanager.register(debugger, "fsdp_debugger")
     return debugger

@@ -1,4 +1,4 @@
-"""What ranks are doing, in one line of a terminal that is there after two seconds and vanishes with the item."""
+"""A line in the terminal that shows what ranks are doing, from two seconds into an item until its end."""
 
 from __future__ import annotations
 
@@ -12,98 +12,101 @@ from dataclasses import dataclass, field
 import pytest
 
 from pytest_fsdp_meta.text import counted, name_ranks
-from pytest_fsdp_meta.worlds import World
+from pytest_fsdp_meta.worlds import ObservedWorld
 
 DELAY = 2.0
-"""Seconds that an item may take without a word."""
+"""Seconds after which an item that still runs gets the line."""
 PACE = 0.2
+"""Seconds between two updates of the line."""
 FALLBACK_WIDTH = 80
+"""Columns of a terminal that does not report its width."""
 
 
 @dataclass(frozen=True)
-class Doing:
-    """What a world does: all of its ranks, and each of them where that is known."""
+class Activity:
+    """What a world is doing, and single ranks where they have reported it."""
 
-    who: str
-    what: str
+    world: str
+    activity: str
     ranks: Mapping[int, str] = field(default_factory=dict)
 
 
-def describe(doing: Doing, seconds: float, width: int) -> str:
-    """One line of less than ``width`` characters. Of ranks that differ, the few are named."""
+def describe_activity(activity: Activity, seconds: float, width: int) -> str:
+    """Return a line shorter than ``width``; where ranks differ, it names those that differ from the majority."""
     groups: dict[str, list[int]] = {}
-    for rank, what in doing.ranks.items():
-        groups.setdefault(what, []).append(rank)
+    for rank, text in activity.ranks.items():
+        groups.setdefault(text, []).append(rank)
     if len(groups) > 1:
-        most = max(groups, key=lambda what: len(groups[what]))
-        few = [f"{name_ranks(ranks)}: {what}" for what, ranks in sorted(groups.items()) if what != most]
-        text = f"{doing.who}, {'; '.join(few)} (others: {most})"
+        majority = max(groups, key=lambda text: len(groups[text]))
+        minority = [f"{name_ranks(ranks)}: {text}" for text, ranks in sorted(groups.items()) if text != majority]
+        text = f"{activity.world}, {'; '.join(minority)} (others: {majority})"
     else:
-        text = f"{doing.who}: {next(iter(groups), doing.what)}"
+        text = f"{activity.world}: {next(iter(groups), activity.activity)}"
     line = f"  {text}, {seconds:.0f} s"
     return line if len(line) < width else f"{line[: max(0, width - 4)]}..."
 
 
-def drawn(line: str, column: int, width: int) -> str:
-    """Writes the line below that of the cursor, which comes back to its column; an empty one takes it away again."""
+def draw_below_cursor(line: str, column: int, width: int) -> str:
+    """Return control codes that write a line below the cursor's and move the cursor back; "" erases the line."""
     return f"\n\r{line}\x1b[K\x1b[A\x1b[{column % width + 1}G"
 
 
 class Progress:
-    """Draws from a thread, which lives only while something takes long; without a terminal it never does.
+    """Draws the line from a thread that runs while an item waits for ranks; does nothing without a terminal.
 
-    ``column`` tells where the cursor is in its line. While the thread draws, nobody else may write.
+    ``column`` returns the cursor's column. While the thread draws, nothing else may write to the terminal.
     """
 
     def __init__(self, terminal: int | None, column: Callable[[], int]) -> None:
         self._terminal = terminal
         self._column = column
-        self._doing: Doing | None = None
+        self._activity: Activity | None = None
         self._since = 0.0
-        self._over = threading.Event()
+        self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
     def begin(self) -> None:
-        """An item begins."""
+        """Start with an item."""
         self._since = time.monotonic()
-        self._doing = None
+        self._activity = None
 
-    def end(self) -> None:
-        """The line is gone when this returns; what ranks do afterwards brings it back."""
+    def hide(self) -> None:
+        """Erase the line and stop drawing, until a world reports its next activity."""
         if self._thread is not None:
-            self._over.set()
+            self._stop.set()
             self._thread.join()
             self._thread = None
 
-    def waits(self, world: World, doing: str) -> None:
-        """The world begins something else."""
-        self.tell(Doing(world.label or counted(world.spec.size, "rank"), doing))
+    def waits(self, world: ObservedWorld, doing: str) -> None:
+        """Show what the world begins to wait for."""
+        self.show(Activity(world.label or counted(world.spec.size, "rank"), doing))
 
-    def rank_does(self, rank: int, what: str) -> None:
-        if self._doing is not None:
-            self._doing = Doing(self._doing.who, self._doing.what, {**self._doing.ranks, rank: what})
+    def rank_does(self, rank: int, text: str) -> None:
+        if self._activity is not None:
+            world, activity, ranks = self._activity.world, self._activity.activity, self._activity.ranks
+            self._activity = Activity(world, activity, {**ranks, rank: text})
 
-    def tell(self, doing: Doing) -> None:
-        self._doing = doing
+    def show(self, activity: Activity) -> None:
+        self._activity = activity
         if self._terminal is not None and self._thread is None:
-            self._over.clear()
+            self._stop.clear()
             self._thread = threading.Thread(target=self._draw, name="pytest-fsdp-meta progress", daemon=True)
             self._thread.start()
 
     def _draw(self) -> None:
         assert self._terminal is not None
-        if self._over.wait(max(0.0, self._since + DELAY - time.monotonic())):
+        if self._stop.wait(max(0.0, self._since + DELAY - time.monotonic())):
             return
         column, width = self._column(), _width(self._terminal)
         if column and not column % width:
-            return  # the cursor waits beyond the last column, where it cannot be brought back to
-        over = False
-        while not over:
-            assert self._doing is not None
-            line = describe(self._doing, time.monotonic() - self._since, width)
-            _write(self._terminal, drawn(line, column, width))
-            over = self._over.wait(PACE)
-        _write(self._terminal, drawn("", column, width))
+            return  # the cursor is beyond the last column, and no control code can move it back there
+        stop = False
+        while not stop:
+            assert self._activity is not None
+            line = describe_activity(self._activity, time.monotonic() - self._since, width)
+            _write(self._terminal, draw_below_cursor(line, column, width))
+            stop = self._stop.wait(PACE)
+        _write(self._terminal, draw_below_cursor("", column, width))
 
 
 def _write(terminal: int, text: str) -> None:
@@ -119,12 +122,12 @@ def _width(terminal: int) -> int:
 
 
 def terminal_of(config: pytest.Config) -> int | None:
-    """A descriptor of the terminal that pytest writes to, closed with ``config``; None where none is for drawing on.
+    """Return a descriptor of pytest's terminal, closed with ``config``; None where no line should be drawn.
 
-    A copy, because pytest redirects its own while items run; so to be asked for while it configures itself.
+    It is a copy: pytest redirects its own descriptor while items run. Call this while pytest configures itself.
     """
     wanted = (
-        config.getoption("capture", "no") != "no"  # there ranks speak for themselves
+        config.getoption("capture", "no") != "no"  # with -s, the ranks' own output is shown
         and not hasattr(config, "workerinput")
         and "CI" not in os.environ
         and os.environ.get("TERM", "dumb") != "dumb"

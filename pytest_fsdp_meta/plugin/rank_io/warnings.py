@@ -1,33 +1,34 @@
-"""Warnings of ranks, raised again in the pytest process: there the user's filters are, and pytest's summary."""
+"""Warnings of ranks, raised again in the pytest process, where the user's filters and pytest's summary apply."""
 
 from __future__ import annotations
 
 from pytest_fsdp_meta.text import name_ranks
-from pytest_fsdp_meta.worlds import World
+from pytest_fsdp_meta.worlds import ObservedWorld
 from pytest_fsdp_meta.worlds.rank.warnings import Warned, raise_again
 
 
 class Warnings:
-    """Those of one item: each once, however many ranks and loads have raised it."""
+    """The warnings of one item, each once, however many ranks and worlds have raised it."""
 
     def __init__(self) -> None:
-        self._heard: dict[Warned, tuple[set[int], list[str]]] = {}
+        self._collected: dict[Warned, tuple[set[int], list[str]]] = {}
+        """The ranks that raised each warning, and the labels of worlds of one rank that did."""
 
-    def hear(self, world: World, rank: int, one: Warned) -> None:
-        ranks, alone = self._heard.setdefault(one, (set(), []))
+    def add(self, world: ObservedWorld, rank: int, warning: Warned) -> None:
+        ranks, labels = self._collected.setdefault(warning, (set(), []))
         if not world.label or world.spec.size > 1:
             ranks.add(rank)
-        elif world.label not in alone:
-            alone.append(world.label)
+        elif world.label not in labels:
+            labels.append(world.label)
 
-    def tell(self) -> list[Warning]:
-        """Raises them all again, and returns those that the user's filters make errors of."""
-        heard, self._heard = self._heard, {}
+    def raise_collected(self) -> list[Warning]:
+        """Raise all warnings again, and return those that the user's filters turn into errors."""
+        collected, self._collected = self._collected, {}
         errors = []
-        for one, (ranks, alone) in heard.items():
+        for warning, (ranks, labels) in collected.items():
             try:
-                raise_again(one, f"on {name_ranks(ranks)}" if ranks else f"in {' and '.join(alone)}")
+                raise_again(warning, f"on {name_ranks(ranks)}" if ranks else f"in {' and '.join(labels)}")
             except Warning as error:
-                error.__notes__ = [f"raised at {one.file}:{one.line}"]  # type: ignore[attr-defined]
+                error.__notes__ = [f"raised at {warning.file}:{warning.line}"]  # type: ignore[attr-defined]
                 errors.append(error)
         return errors

@@ -1,4 +1,4 @@
-"""The report as one page of HTML that needs nothing beside it: ``write_page``."""
+"""The report as a single, self-contained HTML page: ``write_page``."""
 
 from __future__ import annotations
 

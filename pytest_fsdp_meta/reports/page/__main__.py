@@ -1,4 +1,4 @@
-"""Makes the page of a report again, beside that of an earlier run where one is named: see ``USAGE``."""
+"""Render the page of a report again, optionally compared with an earlier report: see ``USAGE``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ USAGE = "usage: python -m pytest_fsdp_meta.reports.page REPORT.json [PAGE.html [
 
 
 def main(arguments: list[str]) -> str | None:
-    """Writes index.html beside the report, or PAGE.html; what is wrong, in one line."""
+    """Write index.html beside the report, or PAGE.html. Return a usage error in one line, or None."""
     if not 1 <= len(arguments) <= 3 or arguments[0].startswith("-"):
         return USAGE
     source = Path(arguments[0])
@@ -27,8 +27,8 @@ def main(arguments: list[str]) -> str | None:
         write_page(report, target, comparison)
     except OSError as error:
         return f"{target}: {error.strerror or error}"
-    except (ArithmeticError, ValueError, LookupError, TypeError) as error:  # numbers that no run writes
-        return f"{source}: a report that cannot be drawn: {error}"
+    except (ArithmeticError, ValueError, LookupError, TypeError) as error:  # an edited file may hold impossible numbers
+        return f"{source}: the report cannot be drawn: {error}"
     print(target)
     return None
 

@@ -1,4 +1,4 @@
-"""Findings as the page tells them: by cause, and like tensors in one line."""
+"""Findings as the page shows them: grouped by cause, with similar tensors on one line."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pytest_fsdp_meta.reports.schema import FindingRecord
-from pytest_fsdp_meta.reports.terminal import alike, by_cause
+from pytest_fsdp_meta.reports.terminal import by_cause, group_similar
 from pytest_fsdp_meta.text import fold_names
 
 MOST_DETAILS = 500
-"""Tensors of one line whose details are listed one by one; the record has them all."""
+"""Tensors of one line whose details are listed; report.json has them all."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """Tensors that broke a promise in the same way on the same ranks; no names for the whole model."""
+    """Tensors with the same mismatch on the same ranks. ``names`` is empty for the whole model."""
 
     names: tuple[str, ...]
     ranks: tuple[int, ...]
@@ -31,17 +31,18 @@ class Line:
 
 @dataclass(frozen=True)
 class Cause:
-    """What probably broke these tensors, and what usually helps."""
+    """A likely cause and its remedy, with the findings that it explains."""
 
     cause: str
     remedy: str
     lines: tuple[Line, ...]
 
 
-def causes(findings: Iterable[FindingRecord]) -> tuple[Cause, ...]:
-    """In the order in which the judge told them."""
+def group_by_cause(findings: Iterable[FindingRecord]) -> tuple[Cause, ...]:
+    """Group findings by cause, in the order in which the judge reported them."""
     return tuple(
-        Cause(cause, remedy, tuple(map(_line, alike(found)))) for (cause, remedy), found in by_cause(findings).items()
+        Cause(cause, remedy, tuple(map(_line, group_similar(group))))
+        for (cause, remedy), group in by_cause(findings).items()
     )
 
 

@@ -1,6 +1,6 @@
-"""How tensors lie on the ranks, drawn: a box for every rank, arranged as the mesh, filled with the part that it holds.
+"""Drawings of tensor layouts: one box per rank, arranged as the mesh, with the part on that rank filled.
 
-Tensors that lie alike share one drawing. Everything is computed here, so that the picture needs no script.
+Tensors with the same layout share one drawing. The paths are computed here, so the drawings need no script.
 """
 
 from __future__ import annotations
@@ -15,26 +15,27 @@ from pytest_fsdp_meta.text import fold_names, name_ranks
 
 STATES = {
     "shard": "holds a part",
-    "whole": "holds all of it",
-    "wrong": "is named by a finding",
-    "unsharded": "holds all of it, but should be sharded",
-    "uninitialised": "was never written, in whole or in part",
-    "meta": "is on meta: no memory",
-    "nothing": "holds nothing of it",
+    "whole": "holds the whole tensor",
+    "wrong": "named by a finding",
+    "unsharded": "holds the whole tensor, which should be sharded",
+    "uninitialised": "never written, in whole or in part",
+    "meta": "on the meta device, without memory",
+    "nothing": "holds no part",
 }
-"""What may be true of a tensor on a rank; of several troubles, the one that comes last here is drawn."""
-TROUBLES = ("wrong", "unsharded", "uninitialised", "meta")
+"""Every state of a tensor on a rank, with its meaning; of several problems, the last one here is drawn."""
+PROBLEMS = ("wrong", "unsharded", "uninitialised", "meta")
 UNSHARDED = "nothing_left_unsharded"
-WIDTH, HEIGHT, LOW, GAP, LABEL = 56, 36, 14, 8, 11
-ACROSS = 8
-"""Boxes in a row, where a mesh has one dimension or its last is longer than twice that."""
-THIN = 1.2
-"""The least of a picture that can be seen."""
+BOX_WIDTH, BOX_HEIGHT, VECTOR_HEIGHT, GAP, LABEL_HEIGHT = 56, 36, 14, 8, 11
+"""Sizes (px); boxes of tensors with one dim have ``VECTOR_HEIGHT``."""
+BOXES_PER_ROW = 8
+"""Boxes in a row if the mesh has one dimension, or its last dimension is longer than twice this."""
+LEAST_WIDTH = 1.2
+"""Width (px) of the smallest part that is visible."""
 
 
 @dataclass(frozen=True)
 class Picture:
-    """SVG: one path of outlines, one path for each state, and where the number of each rank stands."""
+    """SVG: one path of all outlines, one filled path per state, and the label of each rank as (x, y, rank)."""
 
     width: int
     height: int
@@ -47,7 +48,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Held:
-    """What some ranks hold, in words."""
+    """The part that some ranks hold, as text."""
 
     ranks: tuple[int, ...]
     text: str
@@ -57,14 +58,14 @@ class Held:
 
 @dataclass(frozen=True)
 class Layout:
-    """Tensors that lie alike; ``tensor`` is the first of them."""
+    """Tensors with the same layout; ``tensor`` is the first of them."""
 
     names: tuple[str, ...]
     tensor: TensorRecord
     held: tuple[Held, ...]
     picture: Picture
     checks: tuple[str, ...] = ()
-    """Those with a finding that names it."""
+    """The checks with a finding that names the tensors."""
 
     @property
     def folded(self) -> tuple[str, ...]:
@@ -72,89 +73,90 @@ class Layout:
 
     @property
     def states(self) -> tuple[str, ...]:
-        return tuple(state for state in STATES if any(one.state == state for one in self.held))
+        return tuple(state for state in STATES if any(held.state == state for held in self.held))
 
     @property
-    def troubled(self) -> bool:
-        return bool(self.checks) or any(one.state in TROUBLES for one in self.held)
+    def has_problem(self) -> bool:
+        return bool(self.checks) or any(held.state in PROBLEMS for held in self.held)
 
     @property
-    def described(self) -> str:
-        """The picture in words."""
-        return "; ".join(f"{name_ranks(one.ranks)}: {one.text}" for one in self.held)
+    def description(self) -> str:
+        """The drawing as text."""
+        return "; ".join(f"{name_ranks(held.ranks)}: {held.text}" for held in self.held)
 
 
 Named = Mapping[str, Mapping[str, frozenset[int]]]
-"""Tensor -> check -> the ranks on which a finding of it names the tensor."""
+"""Tensor -> check -> the ranks of its findings about the tensor."""
 
 
-def layouts(record: LoaderRecord) -> tuple[Layout, ...]:
-    """Those with troubles first."""
+def group_layouts(record: LoaderRecord) -> tuple[Layout, ...]:
+    """Return the layouts of a loader's tensors, those with problems first."""
     if record.summary is None:
         return ()
-    named = _named(record)
-    alike: dict[object, list[TensorRecord]] = {}
+    named = _ranks_by_check(record)
+    groups: dict[object, list[TensorRecord]] = {}
     for tensor in record.summary.tensors:
-        marks = tuple(named.get(tensor.name, {}).items())
-        alike.setdefault((replace(tensor, name="", mesh=None, tied=()), marks, bool(tensor.tied)), []).append(tensor)
-    drawn = [_layout(tensors, named, record.world) for tensors in alike.values()]
-    return tuple(sorted(drawn, key=lambda one: not one.troubled))
+        findings = tuple(named.get(tensor.name, {}).items())
+        key = replace(tensor, name="", mesh=None, tied=()), findings, bool(tensor.tied)
+        groups.setdefault(key, []).append(tensor)
+    layouts = [_layout(tensors, named, record.world) for tensors in groups.values()]
+    return tuple(sorted(layouts, key=lambda layout: not layout.has_problem))
 
 
-def _named(record: LoaderRecord) -> Named:
+def _ranks_by_check(record: LoaderRecord) -> Named:
     named: dict[str, dict[str, frozenset[int]]] = {}
     for check in record.checks:
-        for one in check.findings:
-            if one.tensor is not None:
-                of = named.setdefault(one.tensor, {})
-                of[check.check] = of.get(check.check, frozenset()) | set(one.ranks)
+        for finding in check.findings:
+            if finding.tensor is not None:
+                checks = named.setdefault(finding.tensor, {})
+                checks[check.check] = checks.get(check.check, frozenset()) | set(finding.ranks)
     return named
 
 
 def _layout(tensors: Sequence[TensorRecord], named: Named, world: WorldFacts) -> Layout:
-    first, marks = tensors[0], named.get(tensors[0].name, {})
-    held = tuple(_held(first, marks, world.size))
+    first, by_check = tensors[0], named.get(tensors[0].name, {})
+    held = tuple(_held(first, by_check, world.size))
     return Layout(
-        names=tuple(one.name for one in tensors),
+        names=tuple(tensor.name for tensor in tensors),
         tensor=first,
         held=held,
         picture=_picture(first, held, world),
-        checks=tuple(marks),
+        checks=tuple(by_check),
     )
 
 
-def _held(tensor: TensorRecord, marks: Mapping[str, frozenset[int]], size: int) -> Iterable[Held]:
-    """Every rank once; ranks of one piece apart where findings tell them apart."""
+def _held(tensor: TensorRecord, by_check: Mapping[str, frozenset[int]], size: int) -> Iterable[Held]:
+    """Yield every rank once. Ranks with the same piece are separated if findings name only some of them."""
     missing = set(range(size))
     for piece in tensor.pieces:
         missing -= set(piece.ranks)
         states: dict[str, list[int]] = {}
         for rank in piece.ranks:
-            states.setdefault(_state(tensor, piece, rank, marks, size), []).append(rank)
+            states.setdefault(_state(tensor, piece, rank, by_check, size), []).append(rank)
         for state, ranks in states.items():
-            yield Held(tuple(ranks), _in_words(tensor, piece), state, piece)
+            yield Held(tuple(ranks), _describe_piece(tensor, piece), state, piece)
     if missing:
         yield Held(tuple(sorted(missing)), "does not have it", "nothing")
 
 
-def _state(tensor: TensorRecord, piece: Piece, rank: int, marks: Mapping[str, frozenset[int]], size: int) -> str:
+def _state(tensor: TensorRecord, piece: Piece, rank: int, by_check: Mapping[str, frozenset[int]], size: int) -> str:
     if piece.device.split(":")[0] == "meta":
         return "meta"
-    if not _known(tensor, piece):
+    if not _is_known(tensor, piece):
         return "nothing"
     if piece.poisoned:
         return "uninitialised"
-    if rank in marks.get(UNSHARDED, ()):
+    if rank in by_check.get(UNSHARDED, ()):
         return "unsharded"
-    if any(rank in ranks for ranks in marks.values()):
+    if any(rank in ranks for ranks in by_check.values()):
         return "wrong"
     if not _elements(piece):
         return "nothing"
     return "whole" if size > 1 and _elements(piece) == prod(tensor.extent) else "shard"
 
 
-def _known(tensor: TensorRecord, piece: Piece) -> bool:
-    """Whether it is told what part of the tensor the ranks hold."""
+def _is_known(tensor: TensorRecord, piece: Piece) -> bool:
+    """Return whether the part that the ranks hold is known."""
     return len(piece.regions) == len(tensor.extent)
 
 
@@ -166,98 +168,100 @@ def _length(runs: Region) -> int:
     return sum(stop - start for start, stop in runs)
 
 
-def _in_words(tensor: TensorRecord, piece: Piece) -> str:
-    """ "dim 0: 0-31 of 128"; only the dims that are cut."""
-    if not _known(tensor, piece):
-        return "nobody knows which part"
+def _describe_piece(tensor: TensorRecord, piece: Piece) -> str:
+    """Return a text such as "dim 0: 0-31 of 128", with the sharded dims only."""
+    if not _is_known(tensor, piece):
+        return "unknown part"
     if not _elements(piece):
-        return "an empty shard" if prod(tensor.extent) else "all of it, which has no elements"
-    what = "elements" if tensor.flat else "dim {}:"
-    cut = [
-        f"{what.format(dim)} {_runs(runs)} of {size}"
+        return "empty shard" if prod(tensor.extent) else "whole tensor, which has no elements"
+    label = "elements" if tensor.flat else "dim {}:"
+    sharded = [
+        f"{label.format(dim)} {_describe_runs(runs)} of {size}"
         for dim, (runs, size) in enumerate(zip(piece.regions, tensor.extent, strict=True))
         if _length(runs) != size
     ]
-    return ", ".join(cut) or "all of it"
+    return ", ".join(sharded) or "whole tensor"
 
 
-def _runs(runs: Region, most: int = 4) -> str:
-    told = ", ".join(str(start) if stop - start == 1 else f"{start}-{stop - 1}" for start, stop in runs[:most])
-    return told + (f" and {len(runs) - most} more runs" if len(runs) > most else "")
+def _describe_runs(runs: Region, most: int = 4) -> str:
+    listed = ", ".join(str(start) if stop - start == 1 else f"{start}-{stop - 1}" for start, stop in runs[:most])
+    return listed + (f" and {len(runs) - most} more runs" if len(runs) > most else "")
 
 
 def _picture(tensor: TensorRecord, held: Sequence[Held], world: WorldFacts) -> Picture:
-    across = _across(world)
+    columns = _boxes_per_row(world)
     dims = _drawn_dims(tensor)
-    height = HEIGHT if len(dims) > 1 else LOW
+    box_height = BOX_HEIGHT if len(dims) > 1 else VECTOR_HEIGHT
+    row_height = box_height + GAP + LABEL_HEIGHT
     fills: dict[str, list[str]] = {}
     places = {}
     for rank in range(world.size):
-        places[rank] = (rank % across * (WIDTH + GAP), LABEL + rank // across * (height + GAP + LABEL))
-    for one in held:
-        boxes = _boxes(tensor, one.piece, dims, height) if one.piece is not None else []
-        for rank in one.ranks:
+        places[rank] = (rank % columns * (BOX_WIDTH + GAP), LABEL_HEIGHT + rank // columns * row_height)
+    for part in held:
+        rectangles = _rectangles(tensor, part.piece, dims, box_height) if part.piece is not None else []
+        for rank in part.ranks:
             x, y = places.get(rank, (0, 0))
-            fills.setdefault(one.state, []).extend(
-                f"M{_short(x + left)} {_short(y + top)}h{_short(wide)}v{_short(high)}h{_short(-wide)}z"
-                for left, top, wide, high in boxes
+            fills.setdefault(part.state, []).extend(
+                f"M{_decimal(x + left)} {_decimal(y + top)}h{_decimal(width)}v{_decimal(height)}h{_decimal(-width)}z"
+                for left, top, width, height in rectangles
             )
-    rows = -(-world.size // across)
+    rows = -(-world.size // columns)
     return Picture(
-        width=min(across, world.size) * (WIDTH + GAP),
-        height=rows * (height + GAP + LABEL),
-        box=height,
-        outlines="".join(f"M{x} {y}h{WIDTH}v{height}h{-WIDTH}z" for x, y in places.values()),
+        width=min(columns, world.size) * (BOX_WIDTH + GAP),
+        height=rows * row_height,
+        box=box_height,
+        outlines="".join(f"M{x} {y}h{BOX_WIDTH}v{box_height}h{-BOX_WIDTH}z" for x, y in places.values()),
         fills=tuple((state, "".join(parts)) for state, parts in fills.items() if parts),
         labels=tuple((x, y - 2, rank) for rank, (x, y) in places.items()),
     )
 
 
-def _across(world: WorldFacts) -> int:
-    """Boxes in a row: the last dimension of the mesh, if it is one of several and no row would be too long."""
+def _boxes_per_row(world: WorldFacts) -> int:
+    """Return the size of the last mesh dimension if there are several and a row of that size is short enough."""
     sizes = [size for _, size in world.mesh]
-    if len(sizes) > 1 and sizes[-1] <= 2 * ACROSS and prod(sizes) == world.size:
+    if len(sizes) > 1 and sizes[-1] <= 2 * BOXES_PER_ROW and prod(sizes) == world.size:
         return sizes[-1]
-    return min(ACROSS, max(world.size, 1))
+    return min(BOXES_PER_ROW, max(world.size, 1))
 
 
 def _drawn_dims(tensor: TensorRecord) -> tuple[int, ...]:
-    """One or two dims: those that are cut, with the first or the second beside one that is cut alone."""
+    """Return the one or two dims to draw: sharded dims first, then the others."""
     count = len(tensor.extent)
     if count < 2:
         return tuple(range(count))
-    cut = [
+    sharded = [
         dim
         for dim, size in enumerate(tensor.extent)
-        if any(_length(piece.regions[dim]) != size for piece in tensor.pieces if _known(tensor, piece))
+        if any(_length(piece.regions[dim]) != size for piece in tensor.pieces if _is_known(tensor, piece))
     ]
-    others = [dim for dim in range(count) if dim not in cut]
-    return tuple(sorted([*cut, *others][:2]))
+    others = [dim for dim in range(count) if dim not in sharded]
+    return tuple(sorted([*sharded, *others][:2]))
 
 
-def _boxes(
+def _rectangles(
     tensor: TensorRecord, piece: Piece, dims: Sequence[int], height: int
 ) -> list[tuple[float, float, float, float]]:
-    """(left, top, width, height) of what a piece holds, in a box; the last of ``dims`` runs to the right."""
-    if not _known(tensor, piece) or not _elements(piece):
+    """Return (left, top, width, height) of the parts of a box that a piece fills; the last of ``dims`` runs right."""
+    if not _is_known(tensor, piece) or not _elements(piece):
         return []
-    across = _scaled(piece.regions[dims[-1]], tensor.extent[dims[-1]], WIDTH) if dims else [(0.0, float(WIDTH))]
+    across = _scaled(piece.regions[dims[-1]], tensor.extent[dims[-1]], BOX_WIDTH) if dims else [(0.0, float(BOX_WIDTH))]
     down = _scaled(piece.regions[dims[0]], tensor.extent[dims[0]], height) if len(dims) > 1 else [(0.0, float(height))]
     return [(left, top, right - left, bottom - top) for top, bottom in down for left, right in across]
 
 
 def _scaled(runs: Region, size: int, length: int) -> list[tuple[float, float]]:
-    """Runs as lengths of a picture: none thinner than can be seen, those that would touch joined."""
+    """Scale runs to pixels. Each is wide enough to be visible, and runs that would touch are joined."""
     scaled: list[tuple[float, float]] = []
     for start, stop in runs:
         low, high = start / size * length, stop / size * length
-        high = max(high, low + THIN)
-        if scaled and low - scaled[-1][1] < THIN / 4:
+        high = max(high, low + LEAST_WIDTH)
+        if scaled and low - scaled[-1][1] < LEAST_WIDTH / 4:
             scaled[-1] = (scaled[-1][0], high)
         else:
             scaled.append((low, high))
     return scaled
 
 
-def _short(number: float) -> str:
+def _decimal(number: float) -> str:
+    """Return a number with at most one decimal, to keep the page small."""
     return f"{number:.1f}".removesuffix(".0")

@@ -1,4 +1,4 @@
-"""Templates, style and script put together into one file. Whatever a report holds is text to it, and stays text."""
+"""Rendering of templates, style and script into one HTML file. Everything from the report is escaped as text."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pytest_fsdp_meta.evidence.codec import write_whole
-from pytest_fsdp_meta.reports.compare import Comparison, counts, describe_comparison
+from pytest_fsdp_meta.reports.compare import Comparison, describe_changes, describe_comparison
 from pytest_fsdp_meta.reports.page.findings import MOST_DETAILS
-from pytest_fsdp_meta.reports.page.layouts import STATES, TROUBLES
-from pytest_fsdp_meta.reports.page.traffic import LONG, TALL
-from pytest_fsdp_meta.reports.page.view import GLYPHS, view
-from pytest_fsdp_meta.reports.schema import STATUSES, WORDS, Report
-from pytest_fsdp_meta.reports.totals import DOING
+from pytest_fsdp_meta.reports.page.layouts import PROBLEMS, STATES
+from pytest_fsdp_meta.reports.page.traffic import TIMELINE_HEIGHT, TIMELINE_WIDTH
+from pytest_fsdp_meta.reports.page.view import GLYPHS, build_view
+from pytest_fsdp_meta.reports.schema import SKIPS, STATUSES, Report, describe_kind
+from pytest_fsdp_meta.reports.totals import ACTIVITIES
 from pytest_fsdp_meta.text import counted, first_of, fold_names, name_ranks
 
 if TYPE_CHECKING:
@@ -29,36 +29,36 @@ if TYPE_CHECKING:
 HERE = files("pytest_fsdp_meta.reports.page")
 STYLES = ("vendor/uPlot.min.css", "templates/page.css")
 MAIN_VERSIONS = ("pytest-fsdp-meta", "torch", "transformers")
-MOST_IN_WORDS = 60
-"""Drawings of one loader that each have their words as text beside them; of more, only those with troubles."""
+MOST_DETAILED = 60
+"""Drawings of one loader that have a text below them; if there are more, only those with problems have one."""
 SCRIPTS = ("vendor/uPlot.LICENSE", "vendor/uPlot.iife.min.js", "templates/page.js")
 
 
-def write_page(report: Report, path: Path, comparison: Comparison | None = None, told: str = "") -> None:
-    """One file that a browser shows without asking for another; whole or not at all.
+def write_page(report: Report, path: Path, comparison: Comparison | None = None, problem: str = "") -> None:
+    """Write the page atomically; a browser loads no other file for it. Raises OSError.
 
-    ``told`` says why there is no comparison, where one was asked for. What UTF-8 cannot say is written as its escape.
-    Raises OSError.
+    ``problem`` says why there is no comparison although one was requested. Lone surrogates, which UTF-8 cannot encode,
+    are written as escapes.
     """
-    write_whole(path, render(report, comparison, told).encode(errors="backslashreplace"))
+    write_whole(path, render(report, comparison, problem).encode(errors="backslashreplace"))
 
 
-def render(report: Report, comparison: Comparison | None = None, told: str = "") -> str:
-    """The page as text."""
+def render(report: Report, comparison: Comparison | None = None, problem: str = "") -> str:
+    """Return the page as text."""
     styles, scripts = _joined(STYLES), _joined(SCRIPTS)
     early = _joined(("templates/early.js",))
-    page = view(report)
+    page = build_view(report)
     return (
         _environment()
         .get_template("page.html.j2")
         .render(
             page=page,
             report=report,
-            not_compared=told,
+            comparison_problem=problem,
             comparison=comparison
             and {
                 "before": comparison.before.header,
-                "counts": counts(comparison),
+                "changes": describe_changes(comparison),
                 "kinds": list(describe_comparison(comparison)),
             },
             data=_embedded(page.data),
@@ -76,40 +76,45 @@ def _environment() -> Environment:
     from jinja2 import Environment, FunctionLoader, StrictUndefined
     from markupsafe import Markup
 
-    def shown(value: Any) -> Any:
+    def escape_control(value: Any) -> Any:
         return value if isinstance(value, Markup) or not isinstance(value, str) else printable(value)
 
     environment = Environment(
         loader=FunctionLoader(lambda name: _read(f"templates/{name}")),
         autoescape=True,
-        finalize=shown,
+        finalize=escape_control,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
     environment.filters |= {
-        "amount": amount,
-        "bytes": in_bytes,
+        "amount": describe_integer,
+        "bytes": describe_bytes,
         "counted": counted,
-        "duration": duration,
-        "moment": moment,
-        "number": number,
+        "duration": describe_duration,
+        "moment": describe_time,
+        "number": describe_loss,
         "name_ranks": name_ranks,
         "first_of": first_of,
         "folded": lambda names: list(fold_names(names)),
         "safe_source": Markup,
         "shell": shlex.join,
-        "words": lambda numbers: " ".join(map(str, numbers)),
+        "space_separated": lambda numbers: " ".join(map(str, numbers)),
+        "css": lambda kind: kind.replace(" ", "-"),
+        "kind": describe_kind,
     }
     environment.globals |= {
-        "STATUSES": STATUSES,
-        "WORDS": WORDS,
+        "MEANINGS": STATUSES | SKIPS,
         "GLYPHS": GLYPHS,
         "STATES": STATES,
-        "TROUBLES": TROUBLES,
+        "PROBLEMS": PROBLEMS,
+        "TIMELINE_WIDTH": TIMELINE_WIDTH,
+        "TIMELINE_HEIGHT": TIMELINE_HEIGHT,
+        "MOST_DETAILS": MOST_DETAILS,
+        "MOST_DETAILED": MOST_DETAILED,
+        "MAIN_VERSIONS": MAIN_VERSIONS,
+        "ACTIVITIES": ACTIVITIES,
     }
-    environment.globals |= {"LONG": LONG, "TALL": TALL, "MOST_DETAILS": MOST_DETAILS, "MOST_IN_WORDS": MOST_IN_WORDS}
-    environment.globals |= {"MAIN_VERSIONS": MAIN_VERSIONS, "DOING": DOING}
     return environment
 
 
@@ -119,9 +124,9 @@ def _read(name: str) -> str:
 
 
 def _joined(names: tuple[str, ...]) -> str:
-    """Files as they stand in the page, which is what their hash is of. A licence is a comment."""
-    told = ((f"/*!\n{_read(name)}*/" if name.endswith("LICENSE") else _read(name).strip()) for name in names)
-    return "\n" + "\n".join(told) + "\n"
+    """Return files exactly as the page embeds them, since its policy has their hash. A licence becomes a comment."""
+    texts = ((f"/*!\n{_read(name)}*/" if name.endswith("LICENSE") else _read(name).strip()) for name in names)
+    return "\n" + "\n".join(texts) + "\n"
 
 
 def _hash(text: str) -> str:
@@ -129,31 +134,31 @@ def _hash(text: str) -> str:
 
 
 def _embedded(data: Any) -> str:
-    """JSON that no HTML parser sees an end in: inside a script element only ``<`` can begin one."""
+    """Return JSON for a script element, which only ``<`` could end: it is escaped."""
     return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
 def printable(text: str) -> str:
-    """A control character, or one that turns the direction of what follows, as its escape; lines stay lines."""
+    """Return the text with control characters and changes of text direction escaped; line breaks stay."""
     if text.isprintable():
         return text
     return "".join(one if one.isprintable() or one == "\n" else repr(one)[1:-1] for one in text)
 
 
-def in_bytes(size: int | None) -> str:
-    """ "1.5 MiB"."""
+def describe_bytes(size: int | None) -> str:
+    """Return a text such as "1.5 MiB"."""
     if size is None:
         return "unknown"
     value, unit = float(size), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if abs(value) < 1023.5:  # what would be told as 1024
+        if abs(value) < 1023.5:  # larger values would be rounded to 1024
             break
         value, unit = value / 1024, larger
     return f"{value:.0f} {unit}" if unit == "B" or value >= 100 else f"{value:.1f} {unit}"
 
 
-def duration(seconds: float) -> str:
-    """ "12 ms", "3.4 s", "5 min 20 s"."""
+def describe_duration(seconds: float) -> str:
+    """Return a text such as "12 ms", "3.4 s" or "5 min 20 s"."""
     if seconds < 0.9995:
         return f"{seconds * 1000:.0f} ms"
     if seconds < 59.95:
@@ -162,19 +167,19 @@ def duration(seconds: float) -> str:
     return f"{minutes} min {rest} s"
 
 
-def moment(told: str) -> str:
-    """ "2026-11-20 22:30 UTC"; what is no time of ISO 8601, as it is."""
+def describe_time(text: str) -> str:
+    """Return an ISO 8601 time as "2026-11-20 22:30 UTC"; any other text unchanged."""
     try:
-        return datetime.fromisoformat(told.replace("Z", "+00:00")).strftime("%Y-%m-%d %H:%M %Z")
+        return datetime.fromisoformat(text.replace("Z", "+00:00")).strftime("%Y-%m-%d %H:%M %Z")
     except ValueError:
-        return told
+        return text
 
 
-def amount(value: float) -> str:
-    """ "1,234"."""
+def describe_integer(value: float) -> str:
+    """Return a text such as "1,234"."""
     return f"{value:,}"
 
 
-def number(value: float) -> str:
-    """A loss, to six digits; what is none, by its name."""
+def describe_loss(value: float) -> str:
+    """Return a loss with six digits, or "nan" or "inf"."""
     return f"{value:.6g}" if isfinite(value) else str(value)

@@ -1,4 +1,4 @@
-"""Collectives as the page tells them: how many of a kind and when, and all of them in order, equal ones folded."""
+"""Collectives as the page shows them: by kind with their number and time, and in order with equal ones folded."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from math import log2, prod
 from pytest_fsdp_meta.evidence.collectives import Collective
 
 MOST_ROWS = 400
-LONG, TALL, LOW = 160, 16, 1.5
-"""The picture of when a kind of collective was issued, and its lowest bar."""
+TIMELINE_WIDTH, TIMELINE_HEIGHT, LEAST_BAR = 160, 16, 1.5
+"""Sizes (px) of the drawing that shows when a kind of collective was issued, and of its lowest bar."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Collectives that differ only in what they move. ``path`` draws them over the sequence, higher for more bytes."""
+    """Collectives with the same op and group size. ``path`` draws them along the sequence, higher for more bytes."""
 
     op: str
     members: int
@@ -28,7 +28,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Row:
-    """A collective, or several in succession that differ in their tensors alone."""
+    """One collective, or several in succession that differ only in their tensors."""
 
     first: int
     collective: Collective
@@ -41,13 +41,13 @@ class Row:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        one = self.collective
-        told = ("by FSDP2" if one.by_fsdp else "", "by the optimizer" if one.optimizing else "", one.reduction)
-        return tuple(filter(None, (*told, "" if one.root is None else f"root {one.root}")))
+        issued = self.collective
+        by = "by FSDP2" if issued.by_fsdp else "", "by the optimizer" if issued.optimizing else ""
+        return tuple(filter(None, (*by, issued.reduction, "" if issued.root is None else f"root {issued.root}")))
 
 
-def kinds(collectives: Sequence[Collective]) -> tuple[Kind, ...]:
-    """By op and size of its group, in the order of their first."""
+def group_by_kind(collectives: Sequence[Collective]) -> tuple[Kind, ...]:
+    """Group collectives by op and size of the process group, in the order of the first of each kind."""
     found: dict[tuple[str, int], list[int]] = {}
     for index, one in enumerate(collectives):
         found.setdefault((one.op, len(one.ranks)), []).append(index)
@@ -57,31 +57,32 @@ def kinds(collectives: Sequence[Collective]) -> tuple[Kind, ...]:
 def _kind(op: str, members: int, places: Sequence[int], collectives: Sequence[Collective]) -> Kind:
     sizes = [size_of(collectives[place]) for place in places]
     known = [size for size in sizes if size is not None]
-    pitch = LONG / len(collectives)
+    pitch = TIMELINE_WIDTH / len(collectives)
     largest = max(1.0, *(log2((size_of(one) or 0) + 1) for one in collectives))
     bars: dict[int, float] = {}
-    for place, size in zip(places, sizes, strict=True):  # no more than one for each point across
-        at = int(place * pitch)
-        bars[at] = max(bars.get(at, 0.0), LOW + log2((size or 0) + 1) / largest * (TALL - LOW))
-    wide = max(1.0, min(6.0, pitch - 1))
-    path = "".join(f"M{at} {TALL}v-{high:.1f}h{wide:.1f}v{high:.1f}z" for at, high in bars.items())
+    for place, size in zip(places, sizes, strict=True):  # at most one bar per pixel
+        x = int(place * pitch)
+        height = LEAST_BAR + log2((size or 0) + 1) / largest * (TIMELINE_HEIGHT - LEAST_BAR)
+        bars[x] = max(bars.get(x, 0.0), height)
+    width = max(1.0, min(6.0, pitch - 1))
+    path = "".join(f"M{x} {TIMELINE_HEIGHT}v-{bar:.1f}h{width:.1f}v{bar:.1f}z" for x, bar in bars.items())
     return Kind(op, members, len(places), sum(known) if len(known) == len(sizes) else None, path)
 
 
-def rows(collectives: Iterable[Collective]) -> tuple[tuple[Row, ...], int]:
-    """All in order, those that are equal but for their tensors in one row; and how many rows are left out."""
-    told: list[Row] = []
+def fold_rows(collectives: Iterable[Collective]) -> tuple[tuple[Row, ...], int]:
+    """Return the collectives in order, with equal successive ones in one row, and the number of rows left out."""
+    rows: list[Row] = []
     first = 1
     for _, members in groupby(collectives, lambda one: replace(one, tensors=())):
         run = list(members)
         tensors = dict.fromkeys(name for one in run for name in one.tensors)
-        told.append(Row(first, run[0], len(run), tuple(tensors)))
+        rows.append(Row(first, run[0], len(run), tuple(tensors)))
         first += len(run)
-    return tuple(told[:MOST_ROWS]), len(told) - min(len(told), MOST_ROWS)
+    return tuple(rows[:MOST_ROWS]), len(rows) - min(len(rows), MOST_ROWS)
 
 
 def size_of(collective: Collective) -> int | None:
-    """The bytes that a rank hands over; None where the width of its dtype is not known."""
+    """Return the bytes that one rank passes in; None if the width of the dtype is unknown."""
     width = _width(collective.dtype)
     if width is None:
         return None if collective.shapes else 0
@@ -89,7 +90,7 @@ def size_of(collective: Collective) -> int | None:
 
 
 def _width(dtype: str) -> int | None:
-    """From the bits in the name of a dtype: bfloat16, float8_e4m3fn, complex64."""
+    """Return the bytes of one element, from the bits in the name of a dtype: bfloat16, float8_e4m3fn, complex64."""
     if dtype == "bool":
         return 1
     bits = re.match(r"[a-z]+(8|16|32|64|128)(?!\d)", dtype)

@@ -1,4 +1,4 @@
-"""What the templates are given: the report, put in the order in which a reader looks at it."""
+"""The data of the templates: the report in the order in which the page shows it."""
 
 from __future__ import annotations
 
@@ -11,46 +11,48 @@ from itertools import groupby
 from typing import Any
 
 from pytest_fsdp_meta.evidence.collectives import Collective
-from pytest_fsdp_meta.reports.page.findings import Cause, causes
-from pytest_fsdp_meta.reports.page.layouts import Layout, layouts
-from pytest_fsdp_meta.reports.page.traffic import Kind, Row, kinds, rows
+from pytest_fsdp_meta.reports.page.findings import Cause, group_by_cause
+from pytest_fsdp_meta.reports.page.layouts import Layout, group_layouts
+from pytest_fsdp_meta.reports.page.traffic import Kind, Row, fold_rows, group_by_kind
 from pytest_fsdp_meta.reports.schema import (
-    BROKEN,
+    BAD,
+    FAILED,
     JUDGED,
+    SKIPS,
     STATUSES,
     UNACCOUNTED,
-    VIOLATED,
-    WORDS,
     CatalogueRecord,
     CheckRecord,
     LoaderRecord,
     Report,
+    count_kinds,
+    describe_count,
     how_many,
     is_bad,
-    statuses,
 )
 from pytest_fsdp_meta.text import counted, joined_runs
 
 GLYPHS = {
     "passed": "✓",
+    "partly checked": "◐",
     "failed": "✕",
     "error": "!",
     "xfailed": "x",
     "xpassed": "‼",
-    "partly": "◐",
-    "blocked": "⊘",
-    "undeclared": "?",
-    "nothing": "·",
-    "skipped": "»",
+    "not declared": "?",
+    "not applicable": "·",
+    "depends on a failed check": "⊘",
     "left out": "-",
-    "unselected": "○",
+    "not selected": "○",
+    "by the test": "»",
     "not run": "…",
 }
+"""Kind of a check (a status, or the kind of a skip) -> its character in the matrix."""
 ANCHOR = re.compile(r"[A-Za-z][\w-]*")
-FEW = 3
-"""Loaders that are all shown in full; of more, only those that are broken."""
-
-MANY, MANY_DRAWINGS = 12, 500
+MOST_EXPANDED = 3
+"""With more loaders than this, only those with failures are expanded when the page opens."""
+BIG_LOADERS, BIG_DRAWINGS = 12, 500
+"""With more loaders or drawings than this, the browser draws only what is on the screen."""
 
 
 @dataclass(frozen=True)
@@ -63,22 +65,22 @@ class CheckView:
     family: str
 
     @property
-    def status(self) -> str:
-        return self.record.status
+    def kind(self) -> str:
+        return self.record.kind
 
     @property
-    def told(self) -> bool:
-        """Whether there is more to say of it than its status: it is broken, or was expected to be."""
-        return self.record.status in BROKEN or bool(self.record.findings)
+    def has_details(self) -> bool:
+        """Whether the page shows an article about the check: it failed, or was expected to."""
+        return self.record.status in FAILED or bool(self.record.findings)
 
     @cached_property
     def causes(self) -> tuple[Cause, ...]:
-        return causes(self.record.findings)
+        return group_by_cause(self.record.findings)
 
 
 @dataclass(frozen=True)
 class TrafficView:
-    """The collectives of ranks that issued the same, in one stretch of time."""
+    """The collectives of ranks that issued the same ones, while loading or in one training step."""
 
     title: str
     ranks: tuple[int, ...]
@@ -90,61 +92,61 @@ class TrafficView:
 
 @dataclass(frozen=True)
 class LoaderView:
-    """One loader in one world. ``checks`` has those of this loader by their ids."""
+    """One loader in one world, with its checks by id."""
 
     number: int
     record: LoaderRecord
     title: str
     checks: Mapping[str, CheckView]
-    show: bool
-    """Whether it is shown in full at once."""
+    is_expanded: bool
+    """Whether its panels are open when the page opens."""
 
     @property
     def anchor(self) -> str:
         return f"loader-{self.number}"
 
     @property
-    def told(self) -> list[tuple[CheckView, ...]]:
-        """What is told at length; together what could not be judged for one and the same reason."""
+    def bundles(self) -> list[tuple[CheckView, ...]]:
+        """The checks with details; errors with the same reason share one article."""
         bundles: dict[object, list[CheckView]] = {}
         for check in self.checks.values():
-            if check.told:
+            if check.has_details:
                 alone = check.causes or check.record.unjudged
-                key = check.anchor if alone else (check.status, check.record.reason)
+                key = check.anchor if alone else (check.kind, check.record.reason)
                 bundles.setdefault(key, []).append(check)
         return [tuple(bundle) for bundle in bundles.values()]
 
     @property
     def counts(self) -> dict[str, int]:
-        return _in_order(statuses([self.record]))
+        return _in_order(count_kinds([self.record]))
 
     @cached_property
     def layouts(self) -> tuple[Layout, ...]:
-        return layouts(self.record)
+        return group_layouts(self.record)
 
     @cached_property
     def traffic(self) -> tuple[TrafficView, ...]:
-        told = self.record.summary.traffic if self.record.summary else ()
-        stretches = {
-            "in one training step": [(one.ranks, one.step) for one in told],
-            "while loading": [(one.ranks, one.loading) for one in told],
+        traffic = self.record.summary.traffic if self.record.summary else ()
+        phases = {
+            "in one training step": [(one.ranks, one.step) for one in traffic],
+            "while loading": [(one.ranks, one.loading) for one in traffic],
         }
-        return tuple(one for title, issued in stretches.items() for one in _traffic(title, issued))
+        return tuple(part for title, issued in phases.items() for part in _traffic(title, issued))
 
     @cached_property
     def numbers(self) -> dict[str, int]:
-        """Every tensor that the page names, with its number in the list that filters search."""
+        """Every tensor that the page names -> its index in the list that the filter searches."""
         tensors = (one.name for one in (self.record.summary.tensors if self.record.summary else ()))
-        found = (one.tensor for check in self.record.checks for one in check.findings if one.tensor is not None)
-        moved = (name for one in self.traffic for row in one.rows for name in row.tensors)
-        return {name: number for number, name in enumerate(dict.fromkeys((*tensors, *found, *moved)))}
+        in_findings = (one.tensor for check in self.record.checks for one in check.findings if one.tensor is not None)
+        in_traffic = (name for one in self.traffic for row in one.rows for name in row.tensors)
+        return {name: number for number, name in enumerate(dict.fromkeys((*tensors, *in_findings, *in_traffic)))}
 
     def numbered(self, names: Iterable[str]) -> str:
         return joined_runs(self.numbers[name] for name in names)
 
     @property
-    def losses_without_number(self) -> int:
-        """Of the curves that a chart has."""
+    def losses_not_plotted(self) -> int:
+        """The number of losses that are NaN or infinite."""
         losses = self.record.summary.losses if self.record.summary else None
         curves = (losses.mean, losses.reference, *losses.ranks) if losses else ()
         return sum(not math.isfinite(value) for curve in curves for value in curve)
@@ -160,52 +162,43 @@ class PageView:
 
     report: Report
     loaders: tuple[LoaderView, ...]
-    """Broken ones first."""
+    """Those with failures first."""
     families: tuple[tuple[str, tuple[CatalogueRecord, ...]], ...]
     """The columns of the matrix."""
 
     @property
     def counts(self) -> dict[str, int]:
-        return _in_order(statuses(self.report.loaders))
+        return _in_order(count_kinds(self.report.loaders))
 
     @property
     def ranks(self) -> int:
         return max((loader.record.world.size for loader in self.loaders), default=0)
 
     @property
-    def big(self) -> bool:
-        """Whether a browser should draw only what is on the screen; a picture of the whole page then lacks the rest."""
-        return len(self.loaders) > MANY or sum(len(loader.layouts) for loader in self.loaders) > MANY_DRAWINGS
+    def is_big(self) -> bool:
+        """Whether the browser should draw only what is on the screen; a screenshot of the whole page lacks the rest."""
+        return len(self.loaders) > BIG_LOADERS or sum(len(one.layouts) for one in self.loaders) > BIG_DRAWINGS
 
     @property
     def verdict(self) -> tuple[str, str, str]:
-        """(how it went: "cut", "broken", "empty" or "kept"; the headline; what accounts for every check)."""
+        """(state: "incomplete", "failed", "empty" or "passed"; the headline; how many checks are accounted for)."""
         counts = self.counts
         total = sum(counts.values())
-        found = self._found(counts)
+        failures = ", ".join(describe_count(counts[status], status) for status in BAD if counts.get(status))
         accounted = total - how_many(counts, UNACCOUNTED)
         account = f"{accounted} of {total} checks accounted for" if total else "no loader was judged"
         if not self.report.complete:
-            so_far = f"{account} · {found} so far" if found else account
-            return "cut", "Cut off: this report is not complete", so_far
-        bad = sum(_broken(loader.record) for loader in self.loaders)
+            so_far = f"{account} · {failures} so far" if failures else account
+            return "incomplete", "Incomplete report", so_far
+        bad = sum(_needs_attention(loader.record) for loader in self.loaders)
         if bad:
             where = f"{bad} of {counted(len(self.loaders), 'loader')}"
-            return "broken", f"{found}, in {where}" if found else f"{where} gave no model to judge", account
+            return "failed", f"{failures} in {where}" if failures else f"{where} returned no model", account
         if not how_many(counts, JUDGED):
             return "empty", "Nothing was judged", account
         expected = counts.get("xfailed", 0)
-        but = f", but for {counted(expected, 'expected failure')}" if expected else ""
-        return "kept", f"Every promise that was judged is kept{but}", account
-
-    @staticmethod
-    def _found(counts: Mapping[str, int]) -> str:
-        """ "4 checks broken, 1 could not be judged"; empty where all is well."""
-        numbers = {"broken": how_many(counts, VIOLATED)}
-        numbers |= {WORDS[status]: counts.get(status, 0) for status in ("error", "not run")}
-        first, *others = [(number, words) for words, number in numbers.items() if number] or [(0, "")]
-        rest = "".join(f", {number} {words}" for number, words in others)
-        return f"{counted(first[0], 'check')} {first[1]}{rest}" if first[0] else ""
+        but = f" ({counted(expected, 'expected failure')})" if expected else ""
+        return "passed", f"All judged checks passed{but}", account
 
     @property
     def data(self) -> dict[str, Any]:
@@ -213,31 +206,33 @@ class PageView:
         return {"loaders": [_data(loader) for loader in self.loaders]}
 
 
-def view(report: Report) -> PageView:
+def build_view(report: Report) -> PageView:
+    """Return the data of the whole page."""
     known = {one.check: one for one in report.header.catalogue}
     used = (check.check for loader in report.loaders for check in loader.checks)
     columns = [*report.header.catalogue, *(_unknown(id_) for id_ in dict.fromkeys(used) if id_ not in known)]
     known = {one.check: one for one in columns}
-    several = {loader.loader for loader in report.loaders}
+    names = {loader.loader for loader in report.loaders}
     loaders = tuple(
         LoaderView(
             number=number,
             record=record,
-            title=record.loader if len(several) == len(report.loaders) else f"{record.loader}, {record.world}",
+            title=record.loader if len(names) == len(report.loaders) else f"{record.loader}, {record.world}",
             checks=_checks(number, record, known),
-            show=_broken(record) or len(report.loaders) <= FEW,
+            is_expanded=_needs_attention(record) or len(report.loaders) <= MOST_EXPANDED,
         )
-        for number, record in enumerate(sorted(report.loaders, key=_broken, reverse=True), 1)
+        for number, record in enumerate(sorted(report.loaders, key=_needs_attention, reverse=True), 1)
     )
     families = tuple((family, tuple(members)) for family, members in groupby(columns, lambda one: one.family))
     return PageView(report, loaders, families)
 
 
-def _broken(record: LoaderRecord) -> bool:
+def _needs_attention(record: LoaderRecord) -> bool:
     return bool(record.error) or is_bad([record])
 
 
 def _unknown(check: str) -> CatalogueRecord:
+    """Return a column for a check that the report's catalogue lacks."""
     return CatalogueRecord(check, "others", "", "")
 
 
@@ -245,26 +240,26 @@ def _checks(number: int, record: LoaderRecord, known: Mapping[str, CatalogueReco
     checks = {}
     for index, one in enumerate(record.checks):
         part = one.check if ANCHOR.fullmatch(one.check) else str(index)
-        of = known[one.check]
-        checks[one.check] = CheckView(f"loader-{number}-{part}", one, of.promise, of.family)
+        column = known[one.check]
+        checks[one.check] = CheckView(f"loader-{number}-{part}", one, column.promise, column.family)
     return checks
 
 
 def _traffic(title: str, issued: Iterable[tuple[tuple[int, ...], tuple[Collective, ...]]]) -> Iterator[TrafficView]:
-    """Ranks that differ while loading may issue the same in a step. Which group it is does not count, but its size."""
-    alike: dict[object, tuple[list[int], tuple[Collective, ...]]] = {}
+    """Group ranks that issued the same collectives in one phase; of process groups, only the size counts."""
+    groups: dict[object, tuple[list[int], tuple[Collective, ...]]] = {}
     for ranks, collectives in issued:
         key = tuple(replace(one, group="", ranks=(), root=len(one.ranks)) for one in collectives)
-        alike.setdefault(key, ([], collectives))[0].extend(ranks)
-    for same, collectives in alike.values():
+        groups.setdefault(key, ([], collectives))[0].extend(ranks)
+    for same, collectives in groups.values():
         if collectives:
-            told, left = rows(collectives)
-            yield TrafficView(title, tuple(sorted(same)), kinds(collectives), told, left, len(collectives))
+            rows, left = fold_rows(collectives)
+            yield TrafficView(title, tuple(sorted(same)), group_by_kind(collectives), rows, left, len(collectives))
 
 
 def _in_order(counts: Mapping[str, int]) -> dict[str, int]:
-    """That of ``STATUSES``; those of a later version follow."""
-    return {status: counts[status] for status in (*STATUSES, *counts) if counts.get(status)}
+    """Return counts in the order of statuses and skips; kinds of a later version follow."""
+    return {kind: counts[kind] for kind in (*STATUSES, *SKIPS, *counts) if counts.get(kind)}
 
 
 def _data(loader: LoaderView) -> dict[str, Any]:
@@ -283,5 +278,5 @@ def _data(loader: LoaderView) -> dict[str, Any]:
 
 
 def _finite(values: Iterable[float]) -> list[float | None]:
-    """A chart has a gap where a loss is no number; the table beside it says which it was."""
+    """Return losses for the chart, which has a gap where one is NaN or infinite."""
     return [value if math.isfinite(value) else None for value in values]

@@ -1,4 +1,4 @@
-"""Starting the processes of ranks: forked from a server that has imported torch, or spawned where that is unsafe."""
+"""Start the processes of ranks: forked from a server that has imported torch, or spawned if forking is unsafe."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from pytest_fsdp_meta.worlds.local import gpus
 from pytest_fsdp_meta.worlds.local.forkserver import Server
 from pytest_fsdp_meta.worlds.local.member import LocalMember
 from pytest_fsdp_meta.worlds.rank import preload
@@ -24,59 +25,69 @@ from pytest_fsdp_meta.worlds.rank.main import Assignment, main
 from pytest_fsdp_meta.worlds.spec import Place, Sources, WorldSpec
 
 _LOCK = threading.RLock()
-"""Held while a process is started, because that takes changes to what the whole process shares."""
+"""Held while a process is started, because that temporarily changes state of the whole interpreter."""
 
 
 @dataclass
 class ForkServerEngine:
-    """Engine of this machine, by what ranks find imported. Its fork server is started once and serves all worlds."""
+    """The ``Engine`` of this machine. Its fork server is started once and serves all worlds."""
 
     sources: Sources = field(default_factory=Sources)
     modules: Sequence[str] = ()
-    """Modules of ours and of downstream's that every rank needs, by name."""
+    """Names of the modules, of this package and of the project under test, that every rank needs."""
     test_modules: Sequence[str] = ()
     method: str = "forkserver"
-    """Where that cannot be forked "bare": from a server that has imported nothing; where there can be none, "spawn"."""
+    """How ranks start: "forkserver"; "bare", from a server that has imported nothing, if forking it with these modules
+    is unsafe; "spawn" if there can be no server."""
     patience: float = 120.0
-    """Seconds that importing may take; apart from the timeout of a world, which may be short."""
+    """Seconds that the imports may take, besides the timeout of a world, which may be short."""
     _server: Server | None = field(default=None, repr=False)
     _processes: weakref.WeakSet[BaseProcess] = field(default_factory=weakref.WeakSet, repr=False)
-    _told: set[str] = field(default_factory=set, repr=False)
+    _reported: set[str] = field(default_factory=set, repr=False)
+    """Modules whose import failure was reported already."""
 
     def start(self) -> None:
-        """Begins importing in the background; worlds wait for it only if it has not finished."""
+        """Start importing in the background; a world waits for it only if it has not finished."""
         with _LOCK:
             if self._server is None and self.method != "spawn":
                 forked = self.method == "forkserver"
                 modules = [*preload.TORCH_MODULES, *self.modules, *self.test_modules] if forked else []
                 try:
                     self._server = Server(modules, self.sources)
-                except OSError as error:  # the name of its socket is too long where TMPDIR is long
+                except OSError as error:  # a long TMPDIR makes the path of its socket too long
                     self.method = "spawn"
-                    _tell(f"pytest-fsdp-meta: the fork server cannot start ({error}), so ranks are spawned")
+                    _warn(f"pytest-fsdp-meta: the fork server cannot start ({error}), so ranks are spawned")
 
     def ready(self) -> None:
-        """Waits until ranks can be launched. Where they cannot be forked, every later world is spawned; said once."""
+        """Wait until ranks can be started. If forking is unsafe, warn once and start all later ranks another way."""
         with _LOCK:
             objection = self._import()
             if self._server is not None and not objection and not self._server.alive:
-                self._server = None  # it has served and was ended from outside: a new one
+                self._server = None  # it worked before and was ended from outside: start a new one
                 objection = self._import()
             if objection:
                 self._server, self.method = None, "bare" if self.method == "forkserver" else "spawn"
-                _tell(f"pytest-fsdp-meta: {objection}, so ranks are spawned, which is slower")
+                _warn(f"pytest-fsdp-meta: {objection}, so ranks are spawned, which is slower")
                 self.ready()
 
     def _import(self) -> str:
-        """Waits for the server; why it must not be forked, or empty. Tells what of ``modules`` it could not import."""
+        """Wait for the server; return why it must not be forked, or "". Warn of ``modules`` that failed to import."""
         self.start()
         if self._server is None:
             return ""
         objection, failed = self._server.report(self.patience)
-        for name in [name for name in self.modules if name in failed and name not in self._told]:
-            self._told.add(name)
-            _tell(f"pytest-fsdp-meta: {name} cannot be preloaded: {failed[name]}")
+        for name in [name for name in self.modules if name in failed and name not in self._reported]:
+            self._reported.add(name)
+            _warn(f"pytest-fsdp-meta: {name} cannot be preloaded: {failed[name]}")
         return objection
+
+    def count_gpus(self) -> int:
+        """Count the GPUs of this machine in a spawned process.
+
+        The fork server must not start yet: GPUs are counted during collection, when the modules that it should import
+        are not known.
+        """
+        return gpus.count_gpus(ForkServerEngine(method="spawn"))
 
     def launch(self, spec: WorldSpec, folder: Path, leftovers: Sequence[str]) -> Iterator[LocalMember]:
         self.ready()
@@ -93,33 +104,35 @@ class ForkServerEngine:
             yield self.launch_rank(task)
 
     def launch_rank(self, task: Assignment) -> LocalMember:
-        here, there = Pipe()
+        parent_end, rank_end = Pipe()
         forked = self.method != "spawn"
         dies_with_parent = forked or threading.current_thread() is threading.main_thread()
-        with there:
-            process = self.launch_process(main, (there, task, dies_with_parent), name=f"rank{task.place.rank}")
-        return LocalMember(task.place.rank, process, here, task.output, task.stacks, self.end_strays, self._is_orphan)
+        with rank_end:
+            process = self.launch_process(main, (rank_end, task, dies_with_parent), name=f"rank{task.place.rank}")
+        return LocalMember(
+            task.place.rank, process, parent_end, task.output, task.stacks, self.end_strays, self._is_orphan
+        )
 
     def _is_orphan(self) -> bool:
-        """Whether the process that ranks were forked from has ended, which ends them."""
+        """Return whether the fork server has ended, which ends the ranks that it forked."""
         with _LOCK:
             return self._server is not None and self._server.ends(0.5)
 
     def end_strays(self) -> None:
-        """Ends what ranks that are gone have left behind."""
-        with _LOCK:  # nobody starts a rank meanwhile, so every rank there is is known
+        """End the processes that ranks left behind when they ended."""
+        with _LOCK:  # no rank is started meanwhile, so every living rank is known and spared
             if self._server is not None:
                 self._server.end_strays(self._ranks)
 
     def _ranks(self) -> set[int]:
         pids = set()
         for process in self._processes:
-            with suppress(ValueError):  # it has ended and was closed
+            with suppress(ValueError):  # its process object was closed
                 pids.add(process.pid)
         return {pid for pid in pids if pid is not None}
 
     def close(self) -> None:
-        """The server ends with its object."""
+        """End the server, which happens when its object is collected."""
         with _LOCK:
             self._server = None
 
@@ -130,11 +143,11 @@ class ForkServerEngine:
         except (ConnectionError, EOFError):
             if self._server is None or not self._server.ends(1.0):
                 raise
-        self.ready()  # it was ended from outside since somebody looked: a new one
+        self.ready()  # the server was ended from outside since the last check: start a new one
         return self._start(target, args, name)
 
     def _start(self, target: Callable[..., None], args: tuple[Any, ...], name: str) -> BaseProcess:
-        # Not daemonic: a daemonic process may have no children, and loaders have DataLoader workers.
+        # Not daemonic: a daemonic process may not have children, and loaders start DataLoader workers.
         context: Any = multiprocessing.get_context("spawn" if self.method == "spawn" else "forkserver")
         process: BaseProcess = context.Process(target=target, args=args, name=name)
         with _LOCK, _without_main(), self._server.serving() if self._server is not None else nullcontext():
@@ -143,8 +156,8 @@ class ForkServerEngine:
         return process
 
 
-def _tell(message: str) -> None:
-    """A warning also where the user turns warnings into errors: nothing is wrong, it is only slower."""
+def _warn(message: str) -> None:
+    """Warn, but never raise even if the user turns warnings into errors: nothing is wrong, only slower."""
     with warnings.catch_warnings():
         warnings.simplefilter("default")
         warnings.warn(message, stacklevel=2)
@@ -152,9 +165,9 @@ def _tell(message: str) -> None:
 
 @contextmanager
 def _without_main() -> Iterator[None]:
-    """Keeps multiprocessing from running the parent's main script again on every rank.
+    """Keep multiprocessing from running the parent's main script on every rank.
 
-    What ranks need of it is sent by value; a script that calls ``pytest.main()`` unguarded would start itself again.
+    Functions of the script are pickled by value, and a script that calls ``pytest.main()`` unguarded would recurse.
     """
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")

@@ -1,7 +1,7 @@
-"""The process that ranks are forked from: multiprocessing's fork server, but one of our own.
+"""The process that ranks are forked from: a fork server of multiprocessing, but not its global one.
 
-The one that multiprocessing keeps for the whole process may be running already, without torch, for the user's code
-(from Python 3.14 on it is the default), or for an earlier pytest session whose test modules have the same names.
+The global one may be running already: without torch, for the user's code (it is the default from Python 3.14 on), or
+for an earlier pytest session whose test modules have the same names.
 """
 
 from __future__ import annotations
@@ -27,43 +27,44 @@ from pytest_fsdp_meta.worlds.rank.preload import REQUEST
 from pytest_fsdp_meta.worlds.spec import Sources
 from pytest_fsdp_meta.worlds.system import processes, temp_folders
 
-WARM = "pytest_fsdp_meta.worlds.local.forkserver_main"
-HOME = str(Path(__file__).parents[3])
+MAIN = "pytest_fsdp_meta.worlds.local.forkserver_main"
+PACKAGE_PATH = str(Path(__file__).parents[3])
+"""The search path entry under which this package is found."""
 
 
 class Server:
-    """Starts to import at once, in the background; ended with this object, or with this process."""
+    """A fork server that starts to import at once, in the background. It ends with this object or with this process."""
 
     def __init__(self, modules: Sequence[str], sources: Sources) -> None:
-        resource_tracker.ensure_running()  # which multiprocessing does otherwise between the folder and the server
+        resource_tracker.ensure_running()  # else it starts between folder and server, where a kill leaves the folder
         self._folder = Path(tempfile.mkdtemp(prefix=temp_folders.prefix("preload")))
         self._report: tuple[str, dict[str, str]] | None = None
-        self._kept: frozenset[int] = frozenset()
-        """What the imported modules have started, which is theirs."""
-        measuring = coverage.wanted()
-        # A file, because the environment has no room for the modules of a large repository.
+        self._spared: frozenset[int] = frozenset()
+        """Processes that the imported modules have started; they outlive the ranks."""
+        settings = coverage.current_settings()
+        # In a file, because the modules of a large repository are too much for an environment variable.
         request = {
             "modules": list(modules),
             "path": list(sources.path),
             "files": dict(sources.modules),
             "before": sources.before,
-            "measuring": None if measuring is None else asdict(measuring),
+            "coverage": None if settings is None else asdict(settings),
             "leftovers": temp_folders.pattern(),
             "parent": os.getpid() if threading.current_thread() is threading.main_thread() else None,
         }
         (self._folder / "request").write_text(json.dumps(request), "utf-8")
         self._server: Any = forkserver.ForkServer()
-        self._server.set_forkserver_preload([WARM])
+        self._server.set_forkserver_preload([MAIN])
         environ = {REQUEST: str(self._folder)}
-        if sysconfig.get_path("purelib") != HOME:
-            # Before Python 3.13 the server does not have our sys.path, and would not find this very package.
-            environ["PYTHONPATH"] = os.pathsep.join(filter(None, (HOME, os.environ.get("PYTHONPATH"))))
+        if sysconfig.get_path("purelib") != PACKAGE_PATH:
+            # Before Python 3.13 the server does not get the sys.path of this process, and would not find this package.
+            environ["PYTHONPATH"] = os.pathsep.join(filter(None, (PACKAGE_PATH, os.environ.get("PYTHONPATH"))))
         weakref.finalize(self, _end, self._server, self._folder, os.getpid())
         with environment(environ):
             self._server.ensure_running()
 
     def report(self, seconds: float) -> tuple[str, dict[str, str]]:
-        """Waits until all is imported. Why ranks must not be forked from it, or empty; and what failed to import."""
+        """Wait for the imports; return why the server must not be forked, or "", and the import errors by module."""
         if self._report is None:
             self._report = self._wait(seconds)
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -77,9 +78,9 @@ class Server:
             if time.monotonic() > deadline:
                 return f"importing the test modules took longer than {seconds:g} s", {}
             time.sleep(0.005)
-        told = json.loads((self._folder / "report").read_text("utf-8"))
-        self._kept = frozenset(told["children"])
-        return told["objection"], told["failed"]
+        report = json.loads((self._folder / "report").read_text("utf-8"))
+        self._spared = frozenset(report["children"])
+        return report["objection"], report["failed"]
 
     @property
     def alive(self) -> bool:
@@ -90,21 +91,21 @@ class Server:
         return self._server._forkserver_pid is not None
 
     def ends(self, seconds: float) -> bool:
-        """Whether it has ended, or does within so long: its descriptors are closed a moment before."""
+        """Return whether the server ends within this time: its descriptors are closed a moment before it does."""
         deadline = time.monotonic() + seconds
         while self.alive and time.monotonic() < deadline:
             time.sleep(0.005)
         return not self.alive
 
     def end_strays(self, ranks: Callable[[], Collection[int]]) -> None:
-        """Ends what ranks that are gone have left behind, in other process groups and sessions too."""
+        """End the processes that ranks left behind when they ended, also in other process groups and sessions."""
         pid = self._server._forkserver_pid
         if pid is not None:
-            processes.end_children(pid, spare=lambda: self._kept.union(ranks()))
+            processes.end_children(pid, spare=lambda: self._spared.union(ranks()))
 
     @contextmanager
     def serving(self) -> Iterator[None]:
-        """Within it, multiprocessing forks from this server."""
+        """Let multiprocessing fork from this server instead of its global one."""
         before = forkserver.connect_to_new_process
         forkserver.connect_to_new_process = self._server.connect_to_new_process
         try:
@@ -115,16 +116,17 @@ class Server:
 
 def _end(server: Any, folder: Path, owner: int) -> None:
     if os.getpid() != owner:
-        return  # in a fork of the process that it belongs to
+        return  # this process was forked from the owner
     with suppress(OSError):
         if server._forkserver_pid is not None:
-            os.kill(server._forkserver_pid, signal.SIGKILL)  # it may be importing, and nobody wants to wait for that
+            os.kill(server._forkserver_pid, signal.SIGKILL)  # without waiting for the imports to finish
         server._stop()
     shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
 def environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Set these environment variables for a while."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

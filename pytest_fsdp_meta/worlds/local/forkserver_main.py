@@ -1,7 +1,8 @@
-"""Imported by the fork server and by nobody else: imports what the parent asks for.
+"""What the fork server imports first: this module imports all that the parent asks for.
 
-A module of its own, so that our package is complete when the test modules import it. Parent and server share a folder:
-the parent leaves its request there, and finds a report when all is imported: whether the server may be forked.
+It is a module of its own, imported by nothing else, so that the package is complete when test modules import it. Parent
+and server share a folder: the parent writes its request there, and waits for the report, which says whether the server
+may be forked.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pytest_fsdp_meta.worlds.rank.coverage import preloading
-from pytest_fsdp_meta.worlds.rank.preload import REQUEST, preload, share, why_unsafe
-from pytest_fsdp_meta.worlds.rank.warnings import hear_all
+from pytest_fsdp_meta.worlds.rank.coverage import measuring_imports
+from pytest_fsdp_meta.worlds.rank.preload import REQUEST, preload, use_sources, why_unsafe
+from pytest_fsdp_meta.worlds.rank.warnings import enable_all
 from pytest_fsdp_meta.worlds.spec import Sources
 from pytest_fsdp_meta.worlds.system import processes, temp_folders
 
 PATIENCE = 0.5
-"""Seconds for ranks to end by themselves."""
+"""Seconds for ranks to end by themselves when the parent has gone."""
 MADV_COLLAPSE = 25
-"""Of Linux 6.1 and later; the mmap module does not name it."""
+"""The madvise() advice of Linux 6.1 and later, missing in Python's mmap module."""
 
 
 def _serve(folder: Path) -> None:
@@ -41,28 +42,28 @@ def _serve(folder: Path) -> None:
         failed = _import(request)
     processes.adopt_orphans()
     atexit.register(_end_ranks, os.getpid(), request["leftovers"])
-    told = {"objection": why_unsafe(), "failed": failed, "children": sorted(processes.children(os.getpid()))}
+    report = {"objection": why_unsafe(), "failed": failed, "children": sorted(processes.children(os.getpid()))}
     unfinished = folder / "report.part"
-    unfinished.write_text(json.dumps(told), "utf-8")
+    unfinished.write_text(json.dumps(report), "utf-8")
     unfinished.rename(folder / "report")
 
 
 def _import(request: dict[str, Any]) -> dict[str, str]:
-    # Thread pools do not survive a fork, so none may be opened while importing.
+    # Thread pools do not survive a fork, so no import may start one.
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ.setdefault(name, "1")
-    # Test modules ask torch.cuda.is_available(), which otherwise starts as much of CUDA as keeps ranks from using it.
+    # Test modules call torch.cuda.is_available(), which without NVML starts so much of CUDA that ranks cannot use it.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    # Ctrl-C is for the parent, whose end ends the server too.
+    # Ctrl-C is for the parent, which ends the server when it exits.
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # What modules print while they are imported is not for the terminal: the parent imports them too, and shows it.
+    # Modules that print while they are imported do so in the parent as well; once on the terminal is enough.
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
-    share(Sources(request["path"], request["files"], request["before"]))
-    hear_all()
-    gc.disable()  # while modules are made nothing becomes garbage, and to look for some takes a seventh of the time
-    with preloading(request["measuring"]):
+    use_sources(Sources(request["path"], request["files"], request["before"]))
+    enable_all()
+    gc.disable()  # imports make no garbage, and looking for it takes a seventh of the time
+    with measuring_imports(request["coverage"]):
         failed = preload(request["modules"])
     gc.enable()
     _make_cheap_to_fork()
@@ -72,9 +73,9 @@ def _import(request: dict[str, Any]) -> dict[str, str]:
 
 @contextmanager
 def _ending_with(parent: int | None, leftovers: str) -> Iterator[None]:
-    """While it imports, this process does not see that its parent has gone: the system tells it by a signal.
+    """End this process if its parent ends meanwhile. Imports do not watch the pipe, so the system sends a signal.
 
-    ``parent`` is None where a thread of it has started this process, whose end would be taken for the parent's.
+    ``parent`` is None if a thread other than the main one started this process: the signal comes when that thread ends.
     """
     if parent is None:
         yield
@@ -90,19 +91,19 @@ def _ending_with(parent: int | None, leftovers: str) -> Iterator[None]:
     before = signal.signal(signal.SIGTERM, leave)
     processes.die_with_parent(signal.SIGTERM)
     if os.getppid() != parent:
-        leave()  # it had gone before
+        leave()  # the parent ended before the signal was requested
     yield
     processes.die_with_parent(0)
     signal.signal(signal.SIGTERM, before)
 
 
 def _address() -> Path | None:
-    """The socket at which this server is asked for processes."""
+    """Return the path of the socket at which this server accepts requests for processes."""
     for name in os.listdir("/dev/fd"):
         try:
             one = socket.socket(fileno=int(name))
         except OSError:
-            continue  # it is none, or that of the list itself
+            continue  # not a socket, or already closed: the descriptor of this listing
         where = one.getsockname() if one.family == socket.AF_UNIX else b""
         one.detach()
         if "pymp-" in os.fsdecode(where):
@@ -111,15 +112,15 @@ def _address() -> Path | None:
 
 
 def _forget_address(address: Path | None, parent: int | None, server: int) -> None:
-    """When the parent was killed: nobody else removes the folder that its multiprocessing has made for the socket."""
+    """Remove the folder that the parent's multiprocessing made for the socket, if the parent was killed."""
     if address is not None and os.getpid() == server and os.getppid() != parent:
         shutil.rmtree(address.parent, ignore_errors=True)
 
 
 def _end_ranks(server: int, leftovers: str) -> None:
-    """When the parent has gone, ranks end by themselves; those that cannot are ended here, and what they have started.
+    """End the ranks that do not end by themselves when the parent has gone, and all that ranks have started.
 
-    The system would end the ranks with this process, and nothing else.
+    Otherwise the system would end the ranks with this process, but not their children.
     """
     if os.getpid() != server:
         return
@@ -131,11 +132,11 @@ def _end_ranks(server: int, leftovers: str) -> None:
 
 
 def _make_cheap_to_fork() -> None:
-    """What has been imported stays as it is, so ranks need neither scan it nor have it page by page.
+    """Let ranks share the memory of what was imported, and make forking and exiting faster.
 
-    A rank's first full garbage collection would write to every object, and thereby copy all of them. And the system
-    copies one entry for each page at a fork, and drops it when the rank ends: with pages of 2 MiB instead of 4 KiB both
-    take a fraction. Where the system has no such pages, it leaves things as they are.
+    A rank's first full garbage collection would write to every object, and thereby copy all of them; frozen objects are
+    exempt. A fork copies one table entry per page, and the rank's exit drops it: pages of 2 MiB instead of 4 KiB take a
+    fraction of the time. On systems without such pages the call changes nothing.
     """
     gc.freeze()
     if sys.platform != "linux":

@@ -1,4 +1,4 @@
-"""A rank that is a process of this machine: what it says, how it ended, where it stands, what it wrote."""
+"""A rank that runs as a process on this machine: its messages, its exit, its stack, its output."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from pytest_fsdp_meta.worlds.rank import tracebacks
 from pytest_fsdp_meta.worlds.system import messages, processes
 from pytest_fsdp_meta.worlds.system.output import Written, read
 
-UNTOLD = 255
-
-GLANCE = 0.2
-"""Seconds between two looks at whether the process has ended of which no handle tells."""
+UNKNOWN_EXIT_CODE = 255
+"""What multiprocessing makes up when the fork server ended before it could report the exit code."""
+POLL_INTERVAL = 0.2
+"""Seconds between two checks whether the process has ended, for an exit that no handle signals."""
 
 
 @dataclass
 class LocalMember:
-    """A ``Member`` whose process was started here."""
+    """A ``Member`` whose process was started by this process."""
 
     rank: int
     process: BaseProcess
@@ -34,9 +34,12 @@ class LocalMember:
     output: Path
     stacks: Path
     end_strays: Callable[[], None] = lambda: None
+    """Ends what ranks that have ended left behind."""
     is_orphan: Callable[[], bool] = lambda: False
+    """Returns whether the fork server of this rank has ended."""
     shortages: int = field(default_factory=processes.shortages)
-    _next_look: float = 0.0
+    """How many processes the system had killed for lack of memory when this rank was started."""
+    _next_check: float = 0.0
 
     @property
     def pid(self) -> int | None:
@@ -47,7 +50,7 @@ class LocalMember:
         return self.pipe, self.process.sentinel
 
     def send(self, note: bytes) -> None:
-        # A rank that has ended is no error here: whoever waits for its answer learns how.
+        # A rank that has ended is not an error here: waiting for its answer will report how it ended.
         with suppress(BrokenPipeError, ConnectionResetError):
             self.pipe.send_bytes(note)
 
@@ -56,7 +59,7 @@ class LocalMember:
         return None if packed is None else messages.open_packed(packed)
 
     def hear_packed(self) -> bytes | None:
-        """The message that has arrived, None where none will: a rank that ended may have its last one in the pipe."""
+        """Return the message that has arrived, or None. A rank that has ended may have left one in the pipe."""
         try:
             note = self.pipe.recv_bytes() if self.pipe.poll() else None
         except (EOFError, OSError):
@@ -65,37 +68,36 @@ class LocalMember:
 
     @property
     def has_news(self) -> bool:
-        """Asks the process now and then: to ask it after each message of any rank takes a tenth of a warm call."""
+        """Whether the process has ended, checked at intervals: a check per message costs a tenth of a warm call."""
         now = time.monotonic()
-        if now < self._next_look:
+        if now < self._next_check:
             return False
-        self._next_look = now + GLANCE
+        self._next_check = now + POLL_INTERVAL
         return self.has_ended
 
     @property
     def has_ended(self) -> bool:
-        """Asked of the process itself: a child that it has forked can hold its pipe and its sentinel open."""
+        """Whether the process itself has ended; a child that it forked can hold its pipe and its sentinel open."""
         return self.process.exitcode is not None
 
     def ending(self) -> RankFailure:
         when = time.monotonic()
         self.process.join(1.0)
         kind, summary = describe_exit(self.process.exitcode)
-        # Multiprocessing makes up an exit code where nobody is left to tell it.
-        orphan = self.process.exitcode == UNTOLD and self.is_orphan()
+        orphan = self.process.exitcode == UNKNOWN_EXIT_CODE and self.is_orphan()
         if orphan:
-            kind, summary = "killed", "was killed with the process that ranks are forked from, which somebody has ended"
+            kind, summary = "killed", "was killed because the fork server of all ranks was ended from outside"
         if (orphan or self.process.exitcode == -signal.SIGKILL) and processes.shortages() > self.shortages:
             summary += processes.OOM_KILL_NOTE
         return RankFailure(self.rank, kind, summary, when=when)
 
     def kill(self) -> None:
-        """At once, with what it has started: a rank leads a process group, which may outlive it."""
+        """Kill the rank and what it has started: it leads a process group, which may outlive it."""
         pid = self.process.pid
         assert pid is not None
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)
-        if not self.has_ended:  # it may not have got as far as to lead a group
+        if not self.has_ended:  # it may not have become the leader of a group yet
             self.process.kill()
 
     def join(self, seconds: float) -> None:
@@ -104,7 +106,7 @@ class LocalMember:
     def release(self) -> None:
         self.pipe.close()
         self.end_strays()
-        # A process that does not end even so (it sits in a driver) is left to the system.
+        # A process that has not ended by now (it sits in a driver) is left to the system.
         with suppress(ValueError):
             self.process.close()
 
@@ -116,12 +118,12 @@ class LocalMember:
 
     def ask_stack(self) -> None:
         pid = self.process.pid
-        if pid and self.stacks.exists() and not self.has_ended:  # no handler before the file: the signal would kill
+        if pid and self.stacks.exists() and not self.has_ended:  # without a file no handler: the signal would kill
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGUSR1)
 
     def stack(self, deadline: float) -> str:
-        """Written by the signal handler even while the rank is inside C code, and whole once it grows no more."""
+        """Return the stack that the signal handler dumps, even inside C code, once the file has stopped growing."""
         before = 0
         while (size := _size(self.stacks)) != before or not size:
             if time.monotonic() > deadline:
@@ -131,7 +133,7 @@ class LocalMember:
         return tracebacks.user_stack(Written.read(self.stacks).since()) or f"  (it did not react{self._condition()})"
 
     def _condition(self) -> str:
-        """Why a process does not react, where the system says so."""
+        """Return why the process does not react, if the system knows."""
         try:
             state = Path(f"/proc/{self.process.pid}/stat").read_text("utf-8").rpartition(")")[2].split()[0]
         except (OSError, IndexError):

@@ -1,4 +1,4 @@
-"""A rank's side of the control pipe."""
+"""A rank's end of the pipe to its parent."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from pytest_fsdp_meta.worlds.failures import CUT_OFF
 from pytest_fsdp_meta.worlds.rank import tracebacks
 from pytest_fsdp_meta.worlds.system import messages, output, processes
 
-GLANCE = 0.5
-"""Seconds between two looks at how much this rank has written, and whether its pipe is still there."""
+POLL_INTERVAL = 0.5
+"""Seconds between two checks how much this rank has written and whether its pipe is still open."""
 
 
 class Channel:
-    """A thread reads the pipe, so that the parent's end is noticed in the middle of a collective.
+    """Sends and receives messages. A thread reads the pipe, so that a rank in a collective notices the parent's end.
 
-    ``output`` is where this rank writes; its messages lie beside it. ``leftovers`` are the folders that go when the
-    parent is killed.
+    ``output`` is the file of this rank's output; large messages are stored beside it. ``leftovers`` are the folders to
+    remove if the parent is killed.
     """
 
     def __init__(self, connection: Connection, output: Path, leftovers: Sequence[str]) -> None:
@@ -43,31 +43,32 @@ class Channel:
         threading.Thread(target=self._listen, name="pytest-fsdp-meta", daemon=True).start()
 
     def _listen(self) -> None:
-        heard = select.poll()  # that of the connection makes one for every message
-        heard.register(self._connection.fileno(), select.POLLIN)
+        pipe = select.poll()  # made once: Connection.poll() makes a new one for every message
+        pipe.register(self._connection.fileno(), select.POLLIN)
         while True:
             try:
-                while not heard.poll(GLANCE * 1000):
+                while not pipe.poll(POLL_INTERVAL * 1000):
                     self._check_pipe()
                     disk.bound(self._output)
                 note = self._connection.recv_bytes()
             except (EOFError, OSError):
                 self._check_pipe()
-                # The parent is gone. What it would have removed and what this rank has started goes as well.
+                # The parent has gone, so this rank removes the folders, and ends itself and what it has started.
                 for folder in self._leftovers:
                     shutil.rmtree(folder, ignore_errors=True)
                 os.killpg(os.getpid(), signal.SIGKILL)
             message = messages.unpack(note)
             if message == flight_recorder.QUESTION:
-                self._say_where()
+                self._report_whereabouts()
             else:
                 self._inbox.put(message)
 
-    def _say_where(self) -> None:
-        """Answers for the main thread, which may sit in a collective for ever."""
+    def _report_whereabouts(self) -> None:
+        """Answer for the main thread, which may be stuck in a collective."""
         processes.let_debuggers_in()
         found = flight_recorder.Whereabouts(tracebacks.user_stack(tracebacks.dump()), flight_recorder.read())
-        # Without an answer the parent tells less; with this thread gone, the rank would outlive its parent.
+        # Without this answer the parent only knows less. With an exception this thread would end, and nothing would
+        # notice the end of the parent.
         with suppress(OSError):
             self._post((*flight_recorder.QUESTION, found))
 
@@ -76,13 +77,13 @@ class Channel:
 
     @property
     def is_own(self) -> bool:
-        """Whether this process is the rank, and not a child that it has forked."""
+        """Whether this process is the rank itself, not a child that it forked."""
         return os.getpid() == self._owner
 
     def send(self, *message: Any) -> None:
-        """Raises OSError where a long one finds no room on the disk."""
+        """Send the message. Raises OSError if it is large and the disk is full."""
         if not self.is_own:
-            os._exit(0)  # a child that the loader forked, and that came back from it, is no rank
+            os._exit(0)  # a child that the loader forked has returned from the loader, but is not a rank
         output.flush()
         self._post(message)
 
@@ -93,7 +94,7 @@ class Channel:
             self._connection.send_bytes(note)
 
     def _check_pipe(self) -> None:
-        """Ends this rank when the code that it runs has closed its pipe: the descriptor may be another file by now."""
+        """End this rank if the code that it runs has closed the pipe: its descriptor may be another file by now."""
         try:
             same = os.path.samestat(self._pipe, os.fstat(self._connection.fileno()))
         except OSError:

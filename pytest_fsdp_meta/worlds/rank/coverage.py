@@ -1,7 +1,7 @@
-"""Coverage of what runs on ranks: where the parent measures, they do too, and send what they find.
+"""Coverage on ranks: if the parent measures, ranks measure as well, and send their data to it.
 
-Coverage is asked for what its user set through its public options. It is neither imported nor asked where the parent
-has not imported it.
+The settings are read from the parent's ``Coverage`` object through its public options. If the parent has not imported
+coverage, nothing here does.
 """
 
 from __future__ import annotations
@@ -15,104 +15,104 @@ from dataclasses import dataclass
 from typing import Any
 
 KIND = "coverage"
-"""Of the notes."""
+"""The kind of the notes that carry coverage data."""
 OPTIONS = (
     *("branch", "concurrency", "context", "core", "cover_pylib", "include", "omit", "plugins", "relative_files"),
     *("source", "source_pkgs", "source_dirs", "timid"),
 )
-"""Of the section [run]; the others are about files and processes, which are ours here."""
+"""Options of the section [run] that ranks take over; the others are about data files and processes."""
 OURS: Mapping[str, Any] = {"sigterm": False, "dynamic_context": None, "patch": []}
-"""What must not be as a configuration file has it."""
+"""Options of [run] that ranks override, whatever a configuration file says."""
 WARNINGS = ["no-data-collected", "module-not-imported", "module-not-measured", "module-not-python", "trace-changed"]
-"""What coverage says of the whole program, which a rank is not."""
-_before: list[bytes] = []
-"""What the fork server measured while it imported; its ranks find it here."""
+"""Warnings to disable, because they judge the whole program and a rank runs only a part of it."""
+_fork_server_data: list[bytes] = []
+"""What the fork server measured during its imports; ranks inherit it through the fork."""
 
 
 @dataclass(frozen=True)
-class Measuring:
-    """How the parent measures; ``folder`` is what its relative paths are relative to."""
+class CoverageSettings:
+    """How the parent measures. ``folder`` is the base of its relative paths."""
 
     options: Mapping[str, Any]
     config_file: str
     folder: str
 
 
-def wanted() -> Measuring | None:
-    """How this process measures; None where it does not."""
+def current_settings() -> CoverageSettings | None:
+    """Return how this process measures, or None if it does not."""
     coverage = sys.modules.get("coverage")
     current = None if coverage is None else coverage.Coverage.current()
     if current is None:
         return None
     options: dict[str, Any] = {}
     for name in OPTIONS:
-        with suppress(Exception):  # an earlier or later coverage may not know it
+        with suppress(Exception):  # other versions of coverage may not have this option
             options[name] = current.get_option(f"run:{name}")
     options["concurrency"] = [kind for kind in options.get("concurrency") or () if kind != "multiprocessing"]
-    return Measuring(options, getattr(current.config, "config_file", None) or "", os.getcwd())
+    return CoverageSettings(options, getattr(current.config, "config_file", None) or "", os.getcwd())
 
 
 class Measurement:
-    """Coverage of this process, from now on; kept in memory."""
+    """Measures coverage of this process from now on, in memory."""
 
-    def __init__(self, how: Measuring) -> None:
+    def __init__(self, settings: CoverageSettings) -> None:
         import coverage
 
-        self._coverage = coverage.Coverage(data_file=None, config_file=how.config_file or False)
-        for name, value in how.options.items():
+        self._coverage = coverage.Coverage(data_file=None, config_file=settings.config_file or False)
+        for name, value in settings.options.items():
             self._coverage.set_option(f"run:{name}", value)
         self._coverage.set_option("run:disable_warnings", WARNINGS)
         for name, value in OURS.items():
-            with suppress(Exception):  # as above
+            with suppress(Exception):  # other versions of coverage may not have this option
                 self._coverage.set_option(f"run:{name}", value)
-        self._told = b""
-        with _working_in(how.folder):
+        self._sent = b""
+        with _working_in(settings.folder):
             self._coverage.start()
 
     def stop(self) -> None:
         self._coverage.stop()
 
-    def news(self) -> bytes:
-        """All that was measured so far; empty where that was told."""
+    def new_data(self) -> bytes:
+        """Return all data measured so far, or nothing if it has not changed since the last call."""
         packed = bytes(self._coverage.get_data().dumps())
-        if packed == self._told:
+        if packed == self._sent:
             return b""
-        self._told = packed
+        self._sent = packed
         return packed
 
 
 @contextmanager
-def preloading(how: Mapping[str, Any] | None) -> Iterator[None]:
-    """Around what the fork server imports; ``how`` are the fields of a ``Measuring``, or None."""
-    if how is None:
+def measuring_imports(settings: Mapping[str, Any] | None) -> Iterator[None]:
+    """Measure what the fork server imports. ``settings`` has the fields of a ``CoverageSettings``, or is None."""
+    if settings is None:
         yield
         return
-    measurement = Measurement(Measuring(**how))
+    measurement = Measurement(CoverageSettings(**settings))
     try:
         yield
     finally:
         measurement.stop()
-        _before.append(measurement.news())
+        _fork_server_data.append(measurement.new_data())
 
 
-def before_the_fork() -> bytes:
-    """What the fork server has measured; empty where it has not."""
-    return _before[0] if _before else b""
+def data_of_fork_server() -> bytes:
+    """Return what the fork server has measured; empty if it has not."""
+    return _fork_server_data[0] if _fork_server_data else b""
 
 
 class Sum:
-    """In the parent: what ranks have measured, until it is added to what the parent itself has."""
+    """Collects in the parent what ranks have measured, and adds it to the parent's own data."""
 
     def __init__(self) -> None:
         self._latest: dict[object, bytes] = {}
         self._data: Any = None
 
     def add(self, source: object, packed: bytes) -> None:
-        """What comes from the same source replaces what it has told before."""
+        """Store data of a source, instead of what the same source sent before."""
         self._latest[source] = packed
 
     def collect(self) -> None:
-        """Nothing more is to come from these sources."""
+        """Merge the data of all sources; nothing more comes from them."""
         latest, self._latest = self._latest, {}
         if not latest:
             return
@@ -126,13 +126,13 @@ class Sum:
             self._data.update(one)
 
     def hand_over(self) -> None:
-        """Adds all to what this process measures, before that is saved."""
+        """Add all data to what this process has measured, before that is saved."""
         self.collect()
         coverage = sys.modules.get("coverage")
         current = None if coverage is None else coverage.Coverage.current()
         if current is not None and self._data is not None:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # what it says of the whole it says again when that is saved
+                warnings.simplefilter("ignore")  # coverage warns again when it saves the data
                 data = current.get_data()
             data.update(self._data)
             self._data = None
@@ -141,7 +141,7 @@ class Sum:
 @contextmanager
 def _working_in(folder: str) -> Iterator[None]:
     before = os.getcwd()
-    with suppress(OSError):  # on another machine it need not be there
+    with suppress(OSError):  # the folder may not exist on another machine
         os.chdir(folder)
     try:
         yield

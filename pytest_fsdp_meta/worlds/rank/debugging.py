@@ -1,8 +1,8 @@
-"""A debugger on a rank, at the terminal that the parent lends it: after a failure, and where the user's code stops.
+"""Debuggers on a rank, at the terminal that the parent lends: after a failure, and at the user's breakpoints.
 
-Whoever stops, by ``breakpoint()``, ``pdb.set_trace()`` or ``torch.distributed.breakpoint()``, ends up in
-``pdb.Pdb.interaction``, once for each prompt. The terminal is borrowed for one prompt at a time, so that ranks that all
-stop can be taken on in turns, through a collective that needs every one of them.
+``breakpoint()``, ``pdb.set_trace()`` and ``torch.distributed.breakpoint()`` all call ``pdb.Pdb.interaction``, once for
+each prompt. The terminal is borrowed for one prompt at a time, so that a user can step several ranks in turns through a
+collective that needs all of them.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from pytest_fsdp_meta.worlds.rank.channel import Channel
 from pytest_fsdp_meta.worlds.system.terminal import PATH
 
 BORROWING, RETURNING = "borrowing the terminal", "returning the terminal"
-"""The kinds of the messages about it. The answer to the first says why not, or nothing."""
-_at_it = False
+"""The kinds of the messages about it. The parent answers the first with the reason why it cannot, or ""."""
+_has_terminal = False
 
 
-def borrow_by(channel: Channel) -> None:
-    """From now on debuggers of this rank ask the parent for the terminal, before each prompt."""
+def borrow_terminal_through(channel: Channel) -> None:
+    """Make every debugger on this rank ask the parent for the terminal before each prompt."""
     usual = pdb.Pdb.interaction
 
     def interaction(session: pdb.Pdb, *args: Any, **kwargs: Any) -> None:
-        if _at_it or not channel.is_own:
+        if _has_terminal or not channel.is_own:
             usual(session, *args, **kwargs)
             return
         channel.send(BORROWING)
         _, why_not = channel.receive()
         if why_not:
-            raise RuntimeError(f"there is no terminal for a debugger on this rank: {why_not}")
+            raise RuntimeError(f"a debugger on this rank has no terminal: {why_not}")
         try:
             with _at_the_terminal():
                 session.stdin, session.stdout = sys.stdin, sys.stdout
@@ -49,9 +49,9 @@ def borrow_by(channel: Channel) -> None:
 
 
 def post_mortem(error: BaseException, debugger: str) -> bool:
-    """Lets the user look at where the error was raised; whether that ended with "quit".
+    """Open a debugger where the error was raised; return whether the user left it with "quit".
 
-    ``debugger`` is a class such as pdb.Pdb, as "module:name"; empty for that one.
+    ``debugger`` is a class as "module:name", empty for ``pdb.Pdb``.
     """
     if isinstance(error, CallFailed) and error.__cause__ is not None:
         error = error.__cause__
@@ -71,25 +71,25 @@ def _class(debugger: str) -> Any:
         found: Any = import_module(module)
         for part in name.split("."):
             found = getattr(found, part)
-    except Exception as error:  # whatever it raises while it is imported
-        print(f"--pdbcls={debugger} cannot be had on this rank ({type(error).__name__}: {error}), so here is pdb")
+    except Exception as error:  # importing the module can raise anything
+        print(f"--pdbcls={debugger} cannot be imported on this rank ({type(error).__name__}: {error}); using pdb")
         return pdb.Pdb
     return found
 
 
 @contextmanager
 def _at_the_terminal() -> Iterator[None]:
-    """Standard streams are the terminal's, for C as well: it is readline that reads the keys."""
-    global _at_it
+    """Connect the standard streams to the terminal, for C code as well, because readline reads the keys."""
+    global _has_terminal
     with ExitStack() as stack:
         if threading.current_thread() is threading.main_thread():
-            # Nobody would notice that it stopped: the shell waits for pytest, which waits for this rank.
+            # Ignore Ctrl-Z: the shell waits for pytest, which would wait for a stopped rank for ever.
             stack.callback(signal.signal, signal.SIGTSTP, signal.signal(signal.SIGTSTP, signal.SIG_IGN))
         terminal = os.open(PATH, os.O_RDWR)
         for descriptor in (0, 1, 2):
-            kept = os.dup(descriptor)
-            stack.callback(os.close, kept)
-            stack.callback(os.dup2, kept, descriptor)
+            original = os.dup(descriptor)
+            stack.callback(os.close, original)
+            stack.callback(os.dup2, original, descriptor)
             os.dup2(terminal, descriptor)
         os.close(terminal)
         for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
@@ -99,8 +99,8 @@ def _at_the_terminal() -> Iterator[None]:
             setattr(sys, name, stream)
             if descriptor:
                 stack.callback(stream.flush)
-        _at_it = True
+        _has_terminal = True
         try:
             yield
         finally:
-            _at_it = False
+            _has_terminal = False

@@ -1,4 +1,4 @@
-"""The life of one rank: join the world, answer calls, end at once when told to or when the parent is gone."""
+"""The life of one rank: join the world, then answer calls until it is killed or its parent has gone."""
 
 from __future__ import annotations
 
@@ -30,20 +30,18 @@ from pytest_fsdp_meta.worlds.system import output, processes
 from pytest_fsdp_meta.worlds.system.messages import DOING, POST_MORTEM
 
 OUTSIDE = "this process is not a rank of a world of pytest-fsdp-meta"
-
-
 _CURRENT: Rank | None = None
 _CHANNEL: Channel | None = None
-_TELLER: warnings.WarningForwarder | None = None
+_FORWARDER: warnings.WarningForwarder | None = None
 _MEASUREMENT: coverage.Measurement | None = None
 _RAISED: BaseException | None = None
-"""What the last call raised, for a debugger."""
+"""The exception of the last call that failed, for a post-mortem debugger."""
 
 
 def note(kind: str, what: Any) -> None:
-    """Tells the parent something beside the answer that it waits for: what this rank is doing, a warning.
+    """Send the parent a message besides the answer that it waits for, such as what this rank is doing, or a warning.
 
-    Not from a process that a rank has forked, where it does nothing. Raises RuntimeError outside a world.
+    Does nothing in a process that a rank has forked. Raises RuntimeError outside a world.
     """
     if _CHANNEL is None:
         raise RuntimeError(OUTSIDE)
@@ -52,9 +50,9 @@ def note(kind: str, what: Any) -> None:
 
 
 def doing(what: str) -> None:
-    """Says what this rank does from now on: "training step 2 of 3". For whoever waits, and for the error it may become.
+    """Report what this rank is doing from now on, such as "training step 2 of 3".
 
-    Outside of a world it does nothing.
+    pytest's progress line shows it, and an error message if the call fails. Does nothing outside a world.
     """
     if _CHANNEL is not None:
         note(DOING, what)
@@ -62,17 +60,17 @@ def doing(what: str) -> None:
 
 @contextmanager
 def telling(unless: str = "") -> Iterator[None]:
-    """Within it, warnings are the parent's to show, but those that match the pattern ``unless``, which are dropped.
+    """Forward warnings to the parent, which shows them, except those that match the pattern ``unless``.
 
-    ``World.run`` puts it around a function that it is given; one that is only named does so itself, where it calls
-    what the user wrote. Outside of a world it does nothing.
+    ``World.run`` does this around a function that it is given. A function that it is given by name does this itself,
+    around the user's code. Does nothing outside a world.
     """
-    with nullcontext() if _TELLER is None else _TELLER.telling(unless):
+    with nullcontext() if _FORWARDER is None else _FORWARDER.forwarding(unless):
         yield
 
 
 def current() -> Rank:
-    """The rank that this process is. Raises RuntimeError outside a world."""
+    """Return the rank that this process is. Raises RuntimeError outside a world."""
     if _CURRENT is None:
         raise RuntimeError(OUTSIDE)
     return _CURRENT
@@ -80,19 +78,19 @@ def current() -> Rank:
 
 @dataclass(frozen=True)
 class Assignment:
-    """Everything a new rank is told."""
+    """All that a new rank needs to know."""
 
     place: Place
     spec: WorldSpec
     sources: Sources
     folder: str
-    """For its messages, its output and its stacks."""
+    """The folder of its messages, output and stacks."""
     leftovers: tuple[str, ...]
-    """The folders that go when the parent is killed; its own is one of them."""
+    """The folders to remove if the parent is killed, including its own."""
     environ: dict[str, str]
     cwd: str
-    measuring: coverage.Measuring | None = field(default_factory=coverage.wanted)
-    """As the parent measures coverage."""
+    coverage_settings: coverage.CoverageSettings | None = field(default_factory=coverage.current_settings)
+    """How the parent measures coverage, if it does."""
 
     @property
     def output(self) -> Path:
@@ -104,24 +102,25 @@ class Assignment:
 
 
 def main(connection: Connection, task: Assignment, dies_with_parent: bool) -> None:
-    """The target of a rank's process; does not return, because interpreters with a process group end badly.
+    """Run a rank, as the target of its process. Never returns: interpreter shutdown with a process group can abort.
 
-    ``dies_with_parent``: the system shall kill it when its parent ends, which is a thread where ranks are spawned.
+    ``dies_with_parent`` lets the system kill this rank when its parent ends; for a spawned rank that is the thread that
+    started it.
     """
-    global _CHANNEL, _CURRENT, _TELLER
+    global _CHANNEL, _CURRENT, _FORWARDER
     try:
         _isolate(dies_with_parent)
         _CHANNEL = channel = Channel(connection, task.output, task.leftovers)
-        warnings.hear_all()
-        _TELLER = warnings.WarningForwarder(partial(note, warnings.KIND))
-        debugging.borrow_by(channel)
+        warnings.enable_all()
+        _FORWARDER = warnings.WarningForwarder(partial(note, warnings.KIND))
+        debugging.borrow_terminal_through(channel)
         try:
             _redirect(task)
-            _adopt(task)
+            _follow_parent(task)
             _CURRENT = join(channel, task.spec, task.place)
         except BaseException as error:
-            _report(channel, _failure(task, error))
-            threading.Event().wait()  # for its end, so that it is not mistaken for a rank that vanished
+            _report_failure(channel, _describe_failure(task, error))
+            threading.Event().wait()  # to be killed: a rank that exits by itself would be reported as well
         channel.send("ready")
         while True:
             message = channel.receive()
@@ -129,7 +128,7 @@ def main(connection: Connection, task: Assignment, dies_with_parent: bool) -> No
                 assert _RAISED is not None
                 channel.send(POST_MORTEM, debugging.post_mortem(_RAISED, *message[1:]))
             else:
-                _answer(channel, task, message)
+                _answer_call(channel, task, message)
     except BaseException:
         traceback.print_exc()
     finally:
@@ -137,29 +136,29 @@ def main(connection: Connection, task: Assignment, dies_with_parent: bool) -> No
 
 
 def _isolate(dies_with_parent: bool) -> None:
-    """Own process group (no Ctrl-C from the terminal), death with the parent."""
+    """Lead a process group of its own, which gets no Ctrl-C from the terminal, and end together with the parent."""
     os.setpgid(0, 0)
     processes.heed_signals()
-    # The fork server's children inherit "forkserver"; a loader's own workers get what they get under torchrun.
+    # Children of the fork server inherit "forkserver"; a loader's own workers should start as they do under torchrun.
     multiprocessing.set_start_method(None, force=True)
     if dies_with_parent:
         processes.die_with_parent()
-    # So that what the children of this rank leave behind is not taken for what a rank has left that has ended.
+    # Otherwise what children of this rank leave behind goes to the fork server, which ends it as a dead rank's.
     processes.adopt_orphans()
     _leave_server_alone()
 
 
 def _redirect(task: Assignment) -> None:
-    """Own output file, stacks on demand."""
+    """Write output to a file, and stacks to another whenever SIGUSR1 arrives."""
     output.redirect(task.output)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, file=open(task.stacks, "w"), all_threads=True)  # noqa: SIM115
 
 
 def _leave_server_alone() -> None:
-    """Lets the fork server end with the parent: it lives as long as anybody holds this descriptor.
+    """Close this rank's copy of the descriptor that keeps the fork server alive, so that it ends with the parent.
 
-    Its end is what the system's signal waits for, the last resort for a rank whose threads are all stuck.
+    The system kills ranks when the fork server ends: the last resort for a rank whose threads are all stuck.
     """
     server: Any = forkserver._forkserver
     if server._forkserver_alive_fd is not None:
@@ -167,23 +166,23 @@ def _leave_server_alone() -> None:
         server._forkserver_alive_fd = None
 
 
-def _adopt(task: Assignment) -> None:
-    """The parent's working directory, environment and modules."""
+def _follow_parent(task: Assignment) -> None:
+    """Take over the parent's working directory, environment, modules and coverage settings."""
     os.chdir(task.cwd)
     os.environ.clear()
     os.environ.update(task.environ)
-    preload.share(task.sources)
-    if task.measuring is not None:
+    preload.use_sources(task.sources)
+    if task.coverage_settings is not None:
         global _MEASUREMENT
-        _MEASUREMENT = coverage.Measurement(task.measuring)
-        if task.place.rank == 0 and (before := coverage.before_the_fork()):
+        _MEASUREMENT = coverage.Measurement(task.coverage_settings)
+        if task.place.rank == 0 and (before := coverage.data_of_fork_server()):
             note(coverage.KIND, ("imports", before))
 
 
-def _answer(channel: Channel, task: Assignment, message: tuple[Any, ...]) -> None:
+def _answer_call(channel: Channel, task: Assignment, message: tuple[Any, ...]) -> None:
     _, call, target, payload = message
-    if _TELLER is not None:
-        _TELLER.forget()
+    if _FORWARDER is not None:
+        _FORWARDER.forget()
     try:
         function, args, kwargs = _unpack(target, payload)
         with nullcontext() if target else telling():
@@ -191,30 +190,30 @@ def _answer(channel: Channel, task: Assignment, message: tuple[Any, ...]) -> Non
     except BaseException as error:
         global _RAISED
         _RAISED = error
-        _tell_coverage()
-        _report(channel, _failure(task, error))
+        _send_coverage()
+        _report_failure(channel, _describe_failure(task, error))
         return
-    _tell_coverage()
+    _send_coverage()
     try:
         channel.send("result", call, _pack(result))
     except Exception as error:
         why = disk.hint(task.folder, error) or f"{type(error).__name__}: {error}"
         summary = f"returned a {type(result).__name__} that cannot be sent back: {why}"
-        _report(channel, RankFailure(task.place.rank, "unsendable", summary, when=time.monotonic()))
+        _report_failure(channel, RankFailure(task.place.rank, "unsendable", summary, when=time.monotonic()))
 
 
-def _report(channel: Channel, failure: RankFailure) -> None:
+def _report_failure(channel: Channel, failure: RankFailure) -> None:
     try:
         channel.send("failure", failure)
-    except OSError:  # there is no room on the disk for a long one, and the pipe takes a short one
+    except OSError:  # the disk is full; a short message needs only the pipe
         short = replace(failure, detail=_shortened(failure.detail, 1500), message=_shortened(failure.message, 1500))
         channel.send("failure", short)
 
 
-def _tell_coverage() -> None:
-    """With every answer, because a rank is killed in the end."""
-    if _MEASUREMENT is not None and (news := _MEASUREMENT.news()):
-        note(coverage.KIND, ("calls", news))
+def _send_coverage() -> None:
+    """Send coverage data with every answer, because a rank is killed without warning."""
+    if _MEASUREMENT is not None and (data := _MEASUREMENT.new_data()):
+        note(coverage.KIND, ("calls", data))
 
 
 def _pack(result: Any) -> bytes:
@@ -233,7 +232,7 @@ def _unpack(target: str, payload: bytes) -> tuple[Callable[..., Any], tuple[Any,
     return function, args, kwargs
 
 
-def _failure(task: Assignment, error: BaseException) -> RankFailure:
+def _describe_failure(task: Assignment, error: BaseException) -> RankFailure:
     where = detail = ""
     if isinstance(error, CallFailed) and error.__cause__ is not None:
         where, detail, error = f" in {error.where}" if error.where else "", error.detail, error.__cause__
@@ -241,14 +240,14 @@ def _failure(task: Assignment, error: BaseException) -> RankFailure:
     try:
         text = str(error)
     except Exception:
-        text = "(its text cannot be made)"
+        text = "(its __str__ raised an exception)"
     first = _shortened(text.strip().splitlines()[0], 300) if text.strip() else ""
-    said = ": ".join(filter(None, (f"raised {kind.__name__}{where}", first, disk.hint(task.folder, error, text))))
+    summary = ": ".join(filter(None, (f"raised {kind.__name__}{where}", first, disk.hint(task.folder, error, text))))
     return RankFailure(
         task.place.rank,
         "raised",
-        text if isinstance(error, Misuse) else said,
-        detail=_shortened(detail or tracebacks.tell(error, hide=Path(__file__).parents[2]), 20_000),
+        text if isinstance(error, Misuse) else summary,
+        detail=_shortened(detail or tracebacks.format_traceback(error, hide=Path(__file__).parents[2]), 20_000),
         when=time.monotonic(),
         user=isinstance(error, Misuse),
         exception=f"{kind.__module__}.{kind.__qualname__}",
@@ -257,6 +256,6 @@ def _failure(task: Assignment, error: BaseException) -> RankFailure:
 
 
 def _shortened(text: str, limit: int) -> str:
-    """The beginning and the end: a loader may list three thousand missing keys in one line."""
+    """Return the beginning and the end of the text: an exception may list three thousand missing keys on one line."""
     half = limit // 2
     return text if len(text) <= limit else f"{text[:half]} ... ({len(text) - limit} characters) ... {text[-half:]}"

@@ -1,4 +1,4 @@
-"""What the fork server imports once, so that ranks start with everything imported; and how modules are found there."""
+"""Import modules once in the fork server, so that ranks start with them, and find modules that only have a file."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from typing import Any
 from pytest_fsdp_meta.worlds.spec import Sources
 
 REQUEST = "PYTEST_FSDP_META_PRELOAD"
-"""The environment variable that tells the fork server in which folder it finds what to import."""
+"""The environment variable with the folder in which the fork server finds its request."""
 TORCH_MODULES = ("torch", "torch.distributed", "torch.distributed.tensor", "torch.distributed.fsdp", "cloudpickle")
 
 
 class LooseModules(MetaPathFinder):
-    """Finds modules by file that no search path leads to: what pytest imported in ``importlib`` mode."""
+    """Finds modules that are on no search path by their file: those that pytest imported in ``importlib`` mode."""
 
     def __init__(self, files: Mapping[str, str]) -> None:
         self._files = dict(files)
@@ -30,7 +30,7 @@ class LooseModules(MetaPathFinder):
         if name not in self._files:
             return None
         file = self._files[name]
-        # As pytest finds them: another finder, such as the one that rewrites asserts, may want to load it.
+        # As pytest does: another finder, such as the one that rewrites asserts, may want to load it.
         for finder in sys.meta_path:
             spec = None if finder is self else finder.find_spec(name, [os.path.dirname(file)])
             if spec is not None and spec.origin == file:
@@ -39,7 +39,7 @@ class LooseModules(MetaPathFinder):
 
 
 class LooseParents(MetaPathFinder):
-    """Makes up empty packages for the dotted names of loose modules; asked last, so that real packages come first."""
+    """Makes empty packages for the dotted names of loose modules; comes last, so that real packages win."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = {name[:end] for name in names for end, letter in enumerate(name) if letter == "."}
@@ -48,8 +48,8 @@ class LooseParents(MetaPathFinder):
         return ModuleSpec(name, None, is_package=True) if name in self._names else None
 
 
-def share(sources: Sources) -> None:
-    """Lets this process import what the parent has imported."""
+def use_sources(sources: Sources) -> None:
+    """Let this process import what the parent has imported."""
     sys.path[:] = sources.path or sys.path
     if sources.before is not None:
         (module, _, name), arguments = sources.before[0].partition(":"), sources.before[1]
@@ -59,9 +59,9 @@ def share(sources: Sources) -> None:
 
 
 def preload(modules: Sequence[str]) -> dict[str, str]:
-    """Imports what can be imported, and says why others cannot; a rank meets the error again where it needs them.
+    """Import the modules; return the errors by name, which ranks get again if they need those modules.
 
-    Of "module:function" the function is called, when all is imported.
+    For "module:function", call the function after all imports.
     """
     failed = {}
     for name in sorted(modules, key=lambda one: ":" in one):
@@ -70,7 +70,7 @@ def preload(modules: Sequence[str]) -> dict[str, str]:
             imported = importlib.import_module(module)
             if function:
                 getattr(imported, function)()
-        except BaseException as error:  # pytest.skip and SystemExit at module level are no Exceptions
+        except BaseException as error:  # pytest.skip and SystemExit at module level are not Exceptions
             failed[name] = f"{type(error).__name__}: {error}"
     with suppress(Exception):
         _warm_up()
@@ -78,14 +78,14 @@ def preload(modules: Sequence[str]) -> dict[str, str]:
 
 
 def _warm_up() -> None:
-    """Makes torch import now what it imports on first use: deterministic mode alone brings in the inductor, 0.4 s."""
+    """Make torch import what it imports on first use: the inductor for deterministic mode alone takes 0.4 s."""
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.use_deterministic_algorithms(torch.are_deterministic_algorithms_enabled())
 
 
 def why_unsafe() -> str:
-    """The reason why this process must not be forked, or empty."""
+    """Return the reason why this process must not be forked, or ""."""
     others = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
     if others:
         return f"importing the test modules started threads ({', '.join(others)})"
@@ -98,10 +98,10 @@ def why_unsafe() -> str:
 
 
 def _forks_without_cuda(torch: Any) -> bool:
-    """Whether CUDA refuses to start in what is forked from here. Nobody but a forked process is told.
+    """Return whether CUDA refuses to start in a process forked from this one, which only such a process can find out.
 
-    ``torch.cuda.is_available()`` is enough for it, where it cannot ask NVML. Private: ``_is_in_bad_fork``, which torch
-    itself asks before it starts CUDA; in public it only raises, and starts CUDA where it may.
+    Without NVML, ``torch.cuda.is_available()`` is enough to cause this. Private: ``_is_in_bad_fork``, which torch
+    itself checks before it starts CUDA; public functions only raise, or start CUDA.
     """
     pid = os.fork()
     if not pid:

@@ -1,4 +1,4 @@
-"""How a process becomes a rank of its world."""
+"""How a process becomes a rank of its world: store, torchrun's environment, process group and mesh."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from datetime import timedelta
 from importlib import import_module
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 SEED = 20240229
+SCHEMES = ("env", "tcp")
+"""URL schemes of ``init_process_group`` that can lead to the store of the world."""
 
 
 @dataclass
@@ -32,14 +35,14 @@ class Rank:
     device: torch.device
     """With its index: ``cuda:3``."""
     state: dict[str, Any] = field(default_factory=dict, repr=False)
-    """Kept between the calls of one world."""
+    """Anything to keep from one call of the world to the next."""
     _mesh: DeviceMesh | None = field(default=None, repr=False)
     _store: object = field(default=None, repr=False)
-    """Served on rank 0 for as long as it is held; the loader's own process group meets there."""
+    """On rank 0: serves as long as it is referenced, because the loader's own process group meets there."""
 
     @property
     def mesh(self) -> DeviceMesh:
-        """The mesh of the marker. Raises ValueError where the loader makes the process group itself."""
+        """The mesh of the marker. Raises ValueError if the loader makes the process group itself."""
         if self._mesh is None:
             raise ValueError('fsdp.mesh does not exist with process_group="loader": the loader makes its own mesh')
         return self._mesh
@@ -49,28 +52,19 @@ class Rank:
         return self._mesh is not None
 
     def barrier(self) -> None:
-        """Waits until every rank is here."""
+        """Wait until every rank has called this."""
         import torch.distributed as dist
 
         dist.barrier()
 
 
 def join(channel: Channel, spec: WorldSpec, place: Place) -> Rank:
-    """Meets the other ranks, and makes the process group and the mesh where the world has those of the plugin."""
-    import torch
+    """Meet the other ranks. Make the process group and the mesh as well, unless the loader does."""
     import torch.distributed as dist
 
-    # An OpenMP pool does not survive the fork; torchrun gives each rank one thread too.
-    threads = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
-    os.environ["OMP_NUM_THREADS"] = threads = threads if threads.isdecimal() and int(threads) else "1"
-    torch.set_num_threads(int(threads))
+    _limit_threads()
     seed(spec.device_type)
-    index = spec.devices[place.rank] if spec.devices else place.local_rank
-    device = torch.device(spec.device_type, index) if spec.device_type != "cpu" else torch.device("cpu")
-    if device.type == "cuda":
-        # Before CUDA starts: without it cuBLAS may give other bits for the same product.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.cuda.set_device(device)
+    device = _select_device(spec, place)
     store = None
     if place.rank == 0:
         # Port 0: the system picks a free one, so two runs on one machine never meet.
@@ -79,33 +73,28 @@ def join(channel: Channel, spec: WorldSpec, place: Place) -> Rank:
     _, address, port = channel.receive()
     os.environ.update(torchrun_environment(place, spec.size, address, port))
     flight_recorder.switch_on()
-    if place.interface and not (place.group_size > 1 and os.environ.get("GLOO_SOCKET_IFNAME")):
-        # Without it gloo looks the host name up, which fails or hangs on machines that cannot resolve their own; and
-        # what a cluster sets is for its network, while the ranks of one machine meet on 127.0.0.1.
-        os.environ["GLOO_SOCKET_IFNAME"] = place.interface
-    if spec.process_group == "loader":
-        number(address, port)
+    _select_gloo_interface(place)
     me = Rank(place.rank, place.local_rank, spec.size, device, _store=store)
-    if spec.process_group == "plugin":
-        from datetime import timedelta
-
-        dist.init_process_group(
-            spec.backend,
-            store=store or dist.TCPStore(address, port, is_master=False),
-            rank=place.rank,
-            world_size=spec.size,
-            # Later than the parent's own deadline: the parent shows the stacks of all ranks, torch only an error.
-            timeout=timedelta(seconds=2 * spec.timeout + 60),
-            device_id=device if spec.backend == "nccl" else None,
-        )
-        me._mesh = dist.device_mesh.init_device_mesh(
-            device.type, tuple(spec.mesh.values()), mesh_dim_names=tuple(spec.mesh)
-        )
+    if spec.process_group == "loader":
+        allow_groups_in_turn(address, port)
+        return me
+    dist.init_process_group(
+        spec.backend,
+        store=store or dist.TCPStore(address, port, is_master=False),
+        rank=place.rank,
+        world_size=spec.size,
+        # Later than the parent's own deadline: the parent shows the stacks of all ranks, torch only an error.
+        timeout=timedelta(seconds=2 * spec.timeout + 60),
+        device_id=device if spec.backend == "nccl" else None,
+    )
+    me._mesh = dist.device_mesh.init_device_mesh(
+        device.type, tuple(spec.mesh.values()), mesh_dim_names=tuple(spec.mesh)
+    )
     return me
 
 
 def seed(device_type: str) -> None:
-    """The state of random numbers that every rank and every test begins with."""
+    """Seed the random number generators; every rank and every test starts from this state."""
     import torch
 
     random.seed(SEED)
@@ -116,8 +105,39 @@ def seed(device_type: str) -> None:
         torch.manual_seed(SEED)
 
 
+def _limit_threads() -> None:
+    """Use OMP_NUM_THREADS threads, or one as under torchrun: an OpenMP pool does not survive the fork."""
+    import torch
+
+    threads = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    os.environ["OMP_NUM_THREADS"] = threads = threads if threads.isdecimal() and int(threads) else "1"
+    torch.set_num_threads(int(threads))
+
+
+def _select_device(spec: WorldSpec, place: Place) -> torch.device:
+    import torch
+
+    index = spec.devices[place.rank] if spec.devices else place.local_rank
+    device = torch.device(spec.device_type, index) if spec.device_type != "cpu" else torch.device("cpu")
+    if device.type == "cuda":
+        # Before CUDA starts: without it cuBLAS may give other bits for the same product.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.cuda.set_device(device)
+    return device
+
+
+def _select_gloo_interface(place: Place) -> None:
+    """Name the network interface for gloo, which otherwise looks the host name up: that can fail or hang.
+
+    On several nodes the cluster's own setting stays. On one node it does not: it is meant for the cluster's network,
+    while these ranks meet on 127.0.0.1.
+    """
+    if place.interface and not (place.group_size > 1 and os.environ.get("GLOO_SOCKET_IFNAME")):
+        os.environ["GLOO_SOCKET_IFNAME"] = place.interface
+
+
 def torchrun_environment(place: Place, size: int, address: str, port: int) -> dict[str, str]:
-    """What torchrun sets. The store behind the port is already served, so nothing has to bind it."""
+    """Return what torchrun sets. TORCHELASTIC_USE_AGENT_STORE: a store is served at the port already."""
     return {
         "RANK": str(place.rank),
         "LOCAL_RANK": str(place.local_rank),
@@ -136,33 +156,35 @@ def torchrun_environment(place: Place, size: int, address: str, port: int) -> di
     }
 
 
-SCHEMES = ("env", "tcp")
+def allow_groups_in_turn(address: str, port: int) -> None:
+    """Let a loader make, destroy and make a process group again through the store at this address.
 
-
-def number(address: str, port: int) -> None:
-    """From now on the second group that is made by way of this store does not see what the first has left there."""
-    # By its name: torch.distributed.rendezvous is the function of this name, which hides the module.
+    torch leaves keys of the first group in the store, and ranks of the second would read them. So each group after the
+    first gets a prefix. Private: ``_rendezvous_handlers``, because torch's public ``register_rendezvous_handler``
+    refuses to replace a handler.
+    """
+    # By name, because the attribute torch.distributed.rendezvous is a function that hides the module.
     handlers = getattr(import_module("torch.distributed.rendezvous"), "_rendezvous_handlers", {})
-    met = count()
+    groups = count()
 
-    def numbered(handler: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
-        def meet(url: str, *given: Any, **named: Any) -> Iterator[Any]:
+    def with_prefix(handler: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+        def meet(url: str, *args: Any, **kwargs: Any) -> Iterator[Any]:
             import torch.distributed as dist
 
-            ours = _place(url) == (address, port)
-            for store, rank, size in handler(url, *given, **named):
-                before = next(met) if ours else 0
-                yield (dist.PrefixStore(f"again{before}", store) if before else store), rank, size
+            through_our_store = _address_of(url) == (address, port)
+            for store, rank, size in handler(url, *args, **kwargs):
+                earlier = next(groups) if through_our_store else 0
+                yield (dist.PrefixStore(f"again{earlier}", store) if earlier else store), rank, size
 
         return meet
 
     for scheme in SCHEMES:
         if scheme in handlers:
-            handlers[scheme] = numbered(handlers[scheme])
+            handlers[scheme] = with_prefix(handlers[scheme])
 
 
-def _place(url: str) -> tuple[str, int]:
-    """(address, port) that a URL stands for."""
+def _address_of(url: str) -> tuple[str, int]:
+    """Return the address and port that a rendezvous URL stands for."""
     parts = urlsplit(url)
     if parts.scheme == "env":
         return os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0"))

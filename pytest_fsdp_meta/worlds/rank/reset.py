@@ -1,4 +1,4 @@
-"""On a rank that is kept for another test: what a test left behind is put back, and what cannot be is told."""
+"""Reset a rank between the tests of one world: restore what a test changed, and report what cannot be restored."""
 
 from __future__ import annotations
 
@@ -20,39 +20,39 @@ from pytest_fsdp_meta.worlds.system import processes
 if TYPE_CHECKING:
     import torch
 
-DESCRIPTORS = 256
-"""More open files than this above those at the beginning are a leak that would end in an error of some later test."""
+LEAKED_DESCRIPTORS = 256
+"""How many more open files than at the start count as a leak, which would make a later test fail."""
 Counts: TypeAlias = Mapping[tuple[int, ...], int]
-"""By the ranks of a group."""
+"""A count for each process group, by the ranks of the group."""
 
 
 @dataclass(frozen=True)
-class Left:
-    """What a test has left on a rank. ``stays`` names what cannot be put back, so that the rank is of no more use.
+class ResetReport:
+    """What a test has left on a rank. If anything is ``not_restored``, the rank must not be used again.
 
-    ``begun`` counts what the rank began in each group that the next test meets again: collectives, and with some
-    backends also what it sent to a single rank or received.
+    ``started`` counts the operations that the rank has started in each group that the next test uses as well:
+    collectives, and with some backends also sends to and receives from a single rank.
     """
 
-    begun: Counts
-    stays: tuple[str, ...]
+    started: Counts
+    not_restored: tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class _Beginning:
+class _StartState:
     environ: Mapping[str, str]
     folder: str
     threads: frozenset[int | None]
     children: frozenset[int]
     descriptors: int
     groups: Mapping[tuple[int, ...], Any]
-    python: _Python
-    torch: _Torch
+    python: _PythonState
+    torch: _TorchState
 
 
 @dataclass(frozen=True)
-class _Python:
-    """What a test may change of the interpreter."""
+class _PythonState:
+    """State of the interpreter that a test may change."""
 
     path: tuple[str, ...]
     streams: tuple[Any, Any]
@@ -60,10 +60,10 @@ class _Python:
     show: Any
 
     @classmethod
-    def now(cls) -> _Python:
+    def capture(cls) -> _PythonState:
         return cls(tuple(sys.path), (sys.stdout, sys.stderr), tuple(warnings.filters), warnings.showwarning)
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         sys.path[:] = self.path
         sys.stdout, sys.stderr = self.streams
         warnings.filters[:] = self.filters  # type: ignore[index]
@@ -72,8 +72,8 @@ class _Python:
 
 
 @dataclass(frozen=True)
-class _Torch:
-    """What a test may change of torch: its modes that have a public way to be read and set."""
+class _TorchState:
+    """Modes of torch that a test may change and that public functions can read and set."""
 
     dtype: torch.dtype
     threads: int
@@ -81,7 +81,7 @@ class _Torch:
     deterministic: tuple[bool, bool, bool]
 
     @classmethod
-    def now(cls) -> _Torch:
+    def capture(cls) -> _TorchState:
         import torch
 
         return cls(
@@ -95,7 +95,7 @@ class _Torch:
             ),
         )
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         import torch
 
         torch.set_default_dtype(self.dtype)
@@ -108,9 +108,9 @@ class _Torch:
 
 
 def forget_default_device() -> None:
-    """Takes back what ``torch.set_default_device`` did, if anything.
+    """Undo ``torch.set_default_device``, if it was called.
 
-    Where nothing did, None is not set either: in torch 2.7 get_default_device(), which transformers calls, raises then.
+    If it was not, do not set None either: get_default_device() of torch 2.7, which transformers calls, raises then.
     """
     import torch
 
@@ -118,26 +118,26 @@ def forget_default_device() -> None:
         torch.set_default_device(None)
 
 
-_BEGINNING: _Beginning | None = None
+_START: _StartState | None = None
 
 
-def remember() -> None:
-    """Notes how this rank is before its first test."""
-    global _BEGINNING
-    _BEGINNING = _Beginning(
+def record_start() -> None:
+    """Record the state of this rank before its first test."""
+    global _START
+    _START = _StartState(
         environ=dict(os.environ),
         folder=os.getcwd(),
-        threads=_threads(),
-        children=_children(),
-        descriptors=_descriptors(),
-        groups=_groups(),
-        python=_Python.now(),
-        torch=_Torch.now(),
+        threads=_thread_ids(),
+        children=_child_pids(),
+        descriptors=_count_descriptors(),
+        groups=_process_groups(),
+        python=_PythonState.capture(),
+        torch=_TorchState.capture(),
     )
 
 
-def follow(changed: Mapping[str, str | None], folder: str | None) -> None:
-    """Before a test: its environment and its folder, where the parent's are not as they were when the rank began."""
+def follow_parent(changed: Mapping[str, str | None], folder: str | None) -> None:
+    """Take over, before a test, what has changed in the parent's environment and folder since the rank was started."""
     for name, value in changed.items():
         if value is None:
             os.environ.pop(name, None)
@@ -147,50 +147,50 @@ def follow(changed: Mapping[str, str | None], folder: str | None) -> None:
         os.chdir(folder)
 
 
-def tidy() -> Left:
-    """Puts back environment, folder, state, seeds and modes; calls no collective."""
+def restore_start() -> ResetReport:
+    """Restore environment, folder, state, seeds and modes, without calling a collective."""
     import torch
 
-    before = _BEGINNING
-    assert before is not None, "remember() comes first"
+    before = _START
+    assert before is not None, "record_start() comes first"
     if os.environ != before.environ:
         os.environ.clear()
         os.environ.update(before.environ)
     try:
         os.chdir(before.folder)
         lost = False
-    except OSError:  # that of a test that has removed it
+    except OSError:  # the test has removed it
         lost = True
     current().state.clear()
-    before.python.put_back()
-    before.torch.put_back()
+    before.python.restore()
+    before.torch.restore()
     seed(current().device.type)
-    stays = {
-        "threads": not _threads() <= before.threads,
-        "processes": not _children() <= before.children,
-        "other process groups": _groups() != before.groups,
+    not_restored = {
+        "threads": not _thread_ids() <= before.threads,
+        "processes": not _child_pids() <= before.children,
+        "other process groups": _process_groups() != before.groups,
         "no folder": lost,
         "inference mode": torch.is_inference_mode_enabled(),
-        "open files": _descriptors() > before.descriptors + DESCRIPTORS,
+        "open files": _count_descriptors() > before.descriptors + LEAKED_DESCRIPTORS,
     }
-    return Left(_begun(before.groups), tuple(name for name, stayed in stays.items() if stayed))
+    return ResetReport(_count_started(before.groups), tuple(name for name, found in not_restored.items() if found))
 
 
-def _threads() -> frozenset[int | None]:
+def _thread_ids() -> frozenset[int | None]:
     return frozenset(thread.ident for thread in threading.enumerate())
 
 
-def _children() -> frozenset[int]:
+def _child_pids() -> frozenset[int]:
     return frozenset(processes.children(os.getpid()))
 
 
-def _descriptors() -> int:
+def _count_descriptors() -> int:
     listed = Path("/proc/self/fd")
     return len(os.listdir(listed)) if listed.exists() else 0
 
 
-def _groups() -> dict[tuple[int, ...], Any]:
-    """The default group and those of the mesh, by their ranks; none where the test has destroyed one."""
+def _process_groups() -> dict[tuple[int, ...], Any]:
+    """Return the default group and those of the mesh, by their ranks, or none if the test has destroyed one."""
     import torch.distributed as dist
 
     me = current()
@@ -201,17 +201,16 @@ def _groups() -> dict[tuple[int, ...], Any]:
         return {}
 
 
-def _begun(groups: Mapping[tuple[int, ...], Any]) -> Counts:
-    """Every backend counts, and torch has no public name for it."""
+def _count_started(groups: Mapping[tuple[int, ...], Any]) -> Counts:
+    """Return the count that every backend keeps. Private: ``_get_sequence_number_for_group`` has no public name."""
     return {ranks: int(group._get_sequence_number_for_group()) for ranks, group in groups.items()}
 
 
-def collectives() -> Counts:
-    """How many collectives alone this rank has begun in each group, as far as torch's flight recorder knows."""
-    assert _BEGINNING is not None
+def count_collectives() -> Counts:
+    """Return how many collectives this rank has started in each group, according to torch's flight recorder."""
+    assert _START is not None
     recent = flight_recorder.read().collectives
     numbers = {
-        ranks: [one.number for one in recent if one.group == group.group_name]
-        for ranks, group in _BEGINNING.groups.items()
+        ranks: [one.number for one in recent if one.group == group.group_name] for ranks, group in _START.groups.items()
     }
     return {ranks: max(seen, default=0) for ranks, seen in numbers.items()}

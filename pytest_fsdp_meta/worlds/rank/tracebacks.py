@@ -1,4 +1,4 @@
-"""Tracebacks and stacks of ranks as their reader wants them: the user's code, not the plugin's."""
+"""Tracebacks and stacks of ranks, reduced to the user's code."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ PLUMBING = (
     '"<string>"',
     "runpy",
 )
-
+"""Parts of stack lines that belong to how ranks are started and called."""
 NO_FRAME = "  <no Python frame>"
-"""What faulthandler says of the threads of a C++ library."""
+"""What faulthandler prints for the threads of a C++ library."""
 PACKAGE = f'File "{Path(__file__).parents[2]}{os.sep}'
-"""How the frames of this package begin: shown only where there is nothing else."""
+"""How stack lines of this package begin; they are shown only if there are no others."""
 
 
-def tell(error: BaseException, hide: Path) -> str:
-    """The traceback without the leading frames of files under ``hide``, causes and contexts included."""
-    told = traceback.TracebackException.from_exception(error)
+def format_traceback(error: BaseException, hide: Path) -> str:
+    """Format the traceback, causes and contexts included, without its leading frames in files under ``hide``."""
+    formatted = traceback.TracebackException.from_exception(error)
     seen: set[int] = set()
-    todo: list[traceback.TracebackException | None] = [told]
+    todo: list[traceback.TracebackException | None] = [formatted]
     while todo:
         one = todo.pop()
         if one is None or id(one) in seen:
@@ -39,31 +39,31 @@ def tell(error: BaseException, hide: Path) -> str:
             frames.pop(0)
         one.stack = traceback.StackSummary.from_list(frames)
         todo += [one.__cause__, one.__context__]
-    return "".join(told.format())
+    return "".join(formatted.format())
 
 
 def dump() -> str:
-    """The stacks of this process as faulthandler dumps them, the main thread as the current one."""
-    told = []
+    """Return the stacks of this process as faulthandler prints them, the main thread as the current one."""
+    threads = []
     for thread, frame in sys._current_frames().items():
         head = "Current thread" if thread == threading.main_thread().ident else "Thread"
         lines = [
             f'  File "{one.f_code.co_filename}", line {line} in {one.f_code.co_name}'
             for one, line in traceback.walk_stack(frame)
         ]
-        told.append("\n".join([f"{head} 0x{thread:016x}", *lines]))
-    return "\n\n".join(sorted(told))
+        threads.append("\n".join([f"{head} 0x{thread:016x}", *lines]))
+    return "\n\n".join(sorted(threads))
 
 
 def user_stack(dump: str) -> str:
-    """A faulthandler dump as a traceback reads, innermost frame last, without the plugin's own thread and frames."""
+    """Turn a faulthandler dump into stacks, innermost frame last, without the plugin's own thread and frames."""
     threads = re.split(r"\n\n(?=(?:Current thread|Thread) 0x)", dump.strip())
-    told = []
+    stacks = []
     for thread in threads:
         head, *frames = thread.splitlines() or [""]
         if not frames or frames == [NO_FRAME] or any(frame.endswith(" in _listen") for frame in frames):
             continue
         shown = [frame for frame in reversed(frames) if not any(part in frame for part in PLUMBING)]
-        kept = [frame for frame in shown if PACKAGE not in frame] or shown
-        told.append("\n".join(kept if head.startswith("Current") else [f"  ({head.split()[1]})", *kept]))
-    return "\n".join(told)
+        of_user = [frame for frame in shown if PACKAGE not in frame] or shown
+        stacks.append("\n".join(of_user if head.startswith("Current") else [f"  ({head.split()[1]})", *of_user]))
+    return "\n".join(stacks)

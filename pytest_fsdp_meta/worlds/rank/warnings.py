@@ -1,6 +1,6 @@
-"""Warnings on a rank: those of the user's code are told to the parent, which knows what the user wants done with them.
+"""Warnings on a rank: those of the user's code go to the parent, which has the user's filters.
 
-The others, which our own doing may provoke, go to stderr under the rules that Python has by itself.
+Others, which the plugin itself may cause, go to stderr under Python's default rules.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from dataclasses import dataclass
 from typing import TextIO
 
 KIND = "warning"
-"""Of the notes."""
-UNTOLD = (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning)
-"""What Python hides by itself."""
+"""The kind of the notes that carry a warning."""
+HIDDEN_BY_PYTHON = (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning)
+"""Categories that Python ignores by default."""
 
-_hears_all = False
+_all_enabled = False
 
 
 @dataclass(frozen=True)
 class Warned:
-    """One warning. ``classes`` are the names of its class and the bases of that, each as "module:name"."""
+    """One warning. ``classes`` are its category and the bases of that, each as "module:name"."""
 
     text: str
     classes: tuple[str, ...]
@@ -36,22 +36,22 @@ class Warned:
 
 
 class WarningForwarder:
-    """Takes the place of ``warnings.showwarning``. ``tell`` is called once per call and warning."""
+    """Replaces ``warnings.showwarning``. Calls ``send`` once for each warning in a call of the world."""
 
-    def __init__(self, tell: Callable[[Warned], None]) -> None:
-        self._tell = tell
+    def __init__(self, send: Callable[[Warned], None]) -> None:
+        self._send = send
         self._owner = os.getpid()
         self._unless: list[str] = []
-        """The patterns of what is not told; one for each ``telling`` that is open."""
+        """For each ``forwarding`` that is active, the pattern of warnings that are dropped."""
         self._seen: set[Warned] = set()
         warnings.showwarning = self._show
 
     def forget(self) -> None:
-        """A new call begins: what it raises again is told again."""
+        """Start a new call, in which each warning is forwarded once more."""
         self._seen.clear()
 
     @contextmanager
-    def telling(self, unless: str) -> Iterator[None]:
+    def forwarding(self, unless: str) -> Iterator[None]:
         self._unless.append(unless)
         try:
             yield
@@ -69,25 +69,25 @@ class WarningForwarder:
     ) -> None:
         text = str(message)
         one = Warned(text, _names(category), filename, lineno, _module(filename))
-        told = bool(self._unless) and os.getpid() == self._owner  # a child that a rank has forked has no way to tell
+        forwarded = bool(self._unless) and os.getpid() == self._owner  # a forked child must not write to the pipe
         if file is None and one in self._seen:
             return
         self._seen.add(one)
-        if told and file is None:
+        if forwarded and file is None:
             if not any(pattern and re.search(pattern, text) for pattern in self._unless):
-                self._tell(one)
-        elif file is not None or not issubclass(category, UNTOLD):
+                self._send(one)
+        elif file is not None or not issubclass(category, HIDDEN_BY_PYTHON):
             print(warnings.formatwarning(text, category, filename, lineno, line), end="", file=file or sys.stderr)
 
 
-def hear_all() -> None:
-    """Has every warning shown, whatever Python hides by itself; what modules hide while they are imported stays so.
+def enable_all() -> None:
+    """Enable every warning that Python ignores by default. Filters that modules add afterwards stay in force.
 
-    Done once, by the fork server for all its ranks.
+    Only the first call has an effect: the fork server does this before its imports, for all its ranks.
     """
-    global _hears_all
-    if not _hears_all:
-        _hears_all = True
+    global _all_enabled
+    if not _all_enabled:
+        _all_enabled = True
         warnings.resetwarnings()
         warnings.simplefilter("always")
 
@@ -97,7 +97,7 @@ def _names(category: type[Warning]) -> tuple[str, ...]:
 
 
 def _module(file: str) -> str:
-    """The name of the module in ``file``, whose frame is on the stack when it warns; empty where it is not."""
+    """Return the name of the module in ``file``, found by its frame on the stack; empty if it has none there."""
     frame = inspect.currentframe()
     while frame is not None and frame.f_code.co_filename != file:
         frame = frame.f_back
@@ -105,18 +105,21 @@ def _module(file: str) -> str:
 
 
 def raise_again(one: Warned, where: str) -> None:
-    """As if it were raised here, at the very place; the text says ``where`` it was. Raises it where it is an error."""
+    """Issue the warning in this process, at its original file and line, with ``where`` added to its text.
+
+    Raises it if a filter turns it into an error.
+    """
     category, known = category_of(one.classes)
     text = one.text if known else f"{one.classes[0].replace(':', '.')}: {one.text}"
     try:
         warning = category(f"{text} ({where})")
-    except Exception:  # of a class that takes other arguments
+    except Exception:  # the category takes other arguments
         warning = UserWarning(f"{category.__name__}: {text} ({where})")
     warnings.warn_explicit(warning, type(warning), one.file, one.line, one.module or one.file.removesuffix(".py"))
 
 
 def category_of(classes: Sequence[str]) -> tuple[type[Warning], bool]:
-    """The class, and whether it is the very one: where only ranks have imported it, its nearest base stands for it."""
+    """Return the category and True, or its nearest base that is imported here and False."""
     for name in classes:
         module, _, path = name.partition(":")
         found: object = builtins if module == "builtins" else sys.modules.get(module)

@@ -1,6 +1,6 @@
-// Before anything is drawn, so that a page that was switched to dark does not flash.
+// Set the stored theme before the first paint, so that the page does not flash.
 document.documentElement.classList.add("js");
 try {
   const theme = localStorage.getItem("fsdp-theme");
   if (theme === "light" || theme === "dark") document.documentElement.dataset.theme = theme;
-} catch { /* a browser may keep nothing for files */ }
+} catch { /* browsers may refuse storage for file: pages */ }

@@ -5,25 +5,25 @@
   const data = JSON.parse(one("#data").textContent);
   const form = one("#filters");
 
-  // ---- theme: what the system says, until somebody switches
+  // ---- theme: the system's, until the button is used
   const button = one("#theme"), root = document.documentElement;
   const dark = matchMedia("(prefers-color-scheme: dark)");
   const isDark = () => (root.dataset.theme ? root.dataset.theme === "dark" : dark.matches);
-  function themed() {
+  function applyTheme() {
     button.textContent = isDark() ? "☀ Light" : "☾ Dark";
     button.setAttribute("aria-label", isDark() ? "Switch to the light theme" : "Switch to the dark theme");
     drawn.forEach((chart) => chart.redraw(false, true));
   }
   button.addEventListener("click", () => {
     root.dataset.theme = isDark() ? "light" : "dark";
-    try { localStorage.setItem("fsdp-theme", root.dataset.theme); } catch { /* kept for this visit only */ }
-    themed();
+    try { localStorage.setItem("fsdp-theme", root.dataset.theme); } catch { /* the choice then lasts for this visit only */ }
+    applyTheme();
   });
-  dark.addEventListener("change", themed);
+  dark.addEventListener("change", applyTheme);
 
-  // ---- charts, each drawn when it is first seen
+  // ---- charts; on a page with many, each is drawn when it first comes into view
   const drawn = new Map();
-  // Colours of SVG and canvas have no light-dark(): a probe element says what a variable is at the moment.
+  // Canvas does not resolve light-dark(): a probe element gives the current value of a variable.
   const probe = document.createElement("span");
   probe.hidden = true;
   document.body.append(probe);
@@ -80,7 +80,7 @@
       });
       return {
         points, series,
-        axes: [axis("seconds since the load began", { size: 34 }), axis("alive on the host", { size: 76, incrs: Array.from({ length: 50 }, (_, power) => 2 ** power), values: (_, ticks) => ticks.map(bytes) })],
+        axes: [axis("seconds since loading began", { size: 34 }), axis("live bytes on the host", { size: 76, incrs: Array.from({ length: 50 }, (_, power) => 2 ** power), values: (_, ticks) => ticks.map(bytes) })],
         x: { time: false },
         y: { range: (_, low, high) => [0, high * 1.05 || 1] },
       };
@@ -98,24 +98,24 @@
     }, points, place);
     drawn.set(place, chart);
     sizes.observe(place);
-    // The legend follows the pointer; for everybody else the table below has the values.
+    // The legend follows the pointer only; assistive technology has the table below the chart.
     all(".u-legend", place).forEach((legend) => legend.setAttribute("role", "presentation"));
-    rankOnly(place, chart);
+    showRank(place, chart);
   }
   const sizes = new ResizeObserver((entries) => entries.forEach(({ target }) => {
     const chart = drawn.get(target);
     if (chart && target.clientWidth && chart.width !== target.clientWidth) chart.setSize({ width: target.clientWidth, height: 220 });
   }));
   const seen = new IntersectionObserver((entries) => entries.forEach(({ isIntersecting, target }) => isIntersecting && draw(target)), { rootMargin: "300px" });
-  function rankOnly(place, chart) {
+  function showRank(place, chart) {
     if (place.dataset.chart !== "memory") return;
     const rank = state().rank;
     chart.series.forEach((_, index) => index && chart.setSeries(index, { show: rank === "" || index === Number(rank) + 1 }));
   }
 
-  // ---- filters; what they are is in the fragment of the address, so that a link shows the same
+  // ---- filters; the fragment of the address has their state, so that a link restores it
   const sections = all(".loader");
-  const WIDE = 56; // of a box of a rank
+  const BOX_WIDTH = 56; // px, as in layouts.py
   const EMPTY = { tensor: "", check: "", rank: "", loader: "", status: [] };
   function state() {
     if (!form) return EMPTY;
@@ -131,27 +131,27 @@
     }
     return found;
   }
-  function wanted(text, names) {
+  function matchTensors(text, names) {
     if (!text) return null;
     const low = text.toLowerCase();
-    // As in the patterns of Subject, a star crosses dots; without one, a part of the name is enough.
+    // As in the patterns of Subject, a star matches dots; without a star, part of a name is enough.
     const pattern = /[*?]/.test(low) && new RegExp(`^${low.replace(/[.+^${}()|[\]\\]/g, "\\$&").replace(/\*/g, ".*").replace(/\?/g, ".")}$`, "s");
     return new Set(names.flatMap((name, index) => (pattern ? pattern.test(name.toLowerCase()) : name.toLowerCase().includes(low)) ? [index] : []));
   }
   function filter() {
     const now = state();
     const tally = { findings: [0, 0], tensors: [0, 0], loaders: [0, sections.length] };
-    const byStatus = (status) => !now.status.length || now.status.includes(status);
+    const byStatus = (kind) => !now.status.length || now.status.includes(kind);
     sections.forEach((section, index) => {
-      const loader = data.loaders[index], names = wanted(now.tensor, loader.names);
+      const loader = data.loaders[index], names = matchTensors(now.tensor, loader.names);
       const fits = (node) =>
         (now.rank === "" || node.dataset.ranks === undefined || node.dataset.ranks.split(" ").includes(now.rank)) &&
         (!names || node.dataset.names === undefined || numbers(node.dataset.names).some((number) => names.has(number)));
       all("[data-ranks], [data-names]", section).forEach((node) => { node.hidden = !fits(node); });
       let alive = false, findings = 0;
       all("[data-check]", section).forEach((node) => {
-        let shown = (!now.check || node.dataset.check === now.check) && byStatus(node.dataset.status);
-        if (node.matches(".told")) {
+        let shown = (!now.check || node.dataset.check === now.check) && byStatus(node.dataset.kind);
+        if (node.matches(".result")) {
           const lines = all(".lines > li", node), left = lines.filter((line) => !line.hidden);
           if (names || now.rank !== "") shown &&= left.length > 0;
           findings += shown ? left.length : 0;
@@ -174,10 +174,10 @@
       all(".cell", row).forEach((cell) => cell.classList.toggle("dim", !((!now.check || cell.dataset.c === now.check) && byStatus(cell.dataset.s))));
     });
     all("#matrix [data-column]").forEach((head) => head.classList.toggle("on", head.dataset.column === now.check));
-    drawn.forEach((chart, place) => rankOnly(place, chart));
-    ring(now.rank);
-    const of = ([some, total], what) => (some === total ? `${total} ${what}` : `${some} of ${total} ${what}`);
-    one("#shown").textContent = `Shown: ${of(tally.loaders, tally.loaders[1] === 1 ? "loader" : "loaders")}, ${of(tally.findings, tally.findings[1] === 1 ? "finding" : "findings")}, ${of(tally.tensors, tally.tensors[1] === 1 ? "drawing of tensors" : "drawings of tensors")}`;
+    drawn.forEach((chart, place) => showRank(place, chart));
+    markRank(now.rank);
+    const share = ([some, total], what) => (some === total ? `${total} ${what}` : `${some} of ${total} ${what}`);
+    one("#shown").textContent = `Shown: ${share(tally.loaders, tally.loaders[1] === 1 ? "loader" : "loaders")}, ${share(tally.findings, tally.findings[1] === 1 ? "finding" : "findings")}, ${share(tally.tensors, tally.tensors[1] === 1 ? "layout" : "layouts")}`;
   }
   function fragment(at) {
     const now = state(), parts = new URLSearchParams();
@@ -187,31 +187,31 @@
     if (at) parts.set("at", at);
     return `#${parts}`;
   }
-  function ring(rank) {
+  function markRank(rank) {
     all(".mesh .ring").forEach((node) => node.remove());
     if (rank === "") return;
     all(".mesh").forEach((mesh) => {
       const label = all("text", mesh).find((node) => node.textContent === rank);
       if (!label) return;
       const node = document.createElementNS("http://www.w3.org/2000/svg", "rect");
-      const at = { class: "ring", x: label.getAttribute("x") - 2, y: Number(label.getAttribute("y")), width: WIDE + 4, height: Number(mesh.dataset.box) + 4, rx: 2 };
+      const at = { class: "ring", x: label.getAttribute("x") - 2, y: Number(label.getAttribute("y")), width: BOX_WIDTH + 4, height: Number(mesh.dataset.box) + 4, rx: 2 };
       for (const [name, value] of Object.entries(at)) node.setAttribute(name, value);
       mesh.append(node);
     });
   }
-  const keep = (at) => history.replaceState(null, "", fragment(at) || location.pathname + location.search);
-  function fill(parts) {
+  const storeState = (at) => history.replaceState(null, "", fragment(at) || location.pathname + location.search);
+  function restoreFilters(parts) {
     form.reset();
     for (const key of ["tensor", "check", "rank", "loader"]) {
       const field = form.elements[key];
       if (!field) continue;
       field.value = parts.get(key) ?? "";
-      if (field.selectedIndex === -1) field.selectedIndex = 0; // of another report
+      if (field.selectedIndex === -1) field.selectedIndex = 0; // the value belongs to another report
     }
     const chosen = (parts.get("status") ?? "").split(",");
     all("[name=status]", form).forEach((box) => { box.checked = chosen.includes(box.value); });
   }
-  function go(id) {
+  function goTo(id) {
     const target = id && document.getElementById(id);
     if (!target) return;
     if (target.closest("[hidden]")) { form.reset(); filter(); }
@@ -221,16 +221,16 @@
     target.scrollIntoView({ block: "start" });
     target.focus({ preventScroll: true });
   }
-  function read() {
+  function restoreState() {
     const text = location.hash.slice(1);
-    if (!text.includes("=")) return go(text);
+    if (!text.includes("=")) return goTo(text);
     const parts = new URLSearchParams(text);
-    fill(parts);
+    restoreFilters(parts);
     filter();
-    go(parts.get("at"));
+    goTo(parts.get("at"));
   }
   if (form) {
-    // What is gone to must not lie under the filters, which stay at the top where there is room.
+    // The target of a link must not be hidden by the filters, which stick to the top of wide screens.
     const clear = () => {
       const stays = getComputedStyle(form).position === "sticky";
       root.style.scrollPaddingTop = `${(stays ? form.offsetHeight : 0) + 14}px`;
@@ -239,27 +239,27 @@
     new ResizeObserver(clear).observe(form);
     form.addEventListener("submit", (event) => event.preventDefault());
     let waiting;
-    form.addEventListener("input", () => { clearTimeout(waiting); waiting = setTimeout(() => { filter(); keep(); }, 120); });
-    form.addEventListener("reset", () => setTimeout(() => { filter(); keep(); }));
+    form.addEventListener("input", () => { clearTimeout(waiting); waiting = setTimeout(() => { filter(); storeState(); }, 120); });
+    form.addEventListener("reset", () => setTimeout(() => { filter(); storeState(); }));
     document.addEventListener("click", (event) => {
       const link = event.target.closest('a[href^="#"]');
       if (!link || event.ctrlKey || event.metaKey || event.shiftKey || link.matches(".skip")) return;
       const id = decodeURIComponent(link.hash.slice(1));
       event.preventDefault();
-      go(id);
+      goTo(id);
       history.pushState(null, "", fragment(id));
-      if (link.matches("[data-copy]")) copy(link);
+      if (link.matches("[data-copy]")) copyLink(link);
     });
-    addEventListener("popstate", read);
-    addEventListener("hashchange", read);
+    addEventListener("popstate", restoreState);
+    addEventListener("hashchange", restoreState);
   }
-  async function copy(link) {
+  async function copyLink(link) {
     try { await navigator.clipboard.writeText(location.href); link.textContent = "link copied"; }
     catch { link.textContent = "link is in the address bar"; }
     one("#shown").textContent = `The ${link.textContent}`;
   }
 
-  // ---- the matrix is one stop of the Tab key, and arrow keys move within it
+  // ---- the matrix is one Tab stop; arrow keys move between its cells
   const matrix = one("#matrix");
   if (matrix) {
     const rows = () => all("tbody tr", matrix).filter((row) => !row.hidden).map((row) => all("a", row));
@@ -282,10 +282,10 @@
     matrix.addEventListener("focusin", (event) => event.target.matches("a") && stop(event.target));
   }
 
-  // ---- tables below charts are open where there is no script
+  // ---- tables below charts are open without JavaScript, which closes them
   all(".numbers").forEach((details) => { details.open = false; });
-  themed();
+  applyTheme();
   const plots = all(".plot");
   plots.forEach((place) => (plots.length <= 12 ? draw(place) : seen.observe(place)));
-  if (form) { filter(); read(); }
+  if (form) { filter(); restoreState(); }
 })();

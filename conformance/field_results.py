@@ -1,0 +1,95 @@
+"""What the field sweep found per architecture, and what is already known of these versions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from pytest_fsdp_meta.catalogue import built_in
+
+FUSED = {"params_equal_reference"}
+"""Weights that are fused in the model or in the checkpoint: transformers shards first, then fuses or splits."""
+THAWED = {"requires_grad_matches_reference"}
+"""Parameters that are built frozen: loading on one device makes them trainable, loading shards leaves them frozen."""
+FINDINGS: dict[str, dict[str, set[str]]] = {
+    "plain": {},
+    "transformers": {
+        "falcon_h1": {"no_uninitialized_memory"},
+        **dict.fromkeys(("bailing_hybrid", "hrm_text", "kimi_linear", "olmo_hybrid"), FUSED),
+        **dict.fromkeys(("afmoe", "blt", "ernie4_5_moe", "laguna"), THAWED),
+        **dict.fromkeys(("marian", "moss_transcribe_diarize", "pegasus", "roformer"), THAWED),
+    },
+}
+"""Known findings of transformers 5.23.0 by loader; docs/systems.md explains them. Remove those that a release fixes."""
+
+ALL_SHARED = (
+    "the configuration demands that all layers share their keys and values, and `kv_sharing_modes` refuses that"
+)
+WITHOUT_CHECKPOINT = {
+    **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), ALL_SHARED),
+    "gemma3n": "its vision tower is from timm, which requires torchvision (`gemma3n_text` is judged)",
+}
+"""Why no tiny checkpoint can be made, by architecture."""
+
+RAISING: dict[str, set[str]] = {"plain": set(), "transformers": {"musicgen", "musicgen_melody"}}
+"""Architectures whose loader raises: its plan shards a ModuleList, which has no forward."""
+
+UNTRAINABLE = {"blt", "git", "musicgen", "musicgen_melody", "reformer", "rwkv", "xlstm"}
+"""Architectures that one device cannot train either, from tokens alone in evaluation mode; their loading is judged."""
+
+TRAINING_CHECKS = {check.id for check in built_in() if {"training", "continued"} & set(check.needs)}
+"""Checks that cannot be judged if the model cannot be trained."""
+
+
+@dataclass
+class ArchitectureResult:
+    """The outcome of every check for one architecture."""
+
+    name: str
+    checkpoint_error: str = ""
+    """Why no tiny checkpoint could be made."""
+    loader_error: str = ""
+    """Why the loader failed, so that there was nothing to judge."""
+    passed: list[str] = field(default_factory=list)
+    findings: dict[str, list[str]] = field(default_factory=dict)
+    errors: dict[str, str] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @property
+    def not_judged(self) -> str:
+        """Why nothing was judged, else ""."""
+        if self.checkpoint_error:
+            return f"no checkpoint: {self.checkpoint_error}"
+        return f"the loader failed: {self.loader_error}" if self.loader_error else ""
+
+    @property
+    def clean(self) -> bool:
+        """Whether the architecture was judged without a finding."""
+        return not self.not_judged and not self.findings
+
+    def summarise(self) -> str:
+        """Return the outcome in one line."""
+        failed = {
+            id: f"{messages[0]}" + f" and {len(messages) - 1} more" * (len(messages) > 1)
+            for id, messages in self.findings.items()
+        }
+        return self.not_judged or "; ".join(f"{id}: {why}" for id, why in {**failed, **self.errors}.items()) or "clean"
+
+    def unexpected(self, loader: str) -> Iterator[str]:
+        """Yield a line for each difference from what is known."""
+        known_to_stop = self.name in (WITHOUT_CHECKPOINT if self.checkpoint_error else RAISING[loader])
+        if self.not_judged:
+            yield from [] if known_to_stop else [f"{self.name}: {self.not_judged}"]
+            return
+        if self.name in WITHOUT_CHECKPOINT or self.name in RAISING[loader]:
+            yield f"{self.name}: can be judged now"
+        known = FINDINGS[loader].get(self.name, set())
+        yield from (f"{self.name}: {id}: {found[0]}" for id, found in self.findings.items() if id not in known)
+        yield from (f"{self.name}: {id} has no finding any more" for id in sorted(known - set(self.findings)))
+        excused = TRAINING_CHECKS if self.name in UNTRAINABLE else set()
+        for id, reason in self.errors.items():
+            if id not in excused:
+                yield f"{self.name}: {id}: error: {reason}"
+        if excused and self.clean and not self.errors:
+            yield f"{self.name}: can be trained now"

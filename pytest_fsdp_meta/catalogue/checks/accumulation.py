@@ -1,0 +1,125 @@
+"""Gradient accumulation: gradients summed over micro-batches equal those of the whole batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+
+from pytest_fsdp_meta.catalogue.checks.training import BEFORE_UPDATES
+from pytest_fsdp_meta.catalogue.diagnosis.multiples import multiple
+from pytest_fsdp_meta.catalogue.diagnosis.parity import (
+    GRADIENT_TOLERANCE,
+    UPDATE_TOLERANCE,
+    comparable_training,
+    gradient_differs,
+    require_no_other_cause,
+    require_same_forward,
+    tolerance,
+    typical_gradient,
+)
+from pytest_fsdp_meta.catalogue.findings import Explanation, Finding
+from pytest_fsdp_meta.catalogue.registry import check
+from pytest_fsdp_meta.catalogue.view import NotJudged, View
+from pytest_fsdp_meta.evidence import Comparison, RankTraining
+
+
+@check(
+    promise="gradients accumulated over micro-batches equal those of the whole batch, and are reduced only with the "
+    "last micro-batch",
+    family="training",
+    needs=["inventory", "reference", "training"],
+    uses=["values", "verifier"],
+    after=[*BEFORE_UPDATES, "update_parity", "loss_parity"],
+    why="If turning the reduction off has no effect, each micro-batch costs a reduction; if it stays off, the whole "
+    "step is lost.",
+    cause="the switch (FSDP2's set_requires_gradient_sync, DDP's no_sync) does not reach every wrapped module",
+    remedy="apply the switch to every FSDP module, and turn it on again before the backward of the last micro-batch",
+    references=["nvidia-cosmos/cosmos-framework#161"],
+    since="0.2",
+    tolerance=GRADIENT_TOLERANCE,
+)
+def grad_accumulation_parity(view: View) -> Iterable[Finding]:
+    runs = comparable_training(view)
+    recorded = [run.accumulation for run in runs if run.accumulation is not None]
+    if not recorded or len(recorded) < len(runs):
+        raise NotJudged("nothing is trainable, so there are no gradients to accumulate")
+    if problem := next((one.problem for one in recorded if one.problem), ""):
+        raise NotJudged(f"batch(0): {problem}; give it more rows")
+    for name in view.names("parameter"):
+        early = tuple(rank for rank, accumulation in enumerate(recorded) if name in accumulation.early)
+        if early:
+            yield Finding(
+                name, early, "gradient reduced in the first micro-batch", "reduced only in the last", **_NOT_OFF
+            )
+    found = list(_wrong_accumulation(view, runs))
+    changing = next(_changed_by_forward(view), None)
+    if found and changing is not None:
+        raise NotJudged(
+            f"every forward changes {changing}, and accumulation takes more forwards than the reference for the same "
+            "rows"
+        )
+    if found:
+        require_same_forward(view, runs)
+        require_no_other_cause(view, f"accumulated gradients differ ({found[0].tensor}: {found[0].actual})")
+    yield from found
+
+
+def _changed_by_forward(view: View) -> Iterator[str]:
+    """Yield the buffers, and other untrained tensors, that change in the reference."""
+    after = view.reference.after
+    for tensor in view.truth.tensors:
+        if after is not None and not tensor.requires_grad and after.by_name[tensor.name].digest != tensor.digest:
+            yield tensor.name
+
+
+def _wrong_accumulation(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding]:
+    # Accumulation is recorded after the steps: where the parameters differ from the reference's by then, gradients
+    # differ too, by more the more sensitive the model is.
+    drift = [c.measure.apart / c.measure.truth for run in runs for c in run.parameters if c.measure and c.measure.truth]
+    drift = [error for error in drift if error < UPDATE_TOLERANCE["bfloat16"]]
+    carried = max(drift, default=0.0) * max(view.reference.sensitivity, 1.0)
+    allowed, typical = tolerance(view, view.tolerance) + carried, typical_gradient(view)
+    names = view.names("parameter", only=view.reference.gradients)
+    recorded = [run.accumulation for run in runs if run.accumulation is not None]
+    pairs = view.comparisons(tuple(accumulation.gradients for accumulation in recorded), names)
+    diverging = [
+        name for name, found in pairs.items() if any(c.measure and not math.isfinite(c.measure.truth) for _, c in found)
+    ]
+    if diverging:
+        raise NotJudged(
+            f"after the steps the reference's own gradient of {diverging[0]} is not finite: its training diverges; "
+            "give Subject(optimizer=...) a smaller learning rate"
+        )
+    for name in names:
+        lost = [rank for rank, accumulation in enumerate(recorded) if name in accumulation.without_gradient]
+        lost = [rank for rank in lost if name not in runs[rank].without_gradient]
+        if lost:
+            yield Finding(name, tuple(lost), "no gradient after the last micro-batch", _MEAN, **_STAYS_OFF)
+        yield from _wrong_sums(name, pairs.get(name, []), allowed, typical)
+
+
+def _wrong_sums(name: str, pairs: list[tuple[int, Comparison]], allowed: float, typical: float) -> Iterator[Finding]:
+    by_factor: dict[str, list[int]] = {}
+    for rank, comparison in pairs:
+        if comparison.measure is not None and gradient_differs(comparison.measure, allowed, typical):
+            by_factor.setdefault(multiple(comparison.measure, allowed), []).append(rank)
+    for factor, ranks in by_factor.items():
+        actual = f"gradient {factor} times as large" if factor else "different gradient"
+        yield Finding(name, tuple(ranks), f"{actual} after the last micro-batch", _MEAN, **_OVERWRITTEN)
+
+
+_MEAN = "the mean over the micro-batches"
+_NOT_OFF: Explanation = {
+    "cause": "the switch (FSDP2's set_requires_gradient_sync) has no effect: each micro-batch costs a reduction",
+    "remedy": "apply the switch to every FSDP module",
+}
+_OVERWRITTEN: Explanation = {
+    "cause": "a later micro-batch drops or changes the gradients of earlier ones: a zero_grad() in the forward or in a "
+    "hook, or a hook that scales or reduces the whole accumulated gradient in each backward",
+    "remedy": "change gradients once per step, after the last backward: no zero_grad() between micro-batches, and no "
+    "hook that changes p.grad in each backward",
+}
+_STAYS_OFF: Explanation = {
+    "cause": "the reduction is not turned on again for the last micro-batch, so gradients stay unreduced inside FSDP",
+    "remedy": "call set_requires_gradient_sync(True) before the backward of the last micro-batch, on every FSDP module",
+}

@@ -1,0 +1,171 @@
+"""Resuming: after saving and loading, optimizer state and losses equal those of the uninterrupted run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from pytest_fsdp_meta.catalogue.checks.checkpoint import SOUND, diverging_names
+from pytest_fsdp_meta.catalogue.diagnosis.parity import declared_or_coarsest, format_losses
+from pytest_fsdp_meta.catalogue.findings import Explanation, Finding, Mismatch
+from pytest_fsdp_meta.catalogue.registry import check
+from pytest_fsdp_meta.catalogue.view import Blocked, NotJudged, Unjudgeable, View, ranks_by
+from pytest_fsdp_meta.evidence.checkpoint import RankResumed
+
+TRAINING_CHECKS = (
+    "tied_weights_share_storage",
+    "tied_weights_stay_tied",
+    "optimizer_owns_parameters",
+    "frozen_weights_stay_frozen",
+    "every_trainable_moves",
+    "replicas_stay_equal",
+    "loss_parity",
+    "grad_parity",
+    "update_parity",
+    "grad_accumulation_parity",
+)
+"""Checks whose failure makes a resumed run differ too, in another way."""
+TOLERANCE = {"float64": 1e-12, "float32": 1e-6, "float16": 2e-4, "bfloat16": 2e-3}
+"""Relative error of a loss, by the coarsest dtype among the parameters. It is tight because the same ranks compute
+both runs, nearly bit for bit."""
+
+
+@check(
+    promise="the optimizer's state survives saving and loading, also for frozen and empty parameters",
+    family="checkpoint",
+    needs=["inventory", "continued", "resumed"],
+    after=[*SOUND, "tied_weights_share_storage", "optimizer_owns_parameters", "load_is_repeatable", "dcp_round_trip"],
+    why="Lost momenta show as a bump in the loss, if at all.",
+    cause="the state of some parameters is not saved or not loaded (frozen ones, those of another group), or the state "
+    "is loaded by position",
+    remedy="save and load it by name with get_optimizer_state_dict and set_optimizer_state_dict, and freeze the same "
+    "parameters before loading as before saving",
+    references=["pytorch/pytorch#192202"],
+    since="0.2",
+)
+def optimizer_state_round_trip(view: View) -> Iterable[Finding]:
+    before, after = view.evidence.continued or (), view.evidence.resumed or ()
+    if not any(run.state for run in before):
+        raise NotJudged("the optimizer keeps no state; declare Subject(optimizer=...) with one that does")
+    skipped = set(diverging_names(view, [run.model for run in before]))
+    names = dict.fromkeys(name for run in (*before, *after) for name in run.state)
+    explanation = {} if any(run.state for run in after) else _NOTHING_LOADED
+    for name in names:
+        if name in skipped or not view.judgeable(name):
+            continue
+        by_rank = ((rank, _compare_states(*pair, name)) for rank, pair in enumerate(zip(before, after, strict=True)))
+        yield from (replace(finding, **explanation) for finding in view.broken(name, by_rank))
+    pairs = enumerate(zip(before, after, strict=True))
+    mismatches = ((rank, mismatch) for rank, pair in pairs for mismatch in _compare_groups(*pair))
+    for group, ranks in ranks_by(mismatches).items():
+        yield Finding(None, ranks, group.actual, group.expected, **_RESET)
+
+
+_NOTHING_LOADED: Explanation = {
+    "cause": "no state is loaded: save() or resume() leaves the optimizer out, or the loader leaves gradients behind, "
+    "which make set_optimizer_state_dict assume that the optimizer already has a state",
+    "remedy": "save and load the optimizer with the model, and call zero_grad() after a warm-up",
+}
+_RESET: Explanation = {
+    "cause": "the settings of the groups are not saved, or they are overwritten after loading: by resume() itself, or "
+    "by a scheduler that starts from the beginning",
+    "remedy": "save param_groups with the state, load the scheduler as well, and set no option after loading",
+}
+
+
+def _compare_states(before: RankResumed, after: RankResumed, name: str) -> Mismatch | None:
+    saved, loaded = before.state.get(name), after.state.get(name)
+    if saved == loaded:
+        return None
+    if loaded is None:
+        return Mismatch("no optimizer state after loading", f"{', '.join(saved or ())}, as saved")
+    if saved is None:
+        return Mismatch(f"optimizer state ({', '.join(loaded)}) after loading", "none, as saved")
+    wrong = [key for key in {**saved, **loaded} if saved.get(key) != loaded.get(key)]
+    return Mismatch(f"different {', '.join(wrong)} after loading", "the saved optimizer state")
+
+
+def _compare_groups(before: RankResumed, after: RankResumed) -> Iterator[Mismatch]:
+    if len(before.groups) != len(after.groups):
+        yield Mismatch(f"{len(after.groups)} parameter groups after loading", f"{len(before.groups)}, as saved")
+        return
+    for number, (saved, loaded) in enumerate(zip(before.groups, after.groups, strict=True)):
+        for key in {**saved, **loaded}:
+            if saved.get(key) != loaded.get(key):
+                where = f"in the optimizer's group {number} after loading"
+                yield Mismatch(f"{key}={loaded.get(key, 'nothing')} {where}", f"{saved.get(key, 'nothing')}, as saved")
+
+
+@check(
+    promise="training after saving and loading has the losses of the uninterrupted run",
+    family="checkpoint",
+    needs=["inventory", "continued", "resumed"],
+    after=[*SOUND, *TRAINING_CHECKS, "load_is_repeatable", "dcp_round_trip", "optimizer_state_round_trip"],
+    why="A resumed run is taken for a continuation of the first, even if it trains differently.",
+    cause="the forward depends on something that the checkpoint does not contain: a non-persistent buffer, a counter, "
+    "a module that resume() recreates",
+    remedy="register changing state as a persistent buffer or extra state, and recompute derived state after loading",
+    references=["huggingface/transformers#31034"],
+    since="0.2",
+    tolerance=TOLERANCE,
+)
+def resume_parity(view: View) -> Iterable[Finding]:
+    before, after = view.evidence.continued or (), view.evidence.resumed or ()
+    tolerance = declared_or_coarsest(view, view.tolerance)
+    different: dict[int, list[int]] = {}
+    for rank, (uninterrupted, resumed) in enumerate(zip(before, after, strict=True)):
+        for step, (expected, actual) in enumerate(zip(uninterrupted.losses, resumed.losses, strict=True)):
+            if _relative_error(actual, expected, uninterrupted.losses) > tolerance:
+                different.setdefault(step, []).append(rank)
+    if not different:
+        if diverging := _first_not_finite(before):
+            # Losses that are not finite stay so, whether or not anything was loaded.
+            raise NotJudged(
+                f"the losses of the uninterrupted run are not finite ({format_losses(diverging)}), so they cannot be "
+                "compared"
+            )
+        return
+    step = min(different)
+    rank = different[step][0]
+    ours, theirs = after[rank].losses, before[rank].losses
+    _require_no_other_cause(view, f"{ours[step]:.9g} at step {step} after resuming, {theirs[step]:.9g} uninterrupted")
+    yield Finding(
+        None,
+        tuple(different[step]),
+        f"loss {ours[step]:.9g} at step {step} after resuming",
+        f"{theirs[step]:.9g} within {tolerance:g}, as in the uninterrupted run",
+        f"losses of rank {rank}: {format_losses(ours)}; uninterrupted: {format_losses(theirs)}",
+    )
+
+
+def _require_no_other_cause(view: View, message: str) -> None:
+    before, after = view.evidence.continued or (), view.evidence.resumed or ()
+    if _first_not_finite(before):
+        raise Unjudgeable(f"the losses of the uninterrupted run are not finite ({message})")
+    pairs = list(zip(before, after, strict=True))
+    if any(saved.model != loaded.model for saved, loaded in pairs):
+        raise Blocked(
+            f"the losses differ ({message}), and so does the loaded model, which may explain it; see dcp_round_trip"
+        )
+    if any((saved.state, saved.groups) != (loaded.state, loaded.groups) for saved, loaded in pairs):
+        raise Blocked(
+            f"the losses differ ({message}), and so does the loaded optimizer, which may explain it; see "
+            "optimizer_state_round_trip"
+        )
+    if view.failed:
+        raise Blocked(f"the losses differ ({message}), which the findings of {', '.join(view.failed)} explain")
+
+
+def _first_not_finite(runs: Sequence[RankResumed]) -> Sequence[float]:
+    """Return the losses of the first rank that has one that is not finite, else ()."""
+    return next((run.losses for run in runs if not all(map(math.isfinite, run.losses))), ())
+
+
+def _relative_error(actual: float, expected: float, curve: Sequence[float]) -> float:
+    """Return the error of one loss, relative to the largest loss of the curve."""
+    if actual == expected or (math.isnan(actual) and math.isnan(expected)):
+        return 0.0
+    if not math.isfinite(actual) or not math.isfinite(expected):
+        return math.inf
+    return abs(actual - expected) / max(1e-12, *(abs(loss) for loss in curve if math.isfinite(loss)))

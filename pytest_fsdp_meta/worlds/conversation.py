@@ -1,0 +1,150 @@
+"""The protocol between a world and its running ranks: send a message to all, collect one reply from each in time."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing import connection
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from pytest_fsdp_meta.worlds.diagnosis import hang
+from pytest_fsdp_meta.worlds.engine import Member
+from pytest_fsdp_meta.worlds.failures import RankFailure
+from pytest_fsdp_meta.worlds.rank.debugging import BORROWING
+from pytest_fsdp_meta.worlds.system import messages
+
+GRACE_PERIOD = 0.8
+"""Seconds that the other ranks have to report their own failure after the first one was reported."""
+UNANIMITY_TIMEOUT = 10.0
+"""Seconds that the other ranks have to leave the call with an outcome such as a skip after the first rank did so."""
+POLL_INTERVAL = 0.5
+"""Seconds between two checks for ranks whose exit no pipe signals."""
+
+Message: TypeAlias = tuple[Any, ...]
+"""The kind of the message, then its content."""
+
+
+@dataclass(frozen=True)
+class Replies:
+    """What ranks replied to a message: one answer each, or why at least one of them did not answer."""
+
+    answers: Sequence[Message] = ()
+    """In rank order, each without its kind; complete if there are no failures."""
+    failures: Sequence[RankFailure] = ()
+    view: str = ""
+    """If ranks hang: which of them wait in which collective."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Exchanges messages with the ranks that are its members."""
+
+    members: Sequence[Member]
+    folder: Path
+    """Where messages are stored that are too large for the pipe."""
+    on_note: Callable[[int, str, Any], None]
+    """Called with rank, kind and content of each note."""
+    on_borrowing: Callable[[Member], None]
+    """Called when a debugger on this rank needs the terminal; returns when the rank no longer needs it."""
+    activities: dict[int, str] = field(default_factory=dict)
+    """What ranks have reported that they are doing since the last message, by rank."""
+
+    def send_to_all(self, message: Message) -> None:
+        note = messages.pack(message, self.folder / "call")
+        for member in self.members:
+            member.send(note)
+
+    def collect(
+        self, kind: str, ranks: Collection[int], seconds: float, unanimous_outcomes: Collection[str] = ()
+    ) -> Replies:
+        """Wait for one message of this kind from each of ``ranks``, and for failures of any member.
+
+        Return early once a rank has failed and the others had time to report theirs. They get more time while every
+        failure is one of ``unanimous_outcomes``, because a skip on one rank may come long before the next. The time
+        that a debugger has the terminal does not count.
+        """
+        self.activities.clear()
+        answers: dict[int, Message] = {}
+        failures: dict[int, RankFailure] = {}
+        deadline = time.monotonic() + seconds
+        while (missing := set(ranks) - answers.keys() - failures.keys()) and time.monotonic() < deadline:
+            running = [member for member in self.members if member.rank not in failures]
+            for member, message in receive(running, deadline):
+                if message is None:
+                    failures[member.rank] = member.ending()
+                elif message[0] == "failure":
+                    failures[member.rank] = message[1]
+                elif message[0] == "note":
+                    self.handle_note(member.rank, *message[1:])
+                elif message[0] == BORROWING:
+                    began = time.monotonic()
+                    self.on_borrowing(member)
+                    deadline += time.monotonic() - began
+                else:
+                    assert message[0] == kind, message
+                    answers[member.rank] = message[1:]
+            if failures:
+                unanimous = all(failure.exception in unanimous_outcomes for failure in failures.values())
+                deadline = min(deadline, time.monotonic() + (UNANIMITY_TIMEOUT if unanimous else GRACE_PERIOD))
+        if failures:
+            return Replies(failures=list(failures.values()))
+        if missing:
+            return self._describe_hang(sorted(missing), seconds)
+        return Replies([answers[rank] for rank in sorted(ranks)])
+
+    def handle_note(self, rank: int, kind: str, content: Any) -> None:
+        if kind == messages.DOING:
+            self.activities[rank] = content
+        self.on_note(rank, kind, content)
+
+    def _describe_hang(self, waiting: Sequence[int], seconds: float) -> Replies:
+        """Ask every rank where it is, also those that answered: one may have left a collective that others wait in."""
+        found = hang.look(self.members)
+        when = time.monotonic()
+        summary = f"did not answer within {seconds:g} s"
+        late = [RankFailure(rank, "hung", summary, found[rank].stack, when) for rank in waiting]
+        others = sorted({member.rank for member in self.members} - set(waiting))
+        answered = [RankFailure(rank, "answered", "had answered", found[rank].stack, when + 1) for rank in others]
+        flights = {rank: whereabouts.flight for rank, whereabouts in found.items()}
+        return Replies(failures=late + answered, view=hang.describe(flights, returned=others))
+
+
+def receive(members: Sequence[Member], deadline: float) -> Iterator[tuple[Member, Message | None]]:
+    """Yield the members that have sent a message or ended, each with its message or None.
+
+    Wait for the first of them for at most one poll interval, and not beyond ``deadline`` (of ``time.monotonic``).
+    """
+    handles = [handle for member in members for handle in member.handles]
+    ready = connection.wait(handles, timeout=max(0.0, min(POLL_INTERVAL, deadline - time.monotonic())))
+    for member in members:
+        if any(handle in ready for handle in member.handles) or member.has_news:
+            yield member, member.hear()
+
+
+def pack_call(
+    number: int, function: Callable[..., Any] | str, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Message:
+    """Return the message that calls the function, which may be "module:name". Raises ValueError if it cannot be sent.
+
+    ``number`` comes back with each result, so that no answer can be taken for that of another call.
+    """
+    import cloudpickle
+
+    target = function if isinstance(function, str) else ""
+    try:
+        payload = cloudpickle.dumps((None if target else function, tuple(args), dict(kwargs)))
+    except Exception as error:
+        raise ValueError(f"the arguments cannot be sent to the ranks: {type(error).__name__}: {error}") from error
+    return "call", number, target, payload
+
+
+def unpack_results(number: int, answers: Sequence[Message]) -> list[Any]:
+    """Return the results that ranks have sent for this call. Raises ValueError if one cannot be unpickled here."""
+    assert all(call == number for call, _ in answers), "an answer belongs to another call"
+    try:
+        return [pickle.loads(packed) for _, packed in answers]
+    except Exception as error:
+        raise ValueError(f"a rank's result cannot be read here: {type(error).__name__}: {error}") from error

@@ -1,0 +1,48 @@
+"""Counting the GPUs of this machine in a process of its own: CUDA must not be initialised in the pytest process."""
+
+from __future__ import annotations
+
+from glob import glob
+from multiprocessing.connection import Connection, Pipe
+from typing import TYPE_CHECKING
+
+from pytest_fsdp_meta.worlds.failures import describe_exit
+
+if TYPE_CHECKING:
+    from pytest_fsdp_meta.worlds.local.engine import ForkServerEngine
+
+DEVICE_FILES = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg")
+"""A machine with none of these files has no GPU, so no process has to import torch to count them."""
+PATIENCE = 120.0
+"""Seconds that counting may take; most of them import torch."""
+ASK_TORCH = "to see why, run: python -c 'import torch; print(torch.cuda.device_count())'"
+
+
+def count_gpus(engine: ForkServerEngine) -> int:
+    """Return the number of GPUs that torch can use, counted in a short-lived process that ``engine`` starts.
+
+    Raises ValueError when that process fails. On a machine without GPUs no process is started.
+    """
+    if not any(glob(pattern) for pattern in DEVICE_FILES):
+        return 0
+    here, there = Pipe(duplex=False)
+    with here:
+        with there:
+            process = engine.launch_process(_count, (there,), name="count-gpus")
+        try:
+            if not here.poll(PATIENCE):
+                raise ValueError(f"counting the GPUs took longer than {PATIENCE:g} s; {ASK_TORCH}")
+            return int(here.recv())
+        except EOFError:
+            process.join(5)
+            _, summary = describe_exit(process.exitcode)
+            raise ValueError(f"counting the GPUs failed: its process {summary}; {ASK_TORCH}") from None
+        finally:
+            process.kill()
+            process.join()
+
+
+def _count(pipe: Connection) -> None:
+    import torch
+
+    pipe.send(torch.cuda.device_count())
