@@ -38,20 +38,9 @@ OUTCOMES = {
     "test_tiny.py::test_skips": {"no_meta_params": "skipped, by the test"},
 }
 """The outcome of each check that the loaders did not leave out by ``only=``."""
-MEANINGS = {
-    "partly": "partly checked",
-    "undeclared": "skipped, not declared",
-    "nothing": "skipped, not applicable",
-    "blocked": "skipped, depends on a failed check",
-    "left out": "skipped, left out",
-    "unselected": "skipped, not selected",
-    "skipped": "skipped, by the test",
-}
-
-
 def outcome(check: CheckRecord) -> str:
-    """Return the status of a check in words that do not depend on the report's schema."""
-    return MEANINGS.get(check.status, check.status)
+    """Return the status of a check, with the kind of a skip."""
+    return ", ".join(filter(None, [check.status, check.skip]))
 
 
 def test_each_check_of_a_report_of_version_0_3_0_keeps_its_outcome() -> None:
