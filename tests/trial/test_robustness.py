@@ -50,8 +50,8 @@ def test_switching_the_poison_off_is_an_error():
     found = judged(without_poison)[UNINITIALISED]
     assert found.status == "error"
     assert found.reason == (
-        "on ranks 0, 1 the loader switched off deterministic mode, by which memory that nobody writes is told from "
-        "memory that holds zeros by chance; leave torch.utils.deterministic alone while loading"
+        "on ranks 0, 1 the loader switched off deterministic mode, without which uninitialised memory cannot be "
+        "detected; leave torch.utils.deterministic alone while loading"
     )
 
 
@@ -77,7 +77,7 @@ def test_tensors_that_cannot_be_compared_do_not_pass(value):
 
     verdicts = judged(loader)
     assert verdicts[BUFFERS].status == "skipped"
-    assert "odd could not be compared: torch cannot lay it beside the truth" in verdicts[BUFFERS].reason
+    assert "odd could not be compared: torch cannot slice it (quantized, sparse, nested" in verdicts[BUFFERS].reason
     assert verdicts["params_equal_reference"].status == "passed"
     assert verdicts["no_meta_buffers"].status == "passed"
 
