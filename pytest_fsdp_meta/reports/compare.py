@@ -252,7 +252,7 @@ def describe_comparison(comparison: Comparison) -> Iterator[tuple[str, str, list
     """Yield (mark, headline, lines) for each kind of change; the mark is "worse", "better" or "neutral"."""
     changes = (
         ("worse", "new failures", comparison.failures),
-        ("neutral", "skipped now, depend on a failed check", comparison.dependent),
+        ("neutral", "skipped because of a failed check", comparison.dependent),
         ("neutral", "no longer judged", comparison.no_longer_judged),
         ("neutral", "known failures, other findings", comparison.changed),
         ("neutral", "known failures, same findings", comparison.known),
@@ -293,7 +293,7 @@ def describe_changes(comparison: Comparison) -> str:
         (f"{len(comparison.known)} known", comparison.known),
         (f"{len(comparison.changed)} known with other findings", comparison.changed),
         (f"{len(comparison.expected)} xfailed now", comparison.expected),
-        (f"{len(comparison.dependent)} skipped now, depending on a failed check", comparison.dependent),
+        (f"{len(comparison.dependent)} skipped because of a failed check", comparison.dependent),
         (f"{len(comparison.no_longer_judged)} no longer judged", comparison.no_longer_judged),
         (counted(len(comparison.slower), "slower load"), comparison.slower),
         (f"{len(comparison.drifted)} with losses further from the reference", comparison.drifted),

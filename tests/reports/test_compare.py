@@ -211,7 +211,7 @@ def test_the_verdict_counts_every_kind_of_change():
         "1 xfailed now": run(check(CHECK, "xfailed")),
         "1 known with other findings": run(check(CHECK, "failed", [finding("a", actual="transposed")])),
         "1 known": before,
-        "1 skipped now, depending on a failed check": run(check(CHECK, "depends on a failed check")),
+        "1 skipped because of a failed check": run(check(CHECK, "depends on a failed check")),
         "1 fixed, 1 new": report(*run().loaders, loader("t.py::test_new")),
         "1 missing": replace(before, loaders=()),
     }

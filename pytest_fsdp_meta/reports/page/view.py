@@ -184,7 +184,7 @@ class PageView:
         """(state: "incomplete", "failed", "empty" or "passed"; the headline; how many checks are accounted for)."""
         counts = self.counts
         total = sum(counts.values())
-        failures = ", ".join(describe_count(counts[status], status) for status in BAD if counts.get(status))
+        failures = ", ".join(describe_count(counts[status], status) for status in counts if status in BAD)
         accounted = total - how_many(counts, UNACCOUNTED)
         account = f"{accounted} of {total} checks accounted for" if total else "no loader was judged"
         if not self.report.complete:
