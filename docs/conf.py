@@ -1,4 +1,4 @@
-"""How the pages of this folder become a site: ``make site``."""
+"""Configure Sphinx, which builds this folder as a site: ``make site``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ version = release = pytest_fsdp_meta.__version__
 extensions = ["myst_parser"]
 exclude_patterns = ["requirements.txt"]
 nitpicky = True
-myst_heading_anchors = 3  # the anchors of GitHub, where the pages are read as well
+myst_heading_anchors = 3  # gives headings the same anchors as GitHub, so links work in both places
 html_theme = "furo"
 html_title = f"{project} {version}"
 html_show_sphinx = False
@@ -27,9 +27,9 @@ LINK = re.compile(r"\[[^\]]+\]\((\w[\w-]*)\.md\)")
 
 
 def navigation(index: str) -> str:
-    """The tables of contents that the index page comes to: one per heading, of the pages that are linked below it.
+    """Return a hidden toctree for each heading of the index page, with the pages that are linked below the heading.
 
-    Markdown has no word for navigation that GitHub would not show as code, so the index page itself is the list.
+    A toctree in the page itself would be shown as code on GitHub, so Sphinx gets them from its list of links.
     """
     trees = []
     for section in re.split(r"^## ", index, flags=re.MULTILINE)[1:]:
@@ -39,12 +39,15 @@ def navigation(index: str) -> str:
     return "\n".join(trees)
 
 
-def _read(app: Sphinx, page: str, content: list[str]) -> None:
-    """MyST takes any link to Markdown for one to a page; what lies beside docs/ is a file to be downloaded."""
+def _prepare_source(app: Sphinx, page: str, content: list[str]) -> None:
+    """Turn links to Markdown files outside docs/ into downloads, and add the navigation to the index page.
+
+    MyST would look for a page of the site behind every link to a Markdown file.
+    """
     content[0] = OUTSIDE.sub(r"](path:\1)", content[0])
     if page == app.config.root_doc:
         content[0] += "\n" + navigation(content[0])
 
 
 def setup(app: Sphinx) -> None:
-    app.connect("source-read", _read)
+    app.connect("source-read", _prepare_source)
