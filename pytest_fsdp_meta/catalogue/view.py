@@ -69,7 +69,7 @@ class View:
             self._left_out.setdefault(by, {})[name] = None
         return by is None
 
-    def condemned_by(self, name: str) -> str | None:
+    def already_failed_in(self, name: str) -> str | None:
         """Return the more basic check that the tensor already failed; unlike ``judgeable``, record nothing."""
         return self._already_failed.get(name)
 
@@ -86,7 +86,7 @@ class View:
         for name in self.names(*kinds, only=only):
             yield name, [(rank.rank, rank.by_name[name]) for rank in self.evidence.inventory if name in rank.by_name]
 
-    def broken(self, name: str, mismatches: Iterable[tuple[int, Mismatch | None]]) -> Iterator[Finding]:
+    def findings_for(self, name: str, mismatches: Iterable[tuple[int, Mismatch | None]]) -> Iterator[Finding]:
         """Yield one finding for each distinct mismatch of a tensor; None stands for a rank without one."""
         for found, ranks in ranks_by(mismatches).items():
             if found is not None:
@@ -99,7 +99,7 @@ class View:
         return self.evidence.reference
 
     @property
-    def truth(self) -> RankInventory:
+    def reference_inventory(self) -> RankInventory:
         return self.reference.inventory
 
     def comparisons(

@@ -18,7 +18,7 @@ SCHEMA = 1
 """Incremented when old readers would misread new files; adding a field with a default does not count."""
 FOLDER = "evidence"
 """The folder inside a report's folder."""
-ENDING = ".evidence.json.gz"
+SUFFIX = ".evidence.json.gz"
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class StoredEvidence:
 def evidence_file_name(loader: str) -> str:
     """Return a file name for a loader: the readable part of its node id, and a hash that makes it unique."""
     readable = re.sub(r"[^\w.-]+", "-", loader, flags=re.ASCII).strip("-.")[:80]
-    return f"{readable}-{hashlib.sha256(loader.encode()).hexdigest()[:8]}{ENDING}"
+    return f"{readable}-{hashlib.sha256(loader.encode()).hexdigest()[:8]}{SUFFIX}"
 
 
 def write_evidence(folder: Path, stored: StoredEvidence) -> Path:
@@ -75,5 +75,5 @@ def read_evidence(path: Path) -> StoredEvidence:
 
 def clear_evidence(folder: Path) -> None:
     """Delete the evidence of an earlier run, which would be taken for this run's. Raises OSError."""
-    for path in folder.glob(f"*{ENDING}"):
+    for path in folder.glob(f"*{SUFFIX}"):
         path.unlink()

@@ -17,7 +17,7 @@ from pytest_fsdp_meta.loader.subject import Subject, SubjectError
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part, mesh_facts
 from pytest_fsdp_meta.observers.support.bits import digest
 from pytest_fsdp_meta.observers.support.poison import NOTICES
-from pytest_fsdp_meta.worlds import SEED, CallFailed, Misuse, Rank, telling
+from pytest_fsdp_meta.worlds import SEED, CallFailed, Misuse, Rank, forward_warnings
 
 IGNORED_LABEL = -100
 """The default ``ignore_index`` of torch's cross entropy, which the losses of transformers use as well."""
@@ -55,7 +55,7 @@ def _slice_by_mesh(model: Module, rank: Rank) -> tuple[int, int]:
 def calling(where: str) -> Iterator[None]:
     """Name the author's function in errors that it raises. Misuse passes unchanged: its message says where already."""
     try:
-        with telling(NOTICES):
+        with forward_warnings(NOTICES):
             yield
     except Misuse:
         raise

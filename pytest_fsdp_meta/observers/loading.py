@@ -32,7 +32,7 @@ from pytest_fsdp_meta.observers.support.mapped import MAPS
 from pytest_fsdp_meta.observers.support.poison import NOTICES, poisoned_memory, restore_defaults
 from pytest_fsdp_meta.observers.support.precision import precision
 from pytest_fsdp_meta.observers.support.watching import watching
-from pytest_fsdp_meta.worlds import SEED, Misuse, Rank, current, doing, telling
+from pytest_fsdp_meta.worlds import SEED, Misuse, Rank, current, doing, forward_warnings
 
 LARGE = 2**26
 """Bytes of a model from which on ``release`` collects garbage (64 MiB)."""
@@ -158,7 +158,7 @@ def _communication_library() -> str:
 
 def _call(loader: Callable[..., Any], values: Mapping[str, Any]) -> Any:
     try:
-        with telling(NOTICES):
+        with forward_warnings(NOTICES):
             return loader(**values)
     except ValueError as error:
         if "initialize the default process group twice" in str(error) and current().has_mesh:

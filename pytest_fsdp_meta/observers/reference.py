@@ -33,7 +33,7 @@ from pytest_fsdp_meta.observers.support.reference_record import Record, checkpoi
 from pytest_fsdp_meta.observers.support.sensitivity import sensitivity
 from pytest_fsdp_meta.observers.training import train
 from pytest_fsdp_meta.observers.values import compare_gradients
-from pytest_fsdp_meta.worlds import SEED, current, doing, telling
+from pytest_fsdp_meta.worlds import SEED, current, doing, forward_warnings
 
 
 def record_reference(
@@ -170,7 +170,7 @@ def _build(field: str, recipe: Mapping[str, bytes]) -> Module:
     torch.manual_seed(SEED)
     doing(f"building the {field}")
     build = pickle.loads(recipe[field])
-    with telling(NOTICES):
+    with forward_warnings(NOTICES):
         model = build()
     restore_defaults()
     if not isinstance(model, Module):

@@ -44,7 +44,7 @@ def is_asked_for(path: Path, config: pytest.Config) -> bool:
 
     Evidence that pytest merely finds, for example in a report within the project, is not collected.
     """
-    return path.name.endswith(store.ENDING) and bool(_named(config) & {path.resolve(), path.resolve().parent})
+    return path.name.endswith(store.SUFFIX) and bool(_named(config) & {path.resolve(), path.resolve().parent})
 
 
 def is_judged(folder: Path, config: pytest.Config) -> bool:
@@ -125,7 +125,7 @@ class EvidenceItem(pytest.Item):
         verdict = self.parent.verdicts[self.name]
         self.outcome = outcome_of(verdict, self.parent.stored.evidence.world, self.rerun_command)
         if verdict.status == "error":
-            pytest.fail(self.outcome.told, pytrace=False)
+            pytest.fail(self.outcome.message, pytrace=False)
 
     def runtest(self) -> None:
         assert self.outcome is not None
@@ -156,4 +156,4 @@ class EvidenceItem(pytest.Item):
 def split_evidence_node_id(nodeid: str) -> tuple[str, str] | None:
     """Return the file and the check of an item of stored evidence; None for any other item."""
     file, _, check = nodeid.partition("::")
-    return (file, check) if file.endswith(store.ENDING) and check else None
+    return (file, check) if file.endswith(store.SUFFIX) and check else None

@@ -147,7 +147,7 @@ class FixtureWorlds:
         owner = _owner(item, world_item.scope)
         try:
             with self._turn_taken():
-                return self._pool.tidy(owner)
+                return self._pool.reset_worlds(owner)
         except ValueError:
             self._pool.end(owner)
             if world_item.scope == "function":
@@ -172,8 +172,8 @@ class FixtureWorlds:
 
     def _make(self, spec: WorldSpec) -> World:
         refresh(self._engine)
-        placed, lease = self._devices.take(spec, self._running_test()[0])
-        world = World(placed, self._engine, listener=self.listener)
+        assign_devices, lease = self._devices.take(spec, self._running_test()[0])
+        world = World(assign_devices, self._engine, listener=self.listener)
         if lease is not None:
             self._leases[world] = lease
         self._world, self._mark = world, []  # set before it starts: its output may say why it cannot

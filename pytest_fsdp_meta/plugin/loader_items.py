@@ -32,7 +32,7 @@ from pytest_fsdp_meta.plugin.xdist_workers import Devices
 from pytest_fsdp_meta.reports.run_records import ItemContext
 from pytest_fsdp_meta.reports.schema import CheckRecord
 from pytest_fsdp_meta.reports.terminal import describe_error
-from pytest_fsdp_meta.trial import LoaderFailed, Trial, ranks_of, world_facts
+from pytest_fsdp_meta.trial import LoaderFailed, Trial, largest_world_size, world_facts
 from pytest_fsdp_meta.worlds import Engine, LeaseError
 
 OUTCOME = pytest.StashKey[Outcome]()
@@ -68,7 +68,7 @@ class ExampleFailed(Exception):
     def __init__(self, outcome: Outcome, run: LoaderRun) -> None:
         self.outcome = outcome
         self.run = run
-        super().__init__(outcome.told.partition("\n")[0])
+        super().__init__(outcome.message.partition("\n")[0])
 
 
 class LoaderSession:
@@ -144,11 +144,11 @@ class LoaderSession:
     def _settle_setup(self, item: pytest.Function, loader: LoaderItem, run: LoaderRun) -> None:
         outcome = item.stash[OUTCOME] = self._outcome(item, loader, run)
         if run.failure is not None and outcome.status == "skipped":
-            skip(item, outcome.told)
+            skip(item, outcome.message)
         if outcome.status == "failed":
             self._show_output(item, "setup", run)
         if outcome.status == "error":
-            pytest.fail(outcome.told, pytrace=False)
+            pytest.fail(outcome.message, pytrace=False)
 
     def call(self, item: pytest.Function) -> bool | None:
         """Raise pytest's outcome for the item's check; None for an item that is not a loader's."""
@@ -212,7 +212,7 @@ class LoaderSession:
             item.stash[REPORTED_RUN] = failed.run
             example = join_notes(failed)
             detail = "\n\n".join(filter(None, [failed.outcome.detail, example]))
-            return replace(failed.outcome, told=f"{failed.outcome.told}\n\n{example}", detail=detail)
+            return replace(failed.outcome, message=f"{failed.outcome.message}\n\n{example}", detail=detail)
         except Unsendable as error:
             return Outcome("error", str(error), reason=str(error))
         why = "Hypothesis drew no example; see the phases in its settings"
@@ -253,7 +253,7 @@ class LoaderSession:
         wanted = self.catalogue.observations(run.checks or [loader.check])
         refresh(self._engine)
         try:
-            with self._devices.leased(loader.world, item, ranks_of(loader.world, wanted)) as world:
+            with self._devices.leased(loader.world, item, largest_world_size(loader.world, wanted)) as world:
                 trial = Trial(world, self._engine, loader.spec.steps, loader.spec.tolerance, self._listener)
                 try:
                     run.evidence = trial.observe(run.call, wanted)

@@ -37,13 +37,13 @@ SETTLED = {"setup": ("failed", "skipped"), "call": ("passed", "failed", "skipped
 class Outcome:
     """The result of one item.
 
-    ``status`` is "passed", "failed", "skipped" or "error"; ``told`` is the message that pytest shows; ``reason`` is
+    ``status`` is "passed", "failed", "skipped" or "error"; ``message`` is what that pytest shows; ``reason`` is
     one line and ``detail`` the full text. ``repeats`` says that an earlier item of the loader has shown the same error
     in full.
     """
 
     status: str
-    told: str = ""
+    message: str = ""
     verdict: Verdict | None = None
     reason: str = ""
     detail: str = ""
@@ -161,11 +161,11 @@ def settle(item: pytest.Item, outcome: Outcome, check: str, expected: str | None
     ``expected`` is the reason given in xfail=; it covers findings, never an error.
     """
     if outcome.status == "skipped":
-        skip(item, outcome.told)
+        skip(item, outcome.message)
     if outcome.status == "failed" and expected is not None:
         pytest.xfail(expected)
     if outcome.status in ("failed", "error"):
-        pytest.fail(outcome.told, pytrace=False)
+        pytest.fail(outcome.message, pytrace=False)
     if expected is not None:
         pytest.fail(f"{check} passes, but xfail expects it to fail ({expected}); remove it from xfail", pytrace=False)
 

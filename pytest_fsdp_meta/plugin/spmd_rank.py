@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pytest_fsdp_meta.loader.call import Call
-from pytest_fsdp_meta.worlds import CallFailed, current, telling
+from pytest_fsdp_meta.worlds import CallFailed, current, forward_warnings
 from pytest_fsdp_meta.worlds.rank.rendezvous import seed
 
 BODY, FUNCTION = f"{__name__}:run_body", f"{__name__}:run_function"
@@ -36,7 +36,7 @@ def run_body(call: Call, style: TracebackStyle, unanimous_outcomes: frozenset[st
     function, arguments = call.unpack(current())
     seed(current().device.type)  # one world runs all examples of Hypothesis, which must not depend on their order
     try:
-        with telling(unless=ASSUMING):
+        with forward_warnings(unless=ASSUMING):
             returned = function(**arguments)
     except BaseException as error:
         if f"{type(error).__module__}.{type(error).__qualname__}" in unanimous_outcomes:
@@ -52,7 +52,7 @@ def run_body(call: Call, style: TracebackStyle, unanimous_outcomes: frozenset[st
 def run_function(function: bytes, args: Sequence[bytes], kwargs: Mapping[str, bytes]) -> Any:
     """Call the function passed to ``fsdp_world.run``; it and each argument are pickled one by one."""
     called = pickle.loads(function)
-    with telling(unless=ASSUMING):
+    with forward_warnings(unless=ASSUMING):
         return called(*map(pickle.loads, args), **{name: pickle.loads(value) for name, value in kwargs.items()})
 
 

@@ -18,10 +18,10 @@ from pytest_fsdp_meta.worlds import (
     Lease,
     LeaseError,
     Presence,
-    Sharing,
+    WorkerDevices,
     WorldSpec,
-    folder_of,
-    placed,
+    assign_devices,
+    run_folder_of,
     usable_cores,
 )
 
@@ -40,7 +40,7 @@ class Devices:
         self._config = config
         self._settings = settings
         self._engine = engine
-        self._sharing: Sharing | None = None
+        self._sharing: WorkerDevices | None = None
         self._is_local = settings.engine == "local"
         """Whether devices are this machine's; a cluster shares out its own."""
         self._gpus: int | None = None
@@ -48,8 +48,8 @@ class Devices:
         if worker:
             given = Path(worker.get(FOLDER, ""))
             # A worker on another machine than the controller shares devices with the workers there.
-            folder = given if given.name and given.parent.is_dir() else folder_of(worker["testrunuid"])
-            self._sharing = Sharing(folder, worker["workerid"], settings.slots or usable_cores())
+            folder = given if given.name and given.parent.is_dir() else run_folder_of(worker["testrunuid"])
+            self._sharing = WorkerDevices(folder, worker["workerid"], settings.slots or usable_cores())
 
     def count_gpus(self) -> int:
         """Return the GPUs that worlds can use, counted once; one worker counts for all of its machine.
@@ -82,7 +82,7 @@ class Devices:
             return spec, None
         with _ReportedWait(self._config, item) as waiting:
             lease = self._sharing.take(spec, _name_without_parameters(item), ranks, waiting)
-        return placed(spec, lease), lease
+        return assign_devices(spec, lease), lease
 
     def resume(self, lease: Lease, item: pytest.Item) -> None:
         """Take the devices of a kept world again. Waits, and raises, as ``take`` does."""
@@ -130,7 +130,7 @@ class Controller:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
-        folder = folder_of(node.workerinput["testrunuid"])
+        folder = run_folder_of(node.workerinput["testrunuid"])
         node.workerinput[FOLDER] = str(folder)
         if self._presence is None:
             with suppress(LeaseError):  # reported by the first worker that leases a device

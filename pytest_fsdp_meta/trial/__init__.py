@@ -2,6 +2,6 @@
 
 from pytest_fsdp_meta.trial.on_ranks import ON_RANKS
 from pytest_fsdp_meta.trial.trial import LoaderFailed, Trial, world_facts
-from pytest_fsdp_meta.trial.world_sizes import ranks_of
+from pytest_fsdp_meta.trial.world_sizes import largest_world_size
 
-__all__ = ["ON_RANKS", "LoaderFailed", "Trial", "ranks_of", "world_facts"]
+__all__ = ["ON_RANKS", "LoaderFailed", "Trial", "largest_world_size", "world_facts"]

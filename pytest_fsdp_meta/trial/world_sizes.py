@@ -9,7 +9,7 @@ from pytest_fsdp_meta.evidence import Unavailable, replicates, splits_model
 from pytest_fsdp_meta.worlds import WorldSpec
 
 
-def ranks_of(spec: WorldSpec, wanted: Collection[str]) -> int:
+def largest_world_size(spec: WorldSpec, wanted: Collection[str]) -> int:
     """Return the size of the largest world of a trial; its worlds run one after the other."""
     other = other_size(spec) if "resharded" in wanted else spec
     return spec.size if isinstance(other, Unavailable) else max(spec.size, other.size)

@@ -7,14 +7,14 @@ torch. On a rank, ``current()`` returns its number, device and mesh.
 from pytest_fsdp_meta.worlds.devices import choose
 from pytest_fsdp_meta.worlds.engine import Engine
 from pytest_fsdp_meta.worlds.failures import CallFailed, Misuse, RankFailure, WorldError
-from pytest_fsdp_meta.worlds.leases.device_leases import Lease, LeaseError, Leases, Waiting
-from pytest_fsdp_meta.worlds.leases.run_folder import Presence, folder_of
-from pytest_fsdp_meta.worlds.leases.worker_devices import Sharing, placed, usable_cores
+from pytest_fsdp_meta.worlds.leases.device_leases import Lease, LeaseError, Leases, WaitCallback
+from pytest_fsdp_meta.worlds.leases.run_folder import Presence, run_folder_of
+from pytest_fsdp_meta.worlds.leases.worker_devices import WorkerDevices, assign_devices, usable_cores
 from pytest_fsdp_meta.worlds.listener import Listener, ObservedWorld
 from pytest_fsdp_meta.worlds.local.engine import ForkServerEngine
 from pytest_fsdp_meta.worlds.local.gpus import count_gpus
 from pytest_fsdp_meta.worlds.pool import Pool
-from pytest_fsdp_meta.worlds.rank.main import current, doing, note, telling
+from pytest_fsdp_meta.worlds.rank.main import current, doing, forward_warnings, note
 from pytest_fsdp_meta.worlds.rank.rendezvous import SEED, Rank
 from pytest_fsdp_meta.worlds.ray.engine import RayEngine
 from pytest_fsdp_meta.worlds.spec import DEFAULT_MESH_DIM, SCOPES, Sources, WorldSpec, resolve_mesh
@@ -38,20 +38,20 @@ __all__ = [
     "Rank",
     "RankFailure",
     "RayEngine",
-    "Sharing",
     "Sources",
-    "Waiting",
+    "WaitCallback",
+    "WorkerDevices",
     "World",
     "WorldError",
     "WorldSpec",
+    "assign_devices",
     "choose",
     "count_gpus",
     "current",
     "doing",
-    "folder_of",
+    "forward_warnings",
     "note",
-    "placed",
     "resolve_mesh",
-    "telling",
+    "run_folder_of",
     "usable_cores",
 ]

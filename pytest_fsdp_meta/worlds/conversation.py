@@ -120,8 +120,8 @@ def receive(members: Sequence[Member], deadline: float) -> Iterator[tuple[Member
     handles = [handle for member in members for handle in member.handles]
     ready = connection.wait(handles, timeout=max(0.0, min(POLL_INTERVAL, deadline - time.monotonic())))
     for member in members:
-        if any(handle in ready for handle in member.handles) or member.has_news:
-            yield member, member.hear()
+        if any(handle in ready for handle in member.handles) or member.has_message_or_ended:
+            yield member, member.receive_message()
 
 
 def pack_call(

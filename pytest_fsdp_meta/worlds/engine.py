@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from pytest_fsdp_meta.worlds.failures import RankFailure
 from pytest_fsdp_meta.worlds.spec import Sources, WorldSpec
-from pytest_fsdp_meta.worlds.system.output import Written
+from pytest_fsdp_meta.worlds.system.output import OutputTail
 
 
 class Member(Protocol):
@@ -29,13 +29,13 @@ class Member(Protocol):
     def has_ended(self) -> bool: ...
 
     @property
-    def has_news(self) -> bool:
+    def has_message_or_ended(self) -> bool:
         """Whether a message has arrived, or the rank has ended, although no handle may be ready."""
 
     def send(self, note: bytes) -> None:
         """Send a message that ``messages.pack`` has packed. Does nothing if the rank has ended."""
 
-    def hear(self) -> tuple[Any, ...] | None:
+    def receive_message(self) -> tuple[Any, ...] | None:
         """Return the message that has arrived, or None if none will because the rank has ended."""
 
     def ending(self) -> RankFailure:
@@ -50,13 +50,13 @@ class Member(Protocol):
     def release(self) -> None:
         """Free what belongs to the rank in this process; nothing else is called afterwards."""
 
-    def written(self) -> Written:
+    def written(self) -> OutputTail:
         """Return what the rank has written to stdout and stderr so far, or the end of it if it is long."""
 
     def read(self, at: int) -> bytes:
         """Return output of the rank from byte ``at`` on, a chunk at most; empty if there is no more yet."""
 
-    def ask_stack(self) -> None:
+    def request_stack(self) -> None:
         """Make the rank dump its stack."""
 
     def stack(self, deadline: float) -> str:

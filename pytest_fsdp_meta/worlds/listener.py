@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from pytest_fsdp_meta.worlds.failures import WorldError
-from pytest_fsdp_meta.worlds.rank.warnings import Warned, raise_again
+from pytest_fsdp_meta.worlds.rank.warnings import RankWarning, reissue
 from pytest_fsdp_meta.worlds.spec import WorldSpec
 from pytest_fsdp_meta.worlds.system.terminal import Terminal
 
@@ -40,13 +40,13 @@ class Listener:
     live = False
     """Whether ``wrote`` is called."""
 
-    def waits(self, world: ObservedWorld, doing: str) -> None:
+    def on_wait(self, world: ObservedWorld, doing: str) -> None:
         """Handle that the world starts to wait for its ranks, which are now ``doing``: "starting", "running load"."""
 
-    def noted(self, world: ObservedWorld, rank: int, kind: str, what: Any) -> None:
+    def on_note(self, world: ObservedWorld, rank: int, kind: str, what: Any) -> None:
         """Handle a rank's call of ``note(kind, what)``."""
-        if isinstance(what, Warned):
-            raise_again(what, f"on rank {rank}")
+        if isinstance(what, RankWarning):
+            reissue(what, f"on rank {rank}")
 
     def failed(self, world: ObservedWorld, error: WorldError, keep: Callable[[], ObservedWorld]) -> None:
         """Handle that a call failed; the world ends afterwards.
@@ -61,5 +61,5 @@ class Listener:
         raise ValueError("this world has no listener that provides one")
         yield
 
-    def wrote(self, world: ObservedWorld, rank: int, lines: Sequence[str]) -> None:
+    def on_output(self, world: ObservedWorld, rank: int, lines: Sequence[str]) -> None:
         """Handle lines that the rank has written. Called from another thread until the world is closed."""

@@ -58,7 +58,7 @@ class Pool:
         pooled.idle = False
         return pooled.world
 
-    def tidy(self, owner: Hashable) -> str:
+    def reset_worlds(self, owner: Hashable) -> str:
         """Reset the owner's worlds, or end them if that is impossible. Return what a test did wrong, or ""."""
         problems = [
             _reset(pooled) for (whose, _), pooled in self._worlds.items() if whose == owner and pooled.world.alive

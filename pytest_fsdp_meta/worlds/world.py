@@ -23,8 +23,8 @@ from pytest_fsdp_meta.worlds.listener import Listener
 from pytest_fsdp_meta.worlds.local.engine import ForkServerEngine
 from pytest_fsdp_meta.worlds.spec import WorldSpec
 from pytest_fsdp_meta.worlds.system import processes, temp_folders
-from pytest_fsdp_meta.worlds.system.output import Follower, Written
-from pytest_fsdp_meta.worlds.system.processes import held_back
+from pytest_fsdp_meta.worlds.system.output import OutputFollower, OutputTail
+from pytest_fsdp_meta.worlds.system.processes import defer_interrupts
 from pytest_fsdp_meta.worlds.system.terminal import Terminal
 
 STARTING = 60.0
@@ -59,9 +59,9 @@ class World:
         self._members: list[Member] = []
         self._conversation: Conversation | None = None
         self._calls = 0
-        self._written: list[Written] = []
+        self._written: list[OutputTail] = []
         """By rank, once the ranks have ended."""
-        self._follower: Follower | None = None
+        self._follower: OutputFollower | None = None
         self._folder: Path | None = None
         self._at_exit: util.Finalize | None = None
 
@@ -89,7 +89,7 @@ class World:
         if self._members:
             raise RuntimeError("this world has been started")
         with self._closed_on_error("starting"):
-            self._listener.waits(self, "starting")
+            self._listener.on_wait(self, "starting")
             conversation = self._launch()
             store = self._collect(conversation, "store", "starting", ranks=[self._members[0].rank])[0]
             conversation.send_to_all(("store", *store))
@@ -149,11 +149,11 @@ class World:
 
     def _describe_shortage(self, error: OSError) -> str:
         """Return one line that says what this machine has run out of and what to do, or "" for another error."""
-        return disk.hint(self._folder or tempfile.gettempdir(), error) or processes.no_descriptors(error)
+        return disk.hint(self._folder or tempfile.gettempdir(), error) or processes.describe_descriptor_limit(error)
 
     def close(self) -> None:
         """Kill every rank, whatever it is doing. Safe to call twice. Ctrl-C takes effect when the ranks have ended."""
-        with held_back():
+        with defer_interrupts():
             self._close()
 
     def _close(self) -> None:
@@ -212,7 +212,7 @@ class World:
         """Return how many bytes each rank has written so far."""
         return [one.size for one in self._all_written()]
 
-    def _all_written(self) -> list[Written]:
+    def _all_written(self) -> list[OutputTail]:
         return [member.written() for member in self._members] if self._members else list(self._written)
 
     def _launch(self) -> Conversation:
@@ -224,9 +224,11 @@ class World:
         for member in self._engine.launch(self.spec, self._folder, leftovers):
             self._members.append(member)
         if self._listener.live:
-            self._follower = Follower([member.read for member in self._members], partial(self._listener.wrote, self))
+            self._follower = OutputFollower(
+                [member.read for member in self._members], partial(self._listener.on_output, self)
+            )
         self._conversation = Conversation(
-            self._members, self._folder, partial(self._listener.noted, self), self._lend_terminal
+            self._members, self._folder, partial(self._listener.on_note, self), self._lend_terminal
         )
         return self._conversation
 
@@ -244,7 +246,7 @@ class World:
         unanimous_outcomes: Collection[str] = (),
     ) -> Sequence[Message]:
         """Return one message of this kind from each of ``ranks`` (default: all), while watching the others as well."""
-        self._listener.waits(self, doing)
+        self._listener.on_wait(self, doing)
         seconds = self.spec.timeout if kind == "result" else max(self.spec.timeout, STARTING)
         awaited = [member.rank for member in self._members] if ranks is None else ranks
         replies = conversation.collect(kind, awaited, seconds, unanimous_outcomes)

@@ -283,12 +283,12 @@ def place(
     elif evidence.reference is not None:
         evidence = change_reference(evidence, name, shape=tuple(shape))
 
-    def placed(rank: int) -> TensorFacts:
+    def assign_devices(rank: int) -> TensorFacts:
         if not placements:
             return parameter(name, shape)
         return parameter(name, shape, mesh, placements, coordinates[rank % len(coordinates)])
 
-    return on_ranks(evidence, None, lambda r: tuple(placed(r.rank) if t.name == name else t for t in r.tensors))
+    return on_ranks(evidence, None, lambda r: tuple(assign_devices(r.rank) if t.name == name else t for t in r.tensors))
 
 
 def with_reference(evidence: Evidence, **facts: Any) -> Evidence:
@@ -378,6 +378,6 @@ def verdict(id: str, evidence: Evidence) -> Verdict:
     return judge(CATALOGUE[id], evidence, CATALOGUE)
 
 
-def told(found: Verdict) -> list[tuple[str | None, tuple[int, ...], str, str, str]]:
+def findings_of(found: Verdict) -> list[tuple[str | None, tuple[int, ...], str, str, str]]:
     """Return the findings without cause and remedy."""
     return [(f.tensor, f.ranks, f.actual, f.expected, f.detail) for f in found.findings]

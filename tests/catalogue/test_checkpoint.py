@@ -22,11 +22,11 @@ from tests.catalogue.evidence_factory import (
     differ,
     drop,
     empty,
+    findings_of,
     from_checkpoint,
     healthy,
     left_out,
     rename,
-    told,
     undeclared,
     verdict,
     with_reference,
@@ -90,24 +90,26 @@ def second_load(evidence: Evidence, name: str, ranks: tuple[int, ...] = (0, 1), 
 
 def test_a_second_load_with_other_values():
     found = verdict(REPEATABLE, second_load(healthy(), MIDDLE, digest="other bits"))
-    assert told(found) == [(MIDDLE, (0, 1), "different values in the second load", "the same as in the first", "")]
+    assert findings_of(found) == [
+        (MIDDLE, (0, 1), "different values in the second load", "the same as in the first", "")
+    ]
 
 
 def test_a_second_load_with_other_values_on_one_rank():
     found = verdict(REPEATABLE, second_load(healthy(), ROTARY, (1,), digest="other bits"))
-    assert told(found) == [(ROTARY, (1,), "different values in the second load", "the same as in the first", "")]
+    assert findings_of(found) == [(ROTARY, (1,), "different values in the second load", "the same as in the first", "")]
 
 
 def test_a_second_load_of_another_dtype():
     found = verdict(REPEATABLE, second_load(healthy(), MIDDLE, dtype="bfloat16", digest="other bits"))
-    assert told(found) == [(MIDDLE, (0, 1), "dtype bfloat16 in the second load", "float32, as in the first", "")]
+    assert findings_of(found) == [(MIDDLE, (0, 1), "dtype bfloat16 in the second load", "float32, as in the first", "")]
 
 
 def test_a_second_load_with_other_tensors():
     evidence = healthy()
     second = drop(rename(evidence, "new_", HEAD), MIDDLE, [0]).inventory
     found = verdict(REPEATABLE, replace(evidence, repetition=second))
-    assert told(found) == [
+    assert findings_of(found) == [
         (MIDDLE, (0,), "missing in the second load", "in both", ""),
         (HEAD, (0, 1), "missing in the second load", "in both", ""),
         (f"new_{HEAD}", (0, 1), "only in the second load", "in both", ""),
@@ -129,12 +131,12 @@ def keys(evidence: Evidence, ranks: tuple[int, ...] = (0, 1), **renamed: str) ->
 
 def test_a_key_that_is_missing():
     found = verdict(NAMES, keys(healthy(), head__weight=""))
-    assert told(found) == [(HEAD, (0, 1), "missing in the state dict", "saved under this name", "")]
+    assert findings_of(found) == [(HEAD, (0, 1), "missing in the state dict", "saved under this name", "")]
 
 
 def test_a_key_that_is_missing_on_one_rank():
     found = verdict(NAMES, keys(healthy(), (1,), head__weight=""))
-    assert told(found) == [(HEAD, (1,), "missing in the state dict", "saved under this name", "")]
+    assert findings_of(found) == [(HEAD, (1,), "missing in the state dict", "saved under this name", "")]
 
 
 def test_a_state_dict_that_one_rank_gathers():
@@ -148,7 +150,7 @@ def test_a_state_dict_that_one_rank_gathers():
 
 def test_a_key_that_is_renamed():
     found = verdict(NAMES, keys(healthy(), head__weight="output.weight"))
-    assert told(found) == [
+    assert findings_of(found) == [
         (HEAD, (0, 1), "missing in the state dict", "saved under this name", ""),
         ("output.weight", (0, 1), "extra key in the state dict: the reference has no such key", "", ""),
     ]
@@ -160,7 +162,7 @@ def test_a_key_with_a_wrappers_prefix(from_disk):
     if from_disk:
         evidence = from_checkpoint(evidence)
     found = verdict(NAMES, evidence)
-    assert told(found) == [
+    assert findings_of(found) == [
         ("layers.0._orig_mod.weight", (0, 1), "key contains a wrapper's prefix", "saved without _orig_mod", "")
     ]
     assert found.findings[0].cause.startswith("the state dict is taken from the wrapper that torch.compile")
@@ -185,7 +187,7 @@ def saved(**others: str) -> RankSaved:
 
 def test_a_tensor_that_is_not_restored():
     found = verdict(ROUND_TRIP, replace(healthy(), restored=(saved(layers__0__weight="other"),) * 2))
-    assert told(found) == [
+    assert findings_of(found) == [
         (MIDDLE, (0, 1), "different values after loading", "the saved values", ""),
     ]
 
@@ -193,7 +195,7 @@ def test_a_tensor_that_is_not_restored():
 def test_a_tensor_that_loading_does_not_change():
     other = saved(layers__0__weight="other")
     found = verdict(ROUND_TRIP, replace(healthy(), restored=(replace(other, untouched=(MIDDLE,)), other)))
-    assert told(found) == [
+    assert findings_of(found) == [
         (MIDDLE, (0,), "not restored: loading does not change it", "the saved values", ""),
         (MIDDLE, (1,), "different values after loading", "the saved values", ""),
     ]
@@ -205,14 +207,14 @@ def test_a_tensor_that_loading_does_not_change():
 
 def test_a_tensor_that_is_not_restored_on_one_rank():
     found = verdict(ROUND_TRIP, replace(healthy(), restored=(saved(), saved(counter="other"))))
-    assert told(found) == [(COUNTER, (1,), "different values after loading", "the saved values", "")]
+    assert findings_of(found) == [(COUNTER, (1,), "different values after loading", "the saved values", "")]
 
 
 def test_an_extra_state_that_is_not_restored():
     evidence = again(healthy(), "saved", extra={"norm._extra_state": "scale 3"})
     evidence = again(evidence, "restored", extra={"norm._extra_state": "scale 1"})
     found = verdict(ROUND_TRIP, evidence)
-    assert told(found) == [
+    assert findings_of(found) == [
         ("norm._extra_state", (0, 1), "different state after loading", "the saved state", ""),
     ]
 
@@ -227,7 +229,7 @@ def test_a_name_with_different_values_on_ranks_is_not_judged():
         "torch.distributed.checkpoint keeps only one of them; declare Subject(save=..., resume=...)"
     )
     found = verdict(ROUND_TRIP, declare(evidence, declared=frozenset({"save"})))
-    assert told(found) == [(COUNTER, (1,), "different values after loading", "the saved values", "")]
+    assert findings_of(found) == [(COUNTER, (1,), "different values after loading", "the saved values", "")]
 
 
 def test_a_missing_key_is_reported_by_one_check():
@@ -248,7 +250,7 @@ def elsewhere(evidence: Evidence, *comparisons: Comparison) -> Evidence:
 
 def test_a_world_of_another_size_loads_other_values():
     found = verdict(RESHARDS, elsewhere(healthy(), OTHER))
-    assert told(found) == [(MIDDLE, (0,), "different values in a world of 1", "the saved values", NUMBERS)]
+    assert findings_of(found) == [(MIDDLE, (0,), "different values in a world of 1", "the saved values", NUMBERS)]
 
 
 REFUSED = {"comparisons": (), "refused": "RuntimeError in Subject(resume=...): another size", "ranks": (0,)}
@@ -261,7 +263,7 @@ def refused(evidence: Evidence) -> Evidence:
 def test_a_world_of_another_size_cannot_load_the_checkpoint():
     found = verdict(RESHARDS, refused(healthy()))
     raised = "loading the checkpoint in a world of 1 raises RuntimeError in Subject(resume=...): another size"
-    assert told(found) == [(None, (0,), raised, "", "")]
+    assert findings_of(found) == [(None, (0,), raised, "", "")]
     assert found.findings[0].cause == CATALOGUE[RESHARDS].cause
     # Parameters that differ from the reference do not explain an error.
     assert verdict(RESHARDS, refused(differ(healthy(), MIDDLE))).findings == found.findings
@@ -295,7 +297,7 @@ def test_a_tensor_that_loading_casts_may_be_rounded():
 
 def test_an_export_with_a_missing_and_an_extra_key():
     evidence = replace(healthy(), export=Export((HEAD,), ("output.weight",)))
-    assert told(verdict(EXPORTS, evidence)) == [
+    assert findings_of(verdict(EXPORTS, evidence)) == [
         (HEAD, (0,), "missing in the gathered state dict", "exported", ""),
         ("output.weight", (0,), "extra key in the gathered state dict: the reference has no such key", "", ""),
     ]
@@ -303,13 +305,15 @@ def test_an_export_with_a_missing_and_an_extra_key():
 
 def test_an_export_with_other_values():
     found = verdict(EXPORTS, replace(healthy(), export=Export(comparisons=(OTHER,))))
-    assert told(found) == [(MIDDLE, (0,), "different values in the gathered state dict", "the reference's", NUMBERS)]
+    assert findings_of(found) == [
+        (MIDDLE, (0,), "different values in the gathered state dict", "the reference's", NUMBERS)
+    ]
 
 
 def test_an_export_that_is_padded():
     padded = Comparison(EMBEDDING, False, problem="shape (16, 4)", should_be="(8, 4), as in the reference")
     found = verdict(EXPORTS, replace(healthy(), export=Export(comparisons=(padded,))))
-    assert told(found) == [
+    assert findings_of(found) == [
         (EMBEDDING, (0,), "shape (16, 4) in the gathered state dict", "(8, 4), as in the reference", "")
     ]
 
@@ -327,7 +331,7 @@ def resumed(evidence: Evidence, ranks: tuple[int, ...] = (0, 1), **state: Any) -
 
 def test_an_optimizer_state_that_is_not_restored():
     found = verdict(OPTIMIZER, resumed(healthy(), layers__0__weight=None))
-    assert told(found) == [
+    assert findings_of(found) == [
         (MIDDLE, (0, 1), "no optimizer state after loading", "momentum_buffer, as saved", ""),
     ]
 
@@ -343,7 +347,7 @@ def test_an_optimizer_without_any_loaded_state():
 
 def test_an_optimizer_with_another_state_on_one_rank():
     found = verdict(OPTIMIZER, resumed(healthy(), (1,), layers__0__weight={"momentum_buffer": "zeros"}))
-    assert told(found) == [
+    assert findings_of(found) == [
         (MIDDLE, (1,), "different momentum_buffer after loading", "the saved optimizer state", ""),
     ]
 
@@ -355,7 +359,7 @@ def test_an_optimizer_with_additional_state():
 
 def test_an_optimizer_with_another_learning_rate():
     found = verdict(OPTIMIZER, again(healthy(), "resumed", groups=({"lr": "0.2"},)))
-    assert told(found) == [
+    assert findings_of(found) == [
         (None, (0, 1), "lr=0.2 in the optimizer's group 0 after loading", "0.1, as saved", ""),
     ]
     assert [finding.cause.split(":")[0] for finding in found.findings] == [
@@ -365,7 +369,7 @@ def test_an_optimizer_with_another_learning_rate():
 
 def test_an_optimizer_with_fewer_groups():
     found = verdict(OPTIMIZER, again(healthy(), "resumed", (1,), groups=()))
-    assert told(found) == [(None, (1,), "0 parameter groups after loading", "1, as saved", "")]
+    assert findings_of(found) == [(None, (1,), "0 parameter groups after loading", "1, as saved", "")]
 
 
 def test_an_optimizer_without_state():
@@ -376,7 +380,7 @@ def test_an_optimizer_without_state():
 
 def test_losses_that_differ_after_resuming():
     found = verdict(RESUME, again(healthy(), "resumed", (1,), losses=(1.25, 1.5)))
-    assert told(found) == [
+    assert findings_of(found) == [
         (
             None,
             (1,),
@@ -442,7 +446,7 @@ def test_losses_that_are_not_finite_on_one_rank_are_not_judged():
 
 def test_a_loss_that_is_not_finite_only_after_resuming():
     found = verdict(RESUME, again(healthy(), "resumed", losses=(1.25, NAN)))
-    assert told(found) == [
+    assert findings_of(found) == [
         (
             None,
             (0, 1),

@@ -17,10 +17,10 @@ from tests.catalogue.evidence_factory import (
     declare,
     drop,
     empty,
+    findings_of,
     healthy,
     left_out,
     place,
-    told,
     undeclared,
     verdict,
 )
@@ -229,7 +229,7 @@ def test_one_rank_gathers_more():
 
 def test_a_parameter_gathered_in_addition_to_fsdp():
     gather = collective("all_gather", MIDDLE, shape=(3, 4))
-    assert told(verdict(BUDGET, step(*NEEDED, gather, gather, collective("broadcast", MIDDLE)))) == [
+    assert findings_of(verdict(BUDGET, step(*NEEDED, gather, gather, collective("broadcast", MIDDLE)))) == [
         (
             MIDDLE,
             (0, 1),
@@ -293,7 +293,7 @@ def test_an_unsharded_parameter_that_is_used_locally_passes(evidence):
 def test_an_unsharded_parameter_that_is_communicated():
     moves = [collective("broadcast", MIDDLE, shape=(6, 4))] * 2
     expected = "used locally, as declared unsharded"
-    assert told(verdict(UNSHARDED, whole(*moves))) == [
+    assert findings_of(verdict(UNSHARDED, whole(*moves))) == [
         (MIDDLE, (0, 1), "communicated by 2 broadcasts (float32 [6, 4]) in one training step", expected, "")
     ]
 

@@ -19,12 +19,12 @@ from tests.catalogue.evidence_factory import (
     change_reference,
     differ,
     empty,
+    findings_of,
     from_checkpoint,
     healthy,
     on_runs,
     place,
     remeasured,
-    told,
     undeclared,
     verdict,
     with_reference,
@@ -80,7 +80,7 @@ def test_what_was_not_declared_is_named(check):
 )
 def test_a_constant_factor_is_named(factor, label):
     found = verdict(PARITY, remeasured(healthy(), MIDDLE, factor))
-    assert told(found) == [(MIDDLE, (0, 1), f"gradient is {label} times the reference's", WITHIN, "")]
+    assert findings_of(found) == [(MIDDLE, (0, 1), f"gradient is {label} times the reference's", WITHIN, "")]
 
 
 def cause_of(evidence: Evidence) -> str:
@@ -171,7 +171,7 @@ def test_no_gradient_at_all_points_to_the_reduction():
 
 def test_no_gradient_where_the_reference_has_one():
     found = verdict(PARITY, on_runs(healthy(4), [1, 3], without_gradient=(MIDDLE,)))
-    assert told(found) == [(MIDDLE, (1, 3), "no gradient, although the reference has one", "", "")]
+    assert findings_of(found) == [(MIDDLE, (1, 3), "no gradient, although the reference has one", "", "")]
     # A parameter that the reference does not use has no gradient there either.
     unused = with_reference(healthy(), gradients={EMBEDDING: 1.0})
     assert verdict(PARITY, on_runs(unused, None, without_gradient=(MIDDLE,))).status == "passed"
@@ -218,7 +218,7 @@ def test_a_gradient_that_is_nan():
     nan = replace(alike(), actual=math.nan, apart=math.nan, dot=math.nan)
     off = Comparison(MIDDLE, False, 12, 1, index=(0, 0), expected=0.5, actual=math.nan, measure=nan)
     found = verdict(PARITY, on_runs(healthy(), [1], gradients=(off,)))
-    assert told(found) == [
+    assert findings_of(found) == [
         (MIDDLE, (1,), "gradient differs from the reference's", WITHIN, "nan at [0, 0] on rank 1, but should be 0.5")
     ]
 
@@ -266,7 +266,7 @@ SCATTERED = ("gradient differs between ranks", "reduced over the data-parallel r
 def test_unreduced_gradients_although_the_losses_agree():
     found = verdict(PARITY, ignored(0.75, 0.25))
     detail = "first step, at [0, 0]: 0.25 on rank 1, 0.75 on rank 0"
-    assert told(found) == [(MIDDLE, (0, 1), *SCATTERED, detail)]
+    assert findings_of(found) == [(MIDDLE, (0, 1), *SCATTERED, detail)]
     assert (found.findings[0].cause, found.findings[0].remedy) == IGNORED
 
 
@@ -334,7 +334,7 @@ def test_plain_tensors_without_ddp_have_their_own_explanation():
 
 def test_a_norm_over_the_ranks_own_shards():
     found = verdict(NORM, on_runs(on_runs(healthy(), [0], norm=2.0), [1], norm=2.5))
-    assert told(found) == [
+    assert findings_of(found) == [
         (None, (0,), "gradient norm 2", "3 within 0.0001", ""),
         (None, (1,), "gradient norm 2.5", "3 within 0.0001", ""),
     ]
@@ -384,7 +384,7 @@ def accumulated(evidence: Evidence, ranks=None, **facts) -> Evidence:
 
 def test_a_reduction_that_is_not_turned_off():
     found = verdict(ACCUMULATION, accumulated(healthy(), early=(MIDDLE, EMBEDDING)))
-    assert told(found) == [
+    assert findings_of(found) == [
         (name, (0, 1), "gradient reduced in the first micro-batch", "reduced only in the last", "")
         for name in (EMBEDDING, MIDDLE)
     ]
@@ -392,7 +392,7 @@ def test_a_reduction_that_is_not_turned_off():
 
 def test_a_reduction_that_is_not_turned_on_again():
     found = verdict(ACCUMULATION, accumulated(healthy(4), [3], without_gradient=(MIDDLE,)))
-    assert told(found) == [
+    assert findings_of(found) == [
         (MIDDLE, (3,), "no gradient after the last micro-batch", "the mean over the micro-batches", "")
     ]
     # An unused parameter has no gradient in an ordinary step either.
@@ -407,7 +407,7 @@ def test_accumulated_gradients_that_differ(factor, apart, actual):
     seen = remeasured(healthy(), MIDDLE, factor, apart).training[0].gradients
     found = verdict(ACCUMULATION, accumulated(healthy(), gradients=seen))
     mean = "the mean over the micro-batches"
-    assert told(found) == [(MIDDLE, (0, 1), f"{actual} after the last micro-batch", mean, "")]
+    assert findings_of(found) == [(MIDDLE, (0, 1), f"{actual} after the last micro-batch", mean, "")]
 
 
 @pytest.mark.parametrize("reference", [math.inf, math.nan])

@@ -21,11 +21,11 @@ from tests.catalogue.evidence_factory import (
     differ,
     drop,
     empty,
+    findings_of,
     healthy,
     left_out,
     on_ranks,
     place,
-    told,
     undeclared,
     verdict,
     with_reference,
@@ -41,7 +41,7 @@ META = {"device": "meta", "storage": None, "digest": None}
 def test_on_meta(check, name, ranks):
     found = verdict(check, change(healthy(4), name, ranks, **META))
     assert found.status == "failed"
-    assert told(found) == [(name, ranks, "on meta", "materialised", "")]
+    assert findings_of(found) == [(name, ranks, "on meta", "materialised", "")]
 
 
 @pytest.mark.parametrize(("check", "name"), [(PARAMS, ROTARY), (BUFFERS, MIDDLE)])
@@ -65,7 +65,7 @@ def test_a_parameter_missing_on_one_rank_is_judged_where_it_is(check):
 
 def test_nan_under_poison():
     found = verdict(WRITTEN, change(unequal(MIDDLE), MIDDLE, nan=5, poisoned=5))
-    assert told(found) == [
+    assert findings_of(found) == [
         (MIDDLE, (0, 1), "never written (poison value NaN)", "written by the loader", "5 of 12 elements")
     ]
     assert found.findings[0].cause == (
@@ -89,7 +89,7 @@ def test_an_unwritten_tensor_that_lost_its_tie_has_a_specific_cause():
 
 def test_one_rank_uninitialised():
     found = verdict(WRITTEN, change(unequal(MIDDLE, world=4), MIDDLE, [1], nan=8, poisoned=8))
-    assert told(found) == [
+    assert findings_of(found) == [
         (MIDDLE, (1,), "never written (poison value NaN)", "written by the loader", "8 of 8 elements")
     ]
 
@@ -104,7 +104,7 @@ def test_a_non_persistent_buffer_has_a_specific_cause():
 
 def test_an_integer_at_its_maximum():
     found = verdict(WRITTEN, change(unequal(COUNTER), COUNTER, poisoned=1))
-    assert told(found) == [
+    assert findings_of(found) == [
         (COUNTER, (0, 1), "never written (poison value int64 maximum)", "written by the loader", "1 of 1 elements")
     ]
 
@@ -189,7 +189,7 @@ def gpus(world: int = 4):
 def test_a_device_per_rank(check, name):
     assert verdict(check, gpus()).status == "passed"
     # All on the first GPU: right on rank 0 only; every other rank expects another device.
-    assert told(verdict(check, change(gpus(), name, device="cuda:0"))) == [
+    assert findings_of(verdict(check, change(gpus(), name, device="cuda:0"))) == [
         (name, (1,), "on cuda:0", "on cuda:1", ""),
         (name, (2,), "on cuda:0", "on cuda:2", ""),
         (name, (3,), "on cuda:0", "on cuda:3", ""),
@@ -198,7 +198,9 @@ def test_a_device_per_rank(check, name):
 
 @pytest.mark.parametrize(("check", "name"), [(PARAM_HOME, MIDDLE), (BUFFER_HOME, COUNTER)])
 def test_a_tensor_left_on_the_cpu_by_one_rank(check, name):
-    assert told(verdict(check, change(gpus(), name, [2], device="cpu"))) == [(name, (2,), "on cpu", "on cuda:2", "")]
+    assert findings_of(verdict(check, change(gpus(), name, [2], device="cpu"))) == [
+        (name, (2,), "on cpu", "on cuda:2", "")
+    ]
 
 
 @pytest.mark.parametrize(("check", "name"), [(PARAM_HOME, MIDDLE), (BUFFER_HOME, ROTARY)])
@@ -209,7 +211,7 @@ def test_declared_offload_is_on_the_cpu(check, name):
 
 def test_declared_offload_that_did_not_happen():
     found = verdict(PARAM_HOME, declare(gpus(2), offloaded=(MIDDLE,)))
-    assert told(found) == [
+    assert findings_of(found) == [
         (MIDDLE, (0,), "on cuda:0", "on cpu", ""),
         (MIDDLE, (1,), "on cuda:1", "on cpu", ""),
     ]
@@ -228,7 +230,7 @@ def test_several_tensors_that_already_failed_are_counted():
         evidence = change(evidence, name, [1], **META)
     evidence = change(evidence, MIDDLE, [0], device="cpu")
     found = verdict(PARAM_HOME, evidence)
-    assert told(found) == [(MIDDLE, (0,), "on cpu", "on cuda:0", "")]
+    assert findings_of(found) == [(MIDDLE, (0,), "on cpu", "on cuda:0", "")]
     assert (found.reason, found.unjudged) == ("", {PARAMS: (EMBEDDING, FROZEN, HEAD)})
     rest = verdict(PARAM_HOME, change(evidence, MIDDLE, [0], device="cuda:0"))
     assert (rest.status, rest.reason) == ("skipped", left_out(PARAMS, EMBEDDING, FROZEN, HEAD))
@@ -274,7 +276,9 @@ def test_a_model_that_fsdp_does_not_manage():
 def test_a_parameter_that_fsdp_does_not_manage(ranks):
     evidence = change(managed(healthy()), MIDDLE, ranks, managed=False)
     found = verdict(MANAGED, evidence)
-    assert told(found) == [(MIDDLE, tuple(ranks or (0, 1)), "not the Parameter object that FSDP manages", "", "")]
+    assert findings_of(found) == [
+        (MIDDLE, tuple(ranks or (0, 1)), "not the Parameter object that FSDP manages", "", "")
+    ]
     assert found.findings[0].cause == (
         "the parameter was re-created after fully_shard() and a first forward; FSDP still holds the old one and "
         "restores it"

@@ -17,11 +17,11 @@ from tests.catalogue.evidence_factory import (
     declare,
     drop,
     empty,
+    findings_of,
     healthy,
     left_out,
     on_ranks,
     place,
-    told,
     undeclared,
     verdict,
 )
@@ -73,7 +73,7 @@ def test_a_full_storage_behind_a_shard():
     found = verdict(KEPT, kept(stored(), "a.weight", full))
     rotary = 2 * WIDTH + WIDTH  # and the counter
     detail = f"rank 0 keeps {WHOLE // 2 + full // 2 + rotary} bytes in total; its tensors need {WHOLE // 2 + rotary}"
-    assert told(found) == [
+    assert findings_of(found) == [
         ("a.weight", (0, 1), f"a storage of {full} bytes behind its shard", f"{full // 2} bytes", detail)
     ]
 
@@ -86,7 +86,7 @@ def test_small_excesses_of_many_shards_add_up():
         evidence = kept(evidence, name, 256)
     found = verdict(KEPT, evidence)
     assert [finding.tensor for finding in found.findings] == [*small]
-    assert told(found)[0] == (
+    assert findings_of(found)[0] == (
         *("layers.0.weight", (0, 1), "a storage of 256 bytes behind its shard", "128 bytes"),
         "rank 0 keeps 2060 bytes in total; its tensors need 1036",
     )
@@ -173,7 +173,7 @@ def test_the_whole_model_on_every_rank():
     found = verdict(PEAK, measured(RankMemory(host=WHOLE + 100, whole=ELEMENTS)))
     detail = f"rank 0 held up to {WHOLE + 100} bytes; the model has {WHOLE} bytes, of which the rank keeps {WHOLE // 4}"
     expected = "a few full tensors at a time besides the shards"
-    assert told(found) == [(None, (0, 1, 2, 3), "held as a whole while loading", expected, detail)]
+    assert findings_of(found) == [(None, (0, 1, 2, 3), "held as a whole while loading", expected, detail)]
 
 
 @pytest.mark.parametrize(

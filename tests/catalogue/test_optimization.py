@@ -17,11 +17,11 @@ from tests.catalogue.evidence_factory import (
     declare,
     differ,
     empty,
+    findings_of,
     healthy,
     on_runs,
     place,
     remeasured,
-    told,
     undeclared,
     verdict,
     with_reference,
@@ -103,7 +103,7 @@ def test_without_a_batch_nothing_is_trained(check):
 def test_parameters_that_the_optimizer_does_not_hold():
     evidence = unmoved(held(healthy(), middle=0, others=(("float32", True),)), MIDDLE)
     found = verdict(OWNS, evidence)
-    assert told(found) == [(MIDDLE, (0, 1), "in no parameter group of SGD", "in exactly one", "")]
+    assert findings_of(found) == [(MIDDLE, (0, 1), "in no parameter group of SGD", "in exactly one", "")]
     assert found.findings[0].cause.startswith("the optimizer was built before sharding or materialisation")
     plain = verdict(OWNS, unmoved(held(healthy(4), [2], middle=0), MIDDLE))
     assert [(f.ranks, f.cause[:38]) for f in plain.findings] == [((2,), "the optimizer was built from other par")]
@@ -140,7 +140,7 @@ def test_holding_one_of_two_tied_names_is_enough():
 
 def test_frozen_and_repeated_parameters_in_the_groups():
     found = verdict(OWNS, held(held(healthy(), verifier=1), [1], verifier=1, middle=2))
-    assert told(found) == [
+    assert findings_of(found) == [
         (MIDDLE, (1,), "listed 2 times in the parameter groups of SGD", "listed once", ""),
         (FROZEN, (0, 1), "frozen and in a parameter group of SGD", "in none", ""),
     ]
@@ -155,7 +155,7 @@ def test_a_parameter_that_was_trained_before_it_was_frozen_may_stay_in_its_group
 
 def test_an_optimizer_that_also_holds_old_parameters():
     found = verdict(OWNS, held(healthy(), others=(("float32", True), ("float32", False))))
-    assert told(found) == [
+    assert findings_of(found) == [
         *[(None, (0, 1), "SGD holds 1 parameter without storage that the model does not register",
            "", "")],
     ]  # fmt: skip
@@ -165,7 +165,7 @@ def test_an_optimizer_that_also_holds_old_parameters():
 
 def test_a_frozen_weight_that_moves():
     evidence = after(healthy(4), FROZEN, [1, 3], digest="other")
-    assert told(verdict(STAY, evidence)) == [
+    assert findings_of(verdict(STAY, evidence)) == [
         (FROZEN, (1, 3), "changed in 3 steps", "bit-identical to the loaded values", "")
     ]
     assert verdict(STAY, undeclared(evidence, "reference", "values", "verifier", why=ALONE)).status == "failed"
@@ -197,7 +197,7 @@ def still(evidence: Evidence, name: str, due: int, count: int, ranks=None, first
 def test_a_shard_that_does_not_move():
     found = verdict(MOVES, still(healthy(4), MIDDLE, 2, 2, [2]))
     detail = "2 of 2 rows on rank 2, first row 3"
-    assert told(found) == [(MIDDLE, (2,), "no row changed in 3 steps, although it has gradients", "", detail)]
+    assert findings_of(found) == [(MIDDLE, (2,), "no row changed in 3 steps, although it has gradients", "", detail)]
 
 
 def test_rows_that_do_not_move():
@@ -237,7 +237,7 @@ def test_replicas():
 def test_replicas_that_drift_apart():
     found = verdict(REPLICAS, after(healthy(mesh=HYBRID), MIDDLE, [2, 3], digest="other"))
     actual = "differs from its replicas after 3 steps"
-    assert told(found) == [(MIDDLE, (2, 3), actual, "bit-identical", "rank 2 differs from rank 0")]
+    assert findings_of(found) == [(MIDDLE, (2, 3), actual, "bit-identical", "rank 2 differs from rank 0")]
 
 
 def test_tensors_that_differ_before_the_steps_are_not_replicas():
@@ -248,7 +248,7 @@ def test_tensors_that_differ_before_the_steps_are_not_replicas():
 def test_an_update_that_differs():
     found = verdict(UPDATES, remeasured(healthy(), MIDDLE, 0.1, observed="parameters"))
     within = "equal within 0.02"
-    assert told(found) == [(MIDDLE, (0, 1), "update is 0.1 times the reference's", within, "")]
+    assert findings_of(found) == [(MIDDLE, (0, 1), "update is 0.1 times the reference's", within, "")]
     found = verdict(UPDATES, remeasured(healthy(4), MIDDLE, apart=4.0, ranks=[1], observed="parameters"))
     assert [(f.ranks, f.actual) for f in found.findings] == [((1,), "update differs from the reference's")]
 
@@ -328,7 +328,7 @@ def test_losses_that_follow_from_updates():
 def test_a_tie_that_breaks():
     broken = after(healthy(), HEAD, storage="memory of its own", identity=-1)
     actual = "does not share storage with head.weight after 3 steps"
-    assert told(verdict(TIED, broken)) == [(EMBEDDING, (0, 1), actual, "still tied to it", "values differ")]
+    assert findings_of(verdict(TIED, broken)) == [(EMBEDDING, (0, 1), actual, "still tied to it", "values differ")]
     same = after(broken, HEAD, digest=f"trained bits of {EMBEDDING}")
     assert verdict(TIED, same).findings[0].detail == "values are still equal"
     one = after(healthy(4), HEAD, [2], storage="memory of its own", identity=-1)

@@ -17,11 +17,11 @@ from tests.catalogue.evidence_factory import (
     declare,
     differ,
     drop,
+    findings_of,
     from_checkpoint,
     healthy,
     left_out,
     place,
-    told,
     undeclared,
     verdict,
     with_reference,
@@ -58,7 +58,7 @@ def test_shards_are_not_replicas():
 
 def test_a_replica_that_differs_without_a_reference():
     found = verdict(REPLICAS, alone(altered(healthy(mesh=HSDP), MIDDLE, [3])))
-    assert told(found) == [
+    assert findings_of(found) == [
         (MIDDLE, (3,), "bits that differ from those of rank 1, which holds the same elements", "", "")
     ]
     assert found.findings[0].cause == (
@@ -111,7 +111,7 @@ def test_one_of_several_replicas_without_a_reference():
 
 def test_a_buffer_that_differs_on_one_rank():
     found = verdict(REPLICAS, alone(altered(healthy(4), ROTARY, [2])))
-    assert told(found) == [
+    assert findings_of(found) == [
         (ROTARY, (2,), "bits that differ from those of ranks 0, 1, 3, which hold the same elements", "", "")
     ]
     assert (found.findings[0].cause, found.findings[0].remedy) == (
@@ -124,7 +124,7 @@ def test_the_rank_that_equals_the_reference_is_right():
     evidence = altered(healthy(mesh=HSDP), MIDDLE, [3])
     found = verdict(REPLICAS, differ(evidence, MIDDLE, [3]))
     actual = "bits that differ from those of rank 1, which holds the same elements and equals the reference"
-    assert told(found) == [(MIDDLE, (3,), actual, "", ONE_OF_12)]
+    assert findings_of(found) == [(MIDDLE, (3,), actual, "", ONE_OF_12)]
     found = verdict(REPLICAS, differ(evidence, MIDDLE, [1]))
     assert [(f.ranks, f.actual) for f in found.findings] == [((1,), actual.replace("rank 1", "rank 3"))]
 
@@ -155,7 +155,7 @@ def test_each_rank_has_other_values_and_none_is_right():
     for rank in range(4):
         evidence = altered(evidence, ROTARY, [rank], f"random on {rank}")
     found = verdict(REPLICAS, differ(evidence, ROTARY))
-    assert told(found) == [
+    assert findings_of(found) == [
         (ROTARY, (1, 2, 3), "bits that differ from those of rank 0, which holds the same elements", "", "")
     ]
     assert found.findings[0].cause == NONE_RIGHT
@@ -178,7 +178,7 @@ def test_frozen_replicas_are_compared_with_the_verifier():
 
 def test_a_non_persistent_buffer_beside_a_checkpoint_has_no_reference():
     found = verdict(REPLICAS, altered(from_checkpoint(healthy()), ROTARY, [1]))
-    assert told(found) == [
+    assert findings_of(found) == [
         (ROTARY, (1,), "bits that differ from those of rank 0, which holds the same elements", "", "")
     ]
 
@@ -199,14 +199,14 @@ def test_meshes_of_the_loader_define_what_splits_the_model():
     evidence = declare(evidence, unsharded=(MIDDLE,))
     assert verdict(REPLICAS, evidence).status == "passed"
     found = verdict(REPLICAS, altered(evidence, MIDDLE, [2], "others"))
-    assert told(found) == [
+    assert findings_of(found) == [
         (MIDDLE, (2,), "bits that differ from those of rank 0, which holds the same elements", "", "")
     ]
 
 
 def test_replicated_over_tensor_parallelism_is_replicated():
     evidence = altered(alone(place(healthy(mesh={"tp": 2}), MIDDLE, {"tp": 2}, "R")), MIDDLE, [1])
-    assert told(verdict(REPLICAS, evidence)) == [
+    assert findings_of(verdict(REPLICAS, evidence)) == [
         (MIDDLE, (1,), "bits that differ from those of rank 0, which holds the same elements", "", "")
     ]
 

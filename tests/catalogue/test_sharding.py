@@ -17,11 +17,11 @@ from tests.catalogue.evidence_factory import (
     change_reference,
     declare,
     drop,
+    findings_of,
     healthy,
     left_out,
     parameter,
     place,
-    told,
     undeclared,
     verdict,
 )
@@ -48,7 +48,7 @@ def test_no_reference_is_needed():
 
 def test_a_plain_parameter():
     found = whole(place(healthy(), MIDDLE, {}))
-    assert told(found) == [(MIDDLE, (0, 1), PLAIN, "sharded over dp_shard=2", "")]
+    assert findings_of(found) == [(MIDDLE, (0, 1), PLAIN, "sharded over dp_shard=2", "")]
     assert found.findings[0].remedy == (
         "shard it, or declare the intent with Subject(unsharded=...) or Subject(placements=...)"
     )
@@ -56,7 +56,7 @@ def test_a_plain_parameter():
 
 def test_a_plain_parameter_on_one_rank():
     evidence = change(healthy(4), MIDDLE, [2], placements=None, mesh=None)
-    assert told(verdict(PLACEMENTS, evidence)) == [
+    assert findings_of(verdict(PLACEMENTS, evidence)) == [
         (MIDDLE, (2,), "a plain tensor, not a DTensor", "sharded over dp_shard=4", "")
     ]
 
@@ -150,7 +150,7 @@ def test_a_shard_on_any_dim_passes_unless_declared():
 )
 def test_replicated_over_a_sharding_dimension(mesh, placements, actual, expected):
     found = whole(place(healthy(mesh={"dp_shard": 4}), MIDDLE, mesh, *placements))
-    assert told(found) == [(MIDDLE, (0, 1, 2, 3), actual, found.findings[0].expected, "")]
+    assert findings_of(found) == [(MIDDLE, (0, 1, 2, 3), actual, found.findings[0].expected, "")]
     assert found.findings[0].expected.startswith(expected)
 
 
@@ -190,7 +190,9 @@ def test_the_mesh_of_the_loader_takes_precedence_over_that_of_the_world():
     # The marker gave a world of 4; the loader created a hybrid-sharding mesh.
     evidence = replace(healthy(mesh=HSDP), world=healthy(4).world)
     assert verdict(PLACEMENTS, evidence).status == "passed"
-    assert told(whole(place(evidence, MIDDLE, {}))) == [(MIDDLE, (0, 1, 2, 3), PLAIN, "sharded over dp_shard=2", "")]
+    assert findings_of(whole(place(evidence, MIDDLE, {}))) == [
+        (MIDDLE, (0, 1, 2, 3), PLAIN, "sharded over dp_shard=2", "")
+    ]
 
 
 def test_an_unnamed_mesh_of_two_dimensions_is_hybrid_sharding():
@@ -202,7 +204,7 @@ def test_an_unnamed_mesh_of_two_dimensions_is_hybrid_sharding():
             evidence = change(evidence, name, [rank], mesh=replace(mesh, coordinate=divmod(rank, 2)))
     assert verdict(PLACEMENTS, evidence).status == "passed"
     found = verdict(PLACEMENTS, change(evidence, MIDDLE, placements=("S(0)", "R")))
-    assert told(found) == [
+    assert findings_of(found) == [
         (
             *(MIDDLE, (0, 1, 2, 3), "(S(0), R) on mesh unnamed=2 x unnamed=2"),
             *("replicated over the first mesh dimension=2", ""),
@@ -223,12 +225,14 @@ REPLICAS = "replicated over dp_replicate=2 as well (by fully_shard(mesh=...))"
 
 def test_one_parameter_on_the_submesh_is_not_replicated():
     evidence = place(healthy(mesh=HSDP), MIDDLE, {"dp_shard": 2}, "S(0)")
-    assert told(verdict(PLACEMENTS, evidence)) == [(MIDDLE, (0, 1, 2, 3), "S(0) on mesh dp_shard=2", REPLICAS, "")]
+    assert findings_of(verdict(PLACEMENTS, evidence)) == [
+        (MIDDLE, (0, 1, 2, 3), "S(0) on mesh dp_shard=2", REPLICAS, "")
+    ]
 
 
 def test_a_model_on_the_submesh_is_not_replicated():
     evidence = all_on(healthy(mesh=HSDP), {"dp_shard": 2}, "S(0)")
-    assert told(verdict(PLACEMENTS, evidence)) == [
+    assert findings_of(verdict(PLACEMENTS, evidence)) == [
         (name, (0, 1, 2, 3), "S(0) on mesh dp_shard=2", REPLICAS, "") for name in (EMBEDDING, MIDDLE, FROZEN, HEAD)
     ]
 
@@ -307,7 +311,7 @@ def test_tensor_parallel_alone_passes_if_no_dimension_shards():
 
 def test_one_parameter_that_is_only_tensor_parallel():
     evidence = healthy(mesh=TWO_D)
-    assert told(verdict(PLACEMENTS, place(evidence, MIDDLE, {"tp": 2}, "S(0)"))) == [
+    assert findings_of(verdict(PLACEMENTS, place(evidence, MIDDLE, {"tp": 2}, "S(0)"))) == [
         (MIDDLE, (0, 1, 2, 3), "S(0) on mesh tp=2", "sharded over dp_shard=2 as well", "")
     ]
 
@@ -327,7 +331,7 @@ def test_the_mesh_of_experts_applies_to_experts_only():
     experts = {"dp_shard_mod_ep": 2, "ep": 4}
     assert verdict(PLACEMENTS, place(evidence, MIDDLE, experts, "S(1)", "S(0)")).status == "passed"
     found = verdict(PLACEMENTS, place(evidence, MIDDLE, experts, "R", "S(0)"))
-    assert told(found) == [
+    assert findings_of(found) == [
         (
             *(MIDDLE, tuple(range(8)), "(R, S(0)) on mesh dp_shard_mod_ep=2 x ep=4"),
             *("sharded over dp_shard_mod_ep=2", ""),
@@ -335,16 +339,16 @@ def test_the_mesh_of_experts_applies_to_experts_only():
     ]
 
 
-@pytest.mark.parametrize("placed", [(), ("R",)])
-def test_declared_unsharded_is_whole_plain_or_replicated(placed):
-    evidence = declare(place(healthy(), MIDDLE, {"dp_shard": 2}, *placed), unsharded=(MIDDLE,))
+@pytest.mark.parametrize("assign_devices", [(), ("R",)])
+def test_declared_unsharded_is_whole_plain_or_replicated(assign_devices):
+    evidence = declare(place(healthy(), MIDDLE, {"dp_shard": 2}, *assign_devices), unsharded=(MIDDLE,))
     assert [verdict(id, evidence).status for id in (PLACEMENTS, LEFT, STAYS)] == ["passed"] * 3
 
 
 def test_declared_unsharded_that_is_sharded():
     evidence = declare(healthy(), unsharded=(MIDDLE,))
     found = verdict(STAYS, evidence)
-    assert told(found) == [(MIDDLE, (0, 1), "S(0) on mesh dp_shard=2", "whole on every rank, as declared", "")]
+    assert findings_of(found) == [(MIDDLE, (0, 1), "S(0) on mesh dp_shard=2", "whole on every rank, as declared", "")]
     assert found.findings[0].cause == (
         "the parameter is declared unsharded but was passed to fully_shard() or parallelize_module()"
     )
@@ -356,7 +360,7 @@ def test_declared_unsharded_that_one_rank_shards():
     evidence = declare(place(healthy(4), MIDDLE, {}), unsharded=(MIDDLE,))
     shard = parameter(MIDDLE, (6, 4), {"dp_shard": 4}, ("S(0)",), (2,))
     facts = {key: getattr(shard, key) for key in ("placements", "mesh", "regions", "local_shape")}
-    assert told(verdict(STAYS, change(evidence, MIDDLE, [2], **facts))) == [
+    assert findings_of(verdict(STAYS, change(evidence, MIDDLE, [2], **facts))) == [
         (MIDDLE, (2,), "S(0) on mesh dp_shard=4", "whole on every rank, as declared", "")
     ]
 
@@ -373,7 +377,7 @@ def test_a_shard_of_one_is_whole():
 def test_a_lost_attribute_explains_why_it_is_sharded():
     evidence = declare(healthy(), unsharded=(MIDDLE,), kept_attributes=("_fsdp_no_shard",))
     evidence = change_reference(evidence, MIDDLE, attributes={"_fsdp_no_shard": "True"})
-    assert told(verdict("parameter_attributes_kept", evidence)) == [
+    assert findings_of(verdict("parameter_attributes_kept", evidence)) == [
         (
             *(MIDDLE, (0, 1), "without the attribute _fsdp_no_shard"),
             *("_fsdp_no_shard=True, as in the reference", ""),
@@ -403,11 +407,11 @@ def test_declared_placements(mesh, actual, declared, status):
 
 def test_a_finding_shows_declared_and_actual_placements():
     evidence = declare(place(healthy(mesh=TWO_D), MIDDLE, TWO_D, "S(0)", "R"), placements={MIDDLE: ("S(0)", "S(1)")})
-    assert told(verdict(PLACEMENTS, evidence)) == [
+    assert findings_of(verdict(PLACEMENTS, evidence)) == [
         (MIDDLE, (0, 1, 2, 3), "(S(0), R) on mesh dp_shard=2 x tp=2", "(S(0), S(1)), as declared", "")
     ]
     evidence = declare(place(healthy(), MIDDLE, {}), placements={MIDDLE: ("S(0)",)})
-    assert told(verdict(PLACEMENTS, evidence)) == [(MIDDLE, (0, 1), PLAIN, "S(0), as declared", "")]
+    assert findings_of(verdict(PLACEMENTS, evidence)) == [(MIDDLE, (0, 1), PLAIN, "S(0), as declared", "")]
 
 
 @pytest.mark.parametrize(
@@ -499,21 +503,23 @@ BRANCHES = (
 )
 def test_ranks_that_shard_on_different_dims(ranks, finding):
     found = verdict(PLACEMENTS, moved(healthy(4), ranks, placements=("S(1)",)))
-    assert told(found) == [(MIDDLE, *finding, "")]
+    assert findings_of(found) == [(MIDDLE, *finding, "")]
     assert (found.findings[0].cause, found.findings[0].remedy) == BRANCHES
     assert verdict(PLACEMENTS, moved(healthy(4), range(4), placements=("S(1)",))).status == "passed"
 
 
 def test_ranks_on_a_mesh_with_other_names():
     found = verdict(PLACEMENTS, moved(healthy(4), [1], dims=("fsdp",)))
-    assert told(found) == [(MIDDLE, (1,), "S(0) on mesh fsdp=4", "S(0) on mesh dp_shard=4, as on ranks 0, 2, 3", "")]
+    assert findings_of(found) == [
+        (MIDDLE, (1,), "S(0) on mesh fsdp=4", "S(0) on mesh dp_shard=4, as on ranks 0, 2, 3", "")
+    ]
     assert verdict(PLACEMENTS, moved(healthy(4), range(4), dims=("fsdp",))).status == "passed"
 
 
 def test_a_parameter_declared_whole_has_the_same_placements_on_every_rank():
     evidence = declare(place(healthy(4), MIDDLE, {"dp_shard": 4}, "R"), unsharded=(MIDDLE,))
     found = verdict(PLACEMENTS, change(evidence, MIDDLE, [2], placements=None, mesh=None))
-    assert told(found) == [
+    assert findings_of(found) == [
         (MIDDLE, (2,), "a plain tensor, not a DTensor", "R on mesh dp_shard=4, as on ranks 0, 1, 3", "")
     ]
 
@@ -538,7 +544,7 @@ def test_a_mesh_of_one_rank_does_not_shard():
 
 def test_a_dimension_of_half_the_size():
     evidence = place(healthy(4), MIDDLE, {"dp_shard": 2}, "S(0)")
-    assert told(verdict(PLACEMENTS, evidence)) == [
+    assert findings_of(verdict(PLACEMENTS, evidence)) == [
         (MIDDLE, (0, 1, 2, 3), "S(0) on mesh dp_shard=2", "sharded over dp_shard=4", "")
     ]
     # With a second dimension, the mesh uses all ranks.

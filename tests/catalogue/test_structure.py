@@ -23,13 +23,13 @@ from tests.catalogue.evidence_factory import (
     drop,
     drop_reference,
     empty,
+    findings_of,
     from_checkpoint,
     healthy,
     left_out,
     on_ranks,
     parameter,
     rename,
-    told,
     undeclared,
     verdict,
 )
@@ -65,7 +65,7 @@ def test_trainability_with_a_reference_that_failed_is_an_error_with_its_tracebac
 def test_a_name_that_some_ranks_lack_is_reported_for_the_minority(world, absent, finding):
     found = verdict(MANIFEST, drop(healthy(world), MIDDLE, absent))
     assert found.status == "failed"
-    assert told(found) == [finding]
+    assert findings_of(found) == [finding]
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_a_name_that_some_ranks_lack_is_reported_for_the_minority(world, absent,
 )
 def test_one_differing_rank_is_reported_with_the_others(facts, actual, expected):
     found = verdict(MANIFEST, change(healthy(4), MIDDLE, [2], **facts))
-    assert told(found) == [(MIDDLE, (2,), actual, expected, "")]
+    assert findings_of(found) == [(MIDDLE, (2,), actual, expected, "")]
     assert found.findings[0].cause == "the loader depends on the rank when it builds, casts or freezes the model"
     assert found.findings[0].remedy == (
         "build, cast and freeze the model alike on every rank; only the reading of data may depend on the rank"
@@ -89,7 +89,7 @@ def test_one_differing_rank_is_reported_with_the_others(facts, actual, expected)
 
 def test_ranks_with_different_values_are_separate_findings():
     evidence = change(change(healthy(4), MIDDLE, [1], dtype="float16"), MIDDLE, [2, 3], dtype="bfloat16")
-    assert told(verdict(MANIFEST, evidence)) == [
+    assert findings_of(verdict(MANIFEST, evidence)) == [
         (MIDDLE, (0,), "dtype float32", "bfloat16, as on ranks 2, 3", ""),
         (MIDDLE, (1,), "dtype float16", "bfloat16, as on ranks 2, 3", ""),
     ]
@@ -97,7 +97,7 @@ def test_ranks_with_different_values_are_separate_findings():
 
 def test_in_a_tie_the_value_of_the_lowest_rank_counts():
     found = verdict(MANIFEST, change(healthy(2), MIDDLE, [1], dtype="bfloat16"))
-    assert told(found) == [(MIDDLE, (1,), "dtype bfloat16", "float32, as on rank 0", "")]
+    assert findings_of(found) == [(MIDDLE, (1,), "dtype bfloat16", "float32, as on rank 0", "")]
 
 
 def test_local_shapes_may_differ():
@@ -109,7 +109,7 @@ def test_local_shapes_may_differ():
 
 def test_another_order_is_one_finding_for_all_its_ranks():
     evidence = on_ranks(healthy(4), [0], lambda rank: tuple(reversed(rank.tensors)))
-    assert told(verdict(MANIFEST, evidence)) == [
+    assert findings_of(verdict(MANIFEST, evidence)) == [
         (
             *(None, (0,), "parameters and buffers in a different order", "in the order of ranks 1-3"),
             f"first difference: {COUNTER} in place of {EMBEDDING}",
@@ -128,7 +128,7 @@ def test_the_order_is_not_judged_if_names_are_missing():
 def test_an_extra_name(world):
     found = verdict(NAMES, add(healthy(world), parameter("router.scale")))
     ranks = tuple(range(world))
-    assert told(found) == [("router.scale", ranks, "present (a parameter)", "absent, as in the reference", "")]
+    assert findings_of(found) == [("router.scale", ranks, "present (a parameter)", "absent, as in the reference", "")]
     assert found.findings[0].cause == (
         "the sharded model and the reference are built from different configs, or a wrapper renames the tensors"
     )
@@ -136,7 +136,7 @@ def test_an_extra_name(world):
 
 def test_missing_names():
     found = verdict(NAMES, drop(drop(healthy(), MIDDLE), ROTARY))
-    assert told(found) == [
+    assert findings_of(found) == [
         (MIDDLE, (0, 1), "missing", "a parameter, as in the reference", ""),
         (ROTARY, (0, 1), "missing", "a buffer, as in the reference", ""),
     ]
@@ -177,7 +177,7 @@ NAMED = (EMBEDDING, MIDDLE, FROZEN, HEAD, ROTARY, COUNTER)
 
 def test_a_prefix_before_every_name_is_one_finding():
     found = verdict(NAMES, rename(healthy(), "module."))
-    assert told(found) == [PREFIX]
+    assert findings_of(found) == [PREFIX]
     (finding,) = found.findings
     assert finding.cause == "the loader returns a wrapper instead of the model inside it"
     assert finding.remedy == "return the wrapped model itself, or strip the prefix from its names"
@@ -186,7 +186,7 @@ def test_a_prefix_before_every_name_is_one_finding():
 
 def test_a_prefix_is_recognised_beside_a_checkpoint_too():
     found = verdict(NAMES, from_checkpoint(rename(healthy(), "module.")))
-    assert told(found) == [PREFIX]
+    assert findings_of(found) == [PREFIX]
     stored = [name for name in NAMED if name != ROTARY]
     assert found.findings[0].condemns == (*(f"module.{name}" for name in stored), *stored)
 
@@ -242,7 +242,7 @@ def test_renamed_tensors_do_not_hide_a_tensor_of_another_kind():
 
 def test_a_parameter_that_became_a_buffer():
     found = verdict(NAMES, change(healthy(), MIDDLE, kind="buffer", requires_grad=False))
-    assert told(found) == [(MIDDLE, (0, 1), "a buffer", "a parameter, as in the reference", "")]
+    assert findings_of(found) == [(MIDDLE, (0, 1), "a buffer", "a parameter, as in the reference", "")]
     assert found.findings[0].remedy == "re-create parameters as torch.nn.Parameter and buffers with register_buffer()"
 
 
@@ -255,7 +255,7 @@ def test_a_parameter_that_became_a_buffer():
 )
 def test_a_buffer_with_another_persistence(name, now, actual, expected):
     found = verdict(NAMES, change(healthy(), name, persistent=now))
-    assert told(found) == [(name, (0, 1), actual, expected, "")]
+    assert findings_of(found) == [(name, (0, 1), actual, expected, "")]
     assert found.findings[0].cause == (
         "it was registered again with a different persistent=..., which decides whether checkpoints contain it"
     )
@@ -280,7 +280,7 @@ def test_a_checkpoint_omits_non_persistent_buffers_and_duplicates_of_tied_weight
 
 def test_a_checkpoint_that_lacks_a_persistent_buffer():
     evidence = from_checkpoint(drop_reference(healthy(), COUNTER))
-    assert told(verdict(NAMES, evidence)) == [
+    assert findings_of(verdict(NAMES, evidence)) == [
         (COUNTER, (0, 1), "present (a buffer)", "absent, as in the reference", "")
     ]
 
@@ -294,7 +294,7 @@ def test_a_declared_tie_explains_a_name_that_a_checkpoint_lacks_even_if_broken()
 
 def test_a_name_that_only_the_checkpoint_has():
     evidence = from_checkpoint(drop(healthy(), MIDDLE))
-    assert told(verdict(NAMES, evidence)) == [(MIDDLE, (0, 1), "missing", "a tensor, as in the reference", "")]
+    assert findings_of(verdict(NAMES, evidence)) == [(MIDDLE, (0, 1), "missing", "a tensor, as in the reference", "")]
 
 
 def test_with_an_empty_reference_every_name_is_extra():
@@ -307,7 +307,7 @@ def test_with_an_empty_reference_every_name_is_extra():
 @pytest.mark.parametrize(("name", "was"), [(MIDDLE, "float32"), (ROTARY, "float32"), (COUNTER, "int64")])
 def test_another_dtype(name, was):
     found = verdict(DTYPES, change(healthy(), name, dtype="bfloat16"))
-    assert told(found) == [(name, (0, 1), "bfloat16", was, "")]
+    assert findings_of(found) == [(name, (0, 1), "bfloat16", was, "")]
 
 
 def test_a_dtype_that_differs_on_one_rank_is_reported_once():
@@ -319,7 +319,7 @@ def test_a_dtype_that_differs_on_one_rank_is_reported_once():
 
 def test_dtypes_are_compared_with_a_checkpoint():
     evidence = from_checkpoint(change(healthy(), MIDDLE, dtype="bfloat16"))
-    assert told(verdict(DTYPES, evidence)) == [(MIDDLE, (0, 1), "bfloat16", "float32", "")]
+    assert findings_of(verdict(DTYPES, evidence)) == [(MIDDLE, (0, 1), "bfloat16", "float32", "")]
 
 
 def test_the_dtype_of_an_extra_tensor_is_not_judged():
@@ -348,14 +348,14 @@ def test_the_dtype_of_an_extra_tensor_is_not_judged():
 )
 def test_another_requires_grad(name, now, actual, expected, remedy):
     found = verdict(TRAINABLE, change(healthy(), name, requires_grad=now))
-    assert told(found) == [(name, (0, 1), actual, expected, "")]
+    assert findings_of(found) == [(name, (0, 1), actual, expected, "")]
     assert found.findings[0].remedy == remedy
 
 
 def test_a_parameter_declared_frozen_is_frozen_in_the_recorded_reference():
     # observers/reference.py freezes it there; tests/trial/test_trial.py tests both together.
     evidence = change_reference(declare(healthy(), frozen={MIDDLE: MIDDLE}), MIDDLE, requires_grad=False)
-    assert told(verdict(TRAINABLE, evidence)) == [(MIDDLE, (0, 1), "trainable", "frozen, as declared", "")]
+    assert findings_of(verdict(TRAINABLE, evidence)) == [(MIDDLE, (0, 1), "trainable", "frozen, as declared", "")]
     assert verdict(TRAINABLE, change(evidence, MIDDLE, requires_grad=False)).status == "passed"
 
 
@@ -371,7 +371,7 @@ def test_a_parameter_declared_frozen_is_frozen_in_the_recorded_reference():
 def test_a_parameter_declared_frozen_is_judged_without_a_usable_reference(evidence):
     evidence = declare(evidence, frozen={MIDDLE: MIDDLE})
     found = verdict(TRAINABLE, evidence)
-    assert told(found) == [(MIDDLE, (0, 1), "trainable", "frozen, as declared", "")]
+    assert findings_of(found) == [(MIDDLE, (0, 1), "trainable", "frozen, as declared", "")]
     assert found.findings[0].remedy == "set requires_grad after the last step that creates new Parameter objects"
     assert verdict(TRAINABLE, change(evidence, MIDDLE, requires_grad=False)).status == "passed"
 
@@ -399,20 +399,20 @@ def test_a_checkpoint_does_not_record_what_is_trainable():
 def test_tensors_that_already_failed_do_not_hide_others():
     evidence = change(change(healthy(), MIDDLE, [1], dtype="float16"), ROTARY, dtype="bfloat16")
     found = verdict(DTYPES, evidence)
-    assert told(found) == [(ROTARY, (0, 1), "bfloat16", "float32", "")]
+    assert findings_of(found) == [(ROTARY, (0, 1), "bfloat16", "float32", "")]
     assert found.unjudged == {MANIFEST: (MIDDLE,)}
 
 
 def test_the_dtype_of_the_reference_counts():
     evidence = change_reference(healthy(), MIDDLE, dtype="float64")
-    assert told(verdict(DTYPES, evidence)) == [(MIDDLE, (0, 1), "float32", "float64", "")]
+    assert findings_of(verdict(DTYPES, evidence)) == [(MIDDLE, (0, 1), "float32", "float64", "")]
 
 
 @pytest.mark.parametrize(("name", "shape"), [(MIDDLE, (12, 4)), (MIDDLE, (6, 4, 1)), (ROTARY, ()), (COUNTER, (1,))])
 def test_another_shape_than_the_reference(name, shape):
     evidence = change(healthy(), name, shape=shape)
     expected = f"{evidence.reference.inventory.by_name[name].shape}, as in the reference"
-    assert told(verdict(SHAPES, evidence)) == [(name, (0, 1), f"shape {shape}", expected, "")]
+    assert findings_of(verdict(SHAPES, evidence)) == [(name, (0, 1), f"shape {shape}", expected, "")]
 
 
 def test_a_tensor_of_a_wrong_shape_is_not_judged_again():
@@ -463,7 +463,9 @@ def test_attributes_that_were_kept(world):
 def test_attributes_that_were_lost(ranks, attributes, actual):
     evidence = change(kept(healthy(), MIDDLE), MIDDLE, attributes={"_fsdp_no_shard": "True"})
     found = verdict(ATTRIBUTES, change(evidence, MIDDLE, ranks, attributes=attributes))
-    assert told(found) == [(MIDDLE, tuple(ranks or (0, 1)), actual, "_fsdp_no_shard=True, as in the reference", "")]
+    assert findings_of(found) == [
+        (MIDDLE, tuple(ranks or (0, 1)), actual, "_fsdp_no_shard=True, as in the reference", "")
+    ]
 
 
 def test_an_attribute_that_the_reference_lacks():

@@ -15,11 +15,11 @@ from tests.catalogue.evidence_factory import (
     change,
     declare,
     drop,
+    findings_of,
     healthy,
     left_out,
     parameter,
     place,
-    told,
     undeclared,
     verdict,
 )
@@ -96,7 +96,7 @@ def at(evidence, rank, coordinate, mesh, placements, shape=(6, 4)):
 
 def test_two_ranks_at_one_coordinate():
     found = verdict(TILE, at(healthy(), 1, (0,), {"dp_shard": 2}, ("S(0)",)))
-    assert told(found) == [
+    assert findings_of(found) == [
         (
             *(MIDDLE, (0, 1), "2 ranks hold [0:3, 0:4] and no rank holds [3:6, 0:4]"),
             *("shards that cover (6, 4) exactly once", ""),
@@ -110,7 +110,7 @@ def test_two_ranks_at_one_coordinate():
 
 def test_one_replica_at_the_coordinate_of_the_other_shard():
     found = verdict(TILE, at(healthy(mesh=HSDP), 3, (1, 0), HSDP, ("R", "S(0)")))
-    assert told(found) == [
+    assert findings_of(found) == [
         (
             *(MIDDLE, (0, 2, 3), "3 ranks hold [0:3, 0:4] and only 1 rank holds [3:6, 0:4]"),
             *("shards that cover (6, 4) exactly once in each of 2 replicas", ""),
@@ -159,7 +159,7 @@ def test_a_rank_outside_the_mesh_holds_no_part():
 def test_a_shard_whose_size_does_not_match_its_placements():
     evidence = change(healthy(4), MIDDLE, [1], local_shape=(1, 4))
     found = verdict(TILE, change(evidence, MIDDLE, [2, 3], local_shape=(1, 4)))
-    assert told(found) == [
+    assert findings_of(found) == [
         (MIDDLE, (1, 2), "local shape (1, 4)", "(2, 4), as its placements imply", ""),
         (MIDDLE, (3,), "local shape (1, 4)", "(0, 4), as its placements imply", ""),
     ]

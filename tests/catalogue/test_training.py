@@ -20,12 +20,12 @@ from tests.catalogue.evidence_factory import (
     change_reference,
     differ,
     empty,
+    findings_of,
     from_checkpoint,
     healthy,
     on_ranks,
     place,
     rename,
-    told,
     undeclared,
     verdict,
     with_reference,
@@ -176,7 +176,7 @@ def test_ranks_that_see_the_same_rows_count_once(places, curves, mean):
 
 def test_the_first_step_differs():
     found = verdict(PARITY, losses(healthy(), (2.5, 1.5, 1.25), (2.5, 1.5, 1.25)))
-    assert told(found) == [
+    assert findings_of(found) == [
         (
             *(None, (0, 1), "loss 2.5 at step 0", "2 within 1e-05"),
             f"losses 2.500000, 1.500000, 1.250000; reference {REFERENCE_CURVE}",
@@ -230,7 +230,7 @@ def test_a_whole_multiple_by_chance():
 
 def test_a_later_step_differs():
     found = verdict(PARITY, losses(healthy(1), (2.0, 1.5, 1.0)))
-    assert told(found) == [
+    assert findings_of(found) == [
         (
             *(None, (0,), "loss 1 at step 2", "1.25 within 1e-05"),
             f"losses 2.000000, 1.500000, 1.000000; reference {REFERENCE_CURVE}",
@@ -280,7 +280,7 @@ DIVERGED = (
 def test_ranks_of_one_slice_that_cancel_in_the_mean():
     curves = ((2.0, 1.5, 1.25), (2.5, 1.5, 1.25), (2.0, 1.5, 1.25), (1.5, 1.5, 1.25))
     found = verdict(PARITY, losses(in_slices(healthy(4), 0, 1, 0, 1), *curves))
-    assert told(found) == [
+    assert findings_of(found) == [
         (
             *(None, (3,), "loss 1.5 at step 0", "2.5, as on rank 1, which sees the same rows"),
             "losses 1.500000, 1.500000, 1.250000; rank 1 2.500000, 1.500000, 1.250000",

@@ -15,11 +15,11 @@ from tests.catalogue.evidence_factory import (
     declare,
     drop,
     empty,
+    findings_of,
     from_checkpoint,
     healthy,
     left_out,
     parameter,
-    told,
     undeclared,
     verdict,
 )
@@ -43,7 +43,7 @@ def test_on_a_device_without_storage_addresses_only_the_same_object_is_tied():
 @pytest.mark.parametrize("ranks", [(0,), (0, 1, 2, 3), (2,), (1, 3)])
 def test_a_weight_with_two_storages(ranks):
     found = verdict(TIED, change(healthy(4), HEAD, ranks, **UNTIED))
-    assert told(found) == [(EMBEDDING, ranks, "does not share storage with head.weight", "tied to it", "")]
+    assert findings_of(found) == [(EMBEDDING, ranks, "does not share storage with head.weight", "tied to it", "")]
     assert found.findings[0].remedy == (
         "tie before fully_shard() with both modules in one FSDP group; call tie_weights() again after to_empty()"
     )
@@ -54,7 +54,7 @@ def test_three_names_for_one_weight():
     evidence = declare(change(evidence, HEAD, [1], **UNTIED), tied=((EMBEDDING, HEAD, "third.weight"),))
     found = verdict(TIED, undeclared(evidence, "reference", why="not declared"))
     actual = "does not share storage with head.weight, third.weight"
-    assert told(found) == [(EMBEDDING, (1,), actual, "tied to them", "")]
+    assert findings_of(found) == [(EMBEDDING, (1,), actual, "tied to them", "")]
 
 
 def test_two_objects_with_one_storage_are_tied():

@@ -20,12 +20,12 @@ from tests.catalogue.evidence_factory import (
     declare,
     differ,
     drop,
+    findings_of,
     from_checkpoint,
     healthy,
     left_out,
     parameter,
     place,
-    told,
     undeclared,
     verdict,
     with_reference,
@@ -61,7 +61,9 @@ def shapes(problem: str, should_be: str) -> dict:
 
 def test_a_parameter_that_differs_everywhere():
     found = verdict(PARAMS, differ(healthy(), MIDDLE, differing=12))
-    assert told(found) == [(MIDDLE, (0, 1), "values that differ from the reference's slice", "", ALL_OF.format(0))]
+    assert findings_of(found) == [
+        (MIDDLE, (0, 1), "values that differ from the reference's slice", "", ALL_OF.format(0))
+    ]
     assert found.findings[0].cause == NOT_LOADED
     assert found.findings[0].remedy == (
         "load by name and fail on missing and unexpected keys; initialise before loading, never after"
@@ -70,7 +72,9 @@ def test_a_parameter_that_differs_everywhere():
 
 def test_a_parameter_that_differs_in_part():
     found = verdict(PARAMS, differ(healthy(), MIDDLE))
-    assert told(found) == [(MIDDLE, (0, 1), "values that differ from the reference's slice", "", ONE.format(12, 0))]
+    assert findings_of(found) == [
+        (MIDDLE, (0, 1), "values that differ from the reference's slice", "", ONE.format(12, 0))
+    ]
     assert found.findings[0].cause == IN_PART
     assert found.findings[0].remedy == (
         "compare the order of the parts in the checkpoint with the order that the module expects"
@@ -343,7 +347,7 @@ def test_zeros_where_the_reference_has_none():
 def test_a_whole_tensor_is_not_called_a_slice():
     found = verdict(BUFFERS, differ(healthy(), ROTARY))
     detail = "1 of 2 elements of rank 0's tensor differ, first at [0, 0]: 2.5, but should be 2; largest difference 0.5"
-    assert told(found) == [(ROTARY, (0, 1), "values that differ from the reference", "", detail)]
+    assert findings_of(found) == [(ROTARY, (0, 1), "values that differ from the reference", "", detail)]
     whole = declare(place(healthy(), MIDDLE, {}), unsharded=(MIDDLE,))
     assert verdict(PARAMS, differ(whole, MIDDLE)).findings[0].actual == "values that differ from the reference"
 
@@ -366,7 +370,7 @@ def test_nan_beside_a_number():
 
 def test_a_scalar_has_no_index():
     evidence = differ(healthy(), COUNTER, index=(), actual=3.0, expected=7.0)
-    assert told(verdict(BUFFERS, evidence)) == [
+    assert findings_of(verdict(BUFFERS, evidence)) == [
         (COUNTER, (0, 1), "values that differ from the reference", "", "3 on rank 0, but should be 7")
     ]
 
@@ -521,17 +525,17 @@ def test_a_checkpoint_suffices_for_a_model_without_non_persistent_buffers():
 
 def test_a_frozen_weight_that_differs_from_the_verifier():
     found = verdict(VERIFIER, differ(healthy(), FROZEN, observed="verifier", differing=8))
-    assert told(found) == [(FROZEN, (0, 1), "values that differ from the verifier", "", ALL_OF.format(0))]
+    assert findings_of(found) == [(FROZEN, (0, 1), "values that differ from the verifier", "", ALL_OF.format(0))]
     assert found.findings[0].cause == "it was initialised again after loading, or never loaded"
 
 
 def test_a_mapped_name_is_shown_as_in_the_verifier():
     evidence = declare(differ(healthy(), FROZEN, observed="verifier"), frozen={FROZEN: "lm_head.weight"})
-    assert told(verdict(VERIFIER, evidence)) == [
+    assert findings_of(verdict(VERIFIER, evidence)) == [
         (FROZEN, (0, 1), "values that differ from the verifier's lm_head.weight", "", ONE.format(8, 0))
     ]
     wrong = shapes("shape (4, 2)", "(4, 4), as in the reference")
-    assert told(verdict(VERIFIER, differ(evidence, FROZEN, observed="verifier", **wrong))) == [
+    assert findings_of(verdict(VERIFIER, differ(evidence, FROZEN, observed="verifier", **wrong))) == [
         (FROZEN, (0, 1), "shape (4, 2)", "(4, 4), as in the reference", "")
     ]
 
@@ -604,7 +608,7 @@ def test_a_vocabulary_of_five_in_a_world_of_four():
     assert [rank.tensors[0].local_shape for rank in evidence.inventory] == [(2, 2), (2, 2), (1, 2), (0, 2)]
     assert verdict(PARAMS, evidence).status == "passed"
     found = verdict(PARAMS, differ(evidence, "embed.weight", [2], index=(4, 1), differing=2))
-    assert told(found) == [
+    assert findings_of(found) == [
         (
             *("embed.weight", (2,), "values that differ from the reference's slice", ""),
             "all elements of rank 2's shard differ, first at [4, 1]: 2.5, but should be 2; largest difference 0.5",

@@ -270,7 +270,7 @@ def night(runner: Runner, weight: int, grad: bool = True, **given: str) -> tuple
 def test_four_nights_find_known_new_and_fixed_failures(runner: Runner):
     code, output = night(runner, weight=1)
     assert code == 1, output
-    assert "❌ fsdp conformance: 1 kept, 1 broken" in runner.written("summary")
+    assert "❌ fsdp conformance: 1 passed, 1 failed" in runner.written("summary")
     code, output = night(runner, weight=1)
     assert code == 0, output
     assert "1 known since" in runner.written("summary").replace("&#58;", ":")

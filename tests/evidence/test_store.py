@@ -17,7 +17,7 @@ import pytest
 
 from pytest_fsdp_meta.catalogue import Verdict, built_in, judge
 from pytest_fsdp_meta.evidence.store import (
-    ENDING,
+    SUFFIX,
     clear_evidence,
     evidence_file_name,
     read_evidence,
@@ -25,7 +25,7 @@ from pytest_fsdp_meta.evidence.store import (
 )
 from tests.conftest import Project
 
-OLD = Path(__file__).parent / "data" / f"0.3.0{ENDING}"
+OLD = Path(__file__).parent / "data" / f"0.3.0{SUFFIX}"
 STATUSES = {
     "dtypes_match_reference": "passed",  # skip= left it out of the run
     "requires_grad_matches_reference": "failed",  # xfail= expected it to

@@ -38,13 +38,13 @@ def test_non_persistent_buffers():
 def test_the_name_and_the_arguments_of_an_operator():
     class Noted(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            noted.append((is_operator(func), operator_name(func), operator_arguments(func, args, kwargs or {})))
+            on_note.append((is_operator(func), operator_name(func), operator_arguments(func, args, kwargs or {})))
             return func(*args, **(kwargs or {}))
 
-    noted = []
+    on_note = []
     with Noted():
         torch.add(torch.ones(1), 2, alpha=3)
-    [(known, name, given)] = [one for one in noted if one[1] == "add"]
+    [(known, name, given)] = [one for one in on_note if one[1] == "add"]
     assert known
     assert (name, given["other"], given["alpha"]) == ("add", 2, 3)
     assert not is_operator(torch.ops.higher_order.cond)

@@ -45,7 +45,7 @@ def shell(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Any:
     return start
 
 
-def ranks_of(project: Project) -> list[int]:
+def largest_world_size(project: Project) -> list[int]:
     return [int((project.path / f"pid{rank}").read_text()) for rank in (0, 1)]
 
 
@@ -60,7 +60,7 @@ def test_the_debugger_opens_where_the_rank_failed(project: Project, shell: Any) 
     child.expect(PROMPT)
     child.sendline("import os; print('I am', os.getpid())")
     child.expect(r"I am (\d+)")
-    assert int(child.match[1]) == ranks_of(project)[1]
+    assert int(child.match[1]) == largest_world_size(project)[1]
     child.expect(PROMPT)
     child.sendintr()  # Ctrl-C goes to the debugger and ends nothing
     child.expect(PROMPT)
@@ -69,7 +69,7 @@ def test_the_debugger_opens_where_the_rank_failed(project: Project, shell: Any) 
     assert "1 passed" in rest
     assert "1 error, 1 same error" in rest
     child.wait()
-    assert_gone(ranks_of(project))
+    assert_gone(largest_world_size(project))
 
 
 def test_quit_ends_the_session(project: Project, shell: Any) -> None:
@@ -81,7 +81,7 @@ def test_quit_ends_the_session(project: Project, shell: Any) -> None:
     assert "Quitting debugger" in rest
     assert "1 error" in rest
     assert not re.search(r"\d passed", rest)
-    assert_gone(ranks_of(project))
+    assert_gone(largest_world_size(project))
 
 
 def test_no_rank_is_left_when_pytest_is_killed_at_the_prompt(project: Project, shell: Any) -> None:
@@ -89,7 +89,7 @@ def test_no_rank_is_left_when_pytest_is_killed_at_the_prompt(project: Project, s
     child = shell("--pdb")
     child.expect(PROMPT)
     os.kill(child.pid, signal.SIGKILL)
-    assert_gone(ranks_of(project))
+    assert_gone(largest_world_size(project))
 
 
 def test_a_rank_that_ends_in_the_debugger(project: Project, shell: Any) -> None:
@@ -99,7 +99,7 @@ def test_a_rank_that_ends_in_the_debugger(project: Project, shell: Any) -> None:
     child.sendline("import os; os._exit(3)")
     rest = child.read().decode()
     assert "1 error" in rest
-    assert_gone(ranks_of(project))
+    assert_gone(largest_world_size(project))
 
 
 BODIES = """

@@ -142,7 +142,7 @@ class RecordingListener(Listener):
     def __init__(self) -> None:
         self.activities: list[str] = []
 
-    def waits(self, world: World, doing: str) -> None:
+    def on_wait(self, world: World, doing: str) -> None:
         self.activities.append(doing)
 
 

@@ -11,8 +11,8 @@ import warnings
 
 import pytest
 
-from pytest_fsdp_meta.worlds import Listener, World, current, telling
-from pytest_fsdp_meta.worlds.rank.warnings import Warned, category_of, raise_again
+from pytest_fsdp_meta.worlds import Listener, World, current, forward_warnings
+from pytest_fsdp_meta.worlds.rank.warnings import RankWarning, find_category, reissue
 from tests.conftest import Project
 from tests.world_help import world_of
 
@@ -147,8 +147,8 @@ class RecordingListener(Listener):
     def __init__(self) -> None:
         self.warnings: list[tuple[int, str]] = []
 
-    def noted(self, world: World, rank: int, kind: str, what: object) -> None:
-        assert isinstance(what, Warned)
+    def on_note(self, world: World, rank: int, kind: str, what: object) -> None:
+        assert isinstance(what, RankWarning)
         self.warnings.append((rank, what.text))
 
 
@@ -156,7 +156,7 @@ def test_each_call_to_a_shared_world_warns_again() -> None:
     listener = RecordingListener()
 
     def warn() -> None:
-        with telling(unless="^not this"):
+        with forward_warnings(unless="^not this"):
             for text in ("this", "this", "not this"):
                 warnings.warn(f"{text}, {current().rank}", stacklevel=1)
         pid = os.fork()
@@ -207,14 +207,14 @@ class Odd(UserWarning):
 def test_the_class_of_a_warning_where_this_process_has_it(
     classes: tuple[str, ...], category: type, known: bool
 ) -> None:
-    assert category_of(classes) == (category, known)
+    assert find_category(classes) == (category, known)
 
 
 def test_a_class_that_cannot_be_instantiated_here() -> None:
     with pytest.warns(UserWarning, match=r"^Odd: text \(on rank 1\)$"):
-        raise_again(Warned("text", (f"{__name__}:Odd",), "file.py", 3, "file"), "on rank 1")
+        reissue(RankWarning("text", (f"{__name__}:Odd",), "file.py", 3, "file"), "on rank 1")
     with pytest.warns(DeprecationWarning, match=r"^torch.Gone: text \(on rank 1\)$"):
-        raise_again(Warned("text", ("torch:Gone", "builtins:DeprecationWarning"), "file.py", 3, ""), "on rank 1")
+        reissue(RankWarning("text", ("torch:Gone", "builtins:DeprecationWarning"), "file.py", 3, ""), "on rank 1")
 
 
 def test_no_module_is_imported_for_the_class_of_a_warning() -> None:

@@ -10,7 +10,7 @@ import pytest
 from pytest_fsdp_meta.catalogue import built_in
 from pytest_fsdp_meta.plugin.node_ids import split_node_id
 from pytest_fsdp_meta.plugin.xdist_scheduler import by_loader, loader_of
-from pytest_fsdp_meta.worlds import folder_of
+from pytest_fsdp_meta.worlds import run_folder_of
 from tests.conftest import Project, errors
 
 LOADERS = """
@@ -248,13 +248,14 @@ def test_the_folder_of_the_run_is_removed(project: Project, monkeypatch: pytest.
 def test_a_folder_of_another_user(project: Project) -> None:
     project.loaders("@fsdp_conformance(only=['no_meta_params'])\ndef test_x(fsdp): return load(fsdp)\n")
     name = f"the run of {os.getpid()}"
-    folder_of(name).symlink_to(project.path)
+    run_folder_of(name).symlink_to(project.path)
     try:
         counting = project.run("-n1", "--testrunuid", name)
         leasing = project.run("-n1", "--testrunuid", name, "--fsdp-device=cpu")
     finally:
-        folder_of(name).unlink()
-    message = f"cannot share devices between workers: {folder_of(name)} is a link or belongs to another user; remove it"
+        run_folder_of(name).unlink()
+    folder = run_folder_of(name)
+    message = f"cannot share devices between workers: {folder} is a link or belongs to another user; remove it"
     assert errors(counting) == [f"test_it.py::test_x: @fsdp_conformance: {message}"]
     leasing.assert_outcomes(errors=1)
     leasing.stdout.fnmatch_lines([f"*{message}*"])

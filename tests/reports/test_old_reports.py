@@ -38,6 +38,8 @@ OUTCOMES = {
     "test_tiny.py::test_skips": {"no_meta_params": "skipped, by the test"},
 }
 """The outcome of each check that the loaders did not leave out by ``only=``."""
+
+
 def outcome(check: CheckRecord) -> str:
     """Return the status of a check, with the kind of a skip."""
     return ", ".join(filter(None, [check.status, check.skip]))

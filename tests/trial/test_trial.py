@@ -19,7 +19,7 @@ from pytest_fsdp_meta.evidence import Evidence
 from pytest_fsdp_meta.loader.call import Call
 from pytest_fsdp_meta.trial import LoaderFailed, Trial
 from pytest_fsdp_meta.worlds import Rank, WorldSpec
-from tests.catalogue.evidence_factory import told
+from tests.catalogue.evidence_factory import findings_of
 from tests.world_help import trial_preload
 
 TRAINABLE, PARITY = "requires_grad_matches_reference", "loss_parity"
@@ -84,7 +84,7 @@ def test_declared_frozen_parameters_are_frozen_in_the_reference():
 
 def test_undeclared_frozen_parameters_are_trained_by_the_reference():
     verdicts = judged(frozen_and_not_declared)
-    assert told(verdicts[TRAINABLE]) == [
+    assert findings_of(verdicts[TRAINABLE]) == [
         ("0.weight", (0, 1), "frozen", "trainable", ""),
         ("0.bias", (0, 1), "frozen", "trainable", ""),
     ]
@@ -95,7 +95,7 @@ def test_undeclared_frozen_parameters_are_trained_by_the_reference():
 
 def test_a_declared_frozen_parameter_that_trains_is_found():
     verdicts = judged(declared_and_not_frozen)
-    assert told(verdicts[TRAINABLE]) == [
+    assert findings_of(verdicts[TRAINABLE]) == [
         ("0.weight", (0, 1), "trainable", "frozen, as declared", ""),
         ("0.bias", (0, 1), "trainable", "frozen, as declared", ""),
     ]

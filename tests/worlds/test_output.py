@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from pytest_fsdp_meta.worlds import Listener, World, WorldError, current
-from pytest_fsdp_meta.worlds.system.output import LIMIT, Follower, Written, read
+from pytest_fsdp_meta.worlds.system.output import LIMIT, OutputFollower, OutputTail, read
 from tests.world_help import SOON, world_of
 
 
@@ -76,11 +76,11 @@ def test_output_of_c_code_is_complete_after_an_answer_and_after_a_kill(pair: Wor
     ],
 )
 def test_long_output_is_cut_at_the_start(size: int, mark: int, shown: str) -> None:
-    assert Written(size, b"0123456789").since(mark) == shown
+    assert OutputTail(size, b"0123456789").since(mark) == shown
 
 
 def test_a_missing_file_counts_as_empty_output(tmp_path: Path) -> None:
-    assert Written.read(tmp_path / "none") == Written()
+    assert OutputTail.read(tmp_path / "none") == OutputTail()
 
 
 class LineRecorder(Listener):
@@ -90,7 +90,7 @@ class LineRecorder(Listener):
         self.lines: list[tuple[int, str]] = []
         self.event = threading.Event()
 
-    def wrote(self, world: World, rank: int, lines: Sequence[str]) -> None:
+    def on_output(self, world: World, rank: int, lines: Sequence[str]) -> None:
         self.lines += [(rank, line) for line in lines]
         self.event.set()
 
@@ -154,7 +154,7 @@ def test_a_progress_bar_and_a_line_that_ends_late(tmp_path: Path) -> None:
     received: list[tuple[int, list[str]]] = []
     path = tmp_path / "out"
     path.write_bytes(b" 0%|\r50%|\r100%|\nwindows\r\n\xff\n\nlong")
-    follower = Follower(
+    follower = OutputFollower(
         [partial(read, path), partial(read, tmp_path / "none")], lambda rank, lines: received.append((rank, lines))
     )
     with path.open("ab") as file:

@@ -41,7 +41,7 @@ def test_a_rank_for_which_torch_has_no_memory() -> None:
 
 def test_a_rank_ended_by_the_out_of_memory_killer() -> None:
     group = Path(f"/sys/fs/cgroup/memory/fsdp-test-{os.getpid()}")
-    if not processes.shortages.__module__ or not os.access(group.parent, os.W_OK) or not group.parent.is_dir():
+    if not processes.count_oom_kills.__module__ or not os.access(group.parent, os.W_OK) or not group.parent.is_dir():
         pytest.skip("a test cannot limit memory here: there is no writable cgroup v1")
     group.mkdir()
     try:
@@ -65,9 +65,9 @@ def test_out_of_memory_kills_that_the_system_does_not_count(monkeypatch: pytest.
     def refuse(*args: object, **kwargs: object) -> str:
         raise PermissionError
 
-    assert processes.shortages() >= 0
+    assert processes.count_oom_kills() >= 0
     monkeypatch.setattr(Path, "read_text", refuse)
-    assert processes.shortages() == 0
+    assert processes.count_oom_kills() == 0
 
 
 CUT = "closed the file descriptor of its connection to pytest"

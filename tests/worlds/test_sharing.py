@@ -12,7 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from pytest_fsdp_meta.worlds import LeaseError, Presence, Sharing, WorldSpec, folder_of, placed, usable_cores
+from pytest_fsdp_meta.worlds import (
+    LeaseError,
+    Presence,
+    WorkerDevices,
+    WorldSpec,
+    assign_devices,
+    run_folder_of,
+    usable_cores,
+)
 from pytest_fsdp_meta.worlds.leases import run_folder, worker_devices
 from pytest_fsdp_meta.worlds.leases.file_lock import FileLock
 from tests.world_help import ROOT, SOON
@@ -24,11 +32,11 @@ CUDA = WorldSpec({"dp_shard": 4}, "cuda", "gloo")
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    return folder_of("a run, with / odd \0 letters")
+    return run_folder_of("a run, with / odd \0 letters")
 
 
 def test_each_run_of_each_user_has_one_folder(folder: Path, tmp_path: Path) -> None:
-    assert folder == folder_of("a run, with / odd \0 letters") != folder_of("another")
+    assert folder == run_folder_of("a run, with / odd \0 letters") != run_folder_of("another")
     assert folder.parent == tmp_path
     assert f"-{os.getuid()}-" in folder.name
     first, second = Presence(folder), Presence(folder)
@@ -57,7 +65,7 @@ def test_a_folder_that_cannot_be_created(tmp_path: Path) -> None:
 
 
 def test_a_later_run_removes_the_folder_of_a_killed_run(folder: Path, tmp_path: Path) -> None:
-    left, used, young = (folder_of(name) for name in ("left", "used", "young"))
+    left, used, young = (run_folder_of(name) for name in ("left", "used", "young"))
     other = tmp_path / f"fsdp-run-{os.getuid() + 1}-0"
     for path in (left, used, young, other):
         path.mkdir()
@@ -84,7 +92,7 @@ def test_gpus_are_counted_by_one_worker_for_all(folder: Path, monkeypatch: pytes
         counts.append(2)
         return 2
 
-    workers = [Sharing(folder, f"gw{number}", 8) for number in range(3)]
+    workers = [WorkerDevices(folder, f"gw{number}", 8) for number in range(3)]
     threads = [threading.Thread(target=sharing.count_gpus, args=(count,)) for sharing in workers]
     for thread in threads:
         thread.start()
@@ -93,14 +101,14 @@ def test_gpus_are_counted_by_one_worker_for_all(folder: Path, monkeypatch: pytes
     assert [sharing.count_gpus(count) for sharing in workers] == [2, 2, 2]
     assert counts == [2]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    assert Sharing(folder, "gw3", 8).count_gpus(lambda: 1) == 1, "a worker that sees other GPUs counts again"
+    assert WorkerDevices(folder, "gw3", 8).count_gpus(lambda: 1) == 1, "a worker that sees other GPUs counts again"
 
 
 def test_a_failed_count_is_repeated_by_the_next_worker(folder: Path) -> None:
     def fail() -> int:
         raise ValueError("counting the GPUs failed")
 
-    one, other = Sharing(folder, "gw0", 8), Sharing(folder, "gw1", 8)
+    one, other = WorkerDevices(folder, "gw0", 8), WorkerDevices(folder, "gw1", 8)
     with pytest.raises(ValueError, match="counting the GPUs failed"):
         one.count_gpus(fail)
     assert other.count_gpus(lambda: 3) == 3
@@ -127,11 +135,11 @@ def test_gpu_names(visible: str | None, count: int, names: tuple[str, ...], monk
 
 
 def test_workers_that_see_different_gpus_agree_on_their_names(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = Sharing(folder, "gw0", 8), Sharing(folder, "gw1", 8)
+    first, second = WorkerDevices(folder, "gw0", 8), WorkerDevices(folder, "gw1", 8)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     first.count_gpus(lambda: 2)
     one = first.take(CUDA, "test_a")
-    assert placed(CUDA, one).devices == (0, 1, 0, 1)
+    assert assign_devices(CUDA, one).devices == (0, 1, 0, 1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2")
     second.count_gpus(lambda: 2)
     one.release()
@@ -143,21 +151,21 @@ def test_workers_that_see_different_gpus_agree_on_their_names(folder: Path, monk
 
 def test_gpus_and_slots_are_leased_separately(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    first, second = Sharing(folder, "gw0", 2), Sharing(folder, "gw1", 2)
+    first, second = WorkerDevices(folder, "gw0", 2), WorkerDevices(folder, "gw1", 2)
     first.count_gpus(lambda: 1)
     gpu, slots = first.take(CUDA, "test_a"), second.take(CPU, "test_b")
-    assert placed(CUDA, gpu).devices == (0, 0, 0, 0)
+    assert assign_devices(CUDA, gpu).devices == (0, 0, 0, 0)
     assert slots.devices == (0, 1)
-    assert placed(CPU, slots) == CPU, "a slot only counts ranks; it is not a device of the spec"
+    assert assign_devices(CPU, slots) == CPU, "a slot only counts ranks; it is not a device of the spec"
     assert not first.wanted()
 
 
 def test_a_lease_covers_the_largest_world_of_a_trial(folder: Path) -> None:
-    assert Sharing(folder, "gw0", 8).take(CPU, "test_a", ranks=3).devices == (0, 1, 2)
+    assert WorkerDevices(folder, "gw0", 8).take(CPU, "test_a", ranks=3).devices == (0, 1, 2)
 
 
 def test_a_crashed_worker_leaves_a_note_of_what_it_ran(folder: Path) -> None:
-    first, second = Sharing(folder, "gw0", 8), Sharing(folder, "gw1", 8)
+    first, second = WorkerDevices(folder, "gw0", 8), WorkerDevices(folder, "gw1", 8)
     with first.running("test_x", "gw0 test_x[a]") as before:
         assert before == ""
         with second.running("test_x", "gw1 test_x[a]") as meanwhile:

@@ -492,7 +492,7 @@ def test_notes_arrive_in_order_and_before_the_answer() -> None:
     notes: list[tuple[int, str, object]] = []
 
     class Recorder(Listener):
-        def noted(self, world: World, rank: int, kind: str, what: object) -> None:
+        def on_note(self, world: World, rank: int, kind: str, what: object) -> None:
             notes.append((rank, kind, what))
 
     with world_of(2, listener=Recorder()) as world:

@@ -67,7 +67,7 @@ def grad_accumulation_parity(view: View) -> Iterable[Finding]:
 def _changed_by_forward(view: View) -> Iterator[str]:
     """Yield the buffers, and other untrained tensors, that change in the reference."""
     after = view.reference.after
-    for tensor in view.truth.tensors:
+    for tensor in view.reference_inventory.tensors:
         if after is not None and not tensor.requires_grad and after.by_name[tensor.name].digest != tensor.digest:
             yield tensor.name
 

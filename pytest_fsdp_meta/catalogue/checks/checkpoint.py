@@ -48,7 +48,9 @@ ROUNDING = 1e-2
 def load_is_repeatable(view: View) -> Iterable[Finding]:
     second = {rank.rank: rank.by_name for rank in view.evidence.repetition or ()}
     for name, pairs in view.tensors("parameter", "buffer"):
-        yield from view.broken(name, ((rank, _compare_loads(tensor, second[rank].get(name))) for rank, tensor in pairs))
+        yield from view.findings_for(
+            name, ((rank, _compare_loads(tensor, second[rank].get(name))) for rank, tensor in pairs)
+        )
     known = {tensor.name for rank in view.evidence.inventory for tensor in rank.tensors}
     new = [(rank, name) for rank, tensors in second.items() for name in tensors if name not in known]
     for name, ranks in ranks_by(new).items():

@@ -161,7 +161,7 @@ def _explain_other(view: View, name: str, cases: Cases) -> Explanation:
 
 def _tied_only_here(view: View, name: str) -> bool:
     """Return whether the model ties the parameter to one that the reference does not tie it to."""
-    own, reference = view.evidence.inventory[0].tied_with, view.truth.tied_with
+    own, reference = view.evidence.inventory[0].tied_with, view.reference_inventory.tied_with
     return not own.get(name, frozenset({name})) <= reference.get(name, frozenset({name}))
 
 

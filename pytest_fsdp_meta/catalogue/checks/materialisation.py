@@ -34,7 +34,7 @@ def _on_meta(tensor: TensorFacts) -> Mismatch | None:
 )
 def no_meta_params(view: View) -> Iterable[Finding]:
     for name, facts in view.tensors("parameter"):
-        yield from view.broken(name, [(rank, _on_meta(tensor)) for rank, tensor in facts])
+        yield from view.findings_for(name, [(rank, _on_meta(tensor)) for rank, tensor in facts])
 
 
 @check(
@@ -48,7 +48,7 @@ def no_meta_params(view: View) -> Iterable[Finding]:
 )
 def no_meta_buffers(view: View) -> Iterable[Finding]:
     for name, facts in view.tensors("buffer"):
-        yield from view.broken(name, [(rank, _on_meta(tensor)) for rank, tensor in facts])
+        yield from view.findings_for(name, [(rank, _on_meta(tensor)) for rank, tensor in facts])
 
 
 @check(
@@ -71,7 +71,7 @@ def no_uninitialized_memory(view: View) -> Iterable[Finding]:
         unread += [tensor for _, tensor in facts if tensor.unreadable]
         suspects = {rank: tensor for rank, tensor in facts if not equal.get((name, rank), False)}
         mismatches = [(rank, _poisoned(tensor, (name, rank) in equal)) for rank, tensor in suspects.items()]
-        for finding in view.broken(name, mismatches):
+        for finding in view.findings_for(name, mismatches):
             tensor = suspects[finding.ranks[0]]
             explanation = _untied(view.evidence.inventory[finding.ranks[0]], name, broken.get(name, ()))
             yield replace(finding, detail=f"{tensor.poisoned} of {tensor.numel} elements", **explanation)
@@ -133,7 +133,7 @@ def _on_other_devices(view: View, kind: str) -> Iterable[Finding]:
     devices = {rank.rank: rank.device for rank in view.evidence.inventory}
     offloaded = set(view.evidence.subject.offloaded)
     for name, facts in view.tensors(kind):
-        yield from view.broken(
+        yield from view.findings_for(
             name, [(rank, _misplaced(t, "cpu" if name in offloaded else devices[rank])) for rank, t in facts]
         )
 
@@ -190,7 +190,7 @@ def managed_params_are_registered(view: View) -> Iterable[Finding]:
     broken = broken_ties(view)  # a broken tie replaces a parameter as well; tied_weights_share_storage reports it
     for name, facts in view.tensors("parameter"):
         if name not in broken:
-            yield from view.broken(name, [(rank, _replaced(tensor)) for rank, tensor in facts])
+            yield from view.findings_for(name, [(rank, _replaced(tensor)) for rank, tensor in facts])
 
 
 def _replaced(tensor: TensorFacts) -> Mismatch | None:

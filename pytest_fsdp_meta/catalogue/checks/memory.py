@@ -51,7 +51,7 @@ def shard_bytes_within_budget(view: View) -> Iterable[Finding]:
             if name in names:
                 mismatches.setdefault(name, []).append((rank.rank, mismatch))
     for name, by_rank in mismatches.items():
-        for finding in view.broken(name, by_rank):
+        for finding in view.findings_for(name, by_rank):
             yield replace(finding, detail=details[finding.ranks[0]])
 
 

@@ -55,7 +55,7 @@ def optimizer_state_round_trip(view: View) -> Iterable[Finding]:
         if name in skipped or not view.judgeable(name):
             continue
         by_rank = ((rank, _compare_states(*pair, name)) for rank, pair in enumerate(zip(before, after, strict=True)))
-        yield from (replace(finding, **explanation) for finding in view.broken(name, by_rank))
+        yield from (replace(finding, **explanation) for finding in view.findings_for(name, by_rank))
     pairs = enumerate(zip(before, after, strict=True))
     mismatches = ((rank, mismatch) for rank, pair in pairs for mismatch in _compare_groups(*pair))
     for group, ranks in ranks_by(mismatches).items():

@@ -41,7 +41,7 @@ def unsharded_modules_stay_whole(view: View) -> Iterable[Finding]:
         raise NotDeclared("unsharded")
     for name, facts in view.tensors("parameter", only=set(unsharded)):
         expected = "whole on every rank, as declared"
-        yield from view.broken(
+        yield from view.findings_for(
             name, [(rank, None if is_whole(t) else Mismatch(describe_placements(t), expected)) for rank, t in facts]
         )
 
@@ -69,7 +69,7 @@ def nothing_left_unsharded(view: View) -> Iterable[Finding]:
         if all(tensor.ddp for _, tensor in facts):
             replicated += [name] if any(mismatch for _, mismatch in mismatches) else []
         else:
-            yield from view.broken(name, _describe_plain(facts, mismatches))
+            yield from view.findings_for(name, _describe_plain(facts, mismatches))
     if replicated:
         raise NotJudged(
             f"DistributedDataParallel keeps {first_of(replicated)} whole on purpose; name the mesh dimension "
@@ -100,7 +100,7 @@ def dtensor_placements(view: View) -> Iterable[Finding]:
         if name not in declared and any(is_split(tensor) for _, tensor in facts):
             continue  # an adapter describes the shards; there are no placements to compare
         mismatches = [(rank, _misplaced(view, tensor, dims)) for rank, tensor in facts]
-        yield from view.broken(name, _describe_plain(facts, _add_disagreements(facts, mismatches)))
+        yield from view.findings_for(name, _describe_plain(facts, _add_disagreements(facts, mismatches)))
 
 
 def _misplaced(view: View, tensor: TensorFacts, dims: dict[str | None, int]) -> Mismatch | None:

@@ -79,7 +79,7 @@ def names_match_reference(view: View) -> Iterable[Finding]:
     ranks = tuple(rank.rank for rank in view.evidence.inventory)
     # A tensor that only some ranks lack is reported by same_manifest_on_every_rank.
     ours = {t.name: t for rank in view.evidence.inventory for t in rank.tensors}
-    reference = view.truth.by_name
+    reference = view.reference_inventory.by_name
     ties = (*view.evidence.inventory[0].ties(), *view.evidence.subject.tied)
     stored_once = {name for group in ties if any(other in reference for other in group) for name in group}
     extra = [name for name in ours if name not in reference]
@@ -107,7 +107,7 @@ def names_match_reference(view: View) -> Iterable[Finding]:
     if view.reference.complete:  # checkpoints do not distinguish parameters from buffers
         for name, facts in view.tensors("parameter", "buffer"):
             if name in reference:
-                yield from view.broken(name, [(rank, _compare_kind(t, reference[name])) for rank, t in facts])
+                yield from view.findings_for(name, [(rank, _compare_kind(t, reference[name])) for rank, t in facts])
 
 
 def _compare_kind(tensor: TensorFacts, reference: TensorFacts) -> Mismatch | None:
@@ -165,11 +165,11 @@ _BIAS: Explanation = {
     since="0.2",
 )
 def shapes_match_reference(view: View) -> Iterable[Finding]:
-    reference = view.truth.by_name
+    reference = view.reference_inventory.by_name
     for name, facts in view.tensors("parameter", "buffer", only=reference):
         shape = reference[name].shape
         expected = f"{shape}, as in the reference"
-        yield from view.broken(
+        yield from view.findings_for(
             name, [(rank, None if t.shape == shape else _reshaped(t, expected)) for rank, t in facts]
         )
 
@@ -198,11 +198,11 @@ _REPLACED = (
     references=["huggingface/accelerate#3985", "vllm-project/speculators#668", "NVIDIA-NeMo/Automodel#2549"],
 )
 def dtypes_match_reference(view: View) -> Iterable[Finding]:
-    reference = view.truth.by_name
+    reference = view.reference_inventory.by_name
     for name, facts in view.tensors("parameter", "buffer"):
         if name in reference:
             expected = reference[name].dtype
-            yield from view.broken(
+            yield from view.findings_for(
                 name, [(rank, None if t.dtype == expected else Mismatch(t.dtype, expected)) for rank, t in facts]
             )
 
@@ -227,9 +227,11 @@ def requires_grad_matches_reference(view: View) -> Iterable[Finding]:
         raise NotJudged("a checkpoint does not record what is trainable; declare Subject(reference=<callable>)")
     for name, facts in view.tensors("parameter", only=declared if known is None else None):
         if name in declared:
-            yield from view.broken(name, [(rank, _thawed(tensor)) for rank, tensor in facts])
+            yield from view.findings_for(name, [(rank, _thawed(tensor)) for rank, tensor in facts])
         elif known is not None and name in known:
-            yield from view.broken(name, [(rank, _trainability(t, known[name].requires_grad)) for rank, t in facts])
+            yield from view.findings_for(
+                name, [(rank, _trainability(t, known[name].requires_grad)) for rank, t in facts]
+            )
 
 
 def _parameters(view: View) -> set[str]:
@@ -271,11 +273,11 @@ def parameter_attributes_kept(view: View) -> Iterable[Finding]:
         raise NotDeclared("kept_attributes")
     if not view.reference.complete:
         raise NotJudged("a checkpoint does not record attributes; declare Subject(reference=<callable>)")
-    reference = view.truth.by_name
+    reference = view.reference_inventory.by_name
     unknown = [key for key in kept if not any(key in tensor.attributes for tensor in reference.values())]
     for name, facts in view.tensors("parameter", only=reference):
         for key, expected in reference[name].attributes.items():
-            yield from view.broken(name, [(rank, _lost(tensor, key, expected)) for rank, tensor in facts])
+            yield from view.findings_for(name, [(rank, _lost(tensor, key, expected)) for rank, tensor in facts])
     if unknown:
         raise NotJudged(
             f"no parameter of the reference has the attribute {unknown[0]!r}, so it is unknown which should keep it; "

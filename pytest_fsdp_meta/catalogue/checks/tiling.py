@@ -46,7 +46,7 @@ def shards_tile_the_tensor(view: View) -> Iterable[Finding]:
     for name, facts in view.tensors("parameter", "buffer"):
         sizes = [(rank, _compare_local_shape(tensor)) for rank, tensor in facts]
         if any(mismatch for _, mismatch in sizes):
-            yield from view.broken(name, sizes)
+            yield from view.findings_for(name, sizes)
             continue
         pattern = _pattern(facts)
         if pattern not in known:

@@ -134,7 +134,9 @@ def _differences(
             f"the reference is not reproducible: it {unusable[unstable[0]]} ({first_of(unstable)}); make it build the "
             "same model every time"
         )
-    not_compared = [name for name in names if name not in found and (source == VERIFIER or name in view.truth.by_name)]
+    not_compared = [
+        name for name in names if name not in found and (source == VERIFIER or name in view.reference_inventory.by_name)
+    ]
     if not_compared:
         raise PartlyJudged(
             f"{first_of(not_compared)} could not be compared: torch cannot slice it (quantized, sparse, nested, or a "

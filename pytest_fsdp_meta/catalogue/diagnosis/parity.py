@@ -77,7 +77,7 @@ def require_no_other_cause(view: View, message: str, first_forward: bool = False
             f"({view.reference.unstable[0]}); make it build the same model every time"
         )
     names = {t.name: None for rank in view.evidence.inventory for t in rank.tensors}
-    failed_by = {name: view.condemned_by(name) for name in names | dict.fromkeys(view.truth.by_name)}
+    failed_by = {name: view.already_failed_in(name) for name in names | dict.fromkeys(view.reference_inventory.by_name)}
     explained = [
         name
         for name, check_id in failed_by.items()
@@ -124,7 +124,7 @@ def format_losses(losses: Sequence[float]) -> str:
 def describe_other_precision(view: View) -> str:
     """Return an addition to a cause if the loader computes in another dtype than the reference, else ""."""
     first = view.evidence.inventory[0]
-    own = {t.dtype for t in view.truth.tensors if t.kind == "parameter" and t.dtype in LOSS_TOLERANCE}
+    own = {t.dtype for t in view.reference_inventory.tensors if t.kind == "parameter" and t.dtype in LOSS_TOLERANCE}
     if not own or not set(first.computes_in) - own:
         return ""
     return (
@@ -168,7 +168,11 @@ def relative_distance(actual: Sequence[float], expected: Sequence[float], step: 
 def typical_gradient(view: View) -> float:
     """Return the root mean square of all elements of the reference's gradients."""
     sizes = view.reference.gradients
-    counts = {name: math.prod(view.truth.by_name[name].shape) for name in sizes if name in view.truth.by_name}
+    counts = {
+        name: math.prod(view.reference_inventory.by_name[name].shape)
+        for name in sizes
+        if name in view.reference_inventory.by_name
+    }
     total = sum(counts.values())
     return math.sqrt(sum(sizes[name] ** 2 * count for name, count in counts.items()) / total) if total else 0.0
 

@@ -15,7 +15,7 @@ from pytest_fsdp_meta.plugin.rank_io.progress import Progress, terminal_of
 from pytest_fsdp_meta.plugin.rank_io.warnings import Warnings
 from pytest_fsdp_meta.worlds import Listener, ObservedWorld, WorldError
 from pytest_fsdp_meta.worlds.rank import coverage
-from pytest_fsdp_meta.worlds.rank.warnings import Warned
+from pytest_fsdp_meta.worlds.rank.warnings import RankWarning
 from pytest_fsdp_meta.worlds.system.messages import DOING
 from pytest_fsdp_meta.worlds.system.terminal import Terminal
 
@@ -82,13 +82,13 @@ class RankListener(Listener):
             self._debugger.close()
         self._coverage.hand_over()
 
-    def noted(self, world: ObservedWorld, rank: int, kind: str, what: Any) -> None:
+    def on_note(self, world: ObservedWorld, rank: int, kind: str, what: Any) -> None:
         if kind == DOING:
             self._progress.rank_does(rank, what)
         elif kind == coverage.KIND:
             source, packed = what
             self._coverage.add((world, rank, source), packed)
-        elif isinstance(what, Warned):
+        elif isinstance(what, RankWarning):
             self._warnings.add(world, rank, what)
 
     def failed(self, world: ObservedWorld, error: WorldError, keep: Callable[[], ObservedWorld]) -> None:
@@ -108,10 +108,10 @@ class RankListener(Listener):
             if text.strip() and not self.live:
                 item.add_report_section(when, f"rank {rank}", text)
 
-    def waits(self, world: ObservedWorld, doing: str) -> None:
-        self._progress.waits(world, doing)
+    def on_wait(self, world: ObservedWorld, doing: str) -> None:
+        self._progress.on_wait(world, doing)
 
-    def wrote(self, world: ObservedWorld, rank: int, lines: Sequence[str]) -> None:
+    def on_output(self, world: ObservedWorld, rank: int, lines: Sequence[str]) -> None:
         name = name_rank(world, rank)
         text = "".join(f"[{name}] {line}\n" for line in lines)
         if not self._at_line_start and cursor_column(self._config):

@@ -77,7 +77,7 @@ class Progress:
             self._thread.join()
             self._thread = None
 
-    def waits(self, world: ObservedWorld, doing: str) -> None:
+    def on_wait(self, world: ObservedWorld, doing: str) -> None:
         """Show what the world begins to wait for."""
         self.show(Activity(world.label or counted(world.spec.size, "rank"), doing))
 

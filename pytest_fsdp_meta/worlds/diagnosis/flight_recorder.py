@@ -66,7 +66,7 @@ class Whereabouts:
     flight: Flight | None = None
 
 
-def switch_on() -> None:
+def enable_recording() -> None:
     """Enable the recorder, unless the user has set its size. Torch reads the size before the first process group."""
     os.environ.setdefault(SIZE, ENTRIES)
 

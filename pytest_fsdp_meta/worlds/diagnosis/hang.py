@@ -27,7 +27,7 @@ def look(members: Sequence[Member]) -> dict[int, Whereabouts]:
     # Before the stacks: the signal that makes a rank write its stack interrupts the system call that it sleeps in.
     c_stacks = _c_stacks(members, {rank: whereabouts.stack for rank, whereabouts in found.items()})
     for member in silent:
-        member.ask_stack()
+        member.request_stack()
     deadline = time.monotonic() + PATIENCE
     found |= {member.rank: Whereabouts(member.stack(deadline)) for member in silent}
     return {
@@ -59,8 +59,10 @@ def _ask(members: Sequence[Member]) -> dict[int, Whereabouts]:
     deadline = time.monotonic() + PATIENCE
     while waiting_for and (left := deadline - time.monotonic()) > 0:
         ready = connection.wait([handle for member in waiting_for for handle in member.handles], left)
-        for member in [one for one in waiting_for if one.has_news or any(handle in ready for handle in one.handles)]:
-            message = member.hear()
+        for member in [
+            one for one in waiting_for if one.has_message_or_ended or any(handle in ready for handle in one.handles)
+        ]:
+            message = member.receive_message()
             if message is None or message[0] == QUESTION[0]:
                 waiting_for.remove(member)
             if message is not None and message[0] == QUESTION[0]:

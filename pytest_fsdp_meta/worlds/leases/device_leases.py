@@ -31,7 +31,7 @@ ORPHAN_GRACE = 2.0
 """Seconds within which the ranks of a killed worker end by themselves."""
 QUEUE = "queue"
 REMEDY = "set TMPDIR to a folder on a local disk"
-Waiting: TypeAlias = Callable[[str], None]
+WaitCallback: TypeAlias = Callable[[str], None]
 """Called every second of a long wait with a line that says what is waited for and who holds it."""
 
 
@@ -55,7 +55,7 @@ class Lease:
         """Release the devices; safe to call twice."""
         self._owner.release(self)
 
-    def resume(self, waiting: Waiting | None = None, patience: float = PATIENCE) -> None:
+    def resume(self, waiting: WaitCallback | None = None, patience: float = PATIENCE) -> None:
         """Take the same devices again after ``release``, for an idle world that was started on them."""
         self._owner.resume(self, waiting, patience)
 
@@ -86,7 +86,7 @@ class Leases:
         self._orphans_gone_at = 0.0
         """When the ranks of killed workers have ended, on the machine's monotonic clock."""
 
-    def take(self, count: int, purpose: str, waiting: Waiting | None = None, patience: float = PATIENCE) -> Lease:
+    def take(self, count: int, purpose: str, waiting: WaitCallback | None = None, patience: float = PATIENCE) -> Lease:
         """Wait for ``count`` devices, or for all if there are fewer. Other workers' messages name the ``purpose``.
 
         While this worker waits, other workers may use the devices that it already holds; it gets them back together
@@ -100,7 +100,7 @@ class Leases:
         self._active.append(lease)
         return lease
 
-    def resume(self, lease: Lease, waiting: Waiting | None, patience: float) -> None:
+    def resume(self, lease: Lease, waiting: WaitCallback | None, patience: float) -> None:
         """Take the devices of a released lease again; does nothing if the lease is active."""
         if lease not in self._active:
             required = frozenset(self._held) | frozenset(lease.devices)
@@ -126,7 +126,7 @@ class Leases:
         return queue is None
 
     def _acquire(
-        self, count: int, required: frozenset[int], purpose: str, waiting: Waiting | None, patience: float
+        self, count: int, required: frozenset[int], purpose: str, waiting: WaitCallback | None, patience: float
     ) -> None:
         """Replace the held devices by ``count`` devices that include the ``required`` ones."""
         self._unlock(list(self._held))
@@ -247,7 +247,9 @@ class _Notes:
 class _Wait:
     """A wait that reports its reason every second, and fails when no device changes hands for too long."""
 
-    def __init__(self, describe: Callable[[], tuple[object, str]], waiting: Waiting | None, patience: float) -> None:
+    def __init__(
+        self, describe: Callable[[], tuple[object, str]], waiting: WaitCallback | None, patience: float
+    ) -> None:
         self._describe = describe
         self._waiting = waiting
         self._patience = patience

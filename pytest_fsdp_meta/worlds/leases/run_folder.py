@@ -23,7 +23,7 @@ STALE = 60.0
 """Seconds without a change after which the folder of an ended run is removed."""
 
 
-def folder_of(run: str) -> Path:
+def run_folder_of(run: str) -> Path:
     """Return the folder of a run; ``run`` may be any text."""
     name = hashlib.sha256(run.encode()).hexdigest()[:16]
     return Path(tempfile.gettempdir(), f"{PREFIX}{os.getuid()}-{name}")

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from urllib.parse import quote
 
-from pytest_fsdp_meta.worlds.leases.device_leases import PATIENCE, Lease, LeaseError, Leases, Waiting
+from pytest_fsdp_meta.worlds.leases.device_leases import PATIENCE, Lease, LeaseError, Leases, WaitCallback
 from pytest_fsdp_meta.worlds.leases.run_folder import Presence, is_occupied, lock_in_run
 from pytest_fsdp_meta.worlds.spec import WorldSpec
 from pytest_fsdp_meta.worlds.system import processes
@@ -30,7 +30,7 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-class Sharing:
+class WorkerDevices:
     """One worker's access to the devices of its machine. At most ``slots`` ranks of the run use the CPU at a time."""
 
     def __init__(self, folder: Path, worker: str, slots: int) -> None:
@@ -52,7 +52,7 @@ class Sharing:
             self._gpus = self._call_once(f"gpus-{visible}", count)
         return self._gpus
 
-    def take(self, spec: WorldSpec, purpose: str, ranks: int = 0, waiting: Waiting | None = None) -> Lease:
+    def take(self, spec: WorldSpec, purpose: str, ranks: int = 0, waiting: WaitCallback | None = None) -> Lease:
         """Wait for the devices of a world of ``spec``, or of ``ranks`` ranks if that is more.
 
         Raises LeaseError when no device has changed hands for a long time.
@@ -147,7 +147,7 @@ def gpu_names(count: int) -> tuple[str, ...]:
     return visible[:count] if len(visible) >= count else tuple(map(str, range(count)))
 
 
-def placed(spec: WorldSpec, lease: Lease) -> WorldSpec:
+def assign_devices(spec: WorldSpec, lease: Lease) -> WorldSpec:
     """Return the spec with the leased devices assigned to its ranks. If there are fewer GPUs, gloo ranks share them."""
     if spec.device_type == "cpu":
         return spec

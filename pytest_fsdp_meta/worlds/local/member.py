@@ -16,7 +16,7 @@ from typing import Any
 from pytest_fsdp_meta.worlds.failures import RankFailure, describe_exit
 from pytest_fsdp_meta.worlds.rank import tracebacks
 from pytest_fsdp_meta.worlds.system import messages, processes
-from pytest_fsdp_meta.worlds.system.output import Written, read
+from pytest_fsdp_meta.worlds.system.output import OutputTail, read
 
 UNKNOWN_EXIT_CODE = 255
 """What multiprocessing makes up when the fork server ended before it could report the exit code."""
@@ -37,7 +37,7 @@ class LocalMember:
     """Ends what ranks that have ended left behind."""
     is_orphan: Callable[[], bool] = lambda: False
     """Returns whether the fork server of this rank has ended."""
-    shortages: int = field(default_factory=processes.shortages)
+    count_oom_kills: int = field(default_factory=processes.count_oom_kills)
     """How many processes the system had killed for lack of memory when this rank was started."""
     _next_check: float = 0.0
 
@@ -54,20 +54,20 @@ class LocalMember:
         with suppress(BrokenPipeError, ConnectionResetError):
             self.pipe.send_bytes(note)
 
-    def hear(self) -> tuple[Any, ...] | None:
-        packed = self.hear_packed()
-        return None if packed is None else messages.open_packed(packed)
+    def receive_message(self) -> tuple[Any, ...] | None:
+        packed = self.receive_packed()
+        return None if packed is None else messages.unpickle_message(packed)
 
-    def hear_packed(self) -> bytes | None:
+    def receive_packed(self) -> bytes | None:
         """Return the message that has arrived, or None. A rank that has ended may have left one in the pipe."""
         try:
             note = self.pipe.recv_bytes() if self.pipe.poll() else None
         except (EOFError, OSError):
             note = None
-        return None if note is None else messages.disclose(note, remove=True)
+        return None if note is None else messages.read_note(note, remove=True)
 
     @property
-    def has_news(self) -> bool:
+    def has_message_or_ended(self) -> bool:
         """Whether the process has ended, checked at intervals: a check per message costs a tenth of a warm call."""
         now = time.monotonic()
         if now < self._next_check:
@@ -87,7 +87,7 @@ class LocalMember:
         orphan = self.process.exitcode == UNKNOWN_EXIT_CODE and self.is_orphan()
         if orphan:
             kind, summary = "killed", "was killed because the fork server of all ranks was ended from outside"
-        if (orphan or self.process.exitcode == -signal.SIGKILL) and processes.shortages() > self.shortages:
+        if (orphan or self.process.exitcode == -signal.SIGKILL) and processes.count_oom_kills() > self.count_oom_kills:
             summary += processes.OOM_KILL_NOTE
         return RankFailure(self.rank, kind, summary, when=when)
 
@@ -110,13 +110,13 @@ class LocalMember:
         with suppress(ValueError):
             self.process.close()
 
-    def written(self) -> Written:
-        return Written.read(self.output)
+    def written(self) -> OutputTail:
+        return OutputTail.read(self.output)
 
     def read(self, at: int) -> bytes:
         return read(self.output, at)
 
-    def ask_stack(self) -> None:
+    def request_stack(self) -> None:
         pid = self.process.pid
         if pid and self.stacks.exists() and not self.has_ended:  # without a file no handler: the signal would kill
             with suppress(ProcessLookupError):
@@ -130,7 +130,7 @@ class LocalMember:
                 break
             before = size
             time.sleep(0.05)
-        return tracebacks.user_stack(Written.read(self.stacks).since()) or f"  (it did not react{self._condition()})"
+        return tracebacks.user_stack(OutputTail.read(self.stacks).since()) or f"  (it did not react{self._condition()})"
 
     def _condition(self) -> str:
         """Return why the process does not react, if the system knows."""

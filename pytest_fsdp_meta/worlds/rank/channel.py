@@ -65,7 +65,7 @@ class Channel:
 
     def _report_whereabouts(self) -> None:
         """Answer for the main thread, which may be stuck in a collective."""
-        processes.let_debuggers_in()
+        processes.allow_debuggers()
         found = flight_recorder.Whereabouts(tracebacks.user_stack(tracebacks.dump()), flight_recorder.read())
         # Without this answer the parent only knows less. With an exception this thread would end, and nothing would
         # notice the end of the parent.

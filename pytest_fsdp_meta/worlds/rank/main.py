@@ -59,7 +59,7 @@ def doing(what: str) -> None:
 
 
 @contextmanager
-def telling(unless: str = "") -> Iterator[None]:
+def forward_warnings(unless: str = "") -> Iterator[None]:
     """Forward warnings to the parent, which shows them, except those that match the pattern ``unless``.
 
     ``World.run`` does this around a function that it is given. A function that it is given by name does this itself,
@@ -138,7 +138,7 @@ def main(connection: Connection, task: Assignment, dies_with_parent: bool) -> No
 def _isolate(dies_with_parent: bool) -> None:
     """Lead a process group of its own, which gets no Ctrl-C from the terminal, and end together with the parent."""
     os.setpgid(0, 0)
-    processes.heed_signals()
+    processes.restore_signals()
     # Children of the fork server inherit "forkserver"; a loader's own workers should start as they do under torchrun.
     multiprocessing.set_start_method(None, force=True)
     if dies_with_parent:
@@ -185,7 +185,7 @@ def _answer_call(channel: Channel, task: Assignment, message: tuple[Any, ...]) -
         _FORWARDER.forget()
     try:
         function, args, kwargs = _unpack(target, payload)
-        with nullcontext() if target else telling():
+        with nullcontext() if target else forward_warnings():
             result = function(*args, **kwargs)
     except BaseException as error:
         global _RAISED

@@ -72,7 +72,7 @@ def join(channel: Channel, spec: WorldSpec, place: Place) -> Rank:
         channel.send("store", place.address, store.port)
     _, address, port = channel.receive()
     os.environ.update(torchrun_environment(place, spec.size, address, port))
-    flight_recorder.switch_on()
+    flight_recorder.enable_recording()
     _select_gloo_interface(place)
     me = Rank(place.rank, place.local_rank, spec.size, device, _store=store)
     if spec.process_group == "loader":

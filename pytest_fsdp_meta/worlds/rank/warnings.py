@@ -25,7 +25,7 @@ _all_enabled = False
 
 
 @dataclass(frozen=True)
-class Warned:
+class RankWarning:
     """One warning. ``classes`` are its category and the bases of that, each as "module:name"."""
 
     text: str
@@ -38,12 +38,12 @@ class Warned:
 class WarningForwarder:
     """Replaces ``warnings.showwarning``. Calls ``send`` once for each warning in a call of the world."""
 
-    def __init__(self, send: Callable[[Warned], None]) -> None:
+    def __init__(self, send: Callable[[RankWarning], None]) -> None:
         self._send = send
         self._owner = os.getpid()
         self._unless: list[str] = []
         """For each ``forwarding`` that is active, the pattern of warnings that are dropped."""
-        self._seen: set[Warned] = set()
+        self._seen: set[RankWarning] = set()
         warnings.showwarning = self._show
 
     def forget(self) -> None:
@@ -68,7 +68,7 @@ class WarningForwarder:
         line: str | None = None,
     ) -> None:
         text = str(message)
-        one = Warned(text, _names(category), filename, lineno, _module(filename))
+        one = RankWarning(text, _names(category), filename, lineno, _module(filename))
         forwarded = bool(self._unless) and os.getpid() == self._owner  # a forked child must not write to the pipe
         if file is None and one in self._seen:
             return
@@ -104,12 +104,12 @@ def _module(file: str) -> str:
     return "" if frame is None else str(frame.f_globals.get("__name__", ""))
 
 
-def raise_again(one: Warned, where: str) -> None:
+def reissue(one: RankWarning, where: str) -> None:
     """Issue the warning in this process, at its original file and line, with ``where`` added to its text.
 
     Raises it if a filter turns it into an error.
     """
-    category, known = category_of(one.classes)
+    category, known = find_category(one.classes)
     text = one.text if known else f"{one.classes[0].replace(':', '.')}: {one.text}"
     try:
         warning = category(f"{text} ({where})")
@@ -118,7 +118,7 @@ def raise_again(one: Warned, where: str) -> None:
     warnings.warn_explicit(warning, type(warning), one.file, one.line, one.module or one.file.removesuffix(".py"))
 
 
-def category_of(classes: Sequence[str]) -> tuple[type[Warning], bool]:
+def find_category(classes: Sequence[str]) -> tuple[type[Warning], bool]:
     """Return the category and True, or its nearest base that is imported here and False."""
     for name in classes:
         module, _, path = name.partition(":")

@@ -177,7 +177,7 @@ class _Relay:
     def _forward(self) -> bool:
         """Forward the rank's messages to the parent; return whether the rank has ended."""
         while self.member.has_ended or connection.wait(self.member.handles, 0):
-            packed = self.member.hear_packed()
+            packed = self.member.receive_packed()
             if packed is None:
                 return True
             self.parent.send_bytes(FROM_RANK + packed)
@@ -187,12 +187,12 @@ class _Relay:
         """Execute a command of ``RemoteMember``."""
         name, *arguments = command
         if name == "send":
-            self.member.send(messages.enclose(arguments[0], self.folder / "call"))
+            self.member.send(messages.make_note(arguments[0], self.folder / "call"))
         elif name == "kill":
             self.parent_knows = True
             self.member.kill()
-        elif name == "ask_stack":
-            self.member.ask_stack()
+        elif name == "request_stack":
+            self.member.request_stack()
         elif name == "stack":
             _send(self.parent, "answer", self.member.stack(time.monotonic() + arguments[0]))
         elif name == "written":

@@ -14,7 +14,7 @@ from typing import Any
 from pytest_fsdp_meta.worlds.failures import RankFailure
 from pytest_fsdp_meta.worlds.ray.host import FROM_RANK, LaunchRequest, ReadRequest
 from pytest_fsdp_meta.worlds.system import messages
-from pytest_fsdp_meta.worlds.system.output import Written
+from pytest_fsdp_meta.worlds.system.output import OutputTail
 
 ANSWER_TIMEOUT = 5.0
 """Seconds for a host to answer; it has nothing else to do."""
@@ -36,7 +36,7 @@ class RemoteMember:
     _answers: deque[Any] = field(default_factory=deque)
     """Messages of the host."""
     _ending: RankFailure | None = None
-    _written: Written = field(default_factory=Written)
+    _written: OutputTail = field(default_factory=OutputTail)
     _output: str = ""
     """The path of the rank's output file on the host."""
     _output_connection: Connection | None = None
@@ -74,19 +74,19 @@ class RemoteMember:
         return () if self._ending else (self._host,)
 
     @property
-    def has_news(self) -> bool:
+    def has_message_or_ended(self) -> bool:
         return bool(self._inbox) or self._ending is not None
 
     def send(self, note: bytes) -> None:
-        self._command("send", messages.disclose(note))
+        self._command("send", messages.read_note(note))
 
-    def hear(self) -> tuple[Any, ...] | None:
+    def receive_message(self) -> tuple[Any, ...] | None:
         while not self._inbox and self._ending is None:
             if not self._receive(time.monotonic() + ANSWER_TIMEOUT):
                 self._ending = self._lost(NO_ANSWER)
         if not self._inbox:
             return None
-        message = messages.open_packed(self._inbox.popleft())
+        message = messages.unpickle_message(self._inbox.popleft())
         if message[0] == "failure":
             return "failure", self._on_our_clock(message[1])
         return message
@@ -112,7 +112,7 @@ class RemoteMember:
         if self._output_connection is not None:
             self._output_connection.close()
 
-    def written(self) -> Written:
+    def written(self) -> OutputTail:
         if self._ending is None:
             self._written = self._query("written", seconds=ANSWER_TIMEOUT) or self._written
         return self._written
@@ -128,8 +128,8 @@ class RemoteMember:
         except (EOFError, OSError):  # the host is gone, which is reported where its answers are awaited
             return b""
 
-    def ask_stack(self) -> None:
-        self._command("ask_stack")
+    def request_stack(self) -> None:
+        self._command("request_stack")
 
     def stack(self, deadline: float) -> str:
         seconds = max(0.0, deadline - time.monotonic())

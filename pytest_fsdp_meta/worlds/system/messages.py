@@ -26,10 +26,10 @@ _IN_FILE = b"f"
 
 def pack(message: tuple[Any, ...], file: Path | None = None) -> bytes:
     """Return the note for a message. A message that is too large for a note is written to ``file``."""
-    return enclose(pickle.dumps(message), file)
+    return make_note(pickle.dumps(message), file)
 
 
-def enclose(packed: bytes, file: Path | None) -> bytes:
+def make_note(packed: bytes, file: Path | None) -> bytes:
     """Return the note for a pickled message. Raises OSError if ``file`` is needed and cannot be written."""
     if len(packed) <= _NOTE_LIMIT:
         return _INLINE + packed
@@ -42,7 +42,7 @@ def enclose(packed: bytes, file: Path | None) -> bytes:
     return _IN_FILE + os.fsencode(file)
 
 
-def disclose(note: bytes, remove: bool = False) -> bytes:
+def read_note(note: bytes, remove: bool = False) -> bytes:
     """Return the pickled message of a note. ``remove`` deletes its file, for a message with a single receiver."""
     if note[:1] == _INLINE:
         return note[1:]
@@ -55,10 +55,10 @@ def disclose(note: bytes, remove: bool = False) -> bytes:
 
 def unpack(note: bytes) -> tuple[Any, ...]:
     """Return the message of a note."""
-    return open_packed(disclose(note))
+    return unpickle_message(read_note(note))
 
 
-def open_packed(packed: bytes) -> tuple[Any, ...]:
+def unpickle_message(packed: bytes) -> tuple[Any, ...]:
     """Return a pickled message."""
     message = pickle.loads(packed)
     assert isinstance(message, tuple)

@@ -24,14 +24,14 @@ _IOLBF = 1
 
 
 @dataclass(frozen=True)
-class Written:
+class OutputTail:
     """How many bytes a rank has written, and the last of them."""
 
     size: int = 0
     tail: bytes = b""
 
     @classmethod
-    def read(cls, path: Path) -> Written:
+    def read(cls, path: Path) -> OutputTail:
         """Read the size and the last ``LIMIT`` bytes of a file."""
         if not path.exists():
             return cls()
@@ -92,7 +92,7 @@ def _c_stdout() -> ctypes.c_void_p:
     return ctypes.c_void_p.in_dll(_libc(), "__stdoutp" if sys.platform == "darwin" else "stdout")
 
 
-class Follower:
+class OutputFollower:
     """A thread that reports what ranks write while they write it, in complete lines.
 
     ``readers`` has one function per rank, which returns at most ``CHUNK`` bytes of its output from an offset.

@@ -47,7 +47,7 @@ def adopt_orphans() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1))
 
 
-def let_debuggers_in() -> None:
+def allow_debuggers() -> None:
     """Let any process of the same user debug this one, also where only ancestors may (Yama)."""
     _prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY)
 
@@ -98,14 +98,14 @@ def outlive_group() -> None:
         _IGNORED[number] = signal.signal(number, signal.SIG_IGN)
 
 
-def heed_signals() -> None:
+def restore_signals() -> None:
     """Restore the handlers that ``outlive_group`` replaced, in a process that was forked from one that called it."""
     for number, handler in _IGNORED.items():
         signal.signal(number, handler)
 
 
 @contextmanager
-def held_back() -> Iterator[None]:
+def defer_interrupts() -> Iterator[None]:
     """Defer Ctrl-C to the end of the block."""
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):
@@ -124,7 +124,7 @@ def held_back() -> Iterator[None]:
 # Limits
 
 
-def no_descriptors(error: OSError) -> str:
+def describe_descriptor_limit(error: OSError) -> str:
     """Return the line to show for an error about exhausted file descriptors; "" for another error."""
     if error.errno not in (errno.EMFILE, errno.ENFILE):
         return ""
@@ -132,7 +132,7 @@ def no_descriptors(error: OSError) -> str:
     return f"out of file descriptors (limit {limit}); the pytest process needs 4 for each rank; raise it with ulimit -n"
 
 
-def shortages() -> int:
+def count_oom_kills() -> int:
     """Return how many processes the out-of-memory killer has ended since boot, in all containers; 0 if unknown."""
     try:
         counts = Path("/proc/vmstat").read_text("ascii")
