@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from pytest_fsdp_meta import Subject, fsdp_conformance
 
 
-def load_sharded(path, mesh, device):  # your loader: this is what is judged
+def load_sharded(path, mesh, device):  # your own loading code
     config = LlamaConfig.from_pretrained(path)
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
@@ -39,7 +39,7 @@ def token_batch(step, size):
 
 
 @fsdp_conformance(world_size=2)
-def test_llama(fsdp, tiny_llama):  # the body is the loader; it runs on every rank
+def test_llama(fsdp, tiny_llama):  # runs on every rank
     model = load_sharded(tiny_llama, mesh=fsdp.mesh, device=fsdp.device)
     return Subject(
         model,
