@@ -20,7 +20,7 @@ import xml.etree.ElementTree as xml
 from dataclasses import dataclass
 from pathlib import Path
 
-from pytest_fsdp_meta.worlds import ForkServerEngine, Sources, World, WorldError, WorldSpec, count_gpus
+from pytest_fsdp_meta.worlds import ForkServerEngine, Sources, World, WorldError, WorldSpec
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -176,7 +176,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=RESULTS / f"{datetime.date.today()}-gpu.md")
     options = parser.parse_args()
     try:
-        gpus = count_gpus(ForkServerEngine(method="spawn"))
+        gpus = ForkServerEngine().count_gpus()
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2

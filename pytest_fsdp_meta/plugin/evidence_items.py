@@ -151,9 +151,3 @@ class EvidenceItem(pytest.Item):
 
     def reportinfo(self) -> tuple[str, int, str]:
         return str(self.path), 0, f"{self.parent.stored.loader}[{self.name}]"
-
-
-def split_evidence_node_id(nodeid: str) -> tuple[str, str] | None:
-    """Return the file and the check of an item of stored evidence; None for any other item."""
-    file, _, check = nodeid.partition("::")
-    return (file, check) if file.endswith(store.SUFFIX) and check else None

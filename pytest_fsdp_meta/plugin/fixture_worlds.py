@@ -172,8 +172,8 @@ class FixtureWorlds:
 
     def _make(self, spec: WorldSpec) -> World:
         refresh(self._engine)
-        assign_devices, lease = self._devices.take(spec, self._running_test()[0])
-        world = World(assign_devices, self._engine, listener=self.listener)
+        placed_spec, lease = self._devices.take(spec, self._running_test()[0])
+        world = World(placed_spec, self._engine, listener=self.listener)
         if lease is not None:
             self._leases[world] = lease
         self._world, self._mark = world, []  # set before it starts: its output may say why it cannot

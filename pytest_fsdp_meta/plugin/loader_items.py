@@ -71,6 +71,17 @@ class ExampleFailed(Exception):
         super().__init__(outcome.message.partition("\n")[0])
 
 
+def planned_context(item: pytest.Item, loader: LoaderItem) -> ItemContext:
+    """Return the item as it is reported before it has run."""
+    return ItemContext(
+        key=loader.name,
+        loader=loader.name,
+        check=CheckRecord(loader.check, "not run", item.nodeid),
+        world=world_facts(loader.world),
+        offered=loader.spec.expected,
+    )
+
+
 class LoaderSession:
     """Keeps the run of each loader for its later items. One per pytest session.
 
@@ -168,12 +179,11 @@ class LoaderSession:
             return
         run = item.stash.get(REPORTED_RUN, self._run_of(loader))
         failure = run.failure
-        context = ItemContext(
-            key=loader.name,
-            loader=loader.name,
-            check=CheckRecord(loader.check, "not run", again=rerun_command(item, self._settings.given)),
-            world=run.evidence.world if run.evidence else world_facts(loader.world),
-            offered=loader.spec.expected,
+        planned = planned_context(item, loader)
+        context = replace(
+            planned,
+            check=replace(planned.check, again=rerun_command(item, self._settings.given)),
+            world=run.evidence.world if run.evidence else planned.world,
             error=failure.summary if failure and not failure.unanimous_outcome else "",
             seconds=run.seconds,
         )

@@ -17,8 +17,9 @@ from pytest_fsdp_meta.catalogue import Catalogue
 from pytest_fsdp_meta.evidence import store
 from pytest_fsdp_meta.evidence.codec import write_whole
 from pytest_fsdp_meta.plugin.collection import LOADER_ITEM, runs_nothing
-from pytest_fsdp_meta.plugin.evidence_items import EvidenceItem, is_judged, split_evidence_node_id
-from pytest_fsdp_meta.plugin.node_ids import split_node_id
+from pytest_fsdp_meta.plugin.evidence_items import EvidenceItem, is_judged
+from pytest_fsdp_meta.plugin.loader_items import planned_context
+from pytest_fsdp_meta.plugin.node_ids import split_evidence_node_id, split_node_id
 from pytest_fsdp_meta.plugin.outcomes import attached_context
 from pytest_fsdp_meta.plugin.settings import Settings
 from pytest_fsdp_meta.reports.badge import badge_json, badge_svg
@@ -30,7 +31,6 @@ from pytest_fsdp_meta.reports.run_records import ItemContext, RunRecords
 from pytest_fsdp_meta.reports.schema import FAILED, SCHEMA, CheckRecord, Header, LoaderRecord, Report
 from pytest_fsdp_meta.reports.totals import GREEN, RED, YELLOW, Line, describe_totals, nothing_judged
 from pytest_fsdp_meta.text import first_line
-from pytest_fsdp_meta.trial import world_facts
 
 NAME = "fsdp_report"
 EXTRA_FILES = ("summary.md", "badge.json", "badge.svg")
@@ -112,9 +112,7 @@ class ReportPlugin:
             if isinstance(item, EvidenceItem):
                 self._records.plan(item.context())
             elif loader is not None:
-                check = CheckRecord(loader.check, "not run", item.nodeid)
-                world, offered = world_facts(loader.world), loader.spec.expected
-                self._records.plan(ItemContext(loader.name, loader.name, check, world, offered))
+                self._records.plan(planned_context(item, loader))
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, node: Any, ids: Sequence[str]) -> None:

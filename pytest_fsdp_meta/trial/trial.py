@@ -24,7 +24,7 @@ from pytest_fsdp_meta.worlds.system import temp_folders
 if TYPE_CHECKING:
     from pytest_fsdp_meta.observers.loading import Loaded
 
-UNANIMOUS_OUTCOMES = (*SKIPS, ASSUME)
+LOADER_OUTCOMES = (*SKIPS, ASSUME)
 """Exceptions that count as an outcome of the loader when every rank raises them; xfail is set by the marker only."""
 
 
@@ -32,7 +32,7 @@ class LoaderFailed(Exception):
     """The loader returned no subject, so there is nothing to observe.
 
     ``summary`` is one line and ``str()`` the full message. Where every rank raised the same of
-    ``UNANIMOUS_OUTCOMES`` (a skip, an unsatisfied assumption of Hypothesis), ``unanimous_outcome`` is the qualified
+    ``LOADER_OUTCOMES`` (a skip, an unsatisfied assumption of Hypothesis), ``unanimous_outcome`` is the qualified
     name of that exception; ``reason`` is the message of the first failure.
     """
 
@@ -96,7 +96,7 @@ class Trial:
             with self._stopwatch.timing("loading"):
                 return _load(world, loader, watch)
         except WorldError as error:
-            unanimous_outcome = error.unanimous if error.unanimous in UNANIMOUS_OUTCOMES else ""
+            unanimous_outcome = error.unanimous if error.unanimous in LOADER_OUTCOMES else ""
             raise LoaderFailed(error.summary, str(error), unanimous_outcome, error.failures[0].message) from error
 
     def _observe(self, world: World, loaded: list[Loaded], loader: Call, wanted: set[str], folder: Path) -> Evidence:
@@ -135,5 +135,5 @@ class Trial:
 
 
 def _load(world: World, loader: Call, watch: Sequence[str] = ()) -> list[Loaded]:
-    loaded: list[Loaded] = world.call(on_ranks.loading.load, (loader, watch), unanimous_outcomes=UNANIMOUS_OUTCOMES)
+    loaded: list[Loaded] = world.call(on_ranks.loading.load, (loader, watch), unanimous_outcomes=LOADER_OUTCOMES)
     return loaded

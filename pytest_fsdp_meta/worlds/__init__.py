@@ -7,12 +7,11 @@ torch. On a rank, ``current()`` returns its number, device and mesh.
 from pytest_fsdp_meta.worlds.devices import choose
 from pytest_fsdp_meta.worlds.engine import Engine
 from pytest_fsdp_meta.worlds.failures import CallFailed, Misuse, RankFailure, WorldError
-from pytest_fsdp_meta.worlds.leases.device_leases import Lease, LeaseError, Leases, WaitCallback
+from pytest_fsdp_meta.worlds.leases.device_leases import Lease, LeaseError
 from pytest_fsdp_meta.worlds.leases.run_folder import Presence, run_folder_of
 from pytest_fsdp_meta.worlds.leases.worker_devices import WorkerDevices, assign_devices, usable_cores
 from pytest_fsdp_meta.worlds.listener import Listener, ObservedWorld
 from pytest_fsdp_meta.worlds.local.engine import ForkServerEngine
-from pytest_fsdp_meta.worlds.local.gpus import count_gpus
 from pytest_fsdp_meta.worlds.pool import Pool
 from pytest_fsdp_meta.worlds.rank.main import current, doing, forward_warnings, note
 from pytest_fsdp_meta.worlds.rank.rendezvous import SEED, Rank
@@ -29,7 +28,6 @@ __all__ = [
     "ForkServerEngine",
     "Lease",
     "LeaseError",
-    "Leases",
     "Listener",
     "Misuse",
     "ObservedWorld",
@@ -39,14 +37,12 @@ __all__ = [
     "RankFailure",
     "RayEngine",
     "Sources",
-    "WaitCallback",
     "WorkerDevices",
     "World",
     "WorldError",
     "WorldSpec",
     "assign_devices",
     "choose",
-    "count_gpus",
     "current",
     "doing",
     "forward_warnings",

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pytest_fsdp_meta.worlds import ForkServerEngine, World, WorldError, WorldSpec, count_gpus, current
+from pytest_fsdp_meta.worlds import ForkServerEngine, World, WorldError, WorldSpec, current
 from tests.conftest import Project
 from tests.world_help import preload
 
@@ -20,7 +20,7 @@ from tests.world_help import preload
 @cache
 def gpus() -> int:
     """Count the GPUs; not done when this module is imported, because ranks import it too."""
-    return count_gpus(ForkServerEngine(method="spawn"))
+    return ForkServerEngine().count_gpus()
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_fsdp_meta.worlds import ForkServerEngine, Sources, choose, count_gpus
+from pytest_fsdp_meta.worlds import ForkServerEngine, Sources, choose
 from pytest_fsdp_meta.worlds.local import gpus as counting
 
 NO_GPU = "--fsdp-device=cuda: this machine has no GPU that torch can use; use cpu or auto"
@@ -69,14 +69,15 @@ def test_a_world_of_one_rank_uses_the_only_gpu() -> None:
 
 def test_no_gpu_is_counted_without_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(counting, "DEVICE_FILES", ("/dev/no-such-device*",))
-    preload = ForkServerEngine()
-    assert count_gpus(preload) == 0
-    assert preload._server is None
+    engine = ForkServerEngine()
+    assert engine.count_gpus() == 0
+    assert engine._server is None
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_the_gpus_that_torch_can_use_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
-    assert count_gpus(_with_torch(TORCH.format(bad_fork=False), tmp_path, monkeypatch, method)) == 3
+    engine = _with_torch(TORCH.format(bad_fork=False), tmp_path, monkeypatch, method)
+    assert counting.count_gpus(engine.launch_process) == 3
 
 
 def test_a_server_that_has_asked_cuda_for_devices_is_not_forked(
@@ -108,13 +109,13 @@ def test_a_count_that_fails_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, torch: str, reason: str
 ) -> None:
     with pytest.raises(ValueError, match=f"counting the GPUs failed: {reason}.*; to see why, run: python -c"):
-        count_gpus(_with_torch(torch, tmp_path, monkeypatch, "spawn"))
+        _with_torch(torch, tmp_path, monkeypatch, "spawn").count_gpus()
 
 
 def test_a_count_that_hangs_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(counting, "PATIENCE", 0.5)
     with pytest.raises(ValueError, match=r"counting the GPUs took longer than 0\.5 s; to see why, run"):
-        count_gpus(_with_torch("import time; time.sleep(100)", tmp_path, monkeypatch, "spawn"))
+        _with_torch("import time; time.sleep(100)", tmp_path, monkeypatch, "spawn").count_gpus()
 
 
 def _chosen(size: int, device: str, backend: str, gpus: int, require_gpu: bool = False) -> tuple[str, str] | str:

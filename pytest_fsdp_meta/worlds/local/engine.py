@@ -87,7 +87,7 @@ class ForkServerEngine:
         The fork server must not start yet: GPUs are counted during collection, when the modules that it should import
         are not known.
         """
-        return gpus.count_gpus(ForkServerEngine(method="spawn"))
+        return gpus.count_gpus(ForkServerEngine(method="spawn").launch_process)
 
     def launch(self, spec: WorldSpec, folder: Path, leftovers: Sequence[str]) -> Iterator[LocalMember]:
         self.ready()

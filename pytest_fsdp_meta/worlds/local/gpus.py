@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from glob import glob
 from multiprocessing.connection import Connection, Pipe
-from typing import TYPE_CHECKING
+from multiprocessing.process import BaseProcess
 
 from pytest_fsdp_meta.worlds.failures import describe_exit
-
-if TYPE_CHECKING:
-    from pytest_fsdp_meta.worlds.local.engine import ForkServerEngine
 
 DEVICE_FILES = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg")
 """A machine with none of these files has no GPU, so no process has to import torch to count them."""
@@ -18,17 +16,18 @@ PATIENCE = 120.0
 ASK_TORCH = "to see why, run: python -c 'import torch; print(torch.cuda.device_count())'"
 
 
-def count_gpus(engine: ForkServerEngine) -> int:
-    """Return the number of GPUs that torch can use, counted in a short-lived process that ``engine`` starts.
+def count_gpus(launch_process: Callable[..., BaseProcess]) -> int:
+    """Return the number of GPUs that torch can use, counted in a short-lived process.
 
-    Raises ValueError when that process fails. On a machine without GPUs no process is started.
+    ``launch_process(target, args, name=...)`` starts it. Raises ValueError when that process fails. On a machine
+    without GPUs no process is started.
     """
     if not any(glob(pattern) for pattern in DEVICE_FILES):
         return 0
     here, there = Pipe(duplex=False)
     with here:
         with there:
-            process = engine.launch_process(_count, (there,), name="count-gpus")
+            process = launch_process(_count, (there,), name="count-gpus")
         try:
             if not here.poll(PATIENCE):
                 raise ValueError(f"counting the GPUs took longer than {PATIENCE:g} s; {ASK_TORCH}")
