@@ -31,12 +31,12 @@ from pytest_fsdp_meta.loader.subject import Subject
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part
 from pytest_fsdp_meta.observers.adapters.lookup import parts_of
 from pytest_fsdp_meta.observers.batches import batch_slice, calling
+from pytest_fsdp_meta.observers.fingerprints import fingerprint
 from pytest_fsdp_meta.observers.inventory import named_tensors, non_persistent, reshard
 from pytest_fsdp_meta.observers.loading import resharded_subject
 from pytest_fsdp_meta.observers.optimizers import BY_NAME, make_optimizer
 from pytest_fsdp_meta.observers.state_dict import EXTRA_STATE
 from pytest_fsdp_meta.observers.support.bits import digest
-from pytest_fsdp_meta.observers.support.fingerprints import fingerprint
 from pytest_fsdp_meta.observers.support.overwriting import is_untouched, overwrite
 from pytest_fsdp_meta.observers.support.reference_record import Record, is_array
 from pytest_fsdp_meta.observers.training import train
