@@ -85,7 +85,7 @@ class Devices:
         return assign_devices(spec, lease), lease
 
     def resume(self, lease: Lease, item: pytest.Item) -> None:
-        """Take the devices of a kept world again. Waits, and raises, as ``take`` does."""
+        """Take the devices of a reused world again. Waits, and raises, as ``take`` does."""
         with _ReportedWait(self._config, item) as waiting:
             lease.resume(waiting)
 
