@@ -27,11 +27,11 @@ from pytest_fsdp_meta.catalogue.view import View
 from pytest_fsdp_meta.evidence import Measure, RankTraining, splits_model, splits_sequence
 
 SAME_FACTOR = 0.1
-"""Relative: how far the factors of later losses may be from that of the first. A scaled loss has scaled gradients, so
-each further step starts from other weights."""
+"""Relative: how much the factors of later losses may differ from that of the first loss. A scaled loss has scaled
+gradients, so every later step starts from other weights than the reference's."""
 MOST_PERPENDICULAR = 0.35
-"""Largest part of an update that is perpendicular to the reference's, relative to the update, in a multiple of the
-reference's update. In an update that shares only the signs with the reference's, this part is about 0.6."""
+"""Fraction: an update is a multiple of the reference's if at most this part of it is perpendicular to the reference's.
+If only the signs agree, the part is about 0.6."""
 SAME_UPDATE = 0.02
 """Relative: update factors that differ by less count as the same factor, with the same cause."""
 CHANCE = 0.1
