@@ -69,7 +69,7 @@ _OPEN: list[socket.socket] = []
 
 
 def run(args: Sequence[str], folder: Path, timeout: float) -> tuple[int, list[str], list[str], float]:
-    """Run pytest in the current folder; return its exit status, the lines of stdout and stderr, and the seconds it took.
+    """Run pytest in the current folder; return its exit status, the lines of stdout and stderr, and its seconds.
 
     Raises TimeoutError after ``timeout`` seconds.
     """
@@ -83,7 +83,7 @@ def run(args: Sequence[str], folder: Path, timeout: float) -> tuple[int, list[st
 
 
 def shell_functions() -> dict[str, str]:
-    """Return environment variables that make ``pytest`` and ``python -m pytest`` in bash run in a fork, too."""
+    """Return environment variables that make ``pytest`` and ``python -m pytest`` in bash use the warm process."""
     client = f'"{sys.executable}" -IS "{CLIENT}"'
     return {
         ADDRESS: address(),
@@ -153,7 +153,7 @@ def _run(descriptors: Sequence[int], args: list[str], cwd: str, environ: dict[st
     random.seed()
     distributed = any(arg.startswith(("-n", "--dist", "--tx")) for arg in args)
     _use_waiting([_Waiting() for _ in range(1 + WORKERS * distributed)])
-    # pytest would warn that it cannot rewrite the asserts of a plugin that is already imported, if it is a wheel.
+    # pytest would warn that it cannot rewrite the asserts of a plugin that is imported already (in a wheel only).
     AssertionRewritingHook._warn_already_imported = lambda self, name: None  # type: ignore[method-assign]
     sys.argv = ["pytest", *args]
     runpy.run_module("pytest", run_name="__main__", alter_sys=True)
@@ -161,7 +161,7 @@ def _run(descriptors: Sequence[int], args: list[str], cwd: str, environ: dict[st
 
 
 class _Waiting:
-    """A process forked before pytest starts. It waits, and then runs what the run would start an interpreter for."""
+    """A process forked before pytest starts. It waits for a command that would need a new interpreter."""
 
     def __init__(self) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -89,7 +89,7 @@ def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, objec
 
 @pytest.hookimpl(wrapper=True, trylast=True)
 def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
-    """Start ranks in the innermost wrapper: after ``yield``, fixtures are set up and output is still captured."""
+    """Run loaders in the innermost wrapper: after ``yield``, fixtures are set up and output is still captured."""
     session = item.config.stash[SESSION]
     with session.listener.listening():
         session.loaders.before_fixtures(item)

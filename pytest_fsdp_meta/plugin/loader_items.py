@@ -142,7 +142,7 @@ class LoaderSession:
             self._raise_setup_outcome(item, loader, run)
 
     def _raise_setup_outcome(self, item: pytest.Function, loader: LoaderItem, run: LoaderRun) -> None:
-        outcome = item.stash[OUTCOME] = self._outcome(item, loader, run)
+        outcome = item.stash[OUTCOME] = self._run_outcome(item, loader, run)
         if run.failure is not None and outcome.status == "skipped":
             skip(item, outcome.message)
         if outcome.status == "failed":
@@ -156,7 +156,7 @@ class LoaderSession:
         if loader is None:
             return None
         test, run = given_test(item.obj), self._run_of(loader)
-        outcome = self._outcome(item, loader, run) if test is None else self._run_examples(item, loader, run, test)
+        outcome = self._run_outcome(item, loader, run) if test is None else self._run_examples(item, loader, run, test)
         item.stash[OUTCOME] = outcome
         raise_outcome(item, outcome, loader.check, loader.spec.xfail.get(loader.check))
         return True
@@ -201,7 +201,7 @@ class LoaderSession:
                 self._observe(item, loader, example)
             if example.failure is not None and example.failure.unanimous_outcome == ASSUME:
                 reject_example()
-            seen.append((self._outcome(item, loader, example), example))
+            seen.append((self._run_outcome(item, loader, example), example))
             if seen[-1][0].status in ("failed", "error"):
                 raise ExampleFailed(*seen[-1])
 
@@ -221,19 +221,21 @@ class LoaderSession:
         outcome, item.stash[REPORTED_RUN] = next(judged, (no_example, *seen)[-1])
         return outcome
 
-    def _outcome(self, item: pytest.Item, loader: LoaderItem, run: LoaderRun) -> Outcome:
+    def _run_outcome(self, item: pytest.Item, loader: LoaderItem, run: LoaderRun) -> Outcome:
         """Return the outcome of one run for one item."""
         if run.failure is not None:
             if run.failure.unanimous_outcome in SKIPS:
                 return Outcome("skipped", run.failure.reason, reason=run.failure.reason)
-            return self._error(item, loader, run, run.failure.summary, str(run.failure))
+            return self._error_outcome(item, loader, run, run.failure.summary, str(run.failure))
         assert run.evidence is not None
         verdict = judge(self.catalogue[loader.check], run.evidence, self.catalogue)
         if verdict.status == "error":
-            return replace(self._error(item, loader, run, verdict.reason, verdict.detail), verdict=verdict)
+            return replace(self._error_outcome(item, loader, run, verdict.reason, verdict.detail), verdict=verdict)
         return outcome_of(verdict, run.evidence.world, lambda: rerun_command(item, self._settings.given))
 
-    def _error(self, item: pytest.Item, loader: LoaderItem, run: LoaderRun, summary: str, detail: str) -> Outcome:
+    def _error_outcome(
+        self, item: pytest.Item, loader: LoaderItem, run: LoaderRun, summary: str, detail: str
+    ) -> Outcome:
         """Describe an error in full for the first item of the loader that has it, in one line for the others."""
         first_item = run.reported_by.setdefault(detail, item.name)
         if first_item != item.name:

@@ -82,19 +82,19 @@ class ReportAttacher:
         assert decides_status(report)
         before = item.stash.get(RECORD, None)
         if report.when == "teardown" and before is not None:
-            record = with_later_error(before, _describe(raised))
+            record = with_later_error(before, _describe_exception(raised))
         else:
             record = _check_record(report, context.check, spec, outcome, raised)
             _shorten_message(report, record)
         item.stash[RECORD] = record
-        context = self._with_loader(replace(context, check=record), spec, evidence, known)
+        context = self._add_loader_results(replace(context, check=record), spec, evidence, known)
         for properties in (item.user_properties, report.user_properties):
             others = [(name, value) for name, value in properties if not name.startswith("fsdp_")]
-            properties[:] = others + _properties(context)
+            properties[:] = others + _user_properties(context)
         setattr(report, ATTRIBUTE, to_plain(context))
         setattr(report, REPEATS, report.failed and outcome is not None and outcome.repeats)
 
-    def _with_loader(
+    def _add_loader_results(
         self, context: ItemContext, spec: ConformanceSpec, evidence: Evidence | None, known: Sequence[str]
     ) -> ItemContext:
         """Add the loader's evidence, error and durations to the context, unless its previous item attached them."""
@@ -205,7 +205,7 @@ def _shorten_detail(detail: str) -> str:
     return detail if len(detail) <= 2 * MOST_DETAIL else f"{detail[:MOST_DETAIL]}\n...\n{detail[-MOST_DETAIL:]}"
 
 
-def _describe(raised: BaseException | None) -> str:
+def _describe_exception(raised: BaseException | None) -> str:
     return f"{type(raised).__name__}: {first_line(raised or '')}"
 
 
@@ -220,7 +220,7 @@ def _kind_and_reason(
     if report.when == "setup" and report.skipped and check in spec.skip:
         return "left out", spec.skip[check]
     if outcome is None:  # a mark, a fixture or a hook of another plugin ended the item
-        return ("by the test", first_line(raised or "")) if report.skipped else ("error", _describe(raised))
+        return ("by the test", first_line(raised or "")) if report.skipped else ("error", _describe_exception(raised))
     if outcome.status == "failed" and hasattr(report, "wasxfail") and report.skipped:
         return "xfailed", report.wasxfail.removeprefix("reason: ")
     if outcome.status == "skipped":
@@ -238,7 +238,7 @@ def _failed_after_pass(
         return "xpassed", f"expected to fail: {spec.xfail[check]}"
     if raised is None:  # pytest.mark.xfail(strict=True)
         return "xpassed", first_line(report.longreprtext)
-    return "error", _describe(raised)
+    return "error", _describe_exception(raised)
 
 
 def _shorten_message(report: pytest.TestReport, record: CheckRecord) -> None:
@@ -255,7 +255,7 @@ def _shorten_message(report: pytest.TestReport, record: CheckRecord) -> None:
         crash.message = record.reason
 
 
-def _properties(context: ItemContext) -> list[tuple[str, object]]:
+def _user_properties(context: ItemContext) -> list[tuple[str, object]]:
     """Return user properties; pytest writes each as a property of the test case in JUnit XML."""
     record = context.check
     return [

@@ -1,4 +1,4 @@
-"""Hold what lives as long as pytest's session: settings, checks, the engine that starts ranks, and their users."""
+"""Hold the settings, the checks, the engine that starts ranks, and the objects that use them, for one session."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class Devices:
     def count_gpus(self) -> int:
         """Return the GPUs that worlds can use, counted once; one worker counts for all of its machine.
 
-        Raises ValueError where they cannot be counted, and where there is no such cluster.
+        Raises ValueError if they cannot be counted or if there is no such cluster.
         """
         if self._gpus is None:
             self._gpus = self._count_gpus()

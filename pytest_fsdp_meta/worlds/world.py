@@ -138,7 +138,7 @@ class World:
         except WorldError:
             if not self._members:
                 self.close()  # the engine started no rank, but left a folder
-            raise  # otherwise the world has ended already, or goes on after a unanimous outcome
+            raise  # otherwise the world has ended already, or stays usable after a unanimous outcome
         except BaseException as error:
             # Ranks report when they run out of disk space or descriptors; here it is the parent that did.
             shortage = self._describe_shortage(error) if isinstance(error, OSError) else ""
@@ -216,7 +216,7 @@ class World:
         return [member.written() for member in self._members] if self._members else list(self._written)
 
     def _launch(self) -> Conversation:
-        # At exit, multiprocessing joins all child processes. It would wait for the ranks of a world left open.
+        # Runs at exit before multiprocessing joins all child processes, which would wait for ranks of an open world.
         self._at_exit = util.Finalize(None, self.close, exitpriority=1)
         self._engine.start()  # first, because the engine removes the folder if this process is killed
         self._folder = Path(tempfile.mkdtemp(prefix=temp_folders.prefix("world")))
@@ -262,7 +262,7 @@ class World:
             doing = " or ".join(dict.fromkeys(reported))
         error = WorldError(replies.failures, doing, self.outputs(), self.label, replies.view)
         if error.unanimous in unanimous_outcomes:
-            raise error  # every rank has returned, and waits for the next call
+            raise error  # every rank has answered and waits for the next call
         self._listener.failed(self, error, self._set_aside)
         self.close()
         error.outputs = tuple(self.outputs())
