@@ -58,7 +58,7 @@ OURS = [
     Peer("World", "ours_world.py", fresh=True, ours=True),
     Peer("@fsdp_spmd", "ours_spmd.py", fresh=True, ours=True, plugins=PLUGIN),
     Peer("fsdp_world", "ours_fixture.py", fresh=True, ours=True, plugins=PLUGIN),
-    Peer("World, kept", "ours_warm.py", fresh=False, ours=True),
+    Peer("World, reused", "ours_warm.py", fresh=False, ours=True),
     Peer("@fsdp_spmd(scope=session)", "ours_spmd.py", fresh=False, ours=True, plugins=PLUGIN, environ=SESSION_SCOPE),
     Peer("fsdp_world(scope=session)", "ours_fixture.py", fresh=False, ours=True, plugins=PLUGIN, environ=SESSION_SCOPE),
 ]

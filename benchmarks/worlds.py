@@ -43,7 +43,7 @@ def warm(run: Run) -> float:
 
 def compare(python: str, peers: Sequence[Peer], body: str, world: int, tests: int, fresh_tests: int) -> list[Row]:
     fresh = next(peer for peer in OURS if peer.name == "@fsdp_spmd")
-    reused = next(peer for peer in OURS if peer.name == "World, kept")
+    reused = next(peer for peer in OURS if peer.name == "World, reused")
     rows: list[Row] = []
     for kind, ours in ((True, fresh), (False, reused)):
         for number, peer in enumerate([ours, *(peer for peer in peers if peer.fresh == kind and peer != ours)]):

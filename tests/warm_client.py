@@ -1,6 +1,6 @@
-"""Ask the process of ``tests.warm_runs`` for a pytest run: ``python -IS warm_client.py ARGS`` is ``pytest ARGS``.
+"""Request a pytest run from the warm process of ``tests.warm_runs``: ``python -IS warm_client.py ARGS``.
 
-Nothing but the standard library is imported, so that starting this costs as little as starting anything.
+Only the standard library is imported, so that this script starts fast.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ADDRESS = "WARM_RUNS"
 
 
 def run_pytest(address: str, args: Sequence[str], descriptors: Sequence[int], timeout: float | None = None) -> int:
-    """Run ``pytest ARGS`` here, with this environment and these three standard streams; return its exit status.
+    """Run ``pytest ARGS`` in this folder and environment with these three standard streams; return its exit status.
 
     Raises TimeoutError, and kills the run, after ``timeout`` seconds.
     """
@@ -46,7 +46,7 @@ def send(connection: socket.socket, request: object, descriptors: Sequence[int])
 
 
 def receive(connection: socket.socket) -> tuple[dict[str, object], list[int]]:
-    """Receive what ``send`` has sent; raises EOFError where the other side has closed."""
+    """Return the request and the descriptors that ``send`` has sent. Raises EOFError if the other side has closed."""
     header, rights, _, _ = connection.recvmsg(8, socket.CMSG_SPACE(16 * array.array("i").itemsize))
     if not header:
         raise EOFError

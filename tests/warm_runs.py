@@ -1,11 +1,11 @@
-"""Inner pytest runs without their cold start: each is forked from a process that has imported pytest and torch.
+"""Run pytest inside tests without a cold start: fork each run from a process that has imported pytest and torch.
 
-An inner run pays for an interpreter, pytest, torch in the test module, and a fork server that imports torch again:
-about five seconds of CPU before its first test. Here one process per test worker imports all of that once, and every
-inner run is a fork of it. Its fork server, and its workers where it uses pytest-xdist, are forks of the same process,
-made before pytest starts, in place of new interpreters. Everything else is real: plugin, ranks, process groups.
+A cold run starts an interpreter, imports pytest, imports torch in the test module, and imports it again in a fork
+server: about five seconds of CPU before its first test. Here, one warm process per test worker imports all of this
+once, and every run is a fork of it. Where a run would start an interpreter for its fork server or for an xdist worker,
+it uses another fork of the warm process, made before pytest starts. Plugin, ranks and process groups are real.
 
-``Project.run_cold`` starts an interpreter: for coverage, interpreter options, and what the pytest process imports.
+``Project.run_cold`` starts a new interpreter. Tests of coverage, of interpreter options and of imports need that.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ IMPORTED = (
     *("pytest_fsdp_meta.plugin.loader_option", "pytest_fsdp_meta.reports.page"),
 )
 WORKERS = 4
-"""Processes that wait to become workers of pytest-xdist, in a run that distributes its tests."""
+"""Number of processes that are forked as future xdist workers, in a run that uses pytest-xdist."""
 
 
 @cache
 def address() -> str:
-    """Start the process that runs are forked from, and return its socket. It ends with this process."""
-    folder = tempfile.mkdtemp(prefix="warm-runs-", dir="/tmp")  # a socket's path has room for 108 letters
+    """Start the warm process and return the path of its socket. It ends with this process."""
+    folder = tempfile.mkdtemp(prefix="warm-runs-", dir="/tmp")  # the path of a Unix socket is limited to 108 bytes
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(f"{folder}/socket")
     listener.listen()
@@ -65,11 +65,11 @@ def address() -> str:
 
 
 _OPEN: list[socket.socket] = []
-"""Closed by the system when this process ends, however it ends."""
+"""Sockets that the system closes when this process ends, however it ends; the warm process then ends as well."""
 
 
 def run(args: Sequence[str], folder: Path, timeout: float) -> tuple[int, list[str], list[str], float]:
-    """Run pytest in the current folder; return its exit status, the lines that it wrote, and the seconds it took.
+    """Run pytest in the current folder; return its exit status, the lines of stdout and stderr, and its seconds.
 
     Raises TimeoutError after ``timeout`` seconds.
     """
@@ -83,7 +83,7 @@ def run(args: Sequence[str], folder: Path, timeout: float) -> tuple[int, list[st
 
 
 def shell_functions() -> dict[str, str]:
-    """Return an environment in which ``pytest`` and ``python -m pytest``, typed into bash, are runs from here."""
+    """Return environment variables that make ``pytest`` and ``python -m pytest`` in bash use the warm process."""
     client = f'"{sys.executable}" -IS "{CLIENT}"'
     return {
         ADDRESS: address(),
@@ -106,7 +106,7 @@ def _serve(listener: socket.socket, parent: socket.socket, folder: str) -> None:
         importlib.import_module(f"_pytest.{name}")
     import torch
 
-    torch.use_deterministic_algorithms(False)  # imports what ranks need for it
+    torch.use_deterministic_algorithms(False)  # imports modules that ranks need for deterministic mode
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -124,7 +124,7 @@ def _serve(listener: socket.socket, parent: socket.socket, folder: str) -> None:
 
 
 def _answer(connection: socket.socket) -> None:
-    """Fork the run, and wait for it in this process."""
+    """Fork the requested run, wait for it, and send its pid and exit status."""
     request, descriptors = receive(connection)
     pid = os.fork()
     if not pid:
@@ -140,20 +140,20 @@ def _answer(connection: socket.socket) -> None:
 
 
 def _run(descriptors: Sequence[int], args: list[str], cwd: str, environ: dict[str, str]) -> NoReturn:
-    """Be a fresh ``python -m pytest ARGS``, and end."""
+    """Act as a fresh process of ``python -m pytest ARGS``, and exit."""
     for number, descriptor in enumerate(descriptors):
         os.dup2(descriptor, number)
         os.close(descriptor)
     _open_streams()
     inherited = {"", str(ROOT), *_python_path()}
-    _move({name: value for name, value in environ.items() if not name.startswith("BASH_FUNC_")}, cwd)
+    _set_environment({name: value for name, value in environ.items() if not name.startswith("BASH_FUNC_")}, cwd)
     after = [entry for entry in sys.path if entry not in inherited]
     sys.path[:] = [cwd, *_python_path(), *after]
     importlib.invalidate_caches()
     random.seed()
     distributed = any(arg.startswith(("-n", "--dist", "--tx")) for arg in args)
-    _take_over([_Waiting() for _ in range(1 + WORKERS * distributed)])
-    # The plugin was imported before pytest could rewrite its asserts, of which pytest would warn if it is a wheel.
+    _use_waiting([_Waiting() for _ in range(1 + WORKERS * distributed)])
+    # pytest would warn that it cannot rewrite the asserts of a plugin that is imported already (in a wheel only).
     AssertionRewritingHook._warn_already_imported = lambda self, name: None  # type: ignore[method-assign]
     sys.argv = ["pytest", *args]
     runpy.run_module("pytest", run_name="__main__", alter_sys=True)
@@ -161,18 +161,21 @@ def _run(descriptors: Sequence[int], args: list[str], cwd: str, environ: dict[st
 
 
 class _Waiting:
-    """A fork of this process from before pytest began, which becomes the process that the run would start cold."""
+    """A process forked before pytest starts. It waits for a command that would need a new interpreter."""
 
     def __init__(self) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self.pid = os.fork()
         if not self.pid:
             self._socket.close()
-            _become_what_is_asked_for(theirs)
+            _wait_for_command(theirs)
         theirs.close()
 
-    def become(self, command: str, descriptors: Mapping[int, int]) -> int:
-        """Make it run ``command`` with these descriptors (here -> there) and this environment; return its pid."""
+    def execute(self, command: str, descriptors: Mapping[int, int]) -> int:
+        """Make the process run ``command`` with this environment; return its pid.
+
+        ``descriptors`` maps descriptors of this process to their numbers in the other one.
+        """
         there = list(descriptors.values())
         request = {"command": command, "descriptors": there, "environ": dict(os.environ), "cwd": os.getcwd()}
         send(self._socket, request, list(descriptors))
@@ -180,17 +183,17 @@ class _Waiting:
         return self.pid
 
 
-def _take_over(waiting: list[_Waiting]) -> None:
-    """Give this process one of ``waiting`` where it would start an interpreter for a fork server or an xdist worker.
+def _use_waiting(waiting: list[_Waiting]) -> None:
+    """Patch the start of processes: a fork server or an xdist worker uses a process of ``waiting``, if one is left.
 
-    Where none is left, or in a fork of this process, a new interpreter starts as always.
+    Otherwise, and in forks of this process, a new interpreter starts as usual.
     """
     owner = os.getpid()
     spawn, execute = util.spawnv_passfds, subprocess.Popen._execute_child  # type: ignore[attr-defined]
 
     def spawnv_passfds(path: bytes, args: Sequence[Any], descriptors: Sequence[int]) -> int:
         if waiting and os.getpid() == owner and "multiprocessing.forkserver" in str(args[-1]):
-            return waiting.pop().become(str(args[-1]), {one: one for one in descriptors})
+            return waiting.pop().execute(str(args[-1]), {one: one for one in descriptors})
         return int(spawn(path, args, descriptors))
 
     def execute_child(self: Any, args: Any, *given: Any) -> None:
@@ -198,7 +201,7 @@ def _take_over(waiting: list[_Waiting]) -> None:
             execute(self, args, *given)
             return
         stdin, stdout = given[9], given[12]
-        self.pid = waiting.pop().become(popen_bootstrapline, {stdin: 0, stdout: 1})
+        self.pid = waiting.pop().execute(popen_bootstrapline, {stdin: 0, stdout: 1})
         self._child_created = True
         os.close(stdin)
         os.close(stdout)
@@ -207,36 +210,36 @@ def _take_over(waiting: list[_Waiting]) -> None:
     subprocess.Popen._execute_child = execute_child  # type: ignore[attr-defined]
 
 
-def _become_what_is_asked_for(parent: socket.socket) -> NoReturn:
+def _wait_for_command(parent: socket.socket) -> NoReturn:
     try:
         asked, received = receive(parent)
     except EOFError:
         os._exit(0)  # the run did not need it
     wanted: Any = asked["descriptors"]
-    # First out of the way of all numbers that are wanted, then to these numbers.
+    # Copy them above all wanted numbers first, so that no copy overwrites a descriptor that is still needed.
     lowest = 1 + max([*wanted, *received, parent.fileno()])
     for place, descriptor in enumerate(received):
         os.dup2(descriptor, lowest + place)
     for place, number in enumerate(wanted):
         os.dup2(lowest + place, number)
     for name in os.listdir("/dev/fd"):
-        with suppress(OSError):  # that of the listing itself is closed already
+        with suppress(OSError):  # the descriptor that os.listdir() used is closed already
             if int(name) not in {0, 1, 2, *wanted}:
                 os.close(int(name))
     _open_streams()
-    _move(asked["environ"], asked["cwd"])  # type: ignore[arg-type]
+    _set_environment(asked["environ"], asked["cwd"])  # type: ignore[arg-type]
     sys.argv = ["-c"]
     if asked["command"] == popen_bootstrapline:
-        _take_over([_Waiting()])  # a worker starts a fork server of its own
+        _use_waiting([_Waiting()])  # a worker starts a fork server of its own
     exec(str(asked["command"]), {"__name__": "__main__"})
     sys.exit()
 
 
-def _move(environ: Mapping[str, str], cwd: str) -> None:
+def _set_environment(environ: Mapping[str, str], cwd: str) -> None:
     os.environ.clear()
     os.environ.update(environ)
     os.chdir(cwd)
-    tempfile.tempdir = None  # found out when torch was imported, from another environment
+    tempfile.tempdir = None  # importing torch computed it from another environment
 
 
 def _open_streams() -> None:

@@ -18,7 +18,7 @@ from pytest_fsdp_meta.text import counted, first_line
 AS_LOADED = ("inventory", "reference", "values", "verifier")
 """Observations that inspect the model without running it."""
 EXPLAINING_A_CRASH = ("structure", "materialisation")
-"""Families whose findings may explain why the model raises when it is run or saved."""
+"""Families of checks whose findings may explain an error raised while running or saving the model."""
 PACKAGE = Path(__file__).parents[1]
 PASSED_IN_PART = "passed for what could be checked"
 KINDS = {"undeclared": "not declared", "blocked": "depends on a failed check", "unselected": "not selected"}
@@ -29,9 +29,10 @@ KINDS = {"undeclared": "not declared", "blocked": "depends on a failed check", "
 class Verdict:
     """The outcome of one check.
 
-    ``status`` is "passed", "failed", "skipped" or "error"; ``reason`` explains what findings do not. ``unjudged`` maps
-    each more basic check to the tensors that already failed it and were therefore left out here. ``model`` has the
-    names of all tensors by kind ("parameter", "buffer"), so that reports recognise a finding about all of them.
+    ``status`` is "passed", "failed", "skipped" or "error"; ``reason`` says what was not judged and why.
+    ``unjudged`` maps each more basic check to the tensors that already failed it and were therefore left out here.
+    ``model`` has the names of all tensors by kind ("parameter", "buffer"), so that reports recognise a finding about
+    all of them.
     Where ``status`` is "skipped", ``why`` is the kind of the skip: "not declared" (a field of Subject is missing),
     "depends on a failed check", "not selected" (no selected check asked for the observation), "not applicable" (the
     model has nothing of the kind), or "partly checked" (something could not be judged, and the rest passed).
@@ -70,7 +71,7 @@ def _judge(check: Check, evidence: Evidence, catalogue: Catalogue) -> Verdict:
     findings: list[Finding] = []
     reason = ""
     try:
-        findings.extend(_complete(check, finding) for finding in _found(check, view))
+        findings.extend(_complete(check, finding) for finding in _run_check(check, view))
     except Unjudgeable as error:
         if not findings:
             return Verdict(check, "error", reason=str(error), unjudged=view.left_out)
@@ -84,7 +85,7 @@ def _judge(check: Check, evidence: Evidence, catalogue: Catalogue) -> Verdict:
     except Exception as error:
         if check.built_in:
             raise
-        reason = f"the own check {check.id} raised {_one_line(error)}"
+        reason = f"the custom check {check.id} raised {_one_line(error)}"
         if not findings:
             return Verdict(check, "error", reason=reason, detail=_traceback(error), unjudged=view.left_out)
     if findings:
@@ -110,19 +111,20 @@ def _by_kind(evidence: Evidence) -> dict[str, frozenset[str]]:
 
 
 def _unavailable(check: Check, need: str, evidence: Evidence, catalogue: Catalogue, failed: Sequence[str]) -> Verdict:
-    why = evidence.unavailable[need]
-    if not why.error:
-        return Verdict(check, "skipped", reason=why.summary, why=KINDS.get(why.kind, "not applicable"))
+    unavailable = evidence.unavailable[need]
+    if not unavailable.error:
+        why = KINDS.get(unavailable.kind, "not applicable")
+        return Verdict(check, "skipped", reason=unavailable.summary, why=why)
     if need not in AS_LOADED:  # running a model with missing or wrong tensors is likely to raise
         basic = _failed_basics(check, evidence, catalogue) if need != "repetition" else ()
         if by := ", ".join(dict.fromkeys((*failed, *basic))):
-            reason = f"{why.summary}; the findings of {by} may explain it"
+            reason = f"{unavailable.summary}; the findings of {by} may explain it"
             return Verdict(check, "skipped", reason=reason, why=KINDS["blocked"])
-    return Verdict(check, "error", reason=why.summary, detail=why.detail)
+    return Verdict(check, "error", reason=unavailable.summary, detail=unavailable.detail)
 
 
 def _failed_basics(check: Check, evidence: Evidence, catalogue: Catalogue) -> Iterator[str]:
-    """Yield the failed checks before this one that inspect the model itself, whether or not in its ``after``.
+    """Yield the earlier checks that inspect the model itself and failed, including those not in ``after``.
 
     A model that raises affects every check that runs it, so all of them should give the same reason.
     """
@@ -138,7 +140,7 @@ def _one_line(error: Exception) -> str:
 
 
 def _traceback(error: Exception) -> str:
-    """Format the traceback without the frames of this package, which do not help the author of an own check."""
+    """Format the traceback without the frames of this package, which do not help the author of a custom check."""
     report = traceback.TracebackException.from_exception(error)
     frames = [frame for frame in report.stack if not Path(frame.filename).is_relative_to(PACKAGE)]
     report.stack = traceback.StackSummary.from_list(frames)
@@ -163,24 +165,24 @@ def _already_failed(check: Check, evidence: Evidence, catalogue: Catalogue) -> d
     return already_failed
 
 
-def _found(check: Check, view: View) -> Iterable[Finding]:
+def _run_check(check: Check, view: View) -> Iterable[Finding]:
     found = check.judge(view)
     if isinstance(found, Finding):
-        raise TypeError("it returned a Finding; yield each, or return a list of them")
+        raise TypeError("it returned a Finding; yield findings, or return a list of them")
     return found
 
 
 def _complete(check: Check, finding: Finding) -> Finding:
     """Add the cause and remedy of the check to a finding that has none of its own."""
     if not check.built_in:
-        finding = _plain(finding)
+        finding = _convert_types(finding)
     return replace(finding, cause=finding.cause or check.cause, remedy=finding.remedy or check.remedy)
 
 
-def _plain(finding: Finding) -> Finding:
+def _convert_types(finding: Finding) -> Finding:
     """Convert ranks (NumPy integers, for example) to int. Raises TypeError for a text field that is not a str."""
     for name in ("tensor", "actual", "expected", "detail", "cause", "remedy"):
         value = getattr(finding, name)
         if not isinstance(value, str) and not (name == "tensor" and value is None):
-            raise TypeError(f"Finding({name}={value!r:.60}), but it should be a str")
+            raise TypeError(f"Finding({name}={value!r:.60}): {name} should be a str")
     return replace(finding, ranks=tuple(int(rank) for rank in finding.ranks), condemns=tuple(finding.condemns))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 BATCH_PARTS = frozenset({"dp", "ddp", "fsdp", "hsdp", "edp", "data", "shard", "replicate"})
-"""Parts of a name that say data parallelism, whatever the name ends in: ``dp_shard_cp``, ``dp_shard_mod_ep``."""
+"""Parts of a dimension's name that mean data parallelism, also within ``dp_shard_cp`` or ``dp_shard_mod_ep``."""
 EXPERT_DIMS = frozenset({"ep", "etp", "expert"})
 SEQUENCE_DIMS = frozenset({"cp", "context", "sp"})
 MODEL_DIMS = (

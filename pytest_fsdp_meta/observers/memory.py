@@ -197,7 +197,7 @@ class Peak:
                 self._device_peak = torch.cuda.max_memory_allocated(self._device) - before
 
     def facts(self, model: Module) -> RankMemory:
-        """Return the peaks and the timeline of the block, of which ``model`` was the result."""
+        """Return the peaks and the timeline of the block that built ``model``."""
         changes = self.meter.changes
         timeline = make_timeline(list(changes), self.meter.times, self._began)
         return replace(find_peaks(changes, model), device=self._device_peak, timeline=timeline)

@@ -82,7 +82,7 @@ def due_by_reference(records: Mapping[str, Record], noise: float) -> DueElements
 def due_by_gradients(gradients: Mapping[str, Tensor], optimizer: Optimizer, noise: float) -> DueElements:
     """Return a function that requires an element to move where its own gradient is above noise.
 
-    Used where there is no reference. Elements whose update rounding may swallow are not required to move: an
+    Used if there is no reference. Elements need not move if rounding may cancel their update: an
     optimizer steps by its learning rate times the gradient, or times about one if it normalises the gradient.
     """
     rates = {id(p): float(group.get("lr", 0.0)) for group in optimizer.param_groups for p in group["params"]}

@@ -146,7 +146,7 @@ def record_verifier(recipe: Mapping[str, bytes], path: str) -> None:
 
 
 def checkpoint_facts(path: str) -> ReferenceFacts:
-    """Return the facts in the headers of a checkpoint directory, which do not tell parameters from buffers."""
+    """Return the facts in the headers of a checkpoint directory, which do not distinguish parameters from buffers."""
     tensors = tuple(
         TensorFacts(name, "tensor", shape, shape, (), dtype, "disk")
         for name, (shape, dtype) in checkpoint_entries(path).items()

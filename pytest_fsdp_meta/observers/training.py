@@ -50,9 +50,9 @@ from pytest_fsdp_meta.worlds import SEED, Rank, current, doing
 def observe_training(steps: int, records_folder: str | None = None, noise: float = 0.0) -> RankTraining:
     """Train this rank's subject for ``steps`` steps and compare it with the reference's own training.
 
-    ``records_folder`` has the records of the reference's training, and ``noise`` is the size below which an element
-    of the reference's gradients is rounding; the folder is None where no reference can be trained. The rank's state
-    keeps the "optimizer" for observers that train on.
+    ``records_folder`` has the records of the reference's training; it is None if no reference can be trained. Smaller
+    elements of the reference's gradients than ``noise`` are rounding errors. The rank's state keeps the "optimizer"
+    for observers that continue the training.
     """
     rank = current()
     subject = loaded_subject(rank)
@@ -111,8 +111,8 @@ def train(
     trainable, only the forward runs.
     """
     model, run = subject.model, TrainingRun()
-    model.eval()  # switches dropout off, functional dropout included
-    model.zero_grad(set_to_none=True)  # a loader may have run a backward to warm up
+    model.eval()  # switches dropout off, including F.dropout(training=self.training)
+    model.zero_grad(set_to_none=True)  # a loader may have run a warm-up backward
     with deterministic():
         for step in steps:
             doing(f"training step {step - steps.start + 1} of {len(steps)}")
@@ -145,7 +145,7 @@ class _FirstBackward:
         self.norm_problem = ""
         self._subject = subject
         self._own_gradients: dict[str, Tensor] = {}
-        """Copies on the CPU, made only where there is no reference to compare with."""
+        """Copies on the CPU, made only if there is no reference to compare with."""
         self._own_noise = 0.0
 
     def observe(self) -> None:
@@ -162,7 +162,7 @@ class _FirstBackward:
     def movements(
         self, before: Mapping[str, Tensor], optimizer: Optimizer | None, reference_noise: float
     ) -> tuple[Movement, ...]:
-        """Return which parameters moved as far as the reference, or else their own gradients, say they must."""
+        """Return how far each parameter moved, and how far the reference or its own gradients say it should."""
         if optimizer is None:
             return ()
         model = self._subject.model
@@ -191,7 +191,7 @@ def _observe_accumulation(
     records: Mapping[str, Record],
     optimizer: Optimizer | None,
 ) -> Accumulation | None:
-    """Compare accumulated gradients; call it after the steps, where a failure cannot disturb other observations."""
+    """Compare accumulated gradients. Call this after the steps, so that a failure disturbs no other observation."""
     if optimizer is None or not records:
         return None
     if problem := indivisible_batch(subject, data_parallel[1]):
@@ -207,7 +207,7 @@ def _observe_accumulation(
 
 
 def _is_unreduced(model: Module) -> bool:
-    """Whether nobody reduces the gradients: every parameter is a plain tensor and no DDP wraps the model."""
+    """Return whether nothing reduces gradients: every parameter is a plain tensor and no DDP wraps the model."""
     parts = parts_of(model)
     plain = not any(isinstance(p, DTensor) or parts.of(name, p).by for name, _, p in named_tensors(model))
     return plain and not any(isinstance(module, DistributedDataParallel) for module in model.modules())

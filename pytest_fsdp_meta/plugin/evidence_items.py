@@ -10,7 +10,7 @@ import pytest
 from pytest_fsdp_meta.catalogue import Catalogue, Verdict, judge
 from pytest_fsdp_meta.evidence import store
 from pytest_fsdp_meta.plugin.markers import ConformanceSpec
-from pytest_fsdp_meta.plugin.outcomes import Outcome, ReportAttacher, outcome_of, settle, settles
+from pytest_fsdp_meta.plugin.outcomes import Outcome, ReportAttacher, decides_status, outcome_of, raise_outcome
 from pytest_fsdp_meta.plugin.rerun_command import command
 from pytest_fsdp_meta.reports.run_records import ItemContext
 from pytest_fsdp_meta.reports.schema import CheckRecord
@@ -35,7 +35,7 @@ def collect_file(path: Path, parent: pytest.Collector) -> EvidenceFile | None:
 
 def attach(item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport, attacher: ReportAttacher) -> None:
     """Put the result of an item of stored evidence on pytest's report of it; leave other items alone."""
-    if isinstance(item, EvidenceItem) and settles(report):
+    if isinstance(item, EvidenceItem) and decides_status(report):
         item.attach_to(report, attacher, call.excinfo.value if call.excinfo else None)
 
 
@@ -129,7 +129,7 @@ class EvidenceItem(pytest.Item):
 
     def runtest(self) -> None:
         assert self.outcome is not None
-        settle(self, self.outcome, self.name, self.parent.stored.xfail.get(self.name))
+        raise_outcome(self, self.outcome, self.name, self.parent.stored.xfail.get(self.name))
 
     def rerun_command(self) -> str:
         return command(self.config, self.path, [self.name], self.config.stash[GIVEN])

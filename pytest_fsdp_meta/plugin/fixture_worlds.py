@@ -20,7 +20,7 @@ from pytest_fsdp_meta.worlds import Engine, Lease, Pool, RankFailure, World, Wor
 PATIENCE = 5.0
 """Seconds to wait, after a test, for a thread of it to notice that the ranks it calls have ended."""
 PRIVATE = ("PYTEST_CURRENT_TEST",)
-"""Environment variables that differ between tests: ranks of a kept world need not follow them."""
+"""Environment variables that differ between tests: ranks that are reused need not follow them."""
 
 
 class Disagreement(Exception):

@@ -1,4 +1,4 @@
-"""pytest's hooks of this plugin. Each says when something happens; the module that it calls says what happens."""
+"""Implement pytest's hooks: each function passes the call on to the module that does the work."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 @pytest.hookimpl(wrapper=True, trylast=True)
 def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, object]:
-    """The innermost wrapper: pytest-cov saves what was measured in a wrapper around it."""
+    """Collect the ranks' coverage in the innermost wrapper, before the wrapper of pytest-cov saves its data."""
     try:
         return (yield)
     finally:
@@ -89,7 +89,7 @@ def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, objec
 
 @pytest.hookimpl(wrapper=True, trylast=True)
 def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
-    """The innermost wrapper: once it goes on, the fixtures are set up and output is still captured."""
+    """Run loaders in the innermost wrapper: after ``yield``, fixtures are set up and output is still captured."""
     session = item.config.stash[SESSION]
     with session.listener.listening():
         session.loaders.before_fixtures(item)
@@ -133,7 +133,7 @@ def pytest_runtest_makereport(
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_report_teststatus(report: pytest.TestReport | pytest.CollectReport) -> tuple[str, str, str] | None:
-    return outcomes.unjudged(report)
+    return outcomes.repeated_error_status(report)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -22,7 +22,7 @@ from pytest_fsdp_meta.plugin.hypothesis_given import (
     run_examples,
     share_seed,
 )
-from pytest_fsdp_meta.plugin.outcomes import Outcome, ReportAttacher, outcome_of, settle, settles, skip
+from pytest_fsdp_meta.plugin.outcomes import Outcome, ReportAttacher, decides_status, outcome_of, raise_outcome, skip
 from pytest_fsdp_meta.plugin.pickling import Unsendable, pack_call, pack_drawn
 from pytest_fsdp_meta.plugin.preloading import refresh
 from pytest_fsdp_meta.plugin.rank_io.listener import RankListener
@@ -37,12 +37,12 @@ from pytest_fsdp_meta.worlds import Engine, LeaseError
 
 OUTCOME = pytest.StashKey[Outcome]()
 REPORTED_RUN = pytest.StashKey["LoaderRun"]()
-"""The run of the Hypothesis example that the item's outcome is about."""
+"""The run of the Hypothesis example that decided the item's outcome."""
 
 
 @dataclass
 class LoaderRun:
-    """One loader in one world, or one Hypothesis example of it: the selected checks, and the result."""
+    """One run of a loader in one world, or of one Hypothesis example: the selected checks and the result."""
 
     checks: list[str] = field(default_factory=list)
     call: Call | None = None
@@ -55,7 +55,7 @@ class LoaderRun:
     output_shown: bool = False
     seed: int = field(default_factory=lambda: secrets.randbits(64))
     examples: dict[object, LoaderRun] = field(default_factory=dict)
-    """Runs of Hypothesis examples by drawn values, where the loader takes drawn arguments."""
+    """The runs of Hypothesis examples by their drawn values; empty for a loader without ``@given``."""
 
     @property
     def has_ended(self) -> bool:
@@ -83,9 +83,9 @@ def planned_context(item: pytest.Item, loader: LoaderItem) -> ItemContext:
 
 
 class LoaderSession:
-    """Keeps the run of each loader for its later items. One per pytest session.
+    """Runs each loader once, for the first of its items, and keeps the result for the others. One per pytest session.
 
-    Every method does nothing for an item that is not a loader's.
+    Its methods ignore items that do not belong to a loader.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class LoaderSession:
         self._runs: dict[str, LoaderRun] = {}
 
     def plan(self, items: Iterable[pytest.Item]) -> None:
-        """Collect the selected checks of each loader, so that it observes what they need and no more."""
+        """Collect the selected checks of each loader, so that only the observations that they need are taken."""
         for item in items:
             loader = item.stash.get(LOADER_ITEM, None)
             if loader is not None and loader.check not in loader.spec.skip:
@@ -114,14 +114,14 @@ class LoaderSession:
 
     @contextmanager
     def running(self, item: pytest.Item) -> Iterator[None]:
-        """Guard all phases of an item: a loader that ended a worker of xdist is not run again by the next worker."""
+        """Wrap all phases of an item, so that a loader that crashed an xdist worker does not run on another worker."""
         loader = item.stash.get(LOADER_ITEM, None)
         if loader is None or (run := self._run_of(loader)).has_ended:
             yield
             return
         with self._devices.running(loader.key, item) as (worker, crashed_item):
             if worker:
-                summary = f"worker {worker} ended while the loader or its fixtures ran, so it is not run again"
+                summary = f"worker {worker} ended while the loader or its fixtures ran; the loader is not run again"
                 run.failure, run.reported_by = LoaderFailed(summary), {summary: crashed_item}
             yield
 
@@ -133,9 +133,9 @@ class LoaderSession:
             item.fixturenames = []
 
     def after_fixtures(self, item: pytest.Item) -> None:
-        """Run the loader if it has not run, and raise errors of the ranks: they are errors of the item's setup.
+        """Run the loader if it has not run yet. Errors on the ranks are raised here, as errors of the item's setup.
 
-        A loader with ``@given`` is only packed: its examples are drawn in ``call``.
+        A loader with ``@given`` is only pickled here; ``call`` draws its examples and runs it.
         """
         loader = item.stash.get(LOADER_ITEM, None)
         if loader is None or runs_nothing(item.config):
@@ -150,10 +150,10 @@ class LoaderSession:
         if not run.has_ended and given_test(item.obj) is None:
             self._observe(item, loader, run)
         if run.has_ended:
-            self._settle_setup(item, loader, run)
+            self._raise_setup_outcome(item, loader, run)
 
-    def _settle_setup(self, item: pytest.Function, loader: LoaderItem, run: LoaderRun) -> None:
-        outcome = item.stash[OUTCOME] = self._outcome(item, loader, run)
+    def _raise_setup_outcome(self, item: pytest.Function, loader: LoaderItem, run: LoaderRun) -> None:
+        outcome = item.stash[OUTCOME] = self._run_outcome(item, loader, run)
         if run.failure is not None and outcome.status == "skipped":
             skip(item, outcome.message)
         if outcome.status == "failed":
@@ -162,20 +162,20 @@ class LoaderSession:
             pytest.fail(outcome.message, pytrace=False)
 
     def call(self, item: pytest.Function) -> bool | None:
-        """Raise pytest's outcome for the item's check; None for an item that is not a loader's."""
+        """Raise the outcome of the item's check as pytest's outcome; return None if the item is not a loader's."""
         loader = item.stash.get(LOADER_ITEM, None)
         if loader is None:
             return None
         test, run = given_test(item.obj), self._run_of(loader)
-        outcome = self._outcome(item, loader, run) if test is None else self._run_examples(item, loader, run, test)
+        outcome = self._run_outcome(item, loader, run) if test is None else self._run_examples(item, loader, run, test)
         item.stash[OUTCOME] = outcome
-        settle(item, outcome, loader.check, loader.spec.xfail.get(loader.check))
+        raise_outcome(item, outcome, loader.check, loader.spec.xfail.get(loader.check))
         return True
 
     def attach(self, item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport) -> None:
-        """Put the result of the item on pytest's report of it, where this phase decides it."""
+        """Attach the result of the item to pytest's report, if this phase decides the result."""
         loader = item.stash.get(LOADER_ITEM, None)
-        if loader is None or not settles(report):
+        if loader is None or not decides_status(report):
             return
         run = item.stash.get(REPORTED_RUN, self._run_of(loader))
         failure = run.failure
@@ -187,7 +187,7 @@ class LoaderSession:
             error=failure.summary if failure and not failure.unanimous_outcome else "",
             seconds=run.seconds,
         )
-        # An example that Hypothesis drew is not stored: it does not stand for the loader.
+        # Evidence of a drawn example is not stored: it is about one choice of arguments, not about the loader.
         known = () if REPORTED_RUN in item.stash else self.catalogue.ids()
         raised = call.excinfo.value if call.excinfo is not None else None
         outcome = item.stash.get(OUTCOME, None)
@@ -211,7 +211,7 @@ class LoaderSession:
                 self._observe(item, loader, example)
             if example.failure is not None and example.failure.unanimous_outcome == ASSUME:
                 reject_example()
-            seen.append((self._outcome(item, loader, example), example))
+            seen.append((self._run_outcome(item, loader, example), example))
             if seen[-1][0].status in ("failed", "error"):
                 raise ExampleFailed(*seen[-1])
 
@@ -231,28 +231,30 @@ class LoaderSession:
         outcome, item.stash[REPORTED_RUN] = next(judged, (no_example, *seen)[-1])
         return outcome
 
-    def _outcome(self, item: pytest.Item, loader: LoaderItem, run: LoaderRun) -> Outcome:
+    def _run_outcome(self, item: pytest.Item, loader: LoaderItem, run: LoaderRun) -> Outcome:
         """Return the outcome of one run for one item."""
         if run.failure is not None:
             if run.failure.unanimous_outcome in SKIPS:
                 return Outcome("skipped", run.failure.reason, reason=run.failure.reason)
-            return self._error(item, loader, run, run.failure.summary, str(run.failure))
+            return self._error_outcome(item, loader, run, run.failure.summary, str(run.failure))
         assert run.evidence is not None
         verdict = judge(self.catalogue[loader.check], run.evidence, self.catalogue)
         if verdict.status == "error":
-            return replace(self._error(item, loader, run, verdict.reason, verdict.detail), verdict=verdict)
+            return replace(self._error_outcome(item, loader, run, verdict.reason, verdict.detail), verdict=verdict)
         return outcome_of(verdict, run.evidence.world, lambda: rerun_command(item, self._settings.given))
 
-    def _error(self, item: pytest.Item, loader: LoaderItem, run: LoaderRun, summary: str, story: str) -> Outcome:
+    def _error_outcome(
+        self, item: pytest.Item, loader: LoaderItem, run: LoaderRun, summary: str, detail: str
+    ) -> Outcome:
         """Describe an error in full for the first item of the loader that has it, in one line for the others."""
-        first_item = run.reported_by.setdefault(story, item.name)
+        first_item = run.reported_by.setdefault(detail, item.name)
         if first_item != item.name:
             message = f"{loader.check}: same error as {first_item}: {summary}"
             return Outcome("error", message, reason=summary, repeats=True)
         self._show_output(item, "setup", run)
         check = self.catalogue[loader.check]
-        message = describe_error(check, summary, story, rerun_command(item, self._settings.given))
-        return Outcome("error", message, reason=summary, detail=story)
+        message = describe_error(check, summary, detail, rerun_command(item, self._settings.given))
+        return Outcome("error", message, reason=summary, detail=detail)
 
     def _run_of(self, loader: LoaderItem) -> LoaderRun:
         return self._runs.setdefault(loader.key, LoaderRun())
@@ -275,7 +277,7 @@ class LoaderSession:
             run.failure = failure
 
     def _show_output(self, item: pytest.Item, when: str, run: LoaderRun) -> None:
-        """Add what the ranks wrote to the report of the first item of the loader that does not pass."""
+        """Add the ranks' output to the report of the loader's first item that does not pass."""
         if not run.output_shown:
             run.output_shown = True
             self._listener.show(item, when, run.outputs)

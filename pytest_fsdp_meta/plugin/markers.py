@@ -1,4 +1,4 @@
-"""The markers ``@fsdp_conformance``, ``@fsdp_spmd`` and ``fsdp_world``: their arguments, and how these are checked."""
+"""Define the markers ``@fsdp_conformance``, ``@fsdp_spmd`` and ``fsdp_world``, and check their arguments."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def fsdp_conformance(*positional: Any, **arguments: Any) -> Any:
     """Mark a test as a loader: its body runs on every rank, and each check of the catalogue becomes one pytest item.
 
     ``world_size``: an int or a tuple of ints. ``mesh``: ``{"dp_replicate": 2, "dp_shard": -1}``. ``only``: check ids;
-    ``skip`` and ``xfail``: ``{id: reason}``. ``tolerance``: a relative tolerance, or one by check id. ``steps``:
+    ``skip`` and ``xfail``: ``{id: reason}``. ``tolerance``: a relative tolerance, or ``{id: tolerance}``. ``steps``:
     training steps for parity. ``timeout``: seconds for one call to the ranks. ``process_group``: "plugin", or "loader"
     when the loader calls ``init_process_group`` itself. The arguments are checked when pytest collects the test.
 
     The same as ``@pytest.mark.fsdp_conformance``, except that the test fails where the plugin is not active.
     """
-    return _marked(MARK, positional, arguments, "is a loader for pytest-fsdp-meta", "nothing was judged")
+    return _marked(MARK, positional, arguments, "is a loader for pytest-fsdp-meta", "no check ran")
 
 
 @overload
@@ -87,9 +87,9 @@ def _marked(name: str, positional: tuple[Any, ...], arguments: dict[str, Any], w
 
 
 def _guarded(function: Any, what: str, consequence: str) -> Any:
-    """Replace the body by one that fails, in a class those of all its tests: only this plugin knows the real body."""
+    """Replace a test, or each test of a class, by one that fails; this plugin, if active, runs the original."""
     if hasattr(function, BODY):
-        return function  # decorated twice: pytest takes the arguments of the inner one
+        return function  # decorated twice: pytest uses the arguments of the inner decorator
     if isinstance(function, type):
         for name, value in list(vars(function).items()):
             if name.startswith("test") and inspect.isfunction(value):
@@ -112,7 +112,7 @@ def _guarded(function: Any, what: str, consequence: str) -> Any:
 
 @dataclass(frozen=True)
 class ConformanceSpec:
-    """The checked arguments of ``@fsdp_conformance``: which checks, in which meshes, and how."""
+    """The checked arguments of ``@fsdp_conformance``: the checks, the meshes and the settings of a run."""
 
     meshes: tuple[Mapping[str, int], ...]
     checks: tuple[str, ...]
@@ -143,7 +143,7 @@ def read_conformance_spec(
     for argument, ids in (("skip", skip), ("xfail", xfail)):
         left_out = [id for id in ids if id not in checks]
         if left_out:
-            raise ValueError(f"{argument}: {left_out[0]!r} is not in only; remove it from {argument}")
+            raise ValueError(f"{argument}: {left_out[0]!r} is not selected by only=...; remove it from {argument}")
     return ConformanceSpec(
         meshes=_meshes(arguments.get("world_size"), arguments.get("mesh"), default_sizes),
         checks=checks,
@@ -158,7 +158,7 @@ def read_conformance_spec(
 
 @dataclass(frozen=True)
 class WorldMarkerSpec:
-    """The checked arguments of ``@fsdp_spmd`` or ``@pytest.mark.fsdp_world``: which worlds, and how long each lives."""
+    """The checked arguments of ``@fsdp_spmd`` or ``@pytest.mark.fsdp_world``: the worlds and their lifetime."""
 
     meshes: tuple[Mapping[str, int], ...]
     scope: str = "function"
@@ -169,7 +169,7 @@ class WorldMarkerSpec:
 def read_world_marker_spec(
     positional: tuple[Any, ...], arguments: Mapping[str, Any], default_sizes: tuple[int, ...], default_scope: str
 ) -> WorldMarkerSpec:
-    """Check the arguments of a world's marker. Raises ValueError with one line: the argument, the problem, the fix."""
+    """Check the arguments of such a marker. Raises ValueError with one line: the argument, the problem, the fix."""
     _require_known(positional, arguments, WORLD_ARGUMENTS)
     scope = arguments.get("scope", default_scope)
     if scope not in SCOPES:
@@ -239,7 +239,7 @@ def _reasons(name: str, reasons: Any, catalogue: Catalogue) -> dict[str, str]:
 
 def _known_id(name: str, id: Any, catalogue: Catalogue) -> str:
     if not isinstance(id, str):
-        raise ValueError(f"{name}: {id!r} should be the id of a check, a string (pytest --fsdp-list-checks lists them)")
+        raise ValueError(f"{name}: {id!r} should be a check id, a string (pytest --fsdp-list-checks lists them)")
     try:
         return catalogue[id].id
     except ValueError as error:

@@ -92,7 +92,7 @@ def modelling_modules(checkpoint: Path) -> list[str]:
 
 
 def rows_for(size: int, least: int = 8) -> int:
-    """Return a number of rows, at least ``least``, of which each of ``size`` ranks gets the same even number."""
+    """Return a number of rows, at least ``least``, that gives each of ``size`` ranks the same even number of rows."""
     each = max(1, -(-least // (MICRO_BATCHES * size)))
     return each * MICRO_BATCHES * size
 

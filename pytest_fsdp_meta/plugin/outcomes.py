@@ -1,6 +1,7 @@
-"""Outcomes of a loader's items, and what each item attaches to pytest's report for the report of the run.
+"""Turn the result of a check into pytest's outcome, and attach it to pytest's report of the item.
 
-The attached data are plain, so xdist passes them on from its workers.
+The report of the run is written from these attachments. They consist of plain types, so xdist can send them from its
+workers.
 """
 
 from __future__ import annotations
@@ -25,21 +26,21 @@ from pytest_fsdp_meta.text import first_line, first_of
 
 ATTRIBUTE = "fsdp_item"
 REPEATS = "fsdp_repeats"
-"""Attributes of pytest's report; xdist passes on plain data under any name."""
+"""Attributes that the plugin adds to pytest's report; xdist sends plain data under any name."""
 RECORD = pytest.StashKey[CheckRecord]()
 MOST_DETAIL = 10_000
-"""Characters kept of each end of a long detail."""
-SETTLED = {"setup": ("failed", "skipped"), "call": ("passed", "failed", "skipped"), "teardown": ("failed",)}
-"""Phase -> the outcomes of the phase that decide the status of the item."""
+"""Characters to keep at each end of a long detail; the middle is cut out."""
+DECIDING_OUTCOMES = {"setup": ("failed", "skipped"), "call": ("passed", "failed", "skipped"), "teardown": ("failed",)}
+"""Phase -> the outcomes of this phase that decide the status of the item."""
 
 
 @dataclass(frozen=True)
 class Outcome:
     """The result of one item.
 
-    ``status`` is "passed", "failed", "skipped" or "error"; ``message`` is what that pytest shows; ``reason`` is
-    one line and ``detail`` the full text. ``repeats`` says that an earlier item of the loader has shown the same error
-    in full.
+    ``status`` is "passed", "failed", "skipped" or "error"; ``message`` is what pytest shows; ``reason`` is one
+    line and ``detail`` the full text. ``repeats`` is True if an earlier item of the loader has shown the same error in
+    full.
     """
 
     status: str
@@ -75,28 +76,28 @@ class ReportAttacher:
     ) -> None:
         """Attach the status of an item to the report of the phase that decides it.
 
-        ``context.check`` has the id, node id and rerun command of the check; the status is added here. The evidence is
-        stored with ``known``, the ids of the catalogue's checks, and not stored without them.
+        ``context.check`` has the id, node id and rerun command of the check; the status is added here. ``known``
+        has the ids of the catalogue's checks. They are stored with the evidence; without them, nothing is stored.
         """
-        assert settles(report)
+        assert decides_status(report)
         before = item.stash.get(RECORD, None)
         if report.when == "teardown" and before is not None:
-            record = with_later_error(before, _describe(raised))
+            record = with_later_error(before, _describe_exception(raised))
         else:
             record = _check_record(report, context.check, spec, outcome, raised)
             _shorten_message(report, record)
         item.stash[RECORD] = record
-        context = self._with_loader(replace(context, check=record), spec, evidence, known)
+        context = self._add_loader_results(replace(context, check=record), spec, evidence, known)
         for properties in (item.user_properties, report.user_properties):
             others = [(name, value) for name, value in properties if not name.startswith("fsdp_")]
-            properties[:] = others + _properties(context)
+            properties[:] = others + _user_properties(context)
         setattr(report, ATTRIBUTE, to_plain(context))
         setattr(report, REPEATS, report.failed and outcome is not None and outcome.repeats)
 
-    def _with_loader(
+    def _add_loader_results(
         self, context: ItemContext, spec: ConformanceSpec, evidence: Evidence | None, known: Sequence[str]
     ) -> ItemContext:
-        """Return the context with what its loader's items have in common, unless the latest item attached the same."""
+        """Add the loader's evidence, error and durations to the context, unless its previous item attached them."""
         latest = evidence or context.error
         if not latest or self._attached.get(context.key) is latest:
             return replace(context, error="", seconds={})
@@ -126,15 +127,15 @@ def _store_evidence(folder: Path, loader: str, spec: ConformanceSpec, evidence: 
     return f"{folder.name}/{store.write_evidence(folder, stored).name}"
 
 
-def settles(report: pytest.TestReport) -> bool:
+def decides_status(report: pytest.TestReport) -> bool:
     """Return whether this phase decides the status of the item."""
-    return report.outcome in SETTLED[report.when or ""]
+    return report.outcome in DECIDING_OUTCOMES[report.when or ""]
 
 
-def unjudged(report: pytest.TestReport | pytest.CollectReport) -> tuple[str, str, str] | None:
+def repeated_error_status(report: pytest.TestReport | pytest.CollectReport) -> tuple[str, str, str] | None:
     """Return pytest's category, letter and word for an error that an earlier item has shown; None for other reports.
 
-    A loader that raises is then counted as one error, not as one for each of its checks.
+    With this category, pytest counts a loader that raises as one error, not as one error per check.
     """
     return ("same error", "e", "SAME ERROR") if getattr(report, REPEATS, False) else None
 
@@ -155,10 +156,10 @@ def skip(item: pytest.Item, reason: str) -> NoReturn:
     pytest.skip(reason)
 
 
-def settle(item: pytest.Item, outcome: Outcome, check: str, expected: str | None) -> None:
-    """Turn the outcome of a check into pytest's outcome.
+def raise_outcome(item: pytest.Item, outcome: Outcome, check: str, expected: str | None) -> None:
+    """Raise pytest's outcome for the outcome of a check; return if the check passed.
 
-    ``expected`` is the reason given in xfail=; it covers findings, never an error.
+    ``expected`` is the reason from ``xfail=``. It makes findings an xfail, but not errors.
     """
     if outcome.status == "skipped":
         skip(item, outcome.message)
@@ -198,13 +199,13 @@ def _check_record(
 
 
 def _shorten_detail(detail: str) -> str:
-    """Return a detail without the middle of a very long text; "" for one line, which the reason already has."""
+    """Cut the middle out of a very long detail; return "" for a single line, which the reason already contains."""
     if "\n" not in detail:
         return ""
     return detail if len(detail) <= 2 * MOST_DETAIL else f"{detail[:MOST_DETAIL]}\n...\n{detail[-MOST_DETAIL:]}"
 
 
-def _describe(raised: BaseException | None) -> str:
+def _describe_exception(raised: BaseException | None) -> str:
     return f"{type(raised).__name__}: {first_line(raised or '')}"
 
 
@@ -219,7 +220,7 @@ def _kind_and_reason(
     if report.when == "setup" and report.skipped and check in spec.skip:
         return "left out", spec.skip[check]
     if outcome is None:  # a mark, a fixture or a hook of another plugin ended the item
-        return ("by the test", first_line(raised or "")) if report.skipped else ("error", _describe(raised))
+        return ("by the test", first_line(raised or "")) if report.skipped else ("error", _describe_exception(raised))
     if outcome.status == "failed" and hasattr(report, "wasxfail") and report.skipped:
         return "xfailed", report.wasxfail.removeprefix("reason: ")
     if outcome.status == "skipped":
@@ -235,9 +236,9 @@ def _failed_after_pass(
     """Return kind and reason of an item that failed although its check passed."""
     if check in spec.xfail:
         return "xpassed", f"expected to fail: {spec.xfail[check]}"
-    if raised is None:  # pytest's own mark xfail, with strict
+    if raised is None:  # pytest.mark.xfail(strict=True)
         return "xpassed", first_line(report.longreprtext)
-    return "error", _describe(raised)
+    return "error", _describe_exception(raised)
 
 
 def _shorten_message(report: pytest.TestReport, record: CheckRecord) -> None:
@@ -254,7 +255,7 @@ def _shorten_message(report: pytest.TestReport, record: CheckRecord) -> None:
         crash.message = record.reason
 
 
-def _properties(context: ItemContext) -> list[tuple[str, object]]:
+def _user_properties(context: ItemContext) -> list[tuple[str, object]]:
     """Return user properties; pytest writes each as a property of the test case in JUnit XML."""
     record = context.check
     return [

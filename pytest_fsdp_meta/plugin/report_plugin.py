@@ -125,7 +125,7 @@ class ReportPlugin:
                 self._records.plan(ItemContext(key, key, CheckRecord(check, "not run", nodeid + worker)))
 
     def _worker_suffix(self, node: Any) -> str:
-        """Return a suffix that tells workers apart under ``--dist each``, where every worker runs every item."""
+        """Return a suffix that distinguishes workers under ``--dist each``, where every worker runs every item."""
         each = node is not None and self._config.getoption("dist", "no") == "each"
         return f" on {node.gateway.id}" if each else ""
 

@@ -1,4 +1,4 @@
-"""What lives as long as pytest's session: settings, checks, the engine that starts ranks, and who works with them."""
+"""Hold the settings, the checks, the engine that starts ranks, and the objects that use them, for one session."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pytest_fsdp_meta.worlds import Engine, ForkServerEngine, RayEngine
 
 
 class PluginSession:
-    """One per process of pytest: made when pytest configures itself, started when its session starts."""
+    """The plugin's state, one per pytest process: created in pytest_configure and started in pytest_sessionstart."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
@@ -49,7 +49,7 @@ class PluginSession:
         self.engine.close()
 
     def start(self) -> None:
-        """Read the checks, which conftest files may add to, and collect the loader of ``--fsdp-loader``."""
+        """Read the checks, also those of conftest files, and prepare to collect the loader of ``--fsdp-loader``."""
         self.listener.start_debugger()
         self._check_plugins = tuple(impl.plugin for impl in self._config.hook.pytest_fsdp_checks.get_hookimpls())
         self.catalogue = self.loaders.catalogue = collection.read_catalogue(self._config)
@@ -59,19 +59,19 @@ class PluginSession:
             writer.begin(self.catalogue)
 
     def parametrize(self, metafunc: pytest.Metafunc) -> None:
-        """Make the items of a test that uses ranks; a wrong argument of its marker becomes a usage problem."""
+        """Create the items of a test that uses ranks; record an invalid argument of its marker as a usage problem."""
         mark = collection.marker_name(metafunc)
         if mark is None:
             return
         try:
-            # Where nothing runs, devices need not exist, and counting them takes seconds.
+            # With --collect-only, for example, devices need not exist, and counting them takes seconds.
             gpus = None if collection.runs_nothing(self._config) else self.devices.count_gpus()
             collection.parametrize(metafunc, self.settings, self.catalogue, gpus)
         except ValueError as error:
             self._usage_problems.append(UsageProblem(metafunc.definition.nodeid, f"@{mark}: {error}"))
 
     def check_usage(self, items: list[pytest.Item]) -> None:
-        """Raise UsageError where a collected test cannot work."""
+        """Raise UsageError if a collected test cannot work, for example because it combines two markers."""
         check_usage(self._config, items, self._usage_problems, self._check_plugins)
 
     def plan(self, items: list[pytest.Item]) -> None:

@@ -1,4 +1,4 @@
-"""Settings from the command line, the environment and the ini file, in this order of precedence."""
+"""Read settings from the command line, the environment and the ini file, in this order of precedence."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Settings:
 class Option:
     """A setting: ``--fsdp-NAME``, ``fsdp_NAME`` in the ini file, ``PYTEST_FSDP_NAME`` in the environment.
 
-    ``expected`` says in a usage error what a right value looks like. An option without ``metavar`` is a switch.
+    ``expected`` describes valid values in usage errors. An option without ``metavar`` is a switch.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Option:
     expected: str
     metavar: str
     repeated: bool = True
-    """Whether the command that reruns one item repeats it."""
+    """Whether the command for rerunning one item includes this option."""
 
     @property
     def flag(self) -> str:
@@ -221,9 +221,9 @@ OPTIONS = (
     ),
     Option(
         "loader",
-        "run the checks on this function, without a test file; paths given as well are also tested. Every rank calls "
-        "it with fsdp (the rank) and checkpoint (a pathlib.Path), by name or in this order, and it returns the model "
-        "or a Subject; modules are also searched in the current folder",
+        "run the checks on this function, without a test file; test paths on the command line run as well. Every rank "
+        "calls it with fsdp (the rank) and checkpoint (a pathlib.Path), by name or in this order, and it returns the "
+        "model or a Subject; MODULE may also be in the current folder",
         _loader,
         "expected MODULE:FUNCTION, such as mypkg.loading:load",
         "MODULE:FUNCTION",
@@ -290,9 +290,9 @@ def add_options(parser: pytest.Parser) -> None:
 
 
 def read_settings(config: pytest.Config) -> Settings:
-    """Read and check all settings. Raises UsageError with one line: where a wrong value comes from, and a right one.
+    """Read and check all settings. Raises UsageError with one line: the source of an invalid value, and what is valid.
 
-    Warns of environment variables that look like settings of this plugin but are misspelt; they would have no effect.
+    Warns of environment variables that look like settings of this plugin but are misspelt; they have no effect.
     """
     _warn_of_unknown(config)
     values: dict[str, Any] = {}

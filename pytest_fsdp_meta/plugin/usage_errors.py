@@ -1,4 +1,4 @@
-"""Usage errors in test files: one line each, which names the test, what is wrong and what would be right."""
+"""Report usage errors in test files: one line each, with the test, the problem and the fix."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FIXTURES = "pytest_fsdp_meta.plugin.fixtures"
 
 @dataclass(frozen=True)
 class UsageProblem:
-    """What is wrong, and where: a node id or a file."""
+    """A usage error: ``where`` is a node id or a file, ``what`` the problem and the fix."""
 
     where: str
     what: str
@@ -35,8 +35,8 @@ def check_usage(
 ) -> None:
     """Raise one UsageError for all usage problems of the collected tests.
 
-    ``found`` are the problems seen while collecting, and ``plugins`` those whose checks are in the catalogue. A worker
-    of xdist raises nothing: its controller would replace it by another worker, so the controller raises instead.
+    ``found`` has the problems found during collection, and ``plugins`` those plugins whose checks are in the catalogue.
+    An xdist worker raises nothing, because the controller would replace it; the controller raises instead.
     """
     is_worker = hasattr(config, "workerinput")
     message = describe_problems(
@@ -67,7 +67,7 @@ def _late_checks(config: pytest.Config, known: Collection[object]) -> Iterator[U
         if impl.plugin not in known:
             yield UsageProblem(
                 place_of(impl.plugin, config),
-                "pytest found hook pytest_fsdp_checks only while collecting, which is too late; move it to the "
+                "pytest found the hook pytest_fsdp_checks only during collection, which is too late; move it to the "
                 "conftest.py of the root folder, or name this folder in testpaths or on the command line",
             )
 
@@ -85,8 +85,8 @@ def _item_problems(items: Iterable[pytest.Item], reported: Collection[str]) -> I
 def _duplicate_names(items: Sequence[pytest.Item], scheduled: bool) -> Iterator[UsageProblem]:
     """Yield items that share a node id though their parameters differ.
 
-    Of such loaders a report could show only one. Of such tests only one would run where this plugin distributes items
-    over xdist's workers (``scheduled``), which it does as soon as one item is a loader's.
+    A report could show only one of two such loaders. Only one of two such tests would run if this plugin distributes
+    items over xdist's workers (``scheduled``), which it does if any item is a loader's.
     """
     all_count = scheduled and any(LOADER_ITEM in item.stash for item in items)
     seen: dict[str, tuple[tuple[str, int], ...]] = {}
@@ -102,7 +102,7 @@ def _duplicate_names(items: Sequence[pytest.Item], scheduled: bool) -> Iterator[
 def _problem(item: pytest.Function) -> str | None:
     loader, spmd = (item.get_closest_marker(mark) is not None for mark in (MARK, SPMD))
     if loader and spmd:
-        return f"@{MARK} and @{SPMD} exclude each other: a test is a loader or a body for every rank; remove one"
+        return f"@{MARK} and @{SPMD} cannot be combined: a test is either a loader or a body for every rank; remove one"
     on_ranks = MARK if loader else SPMD if spmd else ""
     own = [mark.name for mark in item.own_markers]
     twice = [mark for mark in (MARK, SPMD, WORLD) if own.count(mark) > 1]
@@ -134,14 +134,17 @@ def _misplaced_world(item: pytest.Function, on_ranks: str) -> str | None:
             f"run on ranks; request the fixture, or use @{SPMD}"
         )
     if on_ranks and WORLD in item.fixturenames:
-        return f"fixture {WORLD!r} exists in the pytest process only, but @{on_ranks} runs the test on ranks; remove it"
+        return (
+            f"fixture {WORLD!r} exists in the pytest process only, but @{on_ranks} runs the test on ranks; remove the "
+            "fixture"
+        )
     return None
 
 
 def _misplaced_rank(item: pytest.Function, on_ranks: str) -> str | None:
     if not _is_ours(item, "fsdp"):
         hidden = on_ranks and "fsdp" in requested_fixtures(item)
-        what = "another fixture or parameter 'fsdp' hides the one of pytest-fsdp-meta; rename the other one"
+        what = "another fixture or parameter 'fsdp' overrides the fixture of pytest-fsdp-meta; rename the other one"
         return what if hidden else None
     requesting = fixtures_asking_for(item, "fsdp")
     if requesting:

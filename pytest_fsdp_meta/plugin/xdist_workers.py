@@ -54,7 +54,7 @@ class Devices:
     def count_gpus(self) -> int:
         """Return the GPUs that worlds can use, counted once; one worker counts for all of its machine.
 
-        Raises ValueError where they cannot be counted, and where there is no such cluster.
+        Raises ValueError if they cannot be counted or if there is no such cluster.
         """
         if self._gpus is None:
             self._gpus = self._count_gpus()
@@ -85,7 +85,7 @@ class Devices:
         return assign_devices(spec, lease), lease
 
     def resume(self, lease: Lease, item: pytest.Item) -> None:
-        """Take the devices of a kept world again. Waits, and raises, as ``take`` does."""
+        """Take the devices of a reused world again. Waits, and raises, as ``take`` does."""
         with _ReportedWait(self._config, item) as waiting:
             lease.resume(waiting)
 

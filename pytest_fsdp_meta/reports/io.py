@@ -58,7 +58,7 @@ class ReportWriter:
             return False
 
     def clear(self, others: Iterable[str]) -> None:
-        """Delete the report in the folder, and the named files beside it. Raises OSError."""
+        """Delete the report in the folder, and the named files next to it. Raises OSError."""
         for name in (FILE, *others):
             (self.folder / name).unlink(missing_ok=True)
 

@@ -1,4 +1,4 @@
-"""The results of a run's loaders, accumulated as pytest's reports of their items arrive, from whatever process."""
+"""The results of a run's loaders, accumulated as pytest's reports of their items arrive, from any process."""
 
 from __future__ import annotations
 

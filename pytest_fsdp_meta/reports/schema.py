@@ -132,7 +132,7 @@ class Curves:
     """Losses by training step, without units.
 
     ``ranks`` has one curve per data-parallel slice of the batch, ``mean`` is the global loss over all ranks, and
-    ``reference`` is empty where there is no reference.
+    ``reference`` is empty if there is no reference.
     """
 
     mean: tuple[float, ...]

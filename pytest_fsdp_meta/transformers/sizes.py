@@ -56,7 +56,7 @@ UNSET_WHEN_NONE = ("head_dim", "moe_intermediate_size", "query_pre_attn_scalar",
 MLA = {"num_key_value_heads": 4, "head_dim": 4}
 """Multi-head latent attention: as many key heads as query heads, and a separate size for rotary embeddings."""
 KDA = {**MLA, "num_experts_per_token": 2, "linear_head_dim": 8, "linear_num_heads": 4}
-"""Kimi delta attention, a linear attention used beside latent attention."""
+"""Kimi delta attention, a linear attention used together with latent attention."""
 SHARED_BLOCKS = {
     "num_hidden_layers": 4,
     "layers_block_type": ["linear_attention", "hybrid"] * 2,

@@ -1,4 +1,4 @@
-"""Take the observations of one trial: those of the first load here, those that need more loads in ``reloading``."""
+"""Take the observations of one trial. The module ``reloading`` takes those that need another load."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from pytest_fsdp_meta.evidence.collectives import RankCollectives, RankMemory
 from pytest_fsdp_meta.loader.subject import SubjectError
 from pytest_fsdp_meta.observers.support.reference_record import record_at
 from pytest_fsdp_meta.trial import on_ranks
-from pytest_fsdp_meta.trial.obstacles import NOT_WANTED, from_world_error, odd_model
+from pytest_fsdp_meta.trial.obstacles import NOT_WANTED, describe_odd_model, from_world_error
 from pytest_fsdp_meta.trial.on_ranks import run_on
 from pytest_fsdp_meta.trial.reloading import Load, Reloading
 from pytest_fsdp_meta.trial.timing import Stopwatch
@@ -42,8 +42,7 @@ NO_VERIFIER = "neither Subject(verifier=...) nor a reference is declared"
 class ObservationRun:
     """The observations of one trial, each taken at most once.
 
-    An observation is the attribute and the field of ``Evidence`` of the same name; where it is None, ``unavailable``
-    gives the reason.
+    Each observation has the same name here and in ``Evidence``. If one is None, ``unavailable`` has the reason.
     """
 
     world: World
@@ -64,7 +63,7 @@ class ObservationRun:
     unavailable: dict[str, Unavailable] = field(default_factory=dict)
     _wanted: set[str] = field(default_factory=set)
     _world_failure: Unavailable = NOT_WANTED
-    """The error that ended a world; what needs that world afterwards is unavailable for the same reason."""
+    """The error that ended a world; later observations that need this world are unavailable for the same reason."""
 
     @property
     def subject(self) -> SubjectFacts:
@@ -75,7 +74,7 @@ class ObservationRun:
         return tuple(rank.inventory for rank in self.loaded)
 
     def take_all(self, wanted: set[str]) -> None:
-        """Take the wanted observations; those that change the model come last."""
+        """Take the wanted observations; those that change the model are taken last."""
         self._wanted = wanted | {"reference"} if wanted & NEED_REFERENCE else wanted
         self.memory = self._take("memory", self._measure_memory)
         self.reference = self._take("reference", self._record_reference)
@@ -90,7 +89,7 @@ class ObservationRun:
         self.reloading = self._reload()
 
     def evidence(self, world: WorldFacts, tolerance: Mapping[str, float]) -> Evidence:
-        """Return all that was observed. Call ``take_all`` first."""
+        """Return the observations as evidence. Call ``take_all`` first."""
         reloading = self.reloading
         assert reloading is not None, "take_all() has not run"
         return Evidence(
@@ -116,13 +115,13 @@ class ObservationRun:
         )
 
     def unknown_attribute(self) -> str:
-        """Return what is wrong with a kept attribute that no tensor has; empty where there is none.
+        """Return an error message if no tensor has an attribute of ``Subject(kept_attributes=...)``, else "".
 
-        Sharding may have dropped an attribute from the model, but not from the reference.
+        The reference is searched too, because sharding may have dropped the attribute from the model.
         """
         reference = self.reference
         if reference is None and "reference" in self.subject.declared and "reference" not in self._checkpoints:
-            return ""  # the reference was not wanted or failed, and only its attributes could tell
+            return ""  # unknown: the reference, which may have the attribute, was not recorded
         sources = (*self.inventory, reference.inventory) if reference else self.inventory
         known = {name for source in sources for tensor in source.tensors for name in tensor.attributes}
         unknown = [name for name in self.subject.kept_attributes if name not in known]
@@ -151,7 +150,9 @@ class ObservationRun:
     def _measure_memory(self) -> tuple[RankMemory, ...] | Unavailable:
         measured = tuple(rank.memory for rank in self.loaded if rank.memory is not None)
         if len(measured) < len(self.loaded):
-            return Unavailable("memory is measured on Linux only, where /proc tells mapped files from memory")
+            return Unavailable(
+                "memory is measured on Linux only, where /proc distinguishes mapped files from other memory"
+            )
         return measured
 
     def _record_reference(self) -> ReferenceFacts | Unavailable:
@@ -166,13 +167,13 @@ class ObservationRun:
             self._recipe,
             tuple(self.subject.frozen),
             self.subject.kept_attributes,
-            self._record("values"),
+            self._record_path("values"),
         )[0]
 
     def _compare_with_reference(self) -> tuple[tuple[Comparison, ...], ...] | Unavailable:
         if self.reference is None:
             return self.unavailable["reference"]
-        return tuple(run_on(self.world, on_ranks.values.observe_values, self._reference_record))
+        return tuple(run_on(self.world, on_ranks.values.observe_values, self._reference_path))
 
     def _compare_with_verifier(self) -> tuple[tuple[Comparison, ...], ...] | Unavailable:
         names = frozen_sources(self.subject, self.reference)
@@ -181,19 +182,19 @@ class ObservationRun:
         if "verifier" not in self.subject.declared and self.reference is None:
             reason = self.unavailable["reference"]
             return reason if reason.error else Unavailable(NO_VERIFIER, kind="undeclared")
-        record = self._verifier_record()
+        record = self._verifier_path()
         missing = run_on(self.world, on_ranks.reference.missing_from_verifier, record, names)[0]
         if missing:
             return Unavailable(missing, error=True)
         return tuple(run_on(self.world, on_ranks.values.observe_values, record, names))
 
-    def _verifier_record(self) -> str:
+    def _verifier_path(self) -> str:
         """Return the path of the verifier's values; record them first where a callable builds the verifier."""
         if "verifier" in self._checkpoints:
             return self._checkpoints["verifier"]
         if "verifier" not in self.subject.declared:
-            return self._reference_record
-        record = self._record("verifier")
+            return self._reference_path
+        record = self._record_path("verifier")
         with self.verifier_world as world:
             run_on(world, on_ranks.reference.record_verifier, self._recipe, record)
         return record
@@ -201,7 +202,7 @@ class ObservationRun:
     def _train(self) -> tuple[RankTraining, ...] | Unavailable:
         if "batch" not in self.subject.declared:
             return not_declared("batch")
-        if problem := odd_model(self.inventory):
+        if problem := describe_odd_model(self.inventory):
             return Unavailable(f"not trained: {problem}", kind="blocked")
         observe_training = on_ranks.training.observe_training
         if self.reference is None or not self.reference.complete:
@@ -240,7 +241,7 @@ class ObservationRun:
             stopwatch=self.stopwatch,
             reference=self.reference,
             training_error=training if training is not None and training.error else None,
-            reference_record=self._reference_record,
+            reference_path=self._reference_path,
         )
         reloading.take_all(self._wanted)
         return reloading
@@ -253,10 +254,10 @@ class ObservationRun:
     def _checkpoints(self) -> Mapping[str, str]:
         return self.loaded[0].checkpoints
 
-    def _record(self, name: str) -> str:
+    def _record_path(self, name: str) -> str:
         return str(record_at(self.folder, name))
 
     @property
-    def _reference_record(self) -> str:
+    def _reference_path(self) -> str:
         """The path of the reference's values: its checkpoint, or the record of the model that it built."""
-        return self._checkpoints.get("reference", self._record("values"))
+        return self._checkpoints.get("reference", self._record_path("values"))

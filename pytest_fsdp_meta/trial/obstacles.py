@@ -25,8 +25,8 @@ def from_world_error(error: WorldError) -> Unavailable:
     return Unavailable(error.summary, error=True, detail="\n\n".join([str(error), *shown]))
 
 
-def odd_model(inventory: Sequence[RankInventory]) -> str:
-    """Return why the ranks cannot run collectives on the model together; empty where they can."""
+def describe_odd_model(inventory: Sequence[RankInventory]) -> str:
+    """Describe why the ranks cannot run collectives on the model together; return "" if they can."""
     meta = [t.name for rank in inventory for t in rank.tensors if t.on_meta]
     if meta:
         return f"{meta[0]} is on meta"

@@ -24,10 +24,10 @@ from pytest_fsdp_meta.evidence.checkpoint import RankResumed, RankSaved, RankSta
 from pytest_fsdp_meta.trial.obstacles import (
     DECLARE,
     NOT_WANTED,
+    describe_odd_model,
     from_world_error,
     not_gathered_by_gloo,
     not_saved_by_torch,
-    odd_model,
     optimizer_not_loaded_by_torch,
     refuses_checkpoint,
 )
@@ -65,8 +65,7 @@ NEEDS = {
 class Reloading:
     """The observations of one trial that need more than one load.
 
-    An observation is the attribute and the field of ``Evidence`` of the same name; where it is None, ``unavailable``
-    gives the reason.
+    Each observation has the same name here and in ``Evidence``. If one is None, ``unavailable`` has the reason.
     """
 
     first: World
@@ -79,8 +78,8 @@ class Reloading:
     stopwatch: Stopwatch
     reference: ReferenceFacts | None
     training_error: Unavailable | None
-    """Why training went wrong."""
-    reference_record: str
+    """The error that training raised, if any."""
+    reference_path: str
     """The path of the reference's values."""
     state_dict: tuple[RankStateDict, ...] | None = None
     saved: tuple[RankSaved, ...] | None = None
@@ -181,7 +180,7 @@ class Reloading:
             return reason
         path = self._path("export.safetensors")
         keys = self._run_second(state_dict.export, path)[0]
-        return run_on(self.reference_world, state_dict.compare_export, path, self.reference_record, keys)[0]
+        return run_on(self.reference_world, state_dict.compare_export, path, self.reference_path, keys)[0]
 
     def _save_second_load(self) -> tuple[RankSaved, ...] | Unavailable:
         return self._unsavable() or self._save(self._second_world, checkpoint.save_model, self._path("kept"))
@@ -224,7 +223,7 @@ class Reloading:
             first = error.failures[0]
             ranks = sorted(f.rank for f in error.failures if (f.kind, f.summary) == (first.kind, first.summary))
             return Resharded(mesh, refused=first.summary.removeprefix("raised "), ranks=tuple(ranks))
-        return Resharded(mesh, tuple(run_on(world, checkpoint.compare_loaded, self.reference_record)))
+        return Resharded(mesh, tuple(run_on(world, checkpoint.compare_loaded, self.reference_path)))
 
     def _loads_in_same_size(self) -> bool:
         """Load the same checkpoint in a world of the size that saved it; return whether that works."""
@@ -295,7 +294,7 @@ class Reloading:
 
     def _unsavable(self, gathering: bool = False) -> Unavailable | None:
         """Return why saving would fail or hang; the author's own save() is tried, unless torch does the gathering."""
-        if problem := odd_model(self.inventory):
+        if problem := describe_odd_model(self.inventory):
             return Unavailable(f"not saved: {problem}", kind="blocked")
         if self._author_saves and not gathering:
             return None

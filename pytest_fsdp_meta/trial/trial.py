@@ -1,6 +1,6 @@
 """Run one loader in one world and observe everything that the selected checks need.
 
-All observations are taken in one go, while the loader's fixtures are alive; the judges read the evidence afterwards.
+All observations are taken while the loader's fixtures are set up; the checks judge the recorded evidence afterwards.
 An observation that cannot be taken is recorded with the reason, and affects only the checks that need it.
 """
 
@@ -31,20 +31,20 @@ LOADER_OUTCOMES = (*SKIPS, ASSUME)
 class LoaderFailed(Exception):
     """The loader returned no subject, so there is nothing to observe.
 
-    ``summary`` is one line and ``str()`` the full message. Where every rank raised the same of
-    ``LOADER_OUTCOMES`` (a skip, an unsatisfied assumption of Hypothesis), ``unanimous_outcome`` is the qualified
-    name of that exception; ``reason`` is the message of the first failure.
+    ``summary`` is one line and ``str()`` the full message. If every rank raised the same exception of
+    ``LOADER_OUTCOMES`` (a skip, or an unsatisfied assumption of Hypothesis), ``unanimous_outcome`` is its qualified
+    name. ``reason`` is the message of the first failure.
     """
 
-    def __init__(self, summary: str, story: str = "", unanimous_outcome: str = "", reason: str = "") -> None:
+    def __init__(self, summary: str, detail: str = "", unanimous_outcome: str = "", reason: str = "") -> None:
         self.summary = summary
         self.unanimous_outcome = unanimous_outcome
         self.reason = reason
-        super().__init__(story or summary)
+        super().__init__(detail or summary)
 
 
 def world_facts(spec: WorldSpec) -> WorldFacts:
-    """Return the facts that are known of a world before it starts."""
+    """Return the facts that are known about a world before it starts."""
     return WorldFacts(spec.size, tuple(spec.mesh.items()), spec.device_type, spec.backend)
 
 
@@ -121,13 +121,13 @@ class Trial:
         return run.evidence(replace(world_facts(self.spec), devices=gpus, library=library), self._tolerance)
 
     def _single_rank_world(self, label: str) -> World:
-        """Return a world of one rank, which is started when an observation needs it."""
+        """Return a world of one rank that has not been started; the first observation that needs it starts it."""
         devices = self.spec.devices[:1]
         spec = replace(self.spec, mesh={DEFAULT_MESH_DIM: 1}, devices=devices, process_group="plugin")
         return World(spec, self._engine, label=label, listener=self._listener)
 
     def _load_again(self, loader: Call, spec: WorldSpec, label: str, worlds: list[World]) -> tuple[World, list[Loaded]]:
-        """Run the loader in another world. The caller closes ``worlds``, to which the world is added first."""
+        """Run the loader in another world. It is first added to ``worlds``, which the caller closes."""
         world = World(spec, self._engine, label, listener=self._listener)
         worlds.append(world)
         world.start()

@@ -54,7 +54,7 @@ class Member(Protocol):
         """Return what the rank has written to stdout and stderr so far, or the end of it if it is long."""
 
     def read(self, at: int) -> bytes:
-        """Return output of the rank from byte ``at`` on, a chunk at most; empty if there is no more yet."""
+        """Return at most one chunk of the rank's output, from byte ``at``; empty if there is no more yet."""
 
     def request_stack(self) -> None:
         """Make the rank dump its stack."""

@@ -27,7 +27,7 @@ class RankFailure:
     ``kind`` is "raised", "exited", "killed", "hung" or "unsendable" (the result); "unstarted" if the parent could not
     start it; in a cluster also "lost" (with its machine) or "refused" (by its machine, before it ran); "answered" if
     the rank itself is fine and another one hung. ``summary`` fits on one line; ``detail`` is the traceback or the
-    stacks. ``when`` is the machine's monotonic clock, which tells the first failure from those that it caused. ``user``
+    stacks. ``when`` is the time on the machine's monotonic clock: the first failure caused the others. ``user``
     marks an error whose message is complete for the user, so that no traceback is shown. ``exception`` and ``message``
     are the qualified class and the text of the exception.
     """

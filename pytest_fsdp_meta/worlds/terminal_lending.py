@@ -19,7 +19,7 @@ def lend_for_prompt(
 ) -> None:
     """Let a debugger that the user's code opened on this rank use the terminal for one prompt.
 
-    If there is no terminal (entering what ``open_terminal`` returns raises ValueError), tell the rank why.
+    If there is no terminal (entering what ``open_terminal`` returns raises ValueError), send the reason to the rank.
     """
     reply = conversation.folder / "reply"
     try:

@@ -1,4 +1,4 @@
-"""The parent's side of a world: start its ranks, call functions on them, report at once how they fail, end them."""
+"""Start the ranks of a world from the parent process, call functions on them, report failures at once, and end them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from pytest_fsdp_meta.worlds.system.terminal import Terminal
 STARTING = 60.0
 """Seconds that ranks have at least to start and join, because ``WorldSpec.timeout`` may be meant for short calls."""
 END_TIMEOUT = 10.0
-"""Seconds to wait for killed ranks to end. One that does not (it sits in a driver) is left to the system."""
+"""Seconds to wait for killed ranks to end. A rank that does not, because a driver blocks it, is left to the system."""
 _DEFAULT_ENGINE: Engine = ForkServerEngine()
 
 
@@ -38,9 +38,9 @@ class World:
     """Ranks that share one process group. A context manager; ``run`` calls a function on every rank.
 
     After a ``WorldError``, or when a call is interrupted, the world has ended together with its ranks, and the next
-    test needs a fresh one. Error messages call the world by its ``label``: after its ranks, or instead of its only
-    rank. ``shared`` is a folder of the parent's that the ranks remove if the parent is killed. ``listener`` receives
-    what happens while a call runs.
+    test needs a fresh one. ``label`` names the world in error messages, such as "the reference": after the ranks, or
+    alone if there is one rank. ``shared`` is a folder of the parent, which the ranks remove if the parent is killed.
+    ``listener`` is notified of events while a call runs.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class World:
         self._conversation: Conversation | None = None
         self._calls = 0
         self._written: list[OutputTail] = []
-        """By rank, once the ranks have ended."""
+        """The output by rank; set when the ranks have ended."""
         self._follower: OutputFollower | None = None
         self._folder: Path | None = None
         self._at_exit: util.Finalize | None = None
@@ -87,7 +87,7 @@ class World:
     def start(self) -> None:
         """Start the ranks and let them join the process group. Raises WorldError if one of them fails to."""
         if self._members:
-            raise RuntimeError("this world has been started")
+            raise RuntimeError("this world has already been started")
         with self._closed_on_error("starting"):
             self._listener.on_wait(self, "starting")
             conversation = self._launch()
@@ -113,13 +113,13 @@ class World:
         doing: str = "",
         unanimous_outcomes: Collection[str] = (),
     ) -> list[Any]:
-        """Call ``function`` as ``run`` does. ``doing`` is what error messages say that the ranks were doing.
+        """Call ``function`` as ``run`` does. ``doing`` says in error messages what the ranks were doing.
 
-        ``unanimous_outcomes`` are qualified classes of exceptions that mean something only if every rank raises one (a
-        skip): the other ranks get more time to do so, and if all do, the world survives the WorldError.
+        ``unanimous_outcomes`` are qualified names of exceptions, such as a skip, that are an outcome if every rank
+        raises them. After the first, the other ranks get more time; if all raise, the world survives the WorldError.
         """
         if not self._members or self._conversation is None:
-            raise RuntimeError("this world has ended; a test takes a fresh one")
+            raise RuntimeError("this world has ended; create a new one")
         number = self._calls + 1
         message = pack_call(number, function, args, kwargs or {})
         self._calls = number
@@ -132,15 +132,15 @@ class World:
 
     @contextmanager
     def _closed_on_error(self, doing: str) -> Iterator[None]:
-        """Close the world also when it is interrupted: the next call must not take a late answer for its own."""
+        """Close the world after any error, even an interrupt: a late answer must not reach the next call."""
         try:
             yield
         except WorldError:
             if not self._members:
                 self.close()  # the engine started no rank, but left a folder
-            raise  # otherwise the world has ended already, or goes on after a unanimous outcome
+            raise  # otherwise the world has ended already, or stays usable after a unanimous outcome
         except BaseException as error:
-            # A rank reports its own lack of disk or descriptors; here it is the parent's.
+            # Ranks report when they run out of disk space or descriptors; here it is the parent that did.
             shortage = self._describe_shortage(error) if isinstance(error, OSError) else ""
             self.close()
             if shortage:
@@ -178,7 +178,7 @@ class World:
             self._at_exit = None
 
     def _set_aside(self) -> World:
-        """Move the ranks, still running, to a world of their own, so that closing this one does not end them."""
+        """Move the running ranks to a new World and return it, so that closing this one does not end them."""
         aside = copy.copy(self)
         aside._at_exit = util.Finalize(None, aside.close, exitpriority=1)
         if self._at_exit is not None:
@@ -216,9 +216,9 @@ class World:
         return [member.written() for member in self._members] if self._members else list(self._written)
 
     def _launch(self) -> Conversation:
-        # Before multiprocessing joins all child processes at exit, which would wait for ranks of a forgotten world.
+        # Runs at exit before multiprocessing joins all child processes, which would wait for ranks of an open world.
         self._at_exit = util.Finalize(None, self.close, exitpriority=1)
-        self._engine.start()  # before the folder is made, because it removes the folder if this process is killed
+        self._engine.start()  # first, because the engine removes the folder if this process is killed
         self._folder = Path(tempfile.mkdtemp(prefix=temp_folders.prefix("world")))
         leftovers = str(self._folder), *self._shared
         for member in self._engine.launch(self.spec, self._folder, leftovers):
@@ -245,7 +245,7 @@ class World:
         ranks: Collection[int] | None = None,
         unanimous_outcomes: Collection[str] = (),
     ) -> Sequence[Message]:
-        """Return one message of this kind from each of ``ranks`` (default: all), while watching the others as well."""
+        """Return one message of this kind from each of ``ranks`` (default: all), and watch the others too."""
         self._listener.on_wait(self, doing)
         seconds = self.spec.timeout if kind == "result" else max(self.spec.timeout, STARTING)
         awaited = [member.rank for member in self._members] if ranks is None else ranks
@@ -262,7 +262,7 @@ class World:
             doing = " or ".join(dict.fromkeys(reported))
         error = WorldError(replies.failures, doing, self.outputs(), self.label, replies.view)
         if error.unanimous in unanimous_outcomes:
-            raise error  # every rank has returned, and waits for the next call
+            raise error  # every rank has answered and waits for the next call
         self._listener.failed(self, error, self._set_aside)
         self.close()
         error.outputs = tuple(self.outputs())

@@ -1,4 +1,4 @@
-"""The catalogue and the engine: verdicts of own checks, the memo of verdicts, and required observations."""
+"""The catalogue and the engine: verdicts of custom checks, the memo of verdicts, and required observations."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def finding(**facts):
     ("found", "message"),
     [
         ([finding(ranks=[numpy.int64(1), 2])], None),
-        ([finding(actual=None)], "raised TypeError: Finding(actual=None), but it should be a str"),
-        ([finding(detail=3.5)], "raised TypeError: Finding(detail=3.5), but it should be a str"),
-        ([finding(tensor=1)], "raised TypeError: Finding(tensor=1), but it should be a str"),
-        (finding(), "raised TypeError: it returned a Finding; yield each, or return a list of them"),
+        ([finding(actual=None)], "raised TypeError: Finding(actual=None): actual should be a str"),
+        ([finding(detail=3.5)], "raised TypeError: Finding(detail=3.5): detail should be a str"),
+        ([finding(tensor=1)], "raised TypeError: Finding(tensor=1): tensor should be a str"),
+        (finding(), "raised TypeError: it returned a Finding; yield findings, or return a list of them"),
         (None, "raised TypeError: 'NoneType' object is not iterable"),
     ],
 )
@@ -36,7 +36,7 @@ def test_findings_of_an_own_check_are_converted_or_an_error(found, message):
         assert [converted.ranks for converted in verdict.findings] == [(1, 2)]
         assert {type(rank) for rank in verdict.findings[0].ranks} == {int}
     else:
-        assert (verdict.status, verdict.reason) == ("error", f"the own check own {message}")
+        assert (verdict.status, verdict.reason) == ("error", f"the custom check own {message}")
 
 
 def made(id: str, needs: list[str], after: tuple[str, ...] = (), uses: tuple[str, ...] = (), finds=(), family=""):

@@ -292,7 +292,7 @@ def test_an_unsharded_parameter_that_is_used_locally_passes(evidence):
 
 def test_an_unsharded_parameter_that_is_communicated():
     moves = [collective("broadcast", MIDDLE, shape=(6, 4))] * 2
-    expected = "used locally, as declared unsharded"
+    expected = "used locally, because it is declared unsharded"
     assert findings_of(verdict(UNSHARDED, whole(*moves))) == [
         (MIDDLE, (0, 1), "communicated by 2 broadcasts (float32 [6, 4]) in one training step", expected, "")
     ]

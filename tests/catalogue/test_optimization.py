@@ -156,7 +156,7 @@ def test_a_parameter_that_was_trained_before_it_was_frozen_may_stay_in_its_group
 def test_an_optimizer_that_also_holds_old_parameters():
     found = verdict(OWNS, held(healthy(), others=(("float32", True), ("float32", False))))
     assert findings_of(found) == [
-        *[(None, (0, 1), "SGD holds 1 parameter without storage that the model does not register",
+        *[(None, (0, 1), "SGD holds 1 parameter without storage, not registered by the model",
            "", "")],
     ]  # fmt: skip
     # They may belong to a loss with its own parameters.

@@ -34,9 +34,8 @@ from tests.catalogue.evidence_factory import (
 PARITY = "loss_parity"
 REFERENCE_CURVE = "2.000000, 1.500000, 1.250000"
 FORWARD = (
-    "the first forward already differs although the weights are equal: the ranks' losses are not averaged correctly, a "
-    "module is missing or replaced, it draws random numbers, or one of its settings differs (attention, scale, "
-    "activation, precision)"
+    "the first forward already differs although the weights are equal: the ranks' losses are not averaged correctly, "
+    "or a module is missing, replaced, random or configured differently (attention, scale, activation, precision)"
 )
 LATER = (
     "the first forward and its gradients are correct, later losses are not: something changes between the steps, such "

@@ -25,7 +25,7 @@ from pytest_fsdp_meta.observers.support.watching import watching
 from pytest_fsdp_meta.worlds import current
 from tests.world_help import world_of
 
-pytestmark = pytest.mark.skipif(not MAPS.exists(), reason="mapped files are told from memory on Linux only")
+pytestmark = pytest.mark.skipif(not MAPS.exists(), reason="mapped files can be distinguished from memory on Linux only")
 
 
 def recorded(talk: Callable[[nn.Module], object], **known: Tensor) -> tuple[Collective, ...]:

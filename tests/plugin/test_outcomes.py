@@ -308,7 +308,7 @@ def test_a_loader_fails_without_the_plugin(project: Project, arguments: str) -> 
     result.assert_outcomes(failed=2, errors=1)
     for name in ("test_x", "test_z"):
         assert (
-            f"{name} is a loader for pytest-fsdp-meta, whose plugin is not active, so nothing was judged; install "
+            f"{name} is a loader for pytest-fsdp-meta, whose plugin is not active, so no check ran; install "
             "pytest-fsdp-meta and remove '-p no:fsdp_meta'"
         ) in result.outlines
     assert "E       fixture 'fsdp' not found" in result.outlines
@@ -397,7 +397,7 @@ def test_the_traceback_of_an_own_check_has_its_authors_frames_only(project: Proj
     result = project.run()
     result.assert_outcomes(passed=1, errors=1)
     output = result.stdout.str()
-    assert "my_broken_check could not be judged: the own check my_broken_check raised KeyError: 'oops'" in output
+    assert "my_broken_check could not be judged: the custom check my_broken_check raised KeyError: 'oops'" in output
     before, _, _ = output.partition("short test summary info")  # the summary repeats it if CI is set
     frames = [line.strip() for line in before.splitlines() if line.strip().startswith("File ")]
     assert [line.partition(", line ")[0].endswith('conftest.py"') for line in frames] == [True, True]
@@ -412,6 +412,6 @@ def test_an_own_check_that_raises_keeps_its_findings(project: Project) -> None:
     result.stdout.fnmatch_lines(
         [
             "*  weight, rank 0: odd, but should be even",
-            "*and not judged: the own check my_broken_check raised KeyError: 'oops'",
+            "*and not judged: the custom check my_broken_check raised KeyError: 'oops'",
         ]
     )

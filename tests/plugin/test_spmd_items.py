@@ -652,9 +652,9 @@ class TestUnit(__import__("unittest").TestCase):
         "test_it.py::test_async: @fsdp_spmd: an SPMD test should be a plain function, not a coroutine or a generator",
         f"test_it.py::test_positional: @fsdp_world: unexpected positional argument 4; {known}",
         "test_it.py::test_world: fixture 'fsdp_world' exists in the pytest process only, but @fsdp_spmd runs the test "
-        "on ranks; remove it",
-        "test_it.py::test_both: @fsdp_conformance and @fsdp_spmd exclude each other: a test is a loader or a body for "
-        "every rank; remove one",
+        "on ranks; remove the fixture",
+        "test_it.py::test_both: @fsdp_conformance and @fsdp_spmd cannot be combined: a test is either a loader or a "
+        "body for every rank; remove one",
         "test_it.py::test_neither: the test requests 'fsdp', which exists on the ranks only; decorate it with "
         "@fsdp_conformance or @fsdp_spmd",
         "test_it.py::test_other_mark: @pytest.mark.fsdp_world configures fixture 'fsdp_world' only; pass its "

@@ -17,7 +17,7 @@ WRONG = [
     ("xfail={'no_meta_param': 'why'}", f"xfail: {NEAREST}"),
     ("tolerance={'no_meta_param': 1e-3}", f"tolerance: {NEAREST}"),
     ("only='no_meta_buffer'", f"only: there is no check 'no_meta_buffer'; did you mean 'no_meta_buffers'? {HINT}"),
-    ("skip={7: 'why'}", "skip: 7 should be the id of a check, a string (pytest --fsdp-list-checks lists them)"),
+    ("skip={7: 'why'}", "skip: 7 should be a check id, a string (pytest --fsdp-list-checks lists them)"),
     ("only=[]", "only=[] should be a list of check ids (pytest --fsdp-list-checks lists them)"),
     ("only=[7]", "only=[7] should be a list of check ids (pytest --fsdp-list-checks lists them)"),
     ("world_size=0", "world_size=0 should be a positive int"),
@@ -131,7 +131,7 @@ def test_fsdp_where_it_does_not_exist(project: Project) -> None:
         "in the pytest process; request fsdp in the test itself",
         "test_it.py::test_b: the test requests 'fsdp', which exists on the ranks only; decorate it with "
         "@fsdp_conformance or @fsdp_spmd",
-        "test_it.py::test_c: another fixture or parameter 'fsdp' hides the one of pytest-fsdp-meta; "
+        "test_it.py::test_c: another fixture or parameter 'fsdp' overrides the fixture of pytest-fsdp-meta; "
         "rename the other one",
         "test_it.py::TestD::test_d: @fsdp_conformance: a loader should be a function or a method of a plain class; "
         "pytest cannot parametrize methods of unittest.TestCase",
@@ -214,7 +214,7 @@ def test_a_check_that_pytest_finds_too_late(project: Project) -> None:
     project.write("pkg/deep/conftest.py", CHECK.format(name="own", after="()", value="[own]"))
     project.write("pkg/deep/test_it.py", "def test_x(): ...")
     assert errors(project.collect()) == [
-        "pkg/deep/conftest.py: pytest found hook pytest_fsdp_checks only while collecting, which is too late; move "
-        "it to the conftest.py of the root folder, or name this folder in testpaths or on the command line"
+        "pkg/deep/conftest.py: pytest found the hook pytest_fsdp_checks only during collection, which is too late; "
+        "move it to the conftest.py of the root folder, or name this folder in testpaths or on the command line"
     ]
     project.collect("pkg/deep").assert_outcomes(passed=1)

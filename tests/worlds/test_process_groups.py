@@ -204,12 +204,12 @@ def test_errors_about_a_misused_process_group(project: Project) -> None:
     project.loaders(MISUSED)
     result = project.run()
     result.assert_outcomes(errors=4)
-    told = {
+    messages = {
         line.removeprefix("no_meta_params could not be judged: ")
         for line in result.outlines
         if line.startswith("no_meta_params could not be judged: ")
     }
-    assert told == {
+    assert messages == {
         "the loader destroyed the process group (destroy_process_group) that its model is sharded over, and the "
         "checks train and save the model; leave the group to the plugin, which destroys it with the ranks",
         "ranks 0, 1 raised ValueError: trying to initialize the default process group twice!",

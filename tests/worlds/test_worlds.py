@@ -250,14 +250,14 @@ def test_closing_ends_ranks_and_removes_what_they_wrote(tmp_path: Path, monkeypa
     world.start()
     assert world.alive
     pids = world.run(os.getpid)
-    with pytest.raises(RuntimeError, match="this world has been started"):
+    with pytest.raises(RuntimeError, match="this world has already been started"):
         world.start()
     world.close()
     world.close()
     assert not world.alive
     assert_gone(pids)
     assert not list(tmp_path.glob("fsdp-world-*"))
-    with pytest.raises(RuntimeError, match="this world has ended; a test takes a fresh one"):
+    with pytest.raises(RuntimeError, match="this world has ended; create a new one"):
         world.run(me)
 
 

@@ -69,11 +69,11 @@ def save(model: nn.Module, optimizer: Optimizer | None, folder: Path) -> None:
 
 def resume(model: nn.Module, optimizer: Optimizer | None, folder: Path) -> None:
     """Load as in the package's README; its hooks describe uneven shards to torch."""
-    kept = states(model, optimizer)
-    dcp.load(kept, checkpoint_id=folder)
-    model.load_state_dict(kept["model"], strict=False)
+    state = states(model, optimizer)
+    dcp.load(state, checkpoint_id=folder)
+    model.load_state_dict(state["model"], strict=False)
     if optimizer is not None:
-        optimizer.load_state_dict(kept["optimizer"])
+        optimizer.load_state_dict(state["optimizer"])
 
 
 def states(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
@@ -83,8 +83,8 @@ def states(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
 def llama(model: nn.Module, path: Path, **more: Any) -> Subject:
     """Declare a Llama that every rank built whole and then sharded, the usual way to use the package."""
     more["whole_while_loading"] = tuple(range(dist.get_world_size()))
-    truth = {"reference": lambda: reference_model(path), "batch": lambda step: token_batch(step, path)}
-    return declared(model, **truth, **more)
+    sources = {"reference": lambda: reference_model(path), "batch": lambda step: token_batch(step, path)}
+    return declared(model, **sources, **more)
 
 
 def clip_grad_norm(parameters: Iterable[nn.Parameter], limit: float) -> torch.Tensor:

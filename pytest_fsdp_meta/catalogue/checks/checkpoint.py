@@ -181,7 +181,7 @@ def _changed_on(name: str, before: Sequence[Mapping[str, str]], after: Sequence[
 
 
 def diverging_names(view: View, before: Sequence[RankSaved]) -> list[str]:
-    """Return names of which ranks hold different values in the same place, since torch's checkpoint keeps only one.
+    """Return the tensors with different values in the same place on several ranks; torch's checkpoint keeps only one.
 
     Empty if the author saves without torch, or if nothing was saved.
     """

@@ -43,7 +43,7 @@ def unsharded_modules_are_not_gathered(view: View) -> Iterable[Finding]:
     _require_step(view, ranks)
     for name, collectives, where in _communicated(view, ranks, lambda _: set(view.names("parameter", only=names))):
         actual = f"communicated by {collectives} in one training step"
-        yield Finding(name, where, actual, "used locally, as declared unsharded")
+        yield Finding(name, where, actual, "used locally, because it is declared unsharded")
 
 
 @check(

@@ -146,7 +146,7 @@ def _explain_factor(view: View, runs: Sequence[RankTraining], name: str, factor:
     return {
         "cause": f"summed instead of averaged ({number} is {meaning})",
         "remedy": "average gradients over the data-parallel ranks (keep FSDP2's default gradient divide factor), and "
-        "count ranks that see the same rows once",
+        "count the gradients of ranks that see the same rows only once",
     }
 
 

@@ -16,7 +16,7 @@ from pytest_fsdp_meta.text import name_ranks
 META = ("no_meta_params", "no_meta_buffers")
 MANAGED = "managed_params_are_registered"
 BYTE_TYPES = ("int8", "uint8")
-"""Dtypes with so few values that a single element at the maximum is no sign of poison."""
+"""Dtypes with so few values that a written element may well be the maximum, which is the poison value."""
 
 
 def _on_meta(tensor: TensorFacts) -> Mismatch | None:
@@ -148,7 +148,7 @@ def _misplaced(tensor: TensorFacts, device: str) -> Mismatch | None:
     needs=["inventory"],
     after=[MANIFEST, *META],
     why="A parameter on another rank's device uses that rank's memory; one on the CPU is copied in every forward.",
-    cause="the device was given without an index, or the parameter was left where the checkpoint was read to",
+    cause="the device was given without an index, or it stayed on the device that the checkpoint was read to",
     remedy="use fsdp.device, which includes the index; declare Subject(offloaded=...) for intended CPU offload",
     references=["vllm-project/speculators#314", "pytorch/pytorch#135156"],
 )

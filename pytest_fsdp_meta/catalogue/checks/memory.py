@@ -19,7 +19,7 @@ FULL = 0.95
 CLEARLY_LESS = 0.75
 """Fraction of a model; on ranks that keep more than this, sharding saves too little to judge what they held before."""
 TINY = 2048
-"""Bytes; in a smaller model, parameters and temporaries cannot be told apart."""
+"""Bytes; in a smaller model, parameters cannot be distinguished from temporaries."""
 FEW = 3
 """Number of largest tensors that a loader may hold at a time: a full tensor, its copy, and the next one."""
 SLACK = 1.5
@@ -151,7 +151,7 @@ def load_peak_memory_bounded(view: View) -> Iterable[Finding]:
     if unknown:
         raise NotJudged(
             f"on {name_ranks(unknown)}, as many bytes as the model has were alive at a time, but they may be copies "
-            "of shards; use more ranks to tell"
+            "of shards; more ranks make the difference clear"
         )
 
 

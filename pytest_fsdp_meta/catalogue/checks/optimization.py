@@ -48,7 +48,7 @@ def optimizer_owns_parameters(view: View) -> Iterable[Finding]:
     for name, ranks in missing.items():
         yield Finding(name, tuple(ranks), f"in no parameter group of {kind}", "in exactly one", **explanation)
     for parameters, stale_on in ranks_by(stale).items():
-        actual = f"{kind} holds {parameters} without storage that the model does not register"
+        actual = f"{kind} holds {parameters} without storage, not registered by the model"
         yield Finding(None, stale_on, actual, "", **_REPLACED)
     yield from _wrongly_held(view, optimizers)
 

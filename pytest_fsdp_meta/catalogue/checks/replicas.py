@@ -40,7 +40,7 @@ def replicas_equal(view: View) -> Iterable[Finding]:
         elif apart:
             yield from _diverged(view, name, apart, compared.get(name, {}))
     if random:
-        raise NotJudged(f"the reference has other bits in {random[0]} each time it is built, and so may each rank")
+        raise NotJudged(f"{random[0]} differs each time the reference is built, so its replicas may differ too")
     if unread:
         raise PartlyJudged(f"torch cannot read {unread[0].name} ({unread[0].unreadable})")
 

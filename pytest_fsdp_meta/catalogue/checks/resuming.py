@@ -32,7 +32,7 @@ both runs, nearly bit for bit."""
 
 
 @check(
-    promise="the optimizer's state survives saving and loading, also for frozen and empty parameters",
+    promise="the optimizer's state survives saving and loading, including that of frozen and empty parameters",
     family="checkpoint",
     needs=["inventory", "continued", "resumed"],
     after=[*SOUND, "tied_weights_share_storage", "optimizer_owns_parameters", "load_is_repeatable", "dcp_round_trip"],
@@ -102,7 +102,7 @@ def _compare_groups(before: RankResumed, after: RankResumed) -> Iterator[Mismatc
     family="checkpoint",
     needs=["inventory", "continued", "resumed"],
     after=[*SOUND, *TRAINING_CHECKS, "load_is_repeatable", "dcp_round_trip", "optimizer_state_round_trip"],
-    why="A resumed run is taken for a continuation of the first, even if it trains differently.",
+    why="A resumed run is seen as a continuation of the first, even if it trains differently.",
     cause="the forward depends on something that the checkpoint does not contain: a non-persistent buffer, a counter, "
     "a module that resume() recreates",
     remedy="register changing state as a persistent buffer or extra state, and recompute derived state after loading",

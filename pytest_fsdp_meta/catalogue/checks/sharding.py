@@ -88,7 +88,7 @@ def _left_whole(tensor: TensorFacts, dims: dict[str | None, int], world: int) ->
     family="sharding",
     needs=["inventory"],
     after=[MANIFEST, NAMES, SHAPES, MANAGED, "unsharded_modules_stay_whole", "nothing_left_unsharded"],
-    why="Shards on a wrong dim are other elements; a forgotten mesh dimension leaves redundant, unreduced copies.",
+    why="Shards on a wrong dim hold other elements; a forgotten mesh dimension leaves redundant, unreduced copies.",
     cause="its module was not passed to fully_shard() or parallelize_module(), was ignored, or was sharded on another "
     "mesh or dim",
     remedy="shard it, or declare the intent with Subject(unsharded=...) or Subject(placements=...)",

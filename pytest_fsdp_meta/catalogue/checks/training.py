@@ -27,13 +27,13 @@ from pytest_fsdp_meta.catalogue.view import View
 from pytest_fsdp_meta.evidence import Measure, RankTraining, splits_model, splits_sequence
 
 SAME_FACTOR = 0.1
-"""Relative: how far the factors of later losses may be from that of the first. A scaled loss has scaled gradients, so
-each further step starts from other weights."""
-TURNED = 0.35
-"""Relative to the update: an update that leaves the reference's direction by more is not a multiple of it. An update
-that only shares the reference's signs is off by 0.6."""
-ALIKE = 0.02
-"""Relative: update factors that differ by less are taken for one factor with one cause."""
+"""Relative: how much the factors of later losses may differ from that of the first loss. A scaled loss has scaled
+gradients, so every later step starts from other weights than the reference's."""
+MOST_PERPENDICULAR = 0.35
+"""Fraction: an update is a multiple of the reference's if at most this part of it is perpendicular to the reference's.
+If only the signs agree, the part is about 0.6."""
+SAME_UPDATE = 0.02
+"""Relative: update factors that differ by less count as the same factor, with the same cause."""
 CHANCE = 0.1
 """Fraction: if the tolerance covers more of the interval between whole numbers, a whole factor may be a coincidence."""
 BEFORE_UPDATES = (
@@ -53,7 +53,7 @@ BEFORE_UPDATES = (
     needs=["inventory", "reference", "training"],
     uses=["values", "verifier"],
     after=BEFORE_UPDATES,
-    why="A parameter group that lost its learning rate or weight decay still has correct gradients and shows late.",
+    why="A parameter group without its learning rate or weight decay still has correct gradients and is noticed late.",
     cause="the optimizer is configured differently on the ranks: learning rate, weight decay or parameter groups",
     remedy="compare the optimizer's groups and their settings with the reference's, by parameter name",
     references=["pytorch/pytorch#149205"],
@@ -70,14 +70,14 @@ def update_parity(view: View) -> Iterable[Finding]:
 
 
 def _wrong_updates(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding]:
-    """Report the parameters that are farthest off; others may be off only because the forward uses these."""
+    """Report the parameters with the largest errors; smaller errors elsewhere may follow from these."""
     allowed = tolerance(view, view.tolerance)
     off = {name: pairs for name, pairs in _updates_beyond_tolerance(view, runs, allowed).items() if pairs}
     worst = max((_relative_error(m) for pairs in off.values() for _, m in pairs), default=0.0)
     least = min(worst, 1.0) / 2
     farthest = {name: [(rank, m) for rank, m in pairs if _relative_error(m) >= least] for name, pairs in off.items()}
     measured = [m for pairs in farthest.values() for _, m in pairs]
-    labels = alike({_update_factor(m): m.residual for m in measured if _update_factor(m)}, max(allowed, ALIKE))
+    labels = alike({_update_factor(m): m.residual for m in measured if _update_factor(m)}, max(allowed, SAME_UPDATE))
     for name, pairs in farthest.items():
         by_factor: dict[str, list[tuple[int, Measure]]] = {}
         for rank, m in pairs:
@@ -91,8 +91,8 @@ def _wrong_updates(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding
 
 
 def _explain_factor(view: View, runs: Sequence[RankTraining], name: str, factor: str) -> Explanation:
-    """Explain an update factor that equals a number of ranks; empty if it equals none."""
-    whole_factor = whole(float(factor), ALIKE)
+    """Explain an update factor that equals a number of ranks; return {} if it equals none."""
+    whole_factor = whole(float(factor), SAME_UPDATE)
     number, meaning = number_of(view, runs, whole_factor, name)
     if not meaning:
         return {}
@@ -122,11 +122,11 @@ def _updates_beyond_tolerance(
 
 
 def _update_factor(measure: Measure) -> float:
-    """Return by what factor the reference's update is scaled; 0 if the update has another direction.
+    """Return the factor of an update that is a multiple of the reference's; 0 if it is not a multiple.
 
-    A factor close to 1 does not count where the update's turn explains more of the difference.
+    It does not count as a multiple if its different direction explains more of the error than the factor does.
     """
-    if not math.isfinite(measure.apart) or measure.residual > TURNED:
+    if not math.isfinite(measure.apart) or measure.residual > MOST_PERPENDICULAR:
         return 0.0
     return measure.factor if measure.factor > 0 and abs(measure.factor - 1) >= measure.residual else 0.0
 
@@ -153,7 +153,7 @@ def loss_parity(view: View) -> Iterable[Finding]:
     expected, actual = view.reference.losses or (), mean_losses(runs)
     allowed = tolerance(view, view.tolerance)
     wrong_steps = [step for step in range(len(expected)) if relative_distance(actual, expected, step) > allowed]
-    # Ranks that are wrong alike at one step and disagree at a later one disagree because of the first error.
+    # If all ranks have the same wrong loss at one step, a disagreement at a later step follows from that error.
     disagreements = [
         disagreement
         for disagreement in _disagreements(view, runs, allowed)
@@ -226,10 +226,8 @@ def _explain_losses(view: View, first: int, runs: Sequence[RankTraining], allowe
     if first == 0:
         return {
             "cause": "the first forward already differs although the weights are equal: the ranks' losses are not "
-            "averaged correctly, a module is missing or replaced, it draws random numbers, or one of its settings "
-            "differs (attention, scale, activation, precision)"
-            + _tensor_parallel_causes(view)
-            + describe_other_precision(view),
+            "averaged correctly, or a module is missing, replaced, random or configured differently (attention, "
+            "scale, activation, precision)" + _tensor_parallel_causes(view) + describe_other_precision(view),
             "remedy": "compare attention settings, and make the global loss a mean that weights all ranks correctly; "
             "if the loader uses another precision on purpose, set tolerance=...",
         }
@@ -272,7 +270,7 @@ def _explain_scaled_loss(factor: str, counts_ranks: bool) -> str:
 
 
 def _tensor_parallel_causes(view: View) -> str:
-    """Return an addition to a cause if a mesh dimension splits the model, else ""."""
+    """Return more possible causes if a mesh dimension splits the model, else ""."""
     meshes = {tensor.mesh for rank in view.evidence.inventory for tensor in rank.tensors if tensor.mesh is not None}
     sizes = [*view.evidence.world.mesh, *(pair for mesh in meshes for pair in zip(mesh.dims, mesh.shape, strict=True))]
     if not any(size > 1 and splits_model(dim) for dim, size in sizes):
@@ -298,7 +296,7 @@ def _weighting_by_labels_explains(view: View, runs: Sequence[RankTraining], allo
 
 
 def _distinct_digits(actual: float, expected: float) -> tuple[str, str]:
-    """Format both numbers with as many digits, at least four, as it takes to tell them apart."""
+    """Format both numbers with as many digits as distinguish them, but at least four."""
     for digits in range(4, 17):
         formatted = f"{actual:.{digits}g}", f"{expected:.{digits}g}"
         if formatted[0] != formatted[1]:

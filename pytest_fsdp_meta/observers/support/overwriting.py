@@ -20,7 +20,7 @@ def overwrite(local: Tensor) -> None:
 
 
 def is_untouched(local: Tensor) -> bool:
-    """Whether every element is ``MARK``; where the bits were inverted instead, nobody can tell."""
+    """Return whether every element is ``MARK``; False if bits were inverted, which leaves no mark."""
     if not local.numel() or local.is_meta or not _can_hold_mark(local):
         return False
     mark = torch.full((), MARK, dtype=local.dtype, device=local.device)

@@ -36,7 +36,7 @@ def mixed_precision(module: FSDPModule) -> MixedPrecisionPolicy:
 
 
 def is_replicated(module: Module) -> bool:
-    """Whether replicate() was applied to the module; it is DDP without a wrapper, and public torch cannot tell."""
+    """Whether replicate() was applied to the module; it is DDP without a wrapper, which public torch cannot detect."""
     return isinstance(module, ReplicateModule) or replicate.state(module) is not None
 
 

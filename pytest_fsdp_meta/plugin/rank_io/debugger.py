@@ -64,7 +64,7 @@ class Debugger:
     def pytest_runtest_protocol(
         self, item: pytest.Item, nextitem: pytest.Item | None
     ) -> Generator[None, object, object]:
-        """End kept ranks after the last item of their test: the items of a loader share its failure."""
+        """End such ranks after the last item of their test, because the items of a loader share its failure."""
         try:
             return (yield)
         finally:

@@ -13,7 +13,7 @@ USAGE = "usage: python -m pytest_fsdp_meta.reports.page REPORT.json [PAGE.html [
 
 
 def main(arguments: list[str]) -> str | None:
-    """Write index.html beside the report, or PAGE.html. Return a usage error in one line, or None."""
+    """Write index.html next to the report, or PAGE.html. Return a usage error in one line, or None."""
     if not 1 <= len(arguments) <= 3 or arguments[0].startswith("-"):
         return USAGE
     source = Path(arguments[0])

@@ -2,7 +2,7 @@
 
 Each device is a file lock, which the operating system releases when the worker ends, for whatever reason. A worker that
 wants several devices holds the queue lock while it collects them, and releases the devices that it has before it waits
-for the queue. So workers cannot deadlock, and small worlds cannot overtake a large one forever. Notes beside the locks
+for the queue. So workers cannot deadlock, and small worlds cannot overtake a large one forever. Notes next to the locks
 record who holds what; only messages depend on them.
 """
 
@@ -185,7 +185,7 @@ class Leases:
 
 @dataclass(frozen=True)
 class _Note:
-    """What a worker writes beside each device that it holds, and beside the queue lock while it holds that."""
+    """What a worker writes next to each lock that it holds: those of its devices, and the queue lock."""
 
     worker: str
     purpose: str

@@ -27,7 +27,7 @@ POLL_INTERVAL = 0.5
 class Channel:
     """Sends and receives messages. A thread reads the pipe, so that a rank in a collective notices the parent's end.
 
-    ``output`` is the file of this rank's output; large messages are stored beside it. ``leftovers`` are the folders to
+    ``output`` is the file of this rank's output; large messages are stored next to it. ``leftovers`` are the folders to
     remove if the parent is killed.
     """
 
