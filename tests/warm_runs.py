@@ -42,6 +42,8 @@ IMPORTED = (
     *("safetensors.torch", "pytest", "pytest_fsdp_meta.plugin.hooks", "pytest_fsdp_meta.plugin.spmd_rank"),
     *("pytest_fsdp_meta.plugin.loader_option", "pytest_fsdp_meta.reports.page"),
 )
+ENVIRON = dict(os.environ)
+"""The environment before any test has patched it, because tests find the processes of a run by what they put there."""
 WORKERS = 4
 """Number of processes that are forked as future xdist workers, in a run that uses pytest-xdist."""
 
@@ -54,7 +56,7 @@ def address() -> str:
     listener.bind(f"{folder}/socket")
     listener.listen()
     ours, theirs = socket.socketpair()
-    environ = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *_python_path()])}
+    environ = ENVIRON | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *_python_path()])}
     numbers = [listener.fileno(), theirs.fileno()]
     command = [sys.executable, "-m", "tests.warm_runs", *map(str, numbers), folder]
     subprocess.Popen(command, cwd=ROOT, env=environ, pass_fds=numbers)

@@ -50,9 +50,9 @@ def describe_failure(verdict: Verdict, world: str, rerun_command: str) -> str:
 
 
 def describe_error(check: Check, reason: str, detail: str, rerun_command: str) -> str:
-    """Return the whole message of a check that could not be judged because of an error."""
+    """Return the whole message of a check that ended with an error."""
     text = detail if detail.startswith(reason) else "\n\n".join(filter(None, [reason, detail]))
-    return f"{check.id} could not be judged: {text}\n\nrerun: {rerun_command}"
+    return f"{check.id}: error: {text}\n\nrerun: {rerun_command}"
 
 
 def describe_checks(checks: Iterable[Check]) -> str:

@@ -158,7 +158,7 @@ def test_faults_are_reported_and_the_next_loader_passes(
     for name, summary in summaries.items():
         assert results[f"test_{name}"] == "error"
         first, *rest = story(result, f"test_{name}[no_meta_params]")
-        assert re.fullmatch(f"no_meta_params could not be judged: ({summary})", first)
+        assert re.fullmatch(f"no_meta_params: error: ({summary})", first)
         details = rest[: next(n for n, line in enumerate(rest) if line.startswith("rerun: "))]
         assert not any("pytest_fsdp_meta/worlds" in line for line in details)
     deadlock = "\n".join(story(result, "test_deadlock[no_meta_params]"))
@@ -352,8 +352,8 @@ def test_a_full_disk_in_a_run(project: Project, temporary: Path) -> None:
     assert "1 error, 1 same error" in run.stdout, run.stdout
     assert "3 passed" in run.stdout
     assert re.search(
-        r"^no_meta_params could not be judged: ranks? [01, ]+ raised OSError: .*No space left on device: the disk of "
-        rf"{re.escape(str(small))} is full \(\d+ KiB left\), .*; free some room, or set TMPDIR to a folder on another",
+        r"^no_meta_params: error: ranks? [01, ]+ raised OSError: .*No space left on device: the disk of "
+        rf"{re.escape(str(small))} is full \(\d+ KiB left\); .*; free some space, or set TMPDIR to a folder on another",
         run.stdout,
         re.MULTILINE,
     )

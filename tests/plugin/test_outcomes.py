@@ -122,7 +122,7 @@ def test_verdicts(project: Project) -> None:
         "no_meta_params passes, but xfail expects it to fail (fixed since); remove it from xfail"
     ]
     assert story(result, "test_broken[no_meta_params]")[0] == (
-        "no_meta_params could not be judged: ranks 0, 1 raised RuntimeError: boom"
+        "no_meta_params: error: ranks 0, 1 raised RuntimeError: boom"
     )
     headlines = [line for line in lines if " ERROR at setup of " in line]
     assert len(headlines) == list(outcomes(result).values()).count("error"), (
@@ -229,7 +229,7 @@ def test_a_loader_that_returns_no_subject(project: Project) -> None:
     }
     for name, summary in summaries.items():
         lines = story(result, f"test_{name}[no_meta_params]")
-        assert lines[0] == f"no_meta_params could not be judged: {summary}"
+        assert lines[0] == f"no_meta_params: error: {summary}"
         again = next(line for line in lines if line.startswith("rerun: "))
         assert f"test_{name}[no_meta_params]" in again
     assert [name for name, outcome in found.items() if outcome == "same error"] == [
@@ -397,7 +397,7 @@ def test_the_traceback_of_an_own_check_has_its_authors_frames_only(project: Proj
     result = project.run()
     result.assert_outcomes(passed=1, errors=1)
     output = result.stdout.str()
-    assert "my_broken_check could not be judged: the custom check my_broken_check raised KeyError: 'oops'" in output
+    assert "my_broken_check: error: the custom check my_broken_check raised KeyError: 'oops'" in output
     before, _, _ = output.partition("short test summary info")  # the summary repeats it if CI is set
     frames = [line.strip() for line in before.splitlines() if line.strip().startswith("File ")]
     assert [line.partition(", line ")[0].endswith('conftest.py"') for line in frames] == [True, True]

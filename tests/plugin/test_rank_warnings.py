@@ -220,8 +220,8 @@ def test_a_class_that_cannot_be_instantiated_here() -> None:
 def test_no_module_is_imported_for_the_class_of_a_warning() -> None:
     script = """
     import sys
-    from pytest_fsdp_meta.worlds.rank.warnings import category_of
-    assert category_of(["torch.jit:TracerWarning", "builtins:Warning"]) == (Warning, False)
+    from pytest_fsdp_meta.worlds.rank.warnings import find_category
+    assert find_category(["torch.jit:TracerWarning", "builtins:Warning"]) == (Warning, False)
     assert "torch" not in sys.modules
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, timeout=60)

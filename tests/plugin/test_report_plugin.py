@@ -152,9 +152,9 @@ def _in_junit(path: Path) -> None:
     ]
     name, found = properties[4]
     assert name == "fsdp_finding"
-    assert str(found).startswith("table, ranks 0, 1: uninitialised")
+    assert str(found).startswith("table, ranks 0, 1: never written")
     (failure,) = case.iter("failure")
-    assert str(failure.get("message")).startswith("table, ranks 0, 1: uninitialised")
+    assert str(failure.get("message")).startswith("table, ranks 0, 1: never written")
     assert "remedy:" in str(failure.text)
     (expected,) = (
         case for case in cases.values() if case.get("name") == "test_expected[world2-no_uninitialized_memory]"
@@ -374,8 +374,8 @@ def test_evidence_is_collected_only_if_the_command_line_names_it(project: Projec
 def test_folders_that_cannot_hold_a_report_are_refused(project: Project) -> None:
     project.write("test_it.py", "def test_x(): ...\n")
     project.write("file", "")
-    right = "it should be a folder that exists or can be made, and be written to"
-    assert errors(project.collect("--fsdp-report=file")) == [f"--fsdp-report: 'file' is wrong, {right}"]
+    right = "expected a writable folder, or one that can be created"
+    assert errors(project.collect("--fsdp-report=file")) == [f"--fsdp-report: invalid value 'file' ({right})"]
     assert errors(project.collect("--fsdp-keep-evidence")) == ["--fsdp-keep-evidence requires --fsdp-report=DIR"]
 
 
@@ -632,4 +632,4 @@ def test_invalid_folders_are_refused(project: Project, folder: str) -> None:
     (project.path / "loop").symlink_to("loop")
     (project.path / "dangling").symlink_to("nowhere")
     (message,) = errors(project.collect(f"--fsdp-report={folder}"))
-    assert message.startswith(f"--fsdp-report: {folder!r} is wrong")
+    assert message.startswith(f"--fsdp-report: invalid value {folder!r} (")

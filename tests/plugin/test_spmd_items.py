@@ -703,7 +703,7 @@ def test_x(fsdp, n): assert summed(n) == 2 * n
 def test_torch_is_not_imported_without_tests_on_ranks(project: Project) -> None:
     assert outcomes(run(project, "")) == {}
     project.write("test_it.py", "import sys\ndef test_x(): assert 'torch' not in sys.modules\n")
-    project.run().assert_outcomes(passed=1)
+    project.run_cold().assert_outcomes(passed=1)
 
 
 def test_an_argument_of_run_that_cannot_be_pickled_is_named(project: Project) -> None:

@@ -205,9 +205,9 @@ def test_errors_about_a_misused_process_group(project: Project) -> None:
     result = project.run()
     result.assert_outcomes(errors=4)
     messages = {
-        line.removeprefix("no_meta_params could not be judged: ")
+        line.removeprefix("no_meta_params: error: ")
         for line in result.outlines
-        if line.startswith("no_meta_params could not be judged: ")
+        if line.startswith("no_meta_params: error: ")
     }
     assert messages == {
         "the loader destroyed the process group (destroy_process_group) that its model is sharded over, and the "

@@ -191,8 +191,8 @@ def test_usable_cores() -> None:
 WORKER = """
 import sys, time
 from pathlib import Path
-from pytest_fsdp_meta.worlds import Sharing
-sharing = Sharing(Path(sys.argv[1]), "gw0", 8)
+from pytest_fsdp_meta.worlds import WorkerDevices
+sharing = WorkerDevices(Path(sys.argv[1]), "gw0", 8)
 sharing.count_gpus(lambda: 0)
 print("ready", flush=True)
 time.sleep(60)
