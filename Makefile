@@ -13,7 +13,8 @@ SYSTEMS := $(notdir $(patsubst %/requirements.txt,%,$(wildcard conformance/syste
 .PHONY: help conformance test lint check wheel downstream matrix field bench bench-catalogue bench-worlds bench-faults soak gpu format docs site browser pictures clean ray systems $(SYSTEMS:%=system-%)
 
 help:
-	@echo "make conformance  install, then judge real loaders on real ranks (on GPUs if there are enough, else on the CPU)"
+	@echo "make conformance  install, then check on real ranks (GPUs if there are enough, else CPU) that conforming loaders pass"
+	@echo "                  and that each defect fails its own check"
 	@echo "make test         install, then lint, type-check and run all tests"
 	@echo "make check        run all tests, without lint"
 	@echo "make lint         run ruff, mypy and import-linter"
@@ -36,7 +37,7 @@ help:
 	@echo "variables: PYTHON=$(PYTHON) WORLD_SIZE=$(WORLD_SIZE) WORKERS=$(WORKERS)"
 
 conformance: .venv/judging
-	$(PYTEST) -n $(WORKERS) conformance examples --fsdp-world-size=$(WORLD_SIZE)
+	$(PYTEST) -n $(WORKERS) -m "not slow" conformance examples --fsdp-world-size=$(WORLD_SIZE)
 
 test: lint check
 

@@ -8,6 +8,7 @@ import torch
 from fixtures.forms import FORMS
 from fixtures.forms_registry import MAY_SKIP
 
+pytestmark = pytest.mark.slow
 USUAL = "per_block_and_root"
 
 
