@@ -24,6 +24,7 @@ def test_from_pretrained(fsdp, path):
 
 
 @pytest.mark.parametrize("path", CHECKPOINTS, indirect=True)
+@pytest.mark.slow
 @fsdp_conformance(mesh={"dp_replicate": 2, "dp_shard": 2})
 def test_from_pretrained_hsdp(fsdp, path):
     return subject(from_pretrained(path, fsdp_size=2, dp_replicate_size=2), path)
