@@ -41,6 +41,7 @@ IMPORTED = (
     *("torch.distributed.checkpoint", "torch.distributed.checkpoint.state_dict", "torch._inductor.config"),
     *("safetensors.torch", "pytest", "pytest_fsdp_meta.plugin.hooks", "pytest_fsdp_meta.plugin.spmd_rank"),
     *("pytest_fsdp_meta.plugin.loader_option", "pytest_fsdp_meta.reports.page"),
+    *("transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama"),
 )
 ENVIRON = dict(os.environ)
 """The environment before any test has patched it, because tests find the processes of a run by what they put there."""
