@@ -110,6 +110,9 @@ def _serve(listener: socket.socket, parent: socket.socket, folder: str) -> None:
     import torch
 
     torch.use_deterministic_algorithms(False)  # imports modules that ranks need for deterministic mode
+    # pytest would warn that it cannot rewrite the asserts of plugins that are imported already: this one as a wheel, and
+    # anyio, which transformers imports.
+    AssertionRewritingHook._warn_already_imported = lambda self, name: None  # type: ignore[method-assign]
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -156,8 +159,6 @@ def _run(descriptors: Sequence[int], args: list[str], cwd: str, environ: dict[st
     random.seed()
     distributed = any(arg.startswith(("-n", "--dist", "--tx")) for arg in args)
     _use_waiting([_Waiting() for _ in range(1 + WORKERS * distributed)])
-    # pytest would warn that it cannot rewrite the asserts of a plugin that is imported already (in a wheel only).
-    AssertionRewritingHook._warn_already_imported = lambda self, name: None  # type: ignore[method-assign]
     sys.argv = ["pytest", *args]
     runpy.run_module("pytest", run_name="__main__", alter_sys=True)
     sys.exit()
