@@ -110,8 +110,8 @@ def _serve(listener: socket.socket, parent: socket.socket, folder: str) -> None:
     import torch
 
     torch.use_deterministic_algorithms(False)  # imports modules that ranks need for deterministic mode
-    # pytest would warn that it cannot rewrite the asserts of plugins that are imported already: this one as a wheel, and
-    # anyio, which transformers imports.
+    # pytest would warn that it cannot rewrite the asserts of plugins that are imported already: of this one as a wheel,
+    # and of anyio, which transformers imports.
     AssertionRewritingHook._warn_already_imported = lambda self, name: None  # type: ignore[method-assign]
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
