@@ -78,21 +78,19 @@ class WorkerDevices:
             yield ""  # with --dist=each, another worker is running it at the same time
             return
         before = ""
-        with suppress(OSError):  # the disk is full
-            before = path.read_text("utf-8")
-        if before:
-            # With --dist=each, the worker that replaces another one asks at the same time, and must find the note too.
-            lock.release()
-            yield before
-            return
         try:
-            with suppress(OSError):
-                path.write_text(note, "utf-8")
-            yield ""
-            with suppress(OSError):
-                path.write_text("", "utf-8")
+            with suppress(OSError):  # the disk is full
+                before = path.read_text("utf-8")
+            if not before:
+                with suppress(OSError):
+                    path.write_text(note, "utf-8")
+                yield ""
+                with suppress(OSError):
+                    path.write_text("", "utf-8")
         finally:
             lock.release()
+        if before:  # unlocked: with --dist=each, another worker may ask at the same time, and must find the note too
+            yield before
 
     def _leases_for(self, spec: WorldSpec) -> Leases:
         if spec.device_type == "cpu":
