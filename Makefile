@@ -4,8 +4,7 @@ BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
 WORLD_SIZE ?= 2
 # Processes of pytest-xdist. The tests do not depend on each other or on their order.
-# Three for two cores, because ranks and their parent wait for each other a good part of the time.
-WORKERS ?= 3
+WORKERS ?= 2
 # torch looks up a name for each connection of a TCPStore; a DNS that does not answer costs 5 s each, and so 1 s.
 export RES_OPTIONS ?= timeout:1 attempts:1
 
