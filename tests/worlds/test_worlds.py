@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -105,6 +106,39 @@ def test_torchrun_environment(pair: World) -> None:
     common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "GROUP_RANK": "0"}
     assert first == common | {"RANK": "0", "LOCAL_RANK": "0"}
     assert second == common | {"RANK": "1", "LOCAL_RANK": "1"}
+
+
+def test_a_store_is_served_where_the_environment_says(pair: World) -> None:
+    """As under torchrun, for code that makes a group of its own beside the process group of the world."""
+
+    def meet() -> list[bytes]:
+        import torch.distributed as dist
+
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+        store.set(str(current().rank), str(current().rank))
+        return [store.get(str(rank)) for rank in range(2)]
+
+    assert pair.run(meet) == [[b"0", b"1"]] * 2
+
+
+@pytest.mark.skipif(not shutil.which("cc"), reason="needs a C compiler")
+def test_a_world_starts_although_no_name_server_answers(tmp_path: Path) -> None:
+    """A TCPStore asks for the name of 127.0.0.1 on each of its connections; here the answer never comes."""
+    source, library = tmp_path / "silent.c", tmp_path / "silent.so"
+    source.write_text("#include <unistd.h>\nint getnameinfo(void) { for (;;) pause(); }\n")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
+    script = (
+        "from tests.world_help import total, world_of\n"
+        "if __name__ == '__main__':\n"
+        "    with world_of(4) as world:\n"
+        "        print(world.run(total, 1.0))\n"
+    )
+    with run_script(script, tmp_path, LD_PRELOAD=str(library)) as process:
+        try:
+            output, _ = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert output.splitlines() == ["[6.0, 6.0, 6.0, 6.0]"]
 
 
 def test_the_loader_may_make_the_process_group_itself() -> None:

@@ -117,7 +117,7 @@ def main(connection: Connection, task: Assignment, dies_with_parent: bool) -> No
         try:
             _redirect(task)
             _follow_parent(task)
-            _CURRENT = join(channel, task.spec, task.place)
+            _CURRENT = join(channel, task.spec, task.place, Path(task.folder))
         except BaseException as error:
             _report_failure(channel, _describe_failure(task, error))
             threading.Event().wait()  # to be killed: a rank that exits by itself would be reported as well

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import random
+import socket
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from importlib import import_module
 from itertools import count
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -58,29 +61,37 @@ class Rank:
         dist.barrier()
 
 
-def join(channel: Channel, spec: WorldSpec, place: Place) -> Rank:
-    """Meet the other ranks. Make the process group and the mesh as well, unless the loader does."""
+def join(channel: Channel, spec: WorldSpec, place: Place, folder: Path) -> Rank:
+    """Meet the other ranks. Make the process group and the mesh as well, unless the loader does.
+
+    ``folder``: of this rank on its node; rank 0's holds the file in which the ranks of one node meet.
+    """
     import torch.distributed as dist
 
     _limit_threads()
     seed(spec.device_type)
     device = _select_device(spec, place)
-    store = None
+    listener = None
     if place.rank == 0:
         # Port 0: the system picks a free one, so two runs on one machine never meet.
-        store = dist.TCPStore(place.address, 0, is_master=True, wait_for_workers=False)
-        channel.send("store", place.address, store.port)
-    _, address, port = channel.receive()
+        listener = _listen(place)
+        channel.send("store", place.address, listener.getsockname()[1], _file_to_meet_in(spec, place, folder))
+    _, address, port, file = channel.receive()
     os.environ.update(torchrun_environment(place, spec.size, address, port))
     flight_recorder.enable_recording()
     _select_gloo_interface(place)
-    me = Rank(place.rank, place.local_rank, spec.size, device, _store=store)
+    me = Rank(place.rank, place.local_rank, spec.size, device)
+    if listener is not None:
+        serving = threading.Thread(target=_serve, args=(me, address, port, listener), daemon=True)
+        serving.start()
+        if not file:
+            serving.join()
     if spec.process_group == "loader":
         allow_groups_in_turn(address, port)
         return me
     dist.init_process_group(
         spec.backend,
-        store=store or dist.TCPStore(address, port, is_master=False),
+        store=_connect(me, address, port, file),
         rank=place.rank,
         world_size=spec.size,
         # Later than the parent's own deadline: the parent shows the stacks of all ranks, torch only an error.
@@ -91,6 +102,41 @@ def join(channel: Channel, spec: WorldSpec, place: Place) -> Rank:
         device.type, tuple(spec.mesh.values()), mesh_dim_names=tuple(spec.mesh)
     )
     return me
+
+
+def _listen(place: Place) -> socket.socket:
+    """Listen on this node alone if all ranks are here, else, as torchrun's agent does, on every address of it."""
+    family = socket.AF_INET6 if ":" in place.address else socket.AF_INET
+    return socket.create_server((place.address if place.group_size == 1 else "", 0), family=family)
+
+
+def _file_to_meet_in(spec: WorldSpec, place: Place, folder: Path) -> str:
+    """Return the path of a FileStore for the process group, or "" to meet in the TCPStore that rank 0 serves.
+
+    A TCPStore asks the DNS for the name of the address at each end of each connection, and waits for 5 s if the answer
+    is lost. Several nodes share no file; a loader finds its store in the environment, as under torchrun; and NCCL's
+    watchdog has been run with TCPStore only.
+    """
+    in_file = spec.process_group == "plugin" and spec.backend == "gloo" and place.group_size == 1
+    return str(folder / "store") if in_file else ""
+
+
+def _serve(me: Rank, address: str, port: int, listener: socket.socket) -> None:
+    """Serve a store where the environment says that there is one. Ranks that come earlier wait in the socket's queue.
+
+    On a thread of its own if the ranks meet in a file, because the name of the address may have to be waited for.
+    """
+    import torch.distributed as dist
+
+    me._store = dist.TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def _connect(me: Rank, address: str, port: int, file: str) -> object:
+    import torch.distributed as dist
+
+    if file:
+        return dist.FileStore(file, me.world_size)
+    return me._store or dist.TCPStore(address, port, is_master=False)
 
 
 def seed(device_type: str) -> None:
