@@ -20,7 +20,7 @@ from pytest_fsdp_meta.catalogue.checks import (
 from pytest_fsdp_meta.catalogue.engine import Verdict, describe_left_out, judge
 from pytest_fsdp_meta.catalogue.findings import Finding
 from pytest_fsdp_meta.catalogue.registry import Catalogue, Check, check
-from pytest_fsdp_meta.catalogue.view import Blocked, NotDeclared, NotJudged, PartlyJudged, Unjudgeable, View
+from pytest_fsdp_meta.catalogue.view import Blocked, NotDeclared, NotJudged, PartlyJudged, Selection, Unjudgeable, View
 
 FAMILIES = (
     *(structure, materialisation, sharding, tiling, communication),
@@ -43,6 +43,7 @@ __all__ = [
     "NotDeclared",
     "NotJudged",
     "PartlyJudged",
+    "Selection",
     "Unjudgeable",
     "Verdict",
     "View",

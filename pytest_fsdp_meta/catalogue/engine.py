@@ -7,11 +7,21 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from pytest_fsdp_meta.catalogue.findings import Finding
 from pytest_fsdp_meta.catalogue.registry import Catalogue, Check
-from pytest_fsdp_meta.catalogue.view import Blocked, NotDeclared, NotJudged, NotTaken, PartlyJudged, Unjudgeable, View
+from pytest_fsdp_meta.catalogue.view import (
+    Blocked,
+    NotDeclared,
+    NotJudged,
+    NotTaken,
+    PartlyJudged,
+    Selection,
+    Unjudgeable,
+    View,
+)
 from pytest_fsdp_meta.evidence import Evidence
 from pytest_fsdp_meta.text import counted, first_line
 
@@ -48,36 +58,52 @@ class Verdict:
     why: str = ""
 
 
-_Memo = WeakKeyDictionary[Catalogue, dict[tuple[int, Check], Verdict]]
+_Memo = WeakKeyDictionary[Catalogue, dict[tuple[int, Selection, Check], Verdict]]
 """Weak keys: the id() of a catalogue that was deleted may be given to the next one."""
+EVERY_CHECK = Selection()
 
 
-def judge(check: Check, evidence: Evidence, catalogue: Catalogue) -> Verdict:
-    """Return the verdict of one check, computed once per evidence and catalogue."""
+def judge(check: Check, evidence: Evidence, catalogue: Catalogue, selection: Selection = EVERY_CHECK) -> Verdict:
+    """Return the verdict of one check, computed once per evidence, catalogue and selection.
+
+    A check leaves to a more basic one what that one finds, if it is in the selection; else it judges that itself.
+    """
     by_catalogue: _Memo = evidence.memo.setdefault("verdicts", WeakKeyDictionary())
     verdicts = by_catalogue.setdefault(catalogue, {})
-    key = len(catalogue), check  # a check added to the catalogue may change earlier verdicts
+    key = len(catalogue), selection, check  # a check added to the catalogue may change earlier verdicts
     if key not in verdicts:
-        verdicts[key] = _judge(check, evidence, catalogue)
+        verdicts[key] = _judge(check, _Run(evidence, catalogue, selection))
     return verdicts[key]
 
 
-def _judge(check: Check, evidence: Evidence, catalogue: Catalogue) -> Verdict:
-    failed = tuple(id for id in check.after if judge(catalogue[id], evidence, catalogue).findings)
+class _Run(NamedTuple):
+    evidence: Evidence
+    catalogue: Catalogue
+    selection: Selection
+
+    def findings(self, check_id: str) -> tuple[Finding, ...]:
+        """Return the findings of a check in the selection, else ()."""
+        if check_id not in self.selection:
+            return ()
+        return judge(self.catalogue[check_id], self.evidence, self.catalogue, self.selection).findings
+
+
+def _judge(check: Check, run: _Run) -> Verdict:
+    evidence, failed = run.evidence, tuple(filter(run.findings, check.after))
     for need in check.needs:
         if need in evidence.unavailable:
-            return _unavailable(check, need, evidence, catalogue, failed)
-    view = View(evidence, check.id, check.tolerance, _already_failed(check, evidence, catalogue), failed)
+            return _unavailable(check, need, run, failed)
+    view = View(evidence, check.id, check.tolerance, _already_failed(check, run), failed, run.selection)
     findings: list[Finding] = []
     reason = ""
     try:
-        findings.extend(_complete(check, finding) for finding in _run_check(check, view))
+        findings.extend(_complete(check, finding, run) for finding in _run_check(check, view))
     except Unjudgeable as error:
         if not findings:
             return Verdict(check, "error", reason=str(error), unjudged=view.left_out)
         reason = str(error)
     except NotTaken as error:
-        return _unavailable(check, str(error), evidence, catalogue, failed)
+        return _unavailable(check, str(error), run, failed)
     except NotJudged as error:
         if not findings:
             return _not_judged(check, error, view)
@@ -110,27 +136,27 @@ def _by_kind(evidence: Evidence) -> dict[str, frozenset[str]]:
     return {kind: frozenset(t.name for t in tensors if t.kind == kind) for kind in ("parameter", "buffer")}
 
 
-def _unavailable(check: Check, need: str, evidence: Evidence, catalogue: Catalogue, failed: Sequence[str]) -> Verdict:
-    unavailable = evidence.unavailable[need]
-    if not unavailable.error:
+def _unavailable(check: Check, need: str, run: _Run, failed: Sequence[str]) -> Verdict:
+    unavailable = run.evidence.unavailable[need]
+    if not unavailable.error and unavailable.kind != "blocked":
         why = KINDS.get(unavailable.kind, "not applicable")
         return Verdict(check, "skipped", reason=unavailable.summary, why=why)
     if need not in AS_LOADED:  # running a model with missing or wrong tensors is likely to raise
-        basic = _failed_basics(check, evidence, catalogue) if need != "repetition" else ()
+        basic = _failed_basics(check, run) if need != "repetition" else ()
         if by := ", ".join(dict.fromkeys((*failed, *basic))):
-            reason = f"{unavailable.summary}; the findings of {by} may explain it"
-            return Verdict(check, "skipped", reason=reason, why=KINDS["blocked"])
+            reason = f"{unavailable.summary}; the findings of {by} may explain it" if unavailable.error else ""
+            return Verdict(check, "skipped", reason=reason or unavailable.summary, why=KINDS["blocked"])
     return Verdict(check, "error", reason=unavailable.summary, detail=unavailable.detail)
 
 
-def _failed_basics(check: Check, evidence: Evidence, catalogue: Catalogue) -> Iterator[str]:
+def _failed_basics(check: Check, run: _Run) -> Iterator[str]:
     """Yield the earlier checks that inspect the model itself and failed, including those not in ``after``.
 
     A model that raises affects every check that runs it, so all of them should give the same reason.
     """
-    for earlier in takewhile(lambda other: other.id != check.id, catalogue):
+    for earlier in takewhile(lambda other: other.id != check.id, run.catalogue):
         basic = earlier.family in EXPLAINING_A_CRASH and set(earlier.needs) <= set(AS_LOADED)
-        if basic and judge(earlier, evidence, catalogue).findings:
+        if basic and run.findings(earlier.id):
             yield earlier.id
 
 
@@ -155,11 +181,11 @@ def describe_left_out(left_out: dict[str, tuple[str, ...]]) -> str:
     return "not checked: " + ", ".join(parts)
 
 
-def _already_failed(check: Check, evidence: Evidence, catalogue: Catalogue) -> dict[str, str]:
+def _already_failed(check: Check, run: _Run) -> dict[str, str]:
     """Return the tensors that failed a more basic check, mapped to the first such check."""
     already_failed: dict[str, str] = {}
     for id in check.after:
-        for finding in judge(catalogue[id], evidence, catalogue).findings:
+        for finding in run.findings(id):
             for name in finding.condemns or filter(None, [finding.tensor]):
                 already_failed.setdefault(name, id)
     return already_failed
@@ -172,11 +198,26 @@ def _run_check(check: Check, view: View) -> Iterable[Finding]:
     return found
 
 
-def _complete(check: Check, finding: Finding) -> Finding:
+def _complete(check: Check, finding: Finding, run: _Run) -> Finding:
     """Add the cause and remedy of the check to a finding that has none of its own."""
     if not check.built_in:
         finding = _convert_types(finding)
+    if basic := _cause_left_out(check, finding, run):
+        return basic
     return replace(finding, cause=finding.cause or check.cause, remedy=finding.remedy or check.remedy)
+
+
+def _cause_left_out(check: Check, finding: Finding, run: _Run) -> Finding | None:
+    """Return the finding with the cause that a more basic check gives, if one that is not selected finds it too."""
+    for id in check.after:
+        if id in run.selection:
+            continue
+        for basic in judge(run.catalogue[id], run.evidence, run.catalogue, run.selection).findings:
+            if finding.tensor is None or finding.tensor in (basic.condemns or (basic.tensor,)):
+                other = f"{basic.tensor}: " if basic.tensor and basic.tensor != finding.tensor else ""
+                cause = f"{id}, which this run leaves out, fails as well ({other}{basic.actual}): {basic.cause}"
+                return replace(finding, cause=cause, remedy=basic.remedy)
+    return None
 
 
 def _convert_types(finding: Finding) -> Finding:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 from pytest_fsdp_meta.catalogue.findings import Finding, Mismatch
@@ -42,8 +43,22 @@ class NotTaken(Exception):
     """Raised if the judge turns out to require an observation that its check only ``uses``; the message is its name."""
 
 
+@dataclass(frozen=True)
+class Selection:
+    """The checks whose findings a run shows. A check may leave a defect to these, and to no others.
+
+    ``failing`` are those whose findings fail the run, None for all; those of ``xfailing`` are expected.
+    """
+
+    failing: frozenset[str] | None = None
+    xfailing: frozenset[str] = frozenset()
+
+    def __contains__(self, check_id: object) -> bool:
+        return self.failing is None or check_id in self.failing or check_id in self.xfailing
+
+
 class View:
-    """The evidence without the tensors that already failed a more basic check."""
+    """The evidence without the tensors that already failed a more basic check of the ``selection``."""
 
     def __init__(
         self,
@@ -51,7 +66,8 @@ class View:
         check_id: str,
         tolerance: Mapping[str, float],
         already_failed: dict[str, str],
-        failed: tuple[str, ...] = (),
+        failed: tuple[str, ...],
+        selection: Selection,
     ) -> None:
         self.evidence = evidence
         self.check_id = check_id
@@ -59,6 +75,7 @@ class View:
         """The default tolerance of the check, by dtype."""
         self.failed = failed
         """The more basic checks that failed, including those whose findings name no tensor."""
+        self.selection = selection
         self._already_failed = already_failed
         self._left_out: dict[str, dict[str, None]] = {}
 
@@ -72,6 +89,16 @@ class View:
     def already_failed_in(self, name: str) -> str | None:
         """Return the more basic check that the tensor already failed; unlike ``judgeable``, record nothing."""
         return self._already_failed.get(name)
+
+    def attribute_to(self, check_ids: Sequence[str]) -> str:
+        """Return the end of a sentence that leaves a difference to the findings of these checks."""
+        names = ", ".join(check_ids)
+        if self.selection.xfailing.issuperset(check_ids):
+            return (
+                f"which the expected findings of {names} (xfail) may explain; this check cannot be judged until they "
+                "are fixed"
+            )
+        return f"which the findings of {names} explain; fix those first"
 
     def names(self, *kinds: str, only: Collection[str] | None = None, but: Collection[str] = ()) -> list[str]:
         """Return the judgeable names on any rank, in ``only`` and not in ``but``, each once."""

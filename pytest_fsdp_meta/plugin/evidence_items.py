@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 
 import pytest
 
-from pytest_fsdp_meta.catalogue import Catalogue, Verdict, judge
+from pytest_fsdp_meta.catalogue import Catalogue, Selection, judge
 from pytest_fsdp_meta.evidence import store
 from pytest_fsdp_meta.plugin.markers import ConformanceSpec
 from pytest_fsdp_meta.plugin.outcomes import Outcome, ReportAttacher, decides_status, outcome_of, raise_outcome
@@ -73,7 +74,7 @@ class EvidenceFile(pytest.File):
             except pytest.PytestWarning:  # with -W error: an error of this file, not of the whole collection
                 yield InvalidEvidence.from_parent(self, name="removed", message=message)
         try:
-            self.verdicts = self._judge(self.config.stash[CATALOGUE])
+            self._judge_all(self.config.stash[CATALOGUE])
         except Exception as error:  # every field has its type, but an edited or damaged file may contradict itself
             message = f"{self.path}: inconsistent evidence ({type(error).__name__}: {first_line(error)})"
             yield InvalidEvidence.from_parent(self, name="inconsistent", message=message)
@@ -89,13 +90,24 @@ class EvidenceFile(pytest.File):
         ids = self.config.stash[CATALOGUE].ids()
         return tuple(check for check in ids if check not in self.stored.known or check in self.stored.offered)
 
-    def _judge(self, catalogue: Catalogue) -> dict[str, Verdict]:
-        """Return the verdict of every check. May raise anything if the evidence is inconsistent.
+    def _judge_all(self, catalogue: Catalogue) -> None:
+        """Judge every check, both as if all and as if no others were selected; any selection is between these.
 
-        All checks are judged before the first item exists, so inconsistent evidence is reported once.
+        May raise anything if the evidence is inconsistent. That is found out before the first item exists, so that it
+        is reported once.
         """
         summarise(self.stored.evidence)
-        return {check.id: judge(check, self.stored.evidence, catalogue) for check in catalogue}
+        for check in catalogue:
+            for selection in (Selection(), Selection(frozenset())):
+                judge(check, self.stored.evidence, catalogue, selection)
+
+    @cached_property
+    def selection(self) -> Selection:
+        """The checks of this file that the session runs. Only after collection."""
+        items = [item for item in self.session.items if isinstance(item, EvidenceItem) and item.parent is self]
+        selected = frozenset(item.name for item in items if item.name not in self.stored.skip)
+        xfailing = selected.intersection(self.stored.xfail)
+        return Selection(selected - xfailing, xfailing)
 
     def spec(self) -> ConformanceSpec:
         """Return what the author of the loader said about its checks."""
@@ -122,7 +134,8 @@ class EvidenceItem(pytest.Item):
 
     def setup(self) -> None:
         """Raise an error of the stored run here, so that pytest counts it as an error again."""
-        verdict = self.parent.verdicts[self.name]
+        catalogue = self.config.stash[CATALOGUE]
+        verdict = judge(catalogue[self.name], self.parent.stored.evidence, catalogue, self.parent.selection)
         self.outcome = outcome_of(verdict, self.parent.stored.evidence.world, self.rerun_command)
         if verdict.status == "error":
             pytest.fail(self.outcome.message, pytrace=False)

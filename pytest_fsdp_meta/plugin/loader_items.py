@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pytest_fsdp_meta.catalogue import Catalogue, judge
+from pytest_fsdp_meta.catalogue import Catalogue, Selection, judge
 from pytest_fsdp_meta.evidence import Evidence
 from pytest_fsdp_meta.loader.call import ASSUME, SKIPS, Call
 from pytest_fsdp_meta.plugin.collection import LOADER_ITEM, LoaderItem, runs_nothing
@@ -45,6 +46,7 @@ class LoaderRun:
     """One run of a loader in one world, or of one Hypothesis example: the selected checks and the result."""
 
     checks: list[str] = field(default_factory=list)
+    selection: Selection = field(default_factory=Selection)
     call: Call | None = None
     evidence: Evidence | None = None
     failure: LoaderFailed | None = None
@@ -106,11 +108,22 @@ class LoaderSession:
         self._runs: dict[str, LoaderRun] = {}
 
     def plan(self, items: Iterable[pytest.Item]) -> None:
-        """Collect the selected checks of each loader, so that only the observations that they need are taken."""
+        """Collect the selected checks of each loader.
+
+        Only the observations that they need are taken, and a check leaves nothing to one that cannot fail the run.
+        """
+        failing, xfailing = defaultdict[str, set[str]](set), defaultdict[str, set[str]](set)
         for item in items:
             loader = item.stash.get(LOADER_ITEM, None)
-            if loader is not None and loader.check not in loader.spec.skip:
-                self._run_of(loader).checks.append(loader.check)
+            if loader is None or loader.check in loader.spec.skip:
+                continue
+            self._run_of(loader).checks.append(loader.check)
+            if loader.check in loader.spec.xfail or item.get_closest_marker("xfail"):
+                xfailing[loader.key].add(loader.check)
+            elif not any(item.get_closest_marker(name) for name in ("skip", "skipif")):
+                failing[loader.key].add(loader.check)
+        for key in {*failing, *xfailing}:
+            self._runs[key].selection = Selection(frozenset(failing[key]), frozenset(xfailing[key]))
 
     @contextmanager
     def running(self, item: pytest.Item) -> Iterator[None]:
@@ -206,7 +219,9 @@ class LoaderSession:
 
         def judge_example(drawn: dict[str, Any]) -> None:
             packed = {name: pack_drawn(name, value) for name, value in drawn.items()}
-            example = run.examples.setdefault(tuple(packed.items()), LoaderRun(run.checks, call.with_drawn(packed)))
+            example = run.examples.setdefault(
+                tuple(packed.items()), LoaderRun(run.checks, run.selection, call.with_drawn(packed))
+            )
             if not example.has_ended:
                 self._observe(item, loader, example)
             if example.failure is not None and example.failure.unanimous_outcome == ASSUME:
@@ -238,7 +253,7 @@ class LoaderSession:
                 return Outcome("skipped", run.failure.reason, reason=run.failure.reason)
             return self._error_outcome(item, loader, run, run.failure.summary, str(run.failure))
         assert run.evidence is not None
-        verdict = judge(self.catalogue[loader.check], run.evidence, self.catalogue)
+        verdict = judge(self.catalogue[loader.check], run.evidence, self.catalogue, run.selection)
         if verdict.status == "error":
             return replace(self._error_outcome(item, loader, run, verdict.reason, verdict.detail), verdict=verdict)
         return outcome_of(verdict, run.evidence.world, lambda: rerun_command(item, self._settings.given))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy
 import pytest
 
-from pytest_fsdp_meta.catalogue import Catalogue, Finding, View, check, judge
+from pytest_fsdp_meta.catalogue import Catalogue, Finding, Selection, View, check, judge
 from tests.catalogue.evidence_factory import MIDDLE, healthy, undeclared
 
 
@@ -111,3 +111,43 @@ def test_a_basic_check_that_uses_the_training_does_not_cause_it():
     assert "training" in catalogue.observations(["basic"])
     assert "training" not in catalogue.observations(["values"])
     assert "training" in catalogue.observations(["trained"])
+
+
+def basic_and_later(name: str | None = MIDDLE) -> tuple[Catalogue, str]:
+    """Return a catalogue in which both checks find something wrong with the tensor of this name."""
+    basic = made("basic", ["inventory"], finds=[finding(tensor=name, cause="its origin", remedy="mend it")])
+
+    def judge(view: View) -> list[Finding]:
+        return [finding(tensor=MIDDLE)] if view.judgeable(MIDDLE) else []
+
+    judge.__name__ = "later"
+    texts = dict.fromkeys(("promise", "family", "why", "cause", "remedy"), "")
+    return Catalogue([basic, check(needs=["inventory"], after=["basic"], **texts)(judge)]), "later"
+
+
+def test_a_check_leaves_a_tensor_to_a_selected_check_only():
+    catalogue, later = basic_and_later()
+    selected = judge(catalogue[later], healthy(), catalogue, Selection(frozenset({"basic", "later"})))
+    assert (selected.status, selected.unjudged) == ("skipped", {"basic": (MIDDLE,)})
+    alone = judge(catalogue[later], healthy(), catalogue, Selection(frozenset({"later"})))
+    assert alone.status == "failed"
+    assert alone.unjudged == {}
+
+
+def test_the_cause_is_that_of_the_check_that_is_left_out():
+    catalogue, later = basic_and_later()
+    found = judge(catalogue[later], healthy(), catalogue, Selection(frozenset({"later"}))).findings[0]
+    assert found.cause == "basic, which this run leaves out, fails as well (odd): its origin"
+    assert found.remedy == "mend it"
+
+
+def test_the_finding_of_a_check_that_is_left_out_explains_its_own_tensor_only():
+    catalogue, later = basic_and_later(name="another")
+    found = judge(catalogue[later], healthy(), catalogue, Selection(frozenset({"later"}))).findings[0]
+    assert (found.cause, found.remedy) == ("", "")
+
+
+def test_an_expected_failure_is_left_to_its_check():
+    catalogue, later = basic_and_later()
+    selection = Selection(frozenset({"later"}), frozenset({"basic"}))
+    assert judge(catalogue[later], healthy(), catalogue, selection).status == "skipped"

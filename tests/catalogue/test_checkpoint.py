@@ -421,7 +421,7 @@ def test_an_unrepeatable_load_explains_the_losses():
     evidence = again(second_load(healthy(), ROTARY, digest="other"), "resumed", losses=(9.0, 9.0))
     found = verdict(RESUME, evidence)
     assert found.status == "skipped"
-    assert found.reason.endswith(f"which the findings of {REPEATABLE} explain")
+    assert found.reason.endswith(f"which the findings of {REPEATABLE} explain; fix those first")
 
 
 def test_losses_that_are_not_finite():

@@ -187,7 +187,8 @@ def managed_params_are_registered(view: View) -> Iterable[Finding]:
     parameters = [t for rank in view.evidence.inventory for t in rank.tensors if t.kind == "parameter"]
     if parameters and all(tensor.managed is None for tensor in parameters):
         raise NotJudged("fully_shard() manages no parameter of the model")
-    broken = broken_ties(view)  # a broken tie replaces a parameter as well; tied_weights_share_storage reports it
+    # A broken tie replaces a parameter as well; tied_weights_share_storage reports it.
+    broken = broken_ties(view) if "tied_weights_share_storage" in view.selection else ()
     for name, facts in view.tensors("parameter"):
         if name not in broken:
             yield from view.findings_for(name, [(rank, _replaced(tensor)) for rank, tensor in facts])

@@ -49,6 +49,7 @@ REFERENCE, WHOLE, VERIFIER = "the reference's slice", "the reference", "the veri
 def params_equal_reference(view: View) -> Iterable[Finding]:
     # frozen_weights_equal_verifier judges frozen tensors.
     names = view.names("parameter", but=frozen_names(view))
+    yield from _missing(view, "parameter")
     yield from _differences(view, names, view.evidence.values)
 
 
@@ -70,6 +71,7 @@ def params_equal_reference(view: View) -> Iterable[Finding]:
 )
 def buffers_equal_reference(view: View) -> Iterable[Finding]:
     names = view.names("buffer", but=frozen_names(view))
+    yield from _missing(view, "buffer")
     yield from _differences(view, names, view.evidence.values)
     if not view.reference.complete:
         known = {comparison.name for rank in view.evidence.values or () for comparison in rank}
@@ -101,13 +103,35 @@ def frozen_weights_equal_verifier(view: View) -> Iterable[Finding]:
 def frozen_names(view: View) -> set[str]:
     """Return the tensors to compare with the verifier: those declared frozen, otherwise those the reference freezes.
 
-    Empty if the reference serves as the verifier and that comparison is unavailable: ``params_equal_reference`` and
-    ``buffers_equal_reference`` then compare frozen tensors too.
+    Empty if the reference serves as the verifier and that comparison is unavailable, or if it is not selected:
+    ``params_equal_reference`` and ``buffers_equal_reference`` then compare frozen tensors too.
     """
     subject, reference = view.evidence.subject, view.evidence.reference
+    if "frozen_weights_equal_verifier" not in view.selection:
+        return set()
     if "verifier" in view.evidence.unavailable and "verifier" not in subject.declared:
         return set()
     return set(frozen_sources(subject, reference))
+
+
+def _missing(view: View, kind: str) -> Iterator[Finding]:
+    """Report tensors of the reference that ranks do not have, unless a more basic check is selected that does."""
+    inventory = view.evidence.inventory
+    for name, tensor in view.reference_inventory.by_name.items():
+        ranks = tuple(rank.rank for rank in inventory if name not in rank.by_name)
+        basic = "names_match_reference" if len(ranks) == len(inventory) else "same_manifest_on_every_rank"
+        if ranks and tensor.kind == kind and basic not in view.selection:
+            yield Finding(name, ranks, "missing", f"a {kind}, as in the reference", **_ABSENT)
+
+
+def _on_meta(view: View, names: Collection[str], source: str) -> Iterator[Finding]:
+    """Report tensors without values; they are left out before if a check that reports them is selected."""
+    for name in names:
+        ranks = tuple(
+            rank.rank for rank in view.evidence.inventory if name in rank.by_name and rank.by_name[name].on_meta
+        )
+        if ranks:
+            yield Finding(name, ranks, "no values: it is on meta", f"the values of {source}", **_ABSENT)
 
 
 def _differences(
@@ -118,6 +142,9 @@ def _differences(
     renamed: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[Finding]:
     """Report the tensors that differ from ``source``; ``renamed`` maps names to their names there."""
+    on_meta = list(_on_meta(view, names, source))
+    yield from on_meta
+    without_values = {finding.tensor for finding in on_meta}
     unusable = _unusable(view, source)
     unstable: list[str] = []
     found = view.comparisons(comparisons, names)
@@ -135,7 +162,9 @@ def _differences(
             "same model every time"
         )
     not_compared = [
-        name for name in names if name not in found and (source == VERIFIER or name in view.reference_inventory.by_name)
+        name
+        for name in names
+        if name not in {*found, *without_values} and (source == VERIFIER or name in view.reference_inventory.by_name)
     ]
     if not_compared:
         raise PartlyJudged(
@@ -176,6 +205,10 @@ def _difference(view: View, name: str, pairs: Cases, source: str, swapped: Mappi
             yield Finding(name, ranks, f"values that differ from {compared_with}", "", detail, **explanation)
 
 
+_ABSENT: Explanation = {
+    "cause": "it was not created or not materialised, so nothing was loaded into it",
+    "remedy": "select names_match_reference, no_meta_params and no_meta_buffers as well, which say more",
+}
 _SHAPE: Explanation = {
     "cause": "the verifier is another model, has the tensor under another name, or has a vocabulary of another size",
     "remedy": "copy the frozen weights from the model they belong to, or map the names: "

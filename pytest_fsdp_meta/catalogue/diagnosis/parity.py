@@ -84,14 +84,16 @@ def require_no_other_cause(view: View, message: str, first_forward: bool = False
         if check_id and (check_id in EXPLAINING_CHECKS or not first_forward) and not view.judgeable(name)
     ]
     if explained:
-        raise Blocked(f"{message}, which the findings of {', '.join(view.left_out)} explain; fix those first")
+        raise Blocked(f"{message}, {view.attribute_to(tuple(view.left_out))}")
     in_training = [check_id for check_id in view.failed if check_id not in EXPLAINING_CHECKS]
     if in_training and not first_forward:
-        raise Blocked(f"{message}, which the findings of {', '.join(in_training)} explain; fix those first")
+        raise Blocked(f"{message}, {view.attribute_to(in_training)}")
 
 
 def require_same_forward(view: View, runs: Sequence[RankTraining]) -> None:
-    """Raise Blocked if the first loss is wrong: a wrong forward makes all gradients and updates wrong."""
+    """Raise Blocked if loss_parity reports the first loss: a wrong forward makes all gradients and updates wrong."""
+    if "loss_parity" not in view.selection:
+        return
     expected, actual = view.reference.losses or (), mean_losses(runs)
     if expected and relative_distance(actual, expected, 0) > tolerance(view, LOSS_TOLERANCE, "loss_parity"):
         raise Blocked(

@@ -1,0 +1,88 @@
+"""A check leaves a defect to another check only if that one is selected and fails the run."""
+
+from __future__ import annotations
+
+import pytest
+
+LOADERS = """
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from pytest_fsdp_meta import Subject, fsdp_conformance
+
+
+def build():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+
+
+def batch(step):
+    generator = torch.Generator().manual_seed(step)
+    return {{"x": torch.randn(8, 8, generator=generator), "y": torch.randn(8, 8, generator=generator)}}
+
+
+def loss(model, batch):
+    return nn.functional.mse_loss(model(batch["x"]), batch["y"])
+
+
+def load(fsdp, weights=1.0, gradients=1.0, device="cpu"):
+    with torch.device(device):
+        model = build()
+    with torch.no_grad():
+        model[0].weight *= weights
+    fully_shard(model, mesh=fsdp.mesh)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(gradients))
+    return Subject(model, reference=build, batch=batch, loss=loss)
+
+
+@fsdp_conformance({arguments})
+def test_it(fsdp):
+    return load(fsdp, {defect})
+"""
+
+
+@pytest.fixture
+def failed(project):
+    """Return a function that runs a loader with a defect and returns the messages of the checks that fail, by id."""
+
+    def run(arguments: str, defect: str, *options: str) -> dict[str, str]:
+        project.write("test_it.py", LOADERS.format(arguments=arguments, defect=defect))
+        result = project.run(*options)
+        lines = [line for line in result.outlines if line.startswith(("FAILED", "ERROR"))]
+        return {line.partition("[")[2].partition("]")[0]: line.partition(" - ")[2] for line in lines}
+
+    return run
+
+
+def test_a_wrong_weight_is_found_without_the_check_of_weights(failed):
+    found = failed('only=["loss_parity", "no_meta_params"]', "weights=1.5")
+    assert list(found) == ["loss_parity"]
+
+
+def test_doubled_gradients_are_found_without_the_check_of_gradients(failed):
+    found = failed('skip={"grad_parity": "slow"}', "gradients=2.0")
+    assert list(found) == ["grad_norm_parity", "update_parity"]
+
+
+@pytest.mark.parametrize("option", ["-k=not grad_parity", "--deselect=test_it.py::test_it[grad_parity]"])
+def test_doubled_gradients_are_found_by_a_part_of_the_items(failed, option):
+    assert "update_parity" in failed("", "gradients=2.0", option)
+
+
+def test_with_all_checks_one_cause_is_one_finding(failed):
+    assert list(failed("", "gradients=2.0")) == ["grad_parity"]
+
+
+def test_a_right_loader_passes_any_selection(failed):
+    assert failed('skip={"grad_parity": "slow", "params_equal_reference": "slow"}', "") == {}
+
+
+def test_values_that_do_not_exist_are_not_equal(failed):
+    found = failed('only=["params_equal_reference"]', 'device="meta"')
+    assert found["params_equal_reference"].startswith("0.weight, ranks 0, 1: no")
+
+
+def test_training_that_did_not_run_is_an_error_if_no_check_says_why(failed):
+    assert failed('only=["loss_parity"]', 'device="meta"') == {"loss_parity": "not trained: 0.weight is on meta"}
