@@ -374,7 +374,7 @@ def test_a_shard_of_one_is_whole():
     assert verdict(STAYS, declare(healthy(1), unsharded=(MIDDLE,))).status == "passed"
 
 
-def test_a_lost_attribute_explains_why_it_is_sharded():
+def test_a_sharded_parameter_that_lost_its_attribute_is_found_twice():
     evidence = declare(healthy(), unsharded=(MIDDLE,), kept_attributes=("_fsdp_no_shard",))
     evidence = change_reference(evidence, MIDDLE, attributes={"_fsdp_no_shard": "True"})
     assert findings_of(verdict("parameter_attributes_kept", evidence)) == [
@@ -383,7 +383,9 @@ def test_a_lost_attribute_explains_why_it_is_sharded():
             *("_fsdp_no_shard=True, as in the reference", ""),
         )
     ]
-    assert verdict(STAYS, evidence).reason == left_out("parameter_attributes_kept", MIDDLE)
+    [sharded] = verdict(STAYS, evidence).findings
+    assert (sharded.tensor, sharded.expected) == (MIDDLE, "whole on every rank, as declared")
+    assert sharded.cause.startswith("it lost the attribute _fsdp_no_shard, by which the loader chooses")
 
 
 @pytest.mark.parametrize(

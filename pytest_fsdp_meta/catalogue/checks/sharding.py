@@ -28,7 +28,8 @@ from pytest_fsdp_meta.text import first_of, name_ranks
     family="sharding",
     needs=["inventory"],
     fields=["unsharded"],
-    after=[MANIFEST, NAMES, SHAPES, MANAGED, "parameter_attributes_kept"],
+    uses=["reference"],
+    after=[MANIFEST, NAMES, SHAPES, MANAGED],
     why="A module that reads its weight outside forward, or without FSDP's hooks, gets a shard instead.",
     cause="the parameter is declared unsharded but was passed to fully_shard() or parallelize_module()",
     remedy="exclude it from fully_shard() (ignored_params), or remove it from Subject(unsharded=...)",
@@ -40,10 +41,20 @@ def unsharded_modules_stay_whole(view: View) -> Iterable[Finding]:
     if not unsharded:
         raise NotDeclared("unsharded")
     for name, facts in view.tensors("parameter", only=set(unsharded)):
-        expected = "whole on every rank, as declared"
-        yield from view.findings_for(
-            name, [(rank, None if is_whole(t) else Mismatch(describe_placements(t), expected)) for rank, t in facts]
-        )
+        yield from view.findings_for(name, [(rank, None if is_whole(t) else _split(view, t)) for rank, t in facts])
+
+
+def _split(view: View, tensor: TensorFacts) -> Mismatch:
+    found = Mismatch(describe_placements(tensor), "whole on every rank, as declared")
+    reference = view.evidence.reference
+    expected = reference.inventory.by_name[tensor.name].attributes if reference is not None else {}
+    lost = [
+        name for name in view.evidence.subject.kept_attributes if name in expected and name not in tensor.attributes
+    ]
+    if not lost:
+        return found
+    cause = f"it lost the attribute {lost[0]}, by which the loader chooses what to leave whole, before it was sharded"
+    return found._replace(cause=cause, remedy="set the attribute again after the parameter is re-created, then shard")
 
 
 @check(
