@@ -20,4 +20,10 @@ if ! cmp -s "$pins" "$venv/installed"; then
     "$venv/bin/python" -m pip install --quiet --no-deps -e .
     cp "$pins" "$venv/installed"
 fi
-exec "$venv/bin/python" -m pytest "conformance/systems/$system" "$@"
+status=0
+"$venv/bin/python" -m pytest "conformance/systems/$system" "$@" || status=$?
+if [ "$status" = 5 ] && ! [ -e /dev/nvidia0 ]; then
+    echo "$system was not judged: it needs a GPU"  # exit status 5: every test was skipped
+    exit 0
+fi
+exit "$status"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -348,3 +349,43 @@ def test_a_tie_missing_from_the_start_is_reported_once():
     assert verdict("tied_weights_share_storage", evidence).status == "failed"
     assert verdict(TIED, evidence).status == "skipped"
     assert verdict(TIED, change_reference(evidence, HEAD, **apart)).reason.startswith("no weights are tied")
+
+
+def unreached(*names, evidence=None):
+    """Return evidence in which these parameters have no gradient on any rank, and none in the reference."""
+    found = evidence or healthy()
+    sizes = {name: size for name, size in found.reference.gradients.items() if name not in names}
+    runs = tuple(
+        replace(run, without_gradient=names, movements=tuple(m for m in run.movements if m.name not in names))
+        for run in found.training
+    )
+    return replace(found, reference=replace(found.reference, gradients=sizes), training=runs)
+
+
+def test_a_loss_that_does_not_reach_most_of_the_model():
+    every = tuple(t.name for t in healthy().inventory[0].tensors if t.requires_grad)
+    [found] = verdict(MOVES, unreached(*every[:-1])).findings
+    assert found.actual == f"{len(every) - 1} of {len(every)} trainable parameters get no gradient"
+    assert found.cause.startswith("the loss does not depend on them: an output is detached")
+    [found] = verdict(MOVES, unreached(*every)).findings
+    assert found.cause.startswith("the loss does not depend on the parameters: it is constant")
+
+
+def test_a_parameter_without_a_use_is_left_out():
+    found = verdict(MOVES, unreached(MIDDLE))
+    assert (found.status, found.why) == ("skipped", "partly checked")
+    assert "the loss gives layers.0.weight no gradient, in the reference neither" in found.reason
+
+
+@pytest.mark.parametrize("reference", [True, False])
+def test_losses_that_are_not_finite_are_no_movement(reference):
+    found = healthy()
+    runs = tuple(replace(run, losses=(1.0, math.nan)) for run in found.training)
+    found = (
+        replace(found, training=runs)
+        if reference
+        else undeclared(replace(found, training=runs), "reference", why="not declared")
+    )
+    judged = verdict(MOVES, found)
+    assert judged.status == ("skipped" if reference else "error")
+    assert judged.reason.startswith("the losses are not finite (1.000000, nan)")

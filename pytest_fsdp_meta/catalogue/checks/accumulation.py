@@ -12,6 +12,7 @@ from pytest_fsdp_meta.catalogue.diagnosis.parity import (
     UPDATE_TOLERANCE,
     comparable_training,
     gradient_differs,
+    require_gradients,
     require_no_other_cause,
     require_same_forward,
     tolerance,
@@ -45,9 +46,11 @@ def grad_accumulation_parity(view: View) -> Iterable[Finding]:
         raise NotJudged("nothing is trainable, so there are no gradients to accumulate")
     if problem := next((one.problem for one in recorded if one.problem), ""):
         raise NotJudged(f"batch(0): {problem}; give it more rows")
+    early_anywhere = False
     for name in view.names("parameter"):
         early = tuple(rank for rank, accumulation in enumerate(recorded) if name in accumulation.early)
         if early:
+            early_anywhere = True
             yield Finding(
                 name, early, "gradient reduced in the first micro-batch", "reduced only in the last", **_NOT_OFF
             )
@@ -61,7 +64,9 @@ def grad_accumulation_parity(view: View) -> Iterable[Finding]:
     if found:
         require_same_forward(view, runs)
         require_no_other_cause(view, f"accumulated gradients differ ({found[0].tensor}: {found[0].actual})")
-    yield from found
+        yield from found
+    elif not early_anywhere:
+        require_gradients(view)
 
 
 def _changed_by_forward(view: View) -> Iterator[str]:

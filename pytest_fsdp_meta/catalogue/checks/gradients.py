@@ -14,6 +14,7 @@ from pytest_fsdp_meta.catalogue.diagnosis.parity import (
     describe_other_precision,
     gradient_differs,
     gradients_beyond_rounding,
+    require_gradients,
     require_no_other_cause,
     require_same_forward,
     tolerance,
@@ -58,6 +59,8 @@ def grad_parity(view: View) -> Iterable[Finding]:
         first = found[0]
         require_no_other_cause(view, f"the gradients differ ({first.tensor}: {first.actual})")
         yield from found
+    elif not unreduced:
+        require_gradients(view)
 
 
 def _wrong_gradients(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding]:
@@ -311,6 +314,8 @@ def grad_norm_parity(view: View) -> Iterable[Finding]:
     if off:
         require_same_forward(view, runs)
         require_no_other_cause(view, f"the gradient norm is {off[0][1]:.6g}, but should be {expected:.6g}")
+    else:
+        require_gradients(view)
     for norm, ranks in ranks_by((rank, f"{norm:.6g}") for rank, norm in off).items():
         explanation = _WRONG_NORM[float(norm) > expected] if len(ranks) == len(runs) > 1 else {}
         yield Finding(None, ranks, f"gradient norm {norm}", f"{expected:.6g} within {allowed:g}", **explanation)

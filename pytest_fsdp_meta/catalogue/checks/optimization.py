@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 
 from pytest_fsdp_meta.catalogue.diagnosis.parity import (
     BLOCKING_CHECKS,
     EXPLAINING_CHECKS,
     comparable_training,
+    format_losses,
+    leave_not_finite,
     require_no_other_cause,
     require_same_forward,
 )
 from pytest_fsdp_meta.catalogue.findings import Explanation, Finding
 from pytest_fsdp_meta.catalogue.registry import check
-from pytest_fsdp_meta.catalogue.view import NotDeclared, NotJudged, View, majority, ranks_by
+from pytest_fsdp_meta.catalogue.view import NotDeclared, NotJudged, PartlyJudged, Unjudgeable, View, majority, ranks_by
 from pytest_fsdp_meta.evidence import Movement, OptimizerFacts, RankInventory, RankTraining
-from pytest_fsdp_meta.text import counted
+from pytest_fsdp_meta.text import counted, first_of
 
 
 @check(
@@ -168,6 +171,13 @@ def _changed(after: RankInventory, name: str, digest: str | None) -> bool:
 )
 def every_trainable_moves(view: View) -> Iterable[Finding]:
     runs = _runs(view)
+    diverging = [run.losses for run in runs if not all(map(math.isfinite, run.losses))]
+    if diverging:  # NaN replaces every value, so everything would count as moved
+        message = f"the losses are not finite ({format_losses(diverging[0])})"
+        leave_not_finite(view, message)
+        raise Unjudgeable(message)
+    unreached = _unreached(view, runs)
+    yield from _most_unreached(view, unreached)
     if not any(run.movements for run in runs):
         raise NotJudged("nothing is trainable")
     if not any(movement.due for run in runs for movement in run.movements):
@@ -180,6 +190,50 @@ def every_trainable_moves(view: View) -> Iterable[Finding]:
         require_same_forward(view, comparable_training(view))
         require_no_other_cause(view, f"{found[0].tensor}: {found[0].actual}")
     yield from found
+    if unreached:
+        raise PartlyJudged(
+            f"the loss gives {first_of(unreached)} no gradient, in the reference neither; freeze what is not trained"
+        )
+
+
+def _unreached(view: View, runs: Sequence[RankTraining]) -> list[str]:
+    """Return the trainable parameters that have no gradient, or only zeros, on any rank and in the reference."""
+    reference = view.evidence.reference
+    sizes = reference.gradients if reference is not None and reference.losses is not None else {}
+    reached = {name for name, size in sizes.items() if size != 0}
+    for run in runs:
+        zero = {c.name for c in run.gradients if c.equal and not sizes.get(c.name, 1.0)}
+        reached |= {t.name for t in run.after.tensors} - set(run.without_gradient) - zero if run.after else set()
+    return [name for name, facts in view.tensors("parameter") if facts[0][1].requires_grad and name not in reached]
+
+
+def _most_unreached(view: View, unreached: Sequence[str]) -> Iterator[Finding]:
+    """Report a loss that does not reach most of the model. A few parameters without a use are not a defect."""
+    trainable = {
+        name: math.prod(facts[0][1].shape) for name, facts in view.tensors("parameter") if facts[0][1].requires_grad
+    }
+    missing = sum(trainable[name] for name in unreached)
+    if 2 * missing > sum(trainable.values()):
+        actual = f"{len(unreached)} of {counted(len(trainable), 'trainable parameter')} get no gradient"
+        detail = (
+            f"{missing / sum(trainable.values()):.0%} of the elements, {first_of(unreached)}; none in the reference"
+        )
+        ranks = tuple(range(len(view.evidence.inventory)))
+        explanation = _CUT_OFF if len(unreached) < len(trainable) else _CONSTANT
+        yield Finding(None, ranks, actual, "a gradient for each", detail, **explanation)
+
+
+_CONSTANT: Explanation = {
+    "cause": "the loss does not depend on the parameters: it is constant or detached, or the batch is zero",
+    "remedy": "give Subject(loss=...) a loss that depends on the model's output, and Subject(batch=...) rows that are "
+    "not zero",
+}
+_CUT_OFF: Explanation = {
+    "cause": "the loss does not depend on them: an output is detached or computed under no_grad, or a fused loss "
+    "cuts off the rest of the model",
+    "remedy": "look for detach(), no_grad() and custom autograd functions between these parameters and the loss; "
+    "freeze what should not be trained",
+}
 
 
 def _unmoved(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding]:

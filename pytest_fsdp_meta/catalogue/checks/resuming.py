@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from pytest_fsdp_meta.catalogue.checks.checkpoint import SOUND, diverging_names
-from pytest_fsdp_meta.catalogue.diagnosis.parity import declared_or_coarsest, format_losses
+from pytest_fsdp_meta.catalogue.diagnosis.parity import declared_or_coarsest, format_losses, leave_not_finite
 from pytest_fsdp_meta.catalogue.findings import Explanation, Finding, Mismatch
 from pytest_fsdp_meta.catalogue.registry import check
 from pytest_fsdp_meta.catalogue.view import Blocked, NotJudged, Unjudgeable, View, ranks_by
@@ -121,10 +121,9 @@ def resume_parity(view: View) -> Iterable[Finding]:
     if not different:
         if diverging := _first_not_finite(before):
             # Losses that are not finite stay so, whether or not anything was loaded.
-            raise NotJudged(
-                f"the losses of the uninterrupted run are not finite ({format_losses(diverging)}), so they cannot be "
-                "compared"
-            )
+            message = f"the losses of the uninterrupted run are not finite ({format_losses(diverging)})"
+            leave_not_finite(view, message)
+            raise NotJudged(f"{message}, so they cannot be compared")
         return
     step = min(different)
     rank = different[step][0]
@@ -142,7 +141,9 @@ def resume_parity(view: View) -> Iterable[Finding]:
 def _require_no_other_cause(view: View, message: str) -> None:
     before, after = view.evidence.continued or (), view.evidence.resumed or ()
     if _first_not_finite(before):
-        raise Unjudgeable(f"the losses of the uninterrupted run are not finite ({message})")
+        message = f"the losses of the uninterrupted run are not finite ({message})"
+        leave_not_finite(view, message)
+        raise Unjudgeable(message)
     pairs = list(zip(before, after, strict=True))
     if "dcp_round_trip" in view.selection and any(saved.model != loaded.model for saved, loaded in pairs):
         raise Blocked(

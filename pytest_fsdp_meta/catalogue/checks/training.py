@@ -16,6 +16,7 @@ from pytest_fsdp_meta.catalogue.diagnosis.parity import (
     gradients_beyond_rounding,
     mean_losses,
     relative_distance,
+    require_gradients,
     require_no_other_cause,
     require_same_forward,
     slice_losses,
@@ -67,6 +68,8 @@ def update_parity(view: View) -> Iterable[Finding]:
         require_same_forward(view, runs)
         require_no_other_cause(view, f"the updates differ ({found[0].tensor}: {found[0].actual})")
         yield from found
+    else:
+        require_gradients(view)
 
 
 def _wrong_updates(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding]:
@@ -160,6 +163,7 @@ def loss_parity(view: View) -> Iterable[Finding]:
         if not wrong_steps or disagreement[2] <= wrong_steps[0]
     ]
     if not wrong_steps and not disagreements:
+        require_gradients(view)
         return
     rank, other, step = disagreements[0] if disagreements else (0, 0, 0)
     message = (

@@ -90,6 +90,26 @@ def require_no_other_cause(view: View, message: str, first_forward: bool = False
         raise Blocked(f"{message}, {view.attribute_to(in_training)}")
 
 
+def leave_not_finite(view: View, message: str) -> None:
+    """Raise Blocked if another check reports what makes losses infinite or NaN."""
+    reference, runs = view.evidence.reference, view.evidence.training or ()
+    compared = "loss_parity" in view.selection and reference is not None and reference.losses is not None
+    wrong = compared and not all(math.isfinite(loss) for run in runs for loss in run.losses)
+    if by := view.failed or ("loss_parity",) * wrong:
+        raise Blocked(f"{message}, {view.attribute_to(by)}")
+
+
+def require_gradients(view: View) -> None:
+    """Raise NotJudged if the reference's gradients are all zero: two runs that train nothing are equal."""
+    trainable = any(t.requires_grad for t in view.reference_inventory.tensors)
+    # "not <=" keeps NaN, which is a gradient.
+    if trainable and not any(not size <= view.reference.noise for size in view.reference.gradients.values()):
+        raise NotJudged(
+            "the reference's gradients are all zero, so there is nothing to compare; give Subject(loss=...) a loss "
+            "that depends on the parameters, and Subject(batch=...) rows that are not zero"
+        )
+
+
 def require_same_forward(view: View, runs: Sequence[RankTraining]) -> None:
     """Raise Blocked if loss_parity reports the first loss: a wrong forward makes all gradients and updates wrong."""
     if "loss_parity" not in view.selection:
