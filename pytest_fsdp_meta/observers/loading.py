@@ -96,7 +96,7 @@ def release() -> None:
     """Drop the subject of this rank, to free its memory for another load."""
     rank = current()
     tensors = [local_part(tensor) for _, _, tensor in named_tensors(loaded_subject(rank).model)]
-    size = sum(tensor.nbytes for tensor in tensors if not tensor.is_meta)
+    size = sum(tensor.nbytes for tensor in tensors if not tensor.is_meta and tensor.layout is torch.strided)
     del tensors
     rank.state.clear()
     if size < LARGE:
@@ -215,6 +215,8 @@ def _require_judgeable(model: Module) -> None:
             )
         if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
             raise SubjectError("model", f"{name!r} is a lazy parameter without a shape; run a forward before sharding")
+        if tensor.is_nested and tensor.layout is torch.strided:
+            raise SubjectError("model", f"{name!r} is a nested tensor without a shape; use layout=torch.jagged")
 
 
 def _names_by_kind(model: Module) -> dict[str, list[str]]:

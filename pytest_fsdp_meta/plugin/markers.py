@@ -212,7 +212,7 @@ def _meshes(world_size: Any, mesh: Any, default_sizes: tuple[int, ...]) -> tuple
         return tuple({DEFAULT_MESH_DIM: size} for size in sizes or default_sizes)
     if not isinstance(mesh, Mapping):
         raise ValueError(f"mesh={mesh!r} should be a dict of dimension names to sizes, such as {{'dp_shard': 2}}")
-    if sizes is None and -1 not in mesh.values():
+    if sizes is None and not any(isinstance(size, Integral) and size == -1 for size in mesh.values()):
         return (resolve_mesh(mesh, None),)
     return tuple(resolve_mesh(mesh, size) for size in sizes or default_sizes)
 
@@ -221,7 +221,7 @@ def _only(only: Any, catalogue: Catalogue) -> tuple[str, ...]:
     if only is None:
         return tuple(catalogue.ids())
     listed = [only] if isinstance(only, str) else only
-    if not isinstance(listed, Collection) or not listed or not all(isinstance(id, str) for id in listed):
+    if not isinstance(listed, Collection) or not len(listed) or not all(isinstance(id, str) for id in listed):
         raise ValueError(f"only={only!r} should be a list of check ids (pytest --fsdp-list-checks lists them)")
     selected = {_known_id("only", id, catalogue) for id in listed}
     return tuple(id for id in catalogue.ids() if id in selected)
@@ -274,6 +274,6 @@ def _seconds(value: Any) -> float | None:
 
 
 def _process_group(value: Any) -> str:
-    if value not in PROCESS_GROUPS:
+    if not isinstance(value, str) or value not in PROCESS_GROUPS:
         raise ValueError(f"process_group={value!r} should be 'plugin' or 'loader'")
     return str(value)

@@ -7,10 +7,12 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import pytest
 
+from pytest_fsdp_meta.reports.io import FILE, PAGE
 from pytest_fsdp_meta.worlds import SCOPES
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -137,8 +139,12 @@ def _new_folder(text: str) -> str:
         raise ValueError
     folder = Path(text).expanduser().absolute()
     existing = next(path for path in (folder, *folder.parents) if path.exists() or path.is_symlink())
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+    if not existing.is_dir() or any((folder / name).is_dir() for name in (FILE, PAGE)):
         raise ValueError
+    try:
+        TemporaryFile(dir=existing).close()  # os.access allows root everything, also in /proc
+    except OSError as error:
+        raise ValueError from error
     return str(folder)
 
 

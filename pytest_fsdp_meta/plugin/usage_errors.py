@@ -59,7 +59,8 @@ def describe_problems(problems: Iterable[UsageProblem]) -> str:
     places: dict[str, dict[str, None]] = {}
     for problem in problems:
         places.setdefault(problem.what, {})[problem.where] = None
-    return "\n".join(f"{first_of(list(wheres))}: {what}" for what, wheres in places.items())
+    # A value in the message, such as an array, may be written on several lines.
+    return "\n".join(f"{first_of(list(wheres))}: {' '.join(what.split())}" for what, wheres in places.items())
 
 
 def _late_checks(config: pytest.Config, known: Collection[object]) -> Iterator[UsageProblem]:

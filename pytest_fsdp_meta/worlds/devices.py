@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+MOST_RANKS = 1024
+"""The largest world. Each rank is a process of some 50 MB, and a mistyped size should not take the machine down."""
+
 
 def choose(
     size: int, device: str, backend: str, gpus: int, require_gpu: bool = False, here: str = "this machine"
@@ -10,6 +13,8 @@ def choose(
 
     Raises ValueError if the machine cannot do what the options ask for; never falls back to something else silently.
     """
+    if size > MOST_RANKS:
+        raise ValueError(f"a world of {size} is too large; use at most {MOST_RANKS} ranks")
     if backend == "nccl" and device == "cpu":
         raise ValueError("--fsdp-backend=nccl runs on cuda only; use --fsdp-backend=gloo with --fsdp-device=cpu")
     if device == "cuda" and not gpus:

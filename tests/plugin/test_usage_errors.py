@@ -82,6 +82,51 @@ def test_wrong_arguments(project: Project, decorator: str) -> None:
     ]
 
 
+def test_arrays_as_arguments_are_named_in_one_line(project: Project) -> None:
+    project.write(
+        "test_it.py",
+        """
+        import numpy, torch
+        from pytest_fsdp_meta import fsdp_conformance
+
+        @fsdp_conformance(world_size=numpy.array([[1, 2], [3, 4]]))
+        def test_a(fsdp): ...
+        @fsdp_conformance(mesh={"dp": torch.tensor([1, 2])})
+        def test_b(fsdp): ...
+        @fsdp_conformance(only=numpy.array([1, 2]))
+        def test_c(fsdp): ...
+        @fsdp_conformance(process_group=numpy.array(["plugin", "loader"]))
+        def test_d(fsdp): ...
+        """,
+    )
+    starts = (
+        "world_size=array([[1, 2], [3, 4]])",
+        "mesh size dp=tensor([1, 2])",
+        "only=array([1, 2])",
+        "process_group=",
+    )
+    found = errors(project.collect())
+    for line, start in zip(found, starts, strict=True):
+        assert line.partition("@fsdp_conformance: ")[2].startswith(start)
+
+
+@pytest.mark.parametrize("size", [1025, 10**20])
+def test_a_world_that_no_machine_has_room_for(project: Project, size: int) -> None:
+    project.write(
+        "test_it.py", "from pytest_fsdp_meta import fsdp_conformance\n@fsdp_conformance\ndef test_a(fsdp): ..."
+    )
+    [line] = errors(project.run(f"--fsdp-world-size={size}"))
+    assert line.endswith(f"a world of {size} is too large; use at most 1024 ranks")
+
+
+def test_a_report_that_cannot_be_written_is_refused_before_the_run(project: Project) -> None:
+    project.write("test_it.py", "def test_a(): ...")
+    (project.path / "taken" / "report.json").mkdir(parents=True)
+    for folder in ("/proc/reports", "taken"):
+        [line] = errors(project.collect(f"--fsdp-report={folder}"))
+        assert line.startswith(f"--fsdp-report: invalid value '{folder}' (expected a writable folder")
+
+
 def test_every_problem_is_reported_and_the_same_one_once(project: Project) -> None:
     project.write(
         "test_it.py",

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from pytest_fsdp_meta import Subject
 from pytest_fsdp_meta.trial import LoaderFailed
 from pytest_fsdp_meta.worlds import ForkServerEngine, Sources, World, WorldError, WorldSpec
+from tests.trial import test_reloading
 from tests.trial.test_trial import PARITY, batch, build, judged, loss, observed, subject
 
 UNINITIALISED, BUFFERS = "no_uninitialized_memory", "buffers_equal_reference"
@@ -80,6 +81,37 @@ def test_tensors_that_cannot_be_compared_do_not_pass(value):
     assert "odd could not be compared: torch cannot slice it (quantized, sparse, nested" in verdicts[BUFFERS].reason
     assert verdicts["params_equal_reference"].status == "passed"
     assert verdicts["no_meta_buffers"].status == "passed"
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64])
+def test_unsigned_integers_are_saved_and_loaded(dtype):
+    verdicts = test_reloading.judged(lambda fsdp: with_buffer(torch.ones(3, dtype=dtype)))
+    assert {id: v.reason for id, v in verdicts.items() if v.status in ("failed", "error")} == {}
+    assert verdicts["dcp_round_trip"].status == "passed"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_frozen_sparse_weight_is_no_error():
+    def model() -> nn.Module:
+        found = build()
+        found.sparse = nn.Parameter(torch.eye(4).to_sparse(), requires_grad=False)
+        return found
+
+    verdicts = test_reloading.judged(
+        lambda fsdp: Subject(model(), reference=model, unsharded="*"),
+        ["frozen_weights_equal_verifier", "load_is_repeatable"],
+    )
+    assert {id: v.reason for id, v in verdicts.items() if v.status == "error"} == {}
+    assert "sparse could not be compared" in verdicts["frozen_weights_equal_verifier"].reason
+
+
+def test_a_nested_tensor_without_a_shape_is_named():
+    def loader(fsdp):
+        return with_buffer(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]))
+
+    with pytest.raises(LoaderFailed, match=r"Subject\(model=...\): 'odd' is a nested tensor without a shape"):
+        observed(loader)
 
 
 def test_the_default_dtype_is_reset_after_the_reference():

@@ -7,6 +7,8 @@ from torch import Tensor
 
 MARK = -0.0123456789
 """The value that fills floating-point tensors; no weight has it by chance, let alone all elements of a tensor."""
+SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+"""torch cannot invert the bits of these unsigned integers."""
 
 
 def overwrite(local: Tensor) -> None:
@@ -16,7 +18,7 @@ def overwrite(local: Tensor) -> None:
     elif local.is_floating_point():
         local.view(torch.uint8).bitwise_not_()
     else:
-        local.bitwise_not_()
+        local.view(SIGNED.get(local.dtype, local.dtype)).bitwise_not_()
 
 
 def is_untouched(local: Tensor) -> bool:
