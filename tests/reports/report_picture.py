@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -54,7 +55,9 @@ def run_broken(folder: Path) -> Path:
     """Run the example with two failing loaders, and return the page of the report."""
     (folder / "test_llama.py").write_text(EXAMPLE.read_text() + BROKEN)
     command = [sys.executable, "-m", "pytest", "--fsdp-report=report"]
-    subprocess.run(command, cwd=folder, check=False, timeout=500)
+    # With this interpreter first in PATH, rerun commands say "python" and no path of this machine.
+    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
+    subprocess.run(command, cwd=folder, check=False, timeout=500, env=os.environ | {"PATH": path})
     report = read_report(folder / "report" / "report.json")
     # The published picture does not show the machine.
     write_page(replace(report, header=replace(report.header, hardware={})), folder / "report" / "index.html")
