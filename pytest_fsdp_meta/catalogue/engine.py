@@ -23,12 +23,13 @@ from pytest_fsdp_meta.catalogue.view import (
     View,
 )
 from pytest_fsdp_meta.evidence import Evidence
-from pytest_fsdp_meta.text import counted, first_line
+from pytest_fsdp_meta.text import counted, first_line, first_of
 
 AS_LOADED = ("inventory", "reference", "values", "verifier")
 """Observations that inspect the model without running it."""
 EXPLAINING_A_CRASH = ("structure", "materialisation")
 """Families of checks whose findings may explain an error raised while running or saving the model."""
+VALUES_CHECKS = ("params_equal_reference", "buffers_equal_reference", "frozen_weights_equal_verifier")
 PACKAGE = Path(__file__).parents[1]
 PASSED_IN_PART = "passed for what could be checked"
 KINDS = {"undeclared": "not declared", "blocked": "depends on a failed check", "unselected": "not selected"}
@@ -93,6 +94,8 @@ def _judge(check: Check, run: _Run) -> Verdict:
     for need in check.needs:
         if need in evidence.unavailable:
             return _unavailable(check, need, run, failed)
+    if "training" in check.needs and (reason := _trained_otherwise(run)):
+        return Verdict(check, "error", reason=reason)
     view = View(evidence, check.id, check.tolerance, _already_failed(check, run), failed, run.selection)
     findings: list[Finding] = []
     reason = ""
@@ -184,11 +187,26 @@ def describe_left_out(left_out: dict[str, tuple[str, ...]]) -> str:
 def _already_failed(check: Check, run: _Run) -> dict[str, str]:
     """Return the tensors that failed a more basic check, mapped to the first such check."""
     already_failed: dict[str, str] = {}
+    reference = run.evidence.reference
+    # The reference trained from the loader's own values of these, so training is compared without their effect.
+    adopted = reference.adopted if reference is not None and "training" in check.needs else ()
     for id in check.after:
         for finding in run.findings(id):
             for name in finding.condemns or filter(None, [finding.tensor]):
-                already_failed.setdefault(name, id)
+                if not (name in adopted and id in VALUES_CHECKS):
+                    already_failed.setdefault(name, id)
     return already_failed
+
+
+def _trained_otherwise(run: _Run) -> str:
+    """Return why stored evidence cannot be judged by this selection: its run reported wrong values elsewhere."""
+    adopted = run.evidence.reference.adopted if run.evidence.reference is not None else ()
+    if not adopted or any(id in run.selection for id in VALUES_CHECKS):
+        return ""
+    return (
+        f"the reference trained from the loader's own values of {first_of(adopted)}, which {VALUES_CHECKS[0]} reports; "
+        "select that as well"
+    )
 
 
 def _run_check(check: Check, view: View) -> Iterable[Finding]:

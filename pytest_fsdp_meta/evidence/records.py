@@ -59,6 +59,8 @@ class ReferenceFacts:
     """The relative change of the accumulated gradients divided by the relative change of the parameters causing it."""
     state_dict: tuple[str, ...] = ()
     """The keys of its state dict, or of the checkpoint."""
+    adopted: tuple[str, ...] = ()
+    """Tensors whose values differ from the loader's; it trains from the loader's values of these."""
 
     @property
     def complete(self) -> bool:

@@ -80,7 +80,7 @@ def non_persistent(model: Module) -> set[str]:
     """Return the FQNs of the buffers that a state dict leaves out."""
     return {
         clean_name(f"{prefix}.{name}" if prefix else name)
-        for prefix, module in unwrapped(model).named_modules()
+        for prefix, module in unwrapped(model).named_modules(remove_duplicate=False)
         for name in non_persistent_names(module)
     }
 

@@ -97,8 +97,24 @@ def due_by_gradients(gradients: Mapping[str, Tensor], optimizer: Optimizer, nois
     return due
 
 
-def movements(model: Module, before: Mapping[str, Tensor], due: DueElements) -> tuple[Movement, ...]:
-    """Count, for each trainable parameter, the rows of this rank's shard that must move, and those that do not."""
+def moved_rows(model: Module, before: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return, for each trainable parameter, a mask of the rows of this rank's shard that differ from ``before``."""
+    moved, parts = {}, parts_of(model)
+    for name, _, tensor in named_tensors(model):
+        if name in before and before[name].numel():
+            now = local_part(parts.of(name, tensor).local).cpu()
+            if now.shape == before[name].shape:
+                moved[name] = _any_by_row(now != before[name])
+    return moved
+
+
+def movements(
+    model: Module, before: Mapping[str, Tensor], due: DueElements, earlier: Mapping[str, Tensor]
+) -> tuple[Movement, ...]:
+    """Count, for each trainable parameter, the rows of this rank's shard that must move, and those that do not.
+
+    ``earlier`` are the rows that had moved after the first step: later steps may take a row back, bit for bit.
+    """
     found, parts = [], parts_of(model)
     for name, _, tensor in named_tensors(model):
         if name not in before or not before[name].numel():
@@ -108,6 +124,8 @@ def movements(model: Module, before: Mapping[str, Tensor], due: DueElements) -> 
         if now.shape != before[name].shape:
             continue  # training changed the layout, so there is nothing to compare with
         must, moved = _any_by_row(due(name, tensor, part, before[name])), _any_by_row(now != before[name])
+        if name in earlier:
+            moved |= earlier[name]
         still = (must & ~moved).nonzero()
         first = None
         if len(still) and now.ndim:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from pytest_fsdp_meta.evidence import Measure, RankInventory, ReferenceFacts, TensorFacts
+from pytest_fsdp_meta.evidence import Measure, RankInventory, ReferenceFacts, Region, TensorFacts
 from pytest_fsdp_meta.loader.adapter import Part
 from pytest_fsdp_meta.loader.subject import Subject, SubjectError
 from pytest_fsdp_meta.observers.accumulation import accumulate, indivisible_batch, micro_batches
@@ -32,7 +32,7 @@ from pytest_fsdp_meta.observers.support.poison import NOTICES, poisoned_memory, 
 from pytest_fsdp_meta.observers.support.reference_record import Record, checkpoint_entries, record_at, write_record
 from pytest_fsdp_meta.observers.support.sensitivity import sensitivity
 from pytest_fsdp_meta.observers.training import train
-from pytest_fsdp_meta.observers.values import compare_gradients
+from pytest_fsdp_meta.observers.values import compare_gradients, own_values_of
 from pytest_fsdp_meta.worlds import SEED, current, doing, forward_warnings
 
 
@@ -67,6 +67,34 @@ def record_reference(
         uninitialised=uninitialised,
         state_dict=tuple(model.state_dict()),
     )
+
+
+def adopt_values(
+    held: Sequence[Mapping[str, tuple[tuple[Region, ...], bool]]], folder: str, attributes: tuple[str, ...]
+) -> RankInventory:
+    """Give the reference the values that each rank has recorded of its own; return its new inventory.
+
+    ``held`` has what ``record_own_values`` returned on each rank. The record of the reference's values is replaced.
+    """
+    model = current().state["reference"]
+    tensors = dict(_tensors(model))
+    with torch.no_grad():
+        for rank, parts in enumerate(held):
+            record = Record(own_values_of(rank, folder))
+            for name, (regions, flat) in parts.items():
+                values = record.read(name, [((0, size),) for size in record.shape(name)])
+                _write_part(_without_repetition(tensors[name]), regions, flat, values)
+    write_record(record_at(folder, "values"), _tensors(model))
+    return _inventory(model, attributes)
+
+
+def _write_part(whole: Tensor, regions: Sequence[Region], flat: bool, values: Tensor) -> None:
+    """Write the values of a part to the whole tensor."""
+    if flat:
+        whole, values = whole.view(-1), values.reshape(-1)
+    indices = [torch.cat([torch.arange(start, stop) for start, stop in runs]) for runs in regions]
+    if all(len(index) for index in indices):
+        whole[torch.meshgrid(*indices, indexing="ij") if indices else ()] = values.to(whole.dtype).to(whole.device)
 
 
 def train_reference(

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -37,6 +36,7 @@ from pytest_fsdp_meta.observers.movement import (
     due_by_gradients,
     due_by_reference,
     gradient_noise,
+    moved_rows,
     movements,
 )
 from pytest_fsdp_meta.observers.optimizers import make_optimizer, optimizer_facts
@@ -61,7 +61,14 @@ def observe_training(steps: int, records_folder: str | None = None, noise: float
     optimizer = make_optimizer(subject)
     first = _FirstBackward(subject, _open_records(records_folder))
     held = None if optimizer is None else optimizer_facts(optimizer, subject.model)
-    around_step = partial(watching_step, rank, subject.model, steps)
+
+    @contextmanager
+    def around_step(step: int) -> Iterator[None]:
+        with watching_step(rank, subject.model, steps, step):
+            yield
+        if step == 0:
+            first.after_step(before)
+
     run = train(subject, rank.device, range(steps), data_parallel, optimizer, first.observe, around_step)
     reshard(subject.model)
     rank.state["optimizer"] = optimizer
@@ -147,6 +154,7 @@ class _FirstBackward:
         self._own_gradients: dict[str, Tensor] = {}
         """Copies on the CPU, made only if there is no reference to compare with."""
         self._own_noise = 0.0
+        self._moved: dict[str, Tensor] = {}
 
     def observe(self) -> None:
         model = self._subject.model
@@ -159,6 +167,9 @@ class _FirstBackward:
             self._own_gradients = {name: local_part(part.local).to("cpu", copy=True) for name, part in gradients}
             self._own_noise = gradient_noise(model)
 
+    def after_step(self, before: Mapping[str, Tensor]) -> None:
+        self._moved = moved_rows(self._subject.model, before)
+
     def movements(
         self, before: Mapping[str, Tensor], optimizer: Optimizer | None, reference_noise: float
     ) -> tuple[Movement, ...]:
@@ -167,8 +178,9 @@ class _FirstBackward:
             return ()
         model = self._subject.model
         if self.records:
-            return movements(model, before, due_by_reference(self.records, reference_noise))
-        return movements(model, before, due_by_gradients(self._own_gradients, optimizer, self._own_noise))
+            return movements(model, before, due_by_reference(self.records, reference_noise), self._moved)
+        due = due_by_gradients(self._own_gradients, optimizer, self._own_noise)
+        return movements(model, before, due, self._moved)
 
 
 def _open_records(folder: str | None) -> dict[str, Record]:

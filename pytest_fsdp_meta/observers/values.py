@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from pytest_fsdp_meta.evidence import Comparison, Measure
+from pytest_fsdp_meta.evidence import Comparison, Measure, Region
 from pytest_fsdp_meta.loader.adapter import Part
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part
 from pytest_fsdp_meta.observers.adapters.lookup import parts_of
 from pytest_fsdp_meta.observers.inventory import named_tensors
 from pytest_fsdp_meta.observers.loading import loaded_subject
-from pytest_fsdp_meta.observers.support.reference_record import Record, global_index
+from pytest_fsdp_meta.observers.support.reference_record import Record, global_index, record_at, write_record
 from pytest_fsdp_meta.worlds import current, doing
 
 
@@ -29,6 +30,20 @@ def observe_values(path: str, names: Mapping[str, str] | None = None) -> tuple[C
     tensors = ((n, parts.of(n, tensor)) for n, _, tensor in named_tensors(model) if names is None or n in names)
     label = "the reference" if names is None else "the verifier"
     return compare_all(tensors, Record(path, label), names)
+
+
+def record_own_values(names: Sequence[str], folder: str) -> dict[str, tuple[tuple[Region, ...], bool]]:
+    """Record this rank's parts of these tensors in ``folder``; return ``Part.regions`` and ``Part.flat`` of each."""
+    rank = current()
+    model = loaded_subject(rank).model
+    parts = parts_of(model)
+    own = {name: parts.of(name, tensor) for name, _, tensor in named_tensors(model) if name in names}
+    write_record(own_values_of(rank.rank, folder), [(name, local_part(part.local)) for name, part in own.items()])
+    return {name: (part.regions, part.flat) for name, part in own.items()}
+
+
+def own_values_of(rank: int, folder: str) -> Path:
+    return record_at(folder, f"own{rank}")
 
 
 def compare_all(

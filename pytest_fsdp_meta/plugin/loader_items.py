@@ -281,7 +281,8 @@ class LoaderSession:
         refresh(self._engine)
         try:
             with self._devices.leased(loader.world, item, largest_world_size(loader.world, wanted)) as world:
-                trial = Trial(world, self._engine, loader.spec.steps, loader.spec.tolerance, self._listener)
+                spec, selection = loader.spec, run.selection
+                trial = Trial(world, self._engine, spec.steps, spec.tolerance, self._listener, selection)
                 try:
                     run.evidence = trial.observe(run.call, wanted)
                 finally:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 NEED_REFERENCE = frozenset({"values", "verifier", "training", "export", "resharded"})
+VALUES_CHECKS = {"parameter": "params_equal_reference", "buffer": "buffers_equal_reference"}
 NO_VERIFIER = "neither Subject(verifier=...) nor a reference is declared"
 
 
@@ -52,6 +54,8 @@ class ObservationRun:
     folder: Path
     steps: int
     load_again: Load
+    selection: Container[str] | None = None
+    """The checks that will be judged; None for all."""
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
     reference: ReferenceFacts | None = None
     values: tuple[tuple[Comparison, ...], ...] | None = None
@@ -209,6 +213,7 @@ class ObservationRun:
         if self.reference is None or not self.reference.complete:
             return tuple(run_on(self.world, observe_training, self.steps))
         data_parallel_size = self.loaded[0].data_parallel[1]
+        self._adopt_wrong_values()
         self.reference = run_on(
             self.reference_world,
             on_ranks.reference.train_reference,
@@ -219,6 +224,30 @@ class ObservationRun:
             self.reference,
         )[0]
         return tuple(run_on(self.world, observe_training, self.steps, str(self.folder), self.reference.noise))
+
+    def _adopt_wrong_values(self) -> None:
+        """Let the reference train from the loader's values where a selected check reports that they differ.
+
+        The checks of the training then find what else is wrong, and only that.
+        """
+        assert self.reference is not None
+        known, frozen = self.reference.inventory.by_name, frozen_sources(self.subject, self.reference)
+        reported = {
+            name
+            for name, tensor in known.items()
+            if self.selection is None
+            or VALUES_CHECKS[tensor.kind] in self.selection
+            or (name in frozen and "frozen_weights_equal_verifier" in self.selection)
+        }
+        compared = [c for rank in self.values or () for c in rank if c.name in reported and not c.equal]
+        unusable = {c.name for c in compared if c.problem is not None or not math.isfinite(c.max_abs)}
+        names = tuple(dict.fromkeys(c.name for c in compared if c.name not in unusable))
+        if names:
+            held = run_on(self.world, on_ranks.values.record_own_values, names, str(self.folder))
+            attributes = self.subject.kept_attributes
+            adopt = on_ranks.reference.adopt_values
+            inventory = run_on(self.reference_world, adopt, held, str(self.folder), attributes)[0]
+            self.reference = replace(self.reference, inventory=inventory, adopted=names)
 
     def _collect_collectives(self) -> tuple[RankCollectives, ...]:
         if self.training is None:

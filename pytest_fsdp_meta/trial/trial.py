@@ -6,7 +6,7 @@ An observation that cannot be taken is recorded with the reason, and affects onl
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -51,7 +51,8 @@ def world_facts(spec: WorldSpec) -> WorldFacts:
 class Trial:
     """One loader in one world.
 
-    After ``observe``, ``outputs`` holds what each rank wrote and ``seconds`` the duration of each phase.
+    ``selection`` has the ids of the checks that will be judged; None for all. After ``observe``, ``outputs`` holds what
+    each rank wrote and ``seconds`` the duration of each phase.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Trial:
         steps: int,
         tolerance: Mapping[str, float],
         listener: Listener | None = None,
+        selection: Container[str] | None = None,
     ) -> None:
         self.spec = spec
         self.outputs: list[str] = []
@@ -70,6 +72,7 @@ class Trial:
         self._steps = steps
         self._tolerance = tolerance
         self._listener = listener
+        self._selection = selection
 
     def observe(self, loader: Call, wanted: Collection[str]) -> Evidence:
         """Run the loader on every rank and take each wanted observation once.
@@ -109,6 +112,7 @@ class Trial:
             folder=folder,
             steps=self._steps,
             load_again=partial(self._load_again, loader),
+            selection=self._selection,
             stopwatch=self._stopwatch,
         )
         try:

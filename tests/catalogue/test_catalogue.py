@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy
 import pytest
 
-from pytest_fsdp_meta.catalogue import Catalogue, Finding, Selection, View, check, judge
+from pytest_fsdp_meta.catalogue import Catalogue, Finding, Selection, View, built_in, check, judge
 from tests.catalogue.evidence_factory import MIDDLE, healthy, undeclared
 
 
@@ -151,3 +153,17 @@ def test_an_expected_failure_is_left_to_its_check():
     catalogue, later = basic_and_later()
     selection = Selection(frozenset({"later"}), frozenset({"basic"}))
     assert judge(catalogue[later], healthy(), catalogue, selection).status == "skipped"
+
+
+@pytest.mark.parametrize("id", ["loss_parity", "grad_parity"])
+def test_stored_evidence_of_wrong_values_is_judged_together_with_them(id):
+    evidence = healthy()
+    evidence = replace(evidence, reference=replace(evidence.reference, adopted=(MIDDLE,)))
+    catalogue = built_in()
+    assert judge(catalogue[id], evidence, catalogue).status == "passed"
+    alone = judge(catalogue[id], evidence, catalogue, Selection(frozenset({id})))
+    assert (alone.status, alone.reason) == (
+        "error",
+        f"the reference trained from the loader's own values of {MIDDLE}, which params_equal_reference reports; select "
+        "that as well",
+    )

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pytest_fsdp_meta.evidence import Comparison
+from pytest_fsdp_meta.evidence import Comparison, Movement
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part, own_part
 from pytest_fsdp_meta.observers.inventory import take_inventory, tensor_facts
+from pytest_fsdp_meta.observers.movement import copy_shards, moved_rows, movements
 from pytest_fsdp_meta.observers.optimizers import pack_optimizer
 from pytest_fsdp_meta.observers.support.bits import digest
 from pytest_fsdp_meta.observers.support.reference_record import Record, write_record
@@ -173,3 +174,18 @@ def wrapped_in_part() -> dict[str, bool]:
 def test_parameters_of_ddp_are_marked():
     with world_of(2) as world:
         assert world.run(wrapped_in_part) == [{"0.weight": False, "1.module.weight": True}] * 2
+
+
+def test_a_row_that_later_steps_take_back_has_moved():
+    model = torch.nn.Linear(2, 2, bias=False)
+    before = copy_shards(model)
+    with torch.no_grad():
+        model.weight[0] += 1
+        after_first_step = moved_rows(model, before)
+        model.weight.copy_(before["weight"])
+
+    def due(name, tensor, part, old):
+        return torch.ones_like(old, dtype=torch.bool)
+
+    assert movements(model, before, due, {}) == (Movement("weight", 2, 2, 0),)
+    assert movements(model, before, due, after_first_step) == (Movement("weight", 2, 1, 1),)

@@ -86,3 +86,16 @@ def test_values_that_do_not_exist_are_not_equal(failed):
 
 def test_training_that_did_not_run_is_an_error_if_no_check_says_why(failed):
     assert failed('only=["loss_parity"]', 'device="meta"') == {"loss_parity": "not trained: 0.weight is on meta"}
+
+
+EXPECTED = 'xfail={"params_equal_reference": "known"}'
+
+
+def test_an_expected_difference_of_values_is_taken_out_of_the_training(failed):
+    assert failed(EXPECTED, "weights=1.5") == {}
+
+
+def test_a_second_defect_is_found_beside_an_expected_one(failed):
+    found = failed(EXPECTED, "weights=1.5, gradients=2.0")
+    assert list(found) == ["grad_parity"]
+    assert found["grad_parity"].startswith("0.weight, ranks 0, 1: gradient")

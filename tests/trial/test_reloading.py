@@ -85,6 +85,28 @@ def test_a_complete_subject_passes_all_checks(size):
     assert statuses(verdicts) == dict.fromkeys(ALL, "passed"), {id: found.reason for id, found in verdicts.items()}
 
 
+class Scaled(nn.Module):
+    """A layer that shares a module with a non-persistent buffer, as decoder layers share torchtune's rotary one."""
+
+    def __init__(self, shared: nn.Module) -> None:
+        super().__init__()
+        self.linear, self.shared = nn.Linear(4, 4), shared
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.linear(input) * self.shared.scale
+
+
+def test_a_module_that_all_layers_share():
+    def scaled() -> nn.Sequential:
+        torch.manual_seed(0)
+        shared = nn.Module()
+        shared.register_buffer("scale", torch.full((4,), 0.5), persistent=False)
+        return nn.Sequential(Scaled(shared), Scaled(shared))
+
+    verdicts = judged(lambda fsdp: declared(fsdp, scaled(), scaled))
+    assert statuses(verdicts) == dict.fromkeys(ALL, "passed"), {id: found.reason for id, found in verdicts.items()}
+
+
 def test_a_bare_model_is_saved_and_loaded():
     verdicts = judged(lambda fsdp: sharded(fsdp, build()))
     reasons = {id: found.reason for id, found in verdicts.items() if found.status == "skipped"}

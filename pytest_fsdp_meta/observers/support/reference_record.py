@@ -33,7 +33,7 @@ RECENT = frozenset({"uint16", "uint32", "uint64", "complex64"})
 
 
 def record_at(folder: str | Path, name: str) -> Path:
-    """Return the path of a record: one of ``RECORDS``, or the verifier's."""
+    """Return the path of a record: one of ``RECORDS``, the verifier's, or a rank's own values."""
     return Path(folder, f"{name}.safetensors")
 
 
