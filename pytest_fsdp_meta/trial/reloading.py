@@ -175,7 +175,8 @@ class Reloading:
         if self.reference is None or not self.reference.complete:
             return Unavailable(NO_MODEL, kind="undeclared")
         if not self.reference_world.alive:
-            return Unavailable("the reference has ended")
+            # Its world ended when its training raised, and with it the model.
+            return self.training_error or Unavailable("the process of the reference has ended", error=True)
         if reason := self._unsavable(gathering=True) or self._ungatherable():
             return reason
         path = self._path("export.safetensors")

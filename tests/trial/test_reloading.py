@@ -107,6 +107,13 @@ def test_a_module_that_all_layers_share():
     assert statuses(verdicts) == dict.fromkeys(ALL, "passed"), {id: found.reason for id, found in verdicts.items()}
 
 
+def test_a_reference_that_raises_is_the_error_of_every_check_that_needs_it():
+    verdicts = judged(lambda fsdp: declared(fsdp, build(), loss=lambda model: 0.0), (EXPORTS, "loss_parity"))
+    assert statuses(verdicts) == {EXPORTS: "error", "loss_parity": "error"}
+    assert verdicts[EXPORTS].reason == verdicts["loss_parity"].reason
+    assert verdicts[EXPORTS].reason.startswith("the reference raised TypeError in Subject(loss=...)")
+
+
 def test_a_bare_model_is_saved_and_loaded():
     verdicts = judged(lambda fsdp: sharded(fsdp, build()))
     reasons = {id: found.reason for id, found in verdicts.items() if found.status == "skipped"}
