@@ -13,6 +13,11 @@ NOT_WANTED = Unavailable("no selected check needs it", kind="unselected")
 DECLARE = "declare Subject(save=..., resume=...)"
 NOT_ABOUT_THE_CHECKPOINT = re.compile(r"(OutOfMemoryError|MemoryError|DistBackendError|DistNetworkError|\.Skipped)$")
 """Exceptions that a world of another size raises because of its machine or network, or because the author skips."""
+HINTS = {
+    "ReduceOp.PREMUL_SUM with Gloo": "gloo does not scale while it reduces: on the CPU, call "
+    "set_force_sum_reduction_for_comms(True) on the FSDP modules as well",
+}
+"""Part of an error's summary -> what to do, where torch's message does not say it."""
 
 
 def from_world_error(error: WorldError) -> Unavailable:
@@ -22,7 +27,8 @@ def from_world_error(error: WorldError) -> Unavailable:
     shown = [
         f"output of {error.label if alone else f'rank {rank} of {error.label}'}:\n{text}" for rank, text in outputs
     ]
-    return Unavailable(error.summary, error=True, detail="\n\n".join([str(error), *shown]))
+    hints = (hint for text, hint in HINTS.items() if text in error.summary)
+    return Unavailable("; ".join([error.summary, *hints]), error=True, detail="\n\n".join([str(error), *shown]))
 
 
 def describe_odd_model(inventory: Sequence[RankInventory]) -> str:

@@ -114,6 +114,22 @@ def test_a_reference_that_raises_is_the_error_of_every_check_that_needs_it():
     assert verdicts[EXPORTS].reason.startswith("the reference raised TypeError in Subject(loss=...)")
 
 
+@pytest.mark.parametrize("summed", [False, True])
+def test_a_divide_factor_needs_another_reduction_on_gloo(summed):
+    def loader(fsdp):
+        found = declared(fsdp, build())
+        for module in found.model:
+            module.set_gradient_divide_factor(3.0)
+            module.set_force_sum_reduction_for_comms(summed)
+        return found
+
+    verdict = judged(loader, ["grad_parity"])["grad_parity"]
+    if summed:
+        assert verdict.findings[0].actual == "gradient is 0.6667 times the reference's"
+    else:
+        assert verdict.reason.endswith("call set_force_sum_reduction_for_comms(True) on the FSDP modules as well")
+
+
 def test_a_bare_model_is_saved_and_loaded():
     verdicts = judged(lambda fsdp: sharded(fsdp, build()))
     reasons = {id: found.reason for id, found in verdicts.items() if found.status == "skipped"}
