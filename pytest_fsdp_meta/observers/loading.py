@@ -38,6 +38,8 @@ LARGE = 2**26
 """Bytes of a model from which on ``release`` collects garbage (64 MiB)."""
 SENT_FIELDS = ("reference", "verifier", "batch", "loss", "optimizer")
 """Fields of Subject that the world of the reference needs."""
+PLACEHOLDERS = {"ds_id": "DeepSpeed's ZeRO-3"}
+"""Attribute of parameters that may be placeholders -> who made it one."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,7 @@ def _describe(subject: Subject, rank: Rank, managed: Mapping[str, bool], poison_
     names = _names_by_kind(subject.model)
     facts = subject.resolve(names["parameter"], names["buffer"], non_persistent(subject.model), rank.world_size)
     lookup.remember(subject.model, subject.adapter)
+    _require_elements(subject.model)
     inventory = take_inventory(subject.model, rank.rank, str(rank.device), facts.kept_attributes)
     built = subject.optimizer if isinstance(subject.optimizer, torch.optim.Optimizer) else None
     computes_in, reduces_in = precision(subject.model)
@@ -217,6 +220,19 @@ def _require_judgeable(model: Module) -> None:
             raise SubjectError("model", f"{name!r} is a lazy parameter without a shape; run a forward before sharding")
         if tensor.is_nested and tensor.layout is torch.strided:
             raise SubjectError("model", f"{name!r} is a nested tensor without a shape; use layout=torch.jagged")
+
+
+def _require_elements(model: Module) -> None:
+    """Raise SubjectError for a parameter whose elements a framework keeps where no adapter finds them."""
+    parts = lookup.parts_of(model)
+    for name, _, tensor in named_tensors(model):
+        framework = next((text for mark, text in PLACEHOLDERS.items() if hasattr(tensor, mark)), "")
+        if framework and not tensor.numel() and not parts.of(name, tensor).by:
+            raise SubjectError(
+                "model",
+                f"{name!r} is a placeholder without elements, which {framework} leaves outside of the forward; "
+                "describe what the ranks hold with Subject(adapter=...)",
+            )
 
 
 def _names_by_kind(model: Module) -> dict[str, list[str]]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from pytest_fsdp_meta import Subject
+from pytest_fsdp_meta import Part, Subject
 from pytest_fsdp_meta.trial import LoaderFailed
 from pytest_fsdp_meta.worlds import ForkServerEngine, Sources, World, WorldError, WorldSpec
 from tests.trial import test_reloading
@@ -145,6 +145,36 @@ def test_a_lazy_parameter_is_named():
     assert str(caught.value) == (
         "Subject(model=...): '0.weight' is a lazy parameter without a shape; run a forward before sharding"
     )
+
+
+def zero_3(fsdp, **declared) -> Subject:
+    """Return a model as ZeRO-3 leaves it: parameters without elements, which hold their shard in an attribute."""
+    model = nn.Linear(4, 4, bias=False)
+    whole = model.weight.detach()
+    model.weight = nn.Parameter(torch.empty(0))
+    model.weight.ds_id, model.weight.ds_shape = 0, whole.shape
+    model.weight.ds_tensor = whole.view(-1).chunk(2)[fsdp.rank].clone()
+    return Subject(model, **declared)
+
+
+def test_a_placeholder_is_no_parameter():
+    with pytest.raises(LoaderFailed) as caught:
+        observed(zero_3)
+    assert str(caught.value) == (
+        "Subject(model=...): 'weight' is a placeholder without elements, which DeepSpeed's ZeRO-3 leaves outside of "
+        "the forward; describe what the ranks hold with Subject(adapter=...)"
+    )
+
+
+def test_an_adapter_finds_the_elements_of_a_placeholder():
+    def loader(fsdp):
+        def adapter(name, tensor):
+            return Part.run(tensor.ds_tensor, tensor.ds_shape, start=8 * fsdp.rank)
+
+        return zero_3(fsdp, adapter=adapter)
+
+    assert judged(loader)["nothing_left_unsharded"].status == "passed"
+    assert [rank.tensors[0].shape for rank in observed(loader).inventory] == [(4, 4), (4, 4)]
 
 
 def test_a_long_message_has_a_short_summary():
