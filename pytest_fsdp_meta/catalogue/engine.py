@@ -94,7 +94,7 @@ def _judge(check: Check, run: _Run) -> Verdict:
     for need in check.needs:
         if need in evidence.unavailable:
             return _unavailable(check, need, run, failed)
-    if "training" in check.needs and (reason := _trained_otherwise(run)):
+    if "training" in check.needs and (reason := _trained_otherwise(check, run)):
         return Verdict(check, "error", reason=reason)
     view = View(evidence, check.id, check.tolerance, _already_failed(check, run), failed, run.selection)
     findings: list[Finding] = []
@@ -198,14 +198,22 @@ def _already_failed(check: Check, run: _Run) -> dict[str, str]:
     return already_failed
 
 
-def _trained_otherwise(run: _Run) -> str:
-    """Return why stored evidence cannot be judged by this selection: its run reported wrong values elsewhere."""
-    adopted = run.evidence.reference.adopted if run.evidence.reference is not None else ()
-    if not adopted or any(id in run.selection for id in VALUES_CHECKS):
+def _trained_otherwise(check: Check, run: _Run) -> str:
+    """Return why a check cannot be judged: the reference trained from values that no selected check reports as wrong.
+
+    That happens to stored evidence of which fewer checks are judged than in its run.
+    """
+    reference = run.evidence.reference
+    if reference is None or not reference.adopted or not {"reference", "training"} <= {*check.needs, *check.uses}:
+        return ""
+    selected = [id for id in VALUES_CHECKS if id in run.catalogue]
+    reported = {finding.tensor for id in selected for finding in run.findings(id)}
+    unreported = [name for name in reference.adopted if name not in reported]
+    if not unreported:
         return ""
     return (
-        f"the reference trained from the loader's own values of {first_of(adopted)}, which {VALUES_CHECKS[0]} reports; "
-        "select that as well"
+        f"the reference trained from the loader's own values of {first_of(unreported)}; select the check that reports "
+        f"them as well ({', '.join(VALUES_CHECKS)})"
     )
 
 
@@ -231,10 +239,13 @@ def _cause_left_out(check: Check, finding: Finding, run: _Run) -> Finding | None
         if id in run.selection:
             continue
         for basic in judge(run.catalogue[id], run.evidence, run.catalogue, run.selection).findings:
-            if finding.tensor is None or finding.tensor in (basic.condemns or (basic.tensor,)):
-                other = f"{basic.tensor}: " if basic.tensor and basic.tensor != finding.tensor else ""
-                cause = f"{id}, which this run leaves out, fails as well ({other}{basic.actual}): {basic.cause}"
+            if finding.tensor is not None and finding.tensor in (basic.condemns or (basic.tensor,)):
+                cause = f"{id}, which this run leaves out, fails as well ({basic.actual}): {basic.cause}"
                 return replace(finding, cause=cause, remedy=basic.remedy)
+            if finding.tensor is None:
+                other = f"{basic.tensor}: {basic.actual}" if basic.tensor else basic.actual
+                cause = f"{finding.cause or check.cause}; or {id}, which this run leaves out and which fails ({other})"
+                return replace(finding, cause=cause, remedy=finding.remedy or check.remedy)
     return None
 
 

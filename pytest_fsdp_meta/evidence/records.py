@@ -60,7 +60,7 @@ class ReferenceFacts:
     state_dict: tuple[str, ...] = ()
     """The keys of its state dict, or of the checkpoint."""
     adopted: tuple[str, ...] = ()
-    """Tensors whose values differ from the loader's; it trains from the loader's values of these."""
+    """Tensors whose values differ from the loader's; the reference trains from the loader's values of these."""
 
     @property
     def complete(self) -> bool:

@@ -12,6 +12,8 @@ import pickle
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate as accumulate_lengths
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -70,31 +72,40 @@ def record_reference(
 
 
 def adopt_values(
-    held: Sequence[Mapping[str, tuple[tuple[Region, ...], bool]]], folder: str, attributes: tuple[str, ...]
+    parts_by_rank: Sequence[Mapping[str, tuple[tuple[Region, ...], bool]]], folder: str, attributes: tuple[str, ...]
 ) -> RankInventory:
     """Give the reference the values that each rank has recorded of its own; return its new inventory.
 
-    ``held`` has what ``record_own_values`` returned on each rank. The record of the reference's values is replaced.
+    ``parts_by_rank`` has what ``record_own_values`` returned. The record of the reference's values is replaced.
     """
     model = current().state["reference"]
     tensors = dict(_tensors(model))
+    wholes: dict[str, Tensor] = {}
+    for rank, parts in enumerate(parts_by_rank):
+        record = Record(own_values_of(rank, folder))
+        for name, (regions, flat) in parts.items():
+            if name not in wholes:  # a copy, because the tensor may be a transposed view, or repeat one row
+                wholes[name] = tensors[name].detach().cpu().clone(memory_format=torch.contiguous_format)
+            values = record.read(name, [((0, size),) for size in record.shape(name)])
+            _write_part(wholes[name], regions, flat, values)
     with torch.no_grad():
-        for rank, parts in enumerate(held):
-            record = Record(own_values_of(rank, folder))
-            for name, (regions, flat) in parts.items():
-                values = record.read(name, [((0, size),) for size in record.shape(name)])
-                _write_part(_without_repetition(tensors[name]), regions, flat, values)
+        for name, whole in wholes.items():
+            _without_repetition(tensors[name]).copy_(_without_repetition(whole, tensors[name]))
     write_record(record_at(folder, "values"), _tensors(model))
     return _inventory(model, attributes)
 
 
 def _write_part(whole: Tensor, regions: Sequence[Region], flat: bool, values: Tensor) -> None:
-    """Write the values of a part to the whole tensor."""
+    """Write the values of a part to the whole tensor, block by block: torch cannot index some dtypes otherwise."""
     if flat:
         whole, values = whole.view(-1), values.reshape(-1)
-    indices = [torch.cat([torch.arange(start, stop) for start, stop in runs]) for runs in regions]
-    if all(len(index) for index in indices):
-        whole[torch.meshgrid(*indices, indexing="ij") if indices else ()] = values.to(whole.dtype).to(whole.device)
+    spans = []
+    for runs in regions:
+        starts = accumulate_lengths((stop - start for start, stop in runs), initial=0)
+        spans.append([(start, stop, own) for (start, stop), own in zip(runs, starts, strict=False)])
+    for box in product(*spans):
+        target = tuple(slice(start, stop) for start, stop, _ in box)
+        whole[target].copy_(values[tuple(slice(own, own + stop - start) for start, stop, own in box)])
 
 
 def train_reference(

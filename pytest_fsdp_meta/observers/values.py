@@ -37,7 +37,8 @@ def record_own_values(names: Sequence[str], folder: str) -> dict[str, tuple[tupl
     rank = current()
     model = loaded_subject(rank).model
     parts = parts_of(model)
-    own = {name: parts.of(name, tensor) for name, _, tensor in named_tensors(model) if name in names}
+    found = ((name, parts.of(name, tensor)) for name, _, tensor in named_tensors(model) if name in names)
+    own = {name: part for name, part in found if part.local.numel()}
     write_record(own_values_of(rank.rank, folder), [(name, local_part(part.local)) for name, part in own.items()])
     return {name: (part.regions, part.flat) for name, part in own.items()}
 

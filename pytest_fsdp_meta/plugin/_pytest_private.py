@@ -1,7 +1,8 @@
 """The only module that uses pytest's private names.
 
 pytest has no public way to ask which fixtures a test requests itself, which fixtures request which, or which parameters
-an item has: ``item.fixturenames`` is a flat closure. Nor can processes without a session use its assertion rewriting.
+an item has: ``item.fixturenames`` is a flat closure. Nor can one ask whether its marks will skip an item, and processes
+without a session cannot use its assertion rewriting.
 ``tests/plugin/test_pytest_private.py`` fails when one of these names changes.
 """
 
@@ -17,6 +18,17 @@ from typing import Any
 import pytest
 from _pytest.assertion import util
 from _pytest.assertion.rewrite import AssertionRewritingHook
+from _pytest.skipping import evaluate_skip_marks, evaluate_xfail_marks
+
+
+def expectation(item: pytest.Item) -> str:
+    """Return "skip" or "xfail" if the item's own marks will have that effect, else ""; "skip" if they are invalid."""
+    try:
+        if evaluate_skip_marks(item):
+            return "skip"
+        return "xfail" if evaluate_xfail_marks(item) else ""
+    except Exception:  # pytest shows the error when the item runs
+        return "skip"
 
 
 def requested_fixtures(item: pytest.Function) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ import pytest
 from pytest_fsdp_meta.catalogue import Catalogue, Selection, judge
 from pytest_fsdp_meta.evidence import Evidence
 from pytest_fsdp_meta.loader.call import ASSUME, SKIPS, Call
+from pytest_fsdp_meta.plugin._pytest_private import expectation
 from pytest_fsdp_meta.plugin.collection import LOADER_ITEM, LoaderItem, runs_nothing
 from pytest_fsdp_meta.plugin.hypothesis_given import (
     disable_deadline,
@@ -110,7 +111,7 @@ class LoaderSession:
     def plan(self, items: Iterable[pytest.Item]) -> None:
         """Collect the selected checks of each loader.
 
-        Only the observations that they need are taken, and a check leaves nothing to one that cannot fail the run.
+        Only the observations that they need are taken, and a check leaves defects only to checks that report them.
         """
         failing, xfailing = defaultdict[str, set[str]](set), defaultdict[str, set[str]](set)
         for item in items:
@@ -118,12 +119,12 @@ class LoaderSession:
             if loader is None or loader.check in loader.spec.skip:
                 continue
             self._run_of(loader).checks.append(loader.check)
-            if loader.check in loader.spec.xfail or item.get_closest_marker("xfail"):
-                xfailing[loader.key].add(loader.check)
-            elif not any(item.get_closest_marker(name) for name in ("skip", "skipif")):
-                failing[loader.key].add(loader.check)
-        for key in {*failing, *xfailing}:
-            self._runs[key].selection = Selection(frozenset(failing[key]), frozenset(xfailing[key]))
+            marked = expectation(item)
+            if marked != "skip":
+                expected = loader.check in loader.spec.xfail or marked == "xfail"
+                (xfailing if expected else failing)[loader.key].add(loader.check)
+        for key, run in self._runs.items():
+            run.selection = Selection(frozenset(failing[key]), frozenset(xfailing[key]))
 
     @contextmanager
     def running(self, item: pytest.Item) -> Iterator[None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 MOST_RANKS = 1024
-"""The largest world. Each rank is a process of some 50 MB, and a mistyped size should not take the machine down."""
+"""The largest world: each rank is a process of some 50 MB, and a mistyped size should not take machines down."""
 
 
 def choose(

@@ -8,7 +8,7 @@ import numpy
 import pytest
 
 from pytest_fsdp_meta.catalogue import Catalogue, Finding, Selection, View, built_in, check, judge
-from tests.catalogue.evidence_factory import MIDDLE, healthy, undeclared
+from tests.catalogue.evidence_factory import MIDDLE, differ, healthy, undeclared
 
 
 def finding(**facts):
@@ -157,13 +157,13 @@ def test_an_expected_failure_is_left_to_its_check():
 
 @pytest.mark.parametrize("id", ["loss_parity", "grad_parity"])
 def test_stored_evidence_of_wrong_values_is_judged_together_with_them(id):
-    evidence = healthy()
+    evidence = differ(healthy(), MIDDLE, [1])
     evidence = replace(evidence, reference=replace(evidence.reference, adopted=(MIDDLE,)))
     catalogue = built_in()
     assert judge(catalogue[id], evidence, catalogue).status == "passed"
     alone = judge(catalogue[id], evidence, catalogue, Selection(frozenset({id})))
     assert (alone.status, alone.reason) == (
         "error",
-        f"the reference trained from the loader's own values of {MIDDLE}, which params_equal_reference reports; select "
-        "that as well",
+        f"the reference trained from the loader's own values of {MIDDLE}; select the check that reports them as well "
+        "(params_equal_reference, buffers_equal_reference, frozen_weights_equal_verifier)",
     )

@@ -11,6 +11,7 @@ import pytest
 
 from pytest_fsdp_meta.loader.call import ASSUME, SKIPS, XFAIL
 from pytest_fsdp_meta.plugin._pytest_private import (
+    expectation,
     fixtures_asking_for,
     parameters,
     requested_fixtures,
@@ -51,6 +52,24 @@ class TestMethod:
     def test_self_is_not_a_fixture(self, request: pytest.FixtureRequest) -> None:
         assert requested_fixtures(request.node) == ("request",)
         assert parameters(request.node) == {}
+
+
+@pytest.mark.parametrize(
+    ("mark", "found"),
+    [
+        (pytest.mark.slow, ""),
+        (pytest.mark.skip, "skip"),
+        (pytest.mark.skipif(False, reason="no"), ""),
+        (pytest.mark.skipif(True, reason="yes"), "skip"),
+        (pytest.mark.skipif(True), "skip"),  # invalid without a reason: an error when the item runs
+        (pytest.mark.xfail, "xfail"),
+        (pytest.mark.xfail(False, reason="no"), ""),
+    ],
+)
+def test_what_a_mark_will_do_to_an_item(request: pytest.FixtureRequest, mark: pytest.MarkDecorator, found: str) -> None:
+    item = pytest.Function.from_parent(request.node.parent, name="test_it", callobj=lambda: None)
+    item.add_marker(mark)
+    assert expectation(item) == found
 
 
 def test_qualified_names_of_outcomes() -> None:

@@ -99,3 +99,68 @@ def test_a_second_defect_is_found_beside_an_expected_one(failed):
     found = failed(EXPECTED, "weights=1.5, gradients=2.0")
     assert list(found) == ["grad_parity"]
     assert found["grad_parity"].startswith("0.weight, ranks 0, 1: gradient")
+
+
+@pytest.mark.parametrize(
+    ("mark", "found"), [("skipif(True, reason='slow')", ["loss_parity"]), ("skipif(False, reason='slow')", [])]
+)
+def test_a_check_that_a_mark_skips_explains_nothing(failed, project, mark, found):
+    project.write(
+        "conftest.py",
+        f"""
+        import pytest
+
+        def pytest_collection_modifyitems(items):
+            for item in items:
+                if "params_equal_reference" in item.name:
+                    item.add_marker(pytest.mark.{mark})
+        """,
+    )
+    names = failed('only=["loss_parity", "params_equal_reference"]', "weights=1.5")
+    assert [name for name in names if name == "loss_parity"] == found
+
+
+def test_adopted_values_of_empty_and_uneven_shards(project):
+    project.write(
+        "test_it.py",
+        """
+        import torch
+        from torch import nn
+        from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+        from pytest_fsdp_meta import Subject, fsdp_conformance
+
+        def build():
+            torch.manual_seed(0)
+            return nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, 3))
+
+        def wrong():
+            model = build()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter *= 1.5
+            return model
+
+        def batch(step):
+            return {"x": torch.linspace(-1, 1, 32).view(8, 4) + step}
+
+        def loss(model, batch):
+            return model(batch["x"]).square().mean()
+
+        ONLY = ["params_equal_reference", "loss_parity", "grad_parity", "update_parity"]
+
+        @fsdp_conformance(world_size=4, only=ONLY)
+        def test_fsdp2(fsdp):
+            return Subject(fully_shard(wrong(), mesh=fsdp.mesh), reference=build, batch=batch, loss=loss)
+
+        @fsdp_conformance(world_size=4, only=ONLY)
+        def test_fsdp1(fsdp):
+            model = FullyShardedDataParallel(wrong(), use_orig_params=True, device_id=torch.device("cpu"))
+            return Subject(model, reference=build, batch=batch, loss=loss)
+        """,
+    )
+    result = project.run("-W", "ignore")
+    result.assert_outcomes(passed=6, failed=2)
+    assert [line.split()[1] for line in result.outlines if line.startswith("FAILED")] == [
+        "test_it.py::test_fsdp2[params_equal_reference]",
+        "test_it.py::test_fsdp1[params_equal_reference]",
+    ]

@@ -266,6 +266,8 @@ def full_state_dict_exports(view: View) -> Iterable[Finding]:
     assert export is not None
     unusable = {*view.reference.unstable, *view.reference.uninitialised}
     equal = _equal_to_reference(view)
+    if not ("params_equal_reference" in view.selection and "buffers_equal_reference" in view.selection):
+        equal = {comparison.name for comparison in export.comparisons}  # no other check reports wrong values
     renamed = {clean_name(key) for key in export.unexpected}  # reported under the key with the wrapper's prefix
     for name in export.missing:
         if name not in renamed and view.judgeable(name):

@@ -203,7 +203,8 @@ def _unreached(view: View, runs: Sequence[RankTraining]) -> list[str]:
     reached = {name for name, size in sizes.items() if size != 0}
     for run in runs:
         zero = {c.name for c in run.gradients if c.equal and not sizes.get(c.name, 1.0)}
-        reached |= {t.name for t in run.after.tensors} - set(run.without_gradient) - zero if run.after else set()
+        if run.after is not None:
+            reached |= {t.name for t in run.after.tensors if t.numel} - {*run.without_gradient, *zero}
     return [name for name, facts in view.tensors("parameter") if facts[0][1].requires_grad and name not in reached]
 
 

@@ -47,13 +47,14 @@ def unsharded_modules_stay_whole(view: View) -> Iterable[Finding]:
 def _split(view: View, tensor: TensorFacts) -> Mismatch:
     found = Mismatch(describe_placements(tensor), "whole on every rank, as declared")
     reference = view.evidence.reference
-    expected = reference.inventory.by_name[tensor.name].attributes if reference is not None else {}
+    own = reference.inventory.by_name.get(tensor.name) if reference is not None else None
+    expected = own.attributes if own is not None else {}
     lost = [
         name for name in view.evidence.subject.kept_attributes if name in expected and name not in tensor.attributes
     ]
     if not lost:
         return found
-    cause = f"it lost the attribute {lost[0]}, by which the loader chooses what to leave whole, before it was sharded"
+    cause = f"it lost the attribute {lost[0]}, which may be what the loader reads to leave it whole"
     return found._replace(cause=cause, remedy="set the attribute again after the parameter is re-created, then shard")
 
 

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from pytest_fsdp_meta.catalogue.view import Blocked, NotJudged, Unjudgeable, View
 from pytest_fsdp_meta.evidence import Measure, RankTraining
+from pytest_fsdp_meta.text import first_of
 
 LOSS_TOLERANCE = {"float64": 1e-9, "float32": 1e-5, "float16": 2e-3, "bfloat16": 1.6e-2}
 """Relative error of a loss, by the coarsest dtype among the parameters and the dtypes they are cast to."""
@@ -46,6 +47,10 @@ def comparable_training(view: View) -> Sequence[RankTraining]:
     if reference.losses is None:
         raise NotJudged("a checkpoint directory cannot be trained; declare Subject(reference=<callable>)")
     for step, loss in enumerate(reference.losses):
+        if not math.isfinite(loss) and reference.adopted:
+            raise Blocked(
+                f"with the loader's values of {first_of(reference.adopted)}, the reference's loss is {loss:g}"
+            )
         if not math.isfinite(loss):
             raise Unjudgeable(
                 f"the reference's own loss is {loss:g} at step {step}; give it a batch, a loss and an optimizer that "

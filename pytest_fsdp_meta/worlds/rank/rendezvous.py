@@ -82,10 +82,10 @@ def join(channel: Channel, spec: WorldSpec, place: Place, folder: Path) -> Rank:
     _select_gloo_interface(place)
     me = Rank(place.rank, place.local_rank, spec.size, device)
     if listener is not None:
-        serving = threading.Thread(target=_serve, args=(me, address, port, listener), daemon=True)
-        serving.start()
-        if not file:
-            serving.join()
+        if file:
+            threading.Thread(target=_serve, args=(me, address, port, listener), daemon=True).start()
+        else:
+            _serve(me, address, port, listener)
     if spec.process_group == "loader":
         allow_groups_in_turn(address, port)
         return me
