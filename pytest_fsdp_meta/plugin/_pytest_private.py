@@ -27,7 +27,7 @@ def expectation(item: pytest.Item) -> str:
         if evaluate_skip_marks(item):
             return "skip"
         return "xfail" if evaluate_xfail_marks(item) else ""
-    except Exception:  # pytest shows the error when the item runs
+    except (Exception, pytest.fail.Exception):  # pytest shows the error when the item runs
         return "skip"
 
 
