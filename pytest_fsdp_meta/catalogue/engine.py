@@ -207,7 +207,10 @@ def _trained_otherwise(check: Check, run: _Run) -> str:
     if reference is None or not reference.adopted or not {"reference", "training"} <= {*check.needs, *check.uses}:
         return ""
     selected = [id for id in VALUES_CHECKS if id in run.catalogue]
-    reported = {finding.tensor for id in selected for finding in run.findings(id)}
+    # A values check leaves tensors to more basic ones, such as replicas_equal.
+    ids = [*selected, *(basic for id in selected for basic in run.catalogue[id].after)]
+    found = (finding for id in ids for finding in run.findings(id))
+    reported = {name for finding in found for name in finding.condemns or (finding.tensor,)}
     unreported = [name for name in reference.adopted if name not in reported]
     if not unreported:
         return ""
