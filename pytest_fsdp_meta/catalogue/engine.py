@@ -67,7 +67,8 @@ EVERY_CHECK = Selection()
 def judge(check: Check, evidence: Evidence, catalogue: Catalogue, selection: Selection = EVERY_CHECK) -> Verdict:
     """Return the verdict of one check, computed once per evidence, catalogue and selection.
 
-    A check leaves to a more basic one what that one finds, if it is in the selection; else it judges that itself.
+    A check skips the tensors in which a more basic check of the selection found something. If the selection lacks the
+    more basic check, this one judges them.
     """
     by_catalogue: _Memo = evidence.memo.setdefault("verdicts", WeakKeyDictionary())
     verdicts = by_catalogue.setdefault(catalogue, {})
@@ -192,7 +193,7 @@ def _already_failed(check: Check, run: _Run) -> dict[str, str]:
     adopted = reference.adopted if reference is not None and "training" in check.needs else ()
     for id in check.after:
         for finding in run.findings(id):
-            for name in finding.condemns or filter(None, [finding.tensor]):
+            for name in finding.failed_tensors:
                 if not (name in adopted and id in VALUES_CHECKS):
                     already_failed.setdefault(name, id)
     return already_failed
@@ -201,7 +202,7 @@ def _already_failed(check: Check, run: _Run) -> dict[str, str]:
 def _trained_otherwise(check: Check, run: _Run) -> str:
     """Return why a check cannot be judged: the reference trained from values that no selected check reports as wrong.
 
-    That happens to stored evidence of which fewer checks are judged than in its run.
+    That happens when stored evidence is judged by fewer checks than its run had.
     """
     reference = run.evidence.reference
     if reference is None or not reference.adopted or not {"reference", "training"} <= {*check.needs, *check.uses}:
@@ -209,8 +210,7 @@ def _trained_otherwise(check: Check, run: _Run) -> str:
     selected = [id for id in VALUES_CHECKS if id in run.catalogue]
     # A values check leaves tensors to more basic ones, such as replicas_equal.
     ids = [*selected, *(basic for id in selected for basic in run.catalogue[id].after)]
-    found = (finding for id in ids for finding in run.findings(id))
-    reported = {name for finding in found for name in finding.condemns or (finding.tensor,)}
+    reported = {name for id in ids for finding in run.findings(id) for name in finding.failed_tensors}
     unreported = [name for name in reference.adopted if name not in reported]
     if not unreported:
         return ""
@@ -242,7 +242,7 @@ def _cause_left_out(check: Check, finding: Finding, run: _Run) -> Finding | None
         if id in run.selection:
             continue
         for basic in judge(run.catalogue[id], run.evidence, run.catalogue, run.selection).findings:
-            if finding.tensor is not None and finding.tensor in (basic.condemns or (basic.tensor,)):
+            if finding.tensor in basic.failed_tensors:
                 cause = f"{id}, which this run leaves out, fails as well ({basic.actual}): {basic.cause}"
                 return replace(finding, cause=cause, remedy=basic.remedy)
             if finding.tensor is None:

@@ -40,3 +40,8 @@ class Finding:
     remedy: str = ""
     condemns: tuple[str, ...] = ()
     """Tensors that later checks skip because they already failed; default: ``tensor`` alone."""
+
+    @property
+    def failed_tensors(self) -> tuple[str, ...]:
+        """The tensors that later checks skip: ``condemns`` or its default."""
+        return self.condemns or ((self.tensor,) if self.tensor else ())

@@ -116,20 +116,16 @@ def movements(
     ``earlier`` are the rows that had moved after the first step: later steps may take a row back, bit for bit.
     """
     found, parts = [], parts_of(model)
+    moved = moved_rows(model, before)  # without those whose layout training changed: there is nothing to compare with
     for name, _, tensor in named_tensors(model):
-        if name not in before or not before[name].numel():
+        if name not in moved:
             continue
         part = parts.of(name, tensor)
-        now = local_part(part.local).cpu()
-        if now.shape != before[name].shape:
-            continue  # training changed the layout, so there is nothing to compare with
-        must, moved = _any_by_row(due(name, tensor, part, before[name])), _any_by_row(now != before[name])
-        if name in earlier:
-            moved |= earlier[name]
-        still = (must & ~moved).nonzero()
+        must = _any_by_row(due(name, tensor, part, before[name]))
+        still = (must & ~(moved[name] | earlier.get(name, False))).nonzero()
         first = None
-        if len(still) and now.ndim:
-            first = whole_index(part, [int(still[0]), *[0] * (now.ndim - 1)])[0]
+        if len(still) and before[name].ndim:
+            first = whole_index(part, [int(still[0]), *[0] * (before[name].ndim - 1)])[0]
         found.append(Movement(name, int(must.sum()), len(still), first))
     return tuple(found)
 

@@ -91,7 +91,7 @@ class EvidenceFile(pytest.File):
         return tuple(check for check in ids if check not in self.stored.known or check in self.stored.offered)
 
     def _judge_all(self, catalogue: Catalogue) -> None:
-        """Judge every check, both as if all and as if no others were selected; any selection is between these.
+        """Judge every check twice, with all others and with none: the session's selection is not known yet.
 
         May raise anything if the evidence is inconsistent. That is found out before the first item exists, so that it
         is reported once.

@@ -36,6 +36,12 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 NEED_REFERENCE = frozenset({"values", "verifier", "training", "export", "resharded"})
+VALUES_CHECKS = {
+    "parameter": "params_equal_reference",
+    "buffer": "buffers_equal_reference",
+    "frozen": "frozen_weights_equal_verifier",
+}
+"""Kind of tensor -> the check that reports wrong values of it."""
 ROUNDED = 2**-7
 """Relative: a smaller difference of a tensor in another dtype than the reference's is rounding, in bfloat16 as well."""
 NO_VERIFIER = "neither Subject(verifier=...) nor a reference is declared"
@@ -232,9 +238,7 @@ class ObservationRun:
         The checks of the training then find what else is wrong, and only that.
         """
         assert self.reference is not None
-        wrong = self._reported_as_wrong("params_equal_reference", "parameter", self.values)
-        wrong |= self._reported_as_wrong("buffers_equal_reference", "buffer", self.values)
-        wrong |= self._reported_as_wrong("frozen_weights_equal_verifier", "", self.verifier)
+        wrong = self._reported_as_wrong(self.reference)
         ties = self.reference.inventory.tied_with
         # Writing one name of a tie writes the others too.
         names = tuple(sorted(name for name in wrong if ties.get(name, frozenset()) <= wrong))
@@ -245,19 +249,23 @@ class ObservationRun:
             inventory = run_on(self.reference_world, adopt, held, str(self.folder), attributes)[0]
             self.reference = replace(self.reference, inventory=inventory, adopted=names)
 
-    def _reported_as_wrong(
-        self, check: str, kind: str, compared: tuple[tuple[Comparison, ...], ...] | None
-    ) -> set[str]:
-        """Return the tensors with other finite values on some rank, if the check that reports them is selected."""
-        assert self.reference is not None
-        if self.selection is not None and check not in self.selection:
-            return set()
-        judged_by_verifier = self.selection is None or "frozen_weights_equal_verifier" in self.selection
-        frozen = frozen_sources(self.subject, self.reference) if self.verifier and judged_by_verifier else {}
+    def _reported_as_wrong(self, reference: ReferenceFacts) -> set[str]:
+        """Return the tensors with other finite values on some rank that a selected check reports."""
+        selected = {check for check in VALUES_CHECKS.values() if self.selection is None or check in self.selection}
+        by_verifier = self.verifier is not None and VALUES_CHECKS["frozen"] in selected
+        frozen = frozen_sources(self.subject, reference) if by_verifier else {}
         kinds = {t.name: t.kind for rank in self.inventory for t in rank.tensors}
-        known = self.reference.inventory.by_name
-        judged = {n for n in known if (n in frozen if not kind else n not in frozen and kinds.get(n) == kind)}
-        differing = [c for rank in compared or () for c in rank if c.name in judged and not c.equal]
+        reported = [
+            *(c for rank in self.verifier or () for c in rank if c.name in frozen),
+            *(c for rank in self.values or () for c in rank if c.name not in frozen),
+        ]
+        differing = [
+            c
+            for c in reported
+            if not c.equal
+            and c.name in reference.inventory.by_name
+            and (c.name in frozen or VALUES_CHECKS[kinds[c.name]] in selected)
+        ]
         unusable = {c.name for c in differing if c.problem is not None or not math.isfinite(c.max_abs)}
         return {c.name for c in differing if not (c.cast and c.max_rel <= ROUNDED)} - unusable
 

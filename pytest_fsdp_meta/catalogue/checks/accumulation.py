@@ -46,13 +46,14 @@ def grad_accumulation_parity(view: View) -> Iterable[Finding]:
         raise NotJudged("nothing is trainable, so there are no gradients to accumulate")
     if problem := next((one.problem for one in recorded if one.problem), ""):
         raise NotJudged(f"batch(0): {problem}; give it more rows")
-    early_anywhere = False
-    for name in view.names("parameter"):
-        early = tuple(rank for rank, accumulation in enumerate(recorded) if name in accumulation.early)
-        if early:
-            early_anywhere = True
+    early = {
+        name: tuple(rank for rank, accumulation in enumerate(recorded) if name in accumulation.early)
+        for name in view.names("parameter")
+    }
+    for name, ranks in early.items():
+        if ranks:
             yield Finding(
-                name, early, "gradient reduced in the first micro-batch", "reduced only in the last", **_NOT_OFF
+                name, ranks, "gradient reduced in the first micro-batch", "reduced only in the last", **_NOT_OFF
             )
     found = list(_wrong_accumulation(view, runs))
     changing = next(_changed_by_forward(view), None)
@@ -65,7 +66,7 @@ def grad_accumulation_parity(view: View) -> Iterable[Finding]:
         require_same_forward(view, runs)
         require_no_other_cause(view, f"accumulated gradients differ ({found[0].tensor}: {found[0].actual})")
         yield from found
-    elif not early_anywhere:
+    elif not any(early.values()):
         require_gradients(view)
 
 
