@@ -3,6 +3,7 @@
 from pytest_fsdp_meta.catalogue.checks import (
     accumulation,
     checkpoint,
+    clipping,
     communication,
     gradients,
     materialisation,
@@ -10,6 +11,7 @@ from pytest_fsdp_meta.catalogue.checks import (
     optimization,
     replicas,
     resuming,
+    second_step,
     sharding,
     structure,
     tiling,
@@ -25,7 +27,7 @@ from pytest_fsdp_meta.catalogue.view import Blocked, NotDeclared, NotJudged, Par
 FAMILIES = (
     *(structure, materialisation, sharding, tiling, communication),
     *(replicas, values, tying, memory),
-    *(gradients, optimization, training, accumulation),
+    *(gradients, clipping, optimization, second_step, training, accumulation),
     *(checkpoint, resuming),
 )
 

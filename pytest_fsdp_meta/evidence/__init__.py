@@ -16,22 +16,34 @@ from pytest_fsdp_meta.evidence.records import (
     not_declared,
 )
 from pytest_fsdp_meta.evidence.tensors import MeshFacts, OptimizerFacts, RankInventory, Region, TensorFacts
-from pytest_fsdp_meta.evidence.training import Accumulation, Comparison, Measure, Movement, RankTraining
+from pytest_fsdp_meta.evidence.training import (
+    Accumulation,
+    Clipping,
+    Comparison,
+    Measure,
+    Movement,
+    Noise,
+    RankTraining,
+    SecondStep,
+)
 
 __all__ = [
     "Accumulation",
+    "Clipping",
     "Comparison",
     "Evidence",
     "Export",
     "Measure",
     "MeshFacts",
     "Movement",
+    "Noise",
     "OptimizerFacts",
     "RankInventory",
     "RankTraining",
     "ReferenceFacts",
     "Region",
     "Resharded",
+    "SecondStep",
     "SubjectFacts",
     "TensorFacts",
     "Unavailable",

@@ -55,8 +55,6 @@ class ReferenceFacts:
     """The norm of all gradients of the first step."""
     after: RankInventory | None = None
     """The inventory after the last step."""
-    sensitivity: float = 1.0
-    """The relative change of the accumulated gradients divided by the relative change of the parameters causing it."""
     state_dict: tuple[str, ...] = ()
     """The keys of its state dict, or of the checkpoint."""
     adopted: tuple[str, ...] = ()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from pytest_fsdp_meta.evidence.tensors import OptimizerFacts, RankInventory
 
@@ -90,6 +91,48 @@ class Accumulation:
 
 
 @dataclass(frozen=True)
+class Clipping:
+    """The gradients of the first step, clipped by the author's function to ``bound``, half of the reference's norm.
+
+    They are divided by the scale that clipping should apply, so that right ones equal the reference's own gradients.
+    """
+
+    bound: float
+    gradients: tuple[Comparison, ...] = ()
+
+
+@dataclass(frozen=True)
+class SecondStep:
+    """What the first step left behind: the parameters after it, and the gradients of the second step."""
+
+    parameters: tuple[Comparison, ...] = ()
+    """The measures are of how far each parameter moved in the first step."""
+    gradients: tuple[Comparison, ...] = ()
+    without_gradient: tuple[str, ...] = ()
+    left_over: tuple[str, ...] = ()
+    """The parameters whose gradient still contains that of the first step."""
+
+
+@dataclass(frozen=True)
+class Noise:
+    """How far the reference's own training moves if it rounds as the loader does, in the slices that a rank holds.
+
+    Each mapping has the norm of that change by parameter: of the first and the second gradient, of the update over all
+    steps and over the first, and of the accumulated gradient. ``losses`` and ``norm`` are those of the whole batch.
+    """
+
+    losses: tuple[float, ...] = ()
+    norm: float = 0.0
+    gradients: Mapping[str, float] = field(default_factory=dict)
+    second: Mapping[str, float] = field(default_factory=dict)
+    updates: Mapping[str, float] = field(default_factory=dict)
+    first_updates: Mapping[str, float] = field(default_factory=dict)
+    accumulated: Mapping[str, float] = field(default_factory=dict)
+    problem: str = ""
+    """Why it could not be measured, or empty."""
+
+
+@dataclass(frozen=True)
 class RankTraining:
     """The training steps of one rank; ``losses`` are those of its own slice of the batch, one for each step."""
 
@@ -115,3 +158,11 @@ class RankTraining:
     optimizer: OptimizerFacts | None = None
     movements: tuple[Movement, ...] = ()
     accumulation: Accumulation | None = None
+    clipped: Clipping | None = None
+    """None if the author declares no function that clips, or no reference to compare with."""
+    second: SecondStep | None = None
+    """None if there was only one step, or no reference to compare with."""
+    late: tuple[Comparison, ...] = ()
+    """The parameters before the last step, and how far they had moved."""
+    noise: Noise | None = None
+    """None if nothing differs from the reference by more than the smallest tolerance, so that nobody needs it."""

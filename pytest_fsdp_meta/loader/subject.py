@@ -169,7 +169,7 @@ class Subject:
             for name in group:
                 if name not in parameters:
                     raise SubjectError("tied", f"{name!r} is not a parameter of the model{_nearest(name, parameters)}")
-        defaults: dict[str, Any] = dict.fromkeys(("reference", "verifier", "batch", "optimizer", "save", "state_dict"))
+        defaults: dict[str, Any] = dict.fromkeys(DECLARABLE)
         defaults |= {"frozen": (), "tied": (), "placements": {}}
         return SubjectFacts(
             frozen=self._resolve_frozen(names, transient),
@@ -195,6 +195,8 @@ class Subject:
         return frozen
 
 
+DECLARABLE = ("reference", "verifier", "batch", "optimizer", "clip_grad_norm", "save", "state_dict")
+"""Fields of which checks only need to know whether they are set."""
 SIGNATURES = {
     "batch": "batch(step) -> dict of tensors",
     "loss": "loss(model, batch) -> scalar",

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
@@ -36,25 +38,41 @@ def micro_batches(data_parallel: tuple[int, int]) -> list[tuple[int, int]]:
     return [(index * MICRO_BATCHES + number, size * MICRO_BATCHES) for number in range(MICRO_BATCHES)]
 
 
-def accumulate(subject: Subject, device: torch.device, slices: Sequence[tuple[int, int]]) -> tuple[str, ...]:
-    """Accumulate the mean gradient over these slices of the first batch; the caller zeroes the gradients.
+def union_of_ranks(size: int) -> list[list[tuple[int, int]]]:
+    """Return, for each round, the micro-batches of all ``size`` ranks: what the ranks see at the same time.
 
-    Return the parameters whose gradients were already reduced after the first micro-batch.
+    A loss that is divided by a count over all ranks counts the labels of one round.
+    """
+    return [list(round) for round in zip(*(micro_batches((index, size)) for index in range(size)), strict=True)]
+
+
+def accumulate(subject: Subject, device: torch.device, rounds: Sequence[Sequence[tuple[int, int]]]) -> tuple[str, ...]:
+    """Accumulate the mean gradient over the rounds; the caller zeroes the gradients.
+
+    A round is one forward over some slices of the first batch together. Return the parameters whose gradients were
+    already reduced after the first.
     """
     model, early = subject.model, tuple[str, ...]()
     model.zero_grad(set_to_none=True)
     with deterministic():
         batch = global_batch(subject, 0)
-        for number, micro_batch in enumerate(slices):
-            rows = own_rows(batch, 0, micro_batch, device)
+        for number, slices in enumerate(rounds):
+            rows = _join([own_rows(batch, 0, piece, device) for piece in slices])
             torch.manual_seed(SEED)
-            doing(f"accumulating gradients, micro-batch {number + 1} of {len(slices)}")
-            last = number == len(slices) - 1
+            doing(f"accumulating gradients, micro-batch {number + 1} of {len(rounds)}")
+            last = number == len(rounds) - 1
             with nullcontext() if last else _unsynced(model):
-                (loss_of(subject, rows) / len(slices)).backward()
+                (loss_of(subject, rows) / len(rounds)).backward()
             if number == 0 and not last:
                 early = tuple(_already_reduced(model))
     return early
+
+
+def _join(slices: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return slices of one batch as one; entries without rows are the same in all."""
+    first = slices[0]
+    rows = {key for key, value in first.items() if isinstance(value, Tensor) and value.ndim}
+    return {key: torch.cat([own[key] for own in slices]) if key in rows else first[key] for key in first}
 
 
 @contextmanager

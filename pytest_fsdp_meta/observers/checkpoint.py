@@ -36,10 +36,10 @@ from pytest_fsdp_meta.observers.inventory import named_tensors, non_persistent, 
 from pytest_fsdp_meta.observers.loading import resharded_subject
 from pytest_fsdp_meta.observers.optimizers import BY_NAME, make_optimizer
 from pytest_fsdp_meta.observers.state_dict import EXTRA_STATE
+from pytest_fsdp_meta.observers.steps import train
 from pytest_fsdp_meta.observers.support.bits import digest
 from pytest_fsdp_meta.observers.support.overwriting import is_untouched, overwrite
 from pytest_fsdp_meta.observers.support.reference_record import Record, is_array
-from pytest_fsdp_meta.observers.training import train
 from pytest_fsdp_meta.observers.values import compare_all
 from pytest_fsdp_meta.worlds import Rank, current, doing
 

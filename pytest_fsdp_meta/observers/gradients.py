@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -17,8 +19,12 @@ from pytest_fsdp_meta.observers.adapters.dtensor import local_part
 from pytest_fsdp_meta.observers.adapters.lookup import parts_of
 from pytest_fsdp_meta.observers.batches import calling
 from pytest_fsdp_meta.observers.inventory import named_tensors
+from pytest_fsdp_meta.observers.support.reference_record import Record
+from pytest_fsdp_meta.observers.values import comparable, read_part
 from pytest_fsdp_meta.text import first_line
 
+LEFT_OVER = 0.05
+"""Fraction of the first gradient: what may remain when it is taken out of a gradient that contains it."""
 ClipGradNorm = Callable[[Iterable[Parameter], float], object]
 
 
@@ -36,6 +42,17 @@ def without_gradient(model: Module, gradients: Iterable[tuple[str, Part]]) -> tu
     return tuple(name for name, t in trainable if name not in known and parts.of(name, t).local.numel())
 
 
+def contains(part: Part, name: str, first: Record, second: Record) -> bool:
+    """Return whether this gradient is the second step's plus all of the first's, as if nobody had zeroed it."""
+    if not (name in first and name in second and first.shape(name) == second.shape(name) == part.shape):
+        return False
+    ours = comparable(local_part(part.local).cpu()).double()
+    old, new = (comparable(read_part(part, record, name)).double() for record in (first, second))
+    if not ours.numel() or not ours.shape == old.shape == new.shape:
+        return False
+    return bool((ours - new - old).norm() <= LEFT_OVER * old.norm() and (ours - new).norm() > 0.5 * old.norm() > 0)
+
+
 def gradient_norm(model: Module, own: ClipGradNorm | None) -> tuple[float | None, str]:
     """Return (the norm of all gradients, why there is none) and leave the gradients unchanged.
 
@@ -45,7 +62,7 @@ def gradient_norm(model: Module, own: ClipGradNorm | None) -> tuple[float | None
     if own is None and isinstance(model, FullyShardedDataParallel):
         own = partial(_clip_fsdp1, model)
     if own is not None:
-        return _norm_by_clipping(own, parameters), ""
+        return _norm_by_clipping(model, own), ""
     by = next((part.by for _, part in gradients_of(model) if part.by and part.placements is None), "")
     if by:
         return None, f"ranks hold parts of some gradients, as {by} says"
@@ -62,18 +79,38 @@ def _clip_fsdp1(model: FullyShardedDataParallel, _: Iterable[Parameter], bound: 
     return model.clip_grad_norm_(bound)
 
 
-def _norm_by_clipping(clip: ClipGradNorm, parameters: list[Parameter]) -> float:
-    copies = [local_part(p.grad).clone() for p in parameters if p.grad is not None]
-    with calling("Subject(clip_grad_norm=...)"):
+def clipped_gradients(model: Module, clip: ClipGradNorm, bound: float, scale: float) -> list[tuple[str, Part]]:
+    """Return the gradients that the author's function leaves when it clips to ``bound``, divided by ``scale``.
+
+    The gradients themselves stay as they were.
+    """
+    with _kept_gradients(model) as parameters:
+        with calling("Subject(clip_grad_norm=...)"):
+            clip(parameters, bound)
+        return [(name, replace(part, local=local_part(part.local) / scale)) for name, part in gradients_of(model)]
+
+
+def _norm_by_clipping(model: Module, clip: ClipGradNorm) -> float:
+    with _kept_gradients(model) as parameters, calling("Subject(clip_grad_norm=...)"):
         norm = clip(parameters, float("inf"))
-    with torch.no_grad():
-        for parameter, before in zip(parameters, copies, strict=True):
-            if parameter.grad is not None:
-                local_part(parameter.grad).copy_(before)
     if isinstance(norm, (int, float)) or (isinstance(norm, Tensor) and norm.numel() == 1):
         return _as_number(norm)
     shown = tuple(norm.shape) if isinstance(norm, Tensor) else type(norm).__name__
     raise SubjectError("clip_grad_norm", f"it returned {shown}, but should return the norm before clipping, a number")
+
+
+@contextmanager
+def _kept_gradients(model: Module) -> Iterator[list[Parameter]]:
+    """Yield the parameters that have a gradient, and put all gradients back at the end, those of adapters as well."""
+    parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    own = [local_part(p.grad) for p in parameters if p.grad is not None]
+    copies = [(gradient, gradient.clone()) for gradient in (*own, *(part.local for _, part in gradients_of(model)))]
+    try:
+        yield parameters
+    finally:
+        with torch.no_grad():
+            for gradient, before in copies:
+                gradient.copy_(before)
 
 
 def _as_number(norm: Tensor | float) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import pickle
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate as accumulate_lengths
@@ -21,20 +21,25 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from pytest_fsdp_meta.evidence import Measure, RankInventory, ReferenceFacts, Region, TensorFacts
+from pytest_fsdp_meta.evidence import RankInventory, ReferenceFacts, Region, TensorFacts
 from pytest_fsdp_meta.loader.adapter import Part
 from pytest_fsdp_meta.loader.subject import Subject, SubjectError
-from pytest_fsdp_meta.observers.accumulation import accumulate, indivisible_batch, micro_batches
+from pytest_fsdp_meta.observers.accumulation import accumulate, indivisible_batch, union_of_ranks
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part
 from pytest_fsdp_meta.observers.gradients import gradient_norm, gradients_of
 from pytest_fsdp_meta.observers.inventory import named_tensors, take_inventory
 from pytest_fsdp_meta.observers.movement import gradient_noise, root_mean_square
 from pytest_fsdp_meta.observers.optimizers import PackedOptimizer, make_optimizer
+from pytest_fsdp_meta.observers.steps import StepObserver, train
 from pytest_fsdp_meta.observers.support.poison import NOTICES, poisoned_memory, restore_defaults
-from pytest_fsdp_meta.observers.support.reference_record import Record, checkpoint_entries, record_at, write_record
-from pytest_fsdp_meta.observers.support.sensitivity import sensitivity
-from pytest_fsdp_meta.observers.training import train
-from pytest_fsdp_meta.observers.values import compare_gradients, own_values_of
+from pytest_fsdp_meta.observers.support.reference_record import (
+    Record,
+    checkpoint_entries,
+    record_at,
+    without_repetition,
+    write_record,
+)
+from pytest_fsdp_meta.observers.values import own_values_of
 from pytest_fsdp_meta.worlds import SEED, current, doing, forward_warnings
 
 
@@ -90,7 +95,7 @@ def adopt_values(
             _write_part(wholes[name], regions, flat, values)
     with torch.no_grad():
         for name, whole in wholes.items():
-            _without_repetition(tensors[name]).copy_(_without_repetition(whole, tensors[name]))
+            without_repetition(tensors[name]).copy_(without_repetition(whole, tensors[name]))
     write_record(record_at(folder, "values"), _tensors(model))
     return _inventory(model, attributes)
 
@@ -113,21 +118,22 @@ def train_reference(
 ) -> ReferenceFacts:
     """Train the reference twice from the recorded values; return the facts with the results added.
 
-    Record in ``folder`` the gradients of the first step, the parameters after the last step, and the mean gradient
-    of the micro-batches of ``data_parallel_size`` ranks. The second training only gives the losses.
+    Record in ``folder`` what ``RECORDS`` lists: gradients and parameters of the first steps, and the mean gradient
+    of the rounds of micro-batches of ``data_parallel_size`` ranks. The second training only gives the losses.
     """
     rank = current()
-    subject = _declared_subject(rank.state["reference"], recipe)
-    model, first = subject.model, _FirstGradients(record_at(folder, "gradients"))
-    first.observe(model)  # where nothing is trainable there is no backward, but the ranks need an empty record
+    subject = declared_subject(rank.state["reference"], recipe)
+    model, first = subject.model, _RecordedSteps(rank.state["reference"], steps, folder)
+    # Where nothing is trainable there is no backward, but the ranks need empty records.
+    first.after_backward(0)
     optimizer = make_optimizer(subject)
-    run = train(subject, rank.device, range(steps), (0, 1), optimizer, partial(first.observe, model))
+    run = train(subject, rank.device, range(steps), (0, 1), optimizer, first)
     after = _inventory(model, ())
-    write_record(record_at(folder, "updated"), ((n, t) for n, kind, t in named_tensors(model) if kind == "parameter"))
-    amplified = 1.0
+    first.record("updated", _parameters(model))
     if optimizer is not None and not indivisible_batch(subject, data_parallel_size):
-        amplified = _record_accumulated(subject, data_parallel_size, record_at(folder, "accumulated"))
-    _restore(model, Record(record_at(folder, "values")))
+        accumulate(subject, rank.device, union_of_ranks(data_parallel_size))
+        first.record("accumulated", _local_tensors(gradients_of(model)))
+    restore(model, Record(record_at(folder, "values")))
     rerun = train(subject, rank.device, range(steps), (0, 1), make_optimizer(subject))
     return replace(
         facts,
@@ -138,40 +144,42 @@ def train_reference(
         noise=first.noise,
         norm=first.norm,
         after=after,
-        sensitivity=amplified,
     )
 
 
-class _FirstGradients:
-    """The gradients of the first step: recorded at ``path``, with their sizes and their norm."""
+class _RecordedSteps(StepObserver):
+    """The gradients of the first two steps, with the sizes and the norm of the first, and the weights after it."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, model: Module, steps: int, folder: str) -> None:
+        self._model = model
+        self._steps = steps
+        self._folder = folder
         self.sizes: dict[str, float] = {}
         self.noise = 0.0
         self.norm: float | None = None
 
-    def observe(self, model: Module) -> None:
-        gradients = gradients_of(model)
-        write_record(self._path, _local_tensors(gradients))
-        self.sizes = {name: root_mean_square(gradient.local) for name, gradient in gradients}
-        self.noise = gradient_noise(model)
-        self.norm, _ = gradient_norm(model, None)
+    def record(self, name: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        write_record(record_at(self._folder, name), tensors)
+
+    def after_backward(self, step: int) -> None:
+        gradients = gradients_of(self._model)
+        if step == 0:
+            self.record("gradients", _local_tensors(gradients))
+            self.sizes = {name: root_mean_square(gradient.local) for name, gradient in gradients}
+            self.noise = gradient_noise(self._model)
+            self.norm, _ = gradient_norm(self._model, None)
+        elif step == 1:
+            self.record("second_gradients", _local_tensors(gradients))
+
+    def after_update(self, step: int) -> None:
+        if step == 0:
+            self.record("first_updated", _parameters(self._model))
+        if step == self._steps - 2:
+            self.record("late", _parameters(self._model))
 
 
-def _record_accumulated(subject: Subject, data_parallel_size: int, path: Path) -> float:
-    """Record the mean gradient of all micro-batches; return its sensitivity, and leave the parameters changed."""
-    model, device = subject.model, current().device
-    slices = [piece for index in range(data_parallel_size) for piece in micro_batches((index, data_parallel_size))]
-    accumulate(subject, device, slices)
-    write_record(path, _local_tensors(gradients_of(model)))
-
-    def measure_gradients() -> Iterator[Measure | None]:
-        accumulate(subject, device, slices)
-        return (comparison.measure for comparison in compare_gradients(gradients_of(model), Record(path)))
-
-    trained = (_without_repetition(tensor) for _, tensor in _tensors(model) if tensor.requires_grad)
-    return sensitivity(trained, measure_gradients)
+def _parameters(model: Module) -> Iterator[tuple[str, Tensor]]:
+    return ((name, tensor) for name, kind, tensor in named_tensors(model) if kind == "parameter")
 
 
 def _local_tensors(gradients: Sequence[tuple[str, Part]]) -> list[tuple[str, Tensor]]:
@@ -222,7 +230,7 @@ def _build(field: str, recipe: Mapping[str, bytes]) -> Module:
     return model.to(current().device)
 
 
-def _declared_subject(model: Module, recipe: Mapping[str, bytes]) -> Subject:
+def declared_subject(model: Module, recipe: Mapping[str, bytes]) -> Subject:
     declared: dict[str, Any] = {field: pickle.loads(recipe[field]) for field in ("batch", "loss", "optimizer")}
     if isinstance(declared["optimizer"], PackedOptimizer):
         declared["optimizer"] = partial(declared["optimizer"].rebuild, model)
@@ -237,20 +245,9 @@ def _tensors(model: Module) -> list[tuple[str, Tensor]]:
     return [(name, tensor) for name, _, tensor in named_tensors(model)]
 
 
-def _restore(model: Module, record: Record) -> None:
+def restore(model: Module, record: Record) -> None:
     with torch.no_grad():
         for name, tensor in _tensors(model):
             if name in record:
                 values = record.read(name, [((0, size),) for size in tensor.shape])
-                _without_repetition(tensor).copy_(_without_repetition(values, tensor))
-
-
-def _without_repetition(tensor: Tensor, like: Tensor | None = None) -> Tensor:
-    """Return one repetition of a tensor that ``expand`` repeated as in ``like`` (default: itself).
-
-    torch refuses to write to the repetitions together.
-    """
-    for dim, stride in enumerate((tensor if like is None else like).stride()):
-        if not stride and tensor.shape[dim]:
-            tensor = tensor.narrow(dim, 0, 1)
-    return tensor
+                without_repetition(tensor).copy_(without_repetition(values, tensor))

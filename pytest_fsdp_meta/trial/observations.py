@@ -25,6 +25,7 @@ from pytest_fsdp_meta.evidence.collectives import RankCollectives, RankMemory
 from pytest_fsdp_meta.loader.subject import SubjectError
 from pytest_fsdp_meta.observers.support.reference_record import record_at
 from pytest_fsdp_meta.trial import on_ranks
+from pytest_fsdp_meta.trial.noise import with_noise
 from pytest_fsdp_meta.trial.obstacles import NOT_WANTED, describe_odd_model, from_world_error
 from pytest_fsdp_meta.trial.on_ranks import run_on
 from pytest_fsdp_meta.trial.reloading import Load, Reloading
@@ -230,7 +231,11 @@ class ObservationRun:
             data_parallel_size,
             self.reference,
         )[0]
-        return tuple(run_on(self.world, observe_training, self.steps, str(self.folder), self.reference.noise))
+        noise, norm = self.reference.noise, self.reference.norm
+        runs = tuple(run_on(self.world, observe_training, self.steps, str(self.folder), noise, norm))
+        return with_noise(
+            runs, self.inventory[0], self.reference, self.world, self.reference_world, self._recipe, self.folder
+        )
 
     def _adopt_wrong_values(self) -> None:
         """Let the reference train from the loader's values where a selected check reports that they differ.

@@ -17,7 +17,7 @@ R = TypeVar("R")
 
 OBSERVERS = "pytest_fsdp_meta.observers"
 ON_RANKS = (
-    *(f"{OBSERVERS}.checkpoint", f"{OBSERVERS}.training", f"{OBSERVERS}.reference"),
+    *(f"{OBSERVERS}.checkpoint", f"{OBSERVERS}.training", f"{OBSERVERS}.noise"),
     f"{OBSERVERS}.preload:warm_up",
 )
 """What the fork server imports (modules) and calls (functions) before it forks the ranks of a trial."""
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from pytest_fsdp_meta.observers import (
         checkpoint,
         loading,
+        noise,
         reference,
         state_dict,
         step_collectives,
@@ -45,6 +46,7 @@ else:
 
     checkpoint = ObserverModule(f"{OBSERVERS}.checkpoint")
     loading = ObserverModule(f"{OBSERVERS}.loading")
+    noise = ObserverModule(f"{OBSERVERS}.noise")
     reference = ObserverModule(f"{OBSERVERS}.reference")
     state_dict = ObserverModule(f"{OBSERVERS}.state_dict")
     step_collectives = ObserverModule(f"{OBSERVERS}.step_collectives")
@@ -55,6 +57,7 @@ __all__ = [
     "ON_RANKS",
     "checkpoint",
     "loading",
+    "noise",
     "reference",
     "run_on",
     "state_dict",

@@ -11,6 +11,7 @@ from typing import Any
 from pytest_fsdp_meta.catalogue import Verdict, built_in, judge
 from pytest_fsdp_meta.evidence import (
     Accumulation,
+    Clipping,
     Comparison,
     Evidence,
     Export,
@@ -22,6 +23,7 @@ from pytest_fsdp_meta.evidence import (
     RankTraining,
     ReferenceFacts,
     Resharded,
+    SecondStep,
     SubjectFacts,
     TensorFacts,
     Unavailable,
@@ -183,6 +185,8 @@ def trained(rank: RankInventory, slices: int, losses: Sequence[float], batches: 
         optimizer=OptimizerFacts("SGD", {t.name: int(t.requires_grad) for t in rank.tensors if t.kind == "parameter"}),
         movements=tuple(Movement(t.name, t.local_shape[0], 0) for t in trainable if t.numel),
         accumulation=Accumulation(alike),
+        clipped=Clipping(1.5, alike),
+        second=SecondStep(parameters=alike, gradients=alike),
     )
 
 
@@ -226,6 +230,31 @@ def remeasured(
             for c in getattr(run, observed)
         )
         runs.append(replace(run, **{observed: seen}))
+    return replace(evidence, training=tuple(runs))
+
+
+def clipped(
+    evidence: Evidence, factor: float = 1.0, apart: float = 0.0, ranks: Iterable[int] | None = None
+) -> Evidence:
+    """Declare a function that clips, and let it leave this gradient of MIDDLE (relative to the right one)."""
+    seen = remeasured(evidence, MIDDLE, factor, apart, ranks)
+    pairs = zip(evidence.training or (), seen.training or (), strict=True)
+    runs = tuple(replace(run, clipped=Clipping(1.5, wrong.gradients)) for run, wrong in pairs)
+    declared = replace(evidence.subject, declared=evidence.subject.declared | {"clip_grad_norm"})
+    return replace(evidence, training=runs, subject=declared)
+
+
+def second_step(
+    evidence: Evidence, factor: float = 1.0, apart: float = 0.0, ranks: Iterable[int] | None = None, **facts: Any
+) -> Evidence:
+    """Give MIDDLE another gradient in the second step."""
+    seen = remeasured(evidence, MIDDLE, factor, apart, ranks)
+    chosen = range(len(seen.training or ())) if ranks is None else set(ranks)
+    runs = []
+    for rank, (run, wrong) in enumerate(zip(evidence.training or (), seen.training or (), strict=True)):
+        assert run.second is not None
+        second = replace(run.second, gradients=wrong.gradients, **(facts if rank in chosen else {}))
+        runs.append(replace(run, second=second))
     return replace(evidence, training=tuple(runs))
 
 

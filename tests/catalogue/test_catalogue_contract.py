@@ -23,6 +23,7 @@ from tests.catalogue.evidence_factory import (
     ROTARY,
     change,
     change_reference,
+    clipped,
     declare,
     differ,
     drop,
@@ -32,6 +33,7 @@ from tests.catalogue.evidence_factory import (
     on_runs,
     place,
     remeasured,
+    second_step,
     undeclared,
     verdict,
 )
@@ -61,7 +63,14 @@ EMPTY = {
     *NO_TRAFFIC,
     *("tied_weights_share_storage", "tied_weights_stay_tied", "replicas_stay_equal", "frozen_weights_stay_frozen"),
     *("optimizer_owns_parameters", "optimizer_state_round_trip", "every_trainable_moves"),
-    *("grad_norm_parity", "grad_accumulation_parity", "parameter_attributes_kept", "unsharded_modules_stay_whole"),
+    *(
+        "grad_norm_parity",
+        "grad_clip_parity",
+        "second_grad_parity",
+        "grad_accumulation_parity",
+        "parameter_attributes_kept",
+        "unsharded_modules_stay_whole",
+    ),
 }
 """The checks to which a model without parameters and buffers is not applicable."""
 TOO_SMALL = {"load_peak_memory_bounded", "managed_params_are_registered", "collectives_within_budget"}
@@ -70,6 +79,7 @@ UNUSUAL = {
     "parameter_attributes_kept": "kept_attributes",
     "unsharded_modules_stay_whole": "unsharded",
     "unsharded_modules_are_not_gathered": "unsharded",
+    "grad_clip_parity": "clip_grad_norm",
 }
 """The checks that need a field which few authors declare."""
 
@@ -91,6 +101,7 @@ def complete(mesh: dict[str, int], whole: dict[str, tuple[int, ...]] = WHOLE) ->
     memory = (RankMemory(host=1024, whole=64),) * len(evidence.inventory)
     evidence = replace(evidence, memory=memory, repetition=evidence.inventory)
     evidence = declare(evidence, kept_attributes=(KEPT,), unsharded=tuple(whole), frozen={FROZEN: FROZEN})
+    evidence = clipped(evidence)
     return with_traffic(evidence, groups=(FsdpGroup(tuple(LARGE), forwards=1, reshards=True, trainable=True),))
 
 
@@ -102,7 +113,16 @@ def with_loading(evidence: Evidence) -> Evidence:
 def without_tensors(world: int) -> Evidence:
     """A model without parameters and buffers, with every observation taken."""
     evidence = on_runs(
-        empty(world), None, gradients=(), norm=None, accumulation=None, optimizer=None, movements=(), losses=LOSSES
+        empty(world),
+        None,
+        gradients=(),
+        norm=None,
+        accumulation=None,
+        clipped=None,
+        second=None,
+        optimizer=None,
+        movements=(),
+        losses=LOSSES,
     )
     return with_loading(evidence)
 
@@ -251,6 +271,8 @@ BROKEN = {
     "load_peak_memory_bounded": with_rank(HEALTHY["two"], "memory", host=10**6, whole=10**6),
     "grad_parity": remeasured(healthy(), MIDDLE, 2.0),
     "grad_norm_parity": on_runs(healthy(), None, norm=2.0),
+    "grad_clip_parity": clipped(healthy(), 2.0),
+    "second_grad_parity": second_step(healthy(), apart=1.0),
     "optimizer_owns_parameters": on_runs(
         healthy(), None, optimizer=replace(OPTIMIZER, held={**OPTIMIZER.held, FROZEN: 2})
     ),

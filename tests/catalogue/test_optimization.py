@@ -248,7 +248,7 @@ def test_tensors_that_differ_before_the_steps_are_not_replicas():
 
 def test_an_update_that_differs():
     found = verdict(UPDATES, remeasured(healthy(), MIDDLE, 0.1, observed="parameters"))
-    within = "equal within 0.02"
+    within = "equal within 0.002"
     assert findings_of(found) == [(MIDDLE, (0, 1), "update is 0.1 times the reference's", within, "")]
     found = verdict(UPDATES, remeasured(healthy(4), MIDDLE, apart=4.0, ranks=[1], observed="parameters"))
     assert [(f.ranks, f.actual) for f in found.findings] == [((1,), "update differs from the reference's")]

@@ -425,7 +425,7 @@ class MegatronFSDP(nn.Module):
 def test_megatron_fsdp_reduces_in_the_last_micro_batch_only(auto_sync):
     model = MegatronFSDP(auto_sync)
     subject = Subject(model, batch=lambda step: {"x": torch.ones(4, 2)}, loss=lambda model, rows: model(**rows).sum())
-    accumulate(subject, torch.device("cpu"), micro_batches((0, 1)))
+    accumulate(subject, torch.device("cpu"), [[piece] for piece in micro_batches((0, 1))])
     assert model.switches == [(False, False), (auto_sync, True)]
 
 
@@ -433,5 +433,5 @@ def test_megatron_fsdp_switches_are_restored_after_an_error():
     model = MegatronFSDP(auto_sync=True)
     subject = Subject(model, batch=lambda step: {"x": torch.ones(4, 3)}, loss=lambda model, rows: model(**rows).sum())
     with pytest.raises(CallFailed, match="Subject"):
-        accumulate(subject, torch.device("cpu"), micro_batches((0, 1)))
+        accumulate(subject, torch.device("cpu"), [[piece] for piece in micro_batches((0, 1))])
     assert (model.model_auto_sync, model.is_last_microbatch) == (True, True)

@@ -5,23 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
-from pytest_fsdp_meta.catalogue.checks.training import BEFORE_UPDATES
+from pytest_fsdp_meta.catalogue.diagnosis.limits import Limits, accumulation_limits
 from pytest_fsdp_meta.catalogue.diagnosis.multiples import multiple
 from pytest_fsdp_meta.catalogue.diagnosis.parity import (
-    GRADIENT_TOLERANCE,
-    UPDATE_TOLERANCE,
+    BEFORE_UPDATES,
     comparable_training,
-    gradient_differs,
     require_gradients,
     require_no_other_cause,
     require_same_forward,
-    tolerance,
-    typical_gradient,
 )
 from pytest_fsdp_meta.catalogue.findings import Explanation, Finding
 from pytest_fsdp_meta.catalogue.registry import check
 from pytest_fsdp_meta.catalogue.view import NotJudged, View
 from pytest_fsdp_meta.evidence import Comparison, RankTraining
+from pytest_fsdp_meta.evidence.tolerances import GRADIENT_TOLERANCE
 
 
 @check(
@@ -30,7 +27,7 @@ from pytest_fsdp_meta.evidence import Comparison, RankTraining
     family="training",
     needs=["inventory", "reference", "training"],
     uses=["values", "verifier"],
-    after=[*BEFORE_UPDATES, "update_parity", "loss_parity"],
+    after=[*BEFORE_UPDATES, "second_grad_parity", "update_parity", "loss_parity"],
     why="If turning the reduction off has no effect, each micro-batch costs a reduction; if it stays off, the whole "
     "step is lost.",
     cause="the switch (FSDP2's set_requires_gradient_sync, DDP's no_sync) does not reach every wrapped module",
@@ -79,12 +76,7 @@ def _changed_by_forward(view: View) -> Iterator[str]:
 
 
 def _wrong_accumulation(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding]:
-    # Accumulation is recorded after the steps: where the parameters differ from the reference's by then, gradients
-    # differ too, by more the more sensitive the model is.
-    drift = [c.measure.apart / c.measure.truth for run in runs for c in run.parameters if c.measure and c.measure.truth]
-    drift = [error for error in drift if error < UPDATE_TOLERANCE["bfloat16"]]
-    carried = max(drift, default=0.0) * max(view.reference.sensitivity, 1.0)
-    allowed, typical = tolerance(view, view.tolerance) + carried, typical_gradient(view)
+    limits = accumulation_limits(view)
     names = view.names("parameter", only=view.reference.gradients)
     recorded = [run.accumulation for run in runs if run.accumulation is not None]
     pairs = view.comparisons(tuple(accumulation.gradients for accumulation in recorded), names)
@@ -101,14 +93,15 @@ def _wrong_accumulation(view: View, runs: Sequence[RankTraining]) -> Iterator[Fi
         lost = [rank for rank in lost if name not in runs[rank].without_gradient]
         if lost:
             yield Finding(name, tuple(lost), "no gradient after the last micro-batch", _MEAN, **_STAYS_OFF)
-        yield from _wrong_sums(name, pairs.get(name, []), allowed, typical)
+        yield from _wrong_sums(name, pairs.get(name, []), limits)
 
 
-def _wrong_sums(name: str, pairs: list[tuple[int, Comparison]], allowed: float, typical: float) -> Iterator[Finding]:
+def _wrong_sums(name: str, pairs: list[tuple[int, Comparison]], limits: Limits) -> Iterator[Finding]:
     by_factor: dict[str, list[int]] = {}
-    for rank, comparison in pairs:
-        if comparison.measure is not None and gradient_differs(comparison.measure, allowed, typical):
-            by_factor.setdefault(multiple(comparison.measure, allowed), []).append(rank)
+    wrong = [(rank, comparison) for rank, comparison in pairs if limits.exceeded(rank, comparison)]
+    for rank, comparison in wrong:
+        assert comparison.measure is not None
+        by_factor.setdefault(multiple(comparison.measure, limits.relative_to(wrong)), []).append(rank)
     for factor, ranks in by_factor.items():
         actual = f"gradient {factor} times as large" if factor else "different gradient"
         yield Finding(name, tuple(ranks), f"{actual} after the last micro-batch", _MEAN, **_OVERWRITTEN)

@@ -5,26 +5,26 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from pytest_fsdp_meta.catalogue.diagnosis.limits import (
+    gradient_limits,
+    gradients_beyond_rounding,
+    update_limits,
+)
 from pytest_fsdp_meta.catalogue.diagnosis.multiples import ROUNDING, SLIGHT, multiple, number_of
 from pytest_fsdp_meta.catalogue.diagnosis.parity import (
     EXPLAINING_CHECKS,
-    GRADIENT_TOLERANCE,
-    UPDATE_TOLERANCE,
     comparable_training,
     describe_other_precision,
-    gradient_differs,
-    gradients_beyond_rounding,
     require_gradients,
     require_no_other_cause,
     require_same_forward,
-    tolerance,
-    typical_gradient,
 )
 from pytest_fsdp_meta.catalogue.diagnosis.patterns import Cases
 from pytest_fsdp_meta.catalogue.findings import Explanation, Finding
 from pytest_fsdp_meta.catalogue.registry import check
-from pytest_fsdp_meta.catalogue.view import NotJudged, View, ranks_by
+from pytest_fsdp_meta.catalogue.view import View, ranks_by
 from pytest_fsdp_meta.evidence import Comparison, RankTraining, TensorFacts
+from pytest_fsdp_meta.evidence.tolerances import GRADIENT_TOLERANCE
 
 NOISE = 1e-7
 """Largest element of a gradient that is zero but for rounding, such as that of an attention key's bias."""
@@ -65,27 +65,23 @@ def grad_parity(view: View) -> Iterable[Finding]:
 
 def _wrong_gradients(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding]:
     """Report gradients that are missing or differ from the reference's."""
-    allowed, typical = tolerance(view, view.tolerance), typical_gradient(view)
+    limits = gradient_limits(view)
     names, due = view.names("parameter", only=view.reference.gradients), gradients_beyond_rounding(view)
     pairs = view.comparisons(tuple(run.gradients for run in runs), names)
     updates = view.comparisons(tuple(run.parameters for run in runs), names)
-    partial = _partial_gradients(view)
+    partial = partial_gradients(view)
     none = len(names) > 1 and all(set(names) <= set(run.without_gradient) for run in runs)
     for name in names:
         missing = tuple(rank for rank, run in enumerate(runs) if name in run.without_gradient)
         if missing and name in due:
             explanation = _REDUCTION_OFF if none else _MISSING
             yield Finding(name, missing, "no gradient, although the reference has one", "", **explanation)
-        wrong = [(rank, c) for rank, c in pairs.get(name, []) if _is_wrong(c, allowed, typical)]
+        wrong = [(rank, c) for rank, c in pairs.get(name, []) if limits.exceeded(rank, c)]
         if wrong and name not in partial and not _optimizer_reduces(view, name, pairs[name], updates.get(name, [])):
-            yield from _describe_wrong(view, runs, name, wrong, allowed)
+            yield from _describe_wrong(view, runs, name, wrong, limits.relative_to(wrong))
 
 
-def _is_wrong(comparison: Comparison, allowed: float, typical: float) -> bool:
-    return comparison.measure is not None and gradient_differs(comparison.measure, allowed, typical)
-
-
-def _partial_gradients(view: View) -> set[str]:
+def partial_gradients(view: View) -> set[str]:
     """Return the names of distinct parameters that share storage: each has the gradient of its own uses only."""
     found: set[str] = set()
     for rank in view.evidence.inventory:
@@ -110,9 +106,9 @@ def _optimizer_reduces(view: View, name: str, gradients: Cases, updates: Cases) 
         return False
     moved = [comparison.measure for _, comparison in updates if comparison.measure]
     measured = [comparison.measure for _, comparison in gradients if comparison.measure]
-    limit = tolerance(view, UPDATE_TOLERANCE, "update_parity")
+    limits = update_limits(view)
     unreduced = len(view.evidence.inventory) > 1 and any(m.residual > ROUNDING for m in measured)
-    return unreduced and bool(moved) and all(m.apart <= limit * m.truth for m in moved)
+    return unreduced and bool(moved) and not any(limits.exceeded(rank, c) for rank, c in updates)
 
 
 def _describe_wrong(
@@ -123,12 +119,12 @@ def _describe_wrong(
     for rank, comparison in wrong:
         assert comparison.measure is not None
         by_factor.setdefault(multiple(comparison.measure, allowed), []).append((rank, comparison))
-    expected = f"equal within {allowed:g}"
+    expected = f"equal within {allowed:.2g}"
     for factor, cases in by_factor.items():
         ranks = tuple(rank for rank, _ in cases)
         explanation = _explain_factor(view, runs, name, factor) if factor else _explain_other(view, name, cases)
         actual = f"gradient is {factor} times the reference's" if factor else "gradient differs from the reference's"
-        yield Finding(name, ranks, actual, expected, "" if factor else _largest_error(cases), **explanation)
+        yield Finding(name, ranks, actual, expected, "" if factor else describe_largest_error(cases), **explanation)
 
 
 def _explain_factor(view: View, runs: Sequence[RankTraining], name: str, factor: str) -> Explanation:
@@ -168,7 +164,7 @@ def _tied_only_here(view: View, name: str) -> bool:
     return not own.get(name, frozenset({name})) <= reference.get(name, frozenset({name}))
 
 
-def _largest_error(cases: Cases) -> str:
+def describe_largest_error(cases: Cases) -> str:
     """Describe the error of the rank whose gradient is farthest off."""
     rank, worst = max(cases, key=lambda case: _relative_error(case[1]))
     place = f" at [{', '.join(map(str, worst.index))}]" if worst.index else ""
@@ -284,57 +280,3 @@ _NOT_WRAPPED: Explanation = {
     "cause": "all parameters are plain tensors and no DDP wraps the model, so nothing reduces their gradients",
     "remedy": "shard or wrap the model; or declare Subject(data_parallel=(0, 1)) if every rank sees the whole batch",
 }
-
-
-@check(
-    promise="the total gradient norm that clip_grad_norm_ computes equals the reference's on every rank",
-    family="training",
-    needs=["inventory", "reference", "training"],
-    uses=["values", "verifier"],
-    after=[*EXPLAINING_CHECKS, "grad_parity"],
-    why="A norm over a rank's own shards is too small, so gradients are clipped too late and differently on each rank.",
-    cause="the norm is taken over the rank's own shards and not reduced, or replicated parameters count more than once",
-    remedy="use torch.nn.utils.clip_grad_norm_ on the sharded parameters, or sum the squares over the ranks that shard",
-    references=["pytorch/pytorch#170862", "pytorch/torchtune#2420", "pytorch/pytorch#180346"],
-    since="0.2",
-    tolerance=GRADIENT_TOLERANCE,
-)
-def grad_norm_parity(view: View) -> Iterable[Finding]:
-    runs, expected = comparable_training(view), view.reference.norm
-    allowed = tolerance(view, view.tolerance)
-    problem = next((run.norm_problem for run in runs if run.norm_problem), "")
-    if problem:
-        raise NotJudged(
-            f"torch cannot compute the norm of these gradients ({problem}); declare "
-            "Subject(clip_grad_norm=<callable>) with the function that your training uses"
-        )
-    if expected is None or any(run.norm is None for run in runs):
-        raise NotJudged("nothing is trainable, so there is no gradient to take a norm of")
-    off = [(rank, run.norm) for rank, run in enumerate(runs) if not _norm_equal(run.norm, expected, allowed)]
-    if off:
-        require_same_forward(view, runs)
-        require_no_other_cause(view, f"the gradient norm is {off[0][1]:.6g}, but should be {expected:.6g}")
-    else:
-        require_gradients(view)
-    for norm, ranks in ranks_by((rank, f"{norm:.6g}") for rank, norm in off).items():
-        explanation = _WRONG_NORM[float(norm) > expected] if len(ranks) == len(runs) > 1 else {}
-        yield Finding(None, ranks, f"gradient norm {norm}", f"{expected:.6g} within {allowed:g}", **explanation)
-
-
-_WRONG_NORM: dict[bool, Explanation] = {
-    False: {
-        "cause": "all ranks agree on a norm that is too small: gradients are left out of the sum (vectors, unsharded "
-        "parameters, another mesh), or the norm of one rank's shards is used on all ranks",
-        "remedy": "sum the squares of all gradients that the optimizer uses, over the ranks that shard them",
-    },
-    True: {
-        "cause": "all ranks agree on a norm that is too large: replicated parameters count once per rank, or norms are "
-        "summed instead of their squares",
-        "remedy": "count replicated gradients once, and sum squares over the ranks that shard",
-    },
-}
-"""Explanation for a norm that is wrong alike on all ranks, by whether it is too large."""
-
-
-def _norm_equal(actual: float | None, expected: float, allowed: float) -> bool:
-    return actual is not None and abs(actual - expected) <= allowed * expected + NOISE * allowed

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from pytest_fsdp_meta.catalogue.checks.checkpoint import SOUND, diverging_names
-from pytest_fsdp_meta.catalogue.diagnosis.parity import declared_or_coarsest, format_losses, leave_not_finite
+from pytest_fsdp_meta.catalogue.diagnosis.limits import declared_or_coarsest
+from pytest_fsdp_meta.catalogue.diagnosis.parity import format_losses, leave_not_finite
 from pytest_fsdp_meta.catalogue.findings import Explanation, Finding, Mismatch
 from pytest_fsdp_meta.catalogue.registry import check
 from pytest_fsdp_meta.catalogue.view import Blocked, NotJudged, Unjudgeable, View, ranks_by
@@ -22,6 +23,7 @@ TRAINING_CHECKS = (
     "replicas_stay_equal",
     "loss_parity",
     "grad_parity",
+    "second_grad_parity",
     "update_parity",
     "grad_accumulation_parity",
 )

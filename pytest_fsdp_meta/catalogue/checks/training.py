@@ -4,28 +4,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
+from pytest_fsdp_meta.catalogue.diagnosis.limits import (
+    Limits,
+    LossLimits,
+    gradients_beyond_rounding,
+    loss_limits,
+    relative_distance,
+    update_limits,
+)
 from pytest_fsdp_meta.catalogue.diagnosis.multiples import alike, number_of, whole
 from pytest_fsdp_meta.catalogue.diagnosis.parity import (
-    EXPLAINING_CHECKS,
-    LOSS_TOLERANCE,
-    UPDATE_TOLERANCE,
+    BEFORE_UPDATES,
     comparable_training,
     describe_other_precision,
     format_losses,
-    gradients_beyond_rounding,
     mean_losses,
-    relative_distance,
     require_gradients,
     require_no_other_cause,
     require_same_forward,
     slice_losses,
-    tolerance,
 )
 from pytest_fsdp_meta.catalogue.findings import Explanation, Finding
 from pytest_fsdp_meta.catalogue.registry import check
-from pytest_fsdp_meta.catalogue.view import View
-from pytest_fsdp_meta.evidence import Measure, RankTraining, splits_model, splits_sequence
+from pytest_fsdp_meta.catalogue.view import Blocked, View
+from pytest_fsdp_meta.evidence import Comparison, Measure, RankTraining, splits_model, splits_sequence
+from pytest_fsdp_meta.evidence.tolerances import LOSS_TOLERANCE, UPDATE_TOLERANCE
 
 SAME_FACTOR = 0.1
 """Relative: how much the factors of later losses may differ from that of the first loss. A scaled loss has scaled
@@ -37,15 +42,6 @@ SAME_UPDATE = 0.02
 """Relative: update factors that differ by less count as the same factor, with the same cause."""
 CHANCE = 0.1
 """Fraction: if the tolerance covers more of the interval between whole numbers, a whole factor may be a coincidence."""
-BEFORE_UPDATES = (
-    *EXPLAINING_CHECKS,
-    "grad_parity",
-    "optimizer_owns_parameters",
-    "frozen_weights_stay_frozen",
-    "tied_weights_stay_tied",
-    "every_trainable_moves",
-    "replicas_stay_equal",
-)
 
 
 @check(
@@ -53,7 +49,7 @@ BEFORE_UPDATES = (
     family="training",
     needs=["inventory", "reference", "training"],
     uses=["values", "verifier"],
-    after=BEFORE_UPDATES,
+    after=[*BEFORE_UPDATES, "second_grad_parity"],
     why="A parameter group without its learning rate or weight decay still has correct gradients and is noticed late.",
     cause="the optimizer is configured differently on the ranks: learning rate, weight decay or parameter groups",
     remedy="compare the optimizer's groups and their settings with the reference's, by parameter name",
@@ -67,30 +63,53 @@ def update_parity(view: View) -> Iterable[Finding]:
     if found:
         require_same_forward(view, runs)
         require_no_other_cause(view, f"the updates differ ({found[0].tensor}: {found[0].actual})")
+        _require_same_last_forward(view, runs)
         yield from found
     else:
         require_gradients(view)
 
 
+def _require_same_last_forward(view: View, runs: Sequence[RankTraining]) -> None:
+    """Raise Blocked if the last loss is wrong although the parameters were right before: then the last update is, too.
+
+    loss_parity reports that the forward has changed.
+    """
+    expected, actual, last = view.reference.losses or (), mean_losses(runs), len(view.reference.losses or ()) - 1
+    if "loss_parity" not in view.selection or not all(run.late for run in runs):
+        return
+    limits = update_limits(view)
+    moved = any(_update_is_wrong(rank, c, limits, 0.0, last) for rank, run in enumerate(runs) for c in run.late)
+    if not moved and loss_limits(view).exceeded(actual, expected, last):
+        raise Blocked(
+            f"the parameters are right before the last step, whose loss is {actual[last]:.6g}, but should be "
+            f"{expected[last]:.6g} (see loss_parity); the update depends on it"
+        )
+
+
 def _wrong_updates(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding]:
     """Report the parameters with the largest errors; smaller errors elsewhere may follow from these."""
-    allowed = tolerance(view, view.tolerance)
-    off = {name: pairs for name, pairs in _updates_beyond_tolerance(view, runs, allowed).items() if pairs}
-    worst = max((_relative_error(m) for pairs in off.values() for _, m in pairs), default=0.0)
+    limits = update_limits(view)
+    off = {name: cases for name, cases in _updates_beyond(view, runs, limits).items() if cases}
+    worst = max((_relative_error(c) for cases in off.values() for _, c in cases), default=0.0)
     least = min(worst, 1.0) / 2
-    farthest = {name: [(rank, m) for rank, m in pairs if _relative_error(m) >= least] for name, pairs in off.items()}
-    measured = [m for pairs in farthest.values() for _, m in pairs]
-    labels = alike({_update_factor(m): m.residual for m in measured if _update_factor(m)}, max(allowed, SAME_UPDATE))
-    for name, pairs in farthest.items():
-        by_factor: dict[str, list[tuple[int, Measure]]] = {}
-        for rank, m in pairs:
-            by_factor.setdefault(labels.get(_update_factor(m), ""), []).append((rank, m))
-        for factor, cases in by_factor.items():
+    farthest = {name: [(rank, c) for rank, c in cases if _relative_error(c) >= least] for name, cases in off.items()}
+    measured = [c.measure for cases in farthest.values() for _, c in cases if c.measure is not None]
+    labels = alike(
+        {_update_factor(m): m.residual for m in measured if _update_factor(m)}, max(limits.relative, SAME_UPDATE)
+    )
+    for name, cases in farthest.items():
+        by_factor: dict[str, list[tuple[int, Comparison]]] = {}
+        for rank, comparison in cases:
+            assert comparison.measure is not None
+            by_factor.setdefault(labels.get(_update_factor(comparison.measure), ""), []).append((rank, comparison))
+        for factor, alike_cases in by_factor.items():
             actual = f"update is {factor} times the reference's" if factor else "update differs from the reference's"
-            detail = "" if factor else f"relative error {max(_relative_error(m) for _, m in cases):.2g}"
+            detail = "" if factor else f"relative error {max(_relative_error(c) for _, c in alike_cases):.2g}"
             explanation = _explain_factor(view, runs, name, factor) if factor else Explanation()
-            ranks = tuple(rank for rank, _ in cases)
-            yield Finding(name, ranks, actual, f"equal within {allowed:g}", detail, **explanation)
+            ranks = tuple(rank for rank, _ in alike_cases)
+            yield Finding(
+                name, ranks, actual, f"equal within {limits.relative_to(alike_cases):.2g}", detail, **explanation
+            )
 
 
 def _explain_factor(view: View, runs: Sequence[RankTraining], name: str, factor: str) -> Explanation:
@@ -108,20 +127,28 @@ def _explain_factor(view: View, runs: Sequence[RankTraining], name: str, factor:
     }
 
 
-def _updates_beyond_tolerance(
-    view: View, runs: Sequence[RankTraining], allowed: float
-) -> dict[str, list[tuple[int, Measure]]]:
+def _updates_beyond(
+    view: View, runs: Sequence[RankTraining], limits: Limits
+) -> dict[str, list[tuple[int, Comparison]]]:
     """Return, by parameter, the ranks whose update differs from the reference's by more than rounding explains."""
     steps = len(view.reference.losses or ())
-    due = gradients_beyond_rounding(view)
-    names = [name for name in view.names("parameter", only=view.reference.gradients) if name in due]
+    names = view.names("parameter", only=gradients_beyond_rounding(view))
     found = {}
     for name, pairs in view.comparisons(tuple(run.parameters for run in runs), names).items():
-        measured = [(rank, c.measure) for rank, c in pairs if c.measure is not None]
-        farthest = max((m.truth for _, m in measured), default=0.0)
-        # Each step rounds each element once, on the ranks and in the reference.
-        found[name] = [(rank, m) for rank, m in measured if not m.apart <= allowed * farthest + 2 * steps * m.grain]
+        farthest = max((c.measure.truth for _, c in pairs if c.measure is not None), default=0.0)
+        found[name] = [(rank, c) for rank, c in pairs if _update_is_wrong(rank, c, limits, farthest, steps)]
     return found
+
+
+def _update_is_wrong(rank: int, comparison: Comparison, limits: Limits, farthest: float, steps: int) -> bool:
+    """Return whether an update differs by more than the limit, as if it were at least ``farthest`` long."""
+    measure = comparison.measure
+    if measure is None:
+        return False
+    farthest = max(farthest, measure.truth)
+    # Each step rounds each element once, on the ranks and in the reference.
+    allowed = limits.allowed(rank, comparison.name, replace(measure, truth=farthest)) + 2 * steps * measure.grain
+    return not measure.apart <= allowed
 
 
 def _update_factor(measure: Measure) -> float:
@@ -134,8 +161,10 @@ def _update_factor(measure: Measure) -> float:
     return measure.factor if measure.factor > 0 and abs(measure.factor - 1) >= measure.residual else 0.0
 
 
-def _relative_error(measure: Measure) -> float:
+def _relative_error(comparison: Comparison) -> float:
     """Return the error of an update, relative to the length of the reference's update."""
+    measure = comparison.measure
+    assert measure is not None
     return measure.apart / measure.truth if measure.truth and math.isfinite(measure.apart) else math.inf
 
 
@@ -144,7 +173,7 @@ def _relative_error(measure: Measure) -> float:
     family="training",
     needs=["inventory", "reference", "training"],
     uses=["values", "verifier"],
-    after=[*BEFORE_UPDATES, "update_parity"],
+    after=[*BEFORE_UPDATES, "second_grad_parity", "update_parity"],
     why="A forward that differs, or a wrong average over the ranks' losses, shows nowhere but in the loss curve.",
     cause="the forward of the sharded model differs from the reference's",
     remedy="compare gradients and attention settings, and make the global loss a mean that weights all ranks correctly",
@@ -154,12 +183,12 @@ def _relative_error(measure: Measure) -> float:
 def loss_parity(view: View) -> Iterable[Finding]:
     runs = comparable_training(view)
     expected, actual = view.reference.losses or (), mean_losses(runs)
-    allowed = tolerance(view, view.tolerance)
-    wrong_steps = [step for step in range(len(expected)) if relative_distance(actual, expected, step) > allowed]
+    limits = loss_limits(view)
+    wrong_steps = [step for step in range(len(expected)) if limits.exceeded(actual, expected, step)]
     # If all ranks have the same wrong loss at one step, a disagreement at a later step follows from that error.
     disagreements = [
         disagreement
-        for disagreement in _disagreements(view, runs, allowed)
+        for disagreement in _disagreements(view, runs, limits)
         if not wrong_steps or disagreement[2] <= wrong_steps[0]
     ]
     if not wrong_steps and not disagreements:
@@ -180,13 +209,13 @@ def loss_parity(view: View) -> Iterable[Finding]:
             None,
             tuple(range(len(runs))),
             f"loss {ours} at step {wrong_steps[0]}",
-            f"{theirs} within {allowed:g}",
+            f"{theirs} within {limits.at(expected, wrong_steps[0]):.2g}",
             f"losses {format_losses(actual)}; reference {format_losses(expected)}",
-            **_explain_losses(view, wrong_steps[0], runs, allowed),
+            **_explain_losses(view, wrong_steps[0], runs, limits.at(expected, wrong_steps[0])),
         )
 
 
-def _disagreements(view: View, runs: Sequence[RankTraining], allowed: float) -> list[tuple[int, int, int]]:
+def _disagreements(view: View, runs: Sequence[RankTraining], limits: LossLimits) -> list[tuple[int, int, int]]:
     """Return (rank, first rank that sees the same rows, first step at which their losses differ).
 
     The mean over ranks can hide such differences, since they may cancel.
@@ -198,7 +227,7 @@ def _disagreements(view: View, runs: Sequence[RankTraining], allowed: float) -> 
     for rank, run in enumerate(runs):
         other, same = first.setdefault(run.data_parallel[0], (rank, run))
         finite = [step for step in range(len(run.losses)) if math.isfinite(run.losses[step] + same.losses[step])]
-        different = [step for step in finite if relative_distance(run.losses, same.losses, step) > allowed]
+        different = [step for step in finite if limits.exceeded(run.losses, same.losses, step)]
         found += [(rank, other, step) for step in different[:1]]
     return found
 

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 
+from pytest_fsdp_meta.catalogue.diagnosis.limits import loss_limits
 from pytest_fsdp_meta.catalogue.view import Blocked, NotJudged, Unjudgeable, View
-from pytest_fsdp_meta.evidence import Measure, RankTraining
+from pytest_fsdp_meta.evidence import RankTraining
+from pytest_fsdp_meta.evidence.tolerances import LOSS_TOLERANCE
 from pytest_fsdp_meta.text import first_of
 
-LOSS_TOLERANCE = {"float64": 1e-9, "float32": 1e-5, "float16": 2e-3, "bfloat16": 1.6e-2}
-"""Relative error of a loss, by the coarsest dtype among the parameters and the dtypes they are cast to."""
-GRADIENT_TOLERANCE = {"float64": 1e-7, "float32": 1e-4, "float16": 2e-2, "bfloat16": 0.1}
-"""Relative to the gradient's norm. Measured on all tiny models: at most 7e-7 in float32, 2e-2 in bfloat16."""
-UPDATE_TOLERANCE = {"float64": 1e-4, "float32": 2e-2, "float16": 0.2, "bfloat16": 0.35}
-"""Relative to how far a parameter moved. Where rounding decides a gradient's sign, Adam still takes a full step: 3e-3
-measured in float32."""
 BLOCKING_CHECKS = (
     "same_manifest_on_every_rank",
     "names_match_reference",
@@ -39,6 +34,16 @@ EXPLAINING_CHECKS = (
     "tied_weights_share_storage",
 )
 """Checks whose failure alone makes training differ. The training checks then stay silent: one cause, one finding."""
+BEFORE_UPDATES = (
+    *EXPLAINING_CHECKS,
+    "grad_parity",
+    "optimizer_owns_parameters",
+    "frozen_weights_stay_frozen",
+    "tied_weights_stay_tied",
+    "every_trainable_moves",
+    "replicas_stay_equal",
+)
+"""Checks whose failure makes later steps differ."""
 
 
 def comparable_training(view: View) -> Sequence[RankTraining]:
@@ -120,28 +125,11 @@ def require_same_forward(view: View, runs: Sequence[RankTraining]) -> None:
     if "loss_parity" not in view.selection:
         return
     expected, actual = view.reference.losses or (), mean_losses(runs)
-    if expected and relative_distance(actual, expected, 0) > tolerance(view, LOSS_TOLERANCE, "loss_parity"):
+    if expected and loss_limits(view).exceeded(actual, expected, 0):
         raise Blocked(
             f"the first loss is {actual[0]:.6g}, but should be {expected[0]:.6g} (see loss_parity); gradients and "
             "updates depend on it"
         )
-
-
-def tolerance(view: View, by_dtype: Mapping[str, float], check_id: str = "") -> float:
-    """Return the author's tolerance for the check, or that of the coarsest dtype that ranks compute or reduce in."""
-    first = view.evidence.inventory[0]
-    return declared_or_coarsest(view, by_dtype, {*first.computes_in, *first.reduces_in}, check_id)
-
-
-def declared_or_coarsest(
-    view: View, by_dtype: Mapping[str, float], computed: Collection[str] = (), check_id: str = ""
-) -> float:
-    """Return the author's tolerance, or that of the coarsest dtype among the parameters and the ``computed`` dtypes."""
-    declared, check_id = view.evidence.tolerance, check_id or view.check_id
-    if check_id in declared or "*" in declared:
-        return declared.get(check_id, declared.get("*", 0.0))
-    dtypes = {t.dtype for t in view.evidence.inventory[0].tensors if t.kind == "parameter"} | set(computed)
-    return max((by_dtype[dtype] for dtype in dtypes if dtype in by_dtype), default=by_dtype["float32"])
 
 
 def format_losses(losses: Sequence[float]) -> str:
@@ -180,45 +168,3 @@ def _mean(losses: Sequence[float]) -> float:
     # fsum raises on infinities of both signs.
     add = math.fsum if all(map(math.isfinite, losses)) else sum
     return add(losses) / len(losses)
-
-
-def relative_distance(actual: Sequence[float], expected: Sequence[float], step: int) -> float:
-    """Return the error of one loss, relative to the largest loss of the curve.
-
-    Relative to the loss itself, the error would grow without bound as the loss approaches or crosses zero.
-    """
-    if not math.isfinite(actual[step]):
-        return math.inf
-    return abs(actual[step] - expected[step]) / max(1e-12, *(abs(loss) for loss in expected))
-
-
-def typical_gradient(view: View) -> float:
-    """Return the root mean square of all elements of the reference's gradients."""
-    sizes = view.reference.gradients
-    counts = {
-        name: math.prod(view.reference_inventory.by_name[name].shape)
-        for name in sizes
-        if name in view.reference_inventory.by_name
-    }
-    total = sum(counts.values())
-    return math.sqrt(sum(sizes[name] ** 2 * count for name, count in counts.items()) / total) if total else 0.0
-
-
-def gradient_differs(measure: Measure, allowed: float, typical: float) -> bool:
-    """Return whether a gradient differs from the reference's by more than rounding.
-
-    ``allowed`` is relative to the gradient's norm plus the norm of as many ``typical`` elements. Some gradients, such
-    as that of an attention key's bias, are small differences of large numbers: their rounding error is that of the
-    large numbers.
-    """
-    if not math.isfinite(measure.apart):
-        return True
-    return measure.apart > allowed * (measure.truth + typical * math.sqrt(measure.elements))
-
-
-def gradients_beyond_rounding(view: View) -> set[str]:
-    """Return the parameters whose gradient in the reference is larger than a zero that the ranks round."""
-    allowed = tolerance(view, GRADIENT_TOLERANCE, "grad_parity")
-    floor = max(view.reference.noise, min(allowed, GRADIENT_TOLERANCE["bfloat16"]) / 10 * typical_gradient(view))
-    # "not <=" keeps NaN, which is not rounding.
-    return {name for name, size in view.reference.gradients.items() if not size <= floor}

@@ -18,8 +18,9 @@ from pytest_fsdp_meta.evidence import Region
 if TYPE_CHECKING:
     from torch import Tensor
 
-RECORDS = ("values", "gradients", "updated", "accumulated")
-"""Records of the reference: weights, first gradients, trained weights, and mean gradients of micro-batches."""
+RECORDS = ("values", "gradients", "first_updated", "second_gradients", "late", "updated", "accumulated")
+"""Records of the reference: weights; gradients of the first step, weights after it; gradients of the second step;
+weights before the last step, and after it; and mean gradients of micro-batches."""
 ALIASES = "aliases"
 AS_BYTES = "as_bytes"
 """Keys in the metadata of a record: names that are another name's tensor, and dtypes of tensors stored as bytes."""
@@ -156,6 +157,17 @@ class Record:
             handle: Any = safe_open(key, framework="pt", device="cpu")
             self._handles[key] = handle.__enter__()
         return self._handles[key]
+
+
+def without_repetition(tensor: Tensor, like: Tensor | None = None) -> Tensor:
+    """Return one repetition of a tensor that ``expand`` repeated as in ``like`` (default: itself).
+
+    torch refuses to write to the repetitions together.
+    """
+    for dim, stride in enumerate((tensor if like is None else like).stride()):
+        if not stride and tensor.shape[dim]:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
 
 
 def _files(folder: Path) -> list[Path]:

@@ -5,7 +5,7 @@ tests/observers/test_torch_private.py fails when torch moves one of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,6 +103,11 @@ def _address(parameter: Tensor) -> int:
 def non_persistent_names(module: Module) -> set[str]:
     """Return the names, in the module, of its buffers that a state dict leaves out."""
     return set(module._non_persistent_buffers_set)
+
+
+def step_pre_hooks(optimizer: Any) -> tuple[Callable[..., Any], ...]:
+    """Return the hooks that run before each step of this optimizer; public torch only adds and removes hooks."""
+    return tuple(getattr(optimizer, "_optimizer_step_pre_hooks", {}).values())
 
 
 def is_operator(func: object) -> bool:

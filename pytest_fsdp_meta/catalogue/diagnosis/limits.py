@@ -1,0 +1,184 @@
+"""How far losses, gradients and updates may be from the reference's: by its noise, or by dtype if that is unknown."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from pytest_fsdp_meta.catalogue.view import View
+from pytest_fsdp_meta.evidence import Comparison, Measure, Noise
+from pytest_fsdp_meta.evidence.tolerances import GRADIENT_TOLERANCE, LOSS_TOLERANCE, UPDATE_TOLERANCE, smallest
+
+MARGIN = 1.5
+"""How many times the noise a difference may be. Right loaders reach 1.25; see benchmarks/results, "power"."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The largest distances between tensors of ranks and the reference's that count as equal.
+
+    ``relative`` is a fraction of the reference's norm. ``noise`` has, for each rank, the noise of its slices by
+    parameter; None if it was not measured, or the author declares the tolerance. ``typical`` is then the size of a
+    usual element: some gradients, such as that of an attention key's bias, are small differences of large numbers, and
+    their rounding error is that of the large numbers.
+    """
+
+    relative: float
+    noise: tuple[Mapping[str, float], ...] | None = None
+    typical: float = 0.0
+
+    def allowed(self, rank: int, name: str, measure: Measure) -> float:
+        """Return the largest distance that counts as equal."""
+        if self.noise is None:
+            return self.relative * (measure.truth + self.typical * math.sqrt(measure.elements))
+        return max(self.relative * measure.truth, MARGIN * self.noise[rank].get(name, 0.0))
+
+    def exceeded(self, rank: int, comparison: Comparison) -> bool:
+        """Return whether the distance is too large; False for a comparison without a measure."""
+        measure = comparison.measure
+        if measure is None:
+            return False
+        return not math.isfinite(measure.apart) or measure.apart > self.allowed(rank, comparison.name, measure)
+
+    def relative_to(self, cases: Sequence[tuple[int, Comparison]]) -> float:
+        """Return the largest allowed distance of these ranks, relative to the norm of the reference's slice."""
+        pairs = [(rank, c.name, c.measure) for rank, c in cases if c.measure is not None and c.measure.truth]
+        if self.noise is None:
+            return self.relative
+        return max([self.relative, *(self.allowed(*pair) / pair[2].truth for pair in pairs)])
+
+
+def gradient_limits(view: View, check_id: str = "", second: bool = False) -> Limits:
+    """Return the limits of the gradients of the first step, or of the ``second``."""
+    noise = _noise(view, check_id or view.check_id)
+    if noise is None:
+        return Limits(tolerance(view, GRADIENT_TOLERANCE, check_id), typical=typical_gradient(view))
+    return Limits(_smallest(view, GRADIENT_TOLERANCE), tuple(own.second if second else own.gradients for own in noise))
+
+
+def accumulation_limits(view: View) -> Limits:
+    noise = _noise(view, view.check_id)
+    if noise is None:
+        return Limits(tolerance(view, GRADIENT_TOLERANCE), typical=typical_gradient(view))
+    return Limits(_smallest(view, GRADIENT_TOLERANCE), tuple(own.accumulated for own in noise))
+
+
+def update_limits(view: View, first: bool = False) -> Limits:
+    """Return the limits of the updates over all steps, or over the ``first``."""
+    noise = _noise(view, "update_parity")
+    if noise is None:
+        return Limits(tolerance(view, UPDATE_TOLERANCE, "update_parity"))
+    return Limits(
+        _smallest(view, UPDATE_TOLERANCE), tuple(own.first_updates if first else own.updates for own in noise)
+    )
+
+
+@dataclass(frozen=True)
+class LossLimits:
+    """The largest differences of losses that count as equal, relative to the largest loss of the reference's curve."""
+
+    relative: float
+    noise: tuple[float, ...] = ()
+
+    def at(self, expected: Sequence[float], step: int) -> float:
+        noise = self.noise[step] if step < len(self.noise) else 0.0
+        return max(self.relative, MARGIN * noise / _largest(expected))
+
+    def exceeded(self, actual: Sequence[float], expected: Sequence[float], step: int) -> bool:
+        return relative_distance(actual, expected, step) > self.at(expected, step)
+
+
+def loss_limits(view: View) -> LossLimits:
+    noise = _noise(view, "loss_parity")
+    if noise is None:
+        return LossLimits(tolerance(view, LOSS_TOLERANCE, "loss_parity"))
+    return LossLimits(_smallest(view, LOSS_TOLERANCE), noise[0].losses)
+
+
+def norm_limit(view: View, expected: float) -> float:
+    """Return the largest difference between gradient norms that counts as equal."""
+    noise = _noise(view, view.check_id)
+    if noise is None:
+        return tolerance(view, GRADIENT_TOLERANCE) * expected
+    return max(_smallest(view, GRADIENT_TOLERANCE) * expected, MARGIN * noise[0].norm)
+
+
+def _noise(view: View, check_id: str) -> tuple[Noise, ...] | None:
+    """Return each rank's noise; None if it was not measured, or the author declares this check's tolerance."""
+    declared = view.evidence.tolerance
+    if check_id in declared or "*" in declared:
+        return None
+    measured = tuple(
+        run.noise for run in view.evidence.training or () if run.noise is not None and not run.noise.problem
+    )
+    return measured if measured and len(measured) == len(view.evidence.training or ()) else None
+
+
+def _smallest(view: View, by_dtype: Mapping[str, float]) -> float:
+    return smallest(by_dtype, {t.dtype for t in view.evidence.inventory[0].tensors if t.kind == "parameter"})
+
+
+def tolerance(view: View, by_dtype: Mapping[str, float], check_id: str = "") -> float:
+    """Return the author's tolerance for the check, or that of the coarsest dtype that ranks compute or reduce in."""
+    first = view.evidence.inventory[0]
+    return declared_or_coarsest(view, by_dtype, {*first.computes_in, *first.reduces_in}, check_id)
+
+
+def declared_or_coarsest(
+    view: View, by_dtype: Mapping[str, float], computed: Collection[str] = (), check_id: str = ""
+) -> float:
+    """Return the author's tolerance, or that of the coarsest dtype among the parameters and the ``computed`` dtypes."""
+    declared, check_id = view.evidence.tolerance, check_id or view.check_id
+    if check_id in declared or "*" in declared:
+        return declared.get(check_id, declared.get("*", 0.0))
+    dtypes = {t.dtype for t in view.evidence.inventory[0].tensors if t.kind == "parameter"} | set(computed)
+    return max((by_dtype[dtype] for dtype in dtypes if dtype in by_dtype), default=by_dtype["float32"])
+
+
+def relative_distance(actual: Sequence[float], expected: Sequence[float], step: int) -> float:
+    """Return the error of one loss, relative to the largest loss of the curve.
+
+    Relative to the loss itself, the error would grow without bound as the loss approaches or crosses zero.
+    """
+    if not math.isfinite(actual[step]):
+        return math.inf
+    return abs(actual[step] - expected[step]) / _largest(expected)
+
+
+def _largest(losses: Sequence[float]) -> float:
+    return max(1e-12, *(abs(loss) for loss in losses))
+
+
+def typical_gradient(view: View) -> float:
+    """Return the root mean square of all elements of the reference's gradients."""
+    sizes = view.reference.gradients
+    counts = {
+        name: math.prod(view.reference_inventory.by_name[name].shape)
+        for name in sizes
+        if name in view.reference_inventory.by_name
+    }
+    total = sum(counts.values())
+    return math.sqrt(sum(sizes[name] ** 2 * count for name, count in counts.items()) / total) if total else 0.0
+
+
+def gradients_beyond_rounding(view: View) -> set[str]:
+    """Return the parameters whose gradient in the reference is larger than a zero that the ranks round."""
+    noise = _noise(view, "grad_parity")
+    if noise is None:
+        allowed = tolerance(view, GRADIENT_TOLERANCE, "grad_parity")
+        floor = max(view.reference.noise, min(allowed, GRADIENT_TOLERANCE["bfloat16"]) / 10 * typical_gradient(view))
+        # "not <=" keeps NaN, which is not rounding.
+        return {name for name, size in view.reference.gradients.items() if not size <= floor}
+    return {name for name, size in view.reference.gradients.items() if not size <= _usual_noise(view, noise, name)}
+
+
+def _usual_noise(view: View, noise: Sequence[Noise], name: str) -> float:
+    """Return the noise of a usual element of this gradient, with the margin."""
+    held = [
+        (rank.by_name[name].numel, own.gradients.get(name, 0.0))
+        for rank, own in zip(view.evidence.inventory, noise, strict=True)
+        if name in rank.by_name
+    ]
+    usual = max((norm / math.sqrt(count) for count, norm in held if count), default=0.0)
+    return max(view.reference.noise, MARGIN * usual)

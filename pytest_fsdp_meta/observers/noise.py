@@ -1,0 +1,166 @@
+"""Measure how far the reference's training moves if it rounds as the loader does: the noise of each comparison."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from pytest_fsdp_meta.evidence import Noise, ReferenceFacts
+from pytest_fsdp_meta.observers.accumulation import accumulate, indivisible_batch, union_of_ranks
+from pytest_fsdp_meta.observers.adapters.dtensor import local_part
+from pytest_fsdp_meta.observers.adapters.lookup import parts_of
+from pytest_fsdp_meta.observers.gradients import gradient_norm, gradients_of
+from pytest_fsdp_meta.observers.inventory import named_tensors
+from pytest_fsdp_meta.observers.loading import loaded_subject
+from pytest_fsdp_meta.observers.optimizers import make_optimizer
+from pytest_fsdp_meta.observers.reference import declared_subject, restore
+from pytest_fsdp_meta.observers.steps import StepObserver, train
+from pytest_fsdp_meta.observers.support.nudges import Nudges
+from pytest_fsdp_meta.observers.support.reference_record import Record, record_at, write_record
+from pytest_fsdp_meta.observers.values import comparable, read_part
+from pytest_fsdp_meta.text import first_line
+from pytest_fsdp_meta.worlds import SEED, current, doing
+
+RUNS = 3
+"""Trainings under nudges. One could by chance leave an element alone of which rounding decides the sign."""
+NOISE_OF = {
+    "gradients": "gradients",
+    "second_gradients": "second",
+    "first_updated": "first_updates",
+    "updated": "updates",
+    "accumulated": "accumulated",
+}
+"""Record of the reference -> the field of ``Noise`` that says how far it moves."""
+
+
+def record_noise(
+    recipe: Mapping[str, bytes], folder: str, data_parallel_size: int, dtypes: Collection[str], facts: ReferenceFacts
+) -> Noise:
+    """Train the reference again under nudges; record in ``folder`` how far each element of each record moves.
+
+    ``dtypes`` are those that the loader stores, computes or reduces in. Return the noise of the losses and of the norm,
+    or the reason why it cannot be measured, such as a model that refuses the hooks that nudge it.
+    """
+    losses = [0.0] * len(facts.losses or ())
+    noisy = _NoisySteps(current().state["reference"], len(losses), folder)
+    norm = 0.0
+    try:
+        for number in range(RUNS):
+            doing(f"measuring noise, training {number + 1} of {RUNS}")
+            subject = declared_subject(noisy.model, recipe)
+            restore(noisy.model, noisy.records["values"])
+            noisy.nudges = Nudges(noisy.model, _coarsest_unit(dtypes), SEED + number)
+            run = train(subject, current().device, range(len(losses)), (0, 1), make_optimizer(subject), noisy)
+            if "accumulated" in noisy.records and not indivisible_batch(subject, data_parallel_size):
+                with noisy.nudged():
+                    accumulate(subject, current().device, union_of_ranks(data_parallel_size))
+                noisy.add("accumulated", _gradients(noisy.model))
+            losses = [max(most, abs(a - b)) for most, a, b in zip(losses, run.losses, facts.losses or (), strict=True)]
+            norm = max(norm, abs((noisy.norm or 0.0) - (facts.norm or 0.0)))
+    except Exception as error:
+        return Noise(problem=f"{type(error).__name__}: {first_line(error)}")
+    if not all(map(math.isfinite, (*losses, norm))):
+        return Noise(problem="its training diverges if it rounds otherwise")
+    for name, moved in noisy.moved.items():
+        write_record(_noise_file(folder, name), moved.items())
+    return Noise(losses=tuple(losses), norm=norm)
+
+
+def read_noise(folder: str) -> Noise:
+    """Return the noise of the gradients and updates in the slices that this rank holds."""
+    model = loaded_subject(current()).model
+    parts = parts_of(model)
+    parameters = [(name, parts.of(name, tensor)) for name, kind, tensor in named_tensors(model) if kind == "parameter"]
+    found: dict[str, Any] = {}
+    for name, field in NOISE_OF.items():
+        if _noise_file(folder, name).exists():
+            record = Record(_noise_file(folder, name))
+            found[field] = {
+                parameter: float(read_part(part, record, parameter).norm())
+                for parameter, part in parameters
+                if parameter in record and record.shape(parameter) == part.shape
+            }
+    return Noise(**found)
+
+
+class _NoisySteps(StepObserver):
+    """Nudge each step, and keep how far each element of each record has moved in any training."""
+
+    def __init__(self, model: Module, steps: int, folder: str) -> None:
+        self.model = model
+        self.steps = steps
+        self.nudges: Nudges
+        files = {name: record_at(folder, name) for name in ("values", *NOISE_OF)}
+        self.records = {name: Record(file) for name, file in files.items() if file.exists()}
+        self.moved: dict[str, dict[str, Tensor]] = {}
+        self.norm: float | None = None
+        self._weights = ExitStack()
+
+    @contextmanager
+    def nudged(self) -> Iterator[None]:
+        with self.nudges.outputs(), self.nudges.weights():
+            yield
+
+    @contextmanager
+    def around(self, step: int) -> Iterator[None]:
+        with self.nudges.outputs(), ExitStack() as self._weights:
+            self._weights.enter_context(self.nudges.weights())
+            yield
+
+    def after_backward(self, step: int) -> None:
+        self._weights.close()  # the optimizer steps from the weights themselves
+        if step == 0:
+            self.norm, _ = gradient_norm(self.model, None)
+        if step < len(_GRADIENTS):
+            self.add(_GRADIENTS[step], _gradients(self.model))
+
+    def after_update(self, step: int) -> None:
+        if step == 0:
+            self.add("first_updated", _parameters(self.model))
+        if step == self.steps - 1:
+            self.add("updated", _parameters(self.model))
+
+    def add(self, record: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Note how far these tensors are from those in the record."""
+        reference, moved = self.records[record], self.moved.setdefault(record, {})
+        for name, tensor in tensors:
+            if name in reference:
+                whole = reference.read(name, [((0, size),) for size in reference.shape(name)])
+                apart = _distance(local_part(tensor).cpu(), whole)
+                moved[name] = torch.maximum(moved[name], apart) if name in moved else apart
+
+
+_GRADIENTS = ("gradients", "second_gradients")
+
+
+def _distance(tensor: Tensor, whole: Tensor) -> Tensor:
+    """Return the distance of each element, and at least the usual one: in another run other elements are spared."""
+    apart = (comparable(tensor).double() - comparable(whole).double()).abs()
+    if tensor.is_complex():
+        apart = apart.norm(dim=-1)
+    return apart.clamp_min(float(apart.norm()) / math.sqrt(max(apart.numel(), 1)))
+
+
+def _gradients(model: Module) -> Iterator[tuple[str, Tensor]]:
+    return ((name, part.local) for name, part in gradients_of(model))
+
+
+def _parameters(model: Module) -> Iterator[tuple[str, Tensor]]:
+    return ((name, tensor) for name, kind, tensor in named_tensors(model) if kind == "parameter")
+
+
+def _noise_file(folder: str, record: str) -> Path:
+    return record_at(folder, f"{record}_noise")
+
+
+def _coarsest_unit(dtypes: Collection[str]) -> float:
+    """Return the relative size of one unit in the last place of the coarsest of these dtypes; 0 for none."""
+    floating = (getattr(torch, name) for name in dtypes if getattr(torch, name, None) is not None)
+    return max((torch.finfo(dtype).eps for dtype in floating if dtype.is_floating_point), default=0.0)

@@ -1,0 +1,77 @@
+"""Train a model for some steps, and let an observer look at each of them."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from torch.optim import Optimizer
+
+from pytest_fsdp_meta.loader.subject import Subject
+from pytest_fsdp_meta.observers.batches import batch_digest, count_labels, global_batch, loss_of, own_rows, scalar
+from pytest_fsdp_meta.observers.support.poison import deterministic
+from pytest_fsdp_meta.worlds import SEED, doing
+
+
+@dataclass
+class TrainingRun:
+    """What ``train`` returns: one entry per step."""
+
+    losses: list[float] = field(default_factory=list)
+    batches: list[str] = field(default_factory=list)
+    """Digests of the global batches."""
+    labels: list[tuple[int, int]] = field(default_factory=list)
+    """Results of ``count_labels``."""
+
+
+class StepObserver:
+    """Looks at the steps of ``train``, numbered from 0; this one sees nothing."""
+
+    def around(self, step: int) -> AbstractContextManager[None]:
+        """Return a context for the forward, the backward and the optimizer's step."""
+        return nullcontext()
+
+    def after_backward(self, step: int) -> None:
+        """Look at the gradients, before the optimizer's step and its hooks."""
+
+    def after_update(self, step: int) -> None:
+        """Look at the parameters; the gradients are gone."""
+
+
+def train(
+    subject: Subject,
+    device: torch.device,
+    steps: range,
+    data_parallel: tuple[int, int],
+    optimizer: Optimizer | None,
+    observer: StepObserver | None = None,
+) -> TrainingRun:
+    """Train the ``steps`` with dropout off, deterministic algorithms, and a seed per step.
+
+    ``data_parallel`` is the (index, size) of the slice of each batch. Without an optimizer, because nothing is
+    trainable, only the forward runs.
+    """
+    model, run, observer = subject.model, TrainingRun(), observer or StepObserver()
+    model.eval()  # switches dropout off, including F.dropout(training=self.training)
+    model.zero_grad(set_to_none=True)  # a loader may have run a warm-up backward
+    with deterministic():
+        for number, step in enumerate(steps):
+            doing(f"training step {number + 1} of {len(steps)}")
+            batch = global_batch(subject, step)
+            run.batches.append(batch_digest(batch))
+            rows = own_rows(batch, step, data_parallel, device)
+            run.labels.append(count_labels(rows))
+            torch.manual_seed(SEED + step)
+            with observer.around(number):
+                with torch.set_grad_enabled(optimizer is not None):
+                    loss = loss_of(subject, rows)
+                run.losses.append(scalar(loss))
+                if optimizer is not None:
+                    loss.backward()
+                    observer.after_backward(number)
+                    optimizer.step()
+                    optimizer.zero_grad(set_to_none=True)
+            if optimizer is not None:
+                observer.after_update(number)
+    return run

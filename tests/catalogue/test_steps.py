@@ -1,0 +1,215 @@
+"""Gradients of the second step, clipped gradients, and limits that follow the reference's noise."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pytest_fsdp_meta.evidence import Clipping, Evidence, Noise
+from tests.catalogue.evidence_factory import (
+    EMBEDDING,
+    MIDDLE,
+    change,
+    change_reference,
+    clipped,
+    findings_of,
+    healthy,
+    on_runs,
+    remeasured,
+    second_step,
+    verdict,
+)
+
+SECOND, PARITY, CLIP, NORM, UPDATE, LOSS = (
+    "second_grad_parity",
+    "grad_parity",
+    "grad_clip_parity",
+    "grad_norm_parity",
+    "update_parity",
+    "loss_parity",
+)
+ACCUMULATION = "grad_accumulation_parity"
+WITHIN = "equal within 0.0001"
+SIZE = healthy().training[0].gradients[1].measure.truth
+"""The norm of MIDDLE's gradient on one rank."""
+
+
+# The second step.
+
+
+def test_a_gradient_that_is_wrong_in_the_second_step_only():
+    found = verdict(SECOND, second_step(healthy(), apart=1.0))
+    assert findings_of(found) == [
+        (
+            MIDDLE,
+            (0, 1),
+            "gradient of the second step differs from the reference's, that of the first does not",
+            WITHIN,
+            f"relative error {1 / SIZE:.2g}; 0.75 at [0, 0] on rank 0, but should be 0.5",
+        )
+    ]
+    assert found.findings[0].cause.startswith("the parameters are right after the first step")
+
+
+def test_a_gradient_that_nothing_zeroes():
+    found = verdict(SECOND, second_step(healthy(), 2.0, ranks=[1], left_over=(MIDDLE,)))
+    assert [(f.ranks, f.actual) for f in found.findings] == [
+        ((1,), "gradient of the second step still contains that of the first")
+    ]
+    assert found.findings[0].cause.startswith("nothing zeroes this gradient after the step")
+
+
+def test_a_reduction_that_is_lost_after_the_first_step():
+    found = verdict(SECOND, second_step(healthy(), without_gradient=(MIDDLE,)))
+    assert [(f.tensor, f.ranks, f.actual) for f in found.findings] == [
+        (MIDDLE, (0, 1), "no gradient in the second step, although it had one in the first")
+    ]
+    unused = on_runs(second_step(healthy(), without_gradient=(MIDDLE,)), None, without_gradient=(MIDDLE,))
+    assert all("second" not in f.actual for f in verdict(SECOND, unused).findings)
+
+
+def test_an_update_that_is_wrong_explains_the_second_gradients():
+    """The first step has moved the parameters elsewhere, so that all later gradients differ."""
+    evidence = second_step(healthy(), apart=1.0)
+    moved = remeasured(evidence, EMBEDDING, 0.1, observed="parameters")
+    assert [f.tensor for f in verdict(SECOND, moved).findings] == [MIDDLE]  # the first step alone was right
+    runs = tuple(replace(run, second=replace(run.second, parameters=run.parameters)) for run in moved.training)
+    evidence = replace(moved, training=runs)
+    assert verdict(SECOND, evidence).reason == (
+        "the first step moved the parameters otherwise than in the reference (see update_parity)"
+    )
+    assert [f.tensor for f in verdict(UPDATE, evidence).findings] == [EMBEDDING]
+
+
+def test_a_wrong_first_gradient_explains_the_second():
+    evidence = remeasured(second_step(healthy(), apart=1.0), MIDDLE, 2.0)
+    assert [f.actual for f in verdict(PARITY, evidence).findings] == ["gradient is 2 times the reference's"]
+    found = verdict(SECOND, evidence)
+    assert (found.findings, found.unjudged) == ((), {PARITY: (MIDDLE,)})
+
+
+def test_one_step_has_no_second():
+    assert verdict(SECOND, on_runs(healthy(), None, second=None)).reason == (
+        "there was no second step: @fsdp_conformance(steps=1), or nothing is trainable"
+    )
+
+
+# Clipping.
+
+
+@pytest.mark.parametrize(
+    ("factor", "apart", "actual"),
+    [
+        (2.0, 0.0, "gradient is as large as before clipping"),
+        (0.5, 0.0, "clipped gradient is 1/2 times the reference's"),
+        (1.0, 2.0, "clipped gradient differs"),
+    ],
+)
+def test_clipped_gradients_that_differ(factor, apart, actual):
+    found = verdict(CLIP, clipped(healthy(4), factor, apart, ranks=[1, 2]))
+    assert findings_of(found) == [(MIDDLE, (1, 2), actual, "half as large as before, within 0.0001", "")]
+
+
+def test_the_epsilon_that_torch_adds_to_the_norm_is_not_a_difference():
+    evidence = clipped(healthy(), 1 - 4e-4)
+    assert verdict(CLIP, evidence).status == "failed"
+    small = replace(evidence, reference=replace(evidence.reference, norm=5e-3))
+    assert verdict(CLIP, small).status == "passed"
+
+
+def test_a_wrong_norm_explains_clipped_gradients():
+    found = verdict(CLIP, on_runs(clipped(healthy(), 0.7), None, norm=2.0))
+    assert (found.status, found.reason) == (
+        "skipped",
+        f"the clipped gradients differ ({MIDDLE}: clipped gradient is 0.7 times the reference's), which the findings "
+        "of grad_norm_parity explain; fix those first",
+    )
+
+
+def test_clipping_that_was_not_recorded():
+    """As in evidence of an older version, or if nothing is trainable."""
+    found = verdict(CLIP, on_runs(clipped(healthy()), None, clipped=None))
+    assert (found.status, found.reason) == (
+        "skipped",
+        "nothing was clipped: nothing is trainable, or clipping was not recorded",
+    )
+    assert verdict(CLIP, on_runs(clipped(healthy()), None, clipped=Clipping(1.5))).status == "passed"
+
+
+# Noise.
+
+
+def with_noise(evidence: Evidence, **fields: Any) -> Evidence:
+    return on_runs(evidence, None, noise=Noise(**fields))
+
+
+def in_bfloat16() -> Evidence:
+    return change_reference(change(healthy(), MIDDLE, dtype="bfloat16"), MIDDLE, dtype="bfloat16")
+
+
+def of_middle(share: float) -> Mapping[str, float]:
+    return {MIDDLE: share * SIZE}
+
+
+@pytest.mark.parametrize(
+    ("check", "field", "observed"),
+    [(PARITY, "gradients", "gradients"), (UPDATE, "updates", "parameters")],
+)
+def test_a_difference_below_the_noise_passes_and_one_above_it_fails(check, field, observed):
+    seen = remeasured(healthy(), MIDDLE, apart=0.1 * SIZE, observed=observed)
+    assert verdict(check, with_noise(seen)).status == "failed"
+    assert verdict(check, with_noise(seen, **{field: of_middle(0.08)})).status == "passed"
+    found = verdict(check, with_noise(seen, **{field: of_middle(0.02)}))
+    assert [f.expected for f in found.findings] == ["equal within 0.03"]
+    # The noise of other tensors does not excuse this one.
+    assert verdict(check, with_noise(seen, **{field: {EMBEDDING: 100.0}})).status == "failed"
+
+
+def test_measured_noise_replaces_the_tolerance_of_the_dtype():
+    off = remeasured(in_bfloat16(), MIDDLE, apart=0.05 * SIZE)
+    assert verdict(PARITY, off).status == "passed"
+    assert verdict(PARITY, with_noise(off, gradients=of_middle(0.01))).status == "failed"
+
+
+def test_a_declared_tolerance_is_taken_as_it_is():
+    off = with_noise(remeasured(healthy(), MIDDLE, apart=0.05 * SIZE), gradients=of_middle(0.2))
+    assert verdict(PARITY, off).status == "passed"
+    strict = replace(off, tolerance={PARITY: 1e-3})
+    assert [f.expected for f in verdict(PARITY, strict).findings] == ["equal within 0.001"]
+
+
+def test_noise_that_could_not_be_measured():
+    off = remeasured(in_bfloat16(), MIDDLE, apart=0.05 * SIZE)
+    assert verdict(PARITY, with_noise(off, problem="RuntimeError: hooks are refused")).status == "passed"
+
+
+def test_losses_within_noise():
+    evidence = on_runs(healthy(), None, losses=(2.0, 1.5, 1.26))
+    assert verdict(LOSS, evidence).status == "failed"
+    assert verdict(LOSS, with_noise(evidence, losses=(0.0, 0.0, 0.02))).status == "passed"
+    found = verdict(LOSS, with_noise(evidence, losses=(0.0, 0.0, 0.002)))
+    assert [f.expected for f in found.findings] == ["1.25 within 0.0015"]
+
+
+def test_a_norm_within_noise():
+    evidence = on_runs(healthy(), None, norm=3.1)
+    assert verdict(NORM, evidence).status == "failed"
+    assert verdict(NORM, with_noise(evidence, norm=0.1)).status == "passed"
+    assert verdict(NORM, with_noise(evidence, norm=0.01)).status == "failed"
+
+
+def test_accumulated_gradients_within_noise():
+    seen = remeasured(healthy(), MIDDLE, apart=0.1 * SIZE).training[0].gradients
+    evidence = on_runs(healthy(), None, accumulation=replace(healthy().training[0].accumulation, gradients=seen))
+    assert verdict(ACCUMULATION, with_noise(evidence)).status == "failed"
+    assert verdict(ACCUMULATION, with_noise(evidence, accumulated=of_middle(0.08))).status == "passed"
+
+
+def test_a_gradient_that_noise_hides_may_be_missing():
+    """The gradient of a key's bias is zero but for rounding, and so may be absent."""
+    evidence = on_runs(healthy(), None, without_gradient=(MIDDLE,))
+    assert verdict(PARITY, with_noise(evidence)).status == "failed"
+    assert verdict(PARITY, with_noise(evidence, gradients=of_middle(2.0))).status == "passed"
