@@ -70,7 +70,11 @@ class Subject:
     loss: Callable[[Module, Mapping[str, Any]], Tensor] | None = None
     """``loss(model, batch)`` returns a scalar tensor; by default ``model(**batch).loss``."""
     optimizer: Callable[[Iterable[Parameter]], Optimizer] | Optimizer | None = None
-    """``optimizer(parameters)`` returns an optimizer; or an optimizer that the loader built. By default SGD."""
+    """``optimizer(parameters)`` returns an optimizer; or an optimizer that the loader built. By default SGD.
+
+    Of a framework's optimizer that wraps another one (accelerate, lightning), the inner one, its ``.optimizer``, is
+    judged and trains.
+    """
     clip_grad_norm: Callable[[Iterable[Parameter], float], Any] | None = None
     """``clip_grad_norm(parameters, max_norm)`` returns the norm before clipping; by default torch's."""
     save: Callable[[Module, Optimizer | None, Path], object] | None = None
@@ -320,7 +324,9 @@ def _require_optimizer(value: object) -> None:
     from torch.optim import Optimizer
 
     if not isinstance(value, Optimizer):
-        raise SubjectError("optimizer", f"{_shorten(value)} should be optimizer(parameters), or an Optimizer")
+        inner = getattr(value, "optimizer", None)
+        hint = "; give its .optimizer if that steps the model's own parameters" * isinstance(inner, Optimizer)
+        raise SubjectError("optimizer", f"{_shorten(value)} should be optimizer(parameters), or an Optimizer{hint}")
 
 
 def _require_slice(value: object) -> None:

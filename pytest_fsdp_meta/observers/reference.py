@@ -29,7 +29,7 @@ from pytest_fsdp_meta.observers.adapters.dtensor import local_part
 from pytest_fsdp_meta.observers.gradients import gradient_norm, gradients_of
 from pytest_fsdp_meta.observers.inventory import named_tensors, take_inventory
 from pytest_fsdp_meta.observers.movement import gradient_noise, root_mean_square
-from pytest_fsdp_meta.observers.optimizers import PackedOptimizer, make_optimizer
+from pytest_fsdp_meta.observers.optimizers import PackedOptimizer, Rebuilding, hooks_left_out, make_optimizer
 from pytest_fsdp_meta.observers.support.poison import NOTICES, poisoned_memory, restore_defaults
 from pytest_fsdp_meta.observers.support.reference_record import Record, checkpoint_entries, record_at, write_record
 from pytest_fsdp_meta.observers.support.sensitivity import sensitivity
@@ -139,6 +139,7 @@ def train_reference(
         norm=first.norm,
         after=after,
         sensitivity=amplified,
+        hooks_left_out=hooks_left_out(subject),
     )
 
 
@@ -225,7 +226,7 @@ def _build(field: str, recipe: Mapping[str, bytes]) -> Module:
 def _declared_subject(model: Module, recipe: Mapping[str, bytes]) -> Subject:
     declared: dict[str, Any] = {field: pickle.loads(recipe[field]) for field in ("batch", "loss", "optimizer")}
     if isinstance(declared["optimizer"], PackedOptimizer):
-        declared["optimizer"] = partial(declared["optimizer"].rebuild, model)
+        declared["optimizer"] = Rebuilding(declared["optimizer"], model)
     return Subject(model, **declared)
 
 

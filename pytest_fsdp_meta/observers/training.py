@@ -60,7 +60,7 @@ def observe_training(steps: int, records_folder: str | None = None, noise: float
     before = copy_shards(subject.model)
     optimizer = make_optimizer(subject)
     first = _FirstBackward(subject, _open_records(records_folder))
-    held = None if optimizer is None else optimizer_facts(optimizer, subject.model)
+    held = None if optimizer is None else optimizer_facts(optimizer, subject)
 
     @contextmanager
     def around_step(step: int) -> Iterator[None]:

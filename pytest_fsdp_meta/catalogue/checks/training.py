@@ -12,6 +12,7 @@ from pytest_fsdp_meta.catalogue.diagnosis.parity import (
     UPDATE_TOLERANCE,
     comparable_training,
     describe_other_precision,
+    explain_hooks_left_out,
     format_losses,
     gradients_beyond_rounding,
     mean_losses,
@@ -89,6 +90,7 @@ def _wrong_updates(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding
             actual = f"update is {factor} times the reference's" if factor else "update differs from the reference's"
             detail = "" if factor else f"relative error {max(_relative_error(m) for _, m in cases):.2g}"
             explanation = _explain_factor(view, runs, name, factor) if factor else Explanation()
+            explanation = explanation or explain_hooks_left_out(view)
             ranks = tuple(rank for rank, _ in cases)
             yield Finding(name, ranks, actual, f"equal within {allowed:g}", detail, **explanation)
 
@@ -235,7 +237,7 @@ def _explain_losses(view: View, first: int, runs: Sequence[RankTraining], allowe
             "remedy": "compare attention settings, and make the global loss a mean that weights all ranks correctly; "
             "if the loader uses another precision on purpose, set tolerance=...",
         }
-    return {
+    return explain_hooks_left_out(view) or {
         "cause": "the first forward and its gradients are correct, later losses are not: something changes between the "
         "steps, such as a buffer or a cache that the forward updates on each rank separately"
         + describe_other_precision(view),
