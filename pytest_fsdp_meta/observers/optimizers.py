@@ -46,8 +46,8 @@ def make_optimizer(subject: Subject) -> Optimizer | None:
 def built_optimizer(subject: Subject) -> Optimizer | None:
     """Return the optimizer that the loader built, without the wrapper of a framework such as accelerate or lightning.
 
-    Such a wrapper is an Optimizer itself, with the groups of its ``.optimizer``. It cannot be rebuilt for the reference,
-    and it steps only when its framework says so.
+    Such a wrapper is an Optimizer itself, with the groups of its ``.optimizer``. It cannot be rebuilt for the
+    reference, and it steps only when its framework says so.
     """
     optimizer = subject.optimizer
     while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer) and isinstance(optimizer, Optimizer):
