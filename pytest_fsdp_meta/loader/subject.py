@@ -275,8 +275,23 @@ def _match_all(field: str, patterns: str | Sequence[str], names: Sequence[str]) 
 
 
 def _nearest(name: str, names: Sequence[str], noun: str = "parameter") -> str:
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.4) or _nearest_in_part(name, names)
     return f"; the nearest is {near[0]!r}" if near else f"; it has {counted(len(names), noun)}"
+
+
+def _nearest_in_part(pattern: str, names: Sequence[str]) -> list[str]:
+    """Return the name of which as many parts as the pattern has outside of its wildcards are nearest, if any are."""
+    literals = re.split(r"[*?]|\[[^]]*\]", pattern)
+    if len(literals) == 1:
+        return []
+    literal = max((text.strip(".") for text in literals), key=len)
+    size = literal.count(".") + 1
+    by_part: dict[str, str] = {}
+    for name in names:
+        parts = name.split(".")
+        for start in range(len(parts) - size + 1):
+            by_part.setdefault(".".join(parts[start : start + size]), name)
+    return [by_part[part] for part in difflib.get_close_matches(literal, by_part, n=1, cutoff=0.4)]
 
 
 def _rename(name: str, pattern: str, template: str) -> str:
