@@ -13,7 +13,7 @@ import cloudpickle
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from pytest_fsdp_meta.observers.inventory import named_tensors, unwrapped
@@ -56,24 +56,48 @@ def add_hooks(
             report(f"{packed.name}: {first_line(error)}")
             continue
         register = optimizer.register_step_pre_hook if packed.before else optimizer.register_step_post_hook
-        register(_Reported(packed.name, hook, report))
+        register(_Reported(packed.name, hook, model, report))
 
 
 @dataclass
 class _Reported:
-    """A hook that reports an error and does nothing from then on: it may need what only ranks have."""
+    """A hook that is reported, and not called again, if it raises or replaces parameters of the reference.
+
+    It may need what only ranks have. A reference with other parameters is no longer the one that was built.
+    """
 
     name: str
     hook: Callable[..., Any] | None
+    model: Module
     report: Callable[[str], object]
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        if self.hook is None:
+            return None
+        before = _registered(self.model)
         try:
-            return self.hook(optimizer, args, kwargs) if self.hook is not None else None
+            returned = self.hook(optimizer, args, kwargs)
         except Exception as error:
-            self.hook = None
-            self.report(f"{self.name}: it raises {type(error).__name__}: {first_line(error)}")
-        return None
+            self._give_up(f"it raises {type(error).__name__}: {first_line(error)}")
+            return None
+        now = _registered(self.model)
+        if {place: id(parameter) for place, parameter in now.items()} != {p: id(own) for p, own in before.items()}:
+            for (module, name), parameter in before.items():
+                setattr(module, name, parameter)
+            self._give_up("it replaces parameters of the model")
+        return returned
+
+    def _give_up(self, problem: str) -> None:
+        self.hook = None
+        self.report(f"{self.name}: {problem}")
+
+
+def _registered(model: Module) -> dict[tuple[Module, str], Parameter]:
+    return {
+        (module, name): parameter
+        for module in model.modules()
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
+    }
 
 
 def _pack(hook: Callable[..., Any], before: bool, places: Mapping[int, Place]) -> PackedHook:

@@ -161,6 +161,20 @@ def test_a_step_hook_that_cannot_run_on_the_reference_is_named_as_the_cause(make
     assert {id: {text.split("; ", 1)[1] for text in texts} for id, texts in found.items()} == {"update_parity": {cause}}
 
 
+def replacing_a_parameter(model: nn.Module, fsdp: Rank) -> torch.optim.Optimizer:
+    def replace(*_: Any) -> None:
+        model[1].weight = nn.Parameter(model[1].weight.detach().clone())
+
+    return hooked(replace, model)
+
+
+def test_the_reference_keeps_its_parameters():
+    reference = evidence_of(replacing_a_parameter).reference
+    assert reference is not None
+    assert reference.hooks_left_out == ("replace: it replaces parameters of the model",)
+    assert reference.losses == reference.losses_again
+
+
 def test_a_copy_of_a_dtensor_is_not_sent_to_the_reference():
     def make(model: nn.Module, fsdp: Rank) -> torch.optim.Optimizer:
         average = model[1].weight.detach().clone()
