@@ -50,6 +50,8 @@ class RankResumed:
     state: Mapping[str, Mapping[str, str]]
     groups: tuple[Mapping[str, str], ...]
     losses: tuple[float, ...] = ()
+    frozen: tuple[str, ...] = ()
+    """The parameters that require no gradient."""
 
 
 @dataclass(frozen=True)

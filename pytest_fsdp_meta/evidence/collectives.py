@@ -25,7 +25,7 @@ class Collective:
     tensors: tuple[str, ...] = ()
     by_fsdp: bool = False
     optimizing: bool = False
-    """Whether it was issued after the backward, from the optimizer's step on."""
+    """Whether an optimizer's step issued it."""
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,8 @@ class ReferenceFacts:
     """The keys of its state dict, or of the checkpoint."""
     adopted: tuple[str, ...] = ()
     """Tensors whose values differ from the loader's; the reference trains from the loader's values of these."""
+    hooks_left_out: tuple[str, ...] = ()
+    """The step hooks of the loader's optimizer that could not run on the reference, each with the reason."""
 
     @property
     def complete(self) -> bool:

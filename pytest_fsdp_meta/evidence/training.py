@@ -73,6 +73,10 @@ class Comparison:
     """What was expected instead of ``problem``."""
     measure: Measure | None = None
     """Set for gradients, for the updates of trained parameters, and for loaded values that differ."""
+    rounded: str = ""
+    """The dtype through which rounding the reference gives exactly the elements that differ, or empty."""
+    varied: bool = False
+    """Whether those elements have more than one value: initial weights are often 1, and so is what is rounded to 1."""
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,11 @@ class Subject:
     loss: Callable[[Module, Mapping[str, Any]], Tensor] | None = None
     """``loss(model, batch)`` returns a scalar tensor; by default ``model(**batch).loss``."""
     optimizer: Callable[[Iterable[Parameter]], Optimizer] | Optimizer | None = None
-    """``optimizer(parameters)`` returns an optimizer; or an optimizer that the loader built. By default SGD."""
+    """``optimizer(parameters)`` returns an optimizer; or an optimizer that the loader built. By default SGD.
+
+    Of a framework's optimizer that wraps another one (accelerate, lightning), the inner one, its ``.optimizer``, is
+    judged and trains.
+    """
     clip_grad_norm: Callable[[Iterable[Parameter], float], Any] | None = None
     """``clip_grad_norm(parameters, max_norm)`` returns the norm before clipping; by default torch's."""
     save: Callable[[Module, Optimizer | None, Path], object] | None = None
@@ -273,8 +277,23 @@ def _match_all(field: str, patterns: str | Sequence[str], names: Sequence[str]) 
 
 
 def _nearest(name: str, names: Sequence[str], noun: str = "parameter") -> str:
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.4) or _nearest_in_part(name, names)
     return f"; the nearest is {near[0]!r}" if near else f"; it has {counted(len(names), noun)}"
+
+
+def _nearest_in_part(pattern: str, names: Sequence[str]) -> list[str]:
+    """Return the name of which as many parts as the pattern has outside of its wildcards are nearest, if any are."""
+    literals = re.split(r"[*?]|\[[^]]*\]", pattern)
+    if len(literals) == 1:
+        return []
+    literal = max((text.strip(".") for text in literals), key=len)
+    size = literal.count(".") + 1
+    by_part: dict[str, str] = {}
+    for name in names:
+        parts = name.split(".")
+        for start in range(len(parts) - size + 1):
+            by_part.setdefault(".".join(parts[start : start + size]), name)
+    return [by_part[part] for part in difflib.get_close_matches(literal, by_part, n=1, cutoff=0.4)]
 
 
 def _rename(name: str, pattern: str, template: str) -> str:
@@ -322,7 +341,9 @@ def _require_optimizer(value: object) -> None:
     from torch.optim import Optimizer
 
     if not isinstance(value, Optimizer):
-        raise SubjectError("optimizer", f"{_shorten(value)} should be optimizer(parameters), or an Optimizer")
+        inner = getattr(value, "optimizer", None)
+        hint = "; give its .optimizer if that steps the model's own parameters" * isinstance(inner, Optimizer)
+        raise SubjectError("optimizer", f"{_shorten(value)} should be optimizer(parameters), or an Optimizer{hint}")
 
 
 def _require_slice(value: object) -> None:

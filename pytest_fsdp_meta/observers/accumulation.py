@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from pytest_fsdp_meta.evidence import splits_model
 from pytest_fsdp_meta.loader.subject import Subject
@@ -20,6 +21,7 @@ from pytest_fsdp_meta.observers.adapters.dtensor import mesh_facts
 from pytest_fsdp_meta.observers.batches import global_batch, indivisible, loss_of, own_rows
 from pytest_fsdp_meta.observers.inventory import named_tensors
 from pytest_fsdp_meta.observers.support.poison import deterministic
+from pytest_fsdp_meta.observers.support.torch_private import step_hooks
 from pytest_fsdp_meta.worlds import SEED, doing
 
 MICRO_BATCHES = 2
@@ -66,6 +68,13 @@ def accumulate(subject: Subject, device: torch.device, rounds: Sequence[Sequence
             if number == 0 and not last:
                 early = tuple(_already_reduced(model))
     return early
+
+
+def finish_gradients(optimizer: Optimizer) -> None:
+    """Run the hooks of the optimizer's step, which may reduce or scale gradients, without the step itself."""
+    for before, hook in step_hooks(optimizer):
+        if before:
+            hook(optimizer, (), {})
 
 
 def _join(slices: Sequence[dict[str, Any]]) -> dict[str, Any]:

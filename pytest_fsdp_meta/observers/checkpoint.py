@@ -238,7 +238,8 @@ def _describe_all(subject: Subject, optimizer: Optimizer, model: RankSaved) -> R
         {key: fingerprint(value) for key, value in group.items() if key not in BY_NAME}
         for group in optimizer.param_groups
     )
-    return RankResumed(model, state, groups)
+    parameters = [(name, tensor) for name, kind, tensor in named_tensors(subject.model) if kind == "parameter"]
+    return RankResumed(model, state, groups, frozen=tuple(name for name, p in parameters if not p.requires_grad))
 
 
 def _placed_like(parameter: Tensor, value: Any) -> Any:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Module
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from pytest_fsdp_meta.evidence.collectives import Collective
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part, own_memory
@@ -58,8 +59,8 @@ OPS = {
 INPUTS = ("input_tensors", "input_tensor", "input_list", "inputs", "input", "tensors")
 """The names that operators' schemas give the tensors that a rank sends."""
 GROUPS = ("process_group", "group_name")
-FSDP_BUFFERS = frozenset({"all_gather_copy_in", "chunk_cat"})
-"""The operators with which FSDP2 fills its buffers for all-gather and for reduce-scatter."""
+FSDP_BUFFERS = {"all_gather_copy_in": "all_gather", "chunk_cat": "reduce_scatter"}
+"""The operators with which FSDP2 fills its buffers, and the collective that a buffer is for."""
 Span = tuple[StorageWeakRef, int, int]
 """A storage with the first byte and the byte after the last; the weak reference keeps its identity from reuse."""
 
@@ -77,15 +78,17 @@ class Recorder:
     """A watcher that records the collectives of one phase; it recognises copies of the ``known`` parameters."""
 
     known: Mapping[str, Tensor] = field(default_factory=dict)
-    optimizing: bool = False
-    """Whether an optimizer's step has begun."""
+    _steps: int = 0
+    """The number of optimizers' steps that run now: one may call the step of another."""
     _recorded: list[_Recorded] = field(default_factory=list)
-    _fsdp_buffers: list[StorageWeakRef] = field(default_factory=list)
+    _fsdp_buffers: dict[str, list[StorageWeakRef]] = field(default_factory=dict)
+    """The buffers of FSDP2 for each collective. The result of a reduce-scatter becomes the gradient, which others may
+    gather."""
 
     def before(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         if func.namespace == "fsdp":
-            if operator_name(func) in FSDP_BUFFERS:
-                self._mark_as_fsdp(kwargs.get("out"))
+            if buffer_for := FSDP_BUFFERS.get(operator_name(func)):
+                self._mark_as_fsdp(buffer_for, kwargs.get("out"))
             return
         op = OPS.get(operator_name(func)) if func.namespace in NAMESPACES else None
         if op is None:
@@ -93,9 +96,9 @@ class Recorder:
         given = operator_arguments(func, args, kwargs)
         group = process_group(next(given[name] for name in GROUPS if name in given))
         inputs = [] if op == "barrier" else list(tensors_in(next((given[n] for n in INPUTS if n in given), None)))
-        by_fsdp = any(self._is_fsdp(tensor) for tensor in inputs)
+        by_fsdp = not self._steps and any(self._is_fsdp(op, tensor) for tensor in inputs)
         if by_fsdp and op == "reduce_scatter":
-            self._mark_as_fsdp(given.get("output_tensor"))  # HSDP reduces it again, over the replicas
+            self._mark_as_fsdp("all_reduce", given.get("output_tensor"))  # HSDP reduces it again, over the replicas
         facts = Collective(
             op=op,
             group=group.group_name,
@@ -105,27 +108,26 @@ class Recorder:
             root=given.get("root_rank", given.get("src")),
             reduction=given["reduce_op"] if isinstance(given.get("reduce_op"), str) else "",
             by_fsdp=by_fsdp,
-            optimizing=self.optimizing,
+            optimizing=self._steps > 0,
         )
         copies = () if by_fsdp else self._find_copies(inputs)
         self._recorded.append(_Recorded(facts, [_span(tensor) for tensor in inputs], copies))
 
     def after(self, func: Any, args: Sequence[Any], out: Any) -> None:
-        if func.namespace == "fsdp" and operator_name(func) in FSDP_BUFFERS:
-            self._mark_as_fsdp(out)
+        if func.namespace == "fsdp" and (buffer_for := FSDP_BUFFERS.get(operator_name(func))):
+            self._mark_as_fsdp(buffer_for, out)
 
     @contextmanager
     def noting_optimizers(self) -> Iterator[None]:
-        """Mark the collectives that follow the start of an optimizer's step within the block."""
+        """Mark the collectives of optimizers' steps within the block; one may step while the backward still runs."""
 
-        def begin(*_: Any) -> None:
-            self.optimizing = True
+        def count(change: int, *_: Any) -> None:
+            self._steps += change
 
-        handle = register_optimizer_step_pre_hook(begin)
-        try:
+        with ExitStack() as handles:
+            handles.callback(register_optimizer_step_pre_hook(partial(count, 1)).remove)
+            handles.callback(register_optimizer_step_post_hook(partial(count, -1)).remove)
             yield
-        finally:
-            handle.remove()
 
     def collectives(self, model: Module) -> tuple[Collective, ...]:
         """Return what was recorded, with the names of the parameters and buffers of ``model`` that were sent."""
@@ -139,12 +141,13 @@ class Recorder:
                     spans.setdefault(ref.cdata, []).append((first, last, name))
         return tuple(replace(recorded.facts, tensors=_names(recorded, spans)) for recorded in self._recorded)
 
-    def _mark_as_fsdp(self, buffers: Any) -> None:
-        self._fsdp_buffers += [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors_in(buffers)]
+    def _mark_as_fsdp(self, op: str, buffers: Any) -> None:
+        refs = self._fsdp_buffers.setdefault(op, [])
+        refs += [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors_in(buffers)]
 
-    def _is_fsdp(self, tensor: Tensor) -> bool:
+    def _is_fsdp(self, op: str, tensor: Tensor) -> bool:
         own = StorageWeakRef(tensor.untyped_storage()).cdata
-        return any(ref.cdata == own for ref in self._fsdp_buffers)
+        return any(ref.cdata == own for ref in self._fsdp_buffers.get(op, ()))
 
     def _find_copies(self, inputs: Sequence[Tensor]) -> tuple[str, ...]:
         """Return the known parameters that equal an input bit by bit; a single repeated value proves no copy."""

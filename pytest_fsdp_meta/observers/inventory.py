@@ -70,10 +70,23 @@ def named_tensors(model: Module) -> Iterator[tuple[str, str, Tensor]]:
 
 
 def unwrapped(model: Module) -> Module:
-    """Return the module inside the wrappers of DDP and megatron-fsdp."""
-    while isinstance(model, DistributedDataParallel) or megatron_fsdp.is_wrapper(model):
-        model = model.module
+    """Return the module inside the wrappers of DDP, megatron-fsdp and lightning's Fabric."""
+    while (inner := _inner(model)) is not None:
+        model = inner
     return model
+
+
+def _inner(model: Module) -> Module | None:
+    if isinstance(model, DistributedDataParallel) or megatron_fsdp.is_wrapper(model):
+        module: Module = model.module
+        return module
+    children = dict(model.named_children())
+    return children.get("_forward_module") if {*children} <= FABRIC else None
+
+
+FABRIC = frozenset({"_forward_module", "_original_module"})
+"""The children of Fabric's wrapper. The first, what the strategy made of the model, contains the second or is the same
+module."""
 
 
 def non_persistent(model: Module) -> set[str]:

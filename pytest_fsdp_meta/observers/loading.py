@@ -27,7 +27,7 @@ from pytest_fsdp_meta.observers.batches import batch_slice
 from pytest_fsdp_meta.observers.collectives import Recorder
 from pytest_fsdp_meta.observers.inventory import managed_names, named_tensors, non_persistent, reshard, take_inventory
 from pytest_fsdp_meta.observers.memory import Peak
-from pytest_fsdp_meta.observers.optimizers import optimizer_facts, pack_optimizer
+from pytest_fsdp_meta.observers.optimizers import built_optimizer, optimizer_facts, pack_optimizer
 from pytest_fsdp_meta.observers.support.mapped import MAPS
 from pytest_fsdp_meta.observers.support.poison import NOTICES, poisoned_memory, restore_defaults
 from pytest_fsdp_meta.observers.support.precision import precision
@@ -129,7 +129,7 @@ def _describe(subject: Subject, rank: Rank, managed: Mapping[str, bool], poison_
     lookup.remember(subject.model, subject.adapter)
     _require_elements(subject.model)
     inventory = take_inventory(subject.model, rank.rank, str(rank.device), facts.kept_attributes)
-    built = subject.optimizer if isinstance(subject.optimizer, torch.optim.Optimizer) else None
+    built = built_optimizer(subject)
     computes_in, reduces_in = precision(subject.model)
     inventory = replace(
         inventory,
@@ -137,7 +137,7 @@ def _describe(subject: Subject, rank: Rank, managed: Mapping[str, bool], poison_
         poison_kept=poison_active,
         computes_in=computes_in,
         reduces_in=reduces_in,
-        optimizer=None if built is None else optimizer_facts(built, subject.model),
+        optimizer=None if built is None else optimizer_facts(built, subject),
     )
     sources = {field: getattr(subject, field) for field in ("reference", "verifier")}
     checkpoints = {
@@ -249,8 +249,8 @@ def _pack_recipe(subject: Subject) -> dict[str, bytes]:
     packed = {}
     for field in SENT_FIELDS:
         value = getattr(subject, field)
-        if isinstance(value, torch.optim.Optimizer):
-            packed[field] = pack_optimizer(value, subject.model)
+        if field == "optimizer" and (built := built_optimizer(subject)):
+            packed[field] = pack_optimizer(built, subject.model)
             continue
         try:
             packed[field] = cloudpickle.dumps(value)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from pytest_fsdp_meta.evidence import Noise, ReferenceFacts
-from pytest_fsdp_meta.observers.accumulation import accumulate, indivisible_batch, union_of_ranks
+from pytest_fsdp_meta.observers.accumulation import accumulate, finish_gradients, union_of_ranks
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part
 from pytest_fsdp_meta.observers.adapters.lookup import parts_of
 from pytest_fsdp_meta.observers.gradients import gradient_norm, gradients_of
@@ -57,10 +57,12 @@ def record_noise(
             subject = declared_subject(noisy.model, recipe)
             restore(noisy.model, noisy.records["values"])
             noisy.nudges = Nudges(noisy.model, _coarsest_unit(dtypes), SEED + number)
-            run = train(subject, current().device, range(len(losses)), (0, 1), make_optimizer(subject), noisy)
-            if "accumulated" in noisy.records and not indivisible_batch(subject, data_parallel_size):
+            optimizer = make_optimizer(subject)
+            run = train(subject, current().device, range(len(losses)), (0, 1), optimizer, noisy)
+            if optimizer is not None and "accumulated" in noisy.records:
                 with noisy.nudged():
                     accumulate(subject, current().device, union_of_ranks(data_parallel_size))
+                finish_gradients(optimizer)
                 noisy.add("accumulated", _gradients(noisy.model))
             losses = [max(most, abs(a - b)) for most, a, b in zip(losses, run.losses, facts.losses or (), strict=True)]
             norm = max(norm, abs((noisy.norm or 0.0) - (facts.norm or 0.0)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
 
@@ -18,6 +18,7 @@ from pytest_fsdp_meta.loader.subject import Subject, SubjectError
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part
 from pytest_fsdp_meta.observers.batches import calling
 from pytest_fsdp_meta.observers.inventory import named_tensors
+from pytest_fsdp_meta.observers.step_hooks import PackedHook, add_hooks, pack_hooks
 
 BY_NAME = frozenset({"params", "param_names"})
 """Keys of a parameter group that list its parameters; all other keys are hyperparameters."""
@@ -29,30 +30,50 @@ def make_optimizer(subject: Subject) -> Optimizer | None:
     declared = subject.optimizer
     if not trainable:
         return None
-    if isinstance(declared, Optimizer):
-        return declared
+    if built := built_optimizer(subject):
+        return built
     if declared is None:
         # foreach kernels refuse a list that mixes DTensors and plain tensors.
         return SGD(trainable, lr=0.1, foreach=False)
+    assert not isinstance(declared, Optimizer)
     with calling("Subject(optimizer=...)"):
-        built = declared(trainable)
-    if not isinstance(built, Optimizer):
-        raise SubjectError("optimizer", f"it returned {type(built).__name__}, but should return an Optimizer")
-    return built
+        returned = declared(trainable)
+    if not isinstance(returned, Optimizer):
+        raise SubjectError("optimizer", f"it returned {type(returned).__name__}, but should return an Optimizer")
+    return returned
 
 
-def optimizer_facts(optimizer: Optimizer, model: Module) -> OptimizerFacts:
+def built_optimizer(subject: Subject) -> Optimizer | None:
+    """Return the optimizer that the loader built, without the wrapper of a framework such as accelerate or lightning.
+
+    Such a wrapper is an Optimizer itself, with the groups of its ``.optimizer``. It cannot be rebuilt for the
+    reference, and it steps only when its framework says so.
+    """
+    optimizer = subject.optimizer
+    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer) and isinstance(optimizer, Optimizer):
+        optimizer = inner
+    return optimizer if isinstance(optimizer, Optimizer) else None
+
+
+def optimizer_facts(optimizer: Optimizer, subject: Subject) -> OptimizerFacts:
     """Return which of the model's parameters the optimizer holds, and what else it holds."""
+    model = subject.model
     held = Counter(id(parameter) for group in optimizer.param_groups for parameter in group["params"])
     parameters = [(name, tensor) for name, kind, tensor in named_tensors(model) if kind == "parameter"]
     live = {id(tensor) for _, tensor in parameters}
     others = {id(p): p for group in optimizer.param_groups for p in group["params"] if id(p) not in live}
     return OptimizerFacts(
-        kind=type(optimizer).__name__,
+        kind=_describe_kind(optimizer, subject),
         held={name: held[id(tensor)] for name, tensor in parameters},
         stepped=frozenset(name for name, tensor in parameters if optimizer.state.get(tensor)),
         others=tuple((str(p.dtype).removeprefix("torch."), _without_memory(p)) for p in others.values()),
     )
+
+
+def _describe_kind(optimizer: Optimizer, subject: Subject) -> str:
+    """ "AdamW", or "AdamW inside AcceleratedOptimizer"."""
+    wrapped = isinstance(subject.optimizer, Optimizer) and subject.optimizer is not optimizer
+    return type(optimizer).__name__ + f" inside {type(subject.optimizer).__name__}" * wrapped
 
 
 def _without_memory(parameter: Parameter) -> bool:
@@ -69,6 +90,7 @@ class PackedOptimizer:
     defaults: Mapping[str, Any]
     groups: tuple[tuple[Mapping[str, Any], frozenset[str]], ...]
     """(hyperparameters, names of the parameters); parameters that the model does not register have no name."""
+    hooks: tuple[PackedHook, ...] = ()
 
     def rebuild(self, model: Module, trainable: Iterable[Parameter]) -> Optimizer:
         """Return the same groups over the parameters of ``model`` of the same names.
@@ -92,6 +114,27 @@ class PackedOptimizer:
             _refuse(f"{type(error).__name__}: {error}")
 
 
+@dataclass
+class Rebuilding:
+    """``Subject.optimizer`` of the reference where the loader has built an optimizer."""
+
+    packed: PackedOptimizer
+    model: Module
+    hooks_left_out: list[str] = field(default_factory=list)
+    """The step hooks that cannot run on the reference, each with the reason."""
+
+    def __call__(self, trainable: Iterable[Parameter]) -> Optimizer:
+        optimizer = self.packed.rebuild(self.model, trainable)
+        add_hooks(self.packed.hooks, optimizer, self.model, self.hooks_left_out.append)
+        return optimizer
+
+
+def hooks_left_out(subject: Subject) -> tuple[str, ...]:
+    """Return the step hooks of the loader's optimizer that the reference did not run, each with the reason."""
+    rebuilding = subject.optimizer
+    return tuple(dict.fromkeys(rebuilding.hooks_left_out)) if isinstance(rebuilding, Rebuilding) else ()
+
+
 def pack_optimizer(optimizer: Optimizer, model: Module) -> bytes:
     """Pickle the optimizer's present settings for the reference.
 
@@ -108,7 +151,8 @@ def pack_optimizer(optimizer: Optimizer, model: Module) -> bytes:
             )
             for group in optimizer.param_groups
         )
-        packed = cloudpickle.dumps(PackedOptimizer(type(optimizer), dict(optimizer.defaults), groups))
+        hooks = pack_hooks(optimizer, model)
+        packed = cloudpickle.dumps(PackedOptimizer(type(optimizer), dict(optimizer.defaults), groups, hooks))
     except Exception as error:
         packed = cloudpickle.dumps(partial(_refuse, f"{type(error).__name__}: {error}"))
     return bytes(packed)
@@ -118,5 +162,5 @@ def _refuse(problem: str, trainable: Iterable[Parameter] = ()) -> NoReturn:
     raise SubjectError(
         "optimizer",
         f"the reference cannot build the same optimizer ({problem}); "
-        "declare a callable: optimizer=lambda parameters: ...",
+        "declare a callable: optimizer=lambda parameters: ... (the loader's own optimizer is then not judged)",
     )

@@ -11,7 +11,6 @@ import difflib
 import pickle
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import accumulate as accumulate_lengths
 from itertools import product
 from pathlib import Path
@@ -24,12 +23,12 @@ from torch.nn import Module
 from pytest_fsdp_meta.evidence import RankInventory, ReferenceFacts, Region, TensorFacts
 from pytest_fsdp_meta.loader.adapter import Part
 from pytest_fsdp_meta.loader.subject import Subject, SubjectError
-from pytest_fsdp_meta.observers.accumulation import accumulate, indivisible_batch, union_of_ranks
+from pytest_fsdp_meta.observers.accumulation import accumulate, finish_gradients, indivisible_batch, union_of_ranks
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part
 from pytest_fsdp_meta.observers.gradients import gradient_norm, gradients_of
 from pytest_fsdp_meta.observers.inventory import named_tensors, take_inventory
 from pytest_fsdp_meta.observers.movement import gradient_noise, root_mean_square
-from pytest_fsdp_meta.observers.optimizers import PackedOptimizer, make_optimizer
+from pytest_fsdp_meta.observers.optimizers import PackedOptimizer, Rebuilding, hooks_left_out, make_optimizer
 from pytest_fsdp_meta.observers.steps import StepObserver, train
 from pytest_fsdp_meta.observers.support.poison import NOTICES, poisoned_memory, restore_defaults
 from pytest_fsdp_meta.observers.support.reference_record import (
@@ -132,6 +131,7 @@ def train_reference(
     first.record("updated", _parameters(model))
     if optimizer is not None and not indivisible_batch(subject, data_parallel_size):
         accumulate(subject, rank.device, union_of_ranks(data_parallel_size))
+        finish_gradients(optimizer)
         first.record("accumulated", _local_tensors(gradients_of(model)))
     restore(model, Record(record_at(folder, "values")))
     rerun = train(subject, rank.device, range(steps), (0, 1), make_optimizer(subject))
@@ -144,6 +144,7 @@ def train_reference(
         noise=first.noise,
         norm=first.norm,
         after=after,
+        hooks_left_out=hooks_left_out(subject),
     )
 
 
@@ -233,7 +234,7 @@ def _build(field: str, recipe: Mapping[str, bytes]) -> Module:
 def declared_subject(model: Module, recipe: Mapping[str, bytes]) -> Subject:
     declared: dict[str, Any] = {field: pickle.loads(recipe[field]) for field in ("batch", "loss", "optimizer")}
     if isinstance(declared["optimizer"], PackedOptimizer):
-        declared["optimizer"] = partial(declared["optimizer"].rebuild, model)
+        declared["optimizer"] = Rebuilding(declared["optimizer"], model)
     return Subject(model, **declared)
 
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from pytest_fsdp_meta.evidence import Accumulation, Clipping, Comparison, Movement, RankTraining, SecondStep
 from pytest_fsdp_meta.loader.subject import Subject
-from pytest_fsdp_meta.observers.accumulation import accumulate, indivisible_batch, micro_batches
+from pytest_fsdp_meta.observers.accumulation import accumulate, finish_gradients, indivisible_batch, micro_batches
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part
 from pytest_fsdp_meta.observers.adapters.lookup import parts_of
 from pytest_fsdp_meta.observers.batches import batch_slice
@@ -39,7 +39,6 @@ from pytest_fsdp_meta.observers.optimizers import make_optimizer, optimizer_fact
 from pytest_fsdp_meta.observers.step_collectives import watching_step
 from pytest_fsdp_meta.observers.steps import StepObserver, train
 from pytest_fsdp_meta.observers.support.reference_record import RECORDS, Record, record_at
-from pytest_fsdp_meta.observers.support.torch_private import step_pre_hooks
 from pytest_fsdp_meta.observers.values import compare_gradients
 from pytest_fsdp_meta.worlds import Rank, current
 
@@ -58,7 +57,7 @@ def observe_training(
     data_parallel = batch_slice(subject, rank)
     optimizer = make_optimizer(subject)
     seen = _RankSteps(subject, rank, steps, _open_records(records_folder), norm)
-    held = None if optimizer is None else optimizer_facts(optimizer, subject.model)
+    held = None if optimizer is None else optimizer_facts(optimizer, subject)
     run = train(subject, rank.device, range(steps), data_parallel, optimizer, seen)
     reshard(subject.model)
     rank.state["optimizer"] = optimizer
@@ -194,8 +193,7 @@ def _observe_accumulation(
     if problem := indivisible_batch(subject, data_parallel[1]):
         return Accumulation(problem=problem)
     early = accumulate(subject, rank.device, [[piece] for piece in micro_batches(data_parallel)])
-    for finish in step_pre_hooks(optimizer):  # an author's hook may reduce gradients before each step
-        finish(optimizer, (), {})
+    finish_gradients(optimizer)
     gradients = gradients_of(subject.model)
     missing = without_gradient(subject.model, gradients)
     accumulated = Accumulation(compare_gradients(gradients, records["accumulated"]), missing, early)

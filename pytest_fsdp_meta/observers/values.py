@@ -87,8 +87,9 @@ def compare_gradients(parts: Iterable[tuple[str, Part]], reference: Record) -> t
         if name in reference:
             comparison = compare(name, part, reference, name)
             if comparison.problem is None and comparison.elements:
-                ours, theirs = comparable(local_part(part.local).cpu()), comparable(read_part(part, reference, name))
-                comparison = replace(comparison, measure=measure(ours, theirs))
+                local = local_part(part.local).cpu()
+                ours, theirs = comparable(local), comparable(read_part(part, reference, name))
+                comparison = replace(comparison, measure=measure(ours, theirs, elements=local.numel()))
             comparisons.append(comparison)
     return tuple(comparisons)
 
@@ -98,15 +99,15 @@ def read_part(part: Part, record: Record, name: str) -> Tensor:
     return record.read_run(name, part.regions[0]) if part.flat else record.read(name, part.regions)
 
 
-def measure(actual: Tensor, expected: Tensor, grain: float = 0.0) -> Measure:
-    """Measure both tensors as vectors, in float64."""
+def measure(actual: Tensor, expected: Tensor, grain: float = 0.0, elements: int | None = None) -> Measure:
+    """Measure both tensors as vectors, in float64; ``elements`` is their number where it is not that of the vectors."""
     ours, theirs = actual.double().flatten(), expected.double().flatten()
     return Measure(
         actual=float(ours.norm()),
         truth=float(theirs.norm()),
         apart=float((ours - theirs).norm()),
         dot=float(ours @ theirs),
-        elements=ours.numel(),
+        elements=ours.numel() if elements is None else elements,
         grain=grain,
     )
 
@@ -121,28 +122,42 @@ def _compare(name: str, actual: Tensor, expected: Tensor, part: Part, measuring:
     if torch.equal(ours, theirs):  # the usual case, and it needs no mask as large as the shard
         return Comparison(name, True, elements=actual.numel(), cast=cast)
     differs = (ours != theirs) & ~((ours != ours) & (theirs != theirs))
-    count = int(differs.sum())
-    if not count:
+    if not differs.any():
         return Comparison(name, True, elements=actual.numel(), cast=cast)
     first = tuple(int(i) for i in differs.nonzero()[0])
+    rounded, varied = _rounding(ours[differs], theirs[differs])
     # Different integers differ by at least one, but large ones may be equal in float64.
     least = 0.0 if ours.is_floating_point() else 1.0
     ours, theirs = ours.double(), theirs.double()
     distance = torch.where(differs, (ours - theirs).abs().nan_to_num(nan=torch.inf).clamp_min(least), 0.0)
-    relative = distance / theirs.abs().clamp_min(torch.finfo(torch.float32).tiny)
+    size = theirs.abs()
+    if actual.is_complex():  # real and imaginary part are one element
+        distance, size = distance.norm(dim=-1), size.norm(dim=-1)
+    relative = distance / size.clamp_min(torch.finfo(torch.float32).tiny)
     return Comparison(
         name,
         False,
         elements=actual.numel(),
-        differing=count,
+        differing=int((distance > 0).sum()),
         max_abs=float(distance.max()),
         max_rel=float(relative.max()),
         index=whole_index(part, first[: actual.ndim]),
         expected=float(theirs[first]),
         actual=float(ours[first]),
         cast=cast,
-        measure=measure(ours, theirs) if measuring else None,
+        measure=measure(ours, theirs, elements=actual.numel()) if measuring else None,
+        rounded=rounded,
+        varied=varied,
     )
+
+
+def _rounding(actual: Tensor, expected: Tensor) -> tuple[str, bool]:
+    """Return the dtype through which rounding ``expected`` gives ``actual``, and whether that has several values."""
+    if actual.dtype in (torch.float32, torch.float64):
+        for dtype in (torch.bfloat16, torch.float16):
+            if torch.equal(expected.to(dtype).to(actual.dtype), actual):
+                return str(dtype).removeprefix("torch."), bool((actual != actual[0]).any())
+    return "", False
 
 
 def whole_index(part: Part, local: Sequence[int]) -> tuple[int, ...]:

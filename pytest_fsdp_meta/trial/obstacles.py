@@ -53,8 +53,8 @@ def not_saved_by_torch(
     refused = [rank.refused for rank in state_dict if rank.refused]
     if not refused:
         return None
-    summary = f"torch's get_model_state_dict refuses the model ({refused[0]}); {DECLARE}"
-    return Unavailable(summary, kind="undeclared")
+    declare = "declare Subject(state_dict=...)" if gathering else DECLARE
+    return Unavailable(f"torch's get_model_state_dict refuses the model ({refused[0]}); {declare}", kind="undeclared")
 
 
 def not_gathered_by_gloo(inventory: Sequence[RankInventory]) -> Unavailable | None:

@@ -299,7 +299,8 @@ class Reloading:
             return Unavailable(f"not saved: {problem}", kind="blocked")
         if self._author_saves and not gathering:
             return None
-        return not_saved_by_torch(self.inventory, self.state_dict or (), gathering=gathering)
+        by_author = gathering and "state_dict" in self.subject.declared
+        return not_saved_by_torch(self.inventory, () if by_author else self.state_dict or (), gathering=gathering)
 
     def _nothing_trainable(self) -> Unavailable | None:
         trainable = any(t.requires_grad for t in self.inventory[0].tensors)

@@ -17,7 +17,9 @@ LOST_PEER = re.compile(
 )
 """What gloo, NCCL and sockets say when another rank has gone."""
 CUT_OFF = 113
-"""The exit code of a rank whose pipe to its parent was closed, so that it can report nothing else."""
+"""The exit code of a rank whose pipe to its parent was closed. The user's code may exit with it as well, so the rank
+leaves a file with the suffix ``CUT_OFF_MARK`` next to its output."""
+CUT_OFF_MARK = ".cut"
 
 
 @dataclass(frozen=True)
@@ -149,8 +151,8 @@ def _plural(summary: str) -> str:
     return summary
 
 
-def describe_exit(code: int | None) -> tuple[str, str]:
-    """Return (kind, summary) for a process that ended without a message."""
+def describe_exit(code: int | None, cut_off: bool = False) -> tuple[str, str]:
+    """Return (kind, summary) for a process that ended without a message; ``cut_off`` if it left the mark of that."""
     if code is None:
         return "exited", "closed its connection but did not exit"
     if code < 0:
@@ -159,6 +161,6 @@ def describe_exit(code: int | None) -> tuple[str, str]:
         except ValueError:
             name = f"signal {-code}"
         return "killed", f"was killed by {name}"
-    if code == CUT_OFF:
+    if code == CUT_OFF and cut_off:
         return "exited", "closed the file descriptor of its connection to pytest"
     return "exited", f"exited with code {code} before it answered"

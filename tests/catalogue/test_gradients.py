@@ -88,6 +88,23 @@ def cause_of(evidence: Evidence) -> str:
     return finding.cause
 
 
+@pytest.mark.parametrize(
+    ("mesh", "remedy"),
+    [
+        (
+            {"dp_shard": 2},
+            "average gradients over the data-parallel ranks (keep FSDP2's default gradient divide factor)",
+        ),
+        ({"ep": 2}, "divide the gradients of experts by the number of all data-parallel ranks"),
+    ],
+)
+def test_experts_need_another_divide_factor_than_fsdp2s_default(mesh, remedy):
+    evidence = remeasured(place(healthy(2), MIDDLE, mesh, "S(0)"), MIDDLE, 2.0)
+    (finding,) = verdict(PARITY, evidence).findings
+    assert finding.cause.startswith("summed instead of averaged")
+    assert finding.remedy.startswith(remedy)
+
+
 def test_a_factor_equal_to_a_number_of_ranks_is_explained():
     assert cause_of(remeasured(healthy(2), MIDDLE, 2.0)) == (
         "summed instead of averaged (2 is the number of data-parallel ranks)"

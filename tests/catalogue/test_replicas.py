@@ -31,7 +31,10 @@ REPLICAS = "replicas_equal"
 HSDP = {"dp_replicate": 2, "dp_shard": 2}
 ONE_OF_12 = "1 of 12 elements of rank 3's shard differ, first at [0, 0]: 2.5, but should be 2; largest difference 0.5"
 NOT_GIVEN = "these ranks did not receive the value that the others have, or replicas diverged after loading"
-ZEROS = "nothing was written on these ranks (all zeros)"
+ZEROS = (
+    "it holds only zeros on these ranks: it was created or initialised with zeros (like the B of LoRA), and the weight "
+    "was not loaded after that"
+)
 ODD_SHARDS = "these ranks read the slice of another rank, or only the first replica received the weight"
 IN_PART = (
     "most elements on these ranks are correct, or nearly: replicas diverged after loading (a part was overwritten, or "

@@ -180,7 +180,7 @@ def test_a_prefix_before_every_name_is_one_finding():
     assert findings_of(found) == [PREFIX]
     (finding,) = found.findings
     assert finding.cause == "the loader returns a wrapper instead of the model inside it"
-    assert finding.remedy == "return the wrapped model itself, or strip the prefix from its names"
+    assert finding.remedy == "return the inner module, which is .module of the returned one"
     assert finding.condemns == (*(f"module.{name}" for name in NAMED), *NAMED)
 
 

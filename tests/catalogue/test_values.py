@@ -43,7 +43,10 @@ ODD_IN_PART = (
     "most elements on these ranks are correct, or nearly: a part was overwritten after loading, or was read, computed "
     "or rounded differently from the other ranks"
 )
-ZEROS = "nothing was written on these ranks (all zeros)"
+ZEROS = (
+    "it holds only zeros on these ranks: it was created or initialised with zeros (like the B of LoRA), and the weight "
+    "was not loaded after that"
+)
 ODD_RANKS = "these ranks read the slice of another rank, or only the others received the weight"
 
 
@@ -284,25 +287,29 @@ def test_one_differing_replica_is_reported_by_replicas_equal(check, evidence, na
 
 
 @pytest.mark.parametrize(("check", "name"), [(PARAMS, MIDDLE), (BUFFERS, ROTARY)])
-@pytest.mark.parametrize("ranks", [None, [1]])
 @pytest.mark.parametrize(
-    ("rel", "dtype", "rounded"),
+    ("by_rank", "rounded"),
     [
-        (2.0**-8, "float32", True),
-        (2.0**-12, "float32", True),
-        (2.0**-7, "float32", False),
-        (2.0**-20, "float32", False),
-        (2.0**-8, "bfloat16", False),
-        (2.0**-8, "float64", False),
+        ([("bfloat16", True), ("bfloat16", True)], "bfloat16"),
+        ([("float16", True), ("float16", True)], "float16"),
+        ([("bfloat16", True), ("bfloat16", False)], "bfloat16"),
+        ([("bfloat16", False), ("bfloat16", False)], ""),  # one value, such as 1 beside 1.001
+        ([("bfloat16", True), ("", False)], ""),
+        ([("bfloat16", True), ("float16", True)], ""),
     ],
 )
-def test_values_rounded_through_a_smaller_dtype(check, name, ranks, rel, dtype, rounded):
-    evidence = differ(
-        change_reference(change(healthy(), name, dtype=dtype), name, dtype=dtype), name, ranks, max_rel=rel
-    )
+def test_values_rounded_through_a_smaller_dtype(check, name, by_rank, rounded):
+    evidence = healthy()
+    for rank, (dtype, varied) in enumerate(by_rank):
+        evidence = differ(evidence, name, [rank], max_rel=2.0**-8, rounded=dtype, varied=varied)
     (finding,) = verdict(check, evidence).findings
-    assert (finding.cause == "it was rounded through bfloat16 or float16") == rounded
-    assert (finding.remedy == "read and compute it in float32 throughout") == rounded
+    assert finding.cause.removeprefix("it was rounded through ") == rounded or not rounded
+    assert (finding.remedy == "read and compute it in float32 throughout") == bool(rounded)
+
+
+def test_one_rank_that_rounds_is_recognised():
+    (finding,) = verdict(PARAMS, differ(healthy(), MIDDLE, [1], rounded="bfloat16", varied=True)).findings
+    assert (finding.ranks, finding.cause) == ((1,), "it was rounded through bfloat16")
 
 
 def test_empty_shards_do_not_make_other_ranks_exceptions():
@@ -330,6 +337,15 @@ def test_empty_shards_do_not_make_other_ranks_exceptions():
 def test_the_values_of_one_differing_rank_determine_the_cause(differing, lengths, cause):
     found = verdict(PARAMS, measured(healthy(), MIDDLE, 1, *lengths, differing=differing, max_rel=1.0))
     assert [(finding.ranks, finding.cause) for finding in found.findings] == [((1,), cause)]
+
+
+def test_a_whole_tensor_that_differs_on_one_rank_is_not_a_slice():
+    whole = change(place(healthy(), EMBEDDING, {}), EMBEDDING, digest=None)  # so that replicas_equal is silent
+    for lengths in ((5.0, 5.1, 7.0), (0.0, 5.0, 5.0), (5.0, 5.0, 4.0)):
+        found = verdict(PARAMS, measured(declare(whole, unsharded=(EMBEDDING,)), EMBEDDING, 1, *lengths))
+        (finding,) = found.findings
+        assert "slice of another rank" not in finding.cause
+        assert "mesh coordinate" not in finding.remedy
 
 
 def test_zeros_where_the_reference_has_none():

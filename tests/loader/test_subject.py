@@ -199,6 +199,8 @@ def test_an_optimizer_may_be_a_factory_or_an_instance(optimizer):
             "'rotary.invfreq' matches no tensor of the model; the nearest is 'rotary.inv_freq'",
         ),
         ("unsharded", "rotary.inv_freq", "'rotary.inv_freq' matches no parameter of the model; it has 5 parameters"),
+        ("unsharded", "nrm.*", "'nrm.*' matches no parameter of the model; the nearest is 'layers.0.norm.weight'"),
+        ("unsharded", "*.1.qq.*", "'*.1.qq.*' matches no parameter of the model; the nearest is 'layers.1.q.weight'"),
         ("frozen", "zzz*", "'zzz*' matches no tensor of the model; it has 6 tensors"),
         ("frozen", "EMBED.WEIGHT", "'EMBED.WEIGHT' matches no tensor of the model; it has 6 tensors"),
     ],

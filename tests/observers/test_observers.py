@@ -95,6 +95,36 @@ def test_a_tensor_and_its_lazy_conjugate_differ(tmp_path):
     assert [compare(name, own_part(plain.conj()), reference, name).equal for name in ("a", "b")] == [False, True]
 
 
+def test_an_element_of_a_complex_tensor_counts_once(compared):
+    reference = torch.tensor([1 + 2j, 3 + 4j, 5 + 6j])
+    found = compared(reference + torch.tensor([0, 3 + 4j, 3j]), reference)
+    assert (found.elements, found.differing, found.index, found.max_abs) == (3, 2, (1,), 5.0)
+    assert (found.expected, found.actual) == (3.0, 6.0)
+    found = compared(reference + torch.tensor([0, 0, 3j]), reference)
+    assert (found.differing, found.index, found.expected, found.actual) == (1, (2,), 6.0, 9.0)
+
+
+THIRDS = torch.arange(1, 9) / 3
+
+
+@pytest.mark.parametrize(
+    ("actual", "reference", "rounded", "varied"),
+    [
+        (THIRDS.bfloat16().float(), THIRDS, "bfloat16", True),
+        (THIRDS.half().float(), THIRDS, "float16", True),
+        (torch.cat([THIRDS[:4].bfloat16().float(), THIRDS[4:]]), THIRDS, "bfloat16", True),
+        (torch.ones(8), torch.full((8,), 1.001), "bfloat16", False),
+        (torch.full((8,), 1.001), torch.ones(8), "", False),
+        (THIRDS * 1.001, THIRDS, "", False),
+        (THIRDS.bfloat16(), THIRDS.half().bfloat16() * 2, "", False),
+        (torch.arange(8), torch.arange(8) + 1, "", False),
+    ],
+)
+def test_rounding_is_recognised_exactly(compared, actual, reference, rounded, varied):
+    found = compared(actual, reference)
+    assert (found.rounded, found.varied) == (rounded, varied)
+
+
 PACKED = [name for name in ("float4_e2m1fn_x2", "uint4") if hasattr(torch, name)]
 
 

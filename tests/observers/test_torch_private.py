@@ -23,6 +23,7 @@ from pytest_fsdp_meta.observers.support.torch_private import (
     operator_arguments,
     operator_name,
     process_group,
+    step_hooks,
 )
 from pytest_fsdp_meta.worlds import current
 from tests.world_help import world_of
@@ -242,3 +243,12 @@ def groups() -> list[tuple[str, list[int]]]:
 def test_the_process_group_of_a_collective():
     with world_of(2) as world:
         assert world.run(groups) == [[(True, [0, 1])] * 2] * 2
+
+
+def test_the_step_hooks_of_an_optimizer():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    assert step_hooks(optimizer) == []
+    hooks = [lambda *_: None, lambda *_: None]
+    optimizer.register_step_post_hook(hooks[0])
+    optimizer.register_step_pre_hook(hooks[1])
+    assert step_hooks(optimizer) == [(True, hooks[1]), (False, hooks[0])]

@@ -174,6 +174,57 @@ def test_repeated_forwards_explain_the_gathers(forwards, inside):
     assert all(c.by_fsdp for c in collectives)
 
 
+def observe_gathers(stepping: str) -> tuple[list[tuple[bool, bool]], int]:
+    """Train a step that gathers all gradients before or in the optimizer's step, or steps while the forward still runs.
+
+    Return (by FSDP2, by the optimizer) of each all-gather, and how many gathers the FSDP2 groups need.
+    """
+    me = current()
+    me.state["watch"] = ("collectives",)
+    model = Stack()
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=me.mesh)
+    parameters = list(model.parameters())
+    optimizer = torch.optim.SGD(parameters, foreach=False)
+
+    def gather(*_: object) -> None:
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.full_tensor()
+
+    if stepping == "in the forward":
+        inner = torch.optim.SGD(parameters[:1])
+        model.blocks[1].register_forward_pre_hook(lambda *_: inner.step())
+    if stepping == "in the step":
+        optimizer.register_step_pre_hook(gather)
+    x = torch.ones(2, 4, requires_grad=True)
+    with watching_step(me, model, 1, 0):
+        model(x).sum().backward()
+        if stepping == "before the step":
+            gather()
+        optimizer.step()
+    seen = observe_step()
+    assert seen is not None
+    gathers = [(c.by_fsdp, c.optimizing) for c in seen[0] if c.op == "all_gather"]
+    return gathers, sum(group.forwards * (2 if group.reshards else 1) for group in seen[1])
+
+
+@pytest.mark.parametrize(
+    ("stepping", "others"),
+    [
+        ("", set()),
+        ("in the forward", set()),
+        ("before the step", {(False, False)}),
+        ("in the step", {(False, True)}),
+    ],
+)
+def test_gathers_of_gradients_are_not_those_of_fsdp(stepping, others):
+    with world_of(2) as world:
+        for gathers, needed in world.run(observe_gathers, stepping):
+            assert set(gathers) == {(True, False), *others}
+            assert gathers.count((True, False)) <= needed
+
+
 KIB = 1024 // 4
 
 

@@ -306,7 +306,7 @@ def test_a_real_prefix_is_one_line():
           the model, ranks 0, 1: names have the prefix 'module.' (module.embed.weight), but should be named as in the reference (embed.weight)
 
         likely cause: the loader returns a wrapper instead of the model inside it
-        remedy: return the wrapped model itself, or strip the prefix from its names
+        remedy: return the inner module, which is .module of the returned one
 
         rerun: pytest 'test_a.py::test_llama[no_meta_buffers]'
         """  # noqa: E501

@@ -538,3 +538,60 @@ def test_optimizer_state_with_other_placements_than_its_parameter():
         return Subject(model, reference=embedding, batch=lambda step: tokens, loss=loss, data_parallel=(0, 1))
 
     assert statuses(judged(loader, (ROUND_TRIP, OPTIMIZER))) == {ROUND_TRIP: "passed", OPTIMIZER: "passed"}
+
+
+def save(model: nn.Module, optimizer: Any, folder: Path) -> None:
+    # The saved state has torch's own names, whatever a hook of the model makes of them.
+    tensors = {name: p.detach().to_local().clone() for name, p in model.named_parameters()}
+    torch.save([tensors, optimizer and optimizer.state_dict()], folder / f"{torch.distributed.get_rank()}.pt")
+
+
+def resume(model: nn.Module, optimizer: Any, folder: Path) -> None:
+    # The checkpoint has DTensors in the optimizer's state.
+    tensors, state = torch.load(folder / f"{torch.distributed.get_rank()}.pt", weights_only=False)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.to_local().copy_(tensors[name])
+    if optimizer is not None:
+        optimizer.load_state_dict(state)
+
+
+def rename_first(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
+    state["first.weight"] = state.pop("0.weight")
+
+
+def undo_renaming(model: nn.Module) -> dict[str, Any]:
+    return {name.replace("first.", "0."): value for name, value in model.state_dict().items()}
+
+
+def with_renamed_keys(fsdp: Rank, **fields: Any) -> Subject:
+    subject = declared(fsdp, build(), **fields)
+    subject.model.register_state_dict_post_hook(rename_first)
+    return subject
+
+
+def test_a_refused_state_dict_asks_for_what_is_not_declared():
+    refuses = "torch's get_model_state_dict refuses the model ("
+    for fields, lacking in (
+        ({}, {EXPORTS: "Subject(state_dict=...)", ROUND_TRIP: "Subject(save=..., resume=...)"}),
+        ({"save": save, "resume": resume}, {EXPORTS: "Subject(state_dict=...)"}),
+        ({"save": save, "resume": resume, "state_dict": undo_renaming}, {}),
+    ):
+        verdicts = judged(lambda fsdp, fields=fields: with_renamed_keys(fsdp, **fields), (EXPORTS, ROUND_TRIP))
+        found = {id: v.reason for id, v in verdicts.items() if v.reason.startswith(refuses)}
+        assert {id: reason.split("; declare ")[1] for id, reason in found.items()} == lacking
+        if not lacking:
+            assert {v.status for v in verdicts.values()} == {"passed"}
+
+
+def test_a_parameter_that_is_frozen_by_resuming_is_named():
+    def resume_and_freeze(model: nn.Module, optimizer: Any, folder: Path) -> None:
+        resume(model, optimizer, folder)
+        model[1].requires_grad_(False)
+
+    def loader(fsdp):
+        return declared(fsdp, build(), save=save, resume=resume_and_freeze)
+
+    (finding,) = judged(loader, (RESUME,))[RESUME].findings
+    changed = "frozen after loading and trainable before saving (1.bias and 1 more)"
+    assert finding.cause == f"parameters are {changed}: a checkpoint does not keep requires_grad"

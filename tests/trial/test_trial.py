@@ -294,7 +294,8 @@ def test_an_optimizer_that_cannot_be_rebuilt_affects_training_checks_only(make, 
     verdicts = judged(with_optimizer(make))
     wrong = {id: (found.status, found.reason) for id, found in verdicts.items() if found.status in ("failed", "error")}
     reason = (
-        f"the reference cannot build the same optimizer ({why}); declare a callable: optimizer=lambda parameters: ..."
+        f"the reference cannot build the same optimizer ({why}); declare a callable: optimizer=lambda parameters: ... "
+        "(the loader's own optimizer is then not judged)"
     )
     assert wrong == dict.fromkeys(TRAINED, ("error", f"Subject(optimizer=...): {reason}"))
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from pytest_fsdp_meta.worlds import Misuse, RankFailure, WorldError, current
+from pytest_fsdp_meta.worlds.failures import CUT_OFF
 from tests.world_help import (
     SOON,
     assert_gone,
@@ -111,13 +112,14 @@ def test_a_label_replaces_the_name_of_the_only_rank() -> None:
     ("act", "summary"),
     [
         (lambda: os._exit(7), "exited with code 7 before it answered"),
+        (lambda: os._exit(CUT_OFF), f"exited with code {CUT_OFF} before it answered"),
         (lambda: os._exit(0), "exited with code 0 before it answered"),
         (lambda: sys.exit(3), "raised SystemExit: 3"),
         (lambda: os.kill(os.getpid(), signal.SIGKILL), "was killed by SIGKILL"),
         (lambda: ctypes.string_at(0), "was killed by SIGSEGV"),
         (lambda: os.abort(), "was killed by SIGABRT"),
     ],
-    ids=["exit7", "exit0", "sys.exit", "sigkill", "sigsegv", "abort"],
+    ids=["exit7", "exited like a rank that was cut off", "exit0", "sys.exit", "sigkill", "sigsegv", "abort"],
 )
 def test_the_rank_that_ended_is_named_not_those_that_waited_for_it(act: Callable[[], object], summary: str) -> None:
     broken = world(4)

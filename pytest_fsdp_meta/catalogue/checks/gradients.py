@@ -23,7 +23,7 @@ from pytest_fsdp_meta.catalogue.diagnosis.patterns import Cases
 from pytest_fsdp_meta.catalogue.findings import Explanation, Finding
 from pytest_fsdp_meta.catalogue.registry import check
 from pytest_fsdp_meta.catalogue.view import View, ranks_by
-from pytest_fsdp_meta.evidence import Comparison, RankTraining, TensorFacts
+from pytest_fsdp_meta.evidence import Comparison, RankTraining, TensorFacts, splits_experts
 from pytest_fsdp_meta.evidence.tolerances import GRADIENT_TOLERANCE
 
 NOISE = 1e-7
@@ -142,6 +142,8 @@ def _explain_factor(view: View, runs: Sequence[RankTraining], name: str, factor:
             "as well, or partial sums are averaged",
             "remedy": "divide either the loss or the gradients, not both; sum gradients that are partial sums",
         }
+    if _is_expert(view, name):
+        return {"cause": f"summed instead of averaged ({number} is {meaning})", "remedy": _DIVIDE_EXPERTS}
     return {
         "cause": f"summed instead of averaged ({number} is {meaning})",
         "remedy": "average gradients over the data-parallel ranks (keep FSDP2's default gradient divide factor), and "
@@ -149,8 +151,20 @@ def _explain_factor(view: View, runs: Sequence[RankTraining], name: str, factor:
     }
 
 
+def _is_expert(view: View, name: str) -> bool:
+    """Return whether the parameter is an expert's, by its name or by the dimensions of its mesh."""
+    meshes = (rank.by_name[name].mesh for rank in view.evidence.inventory if name in rank.by_name)
+    return "expert" in name or any(splits_experts(dim) for mesh in meshes if mesh is not None for dim in mesh.dims)
+
+
+_DIVIDE_EXPERTS = (
+    "divide the gradients of experts by the number of all data-parallel ranks, whose rows reach them, and not by that "
+    "of their own FSDP mesh, which is FSDP2's default: set_gradient_divide_factor() on the experts' FSDP modules"
+)
+
+
 def _explain_other(view: View, name: str, cases: Cases) -> Explanation:
-    explanation = _EXPERTS if "expert" in name else _DIFFERENT
+    explanation = _EXPERTS if _is_expert(view, name) else _DIFFERENT
     if _tied_only_here(view, name):
         explanation = _TIED
     elif max(_relative_error(comparison) for _, comparison in cases) < SLIGHT:

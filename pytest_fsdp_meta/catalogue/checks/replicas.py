@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 from pytest_fsdp_meta.catalogue.checks.values import BASIC, describe_difference, frozen_names
-from pytest_fsdp_meta.catalogue.diagnosis.patterns import UNWRITTEN, Cases, is_zero, may_be_other_slice
+from pytest_fsdp_meta.catalogue.diagnosis.patterns import ZEROS, Cases, is_zero, may_be_other_slice
 from pytest_fsdp_meta.catalogue.findings import Explanation, Finding
 from pytest_fsdp_meta.catalogue.registry import check
 from pytest_fsdp_meta.catalogue.view import NotJudged, PartlyJudged, View, majority, ranks_by
@@ -131,7 +131,7 @@ def _diverged(view: View, name: str, apart: list[Replicas], compared: Mapping[in
         for ranks in filter(None, [[rank for rank in odd if rank not in zeros], zeros]):
             wrong = [(rank, compared[rank]) for rank in ranks if rank in compared]
             detail = describe_difference(wrong, tensor) if known and wrong else ""
-            explanation = UNWRITTEN if ranks is zeros else _explain(tensor, wrong, known, all_differ)
+            explanation = ZEROS if ranks is zeros else _explain(tensor, wrong, known, all_differ)
             yield Finding(name, tuple(sorted(ranks)), actual, "", detail, **explanation)
 
 

@@ -13,6 +13,7 @@ from pytest_fsdp_meta.catalogue.findings import Explanation, Finding, Mismatch
 from pytest_fsdp_meta.catalogue.registry import check
 from pytest_fsdp_meta.catalogue.view import Blocked, NotJudged, Unjudgeable, View, ranks_by
 from pytest_fsdp_meta.evidence.checkpoint import RankResumed
+from pytest_fsdp_meta.text import first_of
 
 TRAINING_CHECKS = (
     "tied_weights_share_storage",
@@ -137,7 +138,23 @@ def resume_parity(view: View) -> Iterable[Finding]:
         f"loss {ours[step]:.9g} at step {step} after resuming",
         f"{theirs[step]:.9g} within {tolerance:g}, as in the uninterrupted run",
         f"losses of rank {rank}: {format_losses(ours)}; uninterrupted: {format_losses(theirs)}",
+        **_explain_frozen(before[rank], after[rank]),
     )
+
+
+def _explain_frozen(before: RankResumed, after: RankResumed) -> Explanation:
+    """Explain the losses if other parameters are frozen after loading than before saving, else return {}."""
+    pairs = (("trainable", "frozen", before, after), ("frozen", "trainable", after, before))
+    changes = [(now, once, sorted({*more.frozen} - {*fewer.frozen})) for now, once, more, fewer in pairs]
+    found = [
+        f"{now} after loading and {once} before saving ({first_of(names)})" for now, once, names in changes if names
+    ]
+    if not found:
+        return {}
+    return {
+        "cause": f"parameters are {', others '.join(found)}: a checkpoint does not keep requires_grad",
+        "remedy": "freeze the same parameters in the loader or in resume() as before saving",
+    }
 
 
 def _require_no_other_cause(view: View, message: str) -> None:

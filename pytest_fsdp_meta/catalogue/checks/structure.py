@@ -72,7 +72,7 @@ def _disagreements(facts: list[tuple[int, TensorFacts]]) -> Iterator[Finding]:
     after=[MANIFEST],
     why="An extra bias is trained and saved; a missing one is silently left out of the forward.",
     cause="the sharded model and the reference are built from different configs, or a wrapper renames the tensors",
-    remedy="build both from the same config, and return the model without the wrapper that renames its tensors",
+    remedy="build both from the same config, and return the module inside a wrapper that renames its tensors",
     references=["NVIDIA/TransformerEngine#2713", "pytorch/pytorch#118119"],
 )
 def names_match_reference(view: View) -> Iterable[Finding]:
@@ -94,7 +94,7 @@ def names_match_reference(view: View) -> Iterable[Finding]:
             f"names have the prefix {prefix!r} ({extra[0]})",
             f"named as in the reference ({missing[0]})",
             cause="the loader returns a wrapper instead of the model inside it",
-            remedy="return the wrapped model itself, or strip the prefix from its names",
+            remedy=f"return the inner module, which is .{prefix.removesuffix('.')} of the returned one",
             condemns=(*extra, *missing),
         )
         return

@@ -19,6 +19,7 @@ from pytest_fsdp_meta.catalogue.diagnosis.parity import (
     BEFORE_UPDATES,
     comparable_training,
     describe_other_precision,
+    explain_hooks_left_out,
     format_losses,
     mean_losses,
     require_gradients,
@@ -106,6 +107,7 @@ def _wrong_updates(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding
             actual = f"update is {factor} times the reference's" if factor else "update differs from the reference's"
             detail = "" if factor else f"relative error {max(_relative_error(c) for _, c in alike_cases):.2g}"
             explanation = _explain_factor(view, runs, name, factor) if factor else Explanation()
+            explanation = explanation or explain_hooks_left_out(view)
             ranks = tuple(rank for rank, _ in alike_cases)
             yield Finding(
                 name, ranks, actual, f"equal within {limits.relative_to(alike_cases):.2g}", detail, **explanation
@@ -264,7 +266,7 @@ def _explain_losses(view: View, first: int, runs: Sequence[RankTraining], allowe
             "remedy": "compare attention settings, and make the global loss a mean that weights all ranks correctly; "
             "if the loader uses another precision on purpose, set tolerance=...",
         }
-    return {
+    return explain_hooks_left_out(view) or {
         "cause": "the first forward and its gradients are correct, later losses are not: something changes between the "
         "steps, such as a buffer or a cache that the forward updates on each rank separately"
         + describe_other_precision(view),

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 from pytest_fsdp_meta.catalogue.diagnosis.limits import loss_limits
+from pytest_fsdp_meta.catalogue.findings import Explanation
 from pytest_fsdp_meta.catalogue.view import Blocked, NotJudged, Unjudgeable, View
 from pytest_fsdp_meta.evidence import RankTraining
 from pytest_fsdp_meta.evidence.tolerances import LOSS_TOLERANCE
@@ -146,6 +147,18 @@ def describe_other_precision(view: View) -> str:
         f"; the loader computes in {' and '.join(first.computes_in)} (mixed-precision policy), the reference in "
         f"{' and '.join(sorted(own))}"
     )
+
+
+def explain_hooks_left_out(view: View) -> Explanation:
+    """Return the cause and remedy if the reference steps without a hook of the loader's optimizer, else {}."""
+    left_out = view.reference.hooks_left_out
+    if not left_out:
+        return {}
+    return {
+        "cause": f"the optimizer has a step hook that the reference does not run ({first_of(left_out)})",
+        "remedy": "let the hook use the model, its parameters and the optimizer only, without a mesh or methods of "
+        "FSDP2; or declare optimizer=lambda parameters: ... and register a hook there that runs on both",
+    }
 
 
 def mean_losses(runs: Sequence[RankTraining]) -> tuple[float, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 
+from pytest_fsdp_meta.catalogue.diagnosis.expectations import is_whole
 from pytest_fsdp_meta.catalogue.diagnosis.multiples import multiple
 from pytest_fsdp_meta.catalogue.findings import Explanation
 from pytest_fsdp_meta.evidence import Comparison, TensorFacts
@@ -19,11 +20,13 @@ ROUNDING = {
 
 def explain_pattern(tensor: TensorFacts, cases: Cases, pairs: Cases) -> Explanation:
     """Return the cause and remedy that the pattern suggests; empty if everything differs without a pattern."""
-    if tensor.dtype == "float32" and all(LEAST_CUT < c.max_rel < ROUNDING["bfloat16"] for _, c in cases):
-        return _CUT
+    if dtype := _rounded_through(cases):
+        remedy = f"read and compute it in {tensor.dtype} throughout"
+        return {"cause": f"it was rounded through {dtype}", "remedy": remedy}
     odd = len(cases) < len([c for _, c in pairs if c.elements])
+    on_odd_ranks = _ODD_WHOLE if is_whole(tensor) else _ODD_RANKS
     if all(is_zero(c) for _, c in cases):
-        return {**UNWRITTEN, "remedy": _ODD_RANKS["remedy"]} if odd else UNWRITTEN
+        return {**ZEROS, "remedy": on_odd_ranks["remedy"]} if odd else ZEROS
     if _transposed(tensor, cases):
         return _TRANSPOSED
     if not odd and (factor := _agreed(tensor, cases, _multiplied)):
@@ -32,13 +35,19 @@ def explain_pattern(tensor: TensorFacts, cases: Cases, pairs: Cases) -> Explanat
         explanation = _CENTRED if shift.startswith("1 ") and tensor.kind == "parameter" else _SHIFTED
         return {**explanation, "cause": f"every element is {shift} than expected: {explanation['cause']}"}
     if odd and not _shuffled(cases):
-        return _ODD_RANKS if may_be_other_slice(tensor, cases) else _ODD_IN_PART
+        return on_odd_ranks if may_be_other_slice(tensor, cases) else _ODD_IN_PART
     if _shuffled(cases):
-        return _ODD_RANKS if _of_other_ranks(cases) else _SHUFFLED
+        return _SHUFFLED if is_whole(tensor) or not _of_other_ranks(cases) else _ODD_RANKS
     # A re-initialised matrix differs nearly everywhere; a reordered one keeps whole rows or experts. Vectors start as
     # ones or zeros and buffers are computed, so that a part of them may be right by chance.
     random = tensor.kind == "parameter" and len(tensor.shape) > 1
     return _IN_PART if random and all(c.differing < 0.9 * c.elements for _, c in cases) else {}
+
+
+def _rounded_through(cases: Cases) -> str:
+    """Return the dtype through which the wrong elements were rounded; empty if it may be chance, or ranks differ."""
+    dtypes = {c.rounded for _, c in cases}
+    return dtypes.pop() if len(dtypes) == 1 and any(c.varied for _, c in cases) else ""
 
 
 def _transposed(tensor: TensorFacts, cases: Cases) -> bool:
@@ -143,21 +152,18 @@ FEWEST = 8
 """Number of elements; fewer may have a common factor or shift by chance."""
 SLIGHT = 1e-2
 """Relative; in a tensor without a common shift, differences vary by more than this."""
-LEAST_CUT = 2.0**-14
-"""Relative; a cast to float16 causes larger errors in some element, so smaller ones have another cause."""
 FAR = 1e-4
 """Fraction of the squared norm; a smaller distance may be a few rows, or rounding."""
 NEAR = 0.1
 """Fraction of the norm; another slice or another initialisation is farther away."""
-UNWRITTEN: Explanation = {"cause": "nothing was written on these ranks (all zeros)"}
+ZEROS: Explanation = {
+    "cause": "it holds only zeros on these ranks: it was created or initialised with zeros (like the B of LoRA), and "
+    "the weight was not loaded after that"
+}
 _ODD_IN_PART: Explanation = {
     "cause": "most elements on these ranks are correct, or nearly: a part was overwritten after loading, or was read, "
     "computed or rounded differently from the other ranks",
     "remedy": "load and modify it with the same code on every rank; look for code that runs on some ranks only",
-}
-_CUT: Explanation = {
-    "cause": "it was rounded through bfloat16 or float16",
-    "remedy": "read and compute it in float32 throughout",
 }
 _SCALED = "a scale was applied that the reference does not have, or applied twice, or the copies of ranks were summed"
 _UNSCALED = "check the scales of quantised checkpoints, and reductions over ranks while loading"
@@ -186,6 +192,11 @@ SWAPPED: Explanation = {
     "cause": "it holds the values of another tensor: names were swapped (q and k, gate and up, a block and the next), "
     "or ranks read tensors in different orders",
     "remedy": "compare the names in the checkpoint with those of the modules, and match tensors by name, not by order",
+}
+_ODD_WHOLE: Explanation = {
+    "cause": "these ranks did not receive the weight that the others have: it was loaded on some ranks only, or "
+    "initialised from a seed that depends on the rank",
+    "remedy": "load it on every rank, or broadcast it after loading",
 }
 _ODD_RANKS: Explanation = {
     "cause": "these ranks read the slice of another rank, or only the others received the weight",

@@ -17,6 +17,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
 
@@ -38,6 +39,16 @@ def mixed_precision(module: FSDPModule) -> MixedPrecisionPolicy:
 def is_replicated(module: Module) -> bool:
     """Whether replicate() was applied to the module; it is DDP without a wrapper, which public torch cannot detect."""
     return isinstance(module, ReplicateModule) or replicate.state(module) is not None
+
+
+def step_hooks(optimizer: Optimizer) -> list[tuple[bool, Callable[..., Any]]]:
+    """Return (whether it runs before the step, hook) for the optimizer's step hooks; public torch only adds them.
+
+    An optimizer that does not call ``Optimizer.__init__`` has none.
+    """
+    before: Mapping[int, Any] = getattr(optimizer, "_optimizer_step_pre_hooks", {})
+    after: Mapping[int, Any] = getattr(optimizer, "_optimizer_step_post_hooks", {})
+    return [*((True, hook) for hook in before.values()), *((False, hook) for hook in after.values())]
 
 
 def flat_parameters(model: Module) -> Iterator[tuple[Tensor, tuple[int, ...], int]]:
@@ -103,11 +114,6 @@ def _address(parameter: Tensor) -> int:
 def non_persistent_names(module: Module) -> set[str]:
     """Return the names, in the module, of its buffers that a state dict leaves out."""
     return set(module._non_persistent_buffers_set)
-
-
-def step_pre_hooks(optimizer: Any) -> tuple[Callable[..., Any], ...]:
-    """Return the hooks that run before each step of this optimizer; public torch only adds and removes hooks."""
-    return tuple(getattr(optimizer, "_optimizer_step_pre_hooks", {}).values())
 
 
 def is_operator(func: object) -> bool:

@@ -13,7 +13,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from pytest_fsdp_meta.worlds.failures import RankFailure, describe_exit
+from pytest_fsdp_meta.worlds.failures import CUT_OFF_MARK, RankFailure, describe_exit
 from pytest_fsdp_meta.worlds.rank import tracebacks
 from pytest_fsdp_meta.worlds.system import messages, processes
 from pytest_fsdp_meta.worlds.system.output import OutputTail, read
@@ -83,7 +83,7 @@ class LocalMember:
     def ending(self) -> RankFailure:
         when = time.monotonic()
         self.process.join(1.0)
-        kind, summary = describe_exit(self.process.exitcode)
+        kind, summary = describe_exit(self.process.exitcode, self.output.with_suffix(CUT_OFF_MARK).exists())
         orphan = self.process.exitcode == UNKNOWN_EXIT_CODE and self.is_orphan()
         if orphan:
             kind, summary = "killed", "was killed because the fork server of all ranks was ended from outside"

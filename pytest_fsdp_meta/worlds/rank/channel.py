@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pytest_fsdp_meta.worlds.diagnosis import disk, flight_recorder
-from pytest_fsdp_meta.worlds.failures import CUT_OFF
+from pytest_fsdp_meta.worlds.failures import CUT_OFF, CUT_OFF_MARK
 from pytest_fsdp_meta.worlds.rank import tracebacks
 from pytest_fsdp_meta.worlds.system import messages, output, processes
 
@@ -100,4 +100,6 @@ class Channel:
         except OSError:
             same = False
         if not same:
+            with suppress(OSError):
+                self._output.with_suffix(CUT_OFF_MARK).touch()
             os._exit(CUT_OFF)

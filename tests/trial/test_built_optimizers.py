@@ -1,0 +1,186 @@
+"""Test optimizers that the loader built: those inside a framework's wrapper, and those with step hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from pytest_fsdp_meta import Subject
+from pytest_fsdp_meta.evidence import Evidence
+from pytest_fsdp_meta.loader.subject import SubjectError
+from pytest_fsdp_meta.observers.optimizers import built_optimizer
+from pytest_fsdp_meta.worlds import Rank
+from tests.trial.test_trial import batch, build, judged, loss, observed, subject
+
+Making = Callable[[nn.Module, Rank], torch.optim.Optimizer]
+
+
+class Delegating(torch.optim.Optimizer):
+    """A wrapper like accelerate's: an Optimizer whose groups are those of the optimizer inside it."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def param_groups(self) -> Any:
+        return self.optimizer.param_groups
+
+    def step(self, closure: Any = None) -> None:
+        raise AssertionError("only the framework knows when to step")
+
+
+class Holding:
+    """A wrapper that is not an Optimizer, like Megatron's, which may step copies."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+
+def with_built(make: Making) -> Callable[[Rank], Subject]:
+    def loader(fsdp):
+        model = subject(fsdp, freeze=False).model
+        return Subject(model, reference=build, batch=batch, loss=loss, optimizer=make(model, fsdp))
+
+    return loader
+
+
+def sgd(parameters: Any) -> torch.optim.SGD:
+    return torch.optim.SGD(parameters, lr=0.5, momentum=0.9)
+
+
+def findings(make: Making) -> dict[str, list[str]]:
+    verdicts = judged(with_built(make))
+    wrong = {id: found for id, found in verdicts.items() if found.status in ("failed", "error")}
+    return {id: [*dict.fromkeys(f"{f.actual}; {f.cause}" for f in found.findings)] for id, found in wrong.items()}
+
+
+# Wrappers.
+
+
+def test_the_optimizer_inside_accelerates_wrapper_is_the_one():
+    accelerate = pytest.importorskip("accelerate")
+    model, inner = nn.Linear(2, 2), sgd([nn.Parameter(torch.ones(1))])
+    accelerated = accelerate.Accelerator(cpu=True).prepare_optimizer(inner)
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    assert accelerated is not inner
+    for given in (inner, accelerated, Delegating(accelerated)):
+        assert built_optimizer(Subject(model, optimizer=given)) is inner
+
+
+@pytest.mark.parametrize("optimizer", [None, sgd, torch.optim.AdamW])
+def test_nothing_is_unwrapped_where_nothing_was_built(optimizer):
+    assert built_optimizer(Subject(nn.Linear(2, 2), optimizer=optimizer)) is None
+
+
+def test_a_wrapper_that_is_not_an_optimizer_is_refused_with_what_to_give():
+    with pytest.raises(SubjectError) as caught:
+        Subject(nn.Linear(2, 2), optimizer=Holding(sgd([nn.Parameter(torch.ones(1))])))  # type: ignore[arg-type]
+    assert str(caught.value).endswith("; give its .optimizer if that steps the model's own parameters")
+
+
+def test_the_wrapped_optimizer_trains():
+    assert findings(lambda model, fsdp: Delegating(sgd(model.parameters()))) == {}
+
+
+def test_a_wrapped_optimizer_without_the_live_parameters_is_found():
+    found = findings(lambda model, fsdp: Delegating(sgd(build().parameters())))
+    assert list(found) == ["optimizer_owns_parameters"]
+    assert [text.split(";")[0] for text in found.popitem()[1]] == ["in no parameter group of SGD inside Delegating"]
+
+
+# Step hooks.
+
+
+def hooked(hook: Callable[..., Any], model: nn.Module, before: bool = False) -> torch.optim.Optimizer:
+    optimizer = sgd(model.parameters())
+    (optimizer.register_step_pre_hook if before else optimizer.register_step_post_hook)(hook)
+    return optimizer
+
+
+def shrinking_the_model(model: nn.Module, fsdp: Rank) -> torch.optim.Optimizer:
+    """Shrink a parameter after the step, through a hook that holds the sharded model."""
+
+    def shrink(*_: Any) -> None:
+        with torch.no_grad():
+            model[1].weight.mul_(0.5)
+
+    return hooked(shrink, model)
+
+
+def doubling_gradients(model: nn.Module, fsdp: Rank) -> torch.optim.Optimizer:
+    def double(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.mul_(2)
+
+    return hooked(double, model, before=True)
+
+
+def shrinking_by_mesh(model: nn.Module, fsdp: Rank) -> torch.optim.Optimizer:
+    mesh = fsdp.mesh
+
+    def shrink(*_: Any) -> None:
+        with torch.no_grad():
+            model[1].weight.div_(mesh.size())
+
+    return hooked(shrink, model)
+
+
+def shrinking_shards(model: nn.Module, fsdp: Rank) -> torch.optim.Optimizer:
+    def shrink(*_: Any) -> None:
+        with torch.no_grad():
+            model[1].weight.to_local().mul_(0.5)
+
+    return hooked(shrink, model)
+
+
+@pytest.mark.parametrize("make", [shrinking_the_model, doubling_gradients])
+def test_the_reference_runs_the_step_hooks(make):
+    assert findings(make) == {}
+
+
+def evidence_of(make: Making) -> Evidence:
+    return observed(with_built(make))
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (shrinking_by_mesh, "shrink: it holds a DeviceMesh, which the reference does not have"),
+        (shrinking_shards, "shrink: it raises AttributeError: 'Parameter' object has no attribute 'to_local'"),
+    ],
+)
+def test_a_step_hook_that_cannot_run_on_the_reference_is_named_as_the_cause(make, why):
+    found = findings(make)
+    cause = f"the optimizer has a step hook that the reference does not run ({why})"
+    assert {id: {text.split("; ", 1)[1] for text in texts} for id, texts in found.items()} == {"update_parity": {cause}}
+
+
+def replacing_a_parameter(model: nn.Module, fsdp: Rank) -> torch.optim.Optimizer:
+    def replace(*_: Any) -> None:
+        model[1].weight = nn.Parameter(model[1].weight.detach().clone())
+
+    return hooked(replace, model)
+
+
+def test_the_reference_keeps_its_parameters():
+    reference = evidence_of(replacing_a_parameter).reference
+    assert reference is not None
+    assert reference.hooks_left_out == ("replace: it replaces parameters of the model",)
+    assert reference.losses == reference.losses_again
+
+
+def test_a_copy_of_a_dtensor_is_not_sent_to_the_reference():
+    def make(model: nn.Module, fsdp: Rank) -> torch.optim.Optimizer:
+        average = model[1].weight.detach().clone()
+        assert isinstance(average, DTensor)
+        return hooked(lambda *_: average.lerp_(model[1].weight.detach(), 0.5), model)
+
+    reference = evidence_of(make).reference
+    assert reference is not None
+    assert reference.hooks_left_out == ("<lambda>: it holds a DTensor, which the reference does not have",)
