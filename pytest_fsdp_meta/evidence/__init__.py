@@ -12,6 +12,7 @@ from pytest_fsdp_meta.evidence.records import (
     SubjectFacts,
     Unavailable,
     WorldFacts,
+    combine_subjects,
     frozen_sources,
     not_declared,
 )
@@ -36,6 +37,7 @@ __all__ = [
     "TensorFacts",
     "Unavailable",
     "WorldFacts",
+    "combine_subjects",
     "frozen_sources",
     "not_declared",
     "replicates",

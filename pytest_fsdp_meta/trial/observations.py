@@ -6,6 +6,7 @@ import difflib
 import math
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -18,6 +19,7 @@ from pytest_fsdp_meta.evidence import (
     SubjectFacts,
     Unavailable,
     WorldFacts,
+    combine_subjects,
     frozen_sources,
     not_declared,
 )
@@ -76,9 +78,9 @@ class ObservationRun:
     _world_failure: Unavailable = NOT_WANTED
     """The error that ended a world; later observations that need this world are unavailable for the same reason."""
 
-    @property
+    @cached_property
     def subject(self) -> SubjectFacts:
-        return self.loaded[0].subject
+        return combine_subjects([rank.subject for rank in self.loaded])
 
     @property
     def inventory(self) -> tuple[RankInventory, ...]:
