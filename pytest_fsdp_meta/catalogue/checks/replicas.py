@@ -99,11 +99,12 @@ def _model_coordinates(view: View) -> dict[int, dict[str, int]]:
 def _compared(view: View) -> dict[str, dict[int, Comparison]]:
     """Return the comparison of each rank's part with the reference (with the verifier if frozen), by name and rank."""
     by_name: dict[str, dict[int, Comparison]] = {}
-    frozen = frozen_names(view)
+    frozen, drawn = frozen_names(view), view.evidence.subject.drawn
     for taken, wanted in ((view.evidence.values, False), (view.evidence.verifier, True)):
         for rank, comparisons in enumerate(taken or ()):
             for comparison in comparisons:
-                if (comparison.name in frozen) is wanted and comparison.problem is None:
+                right = (comparison.name in frozen) is wanted and comparison.name not in drawn
+                if right and comparison.problem is None:
                     by_name.setdefault(comparison.name, {})[rank] = comparison
     return by_name
 

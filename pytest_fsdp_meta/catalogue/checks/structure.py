@@ -83,8 +83,9 @@ def names_match_reference(view: View) -> Iterable[Finding]:
     ties = (*view.evidence.inventory[0].ties(), *view.evidence.subject.tied)
     stored_once = {name for group in ties if any(other in reference for other in group) for name in group}
     extra = [name for name in ours if name not in reference]
-    if not view.reference.complete:  # checkpoints omit non-persistent buffers and store tied weights once
-        extra = [name for name in extra if ours[name].persistent and name not in stored_once]
+    if not view.reference.complete:  # checkpoints omit non-persistent buffers and drawn weights, and store ties once
+        known = {*stored_once, *view.evidence.subject.drawn}
+        extra = [name for name in extra if ours[name].persistent and name not in known]
     missing = [name for name in reference if name not in ours]
     prefix = _common_prefix(extra, missing) if len(missing) == len(reference) else ""  # a wrapper renames every tensor
     if prefix:
