@@ -139,3 +139,89 @@ def test_without_a_reference_drawn_weights_are_judged_as_before():
     bare = declare(undeclared(healthy(), "reference", "values", "verifier", why="no"), drawn=(MIDDLE,))
     assert verdict(VALUES, bare).status == "skipped"
     assert verdict("no_uninitialized_memory", bare).status == "passed"
+
+
+PARITY = "loss_parity"
+SHARES = ((0.5, 0.5, 0.25), (1.5, 1.0, 1.0))
+"""Losses of two ranks, whose sums are those of the reference."""
+
+
+def with_losses(evidence, *curves):
+    runs = (replace(run, losses=curve) for run, curve in zip(evidence.training, curves, strict=True))
+    return replace(evidence, training=tuple(runs))
+
+
+def in_slice(evidence, *indices):
+    """Assign each rank to a slice of the batch, as an author does who declares ``data_parallel``."""
+    size = len(set(indices))
+    runs = (replace(run, data_parallel=(index, size)) for run, index in zip(evidence.training, indices, strict=True))
+    declared = evidence.subject.declared | {"data_parallel"}
+    return replace(evidence, training=tuple(runs), subject=replace(evidence.subject, declared=declared))
+
+
+def test_shares_of_the_loss_add_up():
+    shares = with_losses(healthy(), *SHARES)
+    found = verdict(PARITY, shares)
+    assert findings_of(found)[0][2:4] == ("loss 1 at step 0", "2 within 1e-05")
+    assert found.findings[0].remedy.endswith(
+        'micro-batches; or declare Subject(loss_over_ranks="sum") if the ranks\' losses add up to the global loss'
+    )
+    assert verdict(PARITY, declare(shares, loss_over_ranks="sum")).status == "passed"
+
+
+def test_tensor_parallel_ranks_compute_one_share_together():
+    mesh = {"dp_shard": 2, "tp": 2}
+    shares = with_losses(healthy(mesh=mesh), SHARES[0], SHARES[0], SHARES[1], SHARES[1])
+    shares = in_slice(shares, 0, 0, 1, 1)
+    assert verdict(PARITY, declare(shares, loss_over_ranks="sum")).status == "passed"
+
+
+def test_ranks_of_a_sequence_have_shares_of_their_own():
+    for mesh in ({"dp_shard": 2, "cp": 2}, {"dp_shard_cp": 4}, {"fsdp": 4}):
+        shares = with_losses(healthy(mesh=mesh), *(tuple(loss / 2 for loss in SHARES[rank // 2]) for rank in range(4)))
+        shares = in_slice(shares, 0, 0, 1, 1)
+        assert verdict(PARITY, declare(shares, loss_over_ranks="sum")).status == "passed", mesh
+
+
+def test_means_do_not_add_up():
+    found = verdict(PARITY, declare(healthy(), loss_over_ranks="sum"))
+    assert findings_of(found)[0][2:4] == ("loss 4 at step 0", "2 within 1e-05")
+    assert found.findings[0].cause == (
+        "the sum of the ranks' losses is 2 times the reference's in every step (2 is the number of data-parallel "
+        "ranks): each rank's loss is not a share of the global loss, but a mean over its own rows or the global loss "
+        "itself"
+    )
+
+
+def test_every_rank_returns_the_same_loss_if_declared():
+    own = with_losses(healthy(), (1.0, 1.5, 1.25), (3.0, 1.5, 1.25))
+    assert verdict(PARITY, own).status == "passed"
+    found = verdict(PARITY, declare(own, loss_over_ranks="same"))
+    assert findings_of(found) == [
+        (
+            *(None, (1,), "loss 3 at step 0", "1, as on rank 0, because every rank returns the global loss"),
+            "losses 3.000000, 1.500000, 1.250000; rank 0 1.000000, 1.500000, 1.250000",
+        )
+    ]
+    assert verdict(PARITY, declare(healthy(), loss_over_ranks="same")).status == "passed"
+
+
+def test_losses_of_one_row_are_compared_by_their_mean_if_ranks_divide_the_sequence():
+    parts = ((1.0, 1.5, 1.25), (3.0, 1.5, 1.25), (1.5, 1.5, 1.25), (2.5, 1.5, 1.25))
+    for mesh in ({"dp_shard": 2, "cp": 2}, {"dp_shard_cp": 4}, {"fsdp": 4}):
+        assert verdict(PARITY, in_slice(with_losses(healthy(mesh=mesh), *parts), 0, 0, 1, 1)).status == "passed", mesh
+        wrong = in_slice(with_losses(healthy(mesh=mesh), *parts[:3], (3.5, 1.5, 1.25)), 0, 0, 1, 1)
+        assert verdict(PARITY, wrong).status == "failed", mesh
+
+
+def test_ranks_with_the_same_part_of_a_sequence_are_compared_one_by_one():
+    mesh = {"cp": 2, "tp": 2}
+    parts = ((1.0, 1.5, 1.25), (1.5, 1.5, 1.25), (3.0, 1.5, 1.25), (2.5, 1.5, 1.25))
+    found = verdict(PARITY, in_slice(with_losses(healthy(mesh=mesh), *parts), 0, 0, 0, 0))
+    assert found.status == "passed"  # the author assigned the rows, and the mean is right
+    derived = in_slice(with_losses(healthy(mesh=mesh), *parts), 0, 0, 0, 0)
+    derived = replace(derived, subject=healthy().subject)
+    assert [(f.ranks, f.expected) for f in verdict(PARITY, derived).findings] == [
+        ((1,), "1, as on rank 0, which sees the same rows"),
+        ((3,), "3, as on rank 2, which sees the same rows"),
+    ]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 
+from pytest_fsdp_meta.catalogue.diagnosis.coordinates import share_places
 from pytest_fsdp_meta.catalogue.view import Blocked, NotJudged, Unjudgeable, View
-from pytest_fsdp_meta.evidence import Measure, RankTraining
+from pytest_fsdp_meta.evidence import Evidence, Measure, RankTraining
 from pytest_fsdp_meta.text import first_of
 
 LOSS_TOLERANCE = {"float64": 1e-9, "float32": 1e-5, "float16": 2e-3, "bfloat16": 1.6e-2}
@@ -119,7 +120,7 @@ def require_same_forward(view: View, runs: Sequence[RankTraining]) -> None:
     """Raise Blocked if loss_parity reports the first loss: a wrong forward makes all gradients and updates wrong."""
     if "loss_parity" not in view.selection:
         return
-    expected, actual = view.reference.losses or (), mean_losses(runs)
+    expected, actual = view.reference.losses or (), global_losses(view.evidence)
     if expected and relative_distance(actual, expected, 0) > tolerance(view, LOSS_TOLERANCE, "loss_parity"):
         raise Blocked(
             f"the first loss is {actual[0]:.6g}, but should be {expected[0]:.6g} (see loss_parity); gradients and "
@@ -158,6 +159,19 @@ def describe_other_precision(view: View) -> str:
         f"; the loader computes in {' and '.join(first.computes_in)} (mixed-precision policy), the reference in "
         f"{' and '.join(sorted(own))}"
     )
+
+
+def global_losses(evidence: Evidence) -> tuple[float, ...]:
+    """Return the loss of the global batch at each step, as Subject(loss_over_ranks=...) combines those of the ranks."""
+    runs = evidence.training or ()
+    if evidence.subject.loss_over_ranks != "sum":
+        return mean_losses(runs)
+    places = share_places(evidence)
+    shares: dict[object, list[tuple[float, ...]]] = {}
+    for rank, run in enumerate(runs):
+        shares.setdefault((run.data_parallel[0], places[rank]), []).append(run.losses)
+    means = [[_mean(step) for step in zip(*losses, strict=True)] for losses in shares.values()]
+    return tuple(_mean(step) * len(step) for step in zip(*means, strict=True))
 
 
 def mean_losses(runs: Sequence[RankTraining]) -> tuple[float, ...]:
