@@ -48,6 +48,7 @@ def test_a_form_conforms(name, checkpoint, judge_loader, usual_skips):
 NEEDED = {
     "head_drawn_anew": ("drawn", (), "params_equal_reference"),
     "lora_adapters": ("drawn", (), "params_equal_reference"),
+    "experts_numbered_per_rank": ("on_some_ranks", (), "same_manifest_on_every_rank"),
     "shares_of_the_loss": ("loss_over_ranks", "mean", "loss_parity"),
     "loss_of_all_ranks": ("loss_over_ranks", "sum", "loss_parity"),
 }

@@ -15,6 +15,7 @@ from pytest_fsdp_meta.evidence.records import (
     combine_subjects,
     frozen_sources,
     not_declared,
+    partly_held,
 )
 from pytest_fsdp_meta.evidence.tensors import MeshFacts, OptimizerFacts, RankInventory, Region, TensorFacts
 from pytest_fsdp_meta.evidence.training import Accumulation, Comparison, Measure, Movement, RankTraining
@@ -40,6 +41,7 @@ __all__ = [
     "combine_subjects",
     "frozen_sources",
     "not_declared",
+    "partly_held",
     "replicates",
     "sharded_dim",
     "splits_experts",

@@ -60,6 +60,12 @@ def combine_subjects(ranks: Sequence[SubjectFacts]) -> SubjectFacts:
     )
 
 
+def partly_held(subject: SubjectFacts, inventory: Sequence[RankInventory]) -> frozenset[str]:
+    """Return the tensors that some ranks have and others lack, as declared."""
+    holders = {name: sum(name in rank.by_name for rank in inventory) for name in subject.on_some_ranks}
+    return frozenset(name for name, count in holders.items() if 0 < count < len(inventory))
+
+
 @dataclass(frozen=True)
 class ReferenceFacts:
     """The reference: the unsharded model, built and trained on one device.

@@ -223,7 +223,7 @@ class ObservationRun:
     def _train(self) -> tuple[RankTraining, ...] | Unavailable:
         if "batch" not in self.subject.declared:
             return not_declared("batch")
-        if problem := describe_odd_model(self.inventory):
+        if problem := describe_odd_model(self.inventory, self.subject):
             return Unavailable(f"not trained: {problem}", kind="blocked")
         observe_training = on_ranks.training.observe_training
         if self.reference is None or not self.reference.complete:

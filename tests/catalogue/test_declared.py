@@ -5,20 +5,30 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from pytest_fsdp_meta.catalogue import judge
+from pytest_fsdp_meta.catalogue.view import Selection
+from pytest_fsdp_meta.evidence.checkpoint import RankStateDict
 from tests.catalogue.evidence_factory import (
+    CATALOGUE,
     FROZEN,
     HEAD,
     MIDDLE,
+    PARAMETERS,
     change,
     declare,
     differ,
     drop,
     drop_reference,
+    equal,
     findings_of,
     from_checkpoint,
     healthy,
     measured,
+    on_ranks,
+    place,
+    reloaded,
     remeasured,
+    trained,
     undeclared,
     verdict,
     with_reference,
@@ -225,3 +235,109 @@ def test_ranks_with_the_same_part_of_a_sequence_are_compared_one_by_one():
         ((1,), "1, as on rank 0, which sees the same rows"),
         ((3,), "3, as on rank 2, which sees the same rows"),
     ]
+
+
+MANIFEST, NAMES = "same_manifest_on_every_rank", "names_match_reference"
+FIRST, SECOND = "experts.0.weight", "experts.1.weight"
+
+
+def with_experts():
+    """Return evidence in which rank 0 has one expert and rank 1 the other, as declared."""
+    evidence = healthy(parameters={**PARAMETERS, FIRST: (4, 4), SECOND: (4, 4)})
+    for rank, name in enumerate((FIRST, SECOND)):
+        evidence = drop(place(evidence, name, {}), name, [1 - rank])
+    return declare(observed_again(evidence), on_some_ranks=(FIRST, SECOND))
+
+
+def observed_again(evidence):
+    """Return the evidence with values, training and checkpoints of the tensors that the ranks have."""
+    ranks, reference = evidence.inventory, evidence.reference
+    return replace(
+        evidence,
+        values=tuple(tuple(equal(tensor) for tensor in rank.tensors) for rank in ranks),
+        training=tuple(trained(rank, len(ranks), reference.losses, reference.batches) for rank in ranks),
+        **reloaded(ranks, reference.inventory),
+    )
+
+
+def test_ranks_may_have_other_names_if_declared():
+    evidence = with_experts()
+    for id in (MANIFEST, NAMES, "shards_tile_the_tensor", "nothing_left_unsharded", "dtensor_placements"):
+        assert verdict(id, evidence).status == "passed", id
+    undeclared = declare(evidence, on_some_ranks=())
+    assert [f.tensor for f in verdict(MANIFEST, undeclared).findings] == [FIRST, SECOND]
+
+
+def test_other_names_are_still_compared():
+    gone = drop(with_experts(), MIDDLE, [1])
+    assert [(f.tensor, f.ranks) for f in verdict(MANIFEST, gone).findings] == [(MIDDLE, (1,))]
+
+
+def test_other_names_are_still_compared_in_their_order():
+    def reverse(rank):
+        return tuple(reversed(rank.tensors))
+
+    found = verdict(MANIFEST, on_ranks(with_experts(), [1], reverse))
+    assert [(f.ranks, f.actual) for f in found.findings] == [((1,), "parameters and buffers in a different order")]
+
+
+def test_a_name_that_no_rank_has_is_missing():
+    gone = observed_again(drop(with_experts(), SECOND))
+    assert [(f.tensor, f.ranks) for f in verdict(NAMES, gone).findings] == [(SECOND, (0, 1))]
+    values = verdict_of_selection(VALUES, gone, VALUES)
+    assert [(f.tensor, f.ranks) for f in values.findings] == [(SECOND, (0, 1))]
+
+
+def test_a_rank_that_lacks_a_declared_name_is_no_finding_of_the_values():
+    assert verdict_of_selection(VALUES, with_experts(), VALUES).status == "passed"
+
+
+def test_all_experts_on_every_rank_are_not_sharded():
+    everywhere = healthy(parameters={**PARAMETERS, FIRST: (4, 4)})
+    everywhere = declare(place(everywhere, FIRST, {}), on_some_ranks=(FIRST,))
+    assert [f.tensor for f in verdict("nothing_left_unsharded", everywhere).findings] == [FIRST]
+
+
+def test_the_holders_of_a_declared_name_have_to_agree():
+    evidence = change(declare(healthy(3), on_some_ranks=(MIDDLE,)), MIDDLE, [1], dtype="bfloat16")
+    found = verdict(MANIFEST, drop(evidence, MIDDLE, [2]))
+    assert [(f.tensor, f.ranks, f.actual) for f in found.findings] == [(MIDDLE, (1,), "dtype bfloat16")]
+
+
+def test_torch_cannot_clip_what_some_ranks_have():
+    found = verdict("grad_norm_parity", with_experts())
+    assert found.reason == (
+        "torch cannot compute the norm of these gradients (experts.0.weight and 1 more on some ranks only); declare "
+        "Subject(clip_grad_norm=<callable>) with the function that your training uses"
+    )
+    evidence = with_experts()
+    declared = evidence.subject.declared | {"clip_grad_norm"}
+    evidence = replace(evidence, subject=replace(evidence.subject, declared=declared))
+    assert verdict("grad_norm_parity", evidence).status == "passed"
+
+
+def test_the_keys_of_a_rank_are_those_that_it_has():
+    evidence = with_experts()
+    keys = tuple(RankStateDict(tuple(t.name for t in rank.tensors if t.persistent)) for rank in evidence.inventory)
+    evidence = replace(evidence, state_dict=keys)
+    assert verdict("state_dict_names_clean", evidence).status == "passed"
+    lost = replace(keys[1], keys=tuple(key for key in keys[1].keys if key != SECOND))
+    found = verdict("state_dict_names_clean", replace(evidence, state_dict=(keys[0], lost)))
+    assert [(f.tensor, f.ranks) for f in found.findings] == [(SECOND, (1,))]
+
+
+def test_a_gradient_of_one_rank_is_compared_with_the_reference():
+    found = verdict("grad_parity", remeasured(with_experts(), SECOND, factor=2.0, ranks=[1]))
+    assert [(f.tensor, f.ranks, f.actual) for f in found.findings] == [
+        (SECOND, (1,), "gradient is 2 times the reference's")
+    ]
+
+
+def test_every_check_judges_ranks_with_other_names():
+    evidence = with_experts()
+    statuses = {check.id: verdict(check.id, evidence).status for check in CATALOGUE}
+    assert {id for id, status in statuses.items() if status not in ("passed", "skipped")} == set()
+
+
+def verdict_of_selection(id, evidence, *selected):
+    return judge(CATALOGUE[id], evidence, CATALOGUE, Selection(frozenset(selected)))

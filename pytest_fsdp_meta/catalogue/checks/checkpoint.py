@@ -99,7 +99,10 @@ def state_dict_names_clean(view: View) -> Iterable[Finding]:
     # ranks then have no keys.
     gathered = "state_dict" in view.evidence.subject.declared and any(keys for _, keys in by_rank)
     clean = [(rank, {prefixed.get(key, key) for key in keys}) for rank, keys in by_rank if keys or not gathered]
-    for name, ranks in ranks_by((rank, key) for rank, keys in clean for key in sorted(expected - keys)).items():
+    held = [rank.by_name for rank in view.evidence.inventory]
+    elsewhere = [{name for name in view.on_some_ranks if name not in own} for own in held]
+    missing = ((rank, key) for rank, keys in clean for key in sorted(expected - keys - elsewhere[rank]))
+    for name, ranks in ranks_by(missing).items():
         if view.judgeable(name):
             yield Finding(name, ranks, "missing in the state dict", "saved under this name", condemns=(name,))
     for name, ranks in ranks_by((rank, key) for rank, keys in clean for key in sorted(keys - expected)).items():

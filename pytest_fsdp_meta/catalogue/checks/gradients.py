@@ -25,6 +25,7 @@ from pytest_fsdp_meta.catalogue.findings import Explanation, Finding
 from pytest_fsdp_meta.catalogue.registry import check
 from pytest_fsdp_meta.catalogue.view import NotJudged, View, ranks_by
 from pytest_fsdp_meta.evidence import Comparison, RankTraining, TensorFacts
+from pytest_fsdp_meta.text import first_of
 
 NOISE = 1e-7
 """Largest element of a gradient that is zero but for rounding, such as that of an attention key's bias."""
@@ -105,7 +106,7 @@ def _optimizer_reduces(view: View, name: str, gradients: Cases, updates: Cases) 
     Adam's step depends on the sign only, so gradients that are a multiple of the reference's on every rank do not
     count as reduced, even where the update is correct.
     """
-    placements = {p for rank in view.evidence.inventory for p in rank.by_name[name].placements or ()}
+    placements = {p for _, t in view.holders(name) for p in t.placements or ()}
     if placements - {"R"}:
         return False
     moved = [comparison.measure for _, comparison in updates if comparison.measure]
@@ -301,6 +302,11 @@ _NOT_WRAPPED: Explanation = {
 )
 def grad_norm_parity(view: View) -> Iterable[Finding]:
     runs, expected = comparable_training(view), view.reference.norm
+    if view.on_some_ranks and "clip_grad_norm" not in view.evidence.subject.declared:
+        raise NotJudged(
+            f"torch cannot compute the norm of these gradients ({first_of(sorted(view.on_some_ranks))} on some ranks "
+            "only); declare Subject(clip_grad_norm=<callable>) with the function that your training uses"
+        )
     allowed = tolerance(view, view.tolerance)
     problem = next((run.norm_problem for run in runs if run.norm_problem), "")
     if problem:

@@ -122,7 +122,7 @@ def _missing(view: View, kind: str) -> Iterator[Finding]:
         ranks = tuple(rank.rank for rank in inventory if name not in rank.by_name)
         basic = "names_match_reference" if len(ranks) == len(inventory) else "same_manifest_on_every_rank"
         of_kind = tensor.kind == kind or (tensor.kind == "tensor" and kind == "parameter")  # "tensor": a checkpoint's
-        if ranks and of_kind and basic not in view.selection:
+        if ranks and of_kind and basic not in view.selection and name not in view.on_some_ranks:
             yield Finding(name, ranks, "missing", f"a {kind}, as in the reference", **_ABSENT)
 
 
