@@ -49,6 +49,7 @@ NEEDED = {
     "head_drawn_anew": ("drawn", (), "params_equal_reference"),
     "lora_adapters": ("drawn", (), "params_equal_reference"),
     "experts_numbered_per_rank": ("on_some_ranks", (), "same_manifest_on_every_rank"),
+    "fused_qkv_of_own_heads": ("adapter", None, "shapes_match_reference"),
     "shares_of_the_loss": ("loss_over_ranks", "mean", "loss_parity"),
     "loss_of_all_ranks": ("loss_over_ranks", "sum", "loss_parity"),
 }

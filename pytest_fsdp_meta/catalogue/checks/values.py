@@ -234,7 +234,7 @@ _SHAPE: Explanation = {
 }
 _ADAPTED: Explanation = {
     "cause": "the adapter describes another part of the tensor than the rank holds",
-    "remedy": "compare the start and shape in Part.block or Part.run with the part that the rank holds",
+    "remedy": "compare the start, ranges and shape of the Part with the part that the rank holds",
 }
 
 
