@@ -1,6 +1,11 @@
-"""Conforming loaders of every form of sharding: no finding, no error, and only the declared skips."""
+"""Conforming loaders of every form of sharding: no finding, no error, and only the declared skips.
+
+Forms that need a declaration fail without it.
+"""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -38,3 +43,25 @@ def test_a_form_conforms(name, checkpoint, judge_loader, usual_skips):
     assert unexplained == {}
     for id, reason in form.skips.items():
         assert reason in skipped.get(id, f"{id} is judged")
+
+
+NEEDED = {
+    "head_drawn_anew": ("drawn", (), "params_equal_reference"),
+    "lora_adapters": ("drawn", (), "params_equal_reference"),
+    "experts_numbered_per_rank": ("on_some_ranks", (), "same_manifest_on_every_rank"),
+    "fused_qkv_of_own_heads": ("adapter", None, "shapes_match_reference"),
+    "shares_of_the_loss": ("loss_over_ranks", "mean", "loss_parity"),
+    "loss_of_all_ranks": ("loss_over_ranks", "sum", "loss_parity"),
+}
+"""Form -> the field that it has to declare, the value of a loader that does not, and the check that then fails."""
+
+
+@pytest.mark.parametrize("name", NEEDED)
+def test_a_form_needs_its_declaration(name, checkpoint, judge_loader):
+    form, (field, default, check) = FORMS[name], NEEDED[name]
+
+    def undeclared(fsdp, path):
+        return replace(form.load(fsdp, path), **{field: default})
+
+    path = checkpoint(form.architecture) if form.architecture else None
+    assert judge_loader(undeclared, form.mesh, checks=[check], path=path)[check].status == "failed"

@@ -5,10 +5,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeVar
 
 from pytest_fsdp_meta.catalogue.findings import Finding, Mismatch
-from pytest_fsdp_meta.evidence import Comparison, Evidence, RankInventory, ReferenceFacts, TensorFacts, not_declared
+from pytest_fsdp_meta.evidence import (
+    Comparison,
+    Evidence,
+    RankInventory,
+    ReferenceFacts,
+    TensorFacts,
+    not_declared,
+    partly_held,
+)
 
 T = TypeVar("T")
 
@@ -111,13 +120,22 @@ class View:
     ) -> Iterator[tuple[str, list[tuple[int, TensorFacts]]]]:
         """Yield each judgeable tensor (in ``only``) as its name and its facts on each rank."""
         for name in self.names(*kinds, only=only):
-            yield name, [(rank.rank, rank.by_name[name]) for rank in self.evidence.inventory if name in rank.by_name]
+            yield name, self.holders(name)
+
+    def holders(self, name: str) -> list[tuple[int, TensorFacts]]:
+        """Return the facts of a tensor with the ranks that have it."""
+        return [(rank.rank, rank.by_name[name]) for rank in self.evidence.inventory if name in rank.by_name]
 
     def findings_for(self, name: str, mismatches: Iterable[tuple[int, Mismatch | None]]) -> Iterator[Finding]:
         """Yield one finding for each distinct mismatch of a tensor; None stands for a rank without one."""
         for found, ranks in ranks_by(mismatches).items():
             if found is not None:
                 yield Finding(name, ranks, found.actual, found.expected, cause=found.cause, remedy=found.remedy)
+
+    @cached_property
+    def on_some_ranks(self) -> frozenset[str]:
+        """The tensors that some ranks have and others lack, as declared."""
+        return partly_held(self.evidence.subject, self.evidence.inventory)
 
     @property
     def reference(self) -> ReferenceFacts:

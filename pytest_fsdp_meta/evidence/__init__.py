@@ -12,8 +12,10 @@ from pytest_fsdp_meta.evidence.records import (
     SubjectFacts,
     Unavailable,
     WorldFacts,
+    combine_subjects,
     frozen_sources,
     not_declared,
+    partly_held,
 )
 from pytest_fsdp_meta.evidence.tensors import MeshFacts, OptimizerFacts, RankInventory, Region, TensorFacts
 from pytest_fsdp_meta.evidence.training import (
@@ -48,8 +50,10 @@ __all__ = [
     "TensorFacts",
     "Unavailable",
     "WorldFacts",
+    "combine_subjects",
     "frozen_sources",
     "not_declared",
+    "partly_held",
     "replicates",
     "sharded_dim",
     "splits_experts",

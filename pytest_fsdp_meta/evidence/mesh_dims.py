@@ -33,8 +33,11 @@ def splits_experts(dim: str | None) -> bool:
 
 
 def splits_sequence(dim: str) -> bool:
-    """Return whether ranks along a mesh dimension of this name see different parts of the same rows."""
-    return dim.lower() in SEQUENCE_DIMS or _ends(dim, "cp")
+    """Return whether ranks along a mesh dimension of this name may see different parts of the same rows.
+
+    That includes flattened dimensions, such as ``dp_shard_cp``.
+    """
+    return bool(SEQUENCE_DIMS & set(dim.lower().split("_")))
 
 
 def replicates(dim: str | None) -> bool:

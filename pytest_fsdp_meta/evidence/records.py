@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -20,14 +20,50 @@ class SubjectFacts:
     frozen: Mapping[str, str] = field(default_factory=dict)
     """Maps frozen names to their names in the verifier."""
     tied: tuple[tuple[str, ...], ...] = ()
+    drawn: tuple[str, ...] = ()
+    """Tensors that the loader draws instead of loading."""
+    on_some_ranks: tuple[str, ...] = ()
+    """Tensors that some ranks may lack."""
     unsharded: tuple[str, ...] = ()
     offloaded: tuple[str, ...] = ()
     placements: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     kept_attributes: tuple[str, ...] = ()
     whole_while_loading: tuple[int, ...] = ()
     """The ranks that may hold the whole model while loading."""
+    loss_over_ranks: str = "mean"
+    """How the ranks' losses make the global one: "mean", "sum" or "same"."""
     declared: frozenset[str] = frozenset()
     """The fields of Subject that the author set."""
+    unmatched: Mapping[str, str] = field(default_factory=dict)
+    """For patterns that match nothing on this rank, where other ranks may have what they match: the error."""
+
+
+def combine_subjects(ranks: Sequence[SubjectFacts]) -> SubjectFacts:
+    """Return what the author declared for all ranks, which may have matched the patterns with different names."""
+    first = ranks[0]
+    if not any(rank.on_some_ranks or rank.unmatched for rank in ranks):
+        return first
+    shared = set[str](first.unmatched).intersection(*(rank.unmatched for rank in ranks))
+
+    def joined(field: str) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(name for rank in ranks for name in getattr(rank, field)))
+
+    return replace(
+        first,
+        drawn=joined("drawn"),
+        on_some_ranks=joined("on_some_ranks"),
+        unsharded=joined("unsharded"),
+        offloaded=joined("offloaded"),
+        frozen={name: source for rank in ranks for name, source in rank.frozen.items()},
+        placements={name: placements for rank in ranks for name, placements in rank.placements.items()},
+        unmatched={pattern: text for pattern, text in first.unmatched.items() if pattern in shared},
+    )
+
+
+def partly_held(subject: SubjectFacts, inventory: Sequence[RankInventory]) -> frozenset[str]:
+    """Return the tensors that some ranks have and others lack, as declared."""
+    holders = {name: sum(name in rank.by_name for rank in inventory) for name in subject.on_some_ranks}
+    return frozenset(name for name, count in holders.items() if 0 < count < len(inventory))
 
 
 @dataclass(frozen=True)
@@ -69,11 +105,15 @@ class ReferenceFacts:
 
 
 def frozen_sources(subject: SubjectFacts, reference: ReferenceFacts | None) -> dict[str, str]:
-    """Map the frozen tensors to their names in the verifier: the declared ones, else those frozen in the reference."""
-    if subject.frozen or reference is None or not reference.complete:
-        return dict(subject.frozen)
-    frozen = (t.name for t in reference.inventory.tensors if t.kind == "parameter" and not t.requires_grad)
-    return {name: name for name in frozen}
+    """Map the frozen tensors to their names in the verifier: the declared ones, else those frozen in the reference.
+
+    Tensors that the loader draws were taken from no verifier.
+    """
+    frozen = dict(subject.frozen)
+    if not frozen and reference is not None and reference.complete:
+        tensors = reference.inventory.tensors
+        frozen = {t.name: t.name for t in tensors if t.kind == "parameter" and not t.requires_grad}
+    return {name: source for name, source in frozen.items() if name not in subject.drawn}
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from operator import index
 from typing import TYPE_CHECKING, Protocol, SupportsIndex
@@ -19,17 +20,19 @@ if TYPE_CHECKING:
 
 
 class PartError(ValueError):
-    """The arguments of ``Part.block`` or ``Part.run`` do not describe a part of the tensor."""
+    """The arguments of ``Part.block``, ``Part.blocks`` or ``Part.run`` do not describe a part of the tensor."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """The part of one tensor that this rank holds. Create it with ``Part.block`` or ``Part.run``.
+    """The part of one tensor that this rank holds. Create it with ``Part.block``, ``Part.blocks`` or ``Part.run``.
 
     ``local`` holds the elements of this rank and ``shape`` is the shape of the whole tensor. ``regions`` has the global
     indices of ``local``: half-open ranges for each dim or, if ``flat``, for the single dim of the flattened tensor.
-    ``gradient`` is this rank's part of the gradient, if that is not ``parameter.grad``. ``by`` is the name of what
-    sharded the tensor, for messages; it is empty for DTensors and plain tensors.
+    If ``local`` is a DTensor, because FSDP2 shards what was split by hand before, ``regions`` describes all of it, and
+    the plugin takes this rank's shard. ``gradient`` is this rank's part of the gradient, if that is not
+    ``parameter.grad``. ``by`` is the name of what sharded the tensor, for messages; it is empty for DTensors and plain
+    tensors.
     """
 
     local: Tensor
@@ -64,6 +67,36 @@ class Part:
         return cls(local, shape, regions, by=by)
 
     @classmethod
+    def blocks(
+        cls, local: Tensor, shape: Sequence[int], ranges: Sequence[tuple[int, int]], dim: int = 0, by: str = "adapter"
+    ) -> Part:
+        """Describe ``local`` as several blocks of the whole tensor, one after another along ``dim``.
+
+        ``ranges`` has the (start, stop) of each block in the whole tensor, in the order in which ``local`` holds them;
+        all other dims are whole. For a fused weight of 8 rows each for q, k and v, of which rank 1 of 2 holds the
+        second half of each: ``Part.blocks(local, shape=(24, 16), ranges=[(4, 8), (12, 16), (20, 24)])``.
+
+        Raises PartError if the blocks overlap, do not lie within the tensor, or do not have the size of ``local``.
+        """
+        _require_tensor(local)
+        shape, own, dim = _integers("shape", shape), tuple(local.shape), _integer("dim", dim)
+        if not (len(shape) == len(own) and -len(own) <= dim < len(own)):
+            raise PartError(f"shape={shape} and dim={dim} should fit the {local.ndim} dims of the local {own}")
+        dim %= len(own)
+        runs = tuple(_range(item, shape[dim]) for item in ranges)
+        ordered = sorted(runs)
+        if any(first[1] > second[0] for first, second in pairwise(ordered)):
+            raise PartError(f"ranges={list(runs)} overlap")
+        implied = (*shape[:dim], sum(stop - start for start, stop in runs), *shape[dim + 1 :])
+        if implied != own:
+            raise PartError(
+                f"ranges={list(runs)} of dim {dim} make a block of {implied}, but the local tensor has {own}"
+            )
+        regions: list[Region] = [((0, size),) if size else () for size in shape]
+        regions[dim] = tuple((start, stop) for start, stop in runs if stop > start)
+        return cls(local, shape, tuple(regions), by=by)
+
+    @classmethod
     def run(cls, local: Tensor, shape: Sequence[int], start: int, by: str = "adapter") -> Part:
         """Describe ``local`` as consecutive elements of the flattened tensor.
 
@@ -96,6 +129,13 @@ def _integer(field: str, value: SupportsIndex) -> int:
         return index(value)
     except TypeError:
         raise PartError(f"{field}={_shorten(value)} should be an integer") from None
+
+
+def _range(value: tuple[int, int], whole: int) -> tuple[int, int]:
+    ends = _integers("ranges", value)
+    if len(ends) != 2 or not 0 <= ends[0] <= ends[1] <= whole:
+        raise PartError(f"{_shorten(value)} in ranges should be (start, stop) within 0 to {whole}")
+    return ends[0], ends[1]
 
 
 def _shorten(value: object) -> str:

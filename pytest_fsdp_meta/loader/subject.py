@@ -8,13 +8,25 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from fnmatch import fnmatchcase
-from numbers import Integral
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from pytest_fsdp_meta.evidence import SubjectFacts
+from pytest_fsdp_meta.loader.validation import (
+    SubjectError,
+    as_mapping,
+    require_attributes,
+    require_choice,
+    require_groups,
+    require_module,
+    require_names,
+    require_optimizer,
+    require_ranks,
+    require_slice,
+    require_source,
+    shorten,
+)
 from pytest_fsdp_meta.text import counted
-from pytest_fsdp_meta.worlds import Misuse
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,12 +39,10 @@ if TYPE_CHECKING:
     Source: TypeAlias = Callable[[], Module] | str | os.PathLike[str]
     Placements: TypeAlias = str | Placement | Sequence[str | Placement]
 
+__all__ = ["LOSS_OVER_RANKS", "SIGNATURES", "Subject", "SubjectError", "parse_placements", "short_placement"]
 
-class SubjectError(Misuse):
-    """A field of Subject has a wrong value. The message names the field, the problem and a correct value."""
-
-    def __init__(self, field: str, problem: str) -> None:
-        super().__init__(f"Subject({field}=...): {problem}")
+LOSS_OVER_RANKS = ("mean", "sum", "same")
+"""The values of ``Subject.loss_over_ranks``."""
 
 
 @dataclass(eq=False, repr=False)
@@ -69,6 +79,13 @@ class Subject:
     """
     loss: Callable[[Module, Mapping[str, Any]], Tensor] | None = None
     """``loss(model, batch)`` returns a scalar tensor; by default ``model(**batch).loss``."""
+    loss_over_ranks: Literal["mean", "sum", "same"] = "mean"
+    """How the losses of the data-parallel ranks make the global loss.
+
+    "mean": each rank returns the mean over its own rows. "sum": each rank returns its share, such as a sum over its own
+    tokens divided by the tokens of all ranks. "same": every rank returns the global loss. Gradients are compared as
+    they are: with "sum", FSDP2 has to sum them (``set_gradient_divide_factor(1.0)``).
+    """
     optimizer: Callable[[Iterable[Parameter]], Optimizer] | Optimizer | None = None
     """``optimizer(parameters)`` returns an optimizer; or an optimizer that the loader built. By default SGD.
 
@@ -105,6 +122,18 @@ class Subject:
     """
     tied: Sequence[Sequence[str]] = ()
     """Groups of parameter names that are one weight; by default the ties of the reference."""
+    drawn: str | Sequence[str] = ()
+    """Names or patterns of weights that the loader draws instead of loading: a new head, fresh LoRA adapters.
+
+    They have to be written, finite and equal on all replicas. Their values are not compared with those of the
+    reference, which trains from the values that the loader drew.
+    """
+    on_some_ranks: str | Sequence[str] = ()
+    """Names or patterns of parameters and buffers that some ranks register and others do not.
+
+    For example experts that are numbered globally, of which each rank has its own. Together the ranks must have all
+    names of the reference.
+    """
     unsharded: str | Sequence[str] = ()
     """Names or patterns of parameters that stay whole on every rank."""
     offloaded: str | Sequence[str] = ()
@@ -134,26 +163,27 @@ class Subject:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        _require_module(self.model)
+        require_module(self.model)
         for name in ("reference", "verifier"):
-            _require_source(name, getattr(self, name))
+            require_source(name, getattr(self, name))
         for name in SIGNATURES:
             value = getattr(self, name)
             if value is not None and not callable(value):
-                raise SubjectError(name, f"{_shorten(value)} is not callable; give a function {SIGNATURES[name]}")
+                raise SubjectError(name, f"{shorten(value)} is not callable; give a function {SIGNATURES[name]}")
         for name, other in (("save", "resume"), ("resume", "save")):
             if getattr(self, name) is not None and getattr(self, other) is None:
                 raise SubjectError(name, f"set without {other}; set both or neither")
-        _require_optimizer(self.optimizer)
-        _require_slice(self.data_parallel)
-        for name in ("frozen", "unsharded", "offloaded"):
-            _require_names(name, getattr(self, name), mapping=name == "frozen")
-        _require_attributes(self.kept_attributes)
-        _require_groups(self.tied)
-        _require_ranks("whole_while_loading", self.whole_while_loading)
-        self.placements = _as_mapping("placements", self.placements)
+        require_optimizer(self.optimizer)
+        require_slice(self.data_parallel)
+        require_choice("loss_over_ranks", self.loss_over_ranks, LOSS_OVER_RANKS)
+        for name in ("frozen", "drawn", "on_some_ranks", "unsharded", "offloaded"):
+            require_names(name, getattr(self, name), mapping=name == "frozen")
+        require_attributes(self.kept_attributes)
+        require_groups(self.tied)
+        require_ranks("whole_while_loading", self.whole_while_loading)
+        self.placements = as_mapping("placements", self.placements)
         for pattern, declared in self.placements.items():
-            _require_names("placements", [pattern])
+            require_names("placements", [pattern])
             parse_placements(declared)
 
     def resolve(
@@ -162,45 +192,47 @@ class Subject:
         """Return the declarations with every pattern resolved to names of this model.
 
         ``parameters`` and ``buffers`` are the names in the model; ``transient`` are those of the non-persistent
-        buffers, which no checkpoint contains. Raises SubjectError for names, patterns and ranks that do not exist.
+        buffers, which no checkpoint contains. Raises SubjectError for names, patterns and ranks that do not exist. If
+        ``on_some_ranks`` is set, other ranks may have what a pattern matches: the error is then in ``unmatched``.
         """
         names = [*parameters, *buffers]
+        matcher = _Matcher(lenient=bool(self.on_some_ranks))
         placements: dict[str, tuple[str, ...]] = {}
         for pattern, declared in self.placements.items():
-            for name in _match("placements", pattern, parameters):
+            for name in matcher.match("placements", pattern, parameters):
                 placements.setdefault(name, parse_placements(declared))
         for group in self.tied:
             for name in group:
                 if name not in parameters:
-                    raise SubjectError("tied", f"{name!r} is not a parameter of the model{_nearest(name, parameters)}")
-        defaults: dict[str, Any] = dict.fromkeys(DECLARABLE)
-        defaults |= {"frozen": (), "tied": (), "placements": {}}
+                    matcher.report("tied", name, f"is not a parameter of the model{_nearest(name, parameters)}")
         return SubjectFacts(
-            frozen=self._resolve_frozen(names, transient),
+            frozen=self._resolve_frozen(names, transient, matcher),
             tied=tuple(tuple(group) for group in self.tied),
-            unsharded=tuple(_match_all("unsharded", self.unsharded, parameters)),
-            offloaded=tuple(_match_all("offloaded", self.offloaded, names)),
+            drawn=tuple(matcher.match_all("drawn", self.drawn, names)),
+            on_some_ranks=tuple(matcher.match_all("on_some_ranks", self.on_some_ranks, names)),
+            unsharded=tuple(matcher.match_all("unsharded", self.unsharded, parameters)),
+            offloaded=tuple(matcher.match_all("offloaded", self.offloaded, names)),
             placements=placements,
             kept_attributes=tuple(_listed(self.kept_attributes)),
             whole_while_loading=_resolve_ranks(self.whole_while_loading, world_size),
-            declared=frozenset(name for name, empty in defaults.items() if getattr(self, name) != empty),
+            loss_over_ranks=self.loss_over_ranks,
+            declared=frozenset(name for name, empty in UNDECLARED.items() if getattr(self, name) != empty),
+            unmatched=matcher.unmatched,
         )
 
-    def _resolve_frozen(self, names: Sequence[str], transient: Collection[str]) -> dict[str, str]:
+    def _resolve_frozen(self, names: Sequence[str], transient: Collection[str], matcher: _Matcher) -> dict[str, str]:
         frozen: dict[str, str] = {}
         source = self.reference if self.verifier is None else self.verifier
         absent = transient if isinstance(source, (str, os.PathLike)) else ()
         mapping = self.frozen if isinstance(self.frozen, Mapping) else dict.fromkeys(_listed(self.frozen))
         for pattern, template in mapping.items():
-            for name in _match("frozen", pattern, names):
+            for name in matcher.match("frozen", pattern, names):
                 # A pattern skips what a checkpoint cannot contain; a literal name asks for it explicitly.
                 if name == pattern or name not in absent:
                     frozen.setdefault(name, name if template is None else _rename(name, pattern, template))
         return frozen
 
 
-DECLARABLE = ("reference", "verifier", "batch", "optimizer", "clip_grad_norm", "save", "state_dict")
-"""Fields of which checks only need to know whether they are set."""
 SIGNATURES = {
     "batch": "batch(step) -> dict of tensors",
     "loss": "loss(model, batch) -> scalar",
@@ -211,6 +243,14 @@ SIGNATURES = {
     "state_dict": "state_dict(model) -> dict by name",
 }
 """How the fields that are functions are called, as error messages show it."""
+UNDECLARED: dict[str, Any] = {
+    **dict.fromkeys(("reference", "verifier", "batch", "data_parallel", "optimizer")),
+    **dict.fromkeys(("clip_grad_norm", "save", "state_dict")),
+    "frozen": (),
+    "tied": (),
+    "placements": {},
+}
+"""The fields that ``SubjectFacts.declared`` may name, with the values that they have when they are not declared."""
 
 
 def short_placement(placement: object) -> str:
@@ -264,16 +304,28 @@ def _listed(patterns: str | Iterable[str]) -> list[str]:
     return [patterns] if isinstance(patterns, str) else list(patterns)
 
 
-def _match(field: str, pattern: str, names: Sequence[str]) -> list[str]:
-    found = [name for name in names if name == pattern or fnmatchcase(name, pattern)]
-    if not found:
-        noun = "parameter" if field in ("placements", "unsharded") else "tensor"
-        raise SubjectError(field, f"{pattern!r} matches no {noun} of the model{_nearest(pattern, names, noun)}")
-    return found
+class _Matcher:
+    """Match patterns with the names of this rank; a ``lenient`` one records what matches nothing as ``unmatched``."""
 
+    def __init__(self, lenient: bool) -> None:
+        self.unmatched: dict[str, str] = {}
+        self._lenient = lenient
 
-def _match_all(field: str, patterns: str | Sequence[str], names: Sequence[str]) -> list[str]:
-    return list(dict.fromkeys(name for pattern in _listed(patterns) for name in _match(field, pattern, names)))
+    def match(self, field: str, pattern: str, names: Sequence[str]) -> list[str]:
+        found = [name for name in names if name == pattern or fnmatchcase(name, pattern)]
+        if not found:
+            noun = "parameter" if field in ("placements", "unsharded") else "tensor"
+            self.report(field, pattern, f"matches no {noun} of the model{_nearest(pattern, names, noun)}")
+        return found
+
+    def match_all(self, field: str, patterns: str | Sequence[str], names: Sequence[str]) -> list[str]:
+        return list(dict.fromkeys(name for pattern in _listed(patterns) for name in self.match(field, pattern, names)))
+
+    def report(self, field: str, pattern: str, problem: str) -> None:
+        error = SubjectError(field, f"{pattern!r} {problem}")
+        if not self._lenient:
+            raise error
+        self.unmatched[f"{field} {pattern}"] = str(error)
 
 
 def _nearest(name: str, names: Sequence[str], noun: str = "parameter") -> str:
@@ -308,96 +360,6 @@ def _rename(name: str, pattern: str, template: str) -> str:
     return "".join(part + filled for part, filled in zip(parts, (*matched.groups(), ""), strict=True))
 
 
-def _require_module(model: object) -> None:
-    from torch.nn import Module
-
-    if isinstance(model, Module):
-        return
-    raise SubjectError("model", f"{_shorten(model)} is not a torch.nn.Module; return the loaded model itself")
-
-
-def _require_source(field: str, value: object) -> None:
-    if value is None:
-        return
-    from torch.nn import Module
-
-    if isinstance(value, Module):
-        raise SubjectError(
-            field, f"pass a function that builds the model, not the model: {field}=lambda: build_the_model()"
-        )
-    if isinstance(value, (str, os.PathLike)):
-        folder = Path(value)
-        if not folder.is_dir() or not any(folder.glob("*.safetensors")):
-            raise SubjectError(field, f"{os.fspath(value)!r} is not a directory that holds *.safetensors files")
-    elif not callable(value):
-        raise SubjectError(
-            field, f"{_shorten(value)} should be a callable that builds the model, or a checkpoint directory"
-        )
-
-
-def _require_optimizer(value: object) -> None:
-    if value is None or callable(value):
-        return
-    from torch.optim import Optimizer
-
-    if not isinstance(value, Optimizer):
-        inner = getattr(value, "optimizer", None)
-        hint = "; give its .optimizer if that steps the model's own parameters" * isinstance(inner, Optimizer)
-        raise SubjectError("optimizer", f"{_shorten(value)} should be optimizer(parameters), or an Optimizer{hint}")
-
-
-def _require_slice(value: object) -> None:
-    if value is None:
-        return
-    valid = isinstance(value, tuple) and len(value) == 2 and all(map(_is_integer, value))
-    if not valid or not 0 <= value[0] < value[1]:  # type: ignore[index]
-        raise SubjectError("data_parallel", f"{value!r} should be (index, size) with 0 <= index < size")
-
-
-def _as_mapping(field: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, Mapping) and value != ():
-        raise SubjectError(
-            field, f"{_shorten(value)} should be a mapping of patterns to placements: {{'*.weight': 'S(0)'}}"
-        )
-    return dict(value)
-
-
-def _require_names(field: str, value: Any, mapping: bool = False) -> None:
-    listed = [value] if isinstance(value, str) else value
-    if not (isinstance(listed, (list, tuple, set, frozenset)) or (mapping and isinstance(listed, Mapping))):
-        raise SubjectError(field, f"{_shorten(value)} should be a name, a pattern, or a list of them")
-    texts = [*listed, *(listed.values() if isinstance(listed, Mapping) else ())]
-    for text in texts:
-        if not isinstance(text, str) or not text:
-            raise SubjectError(field, f"{text!r} should be a name or a pattern such as 'layers.*.weight'")
-
-
-def _require_attributes(value: Any) -> None:
-    listed = [value] if isinstance(value, str) else value
-    if not isinstance(listed, (list, tuple, set, frozenset)):
-        raise SubjectError("kept_attributes", f"{_shorten(value)} should be a name, or a list of them")
-    from torch.nn import Parameter
-
-    for name in listed:
-        if not isinstance(name, str) or not name:
-            raise SubjectError("kept_attributes", f"{name!r} should be the name of an attribute")
-        if hasattr(Parameter, name):
-            raise SubjectError(
-                "kept_attributes", f"every parameter has {name!r}; give custom attributes, such as '_fsdp_no_shard'"
-            )
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)  # Integral includes numpy's integers
-
-
-def _require_ranks(field: str, value: object) -> None:
-    listed = () if isinstance(value, bool) else value
-    valid = isinstance(listed, (list, tuple, set, frozenset, range))
-    if not valid or not all(_is_integer(rank) and rank >= 0 for rank in listed):  # type: ignore[attr-defined]
-        raise SubjectError(field, f"{value!r} should be True, or the ranks that may hold the whole model, such as (0,)")
-
-
 def _resolve_ranks(value: bool | Iterable[int], world_size: int) -> tuple[int, ...]:
     if isinstance(value, bool):
         return tuple(range(world_size)) if value else ()
@@ -405,17 +367,3 @@ def _resolve_ranks(value: bool | Iterable[int], world_size: int) -> tuple[int, .
     if ranks and ranks[-1] >= world_size:
         raise SubjectError("whole_while_loading", f"rank {ranks[-1]} does not exist in a world of {world_size}")
     return ranks
-
-
-def _require_groups(value: object) -> None:
-    for group in value if isinstance(value, (list, tuple)) else [value]:
-        if isinstance(group, str) or not isinstance(group, (list, tuple)) or len(group) < 2:
-            raise SubjectError("tied", f"{group!r} should be a group of two or more names: tied=[('a', 'b')]")
-        _require_names("tied", group)
-        if len(set(group)) < len(group):
-            twice = next(name for name in group if list(group).count(name) > 1)
-            raise SubjectError("tied", f"{group!r} has {twice!r} twice; the names of a group must differ")
-
-
-def _shorten(value: object) -> str:
-    return "None" if value is None else f"{type(value).__name__} {str(value)[:60]!r}"

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from pytest_fsdp_meta.catalogue import Finding, Verdict
-from pytest_fsdp_meta.catalogue.diagnosis.parity import mean_losses, slice_losses
+from pytest_fsdp_meta.catalogue.diagnosis.parity import global_losses, slice_losses
 from pytest_fsdp_meta.evidence import Evidence, RankInventory, TensorFacts
 from pytest_fsdp_meta.evidence.collectives import RankCollectives
 from pytest_fsdp_meta.reports.schema import Curves, FindingRecord, Piece, Summary, TensorRecord, Traffic
@@ -85,7 +85,7 @@ def _curves(evidence: Evidence) -> Curves | None:
         return None
     slices = slice_losses(evidence.training)
     return Curves(
-        mean=mean_losses(evidence.training),
+        mean=global_losses(evidence),
         ranks=tuple(tuple(slices[index]) for index in sorted(slices)),
         reference=(evidence.reference.losses or ()) if evidence.reference else (),
     )

@@ -6,6 +6,7 @@ import difflib
 import math
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -18,6 +19,7 @@ from pytest_fsdp_meta.evidence import (
     SubjectFacts,
     Unavailable,
     WorldFacts,
+    combine_subjects,
     frozen_sources,
     not_declared,
 )
@@ -77,9 +79,9 @@ class ObservationRun:
     _world_failure: Unavailable = NOT_WANTED
     """The error that ended a world; later observations that need this world are unavailable for the same reason."""
 
-    @property
+    @cached_property
     def subject(self) -> SubjectFacts:
-        return self.loaded[0].subject
+        return combine_subjects([rank.subject for rank in self.loaded])
 
     @property
     def inventory(self) -> tuple[RankInventory, ...]:
@@ -173,7 +175,7 @@ class ObservationRun:
         if "reference" in self._checkpoints:
             return run_on(self.world, on_ranks.reference.checkpoint_facts, self._checkpoints["reference"])[0]
         self.reference_world.start()
-        return run_on(
+        recorded = run_on(
             self.reference_world,
             on_ranks.reference.record_reference,
             self._recipe,
@@ -181,6 +183,13 @@ class ObservationRun:
             self.subject.kept_attributes,
             self._record_path("values"),
         )[0]
+        # The reference may draw other values each time as well, or leave them unwritten.
+        drawn = set(self.subject.drawn)
+        return replace(
+            recorded,
+            unstable=tuple(name for name in recorded.unstable if name not in drawn),
+            uninitialised=tuple(name for name in recorded.uninitialised if name not in drawn),
+        )
 
     def _compare_with_reference(self) -> tuple[tuple[Comparison, ...], ...] | Unavailable:
         if self.reference is None:
@@ -215,13 +224,13 @@ class ObservationRun:
     def _train(self) -> tuple[RankTraining, ...] | Unavailable:
         if "batch" not in self.subject.declared:
             return not_declared("batch")
-        if problem := describe_odd_model(self.inventory):
+        if problem := describe_odd_model(self.inventory, self.subject):
             return Unavailable(f"not trained: {problem}", kind="blocked")
         observe_training = on_ranks.training.observe_training
         if self.reference is None or not self.reference.complete:
             return tuple(run_on(self.world, observe_training, self.steps))
         data_parallel_size = self.loaded[0].data_parallel[1]
-        self._adopt_wrong_values()
+        self._adopt_values()
         self.reference = run_on(
             self.reference_world,
             on_ranks.reference.train_reference,
@@ -237,22 +246,37 @@ class ObservationRun:
             runs, self.inventory[0], self.reference, self.world, self.reference_world, self._recipe, self.folder
         )
 
-    def _adopt_wrong_values(self) -> None:
-        """Let the reference train from the loader's values where a selected check reports that they differ.
+    def _adopt_values(self) -> None:
+        """Let the reference train from what the loader drew, and where a selected check reports that values differ.
 
         The checks of the training then find what else is wrong, and only that.
         """
         assert self.reference is not None
-        wrong = self._reported_as_wrong(self.reference)
+        drawn = self._drawn(self.reference)
+        taken = drawn | self._reported_as_wrong(self.reference)
         ties = self.reference.inventory.tied_with
         # Writing one name of a tie writes the others too.
-        names = tuple(sorted(name for name in wrong if ties.get(name, frozenset()) <= wrong))
+        names = tuple(sorted(name for name in taken if ties.get(name, frozenset()) <= taken))
         if names:
             held = run_on(self.world, on_ranks.values.record_own_values, names, str(self.folder))
             attributes = self.subject.kept_attributes
             adopt = on_ranks.reference.adopt_values
             inventory = run_on(self.reference_world, adopt, held, str(self.folder), attributes)[0]
-            self.reference = replace(self.reference, inventory=inventory, adopted=names)
+            wrong = tuple(name for name in names if name not in drawn)
+            self.reference = replace(self.reference, inventory=inventory, adopted=wrong)
+
+    def _drawn(self, reference: ReferenceFacts) -> set[str]:
+        """Return the tensors that are declared drawn and that the reference can take over.
+
+        Those with values that are not finite are reported, and make no useful training.
+        """
+        shapes = {t.name: t.shape for t in reference.inventory.tensors}
+        tensors = [t for rank in self.inventory for t in rank.tensors]
+        compared = [c for rank in self.values or () for c in rank]
+        unwritten = {t.name for t in tensors if t.nan or (t.numel and t.poisoned == t.numel)}
+        unusable = unwritten | {t.name for t in tensors if t.shape != shapes.get(t.name)}
+        unusable |= {c.name for c in compared if c.problem or (c.measure and not math.isfinite(c.measure.actual))}
+        return {name for name in self.subject.drawn if name in shapes} - unusable
 
     def _reported_as_wrong(self, reference: ReferenceFacts) -> set[str]:
         """Return the tensors with other finite values on some rank that a selected check reports."""
@@ -268,6 +292,7 @@ class ObservationRun:
             c
             for c in reported
             if not c.equal
+            and c.name not in self.subject.drawn
             and c.name in reference.inventory.by_name
             and (c.name in frozen or VALUES_CHECKS[kinds[c.name]] in selected)
         ]

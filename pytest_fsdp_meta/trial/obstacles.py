@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from pytest_fsdp_meta.evidence import RankInventory, TensorFacts, Unavailable, sharded_dim
+from pytest_fsdp_meta.evidence import RankInventory, SubjectFacts, TensorFacts, Unavailable, partly_held, sharded_dim
 from pytest_fsdp_meta.evidence.checkpoint import FirstStep, RankStateDict
+from pytest_fsdp_meta.text import first_of
 from pytest_fsdp_meta.worlds import WorldError
 
 NOT_WANTED = Unavailable("no selected check needs it", kind="unselected")
@@ -31,19 +32,34 @@ def from_world_error(error: WorldError) -> Unavailable:
     return Unavailable("; ".join([error.summary, *hints]), error=True, detail="\n\n".join([str(error), *shown]))
 
 
-def describe_odd_model(inventory: Sequence[RankInventory]) -> str:
-    """Describe why the ranks cannot run collectives on the model together; return "" if they can."""
+def describe_odd_model(inventory: Sequence[RankInventory], subject: SubjectFacts) -> str:
+    """Describe why the ranks cannot run collectives on the model together; return "" if they can.
+
+    Ranks may lack what is declared to be on some ranks only, as long as those that have it agree.
+    """
     meta = [t.name for rank in inventory for t in rank.tensors if t.on_meta]
     if meta:
         return f"{meta[0]} is on meta"
-    manifests = {tuple((t.name, t.shape, t.dtype, t.requires_grad) for t in rank.tensors) for rank in inventory}
-    return "the ranks hold different tensors, so their collectives would not pair up" if len(manifests) > 1 else ""
+    facts = [{t.name: (t.name, t.shape, t.dtype, t.requires_grad) for t in rank.tensors} for rank in inventory]
+    some = partly_held(subject, inventory)
+    manifests = {tuple(fact for name, fact in rank.items() if name not in some) for rank in facts}
+    odd = len(manifests) > 1 or any(len({rank[name] for rank in facts if name in rank}) > 1 for name in some)
+    return "the ranks hold different tensors, so their collectives would not pair up" if odd else ""
 
 
 def not_saved_by_torch(
-    inventory: Sequence[RankInventory], state_dict: Sequence[RankStateDict], *, gathering: bool
+    inventory: Sequence[RankInventory],
+    subject: SubjectFacts,
+    state_dict: Sequence[RankStateDict],
+    *,
+    gathering: bool,
 ) -> Unavailable | None:
     """Return why torch cannot save the model as a sharded checkpoint or, if ``gathering``, as a full state dict."""
+    some = partly_held(subject, inventory)
+    if gathering and some and "state_dict" not in subject.declared:
+        names = first_of(sorted(some))
+        summary = f"torch gathers no plain tensor that rank 0 lacks ({names}); declare Subject(state_dict=<callable>)"
+        return Unavailable(summary, kind="undeclared")
     tensors = [t for rank in inventory for t in rank.tensors if t.persistent]
     if unfit := [t.name for t in tensors if t.unreadable or _sharded_without_dtensor(t)]:
         problem = f"{unfit[0]} is neither a DTensor nor a whole plain tensor, and torch"
@@ -69,14 +85,15 @@ def not_gathered_by_gloo(inventory: Sequence[RankInventory]) -> Unavailable | No
     return None
 
 
-def optimizer_not_loaded_by_torch(ranks: Sequence[FirstStep]) -> str:
+def optimizer_not_loaded_by_torch(ranks: Sequence[FirstStep], subject: SubjectFacts) -> str:
     """Return why torch.distributed.checkpoint cannot load the optimizer's state; empty where it can."""
     if refused := next((step.unloadable for step in ranks if step.unloadable), ""):
         return refused
+    first = set(ranks[0].stateless)
     for rank, step in enumerate(ranks):
-        if step.stateless != ranks[0].stateless:
-            name = min(set(step.stateless) ^ set(ranks[0].stateless))
-            with_state, without = (rank, 0) if name in ranks[0].stateless else (0, rank)
+        if differing := (first ^ set(step.stateless)).difference(subject.on_some_ranks):
+            name = min(differing)
+            with_state, without = (rank, 0) if name in first else (0, rank)
             return (
                 f"{name} got a gradient on rank {with_state} and none on rank {without}, so the optimizer has state "
                 "for it on one rank only, but torch.distributed.checkpoint loads that state on all ranks"

@@ -155,7 +155,7 @@ class Reloading:
             return self.training_error
         if reason := self._unsavable() or self._nothing_trainable():
             return reason
-        problem = optimizer_not_loaded_by_torch(self._run_first(checkpoint.first_step))
+        problem = optimizer_not_loaded_by_torch(self._run_first(checkpoint.first_step), self.subject)
         if problem and not self._author_saves:
             return Unavailable(f"{problem}; {DECLARE}", kind="undeclared")
         self._saved_with_optimizer = self._save(self._first_world, checkpoint.save_all, self._path("continued"))
@@ -295,12 +295,13 @@ class Reloading:
 
     def _unsavable(self, gathering: bool = False) -> Unavailable | None:
         """Return why saving would fail or hang; the author's own save() is tried, unless torch does the gathering."""
-        if problem := describe_odd_model(self.inventory):
+        if problem := describe_odd_model(self.inventory, self.subject):
             return Unavailable(f"not saved: {problem}", kind="blocked")
         if self._author_saves and not gathering:
             return None
         by_author = gathering and "state_dict" in self.subject.declared
-        return not_saved_by_torch(self.inventory, () if by_author else self.state_dict or (), gathering=gathering)
+        refused = () if by_author else self.state_dict or ()
+        return not_saved_by_torch(self.inventory, self.subject, refused, gathering=gathering)
 
     def _nothing_trainable(self) -> Unavailable | None:
         trainable = any(t.requires_grad for t in self.inventory[0].tensors)

@@ -115,6 +115,8 @@ class Trial:
             selection=self._selection,
             stopwatch=self._stopwatch,
         )
+        if problem := next(iter(run.subject.unmatched.values()), ""):
+            raise LoaderFailed(problem)
         try:
             run.take_all(wanted)
         finally:

@@ -287,7 +287,8 @@ def test_ranks_of_one_slice_that_cancel_in_the_mean():
     ]
     assert found.findings[0].cause == DIVERGED
     assert found.findings[0].remedy == (
-        "compare the parameters of these ranks, and the output layouts of the tensor-parallel plan"
+        "compare the parameters of these ranks, and the output layouts of the tensor-parallel plan; if they see "
+        "different parts of the sequence, name that mesh dimension cp"
     )
     # Ranks of other slices see different rows.
     assert verdict(PARITY, losses(in_slices(healthy(4), 0, 1, 2, 3), *curves)).status == "passed"

@@ -572,7 +572,7 @@ def test_a_part_whose_size_contradicts_its_adapter_is_not_blamed_on_the_verifier
     wrong = shapes("local shape (2,)", "(16, 8), as hand says")
     finding = verdict(VERIFIER, differ(evidence, FROZEN, observed="verifier", **wrong)).findings[0]
     assert finding.cause == "the adapter describes another part of the tensor than the rank holds"
-    assert finding.remedy == "compare the start and shape in Part.block or Part.run with the part that the rank holds"
+    assert finding.remedy == "compare the start, ranges and shape of the Part with the part that the rank holds"
 
 
 def test_a_frozen_buffer_is_compared_with_the_verifier():

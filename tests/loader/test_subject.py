@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from pytest_fsdp_meta.evidence import combine_subjects
 from pytest_fsdp_meta.loader.subject import Subject, SubjectError, parse_placements, short_placement
 
 PARAMETERS = ["embed.weight", "layers.0.q.weight", "layers.0.norm.weight", "layers.1.q.weight", "layers.1.norm.weight"]
@@ -91,6 +92,10 @@ def test_declared_fields_are_recorded(tmp_path):
         ({"frozen": [1]}, "frozen=...): 1 should be a name or a pattern such as 'layers.*.weight'"),
         ({"frozen": {"a": None}}, "frozen=...): None should be a name or a pattern such as 'layers.*.weight'"),
         ({"frozen": ""}, "frozen=...): '' should be a name or a pattern such as 'layers.*.weight'"),
+        ({"drawn": 3}, "drawn=...): int '3' should be a name, a pattern, or a list of them"),
+        ({"on_some_ranks": [""]}, "on_some_ranks=...): '' should be a name or a pattern such as 'layers.*.weight'"),
+        ({"loss_over_ranks": "max"}, "loss_over_ranks=...): invalid value 'max' (choose mean, sum or same)"),
+        ({"loss_over_ranks": None}, "loss_over_ranks=...): invalid value None (choose mean, sum or same)"),
         ({"unsharded": 3}, "unsharded=...): int '3' should be a name, a pattern, or a list of them"),
         (
             {"unsharded": {"a": "b"}},
@@ -198,6 +203,7 @@ def test_an_optimizer_may_be_a_factory_or_an_instance(optimizer):
             "rotary.invfreq",
             "'rotary.invfreq' matches no tensor of the model; the nearest is 'rotary.inv_freq'",
         ),
+        ("drawn", "embd.*", "'embd.*' matches no tensor of the model; the nearest is 'embed.weight'"),
         ("unsharded", "rotary.inv_freq", "'rotary.inv_freq' matches no parameter of the model; it has 5 parameters"),
         ("unsharded", "nrm.*", "'nrm.*' matches no parameter of the model; the nearest is 'layers.0.norm.weight'"),
         ("unsharded", "*.1.qq.*", "'*.1.qq.*' matches no parameter of the model; the nearest is 'layers.1.q.weight'"),
@@ -368,3 +374,28 @@ def test_a_partial_is_not_a_placement_of_a_parameter():
 )
 def test_the_short_form_of_placements(placement, short):
     assert short_placement(placement) == short
+
+
+def test_drawn_and_summed_are_resolved():
+    facts = resolve(drawn=["*.norm.weight", "rotary.*"], loss_over_ranks="sum")
+    assert facts.drawn == ("layers.0.norm.weight", "layers.1.norm.weight", "rotary.inv_freq")
+    assert facts.loss_over_ranks == "sum"
+
+
+def test_where_names_are_on_some_ranks_a_pattern_may_match_on_another_rank():
+    declared = subject(on_some_ranks="layers.*", frozen={"layers.1.*": "blocks.*"}, unsharded="layers.0.q.weight")
+    first, second = (declared.resolve([f"layers.{rank}.q.weight"], []) for rank in range(2))
+    assert list(first.unmatched) == ["frozen layers.1.*"]
+    assert list(second.unmatched) == ["unsharded layers.0.q.weight"]
+    both = combine_subjects([first, second])
+    assert both.on_some_ranks == ("layers.0.q.weight", "layers.1.q.weight")
+    assert both.frozen == {"layers.1.q.weight": "blocks.q.weight"}
+    assert (both.unsharded, both.unmatched) == (("layers.0.q.weight",), {})
+
+
+def test_a_pattern_that_matches_on_no_rank_is_reported():
+    declared = subject(on_some_ranks=["layers.*", "experts.*"])
+    both = combine_subjects([declared.resolve([f"layers.{rank}.q.weight"], []) for rank in range(2)])
+    assert list(both.unmatched.values()) == [
+        "Subject(on_some_ranks=...): 'experts.*' matches no tensor of the model; it has 1 tensor"
+    ]

@@ -10,10 +10,11 @@ from math import prod
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from pytest_fsdp_meta import Part, Subject, SubjectError
 from pytest_fsdp_meta.evidence import Comparison, MeshFacts
+from pytest_fsdp_meta.loader.adapter import PartError
 from pytest_fsdp_meta.observers.accumulation import accumulate, micro_batches
 from pytest_fsdp_meta.observers.adapters.lookup import Parts, parts_of, remember
 from pytest_fsdp_meta.observers.inventory import tensor_facts
@@ -62,6 +63,64 @@ def test_a_differing_element_of_a_run_has_its_global_index(reference):
     found = compare("a", Part.run(local, (4, 3), 4), reference, "a")
     assert (found.equal, found.differing, found.index) == (False, 1, (2, 1))
     assert (found.actual, found.expected) == (-1.0, 7.0)
+
+
+def test_blocks_are_compared_with_the_same_rows(reference):
+    whole = torch.arange(12.0).reshape(4, 3)
+    part = Part.blocks(whole[[0, 2]], (4, 3), [(0, 1), (2, 3)])
+    assert part.regions == (((0, 1), (2, 3)), ((0, 3),))
+    assert compare("a", part, reference, "a").equal
+    turned = compare("a", Part.blocks(whole[[2, 0]], (4, 3), [(0, 1), (2, 3)]), reference, "a")
+    assert (turned.equal, turned.differing, turned.index) == (False, 6, (0, 0))
+    other_order = Part.blocks(whole[[2, 0]], (4, 3), [(2, 3), (0, 1)])
+    assert compare("a", other_order, reference, "a").equal
+
+
+def test_blocks_may_lie_along_any_dim(reference):
+    whole = torch.arange(12.0).reshape(4, 3)
+    for dim in (1, -1):
+        assert compare("a", Part.blocks(whole[:, [0, 2]], (4, 3), [(0, 1), (2, 3)], dim), reference, "a").equal
+    assert compare("a", Part.blocks(whole[:0], (4, 3), []), reference, "a").equal
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"ranges": [(0, 1), (3, 5)]}, "(3, 5) in ranges should be (start, stop) within 0 to 4"),
+        ({"ranges": [(2, 1)]}, "(2, 1) in ranges should be (start, stop) within 0 to 4"),
+        ({"ranges": [(0, 1, 2)]}, "(0, 1, 2) in ranges should be (start, stop) within 0 to 4"),
+        ({"ranges": [2]}, "ranges=2 should be a tuple of integers, one for each dim"),
+        ({"ranges": [(1, 3), (0, 2)]}, "ranges=[(1, 3), (0, 2)] overlap"),
+        (
+            {"ranges": [(0, 3)]},
+            "ranges=[(0, 3)] of dim 0 make a block of (3, 3), but the local tensor has (2, 3)",
+        ),
+        ({"shape": (4,)}, "shape=(4,) and dim=0 should fit the 2 dims of the local (2, 3)"),
+        ({"dim": 2}, "shape=(4, 3) and dim=2 should fit the 2 dims of the local (2, 3)"),
+    ],
+)
+def test_wrong_blocks(fields, message):
+    with pytest.raises(PartError) as caught:
+        Part.blocks(torch.zeros(2, 3), **{"shape": (4, 3), "ranges": [(0, 1), (2, 3)], **fields})
+    assert str(caught.value) == message
+
+
+def shard_of_blocks() -> tuple[object, ...]:
+    """Return the regions and elements of this rank's shard of rows 0, 1, 4 and 5 of eight."""
+    model = nn.Module()
+    local = torch.tensor([[0.0], [1.0], [4.0], [5.0], [6.0]])
+    model.weight = nn.Parameter(distribute_tensor(local, current().mesh, [Shard(0)]))
+    remember(model, lambda name, tensor: Part.blocks(tensor, (8, 1), [(0, 2), (4, 7)]))
+    part = parts_of(model).of("weight", model.weight)
+    return part.regions, part.local.flatten().tolist()
+
+
+def test_this_ranks_shard_of_a_dtensor_that_holds_blocks():
+    with world_of(2) as ranks:
+        assert ranks.run(shard_of_blocks) == [
+            ((((0, 2), (4, 5)), ((0, 1),)), [0.0, 1.0, 4.0]),
+            ((((5, 7),), ((0, 1),)), [5.0, 6.0]),
+        ]
 
 
 def test_a_run_of_a_scalar_is_whole(reference):

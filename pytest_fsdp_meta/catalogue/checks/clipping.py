@@ -19,6 +19,7 @@ from pytest_fsdp_meta.catalogue.registry import check
 from pytest_fsdp_meta.catalogue.view import NotDeclared, NotJudged, View, ranks_by
 from pytest_fsdp_meta.evidence import Comparison
 from pytest_fsdp_meta.evidence.tolerances import GRADIENT_TOLERANCE
+from pytest_fsdp_meta.text import first_of
 
 EPSILON = 2e-6
 """torch's clip_grad_norm_ adds 1e-6 to the norm that it divides by, others add nothing."""
@@ -41,6 +42,11 @@ LEAST = 1e-11
 )
 def grad_norm_parity(view: View) -> Iterable[Finding]:
     runs, expected = comparable_training(view), view.reference.norm
+    if view.on_some_ranks and "clip_grad_norm" not in view.evidence.subject.declared:
+        raise NotJudged(
+            f"torch cannot compute the norm of these gradients ({first_of(sorted(view.on_some_ranks))} on some ranks "
+            "only); declare Subject(clip_grad_norm=<callable>) with the function that your training uses"
+        )
     problem = next((run.norm_problem for run in runs if run.norm_problem), "")
     if problem:
         raise NotJudged(

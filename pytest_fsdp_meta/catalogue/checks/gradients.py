@@ -101,7 +101,7 @@ def _optimizer_reduces(view: View, name: str, gradients: Cases, updates: Cases) 
     Adam's step depends on the sign only, so gradients that are a multiple of the reference's on every rank do not
     count as reduced, even where the update is correct.
     """
-    placements = {p for rank in view.evidence.inventory for p in rank.by_name[name].placements or ()}
+    placements = {p for _, t in view.holders(name) for p in t.placements or ()}
     if placements - {"R"}:
         return False
     moved = [comparison.measure for _, comparison in updates if comparison.measure]

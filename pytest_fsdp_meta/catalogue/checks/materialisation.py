@@ -65,12 +65,15 @@ def no_meta_buffers(view: View) -> Iterable[Finding]:
 )
 def no_uninitialized_memory(view: View) -> Iterable[Finding]:
     equal = _compared(view)
-    broken = broken_ties(view)
+    broken, drawn = broken_ties(view), view.evidence.subject.drawn
     unread: list[TensorFacts] = []
     for name, facts in view.tensors("parameter", "buffer"):
         unread += [tensor for _, tensor in facts if tensor.unreadable]
         suspects = {rank: tensor for rank, tensor in facts if not equal.get((name, rank), False)}
-        mismatches = [(rank, _poisoned(tensor, (name, rank) in equal)) for rank, tensor in suspects.items()]
+        comparable = name not in drawn
+        mismatches = [
+            (rank, _poisoned(tensor, comparable and (name, rank) in equal)) for rank, tensor in suspects.items()
+        ]
         for finding in view.findings_for(name, mismatches):
             tensor = suspects[finding.ranks[0]]
             explanation = _untied(view.evidence.inventory[finding.ranks[0]], name, broken.get(name, ()))

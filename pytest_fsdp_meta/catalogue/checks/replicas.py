@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 from pytest_fsdp_meta.catalogue.checks.values import BASIC, describe_difference, frozen_names
+from pytest_fsdp_meta.catalogue.diagnosis.coordinates import coordinates
 from pytest_fsdp_meta.catalogue.diagnosis.patterns import ZEROS, Cases, is_zero, may_be_other_slice
 from pytest_fsdp_meta.catalogue.findings import Explanation, Finding
 from pytest_fsdp_meta.catalogue.registry import check
@@ -83,27 +84,21 @@ def _model_part(
 
 def _model_coordinates(view: View) -> dict[int, dict[str, int]]:
     """Return each rank's coordinates on the dimensions that split the model, in all meshes."""
-    places: dict[int, dict[str, int]] = {}
-    for rank in view.evidence.inventory:
-        place: dict[str | None, int] = {}
-        left = rank.rank
-        for dim, size in reversed(view.evidence.world.mesh):
-            left, place[dim] = divmod(left, size)
-        for mesh in {tensor.mesh for tensor in rank.tensors}:
-            if mesh is not None and mesh.coordinate is not None:
-                place.update(zip(mesh.dims, mesh.coordinate, strict=True))
-        places[rank.rank] = {dim: index for dim, index in place.items() if dim is not None and splits_model(dim)}
-    return places
+    return {
+        rank: {dim: index for dim, index in place.items() if splits_model(dim)}
+        for rank, place in coordinates(view.evidence).items()
+    }
 
 
 def _compared(view: View) -> dict[str, dict[int, Comparison]]:
     """Return the comparison of each rank's part with the reference (with the verifier if frozen), by name and rank."""
     by_name: dict[str, dict[int, Comparison]] = {}
-    frozen = frozen_names(view)
+    frozen, drawn = frozen_names(view), view.evidence.subject.drawn
     for taken, wanted in ((view.evidence.values, False), (view.evidence.verifier, True)):
         for rank, comparisons in enumerate(taken or ()):
             for comparison in comparisons:
-                if (comparison.name in frozen) is wanted and comparison.problem is None:
+                right = (comparison.name in frozen) is wanted and comparison.name not in drawn
+                if right and comparison.problem is None:
                     by_name.setdefault(comparison.name, {})[rank] = comparison
     return by_name
 

@@ -75,7 +75,7 @@ def nothing_left_unsharded(view: View) -> Iterable[Finding]:
     dims = data_dims(view)
     replicated = []
     for name, facts in view.tensors("parameter"):
-        if name in declared or not all(is_whole(tensor) for _, tensor in facts):
+        if name in declared or _divided_by_name(view, name, facts) or not all(is_whole(t) for _, t in facts):
             continue
         mismatches = [(rank, _left_whole(tensor, dims, size)) for rank, tensor in facts]
         if all(tensor.ddp for _, tensor in facts):
@@ -87,6 +87,11 @@ def nothing_left_unsharded(view: View) -> Iterable[Finding]:
             f"DistributedDataParallel keeps {first_of(replicated)} whole on purpose; name the mesh dimension "
             "dp_replicate to declare it"
         )
+
+
+def _divided_by_name(view: View, name: str, facts: list[tuple[int, TensorFacts]]) -> bool:
+    """Return whether ranks have other plain tensors instead of shards of the same ones, such as experts."""
+    return name in view.on_some_ranks and all(tensor.placements is None for _, tensor in facts)
 
 
 def _left_whole(tensor: TensorFacts, dims: dict[str | None, int], world: int) -> Mismatch | None:
@@ -109,8 +114,8 @@ def _left_whole(tensor: TensorFacts, dims: dict[str | None, int], world: int) ->
 def dtensor_placements(view: View) -> Iterable[Finding]:
     dims, declared = data_dims(view), view.evidence.subject.placements
     for name, facts in view.tensors("parameter"):
-        if name not in declared and any(is_split(tensor) for _, tensor in facts):
-            continue  # an adapter describes the shards; there are no placements to compare
+        if name not in declared and (any(is_split(t) for _, t in facts) or _divided_by_name(view, name, facts)):
+            continue  # there are no placements to compare
         mismatches = [(rank, _misplaced(view, tensor, dims)) for rank, tensor in facts]
         yield from view.findings_for(name, _describe_plain(facts, _add_disagreements(facts, mismatches)))
 

@@ -28,22 +28,25 @@ def same_manifest_on_every_rank(view: View) -> Iterable[Finding]:
     inventories = view.evidence.inventory
     comparable = True
     for name, facts in view.tensors("parameter", "buffer"):
-        presence = [(rank.rank, name in rank.by_name) for rank in inventories]
-        usual = majority(presence)
+        presence = [(rank.rank, name in rank.by_name) for rank in inventories if name not in view.on_some_ranks]
+        usual = majority(presence) if presence else True
         for present, ranks in ranks_by(presence).items():
             if present != usual:
                 others = name_ranks(rank for rank, other in presence if other == usual)
                 actual, expected = ("present", "absent") if present else ("missing", "present")
                 yield Finding(name, ranks, actual, f"{expected}, as on {others}")
         kinds = {tensor.kind for _, tensor in facts}
-        comparable = comparable and len({present for _, present in presence}) == len(kinds) == 1
+        comparable = comparable and len({present for _, present in presence}) <= len(kinds) == 1
         yield from _disagreements(facts)
     if comparable:
         yield from _disorder(view)
 
 
 def _disorder(view: View) -> Iterator[Finding]:
-    orders = [(rank.rank, tuple(tensor.name for tensor in rank.tensors)) for rank in view.evidence.inventory]
+    some = view.on_some_ranks
+    orders = [
+        (rank.rank, tuple(t.name for t in rank.tensors if t.name not in some)) for rank in view.evidence.inventory
+    ]
     usual = majority(orders)
     for order, ranks in ranks_by(orders).items():
         if order != usual:
@@ -83,8 +86,9 @@ def names_match_reference(view: View) -> Iterable[Finding]:
     ties = (*view.evidence.inventory[0].ties(), *view.evidence.subject.tied)
     stored_once = {name for group in ties if any(other in reference for other in group) for name in group}
     extra = [name for name in ours if name not in reference]
-    if not view.reference.complete:  # checkpoints omit non-persistent buffers and store tied weights once
-        extra = [name for name in extra if ours[name].persistent and name not in stored_once]
+    if not view.reference.complete:  # checkpoints omit non-persistent buffers and drawn weights, and store ties once
+        known = {*stored_once, *view.evidence.subject.drawn}
+        extra = [name for name in extra if ours[name].persistent and name not in known]
     missing = [name for name in reference if name not in ours]
     prefix = _common_prefix(extra, missing) if len(missing) == len(reference) else ""  # a wrapper renames every tensor
     if prefix:

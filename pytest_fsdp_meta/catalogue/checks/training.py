@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
+from pytest_fsdp_meta.catalogue.diagnosis.coordinates import sequence_places
 from pytest_fsdp_meta.catalogue.diagnosis.limits import (
     Limits,
     LossLimits,
@@ -21,7 +22,7 @@ from pytest_fsdp_meta.catalogue.diagnosis.parity import (
     describe_other_precision,
     explain_hooks_left_out,
     format_losses,
-    mean_losses,
+    global_losses,
     require_gradients,
     require_no_other_cause,
     require_same_forward,
@@ -30,7 +31,7 @@ from pytest_fsdp_meta.catalogue.diagnosis.parity import (
 from pytest_fsdp_meta.catalogue.findings import Explanation, Finding
 from pytest_fsdp_meta.catalogue.registry import check
 from pytest_fsdp_meta.catalogue.view import Blocked, View
-from pytest_fsdp_meta.evidence import Comparison, Measure, RankTraining, splits_model, splits_sequence
+from pytest_fsdp_meta.evidence import Comparison, Measure, RankTraining, splits_model
 from pytest_fsdp_meta.evidence.tolerances import LOSS_TOLERANCE, UPDATE_TOLERANCE
 
 SAME_FACTOR = 0.1
@@ -75,7 +76,11 @@ def _require_same_last_forward(view: View, runs: Sequence[RankTraining]) -> None
 
     loss_parity reports that the forward has changed.
     """
-    expected, actual, last = view.reference.losses or (), mean_losses(runs), len(view.reference.losses or ()) - 1
+    expected, actual, last = (
+        view.reference.losses or (),
+        global_losses(view.evidence),
+        len(view.reference.losses or ()) - 1,
+    )
     if "loss_parity" not in view.selection or not all(run.late for run in runs):
         return
     limits = update_limits(view)
@@ -184,15 +189,12 @@ def _relative_error(comparison: Comparison) -> float:
 )
 def loss_parity(view: View) -> Iterable[Finding]:
     runs = comparable_training(view)
-    expected, actual = view.reference.losses or (), mean_losses(runs)
+    expected, actual = view.reference.losses or (), global_losses(view.evidence)
     limits = loss_limits(view)
     wrong_steps = [step for step in range(len(expected)) if limits.exceeded(actual, expected, step)]
     # If all ranks have the same wrong loss at one step, a disagreement at a later step follows from that error.
-    disagreements = [
-        disagreement
-        for disagreement in _disagreements(view, runs, limits)
-        if not wrong_steps or disagreement[2] <= wrong_steps[0]
-    ]
+    last = min(wrong_steps, default=-1 if _may_differ(view) else len(expected))
+    disagreements = [found for found in _disagreements(view, runs, limits) if found[2] <= last]
     if not wrong_steps and not disagreements:
         require_gradients(view)
         return
@@ -204,7 +206,7 @@ def loss_parity(view: View) -> Iterable[Finding]:
     )
     first_forward = wrong_steps[:1] == [0] or any(disagreement[2] == 0 for disagreement in disagreements)
     require_no_other_cause(view, f"the losses differ ({message})", first_forward)
-    yield from (_report_disagreement(runs, *disagreement) for disagreement in disagreements)
+    yield from (_report_disagreement(view, runs, *disagreement) for disagreement in disagreements)
     if wrong_steps:
         ours, theirs = _distinct_digits(actual[wrong_steps[0]], expected[wrong_steps[0]])
         yield Finding(
@@ -218,38 +220,62 @@ def loss_parity(view: View) -> Iterable[Finding]:
 
 
 def _disagreements(view: View, runs: Sequence[RankTraining], limits: LossLimits) -> list[tuple[int, int, int]]:
-    """Return (rank, first rank that sees the same rows, first step at which their losses differ).
+    """Return (rank, first rank that should have the same loss, first step at which their losses differ).
 
     The mean over ranks can hide such differences, since they may cancel.
     """
-    if any(size > 1 and splits_sequence(dim) for dim, size in view.evidence.world.mesh):
-        return []  # each rank sees another part of the sequence, so the losses of the same rows differ
-    first: dict[int, tuple[int, RankTraining]] = {}
+    places, all_same = sequence_places(view.evidence), view.evidence.subject.loss_over_ranks == "same"
+    first: dict[object, tuple[int, RankTraining]] = {}
     found = []
     for rank, run in enumerate(runs):
-        other, same = first.setdefault(run.data_parallel[0], (rank, run))
+        # Ranks along a sequence dimension see other parts of the same rows, so only the mean of their losses is known.
+        tokens = () if all_same else (run.data_parallel[0], places[rank])
+        other, same = first.setdefault(tokens, (rank, run))
         finite = [step for step in range(len(run.losses)) if math.isfinite(run.losses[step] + same.losses[step])]
         different = [step for step in finite if limits.exceeded(run.losses, same.losses, step)]
         found += [(rank, other, step) for step in different[:1]]
     return found
 
 
-def _report_disagreement(runs: Sequence[RankTraining], rank: int, other: int, step: int) -> Finding:
+def _may_differ(view: View) -> bool:
+    """Return whether ranks that see the same rows may have different losses, because the author assigned the rows.
+
+    The mesh that splits the sequence may be one that no parameter lies on.
+    """
+    subject = view.evidence.subject
+    return "data_parallel" in subject.declared and subject.loss_over_ranks != "same"
+
+
+def _report_disagreement(view: View, runs: Sequence[RankTraining], rank: int, other: int, step: int) -> Finding:
     ours, theirs = _distinct_digits(runs[rank].losses[step], runs[other].losses[step])
+    declared_same = view.evidence.subject.loss_over_ranks == "same"
+    why = "because every rank returns the global loss" if declared_same else "which sees the same rows"
     return Finding(
         None,
         (rank,),
         f"loss {ours} at step {step}",
-        f"{theirs}, as on rank {other}, which sees the same rows",
+        f"{theirs}, as on rank {other}, {why}",
         f"losses {format_losses(runs[rank].losses)}; rank {other} {format_losses(runs[other].losses)}",
-        cause="ranks of one data-parallel slice compute different outputs: their replicas diverged, or a "
-        "tensor-parallel layer does not reduce its output",
-        remedy="compare the parameters of these ranks, and the output layouts of the tensor-parallel plan",
+        **(_NOT_GLOBAL if declared_same else _DIVERGED),
     )
 
 
+_DIVERGED: Explanation = {
+    "cause": "ranks of one data-parallel slice compute different outputs: their replicas diverged, or a "
+    "tensor-parallel layer does not reduce its output",
+    "remedy": "compare the parameters of these ranks, and the output layouts of the tensor-parallel plan; if they see "
+    "different parts of the sequence, name that mesh dimension cp",
+}
+_NOT_GLOBAL: Explanation = {
+    "cause": "the loss is not reduced over all ranks: each rank returns the loss of its own rows",
+    "remedy": "reduce the loss over all data-parallel ranks before it is returned, or declare "
+    'Subject(loss_over_ranks="mean") or "sum"',
+}
+
+
 def _explain_losses(view: View, first: int, runs: Sequence[RankTraining], allowed: float) -> Explanation:
-    if first == 0 and _weighting_by_labels_explains(view, runs, allowed):
+    averaged = view.evidence.subject.loss_over_ranks == "mean"
+    if first == 0 and averaged and _weighting_by_labels_explains(view, runs, allowed):
         return {
             "cause": "each rank averages over its own labels, and the ranks have different numbers of labels (-100 "
             "does not count): weighted by these numbers, the ranks' losses give the reference's loss",
@@ -276,7 +302,7 @@ def _explain_losses(view: View, first: int, runs: Sequence[RankTraining], allowe
 
 def _explain_multiple(view: View, runs: Sequence[RankTraining], allowed: float) -> Explanation:
     """Explain a first loss that is a whole multiple of the reference's, with later losses close to that multiple."""
-    pairs = list(zip(mean_losses(runs), view.reference.losses or (), strict=True))
+    pairs = list(zip(global_losses(view.evidence), view.reference.losses or (), strict=True))
     factors = [ours / theirs if theirs and math.isfinite(ours) else math.nan for ours, theirs in pairs]
     factor = whole(factors[0], max(allowed, LOSS_TOLERANCE["float64"]))
     if not factor or not all(abs(later / factors[0] - 1) <= SAME_FACTOR for later in factors):
@@ -286,12 +312,24 @@ def _explain_multiple(view: View, runs: Sequence[RankTraining], allowed: float) 
         return {}
     multiple_of = f"{factor} of" if factor.startswith("1/") else f"{factor} times"
     in_ranks = f" ({number} is {meaning})" if meaning else ""
+    summed = view.evidence.subject.loss_over_ranks == "sum"
+    if summed and meaning and not factor.startswith("1/"):
+        return {
+            "cause": f"the sum of the ranks' losses is {multiple_of} the reference's in every step{in_ranks}: each "
+            "rank's loss is not a share of the global loss, but a mean over its own rows or the global loss itself",
+            "remedy": "divide by the count of the global batch on each rank, or declare "
+            'Subject(loss_over_ranks="mean") or "same"',
+        }
+    shares = "" if summed or not meaning or not factor.startswith("1/") else _SHARES
     return {
         "cause": f"the loss is {multiple_of} the reference's in every step{in_ranks}: "
         + _explain_scaled_loss(factor, bool(meaning)),
         "remedy": "make each rank's loss the mean over its own rows, without a factor for the number of ranks, rows or "
-        "micro-batches",
+        f"micro-batches{shares}",
     }
+
+
+_SHARES = '; or declare Subject(loss_over_ranks="sum") if the ranks\' losses add up to the global loss'
 
 
 def _explain_scaled_loss(factor: str, counts_ranks: bool) -> str:

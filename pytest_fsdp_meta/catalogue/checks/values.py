@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from types import MappingProxyType
 
@@ -121,7 +122,7 @@ def _missing(view: View, kind: str) -> Iterator[Finding]:
         ranks = tuple(rank.rank for rank in inventory if name not in rank.by_name)
         basic = "names_match_reference" if len(ranks) == len(inventory) else "same_manifest_on_every_rank"
         of_kind = tensor.kind == kind or (tensor.kind == "tensor" and kind == "parameter")  # "tensor": a checkpoint's
-        if ranks and of_kind and basic not in view.selection:
+        if ranks and of_kind and basic not in view.selection and name not in view.on_some_ranks:
             yield Finding(name, ranks, "missing", f"a {kind}, as in the reference", **_ABSENT)
 
 
@@ -149,6 +150,9 @@ def _differences(
     unusable = _unusable(view, source)
     unstable: list[str] = []
     found = view.comparisons(comparisons, names)
+    drawn = {name: found.pop(name, []) for name in names if name in view.evidence.subject.drawn}
+    for name, pairs in drawn.items():
+        yield from _not_finite(name, pairs)
     swapped = find_swapped({name: [(rank, c) for rank, c in pairs if not c.equal] for name, pairs in found.items()})
     for name, pairs in found.items():
         original = renamed.get(name, name)
@@ -165,13 +169,21 @@ def _differences(
     not_compared = [
         name
         for name in names
-        if name not in {*found, *without_values} and (source == VERIFIER or name in view.reference_inventory.by_name)
+        if name not in {*found, *drawn, *without_values}
+        and (source == VERIFIER or name in view.reference_inventory.by_name)
     ]
     if not_compared:
         raise PartlyJudged(
             f"{first_of(not_compared)} could not be compared: torch cannot slice it (quantized, sparse, nested, or a "
             "tensor subclass)"
         )
+
+
+def _not_finite(name: str, pairs: Cases) -> Iterator[Finding]:
+    """Report the ranks that drew infinite or NaN values; finite ones need not equal the reference's."""
+    wrong = tuple(rank for rank, c in pairs if c.measure is not None and not math.isfinite(c.measure.actual))
+    if wrong:
+        yield Finding(name, wrong, "values that are infinite or NaN", "finite: it is declared drawn", **_DRAWN_WRONG)
 
 
 def _unusable(view: View, source: str) -> dict[str, str]:
@@ -210,6 +222,11 @@ _ABSENT: Explanation = {
     "cause": "it was not created or not materialised, so nothing was loaded into it",
     "remedy": "select names_match_reference, no_meta_params and no_meta_buffers as well, which say more",
 }
+_DRAWN_WRONG: Explanation = {
+    "cause": "it was drawn from a distribution with wrong limits, or scaled by a size that is zero on this rank or on "
+    "meta",
+    "remedy": "take the sizes from the whole parameter, not from the local shard, and initialise after to_empty()",
+}
 _SHAPE: Explanation = {
     "cause": "the verifier is another model, has the tensor under another name, or has a vocabulary of another size",
     "remedy": "copy the frozen weights from the model they belong to, or map the names: "
@@ -217,7 +234,7 @@ _SHAPE: Explanation = {
 }
 _ADAPTED: Explanation = {
     "cause": "the adapter describes another part of the tensor than the rank holds",
-    "remedy": "compare the start and shape in Part.block or Part.run with the part that the rank holds",
+    "remedy": "compare the start, ranges and shape of the Part with the part that the rank holds",
 }
 
 

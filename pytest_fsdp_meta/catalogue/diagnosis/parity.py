@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from pytest_fsdp_meta.catalogue.diagnosis.coordinates import share_places
 from pytest_fsdp_meta.catalogue.diagnosis.limits import loss_limits
 from pytest_fsdp_meta.catalogue.findings import Explanation
 from pytest_fsdp_meta.catalogue.view import Blocked, NotJudged, Unjudgeable, View
-from pytest_fsdp_meta.evidence import RankTraining
+from pytest_fsdp_meta.evidence import Evidence, RankTraining
 from pytest_fsdp_meta.evidence.tolerances import LOSS_TOLERANCE
 from pytest_fsdp_meta.text import first_of
 
@@ -125,7 +126,7 @@ def require_same_forward(view: View, runs: Sequence[RankTraining]) -> None:
     """Raise Blocked if loss_parity reports the first loss: a wrong forward makes all gradients and updates wrong."""
     if "loss_parity" not in view.selection:
         return
-    expected, actual = view.reference.losses or (), mean_losses(runs)
+    expected, actual = view.reference.losses or (), global_losses(view.evidence)
     if expected and loss_limits(view).exceeded(actual, expected, 0):
         raise Blocked(
             f"the first loss is {actual[0]:.6g}, but should be {expected[0]:.6g} (see loss_parity); gradients and "
@@ -159,6 +160,19 @@ def explain_hooks_left_out(view: View) -> Explanation:
         "remedy": "let the hook use the model, its parameters and the optimizer only, without a mesh or methods of "
         "FSDP2; or declare optimizer=lambda parameters: ... and register a hook there that runs on both",
     }
+
+
+def global_losses(evidence: Evidence) -> tuple[float, ...]:
+    """Return the loss of the global batch at each step, as Subject(loss_over_ranks=...) combines those of the ranks."""
+    runs = evidence.training or ()
+    if evidence.subject.loss_over_ranks != "sum":
+        return mean_losses(runs)
+    places = share_places(evidence)
+    shares: dict[object, list[tuple[float, ...]]] = {}
+    for rank, run in enumerate(runs):
+        shares.setdefault((run.data_parallel[0], places[rank]), []).append(run.losses)
+    means = [[_mean(step) for step in zip(*losses, strict=True)] for losses in shares.values()]
+    return tuple(_mean(step) * len(step) for step in zip(*means, strict=True))
 
 
 def mean_losses(runs: Sequence[RankTraining]) -> tuple[float, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -9,7 +11,8 @@ from torch.distributed.tensor import DTensor
 from pytest_fsdp_meta.evidence import MeshFacts, Region
 from pytest_fsdp_meta.loader.adapter import Part
 from pytest_fsdp_meta.loader.subject import short_placement
-from pytest_fsdp_meta.observers.support.layout import regions
+from pytest_fsdp_meta.observers.support.layout import regions as layout_regions
+from pytest_fsdp_meta.observers.support.layout import slice_runs
 
 
 def own_part(tensor: Tensor) -> Part:
@@ -22,6 +25,16 @@ def own_part(tensor: Tensor) -> Part:
         placements=tuple(short_placement(p) for p in tensor.placements) if sharded else None,
         mesh=mesh_facts(tensor) if sharded else None,
     )
+
+
+def own_share(part: Part) -> Part:
+    """Return this rank's shard of a part that describes a DTensor as a whole, else the part itself."""
+    implied = tuple(sum(stop - start for start, stop in runs) for runs in part.regions)
+    if part.flat or not isinstance(part.local, DTensor) or implied != tuple(part.local.shape):
+        return part
+    held = zip(part.regions, held_regions(part.local), strict=True)
+    regions = tuple(tuple(run for span in own for run in slice_runs(runs, *span)) for runs, own in held)
+    return replace(part, local=own_memory(part.local), regions=regions)
 
 
 def sizes(tensor: Tensor) -> tuple[int, ...]:
@@ -54,7 +67,7 @@ def mesh_facts(tensor: DTensor) -> MeshFacts:
 def held_regions(tensor: Tensor) -> tuple[Region, ...]:
     """Return the global indices of the tensor that this rank holds."""
     if not isinstance(tensor, DTensor):
-        return regions(sizes(tensor), (), (), ())
+        return layout_regions(sizes(tensor), (), (), ())
     mesh = mesh_facts(tensor)
     if mesh.coordinate is None:
         return tuple(() for _ in tensor.shape)
@@ -62,4 +75,4 @@ def held_regions(tensor: Tensor) -> tuple[Region, ...]:
         (p.dim, int(getattr(p, "split_factor", 1))) if getattr(p, "dim", None) is not None else None
         for p in tensor.placements
     ]
-    return regions(tensor.shape, shards, mesh.shape, mesh.coordinate)
+    return layout_regions(tensor.shape, shards, mesh.shape, mesh.coordinate)

@@ -14,7 +14,7 @@ from pytest_fsdp_meta.loader.adapter import Adapter, Part, PartError
 from pytest_fsdp_meta.loader.subject import SubjectError
 from pytest_fsdp_meta.observers.adapters import fsdp1, megatron_fsdp
 from pytest_fsdp_meta.observers.adapters.checking import describe_misfit, find_fault
-from pytest_fsdp_meta.observers.adapters.dtensor import own_memory, own_part
+from pytest_fsdp_meta.observers.adapters.dtensor import own_memory, own_part, own_share
 from pytest_fsdp_meta.worlds import CallFailed
 
 
@@ -98,6 +98,6 @@ def _checked(declared: Adapter) -> Adapter:
             )
         if part is not None and (problem := find_fault(part)):
             raise SubjectError("adapter", f"{name!r}: {problem}")
-        return part and replace(part, shape=tuple(part.shape))  # messages should not show torch.Size([4, 8])
+        return part and replace(own_share(part), shape=tuple(part.shape))  # messages should not show torch.Size([4, 8])
 
     return adapter

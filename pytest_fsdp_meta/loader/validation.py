@@ -1,0 +1,127 @@
+"""Check the values of Subject's fields, with errors that name the field and a correct value."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from numbers import Integral
+from pathlib import Path
+from typing import Any
+
+from pytest_fsdp_meta.worlds import Misuse
+
+
+class SubjectError(Misuse):
+    """A field of Subject has a wrong value. The message names the field, the problem and a correct value."""
+
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(f"Subject({field}=...): {problem}")
+
+
+def require_module(model: object) -> None:
+    from torch.nn import Module
+
+    if isinstance(model, Module):
+        return
+    raise SubjectError("model", f"{shorten(model)} is not a torch.nn.Module; return the loaded model itself")
+
+
+def require_source(field: str, value: object) -> None:
+    if value is None:
+        return
+    from torch.nn import Module
+
+    if isinstance(value, Module):
+        raise SubjectError(
+            field, f"pass a function that builds the model, not the model: {field}=lambda: build_the_model()"
+        )
+    if isinstance(value, (str, os.PathLike)):
+        folder = Path(value)
+        if not folder.is_dir() or not any(folder.glob("*.safetensors")):
+            raise SubjectError(field, f"{os.fspath(value)!r} is not a directory that holds *.safetensors files")
+    elif not callable(value):
+        raise SubjectError(
+            field, f"{shorten(value)} should be a callable that builds the model, or a checkpoint directory"
+        )
+
+
+def require_optimizer(value: object) -> None:
+    if value is None or callable(value):
+        return
+    from torch.optim import Optimizer
+
+    if not isinstance(value, Optimizer):
+        inner = getattr(value, "optimizer", None)
+        hint = "; give its .optimizer if that steps the model's own parameters" * isinstance(inner, Optimizer)
+        raise SubjectError("optimizer", f"{shorten(value)} should be optimizer(parameters), or an Optimizer{hint}")
+
+
+def require_choice(field: str, value: object, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise SubjectError(field, f"invalid value {value!r} (choose {', '.join(choices[:-1])} or {choices[-1]})")
+
+
+def require_slice(value: object) -> None:
+    if value is None:
+        return
+    valid = isinstance(value, tuple) and len(value) == 2 and all(map(_is_integer, value))
+    if not valid or not 0 <= value[0] < value[1]:  # type: ignore[index]
+        raise SubjectError("data_parallel", f"{value!r} should be (index, size) with 0 <= index < size")
+
+
+def as_mapping(field: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping) and value != ():
+        raise SubjectError(
+            field, f"{shorten(value)} should be a mapping of patterns to placements: {{'*.weight': 'S(0)'}}"
+        )
+    return dict(value)
+
+
+def require_names(field: str, value: Any, mapping: bool = False) -> None:
+    listed = [value] if isinstance(value, str) else value
+    if not (isinstance(listed, (list, tuple, set, frozenset)) or (mapping and isinstance(listed, Mapping))):
+        raise SubjectError(field, f"{shorten(value)} should be a name, a pattern, or a list of them")
+    texts = [*listed, *(listed.values() if isinstance(listed, Mapping) else ())]
+    for text in texts:
+        if not isinstance(text, str) or not text:
+            raise SubjectError(field, f"{text!r} should be a name or a pattern such as 'layers.*.weight'")
+
+
+def require_attributes(value: Any) -> None:
+    listed = [value] if isinstance(value, str) else value
+    if not isinstance(listed, (list, tuple, set, frozenset)):
+        raise SubjectError("kept_attributes", f"{shorten(value)} should be a name, or a list of them")
+    from torch.nn import Parameter
+
+    for name in listed:
+        if not isinstance(name, str) or not name:
+            raise SubjectError("kept_attributes", f"{name!r} should be the name of an attribute")
+        if hasattr(Parameter, name):
+            raise SubjectError(
+                "kept_attributes", f"every parameter has {name!r}; give custom attributes, such as '_fsdp_no_shard'"
+            )
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)  # Integral includes numpy's integers
+
+
+def require_ranks(field: str, value: object) -> None:
+    listed = () if isinstance(value, bool) else value
+    valid = isinstance(listed, (list, tuple, set, frozenset, range))
+    if not valid or not all(_is_integer(rank) and rank >= 0 for rank in listed):  # type: ignore[attr-defined]
+        raise SubjectError(field, f"{value!r} should be True, or the ranks that may hold the whole model, such as (0,)")
+
+
+def require_groups(value: object) -> None:
+    for group in value if isinstance(value, (list, tuple)) else [value]:
+        if isinstance(group, str) or not isinstance(group, (list, tuple)) or len(group) < 2:
+            raise SubjectError("tied", f"{group!r} should be a group of two or more names: tied=[('a', 'b')]")
+        require_names("tied", group)
+        if len(set(group)) < len(group):
+            twice = next(name for name in group if list(group).count(name) > 1)
+            raise SubjectError("tied", f"{group!r} has {twice!r} twice; the names of a group must differ")
+
+
+def shorten(value: object) -> str:
+    return "None" if value is None else f"{type(value).__name__} {str(value)[:60]!r}"

@@ -1,0 +1,64 @@
+"""Declarations that take part in a trial: patterns that match on other ranks, and weights that the loader draws."""
+
+from __future__ import annotations
+
+import cloudpickle
+import pytest
+import torch
+from torch import nn
+
+from pytest_fsdp_meta import Subject
+from pytest_fsdp_meta.loader.call import Call
+from pytest_fsdp_meta.trial import LoaderFailed, Trial
+from pytest_fsdp_meta.worlds import Rank, WorldSpec
+from tests.world_help import trial_preload
+
+
+def observe(loader, *wanted):
+    trial = Trial(WorldSpec({"dp_shard": 2}, timeout=60.0), trial_preload(), steps=2, tolerance={})
+    return trial.observe(Call(cloudpickle.dumps(loader), wants_rank="fsdp"), set(wanted))
+
+
+def test_a_pattern_may_match_on_another_rank():
+    def load(fsdp: Rank) -> Subject:
+        model = nn.ModuleDict({f"expert{fsdp.rank}": nn.Linear(2, 2), "router": nn.Linear(2, 2)})
+        return Subject(model, on_some_ranks="expert*", frozen="expert1.bias")
+
+    facts = observe(load, "inventory").subject
+    assert sorted(facts.on_some_ranks) == ["expert0.bias", "expert0.weight", "expert1.bias", "expert1.weight"]
+    assert facts.frozen == {"expert1.bias": "expert1.bias"}
+
+
+def test_a_pattern_that_matches_on_no_rank_is_an_error():
+    def load(fsdp: Rank) -> Subject:
+        return Subject(nn.ModuleDict({f"expert{fsdp.rank}": nn.Linear(2, 2)}), on_some_ranks="experts.*")
+
+    with pytest.raises(LoaderFailed) as caught:
+        observe(load, "inventory")
+    assert caught.value.summary == (
+        "Subject(on_some_ranks=...): 'experts.*' matches no tensor of the model; the nearest is 'expert0.bias'"
+    )
+
+
+@pytest.mark.parametrize("drawn", [True, False])
+def test_the_reference_trains_from_what_the_loader_drew(drawn):
+    def build() -> nn.Linear:
+        torch.manual_seed(3)
+        return nn.Linear(2, 2)
+
+    def load(fsdp: Rank) -> Subject:
+        model = build()
+        nn.init.constant_(model.bias, 5.0)
+        return Subject(
+            model,
+            reference=build,
+            drawn="bias" if drawn else (),
+            batch=lambda step: {"x": torch.ones(4, 2)},
+            loss=lambda model, batch: model(batch["x"]).square().mean(),
+        )
+
+    # No check of the values is selected, so a wrong value is not adopted.
+    trial = Trial(WorldSpec({"dp_shard": 2}, timeout=60.0), trial_preload(), 2, {}, selection={"loss_parity"})
+    evidence = trial.observe(Call(cloudpickle.dumps(load), wants_rank="fsdp"), {"values", "training"})
+    same = evidence.reference.losses[0] == pytest.approx(evidence.training[0].losses[0])
+    assert (same, evidence.reference.adopted) == (drawn, ())
