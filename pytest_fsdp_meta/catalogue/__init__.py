@@ -4,6 +4,7 @@ from pytest_fsdp_meta.catalogue.checks import (
     accumulation,
     checkpoint,
     communication,
+    forward,
     gradients,
     materialisation,
     memory,
@@ -25,7 +26,7 @@ from pytest_fsdp_meta.catalogue.view import Blocked, NotDeclared, NotJudged, Par
 FAMILIES = (
     *(structure, materialisation, sharding, tiling, communication),
     *(replicas, values, tying, memory),
-    *(gradients, optimization, training, accumulation),
+    *(forward, gradients, optimization, training, accumulation),
     *(checkpoint, resuming),
 )
 

@@ -16,13 +16,22 @@ from pytest_fsdp_meta.evidence.records import (
     not_declared,
 )
 from pytest_fsdp_meta.evidence.tensors import MeshFacts, OptimizerFacts, RankInventory, Region, TensorFacts
-from pytest_fsdp_meta.evidence.training import Accumulation, Comparison, Measure, Movement, RankTraining
+from pytest_fsdp_meta.evidence.training import (
+    Accumulation,
+    Comparison,
+    ForwardWeights,
+    Measure,
+    Movement,
+    RankTraining,
+    StaleWeight,
+)
 
 __all__ = [
     "Accumulation",
     "Comparison",
     "Evidence",
     "Export",
+    "ForwardWeights",
     "Measure",
     "MeshFacts",
     "Movement",
@@ -32,6 +41,7 @@ __all__ = [
     "ReferenceFacts",
     "Region",
     "Resharded",
+    "StaleWeight",
     "SubjectFacts",
     "TensorFacts",
     "Unavailable",

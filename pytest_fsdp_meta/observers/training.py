@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from pytest_fsdp_meta.observers.batches import (
     own_rows,
     scalar,
 )
+from pytest_fsdp_meta.observers.forward_weights import WeightWatch
 from pytest_fsdp_meta.observers.gradients import gradient_norm, gradients_of, without_gradient
 from pytest_fsdp_meta.observers.inventory import named_tensors, reshard, take_inventory
 from pytest_fsdp_meta.observers.loading import loaded_subject
@@ -69,7 +71,8 @@ def observe_training(steps: int, records_folder: str | None = None, noise: float
         if step == 0:
             first.after_step(before)
 
-    run = train(subject, rank.device, range(steps), data_parallel, optimizer, first.observe, around_step)
+    watch = WeightWatch(subject.model)
+    run = train(subject, rank.device, range(steps), data_parallel, optimizer, first.observe, around_step, watch.loss_of)
     reshard(subject.model)
     rank.state["optimizer"] = optimizer
     after = take_inventory(subject.model, rank.rank, str(rank.device))
@@ -88,6 +91,7 @@ def observe_training(steps: int, records_folder: str | None = None, noise: float
         optimizer=held,
         movements=first.movements(before, optimizer, noise),
         accumulation=_observe_accumulation(subject, rank, data_parallel, first.records, optimizer),
+        forward=watch.observed(),
     )
 
 
@@ -110,12 +114,13 @@ def train(
     optimizer: Optimizer | None,
     after_first_backward: Callable[[], None] = lambda: None,
     around_step: Callable[[int], AbstractContextManager[None]] = lambda step: nullcontext(),
+    forward: Callable[[Subject, dict[str, Any]], Tensor] = loss_of,
 ) -> TrainingRun:
     """Train the ``steps`` with dropout off, deterministic algorithms, and a seed per step.
 
     ``data_parallel`` is the (index, size) of the slice of each batch. ``after_first_backward`` is called before the
-    optimizer's first step, and ``around_step`` is entered around each step. Without an optimizer, because nothing is
-    trainable, only the forward runs.
+    optimizer's first step, ``around_step`` is entered around each step, and ``forward`` returns the loss of its rows.
+    Without an optimizer, because nothing is trainable, only the forward runs.
     """
     model, run = subject.model, TrainingRun()
     model.eval()  # switches dropout off, including F.dropout(training=self.training)
@@ -130,7 +135,7 @@ def train(
             torch.manual_seed(SEED + step)
             with around_step(step):
                 with torch.set_grad_enabled(optimizer is not None):
-                    loss = loss_of(subject, rows)
+                    loss = forward(subject, rows)
                 run.losses.append(scalar(loss))
                 if optimizer is not None:
                     loss.backward()

@@ -39,6 +39,7 @@ CHANCE = 0.1
 """Fraction: if the tolerance covers more of the interval between whole numbers, a whole factor may be a coincidence."""
 BEFORE_UPDATES = (
     *EXPLAINING_CHECKS,
+    "forward_sees_current_weights",
     "grad_parity",
     "optimizer_owns_parameters",
     "frozen_weights_stay_frozen",
