@@ -14,6 +14,7 @@ from pytest_fsdp_meta.evidence import (
     Comparison,
     Evidence,
     Export,
+    ForwardWeights,
     Measure,
     MeshFacts,
     Movement,
@@ -183,6 +184,7 @@ def trained(rank: RankInventory, slices: int, losses: Sequence[float], batches: 
         optimizer=OptimizerFacts("SGD", {t.name: int(t.requires_grad) for t in rank.tensors if t.kind == "parameter"}),
         movements=tuple(Movement(t.name, t.local_shape[0], 0) for t in trainable if t.numel),
         accumulation=Accumulation(alike),
+        forward=ForwardWeights(len(losses)),
     )
 
 
