@@ -200,7 +200,6 @@ class ManagedWeight:
             return True
         return bool(source.untyped_storage().data_ptr() == shard.untyped_storage().data_ptr())
 
-    @torch.no_grad()
     def own_slice(self, gathered: Tensor) -> Tensor | None:
         """Return the slice of a gathered parameter that belongs to this rank; None for a tensor that is not whole."""
         managed, whole = self._managed, _local(gathered)
