@@ -37,7 +37,7 @@ class WeightWatch:
         self._model = model
         self._weights = managed_weights(model)
         self._step = -1
-        self._stale: dict[tuple[str, str], StaleWeight] = {}
+        self._stale: dict[str, StaleWeight] = {}
         self._was_current: set[tuple[int, int, str]] = set()
         """The weights, modules and names whose values in the first forward were the shard's. Where they differ even
         there, the module changes the weight on purpose, for example by adding noise."""
@@ -61,7 +61,7 @@ class WeightWatch:
         for weight in self._weights:
             if weight.trainable and weight.whole is not None and not weight.gathers_from_shard():
                 for module, name in weight.places:
-                    self._add(module, name, PADDED_APART, step=1)
+                    self._add(self._fqn(module, name), PADDED_APART, step=1)
         return ForwardWeights(self._step + 1, tuple(self._stale.values()))
 
     def _compare(self, weight: ManagedWeight, name: str, module: Module, _: Any) -> None:
@@ -77,27 +77,27 @@ class WeightWatch:
         if current and self._step == 0:
             self._was_current.add(key)
         elif not current and key in self._was_current:
-            self._add(module, name, GATHERED, self._step)
+            self._add(self._fqn(module, name), GATHERED, self._step)
 
     def _find_copies(self, loss: Node, begin: int) -> None:
         """Find parameters of which the loss depends on copies that were made before the node number ``begin``."""
-        leaves = {id(tensor): name for name, _, tensor in named_tensors(self._model)}
-        places = {id(weight.whole): weight.places[0] for weight in self._weights}
+        names = {id(tensor): name for name, _, tensor in named_tensors(self._model)}
+        # Between forwards, modules register the shards of these leaves.
+        names |= {id(weight.whole): self._fqn(*weight.places[0]) for weight in self._weights}
         for leaf in _copied_leaves(loss, begin):
-            if id(leaf) in places:
-                self._add(*places[id(leaf)], COPIED, self._step)
-            elif id(leaf) in leaves:
-                module, _, name = leaves[id(leaf)].rpartition(".")
-                self._add(unwrapped(self._model).get_submodule(module), name, COPIED, self._step)
+            if id(leaf) in names:
+                self._add(names[id(leaf)], COPIED, self._step)
 
-    def _add(self, module: Module, name: str, how: str, step: int) -> None:
-        """Record a stale weight once, with its first step; the memory that a group gathers from explains the values."""
+    def _fqn(self, module: Module, name: str) -> str:
         prefix = next((path for path, other in unwrapped(self._model).named_modules() if other is module), "")
-        full, path = clean_name(f"{prefix}.{name}" if prefix else name), clean_name(prefix)
-        known = self._stale.get((full, path))
+        return clean_name(f"{prefix}.{name}" if prefix else name)
+
+    def _add(self, name: str, how: str, step: int) -> None:
+        """Record a stale weight once, with its first step; the memory that a group gathers from explains the values."""
+        known = self._stale.get(name)
         if known is None or how == PADDED_APART:
             first = step if known is None else known.step
-            self._stale[full, path] = StaleWeight(full, path, first, how)
+            self._stale[name] = StaleWeight(name, name.rpartition(".")[0], first, how)
 
 
 def _is_comparable(tensor: Tensor) -> bool:
