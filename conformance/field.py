@@ -1,7 +1,8 @@
 """Judge every causal language model of transformers by the whole catalogue (``make field``).
 
 Each architecture's tiny checkpoint is loaded on two ranks by transformers' own FSDP2 loader, or by a conforming loader
-(``--loader plain``). Differences from the known results are printed on standard error, and the exit status is then 1.
+(``--loader plain``). With "-uneven" after the loader's name, the vocabulary and other sizes are primes. Differences
+from the known results are printed on standard error, and the exit status is then 1.
 An interrupted run continues where it stopped: it reuses results of the same versions and the same code.
 """
 
@@ -38,7 +39,9 @@ PACKAGES = ("torch", "transformers")
 ARCHITECTURES = "fixtures.architectures"
 LOADERS = {
     "transformers": (f"{ARCHITECTURES}:load_transformers", "pytest_fsdp_meta.transformers:tiny_checkpoint"),
+    "transformers-uneven": (f"{ARCHITECTURES}:load_transformers", f"{ARCHITECTURES}:save_uneven"),
     "plain": (f"{ARCHITECTURES}:load_plain", f"{ARCHITECTURES}:save_plain"),
+    "plain-uneven": (f"{ARCHITECTURES}:load_plain", f"{ARCHITECTURES}:save_plain_uneven"),
 }
 """The loader, and the function that makes a checkpoint for it, by the name for ``--loader``."""
 

@@ -45,7 +45,9 @@ tokens. `make field` also writes this page.
 LOADED = {
     "transformers": "as users do, `from_pretrained(path, distributed_config=DistributedConfig(fsdp_size=2))`, with the "
     "class\nthat the checkpoint names",
+    "transformers-uneven": "as users do, with a vocabulary of 131 tokens and other sizes that two ranks do not divide",
     "plain": "with a conforming loader, `load_plain` of fixtures/architectures.py",
+    "plain-uneven": "with a conforming loader, and sizes that two ranks do not divide",
 }
 VERDICTS = """\
 ## Verdicts

@@ -11,14 +11,20 @@ FUSED = {"params_equal_reference"}
 """Weights that are fused in the model or in the checkpoint: transformers shards first, then fuses or splits."""
 THAWED = {"requires_grad_matches_reference"}
 """Parameters that are built frozen: loading on one device makes them trainable, loading shards leaves them frozen."""
+STALE = {"forward_sees_current_weights"}
+"""A tied head or embedding that computes with the weights of before the step, because the vocabulary is uneven."""
+OF_ANY_SIZE: dict[str, set[str]] = {
+    "falcon_h1": {"no_uninitialized_memory"},
+    **dict.fromkeys(("bailing_hybrid", "hrm_text", "kimi_linear", "olmo_hybrid"), FUSED),
+    **dict.fromkeys(("afmoe", "blt", "ernie4_5_moe", "laguna"), THAWED),
+    **dict.fromkeys(("marian", "moss_transcribe_diarize", "pegasus", "roformer"), THAWED),
+}
+UNEVEN_AND_TIED = ("bart", "bert", "bloom", "cohere", "gemma3_text", "gpt2", "mamba", "opt", "starcoder2")
 FINDINGS: dict[str, dict[str, set[str]]] = {
     "plain": {},
-    "transformers": {
-        "falcon_h1": {"no_uninitialized_memory"},
-        **dict.fromkeys(("bailing_hybrid", "hrm_text", "kimi_linear", "olmo_hybrid"), FUSED),
-        **dict.fromkeys(("afmoe", "blt", "ernie4_5_moe", "laguna"), THAWED),
-        **dict.fromkeys(("marian", "moss_transcribe_diarize", "pegasus", "roformer"), THAWED),
-    },
+    "plain-uneven": {},
+    "transformers": OF_ANY_SIZE,
+    "transformers-uneven": OF_ANY_SIZE | dict.fromkeys(UNEVEN_AND_TIED, STALE),
 }
 """Known findings of transformers 5.23.0 by loader; docs/systems.md explains them. Remove those that a release fixes."""
 
@@ -31,7 +37,8 @@ WITHOUT_CHECKPOINT = {
 }
 """Why no tiny checkpoint can be made, by architecture."""
 
-RAISING: dict[str, set[str]] = {"plain": set(), "transformers": {"musicgen", "musicgen_melody"}}
+_MODULE_LISTS = {"musicgen", "musicgen_melody"}
+RAISING: dict[str, set[str]] = {loader: _MODULE_LISTS if "transformers" in loader else set() for loader in FINDINGS}
 """Architectures whose loader raises: its plan shards a ModuleList, which has no forward."""
 
 UNTRAINABLE = {"blt", "git", "musicgen", "musicgen_melody", "reformer", "rwkv", "xlstm"}

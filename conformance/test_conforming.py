@@ -29,6 +29,13 @@ def test_uneven_sizes_and_empty_shards(fsdp, path):
     return subject(load_sharded(path, fsdp.mesh, fsdp.device), path)
 
 
+@pytest.mark.parametrize("path", ["llama", "llama-prime-tied"], indirect=True)
+@fsdp_conformance(world_size=3)
+def test_three_ranks(fsdp, path):
+    """Most sizes of the other worlds are powers of two, whose shards are uneven only for other numbers of ranks."""
+    return subject(load_sharded(path, fsdp.mesh, fsdp.device), path, rows=12)
+
+
 def freeze(model: torch.nn.Module, prefix: str) -> torch.nn.Module:
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not name.startswith(prefix))

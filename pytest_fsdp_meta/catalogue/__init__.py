@@ -5,6 +5,7 @@ from pytest_fsdp_meta.catalogue.checks import (
     checkpoint,
     clipping,
     communication,
+    forward,
     gradients,
     materialisation,
     memory,
@@ -27,7 +28,7 @@ from pytest_fsdp_meta.catalogue.view import Blocked, NotDeclared, NotJudged, Par
 FAMILIES = (
     *(structure, materialisation, sharding, tiling, communication),
     *(replicas, values, tying, memory),
-    *(gradients, clipping, optimization, second_step, training, accumulation),
+    *(forward, gradients, clipping, optimization, second_step, training, accumulation),
     *(checkpoint, resuming),
 )
 

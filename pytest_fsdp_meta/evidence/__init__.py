@@ -22,11 +22,13 @@ from pytest_fsdp_meta.evidence.training import (
     Accumulation,
     Clipping,
     Comparison,
+    ForwardWeights,
     Measure,
     Movement,
     Noise,
     RankTraining,
     SecondStep,
+    StaleWeight,
 )
 
 __all__ = [
@@ -35,6 +37,7 @@ __all__ = [
     "Comparison",
     "Evidence",
     "Export",
+    "ForwardWeights",
     "Measure",
     "MeshFacts",
     "Movement",
@@ -46,6 +49,7 @@ __all__ = [
     "Region",
     "Resharded",
     "SecondStep",
+    "StaleWeight",
     "SubjectFacts",
     "TensorFacts",
     "Unavailable",

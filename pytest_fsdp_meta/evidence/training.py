@@ -137,6 +137,29 @@ class Noise:
 
 
 @dataclass(frozen=True)
+class StaleWeight:
+    """A parameter whose old values a module computes with after an optimizer step."""
+
+    name: str
+    module: str
+    """The FQN of the module; empty for the model itself."""
+    step: int
+    """The first training step, counted from 0, whose forward used old values."""
+    how: str
+    """"padded apart": its FSDP2 group gathers from other memory than the registered parameter's; "gathered": what the
+    group gathered differs from this rank's shard; "copied": the loss depends on a copy made in an earlier step."""
+
+
+@dataclass(frozen=True)
+class ForwardWeights:
+    """The weights that the forwards of the training steps computed with."""
+
+    forwards: int
+    """How many forwards were observed."""
+    stale: tuple[StaleWeight, ...] = ()
+
+
+@dataclass(frozen=True)
 class RankTraining:
     """The training steps of one rank; ``losses`` are those of its own slice of the batch, one for each step."""
 
@@ -170,3 +193,5 @@ class RankTraining:
     """The parameters before the last step, and how far they had moved."""
     noise: Noise | None = None
     """None if nothing differs from the reference by more than the smallest tolerance, so that nobody needs it."""
+    forward: ForwardWeights | None = None
+    """None in stored evidence that is older than this field."""

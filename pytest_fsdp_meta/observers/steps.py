@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from pytest_fsdp_meta.loader.subject import Subject
@@ -31,6 +33,10 @@ class StepObserver:
     def around(self, step: int) -> AbstractContextManager[None]:
         """Return a context for the forward, the backward and the optimizer's step."""
         return nullcontext()
+
+    def loss_of(self, subject: Subject, rows: dict[str, Any]) -> Tensor:
+        """Return the loss of these rows."""
+        return loss_of(subject, rows)
 
     def after_backward(self, step: int) -> None:
         """Look at the gradients, before the optimizer's step and its hooks."""
@@ -65,7 +71,7 @@ def train(
             torch.manual_seed(SEED + step)
             with observer.around(number):
                 with torch.set_grad_enabled(optimizer is not None):
-                    loss = loss_of(subject, rows)
+                    loss = observer.loss_of(subject, rows)
                 run.losses.append(scalar(loss))
                 if optimizer is not None:
                     loss.backward()

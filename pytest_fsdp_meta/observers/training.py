@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -17,6 +18,7 @@ from pytest_fsdp_meta.observers.accumulation import accumulate, finish_gradients
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part
 from pytest_fsdp_meta.observers.adapters.lookup import parts_of
 from pytest_fsdp_meta.observers.batches import batch_slice
+from pytest_fsdp_meta.observers.forward_weights import WeightWatch
 from pytest_fsdp_meta.observers.gradients import (
     clipped_gradients,
     contains,
@@ -80,6 +82,7 @@ def observe_training(
         clipped=seen.clipped,
         second=seen.second,
         late=seen.late,
+        forward=seen.weights.observed(),
     )
 
 
@@ -100,6 +103,7 @@ class _RankSteps(StepObserver):
         self._subject = subject
         self._model = subject.model
         self.late: tuple[Comparison, ...] = ()
+        self.weights = WeightWatch(subject.model)
         self._steps = steps
         self._rank = rank
         self._before = copy_shards(subject.model)
@@ -111,6 +115,9 @@ class _RankSteps(StepObserver):
 
     def around(self, step: int) -> AbstractContextManager[None]:
         return watching_step(self._rank, self._model, self._steps, step)
+
+    def loss_of(self, subject: Subject, rows: dict[str, Any]) -> Tensor:
+        return self.weights.loss_of(subject, rows)
 
     def after_backward(self, step: int) -> None:
         if step == 0:

@@ -15,6 +15,7 @@ from pytest_fsdp_meta.evidence import (
     Comparison,
     Evidence,
     Export,
+    ForwardWeights,
     Measure,
     MeshFacts,
     Movement,
@@ -187,6 +188,7 @@ def trained(rank: RankInventory, slices: int, losses: Sequence[float], batches: 
         accumulation=Accumulation(alike),
         clipped=Clipping(1.5, alike),
         second=SecondStep(parameters=alike, gradients=alike),
+        forward=ForwardWeights(len(losses)),
     )
 
 

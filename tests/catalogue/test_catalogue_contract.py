@@ -11,7 +11,16 @@ from dataclasses import replace
 import pytest
 
 from pytest_fsdp_meta.catalogue import Verdict
-from pytest_fsdp_meta.evidence import Accumulation, Evidence, Export, Movement, Resharded, SubjectFacts
+from pytest_fsdp_meta.evidence import (
+    Accumulation,
+    Evidence,
+    Export,
+    ForwardWeights,
+    Movement,
+    Resharded,
+    StaleWeight,
+    SubjectFacts,
+)
 from pytest_fsdp_meta.evidence.collectives import Collective, FsdpGroup, RankCollectives, RankMemory
 from tests.catalogue.evidence_factory import (
     CATALOGUE,
@@ -63,14 +72,8 @@ EMPTY = {
     *NO_TRAFFIC,
     *("tied_weights_share_storage", "tied_weights_stay_tied", "replicas_stay_equal", "frozen_weights_stay_frozen"),
     *("optimizer_owns_parameters", "optimizer_state_round_trip", "every_trainable_moves"),
-    *(
-        "grad_norm_parity",
-        "grad_clip_parity",
-        "second_grad_parity",
-        "grad_accumulation_parity",
-        "parameter_attributes_kept",
-        "unsharded_modules_stay_whole",
-    ),
+    *("forward_sees_current_weights", "grad_norm_parity", "grad_clip_parity", "second_grad_parity"),
+    *("grad_accumulation_parity", "parameter_attributes_kept", "unsharded_modules_stay_whole"),
 }
 """The checks to which a model without parameters and buffers is not applicable."""
 TOO_SMALL = {"load_peak_memory_bounded", "managed_params_are_registered", "collectives_within_budget"}
@@ -277,6 +280,9 @@ BROKEN = {
         healthy(), None, optimizer=replace(OPTIMIZER, held={**OPTIMIZER.held, FROZEN: 2})
     ),
     "frozen_weights_stay_frozen": trained_otherwise(FROZEN, digest="other bits"),
+    "forward_sees_current_weights": on_runs(
+        healthy(), None, forward=ForwardWeights(3, (StaleWeight(MIDDLE, "layers.0", 1, "gathered"),))
+    ),
     "every_trainable_moves": on_runs(healthy(), None, movements=(Movement(MIDDLE, 3, 3),)),
     "replicas_stay_equal": trained_otherwise(MIDDLE, HSDP, digest="other bits"),
     "update_parity": remeasured(healthy(), MIDDLE, 0.1, observed="parameters"),

@@ -397,5 +397,5 @@ def test_a_pattern_that_matches_on_no_rank_is_reported():
     declared = subject(on_some_ranks=["layers.*", "experts.*"])
     both = combine_subjects([declared.resolve([f"layers.{rank}.q.weight"], []) for rank in range(2)])
     assert list(both.unmatched.values()) == [
-        "Subject(on_some_ranks=...): 'experts.*' matches no tensor of the model; it has 1 tensor"
+        "Subject(on_some_ranks=...): 'experts.*' matches no tensor of the model; the nearest is 'layers.0.q.weight'"
     ]

@@ -160,7 +160,7 @@ def _changed(after: RankInventory, name: str, digest: str | None) -> bool:
     family="training",
     needs=["inventory", "training"],
     uses=["reference", "values", "verifier"],
-    after=[*EXPLAINING_CHECKS, "grad_parity", "optimizer_owns_parameters"],
+    after=[*EXPLAINING_CHECKS, "forward_sees_current_weights", "grad_parity", "optimizer_owns_parameters"],
     why="A shard that is never stepped keeps its loaded values, and the other weights learn around it.",
     cause="the optimizer step does not write to this memory: the optimizer or a wrapper steps a copy, or leaves out "
     "this shard",

@@ -18,6 +18,7 @@ from pytest_fsdp_meta.text import first_of
 TRAINING_CHECKS = (
     "tied_weights_share_storage",
     "tied_weights_stay_tied",
+    "forward_sees_current_weights",
     "optimizer_owns_parameters",
     "frozen_weights_stay_frozen",
     "every_trainable_moves",

@@ -38,6 +38,7 @@ EXPLAINING_CHECKS = (
 """Checks whose failure alone makes training differ. The training checks then stay silent: one cause, one finding."""
 BEFORE_UPDATES = (
     *EXPLAINING_CHECKS,
+    "forward_sees_current_weights",
     "grad_parity",
     "optimizer_owns_parameters",
     "frozen_weights_stay_frozen",

@@ -169,3 +169,76 @@ def fsdp_groups(model: Module) -> Iterator[ManagedGroup]:
                     reshards=group.post_forward_mesh_info is not None,
                     replicates=getattr(group.mesh_info, "replicate_mesh_dim", None) is not None,
                 )
+
+
+class ManagedWeight:
+    """One parameter as one FSDP2 group manages it; a tied parameter may be managed by several groups.
+
+    Public torch shows the parameter that modules register at the moment: the shard, or what was gathered from it.
+    """
+
+    def __init__(self, managed: Any) -> None:
+        self._managed = managed
+
+    @property
+    def places(self) -> tuple[tuple[Module, str], ...]:
+        """The modules that register the parameter, each with its name in the module."""
+        info = self._managed._module_info
+        shared = zip(info.shared_modules, info.shared_param_names, strict=True)
+        return ((info.module, info.param_name), *shared)
+
+    @property
+    def shard(self) -> Tensor:
+        """This rank's shard, also while it is gathered."""
+        return _local(self._managed.sharded_param)
+
+    @property
+    def trainable(self) -> bool:
+        return bool(self._managed.sharded_param.requires_grad)
+
+    @property
+    def whole(self) -> Tensor | None:
+        """The gathered parameter, which is the same object in every forward; None before the first."""
+        return getattr(self._managed, "_unsharded_param", None)
+
+    def gathers_from_shard(self) -> bool:
+        """Whether the group gathers from the shard's memory.
+
+        The all-gather reads ``_sharded_param_data``, except for tensor subclasses that gather by their own rules.
+        """
+        shard, source = self.shard, self._managed._sharded_param_data
+        if not shard.numel() or hasattr(shard, "fsdp_pre_all_gather") or type(source) is not Tensor:
+            return True
+        return bool(source.untyped_storage().data_ptr() == shard.untyped_storage().data_ptr())
+
+    def own_slice(self, gathered: Tensor) -> Tensor | None:
+        """Return the slice of a gathered parameter that belongs to this rank; None for a tensor that is not whole."""
+        managed, whole = self._managed, _local(gathered)
+        if whole.shape != managed._orig_size:
+            return None
+        dim = managed.fsdp_placement.dim
+        rank = getattr(managed.mesh_info, "shard_mesh_rank", 0)  # replicate() does not shard
+        start = min(rank * managed.padded_sharded_param_size[dim], whole.shape[dim])
+        return whole.narrow(dim, start, min(self.shard.shape[dim], whole.shape[dim] - start))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Return this rank's memory of the tensor; to_local(), which is public, takes ten times as long."""
+    local: Tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return local
+
+
+def managed_weights(model: Module) -> list[ManagedWeight]:
+    """Return the parameters that FSDP2 manages, once for each group."""
+    groups = {
+        id(group): group
+        for module in model.modules()
+        if isinstance(module, FSDPModule)
+        for group in _param_groups(module)
+    }
+    return [ManagedWeight(managed) for group in groups.values() for managed in group.fsdp_params]
+
+
+def sequence_number(node: torch.autograd.graph.Node) -> int:
+    """Return the position of an autograd node among the nodes that this thread has made."""
+    return int(node._sequence_nr())
