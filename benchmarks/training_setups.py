@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fixtures.architectures import load_plainly
 from pytest_fsdp_meta import Subject
@@ -36,11 +37,10 @@ def load(
     policy = {"mp_policy": BFLOAT16} if precision == "bfloat16" else {}
     model = load_plainly(path, fsdp.mesh, fsdp.device, **policy)
     declared: dict[str, Any] = {"loss": _autocast_loss} if precision == "autocast" else {}
-    # The optimizer is built on the ranks and, from the same callable, on the reference, which has no injected error.
     declared["optimizer"] = partial(make_optimizer, kind=optimizer, rate=rate * RATES[optimizer])
     found = subject(model, path, **declared)
     if error:
-        _inject(model, found, error, size, seed, fsdp)
+        _inject(model, error, size, seed, fsdp)
     return found
 
 
@@ -72,49 +72,45 @@ def _autocast_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return loss
 
 
-def _inject(model: nn.Module, subject: Subject, error: str, size: float, seed: int, fsdp: Rank) -> None:
-    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad and p.ndim > 1]
-    _, chosen = trained[torch.randint(len(trained), (), generator=torch.Generator().manual_seed(seed)).item()]
-    plain = subject.optimizer
-    assert callable(plain)
-
-    def wrong(parameters: Iterable[nn.Parameter]) -> Optimizer:
-        built: Optimizer = plain(parameters)
-        if error in ("gradient", "row"):
-            built.register_step_pre_hook(lambda *_: _scale_gradient(chosen, size, error == "row", fsdp))
-        else:
-            _wrap_step(built, chosen, size, error == "stale" and fsdp.rank == 1)
-        return built
-
-    subject.optimizer = wrong
+def _inject(model: nn.Module, error: str, size: float, seed: int, fsdp: Rank) -> None:
+    trained = [p for p in model.parameters() if p.requires_grad and p.ndim > 1]
+    chosen = trained[int(torch.randint(len(trained), (), generator=torch.Generator().manual_seed(seed)))]
+    if error in ("gradient", "row"):
+        chosen.register_post_accumulate_grad_hook(lambda p: _scale_gradient(p, size, error == "row", fsdp))
+    elif error == "update" or fsdp.rank == 1:
+        _change_update(chosen, 0.0 if error == "stale" else 1 + size)
 
 
-def _scale_gradient(chosen: nn.Parameter, size: float, one_row: bool, fsdp: Rank) -> None:
-    if chosen.grad is None or (one_row and fsdp.rank != 0):
-        return
+def _scale_gradient(chosen: Tensor, size: float, one_row: bool, fsdp: Rank) -> None:
+    assert chosen.grad is not None
     local = _own(chosen.grad)
-    if not local.numel():
+    if not local.numel() or (one_row and fsdp.rank != 0):
         return
     row = int(local.flatten(1).norm(dim=1).argmax())
     with torch.no_grad():
         (local[row] if one_row else local).mul_(1 + size)
 
 
-def _wrap_step(built: Optimizer, chosen: nn.Parameter, size: float, stale: bool) -> None:
+def _change_update(chosen: nn.Parameter, factor: float) -> None:
+    """Let each step of any optimizer on this rank move the parameter ``factor`` times as far."""
     before: list[Tensor] = []
-    built.register_step_pre_hook(lambda *_: before.append(_own(chosen).detach().clone()))
 
-    def change(*_: Any) -> None:
-        old, now = before.pop(), _own(chosen).detach()
-        factor = 0.0 if stale else 1 + size
-        if stale or size:
+    def steps_it(optimizer: Optimizer) -> bool:
+        held = any(p is chosen for group in optimizer.param_groups for p in group["params"])
+        return held and not isinstance(optimizer, _MuonAndAdamW)  # its parts step the parameters
+
+    def remember(optimizer: Optimizer, *_: Any) -> None:
+        if steps_it(optimizer):
+            before.append(_own(chosen).detach().clone())
+
+    def change(optimizer: Optimizer, *_: Any) -> None:
+        if steps_it(optimizer):
+            old, now = before.pop(), _own(chosen).detach()
             now.copy_(old + factor * (now - old))
 
-    built.register_step_post_hook(change)
+    register_optimizer_step_pre_hook(remember)
+    register_optimizer_step_post_hook(change)
 
 
 def _own(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-Loader = Callable[..., Subject]

@@ -73,6 +73,8 @@ class Export:
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     comparisons: tuple[Comparison, ...] = ()
+    rounded: Mapping[str, str] = field(default_factory=dict)
+    """The tensors whose dtype in the export cannot hold the reference's values, with that dtype."""
 
 
 @dataclass(frozen=True)

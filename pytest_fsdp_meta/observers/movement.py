@@ -130,6 +130,41 @@ def movements(
     return tuple(found)
 
 
+def swallowed(
+    model: Module,
+    before: Mapping[str, Tensor],
+    records: Mapping[str, Record],
+    noise: float,
+    optimizer: Optimizer,
+    earlier: Mapping[str, Tensor],
+) -> tuple[str, ...]:
+    """Return the parameters in a low precision that neither this rank nor the reference moved, despite gradients.
+
+    A learning rate of zero is not rounding, and gradients below ``noise`` are.
+    """
+    rates = {id(p): float(group.get("lr", 1.0)) for group in optimizer.param_groups for p in group["params"]}
+    found, parts, moved = [], parts_of(model), moved_rows(model, before)
+    for name, _, tensor in named_tensors(model):
+        if name not in moved or not _is_coarse(tensor) or not rates.get(id(tensor)):
+            continue
+        part = parts.of(name, tensor)
+        if not all(name in records[key] and records[key].shape(name) == part.shape for key in _COMPARED):
+            continue
+        old, gradient, new = (read_part(part, records[key], name) for key in _COMPARED)
+        if moved[name].any() or (name in earlier and earlier[name].any()) or not torch.equal(old, new):
+            continue
+        if bool((gradient.abs() > noise).any()):
+            found.append(name)
+    return tuple(found)
+
+
+_COMPARED = ("values", "gradients", "updated")
+
+
+def _is_coarse(tensor: Tensor) -> bool:
+    return bool(tensor.is_floating_point() and torch.finfo(tensor.dtype).eps > torch.finfo(torch.float32).eps)
+
+
 def _any_by_row(mask: Tensor) -> Tensor:
     return mask.reshape(mask.shape[0] if mask.ndim else 1, -1).any(1)
 

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor
@@ -65,7 +66,17 @@ def compare_export(path: str, record: str, keys: Collection[str]) -> Export:
         missing=tuple(key for key in loaded.missing_keys if key not in known),
         unexpected=tuple(loaded.unexpected_keys),
         comparisons=tuple(compare(name, own_part(_read_whole(exported, name)), reference, name) for name in common),
+        rounded={name: exported.dtype(name) for name in fitting if _rounds(exported.dtype(name), reference, name)},
     )
+
+
+def _rounds(dtype: str, reference: Record, name: str) -> bool:
+    """Return whether this dtype cannot hold the values that the reference has."""
+    if dtype == reference.dtype(name):
+        return False
+    values = _read_whole(reference, name)
+    held = values.to(getattr(torch, dtype)).to(values.dtype)
+    return bool(((held != values) & (values == values)).any())
 
 
 def _author_state_dict(subject: Subject) -> Mapping[str, Any]:

@@ -36,6 +36,7 @@ from pytest_fsdp_meta.observers.movement import (
     gradient_noise,
     moved_rows,
     movements,
+    swallowed,
 )
 from pytest_fsdp_meta.observers.optimizers import make_optimizer, optimizer_facts
 from pytest_fsdp_meta.observers.step_collectives import watching_step
@@ -82,6 +83,7 @@ def observe_training(
         clipped=seen.clipped,
         second=seen.second,
         late=seen.late,
+        swallowed=seen.swallowed(optimizer, noise),
         forward=seen.weights.observed(),
     )
 
@@ -147,6 +149,11 @@ class _RankSteps(StepObserver):
         else:
             due = due_by_gradients(self._own_gradients, optimizer, self._own_noise)
         return movements(self._model, self._before, due, self._moved)
+
+    def swallowed(self, optimizer: Optimizer | None, noise: float) -> tuple[str, ...]:
+        if optimizer is None or not self.records:
+            return ()
+        return swallowed(self._model, self._before, self.records, noise, optimizer, self._moved)
 
     def _observe_first_gradients(self) -> None:
         gradients = gradients_of(self._model)

@@ -310,6 +310,16 @@ def test_an_export_with_other_values():
     ]
 
 
+def test_an_export_that_rounds():
+    found = verdict(EXPORTS, replace(healthy(), export=Export(rounded={MIDDLE: "bfloat16"})))
+    assert findings_of(found) == [
+        (MIDDLE, (0,), "bfloat16 in the gathered state dict, which rounds its values", "float32, as on the ranks", "")
+    ]
+    # The loader itself holds the tensor in that dtype, which other checks judge.
+    cast = change(replace(healthy(), export=Export(rounded={MIDDLE: "bfloat16"})), MIDDLE, dtype="bfloat16")
+    assert verdict(EXPORTS, cast).findings == ()
+
+
 def test_an_export_that_is_padded():
     padded = Comparison(EMBEDDING, False, problem="shape (16, 4)", should_be="(8, 4), as in the reference")
     found = verdict(EXPORTS, replace(healthy(), export=Export(comparisons=(padded,))))

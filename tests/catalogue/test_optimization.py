@@ -389,3 +389,20 @@ def test_losses_that_are_not_finite_are_no_movement(reference):
     judged = verdict(MOVES, found)
     assert judged.status == ("skipped" if reference else "error")
     assert judged.reason.startswith("the losses are not finite (1.000000, nan)")
+
+
+def test_updates_that_rounding_swallows():
+    found = verdict(MOVES, on_runs(healthy(), None, swallowed=(MIDDLE,)))
+    assert findings_of(found) == [
+        (MIDDLE, (0, 1), "no element changed in 3 steps: each update is rounded away in float32", "trained", "")
+    ]
+    assert found.findings[0].cause.startswith("each update is smaller than half a unit in the last place")
+    # One rank moved its shard, so the learning rate is not too small.
+    assert verdict(MOVES, on_runs(healthy(), [1], swallowed=(MIDDLE,))).status == "passed"
+
+
+def test_the_plugins_own_learning_rate_is_not_judged():
+    evidence = on_runs(healthy(), None, swallowed=(MIDDLE,))
+    declared = evidence.subject.declared - {"optimizer"}
+    evidence = replace(evidence, subject=replace(evidence.subject, declared=declared))
+    assert verdict(MOVES, evidence).findings == ()

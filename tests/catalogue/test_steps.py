@@ -163,7 +163,7 @@ def test_a_difference_below_the_noise_passes_and_one_above_it_fails(check, field
     assert verdict(check, with_noise(seen)).status == "failed"
     assert verdict(check, with_noise(seen, **{field: of_middle(0.08)})).status == "passed"
     found = verdict(check, with_noise(seen, **{field: of_middle(0.02)}))
-    assert [f.expected for f in found.findings] == ["equal within 0.03"]
+    assert [f.expected for f in found.findings] == ["equal within 0.04"]
     # The noise of other tensors does not excuse this one.
     assert verdict(check, with_noise(seen, **{field: {EMBEDDING: 100.0}})).status == "failed"
 
@@ -191,7 +191,7 @@ def test_losses_within_noise():
     assert verdict(LOSS, evidence).status == "failed"
     assert verdict(LOSS, with_noise(evidence, losses=(0.0, 0.0, 0.02))).status == "passed"
     found = verdict(LOSS, with_noise(evidence, losses=(0.0, 0.0, 0.002)))
-    assert [f.expected for f in found.findings] == ["1.25 within 0.0015"]
+    assert [f.expected for f in found.findings] == ["1.25 within 0.004"]
 
 
 def test_a_norm_within_noise():

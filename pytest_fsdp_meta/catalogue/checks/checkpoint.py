@@ -252,6 +252,13 @@ def _describe_difference(comparison: Comparison) -> str:
     )
 
 
+_ROUNDED: Explanation = {
+    "cause": "the export casts to a lower precision than the parameters have: its dtype is that of the computation, or "
+    "of the config",
+    "remedy": "export in the dtype of the parameters, and cast where a checkpoint is to be smaller",
+}
+
+
 @check(
     promise="the gathered state dict loads strictly into the reference and equals it, including tied weights",
     family="checkpoint",
@@ -282,6 +289,11 @@ def full_state_dict_exports(view: View) -> Iterable[Finding]:
     for name in export.unexpected:
         if view.judgeable(name):
             yield Finding(name, (0,), "extra key in the gathered state dict: the reference has no such key", "")
+    for name, dtype in export.rounded.items():
+        own = next((rank.by_name[name] for rank in view.evidence.inventory if name in rank.by_name), None)
+        if own is not None and own.dtype != dtype and name in equal and view.judgeable(name):
+            actual = f"{dtype} in the gathered state dict, which rounds its values"
+            yield Finding(name, (0,), actual, f"{own.dtype}, as on the ranks", **_ROUNDED)
     for comparison in export.comparisons:
         if comparison.equal or comparison.name in unusable or not view.judgeable(comparison.name):
             continue

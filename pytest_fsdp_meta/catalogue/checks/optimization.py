@@ -176,11 +176,13 @@ def every_trainable_moves(view: View) -> Iterable[Finding]:
         message = f"the losses are not finite ({format_losses(diverging[0])})"
         leave_not_finite(view, message)
         raise Unjudgeable(message)
+    swallowed = list(_swallowed(view, runs))
+    yield from swallowed
     unreached = _unreached(view, runs)
     yield from _most_unreached(view, unreached)
     if not any(run.movements for run in runs):
         raise NotJudged("nothing is trainable")
-    if not any(movement.due for run in runs for movement in run.movements):
+    if not swallowed and not any(movement.due for run in runs for movement in run.movements):
         raise NotJudged(
             "no update is larger than rounding: the learning rate or the gradients are zero or very small; give "
             "Subject(optimizer=...) a larger learning rate"
@@ -194,6 +196,27 @@ def every_trainable_moves(view: View) -> Iterable[Finding]:
         raise PartlyJudged(
             f"the loss gives {first_of(unreached)} no gradient, in the reference neither; freeze what is not trained"
         )
+
+
+def _swallowed(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding]:
+    """Report the parameters that no rank can move, with the optimizer that the author declares."""
+    if "optimizer" not in view.evidence.subject.declared:
+        return  # the plugin's own learning rate says nothing about the author's training
+    named = {name: None for run in runs for name in run.swallowed}
+    for name, tensors in view.tensors("parameter", only=named):
+        holders = [rank for rank, tensor in tensors if tensor.numel]
+        if holders and all(name in runs[rank].swallowed for rank in holders):
+            dtype = tensors[0][1].dtype
+            actual = f"no element changed in {_count_steps(view)}: each update is rounded away in {dtype}"
+            yield Finding(name, tuple(holders), actual, "trained", **_SWALLOWED)
+
+
+_SWALLOWED: Explanation = {
+    "cause": "each update is smaller than half a unit in the last place, as of a norm's weight of 1.0 with a learning "
+    "rate below 0.002 in bfloat16; the reference trains in the same dtype and does not move either",
+    "remedy": "keep parameters in float32 and compute in bfloat16 (MixedPrecisionPolicy), round stochastically, or "
+    "freeze them",
+}
 
 
 def _unreached(view: View, runs: Sequence[RankTraining]) -> list[str]:

@@ -6,8 +6,8 @@ other slices of the batch, or a lower precision change as much. TTrace (arXiv 25
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -15,6 +15,10 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from pytest_fsdp_meta.observers.support.reference_record import without_repetition
+from pytest_fsdp_meta.observers.support.torch_private import operator_name
+from pytest_fsdp_meta.observers.support.watching import watching
+
+PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
 
 
 class Nudges:
@@ -56,6 +60,19 @@ class Nudges:
                 for parameter, values in before:
                     without_repetition(parameter).copy_(without_repetition(values, parameter))
         self._nudge_gradients(trained)
+
+    def products(self) -> AbstractContextManager[None]:
+        """Nudge matrix products in a lower precision than float32, which an optimizer such as Muon computes."""
+        return watching(self)
+
+    def before(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Nothing: a watcher's method."""
+
+    def after(self, func: Any, args: Sequence[Any], out: Any) -> None:
+        if isinstance(out, Tensor) and _is_nudged(out) and operator_name(func) in PRODUCTS:
+            unit = torch.finfo(out.dtype).eps
+            if unit > torch.finfo(torch.float32).eps:
+                out.copy_(self._nudged(out, unit))
 
     def _nudge_gradients(self, parameters: Iterable[Parameter]) -> None:
         for parameter in parameters:
