@@ -166,6 +166,8 @@ class RankTraining:
     losses: tuple[float, ...]
     data_parallel: tuple[int, int]
     """The (index, size) of that slice."""
+    loss_dtype: str = ""
+    """The dtype in which the loss was returned; empty in stored evidence that is older than this field."""
     batches: tuple[str, ...] = ()
     """A hash of the global batch of each step."""
     gradients: tuple[Comparison, ...] = ()

@@ -25,6 +25,7 @@ class TrainingRun:
     """Digests of the global batches."""
     labels: list[tuple[int, int]] = field(default_factory=list)
     """Results of ``count_labels``."""
+    loss_dtype: str = ""
 
 
 class StepObserver:
@@ -73,6 +74,7 @@ def train(
                 with torch.set_grad_enabled(optimizer is not None):
                     loss = observer.loss_of(subject, rows)
                 run.losses.append(scalar(loss))
+                run.loss_dtype = str(loss.dtype).removeprefix("torch.")
                 if optimizer is not None:
                     loss.backward()
                     observer.after_backward(number)

@@ -67,6 +67,7 @@ def observe_training(
     after = take_inventory(subject.model, rank.rank, str(rank.device))
     return RankTraining(
         losses=tuple(run.losses),
+        loss_dtype=run.loss_dtype,
         batches=tuple(run.batches),
         data_parallel=data_parallel,
         gradients=seen.gradients,

@@ -111,7 +111,7 @@ def grad_clip_parity(view: View) -> Iterable[Finding]:
     if len(clipped) < len(runs):
         require_gradients(view)
         raise NotJudged("nothing was clipped: nothing is trainable, or clipping was not recorded")
-    limits, norm = gradient_limits(view, "grad_parity"), view.reference.norm or 0.0
+    limits, norm = gradient_limits(view), view.reference.norm or 0.0
     limits = replace(limits, relative=limits.relative + EPSILON / norm)
     names = view.names("parameter", only=view.reference.gradients)
     found = []

@@ -51,11 +51,11 @@ class Limits:
         return max([self.relative, *(self.allowed(*pair) / pair[2].truth for pair in pairs)])
 
 
-def gradient_limits(view: View, check_id: str = "", second: bool = False) -> Limits:
+def gradient_limits(view: View, second: bool = False) -> Limits:
     """Return the limits of the gradients of the first step, or of the ``second``."""
-    noise = _noise(view, check_id or view.check_id)
+    noise = _noise(view, view.check_id)
     if noise is None:
-        return Limits(tolerance(view, GRADIENT_TOLERANCE, check_id), typical=typical_gradient(view))
+        return Limits(tolerance(view, GRADIENT_TOLERANCE), typical=typical_gradient(view))
     return Limits(_smallest(view, GRADIENT_TOLERANCE), tuple(own.second if second else own.gradients for own in noise))
 
 
@@ -95,7 +95,10 @@ def loss_limits(view: View) -> LossLimits:
     noise = _noise(view, "loss_parity")
     if noise is None:
         return LossLimits(tolerance(view, LOSS_TOLERANCE, "loss_parity"))
-    return LossLimits(_smallest(view, LOSS_TOLERANCE), noise[0].losses)
+    # Nudges change what modules return, not how the author's loss is computed from it.
+    returned = {run.loss_dtype for run in view.evidence.training or ()}
+    rounding = max((LOSS_TOLERANCE[dtype] for dtype in returned if dtype in LOSS_TOLERANCE), default=0.0)
+    return LossLimits(max(rounding, _smallest(view, LOSS_TOLERANCE)), noise[0].losses)
 
 
 def norm_limit(view: View, expected: float) -> float:
