@@ -26,10 +26,8 @@ from pytest_fsdp_meta.observers.support.nudges import Nudges
 from pytest_fsdp_meta.observers.support.reference_record import Record, record_at, write_record
 from pytest_fsdp_meta.observers.values import comparable, read_part
 from pytest_fsdp_meta.text import first_line
-from pytest_fsdp_meta.worlds import SEED, current, doing
+from pytest_fsdp_meta.worlds import SEED, CallFailed, current
 
-RUNS = 5
-"""Trainings under nudges. One could by chance leave an element alone of which rounding decides the sign."""
 NOISE_OF = {
     "gradients": "gradients",
     "second_gradients": "second",
@@ -40,41 +38,47 @@ NOISE_OF = {
 """Record of the reference -> the field of ``Noise`` that says how far it moves."""
 
 
-def record_noise(
-    recipe: Mapping[str, bytes], folder: str, data_parallel_size: int, dtypes: Collection[str], facts: ReferenceFacts
+def train_nudged(
+    number: int,
+    recipe: Mapping[str, bytes],
+    folder: str,
+    data_parallel_size: int,
+    dtypes: Collection[str],
+    facts: ReferenceFacts,
 ) -> Noise:
-    """Train the reference again under nudges; record in ``folder`` how far each element of each record moves.
+    """Train the reference once more, under the nudges that ``number`` seeds; keep how far each record moves.
 
     ``dtypes`` are those that the loader stores, computes or reduces in. Return the noise of the losses and of the norm,
     or the reason why it cannot be measured, such as a model that refuses the hooks that nudge it.
     """
-    losses = [0.0] * len(facts.losses or ())
-    noisy = _NoisySteps(current().state["reference"], len(losses), folder)
-    norm = 0.0
+    state, losses = current().state, facts.losses or ()
+    noisy: _NoisySteps = state.setdefault("noise", _NoisySteps(state["reference"], len(losses), folder))
     try:
-        for number in range(RUNS):
-            doing(f"measuring noise, training {number + 1} of {RUNS}")
-            subject = declared_subject(noisy.model, recipe)
-            restore(noisy.model, noisy.records["values"])
-            noisy.nudges = Nudges(noisy.model, _coarsest_unit(dtypes), SEED + number)
-            optimizer = make_optimizer(subject)
-            run = train(subject, current().device, range(len(losses)), (0, 1), optimizer, noisy)
-            if optimizer is not None and "accumulated" in noisy.records:
-                with noisy.nudged():
-                    accumulate(subject, current().device, union_of_ranks(data_parallel_size))
-                finish_gradients(optimizer)
-                noisy.add("accumulated", _gradients(noisy.model))
-            apart = [abs(a - b) for a, b in zip(run.losses, facts.losses or (), strict=True)]
-            # The noise of one number varies much, and grows slowly with the steps.
-            losses = [max(most, *apart) for most in losses]
-            norm = max(norm, abs((noisy.norm or 0.0) - (facts.norm or 0.0)))
+        subject = declared_subject(noisy.model, recipe)
+        restore(noisy.model, noisy.records["values"])
+        noisy.nudges = Nudges(noisy.model, _coarsest_unit(dtypes), SEED + number)
+        optimizer = make_optimizer(subject)
+        run = train(subject, current().device, range(len(losses)), (0, 1), optimizer, noisy)
+        if optimizer is not None and "accumulated" in noisy.records:
+            with noisy.nudged():
+                accumulate(subject, current().device, union_of_ranks(data_parallel_size))
+            finish_gradients(optimizer)
+            noisy.add("accumulated", _gradients(noisy.model))
     except Exception as error:
-        return Noise(problem=f"{type(error).__name__}: {first_line(error)}")
-    if not all(map(math.isfinite, (*losses, norm))):
+        cause = error.__cause__ if isinstance(error, CallFailed) and error.__cause__ is not None else error
+        return Noise(problem=f"{type(cause).__name__}: {first_line(cause)}")
+    apart = tuple(abs(a - b) for a, b in zip(run.losses, losses, strict=True))
+    norm = abs((noisy.norm or 0.0) - (facts.norm or 0.0))
+    if not all(map(math.isfinite, (*apart, norm))):
         return Noise(problem="its training diverges if it rounds otherwise")
+    return Noise(losses=apart, norm=norm)
+
+
+def record_noise(folder: str) -> None:
+    """Record in ``folder`` how far each element of each record has moved in any training under nudges."""
+    noisy: _NoisySteps = current().state.pop("noise")
     for name, moved in noisy.moved.items():
         write_record(_noise_file(folder, name), moved.items())
-    return Noise(losses=tuple(losses), norm=norm)
 
 
 def read_noise(folder: str) -> Noise:

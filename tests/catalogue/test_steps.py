@@ -18,6 +18,7 @@ from tests.catalogue.evidence_factory import (
     findings_of,
     healthy,
     on_runs,
+    place,
     remeasured,
     second_step,
     verdict,
@@ -184,6 +185,27 @@ def test_a_declared_tolerance_is_taken_as_it_is():
 def test_noise_that_could_not_be_measured():
     off = remeasured(in_bfloat16(), MIDDLE, apart=0.05 * SIZE)
     assert verdict(PARITY, with_noise(off, problem="RuntimeError: hooks are refused")).status == "passed"
+
+
+def test_a_finding_says_why_noise_is_unknown():
+    off = with_noise(remeasured(healthy(), MIDDLE, apart=SIZE), problem="RuntimeError: hooks are refused")
+    (finding,) = verdict(PARITY, off).findings
+    assert finding.cause.endswith(
+        "; the noise of the reference could not be measured (RuntimeError: hooks are refused)"
+    )
+
+
+def test_losses_in_a_low_precision_are_rounded():
+    """The noise of outputs does not include the rounding of a loss that is computed in bfloat16."""
+    evidence = with_noise(on_runs(healthy(), None, losses=(2.0, 1.5, 1.26)), losses=(0.0, 0.0, 1e-4))
+    assert verdict(LOSS, evidence).status == "failed"
+    assert verdict(LOSS, on_runs(evidence, None, loss_dtype="bfloat16")).status == "passed"
+
+
+def test_gradients_that_the_optimizer_reduces_have_no_norm_yet():
+    evidence = remeasured(healthy(), MIDDLE, 0.9, 2.0)
+    found = verdict(NORM, on_runs(place(evidence, MIDDLE, {}), None, norm=2.0))
+    assert found.reason == f"the optimizer itself reduces gradients ({MIDDLE}), so their norm is not known"
 
 
 def test_losses_within_noise():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from pytest_fsdp_meta.catalogue.checks.gradients import reduced_by_the_optimizer
 from pytest_fsdp_meta.catalogue.diagnosis.limits import gradient_limits, norm_limit
 from pytest_fsdp_meta.catalogue.diagnosis.multiples import multiple
 from pytest_fsdp_meta.catalogue.diagnosis.parity import (
@@ -59,6 +60,8 @@ def grad_norm_parity(view: View) -> Iterable[Finding]:
     off = [(rank, run.norm) for rank, run in enumerate(runs) if not _norm_equal(run.norm, expected, limit)]
     if off:
         require_same_forward(view, runs)
+        if later := reduced_by_the_optimizer(view, runs):
+            raise NotJudged(f"the optimizer itself reduces gradients ({first_of(later)}), so their norm is not known")
         require_no_other_cause(view, f"the gradient norm is {off[0][1]:.6g}, but should be {expected:.6g}")
     else:
         require_gradients(view)

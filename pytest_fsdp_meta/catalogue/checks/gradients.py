@@ -95,6 +95,15 @@ def partial_gradients(view: View) -> set[str]:
     return found
 
 
+def reduced_by_the_optimizer(view: View, runs: Sequence[RankTraining]) -> list[str]:
+    """Return the parameters whose gradients differ only until the optimizer, or a hook of its step, reduces them."""
+    limits, names = gradient_limits(view), view.names("parameter", only=view.reference.gradients)
+    pairs = view.comparisons(tuple(run.gradients for run in runs), names)
+    updates = view.comparisons(tuple(run.parameters for run in runs), names)
+    off = [name for name, cases in pairs.items() if any(limits.exceeded(rank, c) for rank, c in cases)]
+    return [name for name in off if _optimizer_reduces(view, name, pairs[name], updates.get(name, []))]
+
+
 def _optimizer_reduces(view: View, name: str, gradients: Cases, updates: Cases) -> bool:
     """Return whether the optimizer reduced a replicated parameter's gradients, so that its update is correct.
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from pytest_fsdp_meta.catalogue.checks.gradients import describe_largest_error, partial_gradients
+from pytest_fsdp_meta.catalogue.checks.gradients import (
+    describe_largest_error,
+    partial_gradients,
+    reduced_by_the_optimizer,
+)
 from pytest_fsdp_meta.catalogue.diagnosis.limits import (
     Limits,
     gradient_limits,
@@ -71,7 +75,8 @@ def _first_steps_equal(view: View, runs: Sequence[RankTraining]) -> bool:
 
 def _wrong_second_gradients(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding]:
     seconds = [run.second for run in runs if run.second is not None]
-    limits, partial = gradient_limits(view, second=True), partial_gradients(view)
+    limits = gradient_limits(view, second=True)
+    excused = partial_gradients(view) | set(reduced_by_the_optimizer(view, runs))
     names, due = view.names("parameter", only=view.reference.gradients), gradients_beyond_rounding(view)
     pairs = view.comparisons(tuple(second.gradients for second in seconds), names)
     for name in names:
@@ -85,7 +90,7 @@ def _wrong_second_gradients(view: View, runs: Sequence[RankTraining]) -> Iterato
                 name, missing, "no gradient in the second step, although it had one in the first", "", **_LOST
             )
         wrong = [(rank, c) for rank, c in pairs.get(name, []) if limits.exceeded(rank, c)]
-        if wrong and name not in partial:
+        if wrong and name not in excused:
             yield from _describe_wrong_second(view, seconds, name, wrong, limits)
 
 

@@ -140,14 +140,19 @@ def format_losses(losses: Sequence[float]) -> str:
 
 
 def describe_other_precision(view: View) -> str:
-    """Return an addition to a cause if the loader computes in another dtype than the reference, else ""."""
+    """Return an addition to a cause if the loader computes in another dtype than the reference, else "".
+
+    It also says why the noise of the reference is unknown, if it could not be measured.
+    """
+    problem = next((run.noise.problem for run in view.evidence.training or () if run.noise is not None), "")
+    unknown = f"; the noise of the reference could not be measured ({problem})" if problem else ""
     first = view.evidence.inventory[0]
     own = {t.dtype for t in view.reference_inventory.tensors if t.kind == "parameter" and t.dtype in LOSS_TOLERANCE}
     if not own or not set(first.computes_in) - own:
-        return ""
+        return unknown
     return (
         f"; the loader computes in {' and '.join(first.computes_in)} (mixed-precision policy), the reference in "
-        f"{' and '.join(sorted(own))}"
+        f"{' and '.join(sorted(own))}{unknown}"
     )
 
 

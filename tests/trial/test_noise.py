@@ -1,0 +1,106 @@
+"""The noise of the reference's training is measured where a difference is large enough to need it."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import cloudpickle
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.optim import AdamW
+
+from pytest_fsdp_meta import Subject
+from pytest_fsdp_meta.catalogue import built_in, judge
+from pytest_fsdp_meta.evidence import Evidence, Noise
+from pytest_fsdp_meta.loader.call import Call
+from pytest_fsdp_meta.trial import Trial
+from pytest_fsdp_meta.worlds import Rank, WorldSpec
+from tests.world_help import trial_preload
+
+PARITY = ("grad_parity", "grad_norm_parity", "second_grad_parity", "update_parity", "loss_parity")
+ADAMW = partial(AdamW, lr=1e-2, foreach=False)
+
+
+class Inner(nn.Module):
+    def __init__(self, whimsical: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+        self.whimsical = whimsical
+
+    def forward(self, rows: Tensor) -> Tensor:
+        out: Tensor = self.layer(rows)
+        # A model may refuse to be nudged: here, because its own output comes back changed.
+        assert not self.whimsical or type(out.grad_fn).__name__ != "_NudgeBackward", "what is this?"
+        return out.tanh()
+
+
+def network(whimsical: bool = False) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(Inner(whimsical), nn.LayerNorm(16), nn.Linear(16, 4))
+
+
+def squared(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    loss: Tensor = model(batch["x"]).float().square().mean()
+    return loss
+
+
+def batch(step: int) -> dict[str, Tensor]:
+    return {"x": torch.randn(8, 16)}
+
+
+def observe(precision: MixedPrecisionPolicy, whimsical: bool = False, scale: float = 1.0) -> Evidence:
+    def load(fsdp: Rank) -> Subject:
+        model = network(whimsical)
+        fully_shard(model, mesh=fsdp.mesh, mp_policy=precision)
+        weight = model[2].weight
+        weight.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(scale))
+        return Subject(model, reference=partial(network, whimsical), batch=batch, loss=squared, optimizer=ADAMW)
+
+    trial = Trial(WorldSpec({"dp_shard": 2}, timeout=60.0), trial_preload(), steps=3, tolerance={})
+    return trial.observe(Call(cloudpickle.dumps(load), wants_rank="fsdp"), built_in().observations(PARITY))
+
+
+def noise_of(evidence: Evidence) -> Noise:
+    noise = evidence.training[1].noise
+    assert noise is not None
+    return noise
+
+
+def statuses(evidence: Evidence) -> set[str]:
+    return {judge(built_in()[id], evidence, built_in()).status for id in PARITY}
+
+
+SINGLE = MixedPrecisionPolicy()
+BFLOAT16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+
+
+def test_float32_needs_no_noise():
+    evidence = observe(SINGLE)
+    assert [run.noise for run in evidence.training] == [None, None]
+    assert statuses(evidence) == {"passed"}
+
+
+def test_a_lower_precision_passes_within_its_noise():
+    evidence = observe(BFLOAT16)
+    noise, measures = noise_of(evidence), {c.name: c.measure for c in evidence.training[1].gradients}
+    assert set(noise.gradients) == set(noise.second) == set(noise.updates) == set(noise.accumulated) == set(measures)
+    assert all(1e-4 < noise.gradients[name] / m.truth < 0.2 for name, m in measures.items())
+    assert len(noise.losses) == 3
+    assert 0 < noise.losses[0] < 1e-2
+    assert statuses(evidence) == {"passed"}
+
+
+@pytest.mark.parametrize(("precision", "scale"), [(SINGLE, 1.01), (BFLOAT16, 1.1)])
+def test_a_scaled_gradient_is_found_beyond_the_noise(precision, scale):
+    found = judge(built_in()["grad_parity"], observe(precision, scale=scale), built_in())
+    assert {(f.tensor, rank) for f in found.findings for rank in f.ranks} == {("2.weight", 0), ("2.weight", 1)}
+
+
+def test_a_model_that_cannot_be_nudged_is_judged_by_its_dtype():
+    evidence = observe(BFLOAT16, whimsical=True)
+    assert noise_of(evidence).problem == "AssertionError: what is this?"
+    assert statuses(evidence) == {"passed"}
+    wrong = judge(built_in()["grad_parity"], observe(BFLOAT16, whimsical=True, scale=1.7), built_in())
+    assert {f.tensor for f in wrong.findings} == {"2.weight"}
