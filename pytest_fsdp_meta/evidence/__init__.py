@@ -29,6 +29,7 @@ from pytest_fsdp_meta.evidence.training import (
     RankTraining,
     SecondStep,
     StaleWeight,
+    TensorNoise,
 )
 
 __all__ = [
@@ -52,6 +53,7 @@ __all__ = [
     "StaleWeight",
     "SubjectFacts",
     "TensorFacts",
+    "TensorNoise",
     "Unavailable",
     "WorldFacts",
     "combine_subjects",

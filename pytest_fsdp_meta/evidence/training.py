@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -118,20 +119,32 @@ class SecondStep:
 
 
 @dataclass(frozen=True)
+class TensorNoise:
+    """How far a tensor of the reference moves if it rounds as the loader does, in the slice that a rank holds.
+
+    ``distance`` is the norm of the change, ``factor`` the relative change of its length along its own direction, which
+    is far smaller: the changes of many elements cancel there. It is infinite if it was not measured.
+    """
+
+    distance: float
+    factor: float = math.inf
+
+
+@dataclass(frozen=True)
 class Noise:
     """How far the reference's own training moves if it rounds as the loader does, in the slices that a rank holds.
 
-    Each mapping has the norm of that change by parameter: of the first and the second gradient, of the update over all
-    steps and over the first, and of the accumulated gradient. ``losses`` and ``norm`` are those of the whole batch.
+    Each mapping is by parameter: of the first and the second gradient, of the update over all steps and over the first,
+    and of the accumulated gradient. ``losses`` and ``norm`` are those of the whole batch.
     """
 
     losses: tuple[float, ...] = ()
     norm: float = 0.0
-    gradients: Mapping[str, float] = field(default_factory=dict)
-    second: Mapping[str, float] = field(default_factory=dict)
-    updates: Mapping[str, float] = field(default_factory=dict)
-    first_updates: Mapping[str, float] = field(default_factory=dict)
-    accumulated: Mapping[str, float] = field(default_factory=dict)
+    gradients: Mapping[str, TensorNoise] = field(default_factory=dict)
+    second: Mapping[str, TensorNoise] = field(default_factory=dict)
+    updates: Mapping[str, TensorNoise] = field(default_factory=dict)
+    first_updates: Mapping[str, TensorNoise] = field(default_factory=dict)
+    accumulated: Mapping[str, TensorNoise] = field(default_factory=dict)
     problem: str = ""
     """Why it could not be measured, or empty."""
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from pytest_fsdp_meta.evidence import Noise, ReferenceFacts
+from pytest_fsdp_meta.evidence import Noise, ReferenceFacts, TensorNoise
+from pytest_fsdp_meta.loader.adapter import Part
 from pytest_fsdp_meta.observers.accumulation import accumulate, finish_gradients, union_of_ranks
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part
 from pytest_fsdp_meta.observers.adapters.lookup import parts_of
@@ -28,6 +29,8 @@ from pytest_fsdp_meta.observers.values import comparable, read_part
 from pytest_fsdp_meta.text import first_line
 from pytest_fsdp_meta.worlds import SEED, CallFailed, current
 
+UPDATES = frozenset({"first_updated", "updated"})
+"""The records of parameters, of which the distance from those before the training counts."""
 NOISE_OF = {
     "gradients": "gradients",
     "second_gradients": "second",
@@ -74,14 +77,22 @@ def train_nudged(
     return Noise(losses=apart, norm=norm)
 
 
-def record_noise(folder: str) -> None:
-    """Record in ``folder`` how far each element of each record has moved in any training under nudges."""
+Factors = dict[str, dict[str, float]]
+"""For each record and tensor, the relative change of its length along its own direction."""
+
+
+def record_noise(folder: str) -> Factors:
+    """Record in ``folder`` how far each element of each record has moved in any training under nudges.
+
+    Return the largest factor of each whole tensor.
+    """
     noisy: _NoisySteps = current().state.pop("noise")
     for name, moved in noisy.moved.items():
         write_record(_noise_file(folder, name), moved.items())
+    return noisy.factors
 
 
-def read_noise(folder: str) -> Noise:
+def read_noise(folder: str, factors: Factors) -> Noise:
     """Return the noise of the gradients and updates in the slices that this rank holds."""
     model = loaded_subject(current()).model
     parts = parts_of(model)
@@ -91,11 +102,23 @@ def read_noise(folder: str) -> Noise:
         if _noise_file(folder, name).exists():
             record = Record(_noise_file(folder, name))
             found[field] = {
-                parameter: float(read_part(part, record, parameter).norm())
+                parameter: _noise_of(part, parameter, record, name, folder, factors[name][parameter])
                 for parameter, part in parameters
                 if parameter in record and record.shape(parameter) == part.shape
             }
     return Noise(**found)
+
+
+def _noise_of(part: Part, name: str, noise: Record, record: str, folder: str, whole: float) -> TensorNoise:
+    """Return the noise of a slice; its factor varies as if its elements did independently, or as the ``whole``."""
+    moved = read_part(part, noise, name)
+    change = comparable(read_part(part, Record(record_at(folder, record)), name)).double()
+    if record in UPDATES:
+        change = change - comparable(read_part(part, Record(record_at(folder, "values")), name)).double()
+    length = float(change.square().sum())
+    if not length or change.shape != moved.shape:
+        return TensorNoise(float(moved.norm()))
+    return TensorNoise(float(moved.norm()), max(whole, float((moved * change).norm()) / length))
 
 
 class _NoisySteps(StepObserver):
@@ -108,6 +131,7 @@ class _NoisySteps(StepObserver):
         files = {name: record_at(folder, name) for name in ("values", *NOISE_OF)}
         self.records = {name: Record(file) for name, file in files.items() if file.exists()}
         self.moved: dict[str, dict[str, Tensor]] = {}
+        self.factors: Factors = {}
         self.norm: float | None = None
         self._weights = self._products = ExitStack()
 
@@ -139,14 +163,28 @@ class _NoisySteps(StepObserver):
     def add(self, record: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Note how far these tensors are from those in the record."""
         reference, moved = self.records[record], self.moved.setdefault(record, {})
+        factors = self.factors.setdefault(record, {})
         for name, tensor in tensors:
             if name in reference:
-                whole = reference.read(name, [((0, size),) for size in reference.shape(name)])
+                whole = _read_whole(reference, name)
                 apart = _distance(local_part(tensor).cpu(), whole)
                 moved[name] = torch.maximum(moved[name], apart) if name in moved else apart
+                before = _read_whole(self.records["values"], name) if record in UPDATES else torch.zeros_like(whole)
+                factors[name] = max(factors.get(name, 0.0), _factor(local_part(tensor).cpu(), whole, before))
 
 
 _GRADIENTS = ("gradients", "second_gradients")
+
+
+def _read_whole(record: Record, name: str) -> Tensor:
+    return record.read(name, [((0, size),) for size in record.shape(name)])
+
+
+def _factor(tensor: Tensor, whole: Tensor, before: Tensor) -> float:
+    """Return how much longer or shorter than ``whole`` the tensor is along its direction, both seen from ``before``."""
+    ours, theirs = (comparable(t).double() - comparable(before).double() for t in (tensor, whole))
+    length = float(theirs.square().sum())
+    return abs(float((ours * theirs).sum()) / length - 1) if length else math.inf
 
 
 def _distance(tensor: Tensor, whole: Tensor) -> Tensor:

@@ -34,10 +34,10 @@ def with_noise(
     if not _departs(runs, reference, dtypes):
         return runs
     used = tuple(dtypes | {*inventory.computes_in, *inventory.reduces_in})
-    whole = _measure(reference_world, recipe, folder, runs[0].data_parallel[1], used, reference)
+    whole, factors = _measure(reference_world, recipe, folder, runs[0].data_parallel[1], used, reference)
     if whole.problem:
         return tuple(replace(run, noise=whole) for run in runs)
-    own = run_on(ranks, on_ranks.noise.read_noise, str(folder))
+    own = run_on(ranks, on_ranks.noise.read_noise, str(folder), factors)
     return tuple(
         replace(run, noise=replace(noise, losses=whole.losses, norm=whole.norm))
         for run, noise in zip(runs, own, strict=True)
@@ -51,21 +51,25 @@ def _measure(
     size: int,
     dtypes: tuple[str, ...],
     reference: ReferenceFacts,
-) -> Noise:
-    """Return the noise of losses and norm, and record that of tensors; or return why it is unknown."""
+) -> tuple[Noise, dict[str, dict[str, float]]]:
+    """Return the noise of losses and norm, and the factors of tensors; or return why it is unknown.
+
+    The distances of tensors are recorded in the folder.
+    """
     found = []
     try:
         for number in range(RUNS):  # a call for each, because the author's timeout is for one training
             train_nudged = on_ranks.noise.train_nudged
             found += run_on(world, train_nudged, number, recipe, str(folder), size, dtypes, reference)
             if found[-1].problem:
-                return found[-1]
-        run_on(world, on_ranks.noise.record_noise, str(folder))
+                return found[-1], {}
+        factors = run_on(world, on_ranks.noise.record_noise, str(folder))[0]
     except WorldError as error:
-        return Noise(problem=error.summary)
+        return Noise(problem=error.summary), {}
     # The noise of one number varies much, and grows slowly with the steps.
     largest = max((loss for noise in found for loss in noise.losses), default=0.0)
-    return Noise(losses=tuple(largest for _ in reference.losses or ()), norm=max(noise.norm for noise in found))
+    norm = max(noise.norm for noise in found)
+    return Noise(losses=tuple(largest for _ in reference.losses or ()), norm=norm), factors
 
 
 def _departs(runs: tuple[RankTraining, ...], reference: ReferenceFacts, dtypes: frozenset[str]) -> bool:

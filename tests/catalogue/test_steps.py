@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from pytest_fsdp_meta.evidence import Clipping, Evidence, Noise
+from pytest_fsdp_meta.evidence import Clipping, Evidence, Noise, TensorNoise
 from tests.catalogue.evidence_factory import (
     EMBEDDING,
     MIDDLE,
@@ -151,8 +152,8 @@ def in_bfloat16() -> Evidence:
     return change_reference(change(healthy(), MIDDLE, dtype="bfloat16"), MIDDLE, dtype="bfloat16")
 
 
-def of_middle(share: float) -> Mapping[str, float]:
-    return {MIDDLE: share * SIZE}
+def of_middle(share: float, factor: float = math.inf) -> Mapping[str, TensorNoise]:
+    return {MIDDLE: TensorNoise(share * SIZE, factor)}
 
 
 @pytest.mark.parametrize(
@@ -166,7 +167,20 @@ def test_a_difference_below_the_noise_passes_and_one_above_it_fails(check, field
     found = verdict(check, with_noise(seen, **{field: of_middle(0.02)}))
     assert [f.expected for f in found.findings] == ["equal within 0.04"]
     # The noise of other tensors does not excuse this one.
-    assert verdict(check, with_noise(seen, **{field: {EMBEDDING: 100.0}})).status == "failed"
+    assert verdict(check, with_noise(seen, **{field: {EMBEDDING: TensorNoise(100.0)}})).status == "failed"
+
+
+@pytest.mark.parametrize(
+    ("check", "field", "observed"),
+    [(PARITY, "gradients", "gradients"), (UPDATE, "updates", "parameters")],
+)
+def test_a_scale_is_found_below_the_noise_of_the_elements(check, field, observed):
+    """Noise of many elements cancels along the tensor's own direction."""
+    seen = remeasured(healthy(), MIDDLE, 1.05, observed=observed)
+    assert verdict(check, with_noise(seen, **{field: of_middle(0.1)})).status == "passed"
+    assert verdict(check, with_noise(seen, **{field: of_middle(0.1, factor=0.03)})).status == "passed"
+    found = verdict(check, with_noise(seen, **{field: of_middle(0.1, factor=0.005)}))
+    assert [f.actual.split(" times")[0].split()[-1] for f in found.findings] == ["1.05"]
 
 
 def test_measured_noise_replaces_the_tolerance_of_the_dtype():

@@ -86,7 +86,8 @@ def test_a_lower_precision_passes_within_its_noise():
     evidence = observe(BFLOAT16)
     noise, measures = noise_of(evidence), {c.name: c.measure for c in evidence.training[1].gradients}
     assert set(noise.gradients) == set(noise.second) == set(noise.updates) == set(noise.accumulated) == set(measures)
-    assert all(1e-4 < noise.gradients[name] / m.truth < 0.2 for name, m in measures.items())
+    assert all(1e-4 < noise.gradients[name].distance / m.truth < 0.2 for name, m in measures.items())
+    assert all(n.factor < 0.1 for n in noise.gradients.values())
     assert len(noise.losses) == 3
     assert 0 < noise.losses[0] < 1e-2
     assert statuses(evidence) == {"passed"}

@@ -155,7 +155,7 @@ def _update_is_wrong(rank: int, comparison: Comparison, limits: Limits, farthest
     farthest = max(farthest, measure.truth)
     # Each step rounds each element once, on the ranks and in the reference.
     allowed = limits.allowed(rank, comparison.name, replace(measure, truth=farthest)) + 2 * steps * measure.grain
-    return not measure.apart <= allowed
+    return not measure.apart <= allowed or limits.scaled(rank, comparison.name, measure)
 
 
 def _update_factor(measure: Measure) -> float:

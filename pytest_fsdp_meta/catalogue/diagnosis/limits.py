@@ -7,11 +7,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from pytest_fsdp_meta.catalogue.view import View
-from pytest_fsdp_meta.evidence import Comparison, Measure, Noise
+from pytest_fsdp_meta.evidence import Comparison, Measure, Noise, TensorNoise
 from pytest_fsdp_meta.evidence.tolerances import GRADIENT_TOLERANCE, LOSS_TOLERANCE, UPDATE_TOLERANCE, smallest
 
 MARGIN = 2.0
 """How many times the noise a tensor may differ by. Right loaders reach 1.4; see benchmarks/results, "power"."""
+FACTOR_MARGIN = 4.0
+"""The same for the length of a tensor along its own direction."""
 LOSS_MARGIN = 4.0
 """The same for a loss and a norm: the noise of a single number is known less well than that of many elements."""
 
@@ -27,21 +29,31 @@ class Limits:
     """
 
     relative: float
-    noise: tuple[Mapping[str, float], ...] | None = None
+    noise: tuple[Mapping[str, TensorNoise], ...] | None = None
     typical: float = 0.0
 
     def allowed(self, rank: int, name: str, measure: Measure) -> float:
         """Return the largest distance that counts as equal."""
         if self.noise is None:
             return self.relative * (measure.truth + self.typical * math.sqrt(measure.elements))
-        return max(self.relative * measure.truth, MARGIN * self.noise[rank].get(name, 0.0))
+        noise = self.noise[rank].get(name)
+        return max(self.relative * measure.truth, MARGIN * noise.distance if noise else 0.0)
+
+    def scaled(self, rank: int, name: str, measure: Measure) -> bool:
+        """Return whether the tensor is longer or shorter along the reference's direction than noise explains."""
+        noise = None if self.noise is None else self.noise[rank].get(name)
+        if noise is None or not measure.truth or not math.isfinite(noise.factor):
+            return False
+        return abs(measure.factor - 1) > self.relative + FACTOR_MARGIN * noise.factor
 
     def exceeded(self, rank: int, comparison: Comparison) -> bool:
         """Return whether the distance is too large; False for a comparison without a measure."""
         measure = comparison.measure
         if measure is None:
             return False
-        return not math.isfinite(measure.apart) or measure.apart > self.allowed(rank, comparison.name, measure)
+        if not math.isfinite(measure.apart) or measure.apart > self.allowed(rank, comparison.name, measure):
+            return True
+        return self.scaled(rank, comparison.name, measure)
 
     def relative_to(self, cases: Sequence[tuple[int, Comparison]]) -> float:
         """Return the largest allowed distance of these ranks, relative to the norm of the reference's slice."""
@@ -181,9 +193,9 @@ def gradients_beyond_rounding(view: View) -> set[str]:
 def _usual_noise(view: View, noise: Sequence[Noise], name: str) -> float:
     """Return the noise of a usual element of this gradient, with the margin."""
     held = [
-        (rank.by_name[name].numel, own.gradients.get(name, 0.0))
+        (rank.by_name[name].numel, own.gradients[name].distance)
         for rank, own in zip(view.evidence.inventory, noise, strict=True)
-        if name in rank.by_name
+        if name in rank.by_name and name in own.gradients
     ]
     usual = max((norm / math.sqrt(count) for count, norm in held if count), default=0.0)
     return max(view.reference.noise, MARGIN * usual)
