@@ -12,7 +12,7 @@ RAY := .venv-ray/bin
 
 SYSTEMS := $(notdir $(patsubst %/requirements.txt,%,$(wildcard conformance/systems/*/requirements.txt)))
 
-.PHONY: help conformance test lint check wheel downstream matrix field bench bench-catalogue bench-worlds bench-faults soak gpu format docs site browser pictures clean ray systems $(SYSTEMS:%=system-%)
+.PHONY: help conformance test lint check wheel downstream matrix field bench bench-catalogue bench-worlds bench-faults power soak gpu format docs site browser pictures clean ray systems $(SYSTEMS:%=system-%)
 
 help:
 	@echo "make conformance  install, then check on real ranks (GPUs if there are enough, else CPU) that conforming loaders pass"
@@ -31,6 +31,7 @@ help:
 	@echo "                  (make field UNEVEN=1: with a vocabulary and sizes that two ranks do not divide)"
 	@echo "make bench        measure checks, weight verification, worlds and faults next to other tools: benchmarks/results"
 	@echo "                  (one part: make bench-catalogue, make bench-worlds, make bench-faults)"
+	@echo "make power        count false findings of right trainings, and find the smallest errors that are found (an hour)"
 	@echo "make soak         run four workers on eight slots for ten minutes; no slot may be shared and nothing left behind"
 	@echo "make docs         generate docs/catalogue.md and docs/report.schema.json from the code"
 	@echo "make site         build docs/ as a site that works offline: build/site/index.html"
@@ -134,6 +135,9 @@ bench: bench-catalogue bench-worlds bench-faults
 bench-catalogue: .venv/installed
 	$(BIN)/python -m benchmarks.catalogue > $(DATED)-catalogue.txt
 	$(BIN)/python -m benchmarks.verification > $(DATED)-verification.txt
+
+power: .venv/installed
+	$(BIN)/python -m benchmarks.power --json $(DATED)-power.json --out $(DATED)-power.md
 
 bench-worlds: .venv-peers/installed
 	.venv-peers/bin/python -m benchmarks.worlds --tests $(TESTS) --out $(DATED)-worlds.md

@@ -1,4 +1,4 @@
-"""Measure the parity checks' silence and power: ``python -m benchmarks.power silence|power [--json FILE]``.
+"""Measure the parity checks' silence and power: ``python -m benchmarks.power [silence|power|report] --json FILE``.
 
 Silence: right trainings of many models, which nothing may report. Power: for each optimizer and precision, the smallest
 injected error that is found with all of ten seeds, each of which puts it into another parameter.
@@ -10,7 +10,8 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import version
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from pytest_fsdp_meta.trial import ON_RANKS, Trial
 from pytest_fsdp_meta.worlds import ForkServerEngine, Sources, World, WorldError, WorldSpec
 
 OPTIMIZERS, PRECISIONS = ("sgd", "adamw", "muon"), ("float32", "bfloat16", "autocast")
+ERRORS = ("gradient", "update", "row", "stale")
 CHECKS = (
     *("grad_parity", "grad_norm_parity", "every_trainable_moves", "second_grad_parity"),
     *("update_parity", "loss_parity", "grad_accumulation_parity"),
@@ -81,7 +83,7 @@ def silence(bench: Bench, models: Sequence[str], rates: Sequence[float]) -> Iter
 
 
 def power(bench: Bench, model: str) -> Iterator[dict[str, Any]]:
-    for optimizer, precision, error in product(OPTIMIZERS, PRECISIONS, ("gradient", "update", "row", "stale")):
+    for optimizer, precision, error in product(OPTIMIZERS, PRECISIONS, ERRORS):
         setup = {"optimizer": optimizer, "precision": precision, "error": error}
         sizes = (1.0,) if error == "stale" else SIZES
         smallest = _smallest(bench, model, setup, sizes)
@@ -100,25 +102,67 @@ def _smallest(bench: Bench, model: str, setup: dict[str, Any], sizes: Sequence[f
     return best
 
 
+def report(silent: Sequence[Mapping[str, Any]], powers: Sequence[Mapping[str, Any]]) -> str:
+    """Return both results as a page."""
+    models = list(dict.fromkeys(row["model"] for row in silent))
+    lines = [
+        "# Silence and power of the parity checks",
+        "",
+        f"`make power`, torch {version('torch')}, CPU, world of 2 (FSDP2).",
+        "",
+        f"**Silence**: {len(silent)} right trainings of {len(models)} models ({', '.join(models)}): "
+        f"{sum(bool(row['found']) for row in silent)} with a finding.",
+        "",
+        *(f"* {row['model']}, {row['optimizer']}, {row['precision']}, {row['rate']:g} times the usual rate: "
+          f"{'; '.join(row['found'])}" for row in silent if row["found"]),
+        "",
+        f"**Power**: the smallest relative error that is found with all of {SEEDS} seeds, each of which puts it into "
+        f"another weight. Tried: {', '.join(f'{size:g}' for size in SIZES)}.",
+        "",
+        "| model | optimizer | precision | scaled gradient | scaled update | one row's gradient | stale shard |",
+        "|---|---|---|---|---|---|---|",
+    ]  # fmt: skip
+    setups = dict.fromkeys((row["model"], row["optimizer"], row["precision"]) for row in powers)
+    by_setup = {(row["model"], row["optimizer"], row["precision"], row["error"]): row["smallest"] for row in powers}
+    for setup in setups:
+        cells = [by_setup.get((*setup, error), "not measured") for error in ERRORS]
+        shown = ["not found" if cell is None else cell if isinstance(cell, str) else f"{cell:.1%}" for cell in cells]
+        if by_setup.get((*setup, "stale")) is not None:
+            shown[-1] = "found"
+        lines.append(f"| {' | '.join([*setup, *shown])} |")
+    return "\n".join([*lines, ""])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("what", choices=("silence", "power"))
-    parser.add_argument("--models", nargs="+", default=None)
-    parser.add_argument("--rates", nargs="+", type=float, default=RATES)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("what", choices=("silence", "power", "both", "report"), nargs="?", default="both")
+    parser.add_argument("--models", nargs="+", help="for silence, by default all; for power, by default llama")
+    parser.add_argument("--rates", nargs="+", type=float, default=RATES, help="multiples of the usual learning rates")
+    parser.add_argument("--json", type=Path, help="where the results are kept; `report` reads them")
+    parser.add_argument("--out", type=Path, help="where the page is written")
     options = parser.parse_args()
-    results = []
+    if options.what == "report" and (options.json is None or not options.json.exists()):
+        parser.error("report needs --json=FILE with results")
+    results: dict[str, list[dict[str, Any]]] = {"silence": [], "power": []}
+    if options.json is not None and options.json.exists():
+        results |= json.loads(options.json.read_text())
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(Path(folder))
-        if options.what == "silence":
-            rows = silence(bench, options.models or MODELS, options.rates)
-        else:
-            rows = (row for model in options.models or ["llama"] for row in power(bench, model))
-        for row in rows:
-            results.append(row)
-            print(*row.values(), flush=True)
-            if options.json is not None:
-                options.json.write_text(json.dumps(results, indent=1))
+        bench = Bench(Path(folder)) if options.what != "report" else None
+        for what in ("silence", "power"):
+            if bench is None or options.what not in (what, "both"):
+                continue
+            rows = (
+                silence(bench, options.models or MODELS, options.rates)
+                if what == "silence"
+                else (row for model in options.models or ["llama"] for row in power(bench, model))
+            )
+            for row in rows:
+                results[what].append(row)
+                print(*row.values(), flush=True)
+                if options.json is not None:
+                    options.json.write_text(json.dumps(results, indent=1))
+    if options.out is not None:
+        options.out.write_text(report(results["silence"], results["power"]))
 
 
 if __name__ == "__main__":
