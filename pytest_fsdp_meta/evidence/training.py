@@ -92,7 +92,9 @@ class Accumulation:
     without_gradient: tuple[str, ...] = ()
     early: tuple[str, ...] = ()
     problem: str = ""
-    """Why gradients could not be accumulated, or empty."""
+    """Why the batch cannot be divided into micro-batches, or empty."""
+    refused: str = ""
+    """The error that a hook of the optimizer's step raised, or empty."""
 
 
 @dataclass(frozen=True)

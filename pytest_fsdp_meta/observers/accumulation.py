@@ -45,7 +45,7 @@ def union_of_ranks(size: int) -> list[list[tuple[int, int]]]:
 
     A loss that is divided by a count over all ranks counts the labels of one round.
     """
-    return [list(round) for round in zip(*(micro_batches((index, size)) for index in range(size)), strict=True)]
+    return [list(pieces) for pieces in zip(*(micro_batches((index, size)) for index in range(size)), strict=True)]
 
 
 def accumulate(subject: Subject, device: torch.device, rounds: Sequence[Sequence[tuple[int, int]]]) -> tuple[str, ...]:

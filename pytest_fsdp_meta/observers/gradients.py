@@ -103,14 +103,19 @@ def _norm_by_clipping(model: Module, clip: ClipGradNorm) -> float:
 def _kept_gradients(model: Module) -> Iterator[list[Parameter]]:
     """Yield the parameters that have a gradient, and put all gradients back at the end, those of adapters as well."""
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
-    own = [local_part(p.grad) for p in parameters if p.grad is not None]
-    copies = [(gradient, gradient.clone()) for gradient in (*own, *(part.local for _, part in gradients_of(model)))]
+    kept = [(parameter, parameter.grad) for parameter in parameters]
+    memory = [local_part(gradient) for _, gradient in kept if gradient is not None]
+    known = {local.data_ptr() for local in memory}
+    memory += [part.local for _, part in gradients_of(model) if part.local.data_ptr() not in known]  # an adapter's
+    copies = [(local, local.clone()) for local in memory]
     try:
         yield parameters
     finally:
         with torch.no_grad():
-            for gradient, before in copies:
-                gradient.copy_(before)
+            for local, before in copies:
+                local.copy_(before)
+        for parameter, gradient in kept:
+            parameter.grad = gradient  # the function may have replaced it
 
 
 def _as_number(norm: Tensor | float) -> float:

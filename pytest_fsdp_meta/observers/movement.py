@@ -147,6 +147,8 @@ def swallowed(
     for name, _, tensor in named_tensors(model):
         if name not in moved or not _is_coarse(tensor) or not rates.get(id(tensor)):
             continue
+        if set(optimizer.state.get(tensor, {})) - MOMENTS:
+            continue  # float32 copies, or what rounding left over: the update is kept there
         part = parts.of(name, tensor)
         if not all(name in records[key] and records[key].shape(name) == part.shape for key in _COMPARED):
             continue
@@ -158,6 +160,8 @@ def swallowed(
     return tuple(found)
 
 
+MOMENTS = frozenset({"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "sum"})
+"""The state of torch's own optimizers."""
 _COMPARED = ("values", "gradients", "updated")
 
 

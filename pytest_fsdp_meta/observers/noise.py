@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,13 @@ from pytest_fsdp_meta.loader.adapter import Part
 from pytest_fsdp_meta.observers.accumulation import accumulate, finish_gradients, union_of_ranks
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part
 from pytest_fsdp_meta.observers.adapters.lookup import parts_of
-from pytest_fsdp_meta.observers.gradients import gradient_norm, gradients_of
+from pytest_fsdp_meta.observers.gradients import gradient_norm
 from pytest_fsdp_meta.observers.inventory import named_tensors
 from pytest_fsdp_meta.observers.loading import loaded_subject
 from pytest_fsdp_meta.observers.optimizers import make_optimizer
-from pytest_fsdp_meta.observers.reference import declared_subject, restore
+from pytest_fsdp_meta.observers.reference import declared_subject, parameters_of, restore, whole_gradients
 from pytest_fsdp_meta.observers.steps import StepObserver, train
-from pytest_fsdp_meta.observers.support.nudges import Nudges
+from pytest_fsdp_meta.observers.support.nudges import COMPUTED, Nudges
 from pytest_fsdp_meta.observers.support.reference_record import Record, record_at, write_record
 from pytest_fsdp_meta.observers.values import comparable, read_part
 from pytest_fsdp_meta.text import first_line
@@ -46,28 +46,32 @@ def train_nudged(
     recipe: Mapping[str, bytes],
     folder: str,
     data_parallel_size: int,
-    dtypes: Collection[str],
+    computing: Collection[str],
+    reducing: Collection[str],
     facts: ReferenceFacts,
 ) -> Noise:
     """Train the reference once more, under the nudges that ``number`` seeds; keep how far each record moves.
 
-    ``dtypes`` are those that the loader stores, computes or reduces in. Return the noise of the losses and of the norm,
-    or the reason why it cannot be measured, such as a model that refuses the hooks that nudge it.
+    ``computing`` and ``reducing`` are the dtypes in which the loader computes and reduces gradients. Return the noise
+    of the losses and of the norm, or the reason why it cannot be measured, such as a model that refuses the hooks that
+    nudge it.
     """
     state, losses = current().state, facts.losses or ()
     noisy: _NoisySteps = state.setdefault("noise", _NoisySteps(state["reference"], len(losses), folder))
     try:
         subject = declared_subject(noisy.model, recipe)
         restore(noisy.model, noisy.records["values"])
-        noisy.nudges = Nudges(noisy.model, _coarsest_unit(dtypes), SEED + number)
+        noisy.nudges = Nudges(noisy.model, _coarsest_unit(computing), _coarsest_unit(reducing), SEED + number)
         optimizer = make_optimizer(subject)
         run = train(subject, current().device, range(len(losses)), (0, 1), optimizer, noisy)
         if optimizer is not None and "accumulated" in noisy.records:
             with noisy.nudged():
                 accumulate(subject, current().device, union_of_ranks(data_parallel_size))
-            finish_gradients(optimizer)
-            noisy.add("accumulated", _gradients(noisy.model))
+            with suppress(Exception):
+                finish_gradients(optimizer)
+            noisy.add("accumulated", whole_gradients(noisy.model))
     except Exception as error:
+        state.pop("noise")
         cause = error.__cause__ if isinstance(error, CallFailed) and error.__cause__ is not None else error
         return Noise(problem=f"{type(cause).__name__}: {first_line(cause)}")
     apart = tuple(abs(a - b) for a, b in zip(run.losses, losses, strict=True))
@@ -101,17 +105,19 @@ def read_noise(folder: str, factors: Factors) -> Noise:
     for name, field in NOISE_OF.items():
         if _noise_file(folder, name).exists():
             record = Record(_noise_file(folder, name))
-            found[field] = {
+            noises = {
                 parameter: _noise_of(part, parameter, record, name, folder, factors[name][parameter])
                 for parameter, part in parameters
                 if parameter in record and record.shape(parameter) == part.shape
             }
+            # An overflow in a nudged training says nothing about the others; the smallest tolerance then applies.
+            found[field] = {parameter: noise for parameter, noise in noises.items() if math.isfinite(noise.distance)}
     return Noise(**found)
 
 
 def _noise_of(part: Part, name: str, noise: Record, record: str, folder: str, whole: float) -> TensorNoise:
     """Return the noise of a slice; its factor varies as if its elements did independently, or as the ``whole``."""
-    moved = read_part(part, noise, name)
+    moved = read_part(part, noise, name).double()
     change = comparable(read_part(part, Record(record_at(folder, record)), name)).double()
     if record in UPDATES:
         change = change - comparable(read_part(part, Record(record_at(folder, "values")), name)).double()
@@ -152,13 +158,13 @@ class _NoisySteps(StepObserver):
         if step == 0:
             self.norm, _ = gradient_norm(self.model, None)
         if step < len(_GRADIENTS):
-            self.add(_GRADIENTS[step], _gradients(self.model))
+            self.add(_GRADIENTS[step], whole_gradients(self.model))
 
     def after_update(self, step: int) -> None:
         if step == 0:
-            self.add("first_updated", _parameters(self.model))
+            self.add("first_updated", parameters_of(self.model))
         if step == self.steps - 1:
-            self.add("updated", _parameters(self.model))
+            self.add("updated", parameters_of(self.model))
 
     def add(self, record: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Note how far these tensors are from those in the record."""
@@ -192,15 +198,7 @@ def _distance(tensor: Tensor, whole: Tensor) -> Tensor:
     apart = (comparable(tensor).double() - comparable(whole).double()).abs()
     if tensor.is_complex():
         apart = apart.norm(dim=-1)
-    return apart.clamp_min(float(apart.norm()) / math.sqrt(max(apart.numel(), 1)))
-
-
-def _gradients(model: Module) -> Iterator[tuple[str, Tensor]]:
-    return ((name, part.local) for name, part in gradients_of(model))
-
-
-def _parameters(model: Module) -> Iterator[tuple[str, Tensor]]:
-    return ((name, tensor) for name, kind, tensor in named_tensors(model) if kind == "parameter")
+    return apart.clamp_min(float(apart.norm()) / math.sqrt(max(apart.numel(), 1))).float()
 
 
 def _noise_file(folder: str, record: str) -> Path:
@@ -209,5 +207,5 @@ def _noise_file(folder: str, record: str) -> Path:
 
 def _coarsest_unit(dtypes: Collection[str]) -> float:
     """Return the relative size of one unit in the last place of the coarsest of these dtypes; 0 for none."""
-    floating = (getattr(torch, name) for name in dtypes if getattr(torch, name, None) is not None)
-    return max((torch.finfo(dtype).eps for dtype in floating if dtype.is_floating_point), default=0.0)
+    known = [dtype for dtype in COMPUTED if str(dtype).removeprefix("torch.") in dtypes]
+    return max((torch.finfo(dtype).eps for dtype in known), default=0.0)

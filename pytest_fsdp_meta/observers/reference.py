@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import pickle
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import accumulate as accumulate_lengths
 from itertools import product
@@ -21,7 +22,6 @@ from torch import Tensor
 from torch.nn import Module
 
 from pytest_fsdp_meta.evidence import RankInventory, ReferenceFacts, Region, TensorFacts
-from pytest_fsdp_meta.loader.adapter import Part
 from pytest_fsdp_meta.loader.subject import Subject, SubjectError
 from pytest_fsdp_meta.observers.accumulation import accumulate, finish_gradients, indivisible_batch, union_of_ranks
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part
@@ -128,11 +128,12 @@ def train_reference(
     optimizer = make_optimizer(subject)
     run = train(subject, rank.device, range(steps), (0, 1), optimizer, first)
     after = _inventory(model, ())
-    first.record("updated", _parameters(model))
+    first.record("updated", parameters_of(model))
     if optimizer is not None and not indivisible_batch(subject, data_parallel_size):
         accumulate(subject, rank.device, union_of_ranks(data_parallel_size))
-        finish_gradients(optimizer)
-        first.record("accumulated", _local_tensors(gradients_of(model)))
+        with suppress(Exception):  # the ranks call the same hooks, and report that they raise
+            finish_gradients(optimizer)
+        first.record("accumulated", whole_gradients(model))
     restore(model, Record(record_at(folder, "values")))
     rerun = train(subject, rank.device, range(steps), (0, 1), make_optimizer(subject))
     return replace(
@@ -163,29 +164,29 @@ class _RecordedSteps(StepObserver):
         write_record(record_at(self._folder, name), tensors)
 
     def after_backward(self, step: int) -> None:
-        gradients = gradients_of(self._model)
+        gradients = whole_gradients(self._model)
         if step == 0:
-            self.record("gradients", _local_tensors(gradients))
-            self.sizes = {name: root_mean_square(gradient.local) for name, gradient in gradients}
+            self.record("gradients", gradients)
+            self.sizes = {name: root_mean_square(gradient) for name, gradient in gradients}
             self.noise = gradient_noise(self._model)
             self.norm, _ = gradient_norm(self._model, None)
         elif step == 1:
-            self.record("second_gradients", _local_tensors(gradients))
+            self.record("second_gradients", gradients)
 
     def after_update(self, step: int) -> None:
         if step == 0:
-            self.record("first_updated", _parameters(self._model))
+            self.record("first_updated", parameters_of(self._model))
         if step == self._steps - 2:
-            self.record("late", _parameters(self._model))
+            self.record("late", parameters_of(self._model))
 
 
-def _parameters(model: Module) -> Iterator[tuple[str, Tensor]]:
+def parameters_of(model: Module) -> Iterator[tuple[str, Tensor]]:
     return ((name, tensor) for name, kind, tensor in named_tensors(model) if kind == "parameter")
 
 
-def _local_tensors(gradients: Sequence[tuple[str, Part]]) -> list[tuple[str, Tensor]]:
+def whole_gradients(model: Module) -> list[tuple[str, Tensor]]:
     """Return the gradients as tensors: in a world of one rank every part is whole."""
-    return [(name, part.local) for name, part in gradients]
+    return [(name, part.local) for name, part in gradients_of(model)]
 
 
 def record_verifier(recipe: Mapping[str, bytes], path: str) -> None:

@@ -25,16 +25,18 @@ def with_noise(
     reference_world: World,
     recipe: Mapping[str, bytes],
     folder: Path,
+    summed: bool,
 ) -> tuple[RankTraining, ...]:
     """Return the runs with the noise of their slices; unchanged if they are close enough to the reference without.
 
-    ``inventory`` is that of any rank. In float32 most loaders are close enough.
+    ``inventory`` is that of any rank, and ``summed`` says whether the ranks' losses add up to the global one. In
+    float32 most loaders are close enough.
     """
-    dtypes = frozenset(t.dtype for t in inventory.tensors if t.kind == "parameter")
-    if not _departs(runs, reference, dtypes):
+    dtypes = frozenset(t.dtype for t in inventory.tensors if t.kind == "parameter" and t.requires_grad)
+    if not _departs(runs, reference, dtypes, summed):
         return runs
-    used = tuple(dtypes | {*inventory.computes_in, *inventory.reduces_in})
-    whole, factors = _measure(reference_world, recipe, folder, runs[0].data_parallel[1], used, reference)
+    computing, reducing = (*dtypes, *inventory.computes_in), inventory.reduces_in
+    whole, factors = _measure(reference_world, recipe, folder, runs[0].data_parallel[1], computing, reducing, reference)
     if whole.problem:
         return tuple(replace(run, noise=whole) for run in runs)
     own = run_on(ranks, on_ranks.noise.read_noise, str(folder), factors)
@@ -49,7 +51,8 @@ def _measure(
     recipe: Mapping[str, bytes],
     folder: Path,
     size: int,
-    dtypes: tuple[str, ...],
+    computing: tuple[str, ...],
+    reducing: tuple[str, ...],
     reference: ReferenceFacts,
 ) -> tuple[Noise, dict[str, dict[str, float]]]:
     """Return the noise of losses and norm, and the factors of tensors; or return why it is unknown.
@@ -60,7 +63,7 @@ def _measure(
     try:
         for number in range(RUNS):  # a call for each, because the author's timeout is for one training
             train_nudged = on_ranks.noise.train_nudged
-            found += run_on(world, train_nudged, number, recipe, str(folder), size, dtypes, reference)
+            found += run_on(world, train_nudged, number, recipe, str(folder), size, computing, reducing, reference)
             if found[-1].problem:
                 return found[-1], {}
         factors = run_on(world, on_ranks.noise.record_noise, str(folder))[0]
@@ -72,12 +75,13 @@ def _measure(
     return Noise(losses=tuple(largest for _ in reference.losses or ()), norm=norm), factors
 
 
-def _departs(runs: tuple[RankTraining, ...], reference: ReferenceFacts, dtypes: frozenset[str]) -> bool:
+def _departs(runs: tuple[RankTraining, ...], reference: ReferenceFacts, dtypes: frozenset[str], summed: bool) -> bool:
     """Return whether any loss, gradient or update differs by more than the smallest tolerance."""
     losses = reference.losses or ()
     largest = max(map(abs, losses), default=0.0)
+    parts = len(runs) / runs[0].data_parallel[1] if summed else len(runs)
     means = [
-        math.fsum(step) / len(runs) if all(map(math.isfinite, step)) else math.nan
+        math.fsum(step) / parts if all(map(math.isfinite, step)) else math.nan
         for step in zip(*(run.losses for run in runs), strict=True)
     ]
     allowed = smallest(LOSS_TOLERANCE, dtypes) * largest

@@ -243,7 +243,14 @@ class ObservationRun:
         noise, norm = self.reference.noise, self.reference.norm
         runs = tuple(run_on(self.world, observe_training, self.steps, str(self.folder), noise, norm))
         return with_noise(
-            runs, self.inventory[0], self.reference, self.world, self.reference_world, self._recipe, self.folder
+            runs,
+            self.inventory[0],
+            self.reference,
+            self.world,
+            self.reference_world,
+            self._recipe,
+            self.folder,
+            self.subject.loss_over_ranks == "sum",
         )
 
     def _adopt_values(self) -> None:

@@ -176,7 +176,7 @@ class Reloading:
             return Unavailable(NO_MODEL, kind="undeclared")
         if not self.reference_world.alive:
             # Its world ended when its training raised, and with it the model.
-            return self.training_error or Unavailable("the process of the reference has ended", error=True)
+            return self.training_error or Unavailable("the process of the reference ended while its noise was measured")
         if reason := self._unsavable(gathering=True) or self._ungatherable():
             return reason
         path = self._path("export.safetensors")

@@ -26,6 +26,7 @@ from pytest_fsdp_meta.observers.support.torch_private import (
     process_group,
     sequence_number,
     step_hooks,
+    write_count,
 )
 from pytest_fsdp_meta.worlds import current
 from tests.world_help import world_of
@@ -245,6 +246,14 @@ def groups() -> list[tuple[str, list[int]]]:
 def test_the_process_group_of_a_collective():
     with world_of(2) as world:
         assert world.run(groups) == [[(True, [0, 1])] * 2] * 2
+
+
+def test_writes_are_counted():
+    weight = nn.Parameter(torch.ones(2))
+    before = write_count(weight)
+    with torch.no_grad():
+        weight.add_(1)
+    assert write_count(weight) > before
 
 
 def test_the_step_hooks_of_an_optimizer():

@@ -50,13 +50,20 @@ def batch(step: int) -> dict[str, Tensor]:
     return {"x": torch.randn(8, 16)}
 
 
-def observe(precision: MixedPrecisionPolicy, whimsical: bool = False, scale: float = 1.0) -> Evidence:
-    def load(fsdp: Rank) -> Subject:
+def observe(
+    precision: MixedPrecisionPolicy, whimsical: bool = False, scale: float = 1.0, prepare=lambda model: None, **declared
+) -> Evidence:
+    def build() -> nn.Module:
         model = network(whimsical)
+        prepare(model)
+        return model
+
+    def load(fsdp: Rank) -> Subject:
+        model = build()
         fully_shard(model, mesh=fsdp.mesh, mp_policy=precision)
         weight = model[2].weight
         weight.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(scale))
-        return Subject(model, reference=partial(network, whimsical), batch=batch, loss=squared, optimizer=ADAMW)
+        return Subject(model, reference=build, batch=batch, loss=squared, **{"optimizer": ADAMW, **declared})
 
     trial = Trial(WorldSpec({"dp_shard": 2}, timeout=60.0), trial_preload(), steps=3, tolerance={})
     return trial.observe(Call(cloudpickle.dumps(load), wants_rank="fsdp"), built_in().observations(PARITY))
@@ -105,3 +112,33 @@ def test_a_model_that_cannot_be_nudged_is_judged_by_its_dtype():
     assert statuses(evidence) == {"passed"}
     wrong = judge(built_in()["grad_parity"], observe(BFLOAT16, whimsical=True, scale=1.7), built_in())
     assert {f.tensor for f in wrong.findings} == {"2.weight"}
+
+
+def test_the_dtype_of_a_frozen_weight_does_not_count():
+    """Weights are stored in float8; nothing computes in it."""
+
+    def store(model: nn.Module) -> None:
+        model.scales = nn.Parameter(torch.ones(4).to(torch.float8_e4m3fn), requires_grad=False)
+
+    evidence = observe(SINGLE, scale=1.02, prepare=store)
+    assert noise_of(evidence).gradients["2.weight"].factor < 1e-4
+    assert {f.tensor for f in judge(built_in()["grad_parity"], evidence, built_in()).findings} == {"2.weight"}
+
+
+def test_the_dtype_of_the_reduction_excuses_no_forward():
+    evidence = observe(MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))
+    assert noise_of(evidence).losses[0] < 1e-4
+    assert statuses(evidence) == {"passed"}
+
+
+def test_a_function_that_clips_may_replace_gradients():
+    def clip(parameters, bound: float) -> Tensor:
+        held = list(parameters)
+        norm = torch.nn.utils.get_total_norm([p.grad for p in held]).full_tensor()
+        for parameter in held:
+            parameter.grad = parameter.grad * min(1.0, bound / (float(norm) + 1e-6))
+        return norm
+
+    evidence = observe(SINGLE, clip_grad_norm=clip)
+    assert statuses(evidence) == {"passed"}
+    assert judge(built_in()["grad_clip_parity"], evidence, built_in()).status == "passed"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
-from pytest_fsdp_meta.catalogue.diagnosis.limits import Limits, accumulation_limits
+from pytest_fsdp_meta.catalogue.checks.gradients import partial_gradients, reduced_by_the_optimizer
+from pytest_fsdp_meta.catalogue.diagnosis.limits import Limits, gradient_limits
 from pytest_fsdp_meta.catalogue.diagnosis.multiples import multiple
 from pytest_fsdp_meta.catalogue.diagnosis.parity import (
     BEFORE_UPDATES,
@@ -41,6 +42,8 @@ def grad_accumulation_parity(view: View) -> Iterable[Finding]:
     recorded = [run.accumulation for run in runs if run.accumulation is not None]
     if not recorded or len(recorded) < len(runs):
         raise NotJudged("nothing is trainable, so there are no gradients to accumulate")
+    if refused := next((one.refused for one in recorded if one.refused), ""):
+        raise NotJudged(f"a hook of the optimizer's step raises when it is called once more: {refused}")
     if problem := next((one.problem for one in recorded if one.problem), ""):
         raise NotJudged(f"batch(0): {problem}; give it more rows")
     early = {
@@ -76,8 +79,9 @@ def _changed_by_forward(view: View) -> Iterator[str]:
 
 
 def _wrong_accumulation(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding]:
-    limits = accumulation_limits(view)
-    names = view.names("parameter", only=view.reference.gradients)
+    limits = gradient_limits(view, "accumulated")
+    excused = partial_gradients(view) | set(reduced_by_the_optimizer(view, runs))
+    names = [name for name in view.names("parameter", only=view.reference.gradients) if name not in excused]
     recorded = [run.accumulation for run in runs if run.accumulation is not None]
     pairs = view.comparisons(tuple(accumulation.gradients for accumulation in recorded), names)
     diverging = [

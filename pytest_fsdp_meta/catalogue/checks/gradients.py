@@ -117,7 +117,11 @@ def _optimizer_reduces(view: View, name: str, gradients: Cases, updates: Cases) 
     measured = [comparison.measure for _, comparison in gradients if comparison.measure]
     limits = update_limits(view)
     unreduced = len(view.evidence.inventory) > 1 and any(m.residual > ROUNDING for m in measured)
-    return unreduced and bool(moved) and not any(limits.exceeded(rank, c) for rank, c in updates)
+    if not unreduced or not moved or any(limits.exceeded(rank, c) for rank, c in updates):
+        return False
+    # An update that noise could change by half of its length proves nothing.
+    known = [(rank, c.measure) for rank, c in updates if c.measure is not None and c.measure.elements]
+    return all(limits.allowed(rank, name, m) < m.truth / 2 for rank, m in known)
 
 
 def _describe_wrong(

@@ -39,8 +39,8 @@ from pytest_fsdp_meta.evidence.tolerances import GRADIENT_TOLERANCE
     after=BEFORE_UPDATES,
     why="A gradient that is not zeroed, a forward that keeps old weights and a reduction that stays off show only from "
     "the second step on.",
-    cause="a forward keeps state or computes with a copy of the weights from before the step, or the reduction is off "
-    "from the second step on",
+    cause="the parameters are right after the first step, and the second gradients are not: a forward keeps state or "
+    "computes with a copy of the weights from before the step, or the reduction is off from the second step on",
     remedy="look for buffers and caches that the forward keeps between steps, for cast copies of weights, and for "
     "set_requires_gradient_sync(False)",
     references=["karpathy/llm.c#548"],
@@ -65,8 +65,9 @@ def second_grad_parity(view: View) -> Iterable[Finding]:
 
 
 def _first_steps_equal(view: View, runs: Sequence[RankTraining]) -> bool:
-    limits = update_limits(view, first=True)
-    moved = [(rank, c) for rank, run in enumerate(runs) if run.second is not None for c in run.second.parameters]
+    limits, due = update_limits(view, "first_updates"), gradients_beyond_rounding(view)
+    parameters = [(rank, c) for rank, run in enumerate(runs) if run.second is not None for c in run.second.parameters]
+    moved = [(rank, c) for rank, c in parameters if c.name in due]
     return not any(
         limits.exceeded(rank, c) and c.measure is not None and not c.measure.apart <= 2 * c.measure.grain
         for rank, c in moved
@@ -75,7 +76,7 @@ def _first_steps_equal(view: View, runs: Sequence[RankTraining]) -> bool:
 
 def _wrong_second_gradients(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding]:
     seconds = [run.second for run in runs if run.second is not None]
-    limits = gradient_limits(view, second=True)
+    limits = gradient_limits(view, "second")
     excused = partial_gradients(view) | set(reduced_by_the_optimizer(view, runs))
     names, due = view.names("parameter", only=view.reference.gradients), gradients_beyond_rounding(view)
     pairs = view.comparisons(tuple(second.gradients for second in seconds), names)
@@ -105,9 +106,7 @@ def _describe_wrong_second(
         yield Finding(name, tuple(rank for rank, _ in left_over), actual, expected, **_NOT_ZEROED)
     if others:
         actual = "gradient of the second step differs from the reference's, that of the first does not"
-        yield Finding(
-            name, tuple(rank for rank, _ in others), actual, expected, describe_largest_error(others), **_SECOND
-        )
+        yield Finding(name, tuple(rank for rank, _ in others), actual, expected, describe_largest_error(others))
 
 
 _LOST: Explanation = {
@@ -120,10 +119,4 @@ _NOT_ZEROED: Explanation = {
     "cause": "nothing zeroes this gradient after the step: the optimizer's zero_grad() does not reach it, so each step "
     "adds to all earlier ones",
     "remedy": "call zero_grad() for every parameter group, and clear gradient buffers that a wrapper keeps",
-}
-_SECOND: Explanation = {
-    "cause": "the parameters are right after the first step, and the second gradients are not: a forward keeps state "
-    "or computes with a copy of the weights from before the step, or the reduction is off from the second step on",
-    "remedy": "look for buffers and caches that the forward keeps between steps, for cast copies of weights, and for "
-    "set_requires_gradient_sync(False)",
 }

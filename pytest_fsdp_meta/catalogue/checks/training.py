@@ -76,11 +76,8 @@ def _require_same_last_forward(view: View, runs: Sequence[RankTraining]) -> None
 
     loss_parity reports that the forward has changed.
     """
-    expected, actual, last = (
-        view.reference.losses or (),
-        global_losses(view.evidence),
-        len(view.reference.losses or ()) - 1,
-    )
+    expected, actual = view.reference.losses or (), global_losses(view.evidence)
+    last = len(expected) - 1
     if "loss_parity" not in view.selection or not all(run.late for run in runs):
         return
     limits = update_limits(view)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pytest_fsdp_meta.catalogue.view import View
 from pytest_fsdp_meta.evidence import Comparison, Measure, Noise, TensorNoise
@@ -14,6 +14,8 @@ MARGIN = 2.0
 """How many times the noise a tensor may differ by. Right loaders reach 1.4; see benchmarks/results, "power"."""
 FACTOR_MARGIN = 4.0
 """The same for the length of a tensor along its own direction."""
+CORRELATED = 0.1
+"""The least share of a tensor's noise along its own direction, which a router that picks another expert changes."""
 LOSS_MARGIN = 4.0
 """The same for a loss and a norm: the noise of a single number is known less well than that of many elements."""
 
@@ -44,7 +46,8 @@ class Limits:
         noise = None if self.noise is None else self.noise[rank].get(name)
         if noise is None or not measure.truth or not math.isfinite(noise.factor):
             return False
-        return abs(measure.factor - 1) > self.relative + FACTOR_MARGIN * noise.factor
+        known = max(noise.factor, CORRELATED * noise.distance / measure.truth)
+        return abs(measure.factor - 1) > self.relative + FACTOR_MARGIN * known
 
     def exceeded(self, rank: int, comparison: Comparison) -> bool:
         """Return whether the distance is too large; False for a comparison without a measure."""
@@ -63,29 +66,22 @@ class Limits:
         return max([self.relative, *(self.allowed(*pair) / pair[2].truth for pair in pairs)])
 
 
-def gradient_limits(view: View, second: bool = False) -> Limits:
-    """Return the limits of the gradients of the first step, or of the ``second``."""
-    noise = _noise(view, view.check_id)
+def gradient_limits(view: View, field: str = "gradients") -> Limits:
+    """Return the limits of the gradients in this ``field`` of the noise: "gradients", "second" or "accumulated"."""
+    found = _limits(view, view.check_id, GRADIENT_TOLERANCE, field)
+    return found if found.noise is not None else replace(found, typical=typical_gradient(view))
+
+
+def update_limits(view: View, field: str = "updates") -> Limits:
+    """Return the limits of the updates in this ``field`` of the noise: "updates" or "first_updates"."""
+    return _limits(view, "update_parity", UPDATE_TOLERANCE, field)
+
+
+def _limits(view: View, check_id: str, by_dtype: Mapping[str, float], field: str) -> Limits:
+    noise = _noise(view, check_id)
     if noise is None:
-        return Limits(tolerance(view, GRADIENT_TOLERANCE), typical=typical_gradient(view))
-    return Limits(_smallest(view, GRADIENT_TOLERANCE), tuple(own.second if second else own.gradients for own in noise))
-
-
-def accumulation_limits(view: View) -> Limits:
-    noise = _noise(view, view.check_id)
-    if noise is None:
-        return Limits(tolerance(view, GRADIENT_TOLERANCE), typical=typical_gradient(view))
-    return Limits(_smallest(view, GRADIENT_TOLERANCE), tuple(own.accumulated for own in noise))
-
-
-def update_limits(view: View, first: bool = False) -> Limits:
-    """Return the limits of the updates over all steps, or over the ``first``."""
-    noise = _noise(view, "update_parity")
-    if noise is None:
-        return Limits(tolerance(view, UPDATE_TOLERANCE, "update_parity"))
-    return Limits(
-        _smallest(view, UPDATE_TOLERANCE), tuple(own.first_updates if first else own.updates for own in noise)
-    )
+        return Limits(tolerance(view, by_dtype, check_id))
+    return Limits(_smallest(view, by_dtype), tuple(getattr(own, field) for own in noise))
 
 
 @dataclass(frozen=True)

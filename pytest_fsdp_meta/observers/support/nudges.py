@@ -15,22 +15,24 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from pytest_fsdp_meta.observers.support.reference_record import without_repetition
-from pytest_fsdp_meta.observers.support.torch_private import operator_name
+from pytest_fsdp_meta.observers.support.torch_private import operator_name, write_count
 from pytest_fsdp_meta.observers.support.watching import watching
 
+COMPUTED = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
 
 
 class Nudges:
     """Nudges of one training of ``model``; another ``seed`` gives others.
 
-    ``least`` is the relative size of one unit in the last place of the coarsest dtype that the loader computes in. An
-    output of a coarser dtype, as under autocast, is nudged by its own.
+    ``computing`` and ``reducing`` are the relative sizes of one unit in the last place of the coarsest dtypes in which
+    the loader computes, and reduces gradients. An output of a coarser dtype, as under autocast, is nudged by its own.
     """
 
-    def __init__(self, model: Module, least: float, seed: int) -> None:
+    def __init__(self, model: Module, computing: float, reducing: float, seed: int) -> None:
         self._model = model
-        self._unit = least
+        self._unit = computing
+        self._reducing = reducing
         self._generators: dict[torch.device, torch.Generator] = {}
         self._seed = seed
 
@@ -53,8 +55,11 @@ class Nudges:
             for parameter, _ in before:
                 own = without_repetition(parameter)
                 own.copy_(self._nudged(own, self._unit))
+        writes = [write_count(parameter) for parameter in trained]
         try:
             yield
+            if writes != [write_count(parameter) for parameter in trained]:
+                raise RuntimeError("the forward or the backward writes to parameters")
         finally:
             with torch.no_grad():
                 for parameter, values in before:
@@ -77,7 +82,7 @@ class Nudges:
     def _nudge_gradients(self, parameters: Iterable[Parameter]) -> None:
         for parameter in parameters:
             if parameter.grad is not None and _is_nudged(parameter.grad):
-                parameter.grad = self._nudged(parameter.grad, self._unit)
+                parameter.grad = self._nudged(parameter.grad, max(self._unit, self._reducing))
 
     def _nudge_output(self, module: Module, args: Any, output: Any) -> Any:
         if isinstance(output, Tensor):
@@ -115,4 +120,5 @@ class _Nudge(torch.autograd.Function):  # type: ignore[misc]
 
 
 def _is_nudged(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() and tensor.layout == torch.strided and not tensor.is_quantized
+    """Whether it is an array in a dtype that models compute in; float8 is a form of storage."""
+    return tensor.dtype in COMPUTED and tensor.layout == torch.strided and not tensor.is_quantized

@@ -121,6 +121,11 @@ def is_operator(func: object) -> bool:
     return isinstance(func, torch._ops.OpOverload)
 
 
+def write_count(tensor: Tensor) -> int:
+    """Return how often the tensor has been written to in place; public torch only raises where autograd notices."""
+    return int(tensor._version)
+
+
 def operator_name(func: Any) -> str:
     """Return the operator's name without namespace and overload: "all_reduce"."""
     return str(func._opname)
