@@ -63,7 +63,7 @@ def observe(
         fully_shard(model, mesh=fsdp.mesh, mp_policy=precision)
         weight = model[2].weight
         weight.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(scale))
-        return Subject(model, reference=build, batch=batch, loss=squared, **{"optimizer": ADAMW, **declared})
+        return Subject(model, reference=build, batch=batch, **{"loss": squared, "optimizer": ADAMW, **declared})
 
     trial = Trial(WorldSpec({"dp_shard": 2}, timeout=60.0), trial_preload(), steps=3, tolerance={})
     return trial.observe(Call(cloudpickle.dumps(load), wants_rank="fsdp"), built_in().observations(PARITY))
@@ -142,3 +142,10 @@ def test_a_function_that_clips_may_replace_gradients():
     evidence = observe(SINGLE, clip_grad_norm=clip)
     assert statuses(evidence) == {"passed"}
     assert judge(built_in()["grad_clip_parity"], evidence, built_in()).status == "passed"
+
+
+def test_a_loss_that_is_computed_in_bfloat16_passes():
+    """What the author's loss rounds is not in the noise of what the model returns."""
+    evidence = observe(BFLOAT16, loss=lambda model, batch: model(batch["x"]).square().mean())
+    assert {run.loss_dtype for run in evidence.training} == {"bfloat16"}
+    assert statuses(evidence) == {"passed"}
