@@ -1,7 +1,7 @@
 """Measure the parity checks' silence and power: ``python -m benchmarks.power [silence|power|report] --json FILE``.
 
 Silence: right trainings of many models, which nothing may report. Power: for each optimizer and precision, the smallest
-injected error that is found with all of ten seeds, each of which puts it into another parameter.
+injected error that is found with all of ten seeds; each seed puts it into another parameter.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def report(silent: Sequence[Mapping[str, Any]], powers: Sequence[Mapping[str, An
         *(f"* {row['model']}, {row['optimizer']}, {row['precision']}, {row['rate']:g} times the usual rate: "
           f"{'; '.join(row['found'])}" for row in silent if row["found"]),
         "",
-        f"**Power**: the smallest relative error that is found with all of {SEEDS} seeds, each of which puts it into "
+        f"**Power**: the smallest relative error that is found with all of {SEEDS} seeds; each seed puts it into "
         f"another weight. Tried: {', '.join(f'{size:g}' for size in SIZES)}.",
         "",
         "| model | optimizer | precision | scaled gradient | scaled update | one row's gradient | stale shard |",

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fixtures.architectures import load_plainly
 from pytest_fsdp_meta import Subject
+from pytest_fsdp_meta.observers.adapters.dtensor import own_memory
 from pytest_fsdp_meta.transformers import subject
 from pytest_fsdp_meta.worlds import Rank
 
@@ -83,7 +83,7 @@ def _inject(model: nn.Module, error: str, size: float, seed: int, fsdp: Rank) ->
 
 def _scale_gradient(chosen: Tensor, size: float, one_row: bool, fsdp: Rank) -> None:
     assert chosen.grad is not None
-    local = _own(chosen.grad)
+    local = own_memory(chosen.grad)
     if not local.numel() or (one_row and fsdp.rank != 0):
         return
     row = int(local.flatten(1).norm(dim=1).argmax())
@@ -101,16 +101,12 @@ def _change_update(chosen: nn.Parameter, factor: float) -> None:
 
     def remember(optimizer: Optimizer, *_: Any) -> None:
         if steps_it(optimizer):
-            before.append(_own(chosen).detach().clone())
+            before.append(own_memory(chosen).clone())
 
     def change(optimizer: Optimizer, *_: Any) -> None:
         if steps_it(optimizer):
-            old, now = before.pop(), _own(chosen).detach()
+            old, now = before.pop(), own_memory(chosen)
             now.copy_(old + factor * (now - old))
 
     register_optimizer_step_pre_hook(remember)
     register_optimizer_step_post_hook(change)
-
-
-def _own(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -22,14 +22,13 @@ from pytest_fsdp_meta.catalogue.view import (
     Unjudgeable,
     View,
 )
-from pytest_fsdp_meta.evidence import Evidence
+from pytest_fsdp_meta.evidence import VALUES_CHECKS, Evidence
 from pytest_fsdp_meta.text import counted, first_line, first_of
 
 AS_LOADED = ("inventory", "reference", "values", "verifier")
 """Observations that inspect the model without running it."""
 EXPLAINING_A_CRASH = ("structure", "materialisation")
 """Families of checks whose findings may explain an error raised while running or saving the model."""
-VALUES_CHECKS = ("params_equal_reference", "buffers_equal_reference", "frozen_weights_equal_verifier")
 PACKAGE = Path(__file__).parents[1]
 PASSED_IN_PART = "passed for what could be checked"
 KINDS = {"undeclared": "not declared", "blocked": "depends on a failed check", "unselected": "not selected"}
@@ -194,7 +193,7 @@ def _already_failed(check: Check, run: _Run) -> dict[str, str]:
     for id in check.after:
         for finding in run.findings(id):
             for name in finding.failed_tensors:
-                if not (name in adopted and id in VALUES_CHECKS):
+                if not (name in adopted and id in VALUES_CHECKS.values()):
                     already_failed.setdefault(name, id)
     return already_failed
 
@@ -207,7 +206,7 @@ def _trained_otherwise(check: Check, run: _Run) -> str:
     reference = run.evidence.reference
     if reference is None or not reference.adopted or not {"reference", "training"} <= {*check.needs, *check.uses}:
         return ""
-    selected = [id for id in VALUES_CHECKS if id in run.catalogue]
+    selected = [id for id in VALUES_CHECKS.values() if id in run.catalogue]
     # A values check leaves tensors to more basic ones, such as replicas_equal.
     ids = [*selected, *(basic for id in selected for basic in run.catalogue[id].after)]
     reported = {name for id in ids for finding in run.findings(id) for name in finding.failed_tensors}
@@ -216,7 +215,7 @@ def _trained_otherwise(check: Check, run: _Run) -> str:
         return ""
     return (
         f"the reference trained from the loader's own values of {first_of(unreported)}; select the check that reports "
-        f"them as well ({', '.join(VALUES_CHECKS)})"
+        f"them as well ({', '.join(VALUES_CHECKS.values())})"
     )
 
 

@@ -7,6 +7,7 @@ have ended. Shapes are in elements, and sequences over ranks are in rank order.
 from pytest_fsdp_meta.evidence.checkpoint import Export, Resharded
 from pytest_fsdp_meta.evidence.mesh_dims import replicates, sharded_dim, splits_experts, splits_model, splits_sequence
 from pytest_fsdp_meta.evidence.records import (
+    VALUES_CHECKS,
     Evidence,
     ReferenceFacts,
     SubjectFacts,
@@ -33,6 +34,7 @@ from pytest_fsdp_meta.evidence.training import (
 )
 
 __all__ = [
+    "VALUES_CHECKS",
     "Accumulation",
     "Clipping",
     "Comparison",

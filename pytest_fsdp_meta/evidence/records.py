@@ -66,6 +66,14 @@ def partly_held(subject: SubjectFacts, inventory: Sequence[RankInventory]) -> fr
     return frozenset(name for name, count in holders.items() if 0 < count < len(inventory))
 
 
+VALUES_CHECKS = {
+    "parameter": "params_equal_reference",
+    "buffer": "buffers_equal_reference",
+    "frozen": "frozen_weights_equal_verifier",
+}
+"""Kind of tensor -> the check that reports wrong values of it, and without which the reference adopts none."""
+
+
 @dataclass(frozen=True)
 class ReferenceFacts:
     """The reference: the unsharded model, built and trained on one device.

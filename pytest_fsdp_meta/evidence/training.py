@@ -209,8 +209,8 @@ class RankTraining:
     late: tuple[Comparison, ...] = ()
     """The parameters before the last step, and how far they had moved."""
     noise: Noise | None = None
-    """None if nothing differs from the reference by more than the smallest tolerance, so that nobody needs it."""
+    """None if nothing differs from the reference by more than the smallest tolerance: then it is not needed."""
     swallowed: tuple[str, ...] = ()
-    """The parameters of which rounding swallows each update: nothing moves, neither here nor in the reference."""
+    """The parameters whose updates are all rounded away: nothing moves, neither here nor in the reference."""
     forward: ForwardWeights | None = None
     """None in stored evidence that is older than this field."""

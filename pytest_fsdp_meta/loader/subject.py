@@ -334,7 +334,7 @@ def _nearest(name: str, names: Sequence[str], noun: str = "parameter") -> str:
 
 
 def _nearest_in_part(pattern: str, names: Sequence[str]) -> list[str]:
-    """Return the name of which as many parts as the pattern has outside of its wildcards are nearest, if any are."""
+    """Return the name with the part that is most like the longest text between the pattern's wildcards, if any is."""
     literals = re.split(r"[*?]|\[[^]]*\]", pattern)
     if len(literals) == 1:
         return []

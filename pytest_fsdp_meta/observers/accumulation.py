@@ -22,6 +22,7 @@ from pytest_fsdp_meta.observers.batches import global_batch, indivisible, loss_o
 from pytest_fsdp_meta.observers.inventory import named_tensors
 from pytest_fsdp_meta.observers.support.poison import deterministic
 from pytest_fsdp_meta.observers.support.torch_private import step_hooks
+from pytest_fsdp_meta.text import first_line
 from pytest_fsdp_meta.worlds import SEED, doing
 
 MICRO_BATCHES = 2
@@ -70,11 +71,18 @@ def accumulate(subject: Subject, device: torch.device, rounds: Sequence[Sequence
     return early
 
 
-def finish_gradients(optimizer: Optimizer) -> None:
-    """Run the hooks of the optimizer's step, which may reduce or scale gradients, without the step itself."""
-    for before, hook in step_hooks(optimizer):
-        if before:
-            hook(optimizer, (), {})
+def finish_gradients(optimizer: Optimizer) -> str:
+    """Run the hooks of the optimizer's step, which may reduce or scale gradients, without the step itself.
+
+    Return the error that one of them raises, which may expect a step of the training; empty if none does.
+    """
+    try:
+        for before, hook in step_hooks(optimizer):
+            if before:
+                hook(optimizer, (), {})
+    except Exception as error:
+        return f"{type(error).__name__}: {first_line(error)}"
+    return ""
 
 
 def _join(slices: Sequence[dict[str, Any]]) -> dict[str, Any]:

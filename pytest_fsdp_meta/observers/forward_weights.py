@@ -19,12 +19,11 @@ from pytest_fsdp_meta.evidence import ForwardWeights, StaleWeight
 from pytest_fsdp_meta.loader.subject import Subject
 from pytest_fsdp_meta.observers.batches import loss_of
 from pytest_fsdp_meta.observers.inventory import named_tensors, unwrapped
+from pytest_fsdp_meta.observers.support.precision import COMPUTED
 from pytest_fsdp_meta.observers.support.torch_private import ManagedWeight, managed_weights, sequence_number
 from pytest_fsdp_meta.text import clean_name
 
 PADDED_APART, GATHERED, COPIED = "padded apart", "gathered", "copied"
-COMPARED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-"""Dtypes to which FSDP2 casts shards without scaling them, as it does for float8."""
 COPYING = ("ToCopy", "Clone", "Mul", "Div", "Add", "Sub", "Cat", "Stack")
 """Beginnings of the names of autograd nodes whose result has its own memory, and which a second backward can pass.
 Views have the memory of the weight, and with it the current values."""
@@ -80,7 +79,7 @@ class WeightWatch:
             self._add(self._fqn(module, name), GATHERED, self._step)
 
     def _find_copies(self, loss: Node, begin: int) -> None:
-        """Find parameters of which the loss depends on copies that were made before the node number ``begin``."""
+        """Find parameters whose copies, made before the node number ``begin``, are what the loss depends on."""
         names = {id(tensor): name for name, _, tensor in named_tensors(self._model)}
         # Between forwards, modules register the shards of these leaves.
         names |= {id(weight.whole): self._fqn(*weight.places[0]) for weight in self._weights}
@@ -101,7 +100,7 @@ class WeightWatch:
 
 
 def _is_comparable(tensor: Tensor) -> bool:
-    return type(tensor) is Tensor and tensor.dtype in COMPARED and not tensor.is_meta
+    return type(tensor) is Tensor and tensor.dtype in COMPUTED and not tensor.is_meta
 
 
 def _equal(left: Tensor, right: Tensor) -> bool:
@@ -117,7 +116,7 @@ def _next_sequence_number() -> int:
 
 
 def _copied_leaves(loss: Node, begin: int) -> Iterator[Tensor]:
-    """Yield the leaves of which the graph has a copy whose node is older than ``begin``."""
+    """Yield the leaves that the graph reaches through a copy whose node is older than ``begin``."""
     pending, seen = [(loss, False)], {(loss, False)}
     while pending:
         node, copied = pending.pop()

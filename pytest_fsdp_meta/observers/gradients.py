@@ -43,7 +43,7 @@ def without_gradient(model: Module, gradients: Iterable[tuple[str, Part]]) -> tu
 
 
 def contains(part: Part, name: str, first: Record, second: Record) -> bool:
-    """Return whether this gradient is the second step's plus all of the first's, as if nobody had zeroed it."""
+    """Return whether this gradient is the second step's plus all of the first's, as if it had not been zeroed."""
     if not (name in first and name in second and first.shape(name) == second.shape(name) == part.shape):
         return False
     ours = comparable(local_part(part.local).cpu()).double()

@@ -17,6 +17,7 @@ from pytest_fsdp_meta.observers.adapters.dtensor import local_part
 from pytest_fsdp_meta.observers.adapters.lookup import parts_of
 from pytest_fsdp_meta.observers.gradients import gradients_of
 from pytest_fsdp_meta.observers.inventory import named_tensors
+from pytest_fsdp_meta.observers.support.precision import is_low
 from pytest_fsdp_meta.observers.support.reference_record import Record
 from pytest_fsdp_meta.observers.values import comparable, compare, measure, read_part, whole_index
 
@@ -24,6 +25,9 @@ GRAINS = 8.0
 """Units in the last place; a smaller update may be rounded away on one side only, subject or reference."""
 ROUNDING = 32.0
 """Units in the last place of a typical gradient; a smaller gradient may be a zero with rounding errors."""
+
+DUE_BY = ("values", "gradients", "updated")
+"""The records that say how far the reference moved each element, and by which gradient."""
 
 DueElements = Callable[[str, Tensor, Part, Tensor], Tensor]
 """Given a name, its parameter, this rank's part and that part before the steps, the mask of elements that must move."""
@@ -67,7 +71,7 @@ def _readable(local: Tensor) -> bool:
 
 def due_by_reference(records: Mapping[str, Record], noise: float) -> DueElements:
     """Return a function that requires an element to move where the reference's moved and had a gradient above noise."""
-    compared = [records[name] for name in ("values", "gradients", "updated")]
+    compared = [records[name] for name in DUE_BY]
 
     def due(name: str, tensor: Tensor, part: Part, before: Tensor) -> Tensor:
         if not all(name in record and record.shape(name) == part.shape for record in compared):
@@ -143,30 +147,27 @@ def swallowed(
     A learning rate of zero is not rounding, and gradients below ``noise`` are.
     """
     rates = {id(p): float(group.get("lr", 1.0)) for group in optimizer.param_groups for p in group["params"]}
-    found, parts, moved = [], parts_of(model), moved_rows(model, before)
-    for name, _, tensor in named_tensors(model):
-        if name not in moved or not _is_coarse(tensor) or not rates.get(id(tensor)):
+    parts, compared = parts_of(model), [records[name] for name in DUE_BY]
+    # Other state than that of torch's own optimizers may keep the update: float32 copies, or what rounding left over.
+    low = {
+        name: tensor
+        for name, _, tensor in named_tensors(model)
+        if is_low(tensor.dtype) and rates.get(id(tensor)) and not set(optimizer.state.get(tensor, {})) - MOMENTS
+    }
+    found = []
+    for name, moved in moved_rows(model, {name: old for name, old in before.items() if name in low}).items():
+        part = parts.of(name, low[name])
+        if moved.any() or (name in earlier and earlier[name].any()):
             continue
-        if set(optimizer.state.get(tensor, {})) - MOMENTS:
-            continue  # float32 copies, or what rounding left over: the update is kept there
-        part = parts.of(name, tensor)
-        if not all(name in records[key] and records[key].shape(name) == part.shape for key in _COMPARED):
-            continue
-        old, gradient, new = (read_part(part, records[key], name) for key in _COMPARED)
-        if moved[name].any() or (name in earlier and earlier[name].any()) or not torch.equal(old, new):
-            continue
-        if bool((gradient.abs() > noise).any()):
-            found.append(name)
+        if all(name in record and record.shape(name) == part.shape for record in compared):
+            old, gradient, new = (read_part(part, record, name) for record in compared)
+            if torch.equal(old, new) and bool((gradient.abs() > noise).any()):
+                found.append(name)
     return tuple(found)
 
 
 MOMENTS = frozenset({"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "sum"})
 """The state of torch's own optimizers."""
-_COMPARED = ("values", "gradients", "updated")
-
-
-def _is_coarse(tensor: Tensor) -> bool:
-    return bool(tensor.is_floating_point() and torch.finfo(tensor.dtype).eps > torch.finfo(torch.float32).eps)
 
 
 def _any_by_row(mask: Tensor) -> Tensor:

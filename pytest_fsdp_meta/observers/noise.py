@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +23,15 @@ from pytest_fsdp_meta.observers.loading import loaded_subject
 from pytest_fsdp_meta.observers.optimizers import make_optimizer
 from pytest_fsdp_meta.observers.reference import declared_subject, parameters_of, restore, whole_gradients
 from pytest_fsdp_meta.observers.steps import StepObserver, train
-from pytest_fsdp_meta.observers.support.nudges import COMPUTED, Nudges
-from pytest_fsdp_meta.observers.support.reference_record import Record, record_at, write_record
+from pytest_fsdp_meta.observers.support.nudges import Nudges
+from pytest_fsdp_meta.observers.support.precision import COMPUTED
+from pytest_fsdp_meta.observers.support.reference_record import STEP_GRADIENTS, Record, record_at, write_record
 from pytest_fsdp_meta.observers.values import comparable, read_part
 from pytest_fsdp_meta.text import first_line
 from pytest_fsdp_meta.worlds import SEED, CallFailed, current
 
 UPDATES = frozenset({"first_updated", "updated"})
-"""The records of parameters, of which the distance from those before the training counts."""
+"""The records of parameters. How far they are from the parameters before the training counts."""
 NOISE_OF = {
     "gradients": "gradients",
     "second_gradients": "second",
@@ -57,7 +58,9 @@ def train_nudged(
     nudge it.
     """
     state, losses = current().state, facts.losses or ()
-    noisy: _NoisySteps = state.setdefault("noise", _NoisySteps(state["reference"], len(losses), folder))
+    if "noise" not in state:
+        state["noise"] = _NoisySteps(state["reference"], len(losses), folder)
+    noisy: _NoisySteps = state["noise"]
     try:
         subject = declared_subject(noisy.model, recipe)
         restore(noisy.model, noisy.records["values"])
@@ -67,8 +70,7 @@ def train_nudged(
         if optimizer is not None and "accumulated" in noisy.records:
             with noisy.nudged():
                 accumulate(subject, current().device, union_of_ranks(data_parallel_size))
-            with suppress(Exception):
-                finish_gradients(optimizer)
+            finish_gradients(optimizer)
             noisy.add("accumulated", whole_gradients(noisy.model))
     except Exception as error:
         state.pop("noise")
@@ -157,8 +159,8 @@ class _NoisySteps(StepObserver):
         self._products.enter_context(self.nudges.products())
         if step == 0:
             self.norm, _ = gradient_norm(self.model, None)
-        if step < len(_GRADIENTS):
-            self.add(_GRADIENTS[step], whole_gradients(self.model))
+        if step < len(STEP_GRADIENTS):
+            self.add(STEP_GRADIENTS[step], whole_gradients(self.model))
 
     def after_update(self, step: int) -> None:
         if step == 0:
@@ -172,18 +174,11 @@ class _NoisySteps(StepObserver):
         factors = self.factors.setdefault(record, {})
         for name, tensor in tensors:
             if name in reference:
-                whole = _read_whole(reference, name)
+                whole = reference.read_whole(name)
                 apart = _distance(local_part(tensor).cpu(), whole)
                 moved[name] = torch.maximum(moved[name], apart) if name in moved else apart
-                before = _read_whole(self.records["values"], name) if record in UPDATES else torch.zeros_like(whole)
+                before = self.records["values"].read_whole(name) if record in UPDATES else torch.zeros_like(whole)
                 factors[name] = max(factors.get(name, 0.0), _factor(local_part(tensor).cpu(), whole, before))
-
-
-_GRADIENTS = ("gradients", "second_gradients")
-
-
-def _read_whole(record: Record, name: str) -> Tensor:
-    return record.read(name, [((0, size),) for size in record.shape(name)])
 
 
 def _factor(tensor: Tensor, whole: Tensor, before: Tensor) -> float:

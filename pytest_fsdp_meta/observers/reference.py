@@ -10,7 +10,6 @@ from __future__ import annotations
 import difflib
 import pickle
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from itertools import accumulate as accumulate_lengths
 from itertools import product
@@ -32,6 +31,7 @@ from pytest_fsdp_meta.observers.optimizers import PackedOptimizer, Rebuilding, h
 from pytest_fsdp_meta.observers.steps import StepObserver, train
 from pytest_fsdp_meta.observers.support.poison import NOTICES, poisoned_memory, restore_defaults
 from pytest_fsdp_meta.observers.support.reference_record import (
+    STEP_GRADIENTS,
     Record,
     checkpoint_entries,
     record_at,
@@ -90,7 +90,7 @@ def adopt_values(
         for name, (regions, flat) in parts.items():
             if name not in wholes:  # a copy, because the tensor may be a transposed view, or repeat one row
                 wholes[name] = tensors[name].detach().cpu().clone(memory_format=torch.contiguous_format)
-            values = record.read(name, [((0, size),) for size in record.shape(name)])
+            values = record.read_whole(name)
             _write_part(wholes[name], regions, flat, values)
     with torch.no_grad():
         for name, whole in wholes.items():
@@ -131,8 +131,7 @@ def train_reference(
     first.record("updated", parameters_of(model))
     if optimizer is not None and not indivisible_batch(subject, data_parallel_size):
         accumulate(subject, rank.device, union_of_ranks(data_parallel_size))
-        with suppress(Exception):  # the ranks call the same hooks, and report that they raise
-            finish_gradients(optimizer)
+        finish_gradients(optimizer)  # the ranks call the same hooks, and report that they raise
         first.record("accumulated", whole_gradients(model))
     restore(model, Record(record_at(folder, "values")))
     rerun = train(subject, rank.device, range(steps), (0, 1), make_optimizer(subject))
@@ -165,13 +164,12 @@ class _RecordedSteps(StepObserver):
 
     def after_backward(self, step: int) -> None:
         gradients = whole_gradients(self._model)
+        if step < len(STEP_GRADIENTS):
+            self.record(STEP_GRADIENTS[step], gradients)
         if step == 0:
-            self.record("gradients", gradients)
             self.sizes = {name: root_mean_square(gradient) for name, gradient in gradients}
             self.noise = gradient_noise(self._model)
             self.norm, _ = gradient_norm(self._model, None)
-        elif step == 1:
-            self.record("second_gradients", gradients)
 
     def after_update(self, step: int) -> None:
         if step == 0:
@@ -251,5 +249,5 @@ def restore(model: Module, record: Record) -> None:
     with torch.no_grad():
         for name, tensor in _tensors(model):
             if name in record:
-                values = record.read(name, [((0, size),) for size in tensor.shape])
+                values = record.read_whole(name)
                 without_repetition(tensor).copy_(without_repetition(values, tensor))

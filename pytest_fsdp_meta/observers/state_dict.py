@@ -60,12 +60,12 @@ def compare_export(path: str, record: str, keys: Collection[str]) -> Export:
     common = [name for name in exported.names() if name in reference]
     fitting = [name for name in common if exported.shape(name) == reference.shape(name)]
     loadable = [name for name in exported.names() if name in fitting or name not in reference]
-    loaded = model.load_state_dict({name: _read_whole(exported, name) for name in loadable}, strict=False)
+    loaded = model.load_state_dict({name: exported.read_whole(name) for name in loadable}, strict=False)
     known = {key for key in keys if key.endswith(EXTRA_STATE)} | set(common)
     return Export(
         missing=tuple(key for key in loaded.missing_keys if key not in known),
         unexpected=tuple(loaded.unexpected_keys),
-        comparisons=tuple(compare(name, own_part(_read_whole(exported, name)), reference, name) for name in common),
+        comparisons=tuple(compare(name, own_part(exported.read_whole(name)), reference, name) for name in common),
         rounded={name: exported.dtype(name) for name in fitting if _rounds(exported.dtype(name), reference, name)},
     )
 
@@ -74,7 +74,7 @@ def _rounds(dtype: str, reference: Record, name: str) -> bool:
     """Return whether this dtype cannot hold the values that the reference has."""
     if dtype == reference.dtype(name):
         return False
-    values = _read_whole(reference, name)
+    values = reference.read_whole(name)
     held = values.to(getattr(torch, dtype)).to(values.dtype)
     return bool(((held != values) & (values == values)).any())
 
@@ -104,7 +104,3 @@ def _torch_keys(model: Module) -> tuple[tuple[str, ...], str]:
 
 def _gather(value: Any) -> Any:
     return value.full_tensor().cpu() if isinstance(value, DTensor) else value
-
-
-def _read_whole(record: Record, name: str) -> Tensor:
-    return record.read(name, [((0, size),) for size in record.shape(name)])

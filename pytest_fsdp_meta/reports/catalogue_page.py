@@ -51,10 +51,8 @@ def _check(check: Check) -> Iterator[str]:
     yield f"* Evidence: {_evidence(check)}."
     if check.tolerance:
         allowed = ", ".join(f"{value:g} in {dtype}" for dtype, value in check.tolerance.items())
-        if check.family == "training":
-            yield f"* Relative tolerance, unless `tolerance=` sets another: [the noise](how.md#noise); else {allowed}."
-        else:
-            yield f"* Relative tolerance, unless `tolerance=` sets another: {allowed}."
+        measured = "[the noise](how.md#noise); else " if check.family == "training" else ""
+        yield f"* Relative tolerance, unless `tolerance=` sets another: {measured}{allowed}."
     if check.after:
         yield f"* Runs after: {', '.join(f'[`{id}`](#{id})' for id in check.after)}."
     if check.references:

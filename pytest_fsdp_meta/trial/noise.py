@@ -14,7 +14,7 @@ from pytest_fsdp_meta.trial.on_ranks import run_on
 from pytest_fsdp_meta.worlds import World, WorldError
 
 RUNS = 5
-"""Trainings under nudges. One could by chance leave an element alone of which rounding decides the sign."""
+"""Trainings under nudges. A single one may by chance keep the sign of a gradient that is only rounding."""
 
 
 def with_noise(

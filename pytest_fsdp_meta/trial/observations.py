@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from pytest_fsdp_meta.evidence import (
+    VALUES_CHECKS,
     Comparison,
     Evidence,
     RankInventory,
@@ -39,12 +40,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 NEED_REFERENCE = frozenset({"values", "verifier", "training", "export", "resharded"})
-VALUES_CHECKS = {
-    "parameter": "params_equal_reference",
-    "buffer": "buffers_equal_reference",
-    "frozen": "frozen_weights_equal_verifier",
-}
-"""Kind of tensor -> the check that reports wrong values of it."""
 ROUNDED = 2**-7
 """Relative: a smaller difference of a tensor in another dtype than the reference's is rounding, in bfloat16 as well."""
 NO_VERIFIER = "neither Subject(verifier=...) nor a reference is declared"

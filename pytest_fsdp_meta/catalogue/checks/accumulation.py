@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
-from pytest_fsdp_meta.catalogue.checks.gradients import partial_gradients, reduced_by_the_optimizer
+from pytest_fsdp_meta.catalogue.checks.gradients import excused_gradients
 from pytest_fsdp_meta.catalogue.diagnosis.limits import Limits, gradient_limits
 from pytest_fsdp_meta.catalogue.diagnosis.multiples import multiple
 from pytest_fsdp_meta.catalogue.diagnosis.parity import (
@@ -80,7 +80,7 @@ def _changed_by_forward(view: View) -> Iterator[str]:
 
 def _wrong_accumulation(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding]:
     limits = gradient_limits(view, "accumulated")
-    excused = partial_gradients(view) | set(reduced_by_the_optimizer(view, runs))
+    excused = excused_gradients(view, runs)
     names = [name for name in view.names("parameter", only=view.reference.gradients) if name not in excused]
     recorded = [run.accumulation for run in runs if run.accumulation is not None]
     pairs = view.comparisons(tuple(accumulation.gradients for accumulation in recorded), names)
@@ -103,9 +103,10 @@ def _wrong_accumulation(view: View, runs: Sequence[RankTraining]) -> Iterator[Fi
 def _wrong_sums(name: str, pairs: list[tuple[int, Comparison]], limits: Limits) -> Iterator[Finding]:
     by_factor: dict[str, list[int]] = {}
     wrong = [(rank, comparison) for rank, comparison in pairs if limits.exceeded(rank, comparison)]
+    allowed = limits.relative_to(wrong)
     for rank, comparison in wrong:
         assert comparison.measure is not None
-        by_factor.setdefault(multiple(comparison.measure, limits.relative_to(wrong)), []).append(rank)
+        by_factor.setdefault(multiple(comparison.measure, allowed), []).append(rank)
     for factor, ranks in by_factor.items():
         actual = f"gradient {factor} times as large" if factor else "different gradient"
         yield Finding(name, tuple(ranks), f"{actual} after the last micro-batch", _MEAN, **_OVERWRITTEN)

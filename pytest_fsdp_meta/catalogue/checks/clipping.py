@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from pytest_fsdp_meta.catalogue.checks.gradients import partial_gradients, reduced_by_the_optimizer
+from pytest_fsdp_meta.catalogue.checks.gradients import excused_gradients, reduced_by_the_optimizer
 from pytest_fsdp_meta.catalogue.diagnosis.limits import gradient_limits, norm_limit
 from pytest_fsdp_meta.catalogue.diagnosis.multiples import multiple
 from pytest_fsdp_meta.catalogue.diagnosis.parity import (
@@ -116,13 +116,14 @@ def grad_clip_parity(view: View) -> Iterable[Finding]:
         raise NotJudged("nothing was clipped: nothing is trainable, or clipping was not recorded")
     limits, norm = gradient_limits(view), view.reference.norm or 0.0
     limits = replace(limits, relative=limits.relative + EPSILON / norm)
-    excused = partial_gradients(view) | set(reduced_by_the_optimizer(view, runs))
+    excused = excused_gradients(view, runs)
     names = [name for name in view.names("parameter", only=view.reference.gradients) if name not in excused]
     found = []
     for name, cases in view.comparisons(tuple(one.gradients for one in clipped), names).items():
         wrong = [(rank, c) for rank, c in cases if limits.exceeded(rank, c)]
-        actual = ((rank, _describe_clipped(c, limits.relative_to(wrong))) for rank, c in wrong)
-        expected = f"half as large as before, within {limits.relative_to(wrong):.2g}"
+        allowed = limits.relative_to(wrong)
+        actual = ((rank, _describe_clipped(c, allowed)) for rank, c in wrong)
+        expected = f"half as large as before, within {allowed:.2g}"
         found += [Finding(name, ranks, text, expected) for text, ranks in ranks_by(actual).items()]
     if found:
         require_same_forward(view, runs)

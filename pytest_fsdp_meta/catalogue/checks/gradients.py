@@ -95,6 +95,11 @@ def partial_gradients(view: View) -> set[str]:
     return found
 
 
+def excused_gradients(view: View, runs: Sequence[RankTraining]) -> set[str]:
+    """Return the parameters whose gradients before the optimizer's step need not equal the reference's."""
+    return partial_gradients(view) | set(reduced_by_the_optimizer(view, runs))
+
+
 def reduced_by_the_optimizer(view: View, runs: Sequence[RankTraining]) -> list[str]:
     """Return the parameters whose gradients differ only until the optimizer, or a hook of its step, reduces them."""
     limits, names = gradient_limits(view), view.names("parameter", only=view.reference.gradients)

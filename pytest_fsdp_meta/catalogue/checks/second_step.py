@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from pytest_fsdp_meta.catalogue.checks.gradients import (
-    describe_largest_error,
-    partial_gradients,
-    reduced_by_the_optimizer,
-)
+from pytest_fsdp_meta.catalogue.checks.gradients import describe_largest_error, excused_gradients
 from pytest_fsdp_meta.catalogue.diagnosis.limits import (
     Limits,
     gradient_limits,
@@ -77,7 +73,7 @@ def _first_steps_equal(view: View, runs: Sequence[RankTraining]) -> bool:
 def _wrong_second_gradients(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding]:
     seconds = [run.second for run in runs if run.second is not None]
     limits = gradient_limits(view, "second")
-    excused = partial_gradients(view) | set(reduced_by_the_optimizer(view, runs))
+    excused = excused_gradients(view, runs)
     names, due = view.names("parameter", only=view.reference.gradients), gradients_beyond_rounding(view)
     pairs = view.comparisons(tuple(second.gradients for second in seconds), names)
     for name in names:

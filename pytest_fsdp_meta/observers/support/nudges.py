@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from pytest_fsdp_meta.observers.support.precision import COMPUTED, is_low
 from pytest_fsdp_meta.observers.support.reference_record import without_repetition
 from pytest_fsdp_meta.observers.support.torch_private import operator_name, write_count
 from pytest_fsdp_meta.observers.support.watching import watching
 
-COMPUTED = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
 
 
@@ -74,10 +74,8 @@ class Nudges:
         """Nothing: a watcher's method."""
 
     def after(self, func: Any, args: Sequence[Any], out: Any) -> None:
-        if isinstance(out, Tensor) and _is_nudged(out) and operator_name(func) in PRODUCTS:
-            unit = torch.finfo(out.dtype).eps
-            if unit > torch.finfo(torch.float32).eps:
-                out.copy_(self._nudged(out, unit))
+        if isinstance(out, Tensor) and _is_nudged(out) and is_low(out.dtype) and operator_name(func) in PRODUCTS:
+            out.copy_(self._nudged(out, torch.finfo(out.dtype).eps))
 
     def _nudge_gradients(self, parameters: Iterable[Parameter]) -> None:
         for parameter in parameters:
@@ -120,5 +118,5 @@ class _Nudge(torch.autograd.Function):  # type: ignore[misc]
 
 
 def _is_nudged(tensor: Tensor) -> bool:
-    """Whether it is an array in a dtype that models compute in; float8 is a form of storage."""
+    """Whether it is an array in a dtype that models compute in."""
     return tensor.dtype in COMPUTED and tensor.layout == torch.strided and not tensor.is_quantized

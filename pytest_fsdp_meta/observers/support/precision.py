@@ -1,4 +1,4 @@
-"""Find the dtypes that wrappers compute and reduce in, where a mixed-precision policy sets them."""
+"""Which dtypes models compute in, and which ones a mixed-precision policy sets for computing and reducing."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pytest_fsdp_meta.observers.support.torch_private import mixed_precision
 
+COMPUTED = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
+"""Dtypes in which models compute, and to which FSDP2 casts without a scale. float8 is a form of storage."""
 WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel)
 
 
@@ -18,6 +20,11 @@ def precision(model: Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return ``computes_in`` and ``reduces_in`` of a RankInventory."""
     policies = list(_policies(model))
     return _names(policy[0] for policy in policies), _names(policy[1] for policy in policies)
+
+
+def is_low(dtype: torch.dtype) -> bool:
+    """Whether the dtype is a floating one of a lower precision than float32."""
+    return bool(dtype.is_floating_point and torch.finfo(dtype).eps > torch.finfo(torch.float32).eps)
 
 
 def _policies(model: Module) -> Iterator[tuple[torch.dtype | None, torch.dtype | None]]:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 RECORDS = ("values", "gradients", "first_updated", "second_gradients", "late", "updated", "accumulated")
 """Records of the reference: weights; gradients of the first step, weights after it; gradients of the second step;
 weights before the last step, and after it; and mean gradients of micro-batches."""
+STEP_GRADIENTS = ("gradients", "second_gradients")
+"""The records of the gradients of the first steps, in order."""
 ALIASES = "aliases"
 AS_BYTES = "as_bytes"
 """Keys in the metadata of a record: names that are another name's tensor, and dtypes of tensors stored as bytes."""
@@ -130,6 +132,10 @@ class Record:
             read = _assemble(self._slice(name), list(regions), [])
         dtype = self._dtype_of_bytes(name)
         return _elements(read, dtype) if dtype else read
+
+    def read_whole(self, name: str) -> Tensor:
+        """Return the whole tensor."""
+        return self.read(name, [((0, size),) for size in self.shape(name)])
 
     def read_run(self, name: str, runs: Region) -> Tensor:
         """Return the elements in ``runs`` of the tensor laid out as one row, reading no other elements."""
