@@ -43,6 +43,8 @@ RELOADING_OBSERVATIONS = (
     "resharded",
     "continued",
     "resumed",
+    "saved_again",
+    "restored_again",
 )
 
 

@@ -12,6 +12,7 @@ from pytest_fsdp_meta.catalogue.checks import (
     optimization,
     replicas,
     resuming,
+    second_save,
     second_step,
     sharding,
     structure,
@@ -29,7 +30,7 @@ FAMILIES = (
     *(structure, materialisation, sharding, tiling, communication),
     *(replicas, values, tying, memory),
     *(forward, gradients, clipping, optimization, second_step, training, accumulation),
-    *(checkpoint, resuming),
+    *(checkpoint, resuming, second_save),
 )
 
 

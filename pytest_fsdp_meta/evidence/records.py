@@ -185,6 +185,10 @@ class Evidence:
     continued: tuple[RankResumed, ...] | None = None
     resumed: tuple[RankResumed, ...] | None = None
     """As ``continued``, after loading the checkpoint into a second load of the model."""
+    saved_again: tuple[RankResumed, ...] | None = None
+    """As ``continued``, at a second checkpoint that is saved after the training steps that follow the first."""
+    restored_again: tuple[RankResumed, ...] | None = None
+    """As ``saved_again``, after loading the second checkpoint into a second load of the model."""
     repetition: tuple[RankInventory, ...] | None = None
     """The inventory of a second load in a fresh world."""
     export: Export | None = None

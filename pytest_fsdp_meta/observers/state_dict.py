@@ -17,6 +17,7 @@ from pytest_fsdp_meta.evidence.checkpoint import RankStateDict
 from pytest_fsdp_meta.loader.subject import Subject, SubjectError
 from pytest_fsdp_meta.observers.adapters.dtensor import own_part
 from pytest_fsdp_meta.observers.batches import calling
+from pytest_fsdp_meta.observers.fingerprints import fingerprint
 from pytest_fsdp_meta.observers.inventory import unwrapped
 from pytest_fsdp_meta.observers.loading import resharded_subject
 from pytest_fsdp_meta.observers.support.reference_record import Record, write_record
@@ -35,6 +36,11 @@ def observe_state_dict() -> RankStateDict:
     if subject.state_dict is not None:
         keys = tuple(_author_state_dict(subject))
     return RankStateDict(keys, refused)
+
+
+def fingerprint_state_dict() -> dict[str, str]:
+    """Return fingerprints of what the author's ``state_dict(model)`` returns now, by key."""
+    return {key: fingerprint(value) for key, value in _author_state_dict(resharded_subject()).items()}
 
 
 def export(path: str) -> tuple[str, ...]:

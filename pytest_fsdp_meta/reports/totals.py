@@ -34,6 +34,8 @@ ACTIVITIES = {
     "export": "exporting",
     "resumed": "resuming",
     "restored": "restoring",
+    "saved_again": "saving again",
+    "restored_again": "restoring again",
     "resharded": "resharding",
 }
 """Activity in ``LoaderRecord.seconds`` -> its description, where they differ."""

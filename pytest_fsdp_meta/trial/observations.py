@@ -114,6 +114,8 @@ class ObservationRun:
             restored=reloading.restored,
             continued=reloading.continued,
             resumed=reloading.resumed,
+            saved_again=reloading.saved_again,
+            restored_again=reloading.restored_again,
             repetition=reloading.repetition,
             export=reloading.export,
             resharded=reloading.resharded,

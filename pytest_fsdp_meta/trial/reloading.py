@@ -50,6 +50,8 @@ SECOND_LOAD_FAILED = "the loader succeeded once, and failed when it ran again in
 SAVE_NOT_RETRIED = "saving hung or ended a rank, and is not tried again"
 NO_MODEL = "a checkpoint directory is not a model to load into; declare Subject(reference=<callable>)"
 NEEDS = {
+    "restored_again": ("saved_again",),
+    "saved_again": ("continued",),
     "restored": ("saved",),
     "resumed": ("continued",),
     "resharded": ("kept",),
@@ -86,6 +88,8 @@ class Reloading:
     restored: tuple[RankSaved, ...] | None = None
     continued: tuple[RankResumed, ...] | None = None
     resumed: tuple[RankResumed, ...] | None = None
+    saved_again: tuple[RankResumed, ...] | None = None
+    restored_again: tuple[RankResumed, ...] | None = None
     repetition: tuple[RankInventory, ...] | None = None
     export: Export | None = None
     resharded: Resharded | None = None
@@ -109,12 +113,14 @@ class Reloading:
         try:
             self.state_dict = self._take("state_dict", self._observe_state_dict)
             self.continued = self._take("continued", self._save_and_continue)
+            self.saved_again = self._take("saved_again", self._save_again)
             self.saved = self._take("saved", self._save_model)
             self.repetition = self._take("repetition", self._repeat_load)
             self.export = self._take("export", self._export)
             self._take("kept", self._save_second_load)
             self.resumed = self._take("resumed", self._resume)
             self.restored = self._take("restored", self._restore_model)
+            self.restored_again = self._take("restored_again", self._restore_again)
             self.resharded = self._take("resharded", self._reshard)
         finally:
             for world in self._worlds:
@@ -158,8 +164,22 @@ class Reloading:
         problem = optimizer_not_loaded_by_torch(self._run_first(checkpoint.first_step), self.subject)
         if problem and not self._author_saves:
             return Unavailable(f"{problem}; {DECLARE}", kind="undeclared")
-        self._saved_with_optimizer = self._save(self._first_world, checkpoint.save_all, self._path("continued"))
+        self._saved_with_optimizer = self._save_all("continued")
         return _with_losses(self._saved_with_optimizer, self._run_first(checkpoint.train_on, STEPS))
+
+    def _save_again(self) -> tuple[RankResumed, ...] | Unavailable:
+        """Save a second checkpoint; the model has been trained since the first one."""
+        return self.unavailable.get("continued") or self._save_all("again")
+
+    def _save_all(self, name: str) -> tuple[RankResumed, ...]:
+        exporting = "saved_again" in self._wanted and "state_dict" in self.subject.declared
+        exported = self._run_first(state_dict.fingerprint_state_dict) if exporting else []
+        saved = self._save(self._first_world, checkpoint.save_all, self._path(name))
+        return (
+            tuple(replace(rank, exported=own) for rank, own in zip(saved, exported, strict=True))
+            if exporting
+            else saved
+        )
 
     def _save_model(self) -> tuple[RankSaved, ...] | Unavailable:
         if self._saved_with_optimizer:  # that checkpoint has the model as well
@@ -199,6 +219,14 @@ class Reloading:
             return _models(self._loaded_with_optimizer)
         name = "continued" if self._saved_with_optimizer else "saved"
         return tuple(self._run_second(checkpoint.load_model, self._path(name)))
+
+    def _restore_again(self) -> tuple[RankResumed, ...] | Unavailable:
+        if (reason := self.unavailable.get("saved_again")) is not None:
+            return reason
+        for earlier in ("resumed", "restored"):
+            if (reason := self.unavailable.get(earlier, NOT_WANTED)).error:
+                return reason  # loading the first checkpoint raised or hung, and would do so again
+        return tuple(self._run_second(checkpoint.load_all, self._path("again")))
 
     # The observation of a load in a world of another size.
 

@@ -153,6 +153,9 @@ def reloaded(ranks: Sequence[RankInventory], reference: RankInventory) -> dict[s
     saved = tuple(RankSaved({name: f"saved {name}" for name in persistent(rank)}) for rank in ranks)
     momenta = {t.name: {"momentum_buffer": f"momentum of {t.name}"} for t in reference.tensors if t.requires_grad}
     resumed = tuple(RankResumed(held, momenta, ({"lr": "0.1"},), (1.25, 1.0)) for held in saved)
+    later = tuple(
+        replace(run, model=RankSaved({name: f"later {name}" for name in run.model.tensors})) for run in resumed
+    )
     whole = tuple(equal(tensor) for tensor in reference.tensors if tensor.persistent)
     return {
         "repetition": tuple(ranks),
@@ -161,6 +164,8 @@ def reloaded(ranks: Sequence[RankInventory], reference: RankInventory) -> dict[s
         "restored": saved,
         "continued": resumed,
         "resumed": resumed,
+        "saved_again": later,
+        "restored_again": later,
         "export": Export(comparisons=whole),
         "resharded": Resharded((("dp_shard", 1),), (whole,)),
     }

@@ -72,6 +72,7 @@ EMPTY = {
     *NO_TRAFFIC,
     *("tied_weights_share_storage", "tied_weights_stay_tied", "replicas_stay_equal", "frozen_weights_stay_frozen"),
     *("optimizer_owns_parameters", "optimizer_state_round_trip", "every_trainable_moves"),
+    "second_save_is_current",
     *("forward_sees_current_weights", "grad_norm_parity", "grad_clip_parity", "second_grad_parity"),
     *("grad_accumulation_parity", "parameter_attributes_kept", "unsharded_modules_stay_whole"),
 }
@@ -135,7 +136,7 @@ def bare(evidence: Evidence) -> Evidence:
     evidence = replace(with_loading(evidence), subject=SubjectFacts())
     evidence = undeclared(evidence, "reference", "values", "verifier", why=NO_REFERENCE)
     evidence = undeclared(evidence, "state_dict", "export", "resharded", why=NO_REFERENCE)
-    evidence = undeclared(evidence, "training", "continued", "resumed", why=NO_BATCH)
+    evidence = undeclared(evidence, "training", "continued", "resumed", "saved_again", "restored_again", why=NO_BATCH)
     return replace(evidence, collectives=(RankCollectives((), None),) * len(evidence.inventory))
 
 
@@ -297,6 +298,7 @@ BROKEN = {
     "full_state_dict_exports": replace(healthy(), export=Export(missing=(MIDDLE,))),
     "optimizer_state_round_trip": with_rank(healthy(), "resumed", state={}),
     "resume_parity": with_rank(healthy(), "resumed", losses=(9.0, 9.0)),
+    "second_save_is_current": with_rank(healthy(), "restored_again", model=healthy().saved[0]),
 }
 
 

@@ -34,8 +34,8 @@ from tests.catalogue.evidence_factory import (
 
 REPEATABLE, NAMES, ROUND_TRIP = "load_is_repeatable", "state_dict_names_clean", "dcp_round_trip"
 RESHARDS, EXPORTS = "dcp_reshards", "full_state_dict_exports"
-OPTIMIZER, RESUME = "optimizer_state_round_trip", "resume_parity"
-ALL = (REPEATABLE, NAMES, ROUND_TRIP, RESHARDS, EXPORTS, OPTIMIZER, RESUME)
+OPTIMIZER, RESUME, AGAIN = "optimizer_state_round_trip", "resume_parity", "second_save_is_current"
+ALL = (REPEATABLE, NAMES, ROUND_TRIP, RESHARDS, EXPORTS, OPTIMIZER, RESUME, AGAIN)
 NAN = math.nan
 OTHER = Comparison(
     MIDDLE, False, elements=24, differing=12, max_abs=1.0, max_rel=0.5, index=(3, 0), expected=2.0, actual=1.0
@@ -50,7 +50,7 @@ def test_healthy_evidence_passes(check, evidence):
     assert (found.status, found.findings, found.unjudged) == ("passed", (), {})
 
 
-@pytest.mark.parametrize("check", [check for check in ALL if check != OPTIMIZER])
+@pytest.mark.parametrize("check", [check for check in ALL if check not in (OPTIMIZER, AGAIN)])
 def test_an_empty_model_passes(check):
     assert verdict(check, empty()).status == "passed"
 
@@ -67,6 +67,8 @@ def test_an_empty_model_passes(check):
         (EXPORTS, "export"),
         (OPTIMIZER, "resumed"),
         (RESUME, "continued"),
+        (AGAIN, "saved_again"),
+        (AGAIN, "restored_again"),
     ],
 )
 def test_what_was_not_observed(check, observation):
@@ -487,3 +489,75 @@ def test_wrong_names_in_the_model_are_reported_by_one_check():
     found = verdict(NAMES, evidence)
     assert found.status == "skipped"
     assert found.unjudged == {"names_match_reference": (MIDDLE, called)}
+
+
+def loaded_again(
+    evidence: Evidence, tensors: dict[str, str], ranks: tuple[int, ...] = (0, 1), **facts: Any
+) -> Evidence:
+    """Change the tensors that the second checkpoint restored on these ranks, and facts of the loaded model."""
+    model = evidence.restored_again[0].model
+    changed = replace(model, tensors={**model.tensors, **tensors}, **facts)
+    return again(evidence, "restored_again", ranks, model=changed)
+
+
+def test_a_second_save_of_the_first_values():
+    evidence = loaded_again(healthy(), {MIDDLE: healthy().continued[0].model.tensors[MIDDLE]}, (1,))
+    assert findings_of(verdict(AGAIN, evidence)) == [
+        (MIDDLE, (1,), "the values of the first save in the second one", "the current values", "")
+    ]
+
+
+def test_a_second_save_that_is_not_restored():
+    evidence = loaded_again(healthy(), {MIDDLE: "other", HEAD: "overwritten"}, untouched=(HEAD,))
+    assert findings_of(verdict(AGAIN, evidence)) == [
+        (MIDDLE, (0, 1), "different values after loading the second save", "the saved values", ""),
+        (HEAD, (0, 1), "not restored from the second save: loading does not change it", "the saved values", ""),
+    ]
+    broken_before = again(evidence, "restored", tensors=evidence.restored_again[0].model.tensors)
+    assert verdict(ROUND_TRIP, broken_before).status == "failed"
+    assert verdict(AGAIN, broken_before).status == "skipped"
+
+
+def test_a_second_save_of_the_first_momenta():
+    evidence = healthy()
+    state = evidence.saved_again[0].state
+    moved = {name: {"momentum_buffer": f"later {name}"} for name in state}
+    evidence = again(evidence, "saved_again", state=moved)
+    assert findings_of(verdict(AGAIN, again(evidence, "restored_again", state={**moved, MIDDLE: state[MIDDLE]}))) == [
+        (MIDDLE, (0, 1), "the momentum_buffer of the first save in the second one", "the optimizer's current state", "")
+    ]
+
+
+def test_state_that_is_as_it_was_at_the_first_save():
+    assert verdict(AGAIN, healthy()).status == "passed"
+    assert healthy().saved_again[0].state == healthy().continued[0].state
+
+
+def exporting(evidence: Evidence, later: str, dtype: str = "float32") -> Evidence:
+    evidence = again(evidence, "continued", exported={MIDDLE: f"{dtype} (8, 3) first"})
+    return again(evidence, "saved_again", exported={MIDDLE: f"{dtype} (8, 3) {later}"})
+
+
+def test_a_state_dict_that_keeps_its_first_values():
+    assert verdict(AGAIN, exporting(healthy(), "later")).status == "passed"
+    assert findings_of(verdict(AGAIN, exporting(healthy(), "first"))) == [
+        (MIDDLE, (0, 1), "the values of the first save from a later state_dict()", "the current values", "")
+    ]
+    assert verdict(AGAIN, exporting(healthy(), "first", "bfloat16")).status == "passed", (
+        "a small step may be rounded off"
+    )
+    held = {"model": healthy().continued[0].model, "state": {}}
+    unchanged = again(again(healthy(), "saved_again", **held), "restored_again", **held)
+    assert verdict(AGAIN, exporting(unchanged, "first")).status == "passed"
+
+
+def test_a_training_that_changes_nothing_between_two_saves():
+    evidence = replace(healthy(), saved_again=healthy().continued, restored_again=healthy().continued)
+    found = verdict(AGAIN, evidence)
+    assert found.status == "skipped"
+    assert found.reason == "training changed nothing between the two saves, so they cannot be distinguished"
+
+
+def test_evidence_that_is_older_than_the_second_save():
+    old = verdict(AGAIN, replace(healthy(), saved_again=None, restored_again=None))
+    assert (old.status, old.reason) == ("skipped", "this evidence is older than the check; run the test again")

@@ -106,6 +106,7 @@ def test_a_finding_about_the_whole_model_may_explain_a_failure_too():
 
 
 CRASHED = ("training", "continued", "resumed", "saved", "restored", "resharded", "export", "state_dict")
+CRASHED += ("saved_again", "restored_again")
 
 
 def test_a_wrong_model_explains_a_crash_to_every_check():

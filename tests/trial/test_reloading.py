@@ -30,9 +30,9 @@ from tests.world_help import trial_preload
 
 REPEATABLE, NAMES, ROUND_TRIP = "load_is_repeatable", "state_dict_names_clean", "dcp_round_trip"
 RESHARDS, EXPORTS = "dcp_reshards", "full_state_dict_exports"
-OPTIMIZER, RESUME = "optimizer_state_round_trip", "resume_parity"
-ALL = (REPEATABLE, NAMES, ROUND_TRIP, RESHARDS, EXPORTS, OPTIMIZER, RESUME)
-SAVING = (ROUND_TRIP, RESHARDS, OPTIMIZER, RESUME)
+OPTIMIZER, RESUME, AGAIN = "optimizer_state_round_trip", "resume_parity", "second_save_is_current"
+ALL = (REPEATABLE, NAMES, ROUND_TRIP, RESHARDS, EXPORTS, OPTIMIZER, RESUME, AGAIN)
+SAVING = (ROUND_TRIP, RESHARDS, OPTIMIZER, RESUME, AGAIN)
 
 
 def build() -> nn.Sequential:
@@ -139,6 +139,7 @@ def test_a_bare_model_is_saved_and_loaded():
         EXPORTS: "Subject(reference=...) is not declared",
         OPTIMIZER: "Subject(batch=...) is not declared",
         RESUME: "Subject(batch=...) is not declared",
+        AGAIN: "Subject(batch=...) is not declared",
     }
     assert {verdicts[id].status for id in (REPEATABLE, ROUND_TRIP)} == {"passed"}
 
@@ -254,7 +255,7 @@ def test_nothing_to_train():
 
     found = judged(loader)
     assert {id: one.reason for id, one in found.items() if one.status != "passed"} == dict.fromkeys(
-        (OPTIMIZER, RESUME), "nothing is trainable, so there is no optimizer"
+        (OPTIMIZER, RESUME, AGAIN), "nothing is trainable, so there is no optimizer"
     )
 
 
@@ -371,21 +372,73 @@ def test_saving_that_hangs_or_ends_a_rank_is_not_retried(tmp_path, how):
     assert {path.name.partition(" ")[0] for path in tmp_path.iterdir()} == {"continued"}
 
 
+def for_torch(model: nn.Module, optimizer: Any, folder: Path) -> None:
+    dcp.save(get_model_state_dict(model), checkpoint_id=folder)
+
+
+def from_torch(model: nn.Module, optimizer: Any, folder: Path) -> None:
+    state = get_model_state_dict(model)
+    dcp.load(state, checkpoint_id=folder)
+    set_model_state_dict(model, state)
+
+
+def test_a_checkpoint_that_cannot_be_loaded_is_not_tried_a_second_time(tmp_path):
+    def resume(model, optimizer, folder):
+        (tmp_path / f"{folder.name} of rank {torch.distributed.get_rank()}").touch()
+        time.sleep(60)
+
+    found = judged(
+        lambda fsdp: declared(fsdp, build(), save=for_torch, resume=resume), (OPTIMIZER, RESUME, AGAIN), timeout=8
+    )
+    assert statuses(found) == dict.fromkeys((OPTIMIZER, RESUME, AGAIN), "error")
+    assert {path.name.partition(" ")[0] for path in tmp_path.iterdir()} == {"continued"}
+
+
+def test_a_second_save_that_raises():
+    def save(model, optimizer, folder):
+        if folder.name == "again":
+            raise FileExistsError("step_1")
+        for_torch(model, optimizer, folder)
+
+    found = judged(lambda fsdp: declared(fsdp, build(), save=save, resume=from_torch), (ROUND_TRIP, OPTIMIZER, AGAIN))
+    assert statuses(found) == {ROUND_TRIP: "passed", OPTIMIZER: "failed", AGAIN: "error"}
+    assert "raised FileExistsError in Subject(save=...): step_1" in found[AGAIN].reason
+
+
+@pytest.mark.parametrize("lr", [0.0, 0.1])
+def test_a_second_save_is_judged_where_training_has_changed_something(lr):
+    adam = lambda parameters: torch.optim.AdamW(parameters, lr=lr)  # noqa: E731
+    plain = lambda parameters: torch.optim.SGD(parameters, lr=lr)  # noqa: E731
+    assert judged(lambda fsdp: declared(fsdp, build(), optimizer=adam), [AGAIN])[AGAIN].status == "passed"
+    found = judged(lambda fsdp: declared(fsdp, build(), optimizer=plain), [AGAIN])[AGAIN]
+    unchanged = "training changed nothing between the two saves, so they cannot be distinguished"
+    assert (found.status, found.reason) == (("passed", "") if lr else ("skipped", unchanged))
+
+
+def test_a_second_save_that_keeps_one_tensor_of_the_first():
+    """As an asynchronous save does whose staging memory is reused on one rank only."""
+
+    def save(model, optimizer, folder):
+        state = get_model_state_dict(model)
+        if torch.distributed.get_rank() == 1:
+            kept = vars(model).setdefault("kept", state["0.weight"].detach().clone())
+            state["0.weight"] = kept
+        dcp.save(state, checkpoint_id=folder)
+
+    found = judged(lambda fsdp: declared(fsdp, build(), save=save, resume=from_torch), [ROUND_TRIP, AGAIN])
+    assert found[ROUND_TRIP].status == "passed"
+    (finding,) = found[AGAIN].findings
+    assert (finding.tensor, finding.ranks) == ("0.weight", (1,))
+    assert finding.actual == "the values of the first save in the second one"
+
+
 def test_saving_that_raised_is_retried():
     def save(model, optimizer, folder):
         if folder.name == "saved":
             raise OSError("the disk is full")
-        for_torch(model, folder)
+        for_torch(model, optimizer, folder)
 
-    def for_torch(model: nn.Module, folder: Path) -> None:
-        dcp.save(get_model_state_dict(model), checkpoint_id=folder)
-
-    def resume(model, optimizer, folder):
-        state = get_model_state_dict(model)
-        dcp.load(state, checkpoint_id=folder)
-        set_model_state_dict(model, state)
-
-    found = judged(lambda fsdp: declared(fsdp, build(), save=save, resume=resume), (ROUND_TRIP, RESHARDS))
+    found = judged(lambda fsdp: declared(fsdp, build(), save=save, resume=from_torch), (ROUND_TRIP, RESHARDS))
     assert statuses(found) == {ROUND_TRIP: "error", RESHARDS: "passed"}
     assert "raised OSError in Subject(save=...): the disk is full" in found[ROUND_TRIP].reason
 
@@ -466,7 +519,7 @@ def test_failed_training_does_not_fail_the_checkpoints():
         return loss(model, batch)
 
     found = judged(lambda fsdp: declared(fsdp, build(), loss=failing), (*ALL, "loss_parity"))
-    assert {id for id, one in found.items() if one.status == "error"} == {"loss_parity", OPTIMIZER, RESUME}
+    assert {id for id, one in found.items() if one.status == "error"} == {"loss_parity", OPTIMIZER, RESUME, AGAIN}
     assert {id for id, one in found.items() if one.status == "passed"} == {
         REPEATABLE, NAMES, ROUND_TRIP, RESHARDS, EXPORTS
     }  # fmt: skip

@@ -1,0 +1,97 @@
+"""Saving more than once: a later checkpoint has the values of its own moment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from pytest_fsdp_meta.catalogue.checks.checkpoint import SAVED, SOUND, diverging_names
+from pytest_fsdp_meta.catalogue.findings import Explanation, Finding, Mismatch
+from pytest_fsdp_meta.catalogue.registry import check
+from pytest_fsdp_meta.catalogue.view import NotJudged, View
+from pytest_fsdp_meta.evidence import TensorFacts
+from pytest_fsdp_meta.evidence.checkpoint import RankResumed
+
+CURRENT = "the current values"
+
+
+class _Saves(NamedTuple):
+    """What one rank held when it saved, saved again after more training, and loaded the second checkpoint."""
+
+    first: RankResumed
+    second: RankResumed
+    loaded: RankResumed
+
+
+@check(
+    promise="a checkpoint that is saved after more training has the values of that moment, not those of an earlier one",
+    family="checkpoint",
+    needs=["inventory", "continued", "saved_again", "restored_again"],
+    after=[*SOUND, "frozen_weights_stay_frozen", "state_dict_names_clean", "load_is_repeatable", "dcp_round_trip"],
+    why="The first checkpoint of a run is right, all later ones repeat it, and only resuming shows it.",
+    cause="the first save keeps its copies (a cached state dict, staging memory that is reused, a structure that is "
+    "assumed not to change), and later ones write these again",
+    remedy="copy the current values at each save; a cache may keep shapes and plans, but no values",
+    references=["NVIDIA-NeMo/RL#3312"],
+    since="0.3",
+)
+def second_save_is_current(view: View) -> Iterable[Finding]:
+    evidence = view.evidence
+    if evidence.saved_again is None:
+        raise NotJudged("this evidence is older than the check; run the test again")
+    runs = (evidence.continued or (), evidence.saved_again or (), evidence.restored_again or ())
+    ranks = [_Saves(*saves) for saves in zip(*runs, strict=True)]
+    if not any(map(_changed, ranks)):
+        raise NotJudged("training changed nothing between the two saves, so they cannot be distinguished")
+    diverging = diverging_names(view, [rank.second.model for rank in ranks])
+    names = dict.fromkeys(name for rank in ranks for name in rank.second.model.tensors)
+    left_out = {name for rank in ranks for name in rank.second.model.left_out}
+    for name in [name for name in names if name not in left_out and name not in diverging and view.judgeable(name)]:
+        held = [rank.by_name.get(name) for rank in evidence.inventory]
+        yield from view.findings_for(name, ((rank, _compare_tensors(saves, name)) for rank, saves in enumerate(ranks)))
+        yield from view.findings_for(name, ((rank, _compare_states(saves, name)) for rank, saves in enumerate(ranks)))
+        exports = ((rank, _compare_exports(saves, held[rank])) for rank, saves in enumerate(ranks))
+        yield from view.findings_for(name, exports)
+
+
+def _changed(rank: _Saves) -> bool:
+    return rank.first.model.tensors != rank.second.model.tensors or rank.first.state != rank.second.state
+
+
+def _compare_tensors(rank: _Saves, name: str) -> Mismatch | None:
+    first, second, loaded = (run.model.tensors.get(name) for run in rank)
+    if loaded is None or loaded == second:
+        return None
+    if loaded == first:
+        return Mismatch("the values of the first save in the second one", CURRENT)
+    if name in rank.loaded.model.untouched:
+        return Mismatch("not restored from the second save: loading does not change it", SAVED, **_OTHERWISE)
+    return Mismatch("different values after loading the second save", SAVED, **_OTHERWISE)
+
+
+def _compare_states(rank: _Saves, name: str) -> Mismatch | None:
+    first, second, loaded = (run.state.get(name, {}) for run in rank)
+    stale = [key for key in loaded if loaded[key] == first.get(key) and loaded[key] != second.get(key)]
+    if not stale:
+        return None
+    return Mismatch(f"the {', '.join(stale)} of the first save in the second one", "the optimizer's current state")
+
+
+def _compare_exports(rank: _Saves, tensor: TensorFacts | None) -> Mismatch | None:
+    """Compare the state dict of the author with the earlier one, if this rank's values have changed since then."""
+    if tensor is None:
+        return None
+    before, now = (run.model.tensors.get(tensor.name) for run in (rank.first, rank.second))
+    exported = rank.second.exported.get(tensor.name)
+    # In a coarser dtype, a small step may round to the same values.
+    exact = exported is not None and exported.startswith(f"{tensor.dtype} ")
+    if before == now or not exact or exported != rank.first.exported.get(tensor.name):
+        return None
+    return Mismatch("the values of the first save from a later state_dict()", CURRENT)
+
+
+_OTHERWISE: Explanation = {
+    "cause": "the first checkpoint is restored and the second one is not: saving again leaves it out, writes beside "
+    "what it should replace, or finds the state of the first save",
+    "remedy": "save twice in one process, load the second checkpoint and compare the weights",
+}
