@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import pickle
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import accumulate as accumulate_lengths
 from itertools import product
@@ -145,6 +146,7 @@ def train_reference(
         norm=first.norm,
         after=after,
         hooks_left_out=hooks_left_out(subject),
+        idle=first.idle or (),
     )
 
 
@@ -158,6 +160,24 @@ class _RecordedSteps(StepObserver):
         self.sizes: dict[str, float] = {}
         self.noise = 0.0
         self.norm: float | None = None
+        self.idle: tuple[str, ...] | None = None
+        """The parameters of modules that did not run in the first step."""
+
+    def loss_of(self, subject: Subject, rows: dict[str, Any]) -> Tensor:
+        if self.idle is not None:
+            return super().loss_of(subject, rows)
+        used: set[int] = set()
+
+        def note(module: Module, _: Any) -> None:
+            if not torch.compiler.is_compiling():
+                used.update(map(id, module.parameters(recurse=False)))
+
+        with ExitStack() as hooks:
+            for module in self._model.modules():
+                hooks.callback(module.register_forward_pre_hook(note).remove)
+            loss = super().loss_of(subject, rows)
+        self.idle = tuple(name for name, tensor in parameters_of(self._model) if id(tensor) not in used)
+        return loss
 
     def record(self, name: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
         write_record(record_at(self._folder, name), tensors)

@@ -6,7 +6,7 @@ import difflib
 import math
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -171,15 +171,7 @@ class ObservationRun:
             return not_declared("reference")
         if "reference" in self._checkpoints:
             return run_on(self.world, on_ranks.reference.checkpoint_facts, self._checkpoints["reference"])[0]
-        self.reference_world.start()
-        recorded = run_on(
-            self.reference_world,
-            on_ranks.reference.record_reference,
-            self._recipe,
-            tuple(self.subject.frozen),
-            self.subject.kept_attributes,
-            self._record_path("values"),
-        )[0]
+        recorded = self._build_reference("values")
         # The reference may draw other values each time as well, or leave them unwritten.
         drawn = set(self.subject.drawn)
         return replace(
@@ -187,6 +179,17 @@ class ObservationRun:
             unstable=tuple(name for name in recorded.unstable if name not in drawn),
             uninitialised=tuple(name for name in recorded.uninitialised if name not in drawn),
         )
+
+    def _build_reference(self, record: str) -> ReferenceFacts:
+        self.reference_world.start()
+        return run_on(
+            self.reference_world,
+            on_ranks.reference.record_reference,
+            self._recipe,
+            tuple(self.subject.frozen),
+            self.subject.kept_attributes,
+            self._record_path(record),
+        )[0]
 
     def _compare_with_reference(self) -> tuple[tuple[Comparison, ...], ...] | Unavailable:
         if self.reference is None:
@@ -318,6 +321,7 @@ class ObservationRun:
         reloading = Reloading(
             first=self.world,
             reference_world=self.reference_world,
+            rebuild_reference=partial(self._build_reference, "rebuilt"),
             load=self.load_again,
             subject=self.subject,
             inventory=self.inventory,

@@ -73,6 +73,8 @@ class Reloading:
     first: World
     """The loader's own world, or another load once training has ended it."""
     reference_world: World
+    rebuild_reference: Callable[[], object]
+    """Start the world of the reference again, and build the reference in it."""
     load: Load
     subject: SubjectFacts
     inventory: tuple[RankInventory, ...]
@@ -194,11 +196,10 @@ class Reloading:
     def _export(self) -> Export | Unavailable:
         if self.reference is None or not self.reference.complete:
             return Unavailable(NO_MODEL, kind="undeclared")
-        if not self.reference_world.alive:
-            # Its world ended when its training raised, and with it the model.
-            return self.training_error or Unavailable("the process of the reference ended while its noise was measured")
         if reason := self._unsavable(gathering=True) or self._ungatherable():
             return reason
+        if not self.reference_world.alive:
+            self.rebuild_reference()  # its training, or measuring its noise, has ended its world
         path = self._path("export.safetensors")
         keys = self._run_second(state_dict.export, path)[0]
         return run_on(self.reference_world, state_dict.compare_export, path, self.reference_path, keys)[0]

@@ -371,6 +371,34 @@ def test_a_loss_that_does_not_reach_most_of_the_model():
     assert found.cause.startswith("the loss does not depend on the parameters: it is constant")
 
 
+def test_modules_that_the_batch_does_not_use_are_no_defect():
+    """Most of a multimodal model gets no gradient from a batch of text alone."""
+    every = tuple(t.name for t in healthy().inventory[0].tensors if t.requires_grad)
+    text_only = unreached(*every[:-1])
+    text_only = replace(text_only, reference=replace(text_only.reference, idle=every[:-1]))
+    found = verdict(MOVES, text_only)
+    assert (found.status, found.findings, found.why) == ("skipped", (), "partly checked")
+    assert f"the batch does not use {every[0]} and {len(every) - 2} more: these modules did not run" in found.reason
+    functional = replace(text_only, reference=replace(text_only.reference, idle=every[1:-1]))
+    assert verdict(MOVES, functional).reason.endswith(
+        f"the loss gives {every[0]} no gradient, in the reference neither; freeze what is not trained"
+    )
+
+
+def test_a_model_that_does_not_run_at_all():
+    every = tuple(t.name for t in healthy().inventory[0].tensors if t.requires_grad)
+    unused = unreached(*every)
+    [found] = verdict(MOVES, replace(unused, reference=replace(unused.reference, idle=every))).findings
+    assert found.cause.startswith("the loss does not depend on the parameters: it is constant")
+
+
+def test_without_a_reference_no_gradient_is_no_finding():
+    every = tuple(t.name for t in healthy().inventory[0].tensors if t.requires_grad)
+    found = verdict(MOVES, undeclared(unreached(*every[:-1]), "reference", why="not declared"))
+    assert (found.status, found.why) == ("skipped", "partly checked")
+    assert "no gradient; freeze what is not trained" in found.reason
+
+
 def test_a_parameter_without_a_use_is_left_out():
     found = verdict(MOVES, unreached(MIDDLE))
     assert (found.status, found.why) == ("skipped", "partly checked")

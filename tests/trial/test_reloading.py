@@ -107,11 +107,10 @@ def test_a_module_that_all_layers_share():
     assert statuses(verdicts) == dict.fromkeys(ALL, "passed"), {id: found.reason for id, found in verdicts.items()}
 
 
-def test_a_reference_that_raises_is_the_error_of_every_check_that_needs_it():
+def test_a_reference_that_cannot_be_trained_is_built_again_for_the_export():
     verdicts = judged(lambda fsdp: declared(fsdp, build(), loss=lambda model: 0.0), (EXPORTS, "loss_parity"))
-    assert statuses(verdicts) == {EXPORTS: "error", "loss_parity": "error"}
-    assert verdicts[EXPORTS].reason == verdicts["loss_parity"].reason
-    assert verdicts[EXPORTS].reason.startswith("the reference raised TypeError in Subject(loss=...)")
+    assert statuses(verdicts) == {EXPORTS: "passed", "loss_parity": "error"}
+    assert verdicts["loss_parity"].reason.startswith("the reference raised TypeError in Subject(loss=...)")
 
 
 @pytest.mark.parametrize("summed", [False, True])

@@ -179,7 +179,8 @@ def every_trainable_moves(view: View) -> Iterable[Finding]:
     swallowed = list(_swallowed(view, runs))
     yield from swallowed
     unreached = _unreached(view, runs)
-    yield from _most_unreached(view, unreached)
+    if _reference_is_trained(view):
+        yield from _most_unreached(view, unreached)
     if not any(run.movements for run in runs):
         raise NotJudged("nothing is trainable")
     if not swallowed and not any(movement.due for run in runs for movement in run.movements):
@@ -188,14 +189,12 @@ def every_trainable_moves(view: View) -> Iterable[Finding]:
             "Subject(optimizer=...) a larger learning rate"
         )
     found = list(_unmoved(view, runs))
-    if found and view.evidence.reference is not None and view.evidence.reference.losses is not None:
+    if found and _reference_is_trained(view):
         require_same_forward(view, comparable_training(view))
         require_no_other_cause(view, f"{found[0].tensor}: {found[0].actual}")
     yield from found
     if unreached:
-        raise PartlyJudged(
-            f"the loss gives {first_of(unreached)} no gradient, in the reference neither; freeze what is not trained"
-        )
+        raise PartlyJudged(_describe_unreached(view, unreached))
 
 
 def _swallowed(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding]:
@@ -221,8 +220,7 @@ _SWALLOWED: Explanation = {
 
 def _unreached(view: View, runs: Sequence[RankTraining]) -> list[str]:
     """Return the trainable parameters that have no gradient, or only zeros, on any rank and in the reference."""
-    reference = view.evidence.reference
-    sizes = reference.gradients if reference is not None and reference.losses is not None else {}
+    sizes = view.reference.gradients if _reference_is_trained(view) else {}
     reached = {name for name, size in sizes.items() if size != 0}
     for run in runs:
         zero = {c.name for c in run.gradients if c.equal and not sizes.get(c.name, 1.0)}
@@ -234,11 +232,22 @@ def _unreached(view: View, runs: Sequence[RankTraining]) -> list[str]:
     return [name for name, facts in view.tensors("parameter") if facts[0][1].requires_grad and name not in reached]
 
 
+def _reference_is_trained(view: View) -> bool:
+    return view.evidence.reference is not None and view.evidence.reference.losses is not None
+
+
 def _most_unreached(view: View, unreached: Sequence[str]) -> Iterator[Finding]:
-    """Report a loss that does not reach most of the model. A few parameters without a use are not a defect."""
+    """Report a loss that does not reach most of what has computed. A few parameters without a use are not a defect.
+
+    Neither are modules that the batch does not use: images for a vision tower, tokens for an expert.
+    """
     trainable = {
         name: math.prod(facts[0][1].shape) for name, facts in view.tensors("parameter") if facts[0][1].requires_grad
     }
+    if len(unreached) < len(trainable):
+        idle = {*unreached} & {*_idle(view)}
+        trainable = {name: size for name, size in trainable.items() if name not in idle}
+        unreached = [name for name in unreached if name not in idle]
     missing = sum(trainable[name] for name in unreached)
     if 2 * missing > sum(trainable.values()):
         actual = f"{len(unreached)} of {counted(len(trainable), 'trainable parameter')} get no gradient"
@@ -248,6 +257,26 @@ def _most_unreached(view: View, unreached: Sequence[str]) -> Iterator[Finding]:
         ranks = tuple(range(len(view.evidence.inventory)))
         explanation = _CUT_OFF if len(unreached) < len(trainable) else _CONSTANT
         yield Finding(None, ranks, actual, "a gradient for each", detail, **explanation)
+
+
+def _idle(view: View) -> tuple[str, ...]:
+    return () if view.evidence.reference is None else view.evidence.reference.idle
+
+
+def _describe_unreached(view: View, unreached: Sequence[str]) -> str:
+    idle = _idle(view)
+    unused = [name for name in unreached if name in idle]
+    others = [name for name in unreached if name not in idle]
+    parts = []
+    if unused:
+        parts.append(
+            f"the batch does not use {first_of(unused)}: these modules did not run, in the reference neither; give "
+            "batches that use them, or freeze what is not trained"
+        )
+    if others:
+        alike = ", in the reference neither" * _reference_is_trained(view)
+        parts.append(f"the loss gives {first_of(others)} no gradient{alike}; freeze what is not trained")
+    return "; ".join(parts)
 
 
 _CONSTANT: Explanation = {
