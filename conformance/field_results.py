@@ -19,12 +19,88 @@ OF_ANY_SIZE: dict[str, set[str]] = {
     **dict.fromkeys(("afmoe", "blt", "ernie4_5_moe", "laguna"), THAWED),
     **dict.fromkeys(("marian", "moss_transcribe_diarize", "pegasus", "roformer"), THAWED),
 }
-UNEVEN_AND_TIED = ("bart", "bert", "bloom", "cohere", "gemma3_text", "gpt2", "mamba", "opt", "starcoder2")
+UNEVEN_AND_TIED = [
+    "bart",
+    "bert",
+    "bert-generation",
+    "big_bird",
+    "biogpt",
+    "blenderbot",
+    "blenderbot-small",
+    "bloom",
+    "camembert",
+    "cohere",
+    "cohere2",
+    "cohere2_moe",
+    "cohere_compass_text",
+    "ctrl",
+    "data2vec-text",
+    "electra",
+    "ernie",
+    "ernie4_5",
+    "ernie4_5_moe",
+    "falcon",
+    "falcon_mamba",
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "gemma3_text",
+    "gemma3n_text",
+    "gemma4",
+    "gemma4_text",
+    "gemma4_unified",
+    "gemma4_unified_text",
+    "got_ocr2",
+    "gpt-sw3",
+    "gpt2",
+    "gpt_bigcode",
+    "gpt_neo",
+    "gpt_neox_japanese",
+    "granite_swa",
+    "jetmoe",
+    "lfm2",
+    "lfm2_moe",
+    "lfm3",
+    "mamba",
+    "marian",
+    "mbart",
+    "megatron-bert",
+    "minicpm3",
+    "modernbert-decoder",
+    "moss_transcribe_diarize",
+    "mpt",
+    "mvp",
+    "openai-gpt",
+    "opt",
+    "pegasus",
+    "plbart",
+    "prophetnet",
+    "recurrent_gemma",
+    "roberta",
+    "roberta-prelayernorm",
+    "roc_bert",
+    "roformer",
+    "smollm3",
+    "starcoder2",
+    "trocr",
+    "vaultgemma",
+    "whisper",
+    "xglm",
+    "xlm",
+    "xlm-roberta",
+    "xlm-roberta-xl",
+    "xlnet",
+    "xmod",
+    "youtu",
+    "zamba",
+    "zamba2",
+    "zaya",
+]
 FINDINGS: dict[str, dict[str, set[str]]] = {
     "plain": {},
     "plain-uneven": {},
     "transformers": OF_ANY_SIZE,
-    "transformers-uneven": OF_ANY_SIZE | dict.fromkeys(UNEVEN_AND_TIED, STALE),
+    "transformers-uneven": OF_ANY_SIZE | {name: STALE | OF_ANY_SIZE.get(name, set()) for name in UNEVEN_AND_TIED},
 }
 """Known findings of transformers 5.23.0 by loader; docs/systems.md explains them. Remove those that a release fixes."""
 
@@ -38,8 +114,14 @@ WITHOUT_CHECKPOINT = {
 """Why no tiny checkpoint can be made, by architecture."""
 
 _MODULE_LISTS = {"musicgen", "musicgen_melody"}
-RAISING: dict[str, set[str]] = {loader: _MODULE_LISTS if "transformers" in loader else set() for loader in FINDINGS}
-"""Architectures whose loader raises: its plan shards a ModuleList, which has no forward."""
+RAISING: dict[str, set[str]] = {
+    "plain": set(),
+    "plain-uneven": set(),
+    "transformers": _MODULE_LISTS,
+    "transformers-uneven": {*_MODULE_LISTS, "hrm_text"},
+}
+"""Architectures whose loader raises: its plan shards a ModuleList, which has no forward, or it compares the shape of a
+fused weight with that of one uneven shard."""
 
 UNTRAINABLE = {"blt", "git", "musicgen", "musicgen_melody", "reformer", "rwkv", "xlstm"}
 """Architectures that one device cannot train either, from tokens alone in evaluation mode; their loading is judged."""
