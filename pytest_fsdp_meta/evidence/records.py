@@ -105,6 +105,8 @@ class ReferenceFacts:
     """Tensors whose values differ from the loader's; the reference trains from the loader's values of these."""
     hooks_left_out: tuple[str, ...] = ()
     """The step hooks of the loader's optimizer that could not run on the reference, each with the reason."""
+    reached_later: tuple[str, ...] = ()
+    """The parameters whose gradient is zero in the first step and not in a later one."""
     idle: tuple[str, ...] = ()
     """The parameters of modules that did not run in its first step, such as a vision tower that gets text only."""
 

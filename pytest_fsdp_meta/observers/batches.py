@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
@@ -61,6 +62,8 @@ def calling(where: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise CallFailed(where) from error
+    except CheckpointException as error:  # a BaseException that only counts the ranks of its errors
+        raise CallFailed(where) from next((cause for cause, _ in error.failures.values()), error)
 
 
 def global_batch(subject: Subject, step: int) -> Mapping[str, Any]:

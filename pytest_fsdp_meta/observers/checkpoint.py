@@ -105,11 +105,15 @@ def save_all(folder: str) -> RankResumed:
     return held
 
 
-def load_all(folder: str) -> RankResumed:
-    """Load model and optimizer in the folder over other values; return what they hold afterwards."""
+def load_all(folder: str, changed: Collection[str] = ()) -> RankResumed:
+    """Load model and optimizer in the folder over other values; return what they hold afterwards.
+
+    The author can restore tensors that have ``changed`` in training from nothing but the checkpoint.
+    """
     rank, subject = current(), resharded_subject()
-    rank.state["resumable"] = _make_optimizer(subject)
-    _overwrite(subject)
+    rank.state["resumable"] = optimizer = _make_optimizer(subject)
+    _overwrite(subject, changed)
+    _overwrite_state(optimizer)  # one that the loader built may have trained as far as the one that saved
     _load(subject, rank.state["resumable"], Path(folder))
     return _describe_all(subject, rank.state["resumable"], _describe_loaded_model(subject))
 
@@ -172,22 +176,31 @@ def _torch_states(model: Module, optimizer: Optimizer | None) -> dict[str, Any]:
     return states
 
 
-def _overwrite(subject: Subject) -> None:
+def _overwrite(subject: Subject, changed: Collection[str] = ()) -> None:
     """Overwrite all that a checkpoint must restore, so that loading nothing is noticed.
 
-    Where the author saves, only trained parameters are overwritten: the author may well restore all others from the
-    place that the loader took them from.
+    Where the author saves, only trained parameters and ``changed`` tensors are overwritten: the author may well restore
+    all others from the place that the loader took them from.
     """
     done: set[int] = set()  # inverting the bits of tied tensors twice would restore them
     with torch.no_grad():
         trained = {name for name, tensor in _persistent(subject.model).items() if tensor.requires_grad}
         for name, part in _persistent_parts(subject.model).items():
-            if subject.save is not None and name not in trained:
+            if subject.save is not None and name not in trained and name not in changed:
                 continue
             local = part.local
             if local.numel() and local.data_ptr() not in done and 0 not in local.stride():
                 done.add(local.data_ptr())
                 overwrite(local)
+
+
+def _overwrite_state(optimizer: Optimizer) -> None:
+    done: set[int] = set()
+    for value in (value for own_state in optimizer.state.values() for value in own_state.values()):
+        local = local_part(value) if isinstance(value, Tensor) else None
+        if local is not None and local.numel() and local.data_ptr() not in done and 0 not in local.stride():
+            done.add(local.data_ptr())
+            overwrite(local)
 
 
 def _make_optimizer(subject: Subject) -> Optimizer:

@@ -146,6 +146,7 @@ def train_reference(
         norm=first.norm,
         after=after,
         hooks_left_out=hooks_left_out(subject),
+        reached_later=tuple(first.reached_later),
         idle=first.idle or (),
     )
 
@@ -160,6 +161,7 @@ class _RecordedSteps(StepObserver):
         self.sizes: dict[str, float] = {}
         self.noise = 0.0
         self.norm: float | None = None
+        self.reached_later: dict[str, None] = {}
         self.idle: tuple[str, ...] | None = None
         """The parameters of modules that did not run in the first step."""
 
@@ -190,6 +192,9 @@ class _RecordedSteps(StepObserver):
             self.sizes = {name: root_mean_square(gradient) for name, gradient in gradients}
             self.noise = gradient_noise(self._model)
             self.norm, _ = gradient_norm(self._model, None)
+        else:
+            unreached = [(name, gradient) for name, gradient in gradients if not self.sizes.get(name)]
+            self.reached_later |= {name: None for name, gradient in unreached if gradient.any()}
 
     def after_update(self, step: int) -> None:
         if step == 0:

@@ -6,7 +6,10 @@ That world releases its model before the second load, so that the ranks never ho
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
@@ -171,7 +174,10 @@ class Reloading:
 
     def _save_again(self) -> tuple[RankResumed, ...] | Unavailable:
         """Save a second checkpoint; the model has been trained since the first one."""
-        return self.unavailable.get("continued") or self._save_all("again")
+        if (reason := self.unavailable.get("continued")) is not None:
+            return reason
+        with keeping(Path(self._path("continued"))):
+            return self._save_all("again")
 
     def _save_all(self, name: str) -> tuple[RankResumed, ...]:
         exporting = "saved_again" in self._wanted and "state_dict" in self.subject.declared
@@ -227,7 +233,12 @@ class Reloading:
         for earlier in ("resumed", "restored"):
             if (reason := self.unavailable.get(earlier, NOT_WANTED)).error:
                 return reason  # loading the first checkpoint raised or hung, and would do so again
-        return tuple(self._run_second(checkpoint.load_all, self._path("again")))
+        return tuple(self._run_second(checkpoint.load_all, self._path("again"), self._changed_between_saves()))
+
+    def _changed_between_saves(self) -> frozenset[str]:
+        pairs = zip(self.continued or (), self.saved_again or (), strict=True)
+        held = [(first.model.tensors, second.model.tensors) for first, second in pairs]
+        return frozenset(name for first, second in held for name in second if first.get(name) != second[name])
 
     # The observation of a load in a world of another size.
 
@@ -345,6 +356,28 @@ class Reloading:
 
     def _path(self, name: str) -> str:
         return str(self.folder / name)
+
+
+@contextmanager
+def keeping(folder: Path) -> Iterator[None]:
+    """Put the folder back at the end if it is gone by then: an author's save() may delete earlier checkpoints."""
+    kept = folder.with_name(f"{folder.name}.kept")
+    shutil.copytree(folder, kept, copy_function=_link)
+    try:
+        yield
+    finally:
+        if folder.exists():
+            shutil.rmtree(kept, ignore_errors=True)
+        else:
+            kept.rename(folder)
+
+
+def _link(source: str, target: str) -> None:
+    """Link a file of a checkpoint, which may be large; copy it where the file system has no links."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
 
 
 def _models(ranks: tuple[RankResumed, ...]) -> tuple[RankSaved, ...]:

@@ -528,6 +528,44 @@ def test_a_second_save_of_the_first_momenta():
     ]
 
 
+@pytest.mark.parametrize(
+    ("loaded", "actual", "expected"),
+    [
+        ({}, "no optimizer state after loading the second save", "momentum_buffer, as saved"),
+        (
+            {"momentum_buffer": "zeros"},
+            "different momentum_buffer after loading the second save",
+            "the saved optimizer state",
+        ),
+    ],
+)
+def test_a_second_save_without_the_optimizer(loaded, actual, expected):
+    evidence = healthy()
+    state = evidence.saved_again[0].state
+    evidence = again(evidence, "restored_again", (1,), state={**state, MIDDLE: loaded})
+    assert findings_of(verdict(AGAIN, evidence)) == [(MIDDLE, (1,), actual, expected, "")]
+
+
+def test_master_weights_of_the_first_save():
+    master = "(parameter 3 of the optimizer)"
+    first = again(healthy(), "continued", state={master: {"exp_avg": "first"}})
+    first = again(first, "resumed", state={master: {"exp_avg": "first"}})
+    stale = again(first, "saved_again", state={master: {"exp_avg": "later"}})
+    stale = again(stale, "restored_again", state={master: {"exp_avg": "first"}})
+    assert [found[:2] for found in findings_of(verdict(AGAIN, stale))] == [(master, (0, 1))]
+
+
+def test_extra_state_and_settings_of_the_first_save():
+    evidence = healthy()
+    for observed, count in (("continued", 1), ("saved_again", 2), ("restored_again", 1)):
+        model = replace(getattr(evidence, observed)[0].model, extra={"counter._extra_state": f"forwards={count}"})
+        evidence = again(evidence, observed, model=model, groups=({"lr": f"{1 / count:g}", "betas": "0.9"},))
+    assert findings_of(verdict(AGAIN, evidence)) == [
+        ("counter._extra_state", (0, 1), "the state of the first save in the second one", "the current state", ""),
+        (None, (0, 1), "lr=1 of the first save in the second one (the optimizer's group 0)", "the current 0.5", ""),
+    ]
+
+
 def test_state_that_is_as_it_was_at_the_first_save():
     assert verdict(AGAIN, healthy()).status == "passed"
     assert healthy().saved_again[0].state == healthy().continued[0].state

@@ -226,9 +226,9 @@ def _unreached(view: View, runs: Sequence[RankTraining]) -> list[str]:
         zero = {c.name for c in run.gradients if c.equal and not sizes.get(c.name, 1.0)}
         if run.after is not None:
             reached |= {t.name for t in run.after.tensors if t.numel} - {*run.without_gradient, *zero}
-    drawn = set(view.evidence.subject.drawn)
-    if drawn & reached:  # LoRA draws zeros for one matrix, so the other one has no gradient in the first step
-        reached |= drawn & _moving_in_reference(view)
+    if _reference_is_trained(view):
+        # Behind weights that begin as zeros, such as the B of LoRA or a new head, gradients begin with the second step.
+        reached |= set(view.reference.reached_later)
     return [name for name, facts in view.tensors("parameter") if facts[0][1].requires_grad and name not in reached]
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from pytest_fsdp_meta.catalogue.checks.checkpoint import SAVED, SOUND, diverging_names
 from pytest_fsdp_meta.catalogue.findings import Explanation, Finding, Mismatch
 from pytest_fsdp_meta.catalogue.registry import check
-from pytest_fsdp_meta.catalogue.view import NotJudged, View
+from pytest_fsdp_meta.catalogue.view import NotJudged, View, ranks_by
 from pytest_fsdp_meta.evidence import TensorFacts
 from pytest_fsdp_meta.evidence.checkpoint import RankResumed
 
@@ -27,7 +27,10 @@ class _Saves(NamedTuple):
     promise="a checkpoint that is saved after more training has the values of that moment, not those of an earlier one",
     family="checkpoint",
     needs=["inventory", "continued", "saved_again", "restored_again"],
-    after=[*SOUND, "frozen_weights_stay_frozen", "state_dict_names_clean", "load_is_repeatable", "dcp_round_trip"],
+    after=[
+        *(*SOUND, "frozen_weights_stay_frozen", "state_dict_names_clean", "load_is_repeatable"),
+        *("dcp_round_trip", "optimizer_state_round_trip"),
+    ],
     why="The first checkpoint of a run is right, all later ones repeat it, and only resuming shows it.",
     cause="the first save keeps its copies (a cached state dict, staging memory that is reused, a structure that is "
     "assumed not to change), and later ones write these again",
@@ -44,18 +47,19 @@ def second_save_is_current(view: View) -> Iterable[Finding]:
     if not any(map(_changed, ranks)):
         raise NotJudged("training changed nothing between the two saves, so they cannot be distinguished")
     diverging = diverging_names(view, [rank.second.model for rank in ranks])
-    names = dict.fromkeys(name for rank in ranks for name in rank.second.model.tensors)
     left_out = {name for rank in ranks for name in rank.second.model.left_out}
+    names = dict.fromkeys(name for rank in ranks for name in (*rank.second.model.tensors, *rank.second.state))
     for name in [name for name in names if name not in left_out and name not in diverging and view.judgeable(name)]:
         held = [rank.by_name.get(name) for rank in evidence.inventory]
         yield from view.findings_for(name, ((rank, _compare_tensors(saves, name)) for rank, saves in enumerate(ranks)))
         yield from view.findings_for(name, ((rank, _compare_states(saves, name)) for rank, saves in enumerate(ranks)))
         exports = ((rank, _compare_exports(saves, held[rank])) for rank, saves in enumerate(ranks))
         yield from view.findings_for(name, exports)
+    yield from _compare_rest(ranks)
 
 
 def _changed(rank: _Saves) -> bool:
-    return rank.first.model.tensors != rank.second.model.tensors or rank.first.state != rank.second.state
+    return rank.first.model != rank.second.model or rank.first.state != rank.second.state
 
 
 def _compare_tensors(rank: _Saves, name: str) -> Mismatch | None:
@@ -71,10 +75,18 @@ def _compare_tensors(rank: _Saves, name: str) -> Mismatch | None:
 
 def _compare_states(rank: _Saves, name: str) -> Mismatch | None:
     first, second, loaded = (run.state.get(name, {}) for run in rank)
-    stale = [key for key in loaded if loaded[key] == first.get(key) and loaded[key] != second.get(key)]
-    if not stale:
+    wrong = [key for key in {**second, **loaded} if second.get(key) != loaded.get(key)]
+    if not wrong:
         return None
-    return Mismatch(f"the {', '.join(stale)} of the first save in the second one", "the optimizer's current state")
+    if not loaded:
+        return Mismatch(
+            "no optimizer state after loading the second save", f"{', '.join(second)}, as saved", **_OTHERWISE
+        )
+    if all(key in loaded and loaded[key] == first.get(key) for key in wrong):
+        return Mismatch(f"the {', '.join(wrong)} of the first save in the second one", "the optimizer's current state")
+    return Mismatch(
+        f"different {', '.join(wrong)} after loading the second save", "the saved optimizer state", **_OTHERWISE
+    )
 
 
 def _compare_exports(rank: _Saves, tensor: TensorFacts | None) -> Mismatch | None:
@@ -82,12 +94,35 @@ def _compare_exports(rank: _Saves, tensor: TensorFacts | None) -> Mismatch | Non
     if tensor is None:
         return None
     before, now = (run.model.tensors.get(tensor.name) for run in (rank.first, rank.second))
-    exported = rank.second.exported.get(tensor.name)
+    exported = rank.second.exported.get(tensor.name, "")
     # In a coarser dtype, a small step may round to the same values.
-    exact = exported is not None and exported.startswith(f"{tensor.dtype} ")
+    exact = exported.partition(" ")[0] in (tensor.dtype, "float64")
     if before == now or not exact or exported != rank.first.exported.get(tensor.name):
         return None
     return Mismatch("the values of the first save from a later state_dict()", CURRENT)
+
+
+def _compare_rest(ranks: Sequence[_Saves]) -> Iterator[Finding]:
+    """Compare what is not of one parameter: the extra state of modules, and the settings of the optimizer's groups.
+
+    Both are judged where the first checkpoint restored them; another check reports where it did not.
+    """
+    for key in dict.fromkeys(key for rank in ranks for key in rank.second.model.extra):
+        values = [[run.model.extra.get(key) for run in rank] for rank in ranks]
+        stale = tuple(rank for rank, (first, second, loaded) in enumerate(values) if first == loaded != second)
+        if stale:
+            yield Finding(key, stale, "the state of the first save in the second one", "the current state")
+    settings = ((rank, text) for rank, saves in enumerate(ranks) for text in _stale_settings(saves))
+    for (actual, expected), by in ranks_by(settings).items():
+        yield Finding(None, by, actual, expected)
+
+
+def _stale_settings(rank: _Saves) -> Iterator[tuple[str, str]]:
+    for number, (first, second, loaded) in enumerate(zip(*(run.groups for run in rank), strict=False)):
+        for key in second:
+            if loaded.get(key) == first.get(key) != second[key]:
+                where = f"of the first save in the second one (the optimizer's group {number})"
+                yield f"{key}={loaded.get(key)} {where}", f"the current {second[key]}"
 
 
 _OTHERWISE: Explanation = {
