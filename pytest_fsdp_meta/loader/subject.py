@@ -16,6 +16,7 @@ from pytest_fsdp_meta.loader.validation import (
     SubjectError,
     as_mapping,
     require_attributes,
+    require_bound,
     require_choice,
     require_groups,
     require_module,
@@ -92,6 +93,16 @@ class Subject:
     Of a framework's optimizer that wraps another one (accelerate, lightning), the inner one, its ``.optimizer``, is
     judged and trains.
     """
+    train_step: Callable[[Module, Any, dict[str, Any]], Tensor | float] | None = None
+    """``train_step(model, optimizer, batch)`` trains one step on this rank's rows, and returns the loss.
+
+    The author's own step: forward, backward, accumulation over micro-batches, scaling, clipping, and one ``step()`` of
+    the optimizer. Called on ranks only. The reference trains plainly: the ``loss`` of the whole batch, one backward,
+    the same optimizer, and clipping to ``max_grad_norm``. Gradients are compared in the moment in which the optimizer
+    steps. The model stays in evaluation mode, because dropout would differ between ranks and the reference.
+    """
+    max_grad_norm: float | None = None
+    """The norm to which training clips the gradients: ``train_step`` on the ranks, ``clip_grad_norm`` elsewhere."""
     clip_grad_norm: Callable[[Iterable[Parameter], float], Any] | None = None
     """``clip_grad_norm(parameters, max_norm)`` returns the norm before clipping; by default torch's."""
     save: Callable[[Module, Optimizer | None, Path], object] | None = None
@@ -175,6 +186,7 @@ class Subject:
                 raise SubjectError(name, f"set without {other}; set both or neither")
         require_optimizer(self.optimizer)
         require_slice(self.data_parallel)
+        require_bound("max_grad_norm", self.max_grad_norm)
         require_choice("loss_over_ranks", self.loss_over_ranks, LOSS_OVER_RANKS)
         for name in ("frozen", "drawn", "on_some_ranks", "unsharded", "offloaded"):
             require_names(name, getattr(self, name), mapping=name == "frozen")
@@ -236,6 +248,7 @@ class Subject:
 SIGNATURES = {
     "batch": "batch(step) -> dict of tensors",
     "loss": "loss(model, batch) -> scalar",
+    "train_step": "train_step(model, optimizer, batch) -> loss",
     "clip_grad_norm": "clip_grad_norm(parameters, max_norm) -> norm",
     "adapter": "adapter(name, tensor) -> Part or None",
     "save": "save(model, optimizer, folder)",
@@ -245,7 +258,7 @@ SIGNATURES = {
 """How the fields that are functions are called, as error messages show it."""
 UNDECLARED: dict[str, Any] = {
     **dict.fromkeys(("reference", "verifier", "batch", "data_parallel", "optimizer")),
-    **dict.fromkeys(("clip_grad_norm", "save", "state_dict")),
+    **dict.fromkeys(("train_step", "max_grad_norm", "clip_grad_norm", "save", "state_dict")),
     "frozen": (),
     "tied": (),
     "placements": {},

@@ -61,6 +61,11 @@ def require_choice(field: str, value: object, choices: Sequence[str]) -> None:
         raise SubjectError(field, f"invalid value {value!r} (choose {', '.join(choices[:-1])} or {choices[-1]})")
 
 
+def require_bound(field: str, value: object) -> None:
+    if value is not None and not (isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0):
+        raise SubjectError(field, f"{shorten(value)} should be a positive number, the norm to which training clips")
+
+
 def require_slice(value: object) -> None:
     if value is None:
         return

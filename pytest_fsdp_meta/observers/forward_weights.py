@@ -6,7 +6,7 @@ Each rank compares its own shards with its own slices of what was gathered, so t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -43,17 +43,23 @@ class WeightWatch:
 
     def loss_of(self, subject: Subject, rows: dict[str, Any]) -> Tensor:
         """Return the loss of the next step's rows as ``batches.loss_of`` does, and watch its forward."""
-        self._step += 1
         begin = _next_sequence_number()
+        with self.next_step():
+            loss = loss_of(subject, rows)
+        if self._step == 1 and loss.grad_fn is not None:
+            self._find_copies(loss.grad_fn, begin)
+        return loss
+
+    @contextmanager
+    def next_step(self) -> Iterator[None]:
+        """Watch all forwards of the next step."""
+        self._step += 1
         with ExitStack() as hooks:
             for weight in self._weights:
                 for module, name in weight.places:
                     # The last hook of a module runs after FSDP2's, which gathers.
                     hooks.callback(module.register_forward_pre_hook(partial(self._compare, weight, name)).remove)
-            loss = loss_of(subject, rows)
-        if self._step == 1 and loss.grad_fn is not None:
-            self._find_copies(loss.grad_fn, begin)
-        return loss
+            yield
 
     def observed(self) -> ForwardWeights:
         """Return what was observed. Call this after the last step."""

@@ -36,7 +36,7 @@ from pytest_fsdp_meta.worlds import SEED, Misuse, Rank, current, doing, forward_
 
 LARGE = 2**26
 """Bytes of a model from which on ``release`` collects garbage (64 MiB)."""
-SENT_FIELDS = ("reference", "verifier", "batch", "loss", "optimizer")
+SENT_FIELDS = ("reference", "verifier", "batch", "loss", "optimizer", "max_grad_norm")
 """Fields of Subject that the world of the reference needs."""
 PLACEHOLDERS = {"ds_id": "DeepSpeed's ZeRO-3"}
 """Attribute of parameters that may be placeholders -> who made it one."""

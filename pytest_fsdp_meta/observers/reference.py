@@ -256,7 +256,9 @@ def _build(field: str, recipe: Mapping[str, bytes]) -> Module:
 
 
 def declared_subject(model: Module, recipe: Mapping[str, bytes]) -> Subject:
-    declared: dict[str, Any] = {field: pickle.loads(recipe[field]) for field in ("batch", "loss", "optimizer")}
+    declared: dict[str, Any] = {
+        field: pickle.loads(recipe[field]) for field in ("batch", "loss", "optimizer", "max_grad_norm")
+    }
     if isinstance(declared["optimizer"], PackedOptimizer):
         declared["optimizer"] = Rebuilding(declared["optimizer"], model)
     return Subject(model, **declared)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from pytest_fsdp_meta.loader.subject import Subject
+from pytest_fsdp_meta.observers.author_step import AuthorStep
 from pytest_fsdp_meta.observers.batches import batch_digest, count_labels, global_batch, loss_of, own_rows, scalar
+from pytest_fsdp_meta.observers.gradients import clip
 from pytest_fsdp_meta.observers.support.poison import deterministic
 from pytest_fsdp_meta.worlds import SEED, doing
 
@@ -29,7 +32,10 @@ class TrainingRun:
 
 
 class StepObserver:
-    """Looks at the steps of ``train``, numbered from 0; this one sees nothing."""
+    """Looks at the steps of ``train``, numbered from 0; this one sees nothing.
+
+    If the author declares the whole step, ``during_forwards`` replaces ``loss_of``.
+    """
 
     def around(self, step: int) -> AbstractContextManager[None]:
         """Return a context for the forward, the backward and the optimizer's step."""
@@ -39,8 +45,12 @@ class StepObserver:
         """Return the loss of these rows."""
         return loss_of(subject, rows)
 
+    def during_forwards(self) -> AbstractContextManager[None]:
+        """Return a context for the author's step, with all its forwards."""
+        return nullcontext()
+
     def after_backward(self, step: int) -> None:
-        """Look at the gradients, before the optimizer's step and its hooks."""
+        """Look at the gradients that the optimizer steps with, before its step and its hooks."""
 
     def after_update(self, step: int) -> None:
         """Look at the parameters; the gradients are gone."""
@@ -60,6 +70,7 @@ def train(
     trainable, only the forward runs.
     """
     model, run, observer = subject.model, TrainingRun(), observer or StepObserver()
+    step_of = _plain_step if subject.train_step is None or optimizer is None else _author_step
     model.eval()  # switches dropout off, including F.dropout(training=self.training)
     model.zero_grad(set_to_none=True)  # a loader may have run a warm-up backward
     with deterministic():
@@ -71,15 +82,34 @@ def train(
             run.labels.append(count_labels(rows))
             torch.manual_seed(SEED + step)
             with observer.around(number):
-                with torch.set_grad_enabled(optimizer is not None):
-                    loss = observer.loss_of(subject, rows)
-                run.losses.append(scalar(loss))
-                run.loss_dtype = str(loss.dtype).removeprefix("torch.")
-                if optimizer is not None:
-                    loss.backward()
-                    observer.after_backward(number)
-                    optimizer.step()
-                    optimizer.zero_grad(set_to_none=True)
+                loss = step_of(subject, optimizer, rows, number, observer)
+            run.losses.append(scalar(loss) if isinstance(loss, Tensor) else loss)
+            run.loss_dtype = str(loss.dtype).removeprefix("torch.") if isinstance(loss, Tensor) else ""
             if optimizer is not None:
                 observer.after_update(number)
+    if optimizer is not None:
+        optimizer.zero_grad(set_to_none=True)  # the author's step may do it first, and leave gradients behind
     return run
+
+
+def _plain_step(
+    subject: Subject, optimizer: Optimizer | None, rows: dict[str, Any], number: int, observer: StepObserver
+) -> Tensor:
+    with torch.set_grad_enabled(optimizer is not None):
+        loss = observer.loss_of(subject, rows)
+    if optimizer is not None:
+        loss.backward()
+        if subject.max_grad_norm is not None:
+            clip(subject.model, subject.clip_grad_norm, subject.max_grad_norm)
+        observer.after_backward(number)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return loss.detach()
+
+
+def _author_step(
+    subject: Subject, optimizer: Optimizer | None, rows: dict[str, Any], number: int, observer: StepObserver
+) -> Tensor | float:
+    assert optimizer is not None
+    with observer.during_forwards():
+        return AuthorStep(subject, optimizer).run(rows, number, partial(observer.after_backward, number))

@@ -125,6 +125,9 @@ class _RankSteps(StepObserver):
     def loss_of(self, subject: Subject, rows: dict[str, Any]) -> Tensor:
         return self.weights.loss_of(subject, rows)
 
+    def during_forwards(self) -> AbstractContextManager[None]:
+        return self.weights.next_step()
+
     def after_backward(self, step: int) -> None:
         if step == 0:
             self._observe_first_gradients()
@@ -205,7 +208,7 @@ def _observe_accumulation(
     optimizer: Optimizer | None,
 ) -> Accumulation | None:
     """Compare accumulated gradients. Call this after the steps, so that a failure disturbs no other observation."""
-    if optimizer is None or not records:
+    if optimizer is None or not records or subject.train_step is not None:
         return None
     if problem := indivisible_batch(subject, data_parallel[1]):
         return Accumulation(problem=problem)

@@ -70,6 +70,17 @@ def test_declared_fields_are_recorded(tmp_path):
             "loss=...): str 'mse' is not callable; give a function loss(model, batch) -> scalar",
         ),
         (
+            {"train_step": "step"},
+            "train_step=...): str 'step' is not callable; give a function train_step(model, optimizer, batch) -> loss",
+        ),
+        *(
+            (
+                {"max_grad_norm": value},
+                f"max_grad_norm=...): {shown} should be a positive number, the norm to which training clips",
+            )
+            for value, shown in ((0, "int '0'"), (-1.0, "float '-1.0'"), ("1.0", "str '1.0'"), (True, "bool 'True'"))
+        ),
+        (
             {"save": "dcp", "resume": print},
             "save=...): str 'dcp' is not callable; give a function save(model, optimizer, folder)",
         ),

@@ -149,6 +149,9 @@ def _explain_factor(view: View, runs: Sequence[RankTraining], name: str, factor:
     if factor == "0":
         return _ZERO
     number, meaning = number_of(view, runs, factor, name)
+    declared = view.evidence.subject.declared
+    if not meaning and "train_step" in declared and "max_grad_norm" not in declared:
+        return _SCALED_BY_STEP
     if not meaning:
         return {
             "cause": "the loss or its gradients are multiplied by a constant that the reference does not have",
@@ -182,7 +185,8 @@ _DIVIDE_EXPERTS = (
 
 
 def _explain_other(view: View, name: str, cases: Cases) -> Explanation:
-    explanation = _EXPERTS if _is_expert(view, name) else _DIFFERENT
+    by_step = "train_step" in view.evidence.subject.declared
+    explanation = _EXPERTS if _is_expert(view, name) else _BY_STEP if by_step else _DIFFERENT
     if _tied_only_here(view, name):
         explanation = _TIED
     elif max(_relative_error(comparison) for _, comparison in cases) < SLIGHT:
@@ -229,6 +233,18 @@ _DIFFERENT: Explanation = {
     "cause": "the forward is correct and the backward is not: a gradient is reduced over too few ranks, a hook or a "
     "custom backward changes it, or activation checkpointing recomputes with other random numbers",
     "remedy": "compare how the gradient of this parameter is reduced with a parameter whose gradient is correct",
+}
+_BY_STEP: Explanation = {
+    "cause": "train_step reduces, scales or clips it otherwise than one backward of the mean loss over the whole batch "
+    "and one clipping, or the backward itself is wrong on ranks",
+    "remedy": "reduce once, after the last micro-batch; divide by what the reference divides by; clip once, after the "
+    "reduction, by the norm of all ranks' gradients",
+}
+_SCALED_BY_STEP: Explanation = {
+    "cause": "train_step multiplies the loss or its gradients by a constant that the reference does not have, or clips "
+    "them, and the reference does not",
+    "remedy": "if train_step clips, declare Subject(max_grad_norm=<its bound>); else check loss scaling and the number "
+    "of micro-batches that the loss is divided by",
 }
 _SLIGHTLY_OFF: Explanation = {
     "cause": "the error is small: the forward differs slightly (another activation, epsilon, scale or precision), or "

@@ -6,6 +6,7 @@ tests/observers/test_torch_private.py fails when torch moves one of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +50,17 @@ def step_hooks(optimizer: Optimizer) -> list[tuple[bool, Callable[..., Any]]]:
     before: Mapping[int, Any] = getattr(optimizer, "_optimizer_step_pre_hooks", {})
     after: Mapping[int, Any] = getattr(optimizer, "_optimizer_step_post_hooks", {})
     return [*((True, hook) for hook in before.values()), *((False, hook) for hook in after.values())]
+
+
+@contextmanager
+def before_other_step_hooks(optimizer: Optimizer, hook: Callable[..., None]) -> Iterator[None]:
+    """Call the hook before the optimizer's other hooks at each step; public torch only appends one."""
+    handle = optimizer.register_step_pre_hook(hook)
+    optimizer._optimizer_step_pre_hooks.move_to_end(handle.id, last=False)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def flat_parameters(model: Module) -> Iterator[tuple[Tensor, tuple[int, ...], int]]:

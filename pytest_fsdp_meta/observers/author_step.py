@@ -1,0 +1,82 @@
+"""Run the author's own training step, and look at the gradients in the moment in which it steps the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from numbers import Real
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from pytest_fsdp_meta.loader.subject import Subject, SubjectError
+from pytest_fsdp_meta.observers.batches import calling
+from pytest_fsdp_meta.observers.optimizers import built_optimizer
+from pytest_fsdp_meta.observers.support.torch_private import before_other_step_hooks
+from pytest_fsdp_meta.text import counted
+
+
+class AuthorStep:
+    """Call ``Subject(train_step=...)``, which has to step the optimizer once."""
+
+    def __init__(self, subject: Subject, optimizer: Optimizer) -> None:
+        self._subject = subject
+        self._optimizer = optimizer
+        built = built_optimizer(subject)
+        # A framework's step goes through its own wrapper, if the loader built one.
+        self._handed: Any = subject.optimizer if built is optimizer else optimizer
+
+    def run(self, rows: dict[str, Any], number: int, look: Callable[[], None]) -> Tensor | float:
+        """Return the loss of the step ``number``; ``look`` is called when the optimizer steps, before its own hooks."""
+        assert self._subject.train_step is not None
+        errors: list[Exception | None] = []
+        """What ``look`` raised, for each step of the optimizer."""
+
+        def before_step(*_: Any) -> None:
+            errors.append(None if errors else _error_of(look))
+
+        hooked, in_eval = before_other_step_hooks(self._optimizer, before_step), _kept_in_eval(self._subject.model)
+        with hooked, in_eval, calling("Subject(train_step=...)"):
+            loss = self._subject.train_step(self._subject.model, self._handed, rows)
+        if errors and errors[0] is not None:
+            raise errors[0]
+        if len(errors) != 1:
+            times = f"stepped the optimizer {counted(len(errors), 'time')}" if errors else "never stepped the optimizer"
+            hint = _HINTS[bool(errors)]
+            raise SubjectError("train_step", f"it {times} in step {number}, but should step it once; {hint}")
+        if not isinstance(loss, Real) and not (isinstance(loss, Tensor) and loss.numel() == 1):
+            shown = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise SubjectError("train_step", f"it returned {shown}, but should return the loss, a number")
+        return loss if isinstance(loss, Tensor) else float(loss)
+
+
+_HINTS = {
+    False: "call step() of the optimizer that it gets",
+    True: "one call gets the rows of one step, with all its micro-batches",
+}
+"""What to do, by whether it has stepped at all."""
+
+
+def _error_of(look: Callable[[], None]) -> Exception | None:
+    """Return what an observer raises. It is raised after the step, which other ranks finish together with this one."""
+    try:
+        look()
+    except Exception as error:
+        return error
+    return None
+
+
+@contextmanager
+def _kept_in_eval(model: Module) -> Iterator[None]:
+    """Give ``model.train()`` no effect: dropout would differ from the reference's."""
+
+    def train(mode: bool = True) -> Module:
+        return model
+
+    model.train = train
+    try:
+        yield
+    finally:
+        del model.train

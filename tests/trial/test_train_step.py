@@ -1,0 +1,189 @@
+"""The author's own training step, on real ranks: what it may do, and one line for what it may not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+from pytest_fsdp_meta import Subject
+from pytest_fsdp_meta.catalogue import Verdict, built_in, judge
+from pytest_fsdp_meta.loader.call import Call
+from pytest_fsdp_meta.trial import Trial
+from pytest_fsdp_meta.worlds import Rank, WorldSpec
+from tests.world_help import trial_preload
+
+TRAINING = ("loss_parity", "grad_parity", "second_grad_parity", "update_parity", "resume_parity")
+
+
+def build() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 2))
+
+
+def batch(step: int) -> dict[str, Tensor]:
+    return {"input": torch.linspace(-1.0, 1.0, 16).view(4, 4) + step}
+
+
+def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return model(**batch).square().mean()
+
+
+def adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+def load(fsdp: Rank, **declared: Any) -> Subject:
+    model = build()
+    for module in model:
+        fully_shard(module, mesh=fsdp.mesh)
+    fully_shard(model, mesh=fsdp.mesh)
+    return Subject(model, **{"reference": build, "batch": batch, "loss": loss, "optimizer": adam, **declared})
+
+
+def judged(train_step: Any, checks: Iterable[str] = TRAINING, **declared: Any) -> dict[str, Verdict]:
+    catalogue = built_in()
+    trial = Trial(WorldSpec({"dp_shard": 2}, timeout=60), trial_preload(), steps=3, tolerance={})
+    function = partial(load, train_step=train_step, **declared)
+    evidence = trial.observe(Call(cloudpickle.dumps(function), {}, "fsdp"), catalogue.observations(checks))
+    return {id: judge(catalogue[id], evidence, catalogue) for id in checks}
+
+
+def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, Tensor]) -> Tensor:
+    found = loss(model, batch)
+    found.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return found
+
+
+def test_a_step_in_training_mode_that_zeroes_first_and_returns_a_float():
+    def step(model, optimizer, batch):
+        model.train()
+        optimizer.zero_grad()
+        found = loss(model, batch)
+        found.backward()
+        optimizer.step()
+        return found.item()
+
+    found = judged(step)
+    assert {id: one.status for id, one in found.items()} == dict.fromkeys(TRAINING, "passed"), found
+
+
+def test_a_step_gets_the_wrapper_that_the_loader_built():
+    class Wrapper(torch.optim.Optimizer):
+        """As accelerate's, it steps only if its framework has run the backward."""
+
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            self.optimizer = optimizer
+            self.backward_ran = False
+
+        def step(self, closure: None = None) -> None:
+            if self.backward_ran:
+                self.optimizer.step()
+
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            self.optimizer.zero_grad(set_to_none)
+
+    def step(model, optimizer, batch):
+        found = loss(model, batch)
+        found.backward()
+        optimizer.backward_ran = True
+        optimizer.step()
+        optimizer.zero_grad()
+        return found
+
+    def wrapped(fsdp):
+        found = load(fsdp, train_step=step)
+        found.optimizer = Wrapper(adam(found.model.parameters()))
+        return found
+
+    catalogue = built_in()
+    trial = Trial(WorldSpec({"dp_shard": 2}, timeout=60), trial_preload(), steps=3, tolerance={})
+    evidence = trial.observe(Call(cloudpickle.dumps(wrapped), {}, "fsdp"), catalogue.observations(["update_parity"]))
+    assert judge(catalogue["update_parity"], evidence, catalogue).status == "passed"
+
+
+def test_gradients_are_compared_as_the_optimizer_gets_them():
+    def clipping(model, optimizer, batch):
+        found = loss(model, batch)
+        found.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        optimizer.step()
+        optimizer.zero_grad()
+        return found
+
+    assert judged(clipping, ["grad_parity"], max_grad_norm=0.01)["grad_parity"].status == "passed"
+    undeclared = judged(clipping, ["grad_parity"])["grad_parity"]
+    assert undeclared.status == "failed"
+    assert undeclared.findings[0].remedy.startswith("if train_step clips, declare Subject(max_grad_norm=<its bound>)")
+    plain = judged(plain_step, ["grad_parity"], max_grad_norm=0.01)["grad_parity"]
+    assert plain.status == "failed"
+
+
+def test_without_a_step_of_the_author_the_ranks_clip_as_the_reference_does():
+    checks = ("grad_parity", "update_parity")
+    assert [one.status for one in judged(None, checks, max_grad_norm=0.01).values()] == ["passed", "passed"]
+
+
+def forgets(model, optimizer, batch):
+    loss(model, batch).backward()
+    return 0.0
+
+
+def steps_twice(model, optimizer, batch):
+    found = loss(model, batch)
+    for _ in range(2):
+        found.backward(retain_graph=True)
+        optimizer.step()
+    return found
+
+
+def returns_nothing(model, optimizer, batch):
+    plain_step(model, optimizer, batch)
+
+
+def returns_a_row(model, optimizer, batch):
+    plain_step(model, optimizer, batch)
+    return torch.zeros(3)
+
+
+def raises(model, optimizer, batch):
+    raise KeyError("labels")
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        (forgets, "it never stepped the optimizer in step 0, but should step it once; call step() of the optimizer"),
+        (steps_twice, "it stepped the optimizer 2 times in step 0, but should step it once; one call gets the rows"),
+        (returns_nothing, "it returned NoneType, but should return the loss, a number"),
+        (returns_a_row, "it returned (3,), but should return the loss, a number"),
+    ],
+)
+def test_a_step_that_breaks_its_contract(step, message):
+    found = judged(step, ["loss_parity"])["loss_parity"]
+    assert found.status == "error"
+    assert f"Subject(train_step=...): {message}" in found.reason
+    assert "Traceback" not in found.detail
+
+
+def test_a_step_that_raises():
+    found = judged(raises, ["loss_parity"])["loss_parity"]
+    assert found.status == "error"
+    assert "raised KeyError in Subject(train_step=...): 'labels'" in found.reason
+
+
+def test_an_error_of_an_observer_is_not_the_steps():
+    def clip(parameters, bound):
+        raise ArithmeticError("no norm")
+
+    found = judged(plain_step, ["grad_norm_parity"], clip_grad_norm=clip)["grad_norm_parity"]
+    assert found.status == "error"
+    assert "raised ArithmeticError in Subject(clip_grad_norm=...): no norm" in found.reason
