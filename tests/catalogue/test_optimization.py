@@ -320,6 +320,19 @@ def test_wrong_parameters_explain_wrong_updates():
     assert (found.status, "findings of params_equal_reference explain" in found.reason) == ("skipped", True)
 
 
+def test_updates_of_an_optimizer_that_already_has_state_are_not_compared():
+    optimizer = replace(healthy().training[0].optimizer, loaded=frozenset({HEAD, MIDDLE}))
+    resumed = on_runs(healthy(), [1], optimizer=optimizer)
+    assert verdict(UPDATES, resumed).status == "passed"
+    found = verdict(UPDATES, remeasured(resumed, EMBEDDING, 0.1, observed="parameters"))
+    assert (found.status, found.why) == ("skipped", "not applicable")
+    assert found.reason == (
+        f"the updates differ ({EMBEDDING}: update is 0.1 times the reference's): the loader's optimizer already has "
+        f"state (of 2 parameters, first: {MIDDLE}), which the reference's does not; build it fresh, or load its state "
+        "in resume()"
+    )
+
+
 def test_losses_that_follow_from_updates():
     evidence = remeasured(healthy(), MIDDLE, 0.1, observed="parameters")
     found = verdict("loss_parity", on_runs(evidence, None, losses=(2.0, 1.75, 1.5)))

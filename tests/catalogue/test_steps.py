@@ -86,6 +86,22 @@ def test_an_update_that_is_wrong_explains_the_second_gradients():
     assert [f.tensor for f in verdict(UPDATE, evidence).findings] == [EMBEDDING]
 
 
+def test_an_optimizer_that_already_has_state_has_another_first_step():
+    moved = remeasured(healthy(), EMBEDDING, 0.1, observed="parameters")
+    optimizer = replace(healthy().training[0].optimizer, loaded=frozenset({MIDDLE}))
+    runs = tuple(
+        replace(run, second=replace(run.second, parameters=run.parameters), optimizer=optimizer)
+        for run in moved.training
+    )
+    found = verdict(SECOND, replace(moved, training=runs))
+    assert (found.status, found.why) == ("skipped", "not applicable")
+    assert found.reason == (
+        "the first step moved the parameters otherwise than in the reference: the loader's optimizer already has state "
+        f"(of 1 parameter, first: {MIDDLE}), which the reference's does not; build it fresh, or load its state in "
+        "resume()"
+    )
+
+
 def test_a_wrong_first_gradient_explains_the_second():
     evidence = remeasured(second_step(healthy(), apart=1.0), MIDDLE, 2.0)
     assert [f.actual for f in verdict(PARITY, evidence).findings] == ["gradient is 2 times the reference's"]

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import pickle
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from pytest_fsdp_meta import Subject
 from pytest_fsdp_meta.evidence import Comparison, Movement
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part, own_part
 from pytest_fsdp_meta.observers.inventory import take_inventory, tensor_facts
 from pytest_fsdp_meta.observers.movement import copy_shards, moved_rows, movements
-from pytest_fsdp_meta.observers.optimizers import pack_optimizer
+from pytest_fsdp_meta.observers.optimizers import optimizer_facts, pack_optimizer
 from pytest_fsdp_meta.observers.support.bits import digest
 from pytest_fsdp_meta.observers.support.reference_record import Record, write_record
 from pytest_fsdp_meta.observers.values import compare
@@ -169,6 +171,49 @@ def test_an_optimizer_is_rebuilt_by_the_names_of_its_parameters(model_tied, refe
     assert (first["lr"], first["betas"], second["weight_decay"]) == (0.5, (0.5, 0.75), 0.25)
     hyperparameters = [{k: v for k, v in group.items() if k != "params"} for group in rebuilt.param_groups]
     assert hyperparameters == [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+
+
+def loaded_into(make, **state):
+    """Return the parameters whose state counts as loaded after this state was set for the first one."""
+    model = nn.Linear(3, 2)
+    optimizer = make(model.parameters())
+    if state:
+        optimizer.state[model.weight] = state
+    model.bias.requires_grad_(False)
+    return optimizer_facts(optimizer, Subject(model, optimizer=optimizer)).loaded
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"step": torch.tensor(50.0), "exp_avg": torch.zeros(2, 3)},
+        {"step": 50},
+        {"exp_avg": torch.arange(6.0).view(2, 3)},
+        {"exp_avg": torch.full((2, 3), NAN)},
+    ],
+)
+def test_optimizer_state_that_was_loaded(state):
+    assert loaded_into(torch.optim.AdamW, **state) == {"weight"}
+
+
+@pytest.mark.parametrize(
+    ("make", "state"),
+    [
+        (torch.optim.AdamW, {}),
+        (torch.optim.AdamW, {"step": torch.tensor(0.0), "exp_avg": torch.zeros(2, 3), "exp_avg_sq": None}),
+        (torch.optim.Adagrad, {}),
+        (partial(torch.optim.Adagrad, initial_accumulator_value=0.1), {}),
+    ],
+)
+def test_optimizer_state_that_the_constructor_creates(make, state):
+    assert loaded_into(make, **state) == frozenset()
+
+
+def test_state_that_an_optimizer_has_from_its_factory_is_in_the_reference_too():
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.state[model.weight] = {"step": torch.tensor(50.0)}
+    assert optimizer_facts(optimizer, Subject(model, optimizer=lambda parameters: optimizer)).loaded == frozenset()
 
 
 def test_an_optimizer_of_named_parameters_is_rebuilt():

@@ -14,6 +14,7 @@ from pytest_fsdp_meta.catalogue.diagnosis.limits import (
 from pytest_fsdp_meta.catalogue.diagnosis.parity import (
     BEFORE_UPDATES,
     comparable_training,
+    describe_loaded_state,
     require_gradients,
     require_no_other_cause,
     require_same_forward,
@@ -49,6 +50,8 @@ def second_grad_parity(view: View) -> Iterable[Finding]:
     if len(seconds) < len(runs):
         raise NotJudged("there was no second step: @fsdp_conformance(steps=1), or nothing is trainable")
     if not _first_steps_equal(view, runs):
+        if loaded := describe_loaded_state(view):
+            raise NotJudged(f"the first step moved the parameters otherwise than in the reference: {loaded}")
         raise NotJudged("the first step moved the parameters otherwise than in the reference (see update_parity)")
     found = list(_wrong_second_gradients(view, runs))
     if found:

@@ -19,6 +19,7 @@ from pytest_fsdp_meta.catalogue.diagnosis.multiples import alike, number_of, who
 from pytest_fsdp_meta.catalogue.diagnosis.parity import (
     BEFORE_UPDATES,
     comparable_training,
+    describe_loaded_state,
     describe_other_precision,
     explain_hooks_left_out,
     format_losses,
@@ -30,7 +31,7 @@ from pytest_fsdp_meta.catalogue.diagnosis.parity import (
 )
 from pytest_fsdp_meta.catalogue.findings import Explanation, Finding
 from pytest_fsdp_meta.catalogue.registry import check
-from pytest_fsdp_meta.catalogue.view import Blocked, View
+from pytest_fsdp_meta.catalogue.view import Blocked, NotJudged, PartlyJudged, View
 from pytest_fsdp_meta.evidence import Comparison, Measure, RankTraining, splits_model
 from pytest_fsdp_meta.evidence.tolerances import LOSS_TOLERANCE, UPDATE_TOLERANCE
 
@@ -65,6 +66,8 @@ def update_parity(view: View) -> Iterable[Finding]:
     if found:
         require_same_forward(view, runs)
         require_no_other_cause(view, f"the updates differ ({found[0].tensor}: {found[0].actual})")
+        if loaded := describe_loaded_state(view):
+            raise NotJudged(f"the updates differ ({found[0].tensor}: {found[0].actual}): {loaded}")
         _require_same_last_forward(view, runs)
         yield from found
     else:
@@ -204,6 +207,8 @@ def loss_parity(view: View) -> Iterable[Finding]:
     first_forward = wrong_steps[:1] == [0] or any(disagreement[2] == 0 for disagreement in disagreements)
     require_no_other_cause(view, f"the losses differ ({message})", first_forward)
     yield from (_report_disagreement(view, runs, *disagreement) for disagreement in disagreements)
+    if wrong_steps and wrong_steps[0] > 0 and (loaded := describe_loaded_state(view)):
+        raise PartlyJudged(f"the first loss is right, later ones differ ({message}): {loaded}")
     if wrong_steps:
         ours, theirs = _distinct_digits(actual[wrong_steps[0]], expected[wrong_steps[0]])
         yield Finding(
