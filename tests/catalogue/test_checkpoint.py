@@ -317,6 +317,7 @@ def test_an_export_that_rounds():
     assert findings_of(found) == [
         (MIDDLE, (0,), "bfloat16 in the gathered state dict, which rounds its values", "float32, as on the ranks", "")
     ]
+    assert "if a smaller checkpoint is intended, skip this check" in found.findings[0].remedy
     # The loader itself holds the tensor in that dtype, which other checks judge.
     cast = change(replace(healthy(), export=Export(rounded={MIDDLE: "bfloat16"})), MIDDLE, dtype="bfloat16")
     assert verdict(EXPORTS, cast).findings == ()
@@ -328,6 +329,17 @@ def test_an_export_that_is_padded():
     assert findings_of(found) == [
         (EMBEDDING, (0,), "shape (16, 4) in the gathered state dict", "(8, 4), as in the reference", "")
     ]
+    assert found.findings[0].cause.startswith("a state-dict hook changes its form")
+
+
+@pytest.mark.parametrize(("world", "shape"), [(2, (4, 4)), (4, (2, 4))])
+def test_an_export_of_a_ranks_own_shard(world, shape):
+    shard = Comparison(EMBEDDING, False, problem=f"shape {shape}", should_be="(8, 4), as in the reference")
+    (finding,) = verdict(EXPORTS, replace(healthy(world), export=Export(comparisons=(shard,)))).findings
+    assert finding.cause == "state_dict() returns a rank's own shard"
+    assert finding.remedy == (
+        "gather it: full_tensor(), or get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))"
+    )
 
 
 def test_an_export_is_not_compared_with_an_unreproducible_reference():

@@ -255,7 +255,13 @@ def _describe_difference(comparison: Comparison) -> str:
 _ROUNDED: Explanation = {
     "cause": "the export casts to a lower precision than the parameters have: its dtype is that of the computation, or "
     "of the config",
-    "remedy": "export in the dtype of the parameters, and cast where a checkpoint is to be smaller",
+    "remedy": "export each tensor in the dtype of its parameter; if a smaller checkpoint is intended, skip this check "
+    "with that reason: skip={'full_state_dict_exports': 'exported in a lower precision on purpose'}",
+}
+_OWN_SHARD: Explanation = {
+    "cause": "state_dict() returns a rank's own shard",
+    "remedy": "gather it: full_tensor(), or get_model_state_dict(model, "
+    "options=StateDictOptions(full_state_dict=True))",
 }
 
 
@@ -299,9 +305,16 @@ def full_state_dict_exports(view: View) -> Iterable[Finding]:
             continue
         if comparison.problem is not None:
             actual = f"{comparison.problem} in the gathered state dict"
-            yield Finding(comparison.name, (0,), actual, comparison.should_be)
+            explanation = _OWN_SHARD if _has_shape_of_a_shard(view, comparison) else Explanation()
+            yield Finding(comparison.name, (0,), actual, comparison.should_be, **explanation)
         elif comparison.name in equal and not (comparison.cast and comparison.max_rel <= ROUNDING):
             detail = _describe_difference(comparison)
             yield Finding(
                 comparison.name, (0,), "different values in the gathered state dict", "the reference's", detail
             )
+
+
+def _has_shape_of_a_shard(view: View, comparison: Comparison) -> bool:
+    """Return whether the shape, which is not the reference's, is that of the shard on some rank."""
+    shards = [tensor.local_shape for _, tensor in view.holders(comparison.name) if tensor.local_shape != tensor.shape]
+    return comparison.problem in [f"shape {shape}" for shape in shards]
