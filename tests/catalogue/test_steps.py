@@ -16,6 +16,7 @@ from tests.catalogue.evidence_factory import (
     change,
     change_reference,
     clipped,
+    empty,
     findings_of,
     healthy,
     on_runs,
@@ -110,8 +111,20 @@ def test_a_wrong_first_gradient_explains_the_second():
 
 
 def test_one_step_has_no_second():
-    assert verdict(SECOND, on_runs(healthy(), None, second=None)).reason == (
-        "there was no second step: @fsdp_conformance(steps=1), or nothing is trainable"
+    one_step = on_runs(healthy(losses=(2.0,)), None, second=None)
+    assert verdict(SECOND, one_step).reason == "there was no second step: @fsdp_conformance(steps=1)"
+
+
+def test_frozen_models_have_no_second_step():
+    frozen = on_runs(empty(), None, second=None)
+    assert verdict(SECOND, frozen).reason == "nothing is trainable"
+
+
+def test_evidence_of_several_steps_without_the_second_is_older_than_the_check():
+    found = verdict(SECOND, on_runs(healthy(), None, second=None))
+    assert (found.why, found.reason) == (
+        "not applicable",
+        "this evidence is older than the check; run the test again",
     )
 
 

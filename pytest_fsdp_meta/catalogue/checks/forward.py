@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from pytest_fsdp_meta.catalogue.diagnosis.parity import BLOCKING_CHECKS
+from pytest_fsdp_meta.catalogue.diagnosis.parity import BLOCKING_CHECKS, OLDER_EVIDENCE
 from pytest_fsdp_meta.catalogue.findings import Explanation, Finding
 from pytest_fsdp_meta.catalogue.registry import check
 from pytest_fsdp_meta.catalogue.view import NotJudged, View, ranks_by
@@ -28,7 +28,7 @@ def forward_sees_current_weights(view: View) -> Iterable[Finding]:
     runs = view.evidence.training or ()
     observed = [run.forward for run in runs if run.forward is not None]
     if len(observed) < len(runs):
-        raise NotJudged("this evidence is older than the check; run the test again")
+        raise NotJudged(OLDER_EVIDENCE)
     if all(forward.forwards < 2 for forward in observed):
         raise NotJudged("no forward follows an optimizer step; train for two steps or more")
     if not any(t.requires_grad for rank in view.evidence.inventory for t in rank.tensors):

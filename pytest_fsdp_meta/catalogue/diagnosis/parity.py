@@ -47,6 +47,8 @@ BEFORE_UPDATES = (
     "replicas_stay_equal",
 )
 """Checks whose failure makes later steps differ."""
+OLDER_EVIDENCE = "this evidence is older than the check; run the test again"
+"""The reason of a check that stored evidence lacks an observation for."""
 
 
 def comparable_training(view: View) -> Sequence[RankTraining]:
