@@ -124,6 +124,13 @@ def test_a_built_optimizer_is_judged_without_training():
     assert [finding.tensor for finding in found.findings] == [MIDDLE]
     found = verdict(OWNS, untrained(healthy(), None))
     assert found.reason == "Subject(optimizer=...) is a callable and was not called: nothing was trained"
+    failed = undeclared(untrained(healthy(), None), "training", why="rank 1 raised ValueError: no step", error=True)
+    found = verdict(OWNS, failed)
+    assert (found.status, found.reason) == (
+        "skipped",
+        "Subject(optimizer=...) is a callable, and training failed before what it returned was recorded (rank 1 raised "
+        "ValueError: no step)",
+    )
 
 
 def test_the_default_optimizer_is_not_judged():
@@ -313,6 +320,16 @@ def test_updates_that_are_only_rounding_are_not_compared():
     evidence = remeasured(healthy(), MIDDLE, apart=4.0, observed="parameters")
     evidence = with_reference(evidence, gradients={**evidence.reference.gradients, MIDDLE: 1e-7})
     assert verdict(UPDATES, evidence).status == "passed"
+
+
+@pytest.mark.parametrize("ranks", [None, [1]])
+def test_the_cause_of_a_wrong_update_holds_for_all_ranks_and_for_some(ranks):
+    (finding,) = verdict(UPDATES, remeasured(healthy(), MIDDLE, 0.1, ranks=ranks, observed="parameters")).findings
+    assert finding.cause == (
+        "the optimizer's learning rate, weight decay or parameter groups are not the reference's, or not alike on all "
+        "ranks: groups chosen by the size of a rank's shard, or a factory that depends on the world size, which is "
+        "called in a world of 1 for the reference"
+    )
 
 
 def test_wrong_parameters_explain_wrong_updates():

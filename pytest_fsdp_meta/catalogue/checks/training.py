@@ -54,7 +54,9 @@ CHANCE = 0.1
     uses=["values", "verifier"],
     after=[*BEFORE_UPDATES, "second_grad_parity"],
     why="A parameter group without its learning rate or weight decay still has correct gradients and is noticed late.",
-    cause="the optimizer is configured differently on the ranks: learning rate, weight decay or parameter groups",
+    cause="the optimizer's learning rate, weight decay or parameter groups are not the reference's, or not alike on "
+    "all ranks: groups chosen by the size of a rank's shard, or a factory that depends on the world size, which is "
+    "called in a world of 1 for the reference",
     remedy="compare the optimizer's groups and their settings with the reference's, by parameter name",
     references=["pytorch/pytorch#149205"],
     since="0.2",
