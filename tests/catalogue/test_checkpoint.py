@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -373,6 +374,49 @@ def test_an_optimizer_with_another_state_on_one_rank():
     found = verdict(OPTIMIZER, resumed(healthy(), (1,), layers__0__weight={"momentum_buffer": "zeros"}))
     assert findings_of(found) == [
         (MIDDLE, (1,), "different momentum_buffer after loading", "the saved optimizer state", ""),
+    ]
+
+
+ADAM = {"step": "float32 () 3.0", "exp_avg": "float32 (6, 4) a", "exp_avg_sq": "float32 (6, 4) b"}
+CHANGED = "the state is changed on the way: cast, reset or recomputed by save() or resume(), or loaded by position"
+
+
+def adam(evidence: Evidence, names: Collection[str], **changes: str) -> Evidence:
+    """Give every parameter the state of Adam, and change it for these after loading."""
+    saved = dict.fromkeys(evidence.continued[0].state, ADAM)
+    loaded = saved | dict.fromkeys(names, ADAM | changes)
+    return again(again(evidence, "continued", state=saved), "resumed", state=loaded)
+
+
+@pytest.mark.parametrize(
+    ("changes", "actual", "expected"),
+    [
+        ({"step": "float32 () 0.0"}, "step 0 after loading", "3"),
+        ({"step": "0"}, "step 0 after loading", "3"),
+        (
+            {"exp_avg": "bfloat16 (6, 4) c", "exp_avg_sq": "bfloat16 (6, 4) d"},
+            "exp_avg, exp_avg_sq in bfloat16 after loading",
+            "float32",
+        ),
+        ({"step": "int64 () 3"}, "step in int64 after loading", "float32"),
+        ({"exp_avg": "float32 (6, 4) c"}, "different exp_avg after loading", "the saved optimizer state"),
+        ({"step": "float32 () 0f0f"}, "different step after loading", "the saved optimizer state"),
+    ],
+)
+def test_optimizer_state_that_differs_is_shown_with_its_values(changes, actual, expected):
+    one = verdict(OPTIMIZER, adam(healthy(), [MIDDLE], **changes))
+    assert findings_of(one) == [(MIDDLE, (0, 1), actual, expected, "")]
+    assert one.findings[0].cause.startswith("the state of some parameters is not saved or not loaded")
+    every = verdict(OPTIMIZER, adam(healthy(), healthy().continued[0].state, **changes))
+    assert {(f.actual, f.expected, f.cause) for f in every.findings} == {(actual, expected, CHANGED)}
+
+
+def test_optimizer_state_that_is_reset_and_cast():
+    changes = {"step": "float32 () 0.0", "exp_avg": "bfloat16 (6, 4) c"}
+    found = verdict(OPTIMIZER, adam(healthy(), [MIDDLE], **changes))
+    assert [finding.actual for finding in found.findings] == [
+        "step 0 after loading",
+        "exp_avg in bfloat16 after loading",
     ]
 
 

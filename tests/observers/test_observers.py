@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pytest_fsdp_meta import Subject
 from pytest_fsdp_meta.evidence import Comparison, Movement
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part, own_part
+from pytest_fsdp_meta.observers.fingerprints import fingerprint
 from pytest_fsdp_meta.observers.inventory import take_inventory, tensor_facts
 from pytest_fsdp_meta.observers.movement import copy_shards, moved_rows, movements
 from pytest_fsdp_meta.observers.optimizers import optimizer_facts, pack_optimizer
@@ -171,6 +172,16 @@ def test_an_optimizer_is_rebuilt_by_the_names_of_its_parameters(model_tied, refe
     assert (first["lr"], first["betas"], second["weight_decay"]) == (0.5, (0.5, 0.75), 0.25)
     hyperparameters = [{k: v for k, v in group.items() if k != "params"} for group in rebuilt.param_groups]
     assert hyperparameters == [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+
+
+def test_fingerprints_show_numbers_and_dtypes():
+    assert fingerprint(torch.tensor(3.0)) == "float32 () 3.0"
+    assert fingerprint(torch.tensor(3)) == "int64 () 3"
+    assert fingerprint(torch.tensor(0.5, dtype=torch.bfloat16)) == "bfloat16 () 0.5"
+    assert fingerprint(3.0) == "3.0"
+    hashed = fingerprint(torch.ones(2))
+    assert hashed.startswith("float32 (2,) ")
+    assert hashed != fingerprint(torch.zeros(2))
 
 
 def loaded_into(make, **state):
