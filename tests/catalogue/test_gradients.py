@@ -425,6 +425,9 @@ def test_accumulated_gradients_that_differ(factor, apart, actual):
     found = verdict(ACCUMULATION, accumulated(healthy(), gradients=seen))
     mean = "the mean over the micro-batches"
     assert findings_of(found) == [(MIDDLE, (0, 1), f"{actual} after the last micro-batch", mean, "")]
+    assert found.findings[0].cause.endswith(
+        "a module computes with a cached copy of a weight from before the last step"
+    )
 
 
 def test_accumulated_gradients_of_an_optimizer_that_already_has_state_are_not_compared():

@@ -125,9 +125,10 @@ _NOT_OFF: Explanation = {
 }
 _OVERWRITTEN: Explanation = {
     "cause": "a later micro-batch drops or changes the gradients of earlier ones: a zero_grad() in the forward or in a "
-    "hook, or a hook that scales or reduces the whole accumulated gradient in each backward",
-    "remedy": "change gradients once per step, after the last backward: no zero_grad() between micro-batches, and no "
-    "hook that changes p.grad in each backward",
+    "hook, or a hook that scales or reduces the whole accumulated gradient in each backward; or a module computes with "
+    "a cached copy of a weight from before the last step",
+    "remedy": "change gradients once per step, after the last backward: no zero_grad() between micro-batches, no "
+    "hook that changes p.grad in each backward, and no copies of weights that outlive a step",
 }
 _STAYS_OFF: Explanation = {
     "cause": "the reduction is not turned on again for the last micro-batch, so gradients stay unreduced inside FSDP",

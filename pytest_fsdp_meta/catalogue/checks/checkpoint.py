@@ -125,7 +125,8 @@ _WRAPPED: Explanation = {
     after=[*SOUND, "frozen_weights_stay_frozen", "state_dict_names_clean", "load_is_repeatable"],
     why="A checkpoint that cannot be restored is noticed only when it is needed.",
     cause="saving leaves it out, renames or casts it or writes one rank's shards only, or loading skips it: a filter "
-    "of names, strict=False, copies that are not written back",
+    "of names, strict=False, copies that are not written back; or save() returned before it copied the values (an "
+    "asynchronous save), and training changed them",
     remedy="save and load with torch.distributed.checkpoint, get_model_state_dict and set_model_state_dict, strictly",
     references=["NVIDIA/TransformerEngine#2713", "NVIDIA/TransformerEngine#1860"],
     since="0.2",

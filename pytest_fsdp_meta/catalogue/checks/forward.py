@@ -12,11 +12,13 @@ from pytest_fsdp_meta.evidence import StaleWeight
 
 
 @check(
-    promise="after each optimizer step, every module computes with the updated weights",
+    promise="after each optimizer step, the weights that FSDP2 gathers for modules, and copies of weights through "
+    "which gradients flow, have the updated values",
     family="training",
     needs=["inventory", "training"],
     after=[*BLOCKING_CHECKS, "tied_weights_share_storage"],
-    why="The optimizer updates the shards correctly, and a module still computes with old values: no error is raised.",
+    why="The optimizer updates the shards correctly, and a module still computes with old values: no error is raised. "
+    "A detached copy that a module keeps is not seen here; it shows in the gradients and losses of later steps.",
     cause="what the module computes with is not gathered from this rank's shard after each step: the group stays "
     "unsharded over the step (set_reshard_after_backward(False)), or something replaced or kept the gathered weight",
     remedy="let FSDP reshard after the last backward of each step: set_reshard_after_backward(True), or "

@@ -159,7 +159,7 @@ def _compare_groups(before: RankResumed, after: RankResumed) -> Iterator[Mismatc
     after=[*SOUND, *TRAINING_CHECKS, "load_is_repeatable", "dcp_round_trip", "optimizer_state_round_trip"],
     why="A resumed run is seen as a continuation of the first, even if it trains differently.",
     cause="the forward depends on something that the checkpoint does not contain: a non-persistent buffer, a counter, "
-    "a module that resume() recreates",
+    "a module that resume() recreates, or a cached copy of a weight",
     remedy="register changing state as a persistent buffer or extra state, and recompute derived state after loading",
     references=["huggingface/transformers#31034"],
     since="0.2",
