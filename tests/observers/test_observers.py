@@ -8,11 +8,13 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from pytest_fsdp_meta import Subject
 from pytest_fsdp_meta.evidence import Comparison, Movement
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part, own_part
+from pytest_fsdp_meta.observers.batches import loss_of
 from pytest_fsdp_meta.observers.fingerprints import fingerprint
 from pytest_fsdp_meta.observers.inventory import take_inventory, tensor_facts
 from pytest_fsdp_meta.observers.movement import copy_shards, moved_rows, movements
@@ -20,6 +22,7 @@ from pytest_fsdp_meta.observers.optimizers import optimizer_facts, pack_optimize
 from pytest_fsdp_meta.observers.support.bits import digest
 from pytest_fsdp_meta.observers.support.reference_record import Record, write_record
 from pytest_fsdp_meta.observers.values import compare
+from pytest_fsdp_meta.worlds import CallFailed, current
 from tests.world_help import world_of
 
 NAN, INF = float("nan"), float("inf")
@@ -260,6 +263,33 @@ def wrapped_in_part() -> dict[str, bool]:
 def test_parameters_of_ddp_are_marked():
     with world_of(2) as world:
         assert world.run(wrapped_in_part) == [{"0.weight": False, "1.module.weight": True}] * 2
+
+
+def errors_of_losses():
+    """Return where errors of FSDP's forward, of a module's forward and of the loss itself are said to be."""
+    on_meta = fully_shard(nn.Linear(2, 2, device="meta"), mesh=current().mesh)
+    losses = [
+        (on_meta, lambda model, rows: model(torch.ones(1, 2)).sum()),
+        (nn.Linear(2, 2), lambda model, rows: model(torch.ones(1, 3)).sum()),
+        (nn.Linear(2, 2), lambda model: None),
+    ]
+    found = []
+    for model, loss in losses:
+        with pytest.raises(CallFailed) as caught:
+            loss_of(Subject(model, loss=loss), {})
+        found.append((caught.value.where, type(caught.value.__cause__).__name__))
+    return found
+
+
+def test_an_error_of_fsdp_is_not_one_of_the_loss():
+    with world_of(1) as world:
+        assert world.run(errors_of_losses) == [
+            [
+                ("the model's forward", "RuntimeError"),
+                ("Subject(loss=...)", "RuntimeError"),
+                ("Subject(loss=...)", "TypeError"),
+            ]
+        ]
 
 
 def test_a_row_that_later_steps_take_back_has_moved():
