@@ -97,13 +97,15 @@ class OptimizerFacts:
 
     ``held`` counts how often its parameter groups contain each parameter of the model. ``stepped`` names the
     parameters for which it has state. ``others`` describes the tensors that it holds although the model does not
-    register them, as (dtype, whether it has no memory).
+    register them, as (dtype, whether it has no memory). ``loaded`` names the trainable parameters for which an
+    optimizer that the loader built has other state than its class starts with; older stored evidence lacks it.
     """
 
     kind: str
     held: Mapping[str, int] = field(default_factory=dict)
     others: tuple[tuple[str, bool], ...] = ()
     stepped: frozenset[str] = frozenset()
+    loaded: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)

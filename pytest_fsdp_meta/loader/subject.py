@@ -85,7 +85,7 @@ class Subject:
 
     "mean": each rank returns the mean over its own rows. "sum": each rank returns its share, such as a sum over its own
     tokens divided by the tokens of all ranks. "same": every rank returns the global loss. Gradients are compared as
-    they are: with "sum", FSDP2 has to sum them (``set_gradient_divide_factor(1.0)``).
+    they are: with "sum", FSDP2 has to sum them (``set_gradient_divide_factor(1.0)`` on every FSDP module).
     """
     optimizer: Callable[[Iterable[Parameter]], Optimizer] | Optimizer | None = None
     """``optimizer(parameters)`` returns an optimizer; or an optimizer that the loader built. By default SGD.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -54,16 +55,28 @@ def _slice_by_mesh(model: Module, rank: Rank) -> tuple[int, int]:
 
 @contextmanager
 def calling(where: str) -> Iterator[None]:
-    """Name the author's function in errors that it raises. Misuse passes unchanged: its message says where already."""
+    """Name the author's function in errors that it raises. Errors whose message says where already pass unchanged."""
     try:
         with forward_warnings(NOTICES):
             yield
-    except Misuse:
+    except (Misuse, CallFailed):
         raise
     except Exception as error:
         raise CallFailed(where) from error
     except CheckpointException as error:  # a BaseException that only counts the ranks of its errors
         raise CallFailed(where) from next((cause for cause, _ in error.failures.values()), error)
+
+
+@contextmanager
+def blaming_the_forward() -> Iterator[None]:
+    """Name the model's forward in errors that FSDP raises: the loss has only called the model."""
+    try:
+        yield
+    except Exception as error:
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        if frame.f_globals.get("__name__", "").startswith("torch.distributed.fsdp."):
+            raise CallFailed("the model's forward") from error
+        raise
 
 
 def global_batch(subject: Subject, step: int) -> Mapping[str, Any]:
@@ -115,7 +128,7 @@ def count_labels(rows: Mapping[str, Any]) -> tuple[int, int]:
 def loss_of(subject: Subject, rows: dict[str, Any]) -> Tensor:
     """Return the loss of these rows: a scalar, with a gradient where gradients are enabled."""
     if subject.loss is not None:
-        with calling("Subject(loss=...)"):
+        with calling("Subject(loss=...)"), blaming_the_forward():
             loss = subject.loss(subject.model, rows)
     else:
         with calling("model(**batch), the default of Subject(loss=...)"):

@@ -20,11 +20,17 @@ def fingerprint(value: Any) -> str:
     """Return a short string that is equal for equal values, however they were pickled."""
     if isinstance(value, Tensor):
         dtype = str(value.dtype).removeprefix("torch.")
-        content = "on meta" if local_part(value).is_meta else digest(local_part(value))
-        return f"{dtype} {tuple(value.shape)} {content}"
+        return f"{dtype} {tuple(value.shape)} {_describe_content(local_part(value))}"
     plain = isinstance(value, (bool, int, float, str, type(None)))
     text = repr(value) if plain else " ".join(_describe(value))
     return text if len(text) <= READABLE else _hash(text.encode())
+
+
+def _describe_content(local: Tensor) -> str:
+    """Return a hash of the elements or, for a number such as Adam's step, the number, which messages show."""
+    if local.is_meta:
+        return "on meta"
+    return repr(local.item()) if not local.ndim and not local.is_quantized else digest(local)
 
 
 def _describe(value: Any) -> Iterator[str]:

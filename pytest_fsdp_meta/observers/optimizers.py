@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
 
 import cloudpickle
+import torch
+from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import SGD, Optimizer
 
@@ -67,7 +69,36 @@ def optimizer_facts(optimizer: Optimizer, subject: Subject) -> OptimizerFacts:
         held={name: held[id(tensor)] for name, tensor in parameters},
         stepped=frozenset(name for name, tensor in parameters if optimizer.state.get(tensor)),
         others=tuple((str(p.dtype).removeprefix("torch."), _without_memory(p)) for p in others.values()),
+        loaded=frozenset(_names_with_loaded_state(optimizer, parameters)) if built_optimizer(subject) else frozenset(),
     )
+
+
+def _names_with_loaded_state(optimizer: Optimizer, parameters: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
+    """Yield the trainable parameters with state that the optimizer's constructor does not create."""
+    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    for name, parameter in parameters:
+        state, group = optimizer.state.get(parameter, {}), groups.get(id(parameter), {})
+        if parameter.requires_grad and any(_is_loaded(value, parameter, group) for value in state.values()):
+            yield name
+
+
+def _is_loaded(value: Any, parameter: Tensor, group: Mapping[str, Any]) -> bool:
+    """Return whether a value of a parameter's state is neither zero nor filled with an option of its group.
+
+    Constructors create such state, as Adagrad's does from initial_accumulator_value; so does that of the reference.
+    """
+    if not isinstance(value, Tensor):
+        return isinstance(value, (int, float)) and bool(value)
+    local = local_part(value)
+    if local.is_meta or not local.numel():
+        return False
+    options = [option for option in group.values() if isinstance(option, (int, float))]
+    created = [0.0, *(options if value.shape == parameter.shape and local.is_floating_point() else ())]
+    try:
+        least, most = float(local.min()), float(local.max())
+        return least != most or least not in torch.tensor(created, dtype=local.dtype).tolist()
+    except (NotImplementedError, RuntimeError, TypeError):
+        return False  # a packed or complex dtype, whose elements torch cannot order
 
 
 def _describe_kind(optimizer: Optimizer, subject: Subject) -> str:

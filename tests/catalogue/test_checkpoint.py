@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -202,6 +203,7 @@ def test_a_tensor_that_loading_does_not_change():
         (MIDDLE, (1,), "different values after loading", "the saved values", ""),
     ]
     assert ["casts" in finding.cause for finding in found.findings] == [False, True]
+    assert found.findings[1].cause.endswith("(an asynchronous save), and training changed them")
     # A tensor that was saved with the same values is restored.
     alike = replace(healthy(), restored=(replace(saved(), untouched=(MIDDLE,)),) * 2)
     assert verdict(ROUND_TRIP, alike).status == "passed"
@@ -317,6 +319,7 @@ def test_an_export_that_rounds():
     assert findings_of(found) == [
         (MIDDLE, (0,), "bfloat16 in the gathered state dict, which rounds its values", "float32, as on the ranks", "")
     ]
+    assert "if a smaller checkpoint is intended, skip this check" in found.findings[0].remedy
     # The loader itself holds the tensor in that dtype, which other checks judge.
     cast = change(replace(healthy(), export=Export(rounded={MIDDLE: "bfloat16"})), MIDDLE, dtype="bfloat16")
     assert verdict(EXPORTS, cast).findings == ()
@@ -328,6 +331,17 @@ def test_an_export_that_is_padded():
     assert findings_of(found) == [
         (EMBEDDING, (0,), "shape (16, 4) in the gathered state dict", "(8, 4), as in the reference", "")
     ]
+    assert found.findings[0].cause.startswith("a state-dict hook changes its form")
+
+
+@pytest.mark.parametrize(("world", "shape"), [(2, (4, 4)), (4, (2, 4))])
+def test_an_export_of_a_ranks_own_shard(world, shape):
+    shard = Comparison(EMBEDDING, False, problem=f"shape {shape}", should_be="(8, 4), as in the reference")
+    (finding,) = verdict(EXPORTS, replace(healthy(world), export=Export(comparisons=(shard,)))).findings
+    assert finding.cause == "state_dict() returns a rank's own shard"
+    assert finding.remedy == (
+        "gather it: full_tensor(), or get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))"
+    )
 
 
 def test_an_export_is_not_compared_with_an_unreproducible_reference():
@@ -361,6 +375,49 @@ def test_an_optimizer_with_another_state_on_one_rank():
     found = verdict(OPTIMIZER, resumed(healthy(), (1,), layers__0__weight={"momentum_buffer": "zeros"}))
     assert findings_of(found) == [
         (MIDDLE, (1,), "different momentum_buffer after loading", "the saved optimizer state", ""),
+    ]
+
+
+ADAM = {"step": "float32 () 3.0", "exp_avg": "float32 (6, 4) a", "exp_avg_sq": "float32 (6, 4) b"}
+CHANGED = "the state is changed on the way: cast, reset or recomputed by save() or resume(), or loaded by position"
+
+
+def adam(evidence: Evidence, names: Collection[str], **changes: str) -> Evidence:
+    """Give every parameter the state of Adam, and change it for these after loading."""
+    saved = dict.fromkeys(evidence.continued[0].state, ADAM)
+    loaded = saved | dict.fromkeys(names, ADAM | changes)
+    return again(again(evidence, "continued", state=saved), "resumed", state=loaded)
+
+
+@pytest.mark.parametrize(
+    ("changes", "actual", "expected"),
+    [
+        ({"step": "float32 () 0.0"}, "step 0 after loading", "3"),
+        ({"step": "0"}, "step 0 after loading", "3"),
+        (
+            {"exp_avg": "bfloat16 (6, 4) c", "exp_avg_sq": "bfloat16 (6, 4) d"},
+            "exp_avg, exp_avg_sq in bfloat16 after loading",
+            "float32",
+        ),
+        ({"step": "int64 () 3"}, "step in int64 after loading", "float32"),
+        ({"exp_avg": "float32 (6, 4) c"}, "different exp_avg after loading", "the saved optimizer state"),
+        ({"step": "float32 () 0f0f"}, "different step after loading", "the saved optimizer state"),
+    ],
+)
+def test_optimizer_state_that_differs_is_shown_with_its_values(changes, actual, expected):
+    one = verdict(OPTIMIZER, adam(healthy(), [MIDDLE], **changes))
+    assert findings_of(one) == [(MIDDLE, (0, 1), actual, expected, "")]
+    assert one.findings[0].cause.startswith("the state of some parameters is not saved or not loaded")
+    every = verdict(OPTIMIZER, adam(healthy(), healthy().continued[0].state, **changes))
+    assert {(f.actual, f.expected, f.cause) for f in every.findings} == {(actual, expected, CHANGED)}
+
+
+def test_optimizer_state_that_is_reset_and_cast():
+    changes = {"step": "float32 () 0.0", "exp_avg": "bfloat16 (6, 4) c"}
+    found = verdict(OPTIMIZER, adam(healthy(), [MIDDLE], **changes))
+    assert [finding.actual for finding in found.findings] == [
+        "step 0 after loading",
+        "exp_avg in bfloat16 after loading",
     ]
 
 
@@ -401,6 +458,7 @@ def test_losses_that_differ_after_resuming():
             "losses of rank 1: 1.250000, 1.500000; uninterrupted: 1.250000, 1.000000",
         )
     ]
+    assert found.findings[0].cause.endswith("a module that resume() recreates, or a cached copy of a weight")
 
 
 def test_losses_that_differ_by_rounding_or_as_declared():

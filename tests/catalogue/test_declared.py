@@ -199,13 +199,40 @@ def test_ranks_of_a_sequence_have_shares_of_their_own():
 
 
 def test_means_do_not_add_up():
-    found = verdict(PARITY, declare(healthy(), loss_over_ranks="sum"))
+    means = declare(with_losses(healthy(), (1.5, 1.0, 1.0), (2.5, 2.0, 1.5)), loss_over_ranks="sum")
+    found = verdict(PARITY, means)
     assert findings_of(found)[0][2:4] == ("loss 4 at step 0", "2 within 1e-05")
     assert found.findings[0].cause == (
         "the sum of the ranks' losses is 2 times the reference's in every step (2 is the number of data-parallel "
-        "ranks): each rank's loss is not a share of the global loss, but a mean over its own rows or the global loss "
-        "itself"
+        "ranks): the ranks' losses are means over their own rows, not shares of the global loss"
     )
+    assert found.findings[0].remedy.startswith('declare Subject(loss_over_ranks="mean") (the default)')
+
+
+def test_means_over_different_numbers_of_labels_do_not_add_up_to_a_whole_multiple():
+    means = declare(with_losses(healthy(), (1.6, 1.0, 1.0), (2.5, 2.0, 1.5)), loss_over_ranks="sum")
+    cause = verdict(PARITY, means).findings[0].cause
+    assert cause.startswith(
+        "the sum of the ranks' losses is about 2 times the reference's in every step (2 is the number"
+    )
+    assert cause.endswith("the ranks' losses are means over their own rows, not shares of the global loss")
+
+
+def test_global_losses_do_not_add_up():
+    (finding,) = verdict(PARITY, declare(healthy(), loss_over_ranks="sum")).findings
+    assert (finding.cause.rpartition(": ")[2], finding.remedy) == (
+        "each rank's loss is the global loss itself, not a share of it",
+        'declare Subject(loss_over_ranks="same")',
+    )
+
+
+def test_averaged_gradients_of_losses_that_add_up():
+    shares = declare(with_losses(healthy(), *SHARES), loss_over_ranks="sum")
+    (finding,) = verdict("grad_parity", remeasured(shares, MIDDLE, 0.5)).findings
+    assert finding.cause.startswith(
+        "divided once too often (2 is the number of data-parallel ranks): the ranks' losses"
+    )
+    assert finding.remedy.startswith("call set_gradient_divide_factor(1.0) on every FSDP module, not only on the root")
 
 
 def test_every_rank_returns_the_same_loss_if_declared():

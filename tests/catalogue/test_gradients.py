@@ -425,6 +425,24 @@ def test_accumulated_gradients_that_differ(factor, apart, actual):
     found = verdict(ACCUMULATION, accumulated(healthy(), gradients=seen))
     mean = "the mean over the micro-batches"
     assert findings_of(found) == [(MIDDLE, (0, 1), f"{actual} after the last micro-batch", mean, "")]
+    assert found.findings[0].cause.endswith(
+        "a module computes with a cached copy of a weight from before the last step"
+    )
+
+
+def test_accumulated_gradients_of_an_optimizer_that_already_has_state_are_not_compared():
+    optimizer = replace(healthy().training[0].optimizer, loaded=frozenset({MIDDLE}))
+    seen = remeasured(healthy(), MIDDLE, apart=2.0).training[0].gradients
+    differing = on_runs(accumulated(healthy(), gradients=seen), None, optimizer=optimizer)
+    found = verdict(ACCUMULATION, differing)
+    assert (found.status, found.why) == ("skipped", "partly checked")
+    assert found.reason.startswith(
+        f"passed for what could be checked; accumulated gradients differ ({MIDDLE}: different gradient after the last "
+        "micro-batch): the loader's optimizer already has state (of 1 parameter"
+    )
+    lost = replace(differing.training[0].accumulation, without_gradient=(HEAD,))
+    found = verdict(ACCUMULATION, on_runs(differing, None, accumulation=lost))
+    assert [(f.tensor, f.actual) for f in found.findings] == [(HEAD, "no gradient after the last micro-batch")]
 
 
 @pytest.mark.parametrize("reference", [math.inf, math.nan])

@@ -124,6 +124,13 @@ def test_a_built_optimizer_is_judged_without_training():
     assert [finding.tensor for finding in found.findings] == [MIDDLE]
     found = verdict(OWNS, untrained(healthy(), None))
     assert found.reason == "Subject(optimizer=...) is a callable and was not called: nothing was trained"
+    failed = undeclared(untrained(healthy(), None), "training", why="rank 1 raised ValueError: no step", error=True)
+    found = verdict(OWNS, failed)
+    assert (found.status, found.reason) == (
+        "skipped",
+        "Subject(optimizer=...) is a callable, and training failed before what it returned was recorded (rank 1 raised "
+        "ValueError: no step)",
+    )
 
 
 def test_the_default_optimizer_is_not_judged():
@@ -315,9 +322,32 @@ def test_updates_that_are_only_rounding_are_not_compared():
     assert verdict(UPDATES, evidence).status == "passed"
 
 
+@pytest.mark.parametrize("ranks", [None, [1]])
+def test_the_cause_of_a_wrong_update_holds_for_all_ranks_and_for_some(ranks):
+    (finding,) = verdict(UPDATES, remeasured(healthy(), MIDDLE, 0.1, ranks=ranks, observed="parameters")).findings
+    assert finding.cause == (
+        "the optimizer's learning rate, weight decay or parameter groups are not the reference's, or not alike on all "
+        "ranks: groups chosen by the size of a rank's shard, or a factory that depends on the world size, which is "
+        "called in a world of 1 for the reference"
+    )
+
+
 def test_wrong_parameters_explain_wrong_updates():
     found = verdict(UPDATES, differ(remeasured(healthy(), MIDDLE, 0.1, observed="parameters"), EMBEDDING))
     assert (found.status, "findings of params_equal_reference explain" in found.reason) == ("skipped", True)
+
+
+def test_updates_of_an_optimizer_that_already_has_state_are_not_compared():
+    optimizer = replace(healthy().training[0].optimizer, loaded=frozenset({HEAD, MIDDLE}))
+    resumed = on_runs(healthy(), [1], optimizer=optimizer)
+    assert verdict(UPDATES, resumed).status == "passed"
+    found = verdict(UPDATES, remeasured(resumed, EMBEDDING, 0.1, observed="parameters"))
+    assert (found.status, found.why) == ("skipped", "not applicable")
+    assert found.reason == (
+        f"the updates differ ({EMBEDDING}: update is 0.1 times the reference's): the loader's optimizer already has "
+        f"state (of 2 parameters, first: {MIDDLE}), which the reference's does not; build it fresh, or load its state "
+        "in resume()"
+    )
 
 
 def test_losses_that_follow_from_updates():

@@ -16,6 +16,7 @@ from tests.catalogue.evidence_factory import (
     change,
     change_reference,
     clipped,
+    empty,
     findings_of,
     healthy,
     on_runs,
@@ -86,6 +87,22 @@ def test_an_update_that_is_wrong_explains_the_second_gradients():
     assert [f.tensor for f in verdict(UPDATE, evidence).findings] == [EMBEDDING]
 
 
+def test_an_optimizer_that_already_has_state_has_another_first_step():
+    moved = remeasured(healthy(), EMBEDDING, 0.1, observed="parameters")
+    optimizer = replace(healthy().training[0].optimizer, loaded=frozenset({MIDDLE}))
+    runs = tuple(
+        replace(run, second=replace(run.second, parameters=run.parameters), optimizer=optimizer)
+        for run in moved.training
+    )
+    found = verdict(SECOND, replace(moved, training=runs))
+    assert (found.status, found.why) == ("skipped", "not applicable")
+    assert found.reason == (
+        "the first step moved the parameters otherwise than in the reference: the loader's optimizer already has state "
+        f"(of 1 parameter, first: {MIDDLE}), which the reference's does not; build it fresh, or load its state in "
+        "resume()"
+    )
+
+
 def test_a_wrong_first_gradient_explains_the_second():
     evidence = remeasured(second_step(healthy(), apart=1.0), MIDDLE, 2.0)
     assert [f.actual for f in verdict(PARITY, evidence).findings] == ["gradient is 2 times the reference's"]
@@ -94,8 +111,20 @@ def test_a_wrong_first_gradient_explains_the_second():
 
 
 def test_one_step_has_no_second():
-    assert verdict(SECOND, on_runs(healthy(), None, second=None)).reason == (
-        "there was no second step: @fsdp_conformance(steps=1), or nothing is trainable"
+    one_step = on_runs(healthy(losses=(2.0,)), None, second=None)
+    assert verdict(SECOND, one_step).reason == "there was no second step: @fsdp_conformance(steps=1)"
+
+
+def test_frozen_models_have_no_second_step():
+    frozen = on_runs(empty(), None, second=None)
+    assert verdict(SECOND, frozen).reason == "nothing is trainable"
+
+
+def test_evidence_of_several_steps_without_the_second_is_older_than_the_check():
+    found = verdict(SECOND, on_runs(healthy(), None, second=None))
+    assert (found.why, found.reason) == (
+        "not applicable",
+        "this evidence is older than the check; run the test again",
     )
 
 

@@ -240,6 +240,19 @@ def test_a_later_step_differs():
     assert found.findings[0].remedy == ("compare the state that the forward keeps between steps with the reference's")
 
 
+def test_later_losses_of_an_optimizer_that_already_has_state_are_not_compared():
+    optimizer = replace(healthy().training[0].optimizer, loaded=frozenset({MIDDLE}))
+    later = trained(healthy(), losses=(2.0, 1.75, 1.5), optimizer=optimizer)
+    found = verdict(PARITY, later)
+    assert (found.status, found.why) == ("skipped", "partly checked")
+    assert found.reason.startswith(
+        "passed for what could be checked; the first loss is right, later ones differ (step 1: 1.750000, but should "
+        "be 1.500000, relative error 0.12): the loader's optimizer already has state (of 1 parameter, first: "
+    )
+    first = verdict(PARITY, trained(later, losses=(2.5, 1.75, 1.5)))
+    assert [finding.actual for finding in first.findings] == ["loss 2.5 at step 0"]
+
+
 def test_one_odd_rank_moves_the_mean():
     found = verdict(PARITY, losses(healthy(4), LOSSES, LOSSES, LOSSES, (2.0, 1.5, 5.25)))
     assert [(finding.ranks, finding.actual) for finding in found.findings] == [((0, 1, 2, 3), "loss 2.25 at step 2")]

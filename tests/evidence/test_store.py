@@ -61,6 +61,13 @@ def test_evidence_of_version_0_3_0_gives_the_same_findings() -> None:
     }
 
 
+@pytest.mark.parametrize("check", ["forward_sees_current_weights", "second_grad_parity"])
+def test_checks_that_are_newer_than_the_evidence_ask_for_another_run(check: str) -> None:
+    evidence, catalogue = read_evidence(OLD).evidence, built_in()
+    verdict = judge(catalogue[check], evidence, catalogue)
+    assert (verdict.status, verdict.reason) == ("skipped", "this evidence is older than the check; run the test again")
+
+
 def test_evidence_of_version_0_3_0_keeps_its_settings() -> None:
     stored = read_evidence(OLD)
     assert stored.loader == "test_tiny.py::test_tiny"

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import pickle
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from pytest_fsdp_meta import Subject
 from pytest_fsdp_meta.evidence import Comparison, Movement
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part, own_part
+from pytest_fsdp_meta.observers.batches import loss_of
+from pytest_fsdp_meta.observers.fingerprints import fingerprint
 from pytest_fsdp_meta.observers.inventory import take_inventory, tensor_facts
 from pytest_fsdp_meta.observers.movement import copy_shards, moved_rows, movements
-from pytest_fsdp_meta.observers.optimizers import pack_optimizer
+from pytest_fsdp_meta.observers.optimizers import optimizer_facts, pack_optimizer
 from pytest_fsdp_meta.observers.support.bits import digest
 from pytest_fsdp_meta.observers.support.reference_record import Record, write_record
 from pytest_fsdp_meta.observers.values import compare
+from pytest_fsdp_meta.worlds import CallFailed, current
 from tests.world_help import world_of
 
 NAN, INF = float("nan"), float("inf")
@@ -171,6 +177,59 @@ def test_an_optimizer_is_rebuilt_by_the_names_of_its_parameters(model_tied, refe
     assert hyperparameters == [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
 
 
+def test_fingerprints_show_numbers_and_dtypes():
+    assert fingerprint(torch.tensor(3.0)) == "float32 () 3.0"
+    assert fingerprint(torch.tensor(3)) == "int64 () 3"
+    assert fingerprint(torch.tensor(0.5, dtype=torch.bfloat16)) == "bfloat16 () 0.5"
+    assert fingerprint(3.0) == "3.0"
+    hashed = fingerprint(torch.ones(2))
+    assert hashed.startswith("float32 (2,) ")
+    assert hashed != fingerprint(torch.zeros(2))
+
+
+def loaded_into(make, **state):
+    """Return the parameters whose state counts as loaded after this state was set for the first one."""
+    model = nn.Linear(3, 2)
+    optimizer = make(model.parameters())
+    if state:
+        optimizer.state[model.weight] = state
+    model.bias.requires_grad_(False)
+    return optimizer_facts(optimizer, Subject(model, optimizer=optimizer)).loaded
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"step": torch.tensor(50.0), "exp_avg": torch.zeros(2, 3)},
+        {"step": 50},
+        {"exp_avg": torch.arange(6.0).view(2, 3)},
+        {"exp_avg": torch.full((2, 3), NAN)},
+    ],
+)
+def test_optimizer_state_that_was_loaded(state):
+    assert loaded_into(torch.optim.AdamW, **state) == {"weight"}
+
+
+@pytest.mark.parametrize(
+    ("make", "state"),
+    [
+        (torch.optim.AdamW, {}),
+        (torch.optim.AdamW, {"step": torch.tensor(0.0), "exp_avg": torch.zeros(2, 3), "exp_avg_sq": None}),
+        (torch.optim.Adagrad, {}),
+        (partial(torch.optim.Adagrad, initial_accumulator_value=0.1), {}),
+    ],
+)
+def test_optimizer_state_that_the_constructor_creates(make, state):
+    assert loaded_into(make, **state) == frozenset()
+
+
+def test_state_that_an_optimizer_has_from_its_factory_is_in_the_reference_too():
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.state[model.weight] = {"step": torch.tensor(50.0)}
+    assert optimizer_facts(optimizer, Subject(model, optimizer=lambda parameters: optimizer)).loaded == frozenset()
+
+
 def test_an_optimizer_of_named_parameters_is_rebuilt():
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.named_parameters(), lr=0.5)
@@ -204,6 +263,33 @@ def wrapped_in_part() -> dict[str, bool]:
 def test_parameters_of_ddp_are_marked():
     with world_of(2) as world:
         assert world.run(wrapped_in_part) == [{"0.weight": False, "1.module.weight": True}] * 2
+
+
+def errors_of_losses():
+    """Return where errors of FSDP's forward, of a module's forward and of the loss itself are said to be."""
+    on_meta = fully_shard(nn.Linear(2, 2, device="meta"), mesh=current().mesh)
+    losses = [
+        (on_meta, lambda model, rows: model(torch.ones(1, 2)).sum()),
+        (nn.Linear(2, 2), lambda model, rows: model(torch.ones(1, 3)).sum()),
+        (nn.Linear(2, 2), lambda model: None),
+    ]
+    found = []
+    for model, loss in losses:
+        with pytest.raises(CallFailed) as caught:
+            loss_of(Subject(model, loss=loss), {})
+        found.append((caught.value.where, type(caught.value.__cause__).__name__))
+    return found
+
+
+def test_an_error_of_fsdp_is_not_one_of_the_loss():
+    with world_of(1) as world:
+        assert world.run(errors_of_losses) == [
+            [
+                ("the model's forward", "RuntimeError"),
+                ("Subject(loss=...)", "RuntimeError"),
+                ("Subject(loss=...)", "TypeError"),
+            ]
+        ]
 
 
 def test_a_row_that_later_steps_take_back_has_moved():

@@ -11,13 +11,14 @@ from pytest_fsdp_meta.catalogue.diagnosis.multiples import multiple
 from pytest_fsdp_meta.catalogue.diagnosis.parity import (
     BEFORE_UPDATES,
     comparable_training,
+    describe_loaded_state,
     require_gradients,
     require_no_other_cause,
     require_same_forward,
 )
 from pytest_fsdp_meta.catalogue.findings import Explanation, Finding
 from pytest_fsdp_meta.catalogue.registry import check
-from pytest_fsdp_meta.catalogue.view import NotJudged, View
+from pytest_fsdp_meta.catalogue.view import NotJudged, PartlyJudged, View
 from pytest_fsdp_meta.evidence import Comparison, RankTraining
 from pytest_fsdp_meta.evidence.tolerances import GRADIENT_TOLERANCE
 
@@ -66,7 +67,11 @@ def grad_accumulation_parity(view: View) -> Iterable[Finding]:
         )
     if found:
         require_same_forward(view, runs)
-        require_no_other_cause(view, f"accumulated gradients differ ({found[0].tensor}: {found[0].actual})")
+        message = f"accumulated gradients differ ({found[0].tensor}: {found[0].actual})"
+        require_no_other_cause(view, message)
+        if loaded := describe_loaded_state(view):  # they are those of the weights after the steps
+            yield from (finding for finding in found if finding.actual == _NO_GRADIENT)
+            raise PartlyJudged(f"{message}: {loaded}")
         yield from found
     elif not any(early.values()):
         require_gradients(view)
@@ -98,7 +103,7 @@ def _wrong_accumulation(view: View, runs: Sequence[RankTraining]) -> Iterator[Fi
         lost = [rank for rank, accumulation in enumerate(recorded) if name in accumulation.without_gradient]
         lost = [rank for rank in lost if name not in runs[rank].without_gradient]
         if lost:
-            yield Finding(name, tuple(lost), "no gradient after the last micro-batch", _MEAN, **_STAYS_OFF)
+            yield Finding(name, tuple(lost), _NO_GRADIENT, _MEAN, **_STAYS_OFF)
         yield from _wrong_sums(name, pairs.get(name, []), limits)
 
 
@@ -114,6 +119,7 @@ def _wrong_sums(name: str, pairs: list[tuple[int, Comparison]], limits: Limits) 
         yield Finding(name, tuple(ranks), f"{actual} after the last micro-batch", _MEAN, **_OVERWRITTEN)
 
 
+_NO_GRADIENT = "no gradient after the last micro-batch"
 _MEAN = "the mean over the micro-batches"
 _NOT_OFF: Explanation = {
     "cause": "the switch (FSDP2's set_requires_gradient_sync) has no effect: each micro-batch costs a reduction",
@@ -121,9 +127,10 @@ _NOT_OFF: Explanation = {
 }
 _OVERWRITTEN: Explanation = {
     "cause": "a later micro-batch drops or changes the gradients of earlier ones: a zero_grad() in the forward or in a "
-    "hook, or a hook that scales or reduces the whole accumulated gradient in each backward",
-    "remedy": "change gradients once per step, after the last backward: no zero_grad() between micro-batches, and no "
-    "hook that changes p.grad in each backward",
+    "hook, or a hook that scales or reduces the whole accumulated gradient in each backward; or a module computes with "
+    "a cached copy of a weight from before the last step",
+    "remedy": "change gradients once per step, after the last backward: no zero_grad() between micro-batches, no "
+    "hook that changes p.grad in each backward, and no copies of weights that outlive a step",
 }
 _STAYS_OFF: Explanation = {
     "cause": "the reduction is not turned on again for the last micro-batch, so gradients stay unreduced inside FSDP",

@@ -125,7 +125,8 @@ _WRAPPED: Explanation = {
     after=[*SOUND, "frozen_weights_stay_frozen", "state_dict_names_clean", "load_is_repeatable"],
     why="A checkpoint that cannot be restored is noticed only when it is needed.",
     cause="saving leaves it out, renames or casts it or writes one rank's shards only, or loading skips it: a filter "
-    "of names, strict=False, copies that are not written back",
+    "of names, strict=False, copies that are not written back; or save() returned before it copied the values (an "
+    "asynchronous save), and training changed them",
     remedy="save and load with torch.distributed.checkpoint, get_model_state_dict and set_model_state_dict, strictly",
     references=["NVIDIA/TransformerEngine#2713", "NVIDIA/TransformerEngine#1860"],
     since="0.2",
@@ -255,7 +256,13 @@ def _describe_difference(comparison: Comparison) -> str:
 _ROUNDED: Explanation = {
     "cause": "the export casts to a lower precision than the parameters have: its dtype is that of the computation, or "
     "of the config",
-    "remedy": "export in the dtype of the parameters, and cast where a checkpoint is to be smaller",
+    "remedy": "export each tensor in the dtype of its parameter; if a smaller checkpoint is intended, skip this check "
+    "with that reason: skip={'full_state_dict_exports': 'exported in a lower precision on purpose'}",
+}
+_OWN_SHARD: Explanation = {
+    "cause": "state_dict() returns a rank's own shard",
+    "remedy": "gather it: full_tensor(), or get_model_state_dict(model, "
+    "options=StateDictOptions(full_state_dict=True))",
 }
 
 
@@ -299,9 +306,16 @@ def full_state_dict_exports(view: View) -> Iterable[Finding]:
             continue
         if comparison.problem is not None:
             actual = f"{comparison.problem} in the gathered state dict"
-            yield Finding(comparison.name, (0,), actual, comparison.should_be)
+            explanation = _OWN_SHARD if _has_shape_of_a_shard(view, comparison) else Explanation()
+            yield Finding(comparison.name, (0,), actual, comparison.should_be, **explanation)
         elif comparison.name in equal and not (comparison.cast and comparison.max_rel <= ROUNDING):
             detail = _describe_difference(comparison)
             yield Finding(
                 comparison.name, (0,), "different values in the gathered state dict", "the reference's", detail
             )
+
+
+def _has_shape_of_a_shard(view: View, comparison: Comparison) -> bool:
+    """Return whether the shape, which is not the reference's, is that of the shard on some rank."""
+    shards = [tensor.local_shape for _, tensor in view.holders(comparison.name) if tensor.local_shape != tensor.shape]
+    return comparison.problem in [f"shape {shape}" for shape in shards]

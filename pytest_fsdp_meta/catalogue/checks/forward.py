@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from pytest_fsdp_meta.catalogue.diagnosis.parity import BLOCKING_CHECKS
+from pytest_fsdp_meta.catalogue.diagnosis.parity import BLOCKING_CHECKS, OLDER_EVIDENCE
 from pytest_fsdp_meta.catalogue.findings import Explanation, Finding
 from pytest_fsdp_meta.catalogue.registry import check
 from pytest_fsdp_meta.catalogue.view import NotJudged, View, ranks_by
@@ -12,11 +12,13 @@ from pytest_fsdp_meta.evidence import StaleWeight
 
 
 @check(
-    promise="after each optimizer step, every module computes with the updated weights",
+    promise="after each optimizer step, the weights that FSDP2 gathers for modules, and copies of weights through "
+    "which gradients flow, have the updated values",
     family="training",
     needs=["inventory", "training"],
     after=[*BLOCKING_CHECKS, "tied_weights_share_storage"],
-    why="The optimizer updates the shards correctly, and a module still computes with old values: no error is raised.",
+    why="The optimizer updates the shards correctly, and a module still computes with old values: no error is raised. "
+    "A detached copy that a module keeps is not seen here; it shows in the gradients and losses of later steps.",
     cause="what the module computes with is not gathered from this rank's shard after each step: the group stays "
     "unsharded over the step (set_reshard_after_backward(False)), or something replaced or kept the gathered weight",
     remedy="let FSDP reshard after the last backward of each step: set_reshard_after_backward(True), or "
@@ -28,7 +30,7 @@ def forward_sees_current_weights(view: View) -> Iterable[Finding]:
     runs = view.evidence.training or ()
     observed = [run.forward for run in runs if run.forward is not None]
     if len(observed) < len(runs):
-        raise NotJudged("this evidence is older than the check; run the test again")
+        raise NotJudged(OLDER_EVIDENCE)
     if all(forward.forwards < 2 for forward in observed):
         raise NotJudged("no forward follows an optimizer step; train for two steps or more")
     if not any(t.requires_grad for rank in view.evidence.inventory for t in rank.tensors):

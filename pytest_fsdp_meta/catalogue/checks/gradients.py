@@ -157,6 +157,13 @@ def _explain_factor(view: View, runs: Sequence[RankTraining], name: str, factor:
             "cause": "the loss or its gradients are multiplied by a constant that the reference does not have",
             "remedy": "check loss scaling, gradient accumulation and the gradient divide factor",
         }
+    if factor.startswith("1/") and view.evidence.subject.loss_over_ranks == "sum":
+        return {
+            "cause": f"divided once too often ({number} is {meaning}): the ranks' losses add up "
+            '(loss_over_ranks="sum"), and their gradients are averaged',
+            "remedy": "call set_gradient_divide_factor(1.0) on every FSDP module, not only on the root; with gloo, "
+            "also set_force_sum_reduction_for_comms(True)",
+        }
     if factor.startswith("1/"):
         return {
             "cause": f"divided once too often ({number} is {meaning}): the loss is scaled and the reduction averages "

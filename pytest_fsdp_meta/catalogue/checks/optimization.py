@@ -66,6 +66,12 @@ def _optimizers(view: View) -> list[tuple[int, OptimizerFacts]]:
     optimizers = [(rank, optimizer) for rank, optimizer in enumerate(found) if optimizer is not None]
     if not optimizers and runs:
         raise NotJudged("nothing is trainable")
+    failed = view.evidence.unavailable.get("training")
+    if not optimizers and failed is not None and failed.error:
+        raise NotJudged(
+            "Subject(optimizer=...) is a callable, and training failed before what it returned was recorded "
+            f"({failed.summary})"
+        )
     if not optimizers:
         raise NotJudged("Subject(optimizer=...) is a callable and was not called: nothing was trained")
     return optimizers

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from pytest_fsdp_meta.catalogue.checks.checkpoint import SOUND, diverging_names
 from pytest_fsdp_meta.catalogue.diagnosis.limits import declared_or_coarsest
@@ -54,22 +53,40 @@ def optimizer_state_round_trip(view: View) -> Iterable[Finding]:
         raise NotJudged("the optimizer keeps no state; declare Subject(optimizer=...) with one that does")
     skipped = set(diverging_names(view, [run.model for run in before]))
     names = dict.fromkeys(name for run in (*before, *after) for name in run.state)
-    explanation = {} if any(run.state for run in after) else _NOTHING_LOADED
-    for name in names:
-        if name in skipped or not view.judgeable(name):
-            continue
-        by_rank = ((rank, _compare_states(*pair, name)) for rank, pair in enumerate(zip(before, after, strict=True)))
-        yield from (replace(finding, **explanation) for finding in view.findings_for(name, by_rank))
-    pairs = enumerate(zip(before, after, strict=True))
-    mismatches = ((rank, mismatch) for rank, pair in pairs for mismatch in _compare_groups(*pair))
-    for group, ranks in ranks_by(mismatches).items():
+    pairs = list(enumerate(zip(before, after, strict=True)))
+    found = {
+        name: ranks_by((rank, mismatch) for rank, pair in pairs for mismatch in _compare_states(*pair, name))
+        for name in names
+        if name not in skipped and view.judgeable(name)
+    }
+    explanation = _explain_states(found.values(), any(run.state for run in after))
+    for name, mismatches in found.items():
+        for state, ranks in mismatches.items():
+            yield Finding(name, ranks, state.actual, state.expected, **explanation)
+    settings = ((rank, mismatch) for rank, pair in pairs for mismatch in _compare_groups(*pair))
+    for group, ranks in ranks_by(settings).items():
         yield Finding(None, ranks, group.actual, group.expected, **_RESET)
 
 
+def _explain_states(found: Collection[Collection[Mismatch]], loaded: bool) -> Explanation:
+    """Explain the mismatches of each parameter if no rank has loaded a state, or if all parameters differ alike."""
+    if not loaded:
+        return _NOTHING_LOADED
+    # On ranks that hold nothing of a parameter, nothing of it can differ.
+    alike = len({frozenset(mismatches) for mismatches in found}) == 1
+    lost = any(mismatch.actual == _LOST or mismatch.expected == _NOT_SAVED for some in found for mismatch in some)
+    return _CHANGED if alike and not lost else {}
+
+
+_LOST, _NOT_SAVED = "no optimizer state after loading", "none, as saved"
 _NOTHING_LOADED: Explanation = {
     "cause": "no state is loaded: save() or resume() leaves the optimizer out, or the loader leaves gradients behind, "
     "which make set_optimizer_state_dict assume that the optimizer already has a state",
     "remedy": "save and load the optimizer with the model, and call zero_grad() after a warm-up",
+}
+_CHANGED: Explanation = {
+    "cause": "the state is changed on the way: cast, reset or recomputed by save() or resume(), or loaded by position",
+    "remedy": "save and load it as it is, by name, with get_optimizer_state_dict and set_optimizer_state_dict",
 }
 _RESET: Explanation = {
     "cause": "the settings of the groups are not saved, or they are overwritten after loading: by resume() itself, or "
@@ -78,16 +95,50 @@ _RESET: Explanation = {
 }
 
 
-def _compare_states(before: RankResumed, after: RankResumed, name: str) -> Mismatch | None:
+def _compare_states(before: RankResumed, after: RankResumed, name: str) -> Iterator[Mismatch]:
     saved, loaded = before.state.get(name), after.state.get(name)
-    if saved == loaded:
-        return None
-    if loaded is None:
-        return Mismatch("no optimizer state after loading", f"{', '.join(saved or ())}, as saved")
-    if saved is None:
-        return Mismatch(f"optimizer state ({', '.join(loaded)}) after loading", "none, as saved")
-    wrong = [key for key in {**saved, **loaded} if saved.get(key) != loaded.get(key)]
-    return Mismatch(f"different {', '.join(wrong)} after loading", "the saved optimizer state")
+    if saved is None or loaded is None:
+        if saved is not None:
+            yield Mismatch(_LOST, f"{', '.join(saved)}, as saved")
+        if loaded is not None:
+            yield Mismatch(f"optimizer state ({', '.join(loaded)}) after loading", _NOT_SAVED)
+    else:
+        yield from _compare_values(saved, loaded)
+
+
+def _compare_values(saved: Mapping[str, str], loaded: Mapping[str, str]) -> Iterator[Mismatch]:
+    """Yield the numbers that differ, the keys with another dtype, and all others that differ."""
+    differing: dict[tuple[str, str], list[str]] = {}
+    for key in {**saved, **loaded}:
+        old, new = saved.get(key, ""), loaded.get(key, "")
+        numbers, dtypes = (_number_in(new), _number_in(old)), (_dtype_in(new), _dtype_in(old))
+        if old == new:
+            continue
+        if all(numbers) and len(set(numbers)) > 1:
+            yield Mismatch(f"{key} {numbers[0]} after loading", numbers[1])
+        elif all(dtypes) and len(set(dtypes)) > 1:
+            differing.setdefault(dtypes, []).append(key)
+        else:
+            differing.setdefault(("", ""), []).append(key)
+    for (now, once), keys in differing.items():
+        if now:
+            yield Mismatch(f"{', '.join(keys)} in {now} after loading", once)
+        else:
+            yield Mismatch(f"different {', '.join(keys)} after loading", "the saved optimizer state")
+
+
+def _number_in(fingerprint: str) -> str:
+    """Return the number that a fingerprint shows ("3" for "3.0" and "float32 () 3.0"), or empty."""
+    try:
+        return f"{float(fingerprint.rpartition('() ')[2]):.9g}"
+    except ValueError:
+        return ""
+
+
+def _dtype_in(fingerprint: str) -> str:
+    """Return the dtype of a tensor's fingerprint, such as "float32 (2, 3) <hash>"; empty for other values."""
+    dtype, bracket, _ = fingerprint.partition(" (")
+    return dtype if bracket and dtype.isidentifier() else ""
 
 
 def _compare_groups(before: RankResumed, after: RankResumed) -> Iterator[Mismatch]:
@@ -108,7 +159,7 @@ def _compare_groups(before: RankResumed, after: RankResumed) -> Iterator[Mismatc
     after=[*SOUND, *TRAINING_CHECKS, "load_is_repeatable", "dcp_round_trip", "optimizer_state_round_trip"],
     why="A resumed run is seen as a continuation of the first, even if it trains differently.",
     cause="the forward depends on something that the checkpoint does not contain: a non-persistent buffer, a counter, "
-    "a module that resume() recreates",
+    "a module that resume() recreates, or a cached copy of a weight",
     remedy="register changing state as a persistent buffer or extra state, and recompute derived state after loading",
     references=["huggingface/transformers#31034"],
     since="0.2",

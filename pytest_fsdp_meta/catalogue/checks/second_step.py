@@ -13,7 +13,9 @@ from pytest_fsdp_meta.catalogue.diagnosis.limits import (
 )
 from pytest_fsdp_meta.catalogue.diagnosis.parity import (
     BEFORE_UPDATES,
+    OLDER_EVIDENCE,
     comparable_training,
+    describe_loaded_state,
     require_gradients,
     require_no_other_cause,
     require_same_forward,
@@ -47,8 +49,10 @@ def second_grad_parity(view: View) -> Iterable[Finding]:
     runs = comparable_training(view)
     seconds = [run.second for run in runs if run.second is not None]
     if len(seconds) < len(runs):
-        raise NotJudged("there was no second step: @fsdp_conformance(steps=1), or nothing is trainable")
+        raise NotJudged(_describe_missing(view, runs))
     if not _first_steps_equal(view, runs):
+        if loaded := describe_loaded_state(view):
+            raise NotJudged(f"the first step moved the parameters otherwise than in the reference: {loaded}")
         raise NotJudged("the first step moved the parameters otherwise than in the reference (see update_parity)")
     found = list(_wrong_second_gradients(view, runs))
     if found:
@@ -58,6 +62,16 @@ def second_grad_parity(view: View) -> Iterable[Finding]:
         yield from found
     else:
         require_gradients(view)
+
+
+def _describe_missing(view: View, runs: Sequence[RankTraining]) -> str:
+    """Return why a rank has no observation of a second step."""
+    if any(len(run.losses) < 2 for run in runs):
+        return "there was no second step: @fsdp_conformance(steps=1)"
+    inventories = (*view.evidence.inventory, view.reference_inventory)
+    if not all(any(t.requires_grad for t in inventory.tensors) for inventory in inventories):
+        return "nothing is trainable"
+    return OLDER_EVIDENCE
 
 
 def _first_steps_equal(view: View, runs: Sequence[RankTraining]) -> bool:

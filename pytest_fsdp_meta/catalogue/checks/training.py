@@ -19,6 +19,7 @@ from pytest_fsdp_meta.catalogue.diagnosis.multiples import alike, number_of, who
 from pytest_fsdp_meta.catalogue.diagnosis.parity import (
     BEFORE_UPDATES,
     comparable_training,
+    describe_loaded_state,
     describe_other_precision,
     explain_hooks_left_out,
     format_losses,
@@ -30,7 +31,7 @@ from pytest_fsdp_meta.catalogue.diagnosis.parity import (
 )
 from pytest_fsdp_meta.catalogue.findings import Explanation, Finding
 from pytest_fsdp_meta.catalogue.registry import check
-from pytest_fsdp_meta.catalogue.view import Blocked, View
+from pytest_fsdp_meta.catalogue.view import Blocked, NotJudged, PartlyJudged, View
 from pytest_fsdp_meta.evidence import Comparison, Measure, RankTraining, splits_model
 from pytest_fsdp_meta.evidence.tolerances import LOSS_TOLERANCE, UPDATE_TOLERANCE
 
@@ -53,7 +54,9 @@ CHANCE = 0.1
     uses=["values", "verifier"],
     after=[*BEFORE_UPDATES, "second_grad_parity"],
     why="A parameter group without its learning rate or weight decay still has correct gradients and is noticed late.",
-    cause="the optimizer is configured differently on the ranks: learning rate, weight decay or parameter groups",
+    cause="the optimizer's learning rate, weight decay or parameter groups are not the reference's, or not alike on "
+    "all ranks: groups chosen by the size of a rank's shard, or a factory that depends on the world size, which is "
+    "called in a world of 1 for the reference",
     remedy="compare the optimizer's groups and their settings with the reference's, by parameter name",
     references=["pytorch/pytorch#149205"],
     since="0.2",
@@ -65,6 +68,8 @@ def update_parity(view: View) -> Iterable[Finding]:
     if found:
         require_same_forward(view, runs)
         require_no_other_cause(view, f"the updates differ ({found[0].tensor}: {found[0].actual})")
+        if loaded := describe_loaded_state(view):
+            raise NotJudged(f"the updates differ ({found[0].tensor}: {found[0].actual}): {loaded}")
         _require_same_last_forward(view, runs)
         yield from found
     else:
@@ -204,6 +209,8 @@ def loss_parity(view: View) -> Iterable[Finding]:
     first_forward = wrong_steps[:1] == [0] or any(disagreement[2] == 0 for disagreement in disagreements)
     require_no_other_cause(view, f"the losses differ ({message})", first_forward)
     yield from (_report_disagreement(view, runs, *disagreement) for disagreement in disagreements)
+    if wrong_steps and wrong_steps[0] > 0 and (loaded := describe_loaded_state(view)):
+        raise PartlyJudged(f"the first loss is right, later ones differ ({message}): {loaded}")
     if wrong_steps:
         ours, theirs = _distinct_digits(actual[wrong_steps[0]], expected[wrong_steps[0]])
         yield Finding(
@@ -301,28 +308,48 @@ def _explain_multiple(view: View, runs: Sequence[RankTraining], allowed: float) 
     """Explain a first loss that is a whole multiple of the reference's, with later losses close to that multiple."""
     pairs = list(zip(global_losses(view.evidence), view.reference.losses or (), strict=True))
     factors = [ours / theirs if theirs and math.isfinite(ours) else math.nan for ours, theirs in pairs]
-    factor = whole(factors[0], max(allowed, LOSS_TOLERANCE["float64"]))
-    if not factor or not all(abs(later / factors[0] - 1) <= SAME_FACTOR for later in factors):
+    if not factors[0] > 0 or not all(abs(later / factors[0] - 1) <= SAME_FACTOR for later in factors):
         return {}
+    summed = view.evidence.subject.loss_over_ranks == "sum"
+    if summed and (explanation := _explain_sum(view, runs, factors[0], allowed)):
+        return explanation
+    factor = whole(factors[0], max(allowed, LOSS_TOLERANCE["float64"]))
     number, meaning = number_of(view, runs, factor)
-    if not meaning and int(number) * allowed > CHANCE:
+    if not factor or (not meaning and int(number) * allowed > CHANCE):
         return {}
     multiple_of = f"{factor} of" if factor.startswith("1/") else f"{factor} times"
     in_ranks = f" ({number} is {meaning})" if meaning else ""
-    summed = view.evidence.subject.loss_over_ranks == "sum"
-    if summed and meaning and not factor.startswith("1/"):
-        return {
-            "cause": f"the sum of the ranks' losses is {multiple_of} the reference's in every step{in_ranks}: each "
-            "rank's loss is not a share of the global loss, but a mean over its own rows or the global loss itself",
-            "remedy": "divide by the count of the global batch on each rank, or declare "
-            'Subject(loss_over_ranks="mean") or "same"',
-        }
     shares = "" if summed or not meaning or not factor.startswith("1/") else _SHARES
     return {
         "cause": f"the loss is {multiple_of} the reference's in every step{in_ranks}: "
         + _explain_scaled_loss(factor, bool(meaning)),
         "remedy": "make each rank's loss the mean over its own rows, without a factor for the number of ranks, rows or "
         f"micro-batches{shares}",
+    }
+
+
+def _explain_sum(view: View, runs: Sequence[RankTraining], factor: float, allowed: float) -> Explanation:
+    """Explain losses whose declared sum is about as many times the reference's as there are ranks, else return {}.
+
+    Means over rows with different numbers of labels do not add up to a whole multiple.
+    """
+    number, meaning = number_of(view, runs, whole(factor, SAME_FACTOR))
+    if not meaning or factor < 1:
+        return {}
+    about = "" if whole(factor, allowed) else "about "
+    times = (
+        f"the sum of the ranks' losses is {about}{number} times the reference's in every step ({number} is {meaning})"
+    )
+    first = [losses[0] for losses in slice_losses(runs).values()]
+    if max(first) - min(first) <= allowed * abs(max(first)):
+        return {
+            "cause": f"{times}: each rank's loss is the global loss itself, not a share of it",
+            "remedy": 'declare Subject(loss_over_ranks="same")',
+        }
+    return {
+        "cause": f"{times}: the ranks' losses are means over their own rows, not shares of the global loss",
+        "remedy": 'declare Subject(loss_over_ranks="mean") (the default), or return shares: sums over own rows, '
+        "divided by the count of the global batch",
     }
 
 

@@ -11,7 +11,7 @@ from pytest_fsdp_meta.catalogue.findings import Explanation
 from pytest_fsdp_meta.catalogue.view import Blocked, NotJudged, Unjudgeable, View
 from pytest_fsdp_meta.evidence import Evidence, RankTraining
 from pytest_fsdp_meta.evidence.tolerances import LOSS_TOLERANCE
-from pytest_fsdp_meta.text import first_of
+from pytest_fsdp_meta.text import counted, first_of
 
 BLOCKING_CHECKS = (
     "same_manifest_on_every_rank",
@@ -47,6 +47,8 @@ BEFORE_UPDATES = (
     "replicas_stay_equal",
 )
 """Checks whose failure makes later steps differ."""
+OLDER_EVIDENCE = "this evidence is older than the check; run the test again"
+"""The reason of a check that stored evidence lacks an observation for."""
 
 
 def comparable_training(view: View) -> Sequence[RankTraining]:
@@ -166,6 +168,20 @@ def explain_hooks_left_out(view: View) -> Explanation:
         "remedy": "let the hook use the model, its parameters and the optimizer only, without a mesh or methods of "
         "FSDP2; or declare optimizer=lambda parameters: ... and register a hook there that runs on both",
     }
+
+
+def describe_loaded_state(view: View) -> str:
+    """Return why steps may differ from the reference's, whose optimizer is rebuilt without state; else ""."""
+    loaded = {name for run in view.evidence.training or () if run.optimizer for name in run.optimizer.loaded}
+    names = [
+        name for name in dict.fromkeys(t.name for r in view.evidence.inventory for t in r.tensors) if name in loaded
+    ]
+    if not names:
+        return ""
+    return (
+        f"the loader's optimizer already has state (of {counted(len(names), 'parameter')}, first: {names[0]}), which "
+        "the reference's does not; build it fresh, or load its state in resume()"
+    )
 
 
 def global_losses(evidence: Evidence) -> tuple[float, ...]:
