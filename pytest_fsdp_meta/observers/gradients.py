@@ -62,7 +62,7 @@ def gradient_norm(model: Module, own: ClipGradNorm | None) -> tuple[float | None
     if own is None and isinstance(model, FullyShardedDataParallel):
         own = partial(_clip_fsdp1, model)
     if own is not None:
-        return _norm_by_clipping(model, own), ""
+        return norm_by_clipping(model, own), ""
     by = next((part.by for _, part in gradients_of(model) if part.by and part.placements is None), "")
     if by:
         return None, f"ranks hold parts of some gradients, as {by} says"
@@ -79,8 +79,8 @@ def _clip_fsdp1(model: FullyShardedDataParallel, _: Iterable[Parameter], bound: 
     return model.clip_grad_norm_(bound)
 
 
-def clipped_gradients(model: Module, clip: ClipGradNorm, bound: float, scale: float) -> list[tuple[str, Part]]:
-    """Return the gradients that the author's function leaves when it clips to ``bound``, divided by ``scale``.
+def clipped_gradients(model: Module, clip: ClipGradNorm, bound: float, scale: float = 1.0) -> list[tuple[str, Part]]:
+    """Return copies of what the author's function leaves when it clips to ``bound``, divided by ``scale``.
 
     The gradients themselves stay as they were.
     """
@@ -90,7 +90,8 @@ def clipped_gradients(model: Module, clip: ClipGradNorm, bound: float, scale: fl
         return [(name, replace(part, local=local_part(part.local) / scale)) for name, part in gradients_of(model)]
 
 
-def _norm_by_clipping(model: Module, clip: ClipGradNorm) -> float:
+def norm_by_clipping(model: Module, clip: ClipGradNorm) -> float:
+    """Return the norm that the author's function returns, and leave the gradients unchanged."""
     with _kept_gradients(model) as parameters, calling("Subject(clip_grad_norm=...)"):
         norm = clip(parameters, float("inf"))
     if isinstance(norm, (int, float)) or (isinstance(norm, Tensor) and norm.numel() == 1):
