@@ -17,7 +17,7 @@ from pytest_fsdp_meta.loader.adapter import Part
 from pytest_fsdp_meta.loader.subject import SubjectError
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part
 from pytest_fsdp_meta.observers.adapters.lookup import parts_of
-from pytest_fsdp_meta.observers.batches import calling
+from pytest_fsdp_meta.observers.batches import calling_field
 from pytest_fsdp_meta.observers.inventory import named_tensors
 from pytest_fsdp_meta.observers.support.reference_record import Record
 from pytest_fsdp_meta.observers.values import comparable, read_part
@@ -85,14 +85,14 @@ def clipped_gradients(model: Module, clip: ClipGradNorm, bound: float, scale: fl
     The gradients themselves stay as they were.
     """
     with _kept_gradients(model) as parameters:
-        with calling("Subject(clip_grad_norm=...)"):
+        with calling_field("clip_grad_norm"):
             clip(parameters, bound)
         return [(name, replace(part, local=local_part(part.local) / scale)) for name, part in gradients_of(model)]
 
 
 def norm_by_clipping(model: Module, clip: ClipGradNorm) -> float:
     """Return the norm that the author's function returns, and leave the gradients unchanged."""
-    with _kept_gradients(model) as parameters, calling("Subject(clip_grad_norm=...)"):
+    with _kept_gradients(model) as parameters, calling_field("clip_grad_norm"):
         norm = clip(parameters, float("inf"))
     if isinstance(norm, (int, float)) or (isinstance(norm, Tensor) and norm.numel() == 1):
         return _as_number(norm)

@@ -9,14 +9,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from pytest_fsdp_meta import Subject
 from pytest_fsdp_meta.evidence import Comparison, Movement
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part, own_part
+from pytest_fsdp_meta.observers.batches import loss_of
 from pytest_fsdp_meta.observers.inventory import take_inventory, tensor_facts
 from pytest_fsdp_meta.observers.movement import copy_shards, moved_rows, movements
 from pytest_fsdp_meta.observers.optimizers import pack_optimizer
 from pytest_fsdp_meta.observers.support.bits import digest
 from pytest_fsdp_meta.observers.support.reference_record import Record, write_record
 from pytest_fsdp_meta.observers.values import compare
+from pytest_fsdp_meta.worlds import CallFailed
 from tests.world_help import world_of
 
 NAN, INF = float("nan"), float("inf")
@@ -219,3 +222,22 @@ def test_a_row_that_later_steps_take_back_has_moved():
 
     assert movements(model, before, due, {}) == (Movement("weight", 2, 2, 0),)
     assert movements(model, before, due, after_first_step) == (Movement("weight", 2, 1, 1),)
+
+
+def missing(batch):
+    raise KeyError("labels")
+
+
+@pytest.mark.parametrize(
+    ("loss", "call"),
+    [
+        (lambda batch: 1, ", called as loss(model, batch)"),
+        (lambda batch, model: batch.keys(), ", called as loss(model, batch)"),
+        (lambda model, batch: model(), ""),  # a TypeError in torch, about another call
+        (lambda model, batch: missing(batch), ""),
+    ],
+)
+def test_an_error_about_the_arguments_says_how_the_function_is_called(loss, call):
+    with pytest.raises(CallFailed) as raised:
+        loss_of(Subject(nn.Linear(2, 2), loss=loss), {})
+    assert raised.value.where == f"Subject(loss=...){call}"
