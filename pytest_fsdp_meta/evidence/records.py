@@ -10,7 +10,7 @@ from typing import Any
 from pytest_fsdp_meta.evidence.checkpoint import Export, RankResumed, RankSaved, RankStateDict, Resharded
 from pytest_fsdp_meta.evidence.collectives import RankCollectives, RankMemory
 from pytest_fsdp_meta.evidence.tensors import RankInventory
-from pytest_fsdp_meta.evidence.training import Comparison, RankTraining
+from pytest_fsdp_meta.evidence.training import Comparison, OwnClipping, RankTraining
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,11 @@ class ReferenceFacts:
     noise: float = 0.0
     """The size below which an element of these gradients is rounding error."""
     norm: float | None = None
-    """The norm of all gradients of the first step."""
+    """The norm of all gradients of the first step, as torch computes it."""
+    own_clipping: OwnClipping | None = None
+    """None if the author declares no function that clips, or it does the same as torch's."""
+    clip_problem: str = ""
+    """Why the reference could not use the author's function, or empty."""
     after: RankInventory | None = None
     """The inventory after the last step."""
     state_dict: tuple[str, ...] = ()

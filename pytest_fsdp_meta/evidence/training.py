@@ -106,6 +106,20 @@ class Clipping:
 
     bound: float
     gradients: tuple[Comparison, ...] = ()
+    own: tuple[Comparison, ...] = ()
+    """Clipped to ``OwnClipping.bound`` and compared with what the same function left of the reference's gradients."""
+    changed: tuple[Comparison, ...] = ()
+    """The gradients that clipping to a bound of twice the norm changes, compared with the same before."""
+
+
+@dataclass(frozen=True)
+class OwnClipping:
+    """What the author's function does to the reference's gradients of the first step, if torch's does otherwise."""
+
+    norm: float
+    """The norm that it returns."""
+    bound: float | None = None
+    """Half of that norm; a quarter, an eighth and so on if half makes no gradient smaller. None if no bound does."""
 
 
 @dataclass(frozen=True)
@@ -142,6 +156,8 @@ class Noise:
 
     losses: tuple[float, ...] = ()
     norm: float = 0.0
+    own_norm: float = 0.0
+    """The noise of ``OwnClipping.norm``."""
     gradients: Mapping[str, TensorNoise] = field(default_factory=dict)
     second: Mapping[str, TensorNoise] = field(default_factory=dict)
     updates: Mapping[str, TensorNoise] = field(default_factory=dict)

@@ -104,7 +104,12 @@ class Subject:
     max_grad_norm: float | None = None
     """The norm to which training clips the gradients: ``train_step`` on the ranks, ``clip_grad_norm`` elsewhere."""
     clip_grad_norm: Callable[[Iterable[Parameter], float], Any] | None = None
-    """``clip_grad_norm(parameters, max_norm)`` returns the norm before clipping; by default torch's."""
+    """``clip_grad_norm(parameters, max_norm)`` clips gradients in place and returns their norm before; default torch's.
+
+    Any norm will do, of all gradients together or by group. Gradients within the bound must stay as they are.
+    ``parameters`` is a list of those that have a gradient. Called on every rank, and on the reference in a world of one
+    rank; if it raises there, or holds a mesh, the reference clips with torch's function and so by the 2-norm of all.
+    """
     save: Callable[[Module, Optimizer | None, Path], object] | None = None
     """``save(model, optimizer, folder)`` saves a checkpoint into a folder; by default torch.distributed.checkpoint.
 

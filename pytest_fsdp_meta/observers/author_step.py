@@ -12,7 +12,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from pytest_fsdp_meta.loader.subject import Subject, SubjectError
-from pytest_fsdp_meta.observers.batches import calling
+from pytest_fsdp_meta.observers.batches import calling_field
 from pytest_fsdp_meta.observers.optimizers import built_optimizer
 from pytest_fsdp_meta.observers.support.torch_private import before_other_step_hooks
 from pytest_fsdp_meta.text import counted
@@ -38,7 +38,7 @@ class AuthorStep:
             errors.append(None if errors else _error_of(look))
 
         hooked, in_eval = before_other_step_hooks(self._optimizer, before_step), _kept_in_eval(self._subject.model)
-        with hooked, in_eval, calling("Subject(train_step=...)"):
+        with hooked, in_eval, calling_field("train_step"):
             loss = self._subject.train_step(self._subject.model, self._handed, rows)
         if errors and errors[0] is not None:
             raise errors[0]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
 from pytest_fsdp_meta.evidence import splits_experts, splits_model
-from pytest_fsdp_meta.loader.subject import Subject, SubjectError
+from pytest_fsdp_meta.loader.subject import SIGNATURES, Subject, SubjectError
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part, mesh_facts
 from pytest_fsdp_meta.observers.support.bits import digest
 from pytest_fsdp_meta.observers.support.poison import NOTICES
@@ -53,16 +54,24 @@ def _slice_by_mesh(model: Module, rank: Rank) -> tuple[int, int]:
     return index, math.prod(size for dim, size in zip(dims, shape, strict=True) if not splits_model(dim))
 
 
+def calling_field(field: str) -> AbstractContextManager[None]:
+    """Name the field of Subject whose function is called, and how it is called, in errors that it raises."""
+    return calling(f"Subject({field}=...)", SIGNATURES[field].partition(" -> ")[0])
+
+
 @contextmanager
-def calling(where: str) -> Iterator[None]:
-    """Name the author's function in errors that it raises. Errors whose message says where already pass unchanged."""
+def calling(where: str, call: str = "") -> Iterator[None]:
+    """Name the author's function in errors that it raises. Errors whose message says where already pass unchanged.
+
+    Errors of a function that expects other arguments also have the ``call``, such as "loss(model, batch)".
+    """
     try:
         with forward_warnings(NOTICES):
             yield
     except (Misuse, CallFailed):
         raise
     except Exception as error:
-        raise CallFailed(where) from error
+        raise CallFailed(f"{where}, called as {call}" if call and _expects_others(error) else where) from error
     except CheckpointException as error:  # a BaseException that only counts the ranks of its errors
         raise CallFailed(where) from next((cause for cause, _ in error.failures.values()), error)
 
@@ -77,6 +86,17 @@ def blaming_the_forward() -> Iterator[None]:
         if frame.f_globals.get("__name__", "").startswith("torch.distributed.fsdp."):
             raise CallFailed("the model's forward") from error
         raise
+
+
+def _expects_others(error: Exception) -> bool:
+    """Return whether the call itself failed, or the function finds other arguments than it expects."""
+    if not isinstance(error, (TypeError, AttributeError)):
+        return False
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    # A module of torch raises AttributeError in a method of its own.
+    modules = [frame.f_globals.get("__name__", "") for frame in frames if frame.f_code.co_name != "__getattr__"]
+    callers = takewhile(lambda name: name == "contextlib" or name.startswith("pytest_fsdp_meta."), modules)
+    return len(modules) - len(list(callers)) <= 1  # an error further down is about something else, such as the model
 
 
 def global_batch(subject: Subject, step: int) -> Mapping[str, Any]:
@@ -128,7 +148,7 @@ def count_labels(rows: Mapping[str, Any]) -> tuple[int, int]:
 def loss_of(subject: Subject, rows: dict[str, Any]) -> Tensor:
     """Return the loss of these rows: a scalar, with a gradient where gradients are enabled."""
     if subject.loss is not None:
-        with calling("Subject(loss=...)"), blaming_the_forward():
+        with calling_field("loss"), blaming_the_forward():
             loss = subject.loss(subject.model, rows)
     else:
         with calling("model(**batch), the default of Subject(loss=...)"):

@@ -30,7 +30,7 @@ from pytest_fsdp_meta.loader.adapter import Part
 from pytest_fsdp_meta.loader.subject import Subject
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part
 from pytest_fsdp_meta.observers.adapters.lookup import parts_of
-from pytest_fsdp_meta.observers.batches import batch_slice, calling
+from pytest_fsdp_meta.observers.batches import batch_slice, calling_field
 from pytest_fsdp_meta.observers.fingerprints import fingerprint
 from pytest_fsdp_meta.observers.inventory import named_tensors, non_persistent, reshard
 from pytest_fsdp_meta.observers.loading import resharded_subject
@@ -131,7 +131,7 @@ def _save(subject: Subject, optimizer: Optimizer | None, folder: Path) -> None:
     doing("saving")
     folder.mkdir(parents=True, exist_ok=True)
     if subject.save is not None:
-        with calling("Subject(save=...)"):
+        with calling_field("save"):
             subject.save(subject.model, optimizer, folder)
         return
     dcp.save(_torch_states(subject.model, optimizer), checkpoint_id=folder)
@@ -140,7 +140,7 @@ def _save(subject: Subject, optimizer: Optimizer | None, folder: Path) -> None:
 def _load(subject: Subject, optimizer: Optimizer | None, folder: Path) -> None:
     doing("loading what was saved")
     if subject.resume is not None:
-        with calling("Subject(resume=...)"):
+        with calling_field("resume"):
             subject.resume(subject.model, optimizer, folder)
         return
     states = _torch_states(subject.model, optimizer)

@@ -17,7 +17,7 @@ from pytest_fsdp_meta.loader.adapter import Part
 from pytest_fsdp_meta.loader.subject import SubjectError
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part
 from pytest_fsdp_meta.observers.adapters.lookup import parts_of
-from pytest_fsdp_meta.observers.batches import calling
+from pytest_fsdp_meta.observers.batches import calling_field
 from pytest_fsdp_meta.observers.inventory import named_tensors
 from pytest_fsdp_meta.observers.support.reference_record import Record
 from pytest_fsdp_meta.observers.values import comparable, read_part
@@ -62,7 +62,7 @@ def gradient_norm(model: Module, own: ClipGradNorm | None) -> tuple[float | None
     if own is None and isinstance(model, FullyShardedDataParallel):
         own = partial(_clip_fsdp1, model)
     if own is not None:
-        return _norm_by_clipping(model, own), ""
+        return norm_by_clipping(model, own), ""
     by = next((part.by for _, part in gradients_of(model) if part.by and part.placements is None), "")
     if by:
         return None, f"ranks hold parts of some gradients, as {by} says"
@@ -83,7 +83,7 @@ def clip(model: Module, own: ClipGradNorm | None, bound: float) -> None:
     """Clip the gradients with the author's function, or else with torch's."""
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
     if own is not None:
-        with calling("Subject(clip_grad_norm=...)"):
+        with calling_field("clip_grad_norm"):
             own(parameters, bound)
     elif isinstance(model, FullyShardedDataParallel):
         _clip_fsdp1(model, parameters, bound)
@@ -91,19 +91,20 @@ def clip(model: Module, own: ClipGradNorm | None, bound: float) -> None:
         torch.nn.utils.clip_grad_norm_(parameters, bound)
 
 
-def clipped_gradients(model: Module, clip: ClipGradNorm, bound: float, scale: float) -> list[tuple[str, Part]]:
-    """Return the gradients that the author's function leaves when it clips to ``bound``, divided by ``scale``.
+def clipped_gradients(model: Module, clip: ClipGradNorm, bound: float, scale: float = 1.0) -> list[tuple[str, Part]]:
+    """Return copies of what the author's function leaves when it clips to ``bound``, divided by ``scale``.
 
     The gradients themselves stay as they were.
     """
     with _kept_gradients(model) as parameters:
-        with calling("Subject(clip_grad_norm=...)"):
+        with calling_field("clip_grad_norm"):
             clip(parameters, bound)
         return [(name, replace(part, local=local_part(part.local) / scale)) for name, part in gradients_of(model)]
 
 
-def _norm_by_clipping(model: Module, clip: ClipGradNorm) -> float:
-    with _kept_gradients(model) as parameters, calling("Subject(clip_grad_norm=...)"):
+def norm_by_clipping(model: Module, clip: ClipGradNorm) -> float:
+    """Return the norm that the author's function returns, and leave the gradients unchanged."""
+    with _kept_gradients(model) as parameters, calling_field("clip_grad_norm"):
         norm = clip(parameters, float("inf"))
     if isinstance(norm, (int, float)) or (isinstance(norm, Tensor) and norm.numel() == 1):
         return _as_number(norm)

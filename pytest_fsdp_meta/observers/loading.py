@@ -28,6 +28,7 @@ from pytest_fsdp_meta.observers.collectives import Recorder
 from pytest_fsdp_meta.observers.inventory import managed_names, named_tensors, non_persistent, reshard, take_inventory
 from pytest_fsdp_meta.observers.memory import Peak
 from pytest_fsdp_meta.observers.optimizers import built_optimizer, optimizer_facts, pack_optimizer
+from pytest_fsdp_meta.observers.sending import pack_function
 from pytest_fsdp_meta.observers.support.mapped import MAPS
 from pytest_fsdp_meta.observers.support.poison import NOTICES, poisoned_memory, restore_defaults
 from pytest_fsdp_meta.observers.support.precision import precision
@@ -37,7 +38,7 @@ from pytest_fsdp_meta.worlds import SEED, Misuse, Rank, current, doing, forward_
 LARGE = 2**26
 """Bytes of a model from which on ``release`` collects garbage (64 MiB)."""
 SENT_FIELDS = ("reference", "verifier", "batch", "loss", "optimizer", "max_grad_norm")
-"""Fields of Subject that the world of the reference needs."""
+"""Fields of Subject without which the world of the reference cannot train."""
 PLACEHOLDERS = {"ds_id": "DeepSpeed's ZeRO-3"}
 """Attribute of parameters that may be placeholders -> who made it one."""
 
@@ -49,7 +50,7 @@ class Loaded:
     inventory: RankInventory
     subject: SubjectFacts
     recipe: Mapping[str, bytes]
-    """The pickled values of ``SENT_FIELDS``; empty on other ranks than 0."""
+    """The pickled values of ``SENT_FIELDS``, and of ``clip_grad_norm``; empty on other ranks than 0."""
     checkpoints: Mapping[str, str]
     """The paths of reference and verifier, where they are checkpoint directories."""
     data_parallel: tuple[int, int] = (0, 1)
@@ -260,4 +261,8 @@ def _pack_recipe(subject: Subject) -> dict[str, bytes]:
                 f"it cannot be sent to the reference ({type(error).__name__}: {error}); it probably captures the "
                 "sharded model or a mesh: capture only paths and configs, and build everything else inside it",
             ) from error
+    if subject.clip_grad_norm is not None:
+        # Functions that clip often hold a mesh or a group. The reference then clips with torch's.
+        function = pack_function(subject.clip_grad_norm, subject.model, built_optimizer(subject))
+        packed["clip_grad_norm"] = cloudpickle.dumps(function)
     return packed

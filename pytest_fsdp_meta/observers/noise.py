@@ -17,6 +17,7 @@ from pytest_fsdp_meta.loader.adapter import Part
 from pytest_fsdp_meta.observers.accumulation import accumulate, finish_gradients, union_of_ranks
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part
 from pytest_fsdp_meta.observers.adapters.lookup import parts_of
+from pytest_fsdp_meta.observers.clipping import ReferenceClipping
 from pytest_fsdp_meta.observers.gradients import gradient_norm
 from pytest_fsdp_meta.observers.inventory import named_tensors
 from pytest_fsdp_meta.observers.loading import loaded_subject
@@ -54,7 +55,7 @@ def train_nudged(
     """Train the reference once more, under the nudges that ``number`` seeds; keep how far each record moves.
 
     ``computing`` and ``reducing`` are the dtypes in which the loader computes and reduces gradients. Return the noise
-    of the losses and of the norm, or the reason why it cannot be measured, such as a model that refuses the hooks that
+    of the losses and of the norms, or the reason why it cannot be measured, such as a model that refuses the hooks that
     nudge it.
     """
     state, losses = current().state, facts.losses or ()
@@ -66,6 +67,8 @@ def train_nudged(
         restore(noisy.model, noisy.records["values"])
         noisy.nudges = Nudges(noisy.model, _coarsest_unit(computing), _coarsest_unit(reducing), SEED + number)
         optimizer = make_optimizer(subject)
+        own = recipe.get("clip_grad_norm") if facts.own_clipping else None
+        noisy.clipping = ReferenceClipping(own, noisy.model, optimizer)
         run = train(subject, current().device, range(len(losses)), (0, 1), optimizer, noisy)
         if optimizer is not None and "accumulated" in noisy.records:
             with noisy.nudged():
@@ -78,9 +81,10 @@ def train_nudged(
         return Noise(problem=f"{type(cause).__name__}: {first_line(cause)}")
     apart = tuple(abs(a - b) for a, b in zip(run.losses, losses, strict=True))
     norm = abs((noisy.norm or 0.0) - (facts.norm or 0.0))
-    if not all(map(math.isfinite, (*apart, norm))):
+    own_norm = abs(noisy.own_norm - facts.own_clipping.norm) if facts.own_clipping and noisy.own_norm else 0.0
+    if not all(map(math.isfinite, (*apart, norm, own_norm))):
         return Noise(problem="its training diverges if it rounds otherwise")
-    return Noise(losses=apart, norm=norm)
+    return Noise(losses=apart, norm=norm, own_norm=own_norm)
 
 
 Factors = dict[str, dict[str, float]]
@@ -136,11 +140,14 @@ class _NoisySteps(StepObserver):
         self.model = model
         self.steps = steps
         self.nudges: Nudges
+        self.clipping: ReferenceClipping
         files = {name: record_at(folder, name) for name in ("values", *NOISE_OF)}
         self.records = {name: Record(file) for name, file in files.items() if file.exists()}
         self.moved: dict[str, dict[str, Tensor]] = {}
         self.factors: Factors = {}
         self.norm: float | None = None
+        self.own_norm: float | None = None
+        """What the author's function that clips returns, if that differs from the norm that torch computes."""
         self._weights = self._products = ExitStack()
 
     @contextmanager
@@ -159,6 +166,7 @@ class _NoisySteps(StepObserver):
         self._products.enter_context(self.nudges.products())
         if step == 0:
             self.norm, _ = gradient_norm(self.model, None)
+            self.own_norm = self.clipping.norm()
         if step < len(STEP_GRADIENTS):
             self.add(STEP_GRADIENTS[step], whole_gradients(self.model))
 

@@ -38,7 +38,7 @@ def make_optimizer(subject: Subject) -> Optimizer | None:
         # foreach kernels refuse a list that mixes DTensors and plain tensors.
         return SGD(trainable, lr=0.1, foreach=False)
     assert not isinstance(declared, Optimizer)
-    with calling("Subject(optimizer=...)"):
+    with calling("Subject(optimizer=...)", "optimizer(parameters)"):
         returned = declared(trainable)
     if not isinstance(returned, Optimizer):
         raise SubjectError("optimizer", f"it returned {type(returned).__name__}, but should return an Optimizer")

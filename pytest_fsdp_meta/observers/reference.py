@@ -25,6 +25,7 @@ from pytest_fsdp_meta.evidence import RankInventory, ReferenceFacts, Region, Ten
 from pytest_fsdp_meta.loader.subject import Subject, SubjectError
 from pytest_fsdp_meta.observers.accumulation import accumulate, finish_gradients, indivisible_batch, union_of_ranks
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part
+from pytest_fsdp_meta.observers.clipping import ReferenceClipping
 from pytest_fsdp_meta.observers.gradients import gradient_norm, gradients_of
 from pytest_fsdp_meta.observers.inventory import named_tensors, take_inventory
 from pytest_fsdp_meta.observers.movement import gradient_noise, root_mean_square
@@ -123,10 +124,11 @@ def train_reference(
     """
     rank = current()
     subject = declared_subject(rank.state["reference"], recipe)
-    model, first = subject.model, _RecordedSteps(rank.state["reference"], steps, folder)
+    model, optimizer = subject.model, make_optimizer(subject)
+    clipping = ReferenceClipping(recipe.get("clip_grad_norm"), model, optimizer)
+    first = _RecordedSteps(model, steps, folder, clipping)
     # Where nothing is trainable there is no backward, but the ranks need empty records.
     first.after_backward(0)
-    optimizer = make_optimizer(subject)
     run = train(subject, rank.device, range(steps), (0, 1), optimizer, first)
     after = _inventory(model, ())
     first.record("updated", parameters_of(model))
@@ -144,6 +146,8 @@ def train_reference(
         gradients=first.sizes,
         noise=first.noise,
         norm=first.norm,
+        own_clipping=clipping.own,
+        clip_problem=clipping.problem,
         after=after,
         hooks_left_out=hooks_left_out(subject),
         reached_later=tuple(first.reached_later),
@@ -152,10 +156,11 @@ def train_reference(
 
 
 class _RecordedSteps(StepObserver):
-    """The gradients of the first two steps, with the sizes and the norm of the first, and the weights after it."""
+    """The gradients of the first two steps, with sizes and norm of the first, which is clipped too, and its weights."""
 
-    def __init__(self, model: Module, steps: int, folder: str) -> None:
+    def __init__(self, model: Module, steps: int, folder: str, clipping: ReferenceClipping) -> None:
         self._model = model
+        self._clipping = clipping
         self._steps = steps
         self._folder = folder
         self.sizes: dict[str, float] = {}
@@ -192,6 +197,7 @@ class _RecordedSteps(StepObserver):
             self.sizes = {name: root_mean_square(gradient) for name, gradient in gradients}
             self.noise = gradient_noise(self._model)
             self.norm, _ = gradient_norm(self._model, None)
+            self._clipping.observe(self.norm, self._folder)
         else:
             unreached = [(name, gradient) for name, gradient in gradients if not self.sizes.get(name)]
             self.reached_later |= {name: None for name, gradient in unreached if gradient.any()}

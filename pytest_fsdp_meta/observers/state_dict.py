@@ -16,7 +16,7 @@ from pytest_fsdp_meta.evidence import Export
 from pytest_fsdp_meta.evidence.checkpoint import RankStateDict
 from pytest_fsdp_meta.loader.subject import Subject, SubjectError
 from pytest_fsdp_meta.observers.adapters.dtensor import own_part
-from pytest_fsdp_meta.observers.batches import calling
+from pytest_fsdp_meta.observers.batches import calling_field
 from pytest_fsdp_meta.observers.fingerprints import fingerprint
 from pytest_fsdp_meta.observers.inventory import unwrapped
 from pytest_fsdp_meta.observers.loading import resharded_subject
@@ -87,7 +87,7 @@ def _rounds(dtype: str, reference: Record, name: str) -> bool:
 
 def _author_state_dict(subject: Subject) -> Mapping[str, Any]:
     assert subject.state_dict is not None
-    with calling("Subject(state_dict=...)"):
+    with calling_field("state_dict"):
         state: object = subject.state_dict(subject.model)
     wanted = "but should return a dict with names as keys"
     if not isinstance(state, Mapping):

@@ -2,56 +2,42 @@
 
 from __future__ import annotations
 
-import io
-import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
-import cloudpickle
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from pytest_fsdp_meta.observers.inventory import named_tensors, unwrapped
+from pytest_fsdp_meta.observers.sending import PackedFunction, pack_function, unpack_function
 from pytest_fsdp_meta.observers.support.torch_private import step_hooks
-from pytest_fsdp_meta.text import clean_name, first_line
-
-Place: TypeAlias = tuple[str, str]
-"""The kind and the name of something that the ranks and the reference both have."""
-OPTIMIZER: Place = ("optimizer", "")
+from pytest_fsdp_meta.text import first_line
 
 
 @dataclass(frozen=True)
 class PackedHook:
-    """A step hook. ``code`` is empty if it cannot be pickled, for which ``problem`` has the reason."""
+    """A step hook, without its model and optimizer."""
 
     name: str
     before: bool
     """Whether it runs before the step."""
-    code: bytes = b""
-    problem: str = ""
+    function: PackedFunction
 
 
 def pack_hooks(optimizer: Optimizer, model: Module) -> tuple[PackedHook, ...]:
     """Pickle the step hooks; what they hold of the model and the optimizer is pickled by name."""
-    places = {id(thing): place for place, thing in _shared(optimizer, model).items()}
-    return tuple(_pack(hook, before, places) for before, hook in step_hooks(optimizer))
+    hooks = step_hooks(optimizer)
+    return tuple(PackedHook(_name(hook), before, pack_function(hook, model, optimizer)) for before, hook in hooks)
 
 
 def add_hooks(
     hooks: tuple[PackedHook, ...], optimizer: Optimizer, model: Module, report: Callable[[str], object]
 ) -> None:
     """Register the hooks on the reference's optimizer, and ``report`` those that cannot run there."""
-    shared = _shared(optimizer, model)
     for packed in hooks:
         try:
-            if packed.problem:
-                raise pickle.PicklingError(packed.problem)
-            hook = _Unpickler(io.BytesIO(packed.code), shared).load()
+            hook = unpack_function(packed.function, model, optimizer)
         except Exception as error:  # unpickling imports and runs the author's code
             report(f"{packed.name}: {first_line(error)}")
             continue
@@ -100,41 +86,6 @@ def _registered(model: Module) -> dict[tuple[Module, str], Parameter]:
     }
 
 
-def _pack(hook: Callable[..., Any], before: bool, places: Mapping[int, Place]) -> PackedHook:
+def _name(hook: Callable[..., Any]) -> str:
     function = hook.func if isinstance(hook, partial) else hook
-    name = str(getattr(function, "__name__", type(function).__name__))
-    file = io.BytesIO()
-    try:
-        _Pickler(file, places).dump(hook)
-    except Exception as error:  # pickling runs the author's code
-        return PackedHook(name, before, problem=first_line(error))
-    return PackedHook(name, before, file.getvalue())
-
-
-def _shared(optimizer: Optimizer, model: Module) -> dict[Place, object]:
-    """Return what the ranks and the reference both have: the optimizer, and the modules and tensors of the model."""
-    modules = unwrapped(model).named_modules(remove_duplicate=False)
-    shared: dict[Place, object] = {("module", clean_name(name)): module for name, module in modules}
-    return {**shared, **{("tensor", name): tensor for name, _, tensor in named_tensors(model)}, OPTIMIZER: optimizer}
-
-
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    def __init__(self, file: io.BytesIO, places: Mapping[int, Place]) -> None:
-        super().__init__(file)
-        self._places = places
-
-    def persistent_id(self, obj: object) -> Place | None:
-        if isinstance(obj, (DeviceMesh, dist.ProcessGroup, DTensor)) and id(obj) not in self._places:
-            raise pickle.PicklingError(f"it holds a {type(obj).__name__}, which the reference does not have")
-        return self._places.get(id(obj))
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, shared: Mapping[Place, object]) -> None:
-        super().__init__(file)
-        self._shared = shared
-
-    def persistent_load(self, pid: Place) -> object:
-        if pid not in self._shared:
-            raise pickle.UnpicklingError(f"the reference has no {' '.join(pid)}")
-        return self._shared[pid]
+    return str(getattr(function, "__name__", type(function).__name__))

@@ -12,20 +12,23 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from pytest_fsdp_meta.evidence import Accumulation, Clipping, Comparison, Movement, RankTraining, SecondStep
+from pytest_fsdp_meta.evidence import (
+    Accumulation,
+    Clipping,
+    Comparison,
+    Movement,
+    OwnClipping,
+    RankTraining,
+    SecondStep,
+)
 from pytest_fsdp_meta.loader.subject import Subject
 from pytest_fsdp_meta.observers.accumulation import accumulate, finish_gradients, indivisible_batch, micro_batches
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part
 from pytest_fsdp_meta.observers.adapters.lookup import parts_of
 from pytest_fsdp_meta.observers.batches import batch_slice
+from pytest_fsdp_meta.observers.clipping import clip_on_rank
 from pytest_fsdp_meta.observers.forward_weights import WeightWatch
-from pytest_fsdp_meta.observers.gradients import (
-    clipped_gradients,
-    contains,
-    gradient_norm,
-    gradients_of,
-    without_gradient,
-)
+from pytest_fsdp_meta.observers.gradients import contains, gradient_norm, gradients_of, without_gradient
 from pytest_fsdp_meta.observers.inventory import named_tensors, reshard, take_inventory
 from pytest_fsdp_meta.observers.loading import loaded_subject
 from pytest_fsdp_meta.observers.movement import (
@@ -50,19 +53,24 @@ OFF = 1e-6
 
 
 def observe_training(
-    steps: int, records_folder: str | None = None, noise: float = 0.0, norm: float | None = None
+    steps: int,
+    records_folder: str | None = None,
+    noise: float = 0.0,
+    norm: float | None = None,
+    own_clipping: OwnClipping | None = None,
 ) -> RankTraining:
     """Train this rank's subject for ``steps`` steps and compare it with the reference's own training.
 
     ``records_folder`` has the records of the reference's training; it is None if no reference can be trained. Smaller
-    elements of the reference's gradients than ``noise`` are rounding errors, and ``norm`` is their norm. The rank's
-    state keeps the "optimizer" for observers that continue the training.
+    elements of the reference's gradients than ``noise`` are rounding errors, ``norm`` is their norm, and
+    ``own_clipping`` says what the author's function did to them. The rank's state keeps the "optimizer" for observers
+    that continue the training.
     """
     rank = current()
     subject = loaded_subject(rank)
     data_parallel = batch_slice(subject, rank)
     optimizer = make_optimizer(subject)
-    seen = _RankSteps(subject, rank, steps, _open_records(records_folder), norm)
+    seen = _RankSteps(subject, rank, steps, _open_records(records_folder), (norm, own_clipping))
     held = None if optimizer is None else optimizer_facts(optimizer, subject)
     run = train(subject, rank.device, range(steps), data_parallel, optimizer, seen)
     reshard(subject.model)
@@ -96,7 +104,12 @@ class _RankSteps(StepObserver):
     """Observe the gradients of the first two steps, what clipping leaves of the first, and what steps change."""
 
     def __init__(
-        self, subject: Subject, rank: Rank, steps: int, records: Mapping[str, Record], reference_norm: float | None
+        self,
+        subject: Subject,
+        rank: Rank,
+        steps: int,
+        records: Mapping[str, Record],
+        clipping: tuple[float | None, OwnClipping | None],
     ) -> None:
         self.records = records
         self.gradients: tuple[Comparison, ...] = ()
@@ -105,7 +118,8 @@ class _RankSteps(StepObserver):
         self.norm_problem = ""
         self.clipped: Clipping | None = None
         self.second: SecondStep | None = None
-        self._reference_norm = reference_norm
+        self._clipping = clipping
+        """The norm of the reference's gradients, and what the author's function did to them."""
         self._subject = subject
         self._model = subject.model
         self.late: tuple[Comparison, ...] = ()
@@ -174,11 +188,10 @@ class _RankSteps(StepObserver):
             self._own_noise = gradient_noise(self._model)
 
     def _clip(self) -> Clipping | None:
-        clip, norm = self._subject.clip_grad_norm, self._reference_norm
+        clip, (norm, own) = self._subject.clip_grad_norm, self._clipping
         if clip is None or not norm:
             return None
-        gradients = clipped_gradients(self._model, clip, norm / 2, scale=0.5)
-        return Clipping(norm / 2, compare_gradients(gradients, self.records["gradients"]))
+        return clip_on_rank(self._model, clip, (norm, self.norm), own, self.records)
 
     def _observe_second_gradients(self) -> None:
         gradients, (first, second) = gradients_of(self._model), (self.records[name] for name in STEP_GRADIENTS)

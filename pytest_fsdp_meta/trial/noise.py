@@ -41,7 +41,7 @@ def with_noise(
         return tuple(replace(run, noise=whole) for run in runs)
     own = run_on(ranks, on_ranks.noise.read_noise, str(folder), factors)
     return tuple(
-        replace(run, noise=replace(noise, losses=whole.losses, norm=whole.norm))
+        replace(run, noise=replace(noise, losses=whole.losses, norm=whole.norm, own_norm=whole.own_norm))
         for run, noise in zip(runs, own, strict=True)
     )
 
@@ -55,7 +55,7 @@ def _measure(
     reducing: tuple[str, ...],
     reference: ReferenceFacts,
 ) -> tuple[Noise, dict[str, dict[str, float]]]:
-    """Return the noise of losses and norm, and the factors of tensors; or return why it is unknown.
+    """Return the noise of losses and norms, and the factors of tensors; or return why it is unknown.
 
     The distances of tensors are recorded in the folder.
     """
@@ -71,8 +71,12 @@ def _measure(
         return Noise(problem=error.summary), {}
     # The noise of one number varies much, and grows slowly with the steps.
     largest = max((loss for noise in found for loss in noise.losses), default=0.0)
-    norm = max(noise.norm for noise in found)
-    return Noise(losses=tuple(largest for _ in reference.losses or ()), norm=norm), factors
+    whole = Noise(
+        losses=tuple(largest for _ in reference.losses or ()),
+        norm=max(noise.norm for noise in found),
+        own_norm=max(noise.own_norm for noise in found),
+    )
+    return whole, factors
 
 
 def _departs(runs: tuple[RankTraining, ...], reference: ReferenceFacts, dtypes: frozenset[str], summed: bool) -> bool:

@@ -240,8 +240,8 @@ class ObservationRun:
             data_parallel_size,
             self.reference,
         )[0]
-        noise, norm = self.reference.noise, self.reference.norm
-        runs = tuple(run_on(self.world, observe_training, self.steps, str(self.folder), noise, norm))
+        known = (self.reference.noise, self.reference.norm, self.reference.own_clipping)
+        runs = tuple(run_on(self.world, observe_training, self.steps, str(self.folder), *known))
         return with_noise(
             runs,
             self.inventory[0],

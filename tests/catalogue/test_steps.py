@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pytest_fsdp_meta.evidence import Accumulation, Clipping, Evidence, Noise, TensorNoise
+from pytest_fsdp_meta.evidence import Accumulation, Clipping, Comparison, Evidence, Noise, OwnClipping, TensorNoise
 from tests.catalogue.evidence_factory import (
     EMBEDDING,
     MIDDLE,
@@ -19,6 +19,7 @@ from tests.catalogue.evidence_factory import (
     empty,
     findings_of,
     healthy,
+    measured,
     on_runs,
     place,
     remeasured,
@@ -168,6 +169,90 @@ def test_clipping_that_was_not_recorded():
         "nothing was clipped: nothing is trainable, or clipping was not recorded",
     )
     assert verdict(CLIP, on_runs(clipped(healthy()), None, clipped=Clipping(1.5))).status == "passed"
+
+
+# Clipping, where the reference clips with the author's function.
+
+
+def by_own_function(norms: float, factor: float, half: float = 2.0, **facts: Any) -> Evidence:
+    """The function's norm is 2.0 on the reference. On the ranks, MIDDLE is ``factor`` times what it leaves there."""
+    own, other = clipped(healthy(), factor), clipped(healthy(), half)
+    runs = tuple(
+        replace(run, norm=norms, clipped=replace(run.clipped, own=right.clipped.gradients))
+        for run, right in zip(other.training, own.training, strict=True)
+    )
+    reference = replace(other.reference, own_clipping=OwnClipping(2.0, 1.0), **facts)
+    return replace(other, training=runs, reference=reference)
+
+
+def test_the_own_function_of_the_reference_is_expected():
+    right = by_own_function(2.0, 1.0)
+    assert (verdict(NORM, right).status, verdict(CLIP, right).status) == ("passed", "passed")
+    wrong = by_own_function(2.0, 0.5)
+    assert findings_of(verdict(CLIP, wrong)) == [
+        (
+            MIDDLE,
+            (0, 1),
+            "clipped gradient is 1/2 times the reference's",
+            "as the same function leaves it on one device, within 0.0002",
+            "",
+        )
+    ]
+    assert [f.expected for f in verdict(NORM, by_own_function(1.0, 1.0)).findings] == [
+        "2 within 0.0001, as the same function returns on one device"
+    ]
+
+
+def test_what_torch_leaves_is_right_as_well():
+    """On one device a function may miss what it counts ranks for."""
+    right = by_own_function(3.0, 0.5, half=1.0)
+    assert (verdict(NORM, right).status, verdict(CLIP, right).status) == ("passed", "passed")
+
+
+def test_the_noise_of_the_own_norm_counts():
+    evidence = by_own_function(2.01, 1.004)
+    assert (verdict(NORM, evidence).status, verdict(CLIP, evidence).status) == ("failed", "skipped")
+    noisy = with_noise(evidence, own_norm=0.01)
+    assert (verdict(NORM, noisy).status, verdict(CLIP, noisy).status) == ("passed", "passed")
+    assert verdict(NORM, with_noise(evidence, norm=0.01)).status == "failed"
+
+
+def test_a_function_that_the_reference_could_not_use_is_named():
+    evidence = clipped(healthy(), 2.0)
+    evidence = replace(evidence, reference=replace(evidence.reference, clip_problem="raised OSError there: no mesh"))
+    why = "; the reference clips with torch's function, because yours raised OSError there: no mesh"
+    assert [f.cause.endswith(why) for f in verdict(CLIP, evidence).findings] == [True]
+    assert [f.cause.endswith(why) for f in verdict(NORM, on_runs(evidence, None, norm=2.0)).findings] == [True]
+
+
+# Clipping to a bound above the norm.
+
+
+def above(factor: float, apart: float = 0.0, ranks: tuple[int, ...] = (0, 1), **facts: Any) -> Evidence:
+    changed = Comparison(MIDDLE, False, 12, measure=measured(12, factor, apart))
+    evidence = on_runs(clipped(healthy()), None, **facts)
+    return on_runs(evidence, ranks, clipped=replace(evidence.training[0].clipped, changed=(changed,)))
+
+
+@pytest.mark.parametrize(
+    ("factor", "apart", "size", "cause"),
+    [
+        (2.0, 0.0, "is 2 times as large", "the factor is not limited to 1, "),
+        (0.5, 0.0, "is 1/2 times as large", "the function changes gradients whose norm is below the bound"),
+        (0.0, 0.0, "is 0 times as large", "the function changes gradients whose norm is below the bound"),
+        (1.0, 2.0, "differs", "the function changes gradients whose norm is below the bound"),
+        (math.nan, 0.0, "differs", "the function changes gradients whose norm is below the bound"),
+    ],
+)
+def test_gradients_that_a_bound_above_the_norm_changes(factor, apart, size, cause):
+    (found,) = verdict(CLIP, above(factor, apart, (1,))).findings
+    actual = f"gradient {size} after clipping to a bound above the norm"
+    assert (found.tensor, found.ranks, found.actual, found.expected) == (MIDDLE, (1,), actual, "unchanged")
+    assert found.cause.startswith(cause)
+
+
+def test_a_wrong_norm_explains_no_change_above_it():
+    assert [f.expected for f in verdict(CLIP, above(2.0, norm=2.0)).findings] == ["unchanged"]
 
 
 # Noise.

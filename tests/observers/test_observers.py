@@ -305,3 +305,22 @@ def test_a_row_that_later_steps_take_back_has_moved():
 
     assert movements(model, before, due, {}) == (Movement("weight", 2, 2, 0),)
     assert movements(model, before, due, after_first_step) == (Movement("weight", 2, 1, 1),)
+
+
+def missing(batch):
+    raise KeyError("labels")
+
+
+@pytest.mark.parametrize(
+    ("loss", "call"),
+    [
+        (lambda batch: 1, ", called as loss(model, batch)"),
+        (lambda batch, model: batch.keys(), ", called as loss(model, batch)"),
+        (lambda model, batch: model(), ""),  # a TypeError in torch, about another call
+        (lambda model, batch: missing(batch), ""),
+    ],
+)
+def test_an_error_about_the_arguments_says_how_the_function_is_called(loss, call):
+    with pytest.raises(CallFailed) as raised:
+        loss_of(Subject(nn.Linear(2, 2), loss=loss), {})
+    assert raised.value.where == f"Subject(loss=...){call}"

@@ -185,13 +185,23 @@ def detached(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         ({"batch": wrong_batch}, "the reference raised KeyError in Subject(batch=...), batch(0): 0"),
         (
             {"optimizer": lambda: 1},
-            "the reference raised TypeError in Subject(optimizer=...): <lambda>() takes 0 positional arguments but 1 "
-            "was given",
+            "the reference raised TypeError in Subject(optimizer=...), called as optimizer(parameters): <lambda>() "
+            "takes 0 positional arguments but 1 was given",
         ),
         (
             {"loss": lambda model: 1},
-            "the reference raised TypeError in Subject(loss=...): <lambda>() takes 1 positional argument but 2 were "
-            "given",
+            "the reference raised TypeError in Subject(loss=...), called as loss(model, batch): <lambda>() takes 1 "
+            "positional argument but 2 were given",
+        ),
+        (
+            {"clip_grad_norm": lambda parameters: 1},
+            "ranks 0, 1 raised TypeError in Subject(clip_grad_norm=...), called as clip_grad_norm(parameters, "
+            "max_norm): <lambda>() takes 1 positional argument but 2 were given",
+        ),
+        (
+            {"clip_grad_norm": lambda model, bound: model.parameters()},
+            "ranks 0, 1 raised AttributeError in Subject(clip_grad_norm=...), called as clip_grad_norm(parameters, "
+            "max_norm): 'list' object has no attribute 'parameters'",
         ),
         (
             {"loss": detached},
@@ -203,7 +213,7 @@ def detached(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
             "loss=lambda model, batch: ...",
         ),
     ],
-    ids=["batch", "optimizer", "loss", "detached", "no loss"],
+    ids=["batch", "optimizer", "loss", "clip", "clip of a model", "detached", "no loss"],
 )
 def test_errors_in_declared_functions_name_the_field(declared, reason):
     def loader(fsdp):

@@ -109,12 +109,13 @@ def loss_limits(view: View) -> LossLimits:
     return LossLimits(max(rounding, _smallest(view, LOSS_TOLERANCE)), noise[0].losses)
 
 
-def norm_limit(view: View, expected: float) -> float:
-    """Return the largest difference between gradient norms that counts as equal."""
+def norm_limit(view: View, expected: float, own: bool = False) -> float:
+    """Return the largest difference between gradient norms that counts as equal: torch's norms, or the author's."""
     noise = _noise(view, view.check_id)
     if noise is None:
         return tolerance(view, GRADIENT_TOLERANCE) * expected
-    return max(_smallest(view, GRADIENT_TOLERANCE) * expected, LOSS_MARGIN * noise[0].norm)
+    nudged = noise[0].own_norm if own else noise[0].norm
+    return max(_smallest(view, GRADIENT_TOLERANCE) * expected, LOSS_MARGIN * nudged)
 
 
 def _noise(view: View, check_id: str) -> tuple[Noise, ...] | None:

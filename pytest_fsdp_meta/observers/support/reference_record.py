@@ -18,9 +18,10 @@ from pytest_fsdp_meta.evidence import Region
 if TYPE_CHECKING:
     from torch import Tensor
 
-RECORDS = ("values", "gradients", "first_updated", "second_gradients", "late", "updated", "accumulated")
-"""Records of the reference: weights; gradients of the first step, weights after it; gradients of the second step;
-weights before the last step, and after it; and mean gradients of micro-batches."""
+RECORDS = ("values", "gradients", "clipped", "first_updated", "second_gradients", "late", "updated", "accumulated")
+"""Records of the reference: weights; gradients of the first step, the same as the author's function clips them, weights
+after it; gradients of the second step; weights before the last step, and after it; and mean gradients of micro-batches.
+"""
 STEP_GRADIENTS = ("gradients", "second_gradients")
 """The records of the gradients of the first steps, in order."""
 ALIASES = "aliases"

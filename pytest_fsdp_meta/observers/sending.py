@@ -1,0 +1,82 @@
+"""Send a function that the loader made to the reference, with the model and the optimizer of the reference in it."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import cloudpickle
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from pytest_fsdp_meta.observers.inventory import named_tensors, unwrapped
+from pytest_fsdp_meta.text import clean_name, first_line
+
+Place: TypeAlias = tuple[str, str]
+"""The kind and the name of something that the ranks and the reference both have."""
+OPTIMIZER: Place = ("optimizer", "")
+
+
+@dataclass(frozen=True)
+class PackedFunction:
+    """A pickled function. ``code`` is empty if it cannot be pickled, for which ``problem`` has the reason."""
+
+    code: bytes = b""
+    problem: str = ""
+
+
+def pack_function(function: Callable[..., Any], model: Module, optimizer: Optimizer | None) -> PackedFunction:
+    """Pickle the function; what it holds of the model and the optimizer is pickled by name."""
+    places = {id(thing): place for place, thing in _shared(model, optimizer).items()}
+    file = io.BytesIO()
+    try:
+        _Pickler(file, places).dump(function)
+    except Exception as error:  # pickling runs the author's code
+        return PackedFunction(problem=first_line(error))
+    return PackedFunction(file.getvalue())
+
+
+def unpack_function(packed: PackedFunction, model: Module, optimizer: Optimizer | None) -> Any:
+    """Return the function, which holds this model and this optimizer instead of those of the ranks.
+
+    Raises PicklingError if it could not be pickled, and whatever the author's modules raise when they are imported.
+    """
+    if packed.problem:
+        raise pickle.PicklingError(packed.problem)
+    return _Unpickler(io.BytesIO(packed.code), _shared(model, optimizer)).load()
+
+
+def _shared(model: Module, optimizer: Optimizer | None) -> dict[Place, object]:
+    """Return what the ranks and the reference both have: the modules and tensors of the model, and the optimizer."""
+    modules = unwrapped(model).named_modules(remove_duplicate=False)
+    shared: dict[Place, object] = {("module", clean_name(name)): module for name, module in modules}
+    shared |= {("tensor", name): tensor for name, _, tensor in named_tensors(model)}
+    return shared if optimizer is None else {**shared, OPTIMIZER: optimizer}
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    def __init__(self, file: io.BytesIO, places: Mapping[int, Place]) -> None:
+        super().__init__(file)
+        self._places = places
+
+    def persistent_id(self, obj: object) -> Place | None:
+        if isinstance(obj, (DeviceMesh, dist.ProcessGroup, DTensor)) and id(obj) not in self._places:
+            raise pickle.PicklingError(f"it holds a {type(obj).__name__}, which the reference does not have")
+        return self._places.get(id(obj))
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, shared: Mapping[Place, object]) -> None:
+        super().__init__(file)
+        self._shared = shared
+
+    def persistent_load(self, pid: Place) -> object:
+        if pid not in self._shared:
+            raise pickle.UnpicklingError(f"the reference has no {' '.join(pid)}")
+        return self._shared[pid]

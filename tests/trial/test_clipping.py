@@ -1,0 +1,256 @@
+"""Functions that clip gradients: right ones of every kind pass, and broken ones are found."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad_norm_, get_total_norm
+
+from pytest_fsdp_meta import Subject
+from pytest_fsdp_meta.catalogue import built_in, judge
+from pytest_fsdp_meta.evidence import Evidence
+from pytest_fsdp_meta.loader.call import Call
+from pytest_fsdp_meta.trial import Trial
+from pytest_fsdp_meta.worlds import Rank, WorldSpec
+from tests.world_help import trial_preload
+
+NORM, CLIP = "grad_norm_parity", "grad_clip_parity"
+Parameters = Iterable[nn.Parameter]
+Clip = Callable[[Parameters, float], object]
+Make = Callable[[nn.Module, Rank], Clip]
+"""Return the function that clips for a sharded model on a rank."""
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.LayerNorm(16), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4))
+
+
+def squared(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return model(batch["x"]).float().square().mean()
+
+
+def observe(make: Make, precision: MixedPrecisionPolicy | None = None) -> Evidence:
+    def load(fsdp: Rank) -> Subject:
+        model = build()
+        fully_shard(model, mesh=fsdp.mesh, mp_policy=precision or MixedPrecisionPolicy())
+        batch = lambda step: {"x": torch.randn(8, 16)}  # noqa: E731
+        return Subject(model, reference=build, batch=batch, loss=squared, clip_grad_norm=make(model, fsdp))
+
+    trial = Trial(WorldSpec({"dp_shard": 2}, timeout=60.0), trial_preload(), steps=2, tolerance={})
+    return trial.observe(Call(cloudpickle.dumps(load), wants_rank="fsdp"), built_in().observations([NORM, CLIP]))
+
+
+def judged(evidence: Evidence) -> dict[str, Any]:
+    return {id: judge(built_in()[id], evidence, built_in()) for id in (NORM, CLIP)}
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def scale(parameters: Parameters, norm: Tensor, bound: float) -> Tensor:
+    for parameter in parameters:
+        local(parameter.grad).mul_((bound / (norm + 1e-6)).clamp(max=1.0))
+    return norm
+
+
+# Right functions.
+
+
+def by_norm(kind: float) -> Make:
+    return lambda model, fsdp: partial(clip_grad_norm_, norm_type=kind)
+
+
+def each_parameter(model: nn.Module, fsdp: Rank) -> Clip:
+    """Half of the norm that it returns is more than the norm of any parameter."""
+
+    def clip(parameters: Parameters, bound: float) -> float:
+        return sum(float(whole(clip_grad_norm_([parameter], bound))) for parameter in parameters)
+
+    return clip
+
+
+def each_element(model: nn.Module, fsdp: Rank) -> Clip:
+    def clip(parameters: Parameters, bound: float) -> Tensor:
+        held = list(parameters)
+        norm = whole(get_total_norm([parameter.grad for parameter in held], torch.inf))
+        for parameter in held:
+            local(parameter.grad).clamp_(-bound, bound)
+        return norm
+
+    return clip
+
+
+def holding_the_model(model: nn.Module, fsdp: Rank) -> Clip:
+    """The reference calls it with its own model."""
+
+    def clip(parameters: Parameters, bound: float) -> Tensor:
+        norms = [clip_grad_norm_(module.parameters(), bound) for module in (model[0], model[2], model[3], model[5])]
+        return torch.stack([whole(norm) for norm in norms]).max()
+
+    return clip
+
+
+def counting_ranks(model: nn.Module, fsdp: Rank) -> Clip:
+    """On one device, its norm is too small."""
+    size = fsdp.world_size
+
+    def clip(parameters: Parameters, bound: float) -> Tensor:
+        held = list(parameters)
+        square = torch.stack([whole(parameter.grad).square().sum() for parameter in held]).sum()
+        dist.all_reduce(square)
+        return scale(held, (square / size).sqrt(), bound)
+
+    return clip
+
+
+def over_a_mesh(model: nn.Module, fsdp: Rank, kind: float = 2.0) -> Clip:
+    mesh = fsdp.mesh
+
+    def clip(parameters: Parameters, bound: float) -> Tensor:
+        held = list(parameters)
+        norm = torch.linalg.vector_norm(torch.stack([local(p.grad).norm(kind) for p in held]), kind)
+        norm = norm**2 if kind == 2.0 else norm
+        dist.all_reduce(norm, dist.ReduceOp.SUM if kind == 2.0 else dist.ReduceOp.MAX, mesh.get_group())
+        return scale(held, norm.sqrt() if kind == 2.0 else norm, bound)
+
+    return clip
+
+
+def of_dtensors_only(model: nn.Module, fsdp: Rank) -> Clip:
+    def clip(parameters: Parameters, bound: float) -> Tensor:
+        held = list(parameters)
+        return scale(held, get_total_norm([parameter.grad for parameter in held]).full_tensor(), bound)
+
+    return clip
+
+
+RIGHT: dict[str, Make] = {
+    "torch": by_norm(2.0),
+    "infinity": by_norm(math.inf),
+    "sum": by_norm(1.0),
+    "parameter": each_parameter,
+    "element": each_element,
+    "model": holding_the_model,
+    "ranks": counting_ranks,
+    "mesh": over_a_mesh,
+    "dtensors": of_dtensors_only,
+}
+
+
+@pytest.mark.parametrize("make", RIGHT.values(), ids=RIGHT)
+def test_a_right_function_passes(make):
+    found = judged(observe(make))
+    assert {id: (v.status, v.findings, v.reason) for id, v in found.items()} == dict.fromkeys(
+        (NORM, CLIP), ("passed", (), "")
+    )
+
+
+def test_a_norm_in_bfloat16_passes_within_its_own_noise():
+    evidence = observe(by_norm(math.inf), MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    assert evidence.training[0].noise.own_norm > 0
+    assert {v.status for v in judged(evidence).values()} == {"passed"}
+
+
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [
+        (over_a_mesh, "cannot be sent there (it holds a DeviceMesh, which the reference does not have)"),
+        (of_dtensors_only, "raised AttributeError there: 'Tensor' object has no attribute 'full_tensor'"),
+        (by_norm(math.inf), ""),
+    ],
+)
+def test_the_reference_uses_the_function_if_it_can(make, problem):
+    reference = observe(make).reference
+    assert (reference.clip_problem, reference.own_clipping is None) == (problem, bool(problem))
+
+
+def test_torch_clipping_is_not_recorded_twice():
+    assert observe(by_norm(2.0)).reference.own_clipping is None
+
+
+# Broken functions.
+
+
+def of_own_shards(kind: float) -> Make:
+    def clip(parameters: Parameters, bound: float) -> Tensor:
+        held = list(parameters)
+        return scale(held, get_total_norm([local(parameter.grad) for parameter in held], kind), bound)
+
+    return lambda model, fsdp: clip
+
+
+def without_vectors_on_one_rank(model: nn.Module, fsdp: Rank) -> Clip:
+    def clip(parameters: Parameters, bound: float) -> Tensor:
+        held = list(parameters)
+        norm = whole(get_total_norm([parameter.grad for parameter in held], torch.inf))
+        return scale((p for p in held if p.ndim > 1 or dist.get_rank() == 0), norm, bound)
+
+    return clip
+
+
+def norm_alone(model: nn.Module, fsdp: Rank) -> Clip:
+    return lambda parameters, bound: get_total_norm([parameter.grad for parameter in parameters], torch.inf)
+
+
+def without_limit(model: nn.Module, fsdp: Rank) -> Clip:
+    def clip(parameters: Parameters, bound: float) -> Tensor:
+        held = list(parameters)
+        norm = whole(get_total_norm([parameter.grad for parameter in held]))
+        for parameter in held:
+            local(parameter.grad).mul_(bound / (norm + 1e-6))
+        return norm
+
+    return clip
+
+
+ABOVE = "gradient is 2 times as large after clipping to a bound above the norm"
+BROKEN: dict[str, tuple[Make, str, str, str]] = {
+    "own shards": (of_own_shards(2.0), NORM, "gradient norm ", "within 0.0001"),
+    "largest of own shards": (
+        of_own_shards(math.inf),
+        NORM,
+        "gradient norm ",
+        ", as the same function returns on one device",
+    ),
+    "without vectors on one rank": (
+        without_vectors_on_one_rank,
+        CLIP,
+        "clipped gradient is 2 times the reference's",
+        "as the same function leaves it on one device, within ",
+    ),
+    "norm alone": (norm_alone, CLIP, "gradient is as large as before clipping", "half as large as before, within "),
+    "without limit": (without_limit, CLIP, ABOVE, "unchanged"),
+}
+
+
+@pytest.mark.parametrize(("make", "check", "actual", "expected"), BROKEN.values(), ids=BROKEN)
+def test_a_broken_function_is_found(make, check, actual, expected):
+    found = judged(observe(make))
+    assert [id for id, verdict in found.items() if verdict.status == "failed"] == [check]
+    assert all(f.actual.startswith(actual) and expected in f.expected for f in found[check].findings)
+
+
+def test_another_norm_that_the_reference_cannot_compute_says_why():
+    found = judged(observe(partial(over_a_mesh, kind=math.inf)))
+    (finding,) = found[NORM].findings
+    assert finding.cause.endswith(
+        "; the reference clips with torch's function, because yours cannot be sent there (it holds a DeviceMesh, which "
+        "the reference does not have)"
+    )
+    assert finding.remedy.endswith("; if it clips by another norm or by groups, let it run on one device too")
