@@ -184,6 +184,48 @@ def test_a_scale_is_found_below_the_noise_of_the_elements(check, field, observed
     assert [f.actual.split(" times")[0].split()[-1] for f in found.findings] == ["1.05"]
 
 
+def off_in(observed: str, factor: float, apart: float) -> Evidence:
+    """Make MIDDLE ``factor`` times the reference's, plus an orthogonal ``apart``, in one observation."""
+    if observed == "clipped":
+        return clipped(healthy(), factor, apart)
+    if observed == "second":
+        return second_step(healthy(), factor, apart)
+    if observed == "accumulation":
+        gradients = remeasured(healthy(), MIDDLE, factor, apart).training[0].gradients
+        return on_runs(healthy(), None, accumulation=Accumulation(gradients))
+    return remeasured(healthy(), MIDDLE, factor, apart, observed=observed)
+
+
+LENGTH = "as long as the reference's,"
+OBSERVED = [
+    (PARITY, "gradients", "gradients", "{}"),
+    (SECOND, "second", "second", "{}"),
+    (CLIP, "gradients", "clipped", "half as large as before, {}"),
+    (UPDATE, "updates", "parameters", "{}"),
+    (ACCUMULATION, "accumulated", "accumulation", "the mean over the micro-batches, {}"),
+]
+
+
+@pytest.mark.parametrize(("check", "field", "observed", "expected"), OBSERVED)
+def test_a_message_has_the_tolerance_that_was_exceeded(check, field, observed, expected):
+    noise = {field: of_middle(0.055, factor=0.005)}
+    far = verdict(check, with_noise(off_in(observed, 1.0, 0.2 * SIZE), **noise))
+    within = "within 0.11" if check == CLIP else "equal within 0.11"
+    assert [f.expected for f in far.findings] == [expected.format(within)]
+    # Only the length is off, by less than the distance may be. Updates may always differ by 0.002.
+    long = verdict(check, with_noise(off_in(observed, 1.046, 0.0), **noise))
+    within = f"within {0.024 if check == UPDATE else 0.022}"
+    assert [f.expected for f in long.findings] == [expected.format(within if check == CLIP else f"{LENGTH} {within}")]
+
+
+@pytest.mark.parametrize(("check", "field", "observed", "expected"), [case for case in OBSERVED if case[0] != CLIP])
+def test_a_length_without_a_clear_factor_is_in_the_message(check, field, observed, expected):
+    found = verdict(check, with_noise(off_in(observed, 1.008, 0.012 * SIZE), **{field: of_middle(0.01, factor=0.0)}))
+    (finding,) = found.findings
+    assert finding.expected == expected.format(f"{LENGTH} within {0.006 if check == UPDATE else 0.0041}")
+    assert finding.detail == "1.008 times as long on rank 0"
+
+
 def test_measured_noise_replaces_the_tolerance_of_the_dtype():
     off = remeasured(in_bfloat16(), MIDDLE, apart=0.05 * SIZE)
     assert verdict(PARITY, off).status == "passed"

@@ -121,9 +121,11 @@ def grad_clip_parity(view: View) -> Iterable[Finding]:
     found = []
     for name, cases in view.comparisons(tuple(one.gradients for one in clipped), names).items():
         wrong = [(rank, c) for rank, c in cases if limits.exceeded(rank, c)]
+        if not wrong:
+            continue
         allowed = limits.relative_to(wrong)
         actual = ((rank, _describe_clipped(c, allowed)) for rank, c in wrong)
-        expected = f"half as large as before, within {allowed:.2g}"
+        expected = f"half as large as before, within {limits.tolerance(wrong):.2g}"
         found += [Finding(name, ranks, text, expected) for text, ranks in ranks_by(actual).items()]
     if found:
         require_same_forward(view, runs)

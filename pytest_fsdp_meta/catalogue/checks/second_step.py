@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from pytest_fsdp_meta.catalogue.checks.gradients import describe_largest_error, excused_gradients
+from pytest_fsdp_meta.catalogue.checks.gradients import describe_error, excused_gradients
 from pytest_fsdp_meta.catalogue.diagnosis.limits import (
     Limits,
     gradient_limits,
@@ -96,13 +96,13 @@ def _describe_wrong_second(
 ) -> Iterator[Finding]:
     left_over = [(rank, c) for rank, c in wrong if name in seconds[rank].left_over]
     others = [case for case in wrong if case not in left_over]
-    expected = f"equal within {limits.relative_to(wrong):.2g}"
     if left_over:
         actual = "gradient of the second step still contains that of the first"
-        yield Finding(name, tuple(rank for rank, _ in left_over), actual, expected, **_NOT_ZEROED)
+        yield Finding(name, tuple(rank for rank, _ in left_over), actual, limits.describe(left_over), **_NOT_ZEROED)
     if others:
         actual = "gradient of the second step differs from the reference's, that of the first does not"
-        yield Finding(name, tuple(rank for rank, _ in others), actual, expected, describe_largest_error(others))
+        detail = describe_error(limits, others)
+        yield Finding(name, tuple(rank for rank, _ in others), actual, limits.describe(others), detail)
 
 
 _LOST: Explanation = {

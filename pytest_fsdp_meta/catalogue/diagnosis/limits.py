@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+from pytest_fsdp_meta.catalogue.diagnosis.patterns import Cases
 from pytest_fsdp_meta.catalogue.view import View
 from pytest_fsdp_meta.evidence import Comparison, Measure, Noise, TensorNoise
 from pytest_fsdp_meta.evidence.tolerances import GRADIENT_TOLERANCE, LOSS_TOLERANCE, UPDATE_TOLERANCE, smallest
@@ -27,43 +28,76 @@ class Limits:
     ``relative`` is a fraction of the reference's norm. ``noise`` has, for each rank, the noise of its slices by
     parameter; None if it was not measured, or the author declares the tolerance. ``typical`` is then the size of a
     usual element: some gradients, such as that of an attention key's bias, are small differences of large numbers, and
-    their rounding error is that of the large numbers.
+    their rounding error is that of the large numbers. For updates, ``roundings`` counts the steps of both trainings,
+    each of which rounds each element once, and ``longest`` has the length of the longest slice of each parameter.
     """
 
     relative: float
     noise: tuple[Mapping[str, TensorNoise], ...] | None = None
     typical: float = 0.0
+    roundings: int = 0
+    longest: Mapping[str, float] = field(default_factory=dict)
 
     def allowed(self, rank: int, name: str, measure: Measure) -> float:
         """Return the largest distance that counts as equal."""
+        truth, rounded = max(measure.truth, self.longest.get(name, 0.0)), self.roundings * measure.grain
         if self.noise is None:
-            return self.relative * (measure.truth + self.typical * math.sqrt(measure.elements))
+            return self.relative * (truth + self.typical * math.sqrt(measure.elements)) + rounded
         noise = self.noise[rank].get(name)
-        return max(self.relative * measure.truth, MARGIN * noise.distance if noise else 0.0)
+        return max(self.relative * truth, MARGIN * noise.distance if noise else 0.0) + rounded
+
+    def length_allowed(self, rank: int, name: str, measure: Measure) -> float:
+        """Return the largest relative change of length, along the reference's direction; infinite if it is unknown."""
+        noise = None if self.noise is None else self.noise[rank].get(name)
+        if noise is None or not measure.truth or not math.isfinite(noise.factor):
+            return math.inf
+        known = max(noise.factor, CORRELATED * noise.distance / measure.truth)
+        return self.relative + FACTOR_MARGIN * known
 
     def scaled(self, rank: int, name: str, measure: Measure) -> bool:
         """Return whether the tensor is longer or shorter along the reference's direction than noise explains."""
-        noise = None if self.noise is None else self.noise[rank].get(name)
-        if noise is None or not measure.truth or not math.isfinite(noise.factor):
-            return False
-        known = max(noise.factor, CORRELATED * noise.distance / measure.truth)
-        return abs(measure.factor - 1) > self.relative + FACTOR_MARGIN * known
+        return abs(measure.factor - 1) > self.length_allowed(rank, name, measure)
 
-    def exceeded(self, rank: int, comparison: Comparison) -> bool:
-        """Return whether the distance is too large; False for a comparison without a measure."""
+    def too_far(self, rank: int, comparison: Comparison) -> bool:
+        """Return whether the distance is too large, whatever the length; False for a comparison without a measure."""
         measure = comparison.measure
         if measure is None:
             return False
-        if not math.isfinite(measure.apart) or measure.apart > self.allowed(rank, comparison.name, measure):
-            return True
-        return self.scaled(rank, comparison.name, measure)
+        return not math.isfinite(measure.apart) or measure.apart > self.allowed(rank, comparison.name, measure)
 
-    def relative_to(self, cases: Sequence[tuple[int, Comparison]]) -> float:
+    def exceeded(self, rank: int, comparison: Comparison) -> bool:
+        """Return whether the distance or the length is off; False for a comparison without a measure."""
+        measure = comparison.measure
+        return measure is not None and (self.too_far(rank, comparison) or self.scaled(rank, comparison.name, measure))
+
+    def only_scaled(self, cases: Cases) -> bool:
+        """Return whether these cases, which exceed the limits, do so by their lengths alone."""
+        return not any(self.too_far(rank, comparison) for rank, comparison in cases)
+
+    def tolerance(self, cases: Cases) -> float:
+        """Return the largest relative distance or length of these cases that counts as equal: of what is off."""
+        if self.only_scaled(cases):
+            return max(self.length_allowed(rank, c.name, c.measure) for rank, c in cases if c.measure is not None)
+        return self.relative_to([(rank, c) for rank, c in cases if self.too_far(rank, c)])
+
+    def describe(self, cases: Cases) -> str:
+        """Describe what these cases, which exceed the limits, should be."""
+        what = "as long as the reference's," if self.only_scaled(cases) else "equal"
+        return f"{what} within {self.tolerance(cases):.2g}"
+
+    def relative_to(self, cases: Cases) -> float:
         """Return the largest allowed distance of these ranks, relative to the norm of the reference's slice."""
         pairs = [(rank, c.name, c.measure) for rank, c in cases if c.measure is not None and c.measure.truth]
-        if self.noise is None:
+        if self.noise is None and not self.roundings:
             return self.relative
         return max([self.relative, *(self.allowed(*pair) / pair[2].truth for pair in pairs)])
+
+
+def describe_length(cases: Cases) -> str:
+    """Describe the length of the slice whose length is farthest off, along the reference's direction."""
+    measures = [(rank, c.measure.factor) for rank, c in cases if c.measure is not None]
+    rank, factor = max(measures, key=lambda pair: abs(pair[1] - 1))
+    return f"{factor:.4g} times as long on rank {rank}"
 
 
 def gradient_limits(view: View, field: str = "gradients") -> Limits:
