@@ -13,6 +13,7 @@ from pytest_fsdp_meta.evidence import Accumulation, Clipping, Evidence, Noise, T
 from tests.catalogue.evidence_factory import (
     EMBEDDING,
     MIDDLE,
+    PARAMETERS,
     change,
     change_reference,
     clipped,
@@ -224,6 +225,25 @@ def test_a_length_without_a_clear_factor_is_in_the_message(check, field, observe
     (finding,) = found.findings
     assert finding.expected == expected.format(f"{LENGTH} within {0.006 if check == UPDATE else 0.0041}")
     assert finding.detail == "1.008 times as long on rank 0"
+
+
+@pytest.mark.parametrize(("rows", "ratio", "status"), [(1, 2.5, "passed"), (1, 13.0, "failed"), (6, 2.1, "failed")])
+@pytest.mark.parametrize(
+    ("check", "field", "observed"),
+    [(PARITY, "gradients", "gradients"), (UPDATE, "updates", "parameters")],
+)
+def test_five_trainings_know_little_of_the_noise_of_one_element(check, field, observed, rows, ratio, status):
+    evidence = healthy(parameters={**PARAMETERS, MIDDLE: (2 * rows,)})
+    noise = TensorNoise(0.01 * math.sqrt(rows))
+    seen = remeasured(evidence, MIDDLE, apart=ratio * noise.distance, observed=observed)
+    assert verdict(check, with_noise(seen, **{field: {MIDDLE: noise}})).status == status
+
+
+@pytest.mark.parametrize(("rows", "status"), [(1, "passed"), (6, "failed")])
+def test_the_length_of_one_element_has_its_noise(rows, status):
+    seen = remeasured(healthy(parameters={**PARAMETERS, MIDDLE: (2 * rows,)}), MIDDLE, 1.05)
+    noise = TensorNoise(0.03 * math.sqrt(rows), 0.01)
+    assert verdict(PARITY, with_noise(seen, gradients={MIDDLE: noise})).status == status
 
 
 def test_measured_noise_replaces_the_tolerance_of_the_dtype():
