@@ -279,6 +279,23 @@ def test_losses_in_a_low_precision_are_rounded():
     assert verdict(LOSS, on_runs(evidence, None, loss_dtype="bfloat16")).status == "passed"
 
 
+@pytest.mark.parametrize(
+    ("check", "field", "observed", "apart"),
+    [(PARITY, "gradients", "gradients", 3.3e-7), (UPDATE, "updates", "parameters", 1e-3)],
+)
+@pytest.mark.parametrize("measured", [True, False])
+def test_a_loss_in_float32_rounds_gradients_of_float64_parameters(check, field, observed, apart, measured):
+    evidence = healthy()
+    for name in PARAMETERS:
+        evidence = change_reference(change(evidence, name, dtype="float64"), name, dtype="float64")
+    evidence = remeasured(evidence, MIDDLE, apart=apart * SIZE, observed=observed)
+    noise = {field: of_middle(1e-9)} if measured else {"problem": "RuntimeError: hooks are refused"}
+    evidence = with_noise(evidence, **noise)
+    assert verdict(check, evidence).status == "failed"
+    assert verdict(check, on_runs(evidence, None, loss_dtype="float64")).status == "failed"
+    assert verdict(check, on_runs(evidence, None, loss_dtype="float32")).status == "passed"
+
+
 def test_gradients_that_the_optimizer_reduces_have_no_norm_yet():
     evidence = remeasured(healthy(), MIDDLE, 0.9, 2.0)
     found = verdict(NORM, on_runs(place(evidence, MIDDLE, {}), None, norm=2.0))

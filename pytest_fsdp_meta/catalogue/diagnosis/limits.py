@@ -151,8 +151,7 @@ def loss_limits(view: View) -> LossLimits:
     if noise is None:
         return LossLimits(tolerance(view, LOSS_TOLERANCE, "loss_parity"))
     # Nudges change what modules return, not how the author's loss is computed from it.
-    returned = {run.loss_dtype for run in view.evidence.training or ()}
-    rounding = max((LOSS_TOLERANCE[dtype] for dtype in returned if dtype in LOSS_TOLERANCE), default=0.0)
+    rounding = max((LOSS_TOLERANCE[dtype] for dtype in _returned(view) if dtype in LOSS_TOLERANCE), default=0.0)
     return LossLimits(max(rounding, _smallest(view, LOSS_TOLERANCE)), noise[0].losses)
 
 
@@ -176,13 +175,20 @@ def _noise(view: View, check_id: str) -> tuple[Noise, ...] | None:
 
 
 def _smallest(view: View, by_dtype: Mapping[str, float]) -> float:
-    return smallest(by_dtype, {t.dtype for t in view.evidence.inventory[0].tensors if t.kind == "parameter"})
+    """Return the tolerance that needs no measurement: a loss in float32 rounds the gradients of float64 parameters."""
+    parameters = {t.dtype for t in view.evidence.inventory[0].tensors if t.kind == "parameter"}
+    return smallest(by_dtype, parameters | _returned(view))
+
+
+def _returned(view: View) -> set[str]:
+    """Return the dtypes of the ranks' losses; evidence that is older than this fact has none."""
+    return {run.loss_dtype for run in view.evidence.training or () if run.loss_dtype}
 
 
 def tolerance(view: View, by_dtype: Mapping[str, float], check_id: str = "") -> float:
-    """Return the author's tolerance for the check, or that of the coarsest dtype that ranks compute or reduce in."""
+    """Return the author's tolerance for the check, or that of the coarsest dtype of what ranks compute and reduce."""
     first = view.evidence.inventory[0]
-    return declared_or_coarsest(view, by_dtype, {*first.computes_in, *first.reduces_in}, check_id)
+    return declared_or_coarsest(view, by_dtype, {*first.computes_in, *first.reduces_in, *_returned(view)}, check_id)
 
 
 def declared_or_coarsest(
