@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from functools import partial
 
 import cloudpickle
@@ -118,6 +120,19 @@ def test_a_model_that_cannot_be_nudged_is_judged_by_its_dtype():
     assert statuses(evidence) == {"passed"}
     wrong = judge(built_in()["grad_parity"], observe(BFLOAT16, whimsical=True, scale=1.7), built_in())
     assert {f.tensor for f in wrong.findings} == {"2.weight"}
+
+
+def test_a_reference_that_is_killed_while_its_noise_is_measured_passes_nothing_by_dtype():
+    def deadly(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        if torch.distributed.get_world_size() == 1 and model._forward_hooks:  # those that nudge
+            os.kill(os.getpid(), signal.SIGKILL)
+        return squared(model, batch)
+
+    evidence = observe(BFLOAT16, loss=deadly)
+    assert noise_of(evidence) == Noise(problem="the reference was killed by SIGKILL", ended=True)
+    found = judge(built_in()["grad_parity"], evidence, built_in())
+    assert (found.status, found.why) == ("skipped", "partly checked")
+    assert "measuring the reference's noise failed (the reference was killed by SIGKILL)" in found.reason
 
 
 def test_the_numbers_that_an_optimizer_draws_are_noise():

@@ -6,13 +6,14 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 
 from pytest_fsdp_meta.catalogue.checks.gradients import describe_error, excused_gradients
-from pytest_fsdp_meta.catalogue.diagnosis.limits import Limits, gradient_limits
+from pytest_fsdp_meta.catalogue.diagnosis.limits import Limits, gradient_limits, relative_errors
 from pytest_fsdp_meta.catalogue.diagnosis.multiples import multiple
 from pytest_fsdp_meta.catalogue.diagnosis.parity import (
     BEFORE_UPDATES,
     comparable_training,
     require_gradients,
     require_no_other_cause,
+    require_noise,
     require_same_forward,
 )
 from pytest_fsdp_meta.catalogue.findings import Explanation, Finding
@@ -68,6 +69,7 @@ def grad_accumulation_parity(view: View) -> Iterable[Finding]:
         yield from found
     elif not any(early.values()):
         require_gradients(view)
+        require_noise(view, GRADIENT_TOLERANCE, relative_errors(c for one in recorded for c in one.gradients))
 
 
 def _changed_by_forward(view: View) -> Iterator[str]:

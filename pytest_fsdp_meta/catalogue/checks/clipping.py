@@ -6,13 +6,14 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from pytest_fsdp_meta.catalogue.checks.gradients import excused_gradients, reduced_by_the_optimizer
-from pytest_fsdp_meta.catalogue.diagnosis.limits import gradient_limits, norm_limit
+from pytest_fsdp_meta.catalogue.diagnosis.limits import gradient_limits, norm_limit, relative_errors
 from pytest_fsdp_meta.catalogue.diagnosis.multiples import multiple
 from pytest_fsdp_meta.catalogue.diagnosis.parity import (
     EXPLAINING_CHECKS,
     comparable_training,
     require_gradients,
     require_no_other_cause,
+    require_noise,
     require_same_forward,
 )
 from pytest_fsdp_meta.catalogue.findings import Explanation, Finding
@@ -65,6 +66,8 @@ def grad_norm_parity(view: View) -> Iterable[Finding]:
         require_no_other_cause(view, f"the gradient norm is {off[0][1]:.6g}, but should be {expected:.6g}")
     else:
         require_gradients(view)
+        differences = (abs((run.norm or 0.0) - expected) / expected for run in runs if expected)
+        require_noise(view, GRADIENT_TOLERANCE, differences)
     for norm, ranks in ranks_by((rank, f"{norm:.6g}") for rank, norm in off).items():
         explanation = _WRONG_NORM[float(norm) > expected] if len(ranks) == len(runs) > 1 else {}
         yield Finding(
@@ -130,7 +133,9 @@ def grad_clip_parity(view: View) -> Iterable[Finding]:
     if found:
         require_same_forward(view, runs)
         require_no_other_cause(view, f"the clipped gradients differ ({found[0].tensor}: {found[0].actual})")
-    yield from found
+        yield from found
+    else:
+        require_noise(view, GRADIENT_TOLERANCE, relative_errors(c for one in clipped for c in one.gradients))
 
 
 def _describe_clipped(comparison: Comparison, allowed: float) -> str:

@@ -10,6 +10,7 @@ from pytest_fsdp_meta.catalogue.diagnosis.limits import (
     describe_length,
     gradient_limits,
     gradients_beyond_rounding,
+    relative_errors,
     update_limits,
 )
 from pytest_fsdp_meta.catalogue.diagnosis.multiples import ROUNDING, SLIGHT, multiple, number_of
@@ -19,6 +20,7 @@ from pytest_fsdp_meta.catalogue.diagnosis.parity import (
     describe_other_precision,
     require_gradients,
     require_no_other_cause,
+    require_noise,
     require_same_forward,
 )
 from pytest_fsdp_meta.catalogue.diagnosis.patterns import Cases
@@ -63,6 +65,7 @@ def grad_parity(view: View) -> Iterable[Finding]:
         yield from found
     elif not unreduced:
         require_gradients(view)
+        require_noise(view, GRADIENT_TOLERANCE, relative_errors(c for run in runs for c in run.gradients))
 
 
 def _wrong_gradients(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding]:

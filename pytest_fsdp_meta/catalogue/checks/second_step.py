@@ -9,6 +9,7 @@ from pytest_fsdp_meta.catalogue.diagnosis.limits import (
     Limits,
     gradient_limits,
     gradients_beyond_rounding,
+    relative_errors,
     update_limits,
 )
 from pytest_fsdp_meta.catalogue.diagnosis.parity import (
@@ -16,6 +17,7 @@ from pytest_fsdp_meta.catalogue.diagnosis.parity import (
     comparable_training,
     require_gradients,
     require_no_other_cause,
+    require_noise,
     require_same_forward,
 )
 from pytest_fsdp_meta.catalogue.diagnosis.patterns import Cases
@@ -58,6 +60,7 @@ def second_grad_parity(view: View) -> Iterable[Finding]:
         yield from found
     else:
         require_gradients(view)
+        require_noise(view, GRADIENT_TOLERANCE, relative_errors(c for second in seconds for c in second.gradients))
 
 
 def _first_steps_equal(view: View, runs: Sequence[RankTraining]) -> bool:

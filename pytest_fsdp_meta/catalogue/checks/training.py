@@ -14,6 +14,7 @@ from pytest_fsdp_meta.catalogue.diagnosis.limits import (
     gradients_beyond_rounding,
     loss_limits,
     relative_distance,
+    relative_errors,
     update_limits,
 )
 from pytest_fsdp_meta.catalogue.diagnosis.multiples import alike, number_of, whole
@@ -26,6 +27,7 @@ from pytest_fsdp_meta.catalogue.diagnosis.parity import (
     global_losses,
     require_gradients,
     require_no_other_cause,
+    require_noise,
     require_same_forward,
     slice_losses,
 )
@@ -71,6 +73,7 @@ def update_parity(view: View) -> Iterable[Finding]:
         yield from found
     else:
         require_gradients(view)
+        require_noise(view, UPDATE_TOLERANCE, relative_errors(c for run in runs for c in run.parameters))
 
 
 def _require_same_last_forward(view: View, runs: Sequence[RankTraining]) -> None:
@@ -189,6 +192,8 @@ def loss_parity(view: View) -> Iterable[Finding]:
     disagreements = [found for found in _disagreements(view, runs, limits) if found[2] <= last]
     if not wrong_steps and not disagreements:
         require_gradients(view)
+        errors = (relative_distance(actual, expected, step) for step in range(len(expected)))
+        require_noise(view, LOSS_TOLERANCE, errors)
         return
     rank, other, step = disagreements[0] if disagreements else (0, 0, 0)
     message = (

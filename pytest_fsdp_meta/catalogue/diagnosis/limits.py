@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from pytest_fsdp_meta.catalogue.diagnosis.patterns import Cases
@@ -163,10 +163,32 @@ def norm_limit(view: View, expected: float) -> float:
     return max(_smallest(view, GRADIENT_TOLERANCE) * expected, LOSS_MARGIN * noise[0].norm)
 
 
+def noise_lost(view: View, by_dtype: Mapping[str, float], differences: Iterable[float]) -> str:
+    """Return why a judge cannot know whether relative ``differences`` that it accepts are rounding, else "".
+
+    The reference's world ended while the noise was measured, so they are within the tolerance of the dtype at best.
+    """
+    problem = next((run.noise.problem for run in view.evidence.training or () if run.noise and run.noise.ended), "")
+    largest = max(differences, default=0.0)
+    if not problem or _declared(view, view.check_id) or largest <= _smallest(view, by_dtype):
+        return ""
+    return f"measuring the reference's noise failed ({problem}), so a difference of {largest:.2g} may be an error"
+
+
+def relative_errors(comparisons: Iterable[Comparison]) -> Iterator[float]:
+    for comparison in comparisons:
+        if measure := comparison.measure:
+            yield measure.apart / measure.truth if measure.truth else (math.inf if measure.apart else 0.0)
+
+
+def _declared(view: View, check_id: str) -> bool:
+    """Return whether the author declares the tolerance of the check."""
+    return check_id in view.evidence.tolerance or "*" in view.evidence.tolerance
+
+
 def _noise(view: View, check_id: str) -> tuple[Noise, ...] | None:
     """Return each rank's noise; None if it was not measured, or the author declares this check's tolerance."""
-    declared = view.evidence.tolerance
-    if check_id in declared or "*" in declared:
+    if _declared(view, check_id):
         return None
     measured = tuple(
         run.noise for run in view.evidence.training or () if run.noise is not None and not run.noise.problem
@@ -196,7 +218,7 @@ def declared_or_coarsest(
 ) -> float:
     """Return the author's tolerance, or that of the coarsest dtype among the parameters and the ``computed`` dtypes."""
     declared, check_id = view.evidence.tolerance, check_id or view.check_id
-    if check_id in declared or "*" in declared:
+    if _declared(view, check_id):
         return declared.get(check_id, declared.get("*", 0.0))
     dtypes = {t.dtype for t in view.evidence.inventory[0].tensors if t.kind == "parameter"} | set(computed)
     return max((by_dtype[dtype] for dtype in dtypes if dtype in by_dtype), default=by_dtype["float32"])
