@@ -56,8 +56,7 @@ class Limits:
         truth, rounded = max(measure.truth, self.longest.get(name, 0.0)), self.roundings * measure.grain
         if self.noise is None:
             return self.relative * (truth + self.typical * math.sqrt(measure.elements)) + rounded
-        noise = self.noise[rank].get(name)
-        return max(self.relative * truth, margin(measure.elements) * noise.distance if noise else 0.0) + rounded
+        return max(self.relative * truth, self._noise_allowed(rank, name, measure)) + rounded
 
     def length_allowed(self, rank: int, name: str, measure: Measure) -> float:
         """Return the largest relative change of length, along the reference's direction; infinite if it is unknown."""
@@ -99,11 +98,17 @@ class Limits:
         return f"{what} within {self.tolerance(cases):.2g}"
 
     def relative_to(self, cases: Cases) -> float:
-        """Return the largest allowed distance of these ranks, relative to the norm of the reference's slice."""
+        """Return about the largest allowed distance of these ranks, relative to the norm of the reference's slice.
+
+        It is the largest of what ``allowed`` adds up, so that parameters with the same tolerance share one finding.
+        """
         pairs = [(rank, c.name, c.measure) for rank, c in cases if c.measure is not None and c.measure.truth]
-        if self.noise is None and not self.roundings:
-            return self.relative
-        return max([self.relative, *(self.allowed(*pair) / pair[2].truth for pair in pairs)])
+        parts = [max(self._noise_allowed(*pair), self.roundings * pair[2].grain) / pair[2].truth for pair in pairs]
+        return max([self.relative, *parts])
+
+    def _noise_allowed(self, rank: int, name: str, measure: Measure) -> float:
+        noise = None if self.noise is None else self.noise[rank].get(name)
+        return margin(measure.elements) * noise.distance if noise else 0.0
 
 
 def describe_length(cases: Cases) -> str:
