@@ -165,6 +165,8 @@ class Noise:
     accumulated: Mapping[str, TensorNoise] = field(default_factory=dict)
     problem: str = ""
     """Why it could not be measured, or empty."""
+    ended: bool = False
+    """Whether the problem is that the reference's world ended, which says nothing about the model."""
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,8 @@ NOISE_OF = {
     "accumulated": "accumulated",
 }
 """Record of the reference -> the field of ``Noise`` that says how far it moves."""
+OTHER_SEEDS = 1000
+"""More steps than a training has, whose seeds are one apart."""
 
 
 def train_nudged(
@@ -69,6 +71,7 @@ def train_nudged(
         optimizer = make_optimizer(subject)
         own = recipe.get("clip_grad_norm") if facts.own_clipping else None
         noisy.clipping = ReferenceClipping(own, noisy.model, optimizer)
+        noisy.seed = SEED + OTHER_SEEDS * (1 + number)
         run = train(subject, current().device, range(len(losses)), (0, 1), optimizer, noisy)
         if optimizer is not None and "accumulated" in noisy.records:
             with noisy.nudged():
@@ -141,6 +144,7 @@ class _NoisySteps(StepObserver):
         self.steps = steps
         self.nudges: Nudges
         self.clipping: ReferenceClipping
+        self.seed = SEED
         files = {name: record_at(folder, name) for name in ("values", *NOISE_OF)}
         self.records = {name: Record(file) for name, file in files.items() if file.exists()}
         self.moved: dict[str, dict[str, Tensor]] = {}
@@ -163,6 +167,9 @@ class _NoisySteps(StepObserver):
 
     def after_backward(self, step: int) -> None:
         self._weights.close()  # the optimizer steps from the weights themselves
+        # The numbers that an optimizer draws, such as one that rounds stochastically, are noise: on the ranks they fall
+        # on other elements than in the reference.
+        torch.manual_seed(self.seed + step)
         self._products.enter_context(self.nudges.products())
         if step == 0:
             self.norm, _ = gradient_norm(self.model, None)

@@ -68,7 +68,7 @@ def _measure(
                 return found[-1], {}
         factors = run_on(world, on_ranks.noise.record_noise, str(folder))[0]
     except WorldError as error:
-        return Noise(problem=error.summary), {}
+        return Noise(problem=error.summary, ended=True), {}
     # The noise of one number varies much, and grows slowly with the steps.
     largest = max((loss for noise in found for loss in noise.losses), default=0.0)
     whole = Noise(

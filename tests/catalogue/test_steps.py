@@ -13,6 +13,7 @@ from pytest_fsdp_meta.evidence import Accumulation, Clipping, Comparison, Eviden
 from tests.catalogue.evidence_factory import (
     EMBEDDING,
     MIDDLE,
+    PARAMETERS,
     change,
     change_reference,
     clipped,
@@ -298,6 +299,67 @@ def test_a_scale_is_found_below_the_noise_of_the_elements(check, field, observed
     assert [f.actual.split(" times")[0].split()[-1] for f in found.findings] == ["1.05"]
 
 
+def off_in(observed: str, factor: float, apart: float) -> Evidence:
+    """Make MIDDLE ``factor`` times the reference's, plus an orthogonal ``apart``, in one observation."""
+    if observed == "clipped":
+        return clipped(healthy(), factor, apart)
+    if observed == "second":
+        return second_step(healthy(), factor, apart)
+    if observed == "accumulation":
+        gradients = remeasured(healthy(), MIDDLE, factor, apart).training[0].gradients
+        return on_runs(healthy(), None, accumulation=Accumulation(gradients))
+    return remeasured(healthy(), MIDDLE, factor, apart, observed=observed)
+
+
+LENGTH = "as long as the reference's,"
+OBSERVED = [
+    (PARITY, "gradients", "gradients", "{}"),
+    (SECOND, "second", "second", "{}"),
+    (CLIP, "gradients", "clipped", "half as large as before, {}"),
+    (UPDATE, "updates", "parameters", "{}"),
+    (ACCUMULATION, "accumulated", "accumulation", "the mean over the micro-batches, {}"),
+]
+
+
+@pytest.mark.parametrize(("check", "field", "observed", "expected"), OBSERVED)
+def test_a_message_has_the_tolerance_that_was_exceeded(check, field, observed, expected):
+    noise = {field: of_middle(0.055, factor=0.005)}
+    far = verdict(check, with_noise(off_in(observed, 1.0, 0.2 * SIZE), **noise))
+    within = "within 0.11" if check == CLIP else "equal within 0.11"
+    assert [f.expected for f in far.findings] == [expected.format(within)]
+    # Only the length is off, by less than the distance may be. Updates may always differ by 0.002.
+    long = verdict(check, with_noise(off_in(observed, 1.046, 0.0), **noise))
+    within = f"within {0.024 if check == UPDATE else 0.022}"
+    assert [f.expected for f in long.findings] == [expected.format(within if check == CLIP else f"{LENGTH} {within}")]
+
+
+@pytest.mark.parametrize(("check", "field", "observed", "expected"), [case for case in OBSERVED if case[0] != CLIP])
+def test_a_length_without_a_clear_factor_is_in_the_message(check, field, observed, expected):
+    found = verdict(check, with_noise(off_in(observed, 1.008, 0.012 * SIZE), **{field: of_middle(0.01, factor=0.0)}))
+    (finding,) = found.findings
+    assert finding.expected == expected.format(f"{LENGTH} within {0.006 if check == UPDATE else 0.0041}")
+    assert finding.detail == "1.008 times as long on rank 0"
+
+
+@pytest.mark.parametrize(("rows", "ratio", "status"), [(1, 2.5, "passed"), (1, 13.0, "failed"), (6, 2.1, "failed")])
+@pytest.mark.parametrize(
+    ("check", "field", "observed"),
+    [(PARITY, "gradients", "gradients"), (UPDATE, "updates", "parameters")],
+)
+def test_five_trainings_know_little_of_the_noise_of_one_element(check, field, observed, rows, ratio, status):
+    evidence = healthy(parameters={**PARAMETERS, MIDDLE: (2 * rows,)})
+    noise = TensorNoise(0.01 * math.sqrt(rows))
+    seen = remeasured(evidence, MIDDLE, apart=ratio * noise.distance, observed=observed)
+    assert verdict(check, with_noise(seen, **{field: {MIDDLE: noise}})).status == status
+
+
+@pytest.mark.parametrize(("rows", "status"), [(1, "passed"), (6, "failed")])
+def test_the_length_of_one_element_has_its_noise(rows, status):
+    seen = remeasured(healthy(parameters={**PARAMETERS, MIDDLE: (2 * rows,)}), MIDDLE, 1.05)
+    noise = TensorNoise(0.03 * math.sqrt(rows), 0.01)
+    assert verdict(PARITY, with_noise(seen, gradients={MIDDLE: noise})).status == status
+
+
 def test_measured_noise_replaces_the_tolerance_of_the_dtype():
     off = remeasured(in_bfloat16(), MIDDLE, apart=0.05 * SIZE)
     assert verdict(PARITY, off).status == "passed"
@@ -316,6 +378,26 @@ def test_noise_that_could_not_be_measured():
     assert verdict(PARITY, with_noise(off, problem="RuntimeError: hooks are refused")).status == "passed"
 
 
+@pytest.mark.parametrize("check", [PARITY, SECOND, CLIP, UPDATE, ACCUMULATION, LOSS, NORM])
+def test_a_difference_that_may_be_rounding_is_not_passed_if_the_reference_ended(check):
+    where = {SECOND: "second", CLIP: "clipped", ACCUMULATION: "accumulation", UPDATE: "parameters"}
+    off = off_in(where.get(check, "gradients"), 1.0, 0.05 * SIZE)
+    off = on_runs(off, None, losses=(2.0, 1.5, 1.26), norm=3.1) if check in (LOSS, NORM) else off
+    off = change_reference(change(off, MIDDLE, dtype="bfloat16"), MIDDLE, dtype="bfloat16")
+    killed = {"problem": "the reference was killed", "ended": True}
+    found = verdict(check, with_noise(off, **killed))
+    assert (found.status, found.why) == ("skipped", "partly checked")
+    share = {LOSS: "0.005", NORM: "0.033"}.get(check, "0.05")
+    assert found.reason == (
+        "passed for what could be checked; measuring the reference's noise failed (the reference was killed), so a "
+        f"difference of {share} may be an error"
+    )
+    assert verdict(check, with_noise(off, problem="RuntimeError: hooks are refused")).status == "passed"
+    assert verdict(check, replace(with_noise(off, **killed), tolerance={check: 0.2})).status == "passed"
+    unchanged = clipped(healthy()) if check == CLIP else healthy()
+    assert verdict(check, with_noise(unchanged, **killed)).status == "passed"
+
+
 def test_a_finding_says_why_noise_is_unknown():
     off = with_noise(remeasured(healthy(), MIDDLE, apart=SIZE), problem="RuntimeError: hooks are refused")
     (finding,) = verdict(PARITY, off).findings
@@ -329,6 +411,23 @@ def test_losses_in_a_low_precision_are_rounded():
     evidence = with_noise(on_runs(healthy(), None, losses=(2.0, 1.5, 1.26)), losses=(0.0, 0.0, 1e-4))
     assert verdict(LOSS, evidence).status == "failed"
     assert verdict(LOSS, on_runs(evidence, None, loss_dtype="bfloat16")).status == "passed"
+
+
+@pytest.mark.parametrize(
+    ("check", "field", "observed", "apart"),
+    [(PARITY, "gradients", "gradients", 3.3e-7), (UPDATE, "updates", "parameters", 1e-3)],
+)
+@pytest.mark.parametrize("measured", [True, False])
+def test_a_loss_in_float32_rounds_gradients_of_float64_parameters(check, field, observed, apart, measured):
+    evidence = healthy()
+    for name in PARAMETERS:
+        evidence = change_reference(change(evidence, name, dtype="float64"), name, dtype="float64")
+    evidence = remeasured(evidence, MIDDLE, apart=apart * SIZE, observed=observed)
+    noise = {field: of_middle(1e-9)} if measured else {"problem": "RuntimeError: hooks are refused"}
+    evidence = with_noise(evidence, **noise)
+    assert verdict(check, evidence).status == "failed"
+    assert verdict(check, on_runs(evidence, None, loss_dtype="float64")).status == "failed"
+    assert verdict(check, on_runs(evidence, None, loss_dtype="float32")).status == "passed"
 
 
 def test_gradients_that_the_optimizer_reduces_have_no_norm_yet():

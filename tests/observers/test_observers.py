@@ -287,7 +287,7 @@ def test_an_error_of_fsdp_is_not_one_of_the_loss():
             [
                 ("the model's forward", "RuntimeError"),
                 ("Subject(loss=...)", "RuntimeError"),
-                ("Subject(loss=...)", "TypeError"),
+                ("Subject(loss=...), called as loss(model, batch)", "TypeError"),
             ]
         ]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from functools import partial
 
 import cloudpickle
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.optim import AdamW
 
+from fixtures.forms_optimizers import StochasticallyRounding
 from pytest_fsdp_meta import Subject
 from pytest_fsdp_meta.catalogue import built_in, judge
 from pytest_fsdp_meta.evidence import Evidence, Noise
@@ -63,7 +66,8 @@ def observe(
         fully_shard(model, mesh=fsdp.mesh, mp_policy=precision)
         weight = model[2].weight
         weight.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(scale))
-        return Subject(model, reference=build, batch=batch, **{"loss": squared, "optimizer": ADAMW, **declared})
+        fields = {"batch": batch, "loss": squared, "optimizer": ADAMW, **declared}
+        return Subject(model, reference=build, **fields)
 
     trial = Trial(WorldSpec({"dp_shard": 2}, timeout=60.0), trial_preload(), steps=3, tolerance={})
     return trial.observe(Call(cloudpickle.dumps(load), wants_rank="fsdp"), built_in().observations(PARITY))
@@ -79,6 +83,10 @@ def statuses(evidence: Evidence) -> set[str]:
     return {judge(built_in()[id], evidence, built_in()).status for id in PARITY}
 
 
+STOCHASTIC = {
+    "batch": lambda step: {"x": torch.randn(8, 16, dtype=torch.bfloat16)},
+    "optimizer": partial(StochasticallyRounding, lr=1e-3),
+}
 SINGLE = MixedPrecisionPolicy()
 BFLOAT16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
@@ -112,6 +120,27 @@ def test_a_model_that_cannot_be_nudged_is_judged_by_its_dtype():
     assert statuses(evidence) == {"passed"}
     wrong = judge(built_in()["grad_parity"], observe(BFLOAT16, whimsical=True, scale=1.7), built_in())
     assert {f.tensor for f in wrong.findings} == {"2.weight"}
+
+
+def test_a_reference_that_is_killed_while_its_noise_is_measured_passes_nothing_by_dtype():
+    def deadly(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        if torch.distributed.get_world_size() == 1 and model._forward_hooks:  # those that nudge
+            os.kill(os.getpid(), signal.SIGKILL)
+        return squared(model, batch)
+
+    evidence = observe(BFLOAT16, loss=deadly)
+    assert noise_of(evidence) == Noise(problem="the reference was killed by SIGKILL", ended=True)
+    found = judge(built_in()["grad_parity"], evidence, built_in())
+    assert (found.status, found.why) == ("skipped", "partly checked")
+    assert "measuring the reference's noise failed (the reference was killed by SIGKILL)" in found.reason
+
+
+def test_the_numbers_that_an_optimizer_draws_are_noise():
+    """Rounding by chance, it moves other elements of a slice than of the whole tensor."""
+    evidence = observe(SINGLE, prepare=lambda model: model.to(torch.bfloat16), **STOCHASTIC)
+    moved = evidence.training[1].parameters[0].measure
+    assert moved.apart > 0.2 * moved.truth
+    assert statuses(evidence) == {"passed"}
 
 
 def test_the_dtype_of_a_frozen_weight_does_not_count():

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
-from pytest_fsdp_meta.catalogue.checks.gradients import excused_gradients
-from pytest_fsdp_meta.catalogue.diagnosis.limits import Limits, gradient_limits
+from pytest_fsdp_meta.catalogue.checks.gradients import describe_error, excused_gradients
+from pytest_fsdp_meta.catalogue.diagnosis.limits import Limits, gradient_limits, relative_errors
 from pytest_fsdp_meta.catalogue.diagnosis.multiples import multiple
 from pytest_fsdp_meta.catalogue.diagnosis.parity import (
     BEFORE_UPDATES,
@@ -14,6 +14,7 @@ from pytest_fsdp_meta.catalogue.diagnosis.parity import (
     describe_loaded_state,
     require_gradients,
     require_no_other_cause,
+    require_noise,
     require_same_forward,
 )
 from pytest_fsdp_meta.catalogue.findings import Explanation, Finding
@@ -75,6 +76,7 @@ def grad_accumulation_parity(view: View) -> Iterable[Finding]:
         yield from found
     elif not any(early.values()):
         require_gradients(view)
+        require_noise(view, GRADIENT_TOLERANCE, relative_errors(c for one in recorded for c in one.gradients))
 
 
 def _changed_by_forward(view: View) -> Iterator[str]:
@@ -108,15 +110,17 @@ def _wrong_accumulation(view: View, runs: Sequence[RankTraining]) -> Iterator[Fi
 
 
 def _wrong_sums(name: str, pairs: list[tuple[int, Comparison]], limits: Limits) -> Iterator[Finding]:
-    by_factor: dict[str, list[int]] = {}
+    by_factor: dict[str, list[tuple[int, Comparison]]] = {}
     wrong = [(rank, comparison) for rank, comparison in pairs if limits.exceeded(rank, comparison)]
     allowed = limits.relative_to(wrong)
     for rank, comparison in wrong:
         assert comparison.measure is not None
-        by_factor.setdefault(multiple(comparison.measure, allowed), []).append(rank)
-    for factor, ranks in by_factor.items():
+        by_factor.setdefault(multiple(comparison.measure, allowed), []).append((rank, comparison))
+    for factor, cases in by_factor.items():
+        ranks = tuple(rank for rank, _ in cases)
         actual = f"gradient {factor} times as large" if factor else "different gradient"
-        yield Finding(name, tuple(ranks), f"{actual} after the last micro-batch", _MEAN, **_OVERWRITTEN)
+        expected, detail = f"{_MEAN}, {limits.describe(cases)}", "" if factor else describe_error(limits, cases)
+        yield Finding(name, ranks, f"{actual} after the last micro-batch", expected, detail, **_OVERWRITTEN)
 
 
 _NO_GRADIENT = "no gradient after the last micro-batch"

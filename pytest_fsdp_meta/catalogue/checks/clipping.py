@@ -10,13 +10,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from pytest_fsdp_meta.catalogue.checks.gradients import excused_gradients, reduced_by_the_optimizer
-from pytest_fsdp_meta.catalogue.diagnosis.limits import Limits, gradient_limits, norm_limit
+from pytest_fsdp_meta.catalogue.diagnosis.limits import Limits, gradient_limits, norm_limit, relative_errors
 from pytest_fsdp_meta.catalogue.diagnosis.multiples import multiple
 from pytest_fsdp_meta.catalogue.diagnosis.parity import (
     EXPLAINING_CHECKS,
     comparable_training,
     require_gradients,
     require_no_other_cause,
+    require_noise,
     require_same_forward,
 )
 from pytest_fsdp_meta.catalogue.diagnosis.patterns import Cases
@@ -81,6 +82,8 @@ def grad_norm_parity(view: View) -> Iterable[Finding]:
         require_no_other_cause(view, f"the gradient norm is {off[0][1]:.6g}, but should be {expected:.6g}")
     else:
         require_gradients(view)
+        differences = (abs((run.norm or 0.0) - expected) / expected for run in runs if expected)
+        require_noise(view, GRADIENT_TOLERANCE, differences)
     should_be = f"{expected:.6g} within {limit / (expected or 1):.2g}"
     if view.reference.own_clipping is not None:
         should_be += ", as the same function returns on one device"
@@ -159,11 +162,13 @@ def grad_clip_parity(view: View) -> Iterable[Finding]:
     names = view.names("parameter", only=view.reference.gradients)
     yield from _changed_above_the_norm(view, clipped, names)
     excused = excused_gradients(view, runs)
-    found = _wrongly_clipped(view, clipped, [name for name in names if name not in excused])
+    found, compared = _wrongly_clipped(view, clipped, [name for name in names if name not in excused])
     if found:
         require_same_forward(view, runs)
         require_no_other_cause(view, f"the clipped gradients differ ({found[0].tensor}: {found[0].actual})")
-    yield from found
+        yield from found
+    else:
+        require_noise(view, GRADIENT_TOLERANCE, relative_errors(c for _, c in compared))
 
 
 def _changed_above_the_norm(view: View, clipped: Sequence[Clipping], names: Sequence[str]) -> Iterator[Finding]:
@@ -190,28 +195,34 @@ _CHANGED: dict[bool, Explanation] = {
 """Explanation for gradients that a bound above the norm changes, by whether they become larger."""
 
 
-def _wrongly_clipped(view: View, clipped: Sequence[Clipping], names: Sequence[str]) -> list[Finding]:
-    """Return the gradients that are neither half of the reference's nor what the same function leaves there."""
+def _wrongly_clipped(view: View, clipped: Sequence[Clipping], names: Sequence[str]) -> tuple[list[Finding], Cases]:
+    """Return the gradients that are neither half of the reference's nor what the same function leaves there.
+
+    Return the comparisons as well that say so.
+    """
     reference, limits = view.reference, gradient_limits(view)
     halved = replace(limits, relative=limits.relative + EPSILON / (reference.norm or 0.0))
     gradients = view.comparisons(tuple(one.gradients for one in clipped), names)
     found = _differing(view, gradients, halved, HALF)
     own = reference.own_clipping
     if not found or own is None or own.bound is None:
-        return found
+        return found, [case for cases in gradients.values() for case in cases]
     of_norm = (EPSILON + norm_limit(view, own.norm, own=True)) / own.norm
     gradients = view.comparisons(tuple(one.own for one in clipped), names)
     limits = replace(limits, relative=limits.relative + of_norm)
-    return _differing(view, gradients, limits, "as the same function leaves it on one device")
+    found = _differing(view, gradients, limits, "as the same function leaves it on one device")
+    return found, [case for cases in gradients.values() for case in cases]
 
 
 def _differing(view: View, gradients: Mapping[str, Cases], limits: Limits, should_be: str) -> list[Finding]:
     found = []
     for name, cases in gradients.items():
         wrong = [(rank, c) for rank, c in cases if limits.exceeded(rank, c)]
+        if not wrong:
+            continue
         allowed = limits.relative_to(wrong)
         actual = ((rank, _describe_clipped(c, allowed, should_be)) for rank, c in wrong)
-        expected, explanation = f"{should_be}, within {allowed:.2g}", _with_problem(view, CLIP)
+        expected, explanation = f"{should_be}, within {limits.tolerance(wrong):.2g}", _with_problem(view, CLIP)
         found += [Finding(name, ranks, text, expected, **explanation) for text, ranks in ranks_by(actual).items()]
     return found
 

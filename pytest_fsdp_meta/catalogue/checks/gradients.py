@@ -6,8 +6,11 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from pytest_fsdp_meta.catalogue.diagnosis.limits import (
+    Limits,
+    describe_length,
     gradient_limits,
     gradients_beyond_rounding,
+    relative_errors,
     update_limits,
 )
 from pytest_fsdp_meta.catalogue.diagnosis.multiples import ROUNDING, SLIGHT, multiple, number_of
@@ -17,6 +20,7 @@ from pytest_fsdp_meta.catalogue.diagnosis.parity import (
     describe_other_precision,
     require_gradients,
     require_no_other_cause,
+    require_noise,
     require_same_forward,
 )
 from pytest_fsdp_meta.catalogue.diagnosis.patterns import Cases
@@ -61,6 +65,7 @@ def grad_parity(view: View) -> Iterable[Finding]:
         yield from found
     elif not unreduced:
         require_gradients(view)
+        require_noise(view, GRADIENT_TOLERANCE, relative_errors(c for run in runs for c in run.gradients))
 
 
 def _wrong_gradients(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding]:
@@ -78,7 +83,7 @@ def _wrong_gradients(view: View, runs: Sequence[RankTraining]) -> Iterator[Findi
             yield Finding(name, missing, "no gradient, although the reference has one", "", **explanation)
         wrong = [(rank, c) for rank, c in pairs.get(name, []) if limits.exceeded(rank, c)]
         if wrong and name not in partial and not _optimizer_reduces(view, name, pairs[name], updates.get(name, [])):
-            yield from _describe_wrong(view, runs, name, wrong, limits.relative_to(wrong))
+            yield from _describe_wrong(view, runs, name, wrong, limits)
 
 
 def partial_gradients(view: View) -> set[str]:
@@ -130,19 +135,20 @@ def _optimizer_reduces(view: View, name: str, gradients: Cases, updates: Cases) 
 
 
 def _describe_wrong(
-    view: View, runs: Sequence[RankTraining], name: str, wrong: Cases, allowed: float
+    view: View, runs: Sequence[RankTraining], name: str, wrong: Cases, limits: Limits
 ) -> Iterator[Finding]:
     """Yield a finding for each constant factor that ranks are off by, and one for ranks without such a factor."""
     by_factor: dict[str, list[tuple[int, Comparison]]] = {}
+    allowed = limits.relative_to(wrong)
     for rank, comparison in wrong:
         assert comparison.measure is not None
         by_factor.setdefault(multiple(comparison.measure, allowed), []).append((rank, comparison))
-    expected = f"equal within {allowed:.2g}"
     for factor, cases in by_factor.items():
         ranks = tuple(rank for rank, _ in cases)
         explanation = _explain_factor(view, runs, name, factor) if factor else _explain_other(view, name, cases)
         actual = f"gradient is {factor} times the reference's" if factor else "gradient differs from the reference's"
-        yield Finding(name, ranks, actual, expected, "" if factor else describe_largest_error(cases), **explanation)
+        detail = "" if factor else describe_error(limits, cases)
+        yield Finding(name, ranks, actual, limits.describe(cases), detail, **explanation)
 
 
 def _explain_factor(view: View, runs: Sequence[RankTraining], name: str, factor: str) -> Explanation:
@@ -207,8 +213,10 @@ def _tied_only_here(view: View, name: str) -> bool:
     return not own.get(name, frozenset({name})) <= reference.get(name, frozenset({name}))
 
 
-def describe_largest_error(cases: Cases) -> str:
-    """Describe the error of the rank whose gradient is farthest off."""
+def describe_error(limits: Limits, cases: Cases) -> str:
+    """Describe the error of the rank whose gradient is farthest off, or its length if only lengths are."""
+    if limits.only_scaled(cases):
+        return describe_length(cases)
     rank, worst = max(cases, key=lambda case: _relative_error(case[1]))
     place = f" at [{', '.join(map(str, worst.index))}]" if worst.index else ""
     off = f"relative error {_relative_error(worst):.2g}; " if math.isfinite(_relative_error(worst)) else ""

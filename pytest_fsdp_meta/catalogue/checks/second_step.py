@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from pytest_fsdp_meta.catalogue.checks.gradients import describe_largest_error, excused_gradients
+from pytest_fsdp_meta.catalogue.checks.gradients import describe_error, excused_gradients
 from pytest_fsdp_meta.catalogue.diagnosis.limits import (
     Limits,
     gradient_limits,
     gradients_beyond_rounding,
+    relative_errors,
     update_limits,
 )
 from pytest_fsdp_meta.catalogue.diagnosis.parity import (
@@ -18,6 +19,7 @@ from pytest_fsdp_meta.catalogue.diagnosis.parity import (
     describe_loaded_state,
     require_gradients,
     require_no_other_cause,
+    require_noise,
     require_same_forward,
 )
 from pytest_fsdp_meta.catalogue.diagnosis.patterns import Cases
@@ -62,6 +64,7 @@ def second_grad_parity(view: View) -> Iterable[Finding]:
         yield from found
     else:
         require_gradients(view)
+        require_noise(view, GRADIENT_TOLERANCE, relative_errors(c for second in seconds for c in second.gradients))
 
 
 def _describe_missing(view: View, runs: Sequence[RankTraining]) -> str:
@@ -110,13 +113,13 @@ def _describe_wrong_second(
 ) -> Iterator[Finding]:
     left_over = [(rank, c) for rank, c in wrong if name in seconds[rank].left_over]
     others = [case for case in wrong if case not in left_over]
-    expected = f"equal within {limits.relative_to(wrong):.2g}"
     if left_over:
         actual = "gradient of the second step still contains that of the first"
-        yield Finding(name, tuple(rank for rank, _ in left_over), actual, expected, **_NOT_ZEROED)
+        yield Finding(name, tuple(rank for rank, _ in left_over), actual, limits.describe(left_over), **_NOT_ZEROED)
     if others:
         actual = "gradient of the second step differs from the reference's, that of the first does not"
-        yield Finding(name, tuple(rank for rank, _ in others), actual, expected, describe_largest_error(others))
+        detail = describe_error(limits, others)
+        yield Finding(name, tuple(rank for rank, _ in others), actual, limits.describe(others), detail)
 
 
 _LOST: Explanation = {

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from pytest_fsdp_meta.catalogue.diagnosis.coordinates import sequence_places
 from pytest_fsdp_meta.catalogue.diagnosis.limits import (
     Limits,
     LossLimits,
+    describe_length,
     gradients_beyond_rounding,
     loss_limits,
     relative_distance,
+    relative_errors,
     update_limits,
 )
 from pytest_fsdp_meta.catalogue.diagnosis.multiples import alike, number_of, whole
@@ -26,9 +28,11 @@ from pytest_fsdp_meta.catalogue.diagnosis.parity import (
     global_losses,
     require_gradients,
     require_no_other_cause,
+    require_noise,
     require_same_forward,
     slice_losses,
 )
+from pytest_fsdp_meta.catalogue.diagnosis.patterns import Cases
 from pytest_fsdp_meta.catalogue.findings import Explanation, Finding
 from pytest_fsdp_meta.catalogue.registry import check
 from pytest_fsdp_meta.catalogue.view import Blocked, NotJudged, PartlyJudged, View
@@ -74,6 +78,7 @@ def update_parity(view: View) -> Iterable[Finding]:
         yield from found
     else:
         require_gradients(view)
+        require_noise(view, UPDATE_TOLERANCE, relative_errors(c for run in runs for c in run.parameters))
 
 
 def _require_same_last_forward(view: View, runs: Sequence[RankTraining]) -> None:
@@ -85,8 +90,8 @@ def _require_same_last_forward(view: View, runs: Sequence[RankTraining]) -> None
     last = len(expected) - 1
     if "loss_parity" not in view.selection or not all(run.late for run in runs):
         return
-    limits = update_limits(view)
-    moved = any(_update_is_wrong(rank, c, limits, 0.0, last) for rank, run in enumerate(runs) for c in run.late)
+    limits = replace(update_limits(view), roundings=2 * last)
+    moved = any(limits.exceeded(rank, c) for rank, run in enumerate(runs) for c in run.late)
     if not moved and loss_limits(view).exceeded(actual, expected, last):
         raise Blocked(
             f"the parameters are right before the last step, whose loss is {actual[last]:.6g}, but should be "
@@ -96,8 +101,11 @@ def _require_same_last_forward(view: View, runs: Sequence[RankTraining]) -> None
 
 def _wrong_updates(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding]:
     """Report the parameters with the largest errors; smaller errors elsewhere may follow from these."""
-    limits = update_limits(view)
-    off = {name: cases for name, cases in _updates_beyond(view, runs, limits).items() if cases}
+    names = view.names("parameter", only=gradients_beyond_rounding(view))
+    updates = view.comparisons(tuple(run.parameters for run in runs), names)
+    limits = _limits_after_steps(view, updates)
+    exceeding = {name: [(rank, c) for rank, c in cases if limits.exceeded(rank, c)] for name, cases in updates.items()}
+    off = {name: cases for name, cases in exceeding.items() if cases}
     worst = max((_relative_error(c) for cases in off.values() for _, c in cases), default=0.0)
     least = min(worst, 1.0) / 2
     farthest = {name: [(rank, c) for rank, c in cases if _relative_error(c) >= least] for name, cases in off.items()}
@@ -112,13 +120,27 @@ def _wrong_updates(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding
             by_factor.setdefault(labels.get(_update_factor(comparison.measure), ""), []).append((rank, comparison))
         for factor, alike_cases in by_factor.items():
             actual = f"update is {factor} times the reference's" if factor else "update differs from the reference's"
-            detail = "" if factor else f"relative error {max(_relative_error(c) for _, c in alike_cases):.2g}"
+            detail = "" if factor else _describe_error(limits, alike_cases)
             explanation = _explain_factor(view, runs, name, factor) if factor else Explanation()
             explanation = explanation or explain_hooks_left_out(view)
             ranks = tuple(rank for rank, _ in alike_cases)
-            yield Finding(
-                name, ranks, actual, f"equal within {limits.relative_to(alike_cases):.2g}", detail, **explanation
-            )
+            yield Finding(name, ranks, actual, limits.describe(alike_cases), detail, **explanation)
+
+
+def _limits_after_steps(view: View, updates: Mapping[str, Cases]) -> Limits:
+    """Return the limits of updates over all steps: each rounds each element once, on the ranks and in the reference.
+
+    A slice that moved little may differ as much as the one that moved farthest.
+    """
+    moved = {name: [c.measure.truth for _, c in cases if c.measure is not None] for name, cases in updates.items()}
+    longest = {name: max(lengths) for name, lengths in moved.items() if lengths}
+    return replace(update_limits(view), roundings=2 * len(view.reference.losses or ()), longest=longest)
+
+
+def _describe_error(limits: Limits, cases: Cases) -> str:
+    if limits.only_scaled(cases):
+        return describe_length(cases)
+    return f"relative error {max(_relative_error(c) for _, c in cases):.2g}"
 
 
 def _explain_factor(view: View, runs: Sequence[RankTraining], name: str, factor: str) -> Explanation:
@@ -134,30 +156,6 @@ def _explain_factor(view: View, runs: Sequence[RankTraining], name: str, factor:
         "remedy": "use the reference's learning rate on the ranks: gradients are already averaged over the "
         "data-parallel ranks; and look for code that scales gradients between backward and the step",
     }
-
-
-def _updates_beyond(
-    view: View, runs: Sequence[RankTraining], limits: Limits
-) -> dict[str, list[tuple[int, Comparison]]]:
-    """Return, by parameter, the ranks whose update differs from the reference's by more than rounding explains."""
-    steps = len(view.reference.losses or ())
-    names = view.names("parameter", only=gradients_beyond_rounding(view))
-    found = {}
-    for name, pairs in view.comparisons(tuple(run.parameters for run in runs), names).items():
-        farthest = max((c.measure.truth for _, c in pairs if c.measure is not None), default=0.0)
-        found[name] = [(rank, c) for rank, c in pairs if _update_is_wrong(rank, c, limits, farthest, steps)]
-    return found
-
-
-def _update_is_wrong(rank: int, comparison: Comparison, limits: Limits, farthest: float, steps: int) -> bool:
-    """Return whether an update differs by more than the limit, as if it were at least ``farthest`` long."""
-    measure = comparison.measure
-    if measure is None:
-        return False
-    farthest = max(farthest, measure.truth)
-    # Each step rounds each element once, on the ranks and in the reference.
-    allowed = limits.allowed(rank, comparison.name, replace(measure, truth=farthest)) + 2 * steps * measure.grain
-    return not measure.apart <= allowed or limits.scaled(rank, comparison.name, measure)
 
 
 def _update_factor(measure: Measure) -> float:
@@ -199,6 +197,8 @@ def loss_parity(view: View) -> Iterable[Finding]:
     disagreements = [found for found in _disagreements(view, runs, limits) if found[2] <= last]
     if not wrong_steps and not disagreements:
         require_gradients(view)
+        errors = (relative_distance(actual, expected, step) for step in range(len(expected)))
+        require_noise(view, LOSS_TOLERANCE, errors)
         return
     rank, other, step = disagreements[0] if disagreements else (0, 0, 0)
     message = (

@@ -3,21 +3,35 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
+from pytest_fsdp_meta.catalogue.diagnosis.patterns import Cases
 from pytest_fsdp_meta.catalogue.view import View
 from pytest_fsdp_meta.evidence import Comparison, Measure, Noise, TensorNoise
 from pytest_fsdp_meta.evidence.tolerances import GRADIENT_TOLERANCE, LOSS_TOLERANCE, UPDATE_TOLERANCE, smallest
 
 MARGIN = 2.0
 """How many times the noise a tensor may differ by. Right loaders reach 1.4; see benchmarks/results, "power"."""
+FEW = 12.0
+"""The same for a single element, of which five trainings know least; see ``margin``."""
 FACTOR_MARGIN = 4.0
 """The same for the length of a tensor along its own direction."""
 CORRELATED = 0.1
 """The least share of a tensor's noise along its own direction, which a router that picks another expert changes."""
 LOSS_MARGIN = 4.0
 """The same for a loss and a norm: the noise of a single number is known less well than that of many elements."""
+
+
+def margin(elements: int) -> float:
+    """Return how many times its noise a slice of so many elements may differ by.
+
+    The noise of an element is the farthest that it moves in five trainings. By chance, a single element moves little in
+    all five; of many elements, only some do. If elements move independently and normally, a sixth training moves n
+    elements by more than m times their noise once in 100 000 trainings, for n = 1, 2, 3, 4, 6, 8, 16 at m = 11.6, 4.1,
+    2.9, 2.4, 1.8, 1.6, 1.2. This margin is above all of them.
+    """
+    return max(MARGIN, FEW / max(elements, 1))
 
 
 @dataclass(frozen=True)
@@ -27,43 +41,81 @@ class Limits:
     ``relative`` is a fraction of the reference's norm. ``noise`` has, for each rank, the noise of its slices by
     parameter; None if it was not measured, or the author declares the tolerance. ``typical`` is then the size of a
     usual element: some gradients, such as that of an attention key's bias, are small differences of large numbers, and
-    their rounding error is that of the large numbers.
+    their rounding error is that of the large numbers. For updates, ``roundings`` counts the steps of both trainings,
+    each of which rounds each element once, and ``longest`` has the length of the longest slice of each parameter.
     """
 
     relative: float
     noise: tuple[Mapping[str, TensorNoise], ...] | None = None
     typical: float = 0.0
+    roundings: int = 0
+    longest: Mapping[str, float] = field(default_factory=dict)
 
     def allowed(self, rank: int, name: str, measure: Measure) -> float:
         """Return the largest distance that counts as equal."""
+        truth, rounded = max(measure.truth, self.longest.get(name, 0.0)), self.roundings * measure.grain
         if self.noise is None:
-            return self.relative * (measure.truth + self.typical * math.sqrt(measure.elements))
-        noise = self.noise[rank].get(name)
-        return max(self.relative * measure.truth, MARGIN * noise.distance if noise else 0.0)
+            return self.relative * (truth + self.typical * math.sqrt(measure.elements)) + rounded
+        return max(self.relative * truth, self._noise_allowed(rank, name, measure)) + rounded
+
+    def length_allowed(self, rank: int, name: str, measure: Measure) -> float:
+        """Return the largest relative change of length, along the reference's direction; infinite if it is unknown."""
+        noise = None if self.noise is None else self.noise[rank].get(name)
+        if noise is None or not measure.truth or not math.isfinite(noise.factor):
+            return math.inf
+        known = max(noise.factor, CORRELATED * noise.distance / measure.truth)
+        return self.relative + max(FACTOR_MARGIN, margin(measure.elements)) * known
 
     def scaled(self, rank: int, name: str, measure: Measure) -> bool:
         """Return whether the tensor is longer or shorter along the reference's direction than noise explains."""
-        noise = None if self.noise is None else self.noise[rank].get(name)
-        if noise is None or not measure.truth or not math.isfinite(noise.factor):
-            return False
-        known = max(noise.factor, CORRELATED * noise.distance / measure.truth)
-        return abs(measure.factor - 1) > self.relative + FACTOR_MARGIN * known
+        return abs(measure.factor - 1) > self.length_allowed(rank, name, measure)
 
-    def exceeded(self, rank: int, comparison: Comparison) -> bool:
-        """Return whether the distance is too large; False for a comparison without a measure."""
+    def too_far(self, rank: int, comparison: Comparison) -> bool:
+        """Return whether the distance is too large, whatever the length; False for a comparison without a measure."""
         measure = comparison.measure
         if measure is None:
             return False
-        if not math.isfinite(measure.apart) or measure.apart > self.allowed(rank, comparison.name, measure):
-            return True
-        return self.scaled(rank, comparison.name, measure)
+        return not math.isfinite(measure.apart) or measure.apart > self.allowed(rank, comparison.name, measure)
 
-    def relative_to(self, cases: Sequence[tuple[int, Comparison]]) -> float:
-        """Return the largest allowed distance of these ranks, relative to the norm of the reference's slice."""
+    def exceeded(self, rank: int, comparison: Comparison) -> bool:
+        """Return whether the distance or the length is off; False for a comparison without a measure."""
+        measure = comparison.measure
+        return measure is not None and (self.too_far(rank, comparison) or self.scaled(rank, comparison.name, measure))
+
+    def only_scaled(self, cases: Cases) -> bool:
+        """Return whether these cases, which exceed the limits, do so by their lengths alone."""
+        return not any(self.too_far(rank, comparison) for rank, comparison in cases)
+
+    def tolerance(self, cases: Cases) -> float:
+        """Return the largest relative distance or length of these cases that counts as equal: of what is off."""
+        if self.only_scaled(cases):
+            return max(self.length_allowed(rank, c.name, c.measure) for rank, c in cases if c.measure is not None)
+        return self.relative_to([(rank, c) for rank, c in cases if self.too_far(rank, c)])
+
+    def describe(self, cases: Cases) -> str:
+        """Describe what these cases, which exceed the limits, should be."""
+        what = "as long as the reference's," if self.only_scaled(cases) else "equal"
+        return f"{what} within {self.tolerance(cases):.2g}"
+
+    def relative_to(self, cases: Cases) -> float:
+        """Return about the largest allowed distance of these ranks, relative to the norm of the reference's slice.
+
+        It is the largest of what ``allowed`` adds up, so that parameters with the same tolerance share one finding.
+        """
         pairs = [(rank, c.name, c.measure) for rank, c in cases if c.measure is not None and c.measure.truth]
-        if self.noise is None:
-            return self.relative
-        return max([self.relative, *(self.allowed(*pair) / pair[2].truth for pair in pairs)])
+        parts = [max(self._noise_allowed(*pair), self.roundings * pair[2].grain) / pair[2].truth for pair in pairs]
+        return max([self.relative, *parts])
+
+    def _noise_allowed(self, rank: int, name: str, measure: Measure) -> float:
+        noise = None if self.noise is None else self.noise[rank].get(name)
+        return margin(measure.elements) * noise.distance if noise else 0.0
+
+
+def describe_length(cases: Cases) -> str:
+    """Describe the length of the slice whose length is farthest off, along the reference's direction."""
+    measures = [(rank, c.measure.factor) for rank, c in cases if c.measure is not None]
+    rank, factor = max(measures, key=lambda pair: abs(pair[1] - 1))
+    return f"{factor:.4g} times as long on rank {rank}"
 
 
 def gradient_limits(view: View, field: str = "gradients") -> Limits:
@@ -104,8 +156,7 @@ def loss_limits(view: View) -> LossLimits:
     if noise is None:
         return LossLimits(tolerance(view, LOSS_TOLERANCE, "loss_parity"))
     # Nudges change what modules return, not how the author's loss is computed from it.
-    returned = {run.loss_dtype for run in view.evidence.training or ()}
-    rounding = max((LOSS_TOLERANCE[dtype] for dtype in returned if dtype in LOSS_TOLERANCE), default=0.0)
+    rounding = max((LOSS_TOLERANCE[dtype] for dtype in _returned(view) if dtype in LOSS_TOLERANCE), default=0.0)
     return LossLimits(max(rounding, _smallest(view, LOSS_TOLERANCE)), noise[0].losses)
 
 
@@ -118,10 +169,32 @@ def norm_limit(view: View, expected: float, own: bool = False) -> float:
     return max(_smallest(view, GRADIENT_TOLERANCE) * expected, LOSS_MARGIN * nudged)
 
 
+def noise_lost(view: View, by_dtype: Mapping[str, float], differences: Iterable[float]) -> str:
+    """Return why a judge cannot know whether relative ``differences`` that it accepts are rounding, else "".
+
+    The reference's world ended while the noise was measured, so they are within the tolerance of the dtype at best.
+    """
+    problem = next((run.noise.problem for run in view.evidence.training or () if run.noise and run.noise.ended), "")
+    largest = max(differences, default=0.0)
+    if not problem or _declared(view, view.check_id) or largest <= _smallest(view, by_dtype):
+        return ""
+    return f"measuring the reference's noise failed ({problem}), so a difference of {largest:.2g} may be an error"
+
+
+def relative_errors(comparisons: Iterable[Comparison]) -> Iterator[float]:
+    for comparison in comparisons:
+        if measure := comparison.measure:
+            yield measure.apart / measure.truth if measure.truth else (math.inf if measure.apart else 0.0)
+
+
+def _declared(view: View, check_id: str) -> bool:
+    """Return whether the author declares the tolerance of the check."""
+    return check_id in view.evidence.tolerance or "*" in view.evidence.tolerance
+
+
 def _noise(view: View, check_id: str) -> tuple[Noise, ...] | None:
     """Return each rank's noise; None if it was not measured, or the author declares this check's tolerance."""
-    declared = view.evidence.tolerance
-    if check_id in declared or "*" in declared:
+    if _declared(view, check_id):
         return None
     measured = tuple(
         run.noise for run in view.evidence.training or () if run.noise is not None and not run.noise.problem
@@ -130,13 +203,20 @@ def _noise(view: View, check_id: str) -> tuple[Noise, ...] | None:
 
 
 def _smallest(view: View, by_dtype: Mapping[str, float]) -> float:
-    return smallest(by_dtype, {t.dtype for t in view.evidence.inventory[0].tensors if t.kind == "parameter"})
+    """Return the tolerance that needs no measurement: a loss in float32 rounds the gradients of float64 parameters."""
+    parameters = {t.dtype for t in view.evidence.inventory[0].tensors if t.kind == "parameter"}
+    return smallest(by_dtype, parameters | _returned(view))
+
+
+def _returned(view: View) -> set[str]:
+    """Return the dtypes of the ranks' losses; evidence that is older than this fact has none."""
+    return {run.loss_dtype for run in view.evidence.training or () if run.loss_dtype}
 
 
 def tolerance(view: View, by_dtype: Mapping[str, float], check_id: str = "") -> float:
-    """Return the author's tolerance for the check, or that of the coarsest dtype that ranks compute or reduce in."""
+    """Return the author's tolerance for the check, or that of the coarsest dtype of what ranks compute and reduce."""
     first = view.evidence.inventory[0]
-    return declared_or_coarsest(view, by_dtype, {*first.computes_in, *first.reduces_in}, check_id)
+    return declared_or_coarsest(view, by_dtype, {*first.computes_in, *first.reduces_in, *_returned(view)}, check_id)
 
 
 def declared_or_coarsest(
@@ -144,7 +224,7 @@ def declared_or_coarsest(
 ) -> float:
     """Return the author's tolerance, or that of the coarsest dtype among the parameters and the ``computed`` dtypes."""
     declared, check_id = view.evidence.tolerance, check_id or view.check_id
-    if check_id in declared or "*" in declared:
+    if _declared(view, check_id):
         return declared.get(check_id, declared.get("*", 0.0))
     dtypes = {t.dtype for t in view.evidence.inventory[0].tensors if t.kind == "parameter"} | set(computed)
     return max((by_dtype[dtype] for dtype in dtypes if dtype in by_dtype), default=by_dtype["float32"])

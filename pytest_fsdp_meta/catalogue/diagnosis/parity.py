@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from pytest_fsdp_meta.catalogue.diagnosis.coordinates import share_places
-from pytest_fsdp_meta.catalogue.diagnosis.limits import loss_limits
+from pytest_fsdp_meta.catalogue.diagnosis.limits import loss_limits, noise_lost
 from pytest_fsdp_meta.catalogue.findings import Explanation
-from pytest_fsdp_meta.catalogue.view import Blocked, NotJudged, Unjudgeable, View
+from pytest_fsdp_meta.catalogue.view import Blocked, NotJudged, PartlyJudged, Unjudgeable, View
 from pytest_fsdp_meta.evidence import Evidence, RankTraining
 from pytest_fsdp_meta.evidence.tolerances import LOSS_TOLERANCE
 from pytest_fsdp_meta.text import counted, first_of
@@ -135,6 +135,15 @@ def require_same_forward(view: View, runs: Sequence[RankTraining]) -> None:
             f"the first loss is {actual[0]:.6g}, but should be {expected[0]:.6g} (see loss_parity); gradients and "
             "updates depend on it"
         )
+
+
+def require_noise(view: View, by_dtype: Mapping[str, float], differences: Iterable[float]) -> None:
+    """Raise PartlyJudged if these differences pass only because the reference's world ended before its noise was known.
+
+    Call this last, in a check that found nothing.
+    """
+    if reason := noise_lost(view, by_dtype, differences):
+        raise PartlyJudged(reason)
 
 
 def format_losses(losses: Sequence[float]) -> str:
