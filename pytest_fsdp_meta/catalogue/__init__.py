@@ -7,6 +7,7 @@ from pytest_fsdp_meta.catalogue.checks import (
     communication,
     forward,
     gradients,
+    losses,
     materialisation,
     memory,
     optimization,
@@ -17,8 +18,8 @@ from pytest_fsdp_meta.catalogue.checks import (
     sharding,
     structure,
     tiling,
-    training,
     tying,
+    updates,
     values,
 )
 from pytest_fsdp_meta.catalogue.engine import Verdict, describe_left_out, judge
@@ -29,7 +30,7 @@ from pytest_fsdp_meta.catalogue.view import Blocked, NotDeclared, NotJudged, Par
 FAMILIES = (
     *(structure, materialisation, sharding, tiling, communication),
     *(replicas, values, tying, memory),
-    *(forward, gradients, clipping, optimization, second_step, training, accumulation),
+    *(forward, gradients, clipping, optimization, second_step, updates, losses, accumulation),
     *(checkpoint, resuming, second_save),
 )
 
