@@ -109,6 +109,8 @@ class ReferenceFacts:
     """Tensors whose values differ from the loader's; the reference trains from the loader's values of these."""
     hooks_left_out: tuple[str, ...] = ()
     """The step hooks of the loader's optimizer that could not run on the reference, each with the reason."""
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """As in ``OptimizerFacts``, of the optimizer that trains it."""
     reached_later: tuple[str, ...] = ()
     """The parameters whose gradient is zero in the first step and not in a later one."""
     idle: tuple[str, ...] = ()

@@ -106,6 +106,8 @@ class OptimizerFacts:
     others: tuple[tuple[str, bool], ...] = ()
     stepped: frozenset[str] = frozenset()
     loaded: frozenset[str] = frozenset()
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """The settings of the group that each parameter is in, before the training: "lr=0.001; weight_decay=0.1"."""
 
 
 @dataclass(frozen=True)

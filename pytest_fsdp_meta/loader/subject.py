@@ -87,8 +87,11 @@ class Subject:
     tokens divided by the tokens of all ranks. "same": every rank returns the global loss. Gradients are compared as
     they are: with "sum", FSDP2 has to sum them (``set_gradient_divide_factor(1.0)`` on every FSDP module).
     """
-    optimizer: Callable[[Iterable[Parameter]], Optimizer] | Optimizer | None = None
+    optimizer: Callable[[Any], Optimizer] | Optimizer | None = None
     """``optimizer(parameters)`` returns an optimizer; or an optimizer that the loader built. By default SGD.
+
+    A function whose parameter is named ``named_parameters`` gets pairs of names and parameters, and one whose parameter
+    is named ``model`` gets the model, so that it can choose groups by name. It is called on the reference as well.
 
     Of a framework's optimizer that wraps another one (accelerate, lightning), the inner one, its ``.optimizer``, is
     judged and trains.

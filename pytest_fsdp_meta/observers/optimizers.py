@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
@@ -22,6 +22,8 @@ from pytest_fsdp_meta.observers.batches import calling
 from pytest_fsdp_meta.observers.inventory import named_tensors
 from pytest_fsdp_meta.observers.step_hooks import PackedHook, add_hooks, pack_hooks
 
+IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable", "initial_lr"})
+"""Settings of a parameter group that change how a step is computed, and not its result."""
 BY_NAME = frozenset({"params", "param_names"})
 """Keys of a parameter group that list its parameters; all other keys are hyperparameters."""
 
@@ -38,11 +40,29 @@ def make_optimizer(subject: Subject) -> Optimizer | None:
         # foreach kernels refuse a list that mixes DTensors and plain tensors.
         return SGD(trainable, lr=0.1, foreach=False)
     assert not isinstance(declared, Optimizer)
-    with calling("Subject(optimizer=...)", "optimizer(parameters)"):
-        returned = declared(trainable)
+    with calling("Subject(optimizer=...)", f"optimizer({_argument_of(declared)})"):
+        returned = declared(_argument(declared, subject.model, trainable))
     if not isinstance(returned, Optimizer):
         raise SubjectError("optimizer", f"it returned {type(returned).__name__}, but should return an Optimizer")
     return returned
+
+
+def _argument(function: Callable[..., Any], model: Module, trainable: list[Parameter]) -> Any:
+    """Return what the author's function expects, by the name of its parameter."""
+    wanted = _argument_of(function)
+    if wanted == "model":
+        return model
+    if wanted == "named_parameters":
+        return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return trainable
+
+
+def _argument_of(function: Callable[..., Any]) -> str:
+    try:
+        names = list(inspect.signature(function).parameters)
+    except ValueError:  # a function that is not written in Python
+        names = []
+    return names[0] if names and names[0] in ("model", "named_parameters") else "parameters"
 
 
 def built_optimizer(subject: Subject) -> Optimizer | None:
@@ -69,8 +89,29 @@ def optimizer_facts(optimizer: Optimizer, subject: Subject) -> OptimizerFacts:
         held={name: held[id(tensor)] for name, tensor in parameters},
         stepped=frozenset(name for name, tensor in parameters if optimizer.state.get(tensor)),
         others=tuple((str(p.dtype).removeprefix("torch."), _without_memory(p)) for p in others.values()),
+        settings=settings_of(optimizer, model),
         loaded=frozenset(_names_with_loaded_state(optimizer, parameters)) if built_optimizer(subject) else frozenset(),
     )
+
+
+def settings_of(optimizer: Optimizer, model: Module) -> dict[str, str]:
+    """Return the settings of the group of each parameter, as text."""
+    shown: dict[int, str] = {}
+    for group in optimizer.param_groups:
+        own = {key: _as_plain(value) for key, value in group.items() if key not in BY_NAME | IMPLEMENTATION}
+        text = "; ".join(f"{key}={value!r}" for key, value in own.items() if value is not None)
+        shown |= {id(parameter): text for parameter in group["params"]}
+    parameters = ((name, tensor) for name, kind, tensor in named_tensors(model) if kind == "parameter")
+    return {name: shown[id(tensor)] for name, tensor in parameters if id(tensor) in shown}
+
+
+def _as_plain(value: Any) -> Any:
+    """Return a setting whose text says all; None for an object such as a mesh, and for a setting that is not set."""
+    if isinstance(value, Tensor):
+        return value.item() if value.numel() == 1 else None
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_as_plain, value))
+    return value if isinstance(value, (bool, int, float, str)) else None
 
 
 def _names_with_loaded_state(optimizer: Optimizer, parameters: Iterable[tuple[str, Tensor]]) -> Iterator[str]:

@@ -29,7 +29,13 @@ from pytest_fsdp_meta.observers.clipping import ReferenceClipping
 from pytest_fsdp_meta.observers.gradients import gradient_norm, gradients_of
 from pytest_fsdp_meta.observers.inventory import named_tensors, take_inventory
 from pytest_fsdp_meta.observers.movement import gradient_noise, root_mean_square
-from pytest_fsdp_meta.observers.optimizers import PackedOptimizer, Rebuilding, hooks_left_out, make_optimizer
+from pytest_fsdp_meta.observers.optimizers import (
+    PackedOptimizer,
+    Rebuilding,
+    hooks_left_out,
+    make_optimizer,
+    settings_of,
+)
 from pytest_fsdp_meta.observers.steps import StepObserver, train
 from pytest_fsdp_meta.observers.support.poison import NOTICES, poisoned_memory, restore_defaults
 from pytest_fsdp_meta.observers.support.reference_record import (
@@ -126,6 +132,7 @@ def train_reference(
     subject = declared_subject(rank.state["reference"], recipe)
     model, optimizer = subject.model, make_optimizer(subject)
     clipping = ReferenceClipping(recipe.get("clip_grad_norm"), model, optimizer)
+    settings = {} if optimizer is None else settings_of(optimizer, model)
     first = _RecordedSteps(model, steps, folder, clipping)
     # Where nothing is trainable there is no backward, but the ranks need empty records.
     first.after_backward(0)
@@ -150,6 +157,7 @@ def train_reference(
         clip_problem=clipping.problem,
         after=after,
         hooks_left_out=hooks_left_out(subject),
+        settings=settings,
         reached_later=tuple(first.reached_later),
         idle=first.idle or (),
     )

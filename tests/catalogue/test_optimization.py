@@ -253,6 +253,27 @@ def test_tensors_that_differ_before_the_steps_are_not_replicas():
     assert verdict(REPLICAS, after(evidence, MIDDLE, [2, 3], digest="other")).status == "passed"
 
 
+def with_settings(evidence, ours, theirs):
+    """Return evidence in which the group of MIDDLE has these settings on the ranks, and those in the reference."""
+    facts = replace(evidence.training[0].optimizer, settings={MIDDLE: ours})
+    reference = replace(evidence.reference, settings={MIDDLE: theirs})
+    return replace(on_runs(evidence, None, optimizer=facts), reference=reference)
+
+
+def test_a_parameter_in_another_group_than_in_the_reference():
+    ours, theirs = "lr=0.1; betas=(0.9, 0.95); weight_decay=0.1", "lr=0.1; betas=(0.9, 0.95); weight_decay=0"
+    wrong = remeasured(healthy(), MIDDLE, apart=4.0, observed="parameters")
+    (found,) = verdict(UPDATES, with_settings(wrong, ours, theirs)).findings
+    assert found.cause.startswith(
+        "the optimizer's group of this parameter has weight_decay=0.1 on these ranks, and weight_decay=0 in the "
+    )
+    (alike,) = verdict(UPDATES, with_settings(wrong, ours, ours)).findings
+    assert "group of this parameter" not in alike.cause
+    assert verdict(UPDATES, with_settings(healthy(), ours, theirs)).status == "passed", "the updates are what counts"
+    (older,) = verdict(UPDATES, with_settings(wrong, ours, "")).findings
+    assert "group of this parameter" not in older.cause
+
+
 def test_an_update_that_differs():
     found = verdict(UPDATES, remeasured(healthy(), MIDDLE, 0.1, observed="parameters"))
     within = "equal within 0.002"

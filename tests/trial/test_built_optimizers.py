@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from pytest_fsdp_meta import Subject
 from pytest_fsdp_meta.evidence import Evidence
 from pytest_fsdp_meta.loader.subject import SubjectError
-from pytest_fsdp_meta.observers.optimizers import built_optimizer
+from pytest_fsdp_meta.observers.optimizers import built_optimizer, make_optimizer, settings_of
 from pytest_fsdp_meta.worlds import Rank
 from tests.trial.test_trial import batch, build, judged, loss, observed, subject
 
@@ -184,3 +184,33 @@ def test_a_copy_of_a_dtensor_is_not_sent_to_the_reference():
     reference = evidence_of(make).reference
     assert reference is not None
     assert reference.hooks_left_out == ("<lambda>: it holds a DTensor, which the reference does not have",)
+
+
+def test_a_function_gets_what_its_parameter_is_named_after():
+    model, seen = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False)), []
+
+    def by_names(named_parameters: Any) -> torch.optim.Optimizer:
+        seen.append([name for name, _ in named_parameters])
+        return sgd([parameter for _, parameter in named_parameters])
+
+    def by_model(model: nn.Module) -> torch.optim.Optimizer:
+        seen.append(model)
+        return sgd(model.parameters())
+
+    for function in (by_names, by_model, sgd, torch.optim.AdamW):
+        made = make_optimizer(Subject(model, optimizer=function))
+        assert made is not None
+    assert seen == [["0.weight", "0.bias"], model]
+    settings = settings_of(made, model)
+    assert settings["0.weight"].startswith("lr=0.001; betas=(0.9, 0.999); eps=1e-08; weight_decay=0.01")
+    assert "foreach" not in settings["0.weight"]
+    assert "1.weight" not in settings
+
+
+def test_settings_are_plain_text():
+    model = nn.Linear(2, 2)
+    group = {"params": model.parameters(), "lr": torch.tensor(0.5), "mesh": object(), "initial_lr": 1.0}
+    settings = settings_of(torch.optim.SGD([group], foreach=False), model)
+    assert settings["weight"].startswith("lr=0.5; ")
+    assert "mesh" not in settings["weight"]
+    assert "initial_lr" not in settings["weight"]

@@ -110,9 +110,11 @@ def _wrong_updates(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding
         for factor, alike_cases in by_factor.items():
             actual = f"update is {factor} times the reference's" if factor else "update differs from the reference's"
             detail = "" if factor else _describe_error(limits, alike_cases)
-            explanation = _explain_factor(view, runs, name, factor) if factor else Explanation()
-            explanation = explanation or explain_hooks_left_out(view)
             ranks = tuple(rank for rank, _ in alike_cases)
+            explanation = _explain_settings(view, runs, name, ranks)
+            if factor and not explanation:
+                explanation = _explain_factor(view, runs, name, factor)
+            explanation = explanation or explain_hooks_left_out(view)
             yield Finding(name, ranks, actual, limits.describe(alike_cases), detail, **explanation)
 
 
@@ -130,6 +132,29 @@ def _describe_error(limits: Limits, cases: Cases) -> str:
     if limits.only_scaled(cases):
         return describe_length(cases)
     return f"relative error {max(_relative_error(c) for _, c in cases):.2g}"
+
+
+def _explain_settings(view: View, runs: Sequence[RankTraining], name: str, ranks: Sequence[int]) -> Explanation:
+    """Explain an update by other settings of the parameter's group than in the reference; return {} if they agree."""
+    theirs = _parse_settings(view.reference.settings.get(name, ""))
+    for rank in ranks:
+        facts = runs[rank].optimizer
+        ours = _parse_settings(facts.settings.get(name, "")) if facts is not None else {}
+        differing = [key for key in ours if key in theirs and ours[key] != theirs[key]]
+        if differing:
+            actual, expected = (", ".join(f"{key}={own[key]}" for key in differing) for own in (ours, theirs))
+            return {
+                "cause": f"the optimizer's group of this parameter has {actual} on these ranks, and {expected} in the "
+                "reference: groups are chosen by names with a wrapper's prefix or by the shapes of shards, or the "
+                "function that builds the optimizer depends on the number of ranks (1 for the reference)",
+                "remedy": "choose groups by the names and the whole shapes of the unwrapped model, and compute what "
+                "depends on the number of ranks outside of the function",
+            }
+    return {}
+
+
+def _parse_settings(text: str) -> dict[str, str]:
+    return dict(setting.split("=", 1) for setting in text.split("; ") if "=" in setting)
 
 
 def _explain_factor(view: View, runs: Sequence[RankTraining], name: str, factor: str) -> Explanation:
