@@ -52,6 +52,8 @@ class RankResumed:
     losses: tuple[float, ...] = ()
     frozen: tuple[str, ...] = ()
     """The parameters that require no gradient."""
+    tied: tuple[tuple[str, ...], ...] = ()
+    """The groups of parameters that have one memory."""
     exported: Mapping[str, str] = field(default_factory=dict)
     """Fingerprints of what the author's ``state_dict(model)`` returned, if it is declared, by key."""
 

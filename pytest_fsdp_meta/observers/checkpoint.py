@@ -5,7 +5,7 @@ Saving and loading use the author's ``Subject(save=..., resume=...)`` where decl
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -252,7 +252,18 @@ def _describe_all(subject: Subject, optimizer: Optimizer, model: RankSaved) -> R
         for group in optimizer.param_groups
     )
     parameters = [(name, tensor) for name, kind, tensor in named_tensors(subject.model) if kind == "parameter"]
-    return RankResumed(model, state, groups, frozen=tuple(name for name, p in parameters if not p.requires_grad))
+    frozen = tuple(name for name, p in parameters if not p.requires_grad)
+    return RankResumed(model, state, groups, frozen=frozen, tied=_ties(parameters))
+
+
+def _ties(parameters: Iterable[tuple[str, Tensor]]) -> tuple[tuple[str, ...], ...]:
+    """Return the groups of names whose shards on this rank are one memory; an empty shard has none."""
+    names: dict[tuple[int, int], list[str]] = {}
+    for name, parameter in parameters:
+        local = local_part(parameter)
+        if local.numel():
+            names.setdefault((local.untyped_storage().data_ptr(), local.storage_offset()), []).append(name)
+    return tuple(tuple(group) for group in names.values() if len(group) > 1)
 
 
 def _placed_like(parameter: Tensor, value: Any) -> Any:

@@ -15,6 +15,7 @@ from tests.catalogue.evidence_factory import (
     CATALOGUE,
     COUNTER,
     EMBEDDING,
+    FROZEN,
     HEAD,
     MIDDLE,
     ROTARY,
@@ -657,3 +658,18 @@ def test_a_training_that_changes_nothing_between_two_saves():
 def test_evidence_that_is_older_than_the_second_save():
     old = verdict(AGAIN, replace(healthy(), saved_again=None, restored_again=None))
     assert (old.status, old.reason) == ("skipped", "this evidence is older than the check; run the test again")
+
+
+def test_parameters_that_are_frozen_or_untied_by_resuming():
+    evidence = again(healthy(), "continued", frozen=(FROZEN,), tied=((EMBEDDING, HEAD),))
+    same = again(evidence, "resumed", frozen=(FROZEN,), tied=((EMBEDDING, HEAD),))
+    assert verdict(RESUME, same).status == "passed"
+    other = again(evidence, "resumed", (1,), frozen=(MIDDLE,), losses=(9.0, 9.0))
+    other = again(other, "resumed", (0,), frozen=(FROZEN,), tied=((EMBEDDING, HEAD),))
+    assert sorted(findings_of(verdict(RESUME, other))) == sorted(
+        [
+            (FROZEN, (1,), "trainable after loading", "frozen, as before saving", ""),
+            (MIDDLE, (1,), "frozen after loading", "trainable, as before saving", ""),
+            (HEAD, (1,), f"does not share storage with {EMBEDDING} after loading", "tied to it, as before saving", ""),
+        ]
+    )

@@ -778,6 +778,31 @@ def test_a_parameter_that_is_frozen_by_resuming_is_named():
     def loader(fsdp):
         return declared(fsdp, build(), save=save, resume=resume_and_freeze)
 
+    found = judged(loader, (RESUME,))[RESUME].findings
+    assert sorted((f.tensor, f.ranks, f.actual, f.expected) for f in found) == [
+        (name, (0, 1), "frozen after loading", "trainable, as before saving") for name in ("1.bias", "1.weight")
+    ]
+
+
+def test_a_tie_that_resuming_breaks_is_named():
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.second.weight = self.first.weight
+
+        def forward(self, input: Tensor) -> Tensor:
+            return self.second(self.first(input))
+
+    def resume_and_untie(model: Any, optimizer: Any, folder: Path) -> None:
+        resume(model, optimizer, folder)
+        model.second.weight = nn.Parameter(model.first.weight.detach().clone())
+
+    def loader(fsdp):
+        model = fully_shard(Tied(), mesh=fsdp.mesh)
+        return Subject(model, reference=Tied, batch=batch, loss=loss, save=save, resume=resume_and_untie)
+
     (finding,) = judged(loader, (RESUME,))[RESUME].findings
-    changed = "frozen after loading and trainable before saving (1.bias and 1 more)"
-    assert finding.cause == f"parameters are {changed}: a checkpoint does not keep requires_grad"
+    assert (finding.tensor, finding.ranks) == ("second.weight", (0, 1))
+    assert finding.actual == "does not share storage with first.weight after loading"

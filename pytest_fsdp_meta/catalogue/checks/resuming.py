@@ -12,7 +12,6 @@ from pytest_fsdp_meta.catalogue.findings import Explanation, Finding, Mismatch
 from pytest_fsdp_meta.catalogue.registry import check
 from pytest_fsdp_meta.catalogue.view import Blocked, NotJudged, Unjudgeable, View, ranks_by
 from pytest_fsdp_meta.evidence.checkpoint import RankResumed
-from pytest_fsdp_meta.text import first_of
 
 TRAINING_CHECKS = (
     "tied_weights_share_storage",
@@ -153,7 +152,8 @@ def _compare_groups(before: RankResumed, after: RankResumed) -> Iterator[Mismatc
 
 
 @check(
-    promise="training after saving and loading has the losses of the uninterrupted run",
+    promise="training after saving and loading has the losses of the uninterrupted run, and the same frozen and tied "
+    "parameters",
     family="checkpoint",
     needs=["inventory", "continued", "resumed"],
     after=[*SOUND, *TRAINING_CHECKS, "load_is_repeatable", "dcp_round_trip", "optimizer_state_round_trip"],
@@ -168,6 +168,10 @@ def _compare_groups(before: RankResumed, after: RankResumed) -> Iterator[Mismatc
 def resume_parity(view: View) -> Iterable[Finding]:
     before, after = view.evidence.continued or (), view.evidence.resumed or ()
     tolerance = declared_or_coarsest(view, view.tolerance)
+    changed = list(_changed_by_resuming(view, before, after))
+    if changed:
+        yield from changed
+        return  # the losses follow
     different: dict[int, list[int]] = {}
     for rank, (uninterrupted, resumed) in enumerate(zip(before, after, strict=True)):
         for step, (expected, actual) in enumerate(zip(uninterrupted.losses, resumed.losses, strict=True)):
@@ -190,23 +194,43 @@ def resume_parity(view: View) -> Iterable[Finding]:
         f"loss {ours[step]:.9g} at step {step} after resuming",
         f"{theirs[step]:.9g} within {tolerance:g}, as in the uninterrupted run",
         f"losses of rank {rank}: {format_losses(ours)}; uninterrupted: {format_losses(theirs)}",
-        **_explain_frozen(before[rank], after[rank]),
     )
 
 
-def _explain_frozen(before: RankResumed, after: RankResumed) -> Explanation:
-    """Explain the losses if other parameters are frozen after loading than before saving, else return {}."""
-    pairs = (("trainable", "frozen", before, after), ("frozen", "trainable", after, before))
-    changes = [(now, once, sorted({*more.frozen} - {*fewer.frozen})) for now, once, more, fewer in pairs]
-    found = [
-        f"{now} after loading and {once} before saving ({first_of(names)})" for now, once, names in changes if names
-    ]
-    if not found:
-        return {}
-    return {
-        "cause": f"parameters are {', others '.join(found)}: a checkpoint does not keep requires_grad",
-        "remedy": "freeze the same parameters in the loader or in resume() as before saving",
-    }
+def _changed_by_resuming(view: View, before: Sequence[RankResumed], after: Sequence[RankResumed]) -> Iterator[Finding]:
+    """Report parameters that are frozen or tied otherwise after loading, even if the losses do not show it yet."""
+    pairs = list(enumerate(zip(before, after, strict=True)))
+    thawed = ((rank, (name, _THAWED)) for rank, (old, new) in pairs for name in old.frozen if name not in new.frozen)
+    froze = ((rank, (name, _FROZEN)) for rank, (old, new) in pairs for name in new.frozen if name not in old.frozen)
+    for (name, (actual, expected)), ranks in ranks_by([*thawed, *froze]).items():
+        if view.judgeable(name):
+            yield Finding(name, ranks, actual, expected, **_OTHERWISE_FROZEN)
+    untied = ((rank, names) for rank, (old, new) in pairs for names in _broken_ties(old, new))
+    for (first, second), ranks in ranks_by(untied).items():
+        if view.judgeable(second):
+            actual = f"does not share storage with {first} after loading"
+            yield Finding(second, ranks, actual, "tied to it, as before saving", **_UNTIED)
+
+
+def _broken_ties(before: RankResumed, after: RankResumed) -> Iterator[tuple[str, str]]:
+    together = {name: group for group in after.tied for name in group}
+    for first, *others in before.tied:
+        yield from ((first, name) for name in others if name not in together.get(first, ()))
+
+
+_THAWED, _FROZEN = (
+    ("trainable after loading", "frozen, as before saving"),
+    ("frozen after loading", "trainable, as before saving"),
+)
+_OTHERWISE_FROZEN: Explanation = {
+    "cause": "a checkpoint does not keep requires_grad, and loading or the loader sets it otherwise than before saving",
+    "remedy": "freeze the same parameters in the loader or in resume() as before saving",
+}
+_UNTIED: Explanation = {
+    "cause": "loading replaces the parameters instead of copying into them (assign=True, setattr), so that each name "
+    "gets a tensor of its own",
+    "remedy": "copy into the loaded parameters, or tie the weights again at the end of resume()",
+}
 
 
 def _require_no_other_cause(view: View, message: str) -> None:
