@@ -299,6 +299,24 @@ def test_a_scale_is_found_below_the_noise_of_the_elements(check, field, observed
     assert [f.actual.split(" times")[0].split()[-1] for f in found.findings] == ["1.05"]
 
 
+def test_an_update_of_a_few_units_in_the_last_place_may_be_one_unit_longer():
+    """Eight units instead of nine, where all nudged trainings round to the same weights (mamba2's dt_bias)."""
+    seen = remeasured(healthy(), MIDDLE, 8 / 9, observed="parameters")
+    noise = {"updates": of_middle(0.0, factor=0.0)}
+    assert verdict(UPDATE, with_noise(seen, **noise)).status == "failed"
+
+    def grained(share: float) -> Evidence:
+        runs = (
+            tuple(replace(c, measure=replace(c.measure, grain=share * SIZE)) for c in run.parameters)
+            for run in seen.training
+        )
+        changed = (replace(run, parameters=own) for run, own in zip(seen.training, runs, strict=True))
+        return with_noise(replace(seen, training=tuple(changed)), **noise)
+
+    assert verdict(UPDATE, grained(1 / 9)).status == "passed"
+    assert verdict(UPDATE, grained(1 / 9000)).status == "failed"
+
+
 def off_in(observed: str, factor: float, apart: float) -> Evidence:
     """Make MIDDLE ``factor`` times the reference's, plus an orthogonal ``apart``, in one observation."""
     if observed == "clipped":

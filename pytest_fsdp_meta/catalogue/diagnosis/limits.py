@@ -63,7 +63,9 @@ class Limits:
         noise = None if self.noise is None else self.noise[rank].get(name)
         if noise is None or not measure.truth or not math.isfinite(noise.factor):
             return math.inf
-        known = max(noise.factor, CORRELATED * noise.distance / measure.truth)
+        # Nudges may round to the same weights each time, where an update is a few units in the last place.
+        rounded = self.roundings * measure.grain / math.sqrt(max(measure.elements, 1))
+        known = max(noise.factor, max(CORRELATED * noise.distance, rounded) / measure.truth)
         return self.relative + max(FACTOR_MARGIN, margin(measure.elements)) * known
 
     def scaled(self, rank: int, name: str, measure: Measure) -> bool:
