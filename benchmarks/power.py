@@ -30,6 +30,8 @@ CHECKS = (
     *("grad_parity", "grad_norm_parity", "every_trainable_moves", "second_grad_parity"),
     *("update_parity", "loss_parity", "grad_accumulation_parity"),
 )
+Setup = tuple[str, str]
+"""An optimizer and a precision."""
 RATES = (0.1, 1.0, 3.0)
 SIZES = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 """Relative sizes of injected errors."""
@@ -73,8 +75,10 @@ class Bench:
         return folder
 
 
-def silence(bench: Bench, models: Sequence[str], rates: Sequence[float]) -> Iterator[dict[str, Any]]:
-    for model, optimizer, precision, rate in product(models, OPTIMIZERS, PRECISIONS, rates):
+def silence(
+    bench: Bench, models: Sequence[str], setups: Sequence[Setup], rates: Sequence[float]
+) -> Iterator[dict[str, Any]]:
+    for model, (optimizer, precision), rate in product(models, setups, rates):
         try:
             found = bench.found(model, optimizer=optimizer, precision=precision, rate=rate)
         except WorldError as error:
@@ -82,8 +86,8 @@ def silence(bench: Bench, models: Sequence[str], rates: Sequence[float]) -> Iter
         yield {"model": model, "optimizer": optimizer, "precision": precision, "rate": rate, "found": found}
 
 
-def power(bench: Bench, model: str) -> Iterator[dict[str, Any]]:
-    for optimizer, precision, error in product(OPTIMIZERS, PRECISIONS, ERRORS):
+def power(bench: Bench, model: str, setups: Sequence[Setup]) -> Iterator[dict[str, Any]]:
+    for (optimizer, precision), error in product(setups, ERRORS):
         setup = {"optimizer": optimizer, "precision": precision, "error": error}
         sizes = (1.0,) if error == "stale" else SIZES
         smallest = _smallest(bench, model, setup, sizes)
@@ -138,11 +142,14 @@ def main() -> None:
     parser.add_argument("what", choices=("silence", "power", "both", "report"), nargs="?", default="both")
     parser.add_argument("--models", nargs="+", help="for silence, by default all; for power, by default llama")
     parser.add_argument("--rates", nargs="+", type=float, default=RATES, help="multiples of the usual learning rates")
+    parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=OPTIMIZERS)
+    parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=PRECISIONS)
     parser.add_argument("--json", type=Path, help="where the results are kept; `report` reads them")
     parser.add_argument("--out", type=Path, help="where the page is written")
     options = parser.parse_args()
     if options.what == "report" and (options.json is None or not options.json.exists()):
         parser.error("report needs --json=FILE with results")
+    setups = list(product(options.optimizers, options.precisions))
     results: dict[str, list[dict[str, Any]]] = {"silence": [], "power": []}
     if options.json is not None and options.json.exists():
         results |= json.loads(options.json.read_text())
@@ -152,9 +159,9 @@ def main() -> None:
             if bench is None or options.what not in (what, "both"):
                 continue
             rows = (
-                silence(bench, options.models or MODELS, options.rates)
+                silence(bench, options.models or MODELS, setups, options.rates)
                 if what == "silence"
-                else (row for model in options.models or ["llama"] for row in power(bench, model))
+                else (row for model in options.models or ["llama"] for row in power(bench, model, setups))
             )
             for row in rows:
                 results[what].append(row)
