@@ -105,7 +105,7 @@ class Subject:
     steps. The model stays in evaluation mode, because dropout would differ between ranks and the reference.
     """
     max_grad_norm: float | None = None
-    """The norm to which training clips the gradients: ``train_step`` on the ranks, ``clip_grad_norm`` elsewhere."""
+    """The norm to which ``train_step`` clips gradients. The reference clips to it as well, with ``clip_grad_norm``."""
     clip_grad_norm: Callable[[Iterable[Parameter], float], Any] | None = None
     """``clip_grad_norm(parameters, max_norm)`` clips gradients in place and returns their norm before; default torch's.
 
@@ -195,6 +195,8 @@ class Subject:
         require_optimizer(self.optimizer)
         require_slice(self.data_parallel)
         require_bound("max_grad_norm", self.max_grad_norm)
+        if self.max_grad_norm is not None and self.train_step is None:
+            raise SubjectError("max_grad_norm", "set without train_step, which clips; without it nothing is clipped")
         require_choice("loss_over_ranks", self.loss_over_ranks, LOSS_OVER_RANKS)
         for name in ("frozen", "drawn", "on_some_ranks", "unsharded", "offloaded"):
             require_names(name, getattr(self, name), mapping=name == "frozen")

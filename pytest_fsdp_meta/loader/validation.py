@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from numbers import Integral
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,7 @@ def require_choice(field: str, value: object, choices: Sequence[str]) -> None:
 
 
 def require_bound(field: str, value: object) -> None:
-    if value is not None and not (isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0):
+    if value is not None and not (isinstance(value, Real) and not isinstance(value, bool) and float(value) > 0):
         raise SubjectError(field, f"{shorten(value)} should be a positive number, the norm to which training clips")
 
 

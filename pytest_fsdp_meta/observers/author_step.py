@@ -28,17 +28,17 @@ class AuthorStep:
         # A framework's step goes through its own wrapper, if the loader built one.
         self._handed: Any = subject.optimizer if built is optimizer else optimizer
 
-    def run(self, rows: dict[str, Any], number: int, look: Callable[[], None]) -> Tensor | float:
-        """Return the loss of the step ``number``; ``look`` is called when the optimizer steps, before its own hooks."""
+    def run(self, rows: dict[str, Any], number: int, observe: Callable[[], None]) -> Tensor | float:
+        """Return the loss of the step ``number``; call ``observe`` when the optimizer steps, before its own hooks."""
         assert self._subject.train_step is not None
         errors: list[Exception | None] = []
-        """What ``look`` raised, for each step of the optimizer."""
+        """What ``observe`` raised, for each step of the optimizer."""
 
         def before_step(*_: Any) -> None:
-            errors.append(None if errors else _error_of(look))
+            errors.append(None if errors else _error_of(observe))
 
-        hooked, in_eval = before_other_step_hooks(self._optimizer, before_step), _kept_in_eval(self._subject.model)
-        with hooked, in_eval, calling_field("train_step"):
+        hooked = before_other_step_hooks(self._optimizer, before_step)
+        with hooked, _train_disabled(), calling_field("train_step"):
             loss = self._subject.train_step(self._subject.model, self._handed, rows)
         if errors and errors[0] is not None:
             raise errors[0]
@@ -59,24 +59,25 @@ _HINTS = {
 """What to do, by whether it has stepped at all."""
 
 
-def _error_of(look: Callable[[], None]) -> Exception | None:
+def _error_of(observe: Callable[[], None]) -> Exception | None:
     """Return what an observer raises. It is raised after the step, which other ranks finish together with this one."""
     try:
-        look()
+        observe()
     except Exception as error:
         return error
     return None
 
 
 @contextmanager
-def _kept_in_eval(model: Module) -> Iterator[None]:
-    """Give ``model.train()`` no effect: dropout would differ from the reference's."""
+def _train_disabled() -> Iterator[None]:
+    """Give ``train()`` of any module no effect: dropout would differ from the reference's."""
+    original = Module.train
 
-    def train(mode: bool = True) -> Module:
-        return model
+    def train(module: Module, mode: bool = True) -> Module:
+        return module
 
-    model.train = train
+    Module.train = train
     try:
         yield
     finally:
-        del model.train
+        Module.train = original

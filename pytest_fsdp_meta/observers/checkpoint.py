@@ -112,8 +112,8 @@ def load_all(folder: str, changed: Collection[str] = ()) -> RankResumed:
     """
     rank, subject = current(), resharded_subject()
     rank.state["resumable"] = optimizer = _make_optimizer(subject)
-    _overwrite(subject, changed)
-    _overwrite_state(optimizer)  # one that the loader built may have trained as far as the one that saved
+    # An optimizer that the loader built may have trained as far as the one that saved.
+    _overwrite(subject, changed, optimizer)
     _load(subject, rank.state["resumable"], Path(folder))
     return _describe_all(subject, rank.state["resumable"], _describe_loaded_model(subject))
 
@@ -176,31 +176,23 @@ def _torch_states(model: Module, optimizer: Optimizer | None) -> dict[str, Any]:
     return states
 
 
-def _overwrite(subject: Subject, changed: Collection[str] = ()) -> None:
+def _overwrite(subject: Subject, changed: Collection[str] = (), optimizer: Optimizer | None = None) -> None:
     """Overwrite all that a checkpoint must restore, so that loading nothing is noticed.
 
     Where the author saves, only trained parameters and ``changed`` tensors are overwritten: the author may well restore
     all others from the place that the loader took them from.
     """
+    trained = {name for name, tensor in _persistent(subject.model).items() if tensor.requires_grad}
+    parts = _persistent_parts(subject.model).items()
+    memory = [part.local for name, part in parts if subject.save is None or name in trained or name in changed]
+    states = [] if optimizer is None else [value for own in optimizer.state.values() for value in own.values()]
+    memory += [local_part(value) for value in states if isinstance(value, Tensor)]
     done: set[int] = set()  # inverting the bits of tied tensors twice would restore them
     with torch.no_grad():
-        trained = {name for name, tensor in _persistent(subject.model).items() if tensor.requires_grad}
-        for name, part in _persistent_parts(subject.model).items():
-            if subject.save is not None and name not in trained and name not in changed:
-                continue
-            local = part.local
+        for local in memory:
             if local.numel() and local.data_ptr() not in done and 0 not in local.stride():
                 done.add(local.data_ptr())
                 overwrite(local)
-
-
-def _overwrite_state(optimizer: Optimizer) -> None:
-    done: set[int] = set()
-    for value in (value for own_state in optimizer.state.values() for value in own_state.values()):
-        local = local_part(value) if isinstance(value, Tensor) else None
-        if local is not None and local.numel() and local.data_ptr() not in done and 0 not in local.stride():
-            done.add(local.data_ptr())
-            overwrite(local)
 
 
 def _make_optimizer(subject: Subject) -> Optimizer:
@@ -261,7 +253,7 @@ def _ties(parameters: Iterable[tuple[str, Tensor]]) -> tuple[tuple[str, ...], ..
     names: dict[tuple[int, int], list[str]] = {}
     for name, parameter in parameters:
         local = local_part(parameter)
-        if local.numel():
+        if local.numel() and local.untyped_storage().nbytes():
             names.setdefault((local.untyped_storage().data_ptr(), local.storage_offset()), []).append(name)
     return tuple(tuple(group) for group in names.values() if len(group) > 1)
 

@@ -7,8 +7,9 @@ import pickle
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from pytest_fsdp_meta.evidence import Clipping, Comparison, OwnClipping
@@ -56,6 +57,16 @@ class ReferenceClipping:
             self.own = _clip_reference(self._model, self._clip, torch_norm, record_at(folder, "clipped"))
         except Exception as error:
             self._give_up(error)
+
+    def clip(self, parameters: Iterable[Parameter], bound: float) -> object:
+        """Clip as the author does, or with torch's function where the author's cannot run."""
+        parameters = list(parameters)
+        if self._clip is not None:
+            try:
+                return self._clip(parameters, bound)
+            except Exception as error:
+                self._give_up(error)
+        return torch.nn.utils.clip_grad_norm_(parameters, bound)
 
     def norm(self) -> float | None:
         """Return the function's norm of the gradients that the reference has now; None if torch's is used."""
@@ -117,7 +128,7 @@ def clip_on_rank(
     if own is not None and own.bound is not None:
         found = compare_gradients(clipped_gradients(model, clip, own.bound), records["clipped"])
     known = (*norms, None if own is None else own.norm)
-    largest = max(norm for norm in known if norm is not None and math.isfinite(norm))
+    largest = max((norm for norm in known if norm is not None and math.isfinite(norm)), default=math.inf)
     return Clipping(bound, halves, found, _changed(model, clip, 2 * largest))
 
 

@@ -79,18 +79,6 @@ def _clip_fsdp1(model: FullyShardedDataParallel, _: Iterable[Parameter], bound: 
     return model.clip_grad_norm_(bound)
 
 
-def clip(model: Module, own: ClipGradNorm | None, bound: float) -> None:
-    """Clip the gradients with the author's function, or else with torch's."""
-    parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
-    if own is not None:
-        with calling_field("clip_grad_norm"):
-            own(parameters, bound)
-    elif isinstance(model, FullyShardedDataParallel):
-        _clip_fsdp1(model, parameters, bound)
-    else:
-        torch.nn.utils.clip_grad_norm_(parameters, bound)
-
-
 def clipped_gradients(model: Module, clip: ClipGradNorm, bound: float, scale: float = 1.0) -> list[tuple[str, Part]]:
     """Return copies of what the author's function leaves when it clips to ``bound``, divided by ``scale``.
 

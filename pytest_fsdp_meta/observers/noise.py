@@ -69,8 +69,10 @@ def train_nudged(
         restore(noisy.model, noisy.records["values"])
         noisy.nudges = Nudges(noisy.model, _coarsest_unit(computing), _coarsest_unit(reducing), SEED + number)
         optimizer = make_optimizer(subject)
-        own = recipe.get("clip_grad_norm") if facts.own_clipping else None
+        clips = subject.max_grad_norm is not None and not facts.clip_problem
+        own = recipe.get("clip_grad_norm") if facts.own_clipping or clips else None
         noisy.clipping = ReferenceClipping(own, noisy.model, optimizer)
+        subject.clip_grad_norm = noisy.clipping.clip
         noisy.seed = SEED + OTHER_SEEDS * (1 + number)
         run = train(subject, current().device, range(len(losses)), (0, 1), optimizer, noisy)
         if optimizer is not None and "accumulated" in noisy.records:
@@ -84,7 +86,7 @@ def train_nudged(
         return Noise(problem=f"{type(cause).__name__}: {first_line(cause)}")
     apart = tuple(abs(a - b) for a, b in zip(run.losses, losses, strict=True))
     norm = abs((noisy.norm or 0.0) - (facts.norm or 0.0))
-    own_norm = abs(noisy.own_norm - facts.own_clipping.norm) if facts.own_clipping and noisy.own_norm else 0.0
+    own_norm = abs(noisy.own_norm - facts.own_clipping.norm) if facts.own_clipping and noisy.own_norm else norm
     if not all(map(math.isfinite, (*apart, norm, own_norm))):
         return Noise(problem="its training diverges if it rounds otherwise")
     return Noise(losses=apart, norm=norm, own_norm=own_norm)

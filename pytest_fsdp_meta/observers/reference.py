@@ -132,6 +132,7 @@ def train_reference(
     subject = declared_subject(rank.state["reference"], recipe)
     model, optimizer = subject.model, make_optimizer(subject)
     clipping = ReferenceClipping(recipe.get("clip_grad_norm"), model, optimizer)
+    subject.clip_grad_norm = clipping.clip
     settings = {} if optimizer is None else settings_of(optimizer, model)
     first = _RecordedSteps(model, steps, folder, clipping)
     # Where nothing is trainable there is no backward, but the ranks need empty records.
@@ -270,12 +271,12 @@ def _build(field: str, recipe: Mapping[str, bytes]) -> Module:
 
 
 def declared_subject(model: Module, recipe: Mapping[str, bytes]) -> Subject:
-    declared: dict[str, Any] = {
-        field: pickle.loads(recipe[field]) for field in ("batch", "loss", "optimizer", "max_grad_norm")
-    }
+    declared: dict[str, Any] = {field: pickle.loads(recipe[field]) for field in ("batch", "loss", "optimizer")}
     if isinstance(declared["optimizer"], PackedOptimizer):
         declared["optimizer"] = Rebuilding(declared["optimizer"], model)
-    return Subject(model, **declared)
+    subject = Subject(model, **declared)
+    subject.max_grad_norm = pickle.loads(recipe["max_grad_norm"])  # the ranks' train_step clips to it
+    return subject
 
 
 def _inventory(model: Module, attributes: tuple[str, ...]) -> RankInventory:

@@ -14,9 +14,11 @@ from torch.optim import Optimizer
 from pytest_fsdp_meta.loader.subject import Subject
 from pytest_fsdp_meta.observers.author_step import AuthorStep
 from pytest_fsdp_meta.observers.batches import batch_digest, count_labels, global_batch, loss_of, own_rows, scalar
-from pytest_fsdp_meta.observers.gradients import clip
 from pytest_fsdp_meta.observers.support.poison import deterministic
 from pytest_fsdp_meta.worlds import SEED, doing
+
+UNKNOWN_DTYPE = "unknown"
+"""The dtype of a loss that a step of the author's returned as a number."""
 
 
 @dataclass
@@ -84,7 +86,7 @@ def train(
             with observer.around(number):
                 loss = step_of(subject, optimizer, rows, number, observer)
             run.losses.append(scalar(loss) if isinstance(loss, Tensor) else loss)
-            run.loss_dtype = str(loss.dtype).removeprefix("torch.") if isinstance(loss, Tensor) else ""
+            run.loss_dtype = str(loss.dtype).removeprefix("torch.") if isinstance(loss, Tensor) else UNKNOWN_DTYPE
             if optimizer is not None:
                 observer.after_update(number)
     if optimizer is not None:
@@ -99,8 +101,10 @@ def _plain_step(
         loss = observer.loss_of(subject, rows)
     if optimizer is not None:
         loss.backward()
-        if subject.max_grad_norm is not None:
-            clip(subject.model, subject.clip_grad_norm, subject.max_grad_norm)
+        if subject.max_grad_norm is not None:  # on the reference, because the ranks then have a train_step
+            assert subject.clip_grad_norm is not None
+            gradients = [parameter for parameter in subject.model.parameters() if parameter.grad is not None]
+            subject.clip_grad_norm(gradients, subject.max_grad_norm)
         observer.after_backward(number)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
@@ -176,18 +176,19 @@ class Reloading:
         """Save a second checkpoint; the model has been trained since the first one."""
         if (reason := self.unavailable.get("continued")) is not None:
             return reason
-        with keeping(Path(self._path("continued"))):
+        with restored_if_deleted(Path(self._path("continued")), self.folder / "kept"):
             return self._save_all("again")
 
     def _save_all(self, name: str) -> tuple[RankResumed, ...]:
-        exporting = "saved_again" in self._wanted and "state_dict" in self.subject.declared
-        exported = self._run_first(state_dict.fingerprint_state_dict) if exporting else []
         saved = self._save(self._first_world, checkpoint.save_all, self._path(name))
-        return (
-            tuple(replace(rank, exported=own) for rank, own in zip(saved, exported, strict=True))
-            if exporting
-            else saved
-        )
+        return tuple(replace(rank, exported=own) for rank, own in zip(saved, self._fingerprints(), strict=True))
+
+    def _fingerprints(self) -> list[dict[str, str]]:
+        """Return those of the author's state dict, by rank, if a check compares them and nothing rules it out."""
+        wanted = "saved_again" in self._wanted and "state_dict" in self.subject.declared and self.state_dict is not None
+        if not wanted or self._ungatherable():
+            return [{} for _ in self.inventory]
+        return self._run_first(state_dict.fingerprint_state_dict)
 
     def _save_model(self) -> tuple[RankSaved, ...] | Unavailable:
         if self._saved_with_optimizer:  # that checkpoint has the model as well
@@ -206,7 +207,7 @@ class Reloading:
             return reason
         if not self.reference_world.alive:
             self.rebuild_reference()  # its training, or measuring its noise, has ended its world
-        path = self._path("export.safetensors")
+        path = str(self.folder / "export.safetensors")
         keys = self._run_second(state_dict.export, path)[0]
         return run_on(self.reference_world, state_dict.compare_export, path, self.reference_path, keys)[0]
 
@@ -355,29 +356,31 @@ class Reloading:
         return "save" in self.subject.declared
 
     def _path(self, name: str) -> str:
-        return str(self.folder / name)
+        return str(self.folder / "checkpoints" / name)
 
 
 @contextmanager
-def keeping(folder: Path) -> Iterator[None]:
-    """Put the folder back at the end if it is gone by then: an author's save() may delete earlier checkpoints."""
-    kept = folder.with_name(f"{folder.name}.kept")
-    shutil.copytree(folder, kept, copy_function=_link)
+def restored_if_deleted(folder: Path, kept: Path) -> Iterator[None]:
+    """Put files back at the end that are gone by then: an author's save() may delete earlier checkpoints.
+
+    What cannot be kept, because a background writer moves files, is then missing as the author left it.
+    """
+    with suppress(OSError):
+        shutil.copytree(folder, kept, copy_function=_link)
     try:
         yield
     finally:
-        if folder.exists():
-            shutil.rmtree(kept, ignore_errors=True)
-        else:
-            kept.rename(folder)
+        with suppress(OSError):
+            shutil.copytree(kept, folder, copy_function=_link, dirs_exist_ok=True)
 
 
 def _link(source: str, target: str) -> None:
-    """Link a file of a checkpoint, which may be large; copy it where the file system has no links."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copy2(source, target)
+    """Link a file of a checkpoint, which may be large, if it is missing; copy it where no links are possible."""
+    if not os.path.exists(target):
+        try:
+            os.link(source, target)
+        except OSError:
+            shutil.copy2(source, target)
 
 
 def _models(ranks: tuple[RankResumed, ...]) -> tuple[RankSaved, ...]:

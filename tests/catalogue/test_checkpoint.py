@@ -562,7 +562,7 @@ def loaded_again(
 def test_a_second_save_of_the_first_values():
     evidence = loaded_again(healthy(), {MIDDLE: healthy().continued[0].model.tensors[MIDDLE]}, (1,))
     assert findings_of(verdict(AGAIN, evidence)) == [
-        (MIDDLE, (1,), "the values of the first save in the second one", "the current values", "")
+        (MIDDLE, (1,), "the second save has the values of the first", "the current values", "")
     ]
 
 
@@ -583,7 +583,7 @@ def test_a_second_save_of_the_first_momenta():
     moved = {name: {"momentum_buffer": f"later {name}"} for name in state}
     evidence = again(evidence, "saved_again", state=moved)
     assert findings_of(verdict(AGAIN, again(evidence, "restored_again", state={**moved, MIDDLE: state[MIDDLE]}))) == [
-        (MIDDLE, (0, 1), "the momentum_buffer of the first save in the second one", "the optimizer's current state", "")
+        (MIDDLE, (0, 1), "the second save has the momentum_buffer of the first", "the optimizer's current state", "")
     ]
 
 
@@ -620,8 +620,8 @@ def test_extra_state_and_settings_of_the_first_save():
         model = replace(getattr(evidence, observed)[0].model, extra={"counter._extra_state": f"forwards={count}"})
         evidence = again(evidence, observed, model=model, groups=({"lr": f"{1 / count:g}", "betas": "0.9"},))
     assert findings_of(verdict(AGAIN, evidence)) == [
-        ("counter._extra_state", (0, 1), "the state of the first save in the second one", "the current state", ""),
-        (None, (0, 1), "lr=1 of the first save in the second one (the optimizer's group 0)", "the current 0.5", ""),
+        ("counter._extra_state", (0, 1), "the second save has the state of the first", "the current state", ""),
+        (None, (0, 1), "the second save has lr=1 of the first in the optimizer's group 0", "the current 0.5", ""),
     ]
 
 
@@ -638,7 +638,7 @@ def exporting(evidence: Evidence, later: str, dtype: str = "float32") -> Evidenc
 def test_a_state_dict_that_keeps_its_first_values():
     assert verdict(AGAIN, exporting(healthy(), "later")).status == "passed"
     assert findings_of(verdict(AGAIN, exporting(healthy(), "first"))) == [
-        (MIDDLE, (0, 1), "the values of the first save from a later state_dict()", "the current values", "")
+        (MIDDLE, (0, 1), "state_dict() still returns the values of the first save", "the current values", "")
     ]
     assert verdict(AGAIN, exporting(healthy(), "first", "bfloat16")).status == "passed", (
         "a small step may be rounded off"

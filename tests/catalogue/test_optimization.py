@@ -429,7 +429,7 @@ def test_modules_that_the_batch_does_not_use_are_no_defect():
     text_only = replace(text_only, reference=replace(text_only.reference, idle=every[:-1]))
     found = verdict(MOVES, text_only)
     assert (found.status, found.findings, found.why) == ("skipped", (), "partly checked")
-    assert f"the batch does not use {every[0]} and {len(every) - 2} more: these modules did not run" in found.reason
+    assert f"the batch does not use {every[0]} and {len(every) - 2} more: these modules ran neither" in found.reason
     functional = replace(text_only, reference=replace(text_only.reference, idle=every[1:-1]))
     assert verdict(MOVES, functional).reason.endswith(
         f"the loss gives {every[0]} no gradient, in the reference neither; freeze what is not trained"

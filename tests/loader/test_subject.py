@@ -81,6 +81,10 @@ def test_declared_fields_are_recorded(tmp_path):
             for value, shown in ((0, "int '0'"), (-1.0, "float '-1.0'"), ("1.0", "str '1.0'"), (True, "bool 'True'"))
         ),
         (
+            {"max_grad_norm": 1.0},
+            "max_grad_norm=...): set without train_step, which clips; without it nothing is clipped",
+        ),
+        (
             {"save": "dcp", "resume": print},
             "save=...): str 'dcp' is not callable; give a function save(model, optimizer, folder)",
         ),

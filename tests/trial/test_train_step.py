@@ -127,9 +127,30 @@ def test_gradients_are_compared_as_the_optimizer_gets_them():
     assert plain.status == "failed"
 
 
-def test_without_a_step_of_the_author_the_ranks_clip_as_the_reference_does():
-    checks = ("grad_parity", "update_parity")
-    assert [one.status for one in judged(None, checks, max_grad_norm=0.01).values()] == ["passed", "passed"]
+def test_the_reference_clips_with_the_function_of_the_author():
+    def by_largest(parameters, bound):
+        return nn.utils.clip_grad_norm_(parameters, bound, norm_type=float("inf"))
+
+    def clipping(model, optimizer, batch):
+        found = loss(model, batch)
+        found.backward()
+        by_largest(model.parameters(), 0.01)
+        optimizer.step()
+        optimizer.zero_grad()
+        return found
+
+    checks = ("grad_parity", "second_grad_parity", "update_parity", "loss_parity")
+    found = judged(clipping, checks, max_grad_norm=0.01, clip_grad_norm=by_largest)
+    assert {id: one.status for id, one in found.items()} == dict.fromkeys(checks, "passed"), found
+    assert judged(clipping, ["grad_parity"], max_grad_norm=0.01)["grad_parity"].status == "failed"
+
+
+def test_a_part_of_the_model_in_training_mode_has_no_dropout():
+    def step(model, optimizer, batch):
+        model[1].train()
+        return plain_step(model, optimizer, batch)
+
+    assert judged(step, ["loss_parity"])["loss_parity"].status == "passed"
 
 
 def forgets(model, optimizer, batch):

@@ -153,8 +153,8 @@ def _explain_losses(view: View, first: int, runs: Sequence[RankTraining], allowe
         return explanation
     if first == 0 and "train_step" in view.evidence.subject.declared:
         return {
-            "cause": "the first loss of train_step differs although the weights are equal: it is divided otherwise "
-            "than the reference's, such as by the rows or tokens of one micro-batch or rank, or the forward differs"
+            "cause": "the first loss of train_step differs although the weights are equal: it is divided by another "
+            "number than the reference's, such as the tokens of one micro-batch or of one rank, or the forward differs"
             + describe_other_precision(view),
             "remedy": "divide by what Subject(loss=...) divides by, counted over all micro-batches and ranks; if that "
             "is right, compare the modules' settings with the reference's",

@@ -276,8 +276,8 @@ def _describe_unreached(view: View, unreached: Sequence[str]) -> str:
     parts = []
     if unused:
         parts.append(
-            f"the batch does not use {first_of(unused)}: these modules did not run, in the reference neither; give "
-            "batches that use them, or freeze what is not trained"
+            f"the batch does not use {first_of(unused)}: these modules ran neither on the ranks nor in the reference; "
+            "give batches that use them, or freeze what is not trained"
         )
     if others:
         alike = ", in the reference neither" * _reference_is_trained(view)

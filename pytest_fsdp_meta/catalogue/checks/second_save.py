@@ -67,7 +67,7 @@ def _compare_tensors(rank: _Saves, name: str) -> Mismatch | None:
     if loaded is None or loaded == second:
         return None
     if loaded == first:
-        return Mismatch("the values of the first save in the second one", CURRENT)
+        return Mismatch("the second save has the values of the first", CURRENT)
     if name in rank.loaded.model.untouched:
         return Mismatch("not restored from the second save: loading does not change it", SAVED, **_OTHERWISE)
     return Mismatch("different values after loading the second save", SAVED, **_OTHERWISE)
@@ -83,7 +83,7 @@ def _compare_states(rank: _Saves, name: str) -> Mismatch | None:
             "no optimizer state after loading the second save", f"{', '.join(second)}, as saved", **_OTHERWISE
         )
     if all(key in loaded and loaded[key] == first.get(key) for key in wrong):
-        return Mismatch(f"the {', '.join(wrong)} of the first save in the second one", "the optimizer's current state")
+        return Mismatch(f"the second save has the {', '.join(wrong)} of the first", "the optimizer's current state")
     return Mismatch(
         f"different {', '.join(wrong)} after loading the second save", "the saved optimizer state", **_OTHERWISE
     )
@@ -99,7 +99,7 @@ def _compare_exports(rank: _Saves, tensor: TensorFacts | None) -> Mismatch | Non
     exact = exported.partition(" ")[0] in (tensor.dtype, "float64")
     if before == now or not exact or exported != rank.first.exported.get(tensor.name):
         return None
-    return Mismatch("the values of the first save from a later state_dict()", CURRENT)
+    return Mismatch("state_dict() still returns the values of the first save", CURRENT)
 
 
 def _compare_rest(ranks: Sequence[_Saves]) -> Iterator[Finding]:
@@ -111,7 +111,7 @@ def _compare_rest(ranks: Sequence[_Saves]) -> Iterator[Finding]:
         values = [[run.model.extra.get(key) for run in rank] for rank in ranks]
         stale = tuple(rank for rank, (first, second, loaded) in enumerate(values) if first == loaded != second)
         if stale:
-            yield Finding(key, stale, "the state of the first save in the second one", "the current state")
+            yield Finding(key, stale, "the second save has the state of the first", "the current state")
     settings = ((rank, text) for rank, saves in enumerate(ranks) for text in _stale_settings(saves))
     for (actual, expected), by in ranks_by(settings).items():
         yield Finding(None, by, actual, expected)
@@ -120,9 +120,9 @@ def _compare_rest(ranks: Sequence[_Saves]) -> Iterator[Finding]:
 def _stale_settings(rank: _Saves) -> Iterator[tuple[str, str]]:
     for number, (first, second, loaded) in enumerate(zip(*(run.groups for run in rank), strict=False)):
         for key in second:
-            if loaded.get(key) == first.get(key) != second[key]:
-                where = f"of the first save in the second one (the optimizer's group {number})"
-                yield f"{key}={loaded.get(key)} {where}", f"the current {second[key]}"
+            if key in first and loaded.get(key) == first[key] != second[key]:
+                stale = f"the second save has {key}={loaded.get(key)} of the first in the optimizer's group {number}"
+                yield stale, f"the current {second[key]}"
 
 
 _OTHERWISE: Explanation = {

@@ -211,8 +211,15 @@ def _smallest(view: View, by_dtype: Mapping[str, float]) -> float:
 
 
 def _returned(view: View) -> set[str]:
-    """Return the dtypes of the ranks' losses; evidence that is older than this fact has none."""
-    return {run.loss_dtype for run in view.evidence.training or () if run.loss_dtype}
+    """Return the dtypes of the ranks' losses; evidence that is older than this fact has none.
+
+    A loss that the author returned as a number may have been computed in any dtype that the ranks use.
+    """
+    found = {run.loss_dtype for run in view.evidence.training or () if run.loss_dtype}
+    if "unknown" in found:
+        found |= {"float32", *view.evidence.inventory[0].computes_in}
+        found |= {t.dtype for t in view.evidence.inventory[0].tensors if t.kind == "parameter"}
+    return found
 
 
 def tolerance(view: View, by_dtype: Mapping[str, float], check_id: str = "") -> float:
