@@ -42,7 +42,7 @@ NOISE_OF = {
 }
 """Record of the reference -> the field of ``Noise`` that says how far it moves."""
 OTHER_SEEDS = 1000
-"""More steps than a training has, whose seeds are one apart."""
+"""The distance between the seeds of two trainings; the steps of one use consecutive seeds."""
 
 
 def train_nudged(
