@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 
 from pytest_fsdp_meta.evidence.tensors import OptimizerFacts, RankInventory
 
+UNKNOWN_DTYPE = "unknown"
+"""The dtype of a loss that a step of the author's returned as a number."""
+
 
 @dataclass(frozen=True)
 class Measure:

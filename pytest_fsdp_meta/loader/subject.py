@@ -101,8 +101,8 @@ class Subject:
 
     The author's own step: forward, backward, accumulation over micro-batches, scaling, clipping, and one ``step()`` of
     the optimizer. Called on ranks only. The reference trains plainly: the ``loss`` of the whole batch, one backward,
-    the same optimizer, and clipping to ``max_grad_norm``. Gradients are compared in the moment in which the optimizer
-    steps. The model stays in evaluation mode, because dropout would differ between ranks and the reference.
+    the same optimizer, and clipping to ``max_grad_norm``. Gradients are compared when the optimizer steps. The model
+    stays in evaluation mode, because dropout would differ between ranks and the reference.
     """
     max_grad_norm: float | None = None
     """The norm to which ``train_step`` clips gradients. The reference clips to it as well, with ``clip_grad_norm``."""

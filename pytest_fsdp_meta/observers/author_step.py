@@ -1,4 +1,4 @@
-"""Run the author's own training step, and look at the gradients in the moment in which it steps the optimizer."""
+"""Run the author's own training step, and look at the gradients when it steps the optimizer."""
 
 from __future__ import annotations
 
@@ -18,38 +18,34 @@ from pytest_fsdp_meta.observers.support.torch_private import before_other_step_h
 from pytest_fsdp_meta.text import counted
 
 
-class AuthorStep:
-    """Call ``Subject(train_step=...)``, which has to step the optimizer once."""
+def run_author_step(
+    subject: Subject, optimizer: Optimizer, rows: dict[str, Any], number: int, observe: Callable[[], None]
+) -> Tensor | float:
+    """Call ``Subject(train_step=...)``, which has to step the optimizer once, and return the loss of step ``number``.
 
-    def __init__(self, subject: Subject, optimizer: Optimizer) -> None:
-        self._subject = subject
-        self._optimizer = optimizer
-        built = built_optimizer(subject)
-        # A framework's step goes through its own wrapper, if the loader built one.
-        self._handed: Any = subject.optimizer if built is optimizer else optimizer
+    ``observe`` is called when the optimizer steps, before its own hooks.
+    """
+    assert subject.train_step is not None
+    # A framework's step goes through its own wrapper, if the loader built one.
+    handed = subject.optimizer if built_optimizer(subject) is optimizer else optimizer
+    errors: list[Exception | None] = []
+    """What ``observe`` raised, for each step of the optimizer."""
 
-    def run(self, rows: dict[str, Any], number: int, observe: Callable[[], None]) -> Tensor | float:
-        """Return the loss of the step ``number``; call ``observe`` when the optimizer steps, before its own hooks."""
-        assert self._subject.train_step is not None
-        errors: list[Exception | None] = []
-        """What ``observe`` raised, for each step of the optimizer."""
+    def before_step(*_: Any) -> None:
+        errors.append(None if errors else _error_of(observe))
 
-        def before_step(*_: Any) -> None:
-            errors.append(None if errors else _error_of(observe))
-
-        hooked = before_other_step_hooks(self._optimizer, before_step)
-        with hooked, _train_disabled(), calling_field("train_step"):
-            loss = self._subject.train_step(self._subject.model, self._handed, rows)
-        if errors and errors[0] is not None:
-            raise errors[0]
-        if len(errors) != 1:
-            times = f"stepped the optimizer {counted(len(errors), 'time')}" if errors else "never stepped the optimizer"
-            hint = _HINTS[bool(errors)]
-            raise SubjectError("train_step", f"it {times} in step {number}, but should step it once; {hint}")
-        if not isinstance(loss, Real) and not (isinstance(loss, Tensor) and loss.numel() == 1):
-            shown = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise SubjectError("train_step", f"it returned {shown}, but should return the loss, a number")
-        return loss if isinstance(loss, Tensor) else float(loss)
+    with before_other_step_hooks(optimizer, before_step), _train_disabled(), calling_field("train_step"):
+        loss = subject.train_step(subject.model, handed, rows)
+    if errors and errors[0] is not None:
+        raise errors[0]
+    if len(errors) != 1:
+        times = f"stepped the optimizer {counted(len(errors), 'time')}" if errors else "never stepped the optimizer"
+        hint = _HINTS[bool(errors)]
+        raise SubjectError("train_step", f"it {times} in step {number}, but should step it once; {hint}")
+    if not isinstance(loss, Real) and not (isinstance(loss, Tensor) and loss.numel() == 1):
+        shown = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise SubjectError("train_step", f"it returned {shown}, but should return the loss, a number")
+    return loss if isinstance(loss, Tensor) else float(loss)
 
 
 _HINTS = {

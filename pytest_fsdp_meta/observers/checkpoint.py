@@ -32,7 +32,7 @@ from pytest_fsdp_meta.observers.adapters.dtensor import local_part
 from pytest_fsdp_meta.observers.adapters.lookup import parts_of
 from pytest_fsdp_meta.observers.batches import batch_slice, calling_field
 from pytest_fsdp_meta.observers.fingerprints import fingerprint
-from pytest_fsdp_meta.observers.inventory import named_tensors, non_persistent, reshard
+from pytest_fsdp_meta.observers.inventory import memory_key, named_tensors, non_persistent, reshard
 from pytest_fsdp_meta.observers.loading import resharded_subject
 from pytest_fsdp_meta.observers.optimizers import BY_NAME, make_optimizer
 from pytest_fsdp_meta.observers.state_dict import EXTRA_STATE
@@ -250,11 +250,10 @@ def _describe_all(subject: Subject, optimizer: Optimizer, model: RankSaved) -> R
 
 def _ties(parameters: Iterable[tuple[str, Tensor]]) -> tuple[tuple[str, ...], ...]:
     """Return the groups of names whose shards on this rank are one memory; an empty shard has none."""
-    names: dict[tuple[int, int], list[str]] = {}
+    names: dict[str, list[str]] = {}
     for name, parameter in parameters:
-        local = local_part(parameter)
-        if local.numel() and local.untyped_storage().nbytes():
-            names.setdefault((local.untyped_storage().data_ptr(), local.storage_offset()), []).append(name)
+        if (key := memory_key(local_part(parameter))) is not None:
+            names.setdefault(key, []).append(name)
     return tuple(tuple(group) for group in names.values() if len(group) > 1)
 
 

@@ -146,13 +146,13 @@ def _memory_facts(own: Tensor, files: MappedFiles | None) -> dict[str, Any]:
     try:
         local = local_part(own)
         nan, poisoned = count_poison(local)
-        facts = {"storage": _storage(own), "nan": nan, "poisoned": poisoned, "digest": digest(local)}
+        facts = {"storage": memory_key(own), "nan": nan, "poisoned": poisoned, "digest": digest(local)}
         return facts | _backing(own, files)
     except Exception as error:  # torch raises many types for sparse, packed and lazy tensors
         return {"unreadable": f"{type(error).__name__}: {first_line(error, 100)}"}
 
 
-def _storage(local: Tensor) -> str | None:
+def memory_key(local: Tensor) -> str | None:
     """Return a key of the tensor's memory and shape; None where it has no address: meta, empty, lazy backends."""
     address = 0 if local.is_meta or not local.numel() else local.data_ptr()
     return f"{address}:{tuple(local.shape)}" if address else None

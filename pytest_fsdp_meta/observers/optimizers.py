@@ -40,29 +40,25 @@ def make_optimizer(subject: Subject) -> Optimizer | None:
         # foreach kernels refuse a list that mixes DTensors and plain tensors.
         return SGD(trainable, lr=0.1, foreach=False)
     assert not isinstance(declared, Optimizer)
-    with calling("Subject(optimizer=...)", f"optimizer({_argument_of(declared)})"):
-        returned = declared(_argument(declared, subject.model, trainable))
+    wanted, argument = _argument(declared, subject.model, trainable)
+    with calling("Subject(optimizer=...)", f"optimizer({wanted})"):
+        returned = declared(argument)
     if not isinstance(returned, Optimizer):
         raise SubjectError("optimizer", f"it returned {type(returned).__name__}, but should return an Optimizer")
     return returned
 
 
-def _argument(function: Callable[..., Any], model: Module, trainable: list[Parameter]) -> Any:
-    """Return what the author's function expects, by the name of its parameter."""
-    wanted = _argument_of(function)
-    if wanted == "model":
-        return model
-    if wanted == "named_parameters":
-        return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    return trainable
-
-
-def _argument_of(function: Callable[..., Any]) -> str:
+def _argument(function: Callable[..., Any], model: Module, trainable: list[Parameter]) -> tuple[str, Any]:
+    """Return (name, argument) that the author's function expects, by the name of its first parameter."""
     try:
-        names = list(inspect.signature(function).parameters)
+        wanted = next(iter(inspect.signature(function).parameters), "")
     except ValueError:  # a function that is not written in Python
-        names = []
-    return names[0] if names and names[0] in ("model", "named_parameters") else "parameters"
+        wanted = ""
+    if wanted == "model":
+        return wanted, model
+    if wanted == "named_parameters":
+        return wanted, [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return "parameters", trainable
 
 
 def built_optimizer(subject: Subject) -> Optimizer | None:

@@ -11,14 +11,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from pytest_fsdp_meta.evidence.training import UNKNOWN_DTYPE
 from pytest_fsdp_meta.loader.subject import Subject
-from pytest_fsdp_meta.observers.author_step import AuthorStep
+from pytest_fsdp_meta.observers.author_step import run_author_step
 from pytest_fsdp_meta.observers.batches import batch_digest, count_labels, global_batch, loss_of, own_rows, scalar
 from pytest_fsdp_meta.observers.support.poison import deterministic
 from pytest_fsdp_meta.worlds import SEED, doing
-
-UNKNOWN_DTYPE = "unknown"
-"""The dtype of a loss that a step of the author's returned as a number."""
 
 
 @dataclass
@@ -89,7 +87,7 @@ def train(
             run.loss_dtype = str(loss.dtype).removeprefix("torch.") if isinstance(loss, Tensor) else UNKNOWN_DTYPE
             if optimizer is not None:
                 observer.after_update(number)
-    if optimizer is not None:
+    if optimizer is not None and step_of is _author_step:
         optimizer.zero_grad(set_to_none=True)  # the author's step may do it first, and leave gradients behind
     return run
 
@@ -116,4 +114,4 @@ def _author_step(
 ) -> Tensor | float:
     assert optimizer is not None
     with observer.during_forwards():
-        return AuthorStep(subject, optimizer).run(rows, number, partial(observer.after_backward, number))
+        return run_author_step(subject, optimizer, rows, number, partial(observer.after_backward, number))

@@ -556,7 +556,7 @@ def test_a_second_save_without_a_buffer_that_training_changes():
 
 
 def test_a_checkpoint_that_is_not_there_is_an_error_in_resume():
-    """What torch raises then is no Exception, and its text names neither the error nor a file."""
+    """torch raises a BaseException then, and its text names neither the error nor a file."""
 
     def save(model, optimizer, folder):
         pass

@@ -17,6 +17,7 @@ from pytest_fsdp_meta.catalogue.diagnosis.parity import (
     require_noise,
     require_same_forward,
 )
+from pytest_fsdp_meta.catalogue.diagnosis.patterns import by_label
 from pytest_fsdp_meta.catalogue.findings import Explanation, Finding
 from pytest_fsdp_meta.catalogue.registry import check
 from pytest_fsdp_meta.catalogue.view import NotJudged, PartlyJudged, View
@@ -110,13 +111,9 @@ def _wrong_accumulation(view: View, runs: Sequence[RankTraining]) -> Iterator[Fi
 
 
 def _wrong_sums(name: str, pairs: list[tuple[int, Comparison]], limits: Limits) -> Iterator[Finding]:
-    by_factor: dict[str, list[tuple[int, Comparison]]] = {}
     wrong = [(rank, comparison) for rank, comparison in pairs if limits.exceeded(rank, comparison)]
     allowed = limits.relative_to(wrong)
-    for rank, comparison in wrong:
-        assert comparison.measure is not None
-        by_factor.setdefault(multiple(comparison.measure, allowed), []).append((rank, comparison))
-    for factor, cases in by_factor.items():
+    for factor, cases in by_label(wrong, lambda measure: multiple(measure, allowed)).items():
         ranks = tuple(rank for rank, _ in cases)
         actual = f"gradient {factor} times as large" if factor else "different gradient"
         expected, detail = f"{_MEAN}, {limits.describe(cases)}", "" if factor else describe_error(limits, cases)

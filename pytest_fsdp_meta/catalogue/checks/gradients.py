@@ -23,7 +23,7 @@ from pytest_fsdp_meta.catalogue.diagnosis.parity import (
     require_noise,
     require_same_forward,
 )
-from pytest_fsdp_meta.catalogue.diagnosis.patterns import Cases
+from pytest_fsdp_meta.catalogue.diagnosis.patterns import Cases, by_label
 from pytest_fsdp_meta.catalogue.findings import Explanation, Finding
 from pytest_fsdp_meta.catalogue.registry import check
 from pytest_fsdp_meta.catalogue.view import View, ranks_by
@@ -138,12 +138,8 @@ def _describe_wrong(
     view: View, runs: Sequence[RankTraining], name: str, wrong: Cases, limits: Limits
 ) -> Iterator[Finding]:
     """Yield a finding for each constant factor that ranks are off by, and one for ranks without such a factor."""
-    by_factor: dict[str, list[tuple[int, Comparison]]] = {}
     allowed = limits.relative_to(wrong)
-    for rank, comparison in wrong:
-        assert comparison.measure is not None
-        by_factor.setdefault(multiple(comparison.measure, allowed), []).append((rank, comparison))
-    for factor, cases in by_factor.items():
+    for factor, cases in by_label(wrong, lambda measure: multiple(measure, allowed)).items():
         ranks = tuple(rank for rank, _ in cases)
         explanation = _explain_factor(view, runs, name, factor) if factor else _explain_other(view, name, cases)
         actual = f"gradient is {factor} times the reference's" if factor else "gradient differs from the reference's"

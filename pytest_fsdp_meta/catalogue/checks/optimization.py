@@ -251,9 +251,8 @@ def _most_unreached(view: View, unreached: Sequence[str]) -> Iterator[Finding]:
         name: math.prod(facts[0][1].shape) for name, facts in view.tensors("parameter") if facts[0][1].requires_grad
     }
     if len(unreached) < len(trainable):
-        idle = {*unreached} & {*_idle(view)}
+        idle, unreached = _split_idle(view, unreached)
         trainable = {name: size for name, size in trainable.items() if name not in idle}
-        unreached = [name for name in unreached if name not in idle]
     missing = sum(trainable[name] for name in unreached)
     if 2 * missing > sum(trainable.values()):
         actual = f"{len(unreached)} of {counted(len(trainable), 'trainable parameter')} get no gradient"
@@ -265,14 +264,14 @@ def _most_unreached(view: View, unreached: Sequence[str]) -> Iterator[Finding]:
         yield Finding(None, ranks, actual, "a gradient for each", detail, **explanation)
 
 
-def _idle(view: View) -> tuple[str, ...]:
-    return () if view.evidence.reference is None else view.evidence.reference.idle
+def _split_idle(view: View, unreached: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the parameters of modules that did not run, and the others."""
+    idle = set() if view.evidence.reference is None else {*view.evidence.reference.idle}
+    return [name for name in unreached if name in idle], [name for name in unreached if name not in idle]
 
 
 def _describe_unreached(view: View, unreached: Sequence[str]) -> str:
-    idle = _idle(view)
-    unused = [name for name in unreached if name in idle]
-    others = [name for name in unreached if name not in idle]
+    unused, others = _split_idle(view, unreached)
     parts = []
     if unused:
         parts.append(

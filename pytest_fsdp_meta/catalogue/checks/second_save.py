@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from pytest_fsdp_meta.catalogue.checks.checkpoint import SAVED, SOUND, diverging_names
+from pytest_fsdp_meta.catalogue.diagnosis.parity import OLDER_EVIDENCE
 from pytest_fsdp_meta.catalogue.findings import Explanation, Finding, Mismatch
 from pytest_fsdp_meta.catalogue.registry import check
 from pytest_fsdp_meta.catalogue.view import NotJudged, View, ranks_by
@@ -41,7 +42,7 @@ class _Saves(NamedTuple):
 def second_save_is_current(view: View) -> Iterable[Finding]:
     evidence = view.evidence
     if evidence.saved_again is None:
-        raise NotJudged("this evidence is older than the check; run the test again")
+        raise NotJudged(OLDER_EVIDENCE)
     runs = (evidence.continued or (), evidence.saved_again or (), evidence.restored_again or ())
     ranks = [_Saves(*saves) for saves in zip(*runs, strict=True)]
     if not any(map(_changed, ranks)):

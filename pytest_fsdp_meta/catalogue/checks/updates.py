@@ -26,7 +26,7 @@ from pytest_fsdp_meta.catalogue.diagnosis.parity import (
     require_noise,
     require_same_forward,
 )
-from pytest_fsdp_meta.catalogue.diagnosis.patterns import Cases
+from pytest_fsdp_meta.catalogue.diagnosis.patterns import Cases, by_label
 from pytest_fsdp_meta.catalogue.findings import Explanation, Finding
 from pytest_fsdp_meta.catalogue.registry import check
 from pytest_fsdp_meta.catalogue.view import Blocked, NotJudged, View
@@ -103,11 +103,7 @@ def _wrong_updates(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding
         {_update_factor(m): m.residual for m in measured if _update_factor(m)}, max(limits.relative, SAME_UPDATE)
     )
     for name, cases in farthest.items():
-        by_factor: dict[str, list[tuple[int, Comparison]]] = {}
-        for rank, comparison in cases:
-            assert comparison.measure is not None
-            by_factor.setdefault(labels.get(_update_factor(comparison.measure), ""), []).append((rank, comparison))
-        for factor, alike_cases in by_factor.items():
+        for factor, alike_cases in by_label(cases, lambda measure: labels.get(_update_factor(measure), "")).items():
             actual = f"update is {factor} times the reference's" if factor else "update differs from the reference's"
             detail = "" if factor else _describe_error(limits, alike_cases)
             ranks = tuple(rank for rank, _ in alike_cases)

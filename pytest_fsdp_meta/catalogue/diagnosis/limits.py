@@ -10,11 +10,12 @@ from pytest_fsdp_meta.catalogue.diagnosis.patterns import Cases
 from pytest_fsdp_meta.catalogue.view import View
 from pytest_fsdp_meta.evidence import Comparison, Measure, Noise, TensorNoise
 from pytest_fsdp_meta.evidence.tolerances import GRADIENT_TOLERANCE, LOSS_TOLERANCE, UPDATE_TOLERANCE, smallest
+from pytest_fsdp_meta.evidence.training import UNKNOWN_DTYPE
 
 MARGIN = 2.0
 """How many times the noise a tensor may differ by. Right loaders reach 1.4; see benchmarks/results, "power"."""
 FEW = 12.0
-"""The same for a single element, of which five trainings know least; see ``margin``."""
+"""The same for a single element: five trainings estimate its noise worst; see ``margin``."""
 FACTOR_MARGIN = 4.0
 """The same for the length of a tensor along its own direction."""
 CORRELATED = 0.1
@@ -41,8 +42,8 @@ class Limits:
     ``relative`` is a fraction of the reference's norm. ``noise`` has, for each rank, the noise of its slices by
     parameter; None if it was not measured, or the author declares the tolerance. ``typical`` is then the size of a
     usual element: some gradients, such as that of an attention key's bias, are small differences of large numbers, and
-    their rounding error is that of the large numbers. For updates, ``roundings`` counts the steps of both trainings,
-    each of which rounds each element once, and ``longest`` has the length of the longest slice of each parameter.
+    their rounding error is that of the large numbers. For updates, ``roundings`` counts the steps of both trainings:
+    each step rounds each element once. ``longest`` has the length of the longest slice of each parameter.
     """
 
     relative: float
@@ -216,7 +217,7 @@ def _returned(view: View) -> set[str]:
     A loss that the author returned as a number may have been computed in any dtype that the ranks use.
     """
     found = {run.loss_dtype for run in view.evidence.training or () if run.loss_dtype}
-    if "unknown" in found:
+    if UNKNOWN_DTYPE in found:
         found |= {"float32", *view.evidence.inventory[0].computes_in}
         found |= {t.dtype for t in view.evidence.inventory[0].tensors if t.kind == "parameter"}
     return found

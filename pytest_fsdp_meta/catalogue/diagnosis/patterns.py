@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pytest_fsdp_meta.catalogue.diagnosis.expectations import is_whole
 from pytest_fsdp_meta.catalogue.diagnosis.multiples import multiple
 from pytest_fsdp_meta.catalogue.findings import Explanation
-from pytest_fsdp_meta.evidence import Comparison, TensorFacts
+from pytest_fsdp_meta.evidence import Comparison, Measure, TensorFacts
 
 Cases = Sequence[tuple[int, Comparison]]
 """Comparisons of one tensor, each with its rank."""
@@ -16,6 +16,15 @@ ROUNDING = {
     "bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 2.0**-23, "float8_e4m3fn": 2.0**-3, "float8_e5m2": 2.0**-2
 }  # fmt: skip
 """One unit in the last place by dtype (relative): the error that a cast may cause."""
+
+
+def by_label(cases: Cases, label: Callable[[Measure], str]) -> dict[str, list[tuple[int, Comparison]]]:
+    """Group cases, all of which have a measure, by the label of their measure, such as a common factor."""
+    groups: dict[str, list[tuple[int, Comparison]]] = {}
+    for rank, comparison in cases:
+        assert comparison.measure is not None
+        groups.setdefault(label(comparison.measure), []).append((rank, comparison))
+    return groups
 
 
 def explain_pattern(tensor: TensorFacts, cases: Cases, pairs: Cases) -> Explanation:
