@@ -20,7 +20,7 @@ from pytest_fsdp_meta.plugin.collection import SKIPPED
 from pytest_fsdp_meta.plugin.markers import ConformanceSpec
 from pytest_fsdp_meta.reports.run_records import ItemContext
 from pytest_fsdp_meta.reports.schema import SKIPS, CheckRecord, with_later_error
-from pytest_fsdp_meta.reports.summary import record_findings, summarise
+from pytest_fsdp_meta.reports.summary import evenness_of, record_findings, summarise
 from pytest_fsdp_meta.reports.terminal import describe_error, describe_failure, describe_finding
 from pytest_fsdp_meta.text import first_line, first_of
 
@@ -102,7 +102,10 @@ class ReportAttacher:
         if not latest or self._attached.get(context.key) is latest:
             return replace(context, error="", seconds={})
         self._attached[context.key] = latest
-        if self._report is None or evidence is None:
+        if evidence is None:
+            return context
+        context = replace(context, evenness=evenness_of(evidence.inventory))
+        if self._report is None:
             return context
         file, problem = "", ""
         if self._keep and known:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from pytest_fsdp_meta.catalogue import Catalogue
 from pytest_fsdp_meta.evidence import WorldFacts
-from pytest_fsdp_meta.reports.schema import UNKNOWN, CheckRecord, LoaderRecord, Summary, with_later_error
+from pytest_fsdp_meta.reports.schema import UNKNOWN, CheckRecord, Evenness, LoaderRecord, Summary, with_later_error
 
 
 @dataclass(frozen=True)
@@ -30,13 +30,14 @@ class ItemContext:
     evidence: str = ""
     """The file of the stored evidence, relative to the report."""
     summary: Summary | None = None
+    evenness: Evenness | None = None
     problem: str = ""
     """Why the evidence was not stored."""
 
     @property
     def describes_loader(self) -> bool:
         """Whether the item reports the fields that all items of its loader have in common."""
-        return bool(self.error or self.seconds or self.evidence or self.summary or self.problem)
+        return bool(self.error or self.seconds or self.evidence or self.summary or self.evenness or self.problem)
 
     def with_loader_of(self, other: ItemContext) -> ItemContext:
         """Return this item with the common fields of another item of the loader."""
@@ -46,6 +47,7 @@ class ItemContext:
             seconds=other.seconds,
             evidence=other.evidence,
             summary=other.summary,
+            evenness=other.evenness,
             problem=other.problem,
         )
 
@@ -128,4 +130,5 @@ def _loader_record(item: ItemContext, checks: Mapping[str, CheckRecord], ids: It
         seconds=item.seconds,
         evidence=item.evidence,
         summary=item.summary,
+        evenness=item.evenness,
     )

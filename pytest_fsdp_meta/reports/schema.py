@@ -162,6 +162,17 @@ class Summary:
     """Observation -> why it was not taken."""
 
 
+@dataclass(frozen=True)
+class Evenness:
+    """Whether the mesh divides every sharded dim into equal shards, and the smallest number of ranks that would not."""
+
+    even: bool
+    ranks: int
+    """The smallest size, from 2, of a mesh dimension that would divide some sharded dim unevenly."""
+    tensors: tuple[str, ...] = ()
+    """The tensors that it would divide unevenly, each with its size: "lm_head.weight (64 on dim 0)"."""
+
+
 UNKNOWN = WorldFacts(0, (), "", "")
 
 
@@ -181,6 +192,8 @@ class LoaderRecord:
     evidence: str = ""
     """The file of the stored evidence, relative to the report; empty where none was stored."""
     summary: Summary | None = None
+    evenness: Evenness | None = None
+    """None if nothing is sharded, or in a report that is older than this field."""
 
 
 @dataclass(frozen=True)

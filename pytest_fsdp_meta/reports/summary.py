@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import count
 
 from pytest_fsdp_meta.catalogue import Finding, Verdict
 from pytest_fsdp_meta.catalogue.diagnosis.parity import global_losses, slice_losses
 from pytest_fsdp_meta.evidence import Evidence, RankInventory, TensorFacts
 from pytest_fsdp_meta.evidence.collectives import RankCollectives
-from pytest_fsdp_meta.reports.schema import Curves, FindingRecord, Piece, Summary, TensorRecord, Traffic
+from pytest_fsdp_meta.evidence.mesh_dims import sharded_dim
+from pytest_fsdp_meta.reports.schema import Curves, Evenness, FindingRecord, Piece, Summary, TensorRecord, Traffic
 
 
 def summarise(evidence: Evidence) -> Summary:
@@ -21,6 +23,30 @@ def summarise(evidence: Evidence) -> Summary:
         memory=evidence.memory or (),
         unavailable={name: why.summary for name, why in evidence.unavailable.items()},
     )
+
+
+def evenness_of(inventory: Sequence[RankInventory]) -> Evenness | None:
+    """Return how evenly the mesh divides the DTensors of the first rank; None if it shards none."""
+    sharded = [place for tensor in inventory[0].tensors for place in _sharded_dims(tensor)]
+    if not sharded:
+        return None
+    ranks = next(ranks for ranks in count(2) if any(size % ranks for _, _, size, _ in sharded))
+    return Evenness(
+        even=not any(size % over for _, _, size, over in sharded),
+        ranks=ranks,
+        tensors=tuple(f"{name} ({size} on dim {dim})" for name, dim, size, _ in sharded if size % ranks),
+    )
+
+
+def _sharded_dims(tensor: TensorFacts) -> Iterator[tuple[str, int, int, int]]:
+    """Yield name, dim, its size and the number of ranks that share it, for each dim that the mesh shards."""
+    over: dict[int, int] = {}
+    if tensor.mesh is not None and tensor.kind == "parameter":
+        for placement, size in zip(tensor.placements or (), tensor.mesh.shape, strict=False):
+            dim = sharded_dim(placement)
+            if dim is not None and tensor.shape[dim]:
+                over[dim] = over.get(dim, 1) * size
+    yield from ((tensor.name, dim, tensor.shape[dim], ranks) for dim, ranks in over.items())
 
 
 def record_findings(verdict: Verdict) -> tuple[FindingRecord, ...]:

@@ -64,6 +64,7 @@ def describe_totals(loaders: Sequence[LoaderRecord], verbosity: int = 0) -> Iter
         yield _describe_loader(loader)
     if verbosity > -2:
         yield from _describe_causes(loaders)
+        yield from _describe_evenness(loaders)
     yield _describe_accounted(loaders)
 
 
@@ -118,6 +119,19 @@ def _describe_errors(loaders: Iterable[LoaderRecord], causes: int) -> Iterator[L
         yield f"   {first_of(checks)} in {printable(where)}", {}
     if len(reasons) > MOST_CAUSES:
         yield f"... and {counted(len(reasons) - MOST_CAUSES, 'more error')}", RED
+
+
+def _describe_evenness(loaders: Iterable[LoaderRecord]) -> Iterator[Line]:
+    """Yield the smallest number of ranks that would divide a shard unevenly, if none of the run was uneven."""
+    known = [(loader, loader.evenness) for loader in loaders if loader.evenness is not None]
+    if not known or not all(evenness.even for _, evenness in known):
+        return
+    loader, first = min(known, key=lambda pair: pair[1].ranks)
+    yield (
+        f"every shard was even, so padding was not tested; {first.ranks} ranks would divide "
+        f"{first_of(list(map(printable, first.tensors)))} of {printable(loader.loader)} unevenly",
+        {},
+    )
 
 
 def _describe_accounted(loaders: Sequence[LoaderRecord]) -> Line:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from pytest_fsdp_meta.catalogue import built_in
-from pytest_fsdp_meta.evidence import WorldFacts
+from pytest_fsdp_meta.evidence import RankInventory, WorldFacts
 from pytest_fsdp_meta.reports.run_records import ItemContext, RunRecords
-from pytest_fsdp_meta.reports.schema import SKIPS, CheckRecord, FindingRecord, LoaderRecord, describe_counts
+from pytest_fsdp_meta.reports.schema import SKIPS, CheckRecord, Evenness, FindingRecord, LoaderRecord, describe_counts
+from pytest_fsdp_meta.reports.summary import evenness_of
 from pytest_fsdp_meta.reports.totals import describe_totals, nothing_judged
+from tests.catalogue.evidence_factory import parameter
 
 WORLD = WorldFacts(2, (("dp_shard", 2),), "cpu", "gloo")
 CATALOGUE = built_in()
@@ -124,6 +127,37 @@ def test_a_line_for_each_loader_and_one_for_all_checks() -> None:
         ("", {}),
         ("4 of 4 checks accounted for in 2 runs of loaders", {"red": True}),
     ]
+
+
+def evenness(sizes: Mapping[str, tuple[int, ...]], mesh: Mapping[str | None, int], placements: Sequence[str]):
+    tensors = [parameter(name, shape, mesh, placements, (0,) * len(mesh)) for name, shape in sizes.items()]
+    return evenness_of([RankInventory(0, "cpu", tuple(tensors))])
+
+
+def test_the_smallest_uneven_world_is_named_if_every_shard_was_even() -> None:
+    even = evenness({"a.weight": (8, 4), "b.weight": (6, 4)}, {"dp_shard": 2}, ["S(0)"])
+    assert even == Evenness(True, 3, ("a.weight (8 on dim 0)",))
+    twelve = evenness({"c.weight": (12, 12)}, {"dp_shard": 2}, ["S(0)"])
+    assert twelve == Evenness(True, 5, ("c.weight (12 on dim 0)",))
+    loaders = [replace(loader_with("passed"), evenness=facts) for facts in (None, twelve, even)]
+    line = (
+        "every shard was even, so padding was not tested; 3 ranks would divide a.weight (8 on dim 0) of t.py::test_x "
+        "unevenly"
+    )
+    assert (line, {}) in list(describe_totals(loaders))
+    uneven = evenness({"a.weight": (8, 4)}, {"dp_shard": 3}, ["S(0)"])
+    assert uneven is not None
+    assert not uneven.even
+    lines = [line for line, _ in describe_totals([*loaders, replace(loader_with("passed"), evenness=uneven)])]
+    assert not any("padding" in line for line in lines)
+
+
+def test_what_two_mesh_dimensions_share_is_divided_by_both() -> None:
+    shared = evenness({"a.weight": (6, 4)}, {"dp_shard": 2, "tp": 2}, ["_S(0, 2)", "S(0)"])
+    assert shared is not None
+    assert not shared.even
+    assert evenness({"a.weight": (6, 4)}, {"dp_replicate": 4}, ["R"]) is None
+    assert evenness({"a.weight": (0, 4)}, {"dp_shard": 2}, ["S(0)"]) is None
 
 
 def test_checks_without_a_result_are_named() -> None:
