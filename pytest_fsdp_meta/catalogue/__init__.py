@@ -2,6 +2,7 @@
 
 from pytest_fsdp_meta.catalogue.checks import (
     accumulation,
+    beside,
     checkpoint,
     clipping,
     communication,
@@ -30,7 +31,7 @@ from pytest_fsdp_meta.catalogue.view import Blocked, NotDeclared, NotJudged, Par
 FAMILIES = (
     *(structure, materialisation, sharding, tiling, communication),
     *(replicas, values, tying, memory),
-    *(forward, gradients, clipping, optimization, second_step, updates, losses, accumulation),
+    *(forward, gradients, clipping, optimization, second_step, updates, losses, accumulation, beside),
     *(checkpoint, resuming, second_save),
 )
 

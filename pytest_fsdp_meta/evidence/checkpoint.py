@@ -56,6 +56,12 @@ class RankResumed:
     """The groups of parameters that have one memory."""
     exported: Mapping[str, str] = field(default_factory=dict)
     """Fingerprints of what the author's ``state_dict(model)`` returned, if it is declared, by key."""
+    rates: tuple[tuple[float, ...], ...] = ()
+    """The learning rate of each parameter group, for each step that follows."""
+    beside: Mapping[str, str] = field(default_factory=dict)
+    """Fingerprints of the scheduler's state and of what is kept beside the model: "scheduler.last_epoch" -> "3"."""
+    rounded: Mapping[str, str] = field(default_factory=dict)
+    """The same of tensors in float32 after rounding to the dtype of the parameters, if that is a lower one."""
 
 
 @dataclass(frozen=True)

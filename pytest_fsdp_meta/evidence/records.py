@@ -115,6 +115,8 @@ class ReferenceFacts:
     """The parameters whose gradient is zero in the first step and not in a later one."""
     idle: tuple[str, ...] = ()
     """The parameters of modules that did not run in its first step, such as a vision tower that gets text only."""
+    rates: tuple[tuple[float, ...], ...] = ()
+    """As in ``RankTraining``."""
 
     @property
     def complete(self) -> bool:

@@ -235,3 +235,7 @@ class RankTraining:
     """The parameters whose updates are all rounded away: nothing moves, neither here nor in the reference."""
     forward: ForwardWeights | None = None
     """None in stored evidence that is older than this field."""
+    rates: tuple[tuple[float, ...], ...] = ()
+    """The learning rate of each parameter group, for each step."""
+    beside: tuple[Comparison, ...] = ()
+    """What the author keeps beside the model, after the last step; the measures are of how far each tensor moved."""

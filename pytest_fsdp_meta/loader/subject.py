@@ -6,23 +6,28 @@ import difflib
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from pytest_fsdp_meta.evidence import SubjectFacts
+from pytest_fsdp_meta.loader.placements import parse_placements
 from pytest_fsdp_meta.loader.validation import (
     SubjectError,
     as_mapping,
     require_attributes,
+    require_beside,
     require_bound,
     require_choice,
     require_groups,
+    require_handed_over,
     require_module,
     require_names,
     require_optimizer,
+    require_own_optimizer,
     require_ranks,
+    require_scheduler,
     require_slice,
     require_source,
     shorten,
@@ -40,7 +45,7 @@ if TYPE_CHECKING:
     Source: TypeAlias = Callable[[], Module] | str | os.PathLike[str]
     Placements: TypeAlias = str | Placement | Sequence[str | Placement]
 
-__all__ = ["LOSS_OVER_RANKS", "SIGNATURES", "Subject", "SubjectError", "parse_placements", "short_placement"]
+__all__ = ["LOSS_OVER_RANKS", "SIGNATURES", "Subject", "SubjectError"]
 
 LOSS_OVER_RANKS = ("mean", "sum", "same")
 """The values of ``Subject.loss_over_ranks``."""
@@ -106,6 +111,21 @@ class Subject:
     """
     max_grad_norm: float | None = None
     """The norm to which ``train_step`` clips gradients. The reference clips to it as well, with ``clip_grad_norm``."""
+    scheduler: Callable[[Any], Any] | Any | None = None
+    """``scheduler(optimizer)`` returns a learning rate scheduler; or a scheduler that the loader built.
+
+    It steps once after each step of the optimizer, on the reference as well. A ``train_step`` that has a parameter
+    ``scheduler`` gets it and steps it itself; it also has to step one that the loader built. Any object with
+    ``step()``, ``state_dict()`` and ``load_state_dict()`` will do.
+    """
+    beside: Mapping[str, Any] = field(default_factory=dict)
+    """What is kept beside model and optimizer and belongs in a checkpoint: ``{"ema": ema, "scaler": scaler}``.
+
+    Each value is an object with ``state_dict()`` and ``load_state_dict()``, or a function of the model that returns
+    one. What a function returns is built for the reference as well, and compared after the training. If it has an
+    ``update_parameters(model)``, as torch's ``AveragedModel`` has, that is called after each step, unless a
+    ``train_step`` has a parameter ``beside``: it gets the mapping, and updates it itself.
+    """
     clip_grad_norm: Callable[[Iterable[Parameter], float], Any] | None = None
     """``clip_grad_norm(parameters, max_norm)`` clips gradients in place and returns their norm before; default torch's.
 
@@ -116,12 +136,13 @@ class Subject:
     save: Callable[[Module, Optimizer | None, Path], object] | None = None
     """``save(model, optimizer, folder)`` saves a checkpoint into a folder; by default torch.distributed.checkpoint.
 
-    Called on every rank. The optimizer is None if only the model is saved. Requires ``resume``.
+    Called on every rank. The optimizer is None if only the model is saved. A function with a parameter ``scheduler`` or
+    ``beside`` gets those as well, also None if only the model is saved. Requires ``resume``.
     """
     resume: Callable[[Module, Optimizer | None, Path], object] | None = None
     """``resume(model, optimizer, folder)`` loads what ``save`` wrote into model and optimizer, in place.
 
-    Called on every rank. The optimizer is None if only the model was saved. Requires ``save``.
+    Called on every rank, with the same arguments as ``save``. Requires ``save``.
     """
     state_dict: Callable[[Module], Mapping[str, Any]] | None = None
     """``state_dict(model)`` returns what the author saves of the model, by name.
@@ -193,6 +214,11 @@ class Subject:
             if getattr(self, name) is not None and getattr(self, other) is None:
                 raise SubjectError(name, f"set without {other}; set both or neither")
         require_optimizer(self.optimizer)
+        require_scheduler(self.scheduler)
+        require_own_optimizer(self.scheduler, self.optimizer)
+        require_beside(self.beside)
+        for name in ("save", "resume"):
+            require_handed_over(name, getattr(self, name), {"scheduler": self.scheduler, "beside": self.beside})
         require_slice(self.data_parallel)
         require_bound("max_grad_norm", self.max_grad_norm)
         if self.max_grad_norm is not None and self.train_step is None:
@@ -268,59 +294,13 @@ SIGNATURES = {
 """How the fields that are functions are called, as error messages show it."""
 UNDECLARED: dict[str, Any] = {
     **dict.fromkeys(("reference", "verifier", "batch", "data_parallel", "optimizer")),
-    **dict.fromkeys(("train_step", "max_grad_norm", "clip_grad_norm", "save", "state_dict")),
+    **dict.fromkeys(("train_step", "max_grad_norm", "clip_grad_norm", "save", "state_dict", "scheduler")),
+    "beside": {},
     "frozen": (),
     "tied": (),
     "placements": {},
 }
 """The fields that ``SubjectFacts.declared`` may name, with the values that they have when they are not declared."""
-
-
-def short_placement(placement: object) -> str:
-    """Return the short form of a placement: ``S(0)``, ``R``, ``P(sum)``, or ``_S(0, 2)`` for a strided shard."""
-    dim = getattr(placement, "dim", None)
-    if dim is not None:
-        factor = getattr(placement, "split_factor", None)
-        return f"S({dim})" if factor is None else f"_S({dim}, {factor})"
-    kind = type(placement).__name__
-    if kind == "Partial":
-        return f"P({getattr(placement, 'reduce_op', 'sum')})"
-    return "R" if kind == "Replicate" else str(placement)
-
-
-PLACEMENT = re.compile(
-    r"(?:(?P<replicate>R|Replicate\(\))|(?:S|Shard)\((?:dim=)?(?P<dim>\d+)\)"
-    r"|(?:_S|_StridedShard)\((?:dim=)?(?P<strided>\d+),\s*(?:sf=|split_factor=)?(?P<factor>\d+)\))\s*(?:,\s*|$)"
-)
-
-
-def parse_placements(declared: Any) -> tuple[str, ...]:
-    """Return declared placements in their short form, one for each mesh dimension.
-
-    Raises SubjectError for anything that is not a placement of a parameter.
-    """
-    if isinstance(declared, str):
-        found, position = [], 0
-        while match := PLACEMENT.match(declared, position):
-            found.append(_canonical(match))
-            position = match.end()
-            if position == len(declared):
-                return tuple(found)
-        raise SubjectError(
-            "placements", f"{declared!r} is not a placement; write 'S(0)', 'R' or, on two mesh dimensions, 'R, S(0)'"
-        )
-    if isinstance(declared, Sequence) and declared:
-        return tuple(part for placement in declared for part in parse_placements(placement))
-    short = short_placement(declared)
-    if not PLACEMENT.fullmatch(short):
-        raise SubjectError("placements", f"{declared!r} is not a placement; write 'S(0)' or use Shard(0), Replicate()")
-    return (short,)
-
-
-def _canonical(match: re.Match[str]) -> str:
-    if match["replicate"]:
-        return "R"
-    return f"S({match['dim']})" if match["dim"] else f"_S({match['strided']}, {match['factor']})"
 
 
 def _listed(patterns: str | Iterable[str]) -> list[str]:

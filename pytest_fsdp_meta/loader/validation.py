@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
@@ -54,6 +55,64 @@ def require_optimizer(value: object) -> None:
         inner = getattr(value, "optimizer", None)
         hint = "; give its .optimizer if that steps the model's own parameters" * isinstance(inner, Optimizer)
         raise SubjectError("optimizer", f"{shorten(value)} should be optimizer(parameters), or an Optimizer{hint}")
+
+
+def is_stateful(value: object) -> bool:
+    """Return whether the value is an object, and not a class, with ``state_dict()`` and ``load_state_dict()``."""
+    methods = (getattr(value, name, None) for name in ("state_dict", "load_state_dict"))
+    return not isinstance(value, type) and all(map(callable, methods))
+
+
+def takes(function: object, name: str) -> bool:
+    """Return whether the function has a parameter of this name."""
+    try:
+        return name in inspect.signature(function).parameters  # type: ignore[arg-type]
+    except (TypeError, ValueError):  # not a function, or not one that is written in Python
+        return False
+
+
+def require_scheduler(value: object) -> None:
+    steps = is_stateful(value) and callable(getattr(value, "step", None))
+    if value is not None and not steps and not callable(value):
+        raise SubjectError(
+            "scheduler", f"{shorten(value)} should be scheduler(optimizer), or a scheduler with step() and state_dict()"
+        )
+
+
+def require_own_optimizer(scheduler: object, optimizer: object) -> None:
+    """Raise SubjectError if the loader built the scheduler and leaves its optimizer to the plugin."""
+    if is_stateful(scheduler) and not is_stateful(optimizer):
+        raise SubjectError(
+            "scheduler",
+            "the loader built it, so optimizer= has to be the optimizer that it belongs to; or give a function: "
+            "scheduler(optimizer)",
+        )
+
+
+def require_beside(value: object) -> None:
+    if not isinstance(value, Mapping):
+        raise SubjectError("beside", f"{shorten(value)} should be a mapping such as {{'ema': ema}}")
+    for name, kept in value.items():
+        if not isinstance(name, str) or not name:
+            raise SubjectError("beside", f"the key {shorten(name)} should be a name such as 'ema'")
+        if not is_stateful(kept) and not callable(kept):
+            raise SubjectError(
+                "beside",
+                f"{name!r} is {shorten(kept)}, but should be an object with state_dict() and load_state_dict(), or a "
+                "function of the model that returns one",
+            )
+
+
+def require_handed_over(field: str, function: object, made_here: Mapping[str, object]) -> None:
+    """Raise SubjectError if ``save`` or ``resume`` does not take what is built for it: it could not reach that."""
+    for name, value in made_here.items():
+        built = value is None or is_stateful(value)
+        if isinstance(value, Mapping):
+            built = all(map(is_stateful, value.values()))
+        if function is not None and not built and not takes(function, name):
+            raise SubjectError(
+                field, f"{name} is built by a function, so {field}() has to take it: {field}(..., folder, {name})"
+            )
 
 
 def require_choice(field: str, value: object, choices: Sequence[str]) -> None:

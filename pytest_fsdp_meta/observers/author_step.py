@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from numbers import Real
 from typing import Any
@@ -19,7 +19,12 @@ from pytest_fsdp_meta.text import counted
 
 
 def run_author_step(
-    subject: Subject, optimizer: Optimizer, rows: dict[str, Any], number: int, observe: Callable[[], None]
+    subject: Subject,
+    optimizer: Optimizer,
+    rows: dict[str, Any],
+    number: int,
+    observe: Callable[[], None],
+    handed_by_name: Mapping[str, Any],
 ) -> Tensor | float:
     """Call ``Subject(train_step=...)``, which has to step the optimizer once, and return the loss of step ``number``.
 
@@ -35,7 +40,7 @@ def run_author_step(
         errors.append(None if errors else _error_of(observe))
 
     with before_other_step_hooks(optimizer, before_step), _train_disabled(), calling_field("train_step"):
-        loss = subject.train_step(subject.model, handed, rows)
+        loss = subject.train_step(subject.model, handed, rows, **handed_by_name)
     if errors and errors[0] is not None:
         raise errors[0]
     if len(errors) != 1:

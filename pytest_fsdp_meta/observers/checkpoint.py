@@ -5,7 +5,7 @@ Saving and loading use the author's ``Subject(save=..., resume=...)`` where decl
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,12 +31,13 @@ from pytest_fsdp_meta.loader.subject import Subject
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part
 from pytest_fsdp_meta.observers.adapters.lookup import parts_of
 from pytest_fsdp_meta.observers.batches import batch_slice, calling_field
+from pytest_fsdp_meta.observers.beside import Beside, make_beside
 from pytest_fsdp_meta.observers.fingerprints import fingerprint
 from pytest_fsdp_meta.observers.inventory import memory_key, named_tensors, non_persistent, reshard
 from pytest_fsdp_meta.observers.loading import resharded_subject
 from pytest_fsdp_meta.observers.optimizers import BY_NAME, make_optimizer
 from pytest_fsdp_meta.observers.state_dict import EXTRA_STATE
-from pytest_fsdp_meta.observers.steps import train
+from pytest_fsdp_meta.observers.steps import TrainingRun, train
 from pytest_fsdp_meta.observers.support.bits import digest
 from pytest_fsdp_meta.observers.support.overwriting import is_untouched, overwrite
 from pytest_fsdp_meta.observers.support.reference_record import Record, is_array
@@ -72,7 +73,7 @@ def compare_loaded(record: str) -> tuple[Comparison, ...]:
     return compare_all(_persistent_parts(resharded_subject().model).items(), Record(record))
 
 
-# Observers of model and optimizer; the rank's state has the optimizer as "resumable".
+# Observers of model and optimizer; the rank's state has the optimizer as "resumable", and what is "beside" it.
 
 
 def first_step() -> FirstStep:
@@ -84,7 +85,8 @@ def first_step() -> FirstStep:
     trained = rank.state.get("optimizer") if subject.optimizer is not None else None
     rank.state["resumable"] = optimizer = trained or _make_optimizer(subject)
     if trained is None:
-        _train(rank, subject, 1)
+        rank.state["beside"] = make_beside(subject, optimizer)
+        _train(rank, subject, range(1))
     names = _first_names(subject.model)
     trainable = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     stateless = sorted(names.get(id(p), "?") for p in trainable if not optimizer.state.get(p))
@@ -101,7 +103,7 @@ def save_all(folder: str) -> RankResumed:
         # that the description has that state as well.
         get_optimizer_state_dict(subject.model, optimizer)
     held = _describe_all(subject, optimizer, _describe_model(subject))
-    _save(subject, optimizer, Path(folder))
+    _save(subject, optimizer, Path(folder), rank.state["beside"])
     return held
 
 
@@ -112,41 +114,45 @@ def load_all(folder: str, changed: Collection[str] = ()) -> RankResumed:
     """
     rank, subject = current(), resharded_subject()
     rank.state["resumable"] = optimizer = _make_optimizer(subject)
+    rank.state["beside"] = beside = make_beside(subject, optimizer)
     # An optimizer that the loader built may have trained as far as the one that saved.
-    _overwrite(subject, changed, optimizer)
-    _load(subject, rank.state["resumable"], Path(folder))
-    return _describe_all(subject, rank.state["resumable"], _describe_loaded_model(subject))
+    _overwrite(subject, changed, optimizer, beside)
+    _load(subject, optimizer, Path(folder), beside)
+    return _describe_all(subject, optimizer, _describe_loaded_model(subject))
 
 
-def train_on(steps: int) -> tuple[float, ...]:
-    """Train after saving or loading a checkpoint; return the losses."""
+def train_on(steps: Sequence[int]) -> tuple[tuple[float, ...], tuple[tuple[float, ...], ...]]:
+    """Train after saving or loading a checkpoint; return the losses and the learning rates of the steps."""
     rank, subject = current(), resharded_subject()
-    return _train(rank, subject, steps)
+    run = _train(rank, subject, steps)
+    return tuple(run.losses), tuple(run.rates)
 
 
 # Saving and loading.
 
 
-def _save(subject: Subject, optimizer: Optimizer | None, folder: Path) -> None:
+def _save(subject: Subject, optimizer: Optimizer | None, folder: Path, beside: Beside | None = None) -> None:
     doing("saving")
     folder.mkdir(parents=True, exist_ok=True)
     if subject.save is not None:
         with calling_field("save"):
-            subject.save(subject.model, optimizer, folder)
+            subject.save(subject.model, optimizer, folder, **_handed(subject.save, beside))
         return
-    dcp.save(_torch_states(subject.model, optimizer), checkpoint_id=folder)
+    states = _torch_states(subject.model, optimizer)
+    dcp.save(states if beside is None else {**states, **beside.states()}, checkpoint_id=folder)
 
 
-def _load(subject: Subject, optimizer: Optimizer | None, folder: Path) -> None:
+def _load(subject: Subject, optimizer: Optimizer | None, folder: Path, beside: Beside | None = None) -> None:
     doing("loading what was saved")
     if subject.resume is not None:
         with calling_field("resume"):
-            subject.resume(subject.model, optimizer, folder)
+            subject.resume(subject.model, optimizer, folder, **_handed(subject.resume, beside))
         return
     states = _torch_states(subject.model, optimizer)
+    kept = {} if beside is None else beside.states()
     # A new optimizer has state for all trainable parameters; the checkpoint has none for those without a gradient.
     unsaved = {} if optimizer is None else _pop_unsaved(states["optimizer"]["state"], folder)
-    dcp.load(states, checkpoint_id=folder)
+    dcp.load(loading := {**states, **kept}, checkpoint_id=folder)
     # Another check reports tensors that the state dict leaves out.
     complete = not _left_out(subject.model, states["model"])
     set_model_state_dict(subject.model, states["model"], options=StateDictOptions(strict=complete))
@@ -156,6 +162,14 @@ def _load(subject: Subject, optimizer: Optimizer | None, folder: Path) -> None:
         names = _first_names(subject.model)
         for parameter in [p for p in optimizer.state if names.get(id(p)) in unsaved]:
             del optimizer.state[parameter]
+    if beside is not None:
+        beside.load(loading)
+
+
+def _handed(function: object, beside: Beside | None) -> dict[str, Any]:
+    """Return the keyword arguments of the author's function; each is None where only the model is saved."""
+    handed = (beside or Beside()).arguments(function)
+    return handed if beside is not None else dict.fromkeys(handed)
 
 
 def _pop_unsaved(state: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -176,7 +190,12 @@ def _torch_states(model: Module, optimizer: Optimizer | None) -> dict[str, Any]:
     return states
 
 
-def _overwrite(subject: Subject, changed: Collection[str] = (), optimizer: Optimizer | None = None) -> None:
+def _overwrite(
+    subject: Subject,
+    changed: Collection[str] = (),
+    optimizer: Optimizer | None = None,
+    beside: Beside | None = None,
+) -> None:
     """Overwrite all that a checkpoint must restore, so that loading nothing is noticed.
 
     Where the author saves, only trained parameters and ``changed`` tensors are overwritten: the author may well restore
@@ -186,6 +205,7 @@ def _overwrite(subject: Subject, changed: Collection[str] = (), optimizer: Optim
     parts = _persistent_parts(subject.model).items()
     memory = [part.local for name, part in parts if subject.save is None or name in trained or name in changed]
     states = [] if optimizer is None else [value for own in optimizer.state.values() for value in own.values()]
+    states += [] if beside is None else [value for name, value in beside.entries() if not beside.is_of_scheduler(name)]
     memory += [local_part(value) for value in states if isinstance(value, Tensor)]
     done: set[int] = set()  # inverting the bits of tied tensors twice would restore them
     with torch.no_grad():
@@ -205,11 +225,12 @@ def _make_optimizer(subject: Subject) -> Optimizer:
     return optimizer
 
 
-def _train(rank: Rank, subject: Subject, steps: int) -> tuple[float, ...]:
-    """Train on the first batches, which training had as well: the author may not have others."""
-    run = train(subject, rank.device, range(steps), batch_slice(subject, rank), rank.state["resumable"])
+def _train(rank: Rank, subject: Subject, steps: Sequence[int]) -> TrainingRun:
+    """Train on batches that training had as well: the author may not have others."""
+    optimizer, beside = rank.state["resumable"], rank.state["beside"]
+    run = train(subject, rank.device, steps, batch_slice(subject, rank), optimizer, beside=beside)
     reshard(subject.model)
-    return tuple(run.losses)
+    return run
 
 
 # Descriptions of what a rank holds.
@@ -245,7 +266,16 @@ def _describe_all(subject: Subject, optimizer: Optimizer, model: RankSaved) -> R
     )
     parameters = [(name, tensor) for name, kind, tensor in named_tensors(subject.model) if kind == "parameter"]
     frozen = tuple(name for name, p in parameters if not p.requires_grad)
-    return RankResumed(model, state, groups, frozen=frozen, tied=_ties(parameters))
+    beside: Beside = current().state["beside"]
+    return RankResumed(
+        model,
+        state,
+        groups,
+        frozen=frozen,
+        tied=_ties(parameters),
+        beside=beside.fingerprints(),
+        rounded=beside.rounded(subject.model),
+    )
 
 
 def _ties(parameters: Iterable[tuple[str, Tensor]]) -> tuple[tuple[str, ...], ...]:

@@ -24,6 +24,7 @@ from pytest_fsdp_meta.loader.subject import Subject, SubjectError
 from pytest_fsdp_meta.observers.adapters import lookup
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part
 from pytest_fsdp_meta.observers.batches import batch_slice
+from pytest_fsdp_meta.observers.beside import beside_for_reference, scheduler_for_reference
 from pytest_fsdp_meta.observers.collectives import Recorder
 from pytest_fsdp_meta.observers.inventory import managed_names, named_tensors, non_persistent, reshard, take_inventory
 from pytest_fsdp_meta.observers.memory import Peak
@@ -37,7 +38,7 @@ from pytest_fsdp_meta.worlds import SEED, Misuse, Rank, current, doing, forward_
 
 LARGE = 2**26
 """Bytes of a model from which on ``release`` collects garbage (64 MiB)."""
-SENT_FIELDS = ("reference", "verifier", "batch", "loss", "optimizer", "max_grad_norm")
+SENT_FIELDS = ("reference", "verifier", "batch", "loss", "optimizer", "max_grad_norm", "scheduler", "beside")
 """Fields of Subject without which the world of the reference cannot train."""
 PLACEHOLDERS = {"ds_id": "DeepSpeed's ZeRO-3"}
 """Attribute of parameters that may be placeholders -> who made it one."""
@@ -247,12 +248,16 @@ def _pack_recipe(subject: Subject) -> dict[str, bytes]:
     """Pickle the fields that the reference needs. Raises SubjectError for a field that cannot be pickled."""
     import cloudpickle
 
-    packed = {}
+    packed, built = {}, built_optimizer(subject)
     for field in SENT_FIELDS:
         value = getattr(subject, field)
-        if field == "optimizer" and (built := built_optimizer(subject)):
+        if field == "optimizer" and built is not None:
             packed[field] = pack_optimizer(built, subject.model)
             continue
+        if field == "scheduler":
+            value = scheduler_for_reference(subject, built)
+        elif field == "beside":
+            value = beside_for_reference(subject)
         try:
             packed[field] = cloudpickle.dumps(value)
         except Exception as error:
@@ -263,6 +268,6 @@ def _pack_recipe(subject: Subject) -> dict[str, bytes]:
             ) from error
     if subject.clip_grad_norm is not None:
         # Functions that clip often hold a mesh or a group. The reference then clips with torch's.
-        function = pack_function(subject.clip_grad_norm, subject.model, built_optimizer(subject))
+        function = pack_function(subject.clip_grad_norm, subject.model, built)
         packed["clip_grad_norm"] = cloudpickle.dumps(function)
     return packed

@@ -15,6 +15,7 @@ from pytest_fsdp_meta.evidence import Comparison, Measure, Movement
 from pytest_fsdp_meta.loader.adapter import Part
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part
 from pytest_fsdp_meta.observers.adapters.lookup import parts_of
+from pytest_fsdp_meta.observers.beside import Beside
 from pytest_fsdp_meta.observers.gradients import gradients_of
 from pytest_fsdp_meta.observers.inventory import named_tensors
 from pytest_fsdp_meta.observers.support.precision import is_low
@@ -184,6 +185,28 @@ def compare_updates(
             part = parts.of(name, tensor)
             comparison = compare(name, part, updated, name)
             if name in before and comparison.problem is None and name in values:
+                comparison = replace(comparison, measure=_measure_update(part, before[name], values, updated, name))
+            comparisons.append(comparison)
+    return tuple(comparisons)
+
+
+def copy_beside(beside: Beside) -> dict[str, Tensor]:
+    """Return a copy, on the CPU, of this rank's part of each tensor beside the model that the reference has as well."""
+    return {name: local_part(part.local).to("cpu", copy=True) for name, part in beside.tensors()}
+
+
+def compare_beside(
+    beside: Beside, before: Mapping[str, Tensor], records: Mapping[str, Record]
+) -> tuple[Comparison, ...]:
+    """Compare what is kept beside the model with what the reference keeps; the measure is of how far it moved."""
+    if "updated_beside" not in records:
+        return ()
+    values, updated = records["beside"], records["updated_beside"]
+    comparisons = []
+    for name, part in beside.tensors():
+        if name in updated and not part.local.is_meta:
+            comparison = compare(name, part, updated, name)
+            if name in before and comparison.problem is None and name in values and part.local.is_floating_point():
                 comparison = replace(comparison, measure=_measure_update(part, before[name], values, updated, name))
             comparisons.append(comparison)
     return tuple(comparisons)

@@ -25,6 +25,7 @@ from pytest_fsdp_meta.evidence import RankInventory, ReferenceFacts, Region, Ten
 from pytest_fsdp_meta.loader.subject import Subject, SubjectError
 from pytest_fsdp_meta.observers.accumulation import accumulate, finish_gradients, indivisible_batch, union_of_ranks
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part
+from pytest_fsdp_meta.observers.beside import Beside, declare_beside, make_beside
 from pytest_fsdp_meta.observers.clipping import ReferenceClipping
 from pytest_fsdp_meta.observers.gradients import gradient_norm, gradients_of
 from pytest_fsdp_meta.observers.inventory import named_tensors, take_inventory
@@ -134,10 +135,13 @@ def train_reference(
     clipping = ReferenceClipping(recipe.get("clip_grad_norm"), model, optimizer)
     subject.clip_grad_norm = clipping.clip
     settings = {} if optimizer is None else settings_of(optimizer, model)
+    beside = make_beside(subject, optimizer)
     first = _RecordedSteps(model, steps, folder, clipping)
+    first.record_beside("beside", beside)
     # Where nothing is trainable there is no backward, but the ranks need empty records.
     first.after_backward(0)
-    run = train(subject, rank.device, range(steps), (0, 1), optimizer, first)
+    run = train(subject, rank.device, range(steps), (0, 1), optimizer, first, beside)
+    first.record_beside("updated_beside", beside)
     after = _inventory(model, ())
     first.record("updated", parameters_of(model))
     if optimizer is not None and not indivisible_batch(subject, data_parallel_size):
@@ -161,6 +165,7 @@ def train_reference(
         settings=settings,
         reached_later=tuple(first.reached_later),
         idle=first.idle or (),
+        rates=tuple(run.rates),
     )
 
 
@@ -197,6 +202,10 @@ class _RecordedSteps(StepObserver):
 
     def record(self, name: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
         write_record(record_at(self._folder, name), tensors)
+
+    def record_beside(self, name: str, beside: Beside) -> None:
+        if beside.compared:
+            self.record(name, ((entry, part.local) for entry, part in beside.tensors()))
 
     def after_backward(self, step: int) -> None:
         gradients = whole_gradients(self._model)
@@ -276,6 +285,7 @@ def declared_subject(model: Module, recipe: Mapping[str, bytes]) -> Subject:
         declared["optimizer"] = Rebuilding(declared["optimizer"], model)
     subject = Subject(model, **declared)
     subject.max_grad_norm = pickle.loads(recipe["max_grad_norm"])  # the ranks' train_step clips to it
+    declare_beside(subject, pickle.loads(recipe["scheduler"]), pickle.loads(recipe["beside"]))
     return subject
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,6 +16,7 @@ from pytest_fsdp_meta.evidence.training import UNKNOWN_DTYPE
 from pytest_fsdp_meta.loader.subject import Subject
 from pytest_fsdp_meta.observers.author_step import run_author_step
 from pytest_fsdp_meta.observers.batches import batch_digest, count_labels, global_batch, loss_of, own_rows, scalar
+from pytest_fsdp_meta.observers.beside import Beside, make_beside, rates_of
 from pytest_fsdp_meta.observers.support.poison import deterministic
 from pytest_fsdp_meta.worlds import SEED, doing
 
@@ -29,6 +31,8 @@ class TrainingRun:
     labels: list[tuple[int, int]] = field(default_factory=list)
     """Results of ``count_labels``."""
     loss_dtype: str = ""
+    rates: list[tuple[float, ...]] = field(default_factory=list)
+    """The learning rate of each parameter group."""
 
 
 class StepObserver:
@@ -59,17 +63,19 @@ class StepObserver:
 def train(
     subject: Subject,
     device: torch.device,
-    steps: range,
+    steps: Sequence[int],
     data_parallel: tuple[int, int],
     optimizer: Optimizer | None,
     observer: StepObserver | None = None,
+    beside: Beside | None = None,
 ) -> TrainingRun:
     """Train the ``steps`` with dropout off, deterministic algorithms, and a seed per step.
 
     ``data_parallel`` is the (index, size) of the slice of each batch. Without an optimizer, because nothing is
-    trainable, only the forward runs.
+    trainable, only the forward runs. What is ``beside`` the model is built where it is not given.
     """
     model, run, observer = subject.model, TrainingRun(), observer or StepObserver()
+    beside = beside or make_beside(subject, optimizer)
     step_of = _plain_step if subject.train_step is None or optimizer is None else _author_step
     model.eval()  # switches dropout off, including F.dropout(training=self.training)
     model.zero_grad(set_to_none=True)  # a loader may have run a warm-up backward
@@ -80,20 +86,22 @@ def train(
             run.batches.append(batch_digest(batch))
             rows = own_rows(batch, step, data_parallel, device)
             run.labels.append(count_labels(rows))
+            run.rates.append(() if optimizer is None else rates_of(optimizer))
             torch.manual_seed(SEED + step)
             with observer.around(number):
-                loss = step_of(subject, optimizer, rows, number, observer)
+                loss = step_of(subject, optimizer, rows, number, observer, beside)
             run.losses.append(scalar(loss) if isinstance(loss, Tensor) else loss)
             run.loss_dtype = str(loss.dtype).removeprefix("torch.") if isinstance(loss, Tensor) else UNKNOWN_DTYPE
             if optimizer is not None:
                 observer.after_update(number)
+                beside.after_step(subject)
     if optimizer is not None and step_of is _author_step:
         optimizer.zero_grad(set_to_none=True)  # the author's step may do it first, and leave gradients behind
     return run
 
 
 def _plain_step(
-    subject: Subject, optimizer: Optimizer | None, rows: dict[str, Any], number: int, observer: StepObserver
+    subject: Subject, optimizer: Optimizer | None, rows: dict[str, Any], number: int, observer: StepObserver, _: Beside
 ) -> Tensor:
     with torch.set_grad_enabled(optimizer is not None):
         loss = observer.loss_of(subject, rows)
@@ -110,8 +118,14 @@ def _plain_step(
 
 
 def _author_step(
-    subject: Subject, optimizer: Optimizer | None, rows: dict[str, Any], number: int, observer: StepObserver
+    subject: Subject,
+    optimizer: Optimizer | None,
+    rows: dict[str, Any],
+    number: int,
+    observer: StepObserver,
+    beside: Beside,
 ) -> Tensor | float:
     assert optimizer is not None
+    handed = beside.arguments(subject.train_step)
     with observer.during_forwards():
-        return run_author_step(subject, optimizer, rows, number, partial(observer.after_backward, number))
+        return run_author_step(subject, optimizer, rows, number, partial(observer.after_backward, number), handed)

@@ -26,13 +26,16 @@ from pytest_fsdp_meta.observers.accumulation import accumulate, finish_gradients
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part
 from pytest_fsdp_meta.observers.adapters.lookup import parts_of
 from pytest_fsdp_meta.observers.batches import batch_slice
+from pytest_fsdp_meta.observers.beside import Beside, make_beside
 from pytest_fsdp_meta.observers.clipping import clip_on_rank
 from pytest_fsdp_meta.observers.forward_weights import WeightWatch
 from pytest_fsdp_meta.observers.gradients import contains, gradient_norm, gradients_of, without_gradient
 from pytest_fsdp_meta.observers.inventory import named_tensors, reshard, take_inventory
 from pytest_fsdp_meta.observers.loading import loaded_subject
 from pytest_fsdp_meta.observers.movement import (
+    compare_beside,
     compare_updates,
+    copy_beside,
     copy_shards,
     due_by_gradients,
     due_by_reference,
@@ -44,6 +47,7 @@ from pytest_fsdp_meta.observers.movement import (
 from pytest_fsdp_meta.observers.optimizers import make_optimizer, optimizer_facts
 from pytest_fsdp_meta.observers.step_collectives import watching_step
 from pytest_fsdp_meta.observers.steps import StepObserver, train
+from pytest_fsdp_meta.observers.support.precision import is_low
 from pytest_fsdp_meta.observers.support.reference_record import RECORDS, STEP_GRADIENTS, Record, record_at
 from pytest_fsdp_meta.observers.values import compare_gradients
 from pytest_fsdp_meta.worlds import Rank, current
@@ -63,8 +67,8 @@ def observe_training(
 
     ``records_folder`` has the records of the reference's training; it is None if no reference can be trained. Smaller
     elements of the reference's gradients than ``noise`` are rounding errors, ``norm`` is their norm, and
-    ``own_clipping`` says what the author's function did to them. The rank's state keeps the "optimizer" for observers
-    that continue the training.
+    ``own_clipping`` says what the author's function did to them. The rank's state keeps the "optimizer", and what is
+    "beside" it, for observers that continue the training.
     """
     rank = current()
     subject = loaded_subject(rank)
@@ -72,9 +76,11 @@ def observe_training(
     optimizer = make_optimizer(subject)
     seen = _RankSteps(subject, rank, steps, _open_records(records_folder), (norm, own_clipping))
     held = None if optimizer is None else optimizer_facts(optimizer, subject)
-    run = train(subject, rank.device, range(steps), data_parallel, optimizer, seen)
+    seen.beside = beside = make_beside(subject, optimizer)
+    kept = copy_beside(beside)
+    run = train(subject, rank.device, range(steps), data_parallel, optimizer, seen, beside)
     reshard(subject.model)
-    rank.state["optimizer"] = optimizer
+    rank.state.update(optimizer=optimizer, beside=beside)
     after = take_inventory(subject.model, rank.rank, str(rank.device))
     return RankTraining(
         losses=tuple(run.losses),
@@ -97,6 +103,8 @@ def observe_training(
         late=seen.late,
         swallowed=seen.swallowed(optimizer, noise),
         forward=seen.weights.observed(),
+        rates=tuple(run.rates),
+        beside=compare_beside(beside, kept, seen.records),
     )
 
 
@@ -130,6 +138,7 @@ class _RankSteps(StepObserver):
         self._own_gradients: dict[str, Tensor] = {}
         """Copies on the CPU, made only if there is no reference to compare with."""
         self._own_noise = 0.0
+        self.beside = Beside()
         self._moved: dict[str, Tensor] = {}
         self._first_updates: tuple[Comparison, ...] = ()
 
@@ -174,7 +183,12 @@ class _RankSteps(StepObserver):
     def swallowed(self, optimizer: Optimizer | None, noise: float) -> tuple[str, ...]:
         if optimizer is None or not self.records:
             return ()
-        return swallowed(self._model, self._before, self.records, noise, optimizer, self._moved)
+        copied = [
+            name for name, value in self.beside.entries() if isinstance(value, Tensor) and not is_low(value.dtype)
+        ]
+        found = swallowed(self._model, self._before, self.records, noise, optimizer, self._moved)
+        # Copies in float32 beside the model keep what rounding takes away.
+        return tuple(name for name in found if not any(entry.endswith(f".{name}") for entry in copied))
 
     def _observe_first_gradients(self) -> None:
         gradients = gradients_of(self._model)

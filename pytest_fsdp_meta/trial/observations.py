@@ -330,6 +330,7 @@ class ObservationRun:
             reference=self.reference,
             training_error=training if training is not None and training.error else None,
             reference_path=self._reference_path,
+            steps=self.steps,
         )
         reloading.take_all(self._wanted)
         return reloading

@@ -49,6 +49,8 @@ Load = Callable[[WorldSpec, str, list[World]], "tuple[World, list[Loaded]]"]
 """Start a world with a spec and a label, add it to a list, and run the loader in it."""
 STEPS = 2
 """Steps trained after a checkpoint: the second one shows what the first did to the optimizer."""
+SCHEDULED_STEPS = 4
+"""The same with a scheduler, which two steps do not show: of a schedule that is one step off, they see one rate."""
 SECOND_LOAD_FAILED = "the loader succeeded once, and failed when it ran again in a fresh world with the same fixtures"
 SAVE_NOT_RETRIED = "saving hung or ended a rank, and is not tried again"
 NO_MODEL = "a checkpoint directory is not a model to load into; declare Subject(reference=<callable>)"
@@ -88,6 +90,8 @@ class Reloading:
     """The error that training raised, if any."""
     reference_path: str
     """The path of the reference's values."""
+    steps: int
+    """The steps of training, for which the author has batches."""
     state_dict: tuple[RankStateDict, ...] | None = None
     saved: tuple[RankSaved, ...] | None = None
     restored: tuple[RankSaved, ...] | None = None
@@ -170,7 +174,7 @@ class Reloading:
         if problem and not self._author_saves:
             return Unavailable(f"{problem}; {DECLARE}", kind="undeclared")
         self._saved_with_optimizer = self._save_all("continued")
-        return _with_losses(self._saved_with_optimizer, self._run_first(checkpoint.train_on, STEPS))
+        return _with_steps(self._saved_with_optimizer, self._run_first(checkpoint.train_on, self._steps_on))
 
     def _save_again(self) -> tuple[RankResumed, ...] | Unavailable:
         """Save a second checkpoint; the model has been trained since the first one."""
@@ -218,7 +222,7 @@ class Reloading:
         if (reason := self.unavailable.get("continued")) is not None:
             return reason
         self._loaded_with_optimizer = tuple(self._run_second(checkpoint.load_all, self._path("continued")))
-        return _with_losses(self._loaded_with_optimizer, self._run_second(checkpoint.train_on, STEPS))
+        return _with_steps(self._loaded_with_optimizer, self._run_second(checkpoint.train_on, self._steps_on))
 
     def _restore_model(self) -> tuple[RankSaved, ...] | Unavailable:
         if (reason := self.unavailable.get("saved")) is not None:
@@ -352,6 +356,12 @@ class Reloading:
         return not_gathered_by_gloo(self.inventory) if self.first.spec.backend == "gloo" else None
 
     @property
+    def _steps_on(self) -> list[int]:
+        """The steps to train after a checkpoint; of a short training, they repeat the batches."""
+        steps = SCHEDULED_STEPS if "scheduler" in self.subject.declared else STEPS
+        return [step % max(self.steps, STEPS) for step in range(steps)]
+
+    @property
     def _author_saves(self) -> bool:
         return "save" in self.subject.declared
 
@@ -387,5 +397,8 @@ def _models(ranks: tuple[RankResumed, ...]) -> tuple[RankSaved, ...]:
     return tuple(rank.model for rank in ranks)
 
 
-def _with_losses(ranks: tuple[RankResumed, ...], losses: list[tuple[float, ...]]) -> tuple[RankResumed, ...]:
-    return tuple(replace(rank, losses=own) for rank, own in zip(ranks, losses, strict=True))
+def _with_steps(
+    ranks: tuple[RankResumed, ...], runs: list[tuple[tuple[float, ...], tuple[tuple[float, ...], ...]]]
+) -> tuple[RankResumed, ...]:
+    """Add the losses and the learning rates of the steps that follow."""
+    return tuple(replace(rank, losses=own[0], rates=own[1]) for rank, own in zip(ranks, runs, strict=True))

@@ -11,7 +11,8 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from pytest_fsdp_meta.evidence import combine_subjects
-from pytest_fsdp_meta.loader.subject import Subject, SubjectError, parse_placements, short_placement
+from pytest_fsdp_meta.loader.placements import parse_placements, short_placement
+from pytest_fsdp_meta.loader.subject import Subject, SubjectError
 
 PARAMETERS = ["embed.weight", "layers.0.q.weight", "layers.0.norm.weight", "layers.1.q.weight", "layers.1.norm.weight"]
 BUFFERS = ["rotary.inv_freq"]

@@ -10,7 +10,7 @@ from pytest_fsdp_meta.catalogue.diagnosis.limits import declared_or_coarsest
 from pytest_fsdp_meta.catalogue.diagnosis.parity import format_losses, leave_not_finite
 from pytest_fsdp_meta.catalogue.findings import Explanation, Finding, Mismatch
 from pytest_fsdp_meta.catalogue.registry import check
-from pytest_fsdp_meta.catalogue.view import Blocked, NotJudged, Unjudgeable, View, ranks_by
+from pytest_fsdp_meta.catalogue.view import Blocked, NotDeclared, NotJudged, Unjudgeable, View, ranks_by
 from pytest_fsdp_meta.evidence.checkpoint import RankResumed
 
 TRAINING_CHECKS = (
@@ -152,11 +152,69 @@ def _compare_groups(before: RankResumed, after: RankResumed) -> Iterator[Mismatc
 
 
 @check(
-    promise="training after saving and loading has the losses of the uninterrupted run, and the same frozen and tied "
-    "parameters",
+    promise="the scheduler's state, and what is kept beside the model, survive saving and loading",
     family="checkpoint",
     needs=["inventory", "continued", "resumed"],
-    after=[*SOUND, *TRAINING_CHECKS, "load_is_repeatable", "dcp_round_trip", "optimizer_state_round_trip"],
+    after=[*SOUND, "tied_weights_share_storage", "load_is_repeatable", "dcp_round_trip"],
+    why="A resumed run starts its schedule, its average or its rounding errors from the beginning, and looks healthy.",
+    cause="save() or resume() leaves it out, or resume() rebuilds it from the loaded model",
+    remedy="save its state_dict() with the model, and load it after the model and the optimizer",
+    references=["TensorAuto/OpenTau#185", "radixark/miles#3143", "NCAR/miles-credit#414"],
+    since="0.3",
+)
+def beside_round_trip(view: View) -> Iterable[Finding]:
+    before, after = view.evidence.continued or (), view.evidence.resumed or ()
+    if not any(run.beside for run in before):
+        if {"scheduler", "beside"} & view.evidence.subject.declared:
+            raise NotJudged("neither the scheduler nor what is kept beside the model has a state")
+        raise NotDeclared("scheduler", ", and Subject(beside=...) is not either")
+    found = (
+        (rank, (name, mismatch))
+        for rank, (saved, loaded) in enumerate(zip(before, after, strict=True))
+        for name in {**saved.beside, **loaded.beside}
+        if (mismatch := _compare_beside(saved, loaded, name)) is not None
+    )
+    for (name, mismatch), ranks in ranks_by(found).items():
+        yield Finding(name, ranks, mismatch.actual, mismatch.expected, cause=mismatch.cause, remedy=mismatch.remedy)
+
+
+def _compare_beside(saved: RankResumed, loaded: RankResumed, name: str) -> Mismatch | None:
+    old, new = saved.beside.get(name), loaded.beside.get(name)
+    if old == new:
+        return None
+    if old is None or new is None:
+        actual, expected = ("no state after loading", "a state") if new is None else ("a state after loading", "none")
+        return Mismatch(actual, f"{expected}, as saved")
+    if new == saved.rounded.get(name):
+        return Mismatch("rounded to the dtype of the parameters after loading", "as saved", **_REBUILT)
+    explanation = _STARTS_AGAIN if name.startswith("scheduler.") else {}
+    for read in (_number_in, _dtype_in):
+        now, once = read(new), read(old)
+        if now and once and now != once:
+            return Mismatch(f"{now} after loading", f"{once}, as saved", **explanation)
+    return Mismatch("different after loading", "as saved", **explanation)
+
+
+_REBUILT: Explanation = {
+    "cause": "it is rebuilt from the loaded parameters, which are rounded: what rounding took away is lost",
+    "remedy": "save it in float32, and load it; then round it to the parameters, not the other way",
+}
+_STARTS_AGAIN: Explanation = {
+    "cause": "the scheduler's state is not saved, not loaded, or stepped by resume(), so that the schedule continues "
+    "from another step",
+    "remedy": "save scheduler.state_dict() with the optimizer, and load it last",
+}
+
+
+@check(
+    promise="training after saving and loading has the losses and learning rates of the uninterrupted run, and the "
+    "same frozen and tied parameters",
+    family="checkpoint",
+    needs=["inventory", "continued", "resumed"],
+    after=[
+        *(*SOUND, *TRAINING_CHECKS, "load_is_repeatable", "dcp_round_trip", "optimizer_state_round_trip"),
+        "beside_round_trip",
+    ],
     why="A resumed run is seen as a continuation of the first, even if it trains differently.",
     cause="the forward depends on something that the checkpoint does not contain: a non-persistent buffer, a counter, "
     "a module that resume() recreates, or a cached copy of a weight",
@@ -172,6 +230,9 @@ def resume_parity(view: View) -> Iterable[Finding]:
     if changed:
         yield from changed
         return  # the losses follow
+    if rates := list(_other_rates(view, before, after)):
+        yield from rates
+        return
     different: dict[int, list[int]] = {}
     for rank, (uninterrupted, resumed) in enumerate(zip(before, after, strict=True)):
         for step, (expected, actual) in enumerate(zip(uninterrupted.losses, resumed.losses, strict=True)):
@@ -222,6 +283,36 @@ _THAWED, _FROZEN = (
     ("trainable after loading", "frozen, as before saving"),
     ("frozen after loading", "trainable, as before saving"),
 )
+
+
+def _other_rates(view: View, before: Sequence[RankResumed], after: Sequence[RankResumed]) -> Iterator[Finding]:
+    """Report the first step with another learning rate, unless a more basic check explains it."""
+    first: list[tuple[int, tuple[int, int, float, float]]] = []
+    for rank, (old, new) in enumerate(zip(before, after, strict=True)):
+        for step, (expected, actual) in enumerate(zip(old.rates, new.rates, strict=False)):
+            off = [group for group, pair in enumerate(zip(actual, expected, strict=False)) if _unlike(*pair)]
+            if off:
+                first.append((rank, (step, off[0], actual[off[0]], expected[off[0]])))
+                break
+    for (step, group, ours, theirs), ranks in ranks_by(first).items():
+        message = f"learning rate {ours:g} at step {step} after resuming"
+        _require_no_other_cause(view, f"{message}, {theirs:g} uninterrupted")
+        yield Finding(
+            None, ranks, message, f"{theirs:g}, as in the uninterrupted run", f"group {group}", **_OTHER_SCHEDULE
+        )
+
+
+_OTHER_SCHEDULE: Explanation = {
+    "cause": "the schedule continues from another step: its counter is not saved, a scheduler is built after the "
+    "optimizer was loaded, or resume() steps it",
+    "remedy": "save and load what the schedule counts, or declare Subject(scheduler=...), so that the checks save it",
+}
+
+
+def _unlike(actual: float, expected: float) -> bool:
+    return not math.isclose(actual, expected, rel_tol=1e-6)
+
+
 _OTHERWISE_FROZEN: Explanation = {
     "cause": "a checkpoint does not keep requires_grad, and loading or the loader sets it otherwise than before saving",
     "remedy": "freeze the same parameters in the loader or in resume() as before saving",

@@ -107,7 +107,7 @@ def _wrong_updates(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding
             actual = f"update is {factor} times the reference's" if factor else "update differs from the reference's"
             detail = "" if factor else _describe_error(limits, alike_cases)
             ranks = tuple(rank for rank, _ in alike_cases)
-            explanation = _explain_settings(view, runs, name, ranks)
+            explanation = _explain_settings(view, runs, name, ranks) or _explain_rates(view, runs, ranks)
             if factor and not explanation:
                 explanation = _explain_factor(view, runs, name, factor)
             explanation = explanation or explain_hooks_left_out(view)
@@ -146,6 +146,23 @@ def _explain_settings(view: View, runs: Sequence[RankTraining], name: str, ranks
                 "remedy": "choose groups by the names and the whole shapes of the unwrapped model, and compute what "
                 "depends on the number of ranks outside of the function",
             }
+    return {}
+
+
+def _explain_rates(view: View, runs: Sequence[RankTraining], ranks: Sequence[int]) -> Explanation:
+    """Explain an update by the learning rate of a later step than the first; return {} if the rates agree."""
+    for step, expected in enumerate(view.reference.rates):
+        for rates in (runs[rank].rates for rank in ranks):
+            actual = rates[step] if step < len(rates) else expected
+            if len(actual) == len(expected) and not all(map(math.isclose, actual, expected)):
+                ours, theirs = (", ".join(f"{rate:g}" for rate in dict.fromkeys(own)) for own in (actual, expected))
+                return {
+                    "cause": f"the learning rate of step {step} is {ours} on these ranks, and {theirs} in the "
+                    "reference, whose scheduler steps once after each step of the optimizer: the ranks' steps "
+                    "otherwise, or a framework steps it once per rank",
+                    "remedy": "step the scheduler once after each step of the optimizer, and declare it in "
+                    "Subject(scheduler=...)",
+                }
     return {}
 
 

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from pytest_fsdp_meta.evidence import MeshFacts, Region
 from pytest_fsdp_meta.loader.adapter import Part
-from pytest_fsdp_meta.loader.subject import short_placement
+from pytest_fsdp_meta.loader.placements import short_placement
 from pytest_fsdp_meta.observers.support.layout import regions as layout_regions
 from pytest_fsdp_meta.observers.support.layout import slice_runs
 

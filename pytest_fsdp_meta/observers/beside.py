@@ -1,0 +1,200 @@
+"""Build the scheduler and what is kept beside model and optimizer, step it, save it and describe it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from pytest_fsdp_meta.loader.adapter import Part
+from pytest_fsdp_meta.loader.subject import Subject, SubjectError
+from pytest_fsdp_meta.loader.validation import is_stateful, takes
+from pytest_fsdp_meta.observers.adapters.dtensor import local_part, own_part
+from pytest_fsdp_meta.observers.batches import calling
+from pytest_fsdp_meta.observers.fingerprints import fingerprint
+from pytest_fsdp_meta.observers.sending import PackedFunction, pack_function, unpack_function
+from pytest_fsdp_meta.observers.support.precision import is_low
+from pytest_fsdp_meta.text import first_line
+
+SCHEDULER = "scheduler"
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A value that a checkpoint pickles as a whole: of a mapping, torch saves the items, and loads a plain dict."""
+
+    value: Any
+
+
+@dataclass
+class Beside:
+    """The scheduler and the objects beside one model and its optimizer."""
+
+    scheduler: Any = None
+    objects: Mapping[str, Any] = field(default_factory=dict)
+    compared: frozenset[str] = frozenset()
+    """The objects that the reference has as well."""
+
+    def after_step(self, subject: Subject) -> None:
+        """Step what ``train_step`` does not step by itself."""
+        author = subject.train_step
+        if self.scheduler is not None and not (author and (is_stateful(subject.scheduler) or takes(author, SCHEDULER))):
+            if isinstance(self.scheduler, ReduceLROnPlateau):
+                raise SubjectError(
+                    SCHEDULER, "ReduceLROnPlateau steps by a metric; step it in a train_step with a parameter scheduler"
+                )
+            with calling("Subject(scheduler=...)"), warnings.catch_warnings():
+                # The reference's copy of a scheduler was made before its optimizer, which it takes for overridden.
+                warnings.filterwarnings("ignore", message="Seems like `optimizer.step\\(\\)` has been overridden")
+                self.scheduler.step()
+        if author and takes(author, "beside"):
+            return
+        for name in self.compared:
+            update = getattr(self.objects[name], "update_parameters", None)
+            if callable(update):
+                with calling(f"Subject(beside={{{name!r}: ...}})", "update_parameters(model)"):
+                    update(subject.model)
+
+    def arguments(self, function: object) -> dict[str, Any]:
+        """Return the keyword arguments for a function of the author's that has such parameters."""
+        handed = {SCHEDULER: self.scheduler, "beside": dict(self.objects)}
+        return {name: value for name, value in handed.items() if takes(function, name)}
+
+    def states(self) -> dict[str, Any]:
+        """Return the state of all of it, as a part of a state dict; without anything, an empty one."""
+        states: dict[str, Any] = {} if self.scheduler is None else {SCHEDULER: Whole(self.scheduler.state_dict())}
+        if self.objects:
+            states["beside"] = {name: kept.state_dict() for name, kept in self.objects.items()}
+        return states
+
+    def load(self, states: Mapping[str, Any]) -> None:
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(states[SCHEDULER].value)
+        for name, kept in self.objects.items():
+            kept.load_state_dict(states["beside"][name])
+
+    def entries(self) -> Iterator[tuple[str, Any]]:
+        """Yield name and value of each entry of each state dict: ("scheduler.last_epoch", 3)."""
+        kept = {} if self.scheduler is None else {SCHEDULER: self.scheduler}
+        for name, owner in {**kept, **self.objects}.items():
+            state = owner.state_dict()
+            if isinstance(state, Mapping):
+                yield from ((f"{name}.{key}", value) for key, value in state.items())
+            else:
+                yield name, state
+
+    def tensors(self) -> Iterator[tuple[str, Part]]:
+        """Yield what this rank holds of each tensor in the state dicts of the objects that the reference has too."""
+        for name, value in self.entries():
+            if isinstance(value, Tensor) and name.partition(".")[0] in self.compared:
+                yield name, own_part(value)
+
+    @staticmethod
+    def is_of_scheduler(entry: str) -> bool:
+        """Return whether an entry belongs to the scheduler."""
+        return entry.startswith(f"{SCHEDULER}.")
+
+    def fingerprints(self) -> dict[str, str]:
+        return {name: fingerprint(value) for name, value in self.entries()}
+
+    def rounded(self, model: Module) -> dict[str, str]:
+        """Return the fingerprints of the tensors as they are after rounding to the dtype of low-precision parameters.
+
+        Copies in float32 that are rebuilt from the parameters look like this.
+        """
+        low = {parameter.dtype for parameter in model.parameters() if is_low(parameter.dtype)}
+        if len(low) != 1:
+            return {}
+        [dtype] = low
+        found = {}
+        for name, value in self.entries():
+            if isinstance(value, Tensor) and value.dtype in (torch.float32, torch.float64) and value.ndim:
+                rounded = local_part(value).to(dtype).to(value.dtype)
+                found[name] = fingerprint(rounded).replace(str(tuple(rounded.shape)), str(tuple(value.shape)), 1)
+        return found
+
+
+def make_beside(subject: Subject, optimizer: Optimizer | None) -> Beside:
+    """Return what the subject declares, built for its model and this optimizer where it declares functions."""
+    scheduler = subject.scheduler
+    if optimizer is None:
+        scheduler = None  # nothing is trainable
+    elif scheduler is not None and not is_stateful(scheduler):
+        with calling("Subject(scheduler=...)", "scheduler(optimizer)"):
+            scheduler = scheduler(optimizer)
+        if not is_stateful(scheduler) or not callable(getattr(scheduler, "step", None)):
+            raise SubjectError(
+                SCHEDULER,
+                f"it returned {type(scheduler).__name__}, but should return a scheduler: step(), state_dict()",
+            )
+    objects: dict[str, Any] = {}
+    for name, kept in subject.beside.items():
+        objects[name] = kept if is_stateful(kept) else _build(name, kept, subject.model)
+    return Beside(scheduler, objects, frozenset(name for name in objects if not is_stateful(subject.beside[name])))
+
+
+def _build(name: str, function: Any, model: Module) -> Any:
+    where = f"Subject(beside={{{name!r}: ...}})"
+    with calling(where, f"{name}(model)"):
+        kept = function(model)
+    if not is_stateful(kept):
+        raise SubjectError(
+            "beside",
+            f"{name!r} returned {type(kept).__name__}, but should return an object with state_dict() and "
+            "load_state_dict()",
+        )
+    return kept
+
+
+def rates_of(optimizer: Optimizer) -> tuple[float, ...]:
+    """Return the learning rate of each parameter group that has one."""
+    return tuple(float(group["lr"]) for group in optimizer.param_groups if "lr" in group)
+
+
+def scheduler_for_reference(subject: Subject, optimizer: Optimizer | None) -> Any:
+    """Return the author's function, or a scheduler that the loader built, packed without its optimizer.
+
+    A framework's scheduler that wraps another one (accelerate) steps as its framework says; the reference gets the
+    inner one, its ``.scheduler``.
+    """
+    scheduler: Any = subject.scheduler
+    while is_stateful(inner := getattr(scheduler, SCHEDULER, None)):
+        scheduler = inner
+    return pack_function(scheduler, subject.model, optimizer) if is_stateful(scheduler) else scheduler
+
+
+def beside_for_reference(subject: Subject) -> dict[str, Any]:
+    """Return the functions that build what is kept beside the model."""
+    return {name: kept for name, kept in subject.beside.items() if not is_stateful(kept)}
+
+
+def declare_beside(subject: Subject, scheduler: Any, beside: Mapping[str, Any]) -> None:
+    """Declare for the reference what the two functions above returned on rank 0."""
+    packed = isinstance(scheduler, PackedFunction)
+    subject.scheduler = SchedulerCopy(scheduler, subject.model) if packed else scheduler
+    subject.beside = beside
+
+
+@dataclass
+class SchedulerCopy:
+    """``Subject.scheduler`` of the reference where the loader has built a scheduler."""
+
+    packed: PackedFunction
+    model: Module
+
+    def __call__(self, optimizer: Optimizer) -> Any:
+        try:
+            return unpack_function(self.packed, self.model, optimizer)
+        except Exception as error:
+            raise SubjectError(
+                SCHEDULER,
+                f"the reference cannot build the same scheduler ({first_line(error)}); declare a function: "
+                "scheduler=lambda optimizer: ...",
+            ) from None
