@@ -62,6 +62,8 @@ class RankResumed:
     """Fingerprints of the scheduler's state and of what is kept beside the model: "scheduler.last_epoch" -> "3"."""
     rounded: Mapping[str, str] = field(default_factory=dict)
     """The same of tensors in float32 after rounding to the dtype of the parameters, if that is a lower one."""
+    plain: tuple[str, ...] = ()
+    """The entries of ``beside`` that are no DTensors."""
 
 
 @dataclass(frozen=True)

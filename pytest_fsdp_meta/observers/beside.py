@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -104,6 +105,10 @@ class Beside:
     def fingerprints(self) -> dict[str, str]:
         return {name: fingerprint(value) for name, value in self.entries()}
 
+    def plain(self) -> tuple[str, ...]:
+        """Return the entries that are no DTensors: torch's checkpoint has one rank's value of each."""
+        return tuple(name for name, value in self.entries() if not isinstance(value, DTensor))
+
     def rounded(self, model: Module) -> dict[str, str]:
         """Return the fingerprints of the tensors as they are after rounding to the dtype of low-precision parameters.
 
@@ -132,7 +137,7 @@ def make_beside(subject: Subject, optimizer: Optimizer | None) -> Beside:
         if not is_stateful(scheduler) or not callable(getattr(scheduler, "step", None)):
             raise SubjectError(
                 SCHEDULER,
-                f"it returned {type(scheduler).__name__}, but should return a scheduler: step(), state_dict()",
+                f"it returned {type(scheduler).__name__}, but should return a scheduler with step() and state_dict()",
             )
     objects: dict[str, Any] = {}
     for name, kept in subject.beside.items():

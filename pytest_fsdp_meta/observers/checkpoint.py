@@ -275,6 +275,7 @@ def _describe_all(subject: Subject, optimizer: Optimizer, model: RankSaved) -> R
         tied=_ties(parameters),
         beside=beside.fingerprints(),
         rounded=beside.rounded(subject.model),
+        plain=beside.plain(),
     )
 
 

@@ -251,6 +251,20 @@ def clipped(
     return replace(evidence, training=runs, subject=declared)
 
 
+def kept_beside(evidence: Evidence) -> Evidence:
+    """Declare a scheduler and an average of the weights, and let both be right everywhere."""
+    runs = tuple(
+        replace(run, beside=tuple(replace(c, name=f"ema.{c.name}") for c in run.parameters))
+        for run in evidence.training or ()
+    )
+    states = {"scheduler.last_epoch": "3", f"ema.{MIDDLE}": "float32 (6, 4) the average"}
+    kept = {
+        name: tuple(replace(run, beside=states) for run in getattr(evidence, name)) for name in ("continued", "resumed")
+    }
+    declared = replace(evidence.subject, declared=evidence.subject.declared | {"scheduler", "beside"})
+    return replace(evidence, training=runs, subject=declared, **kept)
+
+
 def second_step(
     evidence: Evidence, factor: float = 1.0, apart: float = 0.0, ranks: Iterable[int] | None = None, **facts: Any
 ) -> Evidence:

@@ -38,6 +38,7 @@ from tests.catalogue.evidence_factory import (
     drop,
     empty,
     healthy,
+    kept_beside,
     on_ranks,
     on_runs,
     place,
@@ -72,7 +73,7 @@ EMPTY = {
     *NO_TRAFFIC,
     *("tied_weights_share_storage", "tied_weights_stay_tied", "replicas_stay_equal", "frozen_weights_stay_frozen"),
     *("optimizer_owns_parameters", "optimizer_state_round_trip", "every_trainable_moves"),
-    "second_save_is_current",
+    *("second_save_is_current", "beside_parity", "beside_round_trip"),
     *("forward_sees_current_weights", "grad_norm_parity", "grad_clip_parity", "second_grad_parity"),
     *("grad_accumulation_parity", "parameter_attributes_kept", "unsharded_modules_stay_whole"),
 }
@@ -84,6 +85,8 @@ UNUSUAL = {
     "unsharded_modules_stay_whole": "unsharded",
     "unsharded_modules_are_not_gathered": "unsharded",
     "grad_clip_parity": "clip_grad_norm",
+    "beside_parity": "beside",
+    "beside_round_trip": "scheduler",
 }
 """The checks that need a field which few authors declare."""
 
@@ -105,7 +108,7 @@ def complete(mesh: dict[str, int], whole: dict[str, tuple[int, ...]] = WHOLE) ->
     memory = (RankMemory(host=1024, whole=64),) * len(evidence.inventory)
     evidence = replace(evidence, memory=memory, repetition=evidence.inventory)
     evidence = declare(evidence, kept_attributes=(KEPT,), unsharded=tuple(whole), frozen={FROZEN: FROZEN})
-    evidence = clipped(evidence)
+    evidence = kept_beside(clipped(evidence))
     return with_traffic(evidence, groups=(FsdpGroup(tuple(LARGE), forwards=1, reshards=True, trainable=True),))
 
 
@@ -297,6 +300,8 @@ BROKEN = {
     "dcp_reshards": replace(healthy(), resharded=Resharded((("dp_shard", 1),), (), "RuntimeError: no such file", (0,))),
     "full_state_dict_exports": replace(healthy(), export=Export(missing=(MIDDLE,))),
     "optimizer_state_round_trip": with_rank(healthy(), "resumed", state={}),
+    "beside_parity": remeasured(kept_beside(healthy()), f"ema.{MIDDLE}", 2.0, observed="beside"),
+    "beside_round_trip": with_rank(kept_beside(healthy()), "resumed", beside={"scheduler.last_epoch": "0"}),
     "resume_parity": with_rank(healthy(), "resumed", losses=(9.0, 9.0)),
     "second_save_is_current": with_rank(healthy(), "restored_again", model=healthy().saved[0]),
 }

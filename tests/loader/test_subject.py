@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.optim import SGD
+from torch.optim.lr_scheduler import LambdaLR
 
 from pytest_fsdp_meta.evidence import combine_subjects
 from pytest_fsdp_meta.loader.placements import parse_placements, short_placement
@@ -73,6 +75,26 @@ def test_declared_fields_are_recorded(tmp_path):
         (
             {"train_step": "step"},
             "train_step=...): str 'step' is not callable; give a function train_step(model, optimizer, batch) -> loss",
+        ),
+        (
+            {"scheduler": 3},
+            "scheduler=...): int '3' should be scheduler(optimizer), or a scheduler with step() and state_dict()",
+        ),
+        (
+            {"scheduler": LambdaLR(SGD(nn.Linear(2, 2).parameters()), lambda step: 1.0)},
+            "scheduler=...): the loader built it, so optimizer= has to be the optimizer that it belongs to; or give a "
+            "function: scheduler(optimizer)",
+        ),
+        ({"beside": [1]}, "beside=...): list '[1]' should be a mapping such as {'ema': ema}"),
+        ({"beside": {1: nn.Linear(2, 2)}}, "beside=...): the key int '1' should be a name such as 'ema'"),
+        (
+            {"beside": {"ema": 3}},
+            "beside=...): 'ema' is int '3', but should be an object with state_dict() and load_state_dict(), or a "
+            "function of the model that returns one",
+        ),
+        (
+            {"save": print, "resume": print, "scheduler": lambda optimizer: None},
+            "save=...): scheduler is built by a function, so save() has to take it: save(..., folder, scheduler)",
         ),
         *(
             (

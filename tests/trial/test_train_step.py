@@ -47,10 +47,12 @@ def load(fsdp: Rank, **declared: Any) -> Subject:
     return Subject(model, **{"reference": build, "batch": batch, "loss": loss, "optimizer": adam, **declared})
 
 
-def judged(train_step: Any, checks: Iterable[str] = TRAINING, **declared: Any) -> dict[str, Verdict]:
+def judged(
+    train_step: Any, checks: Iterable[str] = TRAINING, function: Any = None, **declared: Any
+) -> dict[str, Verdict]:
     catalogue = built_in()
     trial = Trial(WorldSpec({"dp_shard": 2}, timeout=60), trial_preload(), steps=3, tolerance={})
-    function = partial(load, train_step=train_step, **declared)
+    function = function or partial(load, train_step=train_step, **declared)
     evidence = trial.observe(Call(cloudpickle.dumps(function), {}, "fsdp"), catalogue.observations(checks))
     return {id: judge(catalogue[id], evidence, catalogue) for id in checks}
 

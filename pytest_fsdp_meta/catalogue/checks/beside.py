@@ -9,7 +9,7 @@ from pytest_fsdp_meta.catalogue.diagnosis.limits import Limits, update_limits
 from pytest_fsdp_meta.catalogue.diagnosis.parity import BEFORE_UPDATES, comparable_training, require_no_other_cause
 from pytest_fsdp_meta.catalogue.findings import Explanation, Finding, Mismatch
 from pytest_fsdp_meta.catalogue.registry import check
-from pytest_fsdp_meta.catalogue.view import NotJudged, PartlyJudged, View
+from pytest_fsdp_meta.catalogue.view import NotDeclared, NotJudged, PartlyJudged, View
 from pytest_fsdp_meta.evidence import Comparison, Measure, TensorNoise
 from pytest_fsdp_meta.evidence.tolerances import UPDATE_TOLERANCE
 from pytest_fsdp_meta.text import first_of
@@ -35,6 +35,8 @@ def beside_parity(view: View) -> Iterable[Finding]:
     for rank, run in enumerate(runs):
         for comparison in run.beside:
             cases.setdefault(comparison.name, []).append((rank, comparison))
+    if "beside" not in view.evidence.subject.declared:
+        raise NotDeclared("beside")
     if not cases:
         raise NotJudged(
             "the reference keeps none of it: declare a function of the model in Subject(beside=...), such as "
@@ -47,6 +49,9 @@ def beside_parity(view: View) -> Iterable[Finding]:
     if found:
         require_no_other_cause(view, f"what is kept beside the model differs ({found[0].tensor}: {found[0].actual})")
         yield from found
+    moved = {name for name, pairs in cases.items() if any(c.measure is None or c.measure.truth for _, c in pairs)}
+    if not moved:
+        raise NotJudged("nothing that is kept beside the model moves in these steps, neither here nor in the reference")
     unlike = [name for name, pairs in cases.items() if any(c.problem is not None for _, c in pairs)]
     if unlike:
         raise PartlyJudged(

@@ -10,8 +10,9 @@ from pytest_fsdp_meta.catalogue.diagnosis.limits import declared_or_coarsest
 from pytest_fsdp_meta.catalogue.diagnosis.parity import format_losses, leave_not_finite
 from pytest_fsdp_meta.catalogue.findings import Explanation, Finding, Mismatch
 from pytest_fsdp_meta.catalogue.registry import check
-from pytest_fsdp_meta.catalogue.view import Blocked, NotDeclared, NotJudged, Unjudgeable, View, ranks_by
+from pytest_fsdp_meta.catalogue.view import Blocked, NotDeclared, NotJudged, PartlyJudged, Unjudgeable, View, ranks_by
 from pytest_fsdp_meta.evidence.checkpoint import RankResumed
+from pytest_fsdp_meta.text import first_of
 
 TRAINING_CHECKS = (
     "tied_weights_share_storage",
@@ -161,21 +162,34 @@ def _compare_groups(before: RankResumed, after: RankResumed) -> Iterator[Mismatc
     remedy="save its state_dict() with the model, and load it after the model and the optimizer",
     references=["TensorAuto/OpenTau#185", "radixark/miles#3143", "NCAR/miles-credit#414"],
     since="0.3",
+    fields=["scheduler or beside"],
 )
 def beside_round_trip(view: View) -> Iterable[Finding]:
     before, after = view.evidence.continued or (), view.evidence.resumed or ()
     if not any(run.beside for run in before):
         if {"scheduler", "beside"} & view.evidence.subject.declared:
             raise NotJudged("neither the scheduler nor what is kept beside the model has a state")
-        raise NotDeclared("scheduler", ", and Subject(beside=...) is not either")
+        raise NotDeclared("scheduler")
+    by_rank = [] if "save" in view.evidence.subject.declared else _plain_and_unlike(before)
     found = (
         (rank, (name, mismatch))
         for rank, (saved, loaded) in enumerate(zip(before, after, strict=True))
         for name in {**saved.beside, **loaded.beside}
-        if (mismatch := _compare_beside(saved, loaded, name)) is not None
+        if name not in by_rank and (mismatch := _compare_beside(saved, loaded, name)) is not None
     )
     for (name, mismatch), ranks in ranks_by(found).items():
         yield Finding(name, ranks, mismatch.actual, mismatch.expected, cause=mismatch.cause, remedy=mismatch.remedy)
+    if by_rank:
+        raise PartlyJudged(
+            f"{first_of(by_rank)} differs between the ranks, and torch.distributed.checkpoint keeps one rank's value; "
+            "declare Subject(save=..., resume=...) that keep each rank's"
+        )
+
+
+def _plain_and_unlike(runs: Sequence[RankResumed]) -> list[str]:
+    """Return the entries that are no DTensors and that the ranks do not all have alike."""
+    plain = dict.fromkeys(name for run in runs for name in run.plain)
+    return [name for name in plain if len({run.beside.get(name) for run in runs}) > 1]
 
 
 def _compare_beside(saved: RankResumed, loaded: RankResumed, name: str) -> Mismatch | None:
