@@ -101,3 +101,8 @@ class Resharded:
     comparisons: tuple[tuple[Comparison, ...], ...] = ()
     refused: str = ""
     ranks: tuple[int, ...] = ()
+    optimizer: tuple[tuple[Comparison, ...], ...] = ()
+    """The optimizer's state after loading, by "<parameter>: <key>", compared with what was saved; empty if the
+    checkpoint has none."""
+    optimizer_refused: bool = False
+    """Whether loading the optimizer raised, and not loading the model."""

@@ -100,7 +100,7 @@ def adopt_values(
             if name not in wholes:  # a copy, because the tensor may be a transposed view, or repeat one row
                 wholes[name] = tensors[name].detach().cpu().clone(memory_format=torch.contiguous_format)
             values = record.read_whole(name)
-            _write_part(wholes[name], regions, flat, values)
+            write_part(wholes[name], regions, flat, values)
     with torch.no_grad():
         for name, whole in wholes.items():
             without_repetition(tensors[name]).copy_(without_repetition(whole, tensors[name]))
@@ -108,7 +108,7 @@ def adopt_values(
     return _inventory(model, attributes)
 
 
-def _write_part(whole: Tensor, regions: Sequence[Region], flat: bool, values: Tensor) -> None:
+def write_part(whole: Tensor, regions: Sequence[Region], flat: bool, values: Tensor) -> None:
     """Write the values of a part to the whole tensor, block by block: torch cannot index some dtypes otherwise."""
     if flat:
         whole, values = whole.view(-1), values.reshape(-1)

@@ -17,7 +17,7 @@ R = TypeVar("R")
 
 OBSERVERS = "pytest_fsdp_meta.observers"
 ON_RANKS = (
-    *(f"{OBSERVERS}.checkpoint", f"{OBSERVERS}.training", f"{OBSERVERS}.noise"),
+    *(f"{OBSERVERS}.checkpoint", f"{OBSERVERS}.optimizer_state", f"{OBSERVERS}.training", f"{OBSERVERS}.noise"),
     f"{OBSERVERS}.preload:warm_up",
 )
 """What the fork server imports (modules) and calls (functions) before it forks the ranks of a trial."""
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         checkpoint,
         loading,
         noise,
+        optimizer_state,
         reference,
         state_dict,
         step_collectives,
@@ -47,6 +48,7 @@ else:
     checkpoint = ObserverModule(f"{OBSERVERS}.checkpoint")
     loading = ObserverModule(f"{OBSERVERS}.loading")
     noise = ObserverModule(f"{OBSERVERS}.noise")
+    optimizer_state = ObserverModule(f"{OBSERVERS}.optimizer_state")
     reference = ObserverModule(f"{OBSERVERS}.reference")
     state_dict = ObserverModule(f"{OBSERVERS}.state_dict")
     step_collectives = ObserverModule(f"{OBSERVERS}.step_collectives")
@@ -58,6 +60,7 @@ __all__ = [
     "checkpoint",
     "loading",
     "noise",
+    "optimizer_state",
     "reference",
     "run_on",
     "state_dict",

@@ -34,7 +34,7 @@ from pytest_fsdp_meta.trial.obstacles import (
     optimizer_not_loaded_by_torch,
     refuses_checkpoint,
 )
-from pytest_fsdp_meta.trial.on_ranks import checkpoint, loading, run_on, state_dict
+from pytest_fsdp_meta.trial.on_ranks import checkpoint, loading, optimizer_state, run_on, state_dict
 from pytest_fsdp_meta.trial.timing import Stopwatch
 from pytest_fsdp_meta.trial.world_sizes import describe_size, other_size
 from pytest_fsdp_meta.worlds import World, WorldError, WorldSpec
@@ -107,6 +107,7 @@ class Reloading:
     _worlds: list[World] = field(default_factory=list)
     _saved_with_optimizer: tuple[RankResumed, ...] = ()
     _loaded_with_optimizer: tuple[RankResumed, ...] = ()
+    _has_recorded_state: bool = False
     _second: tuple[World, list[Loaded]] | None = None
     _load_failure: WorldError | None = None
     """Why the second load failed; it is not tried again."""
@@ -174,6 +175,7 @@ class Reloading:
         if problem and not self._author_saves:
             return Unavailable(f"{problem}; {DECLARE}", kind="undeclared")
         self._saved_with_optimizer = self._save_all("continued")
+        self._record_state()
         return _with_steps(self._saved_with_optimizer, self._run_first(checkpoint.train_on, self._steps_on))
 
     def _save_again(self) -> tuple[RankResumed, ...] | Unavailable:
@@ -266,10 +268,27 @@ class Reloading:
         except WorldError as error:
             if not refuses_checkpoint(error) or not self._loads_in_same_size():
                 raise
-            first = error.failures[0]
-            ranks = sorted(f.rank for f in error.failures if (f.kind, f.summary) == (first.kind, first.summary))
-            return Resharded(mesh, refused=first.summary.removeprefix("raised "), ranks=tuple(ranks))
-        return Resharded(mesh, tuple(run_on(world, checkpoint.compare_loaded, self.reference_path)))
+            return _refusal(mesh, error)
+        resharded = Resharded(mesh, tuple(run_on(world, checkpoint.compare_loaded, self.reference_path)))
+        return self._reshard_optimizer(world, resharded) if self._has_recorded_state and self.resumed else resharded
+
+    def _reshard_optimizer(self, world: World, resharded: Resharded) -> Resharded:
+        """Load the optimizer as well, which a world of the same size has loaded."""
+        try:
+            run_on(world, checkpoint.load_all, self._path("continued"))
+        except WorldError as error:
+            if not refuses_checkpoint(error):
+                raise
+            return replace(_refusal(resharded.mesh, error), optimizer_refused=True)
+        compared = run_on(world, optimizer_state.compare_state, str(self.folder))
+        return replace(resharded, optimizer=tuple(compared))
+
+    def _record_state(self) -> None:
+        """Record the optimizer's state at its checkpoint, if it will be loaded in a world of another size."""
+        if "resharded" in self._wanted and self.reference_world.alive:
+            held = self._run_first(optimizer_state.record_state, str(self.folder))
+            run_on(self.reference_world, optimizer_state.assemble_state, held, str(self.folder))
+            self._has_recorded_state = True
 
     def _loads_in_same_size(self) -> bool:
         """Load the same checkpoint in a world of the size that saved it; return whether that works."""
@@ -391,6 +410,12 @@ def _link(source: str, target: str) -> None:
             os.link(source, target)
         except OSError:
             shutil.copy2(source, target)
+
+
+def _refusal(mesh: tuple[tuple[str, int], ...], error: WorldError) -> Resharded:
+    first = error.failures[0]
+    ranks = sorted(f.rank for f in error.failures if (f.kind, f.summary) == (first.kind, first.summary))
+    return Resharded(mesh, refused=first.summary.removeprefix("raised "), ranks=tuple(ranks))
 
 
 def _models(ranks: tuple[RankResumed, ...]) -> tuple[RankSaved, ...]:

@@ -12,7 +12,7 @@ from pytest_fsdp_meta.catalogue.findings import Explanation, Finding, Mismatch
 from pytest_fsdp_meta.catalogue.registry import check
 from pytest_fsdp_meta.catalogue.view import Blocked, NotJudged, PartlyJudged, View, ranks_by
 from pytest_fsdp_meta.evidence import Comparison, TensorFacts
-from pytest_fsdp_meta.evidence.checkpoint import RankSaved
+from pytest_fsdp_meta.evidence.checkpoint import RankSaved, Resharded
 from pytest_fsdp_meta.text import WRAPPERS, clean_name, first_of
 
 MATERIALISED = ("same_manifest_on_every_rank", "no_meta_params", "no_meta_buffers", "no_uninitialized_memory")
@@ -201,10 +201,10 @@ def diverging_names(view: View, before: Sequence[RankSaved]) -> list[str]:
 
 
 @check(
-    promise="a checkpoint saved in this world loads with equal values in worlds of other sizes",
+    promise="a checkpoint saved in this world loads with equal values in worlds of other sizes, also of the optimizer",
     family="checkpoint",
     needs=["inventory", "reference", "values", "resharded"],
-    uses=["saved", "restored"],
+    uses=["saved", "restored", "continued", "resumed"],
     after=[*EQUAL, "state_dict_names_clean", "load_is_repeatable", "dcp_round_trip"],
     why="The next run may have more or fewer ranks, and it continues with whatever values it reads.",
     cause="shards are saved by rank instead of by their place in the tensor, or resume() reads its own rank's file",
@@ -217,7 +217,8 @@ def dcp_reshards(view: View) -> Iterable[Finding]:
     assert resharded is not None
     size = math.prod(size for _, size in resharded.mesh)
     if resharded.refused:
-        message = f"loading the checkpoint in a world of {size} raises {resharded.refused}"
+        what = "the optimizer" if resharded.optimizer_refused else "the checkpoint"
+        message = f"loading {what} in a world of {size} raises {resharded.refused}"
         if explaining := [check_id for check_id in view.failed if check_id in EXPLAINING_A_LOAD_ERROR]:
             raise Blocked(f"{message}; the findings of {', '.join(explaining)} may explain it")
         yield Finding(None, resharded.ranks, message, "")
@@ -231,6 +232,36 @@ def dcp_reshards(view: View) -> Iterable[Finding]:
             ranks = tuple(rank for rank, _ in wrong)
             detail = _describe_difference(wrong[0][1])
             yield Finding(name, ranks, f"different values in a world of {size}", SAVED, detail)
+    yield from _moved_state(view, resharded, f"a world of {size}")
+
+
+def _moved_state(view: View, resharded: Resharded, world: str) -> Iterator[Finding]:
+    """Report the parameters whose optimizer state is another one in the world of another size."""
+    lost = _lost_in_same_world(view)
+    wrong: dict[tuple[str, str], list[tuple[int, Comparison]]] = {}
+    for rank, comparisons in enumerate(resharded.optimizer):
+        for c in comparisons:
+            name, key = c.name.rsplit(": ", 1)
+            if not c.equal and name not in lost and view.judgeable(name):
+                wrong.setdefault((name, key), []).append((rank, c))
+    for (name, key), cases in wrong.items():
+        ranks = tuple(rank for rank, _ in cases)
+        detail = _describe_difference(cases[0][1])
+        yield Finding(name, ranks, f"different {key} in {world}", "the saved optimizer state", detail, **_MOVED_STATE)
+
+
+def _lost_in_same_world(view: View) -> set[str]:
+    """Return the parameters whose state a world of the same size has not loaded either, if a check reports that."""
+    if "optimizer_state_round_trip" not in view.selection:
+        return set()
+    pairs = zip(view.evidence.continued or (), view.evidence.resumed or (), strict=False)
+    return {name for saved, loaded in pairs for name in saved.state if saved.state[name] != loaded.state.get(name)}
+
+
+_MOVED_STATE: Explanation = {
+    "cause": "the optimizer's state is saved or loaded by the number of the rank, or cut where the old world cut it",
+    "remedy": "save and load it with get_optimizer_state_dict and set_optimizer_state_dict, which know whole tensors",
+}
 
 
 def _equal_to_reference(view: View) -> set[str]:

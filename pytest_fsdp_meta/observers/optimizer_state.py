@@ -1,0 +1,84 @@
+"""Record the optimizer's state that each rank holds, and compare it after loading in a world of another size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from pytest_fsdp_meta.evidence import Comparison, Region
+from pytest_fsdp_meta.loader.adapter import Part
+from pytest_fsdp_meta.observers.adapters.dtensor import local_part, own_part
+from pytest_fsdp_meta.observers.adapters.lookup import parts_of
+from pytest_fsdp_meta.observers.inventory import named_tensors
+from pytest_fsdp_meta.observers.loading import loaded_subject
+from pytest_fsdp_meta.observers.reference import write_part
+from pytest_fsdp_meta.observers.support.reference_record import Record, is_array, record_at, write_record
+from pytest_fsdp_meta.observers.values import compare_all
+from pytest_fsdp_meta.worlds import current
+
+NAME = "optimizer_state"
+"""The record of the whole state."""
+Held = dict[str, tuple[tuple[int, ...], tuple[Region, ...], bool]]
+"""Name -> shape of the whole, ``Part.regions`` and ``Part.flat`` of what one rank has recorded."""
+
+
+def record_state(folder: str) -> Held:
+    """Record this rank's part of each tensor in the state of its optimizer."""
+    rank = current()
+    own = {name: part for name, part in _state_parts() if part.local.numel()}
+    write_record(_own_file(rank.rank, folder), [(name, local_part(part.local)) for name, part in own.items()])
+    return {name: (part.shape, part.regions, part.flat) for name, part in own.items()}
+
+
+def assemble_state(held_by_rank: Sequence[Held], folder: str) -> None:
+    """Record the whole state, from what each rank has recorded of its own. Runs in the world of the reference."""
+    wholes: dict[str, Tensor] = {}
+    for rank, held in enumerate(held_by_rank):
+        record = Record(_own_file(rank, folder))
+        for name, (shape, regions, flat) in held.items():
+            values = record.read_whole(name)
+            if name not in wholes:
+                wholes[name] = torch.zeros(shape, dtype=values.dtype)
+            write_part(wholes[name], regions, flat, values)
+    write_record(record_at(folder, NAME), wholes.items())
+
+
+def compare_state(folder: str) -> tuple[Comparison, ...]:
+    """Compare the state of this rank's optimizer with the record of the whole."""
+    return compare_all(_state_parts(), Record(record_at(folder, NAME)))
+
+
+def _state_parts() -> Iterator[tuple[str, Part]]:
+    """Yield "<parameter>: <key>" and this rank's part of each tensor that describes all elements of a parameter."""
+    rank = current()
+    optimizer: Optimizer = rank.state["resumable"]
+    model: Module = loaded_subject(rank).model
+    parts, seen = parts_of(model), set[int]()
+    for name, kind, parameter in named_tensors(model):
+        if kind != "parameter" or id(parameter) in seen:
+            continue
+        seen.add(id(parameter))
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor) and (part := _part_like(parts.of(name, parameter), parameter, value)):
+                yield f"{name}: {key}", part
+
+
+def _part_like(part: Part, parameter: Tensor, value: Tensor) -> Part | None:
+    """Return which part of the whole state the value is; None if it has another shape than its parameter."""
+    if value.shape != parameter.shape or not value.ndim or not is_array(local_part(value)):
+        return None
+    if isinstance(value, DTensor) and isinstance(parameter, DTensor):
+        return own_part(value.redistribute(placements=parameter.placements))
+    same = local_part(value).shape == local_part(part.local).shape
+    return replace(part, local=local_part(value)) if same else None
+
+
+def _own_file(rank: int, folder: str) -> Path:
+    return record_at(folder, f"{NAME}{rank}")
