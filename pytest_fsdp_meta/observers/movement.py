@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -12,6 +11,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from pytest_fsdp_meta.evidence import Comparison, Measure, Movement
+from pytest_fsdp_meta.evidence.tolerances import UPDATE_TOLERANCE
 from pytest_fsdp_meta.loader.adapter import Part
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part
 from pytest_fsdp_meta.observers.adapters.lookup import parts_of
@@ -20,7 +20,7 @@ from pytest_fsdp_meta.observers.gradients import gradients_of
 from pytest_fsdp_meta.observers.inventory import named_tensors
 from pytest_fsdp_meta.observers.support.precision import is_low
 from pytest_fsdp_meta.observers.support.reference_record import Record
-from pytest_fsdp_meta.observers.values import comparable, compare, measure, read_part, whole_index
+from pytest_fsdp_meta.observers.values import comparable, compare_measured, measure, read_part, whole_index
 
 GRAINS = 8.0
 """Units in the last place; a smaller update may be rounded away on one side only, subject or reference."""
@@ -183,10 +183,8 @@ def compare_updates(
     for name, kind, tensor in named_tensors(model):
         if kind == "parameter" and name in updated and not tensor.is_meta:
             part = parts.of(name, tensor)
-            comparison = compare(name, part, updated, name)
-            if name in before and comparison.problem is None and name in values:
-                comparison = replace(comparison, measure=_measure_update(part, before[name], values, updated, name))
-            comparisons.append(comparison)
+            measured = _measure_update(part, before[name], values, updated, name) if name in before else None
+            comparisons.append(compare_measured(name, part, updated, UPDATE_TOLERANCE, measured))
     return tuple(comparisons)
 
 
@@ -205,20 +203,19 @@ def compare_beside(
     comparisons = []
     for name, part in beside.tensors():
         if name in updated and not part.local.is_meta:
-            comparison = compare(name, part, updated, name)
-            if name in before and comparison.problem is None and name in values and part.local.is_floating_point():
-                comparison = replace(comparison, measure=_measure_update(part, before[name], values, updated, name))
-            comparisons.append(comparison)
+            floating = name in before and part.local.is_floating_point()
+            measured = _measure_update(part, before[name], values, updated, name) if floating else None
+            comparisons.append(compare_measured(name, part, updated, UPDATE_TOLERANCE, measured))
     return tuple(comparisons)
 
 
 def _measure_update(part: Part, before: Tensor, values: Record, updated: Record, name: str) -> Measure | None:
-    if values.shape(name) != part.shape:
+    if name not in values or not values.shape(name) == updated.shape(name) == part.shape:
         return None
     old, new = read_part(part, values, name), read_part(part, updated, name)
     now = local_part(part.local).cpu()
     if not now.numel() or not old.shape == new.shape == now.shape == before.shape:
         return None
-    ours, theirs = (comparable(a).double() - comparable(b).double() for a, b in ((now, before), (new, old)))
-    grain = torch.finfo(now.dtype).eps * float(comparable(old).double().norm())
-    return measure(ours, theirs, grain)
+    ours, theirs, since = comparable(now), comparable(new), (comparable(before), comparable(old))
+    grain = torch.finfo(now.dtype).eps * float(torch.linalg.vector_norm(since[1], dtype=torch.float64))
+    return measure(ours, theirs, grain, since=since)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pytest_fsdp_meta.evidence import Comparison, Measure, Region
+from pytest_fsdp_meta.evidence.tolerances import GRADIENT_TOLERANCE, smallest
 from pytest_fsdp_meta.loader.adapter import Part
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part
 from pytest_fsdp_meta.observers.adapters.lookup import parts_of
@@ -17,6 +19,9 @@ from pytest_fsdp_meta.observers.inventory import named_tensors
 from pytest_fsdp_meta.observers.loading import loaded_subject
 from pytest_fsdp_meta.observers.support.reference_record import Record, global_index, record_at, write_record
 from pytest_fsdp_meta.worlds import current, doing
+
+SLICE = 2**18
+"""Elements that are computed at a time: as many as a processor's cache holds."""
 
 
 def observe_values(path: str, names: Mapping[str, str] | None = None) -> tuple[Comparison, ...]:
@@ -82,16 +87,35 @@ def compare(name: str, part: Part, reference: Record, recorded: str, measuring: 
 
 def compare_gradients(parts: Iterable[tuple[str, Part]], reference: Record) -> tuple[Comparison, ...]:
     """Compare and measure each gradient that the reference has."""
-    comparisons = []
-    for name, part in parts:
-        if name in reference:
-            comparison = compare(name, part, reference, name)
-            if comparison.problem is None and comparison.elements:
-                local = local_part(part.local).cpu()
-                ours, theirs = comparable(local), comparable(read_part(part, reference, name))
-                comparison = replace(comparison, measure=measure(ours, theirs, elements=local.numel()))
-            comparisons.append(comparison)
-    return tuple(comparisons)
+    found = ((name, part, _measure_gradient(name, part, reference)) for name, part in parts if name in reference)
+    return tuple(
+        compare_measured(name, part, reference, GRADIENT_TOLERANCE, measured) for name, part, measured in found
+    )
+
+
+def _measure_gradient(name: str, part: Part, reference: Record) -> Measure | None:
+    local = local_part(part.local).cpu()
+    if not local.numel() or part.shape != reference.shape(name):
+        return None
+    expected = read_part(part, reference, name)
+    if expected.shape != local.shape:
+        return None
+    return measure(comparable(local), comparable(expected), elements=local.numel())
+
+
+def compare_measured(
+    name: str, part: Part, reference: Record, tolerance: Mapping[str, float], measured: Measure | None
+) -> Comparison:
+    """Compare a part with the same part of the reference, whose distance is already ``measured``.
+
+    Within the smallest ``tolerance``, no check reports a difference, so its details are not looked for.
+    """
+    if measured is not None:
+        least = smallest(tolerance, {str(part.local.dtype).removeprefix("torch.")})
+        if measured.apart <= least * measured.truth:
+            return Comparison(name, measured.apart == 0.0, elements=measured.elements, measure=measured)
+    comparison = compare(name, part, reference, name)
+    return comparison if comparison.problem is not None else replace(comparison, measure=measured)
 
 
 def read_part(part: Part, record: Record, name: str) -> Tensor:
@@ -99,15 +123,33 @@ def read_part(part: Part, record: Record, name: str) -> Tensor:
     return record.read_run(name, part.regions[0]) if part.flat else record.read(name, part.regions)
 
 
-def measure(actual: Tensor, expected: Tensor, grain: float = 0.0, elements: int | None = None) -> Measure:
-    """Measure both tensors as vectors, in float64; ``elements`` is their number where it is not that of the vectors."""
-    ours, theirs = actual.double().flatten(), expected.double().flatten()
+def measure(
+    actual: Tensor,
+    expected: Tensor,
+    grain: float = 0.0,
+    elements: int | None = None,
+    since: tuple[Tensor, Tensor] | None = None,
+) -> Measure:
+    """Measure both tensors as vectors; ``elements`` is their number where it is not that of the vectors.
+
+    With ``since``, what both were before, their changes are measured. Slices are computed in float64 one after the
+    other, because copies of large tensors take more time and memory than the sums.
+    """
+    vectors = [tensor.flatten() for tensor in (actual, expected, *(since or ()))]
+    sums = torch.zeros(4, dtype=torch.float64)
+    for start in range(0, vectors[0].numel(), SLICE):
+        ours, theirs, *before = (vector[start : start + SLICE].double() for vector in vectors)
+        if before:
+            ours, theirs = ours.sub_(before[0]), theirs.sub_(before[1])
+        apart = ours - theirs
+        sums += torch.stack([ours.dot(ours), theirs.dot(theirs), apart.dot(apart), ours.dot(theirs)])
+    actual_square, truth_square, apart_square, dot = sums.tolist()
     return Measure(
-        actual=float(ours.norm()),
-        truth=float(theirs.norm()),
-        apart=float((ours - theirs).norm()),
-        dot=float(ours @ theirs),
-        elements=ours.numel() if elements is None else elements,
+        actual=math.sqrt(actual_square),
+        truth=math.sqrt(truth_square),
+        apart=math.sqrt(apart_square),
+        dot=dot,
+        elements=vectors[0].numel() if elements is None else elements,
         grain=grain,
     )
 
