@@ -11,6 +11,7 @@ from pytest_fsdp_meta.catalogue.checks import (
     materialisation,
     memory,
     optimization,
+    random_numbers,
     replicas,
     resuming,
     second_save,
@@ -31,7 +32,7 @@ FAMILIES = (
     *(structure, materialisation, sharding, tiling, communication),
     *(replicas, values, tying, memory),
     *(forward, gradients, clipping, optimization, second_step, updates, losses, accumulation),
-    *(checkpoint, resuming, second_save),
+    *(checkpoint, resuming, second_save, random_numbers),
 )
 
 

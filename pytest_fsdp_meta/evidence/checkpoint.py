@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from pytest_fsdp_meta.evidence.random_numbers import RandomState
 from pytest_fsdp_meta.evidence.training import Comparison
 
 
@@ -56,6 +57,8 @@ class RankResumed:
     """The groups of parameters that have one memory."""
     exported: Mapping[str, str] = field(default_factory=dict)
     """Fingerprints of what the author's ``state_dict(model)`` returned, if it is declared, by key."""
+    generators: Mapping[str, RandomState] = field(default_factory=dict)
+    """Torch's default generators while the author's save() or resume() runs, by device type."""
 
 
 @dataclass(frozen=True)

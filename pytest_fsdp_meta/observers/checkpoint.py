@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 
 from pytest_fsdp_meta.evidence import Comparison
 from pytest_fsdp_meta.evidence.checkpoint import FirstStep, RankResumed, RankSaved
+from pytest_fsdp_meta.evidence.random_numbers import RandomState
 from pytest_fsdp_meta.loader.adapter import Part
 from pytest_fsdp_meta.loader.subject import Subject
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part
@@ -35,6 +36,7 @@ from pytest_fsdp_meta.observers.fingerprints import fingerprint
 from pytest_fsdp_meta.observers.inventory import memory_key, named_tensors, non_persistent, reshard
 from pytest_fsdp_meta.observers.loading import resharded_subject
 from pytest_fsdp_meta.observers.optimizers import BY_NAME, make_optimizer
+from pytest_fsdp_meta.observers.random_numbers import observing_resume, observing_save
 from pytest_fsdp_meta.observers.state_dict import EXTRA_STATE
 from pytest_fsdp_meta.observers.steps import train
 from pytest_fsdp_meta.observers.support.bits import digest
@@ -101,8 +103,10 @@ def save_all(folder: str) -> RankResumed:
         # that the description has that state as well.
         get_optimizer_state_dict(subject.model, optimizer)
     held = _describe_all(subject, optimizer, _describe_model(subject))
-    _save(subject, optimizer, Path(folder))
-    return held
+    generators: dict[str, RandomState] = {}
+    with observing_save(subject, rank, generators):
+        _save(subject, optimizer, Path(folder))
+    return replace(held, generators=generators)
 
 
 def load_all(folder: str, changed: Collection[str] = ()) -> RankResumed:
@@ -114,8 +118,11 @@ def load_all(folder: str, changed: Collection[str] = ()) -> RankResumed:
     rank.state["resumable"] = optimizer = _make_optimizer(subject)
     # An optimizer that the loader built may have trained as far as the one that saved.
     _overwrite(subject, changed, optimizer)
-    _load(subject, rank.state["resumable"], Path(folder))
-    return _describe_all(subject, rank.state["resumable"], _describe_loaded_model(subject))
+    generators: dict[str, RandomState] = {}
+    with observing_resume(subject, rank, generators):
+        _load(subject, optimizer, Path(folder))
+    held = _describe_all(subject, optimizer, _describe_loaded_model(subject))
+    return replace(held, generators=generators)
 
 
 def train_on(steps: int) -> tuple[float, ...]:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         checkpoint,
         loading,
         noise,
+        random_numbers,
         reference,
         state_dict,
         step_collectives,
@@ -47,6 +48,7 @@ else:
     checkpoint = ObserverModule(f"{OBSERVERS}.checkpoint")
     loading = ObserverModule(f"{OBSERVERS}.loading")
     noise = ObserverModule(f"{OBSERVERS}.noise")
+    random_numbers = ObserverModule(f"{OBSERVERS}.random_numbers")
     reference = ObserverModule(f"{OBSERVERS}.reference")
     state_dict = ObserverModule(f"{OBSERVERS}.state_dict")
     step_collectives = ObserverModule(f"{OBSERVERS}.step_collectives")
@@ -58,6 +60,7 @@ __all__ = [
     "checkpoint",
     "loading",
     "noise",
+    "random_numbers",
     "reference",
     "run_on",
     "state_dict",
