@@ -26,8 +26,10 @@ class Draw:
     """The device type of torch's default generator, or ``OWN_GENERATOR``."""
     state: str
     """A digest of the generator's state before."""
+    seed: int
+    """The seed that the generator was last given."""
     seeded: bool
-    """Whether the author seeded the generator: its seed is not the one that the plugin sets before loading."""
+    """Whether the author gave it: it is not the seed that the plugin sets before loading."""
     operand: str = ""
     """A digest of the tensor that the numbers are applied to, such as the input of a dropout; empty if unknown."""
     by_dtensor: bool = False

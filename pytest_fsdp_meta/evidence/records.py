@@ -116,6 +116,8 @@ class ReferenceFacts:
     """The parameters whose gradient is zero in the first step and not in a later one."""
     idle: tuple[str, ...] = ()
     """The parameters of modules that did not run in its first step, such as a vision tower that gets text only."""
+    seed: int | None = None
+    """The seed that building it has left in torch's generator."""
 
     @property
     def complete(self) -> bool:

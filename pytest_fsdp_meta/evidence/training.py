@@ -235,3 +235,5 @@ class RankTraining:
     """The parameters whose updates are all rounded away: nothing moves, neither here nor in the reference."""
     forward: ForwardWeights | None = None
     """None in stored evidence that is older than this field."""
+    draws_in_evaluation: tuple[str, ...] = ()
+    """The modules that drew random numbers in the second step, although the model was in evaluation mode."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -44,6 +44,7 @@ from pytest_fsdp_meta.observers.movement import (
 from pytest_fsdp_meta.observers.optimizers import make_optimizer, optimizer_facts
 from pytest_fsdp_meta.observers.step_collectives import watching_step
 from pytest_fsdp_meta.observers.steps import StepObserver, train
+from pytest_fsdp_meta.observers.support.draws import DrawsInEvaluation
 from pytest_fsdp_meta.observers.support.reference_record import RECORDS, STEP_GRADIENTS, Record, record_at
 from pytest_fsdp_meta.observers.values import compare_gradients
 from pytest_fsdp_meta.worlds import Rank, current
@@ -97,6 +98,7 @@ def observe_training(
         late=seen.late,
         swallowed=seen.swallowed(optimizer, noise),
         forward=seen.weights.observed(),
+        draws_in_evaluation=seen.draws.modules,
     )
 
 
@@ -124,6 +126,7 @@ class _RankSteps(StepObserver):
         self._model = subject.model
         self.late: tuple[Comparison, ...] = ()
         self.weights = WeightWatch(subject.model)
+        self.draws = DrawsInEvaluation(subject.model, rank.device)
         self._steps = steps
         self._rank = rank
         self._before = copy_shards(subject.model)
@@ -133,8 +136,10 @@ class _RankSteps(StepObserver):
         self._moved: dict[str, Tensor] = {}
         self._first_updates: tuple[Comparison, ...] = ()
 
-    def around(self, step: int) -> AbstractContextManager[None]:
-        return watching_step(self._rank, self._model, self._steps, step)
+    @contextmanager
+    def around(self, step: int) -> Iterator[None]:
+        with watching_step(self._rank, self._model, self._steps, step), self.draws.around(step):
+            yield
 
     def loss_of(self, subject: Subject, rows: dict[str, Any]) -> Tensor:
         return self.weights.loss_of(subject, rows)

@@ -32,6 +32,7 @@ class _Pair(NamedTuple):
     "with other rows draw others",
     family="training",
     needs=["inventory", "training_mode"],
+    uses=["reference"],
     after=BLOCKING_CHECKS,
     why="With one mask on the rows of all ranks, dropout regularises less than on one GPU; with several masks on one "
     "replicated activation, tensor-parallel ranks compute different models. The losses look plausible in both cases.",
@@ -54,20 +55,32 @@ def random_numbers_follow_the_mesh(view: View) -> Iterable[Finding]:
     pairs = [pair for pair in _pairs(steps) if pair.draws[0].operand and pair.draws[1].operand]
     together = [p for p in pairs if _one_computation(steps, places, p.ranks) and _same_operand(p)]
     apart = [p for p in pairs if _other_rows(steps, places, p.ranks) and not _same_operand(p) and not _mesh_ignored(p)]
-    judged = [p for p in apart if all(draw.seeded for draw in p.draws)]
+    judged = [p for p in apart if all(_seeded_for_training(view, draw) for draw in p.draws)]
     yield from _findings([p for p in together if not _same_numbers(p)], *_NOT_ALIKE)
     by_rows = [p for p in judged if _same_numbers(p) and len({steps[rank].data_parallel for rank in p.ranks}) > 1]
     yield from _findings(by_rows, *_SAME_ON_OTHER_ROWS)
     by_tokens = [p for p in judged if _same_numbers(p) and p not in by_rows]
     yield from _findings(by_tokens, *_SAME_ON_OTHER_TOKENS)
     if len(judged) < len(apart):
-        unseeded = (
-            "the loader does not seed the ranks, so those with other rows draw from the seed that the plugin sets; to "
-            f"have that judged, seed them in the loader as your training does: {SEED_BY_SLICE}"
-        )
-        raise PartlyJudged(unseeded) if together or judged else NotJudged(unseeded)
+        raise PartlyJudged(_UNSEEDED) if together or judged else NotJudged(_UNSEEDED)
     if not together and not judged:
         raise NotJudged("no two ranks draw numbers for the same activation, or for different rows")
+
+
+_UNSEEDED = (
+    "how training seeds the ranks is unknown, because the loader does not seed them, or only as building the reference "
+    f"does; to have the numbers of ranks with other rows judged, seed the ranks in the loader or train_step as your "
+    f"training does, such as by {SEED_BY_SLICE}"
+)
+
+
+def _seeded_for_training(view: View, draw: Draw) -> bool:
+    """Return whether the author seeded the generator for more than building the model.
+
+    A loader in a test often builds the reference too, as a stand-in for a checkpoint, with a seed of its own.
+    """
+    reference = view.evidence.reference
+    return draw.seeded and (draw.generator == OWN_GENERATOR or reference is None or draw.seed != reference.seed)
 
 
 def _steps_with_draws(view: View) -> Sequence[RankTrainingMode]:
@@ -95,15 +108,15 @@ def _pairs(steps: Sequence[RankTrainingMode]) -> Iterator[_Pair]:
 def _one_computation(
     steps: Sequence[RankTrainingMode], places: Mapping[int, Mapping[str, int]], ranks: tuple[int, int]
 ) -> bool:
-    """Return whether two ranks have the same rows and differ only along dimensions that split the model.
+    """Return whether two ranks have the same rows and tokens, along dimensions that split the model.
 
     Ranks with other experts draw for these, whatever they are given.
     """
     dims = _differing_dims(places, ranks)
     return (
         steps[ranks[0]].data_parallel == steps[ranks[1]].data_parallel
-        and any(splits_model(dim) and not splits_experts(dim) for dim in dims)
-        and not any(map(splits_experts, dims))
+        and any(map(splits_model, dims))
+        and not any(splits_experts(dim) or splits_sequence(dim) for dim in dims)
     )
 
 
@@ -116,8 +129,8 @@ def _other_rows(
     the CPU draws no others.
     """
     dims = _differing_dims(places, ranks)
-    other_slice = steps[ranks[0]].data_parallel != steps[ranks[1]].data_parallel
-    return other_slice or (bool(dims) and all(map(splits_sequence, dims)))
+    other_tokens = any(map(splits_sequence, dims)) and all(splits_sequence(d) or not splits_model(d) for d in dims)
+    return steps[ranks[0]].data_parallel != steps[ranks[1]].data_parallel or other_tokens
 
 
 def _differing_dims(places: Mapping[int, Mapping[str, int]], ranks: tuple[int, int]) -> list[str]:

@@ -98,7 +98,8 @@ class DrawWatch(TorchDispatchMode):  # type: ignore[misc]
                     shape=tuple(made[0].shape),
                     generator=kind,
                     state=describe_state(before[kind]),
-                    seeded=kind == OWN_GENERATOR or seed_of(kind) != SEED,
+                    seed=(seed := seed_of(kind) if own is None else own.initial_seed()),
+                    seeded=own is not None or seed != SEED,
                     by_dtensor=self._dtensor_operator is func,
                 )
             )
