@@ -154,8 +154,8 @@ def _explain_losses(view: View, first: int, runs: Sequence[RankTraining], allowe
         return explanation
     if first == 0 and (drawing := list(dict.fromkeys(name for run in runs for name in run.draws_in_evaluation))):
         return {
-            "cause": f"{first_of(drawing)} draws random numbers in evaluation mode, so its output differs from the "
-            "reference's by chance: its dropout is not told the mode",
+            "cause": f"random numbers are drawn in evaluation mode (in {first_of(drawing)}), so the outputs differ "
+            "from the reference's by chance: a dropout does not know the mode",
             "remedy": "pass training=self.training to F.dropout, and dropout_p=self.p if self.training else 0.0 to "
             "scaled_dot_product_attention; if a loss needs noise, take it from batch(step)",
         }

@@ -89,7 +89,10 @@ def _steps_with_draws(view: View) -> Sequence[RankTrainingMode]:
         raise NotJudged(OLDER_EVIDENCE)
     if not any(step.draws for step in steps):
         if any(step.hidden for step in steps):
-            raise NotJudged("the model draws its random numbers in kernels of its own, which torch does not show")
+            raise NotJudged(
+                "no operator draws random numbers in training mode, but a generator changes: kernels may draw that "
+                "torch does not show"
+            )
         raise NotJudged("the model draws no random numbers in training mode")
     return steps
 
@@ -189,7 +192,8 @@ def _findings(pairs: Sequence[_Pair], actual: str, expected: str, explanation: E
     modules = list(dict.fromkeys(pair.module for pair in pairs))
     ranks = tuple(sorted({rank for pair in pairs for rank in pair.ranks}))
     first = pairs[0]
-    others = f"; so do {counted(len(modules) - 1, 'other module')}" if len(modules) > 1 else ""
+    more = len(modules) - 1
+    others = f"; so {'does' if more == 1 else 'do'} {counted(more, 'other module')}" if more else ""
     shape = "x".join(map(str, first.draws[0].shape))
     detail = f"{first.draws[0].operator} of {shape} elements, first on ranks {joined_runs(first.ranks)}{others}"
     yield Finding(first.module or None, ranks, actual, expected, detail, **explanation)
