@@ -11,10 +11,10 @@ from pytest_fsdp_meta.evidence.random_numbers import RandomState, RankTrainingMo
 from pytest_fsdp_meta.loader.subject import Subject
 from pytest_fsdp_meta.observers.author_step import run_author_step
 from pytest_fsdp_meta.observers.batches import batch_slice, global_batch, loss_of, own_rows
+from pytest_fsdp_meta.observers.draws import watching_draws
 from pytest_fsdp_meta.observers.inventory import reshard
 from pytest_fsdp_meta.observers.loading import LEFT_BY_LOADER, resharded_subject
 from pytest_fsdp_meta.observers.optimizers import make_optimizer
-from pytest_fsdp_meta.observers.support.draws import watching_draws
 from pytest_fsdp_meta.observers.support.generators import (
     describe_state,
     draw_from_all,

@@ -27,6 +27,7 @@ from pytest_fsdp_meta.observers.adapters.dtensor import local_part
 from pytest_fsdp_meta.observers.adapters.lookup import parts_of
 from pytest_fsdp_meta.observers.batches import batch_slice
 from pytest_fsdp_meta.observers.clipping import clip_on_rank
+from pytest_fsdp_meta.observers.draws import DrawsInEvaluation
 from pytest_fsdp_meta.observers.forward_weights import WeightWatch
 from pytest_fsdp_meta.observers.gradients import contains, gradient_norm, gradients_of, without_gradient
 from pytest_fsdp_meta.observers.inventory import named_tensors, reshard, take_inventory
@@ -44,7 +45,6 @@ from pytest_fsdp_meta.observers.movement import (
 from pytest_fsdp_meta.observers.optimizers import make_optimizer, optimizer_facts
 from pytest_fsdp_meta.observers.step_collectives import watching_step
 from pytest_fsdp_meta.observers.steps import StepObserver, train
-from pytest_fsdp_meta.observers.support.draws import DrawsInEvaluation
 from pytest_fsdp_meta.observers.support.reference_record import RECORDS, STEP_GRADIENTS, Record, record_at
 from pytest_fsdp_meta.observers.values import compare_gradients
 from pytest_fsdp_meta.worlds import Rank, current

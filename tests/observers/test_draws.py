@@ -11,8 +11,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from pytest_fsdp_meta.evidence.random_numbers import OWN_GENERATOR, Draw
+from pytest_fsdp_meta.observers.draws import DrawsInEvaluation, watching_draws
 from pytest_fsdp_meta.observers.support.bits import digest
-from pytest_fsdp_meta.observers.support.draws import DrawsInEvaluation, watching_draws
 from pytest_fsdp_meta.observers.support.generators import draw_from_all, read_states, seed_of, set_states
 from pytest_fsdp_meta.worlds import SEED
 
