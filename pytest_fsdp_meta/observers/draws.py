@@ -127,7 +127,7 @@ class DrawWatch(TorchDispatchMode):  # type: ignore[misc]
             self.draws[number] = replace(self.draws[number], operand=operand)
             self._unapplied = {key: held for key, held in self._unapplied.items() if held[0] != number}
         else:
-            self._unapplied |= {_address(t): (number, t) for t in tensors_in(out) if t.is_floating_point() or t.numel()}
+            self._unapplied |= {_address(t): (number, t) for t in tensors_in(out) if t.numel()}
 
 
 @contextmanager
@@ -144,7 +144,7 @@ def watching_draws(model: Module, device: torch.device) -> Iterator[DrawWatch]:
 class DrawsInEvaluation:
     """Find the modules that draw random numbers in evaluation mode; steps are numbered from 0.
 
-    The second step is watched only if a generator has advanced in the first, which costs nothing to see.
+    The second step is watched only if a generator has advanced in the first: to see that costs next to nothing.
     """
 
     def __init__(self, model: Module, device: torch.device) -> None:
@@ -175,4 +175,5 @@ def _address(tensor: Tensor) -> int:
 
 
 def _varies(tensor: Tensor) -> bool:
-    return bool(tensor.numel() > 1 and (tensor != tensor.flatten()[0]).any())
+    values = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor  # torch does not compare float8
+    return bool(values.numel() > 1 and (values != values.flatten()[0]).any())

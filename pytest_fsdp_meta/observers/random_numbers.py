@@ -48,7 +48,7 @@ def observe_training_mode() -> RankTrainingMode:
 def _run_step(subject: Subject, rank: Rank, rows: dict[str, object]) -> None:
     optimizer = None if subject.train_step is None else rank.state.get("optimizer") or make_optimizer(subject)
     if optimizer is None:
-        with torch.enable_grad():
+        with torch.set_grad_enabled(any(parameter.requires_grad for parameter in subject.model.parameters())):
             loss_of(subject, rows)
     else:
         run_author_step(subject, optimizer, rows, 0, lambda: None, training=True)

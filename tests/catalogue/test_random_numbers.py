@@ -47,6 +47,7 @@ def test_one_seed_for_the_shards_of_each_replica():
     found = verdict(FOLLOW, redrawn(healthy(mesh=HSDP), [2], state="seeded with 0"))
     [finding] = found.findings
     assert finding.ranks == (0, 2)
+    assert finding.cause.startswith("the seed depends on some dimensions of the mesh")
 
 
 def test_many_modules_make_one_finding():

@@ -91,6 +91,11 @@ def test_the_operand_of_a_dropout_is_its_input():
     assert (draw.operand, draw.shape, draw.operator) == (digest(ACTIVATION), (2, 3, 4), "bernoulli_")
 
 
+def test_an_operand_of_one_byte_per_element():
+    [draw] = drawn(lambda hidden: torch.rand_like(hidden.to(torch.float8_e4m3fn), dtype=torch.float32) + hidden)
+    assert draw.operand
+
+
 def test_attention_draws_for_its_own_scores():
     def attend(hidden: Tensor) -> Tensor:
         return functional.scaled_dot_product_attention(hidden, hidden, hidden, dropout_p=0.5)

@@ -121,6 +121,15 @@ def test_a_model_that_fails_in_training_mode_only():
     assert judged(evidence, "dcp_round_trip").status == "passed"
 
 
+def test_a_model_with_nothing_to_train():
+    def frozen(fsdp: Rank) -> Subject:
+        subject = load(fsdp)
+        subject.model.requires_grad_(False)
+        return subject
+
+    assert judged(observed(function=frozen)).status == "passed"
+
+
 @pytest.mark.parametrize("train_step", [None, lambda model, optimizer, batch: 0.0])
 def test_what_is_declared_decides(train_step):
     nothing = judged(observed(batch=None, train_step=train_step))

@@ -34,8 +34,8 @@ class _Pair(NamedTuple):
     needs=["inventory", "training_mode"],
     uses=["reference"],
     after=BLOCKING_CHECKS,
-    why="With one mask on the rows of all ranks, dropout regularises less than on one GPU; with several masks on one "
-    "replicated activation, tensor-parallel ranks compute different models. The losses look plausible in both cases.",
+    why="With one mask for the rows of all ranks, the noise of dropout does not average out over the batch; with "
+    "several masks for one activation, tensor-parallel ranks compute different models. The losses look plausible.",
     cause="the ranks are not seeded by what they compute",
     remedy=f"seed all ranks alike to draw weights; then, before training, {SEED_BY_SLICE}, the same on the ranks that "
     "share a slice",
@@ -56,11 +56,12 @@ def random_numbers_follow_the_mesh(view: View) -> Iterable[Finding]:
     together = [p for p in pairs if _one_computation(steps, places, p.ranks) and _same_operand(p)]
     apart = [p for p in pairs if _other_rows(steps, places, p.ranks) and not _same_operand(p) and not _mesh_ignored(p)]
     judged = [p for p in apart if all(_seeded_for_training(view, draw) for draw in p.draws)]
+    alike = [p for p in judged if _same_numbers(p)]
+    of_one_slice = {p.ranks for p in alike if len({steps[rank].data_parallel for rank in p.ranks}) == 1}
+    explanation = _ALL_ALIKE if len(alike) == len(judged) else _SOME_ALIKE
     yield from _findings([p for p in together if not _same_numbers(p)], *_NOT_ALIKE)
-    by_rows = [p for p in judged if _same_numbers(p) and len({steps[rank].data_parallel for rank in p.ranks}) > 1]
-    yield from _findings(by_rows, *_SAME_ON_OTHER_ROWS)
-    by_tokens = [p for p in judged if _same_numbers(p) and p not in by_rows]
-    yield from _findings(by_tokens, *_SAME_ON_OTHER_TOKENS)
+    yield from _findings([p for p in alike if p.ranks not in of_one_slice], *_SAME_ON_OTHER_ROWS, explanation)
+    yield from _findings([p for p in alike if p.ranks in of_one_slice], *_SAME_ON_OTHER_TOKENS)
     if len(judged) < len(apart):
         raise PartlyJudged(_UNSEEDED) if together or judged else NotJudged(_UNSEEDED)
     if not together and not judged:
@@ -154,8 +155,7 @@ def _mesh_ignored(pair: _Pair) -> bool:
     return any(draw.by_dtensor and draw.generator == "cpu" for draw in pair.draws)
 
 
-_Texts = tuple[str, str, Explanation]
-_NOT_ALIKE: _Texts = (
+_NOT_ALIKE: tuple[str, str, Explanation] = (
     "draws different random numbers for the same activation",
     "the same numbers, because these ranks compute one result together",
     {
@@ -165,17 +165,19 @@ _NOT_ALIKE: _Texts = (
         f"{SEED_BY_SLICE}; let draws that only some ranks make use a generator of their own",
     },
 )
-_SAME_ON_OTHER_ROWS: _Texts = (
-    "draws the same random numbers for different rows",
-    "other numbers on ranks with other rows",
-    {
-        "cause": "all ranks are seeded alike (torch.manual_seed(42), accelerate's or transformers' set_seed(42)), "
-        "which is right for drawing weights and wrong for training",
-        "remedy": f"after the model is built, {SEED_BY_SLICE}; accelerate has set_seed(seed, device_specific=True), "
-        "which also makes tensor-parallel ranks different",
-    },
-)
-_SAME_ON_OTHER_TOKENS: _Texts = (
+_SAME_ON_OTHER_ROWS = "draws the same random numbers for different rows", "other numbers on ranks with other rows"
+_ALL_ALIKE: Explanation = {
+    "cause": "all ranks are seeded alike (torch.manual_seed(42), accelerate's or transformers' set_seed(42)), which is "
+    "right for drawing weights and wrong for training",
+    "remedy": f"after the model is built, {SEED_BY_SLICE}; accelerate has set_seed(seed, device_specific=True), which "
+    "also makes tensor-parallel ranks different",
+}
+_SOME_ALIKE: Explanation = {
+    "cause": "the seed depends on some dimensions of the mesh that divide the batch and not on all of them, such as "
+    "dp_shard without dp_replicate; or it depends on the rank within one machine",
+    "remedy": f"{SEED_BY_SLICE}, counted over all dimensions that divide the batch",
+}
+_SAME_ON_OTHER_TOKENS: tuple[str, str, Explanation] = (
     "draws the same random numbers for different tokens of their rows",
     "other numbers on ranks with other tokens",
     {
