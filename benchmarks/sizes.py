@@ -121,10 +121,12 @@ def _anonymous(pid: int) -> int:
 def describe(size: str, parameters: int, bare: Mapping[str, Any], whole: Mapping[str, Any]) -> str:
     spent = sorted(whole["activities"].items(), key=lambda pair: -pair[1])
     where = ", ".join(f"{name} {seconds:.1f}" for name, seconds in spent if seconds >= 0.02 * whole["seconds"])
+    label = f"{size:>5} ({parameters / 1e6:.0f}M parameters)"
+    runs = {"bare": bare, "whole": whole}
+    both = [f"{name} {run['seconds']:.1f} s and {run['peak'] / GIB:.2f} GiB" for name, run in runs.items()]
     times, memory = (whole[key] / bare[key] for key in ("seconds", "peak"))
     return (
-        f"{size:>5} ({parameters / 1e6:.0f}M parameters): bare {bare['seconds']:.1f} s and {bare['peak'] / GIB:.2f} GiB, "
-        f"whole {whole['seconds']:.1f} s and {whole['peak'] / GIB:.2f} GiB: {times:.2f} and {memory:.2f} times as much\n"
+        f"{label}: {', '.join(both)}: {times:.2f} and {memory:.2f} times as much\n"
         f"      seconds: {where}; the peak is at {whole['peak_at']:.0f} s"
     )
 

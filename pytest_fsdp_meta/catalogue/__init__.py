@@ -12,6 +12,7 @@ from pytest_fsdp_meta.catalogue.checks import (
     materialisation,
     memory,
     optimization,
+    random_numbers,
     replicas,
     resuming,
     second_save,
@@ -32,7 +33,7 @@ FAMILIES = (
     *(structure, materialisation, sharding, tiling, communication),
     *(replicas, values, tying, memory),
     *(forward, gradients, clipping, optimization, second_step, updates, losses, accumulation, beside),
-    *(checkpoint, resuming, second_save),
+    *(checkpoint, resuming, second_save, random_numbers),
 )
 
 

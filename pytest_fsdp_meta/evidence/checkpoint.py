@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from pytest_fsdp_meta.evidence.random_numbers import RandomState
 from pytest_fsdp_meta.evidence.training import Comparison
 
 
@@ -64,6 +65,8 @@ class RankResumed:
     """The same of tensors in float32 after rounding to the dtype of the parameters, if that is a lower one."""
     plain: tuple[str, ...] = ()
     """The entries of ``beside`` that are no DTensors."""
+    generators: Mapping[str, RandomState] = field(default_factory=dict)
+    """Torch's default generators while the author's save() or resume() runs, by device type."""
 
 
 @dataclass(frozen=True)

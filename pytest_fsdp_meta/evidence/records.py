@@ -9,6 +9,7 @@ from typing import Any
 
 from pytest_fsdp_meta.evidence.checkpoint import Export, RankResumed, RankSaved, RankStateDict, Resharded
 from pytest_fsdp_meta.evidence.collectives import RankCollectives, RankMemory
+from pytest_fsdp_meta.evidence.random_numbers import RankTrainingMode
 from pytest_fsdp_meta.evidence.tensors import RankInventory
 from pytest_fsdp_meta.evidence.training import Comparison, OwnClipping, RankTraining
 
@@ -117,6 +118,8 @@ class ReferenceFacts:
     """The parameters of modules that did not run in its first step, such as a vision tower that gets text only."""
     rates: tuple[tuple[float, ...], ...] = ()
     """As in ``RankTraining``."""
+    seed: int | None = None
+    """The seed that building it has left in torch's generator."""
 
     @property
     def complete(self) -> bool:
@@ -207,6 +210,7 @@ class Evidence:
     resharded: Resharded | None = None
     collectives: tuple[RankCollectives, ...] | None = None
     memory: tuple[RankMemory, ...] | None = None
+    training_mode: tuple[RankTrainingMode, ...] | None = None
     unavailable: Mapping[str, Unavailable] = field(default_factory=dict)
     tolerance: Mapping[str, float] = field(default_factory=dict)
     """Relative tolerances that the author set, by check id; "*" applies to all checks."""

@@ -239,3 +239,5 @@ class RankTraining:
     """The learning rate of each parameter group, for each step."""
     beside: tuple[Comparison, ...] = ()
     """What the author keeps beside the model, after the last step; the measures are of how far each tensor moved."""
+    draws_in_evaluation: tuple[str, ...] = ()
+    """The modules that drew random numbers in the second step, although the model was in evaluation mode."""

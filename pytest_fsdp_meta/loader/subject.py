@@ -107,7 +107,8 @@ class Subject:
     The author's own step: forward, backward, accumulation over micro-batches, scaling, clipping, and one ``step()`` of
     the optimizer. Called on ranks only. The reference trains plainly: the ``loss`` of the whole batch, one backward,
     the same optimizer, and clipping to ``max_grad_norm``. Gradients are compared when the optimizer steps. The model
-    stays in evaluation mode, because dropout would differ between ranks and the reference.
+    stays in evaluation mode, because dropout would differ between ranks and the reference; only the step whose random
+    numbers are compared between ranks runs in training mode.
     """
     max_grad_norm: float | None = None
     """The norm to which ``train_step`` clips gradients. The reference clips to it as well, with ``clip_grad_norm``."""
@@ -137,7 +138,8 @@ class Subject:
     """``save(model, optimizer, folder)`` saves a checkpoint into a folder; by default torch.distributed.checkpoint.
 
     Called on every rank. The optimizer is None if only the model is saved. A function with a parameter ``scheduler`` or
-    ``beside`` gets those as well, also None if only the model is saved. Requires ``resume``.
+    ``beside`` gets those as well, also None if only the model is saved. If the model has dropout, the state of each
+    rank's generators belongs to the checkpoint. Requires ``resume``.
     """
     resume: Callable[[Module, Optimizer | None, Path], object] | None = None
     """``resume(model, optimizer, folder)`` loads what ``save`` wrote into model and optimizer, in place.

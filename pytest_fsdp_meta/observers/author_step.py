@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from numbers import Real
 from typing import Any
 
@@ -25,10 +25,12 @@ def run_author_step(
     number: int,
     observe: Callable[[], None],
     handed_by_name: Mapping[str, Any],
+    training: bool = False,
 ) -> Tensor | float:
     """Call ``Subject(train_step=...)``, which has to step the optimizer once, and return the loss of step ``number``.
 
-    ``observe`` is called when the optimizer steps, before its own hooks.
+    ``observe`` is called when the optimizer steps, before its own hooks. ``train()`` has an effect only if
+    ``training``.
     """
     assert subject.train_step is not None
     # A framework's step goes through its own wrapper, if the loader built one.
@@ -39,7 +41,8 @@ def run_author_step(
     def before_step(*_: Any) -> None:
         errors.append(None if errors else _error_of(observe))
 
-    with before_other_step_hooks(optimizer, before_step), _train_disabled(), calling_field("train_step"):
+    mode = nullcontext() if training else _train_disabled()
+    with before_other_step_hooks(optimizer, before_step), mode, calling_field("train_step"):
         loss = subject.train_step(subject.model, handed, rows, **handed_by_name)
     if errors and errors[0] is not None:
         raise errors[0]

@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 
 from pytest_fsdp_meta.evidence import Comparison
 from pytest_fsdp_meta.evidence.checkpoint import FirstStep, RankResumed, RankSaved
+from pytest_fsdp_meta.evidence.random_numbers import RandomState
 from pytest_fsdp_meta.loader.adapter import Part
 from pytest_fsdp_meta.loader.subject import Subject
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part
@@ -36,6 +37,7 @@ from pytest_fsdp_meta.observers.fingerprints import fingerprint
 from pytest_fsdp_meta.observers.inventory import memory_key, named_tensors, non_persistent, reshard
 from pytest_fsdp_meta.observers.loading import resharded_subject
 from pytest_fsdp_meta.observers.optimizers import BY_NAME, make_optimizer
+from pytest_fsdp_meta.observers.random_numbers import observing_resume, observing_save
 from pytest_fsdp_meta.observers.state_dict import EXTRA_STATE
 from pytest_fsdp_meta.observers.steps import TrainingRun, train
 from pytest_fsdp_meta.observers.support.bits import digest
@@ -103,8 +105,10 @@ def save_all(folder: str) -> RankResumed:
         # that the description has that state as well.
         get_optimizer_state_dict(subject.model, optimizer)
     held = _describe_all(subject, optimizer, _describe_model(subject))
-    _save(subject, optimizer, Path(folder), rank.state["beside"])
-    return held
+    generators: dict[str, RandomState] = {}
+    with observing_save(subject, rank, generators):
+        _save(subject, optimizer, Path(folder), rank.state["beside"])
+    return replace(held, generators=generators)
 
 
 def load_all(folder: str, changed: Collection[str] = ()) -> RankResumed:
@@ -117,8 +121,11 @@ def load_all(folder: str, changed: Collection[str] = ()) -> RankResumed:
     rank.state["beside"] = beside = make_beside(subject, optimizer)
     # An optimizer that the loader built may have trained as far as the one that saved.
     _overwrite(subject, changed, optimizer, beside)
-    _load(subject, optimizer, Path(folder), beside)
-    return _describe_all(subject, optimizer, _describe_loaded_model(subject))
+    generators: dict[str, RandomState] = {}
+    with observing_resume(subject, rank, generators):
+        _load(subject, optimizer, Path(folder), beside)
+    held = _describe_all(subject, optimizer, _describe_loaded_model(subject))
+    return replace(held, generators=generators)
 
 
 def train_on(steps: Sequence[int]) -> tuple[tuple[float, ...], tuple[tuple[float, ...], ...]]:

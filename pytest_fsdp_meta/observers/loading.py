@@ -30,6 +30,7 @@ from pytest_fsdp_meta.observers.inventory import managed_names, named_tensors, n
 from pytest_fsdp_meta.observers.memory import Peak
 from pytest_fsdp_meta.observers.optimizers import built_optimizer, optimizer_facts, pack_optimizer
 from pytest_fsdp_meta.observers.sending import pack_function
+from pytest_fsdp_meta.observers.support.generators import read_states
 from pytest_fsdp_meta.observers.support.mapped import MAPS
 from pytest_fsdp_meta.observers.support.poison import NOTICES, poisoned_memory, restore_defaults
 from pytest_fsdp_meta.observers.support.precision import precision
@@ -38,6 +39,8 @@ from pytest_fsdp_meta.worlds import SEED, Misuse, Rank, current, doing, forward_
 
 LARGE = 2**26
 """Bytes of a model from which on ``release`` collects garbage (64 MiB)."""
+LEFT_BY_LOADER = "random states"
+"""The key, in a rank's state, of the states of its generators when the loader returned."""
 SENT_FIELDS = ("reference", "verifier", "batch", "loss", "optimizer", "max_grad_norm", "scheduler", "beside")
 """Fields of Subject without which the world of the reference cannot train."""
 PLACEHOLDERS = {"ds_id": "DeepSpeed's ZeRO-3"}
@@ -83,12 +86,13 @@ def load(call: Call, watch: Collection[str] = ()) -> Loaded:
             _require_process_group(rank)
     doing("taking the inventory")
     restore_defaults()
+    left = read_states(rank.device)
     subject = _as_subject(returned)
     _require_judgeable(subject.model)
     _require_living_groups(subject.model)
     managed = managed_names(subject.model)  # before reshard(), which puts parameters back that the loader replaced
     reshard(subject.model)  # a loader may have run a forward to warm up
-    rank.state.update(subject=subject, watch=watch)
+    rank.state.update({"subject": subject, "watch": watch, LEFT_BY_LOADER: left})
     return replace(
         _describe(subject, rank, managed, poison.active),
         collectives=recorder.collectives(subject.model) if recorder else None,

@@ -62,6 +62,7 @@ def record_reference(
     with poisoned_memory():
         poisoned = _inventory(_build("reference", recipe), attributes)
     model = _build("reference", recipe)
+    seed = torch.initial_seed()
     for name, kind, tensor in named_tensors(model):
         if kind == "parameter" and name in frozen:
             tensor.requires_grad_(False)
@@ -81,6 +82,7 @@ def record_reference(
         unstable=tuple(name for name in differing if name not in uninitialised),
         uninitialised=uninitialised,
         state_dict=tuple(model.state_dict()),
+        seed=seed,
     )
 
 

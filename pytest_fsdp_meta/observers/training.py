@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -28,6 +28,7 @@ from pytest_fsdp_meta.observers.adapters.lookup import parts_of
 from pytest_fsdp_meta.observers.batches import batch_slice
 from pytest_fsdp_meta.observers.beside import Beside, make_beside
 from pytest_fsdp_meta.observers.clipping import clip_on_rank
+from pytest_fsdp_meta.observers.draws import DrawsInEvaluation
 from pytest_fsdp_meta.observers.forward_weights import WeightWatch
 from pytest_fsdp_meta.observers.gradients import contains, gradient_norm, gradients_of, without_gradient
 from pytest_fsdp_meta.observers.inventory import named_tensors, reshard, take_inventory
@@ -105,6 +106,7 @@ def observe_training(
         forward=seen.weights.observed(),
         rates=tuple(run.rates),
         beside=compare_beside(beside, kept, seen.records),
+        draws_in_evaluation=seen.draws.modules,
     )
 
 
@@ -132,6 +134,7 @@ class _RankSteps(StepObserver):
         self._model = subject.model
         self.late: tuple[Comparison, ...] = ()
         self.weights = WeightWatch(subject.model)
+        self.draws = DrawsInEvaluation(subject.model, rank.device)
         self._steps = steps
         self._rank = rank
         self._before = copy_shards(subject.model)
@@ -142,8 +145,10 @@ class _RankSteps(StepObserver):
         self._moved: dict[str, Tensor] = {}
         self._first_updates: tuple[Comparison, ...] = ()
 
-    def around(self, step: int) -> AbstractContextManager[None]:
-        return watching_step(self._rank, self._model, self._steps, step)
+    @contextmanager
+    def around(self, step: int) -> Iterator[None]:
+        with watching_step(self._rank, self._model, self._steps, step), self.draws.around(step):
+            yield
 
     def loss_of(self, subject: Subject, rows: dict[str, Any]) -> Tensor:
         return self.weights.loss_of(subject, rows)

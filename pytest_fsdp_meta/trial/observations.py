@@ -119,6 +119,7 @@ class ObservationRun:
             repetition=reloading.repetition,
             export=reloading.export,
             resharded=reloading.resharded,
+            training_mode=reloading.training_mode,
             collectives=self.collectives,
             memory=self.memory,
             unavailable=self.unavailable | reloading.unavailable,

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         loading,
         noise,
         optimizer_state,
+        random_numbers,
         reference,
         state_dict,
         step_collectives,
@@ -49,6 +50,7 @@ else:
     loading = ObserverModule(f"{OBSERVERS}.loading")
     noise = ObserverModule(f"{OBSERVERS}.noise")
     optimizer_state = ObserverModule(f"{OBSERVERS}.optimizer_state")
+    random_numbers = ObserverModule(f"{OBSERVERS}.random_numbers")
     reference = ObserverModule(f"{OBSERVERS}.reference")
     state_dict = ObserverModule(f"{OBSERVERS}.state_dict")
     step_collectives = ObserverModule(f"{OBSERVERS}.step_collectives")
@@ -61,6 +63,7 @@ __all__ = [
     "loading",
     "noise",
     "optimizer_state",
+    "random_numbers",
     "reference",
     "run_on",
     "state_dict",

@@ -24,6 +24,7 @@ from pytest_fsdp_meta.evidence import (
     not_declared,
 )
 from pytest_fsdp_meta.evidence.checkpoint import RankResumed, RankSaved, RankStateDict
+from pytest_fsdp_meta.evidence.random_numbers import RankTrainingMode
 from pytest_fsdp_meta.trial.obstacles import (
     DECLARE,
     NOT_WANTED,
@@ -34,7 +35,7 @@ from pytest_fsdp_meta.trial.obstacles import (
     optimizer_not_loaded_by_torch,
     refuses_checkpoint,
 )
-from pytest_fsdp_meta.trial.on_ranks import checkpoint, loading, optimizer_state, run_on, state_dict
+from pytest_fsdp_meta.trial.on_ranks import checkpoint, loading, optimizer_state, random_numbers, run_on, state_dict
 from pytest_fsdp_meta.trial.timing import Stopwatch
 from pytest_fsdp_meta.trial.world_sizes import describe_size, other_size
 from pytest_fsdp_meta.worlds import World, WorldError, WorldSpec
@@ -102,6 +103,7 @@ class Reloading:
     repetition: tuple[RankInventory, ...] | None = None
     export: Export | None = None
     resharded: Resharded | None = None
+    training_mode: tuple[RankTrainingMode, ...] | None = None
     unavailable: dict[str, Unavailable] = field(default_factory=dict)
     _wanted: set[str] = field(default_factory=set)
     _worlds: list[World] = field(default_factory=list)
@@ -125,6 +127,7 @@ class Reloading:
             self.continued = self._take("continued", self._save_and_continue)
             self.saved_again = self._take("saved_again", self._save_again)
             self.saved = self._take("saved", self._save_model)
+            self.training_mode = self._take("training_mode", self._observe_training_mode)
             self.repetition = self._take("repetition", self._repeat_load)
             self.export = self._take("export", self._export)
             self._take("kept", self._save_second_load)
@@ -200,6 +203,16 @@ class Reloading:
         if self._saved_with_optimizer:  # that checkpoint has the model as well
             return _models(self._saved_with_optimizer)
         return self._unsavable() or self._save(self._first_world, checkpoint.save_model, self._path("saved"))
+
+    def _observe_training_mode(self) -> tuple[RankTrainingMode, ...] | Unavailable:
+        """Observe a step in training mode, the last that the first load is needed for: the step changes the model."""
+        if "batch" not in self.subject.declared:
+            return not_declared("batch")
+        if self.training_error is not None:
+            return self.training_error
+        if problem := describe_odd_model(self.inventory, self.subject):
+            return Unavailable(f"not trained: {problem}", kind="blocked")
+        return tuple(self._run_first(random_numbers.observe_training_mode))
 
     # Observations of the second load; "export" and "kept" need its model as it was loaded.
 

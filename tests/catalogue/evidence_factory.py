@@ -29,13 +29,16 @@ from pytest_fsdp_meta.evidence import (
     TensorFacts,
     Unavailable,
     WorldFacts,
+    splits_model,
 )
 from pytest_fsdp_meta.evidence.checkpoint import RankResumed, RankSaved, RankStateDict
+from pytest_fsdp_meta.evidence.random_numbers import Draw, RandomState, RankTrainingMode
 from pytest_fsdp_meta.observers.support.layout import regions
 
 CATALOGUE = built_in()
 EMBEDDING, HEAD, MIDDLE, FROZEN = "embed.weight", "head.weight", "layers.0.weight", "verifier.weight"
 ROTARY, COUNTER = "rotary.inv_freq", "counter"
+DROPOUT = "layers.0.drop"
 PARAMETERS: dict[str, tuple[int, ...]] = {EMBEDDING: (8, 4), MIDDLE: (6, 4), FROZEN: (4, 4), HEAD: (8, 4)}
 BUFFERS: dict[str, tuple[int, ...]] = {ROTARY: (2,), COUNTER: ()}
 LOSSES = (2.0, 1.5, 1.25)
@@ -144,6 +147,7 @@ def healthy(
         values=tuple(tuple(equal(tensor) for tensor in rank.tensors) for rank in ranks),
         verifier=tuple(tuple(equal(t) for t in rank.tensors if t.name in frozen) for rank in ranks),
         training=tuple(trained(rank, len(ranks), losses, batches) for rank in ranks),
+        training_mode=tuple(drawn(mesh, place) for place in coordinates),
         **reloaded(ranks, reference),
     )
 
@@ -194,6 +198,53 @@ def trained(rank: RankInventory, slices: int, losses: Sequence[float], batches: 
         clipped=Clipping(1.5, alike),
         second=SecondStep(parameters=alike, gradients=alike),
         forward=ForwardWeights(len(losses)),
+    )
+
+
+def drawn(mesh: Mapping[str, int], place: Sequence[int]) -> RankTrainingMode:
+    """Return the draws of a rank that is seeded by its slice of the batch: one dropout, of one activation."""
+    index, slices = 0, 1
+    for (dim, size), position in zip(mesh.items(), place, strict=True):
+        if not splits_model(dim):
+            index, slices = index * size + position, slices * size
+    draw = Draw(
+        module=DROPOUT,
+        call=0,
+        operator="bernoulli_",
+        shape=(4, 8),
+        generator="cpu",
+        state=f"seeded with {index}",
+        seed=index,
+        seeded=True,
+        operand=f"rows of slice {index}",
+    )
+    return RankTrainingMode((index, slices), (draw,))
+
+
+def redrawn(evidence: Evidence, ranks: Iterable[int] | None = None, **facts: Any) -> Evidence:
+    """Change facts of the draws on these ranks, or on all."""
+    chosen = range(len(evidence.training_mode or ())) if ranks is None else set(ranks)
+    steps = (
+        replace(step, draws=tuple(replace(draw, **facts) for draw in step.draws)) if rank in chosen else step
+        for rank, step in enumerate(evidence.training_mode or ())
+    )
+    return replace(evidence, training_mode=tuple(steps))
+
+
+def with_random_state(evidence: Evidence, ranks: Iterable[int] | None = None, **facts: Any) -> Evidence:
+    """Declare save(), and let it and resume() keep each rank's random state, except for these facts after resuming."""
+    size = len(evidence.continued or ())
+    chosen = range(size) if ranks is None else set(ranks)
+    saved = [RandomState(f"state of rank {rank}", f"state of rank {rank}", seed=rank) for rank in range(size)]
+    loaded = [replace(state, before=f"loaded on rank {state.seed}") for state in saved]
+    loaded = [replace(state, **facts) if rank in chosen else state for rank, state in enumerate(loaded)]
+    return replace(
+        evidence,
+        subject=replace(evidence.subject, declared=evidence.subject.declared | {"save"}),
+        continued=tuple(
+            replace(r, generators={"cpu": s}) for r, s in zip(evidence.continued or (), saved, strict=True)
+        ),
+        resumed=tuple(replace(r, generators={"cpu": s}) for r, s in zip(evidence.resumed or (), loaded, strict=True)),
     )
 
 
@@ -287,11 +338,13 @@ def empty(world: int = 2) -> Evidence:
     """Return the evidence of a model without parameters and buffers."""
     bare = healthy(world, parameters={})
     nothing = tuple(replace(rank, tensors=()) for rank in bare.inventory)
+    undrawn = tuple(replace(step, draws=()) for step in bare.training_mode or ())
     return replace(
         bare,
         inventory=nothing,
         reference=replace(bare.reference, inventory=replace(bare.reference.inventory, tensors=()), state_dict=()),
         values=tuple(() for _ in nothing),
+        training_mode=undrawn,
         **reloaded(nothing, replace(bare.inventory[0], tensors=())),
     )
 

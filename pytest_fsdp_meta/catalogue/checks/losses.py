@@ -30,6 +30,7 @@ from pytest_fsdp_meta.catalogue.registry import check
 from pytest_fsdp_meta.catalogue.view import PartlyJudged, View
 from pytest_fsdp_meta.evidence import RankTraining, splits_model
 from pytest_fsdp_meta.evidence.tolerances import LOSS_TOLERANCE
+from pytest_fsdp_meta.text import first_of
 
 SAME_FACTOR = 0.1
 """Relative: how much the factors of later losses may differ from that of the first loss. A scaled loss has scaled
@@ -151,6 +152,13 @@ def _explain_losses(view: View, first: int, runs: Sequence[RankTraining], allowe
         }
     if first == 0 and (explanation := _explain_multiple(view, runs, allowed)):
         return explanation
+    if first == 0 and (drawing := list(dict.fromkeys(name for run in runs for name in run.draws_in_evaluation))):
+        return {
+            "cause": f"random numbers are drawn in evaluation mode (in {first_of(drawing)}), so the outputs differ "
+            "from the reference's by chance: a dropout does not know the mode",
+            "remedy": "pass training=self.training to F.dropout, and dropout_p=self.p if self.training else 0.0 to "
+            "scaled_dot_product_attention; if a loss needs noise, take it from batch(step)",
+        }
     if first == 0 and "train_step" in view.evidence.subject.declared:
         return {
             "cause": "the first loss of train_step differs although the weights are equal: it is divided by another "

@@ -1,0 +1,61 @@
+"""Evidence about random numbers: what each rank draws in training mode, and its generators at a checkpoint.
+
+What is drawn depends on the generator's state, the operator and the shape alone, so equal states mean equal numbers,
+also in kernels that show no mask.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+OWN_GENERATOR = "own"
+"""``Draw.generator`` if the operator was given a generator."""
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One operator that drew random numbers on one rank."""
+
+    module: str
+    """The FQN of the innermost module that was running; empty for the model itself and outside of it."""
+    call: int
+    """How many operators had drawn in the same module before."""
+    operator: str
+    shape: tuple[int, ...]
+    generator: str
+    """The device type of torch's default generator, or ``OWN_GENERATOR``."""
+    state: str
+    """A digest of the generator's state before."""
+    seed: int
+    """The seed that the generator was last given."""
+    seeded: bool
+    """Whether the author gave it: it is not the seed that the plugin sets before loading."""
+    operand: str = ""
+    """A digest of the tensor that the numbers are applied to, such as the input of a dropout; empty if unknown."""
+    by_dtensor: bool = False
+    """Whether a DTensor ran the operator on its shard. Only on accelerators does it give each shard its own numbers."""
+
+
+@dataclass(frozen=True)
+class RankTrainingMode:
+    """A forward, or the author's own step, of one rank in training mode, from the random state that the loader left."""
+
+    data_parallel: tuple[int, int]
+    """(index, size) of this rank's slice of the batch."""
+    draws: tuple[Draw, ...] = ()
+    hidden: bool = False
+    """Whether a generator has advanced although no operator was seen to draw: custom kernels are not seen."""
+
+
+@dataclass(frozen=True)
+class RandomState:
+    """One of torch's default generators on a rank, while a checkpoint is saved or loaded.
+
+    Each is a digest of the state. Before saving, ranks of different data-parallel slices have drawn different amounts
+    since the loader returned; before loading, the state is the one that the loader left.
+    """
+
+    before: str
+    after: str
+    seed: int
+    """The seed of the state after."""

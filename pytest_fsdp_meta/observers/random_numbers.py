@@ -1,0 +1,88 @@
+"""Observe the random numbers of one step in training mode, from the random state that the loader left on each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from pytest_fsdp_meta.evidence.random_numbers import RandomState, RankTrainingMode
+from pytest_fsdp_meta.loader.subject import Subject
+from pytest_fsdp_meta.observers.author_step import run_author_step
+from pytest_fsdp_meta.observers.batches import batch_slice, global_batch, loss_of, own_rows
+from pytest_fsdp_meta.observers.beside import make_beside
+from pytest_fsdp_meta.observers.draws import watching_draws
+from pytest_fsdp_meta.observers.inventory import reshard
+from pytest_fsdp_meta.observers.loading import LEFT_BY_LOADER, resharded_subject
+from pytest_fsdp_meta.observers.optimizers import make_optimizer
+from pytest_fsdp_meta.observers.support.generators import (
+    describe_state,
+    draw_from_all,
+    read_states,
+    seed_of,
+    set_states,
+)
+from pytest_fsdp_meta.observers.support.poison import deterministic
+from pytest_fsdp_meta.worlds import Rank, current, doing
+
+
+def observe_training_mode() -> RankTrainingMode:
+    """Run the author's step in training mode, or only a forward, which draws all that a plain step draws.
+
+    The author's step changes the model, so no other observation may follow on it.
+    """
+    rank, subject = current(), resharded_subject()
+    data_parallel = batch_slice(subject, rank)
+    rows = own_rows(global_batch(subject, 0), 0, data_parallel, rank.device)
+    subject.model.zero_grad(set_to_none=True)
+    subject.model.train()
+    doing("a step in training mode")
+    set_states(rank.state[LEFT_BY_LOADER], rank.device)  # batch() draws, too
+    with deterministic(), watching_draws(subject.model, rank.device) as watch:
+        _run_step(subject, rank, rows)
+        hidden = watch.hidden
+    reshard(subject.model)
+    return RankTrainingMode(data_parallel, tuple(watch.draws), hidden)
+
+
+def _run_step(subject: Subject, rank: Rank, rows: dict[str, object]) -> None:
+    optimizer = None if subject.train_step is None else rank.state.get("optimizer") or make_optimizer(subject)
+    if optimizer is None:
+        with torch.set_grad_enabled(any(parameter.requires_grad for parameter in subject.model.parameters())):
+            loss_of(subject, rows)
+    else:
+        beside = rank.state.get("beside") or make_beside(subject, optimizer)
+        run_author_step(subject, optimizer, rows, 0, lambda: None, beside.arguments(subject.train_step), training=True)
+
+
+@contextmanager
+def observing_save(subject: Subject, rank: Rank, found: dict[str, RandomState]) -> Iterator[None]:
+    """Enter into ``found`` the generators before and after the author's save().
+
+    They have the state of a training: that of the loader, advanced by another amount on each slice of the batch, since
+    rows of other lengths draw other amounts. Ranks of one slice stay as alike as the loader left them.
+    """
+    index, _ = batch_slice(subject, rank)
+    with _observing_generators(subject, rank, found, draws=1 + index):
+        yield
+
+
+@contextmanager
+def observing_resume(subject: Subject, rank: Rank, found: dict[str, RandomState]) -> Iterator[None]:
+    """Enter into ``found`` the generators before and after the author's resume(), which finds them as loaded."""
+    with _observing_generators(subject, rank, found, draws=0):
+        yield
+
+
+@contextmanager
+def _observing_generators(subject: Subject, rank: Rank, found: dict[str, RandomState], draws: int) -> Iterator[None]:
+    if subject.save is None:  # torch.distributed.checkpoint keeps no random state
+        yield
+        return
+    set_states(rank.state[LEFT_BY_LOADER], rank.device)
+    draw_from_all(draws, rank.device)
+    before = read_states(rank.device)
+    yield
+    for kind, state in read_states(rank.device).items():
+        found[kind] = RandomState(describe_state(before[kind]), describe_state(state), seed_of(kind))

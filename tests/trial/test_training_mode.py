@@ -1,0 +1,155 @@
+"""A step in training mode on real ranks: whose step it is, what it starts from, and what it must not disturb."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.optim import Optimizer
+
+from pytest_fsdp_meta import Subject
+from pytest_fsdp_meta.catalogue import Verdict, built_in, judge
+from pytest_fsdp_meta.evidence import Evidence
+from pytest_fsdp_meta.loader.call import Call
+from pytest_fsdp_meta.trial import Trial
+from pytest_fsdp_meta.worlds import Rank, WorldSpec
+from tests.world_help import trial_preload
+
+FOLLOW, RESUME = "random_numbers_follow_the_mesh", "random_numbers_resume"
+
+
+class Scaled(nn.Dropout):
+    """A dropout that only ranks in training mode run."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden) if self.training else hidden
+
+
+def build() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), Scaled(0.5), nn.Linear(4, 2))
+
+
+def batch(step: int) -> dict[str, Tensor]:
+    return {"input": torch.rand(4, 4)}  # drawn, so that it disturbs the generators
+
+
+def loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    return model(**batch).square().mean()
+
+
+def load(fsdp: Rank, seeds: bool = True, **declared: Any) -> Subject:
+    model = build()
+    for module in model:
+        fully_shard(module, mesh=fsdp.mesh)
+    fully_shard(model, mesh=fsdp.mesh)
+    if seeds:
+        torch.manual_seed(100 + fsdp.rank)
+    return Subject(model, **{"reference": build, "batch": batch, "loss": loss, **declared})
+
+
+def observed(checks: Iterable[str] = (FOLLOW,), function: Any = load, **declared: Any) -> Evidence:
+    trial = Trial(WorldSpec({"dp_shard": 2}, timeout=60), trial_preload(), steps=3, tolerance={})
+    call = Call(cloudpickle.dumps(partial(function, **declared)), {}, "fsdp")
+    return trial.observe(call, built_in().observations(checks))
+
+
+def judged(evidence: Evidence, id: str = FOLLOW) -> Verdict:
+    catalogue = built_in()
+    return judge(catalogue[id], evidence, catalogue)
+
+
+def test_the_step_starts_from_the_random_state_that_the_loader_left():
+    evidence = observed()
+    first, second = evidence.training_mode or ()
+    assert [draw.seed for draw in (*first.draws, *second.draws)] == [100, 101]
+    assert (first.data_parallel, second.data_parallel) == ((0, 2), (1, 2))
+    assert judged(evidence).status == "passed"
+
+
+def test_a_seed_that_only_the_reference_needs_is_not_that_of_training():
+    found = judged(observed(seeds=False))
+    assert (found.status, found.why) == ("skipped", "not applicable")
+    assert found.reason.startswith("how training seeds the ranks is unknown")
+
+
+def test_the_authors_step_may_switch_the_mode():
+    def step(model: Any, optimizer: Optimizer, batch: dict[str, Tensor]) -> Tensor:
+        model.eval()
+        model[1].train()
+        torch.manual_seed(7)
+        found = loss(model, batch)
+        found.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return found
+
+    evidence = observed(train_step=step, optimizer=lambda parameters: torch.optim.AdamW(parameters))
+    assert [draw.seed for rank in evidence.training_mode or () for draw in rank.draws] == [7, 7]
+    [finding] = judged(evidence).findings
+    assert (finding.tensor, finding.actual) == ("1", "draws the same random numbers for different rows")
+
+
+def test_other_checks_do_not_notice_the_step():
+    checks = ("loss_parity", "resume_parity", "second_save_is_current", "dcp_round_trip", "optimizer_state_round_trip")
+    adam = {"optimizer": lambda parameters: torch.optim.AdamW(parameters)}
+    evidence = observed([*checks, FOLLOW], **adam)
+    assert {id: judged(evidence, id).status for id in (*checks, FOLLOW)} == dict.fromkeys((*checks, FOLLOW), "passed")
+
+
+def test_a_model_that_fails_in_training_mode_only():
+    class Broken(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            if self.training:
+                raise RuntimeError("needs a schedule")
+            return super().forward(input)
+
+    def broken(fsdp: Rank) -> Subject:
+        return Subject(fully_shard(Broken(4, 4), mesh=fsdp.mesh), batch=batch, loss=loss)
+
+    evidence = observed([FOLLOW, "dcp_round_trip"], broken)
+    found = judged(evidence)
+    assert found.status == "error"
+    assert "raised RuntimeError in Subject(loss=...): needs a schedule" in found.reason
+    assert "while a step in training mode" in found.detail
+    assert judged(evidence, "dcp_round_trip").status == "passed"
+
+
+def test_a_model_with_nothing_to_train():
+    def frozen(fsdp: Rank) -> Subject:
+        subject = load(fsdp)
+        subject.model.requires_grad_(False)
+        return subject
+
+    assert judged(observed(function=frozen)).status == "passed"
+
+
+@pytest.mark.parametrize("train_step", [None, lambda model, optimizer, batch: 0.0])
+def test_what_is_declared_decides(train_step):
+    nothing = judged(observed(batch=None, train_step=train_step))
+    assert (nothing.status, nothing.reason) == ("skipped", "Subject(batch=...) is not declared")
+
+
+def test_a_step_that_never_steps():
+    found = judged(observed(train_step=lambda model, optimizer, batch: 0.0))
+    assert found.status == "error"
+    assert "Subject(train_step=...): it never stepped the optimizer in step 0" in found.reason
+
+
+def test_states_at_a_checkpoint_are_observed_if_the_author_saves():
+    evidence = observed([RESUME])
+    assert not any(rank.generators for rank in (*(evidence.continued or ()), *(evidence.resumed or ())))
+    assert judged(evidence, RESUME).why == "not declared"
+    saving = {"save": lambda model, optimizer, folder: None, "resume": lambda model, optimizer, folder: None}
+    saved = observed([RESUME], **saving)
+    states = [rank.generators["cpu"] for rank in saved.continued or ()]
+    assert len({state.before for state in states}) == 2
+    assert [state.seed for state in states] == [100, 101]
+    [finding] = judged(saved, RESUME).findings
+    assert finding.actual.endswith("is not restored: resume() does not change it")
