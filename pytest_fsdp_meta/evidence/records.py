@@ -80,7 +80,8 @@ class ReferenceFacts:
     """The reference: the unsharded model, built and trained on one device.
 
     ``source`` is "callable" or "checkpoint"; a checkpoint has no non-persistent buffers and cannot be trained.
-    ``losses`` has one loss for each step and ``losses_again`` those of a second, identical run. ``unstable`` names the
+    ``losses`` has one loss for each step and ``losses_again`` those of a second, identical run, which takes place only
+    if the ranks' training differs from the first one. ``unstable`` names the
     tensors whose bits differ when the reference is built twice, ``uninitialised`` those that the reference itself never
     writes.
     """

@@ -1,8 +1,8 @@
-"""Build, record and train the reference in a world of one rank, each of them twice.
+"""Build, record and train the reference in a world of one rank.
 
 The first build runs under poison and shows which tensors the reference itself never writes; the second build is
 recorded. Tensors that differ between the two builds, and losses that differ between two trainings from the same
-weights, cannot serve as a reference; the facts say so.
+weights, cannot serve as a reference; the facts say so. It trains a second time only if the ranks differ from it.
 """
 
 from __future__ import annotations
@@ -126,10 +126,10 @@ def write_part(whole: Tensor, regions: Sequence[Region], flat: bool, values: Ten
 def train_reference(
     recipe: Mapping[str, bytes], steps: int, folder: str, data_parallel_size: int, facts: ReferenceFacts
 ) -> ReferenceFacts:
-    """Train the reference twice from the recorded values; return the facts with the results added.
+    """Train the reference from the recorded values; return the facts with the results added.
 
     Record in ``folder`` what ``RECORDS`` lists: gradients and parameters of the first steps, and the mean gradient
-    of the rounds of micro-batches of ``data_parallel_size`` ranks. The second training only gives the losses.
+    of the rounds of micro-batches of ``data_parallel_size`` ranks.
     """
     rank = current()
     subject = declared_subject(rank.state["reference"], recipe)
@@ -150,12 +150,9 @@ def train_reference(
         accumulate(subject, rank.device, union_of_ranks(data_parallel_size))
         finish_gradients(optimizer)  # the ranks call the same hooks, and report that they raise
         first.record("accumulated", whole_gradients(model))
-    restore(model, Record(record_at(folder, "values")))
-    rerun = train(subject, rank.device, range(steps), (0, 1), make_optimizer(subject))
     return replace(
         facts,
         losses=tuple(run.losses),
-        losses_again=tuple(rerun.losses),
         batches=tuple(run.batches),
         gradients=first.sizes,
         noise=first.noise,
@@ -169,6 +166,14 @@ def train_reference(
         idle=first.idle or (),
         rates=tuple(run.rates),
     )
+
+
+def train_reference_again(recipe: Mapping[str, bytes], steps: int, folder: str) -> tuple[float, ...]:
+    """Train the reference once more from the recorded values; return the losses."""
+    rank = current()
+    subject = declared_subject(rank.state["reference"], recipe)
+    restore(subject.model, Record(record_at(folder, "values")))
+    return tuple(train(subject, rank.device, range(steps), (0, 1), make_optimizer(subject)).losses)
 
 
 class _RecordedSteps(StepObserver):

@@ -25,17 +25,9 @@ def with_noise(
     reference_world: World,
     recipe: Mapping[str, bytes],
     folder: Path,
-    summed: bool,
 ) -> tuple[RankTraining, ...]:
-    """Return the runs with the noise of their slices; unchanged if they are close enough to the reference without.
-
-    ``inventory`` is that of any rank, and ``summed`` says whether the ranks' losses add up to the global one. In
-    float32 most loaders are close enough.
-    """
-    dtypes = frozenset(t.dtype for t in inventory.tensors if t.kind == "parameter" and t.requires_grad)
-    if not _departs(runs, reference, dtypes, summed):
-        return runs
-    computing, reducing = (*dtypes, *inventory.computes_in), inventory.reduces_in
+    """Return the runs with the noise of their slices; ``inventory`` is that of any rank."""
+    computing, reducing = (*_trained_dtypes(inventory), *inventory.computes_in), inventory.reduces_in
     whole, factors = _measure(reference_world, recipe, folder, runs[0].data_parallel[1], computing, reducing, reference)
     if whole.problem:
         return tuple(replace(run, noise=whole) for run in runs)
@@ -79,9 +71,13 @@ def _measure(
     return whole, factors
 
 
-def _departs(runs: tuple[RankTraining, ...], reference: ReferenceFacts, dtypes: frozenset[str], summed: bool) -> bool:
-    """Return whether any loss, gradient or update differs by more than the smallest tolerance."""
-    losses = reference.losses or ()
+def departs(runs: tuple[RankTraining, ...], reference: ReferenceFacts, inventory: RankInventory, summed: bool) -> bool:
+    """Return whether any loss, gradient or update differs from the reference's by more than the smallest tolerance.
+
+    ``inventory`` is that of any rank, and ``summed`` says whether the ranks' losses add up to the global one. In
+    float32 most right loaders are closer.
+    """
+    losses, dtypes = reference.losses or (), _trained_dtypes(inventory)
     largest = max(map(abs, losses), default=0.0)
     parts = len(runs) / runs[0].data_parallel[1] if summed else len(runs)
     means = [
@@ -95,6 +91,10 @@ def _departs(runs: tuple[RankTraining, ...], reference: ReferenceFacts, dtypes: 
     return any(_farther(c, gradient) for run in runs for c in _gradients(run)) or any(
         _farther(c, update) for run in runs for c in _updates(run)
     )
+
+
+def _trained_dtypes(inventory: RankInventory) -> frozenset[str]:
+    return frozenset(t.dtype for t in inventory.tensors if t.kind == "parameter" and t.requires_grad)
 
 
 def _gradients(run: RankTraining) -> Iterator[Comparison]:

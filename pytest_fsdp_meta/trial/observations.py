@@ -28,7 +28,7 @@ from pytest_fsdp_meta.evidence.collectives import RankCollectives, RankMemory
 from pytest_fsdp_meta.loader.subject import SubjectError
 from pytest_fsdp_meta.observers.support.reference_record import record_at
 from pytest_fsdp_meta.trial import on_ranks
-from pytest_fsdp_meta.trial.noise import with_noise
+from pytest_fsdp_meta.trial.noise import departs, with_noise
 from pytest_fsdp_meta.trial.obstacles import NOT_WANTED, describe_odd_model, from_world_error
 from pytest_fsdp_meta.trial.on_ranks import run_on
 from pytest_fsdp_meta.trial.reloading import Load, Reloading
@@ -243,16 +243,13 @@ class ObservationRun:
         )[0]
         known = (self.reference.noise, self.reference.norm, self.reference.own_clipping)
         runs = tuple(run_on(self.world, observe_training, self.steps, str(self.folder), *known))
-        return with_noise(
-            runs,
-            self.inventory[0],
-            self.reference,
-            self.world,
-            self.reference_world,
-            self._recipe,
-            self.folder,
-            self.subject.loss_over_ranks == "sum",
-        )
+        if not departs(runs, self.reference, self.inventory[0], self.subject.loss_over_ranks == "sum"):
+            return runs
+        train_again = on_ranks.reference.train_reference_again
+        losses = run_on(self.reference_world, train_again, self._recipe, self.steps, str(self.folder))[0]
+        self.reference = replace(self.reference, losses_again=losses)
+        worlds = self.world, self.reference_world
+        return with_noise(runs, self.inventory[0], self.reference, *worlds, self._recipe, self.folder)
 
     def _adopt_values(self) -> None:
         """Let the reference train from what the loader drew, and where a selected check reports that values differ.

@@ -172,7 +172,7 @@ def test_the_reference_keeps_its_parameters():
     reference = evidence_of(replacing_a_parameter).reference
     assert reference is not None
     assert reference.hooks_left_out == ("replace: it replaces parameters of the model",)
-    assert reference.losses == reference.losses_again
+    assert reference.losses_again is None, "the ranks differ from it"
 
 
 def test_a_copy_of_a_dtensor_is_not_sent_to_the_reference():

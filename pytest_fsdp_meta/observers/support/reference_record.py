@@ -56,6 +56,7 @@ def write_record(path: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
     aliases: dict[str, str] = {}
     as_bytes: dict[str, str] = {}
     first: dict[tuple[Any, ...], str] = {}
+    storages: set[int] = set()
     for name, tensor in tensors:
         if not is_array(tensor):
             continue
@@ -70,7 +71,10 @@ def write_record(path: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
             dtype = str(data.dtype).removeprefix("torch.")
             if dtype in RECENT or dtype not in DTYPES.values():
                 as_bytes[name], data = dtype, _bytes(data)
-            stored[name] = data.clone()  # safetensors refuses views that share a storage
+            # safetensors refuses views that share a storage; a copy of a tensor that has its own would be a waste.
+            whole = data.untyped_storage().nbytes() == data.nbytes and data.untyped_storage().data_ptr() not in storages
+            stored[name] = data if whole else data.clone()
+            storages.add(data.untyped_storage().data_ptr())
     save_file(stored, path, metadata={ALIASES: json.dumps(aliases), AS_BYTES: json.dumps(as_bytes)})
 
 
