@@ -2,6 +2,8 @@
 
 from pytest_fsdp_meta.catalogue.checks import (
     accumulation,
+    batches,
+    batches_resumed,
     checkpoint,
     clipping,
     communication,
@@ -32,6 +34,7 @@ FAMILIES = (
     *(replicas, values, tying, memory),
     *(forward, gradients, clipping, optimization, second_step, updates, losses, accumulation),
     *(checkpoint, resuming, second_save),
+    *(batches, batches_resumed),
 )
 
 

@@ -18,6 +18,7 @@ from pytest_fsdp_meta.loader.validation import (
     require_attributes,
     require_bound,
     require_choice,
+    require_data,
     require_groups,
     require_module,
     require_names,
@@ -104,6 +105,15 @@ class Subject:
     the same optimizer, and clipping to ``max_grad_norm``. Gradients are compared when the optimizer steps. The model
     stays in evaluation mode, because dropout would differ between ranks and the reference.
     """
+    data: Callable[[], Iterable[Any]] | Iterable[Any] | None = None
+    """``data()`` returns the author's own loader of batches on this rank; or the loader itself, such as a DataLoader.
+
+    One pass over it is an epoch. A batch is a tensor, or a dict or sequence of tensors, with its rows in dim 0.
+    Data-parallel ranks should see different rows, and ranks along other dimensions of the mesh the same ones. Called on
+    every rank, after loading and again after ``resume``; a function is also called in a world of one rank, whose epoch
+    shows all rows. ``save`` and ``resume``, or the loader's own ``state_dict`` and ``load_state_dict``, keep the
+    position. Nothing is trained on these batches: see ``batch``.
+    """
     max_grad_norm: float | None = None
     """The norm to which ``train_step`` clips gradients. The reference clips to it as well, with ``clip_grad_norm``."""
     clip_grad_norm: Callable[[Iterable[Parameter], float], Any] | None = None
@@ -187,12 +197,13 @@ class Subject:
             require_source(name, getattr(self, name))
         for name in SIGNATURES:
             value = getattr(self, name)
-            if value is not None and not callable(value):
+            if value is not None and not callable(value) and name != "data":
                 raise SubjectError(name, f"{shorten(value)} is not callable; give a function {SIGNATURES[name]}")
         for name, other in (("save", "resume"), ("resume", "save")):
             if getattr(self, name) is not None and getattr(self, other) is None:
                 raise SubjectError(name, f"set without {other}; set both or neither")
         require_optimizer(self.optimizer)
+        require_data(self.data)
         require_slice(self.data_parallel)
         require_bound("max_grad_norm", self.max_grad_norm)
         if self.max_grad_norm is not None and self.train_step is None:
@@ -259,6 +270,7 @@ SIGNATURES = {
     "batch": "batch(step) -> dict of tensors",
     "loss": "loss(model, batch) -> scalar",
     "train_step": "train_step(model, optimizer, batch) -> loss",
+    "data": "data() -> iterable of batches",
     "clip_grad_norm": "clip_grad_norm(parameters, max_norm) -> norm",
     "adapter": "adapter(name, tensor) -> Part or None",
     "save": "save(model, optimizer, folder)",
@@ -268,7 +280,7 @@ SIGNATURES = {
 """How the fields that are functions are called, as error messages show it."""
 UNDECLARED: dict[str, Any] = {
     **dict.fromkeys(("reference", "verifier", "batch", "data_parallel", "optimizer")),
-    **dict.fromkeys(("train_step", "max_grad_norm", "clip_grad_norm", "save", "state_dict")),
+    **dict.fromkeys(("train_step", "max_grad_norm", "clip_grad_norm", "save", "state_dict", "data")),
     "frozen": (),
     "tied": (),
     "placements": {},

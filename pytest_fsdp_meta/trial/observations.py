@@ -55,6 +55,7 @@ class ObservationRun:
     world: World
     reference_world: World
     verifier_world: World
+    data_world: World
     loaded: list[Loaded]
     folder: Path
     steps: int
@@ -119,6 +120,8 @@ class ObservationRun:
             repetition=reloading.repetition,
             export=reloading.export,
             resharded=reloading.resharded,
+            batches=reloading.batches,
+            batches_resumed=reloading.batches_resumed,
             collectives=self.collectives,
             memory=self.memory,
             unavailable=self.unavailable | reloading.unavailable,
@@ -321,6 +324,7 @@ class ObservationRun:
         reloading = Reloading(
             first=self.world,
             reference_world=self.reference_world,
+            data_world=self.data_world,
             rebuild_reference=partial(self._build_reference, "rebuilt"),
             load=self.load_again,
             subject=self.subject,

@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from pytest_fsdp_meta.evidence import (
+    Epoch,
     Export,
+    RankBatches,
     RankInventory,
     ReferenceFacts,
     Resharded,
@@ -24,6 +26,7 @@ from pytest_fsdp_meta.evidence import (
     not_declared,
 )
 from pytest_fsdp_meta.evidence.checkpoint import RankResumed, RankSaved, RankStateDict
+from pytest_fsdp_meta.trial.author_data import read_epoch, resume_epoch
 from pytest_fsdp_meta.trial.obstacles import (
     DECLARE,
     NOT_WANTED,
@@ -53,6 +56,7 @@ SECOND_LOAD_FAILED = "the loader succeeded once, and failed when it ran again in
 SAVE_NOT_RETRIED = "saving hung or ended a rank, and is not tried again"
 NO_MODEL = "a checkpoint directory is not a model to load into; declare Subject(reference=<callable>)"
 NEEDS = {
+    "batches_resumed": ("batches",),
     "restored_again": ("saved_again",),
     "saved_again": ("continued",),
     "restored": ("saved",),
@@ -76,6 +80,7 @@ class Reloading:
     first: World
     """The loader's own world, or another load once training has ended it."""
     reference_world: World
+    data_world: World
     rebuild_reference: Callable[[], object]
     """Start the world of the reference again, and build the reference in it."""
     load: Load
@@ -98,6 +103,8 @@ class Reloading:
     repetition: tuple[RankInventory, ...] | None = None
     export: Export | None = None
     resharded: Resharded | None = None
+    batches: Epoch | None = None
+    batches_resumed: tuple[RankBatches, ...] | None = None
     unavailable: dict[str, Unavailable] = field(default_factory=dict)
     _wanted: set[str] = field(default_factory=set)
     _worlds: list[World] = field(default_factory=list)
@@ -120,12 +127,14 @@ class Reloading:
             self.continued = self._take("continued", self._save_and_continue)
             self.saved_again = self._take("saved_again", self._save_again)
             self.saved = self._take("saved", self._save_model)
+            self.batches = self._take("batches", self._read_batches)
             self.repetition = self._take("repetition", self._repeat_load)
             self.export = self._take("export", self._export)
             self._take("kept", self._save_second_load)
             self.resumed = self._take("resumed", self._resume)
             self.restored = self._take("restored", self._restore_model)
             self.restored_again = self._take("restored_again", self._restore_again)
+            self.batches_resumed = self._take("batches_resumed", self._resume_batches)
             self.resharded = self._take("resharded", self._reshard)
         finally:
             for world in self._worlds:
@@ -195,6 +204,22 @@ class Reloading:
             return _models(self._saved_with_optimizer)
         return self._unsavable() or self._save(self._first_world, checkpoint.save_model, self._path("saved"))
 
+    def _read_batches(self) -> Epoch | Unavailable:
+        if "data" not in self.subject.declared:
+            return not_declared("data")
+        unsaved = self._unsavable() if self._author_saves else None
+        saving = "batches_resumed" in self._wanted and unsaved is None
+        try:
+            return read_epoch(self._first_world(), self.data_world, self._path("batches") if saving else None)
+        except WorldError as error:
+            if not saving or error.failures[0].kind == "hung":
+                raise
+            unsaved = self._describe_error(error)
+            return read_epoch(self._first_world(), self.data_world, None)
+        finally:
+            if unsaved is not None:
+                self.unavailable["batches_resumed"] = unsaved
+
     # Observations of the second load; "export" and "kept" need its model as it was loaded.
 
     def _repeat_load(self) -> tuple[RankInventory, ...]:
@@ -235,6 +260,13 @@ class Reloading:
             if (reason := self.unavailable.get(earlier, NOT_WANTED)).error:
                 return reason  # loading the first checkpoint raised or hung, and would do so again
         return tuple(self._run_second(checkpoint.load_all, self._path("again"), self._changed_between_saves()))
+
+    def _resume_batches(self) -> tuple[RankBatches, ...] | Unavailable:
+        for reason in map(self.unavailable.get, ("batches", "batches_resumed")):
+            if reason is not None:
+                return reason
+        assert self.batches is not None
+        return resume_epoch(self.batches, self._second_world, self._path("batches"))
 
     def _changed_between_saves(self) -> frozenset[str]:
         pairs = zip(self.continued or (), self.saved_again or (), strict=True)

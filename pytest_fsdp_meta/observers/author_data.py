@@ -1,0 +1,171 @@
+"""Read the author's own loader of batches: one epoch, and the rest of it after resuming from a checkpoint within it."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pytest_fsdp_meta.evidence import RankBatches
+from pytest_fsdp_meta.loader.subject import Subject, SubjectError
+from pytest_fsdp_meta.observers.batches import batch_slice, calling, calling_field
+from pytest_fsdp_meta.observers.loading import loaded_subject, resharded_subject
+from pytest_fsdp_meta.observers.optimizers import make_optimizer
+from pytest_fsdp_meta.observers.rows import digest_rows
+from pytest_fsdp_meta.observers.sending import PackedFunction, pack_for_one_rank, unpack_on_one_rank
+from pytest_fsdp_meta.observers.support.poison import NOTICES
+from pytest_fsdp_meta.observers.support.random_state import restore_random_state
+from pytest_fsdp_meta.text import first_line
+from pytest_fsdp_meta.worlds import SEED, Rank, current, doing, forward_warnings
+
+MOST_BATCHES = 256
+"""Batches that are read on each rank; an epoch may have more, or never end."""
+SAVED_AFTER = 2
+"""Batches before the checkpoint: one alone may be the only one that a loader has not prefetched."""
+END = object()
+"""What a loader without more batches returns."""
+
+
+def pack_data() -> PackedFunction | None:
+    """Return rank 0's ``data`` for a world of one rank; None on the other ranks."""
+    rank = current()
+    if rank.rank:
+        return None
+    data = loaded_subject(rank).data
+    if not _is_function(data):
+        return PackedFunction(problem="data is a loader that exists on the ranks only, and not a function")
+    return pack_for_one_rank(data)
+
+
+def read_epoch(folder: str | None) -> RankBatches:
+    """Return the batches of an epoch, and save in ``folder``, if it is given, after the first ones.
+
+    Nothing is saved if neither the author nor the loader can do it.
+    """
+    rank, subject = current(), resharded_subject()
+    place = batch_slice(subject, rank)
+    restore_random_state(rank.state["random"])
+    loader = () if subject.data is None else _open(subject.data)
+    position = min(SAVED_AFTER, max(1, _length(loader) - 1)) if folder and _savable(subject, loader) else 0
+    batches = []
+    for batch in _read(loader, MOST_BATCHES):
+        batches.append(batch)
+        if folder and len(batches) == position:
+            _save(rank, subject, loader, Path(folder))
+    if folder and len(batches) < position and subject.save is not None:
+        _save(rank, subject, loader, Path(folder))  # the other ranks wait for this one in save()
+    ended = len(batches) < MOST_BATCHES
+    return RankBatches(place, tuple(batches), ended, subject.data is not None, position)
+
+
+def resume_epoch(folder: str) -> RankBatches:
+    """Resume from what ``read_epoch`` has saved, and return the batches that follow."""
+    rank, subject = current(), resharded_subject()
+    restore_random_state(rank.state["random"])
+    if subject.resume is not None:
+        doing("resuming within an epoch")
+        with calling_field("resume"):
+            subject.resume(subject.model, _optimizer(rank, subject), Path(folder))
+    loader = () if subject.data is None else _open(subject.data)
+    if subject.resume is None:
+        states = torch.load(_file(Path(folder), rank), weights_only=False)
+        for name, thing in _stateful(subject, loader).items():
+            with calling(f"load_state_dict() of Subject({name}=...)"):
+                thing.load_state_dict(states[name])
+    batches = tuple(_read(loader, MOST_BATCHES - SAVED_AFTER))
+    ended = len(batches) < MOST_BATCHES - SAVED_AFTER
+    return RankBatches(batch_slice(subject, rank), batches, ended, subject.data is not None)
+
+
+def read_alone(packed: PackedFunction, ranks: int) -> RankBatches | str:
+    """Return the epoch of ``data`` in a world of one rank, or why there is none.
+
+    ``ranks`` is the number of data-parallel ranks, whose epoch has as many batches each.
+    """
+    torch.manual_seed(SEED)
+    most = MOST_BATCHES * ranks
+    try:
+        with forward_warnings(NOTICES):
+            loader = _open(unpack_on_one_rank(packed))
+            batches = tuple(_read(loader, most))
+    except Exception as error:  # the author's code, in a world that it was perhaps not written for
+        cause = error.__cause__ or error
+        return f"data() raises {type(cause).__name__} in a world of one rank: {first_line(cause)}"
+    return RankBatches((0, 1), batches, len(batches) < most)
+
+
+def _is_function(data: object) -> bool:
+    return callable(data) and not hasattr(type(data), "__iter__")
+
+
+def _open(data: Callable[[], Iterable[Any]] | Iterable[Any]) -> Iterable[Any]:
+    if not _is_function(data):
+        return data  # type: ignore[return-value]
+    doing("opening data")
+    with calling_field("data"):
+        loader = data()  # type: ignore[operator]
+    iterable = hasattr(type(loader), "__iter__") or hasattr(type(loader), "__getitem__")
+    if not iterable or isinstance(loader, (str, bytes, Mapping, torch.Tensor)):
+        raise SubjectError(
+            "data",
+            f"data() returned {type(loader).__name__}, but should return an iterable of batches, such as a DataLoader",
+        )
+    return loader
+
+
+def _read(loader: Iterable[Any], most: int) -> Iterator[tuple[str, ...]]:
+    """Yield the digests of the rows of at most this many batches."""
+    with calling("Subject(data=...)"):
+        batches = islice(iter(loader), most)
+    for number in range(most):
+        doing(f"batch {number} of data")
+        with calling("Subject(data=...)"):
+            batch = next(batches, END)
+        if batch is END:
+            return
+        yield digest_rows(batch, number)
+
+
+def _length(loader: Iterable[Any]) -> int:
+    """Return the number of batches, or a large number if the loader does not know."""
+    try:
+        return len(loader)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):
+        return MOST_BATCHES
+
+
+def _savable(subject: Subject, loader: Iterable[Any]) -> bool:
+    return subject.save is not None or bool(_stateful(subject, loader))
+
+
+def _save(rank: Rank, subject: Subject, loader: Iterable[Any], folder: Path) -> None:
+    doing("saving within an epoch")
+    folder.mkdir(parents=True, exist_ok=True)
+    if subject.save is not None:
+        with calling_field("save"):
+            subject.save(subject.model, _optimizer(rank, subject), folder)
+        return
+    states = {}
+    for name, thing in _stateful(subject, loader).items():
+        with calling(f"state_dict() of Subject({name}=...)"):
+            # Pickled at once: the loader may go on to change what it returned.
+            states[name] = pickle.loads(pickle.dumps(thing.state_dict()))
+    torch.save(states, _file(folder, rank))
+
+
+def _stateful(subject: Subject, loader: Iterable[Any]) -> dict[str, Any]:
+    """Return what keeps the position, by field; only needed if the author does not save."""
+    return {"data": loader} if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict") else {}
+
+
+def _optimizer(rank: Rank, subject: Subject) -> Any:
+    """Return the optimizer to save: the one that has trained, if any."""
+    return rank.state.get("resumable") or make_optimizer(subject)
+
+
+def _file(folder: Path, rank: Rank) -> Path:
+    return folder / f"data{rank.rank}.pt"
