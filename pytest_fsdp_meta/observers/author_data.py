@@ -13,8 +13,8 @@ import torch
 from pytest_fsdp_meta.evidence import RankBatches
 from pytest_fsdp_meta.loader.subject import Subject, SubjectError
 from pytest_fsdp_meta.observers.batches import batch_slice, calling, calling_field
+from pytest_fsdp_meta.observers.checkpoint import make_resumable_optimizer
 from pytest_fsdp_meta.observers.loading import loaded_subject, resharded_subject
-from pytest_fsdp_meta.observers.optimizers import make_optimizer
 from pytest_fsdp_meta.observers.rows import digest_rows
 from pytest_fsdp_meta.observers.sending import PackedFunction, pack_for_one_rank, unpack_on_one_rank
 from pytest_fsdp_meta.observers.support.poison import NOTICES
@@ -163,8 +163,10 @@ def _stateful(subject: Subject, loader: Iterable[Any]) -> dict[str, Any]:
 
 
 def _optimizer(rank: Rank, subject: Subject) -> Any:
-    """Return the optimizer to save: the one that has trained, if any."""
-    return rank.state.get("resumable") or make_optimizer(subject)
+    """Return the optimizer to save: the one that has trained, if any; None where nothing is trainable."""
+    if not any(parameter.requires_grad for parameter in subject.model.parameters()):
+        return None
+    return rank.state.get("resumable") or make_resumable_optimizer(subject)
 
 
 def _file(folder: Path, rank: Rank) -> Path:

@@ -82,7 +82,7 @@ def first_step() -> FirstStep:
     """
     rank, subject = current(), resharded_subject()
     trained = rank.state.get("optimizer") if subject.optimizer is not None else None
-    rank.state["resumable"] = optimizer = trained or _make_optimizer(subject)
+    rank.state["resumable"] = optimizer = trained or make_resumable_optimizer(subject)
     if trained is None:
         _train(rank, subject, 1)
     names = _first_names(subject.model)
@@ -111,7 +111,7 @@ def load_all(folder: str, changed: Collection[str] = ()) -> RankResumed:
     The author can restore tensors that have ``changed`` in training from nothing but the checkpoint.
     """
     rank, subject = current(), resharded_subject()
-    rank.state["resumable"] = optimizer = _make_optimizer(subject)
+    rank.state["resumable"] = optimizer = make_resumable_optimizer(subject)
     # An optimizer that the loader built may have trained as far as the one that saved.
     _overwrite(subject, changed, optimizer)
     _load(subject, rank.state["resumable"], Path(folder))
@@ -195,7 +195,7 @@ def _overwrite(subject: Subject, changed: Collection[str] = (), optimizer: Optim
                 overwrite(local)
 
 
-def _make_optimizer(subject: Subject) -> Optimizer:
+def make_resumable_optimizer(subject: Subject) -> Optimizer:
     """Return the author's optimizer; where none is declared, SGD with momentum, which has state to save."""
     trainable = [parameter for parameter in subject.model.parameters() if parameter.requires_grad]
     if subject.optimizer is None:

@@ -14,6 +14,8 @@ from pytest_fsdp_meta.evidence import RankBatches
 from pytest_fsdp_meta.text import counted
 
 NEXT = "the batches that follow the checkpoint"
+BEGINNING = "the epoch from its beginning after resuming"
+OTHERS = "other rows after resuming"
 Rows = tuple[str, ...]
 
 
@@ -53,10 +55,15 @@ def batches_resume(view: View) -> Iterator[Finding]:
         strange = sum(row not in known for run in runs.values() for row in run.resumed)
         if 2 * strange > sum(len(run.resumed) for run in runs.values()):
             raise NotJudged("most rows after resuming are in no rank's epoch, so they are drawn or augmented at random")
-    mismatches = ((number, _compare(run, number, runs)) for number, run in runs.items())
-    for mismatch, ranks in ranks_by(mismatches).items():
-        if mismatch is not None:
-            yield Finding(DATA, ranks, mismatch.actual, mismatch.expected, cause=mismatch.cause, remedy=mismatch.remedy)
+    found = ranks_by((number, _compare(run, runs)) for number, run in runs.items())
+    for mismatch, ranks in found.items():
+        if mismatch is None:
+            continue
+        explanation: Explanation = {"cause": mismatch.cause, "remedy": mismatch.remedy}
+        if mismatch.actual == BEGINNING and len(ranks) < len(runs):
+            explanation = _OF_ANOTHER_RANK
+        detail = _count_rows(runs[ranks[0]]) if mismatch.actual == OTHERS else ""
+        yield Finding(DATA, ranks, mismatch.actual, mismatch.expected, detail, **explanation)
 
 
 def _run(epoch: RankBatches, resumed: RankBatches) -> _Run:
@@ -71,7 +78,7 @@ def _flat(batches: Sequence[Rows]) -> Rows:
     return tuple(row for batch in batches for row in batch)
 
 
-def _compare(run: _Run, number: int, runs: dict[int, _Run]) -> Mismatch | None:
+def _compare(run: _Run, runs: dict[int, _Run]) -> Mismatch | None:
     if run.resumed == run.rest:
         return None
     if not run.resumed:
@@ -83,12 +90,14 @@ def _compare(run: _Run, number: int, runs: dict[int, _Run]) -> Mismatch | None:
             return Mismatch(f"the batches of rank {other} after resuming", NEXT, **_OF_ANOTHER_RANK)
     if Counter(run.resumed) == Counter(run.rest):
         return Mismatch("the rows that follow the checkpoint, in another order", NEXT, **_ANOTHER_ORDER)
+    return Mismatch(OTHERS, NEXT, **_ANOTHER_ORDER)
+
+
+def _count_rows(run: _Run) -> str:
     before = set(_flat(run.batches[: run.position]))
     again = sum(row in before for row in run.resumed)
     missing = (Counter(run.rest) - Counter(run.resumed)).total()
-    counts = (f"{again} rows are seen again" if again else "", f"{missing} rows are never seen" if missing else "")
-    actual = " and ".join(filter(None, counts)) or "rows that do not follow are seen as well"
-    return Mismatch(f"{actual} after resuming", NEXT, **_ANOTHER_ORDER)
+    return f"{counted(again, 'row')} seen again, {counted(missing, 'row')} of those that follow missing"
 
 
 def _start_of(run: _Run) -> int | None:
@@ -102,12 +111,12 @@ def _start_of(run: _Run) -> int | None:
 
 def _describe_start(start: int, position: int) -> Mismatch:
     if start == 0:
-        return Mismatch("the epoch from its beginning after resuming", NEXT, **_FROM_THE_BEGINNING)
+        return Mismatch(BEGINNING, NEXT, **_FROM_THE_BEGINNING)
     number = counted(abs(start - position), "batch")
     if start < position:
-        return Mismatch(f"{number} before the checkpoint are seen again", NEXT, **_OFF)
+        return Mismatch(f"the last {number} before the checkpoint again after resuming", NEXT, **_OFF)
     if start > position:
-        return Mismatch(f"{number} after the checkpoint are skipped", NEXT, **_SKIPPED)
+        return Mismatch(f"{number} after the checkpoint skipped", NEXT, **_SKIPPED)
     return Mismatch("ends early after resuming", NEXT, **_ENDED)
 
 
@@ -128,8 +137,8 @@ _OFF: Explanation = {
     "remedy": "save the number of batches that were handed out",
 }
 _OF_ANOTHER_RANK: Explanation = {
-    "cause": "this rank loads the state of another one: only one rank saves its loader, or several ranks save theirs "
-    "under one name",
+    "cause": "this rank loads the state of another one, or none: only one rank saves its loader, or several ranks save "
+    "theirs under one name",
     "remedy": "save the state of each rank's loader under a name of its own, such as data_<rank>.pt",
 }
 _ANOTHER_ORDER: Explanation = {
