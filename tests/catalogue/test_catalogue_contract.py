@@ -45,6 +45,7 @@ from tests.catalogue.evidence_factory import (
     second_step,
     undeclared,
     verdict,
+    with_batches,
 )
 
 IDS = CATALOGUE.ids()
@@ -56,6 +57,7 @@ LARGE = {EMBEDDING: (64, 16), MIDDLE: (50, 16), FROZEN: (32, 16), HEAD: (64, 16)
 WHOLE = {"router.weight": (4, 4)}
 KEPT = "fsdp_no_shard"
 NO_REFERENCE, NO_BATCH = "Subject(reference=...) is not declared", "Subject(batch=...) is not declared"
+NO_DATA = "Subject(data=...) is not declared"
 NEEDS_NO_FIELD = {
     *("same_manifest_on_every_rank", "no_meta_params", "no_meta_buffers", "no_uninitialized_memory"),
     *("params_on_rank_device", "buffers_on_rank_device", "managed_params_are_registered", "nothing_left_unsharded"),
@@ -65,7 +67,10 @@ NEEDS_NO_FIELD = {
 """The checks that judge a model for which its author declares nothing."""
 NOT_SHARDED = {"shard_bytes_within_budget", "load_peak_memory_bounded"}
 NO_TRAFFIC = {"collectives_within_budget", "unsharded_modules_are_not_gathered"}
-NOT_APPLICABLE = {"alone": {*NOT_SHARDED, *NO_TRAFFIC, "replicas_stay_equal"}, "tp": NOT_SHARDED}
+NOT_APPLICABLE = {
+    "alone": {*NOT_SHARDED, *NO_TRAFFIC, "replicas_stay_equal", "batches_follow_the_mesh"},
+    "tp": NOT_SHARDED,
+}
 """The checks to which a healthy model is not applicable, by the world that it was loaded in."""
 EMPTY = {
     *NOT_SHARDED,
@@ -75,6 +80,7 @@ EMPTY = {
     "second_save_is_current",
     *("forward_sees_current_weights", "grad_norm_parity", "grad_clip_parity", "second_grad_parity"),
     *("grad_accumulation_parity", "parameter_attributes_kept", "unsharded_modules_stay_whole"),
+    *("batches_follow_the_mesh", "batches_resume"),
 }
 """The checks to which a model without parameters and buffers is not applicable."""
 TOO_SMALL = {"load_peak_memory_bounded", "managed_params_are_registered", "collectives_within_budget"}
@@ -84,6 +90,8 @@ UNUSUAL = {
     "unsharded_modules_stay_whole": "unsharded",
     "unsharded_modules_are_not_gathered": "unsharded",
     "grad_clip_parity": "clip_grad_norm",
+    "batches_follow_the_mesh": "data",
+    "batches_resume": "data",
 }
 """The checks that need a field which few authors declare."""
 
@@ -105,7 +113,7 @@ def complete(mesh: dict[str, int], whole: dict[str, tuple[int, ...]] = WHOLE) ->
     memory = (RankMemory(host=1024, whole=64),) * len(evidence.inventory)
     evidence = replace(evidence, memory=memory, repetition=evidence.inventory)
     evidence = declare(evidence, kept_attributes=(KEPT,), unsharded=tuple(whole), frozen={FROZEN: FROZEN})
-    evidence = clipped(evidence)
+    evidence = with_batches(clipped(evidence))
     return with_traffic(evidence, groups=(FsdpGroup(tuple(LARGE), forwards=1, reshards=True, trainable=True),))
 
 
@@ -137,6 +145,7 @@ def bare(evidence: Evidence) -> Evidence:
     evidence = undeclared(evidence, "reference", "values", "verifier", why=NO_REFERENCE)
     evidence = undeclared(evidence, "state_dict", "export", "resharded", why=NO_REFERENCE)
     evidence = undeclared(evidence, "training", "continued", "resumed", "saved_again", "restored_again", why=NO_BATCH)
+    evidence = undeclared(evidence, "batches", "batches_resumed", why=NO_DATA)
     return replace(evidence, collectives=(RankCollectives((), None),) * len(evidence.inventory))
 
 
@@ -298,6 +307,8 @@ BROKEN = {
     "full_state_dict_exports": replace(healthy(), export=Export(missing=(MIDDLE,))),
     "optimizer_state_round_trip": with_rank(healthy(), "resumed", state={}),
     "resume_parity": with_rank(healthy(), "resumed", losses=(9.0, 9.0)),
+    "batches_follow_the_mesh": with_batches(healthy(), [["AB", "CD"]] * 2, ["AB", "CD"]),
+    "batches_resume": replace(with_batches(healthy()), batches_resumed=with_batches(healthy()).batches.ranks),
     "second_save_is_current": with_rank(healthy(), "restored_again", model=healthy().saved[0]),
 }
 

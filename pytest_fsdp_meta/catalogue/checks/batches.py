@@ -14,6 +14,8 @@ from pytest_fsdp_meta.text import counted, name_ranks
 
 DATA = "data"
 SEQUENCES = "the ranks of one data-parallel index see different rows, maybe parts of split sequences"
+ROUGHLY = 0.1
+"""How far the share of missing rows may be from that of a second split, which is then the cause."""
 Places = Mapping[int, Sequence[tuple[int, RankBatches]]]
 """Data-parallel index -> the ranks that have it, with their batches."""
 
@@ -54,7 +56,7 @@ def batches_follow_the_mesh(view: View) -> Iterator[Finding]:
     size = epoch.ranks[0].data_parallel[1]
     differing = [*_differing(places, size)]
     split = differing and _splits_sequences(view)
-    found = [*([] if split else differing), *_ending_early(places)]
+    found = differing if differing and not split else [*_ending_early(places)]
     yield from found
     if found:
         return  # which explains rows that are repeated or missing
@@ -236,7 +238,7 @@ def _missing(parts: Sequence[_Part], whole: Counter[str]) -> Iterator[Finding]:
     if number < allowed:
         return
     ranks = tuple(sorted(rank for part in parts for rank in part.ranks))
-    twice = total.total() * len(parts) <= whole.total() + 2 * _global_batch(parts)
+    twice = abs(number / whole.total() - (1 - 1 / len(parts))) < ROUGHLY
     actual = f"{number} of {whole.total()} rows of an epoch are on no rank"
     yield Finding(DATA, ranks, actual, "each row on one data-parallel rank", **(_SPLIT_TWICE if twice else _LEFT_OUT))
 

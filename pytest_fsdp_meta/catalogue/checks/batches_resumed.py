@@ -81,8 +81,8 @@ def _flat(batches: Sequence[Rows]) -> Rows:
 def _compare(run: _Run, runs: dict[int, _Run]) -> Mismatch | None:
     if run.resumed == run.rest:
         return None
-    if not run.resumed:
-        return Mismatch("no batches after resuming", NEXT, **_ENDED)
+    if run.resumed == run.rest[: len(run.resumed)]:
+        return Mismatch("ends early after resuming" if run.resumed else "no batches after resuming", NEXT, **_ENDED)
     if (start := _start_of(run)) is not None:
         return _describe_start(start, run.position)
     for other, theirs in runs.items():
@@ -115,9 +115,7 @@ def _describe_start(start: int, position: int) -> Mismatch:
     number = counted(abs(start - position), "batch")
     if start < position:
         return Mismatch(f"the last {number} before the checkpoint again after resuming", NEXT, **_OFF)
-    if start > position:
-        return Mismatch(f"{number} after the checkpoint skipped", NEXT, **_SKIPPED)
-    return Mismatch("ends early after resuming", NEXT, **_ENDED)
+    return Mismatch(f"{number} after the checkpoint skipped", NEXT, **_SKIPPED)
 
 
 _FROM_THE_BEGINNING: Explanation = {
