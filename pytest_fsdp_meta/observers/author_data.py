@@ -48,8 +48,7 @@ def read_epoch(folder: str | None) -> RankBatches:
     """
     rank, subject = current(), resharded_subject()
     place = batch_slice(subject, rank)
-    restore_random_state(rank.state["random"])
-    loader = () if subject.data is None else _open(subject.data)
+    loader = _begin_epoch(rank, subject)
     position = min(SAVED_AFTER, max(1, _length(loader) - 1)) if folder and _savable(subject, loader) else 0
     batches = []
     for batch in _read(loader, MOST_BATCHES):
@@ -65,15 +64,11 @@ def read_epoch(folder: str | None) -> RankBatches:
 def resume_epoch(folder: str) -> RankBatches:
     """Resume from what ``read_epoch`` has saved, and return the batches that follow."""
     rank, subject = current(), resharded_subject()
-    restore_random_state(rank.state["random"])
-    if subject.resume is not None:
-        doing("resuming within an epoch")
-        with calling_field("resume"):
-            subject.resume(subject.model, _optimizer(rank, subject), Path(folder))
-    loader = () if subject.data is None else _open(subject.data)
-    if subject.resume is None:
-        states = torch.load(_file(Path(folder), rank), weights_only=False)
-        for name, thing in _stateful(subject, loader).items():
+    loader = _begin_epoch(rank, subject, Path(folder))
+    file = _file(Path(folder), rank)
+    if file.exists():
+        states = torch.load(file, weights_only=False)
+        for name, thing in _stateful(loader).items():
             with calling(f"load_state_dict() of Subject({name}=...)"):
                 thing.load_state_dict(states[name])
     batches = tuple(_read(loader, MOST_BATCHES - SAVED_AFTER))
@@ -100,6 +95,17 @@ def read_alone(packed: PackedFunction, ranks: int) -> RankBatches | str:
 
 def _is_function(data: object) -> bool:
     return callable(data) and not hasattr(type(data), "__iter__")
+
+
+def _begin_epoch(rank: Rank, subject: Subject, resumed_from: Path | None = None) -> Iterable[Any]:
+    """Return the loader, with the random numbers as they were after loading, and after ``resume`` if it is declared."""
+    if "random" in rank.state:
+        restore_random_state(rank.state["random"])
+    if resumed_from is not None and subject.resume is not None:
+        doing("resuming within an epoch")
+        with calling_field("resume"):
+            subject.resume(subject.model, _optimizer(rank, subject), resumed_from)
+    return () if subject.data is None else _open(subject.data)
 
 
 def _open(data: Callable[[], Iterable[Any]] | Iterable[Any]) -> Iterable[Any]:
@@ -134,12 +140,12 @@ def _length(loader: Iterable[Any]) -> int:
     """Return the number of batches, or a large number if the loader does not know."""
     try:
         return len(loader)  # type: ignore[arg-type]
-    except (TypeError, NotImplementedError):
+    except Exception:  # a loader need not have a length, and this one is only a hint
         return MOST_BATCHES
 
 
 def _savable(subject: Subject, loader: Iterable[Any]) -> bool:
-    return subject.save is not None or bool(_stateful(subject, loader))
+    return subject.save is not None or bool(_stateful(loader))
 
 
 def _save(rank: Rank, subject: Subject, loader: Iterable[Any], folder: Path) -> None:
@@ -150,15 +156,15 @@ def _save(rank: Rank, subject: Subject, loader: Iterable[Any], folder: Path) -> 
             subject.save(subject.model, _optimizer(rank, subject), folder)
         return
     states = {}
-    for name, thing in _stateful(subject, loader).items():
+    for name, thing in _stateful(loader).items():
         with calling(f"state_dict() of Subject({name}=...)"):
             # Pickled at once: the loader may go on to change what it returned.
             states[name] = pickle.loads(pickle.dumps(thing.state_dict()))
     torch.save(states, _file(folder, rank))
 
 
-def _stateful(subject: Subject, loader: Iterable[Any]) -> dict[str, Any]:
-    """Return what keeps the position, by field; only needed if the author does not save."""
+def _stateful(loader: Iterable[Any]) -> dict[str, Any]:
+    """Return what keeps the position, by the field of Subject; only needed if the author does not save."""
     return {"data": loader} if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict") else {}
 
 

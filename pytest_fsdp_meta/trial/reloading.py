@@ -207,18 +207,16 @@ class Reloading:
     def _read_batches(self) -> Epoch | Unavailable:
         if "data" not in self.subject.declared:
             return not_declared("data")
-        unsaved = self._unsavable() if self._author_saves else None
-        saving = "batches_resumed" in self._wanted and unsaved is None
+        folder = self._path("batches") if "batches_resumed" in self._wanted else None
+        if folder is not None and self._author_saves and (problem := self._unsavable()):
+            folder, self.unavailable["batches_resumed"] = None, problem
         try:
-            return read_epoch(self._first_world(), self.data_world, self._path("batches") if saving else None)
+            return read_epoch(self._first_world(), self.data_world, folder)
         except WorldError as error:
-            if not saving or error.failures[0].kind == "hung":
+            if folder is None or error.failures[0].kind == "hung":
                 raise
-            unsaved = self._describe_error(error)
-            return read_epoch(self._first_world(), self.data_world, None)
-        finally:
-            if unsaved is not None:
-                self.unavailable["batches_resumed"] = unsaved
+            self.unavailable["batches_resumed"] = self._describe_error(error)
+            return read_epoch(self._first_world(), self.data_world, None)  # it may be saving that fails
 
     # Observations of the second load; "export" and "kept" need its model as it was loaded.
 

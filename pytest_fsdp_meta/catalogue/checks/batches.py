@@ -177,7 +177,8 @@ def _judge_repeated(parts: Sequence[_Part], whole: Counter[str] | None) -> tuple
         return [], ""
     own = sum((part.rows - Counter(set(part.rows)) for part in parts), Counter[str]()).total()
     natural = (expected - Counter(set(expected))).total() if whole is not None else (len(parts) - 1) * own
-    if number <= 2 * natural:
+    everything = whole is not None and 2 * len(whole) >= whole.total() and all(part.rows == whole for part in parts)
+    if number <= 2 * natural and not everything:
         return [], "rows repeat in the part of a single rank as well, so repeated rows are not judged"
     if len(parts[0].batches) == 1 and number < _global_batch(parts):
         return [], "an epoch of one batch is too short to distinguish repeated rows from padding"
