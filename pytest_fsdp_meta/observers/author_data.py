@@ -66,7 +66,7 @@ def resume_epoch(folder: str) -> RankBatches:
     rank, subject = current(), resharded_subject()
     loader = _begin_epoch(rank, subject, Path(folder))
     file = _file(Path(folder), rank)
-    if file.exists():
+    if subject.save is None and file.exists():
         states = torch.load(file, weights_only=False)
         for name, thing in _stateful(loader).items():
             with calling(f"load_state_dict() of Subject({name}=...)"):
