@@ -22,6 +22,8 @@ class RankBatches:
     loader: bool = True
     saved_after: int = 0
     """How many batches came before the checkpoint; 0 if none was saved."""
+    resumed_again: tuple[Batch, ...] | None = None
+    """The batches of another load that resumed from that checkpoint, where this rank had itself resumed."""
 
     @property
     def rows(self) -> tuple[str, ...]:

@@ -47,22 +47,16 @@ def read_epoch(folder: str | None) -> RankBatches:
     Nothing is saved if neither the author nor the loader can do it.
     """
     rank, subject = current(), resharded_subject()
-    place = batch_slice(subject, rank)
     loader = _begin_epoch(rank, subject)
-    position = min(SAVED_AFTER, max(1, _length(loader) - 1)) if folder and _savable(subject, loader) else 0
-    batches = []
-    for batch in _read(loader, MOST_BATCHES):
-        batches.append(batch)
-        if folder and len(batches) == position:
-            _save(rank, subject, loader, Path(folder))
-    if folder and len(batches) < position and subject.save is not None:
-        _save(rank, subject, loader, Path(folder))  # the other ranks wait for this one in save()
-    ended = len(batches) < MOST_BATCHES
-    return RankBatches(place, tuple(batches), ended, subject.data is not None, position)
+    after = min(SAVED_AFTER, max(1, _length(loader) - 1)) if folder and _savable(subject, loader) else 0
+    return _read_and_save(rank, subject, loader, MOST_BATCHES, folder, after)
 
 
-def resume_epoch(folder: str) -> RankBatches:
-    """Resume from what ``read_epoch`` has saved, and return the batches that follow."""
+def resume_epoch(folder: str, most: int, again: str | None) -> RankBatches:
+    """Resume from the checkpoint in ``folder``, and return at most this many of the batches that follow.
+
+    Save in the folder ``again``, if it is given, after the first of them.
+    """
     rank, subject = current(), resharded_subject()
     loader = _begin_epoch(rank, subject, Path(folder))
     file = _file(Path(folder), rank)
@@ -71,9 +65,7 @@ def resume_epoch(folder: str) -> RankBatches:
         for name, thing in _stateful(loader).items():
             with calling(f"load_state_dict() of Subject({name}=...)"):
                 thing.load_state_dict(states[name])
-    batches = tuple(_read(loader, MOST_BATCHES - SAVED_AFTER))
-    ended = len(batches) < MOST_BATCHES - SAVED_AFTER
-    return RankBatches(batch_slice(subject, rank), batches, ended, subject.data is not None)
+    return _read_and_save(rank, subject, loader, most, again, SAVED_AFTER if again else 0)
 
 
 def read_alone(packed: PackedFunction, ranks: int) -> RankBatches | str:
@@ -91,6 +83,21 @@ def read_alone(packed: PackedFunction, ranks: int) -> RankBatches | str:
         cause = error.__cause__ or error
         return f"data() raises {type(cause).__name__} in a world of one rank: {first_line(cause)}"
     return RankBatches((0, 1), batches, len(batches) < most)
+
+
+def _read_and_save(
+    rank: Rank, subject: Subject, loader: Iterable[Any], most: int, folder: str | None, after: int
+) -> RankBatches:
+    """Read at most this many batches, and save in the folder ``after`` some of them, if that is not 0."""
+    batches = []
+    for batch in _read(loader, most):
+        batches.append(batch)
+        if folder and len(batches) == after:
+            _save(rank, subject, loader, Path(folder))
+    if folder and len(batches) < after and subject.save is not None:
+        _save(rank, subject, loader, Path(folder))  # the other ranks wait for this one in save()
+    place = batch_slice(subject, rank)
+    return RankBatches(place, tuple(batches), len(batches) < most, subject.data is not None, after)
 
 
 def _is_function(data: object) -> bool:

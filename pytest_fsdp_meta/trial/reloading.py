@@ -264,7 +264,7 @@ class Reloading:
             if reason is not None:
                 return reason
         assert self.batches is not None
-        return resume_epoch(self.batches, self._second_world, self._path("batches"))
+        return resume_epoch(self.batches, self._new_second_world, self._path("batches"))
 
     def _changed_between_saves(self) -> frozenset[str]:
         pairs = zip(self.continued or (), self.saved_again or (), strict=True)
@@ -339,6 +339,11 @@ class Reloading:
 
     def _run_second(self, observer: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         return run_on(self._second_world(), observer, *args, **kwargs)
+
+    def _new_second_world(self) -> World:
+        """Return a second load whose loader of batches has not been used."""
+        self._close_second()
+        return self._second_world()
 
     def _load_second(self) -> tuple[World, list[Loaded]]:
         """Return the second load; repeat it where an observation has ended its world, but not after it failed."""

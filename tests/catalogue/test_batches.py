@@ -267,7 +267,7 @@ RESUMED = {
     ),
     "a batch skipped": (
         resumed("EF", "KL"),
-        [("data", (0, 1), "1 batch after the checkpoint skipped", NEXT, "")],
+        [("data", (0, 1), "1 batch after the checkpoint skipped after resuming", NEXT, "")],
         "batches that were prefetched count as seen",
     ),
     "the batches of rank 0": (
@@ -361,3 +361,28 @@ def test_the_batches_that_follow_pass(evidence):
 def test_what_cannot_be_known_after_resuming_is_not_green(evidence, reason):
     found = verdict(RESUME, evidence)
     assert (found.status, found.findings, found.reason) == ("skipped", (), reason)
+
+
+def resumed_again(*by_rank: str) -> Evidence:
+    """Return evidence of ranks that have resumed after the first batch, and again after two more."""
+    evidence = resumed("CD EF GH IJ", "MN OP QR ST", epochs=("AB CD EF GH IJ", "KL MN OP QR ST"))
+    ranks = tuple(
+        replace(rank, saved_after=2, resumed_again=tuple(map(tuple, text.split())))
+        for rank, text in zip(evidence.batches_resumed, by_rank, strict=True)
+    )
+    return replace(evidence, batches_resumed=ranks)
+
+
+def test_resuming_a_second_time():
+    assert verdict(RESUME, resumed_again("GH IJ", "QR ST")).status == "passed"
+    found = verdict(RESUME, resumed_again("EF GH IJ", "OP QR ST"))
+    actual = "the last 1 batch before the checkpoint again after resuming a second time"
+    assert findings_of(found) == [("data", (0, 1), actual, NEXT, "")]
+    assert found.findings[0].cause.startswith("the position is counted from the first time that the run has resumed")
+
+
+def test_a_first_time_that_fails_explains_the_second():
+    evidence = resumed_again("EF GH IJ", "OP QR ST")
+    first = tuple(replace(rank, batches=rank.batches[1:]) for rank in evidence.batches_resumed)
+    found = verdict(RESUME, replace(evidence, batches_resumed=first))
+    assert [finding.actual for finding in found.findings] == ["1 batch after the checkpoint skipped after resuming"]

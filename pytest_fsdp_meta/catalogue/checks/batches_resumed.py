@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from pytest_fsdp_meta.catalogue.checks.batches import DATA
@@ -20,7 +21,7 @@ Rows = tuple[str, ...]
 
 
 class _Run(NamedTuple):
-    """The rows of one rank: the whole epoch, those after the checkpoint, and those after resuming from it."""
+    """What one rank sees: the batches of the epoch, the rows after the checkpoint, and those after resuming from it."""
 
     batches: tuple[Rows, ...]
     position: int
@@ -44,8 +45,8 @@ def batches_resume(view: View) -> Iterator[Finding]:
     epoch, resumed = view.evidence.batches, view.evidence.batches_resumed
     if epoch is None or resumed is None:
         raise NotDeclared(DATA)
-    pairs = zip(epoch.ranks, resumed, strict=True)
-    runs = {number: _run(*pair) for number, pair in enumerate(pairs) if pair[0].loader}
+    pairs = {number: pair for number, pair in enumerate(zip(epoch.ranks, resumed, strict=True)) if pair[0].loader}
+    runs = {number: _run(rank, rank.saved_after, later.batches) for number, (rank, later) in pairs.items()}
     if not any(run.rest for run in runs.values()):
         raise NotJudged("the epoch ends at the checkpoint, after its first batches; give data at least 3 batches")
     known = {row for rank in epoch.ranks for row in rank.rows}
@@ -55,6 +56,17 @@ def batches_resume(view: View) -> Iterator[Finding]:
         strange = sum(row not in known for run in runs.values() for row in run.resumed)
         if 2 * strange > sum(len(run.resumed) for run in runs.values()):
             raise NotJudged("most rows after resuming are in no rank's epoch, so they are drawn or augmented at random")
+    found = [*_findings(runs)]
+    if not found and all(later.resumed_again is not None for _, later in pairs.values()):
+        again = {
+            number: _run(rank, rank.saved_after + later.saved_after, later.resumed_again or ())
+            for number, (rank, later) in pairs.items()
+        }
+        found = [replace(finding, actual=f"{finding.actual} a second time", **_SECOND) for finding in _findings(again)]
+    yield from found
+
+
+def _findings(runs: Mapping[int, _Run]) -> Iterator[Finding]:
     found = ranks_by((number, _compare(run, runs)) for number, run in runs.items())
     for mismatch, ranks in found.items():
         if mismatch is None:
@@ -66,19 +78,19 @@ def batches_resume(view: View) -> Iterator[Finding]:
         yield Finding(DATA, ranks, mismatch.actual, mismatch.expected, detail, **explanation)
 
 
-def _run(epoch: RankBatches, resumed: RankBatches) -> _Run:
-    rest, own = _flat(epoch.batches[epoch.saved_after :]), resumed.rows
-    if not (epoch.ended and resumed.ended):  # both go on, and are read up to some batch
+def _run(epoch: RankBatches, position: int, resumed: Sequence[Rows]) -> _Run:
+    rest, own = _flat(epoch.batches[position:]), _flat(resumed)
+    if not epoch.ended:  # both go on, and are read up to some batch
         least = min(len(rest), len(own))
         rest, own = rest[:least], own[:least]
-    return _Run(epoch.batches, epoch.saved_after, rest, own, epoch.data_parallel[0])
+    return _Run(epoch.batches, position, rest, own, epoch.data_parallel[0])
 
 
 def _flat(batches: Sequence[Rows]) -> Rows:
     return tuple(row for batch in batches for row in batch)
 
 
-def _compare(run: _Run, runs: dict[int, _Run]) -> Mismatch | None:
+def _compare(run: _Run, runs: Mapping[int, _Run]) -> Mismatch | None:
     if run.resumed == run.rest:
         return None
     if run.resumed == run.rest[: len(run.resumed)]:
@@ -115,9 +127,14 @@ def _describe_start(start: int, position: int) -> Mismatch:
     number = counted(abs(start - position), "batch")
     if start < position:
         return Mismatch(f"the last {number} before the checkpoint again after resuming", NEXT, **_OFF)
-    return Mismatch(f"{number} after the checkpoint skipped", NEXT, **_SKIPPED)
+    return Mismatch(f"{number} after the checkpoint skipped after resuming", NEXT, **_SKIPPED)
 
 
+_SECOND: Explanation = {
+    "cause": "the position is counted from the first time that the run has resumed: loading sets where to begin, and "
+    "not the number of batches that were handed out before",
+    "remedy": "let load_state_dict() set the number that state_dict() returns",
+}
 _FROM_THE_BEGINNING: Explanation = {
     "cause": "the position is not saved or not loaded: save() and resume() leave the loader out, or the loader is "
     "built again after its state was loaded",
