@@ -272,28 +272,66 @@ def test_some_ranks_get_their_batches_from_others():
 # The loaders of accelerate.
 
 
-def prepared(fsdp: Rank, **options: Any) -> Any:
+def prepared(fsdp: Rank, rows: int, **options: Any) -> Any:
+    from accelerate import PartialState
     from accelerate.data_loader import prepare_data_loader
 
-    data = TensorDataset(ROWS[:21])
-    # put_on_device: without an Accelerator, nothing says which device
+    PartialState(cpu=True)
+    loader = DataLoader(TensorDataset(ROWS[:rows]), 2, shuffle=True)
     return prepare_data_loader(
-        DataLoader(data, 4), fsdp.device, dist.get_world_size(), dist.get_rank(), put_on_device=False, **options
+        loader, torch.device("cpu"), dist.get_world_size(), dist.get_rank(), put_on_device=True, **options
     )
 
 
 @pytest.mark.parametrize("options", [{}, {"even_batches": False}, {"split_batches": True}, {"dispatch_batches": True}])
 def test_loaders_of_accelerate(options):
     pytest.importorskip("accelerate")
+    found = judged(lambda fsdp: {"data": partial(prepared, fsdp, rows=19, **options)}, FOLLOW)[FOLLOW]
+    # 19 rows are 10 batches for 2 ranks; where they are not filled up, the last batch of rank 1 has one row.
+    assert (found.status, found.findings, found.reason) == ("passed", (), "")
 
-    def declare(fsdp: Rank) -> dict[str, Any]:
-        from accelerate import PartialState
 
-        PartialState(cpu=True)
-        return {"data": partial(prepared, fsdp, **options)}
+def test_accelerate_needs_the_mesh_to_split_batches_by_it():
+    """huggingface/accelerate#3092."""
+    pytest.importorskip("accelerate")
+    mesh = {"dp_shard": 2, "tp": 2}
+    wrong = judged(lambda fsdp: {"data": partial(prepared, fsdp, rows=20)}, FOLLOW, mesh=mesh)[FOLLOW]
+    assert [finding.ranks for finding in wrong.findings] == [(1,), (3,)]
+    assert wrong.findings[0].cause.startswith("the data is split over all ranks, by the world's size")
 
-    found = judged(declare, FOLLOW)[FOLLOW]
-    assert found.findings == ()
+    def fixed(fsdp: Rank) -> dict[str, Any]:
+        return {"data": partial(prepared, fsdp, rows=20, torch_device_mesh=fsdp.mesh)}
+
+    assert judged(fixed, FOLLOW, mesh=mesh)[FOLLOW].status == "passed"
+
+
+def accelerated(fsdp: Rank, resumes: bool) -> dict[str, Any]:
+    """Save with the number of batches, and skip them: accelerate shuffles by the seed of the run."""
+    seen = {"batches": 0}
+
+    def save(model: nn.Module, optimizer: Any, folder: Path) -> None:
+        torch.save((model.state_dict(), seen["batches"]), folder / f"{fsdp.rank}.pt")
+
+    def resume(model: nn.Module, optimizer: Any, folder: Path) -> None:
+        state, seen["batches"] = torch.load(folder / f"{fsdp.rank}.pt", weights_only=False)
+        model.load_state_dict(state)
+
+    def data() -> Iterator[Any]:
+        from accelerate import skip_first_batches
+
+        loader = prepared(fsdp, rows=20, use_seedable_sampler=True, data_seed=3)
+        for batch in skip_first_batches(loader, seen["batches"]) if resumes else loader:
+            seen["batches"] += 1
+            yield batch
+
+    return {"data": data, "save": save, "resume": resume}
+
+
+def test_skip_first_batches_of_accelerate():
+    pytest.importorskip("accelerate")
+    assert judged(lambda fsdp: accelerated(fsdp, True), RESUME)[RESUME].status == "passed"
+    found = judged(lambda fsdp: accelerated(fsdp, False), RESUME)[RESUME]
+    assert [finding.actual for finding in found.findings] == ["the epoch from its beginning after resuming"]
 
 
 # What is wrong with the field.
