@@ -103,6 +103,10 @@ IN_PART = {
         epoch("AB CD AB CD", "EF GH EF GH", alone="AB CD EF GH", ended=False),
         "missing rows were not looked for: an epoch has more batches than are read",
     ),
+    "another split in each epoch": (
+        epoch("AB CD IJ KL EF GA", "EF GH MN OP AB DC", alone=None, ended=False),
+        "missing rows were not looked for: data is a loader that was built",
+    ),
     "parts of split sequences": (
         on_tp("AB CD", "ab cd", "EF GH", "ef gh", mesh={"dp_shard": 2, "cp": 2}),
         "the ranks of one data-parallel index see different rows, maybe parts of split sequences; missing rows were "
@@ -122,24 +126,24 @@ def test_what_cannot_be_known_is_not_green(name):
 WRONG = {
     "the same on all": (
         epoch("AB CD", "AB CD", alone="AB CD"),
-        [("data", (0, 1), SAME, DIFFERENT, "4 rows in each epoch")],
+        [("data", (0, 1), SAME, DIFFERENT, "4 rows on each")],
         "nothing splits the data",
     ),
     "the same on all, in another order": (
         epoch("AB CD", "DC AB", alone=None),
-        [("data", (0, 1), SAME, DIFFERENT, "4 rows in each epoch")],
+        [("data", (0, 1), SAME, DIFFERENT, "4 rows on each")],
         "nothing splits the data",
     ),
     "the same on all, without an end": (
-        epoch("AB CD AB CD", "AB CD AB CD", alone=None, ended=False),
-        [("data", (0, 1), SAME, DIFFERENT, "4 rows in each epoch")],
+        epoch("AB CD EF AB CD EF", "AB CD EF AB CD EF", alone=None, ended=False),
+        [("data", (0, 1), SAME, DIFFERENT, "4 rows on each")],
         "nothing splits the data",
     ),
     "the same on some": (
         epoch("AB CD", "EF GH", "AB CD", "EF GH", alone="AB CD EF GH"),
         [
-            ("data", (0, 2), SAME, DIFFERENT, "4 rows in each epoch"),
-            ("data", (1, 3), SAME, DIFFERENT, "4 rows in each epoch"),
+            ("data", (0, 2), SAME, DIFFERENT, "4 rows on each"),
+            ("data", (1, 3), SAME, DIFFERENT, "4 rows on each"),
         ],
         "the data is split over some of the data-parallel ranks only",
     ),
@@ -296,6 +300,11 @@ RESUMED = {
     "nothing": (
         resumed("", ""),
         [("data", (0, 1), "no batches after resuming", NEXT, "")],
+        "the loader considers its epoch as over",
+    ),
+    "ends early, and the epoch does not": (
+        resumed("CD", "IJ", ended=False),
+        [("data", (0, 1), "ends early after resuming", NEXT, "")],
         "the loader considers its epoch as over",
     ),
     "ends early": (

@@ -123,9 +123,9 @@ def _ending_early(places: Places) -> Iterator[Finding]:
 
 
 def _parts(epoch: Epoch, places: Places) -> list[_Part]:
-    """Return what each data-parallel index sees, up to the first repetition where a loader may never end."""
+    """Return what each data-parallel index sees, in the first part of an epoch if a loader may never end."""
     firsts = [ranks[0][1] for _, ranks in sorted(places.items())]
-    length = None if _ended(epoch) else min(map(_batches_without_repetition, firsts))
+    length = None if _ended(epoch) else _half_an_epoch(firsts)
     found = []
     for (_, ranks), first in zip(sorted(places.items()), firsts, strict=True):
         batches = first.batches[:length]
@@ -138,13 +138,19 @@ def _ended(epoch: Epoch) -> bool:
     return all(rank.ended for rank in epoch.ranks)
 
 
-def _batches_without_repetition(rank: RankBatches) -> int:
-    seen: set[str] = set()
-    for number, batch in enumerate(rank.batches):
-        if not seen.isdisjoint(batch):
-            return number
-        seen.update(batch)
-    return len(rank.batches)
+def _half_an_epoch(ranks: Sequence[RankBatches]) -> int:
+    """Return how many batches surely lie in the first epoch, which may be followed by others in another order.
+
+    An epoch hands out each row once, except for those at its end that are dropped.
+    """
+    distinct = len({row for rank in ranks for row in rank.rows})
+    length, rows = 0, 0
+    for batches in zip(*(rank.batches for rank in ranks), strict=False):
+        rows += sum(map(len, batches))
+        if rows > distinct:
+            break
+        length += 1
+    return max(2, length // 2)
 
 
 def _whole(epoch: Epoch, parts: Sequence[_Part]) -> tuple[Counter[str] | None, str]:
@@ -204,7 +210,7 @@ def _describe_repeated(parts: Sequence[_Part], excess: Counter[str], number: int
     for part in parts:
         alike.setdefault(frozenset(part.rows.items()), []).append(part)
     same = [found for found in alike.values() if len(found) > 1]
-    detail = f"{counted(parts[0].rows.total(), 'row')} in each epoch"
+    detail = f"{counted(parts[0].rows.total(), 'row')} on each"
     for found in same:
         ranks = tuple(sorted(rank for part in found for rank in part.ranks))
         explanation = _NOT_SPLIT if len(alike) == 1 else _SPLIT_BY_ONE_DIM
@@ -267,7 +273,7 @@ _NOT_SPLIT: Explanation = {
 }
 _SPLIT_BY_ONE_DIM: Explanation = {
     "cause": "the data is split over some of the data-parallel ranks only, such as those of dp_shard and not of "
-    "dp_replicate",
+    "dp_replicate, or those of one node (LOCAL_RANK)",
     "remedy": "split it over all data-parallel dimensions together: dp_replicate times dp_shard parts",
 }
 _OVERLAP: Explanation = {

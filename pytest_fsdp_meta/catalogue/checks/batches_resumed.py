@@ -80,9 +80,8 @@ def _findings(runs: Mapping[int, _Run]) -> Iterator[Finding]:
 
 def _run(epoch: RankBatches, position: int, resumed: Sequence[Rows]) -> _Run:
     rest, own = _flat(epoch.batches[position:]), _flat(resumed)
-    if not epoch.ended:  # both go on, and are read up to some batch
-        least = min(len(rest), len(own))
-        rest, own = rest[:least], own[:least]
+    if not epoch.ended:
+        own = own[: len(rest)]  # both go on, and this one was read further
     return _Run(epoch.batches, position, rest, own, epoch.data_parallel[0])
 
 
