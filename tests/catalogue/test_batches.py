@@ -203,6 +203,19 @@ WRONG = {
         ],
         "each rank shuffles or augments with its own seed",
     ),
+    "another order along cp": (
+        on_tp("AB CD", "CD AB", "EF GH", "EF GH", mesh={"dp_shard": 2, "cp": 2}),
+        [
+            (
+                "data",
+                (1,),
+                "the rows of rank 0 in another order",
+                "the rows of rank 0 in their order",
+                f"{BOTH} 0 of 2",
+            )
+        ],
+        "each rank shuffles or augments with its own seed",
+    ),
     "fewer batches along tp": (
         on_tp("AB CD", "AB", "EF GH", "EF GH"),
         [

@@ -305,6 +305,24 @@ def test_accelerate_needs_the_mesh_to_split_batches_by_it():
     assert judged(fixed, FOLLOW, mesh=mesh)[FOLLOW].status == "passed"
 
 
+def test_accelerate_splits_what_is_split_already():
+    """huggingface/accelerate#4201."""
+    pytest.importorskip("accelerate")
+
+    def data() -> Any:
+        from accelerate import PartialState
+        from accelerate.data_loader import prepare_data_loader
+
+        PartialState(cpu=True)
+        rank, size = dist.get_rank(), dist.get_world_size()
+        own = DataLoader(TensorDataset(ROWS[:20][rank::size]), 1)
+        return prepare_data_loader(own, torch.device("cpu"), size, rank)
+
+    found = judged(lambda fsdp: {"data": data}, FOLLOW)[FOLLOW]
+    assert [finding.actual for finding in found.findings] == ["10 of 20 rows of an epoch are on no rank"]
+    assert found.findings[0].cause.startswith("the data is split twice")
+
+
 def accelerated(fsdp: Rank, resumes: bool) -> dict[str, Any]:
     """Save with the number of batches, and skip them: accelerate shuffles by the seed of the run."""
     seen = {"batches": 0}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations
 from typing import NamedTuple
 
 from pytest_fsdp_meta.catalogue.findings import Explanation, Finding
@@ -37,7 +38,10 @@ class _Part(NamedTuple):
     cause="the ranks do not take their parts from one order of the whole data",
     remedy="give every data-parallel rank its own part of one order: DistributedSampler(dataset, num_replicas=<number "
     "of data-parallel ranks>, rank=<data-parallel index>, seed=<the same on all ranks>)",
-    references=["NVlabs/LongLive#71", "huggingface/accelerate#3092", "NVIDIA-NeMo/Megatron-Bridge#5944"],
+    references=[
+        *("NVlabs/LongLive#71", "huggingface/accelerate#3092", "huggingface/accelerate#4201"),
+        *("NVIDIA-NeMo/Megatron-Bridge#5944", "axolotl-ai-cloud/axolotl#3920"),
+    ],
     since="0.3",
     fields=["data"],
 )
@@ -55,7 +59,7 @@ def batches_follow_the_mesh(view: View) -> Iterator[Finding]:
             places.setdefault(rank.data_parallel[0], []).append((number, rank))
     size = epoch.ranks[0].data_parallel[1]
     differing = [*_differing(places, size)]
-    split = differing and _splits_sequences(view)
+    split = differing and _splits_sequences(view) and not _share_rows(places)
     found = differing if differing and not split else [*_ending_early(places)]
     yield from found
     if found:
@@ -82,6 +86,12 @@ def _splits_sequences(view: View) -> bool:
     meshes = [t.mesh.dims for rank in view.evidence.inventory for t in rank.tensors if t.mesh is not None]
     dims = {dim for dims in (tuple(name for name, _ in view.evidence.world.mesh), *meshes) for dim in dims}
     return any(splits_sequence(dim) for dim in dims if dim is not None)
+
+
+def _share_rows(places: Places) -> bool:
+    """Return whether some ranks of one data-parallel index see the same row, of which they then have no parts."""
+    rows = [[set(rank.rows) for _, rank in ranks] for ranks in places.values()]
+    return any(not mine.isdisjoint(theirs) for ranks in rows for mine, theirs in combinations(ranks, 2))
 
 
 # Ranks of one data-parallel index.
