@@ -10,6 +10,7 @@ from pytest_fsdp_meta.trial.obstacles import DECLARE
 from pytest_fsdp_meta.trial.on_ranks import author_data, run_on
 from pytest_fsdp_meta.worlds import World, WorldError
 
+MORE = "an epoch has more batches than are read"
 LEFT = 3
 """Batches: with fewer after the first checkpoint, none follow the second one. Also how many too many are read."""
 
@@ -25,8 +26,9 @@ def read_epoch(world: World, alone: World, folder: str | None) -> Epoch:
     if size == 1:
         return Epoch(ranks)
     assert packed is not None
-    if packed.problem:
-        return Epoch(ranks, problem=packed.problem)
+    endless = "" if all(rank.ended for rank in ranks) else MORE
+    if problem := packed.problem or endless:
+        return Epoch(ranks, problem=problem)
     try:
         with alone:
             found = run_on(alone, author_data.read_alone, packed, size)[0]

@@ -35,6 +35,11 @@ def on_tp(*by_rank: str, alone: str | None = None, mesh: dict[str, int] = TP) ->
     return replace(found, batches=replace(found.batches, ranks=ranks))
 
 
+def endless_alone(evidence: Evidence) -> Evidence:
+    alone = replace(evidence.batches.alone, ended=False)
+    return replace(evidence, batches=replace(evidence.batches, alone=alone))
+
+
 def one_index(*by_rank: str) -> Evidence:
     found = epoch(*by_rank, alone=None)
     ranks = tuple(replace(rank, data_parallel=(0, 1)) for rank in found.batches.ranks)
@@ -99,9 +104,13 @@ IN_PART = {
         epoch("ABC", "ABC", alone="ABC"),
         "an epoch of one batch is too short to distinguish repeated rows from padding",
     ),
-    "more batches than are read": (
-        epoch("AB CD AB CD", "EF GH EF GH", alone="AB CD EF GH", ended=False),
-        "missing rows were not looked for: an epoch has more batches than are read",
+    "without an end": (
+        epoch("AB CD AB CD", "EF GH EF GH", alone=None, ended=False),
+        "missing rows were not looked for: data is a loader that was built",
+    ),
+    "without an end on a single rank": (
+        endless_alone(epoch("AB CD", "EF GH")),
+        "missing rows were not looked for: the epoch of a single rank has more batches than are read",
     ),
     "another split in each epoch": (
         epoch("AB CD IJ KL EF GA", "EF GH MN OP AB DC", alone=None, ended=False),
