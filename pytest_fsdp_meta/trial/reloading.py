@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
@@ -208,10 +208,12 @@ class Reloading:
         if "data" not in self.subject.declared:
             return not_declared("data")
         folder = self._path("batches") if "batches_resumed" in self._wanted else None
-        if folder is not None and self._author_saves and (problem := self._unsavable()):
+        failure = None if self._save_failure is None else self._describe_error(self._save_failure)
+        if folder is not None and self._author_saves and (problem := failure or self._unsavable()):
             folder, self.unavailable["batches_resumed"] = None, problem
         try:
-            return read_epoch(self._first_world(), self.data_world, folder)
+            with self._keeping_checkpoints("before batches"):
+                return read_epoch(self._first_world(), self.data_world, folder)
         except WorldError as error:
             if folder is None or error.failures[0].kind == "hung":
                 raise
@@ -264,7 +266,12 @@ class Reloading:
             if reason is not None:
                 return reason
         assert self.batches is not None
-        return resume_epoch(self.batches, self._new_second_world, self._path("batches"))
+        with self._keeping_checkpoints("before batches_resumed"):
+            return resume_epoch(self.batches, self._new_second_world, self._path("batches"))
+
+    def _keeping_checkpoints(self, name: str) -> AbstractContextManager[None]:
+        kept = self.folder / name
+        return restored_if_deleted(Path(self._path("")), kept) if self._author_saves else nullcontext()
 
     def _changed_between_saves(self) -> frozenset[str]:
         pairs = zip(self.continued or (), self.saved_again or (), strict=True)

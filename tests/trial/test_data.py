@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -206,12 +207,12 @@ def saved_by_the_author(fsdp: Rank) -> dict[str, Any]:
     seen = {"batches": 0}
 
     def save(model: nn.Module, optimizer: Any, folder: Path) -> None:
-        assert optimizer is not None
-        torch.save((model.state_dict(), seen), folder / f"{fsdp.rank}.pt")
+        torch.save((model.state_dict(), optimizer.state_dict(), seen), folder / f"{fsdp.rank}.pt")
 
     def resume(model: nn.Module, optimizer: Any, folder: Path) -> None:
-        state, position = torch.load(folder / f"{fsdp.rank}.pt", weights_only=False)
+        state, momenta, position = torch.load(folder / f"{fsdp.rank}.pt", weights_only=False)
         model.load_state_dict(state)
+        optimizer.load_state_dict(momenta)
         seen.update(position)
 
     def data() -> Iterator[Any]:
@@ -449,6 +450,25 @@ def test_a_save_that_fails_leaves_the_epoch_judged():
     assert found[FOLLOW].status == "passed"
     assert found[RESUME].status == "error"
     assert "raised OSError in Subject(save=...): no space" in found[RESUME].reason
+
+
+def test_a_save_that_keeps_one_checkpoint_leaves_the_others_to_be_resumed():
+    def declare(fsdp: Rank) -> dict[str, Any]:
+        found = saved_by_the_author(fsdp)
+        plain, last = found["save"], []
+
+        def save(model: nn.Module, optimizer: Any, folder: Path) -> None:
+            dist.barrier()
+            if last and fsdp.rank == 0:
+                shutil.rmtree(last.pop())
+            plain(model, optimizer, folder)
+            last.append(folder)
+            dist.barrier()
+
+        return {**found, "save": save}
+
+    found = judged(declare, FOLLOW, RESUME, "resume_parity", "second_save_is_current")
+    assert outcome(found) == (*PASSED, *PASSED)
 
 
 def test_a_state_that_fails_leaves_the_epoch_judged():
