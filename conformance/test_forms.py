@@ -65,3 +65,22 @@ def test_a_form_needs_its_declaration(name, checkpoint, judge_loader):
 
     path = checkpoint(form.architecture) if form.architecture else None
     assert judge_loader(undeclared, form.mesh, checks=[check], path=path)[check].status == "failed"
+
+
+FOLLOW, RESUME = "batches_follow_the_mesh", "batches_resume"
+PASSED = {
+    "data_of_a_loader_with_a_state": [RESUME],
+    "data_of_a_sampler_that_fills_up": [FOLLOW],
+    "data_saved_by_the_author": [RESUME],
+    "data_along_tp": [FOLLOW, RESUME],
+    "data_scattered_by_rank_0": [FOLLOW],
+    "data_that_never_ends": [RESUME],
+}
+"""Form -> the checks that it passes, although the usual form skips them."""
+
+
+@pytest.mark.parametrize("name", PASSED)
+def test_a_form_is_judged_by_what_it_declares(name, checkpoint, judge_loader):
+    form, checks = FORMS[name], PASSED[name]
+    verdicts = judge_loader(form.load, form.mesh, checks=checks, path=checkpoint(form.architecture))
+    assert {id: verdicts[id].status for id in checks} == dict.fromkeys(checks, "passed")

@@ -81,7 +81,8 @@ def clean_name(name: str) -> str:
 
 def counted(number: int, noun: str) -> str:
     """Format a count, like "1 step" or "3 steps"."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
+    return f"{number} {noun}{ending}"
 
 
 def first_of(names: Sequence[str], most: int = 1) -> str:

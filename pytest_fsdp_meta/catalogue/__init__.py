@@ -2,6 +2,8 @@
 
 from pytest_fsdp_meta.catalogue.checks import (
     accumulation,
+    batches,
+    batches_resumed,
     beside,
     checkpoint,
     clipping,
@@ -34,6 +36,7 @@ FAMILIES = (
     *(replicas, values, tying, memory),
     *(forward, gradients, clipping, optimization, second_step, updates, losses, accumulation, beside),
     *(checkpoint, resuming, second_save, random_numbers),
+    *(batches, batches_resumed),
 )
 
 

@@ -13,7 +13,7 @@ from pytest_fsdp_meta.catalogue.view import View
 OBSERVATIONS = (
     *("inventory", "reference", "values", "verifier", "training", "collectives", "memory"),
     *("repetition", "state_dict", "export", "saved", "restored", "resharded", "continued", "resumed"),
-    *("saved_again", "restored_again", "training_mode"),
+    *("saved_again", "restored_again", "training_mode", "batches", "batches_resumed"),
 )
 
 

@@ -4,6 +4,7 @@ Nothing here holds a live tensor or imports torch, so evidence can be pickled, s
 have ended. Shapes are in elements, and sequences over ranks are in rank order.
 """
 
+from pytest_fsdp_meta.evidence.batches import Epoch, RankBatches
 from pytest_fsdp_meta.evidence.checkpoint import Export, Resharded
 from pytest_fsdp_meta.evidence.mesh_dims import replicates, sharded_dim, splits_experts, splits_model, splits_sequence
 from pytest_fsdp_meta.evidence.records import (
@@ -39,6 +40,7 @@ __all__ = [
     "Accumulation",
     "Clipping",
     "Comparison",
+    "Epoch",
     "Evidence",
     "Export",
     "ForwardWeights",
@@ -48,6 +50,7 @@ __all__ = [
     "Noise",
     "OptimizerFacts",
     "OwnClipping",
+    "RankBatches",
     "RankInventory",
     "RankTraining",
     "ReferenceFacts",

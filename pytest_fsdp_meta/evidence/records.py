@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from pytest_fsdp_meta.evidence.batches import Epoch, RankBatches
 from pytest_fsdp_meta.evidence.checkpoint import Export, RankResumed, RankSaved, RankStateDict, Resharded
 from pytest_fsdp_meta.evidence.collectives import RankCollectives, RankMemory
 from pytest_fsdp_meta.evidence.random_numbers import RankTrainingMode
@@ -212,6 +213,9 @@ class Evidence:
     collectives: tuple[RankCollectives, ...] | None = None
     memory: tuple[RankMemory, ...] | None = None
     training_mode: tuple[RankTrainingMode, ...] | None = None
+    batches: Epoch | None = None
+    batches_resumed: tuple[RankBatches, ...] | None = None
+    """The batches of another load that resumed from the checkpoint that was saved within the epoch."""
     unavailable: Mapping[str, Unavailable] = field(default_factory=dict)
     tolerance: Mapping[str, float] = field(default_factory=dict)
     """Relative tolerances that the author set, by check id; "*" applies to all checks."""

@@ -20,6 +20,7 @@ from pytest_fsdp_meta.loader.validation import (
     require_beside,
     require_bound,
     require_choice,
+    require_data,
     require_groups,
     require_handed_over,
     require_module,
@@ -109,6 +110,15 @@ class Subject:
     the same optimizer, and clipping to ``max_grad_norm``. Gradients are compared when the optimizer steps. The model
     stays in evaluation mode, because dropout would differ between ranks and the reference; only the step whose random
     numbers are compared between ranks runs in training mode.
+    """
+    data: Callable[[], Iterable[Any]] | Iterable[Any] | None = None
+    """``data()`` returns the author's own loader of batches on this rank; or the loader itself, such as a DataLoader.
+
+    One pass over it is an epoch. A batch is a tensor, or a dict or sequence of tensors, with its rows in dim 0.
+    Data-parallel ranks should see different rows, and ranks along other dimensions of the mesh the same ones. Called on
+    every rank, after loading and again after ``resume``; a function is also called in a world of one rank, whose epoch
+    shows all rows. ``save`` and ``resume``, or the loader's own ``state_dict`` and ``load_state_dict``, keep the
+    position. Nothing is trained on these batches: see ``batch``.
     """
     max_grad_norm: float | None = None
     """The norm to which ``train_step`` clips gradients. The reference clips to it as well, with ``clip_grad_norm``."""
@@ -210,7 +220,7 @@ class Subject:
             require_source(name, getattr(self, name))
         for name in SIGNATURES:
             value = getattr(self, name)
-            if value is not None and not callable(value):
+            if value is not None and not callable(value) and name != "data":
                 raise SubjectError(name, f"{shorten(value)} is not callable; give a function {SIGNATURES[name]}")
         for name, other in (("save", "resume"), ("resume", "save")):
             if getattr(self, name) is not None and getattr(self, other) is None:
@@ -221,6 +231,7 @@ class Subject:
         require_beside(self.beside)
         for name in ("save", "resume"):
             require_handed_over(name, getattr(self, name), {"scheduler": self.scheduler, "beside": self.beside})
+        require_data(self.data)
         require_slice(self.data_parallel)
         require_bound("max_grad_norm", self.max_grad_norm)
         if self.max_grad_norm is not None and self.train_step is None:
@@ -287,6 +298,7 @@ SIGNATURES = {
     "batch": "batch(step) -> dict of tensors",
     "loss": "loss(model, batch) -> scalar",
     "train_step": "train_step(model, optimizer, batch) -> loss",
+    "data": "data() -> iterable of batches",
     "clip_grad_norm": "clip_grad_norm(parameters, max_norm) -> norm",
     "adapter": "adapter(name, tensor) -> Part or None",
     "save": "save(model, optimizer, folder)",
@@ -296,7 +308,8 @@ SIGNATURES = {
 """How the fields that are functions are called, as error messages show it."""
 UNDECLARED: dict[str, Any] = {
     **dict.fromkeys(("reference", "verifier", "batch", "data_parallel", "optimizer")),
-    **dict.fromkeys(("train_step", "max_grad_norm", "clip_grad_norm", "save", "state_dict", "scheduler")),
+    **dict.fromkeys(("train_step", "max_grad_norm", "clip_grad_norm", "save", "state_dict")),
+    **dict.fromkeys(("scheduler", "data")),
     "beside": {},
     "frozen": (),
     "tied": (),

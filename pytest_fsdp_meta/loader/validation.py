@@ -115,6 +115,19 @@ def require_handed_over(field: str, function: object, made_here: Mapping[str, ob
             )
 
 
+def require_data(value: object) -> None:
+    """Raise SubjectError unless the value is a function, or something whose iteration may yield batches."""
+    if value is None or (callable(value) and not isinstance(value, type)):
+        return
+    from torch import Tensor
+
+    iterable = hasattr(type(value), "__iter__") or hasattr(type(value), "__getitem__")
+    if not iterable or isinstance(value, (str, bytes, Mapping, Tensor, type)):
+        raise SubjectError(
+            "data", f"{shorten(value)} should be data(), which returns a loader of batches, or the loader itself"
+        )
+
+
 def require_choice(field: str, value: object, choices: Sequence[str]) -> None:
     if value not in choices:
         raise SubjectError(field, f"invalid value {value!r} (choose {', '.join(choices[:-1])} or {choices[-1]})")

@@ -85,7 +85,7 @@ def first_step() -> FirstStep:
     """
     rank, subject = current(), resharded_subject()
     trained = rank.state.get("optimizer") if subject.optimizer is not None else None
-    rank.state["resumable"] = optimizer = trained or _make_optimizer(subject)
+    rank.state["resumable"] = optimizer = trained or make_resumable_optimizer(subject)
     if trained is None:
         rank.state["beside"] = make_beside(subject, optimizer)
         _train(rank, subject, range(1))
@@ -117,7 +117,7 @@ def load_all(folder: str, changed: Collection[str] = ()) -> RankResumed:
     The author can restore tensors that have ``changed`` in training from nothing but the checkpoint.
     """
     rank, subject = current(), resharded_subject()
-    rank.state["resumable"] = optimizer = _make_optimizer(subject)
+    rank.state["resumable"] = optimizer = make_resumable_optimizer(subject)
     rank.state["beside"] = beside = make_beside(subject, optimizer)
     # An optimizer that the loader built may have trained as far as the one that saved.
     _overwrite(subject, changed, optimizer, beside)
@@ -143,7 +143,7 @@ def _save(subject: Subject, optimizer: Optimizer | None, folder: Path, beside: B
     folder.mkdir(parents=True, exist_ok=True)
     if subject.save is not None:
         with calling_field("save"):
-            subject.save(subject.model, optimizer, folder, **_handed(subject.save, beside))
+            subject.save(subject.model, optimizer, folder, **handed_over(subject.save, beside))
         return
     states = _torch_states(subject.model, optimizer)
     dcp.save(states if beside is None else {**states, **beside.states()}, checkpoint_id=folder)
@@ -153,7 +153,7 @@ def _load(subject: Subject, optimizer: Optimizer | None, folder: Path, beside: B
     doing("loading what was saved")
     if subject.resume is not None:
         with calling_field("resume"):
-            subject.resume(subject.model, optimizer, folder, **_handed(subject.resume, beside))
+            subject.resume(subject.model, optimizer, folder, **handed_over(subject.resume, beside))
         return
     states = _torch_states(subject.model, optimizer)
     kept = {} if beside is None else beside.states()
@@ -173,8 +173,8 @@ def _load(subject: Subject, optimizer: Optimizer | None, folder: Path, beside: B
         beside.load(loading)
 
 
-def _handed(function: object, beside: Beside | None) -> dict[str, Any]:
-    """Return the keyword arguments of the author's function; each is None where only the model is saved."""
+def handed_over(function: object, beside: Beside | None) -> dict[str, Any]:
+    """Return what ``save`` and ``resume`` get by name; each is None where only the model is saved."""
     handed = (beside or Beside()).arguments(function)
     return handed if beside is not None else dict.fromkeys(handed)
 
@@ -222,7 +222,7 @@ def _overwrite(
                 overwrite(local)
 
 
-def _make_optimizer(subject: Subject) -> Optimizer:
+def make_resumable_optimizer(subject: Subject) -> Optimizer:
     """Return the author's optimizer; where none is declared, SGD with momentum, which has state to save."""
     trainable = [parameter for parameter in subject.model.parameters() if parameter.requires_grad]
     if subject.optimizer is None:

@@ -34,6 +34,7 @@ from pytest_fsdp_meta.observers.support.generators import read_states
 from pytest_fsdp_meta.observers.support.mapped import MAPS
 from pytest_fsdp_meta.observers.support.poison import NOTICES, poisoned_memory, restore_defaults
 from pytest_fsdp_meta.observers.support.precision import precision
+from pytest_fsdp_meta.observers.support.random_state import random_state
 from pytest_fsdp_meta.observers.support.watching import watching
 from pytest_fsdp_meta.worlds import SEED, Misuse, Rank, current, doing, forward_warnings
 
@@ -88,6 +89,8 @@ def load(call: Call, watch: Collection[str] = ()) -> Loaded:
     restore_defaults()
     left = read_states(rank.device)
     subject = _as_subject(returned)
+    if subject.data is not None:
+        rank.state["random"] = random_state()
     _require_judgeable(subject.model)
     _require_living_groups(subject.model)
     managed = managed_names(subject.model)  # before reshard(), which puts parameters back that the loader replaced

@@ -1,22 +1,23 @@
-"""Send a function that the loader made to the reference, with the model and the optimizer of the reference in it."""
+"""Send functions that the loader made to a world of one rank, with what belongs to that world in them."""
 
 from __future__ import annotations
 
 import io
 import pickle
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import cloudpickle
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
 from pytest_fsdp_meta.observers.inventory import named_tensors, unwrapped
 from pytest_fsdp_meta.text import clean_name, first_line
+from pytest_fsdp_meta.worlds import Rank, current
 
 Place: TypeAlias = tuple[str, str]
 """The kind and the name of something that the ranks and the reference both have."""
@@ -52,6 +53,21 @@ def unpack_function(packed: PackedFunction, model: Module, optimizer: Optimizer 
     return _Unpickler(io.BytesIO(packed.code), _shared(model, optimizer)).load()
 
 
+def pack_for_one_rank(function: Any) -> PackedFunction:
+    """Pickle the function; in a world of one rank, the meshes and groups that it holds have one rank."""
+    file = io.BytesIO()
+    try:
+        _OneRankPickler(file).dump(function)
+    except Exception as error:  # pickling runs the author's code
+        return PackedFunction(problem=f"data cannot be sent to a world of one rank: {first_line(error)}")
+    return PackedFunction(file.getvalue())
+
+
+def unpack_on_one_rank(packed: PackedFunction) -> Any:
+    """Return the function. Raises whatever the author's modules raise when they are imported."""
+    return _OneRankUnpickler(io.BytesIO(packed.code)).load()
+
+
 def _shared(model: Module, optimizer: Optimizer | None) -> dict[Place, object]:
     """Return what the ranks and the reference both have: the modules and tensors of the model, and the optimizer."""
     modules = unwrapped(model).named_modules(remove_duplicate=False)
@@ -80,3 +96,31 @@ class _Unpickler(pickle.Unpickler):
         if pid not in self._shared:
             raise pickle.UnpicklingError(f"the reference has no {' '.join(pid)}")
         return self._shared[pid]
+
+
+class _OneRankPickler(cloudpickle.Pickler):  # type: ignore[misc]
+    def persistent_id(self, obj: object) -> tuple[str, tuple[str, ...]] | None:
+        if isinstance(obj, DTensor):
+            raise pickle.PicklingError("it holds a DTensor, whose other parts are on other ranks")
+        if isinstance(obj, DeviceMesh):
+            return "mesh", _dim_names(obj)
+        if isinstance(obj, dist.ProcessGroup):
+            return "group", ()
+        if isinstance(obj, Rank):
+            return "rank", _dim_names(obj.mesh) if obj.has_mesh else ()
+        return None
+
+
+class _OneRankUnpickler(pickle.Unpickler):
+    def persistent_load(self, pid: tuple[str, tuple[str, ...]]) -> object:
+        kind, dims = pid
+        if kind == "group":
+            return dist.group.WORLD
+        if not dims:
+            return current()
+        mesh = init_device_mesh(current().device.type, (1,) * len(dims), mesh_dim_names=dims)
+        return mesh if kind == "mesh" else replace(current(), _mesh=mesh)
+
+
+def _dim_names(mesh: DeviceMesh) -> tuple[str, ...]:
+    return tuple(mesh.mesh_dim_names or (f"dim_{number}" for number in range(mesh.ndim)))

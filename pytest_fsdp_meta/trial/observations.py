@@ -55,6 +55,7 @@ class ObservationRun:
     world: World
     reference_world: World
     verifier_world: World
+    data_world: World
     loaded: list[Loaded]
     folder: Path
     steps: int
@@ -120,6 +121,8 @@ class ObservationRun:
             export=reloading.export,
             resharded=reloading.resharded,
             training_mode=reloading.training_mode,
+            batches=reloading.batches,
+            batches_resumed=reloading.batches_resumed,
             collectives=self.collectives,
             memory=self.memory,
             unavailable=self.unavailable | reloading.unavailable,
@@ -319,6 +322,7 @@ class ObservationRun:
         reloading = Reloading(
             first=self.world,
             reference_world=self.reference_world,
+            data_world=self.data_world,
             rebuild_reference=partial(self._build_reference, "rebuilt"),
             load=self.load_again,
             subject=self.subject,

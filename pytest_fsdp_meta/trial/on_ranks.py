@@ -18,12 +18,14 @@ R = TypeVar("R")
 OBSERVERS = "pytest_fsdp_meta.observers"
 ON_RANKS = (
     *(f"{OBSERVERS}.checkpoint", f"{OBSERVERS}.optimizer_state", f"{OBSERVERS}.training", f"{OBSERVERS}.noise"),
+    f"{OBSERVERS}.author_data",
     f"{OBSERVERS}.preload:warm_up",
 )
 """What the fork server imports (modules) and calls (functions) before it forks the ranks of a trial."""
 
 if TYPE_CHECKING:
     from pytest_fsdp_meta.observers import (
+        author_data,
         checkpoint,
         loading,
         noise,
@@ -46,6 +48,7 @@ else:
         def __getattr__(self, function: str) -> str:
             return f"{self._module}:{function}"
 
+    author_data = ObserverModule(f"{OBSERVERS}.author_data")
     checkpoint = ObserverModule(f"{OBSERVERS}.checkpoint")
     loading = ObserverModule(f"{OBSERVERS}.loading")
     noise = ObserverModule(f"{OBSERVERS}.noise")
@@ -59,6 +62,7 @@ else:
 
 __all__ = [
     "ON_RANKS",
+    "author_data",
     "checkpoint",
     "loading",
     "noise",

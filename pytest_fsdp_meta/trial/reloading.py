@@ -6,16 +6,16 @@ That world releases its model before the second load, so that the ranks never ho
 
 from __future__ import annotations
 
-import os
-import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from pytest_fsdp_meta.evidence import (
+    Epoch,
     Export,
+    RankBatches,
     RankInventory,
     ReferenceFacts,
     Resharded,
@@ -25,6 +25,8 @@ from pytest_fsdp_meta.evidence import (
 )
 from pytest_fsdp_meta.evidence.checkpoint import RankResumed, RankSaved, RankStateDict
 from pytest_fsdp_meta.evidence.random_numbers import RankTrainingMode
+from pytest_fsdp_meta.trial.author_data import read_epoch, resume_epoch
+from pytest_fsdp_meta.trial.checkpoint_files import restored_if_deleted
 from pytest_fsdp_meta.trial.obstacles import (
     DECLARE,
     NOT_WANTED,
@@ -33,9 +35,9 @@ from pytest_fsdp_meta.trial.obstacles import (
     not_gathered_by_gloo,
     not_saved_by_torch,
     optimizer_not_loaded_by_torch,
-    refuses_checkpoint,
 )
-from pytest_fsdp_meta.trial.on_ranks import checkpoint, loading, optimizer_state, random_numbers, run_on, state_dict
+from pytest_fsdp_meta.trial.on_ranks import checkpoint, loading, random_numbers, run_on, state_dict
+from pytest_fsdp_meta.trial.resharding import record_optimizer, reshard_model, reshard_optimizer
 from pytest_fsdp_meta.trial.timing import Stopwatch
 from pytest_fsdp_meta.trial.world_sizes import describe_size, other_size
 from pytest_fsdp_meta.worlds import World, WorldError, WorldSpec
@@ -56,6 +58,7 @@ SECOND_LOAD_FAILED = "the loader succeeded once, and failed when it ran again in
 SAVE_NOT_RETRIED = "saving hung or ended a rank, and is not tried again"
 NO_MODEL = "a checkpoint directory is not a model to load into; declare Subject(reference=<callable>)"
 NEEDS = {
+    "batches_resumed": ("batches",),
     "restored_again": ("saved_again",),
     "saved_again": ("continued",),
     "restored": ("saved",),
@@ -79,6 +82,7 @@ class Reloading:
     first: World
     """The loader's own world, or another load once training has ended it."""
     reference_world: World
+    data_world: World
     rebuild_reference: Callable[[], object]
     """Start the world of the reference again, and build the reference in it."""
     load: Load
@@ -104,6 +108,8 @@ class Reloading:
     export: Export | None = None
     resharded: Resharded | None = None
     training_mode: tuple[RankTrainingMode, ...] | None = None
+    batches: Epoch | None = None
+    batches_resumed: tuple[RankBatches, ...] | None = None
     unavailable: dict[str, Unavailable] = field(default_factory=dict)
     _wanted: set[str] = field(default_factory=set)
     _worlds: list[World] = field(default_factory=list)
@@ -127,6 +133,7 @@ class Reloading:
             self.continued = self._take("continued", self._save_and_continue)
             self.saved_again = self._take("saved_again", self._save_again)
             self.saved = self._take("saved", self._save_model)
+            self.batches = self._take("batches", self._read_batches)
             self.training_mode = self._take("training_mode", self._observe_training_mode)
             self.repetition = self._take("repetition", self._repeat_load)
             self.export = self._take("export", self._export)
@@ -134,6 +141,7 @@ class Reloading:
             self.resumed = self._take("resumed", self._resume)
             self.restored = self._take("restored", self._restore_model)
             self.restored_again = self._take("restored_again", self._restore_again)
+            self.batches_resumed = self._take("batches_resumed", self._resume_batches)
             self.resharded = self._take("resharded", self._reshard)
         finally:
             for world in self._worlds:
@@ -214,6 +222,22 @@ class Reloading:
             return Unavailable(f"not trained: {problem}", kind="blocked")
         return tuple(self._run_first(random_numbers.observe_training_mode))
 
+    def _read_batches(self) -> Epoch | Unavailable:
+        if "data" not in self.subject.declared:
+            return not_declared("data")
+        folder = self._path("batches") if "batches_resumed" in self._wanted else None
+        failure = None if self._save_failure is None else self._describe_error(self._save_failure)
+        if folder is not None and self._author_saves and (problem := failure or self._unsavable()):
+            folder, self.unavailable["batches_resumed"] = None, problem
+        try:
+            with self._keeping_checkpoints("before batches"):
+                return read_epoch(self._first_world(), self.data_world, folder)
+        except WorldError as error:
+            if folder is None or error.failures[0].kind == "hung":
+                raise
+            self.unavailable["batches_resumed"] = self._describe_error(error)
+            return read_epoch(self._first_world(), self.data_world, None)  # it may be saving that fails
+
     # Observations of the second load; "export" and "kept" need its model as it was loaded.
 
     def _repeat_load(self) -> tuple[RankInventory, ...]:
@@ -255,6 +279,18 @@ class Reloading:
                 return reason  # loading the first checkpoint raised or hung, and would do so again
         return tuple(self._run_second(checkpoint.load_all, self._path("again"), self._changed_between_saves()))
 
+    def _resume_batches(self) -> tuple[RankBatches, ...] | Unavailable:
+        for reason in map(self.unavailable.get, ("batches", "batches_resumed")):
+            if reason is not None:
+                return reason
+        assert self.batches is not None
+        with self._keeping_checkpoints("before batches_resumed"):
+            return resume_epoch(self.batches, self._new_second_world, self._path("batches"))
+
+    def _keeping_checkpoints(self, name: str) -> AbstractContextManager[None]:
+        kept = self.folder / name
+        return restored_if_deleted(Path(self._path("")), kept) if self._author_saves else nullcontext()
+
     def _changed_between_saves(self) -> frozenset[str]:
         pairs = zip(self.continued or (), self.saved_again or (), strict=True)
         held = [(first.model.tensors, second.model.tensors) for first, second in pairs]
@@ -275,32 +311,15 @@ class Reloading:
             world, _ = self.load(spec, f"the load in {describe_size(spec)}", self._worlds)
         except WorldError as error:
             return Unavailable(f"the loader fails in {describe_size(spec)}: {error.summary}")
-        mesh = tuple(spec.mesh.items())
-        try:
-            run_on(world, checkpoint.load_over_other_values, self._path("kept"))
-        except WorldError as error:
-            if not refuses_checkpoint(error) or not self._loads_in_same_size():
-                raise
-            return _refusal(mesh, error)
-        resharded = Resharded(mesh, tuple(run_on(world, checkpoint.compare_loaded, self.reference_path)))
-        return self._reshard_optimizer(world, resharded) if self._has_recorded_state and self.resumed else resharded
-
-    def _reshard_optimizer(self, world: World, resharded: Resharded) -> Resharded:
-        """Load the optimizer as well, which a world of the same size has loaded."""
-        try:
-            run_on(world, checkpoint.load_all, self._path("continued"))
-        except WorldError as error:
-            if not refuses_checkpoint(error):
-                raise
-            return replace(_refusal(resharded.mesh, error), optimizer_refused=True)
-        compared = run_on(world, optimizer_state.compare_state, str(self.folder))
-        return replace(resharded, optimizer=tuple(compared))
+        resharded = reshard_model(world, self._path("kept"), self.reference_path, self._loads_in_same_size)
+        if self._has_recorded_state and self.resumed and not resharded.refused:
+            return reshard_optimizer(world, self._path("continued"), str(self.folder), resharded)
+        return resharded
 
     def _record_state(self) -> None:
         """Record the optimizer's state at its checkpoint, if it will be loaded in a world of another size."""
         if "resharded" in self._wanted and self.reference_world.alive:
-            held = self._run_first(optimizer_state.record_state, str(self.folder))
-            run_on(self.reference_world, optimizer_state.assemble_state, held, str(self.folder))
+            record_optimizer(self._first_world(), self.reference_world, str(self.folder))
             self._has_recorded_state = True
 
     def _loads_in_same_size(self) -> bool:
@@ -345,6 +364,11 @@ class Reloading:
 
     def _run_second(self, observer: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         return run_on(self._second_world(), observer, *args, **kwargs)
+
+    def _new_second_world(self) -> World:
+        """Return a second load whose loader of batches has not been used."""
+        self._close_second()
+        return self._second_world()
 
     def _load_second(self) -> tuple[World, list[Loaded]]:
         """Return the second load; repeat it where an observation has ended its world, but not after it failed."""
@@ -399,36 +423,6 @@ class Reloading:
 
     def _path(self, name: str) -> str:
         return str(self.folder / "checkpoints" / name)
-
-
-@contextmanager
-def restored_if_deleted(folder: Path, kept: Path) -> Iterator[None]:
-    """Put files back at the end that are gone by then: an author's save() may delete earlier checkpoints.
-
-    What cannot be kept, because a background writer moves files, is then missing as the author left it.
-    """
-    with suppress(OSError):
-        shutil.copytree(folder, kept, copy_function=_link)
-    try:
-        yield
-    finally:
-        with suppress(OSError):
-            shutil.copytree(kept, folder, copy_function=_link, dirs_exist_ok=True)
-
-
-def _link(source: str, target: str) -> None:
-    """Link a file of a checkpoint, which may be large, if it is missing; copy it where no links are possible."""
-    if not os.path.exists(target):
-        try:
-            os.link(source, target)
-        except OSError:
-            shutil.copy2(source, target)
-
-
-def _refusal(mesh: tuple[tuple[str, int], ...], error: WorldError) -> Resharded:
-    first = error.failures[0]
-    ranks = sorted(f.rank for f in error.failures if (f.kind, f.summary) == (first.kind, first.summary))
-    return Resharded(mesh, refused=first.summary.removeprefix("raised "), ranks=tuple(ranks))
 
 
 def _models(ranks: tuple[RankResumed, ...]) -> tuple[RankSaved, ...]:

@@ -108,6 +108,7 @@ class Trial:
             world=world,
             reference_world=reference_world,
             verifier_world=self._single_rank_world("the verifier"),
+            data_world=self._single_rank_world("data in a world of one rank"),
             loaded=loaded,
             folder=folder,
             steps=self._steps,

@@ -13,6 +13,7 @@ from pytest_fsdp_meta.evidence import (
     Accumulation,
     Clipping,
     Comparison,
+    Epoch,
     Evidence,
     Export,
     ForwardWeights,
@@ -20,6 +21,7 @@ from pytest_fsdp_meta.evidence import (
     MeshFacts,
     Movement,
     OptimizerFacts,
+    RankBatches,
     RankInventory,
     RankTraining,
     ReferenceFacts,
@@ -328,6 +330,35 @@ def second_step(
         second = replace(run.second, gradients=wrong.gradients, **(facts if rank in chosen else {}))
         runs.append(replace(run, second=second))
     return replace(evidence, training=tuple(runs))
+
+
+def with_batches(
+    evidence: Evidence,
+    by_rank: Sequence[Sequence[str]] | None = None,
+    alone: Sequence[str] | str | None = "all",
+    **facts: Any,
+) -> Evidence:
+    """Declare data and add an epoch: batches as texts, one letter for each row, with a checkpoint after the first.
+
+    By default three batches of two rows that no other rank has. ``alone`` has the batches of a world of one rank.
+    """
+    size = len(evidence.inventory)
+    if by_rank is None:
+        letters = [chr(ord("A") + number) for number in range(6 * size)]
+        own = ["".join(letters[6 * rank : 6 * rank + 6]) for rank in range(size)]
+        by_rank = [[text[:2], text[2:4], text[4:]] for text in own]
+    if alone == "all":
+        alone = [batch for batches in by_rank for batch in batches]
+    places = [(rank, size) for rank in range(size)]
+    ranks = [
+        replace(RankBatches(place, tuple(map(tuple, batches)), saved_after=1), **facts)
+        for place, batches in zip(places, by_rank, strict=True)
+    ]
+    resumed = tuple(replace(rank, batches=rank.batches[1:], saved_after=0) for rank in ranks)
+    single = None if alone is None else RankBatches((0, 1), tuple(map(tuple, alone)))
+    declared = replace(evidence.subject, declared=evidence.subject.declared | {"data"})
+    epoch = Epoch(tuple(ranks), single, "" if single else "data is a loader that was built")
+    return replace(evidence, subject=declared, batches=epoch, batches_resumed=resumed)
 
 
 def equal(tensor: TensorFacts) -> Comparison:

@@ -47,6 +47,7 @@ from tests.catalogue.evidence_factory import (
     second_step,
     undeclared,
     verdict,
+    with_batches,
     with_random_state,
 )
 
@@ -59,6 +60,7 @@ LARGE = {EMBEDDING: (64, 16), MIDDLE: (50, 16), FROZEN: (32, 16), HEAD: (64, 16)
 WHOLE = {"router.weight": (4, 4)}
 KEPT = "fsdp_no_shard"
 NO_REFERENCE, NO_BATCH = "Subject(reference=...) is not declared", "Subject(batch=...) is not declared"
+NO_DATA = "Subject(data=...) is not declared"
 NEEDS_NO_FIELD = {
     *("same_manifest_on_every_rank", "no_meta_params", "no_meta_buffers", "no_uninitialized_memory"),
     *("params_on_rank_device", "buffers_on_rank_device", "managed_params_are_registered", "nothing_left_unsharded"),
@@ -69,7 +71,10 @@ NEEDS_NO_FIELD = {
 NOT_SHARDED = {"shard_bytes_within_budget", "load_peak_memory_bounded"}
 NO_TRAFFIC = {"collectives_within_budget", "unsharded_modules_are_not_gathered"}
 NOT_APPLICABLE = {
-    "alone": {*NOT_SHARDED, *NO_TRAFFIC, "replicas_stay_equal", "random_numbers_follow_the_mesh"},
+    "alone": {
+        *(*NOT_SHARDED, *NO_TRAFFIC, "replicas_stay_equal"),
+        *("random_numbers_follow_the_mesh", "batches_follow_the_mesh"),
+    },
     "tp": NOT_SHARDED,
 }
 """The checks to which a healthy model is not applicable, by the world that it was loaded in."""
@@ -82,6 +87,7 @@ EMPTY = {
     *("random_numbers_follow_the_mesh", "random_numbers_resume"),
     *("forward_sees_current_weights", "grad_norm_parity", "grad_clip_parity", "second_grad_parity"),
     *("grad_accumulation_parity", "parameter_attributes_kept", "unsharded_modules_stay_whole"),
+    *("batches_follow_the_mesh", "batches_resume"),
 }
 """The checks to which a model without parameters and buffers is not applicable."""
 TOO_SMALL = {"load_peak_memory_bounded", "managed_params_are_registered", "collectives_within_budget"}
@@ -94,6 +100,8 @@ UNUSUAL = {
     "beside_parity": "beside",
     "beside_round_trip": "scheduler",
     "random_numbers_resume": "save",
+    "batches_follow_the_mesh": "data",
+    "batches_resume": "data",
 }
 """The checks that need a field which few authors declare."""
 
@@ -115,7 +123,7 @@ def complete(mesh: dict[str, int], whole: dict[str, tuple[int, ...]] = WHOLE) ->
     memory = (RankMemory(host=1024, whole=64),) * len(evidence.inventory)
     evidence = replace(evidence, memory=memory, repetition=evidence.inventory)
     evidence = declare(evidence, kept_attributes=(KEPT,), unsharded=tuple(whole), frozen={FROZEN: FROZEN})
-    evidence = with_random_state(kept_beside(clipped(evidence)))
+    evidence = with_batches(with_random_state(kept_beside(clipped(evidence))))
     return with_traffic(evidence, groups=(FsdpGroup(tuple(LARGE), forwards=1, reshards=True, trainable=True),))
 
 
@@ -148,6 +156,7 @@ def bare(evidence: Evidence) -> Evidence:
     evidence = undeclared(evidence, "state_dict", "export", "resharded", why=NO_REFERENCE)
     trained = ("training", "continued", "resumed", "saved_again", "restored_again", "training_mode")
     evidence = undeclared(evidence, *trained, why=NO_BATCH)
+    evidence = undeclared(evidence, "batches", "batches_resumed", why=NO_DATA)
     return replace(evidence, collectives=(RankCollectives((), None),) * len(evidence.inventory))
 
 
@@ -311,6 +320,8 @@ BROKEN = {
     "beside_parity": remeasured(kept_beside(healthy()), f"ema.{MIDDLE}", 2.0, observed="beside"),
     "beside_round_trip": with_rank(kept_beside(healthy()), "resumed", beside={"scheduler.last_epoch": "0"}),
     "resume_parity": with_rank(healthy(), "resumed", losses=(9.0, 9.0)),
+    "batches_follow_the_mesh": with_batches(healthy(), [["AB", "CD"]] * 2, ["AB", "CD"]),
+    "batches_resume": replace(with_batches(healthy()), batches_resumed=with_batches(healthy()).batches.ranks),
     "second_save_is_current": with_rank(healthy(), "restored_again", model=healthy().saved[0]),
     "random_numbers_follow_the_mesh": redrawn(healthy(), state="seeded with 42", seed=42),
     "random_numbers_resume": with_random_state(healthy(), [1], after="state of rank 0"),

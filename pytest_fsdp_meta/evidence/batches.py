@@ -1,0 +1,42 @@
+"""Evidence about the author's own loader of batches: which rows each rank saw, before and after resuming."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+Batch = tuple[str, ...]
+"""A digest of each row."""
+
+
+@dataclass(frozen=True)
+class RankBatches:
+    """The batches that one rank saw in an epoch, each as a digest of every row.
+
+    ``data_parallel`` is the (index, size) of the rank. ``ended`` is False if the loader had more batches than are read.
+    ``loader`` is False if this rank declares no ``data``, because others send it their batches.
+    """
+
+    data_parallel: tuple[int, int]
+    batches: tuple[Batch, ...] = ()
+    ended: bool = True
+    loader: bool = True
+    saved_after: int = 0
+    """How many batches came before the checkpoint; 0 if none was saved."""
+    resumed_again: tuple[Batch, ...] | None = None
+    """The batches of another load that resumed from that checkpoint, where this rank had itself resumed."""
+
+    @property
+    def rows(self) -> tuple[str, ...]:
+        return tuple(row for batch in self.batches for row in batch)
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """One epoch of ``data`` on every rank and, where ``data`` is a function, in a world of one rank.
+
+    ``problem`` says why there is no epoch of one rank.
+    """
+
+    ranks: tuple[RankBatches, ...]
+    alone: RankBatches | None = None
+    problem: str = ""

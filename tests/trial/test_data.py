@@ -1,0 +1,490 @@
+"""The author's own loaders of batches, on real ranks: what is right, what is wrong, and one line for bad input."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset, get_worker_info
+
+from pytest_fsdp_meta import Subject
+from pytest_fsdp_meta.catalogue import Verdict, built_in, judge
+from pytest_fsdp_meta.evidence import Evidence
+from pytest_fsdp_meta.loader.call import Call
+from pytest_fsdp_meta.observers.author_data import MOST_BATCHES
+from pytest_fsdp_meta.trial import Trial
+from pytest_fsdp_meta.worlds import Rank, WorldSpec
+from tests.world_help import trial_preload
+
+FOLLOW, RESUME, LOSSES = "batches_follow_the_mesh", "batches_resume", "loss_parity"
+TWO = {"dp_shard": 2}
+PASSED = (("passed", ""), ("passed", ""))
+NOT_SAVED = "the loader of batches has no state_dict and load_state_dict, which keep its position; declare Subject("
+ROWS = torch.arange(22.0).view(22, 1).expand(22, 4).contiguous()
+
+
+def build() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(4, 2)
+
+
+def load(fsdp: Rank, **declared: Any) -> Subject:
+    model = fully_shard(build(), mesh=fsdp.mesh["dp_shard"] if fsdp.mesh.ndim > 1 else fsdp.mesh)
+    return Subject(
+        model,
+        reference=build,
+        batch=lambda step: {"input": torch.linspace(-1.0, 1.0, 16).view(4, 4) + step},
+        loss=lambda model, batch: model(**batch).square().mean(),
+        **declared,
+    )
+
+
+def observed(
+    declare: Callable[[Rank], Mapping[str, Any]],
+    checks: Iterable[str] = (FOLLOW, RESUME),
+    mesh: Mapping[str, int] = TWO,
+    timeout: float = 60,
+) -> Evidence:
+    """Take the observations of these checks; ``declare`` returns the declared fields on each rank."""
+
+    def loader(fsdp: Rank) -> Subject:
+        return load(fsdp, **declare(fsdp))
+
+    trial = Trial(WorldSpec(dict(mesh), timeout=timeout), trial_preload(), steps=3, tolerance={})
+    return trial.observe(Call(cloudpickle.dumps(loader), {}, "fsdp"), built_in().observations(checks))
+
+
+def judged(declare: Callable[[Rank], Mapping[str, Any]], *checks: str, **how: Any) -> dict[str, Verdict]:
+    checks = checks or (FOLLOW, RESUME)
+    evidence, catalogue = observed(declare, checks, **how), built_in()
+    return {id: judge(catalogue[id], evidence, catalogue) for id in checks}
+
+
+def outcome(found: Mapping[str, Verdict]) -> tuple[tuple[str, str], ...]:
+    return tuple((one.status, one.reason or "; ".join(f.actual for f in one.findings)) for one in found.values())
+
+
+class Counting:
+    """A loader with a state: its part of the rows, in batches of two."""
+
+    def __init__(self, index: int, size: int, rows: Tensor = ROWS) -> None:
+        self.rows, self.position = rows[: len(rows) // size * size][index::size], 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        while self.position * 2 < len(self.rows):
+            self.position += 1
+            yield self.rows[self.position * 2 - 2 : self.position * 2]
+        self.position = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+def sampled(data: Dataset[Any], *of: int, batch_size: int = 4, **options: Any) -> DataLoader[Any]:
+    return DataLoader(data, batch_size, sampler=DistributedSampler(data, *of), **options)
+
+
+class Lengths(Dataset[Tensor]):
+    """Rows of different lengths."""
+
+    def __len__(self) -> int:
+        return 18
+
+    def __getitem__(self, number: int) -> Tensor:
+        return torch.arange(1, 2 + number % 5) + 10 * number
+
+
+def pad(rows: list[Tensor]) -> dict[str, Tensor]:
+    tokens = nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    return {"tokens": tokens, "attention_mask": (tokens > 0).long()}
+
+
+class Streamed(IterableDataset[Tensor]):
+    """Each worker process of each rank reads its own rows."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        worker = get_worker_info()
+        number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
+        own = dist.get_rank() * workers + number
+        yield from ROWS[:16][own :: dist.get_world_size() * workers]
+
+
+def of_rank(fsdp: Rank) -> DataLoader[Any]:
+    return sampled(TensorDataset(ROWS), fsdp.world_size, fsdp.rank)
+
+
+def of_mesh(fsdp: Rank) -> DataLoader[Any]:
+    return sampled(TensorDataset(ROWS), fsdp.mesh.size(), fsdp.mesh.get_local_rank())
+
+
+def of_group(fsdp: Rank) -> DataLoader[Any]:
+    group = fsdp.mesh.get_group()
+    return sampled(TensorDataset(ROWS), group.size(), group.rank())
+
+
+RIGHT: dict[str, Callable[[Rank], Any]] = {
+    "a sampler that fills up": lambda fsdp: lambda: sampled(TensorDataset(ROWS[:21])),
+    "a sampler that drops": lambda fsdp: lambda: sampled(TensorDataset(ROWS[:21]), drop_last=True),
+    "no shuffling": lambda fsdp: lambda: Counting(dist.get_rank(), dist.get_world_size()),
+    "in rows of different lengths": lambda fsdp: lambda: sampled(Lengths(), batch_size=3, collate_fn=pad),
+    "not collated": lambda fsdp: (
+        lambda: sampled(Lengths(), batch_size=3, collate_fn=lambda rows: [{"x": r} for r in rows])
+    ),
+    "with texts": lambda fsdp: lambda: sampled([{"x": float(n), "text": f"row {n}"} for n in range(9)]),
+    "rows that repeat": lambda fsdp: lambda: sampled(TensorDataset(torch.cat([ROWS, ROWS]))),
+    "one class only": lambda fsdp: lambda: sampled(TensorDataset(torch.ones(24, 3))),
+    "with worker processes": lambda fsdp: lambda: DataLoader(Streamed(), 2, num_workers=2),
+    "holds the rank": lambda fsdp: partial(of_rank, fsdp),
+    "holds the mesh": lambda fsdp: partial(
+        lambda mesh: sampled(TensorDataset(ROWS), mesh.size(), mesh.get_local_rank()), fsdp.mesh
+    ),
+    "holds the group": lambda fsdp: partial(
+        lambda group: sampled(TensorDataset(ROWS), group.size(), group.rank()), fsdp.mesh.get_group()
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_right_loaders_pass(name):
+    found = judged(lambda fsdp: {"data": RIGHT[name](fsdp)}, FOLLOW)[FOLLOW]
+    assert (found.status, found.reason, found.findings) == ("passed", "", ())
+
+
+@pytest.mark.parametrize("name", [name for name in RIGHT if "holds" not in name and "worker" not in name])
+def test_the_same_loaders_on_every_rank_are_found(name):
+    """Each rank believes that it is rank 0 of a world of one, so it sees all rows."""
+
+    def everything(data: Callable[[], Any]) -> Iterable[Any]:
+        names = {"get_rank": lambda *_: 0, "get_world_size": lambda *_: 1}
+        saved = {name: getattr(dist, name) for name in names}
+        for target, function in names.items():
+            setattr(dist, target, function)
+        try:
+            batches = list(data())
+        finally:
+            for target, function in saved.items():
+                setattr(dist, target, function)
+        return batches
+
+    found = judged(lambda fsdp: {"data": partial(everything, RIGHT[name](fsdp))}, FOLLOW)[FOLLOW]
+    if name == "one class only":
+        assert found.status in ("failed", "skipped")
+    else:
+        assert [finding.actual for finding in found.findings] == ["the same rows on these ranks"]
+
+
+def test_data_that_is_not_declared_costs_nothing():
+    evidence = observed(lambda fsdp: {})
+    assert [evidence.unavailable[name].kind for name in ("batches", "batches_resumed")] == ["undeclared"] * 2
+    assert outcome(judged(lambda fsdp: {})) == (("skipped", "Subject(data=...) is not declared"),) * 2
+
+
+def test_a_loader_with_a_state_goes_on_where_it_was():
+    found = judged(lambda fsdp: {"data": lambda: Counting(dist.get_rank(), dist.get_world_size())})
+    assert outcome(found) == PASSED
+
+
+def test_a_loader_without_a_state_names_what_to_declare():
+    found = judged(lambda fsdp: {"data": of_rank(fsdp)}, RESUME)[RESUME]
+    assert found.status == "skipped"
+    assert found.reason.startswith(NOT_SAVED)
+
+
+def saved_by_the_author(fsdp: Rank) -> dict[str, Any]:
+    """Skip what was seen, as accelerate's skip_first_batches does: data() is called after resume()."""
+    seen = {"batches": 0}
+
+    def save(model: nn.Module, optimizer: Any, folder: Path) -> None:
+        torch.save((model.state_dict(), optimizer.state_dict(), seen), folder / f"{fsdp.rank}.pt")
+
+    def resume(model: nn.Module, optimizer: Any, folder: Path) -> None:
+        state, momenta, position = torch.load(folder / f"{fsdp.rank}.pt", weights_only=False)
+        model.load_state_dict(state)
+        optimizer.load_state_dict(momenta)
+        seen.update(position)
+
+    def data() -> Iterator[Any]:
+        skipped = seen["batches"]
+        for number, batch in enumerate(of_mesh(fsdp)):
+            if number >= skipped:
+                seen["batches"] += 1
+                yield batch
+
+    return {"data": data, "save": save, "resume": resume}
+
+
+def test_the_author_keeps_the_position():
+    assert outcome(judged(saved_by_the_author, FOLLOW, RESUME, LOSSES)) == (*PASSED, ("passed", ""))
+
+
+def test_shuffling_by_the_global_generator_is_repeated_after_resuming():
+    """The loader seeds nothing: a run that is started again has the same random numbers up to the first batch."""
+
+    def declare(fsdp: Rank) -> dict[str, Any]:
+        class Shuffled(Counting):
+            def __iter__(self) -> Iterator[Tensor]:
+                order = torch.randperm(len(self.rows))
+                for number, chosen in list(enumerate(order.split(2)))[self.position :]:
+                    self.position = number + 1
+                    yield self.rows[chosen]
+
+        return {"data": Shuffled(fsdp.rank, fsdp.world_size)}
+
+    assert outcome(judged(declare, FOLLOW, RESUME, LOSSES))[1:] == (("passed", ""), ("passed", ""))
+
+
+def endless(fsdp: Rank) -> Iterator[Tensor]:
+    while True:
+        yield from Counting(fsdp.rank, fsdp.world_size)
+
+
+def test_a_loader_without_an_end_is_judged_by_its_first_batches():
+    evidence = observed(lambda fsdp: {"data": partial(endless, fsdp)}, [FOLLOW])
+    assert [len(rank.batches) for rank in evidence.batches.ranks] == [MOST_BATCHES] * 2
+    found = judge(built_in()[FOLLOW], evidence, built_in())
+    reason = (
+        "passed for what could be checked; missing rows were not looked for: an epoch has more batches than are read"
+    )
+    assert (found.status, found.reason) == ("skipped", reason)
+
+
+def test_some_ranks_get_their_batches_from_others():
+    def declare(fsdp: Rank) -> dict[str, Any]:
+        own = fsdp.mesh["dp_shard"]
+        if fsdp.mesh["tp"].get_local_rank():
+            return {}
+        return {"data": lambda: Counting(own.get_local_rank(), own.size())}
+
+    assert outcome(judged(declare, FOLLOW, mesh={"dp_shard": 2, "tp": 2})) == (("passed", ""),)
+
+
+# The loaders of accelerate.
+
+
+def prepared(fsdp: Rank, rows: int, **options: Any) -> Any:
+    from accelerate import PartialState
+    from accelerate.data_loader import prepare_data_loader
+
+    PartialState(cpu=True)
+    loader = DataLoader(TensorDataset(ROWS[:rows]), 2, shuffle=True)
+    return prepare_data_loader(
+        loader, torch.device("cpu"), dist.get_world_size(), dist.get_rank(), put_on_device=True, **options
+    )
+
+
+@pytest.mark.parametrize("options", [{}, {"even_batches": False}, {"split_batches": True}, {"dispatch_batches": True}])
+def test_loaders_of_accelerate(options):
+    pytest.importorskip("accelerate")
+    found = judged(lambda fsdp: {"data": partial(prepared, fsdp, rows=19, **options)}, FOLLOW)[FOLLOW]
+    # 19 rows are 10 batches for 2 ranks; where they are not filled up, the last batch of rank 1 has one row.
+    assert (found.status, found.findings, found.reason) == ("passed", (), "")
+
+
+def test_accelerate_needs_the_mesh_to_split_batches_by_it():
+    """huggingface/accelerate#3092."""
+    pytest.importorskip("accelerate")
+    mesh = {"dp_shard": 2, "tp": 2}
+    wrong = judged(lambda fsdp: {"data": partial(prepared, fsdp, rows=20)}, FOLLOW, mesh=mesh)[FOLLOW]
+    assert [finding.ranks for finding in wrong.findings] == [(1,), (3,)]
+    assert wrong.findings[0].cause.startswith("the data is split over all ranks, by the world's size")
+
+    def fixed(fsdp: Rank) -> dict[str, Any]:
+        return {"data": partial(prepared, fsdp, rows=20, torch_device_mesh=fsdp.mesh)}
+
+    assert judged(fixed, FOLLOW, mesh=mesh)[FOLLOW].status == "passed"
+
+
+def test_accelerate_splits_what_is_split_already():
+    """huggingface/accelerate#4201."""
+    pytest.importorskip("accelerate")
+
+    def data() -> Any:
+        from accelerate import PartialState
+        from accelerate.data_loader import prepare_data_loader
+
+        PartialState(cpu=True)
+        rank, size = dist.get_rank(), dist.get_world_size()
+        own = DataLoader(TensorDataset(ROWS[:20][rank::size]), 1)
+        return prepare_data_loader(own, torch.device("cpu"), size, rank)
+
+    found = judged(lambda fsdp: {"data": data}, FOLLOW)[FOLLOW]
+    assert [finding.actual for finding in found.findings] == ["10 of 20 rows of an epoch are on no rank"]
+    assert found.findings[0].cause.startswith("the data is split twice")
+
+
+def accelerated(fsdp: Rank, resumes: bool) -> dict[str, Any]:
+    """Save with the number of batches, and skip them: accelerate shuffles by the seed of the run."""
+    seen = {"batches": 0}
+
+    def save(model: nn.Module, optimizer: Any, folder: Path) -> None:
+        torch.save((model.state_dict(), seen["batches"]), folder / f"{fsdp.rank}.pt")
+
+    def resume(model: nn.Module, optimizer: Any, folder: Path) -> None:
+        state, seen["batches"] = torch.load(folder / f"{fsdp.rank}.pt", weights_only=False)
+        model.load_state_dict(state)
+
+    def data() -> Iterator[Any]:
+        from accelerate import skip_first_batches
+
+        loader = prepared(fsdp, rows=20, use_seedable_sampler=True, data_seed=3)
+        for batch in skip_first_batches(loader, seen["batches"]) if resumes else loader:
+            seen["batches"] += 1
+            yield batch
+
+    return {"data": data, "save": save, "resume": resume}
+
+
+def test_skip_first_batches_of_accelerate():
+    pytest.importorskip("accelerate")
+    assert judged(lambda fsdp: accelerated(fsdp, True), RESUME)[RESUME].status == "passed"
+    found = judged(lambda fsdp: accelerated(fsdp, False), RESUME)[RESUME]
+    assert [finding.actual for finding in found.findings] == ["the epoch from its beginning after resuming"]
+
+
+# What is wrong with the field.
+
+
+@pytest.mark.parametrize("value", [3, "text", {"x": 1}, torch.ones(2), DataLoader])
+def test_a_value_that_is_no_loader(value):
+    with pytest.raises(
+        ValueError, match=r"Subject\(data=...\): .* should be data\(\), which returns a loader of batches, or"
+    ):
+        Subject(build(), data=value)
+
+
+BAD = {
+    "returns none": (lambda: None, "data() returned NoneType, but should return an iterable of batches, such as"),
+    "returns a batch": (lambda: {"x": ROWS}, "data() returned dict, but should return an iterable of batches, such as"),
+    "no tensors": (lambda: [["text"]], "batch 0 is list without a tensor that has rows, but should be a tensor, or a"),
+    "no rows": (lambda: [ROWS[:0]], "batch 0 has no rows"),
+    "empty": (list, "it has no batches, but should have some on every rank"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_data_is_one_line(name):
+    data, message = BAD[name]
+    found = judged(lambda fsdp: {"data": (lambda: data())}, FOLLOW, LOSSES)
+    assert found[FOLLOW].status == "error"
+    assert f"Subject(data=...): {message}" in found[FOLLOW].reason
+    assert "Traceback" not in found[FOLLOW].detail
+    assert found[LOSSES].status == "passed"
+
+
+def test_data_that_raises():
+    def raising() -> Iterator[Tensor]:
+        yield ROWS[:2]
+        raise KeyError("tokens")
+
+    found = judged(lambda fsdp: {"data": raising}, FOLLOW, RESUME, LOSSES)
+    assert [one.status for one in found.values()] == ["error", "error", "passed"]
+    assert "raised KeyError in Subject(data=...): 'tokens'" in found[FOLLOW].reason
+
+
+def test_data_that_takes_an_argument():
+    found = judged(lambda fsdp: {"data": lambda step: [ROWS]}, FOLLOW)[FOLLOW]
+    assert found.status == "error"
+    assert "in Subject(data=...), called as data()" in found.reason
+
+
+def test_a_loader_that_ends_early_on_one_rank():
+    found = judged(lambda fsdp: {"data": [ROWS[:2] + 30 * fsdp.rank] * (4 - fsdp.rank)}, FOLLOW)[FOLLOW]
+    assert [(f.ranks, f.actual, f.expected) for f in found.findings] == [
+        ((1,), "Subject(data=...) ends after 3 batches", "4, as on rank 0")
+    ]
+
+
+def test_a_loader_that_waits_for_a_rank_that_has_ended():
+    def waiting(fsdp: Rank) -> Iterator[Tensor]:
+        for number in range(4 - fsdp.rank):
+            dist.barrier()
+            yield ROWS[2 * number : 2 * number + 2]
+
+    found = judged(lambda fsdp: {"data": partial(waiting, fsdp)}, FOLLOW, timeout=8)[FOLLOW]
+    assert found.status == "error"
+    assert "rank 0" in found.reason
+    assert "batch 3 of data" in found.detail
+
+
+def test_data_that_fails_in_a_world_of_one_rank_is_judged_on_the_ranks():
+    def data() -> Iterable[Tensor]:
+        if dist.get_world_size() == 1:
+            raise RuntimeError("too few ranks")
+        return Counting(dist.get_rank(), dist.get_world_size())
+
+    found = judged(lambda fsdp: {"data": data}, FOLLOW)[FOLLOW]
+    reason = "missing rows were not looked for: data() raises RuntimeError in a world of one rank: too few ranks"
+    assert (found.status, found.reason) == ("skipped", f"passed for what could be checked; {reason}")
+
+
+def test_data_that_cannot_be_sent_is_judged_on_the_ranks():
+    def declare(fsdp: Rank) -> dict[str, Any]:
+        loader = (batch for batch in Counting(fsdp.rank, fsdp.world_size))
+        return {"data": lambda: loader}
+
+    found = judged(declare, FOLLOW)[FOLLOW]
+    assert found.status == "skipped"
+    assert "data cannot be sent to a world of one rank: cannot pickle 'generator' object" in found.reason
+
+
+def test_a_save_that_fails_leaves_the_epoch_judged():
+    def save(model: nn.Module, optimizer: Any, folder: Path) -> None:
+        raise OSError("no space")
+
+    def declare(fsdp: Rank) -> dict[str, Any]:
+        return {"data": lambda: Counting(dist.get_rank(), dist.get_world_size()), "save": save, "resume": save}
+
+    found = judged(declare)
+    assert found[FOLLOW].status == "passed"
+    assert found[RESUME].status == "error"
+    assert "raised OSError in Subject(save=...): no space" in found[RESUME].reason
+
+
+def test_a_save_that_keeps_one_checkpoint_leaves_the_others_to_be_resumed():
+    def declare(fsdp: Rank) -> dict[str, Any]:
+        found = saved_by_the_author(fsdp)
+        plain, last = found["save"], []
+
+        def save(model: nn.Module, optimizer: Any, folder: Path) -> None:
+            dist.barrier()
+            if last and fsdp.rank == 0:
+                shutil.rmtree(last.pop())
+            plain(model, optimizer, folder)
+            last.append(folder)
+            dist.barrier()
+
+        return {**found, "save": save}
+
+    found = judged(declare, FOLLOW, RESUME, "resume_parity", "second_save_is_current")
+    assert outcome(found) == (*PASSED, *PASSED)
+
+
+def test_a_state_that_fails_leaves_the_epoch_judged():
+    class Failing(Counting):
+        def state_dict(self) -> dict[str, int]:
+            raise OSError("no state")
+
+    found = judged(lambda fsdp: {"data": lambda: Failing(dist.get_rank(), dist.get_world_size())})
+    assert found[FOLLOW].status == "passed"
+    assert "raised OSError in state_dict() of Subject(data=...): no state" in found[RESUME].reason
+
+
+def test_a_loader_of_few_batches_is_saved_after_the_first():
+    class Two(Counting):
+        def __len__(self) -> int:
+            return 2
+
+    found = judged(lambda fsdp: {"data": Two(fsdp.rank, fsdp.world_size, ROWS[:8])}, RESUME)[RESUME]
+    assert (found.status, found.reason) == ("passed", "")
