@@ -5,6 +5,7 @@ from pytest_fsdp_meta.catalogue.checks import (
     checkpoint,
     clipping,
     communication,
+    draws,
     forward,
     gradients,
     losses,
@@ -29,7 +30,7 @@ from pytest_fsdp_meta.catalogue.view import Blocked, NotDeclared, NotJudged, Par
 
 FAMILIES = (
     *(structure, materialisation, sharding, tiling, communication),
-    *(replicas, values, tying, memory),
+    *(replicas, values, draws, tying, memory),
     *(forward, gradients, clipping, optimization, second_step, updates, losses, accumulation),
     *(checkpoint, resuming, second_save),
 )

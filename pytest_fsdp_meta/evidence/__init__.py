@@ -5,6 +5,7 @@ have ended. Shapes are in elements, and sequences over ranks are in rank order.
 """
 
 from pytest_fsdp_meta.evidence.checkpoint import Export, Resharded
+from pytest_fsdp_meta.evidence.draws import Draw, RankDraws, Spread
 from pytest_fsdp_meta.evidence.mesh_dims import replicates, sharded_dim, splits_experts, splits_model, splits_sequence
 from pytest_fsdp_meta.evidence.records import (
     VALUES_CHECKS,
@@ -39,6 +40,7 @@ __all__ = [
     "Accumulation",
     "Clipping",
     "Comparison",
+    "Draw",
     "Evidence",
     "Export",
     "ForwardWeights",
@@ -48,12 +50,14 @@ __all__ = [
     "Noise",
     "OptimizerFacts",
     "OwnClipping",
+    "RankDraws",
     "RankInventory",
     "RankTraining",
     "ReferenceFacts",
     "Region",
     "Resharded",
     "SecondStep",
+    "Spread",
     "StaleWeight",
     "SubjectFacts",
     "TensorFacts",

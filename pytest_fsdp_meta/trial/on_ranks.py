@@ -17,7 +17,7 @@ R = TypeVar("R")
 
 OBSERVERS = "pytest_fsdp_meta.observers"
 ON_RANKS = (
-    *(f"{OBSERVERS}.checkpoint", f"{OBSERVERS}.training", f"{OBSERVERS}.noise"),
+    *(f"{OBSERVERS}.checkpoint", f"{OBSERVERS}.draws", f"{OBSERVERS}.training", f"{OBSERVERS}.noise"),
     f"{OBSERVERS}.preload:warm_up",
 )
 """What the fork server imports (modules) and calls (functions) before it forks the ranks of a trial."""
@@ -25,6 +25,7 @@ ON_RANKS = (
 if TYPE_CHECKING:
     from pytest_fsdp_meta.observers import (
         checkpoint,
+        draws,
         loading,
         noise,
         reference,
@@ -45,6 +46,7 @@ else:
             return f"{self._module}:{function}"
 
     checkpoint = ObserverModule(f"{OBSERVERS}.checkpoint")
+    draws = ObserverModule(f"{OBSERVERS}.draws")
     loading = ObserverModule(f"{OBSERVERS}.loading")
     noise = ObserverModule(f"{OBSERVERS}.noise")
     reference = ObserverModule(f"{OBSERVERS}.reference")
@@ -56,6 +58,7 @@ else:
 __all__ = [
     "ON_RANKS",
     "checkpoint",
+    "draws",
     "loading",
     "noise",
     "reference",

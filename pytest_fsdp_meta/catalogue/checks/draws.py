@@ -1,0 +1,155 @@
+"""Check that the weights a loader draws are parts of one draw of the whole tensor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from pytest_fsdp_meta.catalogue.checks.values import BASIC
+from pytest_fsdp_meta.catalogue.diagnosis.fans import (
+    Fan,
+    Measured,
+    can_tell,
+    excludes_chance,
+    fans_of,
+    measure_ratio,
+    weight_of,
+    wrong_fan,
+)
+from pytest_fsdp_meta.catalogue.findings import Finding
+from pytest_fsdp_meta.catalogue.registry import check
+from pytest_fsdp_meta.catalogue.view import NotJudged, PartlyJudged, View, ranks_by
+from pytest_fsdp_meta.evidence import Draw, TensorFacts
+from pytest_fsdp_meta.text import name_ranks
+
+
+class Drawn(NamedTuple):
+    """A part of a drawn tensor, with the ranks that hold it; the facts are those of the first of them."""
+
+    ranks: tuple[int, ...]
+    facts: TensorFacts
+    draw: Draw
+
+
+class Tested(NamedTuple):
+    """The parts of one tensor that have the same size, with what their spread can be mistaken for."""
+
+    name: str
+    ranks: tuple[int, ...]
+    measured: Measured
+    fans: list[Fan]
+
+
+@check(
+    promise="ranks draw other numbers for other parts of a tensor, with the spread of the whole tensor's size",
+    family="values",
+    needs=["inventory", "draws"],
+    after=[*BASIC, "replicas_equal"],
+    fields=["drawn"],
+    why="Parts that repeat one another, or that a shard's size scales, are finite and train, but to a worse model.",
+    cause="each rank drew its own part from the same seed",
+    remedy="draw the whole tensor before sharding or on the DTensor, or seed each part by its place in the tensor",
+    references=["NVIDIA-NeMo/Megatron-Bridge#5840", "modelscope/ms-swift#7944", "pytorch/torchtitan#3106"],
+    since="0.3",
+)
+def drawn_weights_are_one_draw(view: View) -> Iterable[Finding]:
+    found = {name: _parts(view, name) for name in view.names("parameter", "buffer", only=view.evidence.subject.drawn)}
+    varied = {name: parts for name, parts in found.items() if any(part.draw.own.distinct > 1 for part in parts)}
+    tested = list(_spreads(view, varied))
+    if not tested and all(len(parts) < 2 for parts in varied.values()):
+        constant = "every drawn weight is constant" if found and not varied else "every rank holds the same part"
+        raise NotJudged(f"{constant} (first: {next(iter(found))})" if found else "no rank holds elements of them")
+    unknown: list[str] = []
+    yield from _equal_parts(view, varied, unknown)
+    missing = [name for name, parts in varied.items() if all(part.draw.reference is None for part in parts)]
+    unknown += [f"{name} has no values in the reference, so its spread was not compared" for name in missing]
+    for one in tested:
+        if fan := wrong_fan(one.measured, one.fans, len(tested)):
+            yield _wrong_spread(one, fan)
+        elif not can_tell(one.measured, one.fans, len(tested)):
+            unknown.append(f"{one.name} has too few elements ({one.measured.elements}) to compare its spread")
+    if unknown:
+        raise PartlyJudged(unknown[0] if len(unknown) == 1 else f"{unknown[0]}; and {len(unknown) - 1} more")
+
+
+def _parts(view: View, name: str) -> list[Drawn]:
+    """Return the parts of a tensor that ranks hold, each once."""
+    draws = {rank: d for rank, one in enumerate(view.evidence.draws or ()) for d in one.draws if d.name == name}
+    facts = dict(view.holders(name))
+    places = ranks_by((rank, facts[rank].regions) for rank in sorted(draws) if rank in facts)
+    return [Drawn(ranks, facts[ranks[0]], draws[ranks[0]]) for ranks in places.values()]
+
+
+def _equal_parts(view: View, by_name: dict[str, list[Drawn]], unknown: list[str]) -> Iterator[Finding]:
+    """Report parts of a tensor that have the same values, unless the reference's own have as well.
+
+    Add to ``unknown`` what cannot be judged.
+    """
+    pairs = sum(len(parts) * (len(parts) - 1) // 2 for parts in by_name.values())
+    by_dtensor = view.evidence.world.device_type == "cpu" and any(r.by_dtensor for r in view.evidence.draws or ())
+    for name, parts in by_name.items():
+        for same, uneven in _repeated(parts):
+            ranks = tuple(sorted(rank for part in same for rank in part.ranks))
+            if any(part.draw.reference is None for part in same):
+                unknown.append(f"{name} is alike on {name_ranks(ranks)}, but the reference has no values to compare")
+            elif by_dtensor:
+                unknown.append(f"{name} is alike on {name_ranks(ranks)}, {BY_DTENSOR}")
+            elif not uneven and not excludes_chance(same[0].draw.own, pairs):
+                unknown.append(f"{name} is alike on {name_ranks(ranks)}, but so few elements may be equal by chance")
+            else:
+                detail = "compared by their first elements, because the parts differ in size" if uneven else ""
+                yield Finding(name, ranks, "the same numbers in different parts", "other numbers in each part", detail)
+
+
+def _repeated(parts: Sequence[Drawn]) -> Iterator[tuple[list[Drawn], bool]]:
+    """Yield the groups of parts with the same values, except where the reference's values are the same there, too.
+
+    Parts of different sizes are compared by their first elements; the second value says whether they were.
+    """
+    uneven = len({part.facts.local_shape for part in parts}) > 1
+    varied = [part for part in parts if part.draw.own.distinct > 1 and (part.draw.own.head or not uneven)]
+    groups = ranks_by((i, part.draw.own.head if uneven else part.facts.digest) for i, part in enumerate(varied))
+    for members in groups.values():
+        group = [varied[i] for i in members]
+        theirs = {_reference_key(part.draw, uneven) for part in group}
+        if len(group) > 1 and (len(theirs) > 1 or None in theirs):
+            yield group, uneven
+
+
+def _reference_key(draw: Draw, uneven: bool) -> str | None:
+    if draw.reference is None:
+        return None
+    return draw.reference.head if uneven else draw.reference.digest
+
+
+def _spreads(view: View, by_name: dict[str, list[Drawn]]) -> Iterator[Tested]:
+    """Yield the spread of the parts of each tensor that have the same size; parts with the same values count once."""
+    for name, parts in by_name.items():
+        for indices in ranks_by((i, part.facts.local_shape) for i, part in enumerate(parts)).values():
+            alike = [parts[i] for i in indices]
+            weight = weight_of(name, view.evidence.inventory[alike[0].ranks[0]].by_name)
+            fans = fans_of(alike[0].facts, weight)
+            measured = measure_ratio({part.draw.own.digest: part.draw for part in alike}.values())
+            if fans and measured is not None:
+                yield Tested(name, tuple(sorted(r for part in alike for r in part.ranks)), measured, fans)
+
+
+def _wrong_spread(tested: Tested, fan: Fan) -> Finding:
+    shard = f"the shard {fan.shard}" if not fan.of else f"the shard {fan.shard} of {fan.of}"
+    return Finding(
+        tested.name,
+        tested.ranks,
+        f"a standard deviation of {tested.measured.own:.3g}",
+        f"{tested.measured.reference:.3g}, as the reference draws it",
+        f"{math.sqrt(fan.ratio):.3g} times, as {shard} gives it instead of {fan.whole}",
+        cause="the initialisation was scaled by the fan of the local shard, which is smaller than that of the whole",
+        remedy="initialise before sharding or on the DTensor, whose shape is the whole one; or compute the scale from "
+        "the whole shape",
+    )
+
+
+BY_DTENSOR = (
+    "but the loader draws on DTensors, and on the CPU torch gives each rank the same numbers for its part; judge "
+    "this on GPUs"
+)
