@@ -13,6 +13,7 @@ from pytest_fsdp_meta.evidence import (
     Accumulation,
     Clipping,
     Comparison,
+    Draw,
     Evidence,
     Export,
     ForwardWeights,
@@ -20,11 +21,13 @@ from pytest_fsdp_meta.evidence import (
     MeshFacts,
     Movement,
     OptimizerFacts,
+    RankDraws,
     RankInventory,
     RankTraining,
     ReferenceFacts,
     Resharded,
     SecondStep,
+    Spread,
     SubjectFacts,
     TensorFacts,
     Unavailable,
@@ -279,6 +282,29 @@ def empty(world: int = 2) -> Evidence:
         reference=replace(bare.reference, inventory=replace(bare.reference.inventory, tensors=()), state_dict=()),
         values=tuple(() for _ in nothing),
         **reloaded(nothing, replace(bare.inventory[0], tensors=())),
+    )
+
+
+def drew(evidence: Evidence, *names: str, by_dtensor: bool = False) -> Evidence:
+    """Declare that the loader draws these tensors; each part has its own numbers, spread as in the reference."""
+    evidence = declare(evidence, drawn=names)
+    evidence = on_ranks(
+        evidence,
+        None,
+        lambda rank: tuple(
+            replace(t, digest=f"draw of {t.name} {t.regions}") if t.name in names else t for t in rank.tensors
+        ),
+    )
+    held = ([t for t in rank.tensors if t.name in names and t.numel] for rank in evidence.inventory)
+    draws = (tuple(Draw(t.name, spread(str(t.digest)), spread(f"reference's {t.digest}")) for t in own) for own in held)
+    return replace(evidence, draws=tuple(RankDraws(own, by_dtensor) for own in draws))
+
+
+def spread(key: str, deviation: float = 1.0, elements: int = 4096, **facts: Any) -> Spread:
+    """Return the spread of a normal draw; ``key`` stands for its values."""
+    head = f"head of {key}"
+    return replace(
+        Spread(elements, elements, 0.0, deviation**2, 3 * deviation**4, 1e4, f"sample of {key}", head), **facts
     )
 
 

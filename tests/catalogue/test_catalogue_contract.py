@@ -35,6 +35,7 @@ from tests.catalogue.evidence_factory import (
     clipped,
     declare,
     differ,
+    drew,
     drop,
     empty,
     healthy,
@@ -55,6 +56,7 @@ WORLDS = {"alone": {"dp_shard": 1}, "two": {"dp_shard": 2}, "uneven": {"dp_shard
 LARGE = {EMBEDDING: (64, 16), MIDDLE: (50, 16), FROZEN: (32, 16), HEAD: (64, 16)}
 WHOLE = {"router.weight": (4, 4)}
 KEPT = "fsdp_no_shard"
+NOT_DRAWN = "Subject(drawn=...) is not declared"
 NO_REFERENCE, NO_BATCH = "Subject(reference=...) is not declared", "Subject(batch=...) is not declared"
 NEEDS_NO_FIELD = {
     *("same_manifest_on_every_rank", "no_meta_params", "no_meta_buffers", "no_uninitialized_memory"),
@@ -65,14 +67,17 @@ NEEDS_NO_FIELD = {
 """The checks that judge a model for which its author declares nothing."""
 NOT_SHARDED = {"shard_bytes_within_budget", "load_peak_memory_bounded"}
 NO_TRAFFIC = {"collectives_within_budget", "unsharded_modules_are_not_gathered"}
-NOT_APPLICABLE = {"alone": {*NOT_SHARDED, *NO_TRAFFIC, "replicas_stay_equal"}, "tp": NOT_SHARDED}
+NOT_APPLICABLE = {
+    "alone": {*NOT_SHARDED, *NO_TRAFFIC, "replicas_stay_equal", "drawn_weights_are_one_draw"},
+    "tp": {*NOT_SHARDED, "drawn_weights_are_one_draw"},
+}
 """The checks to which a healthy model is not applicable, by the world that it was loaded in."""
 EMPTY = {
     *NOT_SHARDED,
     *NO_TRAFFIC,
     *("tied_weights_share_storage", "tied_weights_stay_tied", "replicas_stay_equal", "frozen_weights_stay_frozen"),
     *("optimizer_owns_parameters", "optimizer_state_round_trip", "every_trainable_moves"),
-    "second_save_is_current",
+    *("second_save_is_current", "drawn_weights_are_one_draw"),
     *("forward_sees_current_weights", "grad_norm_parity", "grad_clip_parity", "second_grad_parity"),
     *("grad_accumulation_parity", "parameter_attributes_kept", "unsharded_modules_stay_whole"),
 }
@@ -84,6 +89,7 @@ UNUSUAL = {
     "unsharded_modules_stay_whole": "unsharded",
     "unsharded_modules_are_not_gathered": "unsharded",
     "grad_clip_parity": "clip_grad_norm",
+    "drawn_weights_are_one_draw": "drawn",
 }
 """The checks that need a field which few authors declare."""
 
@@ -102,6 +108,7 @@ def complete(mesh: dict[str, int], whole: dict[str, tuple[int, ...]] = WHOLE) ->
         evidence = change(evidence, name, attributes=attributes, managed=True)
         evidence = change_reference(evidence, name, attributes=attributes)
     evidence = on_ranks(evidence, None, lambda rank: tuple(replace(t, width=4, backing_bytes=0) for t in rank.tensors))
+    evidence = drew(evidence, MIDDLE)
     memory = (RankMemory(host=1024, whole=64),) * len(evidence.inventory)
     evidence = replace(evidence, memory=memory, repetition=evidence.inventory)
     evidence = declare(evidence, kept_attributes=(KEPT,), unsharded=tuple(whole), frozen={FROZEN: FROZEN})
@@ -135,6 +142,7 @@ def bare(evidence: Evidence) -> Evidence:
     """The model when its author declares nothing: only what needs no declaration was observed."""
     evidence = replace(with_loading(evidence), subject=SubjectFacts())
     evidence = undeclared(evidence, "reference", "values", "verifier", why=NO_REFERENCE)
+    evidence = undeclared(evidence, "draws", why=NOT_DRAWN)
     evidence = undeclared(evidence, "state_dict", "export", "resharded", why=NO_REFERENCE)
     evidence = undeclared(evidence, "training", "continued", "resumed", "saved_again", "restored_again", why=NO_BATCH)
     return replace(evidence, collectives=(RankCollectives((), None),) * len(evidence.inventory))
@@ -269,6 +277,7 @@ BROKEN = {
     "params_equal_reference": differs("values"),
     "buffers_equal_reference": differ(healthy(), ROTARY, differing=2),
     "frozen_weights_equal_verifier": differ(healthy(), FROZEN, observed="verifier"),
+    "drawn_weights_are_one_draw": change(HEALTHY["two"], MIDDLE, digest="one draw"),
     "tied_weights_share_storage": change(healthy(), HEAD, **UNTIED),
     "tied_weights_stay_tied": trained_otherwise(HEAD, **UNTIED),
     "shard_bytes_within_budget": change(HEALTHY["two"], MIDDLE, backing="full", backing_bytes=50 * 16 * 4),

@@ -17,9 +17,10 @@ from pytest_fsdp_meta.catalogue.diagnosis.fans import (
     weight_of,
     wrong_fan,
 )
+from pytest_fsdp_meta.catalogue.diagnosis.parity import OLDER_EVIDENCE
 from pytest_fsdp_meta.catalogue.findings import Finding
 from pytest_fsdp_meta.catalogue.registry import check
-from pytest_fsdp_meta.catalogue.view import NotJudged, PartlyJudged, View, ranks_by
+from pytest_fsdp_meta.catalogue.view import NotDeclared, NotJudged, PartlyJudged, View, ranks_by
 from pytest_fsdp_meta.evidence import Draw, TensorFacts
 from pytest_fsdp_meta.text import name_ranks
 
@@ -54,6 +55,10 @@ class Tested(NamedTuple):
     since="0.3",
 )
 def drawn_weights_are_one_draw(view: View) -> Iterable[Finding]:
+    if not view.evidence.subject.drawn:
+        raise NotDeclared("drawn")
+    if view.evidence.draws is None:
+        raise NotJudged(OLDER_EVIDENCE)
     found = {name: _parts(view, name) for name in view.names("parameter", "buffer", only=view.evidence.subject.drawn)}
     varied = {name: parts for name, parts in found.items() if any(part.draw.own.distinct > 1 for part in parts)}
     tested = list(_spreads(view, varied))
@@ -136,13 +141,14 @@ def _spreads(view: View, by_name: dict[str, list[Drawn]]) -> Iterator[Tested]:
 
 
 def _wrong_spread(tested: Tested, fan: Fan) -> Finding:
-    shard = f"the shard {fan.shard}" if not fan.of else f"the shard {fan.shard} of {fan.of}"
+    measured, of = tested.measured, f" of {fan.of}" if fan.of else ""
     return Finding(
         tested.name,
         tested.ranks,
-        f"a standard deviation of {tested.measured.own:.3g}",
-        f"{tested.measured.reference:.3g}, as the reference draws it",
-        f"{math.sqrt(fan.ratio):.3g} times, as {shard} gives it instead of {fan.whole}",
+        "the spread of a draw as large as the shard",
+        "that of the reference's draw",
+        f"standard deviation {measured.own:.3g} instead of {measured.reference:.3g}: {math.sqrt(fan.ratio):.3g} times, "
+        f"as the shard{of} with shape {fan.shard} gives it instead of {fan.whole}",
         cause="the initialisation was scaled by the fan of the local shard, which is smaller than that of the whole",
         remedy="initialise before sharding or on the DTensor, whose shape is the whole one; or compute the scale from "
         "the whole shape",
