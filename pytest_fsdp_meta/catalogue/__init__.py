@@ -2,10 +2,12 @@
 
 from pytest_fsdp_meta.catalogue.checks import (
     accumulation,
+    buffers,
     checkpoint,
     clipping,
     communication,
     draws,
+    drift,
     forward,
     gradients,
     losses,
@@ -31,7 +33,7 @@ from pytest_fsdp_meta.catalogue.view import Blocked, NotDeclared, NotJudged, Par
 FAMILIES = (
     *(structure, materialisation, sharding, tiling, communication),
     *(replicas, values, draws, tying, memory),
-    *(forward, gradients, clipping, optimization, second_step, updates, losses, accumulation),
+    *(forward, gradients, clipping, optimization, drift, buffers, second_step, updates, losses, accumulation),
     *(checkpoint, resuming, second_save),
 )
 

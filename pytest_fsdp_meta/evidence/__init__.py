@@ -33,6 +33,7 @@ from pytest_fsdp_meta.evidence.training import (
     SecondStep,
     StaleWeight,
     TensorNoise,
+    TrainedBuffers,
 )
 
 __all__ = [
@@ -62,6 +63,7 @@ __all__ = [
     "SubjectFacts",
     "TensorFacts",
     "TensorNoise",
+    "TrainedBuffers",
     "Unavailable",
     "WorldFacts",
     "combine_subjects",

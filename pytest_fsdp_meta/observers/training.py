@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -45,6 +45,7 @@ from pytest_fsdp_meta.observers.optimizers import make_optimizer, optimizer_fact
 from pytest_fsdp_meta.observers.step_collectives import watching_step
 from pytest_fsdp_meta.observers.steps import StepObserver, train
 from pytest_fsdp_meta.observers.support.reference_record import RECORDS, STEP_GRADIENTS, Record, record_at
+from pytest_fsdp_meta.observers.trained_buffers import BufferWatch
 from pytest_fsdp_meta.observers.values import compare_gradients
 from pytest_fsdp_meta.worlds import Rank, current
 
@@ -97,6 +98,7 @@ def observe_training(
         late=seen.late,
         swallowed=seen.swallowed(optimizer, noise),
         forward=seen.weights.observed(),
+        buffers=seen.buffers.observed(),
     )
 
 
@@ -124,6 +126,7 @@ class _RankSteps(StepObserver):
         self._model = subject.model
         self.late: tuple[Comparison, ...] = ()
         self.weights = WeightWatch(subject.model)
+        self.buffers = BufferWatch(subject.model, records)
         self._steps = steps
         self._rank = rank
         self._before = copy_shards(subject.model)
@@ -139,8 +142,10 @@ class _RankSteps(StepObserver):
     def loss_of(self, subject: Subject, rows: dict[str, Any]) -> Tensor:
         return self.weights.loss_of(subject, rows)
 
-    def during_forwards(self) -> AbstractContextManager[None]:
-        return self.weights.next_step()
+    @contextmanager
+    def during_forwards(self) -> Iterator[None]:
+        with self.weights.next_step(), self.buffers.counting_forwards():
+            yield
 
     def after_backward(self, step: int) -> None:
         if step == 0:
@@ -152,6 +157,7 @@ class _RankSteps(StepObserver):
         if step == 0:
             self._moved = moved_rows(self._model, self._before)
             self._first_updates = self.updates("first_updated")
+            self.buffers.after_first_step()
         if step == self._steps - 2:
             self.late = self.updates("late")
 

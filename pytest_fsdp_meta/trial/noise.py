@@ -80,7 +80,7 @@ def _measure(
 
 
 def _departs(runs: tuple[RankTraining, ...], reference: ReferenceFacts, dtypes: frozenset[str], summed: bool) -> bool:
-    """Return whether any loss, gradient or update differs by more than the smallest tolerance."""
+    """Return whether any loss, gradient, update or buffer differs by more than the smallest tolerance."""
     losses = reference.losses or ()
     largest = max(map(abs, losses), default=0.0)
     parts = len(runs) / runs[0].data_parallel[1] if summed else len(runs)
@@ -92,8 +92,10 @@ def _departs(runs: tuple[RankTraining, ...], reference: ReferenceFacts, dtypes: 
     if not all(abs(mean - loss) <= allowed for mean, loss in zip(means, losses, strict=False)):
         return True
     gradient, update = smallest(GRADIENT_TOLERANCE, dtypes), smallest(UPDATE_TOLERANCE, dtypes)
-    return any(_farther(c, gradient) for run in runs for c in _gradients(run)) or any(
-        _farther(c, update) for run in runs for c in _updates(run)
+    return (
+        any(_farther(c, gradient) for run in runs for c in _gradients(run))
+        or any(_farther(c, update) for run in runs for c in _updates(run))
+        or any(_farther(c, update if _rounds(c) else 0.0) for run in runs for c in _buffers(run))
     )
 
 
@@ -109,6 +111,17 @@ def _updates(run: RankTraining) -> Iterator[Comparison]:
     yield from run.parameters
     if run.second is not None:
         yield from run.second.parameters
+
+
+def _buffers(run: RankTraining) -> Iterator[Comparison]:
+    if run.buffers is not None:
+        yield from run.buffers.first
+        yield from run.buffers.last
+
+
+def _rounds(comparison: Comparison) -> bool:
+    """Return whether the tensor has floating-point elements; integers have to be equal."""
+    return comparison.measure is not None and comparison.measure.grain > 0
 
 
 def _farther(comparison: Comparison, allowed: float) -> bool:

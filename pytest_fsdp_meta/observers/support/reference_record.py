@@ -18,9 +18,13 @@ from pytest_fsdp_meta.evidence import Region
 if TYPE_CHECKING:
     from torch import Tensor
 
-RECORDS = ("values", "gradients", "clipped", "first_updated", "second_gradients", "late", "updated", "accumulated")
+RECORDS = (
+    *("values", "gradients", "clipped", "first_updated", "second_gradients", "late", "updated", "accumulated"),
+    *("first_buffers", "buffers"),
+)
 """Records of the reference: weights; gradients of the first step, the same as the author's function clips them, weights
-after it; gradients of the second step; weights before the last step, and after it; and mean gradients of micro-batches.
+after it; gradients of the second step; weights before the last step, and after it; mean gradients of micro-batches; and
+the buffers that have changed after the first step, and after the last one.
 """
 STEP_GRADIENTS = ("gradients", "second_gradients")
 """The records of the gradients of the first steps, in order."""
