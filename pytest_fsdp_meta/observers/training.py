@@ -75,6 +75,7 @@ def observe_training(
     held = None if optimizer is None else optimizer_facts(optimizer, subject)
     run = train(subject, rank.device, range(steps), data_parallel, optimizer, seen)
     reshard(subject.model)
+    buffers = seen.buffers.observed()  # before the accumulation, whose forwards change them again
     rank.state["optimizer"] = optimizer
     after = take_inventory(subject.model, rank.rank, str(rank.device))
     return RankTraining(
@@ -98,7 +99,7 @@ def observe_training(
         late=seen.late,
         swallowed=seen.swallowed(optimizer, noise),
         forward=seen.weights.observed(),
-        buffers=seen.buffers.observed(),
+        buffers=buffers,
     )
 
 

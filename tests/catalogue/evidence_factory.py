@@ -30,6 +30,7 @@ from pytest_fsdp_meta.evidence import (
     Spread,
     SubjectFacts,
     TensorFacts,
+    TrainedBuffers,
     Unavailable,
     WorldFacts,
 )
@@ -197,7 +198,28 @@ def trained(rank: RankInventory, slices: int, losses: Sequence[float], batches: 
         clipped=Clipping(1.5, alike),
         second=SecondStep(parameters=alike, gradients=alike),
         forward=ForwardWeights(len(losses)),
+        buffers=TrainedBuffers(),
     )
+
+
+def counted(
+    evidence: Evidence, factor: float = 1.0, when: str = "last", ranks: Iterable[int] | None = None, apart: float = 0.0
+) -> Evidence:
+    """Let training change the counter, on these ranks by ``factor`` times what it does in the reference."""
+    chosen = range(len(evidence.inventory)) if ranks is None else set(ranks)
+    runs = []
+    for rank, run in enumerate(evidence.training or ()):
+        right = Comparison(COUNTER, True, elements=1, measure=measured(1))
+        wrong = replace(right, equal=factor == 1, measure=measured(1, factor, apart))
+        seen = {"first": (right,), "last": (right,), **({when: (wrong,)} if rank in chosen else {})}
+        digest = f"counted {factor}" if rank in chosen else "counted"
+        runs.append(replace(run, buffers=TrainedBuffers(**seen), after=_with_count(run.after, digest)))
+    reference = replace(evidence.reference, after=_with_count(evidence.reference.after, "counted"))
+    return replace(evidence, training=tuple(runs), reference=reference)
+
+
+def _with_count(rank: RankInventory, digest: str) -> RankInventory:
+    return replace(rank, tensors=tuple(replace(t, digest=digest) if t.name == COUNTER else t for t in rank.tensors))
 
 
 def measured(elements: int, factor: float = 1.0, apart: float = 0.0) -> Measure:

@@ -40,7 +40,8 @@ SAME_FACTOR = 0.02
     ],
     why="Wrong statistics change what the model computes once it is evaluated, and a router's bias which experts it "
     "picks; no gradient shows either.",
-    cause="they are computed from other rows or other weights than the reference's, or at another time of the step",
+    cause="they are computed from other rows than the reference's, at another time of the step, or once more in a "
+    "forward that activation checkpointing repeats",
     remedy="compute them from the whole batch: reduce over the data-parallel ranks and divide as the reference does",
     references=["pytorch/torchtitan#1593", "leggedrobotics/rsl_rl#226", "NVIDIA/Megatron-LM#7081"],
     since="0.3",
@@ -112,14 +113,11 @@ def _explain_factor(view: View, runs: Sequence[RankTraining], name: str, factor:
             "remedy": "reduce over the data-parallel ranks; or register it with persistent=False if it is each rank's "
             "own, because a checkpoint keeps one rank's only",
         }
+    causes, remedies = [], []
     if meaning:
-        return {
-            "cause": f"it is summed over the ranks where the reference has a mean: {meaning} is the factor",
-            "remedy": f"divide by {meaning} after the reduction",
-        }
+        causes.append(f"it is summed over the ranks where the reference has a mean: {meaning} is the factor")
+        remedies.append(f"divide by {meaning} after the reduction")
     if factor == "2":
-        return {
-            "cause": "it is updated twice in each step: activation checkpointing runs the forward again in backward",
-            "remedy": "update it outside of the checkpointed forward, for example in a hook of the optimizer's step",
-        }
-    return {}
+        causes.append("it is updated twice in a step: activation checkpointing runs the forward again in backward")
+        remedies.append("update it outside of the checkpointed forward, for example in a hook of the optimizer's step")
+    return {"cause": "; or ".join(causes), "remedy": "; or ".join(remedies)} if causes else {}

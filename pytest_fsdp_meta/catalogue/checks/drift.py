@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from pytest_fsdp_meta.catalogue.checks.optimization import count_steps, inventories_after_steps
 from pytest_fsdp_meta.catalogue.checks.replicas import model_coordinates, replica_sets
@@ -17,13 +17,16 @@ from pytest_fsdp_meta.catalogue.findings import Explanation, Finding
 from pytest_fsdp_meta.catalogue.registry import check
 from pytest_fsdp_meta.catalogue.view import NotJudged, View, majority, ranks_by
 
+WRONG_STEPS = ("grad_parity", "optimizer_owns_parameters", "every_trainable_moves")
+"""Checks whose failure may make the ranks step differently."""
+
 
 @check(
     promise="replicated parameters and persistent buffers are bit-identical on all their ranks after training steps",
     family="training",
     needs=["inventory", "training"],
     uses=["reference", "values", "verifier"],
-    after=[*EXPLAINING_CHECKS, "grad_parity", "optimizer_owns_parameters", "every_trainable_moves"],
+    after=[*EXPLAINING_CHECKS, *WRONG_STEPS],
     why="Replicas that drift apart compute different outputs for the same rows, and full_tensor() shows only one of "
     "them.",
     cause="the replicas are stepped with different gradients, or by code that depends on the rank",
@@ -34,7 +37,8 @@ from pytest_fsdp_meta.catalogue.view import NotJudged, View, majority, ranks_by
 )
 def replicas_stay_equal(view: View) -> Iterable[Finding]:
     after, judged = inventories_after_steps(view), False
-    for name, kind, held in _replicated(view):
+    changed = _changed_buffers(view)
+    for name, kind, held in _replicated(view, changed):
         odd: dict[int, int] = {}
         for ranks in held:
             before = {view.evidence.inventory[rank].by_name[name].digest for rank in ranks}
@@ -42,7 +46,7 @@ def replicas_stay_equal(view: View) -> Iterable[Finding]:
             if len(ranks) > 1 and len(before) == 1:
                 judged = True
                 odd |= _odd([(rank, after[rank].by_name[name].digest) for rank in ranks if name in after[rank].by_name])
-        if odd:
+        if odd and (kind == "parameter" or changed[name]):
             rank, usual = min(odd.items())
             actual = f"differs from its replicas after {count_steps(view)}"
             detail = f"rank {rank} differs from rank {usual}"
@@ -52,20 +56,27 @@ def replicas_stay_equal(view: View) -> Iterable[Finding]:
         raise NotJudged("nothing is replicated: no two ranks hold the same part of a parameter")
 
 
-def _replicated(view: View) -> Iterator[tuple[str, str, list[tuple[int, ...]]]]:
-    """Yield each parameter, and each persistent buffer that training changes, with the ranks that hold the same part.
+def _changed_buffers(view: View) -> dict[str, bool]:
+    """Map the persistent buffers that training changes to whether any rank's differs from the reference's.
 
-    Buffers that are within the noise of the reference's may be rounded otherwise on each rank.
+    Within the noise of the reference's, each rank may round them otherwise. Where gradients differ, so may statistics.
     """
+    if any(run.buffers is None for run in view.evidence.training or ()) or set(WRONG_STEPS).intersection(view.failed):
+        return {}
+    changed = changed_buffers(view)
+    apart = moved_otherwise(view, changed, LAST) if comparable_buffers(view) else changed
+    return {name: name in apart for name in changed}
+
+
+def _replicated(view: View, changed: Collection[str]) -> Iterator[tuple[str, str, list[tuple[int, ...]]]]:
+    """Yield each parameter and each of these buffers with its kind and the ranks that hold the same part of it."""
     for name, tensors in view.tensors("parameter"):
         held = ranks_by(
             (rank, tensor.regions) for rank, tensor in tensors if tensor.digest is not None and tensor.numel
         )
         yield name, "parameter", list(held.values())
-    changed = changed_buffers(view) if all(run.buffers is not None for run in view.evidence.training or ()) else set()
     places = model_coordinates(view)
-    close = changed.difference(moved_otherwise(view, changed, LAST)) if comparable_buffers(view) else set()
-    for name, tensors in view.tensors("buffer", only=changed - close):
+    for name, tensors in view.tensors("buffer", only=changed):
         sets = replica_sets(view, tensors, places)
         yield name, "buffer", [tuple(rank for rank, _ in ranks) for ranks in sets]
 
