@@ -62,12 +62,12 @@ def spread_of(tensor: Tensor) -> Spread:
     values = comparable(tensor.cpu()).flatten()
     step = -(-values.numel() // SAMPLE)
     sample = values[:: step | 1]  # an odd step does not keep to the same columns
-    counts = torch.unique(sample, return_counts=True)[1].double()
-    numbers = sample.double()
+    numbers = sample.double()  # torch cannot sort every dtype
+    counts = torch.unique(numbers, return_counts=True)[1].double()
     mean = numbers.mean()
     squares = (numbers - mean).square()
     head = values[:HEAD]
-    telling = values.numel() >= 2 * HEAD and torch.unique(head).numel() == HEAD
+    telling = values.numel() >= 2 * HEAD and torch.unique(head.double()).numel() == HEAD
     return Spread(
         elements=sample.numel(),
         distinct=counts.numel(),

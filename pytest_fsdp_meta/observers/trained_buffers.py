@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -112,11 +113,15 @@ def _equal(ours: Tensor, theirs: Tensor) -> bool:
 
 
 def broadcast_buffers(model: Module) -> tuple[str, ...]:
-    """Return the buffers that DDP overwrites with those of one rank before each forward."""
+    """Return the buffers that DDP overwrites with those of one rank before each forward.
+
+    ``replicate()`` does so where it is DDP without a wrapper; where it is FSDP2, it does not.
+    """
     holders = [
         module
         for module in model.modules()
-        if (isinstance(module, DistributedDataParallel) and module.broadcast_buffers) or is_replicated(module)
+        if (isinstance(module, DistributedDataParallel) and module.broadcast_buffers)
+        or (is_replicated(module) and not isinstance(module, FSDPModule))
     ]
     held = {id(buffer) for module in holders for buffer in module.buffers()}
     return tuple(name for name, kind, tensor in named_tensors(model) if kind == "buffer" and id(tensor) in held)
