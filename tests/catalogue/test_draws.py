@@ -117,7 +117,7 @@ def test_without_the_references_values_nothing_tells_whether_parts_should_be_equ
     evidence = redraw(one_seed(drew(healthy(), MIDDLE)), MIDDLE, reference=None)
     found = verdict(ID, evidence)
     assert (found.status, found.why) == ("skipped", "partly checked")
-    assert f"{MIDDLE} is alike on ranks 0, 1, but the reference has no values to compare; and 1 more" in found.reason
+    assert f"{MIDDLE} is alike on ranks 0, 1, but the reference does not draw it; and 1 more" in found.reason
 
 
 def test_the_spread_of_a_shards_fan_is_a_finding():
@@ -134,6 +134,22 @@ def test_another_spread_than_a_shards_is_the_authors_choice(factor):
     evidence = redraw(on_columns(), MIDDLE, [0], own=spread("first half", factor))
     evidence = redraw(evidence, MIDDLE, [1], own=spread("second half", factor))
     assert verdict(ID, evidence).status == "passed"
+
+
+def test_other_tails_are_another_distribution():
+    """Trained weights in the reference have some spread by chance, but hardly the tails of a draw."""
+    evidence = on_columns()
+    for rank in range(2):
+        own = spread(f"part {rank}", 2**0.5)
+        trained = spread(f"part {rank}", fourth=5.0)
+        evidence = redraw(evidence, MIDDLE, [rank], own=own, reference=trained)
+    assert verdict(ID, evidence).status == "passed"
+
+
+def test_a_reference_of_zeros_shows_no_structure():
+    zeros = spread("zeros", 0.0, distinct=1, surprise=0.0)
+    found = verdict(ID, redraw(one_seed(drew(healthy(), MIDDLE)), MIDDLE, reference=zeros))
+    assert f"{MIDDLE} is alike on ranks 0, 1, but the reference does not draw it" in found.reason
 
 
 def test_too_few_elements_to_compare_the_spread_are_said():

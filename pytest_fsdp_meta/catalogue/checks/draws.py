@@ -96,8 +96,8 @@ def _equal_parts(view: View, by_name: dict[str, list[Drawn]], unknown: list[str]
     for name, parts in by_name.items():
         for same, uneven in _repeated(parts):
             ranks = tuple(sorted(rank for part in same for rank in part.ranks))
-            if any(part.draw.reference is None for part in same):
-                unknown.append(f"{name} is alike on {name_ranks(ranks)}, but the reference has no values to compare")
+            if any(_reference_key(part.draw, uneven) is None for part in same):
+                unknown.append(f"{name} is alike on {name_ranks(ranks)}, but the reference does not draw it")
             elif by_dtensor:
                 unknown.append(f"{name} is alike on {name_ranks(ranks)}, {BY_DTENSOR}")
             elif not uneven and not excludes_chance(same[0].draw.own, pairs):
@@ -113,7 +113,8 @@ def _repeated(parts: Sequence[Drawn]) -> Iterator[tuple[list[Drawn], bool]]:
     Parts of different sizes are compared by their first elements; the second value says whether they were.
     """
     uneven = len({part.facts.local_shape for part in parts}) > 1
-    varied = [part for part in parts if part.draw.own.distinct > 1 and (part.draw.own.head or not uneven)]
+    keys = [part.draw.own.head if uneven else part.facts.digest for part in parts]
+    varied = [part for part, key in zip(parts, keys, strict=True) if key and part.draw.own.distinct > 1]
     groups = ranks_by((i, part.draw.own.head if uneven else part.facts.digest) for i, part in enumerate(varied))
     for members in groups.values():
         group = [varied[i] for i in members]
@@ -123,7 +124,8 @@ def _repeated(parts: Sequence[Drawn]) -> Iterator[tuple[list[Drawn], bool]]:
 
 
 def _reference_key(draw: Draw, uneven: bool) -> str | None:
-    if draw.reference is None:
+    """Return a key of the reference's values; None if it does not draw them, and so shows no structure."""
+    if draw.reference is None or draw.reference.distinct <= 1:
         return None
     return draw.reference.head if uneven else draw.reference.digest
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from statistics import NormalDist
+from typing import NamedTuple
 
 from pytest_fsdp_meta.evidence import Draw, Spread, TensorFacts
 
@@ -15,7 +16,10 @@ ERROR_RATE = 1e-6
 LEAST = 128
 """Fewest different values of a spread that is tested. Below, the logarithm of a variance is not nearly normal."""
 NORMAL_KURTOSIS = 3.0
-"""A sample underestimates heavy tails; draws with lighter tails, such as uniform ones, are tested as if normal."""
+NORMAL_TAILS = 24.0
+"""The variance of a normal sample's kurtosis, times the number of its elements."""
+SIMILAR_TAILS = 0.1
+"""Absolute: kurtoses that differ by less are the same. A normal has 3, a uniform distribution 1.8."""
 EXACT = 0.02
 """Absolute, of the logarithm of a ratio of variances: ratios of large samples that differ by less are the same."""
 CONSISTENT = 3.0
@@ -47,6 +51,8 @@ class Measured:
     reference: float
     elements: int
     distinct: int
+    alike: bool = True
+    """Whether both have the tails of one distribution: other weights than draws, such as trained ones, rarely do."""
 
 
 def fans_of(tensor: TensorFacts, weight: TensorFacts | None) -> list[Fan]:
@@ -78,28 +84,37 @@ def measure_ratio(draws: Iterable[Draw]) -> Measured | None:
     own, reference = _pooled(own for own, _ in pairs), _pooled(reference for _, reference in pairs)
     if own is None or reference is None:
         return None
-    error = math.sqrt(sum((kurtosis - 1) / count for _, kurtosis, count in (own, reference)))
+    # A sample underestimates heavy tails; draws with lighter tails, such as uniform ones, are tested as if normal.
+    error = math.sqrt(sum((max(part.kurtosis, NORMAL_KURTOSIS) - 1) / part.distinct for part in (own, reference)))
+    tails = math.sqrt(sum(NORMAL_TAILS / part.distinct for part in (own, reference)))
     elements = sum(spread.elements for spread, _ in pairs)
     return Measured(
-        log=math.log(own[0] / reference[0]),
+        log=math.log(own.variance / reference.variance),
         error=error,
-        own=math.sqrt(own[0]),
-        reference=math.sqrt(reference[0]),
+        own=math.sqrt(own.variance),
+        reference=math.sqrt(reference.variance),
         elements=elements,
-        distinct=min(own[2], reference[2]),
+        distinct=min(own.distinct, reference.distinct),
+        alike=abs(own.kurtosis - reference.kurtosis) <= SIMILAR_TAILS + 2 * CONSISTENT * tails,
     )
 
 
-def _pooled(spreads: Iterable[Spread]) -> tuple[float, float, int] | None:
-    """Return variance, kurtosis and the number of different values; None for a constant or values not finite."""
+class _Pooled(NamedTuple):
+    variance: float
+    kurtosis: float
+    distinct: int
+    """Elements that repeat one another, such as equal columns, were not drawn one by one."""
+
+
+def _pooled(spreads: Iterable[Spread]) -> _Pooled | None:
+    """Return what the parts have in common, each about its own mean; None for a constant or values not finite."""
     parts = list(spreads)
     total = sum(part.elements for part in parts)
     variance = sum(part.elements * part.variance for part in parts) / total
     if not (math.isfinite(variance) and variance > 0):
         return None
     fourth = sum(part.elements * part.fourth for part in parts) / total
-    # Elements that repeat one another, such as equal columns, were not drawn one by one.
-    return variance, max(fourth / variance**2, NORMAL_KURTOSIS), sum(part.distinct for part in parts)
+    return _Pooled(variance, fourth / variance**2, sum(part.distinct for part in parts))
 
 
 def limit(tests: int) -> float:
@@ -109,7 +124,7 @@ def limit(tests: int) -> float:
 
 def wrong_fan(measured: Measured, fans: Iterable[Fan], tests: int) -> Fan | None:
     """Return the shard's fan that explains the spread, if it is not the reference's; else None."""
-    if measured.distinct < LEAST or measured.log <= limit(tests) * measured.error:
+    if measured.distinct < LEAST or not measured.alike or measured.log <= limit(tests) * measured.error:
         return None
     slack = max(CONSISTENT * measured.error, EXACT)
     near = [fan for fan in fans if abs(measured.log - math.log(fan.ratio)) <= slack]
