@@ -11,6 +11,8 @@ import pytest
 from pytest_fsdp_meta.catalogue.diagnosis.fans import Measured, can_tell, fans_of, limit, wrong_fan
 from pytest_fsdp_meta.evidence import Draw, Evidence
 from tests.catalogue.evidence_factory import (
+    EMBEDDING,
+    FROZEN,
     HEAD,
     MIDDLE,
     change,
@@ -83,6 +85,36 @@ def test_equal_parts_are_right_where_the_reference_repeats_itself():
     """Mamba's A_log has the same row for every channel, and a sparse upcycling copies one expert."""
     evidence = redraw(one_seed(drew(healthy(), MIDDLE)), MIDDLE, reference=spread("rows alike"))
     assert verdict(ID, evidence).status == "passed"
+
+
+def copied(evidence: Evidence, name: str, original: str, ranks: Iterable[int] | None = None) -> Evidence:
+    """Let a tensor have the numbers of another one on these ranks."""
+    chosen = range(len(evidence.inventory)) if ranks is None else ranks
+    for rank in chosen:
+        digest = evidence.inventory[rank].by_name[original].digest
+        evidence = change(evidence, name, [rank], digest=digest)
+    return evidence
+
+
+def test_tensors_that_are_drawn_from_the_same_seed():
+    evidence = drew(healthy(), EMBEDDING, FROZEN)
+    found = findings_of(verdict(ID, copied(evidence, FROZEN, EMBEDDING)))
+    assert found == [(FROZEN, (0, 1), f"the same numbers as {EMBEDDING}", "numbers of its own", "")]
+    (one,) = findings_of(verdict(ID, copied(evidence, FROZEN, EMBEDDING, [1])))
+    assert one[:2] == (FROZEN, (1,))
+
+
+def test_tensors_may_be_equal_where_the_reference_copies_them_or_ties_them():
+    evidence = copied(drew(healthy(), EMBEDDING, FROZEN), FROZEN, EMBEDDING)
+    for rank in range(2):
+        for name in (EMBEDDING, FROZEN):
+            evidence = redraw(evidence, name, [rank], reference=spread(f"reference's part {rank}"))
+    assert verdict(ID, evidence).status == "passed"
+    tied = copied(drew(healthy(), EMBEDDING, HEAD), HEAD, EMBEDDING)
+    assert verdict(ID, tied).status == "passed"
+    few = spread("few", distinct=2, surprise=3.0, elements=4, head="")
+    small = redraw(redraw(copied(drew(healthy(), EMBEDDING, FROZEN), FROZEN, EMBEDDING), FROZEN, own=few), EMBEDDING)
+    assert verdict(ID, small).findings == ()
 
 
 def test_a_constant_is_not_a_draw():

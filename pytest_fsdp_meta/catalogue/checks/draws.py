@@ -18,7 +18,7 @@ from pytest_fsdp_meta.catalogue.diagnosis.fans import (
     wrong_fan,
 )
 from pytest_fsdp_meta.catalogue.diagnosis.parity import OLDER_EVIDENCE
-from pytest_fsdp_meta.catalogue.findings import Finding
+from pytest_fsdp_meta.catalogue.findings import Explanation, Finding
 from pytest_fsdp_meta.catalogue.registry import check
 from pytest_fsdp_meta.catalogue.view import NotDeclared, NotJudged, PartlyJudged, View, ranks_by
 from pytest_fsdp_meta.evidence import Draw, TensorFacts
@@ -43,14 +43,14 @@ class Tested(NamedTuple):
 
 
 @check(
-    promise="ranks draw other numbers for other parts of a tensor, with the spread of the whole tensor's size",
+    promise="other parts and other tensors are drawn with other numbers, with the spread of the whole tensor's size",
     family="values",
     needs=["inventory", "draws"],
     after=[*BASIC, "replicas_equal"],
     fields=["drawn"],
     why="Parts that repeat one another, or that a shard's size scales, are finite and train, but to a worse model.",
     cause="each rank drew its own part from the same seed",
-    remedy="draw the whole tensor before sharding or on the DTensor, or seed each part by its place in the tensor",
+    remedy="draw the whole tensor before sharding or on the DTensor, or seed each part by its tensor and its place there",
     references=["NVIDIA-NeMo/Megatron-Bridge#5840", "modelscope/ms-swift#7944", "pytorch/torchtitan#3106"],
     since="0.3",
 )
@@ -62,11 +62,12 @@ def drawn_weights_are_one_draw(view: View) -> Iterable[Finding]:
     found = {name: _parts(view, name) for name in view.names("parameter", "buffer", only=view.evidence.subject.drawn)}
     varied = {name: parts for name, parts in found.items() if any(part.draw.own.distinct > 1 for part in parts)}
     tested = list(_spreads(view, varied))
-    if not tested and all(len(parts) < 2 for parts in varied.values()):
+    if len(varied) < 2 and not tested and all(len(parts) < 2 for parts in varied.values()):
         constant = "every drawn weight is constant" if found and not varied else "every rank holds the same part"
         raise NotJudged(f"{constant} (first: {next(iter(found))})" if found else "no rank holds elements of them")
     unknown: list[str] = []
     yield from _equal_parts(view, varied, unknown)
+    yield from _equal_tensors(varied)
     missing = [name for name, parts in varied.items() if all(part.draw.reference is None for part in parts)]
     unknown += [f"{name} has no values in the reference, so its spread was not compared" for name in missing]
     for one in tested:
@@ -105,6 +106,24 @@ def _equal_parts(view: View, by_name: dict[str, list[Drawn]], unknown: list[str]
             else:
                 detail = "compared by their first elements, because the parts differ in size" if uneven else ""
                 yield Finding(name, ranks, "the same numbers in different parts", "other numbers in each part", detail)
+
+
+def _equal_tensors(by_name: dict[str, list[Drawn]]) -> Iterator[Finding]:
+    """Report tensors with the same values as another one on the same ranks, unless the reference's own are the same."""
+    held = [(name, part) for name, parts in by_name.items() for part in parts if part.draw.own.distinct > 1]
+    pairs = len(held) * (len(held) - 1) // 2
+    alike = ranks_by((i, (part.facts.digest, part.ranks)) for i, (_, part) in enumerate(held) if part.facts.digest)
+    copies: dict[tuple[str, str], tuple[int, ...]] = {}
+    for members in alike.values():
+        first, original = held[members[0]]
+        for name, part in (held[i] for i in members[1:]):
+            ours, theirs = (_reference_key(one.draw, False) for one in (part, original))
+            same_memory = part.facts.storage is not None and part.facts.storage == original.facts.storage
+            drawn_apart = None not in (ours, theirs) and ours != theirs
+            if drawn_apart and not same_memory and excludes_chance(part.draw.own, pairs):
+                copies[name, first] = (*copies.get((name, first), ()), *part.ranks)
+    for (name, first), ranks in copies.items():
+        yield Finding(name, tuple(sorted(ranks)), f"the same numbers as {first}", "numbers of its own", **_SEEDED_AGAIN)
 
 
 def _repeated(parts: Sequence[Drawn]) -> Iterator[tuple[list[Drawn], bool]]:
@@ -157,6 +176,11 @@ def _wrong_spread(tested: Tested, fan: Fan) -> Finding:
     )
 
 
+_SEEDED_AGAIN: Explanation = {
+    "cause": "the same seed is set before each tensor, or torch restored the state of the generator after each draw",
+    "remedy": "seed once; or seed each part by the name of the tensor and its place in it; of parameters that are "
+    "offloaded to the CPU, draw the local parts, because torch restores the state after a draw on such a DTensor",
+}
 BY_DTENSOR = (
     "but the loader draws on DTensors, and on the CPU torch gives each rank the same numbers for its part; judge "
     "this on GPUs"
