@@ -50,7 +50,7 @@ class Tested(NamedTuple):
     fields=["drawn"],
     why="Parts that repeat one another, or that a shard's size scales, are finite and train, but to a worse model.",
     cause="each rank drew its own part from the same seed",
-    remedy="draw the whole tensor before sharding or on the DTensor, or seed each part by its tensor and its place there",
+    remedy="draw the whole tensor before sharding or on the DTensor, or seed each part by its name and place",
     references=["NVIDIA-NeMo/Megatron-Bridge#5840", "modelscope/ms-swift#7944", "pytorch/torchtitan#3106"],
     since="0.3",
 )
