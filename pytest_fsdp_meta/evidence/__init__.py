@@ -5,7 +5,7 @@ have ended. Shapes are in elements, and sequences over ranks are in rank order.
 """
 
 from pytest_fsdp_meta.evidence.checkpoint import Export, Resharded
-from pytest_fsdp_meta.evidence.draws import Draw, RankDraws, Spread
+from pytest_fsdp_meta.evidence.draws import DrawnTensor, RankDraws, Spread
 from pytest_fsdp_meta.evidence.mesh_dims import replicates, sharded_dim, splits_experts, splits_model, splits_sequence
 from pytest_fsdp_meta.evidence.records import (
     VALUES_CHECKS,
@@ -41,7 +41,7 @@ __all__ = [
     "Accumulation",
     "Clipping",
     "Comparison",
-    "Draw",
+    "DrawnTensor",
     "Evidence",
     "Export",
     "ForwardWeights",

@@ -26,7 +26,7 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class Draw:
+class DrawnTensor:
     """One rank's part of a drawn weight; ``reference`` is the same part of what the reference drew itself.
 
     ``reference`` is None if the reference has no values of it, or does not write them.
@@ -41,6 +41,6 @@ class Draw:
 class RankDraws:
     """All drawn weights of one rank."""
 
-    draws: tuple[Draw, ...] = ()
+    draws: tuple[DrawnTensor, ...] = ()
     by_dtensor: bool = False
     """Whether torch drew numbers for any DTensor while the loader ran."""

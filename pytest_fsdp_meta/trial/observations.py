@@ -222,7 +222,7 @@ class ObservationRun:
             return not_declared("drawn")
         if self.reference is None:
             return self.unavailable["reference"]
-        observe = on_ranks.draws.observe_draws
+        observe = on_ranks.drawn_weights.observe_draws
         return tuple(run_on(self.world, observe, self._reference_path, self.subject.drawn, self._unwritten_draws))
 
     def _verifier_path(self) -> str:

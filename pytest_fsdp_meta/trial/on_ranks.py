@@ -17,7 +17,7 @@ R = TypeVar("R")
 
 OBSERVERS = "pytest_fsdp_meta.observers"
 ON_RANKS = (
-    *(f"{OBSERVERS}.checkpoint", f"{OBSERVERS}.draws", f"{OBSERVERS}.training", f"{OBSERVERS}.noise"),
+    *(f"{OBSERVERS}.checkpoint", f"{OBSERVERS}.drawn_weights", f"{OBSERVERS}.training", f"{OBSERVERS}.noise"),
     f"{OBSERVERS}.preload:warm_up",
 )
 """What the fork server imports (modules) and calls (functions) before it forks the ranks of a trial."""
@@ -25,7 +25,7 @@ ON_RANKS = (
 if TYPE_CHECKING:
     from pytest_fsdp_meta.observers import (
         checkpoint,
-        draws,
+        drawn_weights,
         loading,
         noise,
         reference,
@@ -46,7 +46,7 @@ else:
             return f"{self._module}:{function}"
 
     checkpoint = ObserverModule(f"{OBSERVERS}.checkpoint")
-    draws = ObserverModule(f"{OBSERVERS}.draws")
+    drawn_weights = ObserverModule(f"{OBSERVERS}.drawn_weights")
     loading = ObserverModule(f"{OBSERVERS}.loading")
     noise = ObserverModule(f"{OBSERVERS}.noise")
     reference = ObserverModule(f"{OBSERVERS}.reference")
@@ -58,7 +58,7 @@ else:
 __all__ = [
     "ON_RANKS",
     "checkpoint",
-    "draws",
+    "drawn_weights",
     "loading",
     "noise",
     "reference",

@@ -13,7 +13,7 @@ from pytest_fsdp_meta.evidence import (
     Accumulation,
     Clipping,
     Comparison,
-    Draw,
+    DrawnTensor,
     Evidence,
     Export,
     ForwardWeights,
@@ -318,7 +318,10 @@ def drew(evidence: Evidence, *names: str, by_dtensor: bool = False) -> Evidence:
         ),
     )
     held = ([t for t in rank.tensors if t.name in names and t.numel] for rank in evidence.inventory)
-    draws = (tuple(Draw(t.name, spread(str(t.digest)), spread(f"reference's {t.digest}")) for t in own) for own in held)
+    draws = (
+        tuple(DrawnTensor(t.name, spread(str(t.digest)), spread(f"reference's {t.digest}")) for t in own)
+        for own in held
+    )
     return replace(evidence, draws=tuple(RankDraws(own, by_dtensor) for own in draws))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pytest_fsdp_meta.catalogue.diagnosis.fans import Measured, can_tell, fans_of, limit, wrong_fan
-from pytest_fsdp_meta.evidence import Draw, Evidence
+from pytest_fsdp_meta.evidence import DrawnTensor, Evidence
 from tests.catalogue.evidence_factory import (
     EMBEDDING,
     FROZEN,
@@ -231,4 +231,4 @@ def test_what_was_not_observed_is_said():
     whole = drew(place(healthy(), MIDDLE, {}), MIDDLE)
     assert verdict(ID, whole).status == "skipped"
     assert verdict(ID, undeclared(healthy(), "draws", why="rank 1 died", error=True)).status == "error"
-    assert Draw(MIDDLE, spread("a")).reference is None
+    assert DrawnTensor(MIDDLE, spread("a")).reference is None

@@ -21,7 +21,7 @@ from pytest_fsdp_meta.catalogue.diagnosis.parity import OLDER_EVIDENCE
 from pytest_fsdp_meta.catalogue.findings import Explanation, Finding
 from pytest_fsdp_meta.catalogue.registry import check
 from pytest_fsdp_meta.catalogue.view import NotDeclared, NotJudged, PartlyJudged, View, ranks_by
-from pytest_fsdp_meta.evidence import Draw, TensorFacts
+from pytest_fsdp_meta.evidence import DrawnTensor, TensorFacts
 from pytest_fsdp_meta.text import name_ranks
 
 
@@ -30,7 +30,7 @@ class Drawn(NamedTuple):
 
     ranks: tuple[int, ...]
     facts: TensorFacts
-    draw: Draw
+    draw: DrawnTensor
 
 
 class Tested(NamedTuple):
@@ -142,7 +142,7 @@ def _repeated(parts: Sequence[Drawn]) -> Iterator[tuple[list[Drawn], bool]]:
             yield group, uneven
 
 
-def _reference_key(draw: Draw, uneven: bool) -> str | None:
+def _reference_key(draw: DrawnTensor, uneven: bool) -> str | None:
     """Return a key of the reference's values; None if it does not draw them, and so shows no structure."""
     if draw.reference is None or draw.reference.distinct <= 1:
         return None

@@ -9,7 +9,7 @@ from math import prod
 from statistics import NormalDist
 from typing import NamedTuple
 
-from pytest_fsdp_meta.evidence import Draw, Spread, TensorFacts
+from pytest_fsdp_meta.evidence import DrawnTensor, Spread, TensorFacts
 
 ERROR_RATE = 1e-6
 """The probability that chance alone gives a finding in a run. It is divided by the number of tests of the run."""
@@ -76,7 +76,7 @@ def _fans(shape: Sequence[int]) -> tuple[int, int]:
     return shape[1] * field, shape[0] * field
 
 
-def measure_ratio(draws: Iterable[Draw]) -> Measured | None:
+def measure_ratio(draws: Iterable[DrawnTensor]) -> Measured | None:
     """Compare the variance within these parts with that within the reference's; None if too little varies."""
     pairs = [(draw.own, draw.reference) for draw in draws if draw.reference is not None]
     if not pairs:

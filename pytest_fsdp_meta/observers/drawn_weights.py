@@ -8,7 +8,7 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-from pytest_fsdp_meta.evidence.draws import Draw, RankDraws, Spread
+from pytest_fsdp_meta.evidence.draws import DrawnTensor, RankDraws, Spread
 from pytest_fsdp_meta.loader.adapter import Part
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part
 from pytest_fsdp_meta.observers.adapters.lookup import parts_of
@@ -44,7 +44,7 @@ def observe_draws(path: str, names: Collection[str], unwritten: Collection[str])
             continue
         own = local_part(part.local).detach()
         theirs = _of_reference(part, own, record, name) if name not in unwritten else None
-        found.append(Draw(name, spread_of(own), None if theirs is None else spread_of(theirs)))
+        found.append(DrawnTensor(name, spread_of(own), None if theirs is None else spread_of(theirs)))
     draws: DTensorDraws | None = rank.state.get("draws")
     return RankDraws(tuple(found), by_dtensor=draws is not None and draws.seen)
 

@@ -15,9 +15,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from pytest_fsdp_meta import Subject
 from pytest_fsdp_meta.catalogue.diagnosis.fans import fans_of, limit, measure_ratio, wrong_fan
-from pytest_fsdp_meta.evidence import Draw, Evidence
+from pytest_fsdp_meta.evidence import DrawnTensor, Evidence
 from pytest_fsdp_meta.loader.call import Call
-from pytest_fsdp_meta.observers.draws import HEAD, SAMPLE, spread_of
+from pytest_fsdp_meta.observers.drawn_weights import HEAD, SAMPLE, spread_of
 from pytest_fsdp_meta.observers.support.watching import DTensorDraws, watching
 from pytest_fsdp_meta.trial import Trial
 from pytest_fsdp_meta.worlds import Rank, WorldSpec, current
@@ -51,7 +51,7 @@ def local(linear: nn.Linear) -> Tensor:
 
 
 def copy_of_whole(linear: nn.Linear) -> None:
-    """Draw the whole tensor on each rank, and keep the own rows."""
+    """DrawnTensor the whole tensor on each rank, and keep the own rows."""
     rank, rows = current().rank, SIZE // current().world_size
     local(linear).copy_(torch.randn(SIZE, SIZE)[rank * rows : (rank + 1) * rows])
 
@@ -126,7 +126,7 @@ def test_uneven_draws_begin_alike():
     assert beginning(2 * HEAD // 5, nn.init.normal_) == ""
 
 
-def drawn_pair(kind: str, elements: int, generator: torch.Generator) -> Draw:
+def drawn_pair(kind: str, elements: int, generator: torch.Generator) -> DrawnTensor:
     def one() -> Tensor:
         values = torch.empty(elements)
         if kind == "uniform":
@@ -136,7 +136,7 @@ def drawn_pair(kind: str, elements: int, generator: torch.Generator) -> Draw:
             return nn.init.trunc_normal_(values, a=-2.0, b=2.0, generator=generator)
         return values.bfloat16() if kind == "bfloat16" else values
 
-    return Draw("a", spread_of(one()), spread_of(one()))
+    return DrawnTensor("a", spread_of(one()), spread_of(one()))
 
 
 @pytest.mark.parametrize("kind", ["normal", "uniform", "truncated", "bfloat16"])
@@ -157,7 +157,7 @@ def test_the_spread_of_a_shards_fan_is_found(ranks):
     found = 0
     for _ in range(50):
         whole, shards = (torch.empty(64, 64).uniform_(-1, 1, generator=generator) for _ in range(2))
-        ratio = measure_ratio([Draw("a", spread_of(shards * ranks**0.5), spread_of(whole))])
+        ratio = measure_ratio([DrawnTensor("a", spread_of(shards * ranks**0.5), spread_of(whole))])
         fan = wrong_fan(ratio, fans_of(tensor, None), tests=300)
         found += fan is not None and fan.ratio == ranks
     assert found == 50
