@@ -5,9 +5,12 @@ from pytest_fsdp_meta.catalogue.checks import (
     batches,
     batches_resumed,
     beside,
+    buffers,
     checkpoint,
     clipping,
     communication,
+    draws,
+    drift,
     forward,
     gradients,
     losses,
@@ -33,8 +36,8 @@ from pytest_fsdp_meta.catalogue.view import Blocked, NotDeclared, NotJudged, Par
 
 FAMILIES = (
     *(structure, materialisation, sharding, tiling, communication),
-    *(replicas, values, tying, memory),
-    *(forward, gradients, clipping, optimization, second_step, updates, losses, accumulation, beside),
+    *(replicas, values, draws, tying, memory),
+    *(forward, gradients, clipping, optimization, drift, buffers, second_step, updates, losses, accumulation, beside),
     *(checkpoint, resuming, second_save, random_numbers),
     *(batches, batches_resumed),
 )

@@ -11,7 +11,7 @@ from pytest_fsdp_meta.catalogue.findings import Finding
 from pytest_fsdp_meta.catalogue.view import View
 
 OBSERVATIONS = (
-    *("inventory", "reference", "values", "verifier", "training", "collectives", "memory"),
+    *("inventory", "reference", "values", "verifier", "draws", "training", "collectives", "memory"),
     *("repetition", "state_dict", "export", "saved", "restored", "resharded", "continued", "resumed"),
     *("saved_again", "restored_again", "training_mode", "batches", "batches_resumed"),
 )

@@ -6,6 +6,7 @@ have ended. Shapes are in elements, and sequences over ranks are in rank order.
 
 from pytest_fsdp_meta.evidence.batches import Epoch, RankBatches
 from pytest_fsdp_meta.evidence.checkpoint import Export, Resharded
+from pytest_fsdp_meta.evidence.draws import DrawnTensor, RankDraws, Spread
 from pytest_fsdp_meta.evidence.mesh_dims import replicates, sharded_dim, splits_experts, splits_model, splits_sequence
 from pytest_fsdp_meta.evidence.records import (
     VALUES_CHECKS,
@@ -33,6 +34,7 @@ from pytest_fsdp_meta.evidence.training import (
     SecondStep,
     StaleWeight,
     TensorNoise,
+    TrainedBuffers,
 )
 
 __all__ = [
@@ -40,6 +42,7 @@ __all__ = [
     "Accumulation",
     "Clipping",
     "Comparison",
+    "DrawnTensor",
     "Epoch",
     "Evidence",
     "Export",
@@ -51,16 +54,19 @@ __all__ = [
     "OptimizerFacts",
     "OwnClipping",
     "RankBatches",
+    "RankDraws",
     "RankInventory",
     "RankTraining",
     "ReferenceFacts",
     "Region",
     "Resharded",
     "SecondStep",
+    "Spread",
     "StaleWeight",
     "SubjectFacts",
     "TensorFacts",
     "TensorNoise",
+    "TrainedBuffers",
     "Unavailable",
     "WorldFacts",
     "combine_subjects",

@@ -10,6 +10,7 @@ from typing import Any
 from pytest_fsdp_meta.evidence.batches import Epoch, RankBatches
 from pytest_fsdp_meta.evidence.checkpoint import Export, RankResumed, RankSaved, RankStateDict, Resharded
 from pytest_fsdp_meta.evidence.collectives import RankCollectives, RankMemory
+from pytest_fsdp_meta.evidence.draws import RankDraws
 from pytest_fsdp_meta.evidence.random_numbers import RankTrainingMode
 from pytest_fsdp_meta.evidence.tensors import RankInventory
 from pytest_fsdp_meta.evidence.training import Comparison, OwnClipping, RankTraining
@@ -194,6 +195,7 @@ class Evidence:
     reference: ReferenceFacts | None = None
     values: tuple[tuple[Comparison, ...], ...] | None = None
     verifier: tuple[tuple[Comparison, ...], ...] | None = None
+    draws: tuple[RankDraws, ...] | None = None
     training: tuple[RankTraining, ...] | None = None
     state_dict: tuple[RankStateDict, ...] | None = None
     saved: tuple[RankSaved, ...] | None = None

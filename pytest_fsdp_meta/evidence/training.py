@@ -153,8 +153,9 @@ class TensorNoise:
 class Noise:
     """How far the reference's own training moves if it rounds as the loader does, in the slices that a rank holds.
 
-    Each mapping is by parameter: of the first and the second gradient, of the update over all steps and over the first,
-    and of the accumulated gradient. ``losses`` and ``norm`` are those of the whole batch.
+    Each mapping is by tensor: of the first and the second gradient, of the update over all steps and over the first, of
+    the accumulated gradient, and of buffers after the first and the last step. ``losses`` and ``norm`` are those of the
+    whole batch.
     """
 
     losses: tuple[float, ...] = ()
@@ -166,6 +167,8 @@ class Noise:
     updates: Mapping[str, TensorNoise] = field(default_factory=dict)
     first_updates: Mapping[str, TensorNoise] = field(default_factory=dict)
     accumulated: Mapping[str, TensorNoise] = field(default_factory=dict)
+    first_buffers: Mapping[str, TensorNoise] = field(default_factory=dict)
+    buffers: Mapping[str, TensorNoise] = field(default_factory=dict)
     problem: str = ""
     """Why it could not be measured, or empty."""
     ended: bool = False
@@ -193,6 +196,21 @@ class ForwardWeights:
     forwards: int
     """How many forwards were observed."""
     stale: tuple[StaleWeight, ...] = ()
+
+
+@dataclass(frozen=True)
+class TrainedBuffers:
+    """The persistent buffers that training changed on a rank or in the reference, compared with the reference's.
+
+    ``first`` are those after the first step, ``last`` after the last one. The measures are of how far each moved.
+    """
+
+    first: tuple[Comparison, ...] = ()
+    last: tuple[Comparison, ...] = ()
+    forwards: int = 0
+    """How many forwards of the model the author's steps ran; 0 if each step is a plain one, or they call submodules."""
+    broadcast: tuple[str, ...] = ()
+    """The buffers that DDP overwrites with those of one rank before each forward."""
 
 
 @dataclass(frozen=True)
@@ -241,3 +259,5 @@ class RankTraining:
     """What the author keeps beside the model, after the last step; the measures are of how far each tensor moved."""
     draws_in_evaluation: tuple[str, ...] = ()
     """The modules that drew random numbers in the second step, although the model was in evaluation mode."""
+    buffers: TrainedBuffers | None = None
+    """None in stored evidence that is older than this field."""

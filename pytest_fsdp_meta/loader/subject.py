@@ -177,8 +177,10 @@ class Subject:
     drawn: str | Sequence[str] = ()
     """Names or patterns of weights that the loader draws instead of loading: a new head, fresh LoRA adapters.
 
-    They have to be written, finite and equal on all replicas. Their values are not compared with those of the
-    reference, which trains from the values that the loader drew.
+    They have to be written, finite and equal on all replicas, and different parts of one tensor have to be drawn with
+    different numbers. Their values are not compared with those of the reference, which trains from the values that the
+    loader drew; their spread is, where it is that of a draw as large as the shard. So the reference should draw them as
+    the loader does on one device.
     """
     on_some_ranks: str | Sequence[str] = ()
     """Names or patterns of parameters and buffers that some ranks register and others do not.

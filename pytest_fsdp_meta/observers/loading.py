@@ -35,7 +35,7 @@ from pytest_fsdp_meta.observers.support.mapped import MAPS
 from pytest_fsdp_meta.observers.support.poison import NOTICES, poisoned_memory, restore_defaults
 from pytest_fsdp_meta.observers.support.precision import precision
 from pytest_fsdp_meta.observers.support.random_state import random_state
-from pytest_fsdp_meta.observers.support.watching import watching
+from pytest_fsdp_meta.observers.support.watching import DTensorDraws, watching
 from pytest_fsdp_meta.worlds import SEED, Misuse, Rank, current, doing, forward_warnings
 
 LARGE = 2**26
@@ -72,17 +72,18 @@ class Loaded:
 def load(call: Call, watch: Collection[str] = ()) -> Loaded:
     """Call the loader under poison, check what it declares, and take the inventory.
 
-    ``watch`` has what to observe while the loader runs: "collectives", "memory", both or nothing.
+    ``watch`` has what to observe while the loader runs: "collectives", "draws", "memory".
     """
     rank = current()
     doing("loading")
     loader, values = call.unpack(rank)
     recorder = Recorder() if "collectives" in watch else None
+    draws = DTensorDraws() if "draws" in watch else None
     peak = Peak(rank.device) if "memory" in watch and MAPS.exists() else None
     with poisoned_memory() as poison, peak.measured() if peak else nullcontext():
         torch.manual_seed(SEED)
         watchers = (recorder, peak.meter if peak else None)
-        with watching(*(watcher for watcher in watchers if watcher is not None)):
+        with watching(*(watcher for watcher in watchers if watcher is not None), draws=draws):
             returned = _call(loader, values)
             _require_process_group(rank)
     doing("taking the inventory")
@@ -95,7 +96,7 @@ def load(call: Call, watch: Collection[str] = ()) -> Loaded:
     _require_living_groups(subject.model)
     managed = managed_names(subject.model)  # before reshard(), which puts parameters back that the loader replaced
     reshard(subject.model)  # a loader may have run a forward to warm up
-    rank.state.update({"subject": subject, "watch": watch, LEFT_BY_LOADER: left})
+    rank.state.update({"subject": subject, "watch": watch, "draws": draws, LEFT_BY_LOADER: left})
     return replace(
         _describe(subject, rank, managed, poison.active),
         collectives=recorder.collectives(subject.model) if recorder else None,

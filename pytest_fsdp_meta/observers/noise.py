@@ -27,18 +27,21 @@ from pytest_fsdp_meta.observers.steps import StepObserver, train
 from pytest_fsdp_meta.observers.support.nudges import Nudges
 from pytest_fsdp_meta.observers.support.precision import COMPUTED
 from pytest_fsdp_meta.observers.support.reference_record import STEP_GRADIENTS, Record, record_at, write_record
+from pytest_fsdp_meta.observers.trained_buffers import FIRST, LAST, persistent_buffers
 from pytest_fsdp_meta.observers.values import comparable, read_part
 from pytest_fsdp_meta.text import first_line
 from pytest_fsdp_meta.worlds import SEED, CallFailed, current
 
-UPDATES = frozenset({"first_updated", "updated"})
-"""The records of parameters. How far they are from the parameters before the training counts."""
+UPDATES = frozenset({"first_updated", "updated", FIRST, LAST})
+"""The records of parameters and buffers. How far they are from those before the training counts."""
 NOISE_OF = {
     "gradients": "gradients",
     "second_gradients": "second",
     "first_updated": "first_updates",
     "updated": "updates",
     "accumulated": "accumulated",
+    FIRST: "first_buffers",
+    LAST: "buffers",
 }
 """Record of the reference -> the field of ``Noise`` that says how far it moves."""
 OTHER_SEEDS = 1000
@@ -108,21 +111,21 @@ def record_noise(folder: str) -> Factors:
 
 
 def read_noise(folder: str, factors: Factors) -> Noise:
-    """Return the noise of the gradients and updates in the slices that this rank holds."""
+    """Return the noise of gradients, updates and buffers in the slices that this rank holds."""
     model = loaded_subject(current()).model
     parts = parts_of(model)
-    parameters = [(name, parts.of(name, tensor)) for name, kind, tensor in named_tensors(model) if kind == "parameter"]
+    tensors = [(name, parts.of(name, tensor)) for name, _, tensor in named_tensors(model)]
     found: dict[str, Any] = {}
     for name, field in NOISE_OF.items():
         if _noise_file(folder, name).exists():
             record = Record(_noise_file(folder, name))
             noises = {
-                parameter: _noise_of(part, parameter, record, name, folder, factors[name][parameter])
-                for parameter, part in parameters
-                if parameter in record and record.shape(parameter) == part.shape
+                tensor: _noise_of(part, tensor, record, name, folder, factors[name][tensor])
+                for tensor, part in tensors
+                if tensor in record and record.shape(tensor) == part.shape
             }
             # An overflow in a nudged training says nothing about the others; the smallest tolerance then applies.
-            found[field] = {parameter: noise for parameter, noise in noises.items() if math.isfinite(noise.distance)}
+            found[field] = {tensor: noise for tensor, noise in noises.items() if math.isfinite(noise.distance)}
     return Noise(**found)
 
 
@@ -182,8 +185,10 @@ class _NoisySteps(StepObserver):
     def after_update(self, step: int) -> None:
         if step == 0:
             self.add("first_updated", parameters_of(self.model))
+            self.add(FIRST, persistent_buffers(self.model))
         if step == self.steps - 1:
             self.add("updated", parameters_of(self.model))
+            self.add(LAST, persistent_buffers(self.model))
 
     def add(self, record: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Note how far these tensors are from those in the record."""

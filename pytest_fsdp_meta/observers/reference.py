@@ -47,6 +47,7 @@ from pytest_fsdp_meta.observers.support.reference_record import (
     without_repetition,
     write_record,
 )
+from pytest_fsdp_meta.observers.trained_buffers import FIRST, LAST, changed_buffers
 from pytest_fsdp_meta.observers.values import own_values_of
 from pytest_fsdp_meta.worlds import SEED, current, doing, forward_warnings
 
@@ -146,6 +147,7 @@ def train_reference(
     first.record_beside("updated_beside", beside)
     after = _inventory(model, ())
     first.record("updated", parameters_of(model))
+    first.record(LAST, changed_buffers(model, Record(record_at(folder, "values"))))
     if optimizer is not None and not indivisible_batch(subject, data_parallel_size):
         accumulate(subject, rank.device, union_of_ranks(data_parallel_size))
         finish_gradients(optimizer)  # the ranks call the same hooks, and report that they raise
@@ -230,6 +232,7 @@ class _RecordedSteps(StepObserver):
     def after_update(self, step: int) -> None:
         if step == 0:
             self.record("first_updated", parameters_of(self._model))
+            self.record(FIRST, changed_buffers(self._model, Record(record_at(self._folder, "values"))))
         if step == self._steps - 2:
             self.record("late", parameters_of(self._model))
 

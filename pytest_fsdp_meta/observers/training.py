@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -50,6 +50,7 @@ from pytest_fsdp_meta.observers.step_collectives import watching_step
 from pytest_fsdp_meta.observers.steps import StepObserver, train
 from pytest_fsdp_meta.observers.support.precision import is_low
 from pytest_fsdp_meta.observers.support.reference_record import RECORDS, STEP_GRADIENTS, Record, record_at
+from pytest_fsdp_meta.observers.trained_buffers import BufferWatch
 from pytest_fsdp_meta.observers.values import compare_gradients
 from pytest_fsdp_meta.worlds import Rank, current
 
@@ -81,6 +82,7 @@ def observe_training(
     kept = copy_beside(beside)
     run = train(subject, rank.device, range(steps), data_parallel, optimizer, seen, beside)
     reshard(subject.model)
+    buffers = seen.buffers.observed()  # before the accumulation, whose forwards change them again
     rank.state.update(optimizer=optimizer, beside=beside)
     after = take_inventory(subject.model, rank.rank, str(rank.device))
     return RankTraining(
@@ -107,6 +109,7 @@ def observe_training(
         rates=tuple(run.rates),
         beside=compare_beside(beside, kept, seen.records),
         draws_in_evaluation=seen.draws.modules,
+        buffers=buffers,
     )
 
 
@@ -135,6 +138,7 @@ class _RankSteps(StepObserver):
         self.late: tuple[Comparison, ...] = ()
         self.weights = WeightWatch(subject.model)
         self.draws = DrawsInEvaluation(subject.model, rank.device)
+        self.buffers = BufferWatch(subject.model, records)
         self._steps = steps
         self._rank = rank
         self._before = copy_shards(subject.model)
@@ -153,8 +157,10 @@ class _RankSteps(StepObserver):
     def loss_of(self, subject: Subject, rows: dict[str, Any]) -> Tensor:
         return self.weights.loss_of(subject, rows)
 
-    def during_forwards(self) -> AbstractContextManager[None]:
-        return self.weights.next_step()
+    @contextmanager
+    def during_forwards(self) -> Iterator[None]:
+        with self.weights.next_step(), self.buffers.counting_forwards():
+            yield
 
     def after_backward(self, step: int) -> None:
         if step == 0:
@@ -166,6 +172,7 @@ class _RankSteps(StepObserver):
         if step == 0:
             self._moved = moved_rows(self._model, self._before)
             self._first_updates = self.updates("first_updated")
+            self.buffers.after_first_step()
         if step == self._steps - 2:
             self.late = self.updates("late")
 

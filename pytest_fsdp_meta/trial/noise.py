@@ -72,7 +72,7 @@ def _measure(
 
 
 def departs(runs: tuple[RankTraining, ...], reference: ReferenceFacts, inventory: RankInventory, summed: bool) -> bool:
-    """Return whether any loss, gradient or update differs from the reference's by more than the smallest tolerance.
+    """Return whether anything in the training differs from the reference's by more than the smallest tolerance.
 
     ``inventory`` is that of any rank, and ``summed`` says whether the ranks' losses add up to the global one. In
     float32 most right loaders are closer.
@@ -88,8 +88,10 @@ def departs(runs: tuple[RankTraining, ...], reference: ReferenceFacts, inventory
     if not all(abs(mean - loss) <= allowed for mean, loss in zip(means, losses, strict=False)):
         return True
     gradient, update = smallest(GRADIENT_TOLERANCE, dtypes), smallest(UPDATE_TOLERANCE, dtypes)
-    return any(_farther(c, gradient) for run in runs for c in _gradients(run)) or any(
-        _farther(c, update) for run in runs for c in _updates(run)
+    return (
+        any(_farther(c, gradient) for run in runs for c in _gradients(run))
+        or any(_farther(c, update) for run in runs for c in _updates(run))
+        or any(_farther(c, update if _rounds(c) else 0.0) for run in runs for c in _buffers(run))
     )
 
 
@@ -107,8 +109,20 @@ def _gradients(run: RankTraining) -> Iterator[Comparison]:
 
 def _updates(run: RankTraining) -> Iterator[Comparison]:
     yield from run.parameters
+    yield from run.beside
     if run.second is not None:
         yield from run.second.parameters
+
+
+def _buffers(run: RankTraining) -> Iterator[Comparison]:
+    if run.buffers is not None:
+        yield from run.buffers.first
+        yield from run.buffers.last
+
+
+def _rounds(comparison: Comparison) -> bool:
+    """Return whether the tensor has floating-point elements; integers have to be equal."""
+    return comparison.measure is not None and comparison.measure.grain > 0
 
 
 def _farther(comparison: Comparison, allowed: float) -> bool:

@@ -14,6 +14,7 @@ from pytest_fsdp_meta.evidence import (
     VALUES_CHECKS,
     Comparison,
     Evidence,
+    RankDraws,
     RankInventory,
     RankTraining,
     ReferenceFacts,
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from pytest_fsdp_meta.observers.loading import Loaded
 
 T = TypeVar("T")
-NEED_REFERENCE = frozenset({"values", "verifier", "training", "export", "resharded"})
+NEED_REFERENCE = frozenset({"values", "verifier", "draws", "training", "export", "resharded"})
 ROUNDED = 2**-7
 """Relative: a smaller difference of a tensor in another dtype than the reference's is rounding, in bfloat16 as well."""
 NO_VERIFIER = "neither Subject(verifier=...) nor a reference is declared"
@@ -66,12 +67,15 @@ class ObservationRun:
     reference: ReferenceFacts | None = None
     values: tuple[tuple[Comparison, ...], ...] | None = None
     verifier: tuple[tuple[Comparison, ...], ...] | None = None
+    draws: tuple[RankDraws, ...] | None = None
     training: tuple[RankTraining, ...] | None = None
     collectives: tuple[RankCollectives, ...] | None = None
     memory: tuple[RankMemory, ...] | None = None
     reloading: Reloading | None = None
     unavailable: dict[str, Unavailable] = field(default_factory=dict)
     _wanted: set[str] = field(default_factory=set)
+    _unwritten_draws: frozenset[str] = frozenset()
+    """The drawn tensors that the reference itself never writes."""
     _world_failure: Unavailable = NOT_WANTED
     """The error that ended a world; later observations that need this world are unavailable for the same reason."""
 
@@ -90,6 +94,7 @@ class ObservationRun:
         self.reference = self._take("reference", self._record_reference)
         self.values = self._take("values", self._compare_with_reference)
         self.verifier = self._take("verifier", self._compare_with_verifier)
+        self.draws = self._take("draws", self._describe_draws)
         self.training = self._take("training", self._train)
         # The collectives of loading are known even if training has ended the world.
         if "collectives" in self._wanted:
@@ -109,6 +114,7 @@ class ObservationRun:
             reference=self.reference,
             values=self.values,
             verifier=self.verifier,
+            draws=self.draws,
             training=self.training,
             state_dict=reloading.state_dict,
             saved=reloading.saved,
@@ -178,6 +184,7 @@ class ObservationRun:
         recorded = self._build_reference("values")
         # The reference may draw other values each time as well, or leave them unwritten.
         drawn = set(self.subject.drawn)
+        self._unwritten_draws = frozenset(drawn.intersection(recorded.uninitialised))
         return replace(
             recorded,
             unstable=tuple(name for name in recorded.unstable if name not in drawn),
@@ -213,6 +220,14 @@ class ObservationRun:
         if missing and ("verifier" in self.subject.declared or self.subject.frozen):
             return Unavailable(missing, error=True)
         return tuple(run_on(self.world, on_ranks.values.observe_values, record, names))
+
+    def _describe_draws(self) -> tuple[RankDraws, ...] | Unavailable:
+        if not self.subject.drawn:
+            return not_declared("drawn")
+        if self.reference is None:
+            return self.unavailable["reference"]
+        observe = on_ranks.drawn_weights.observe_draws
+        return tuple(run_on(self.world, observe, self._reference_path, self.subject.drawn, self._unwritten_draws))
 
     def _verifier_path(self) -> str:
         """Return the path of the verifier's values; record them first where a callable builds the verifier."""

@@ -18,7 +18,7 @@ R = TypeVar("R")
 OBSERVERS = "pytest_fsdp_meta.observers"
 ON_RANKS = (
     *(f"{OBSERVERS}.checkpoint", f"{OBSERVERS}.optimizer_state", f"{OBSERVERS}.training", f"{OBSERVERS}.noise"),
-    f"{OBSERVERS}.author_data",
+    *(f"{OBSERVERS}.author_data", f"{OBSERVERS}.drawn_weights"),
     f"{OBSERVERS}.preload:warm_up",
 )
 """What the fork server imports (modules) and calls (functions) before it forks the ranks of a trial."""
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from pytest_fsdp_meta.observers import (
         author_data,
         checkpoint,
+        drawn_weights,
         loading,
         noise,
         optimizer_state,
@@ -50,6 +51,7 @@ else:
 
     author_data = ObserverModule(f"{OBSERVERS}.author_data")
     checkpoint = ObserverModule(f"{OBSERVERS}.checkpoint")
+    drawn_weights = ObserverModule(f"{OBSERVERS}.drawn_weights")
     loading = ObserverModule(f"{OBSERVERS}.loading")
     noise = ObserverModule(f"{OBSERVERS}.noise")
     optimizer_state = ObserverModule(f"{OBSERVERS}.optimizer_state")
@@ -64,6 +66,7 @@ __all__ = [
     "ON_RANKS",
     "author_data",
     "checkpoint",
+    "drawn_weights",
     "loading",
     "noise",
     "optimizer_state",

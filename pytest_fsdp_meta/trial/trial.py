@@ -86,7 +86,7 @@ class Trial:
         with temporary as folder:
             world = World(self.spec, self._engine, shared=Path(folder), listener=self._listener)
             try:
-                loaded = self._load_first(world, loader, sorted({"collectives", "memory"} & set(wanted)))
+                loaded = self._load_first(world, loader, sorted({"collectives", "draws", "memory"} & set(wanted)))
                 return self._observe(world, loaded, loader, set(wanted), Path(folder))
             finally:
                 world.close()

@@ -13,6 +13,7 @@ from pytest_fsdp_meta.evidence import (
     Accumulation,
     Clipping,
     Comparison,
+    DrawnTensor,
     Epoch,
     Evidence,
     Export,
@@ -22,13 +23,16 @@ from pytest_fsdp_meta.evidence import (
     Movement,
     OptimizerFacts,
     RankBatches,
+    RankDraws,
     RankInventory,
     RankTraining,
     ReferenceFacts,
     Resharded,
     SecondStep,
+    Spread,
     SubjectFacts,
     TensorFacts,
+    TrainedBuffers,
     Unavailable,
     WorldFacts,
     splits_model,
@@ -200,6 +204,7 @@ def trained(rank: RankInventory, slices: int, losses: Sequence[float], batches: 
         clipped=Clipping(1.5, alike),
         second=SecondStep(parameters=alike, gradients=alike),
         forward=ForwardWeights(len(losses)),
+        buffers=TrainedBuffers(),
     )
 
 
@@ -248,6 +253,26 @@ def with_random_state(evidence: Evidence, ranks: Iterable[int] | None = None, **
         ),
         resumed=tuple(replace(r, generators={"cpu": s}) for r, s in zip(evidence.resumed or (), loaded, strict=True)),
     )
+
+
+def counted(
+    evidence: Evidence, factor: float = 1.0, when: str = "last", ranks: Iterable[int] | None = None, apart: float = 0.0
+) -> Evidence:
+    """Let training change the counter, on these ranks by ``factor`` times what it does in the reference."""
+    chosen = range(len(evidence.inventory)) if ranks is None else set(ranks)
+    runs = []
+    for rank, run in enumerate(evidence.training or ()):
+        right = Comparison(COUNTER, True, elements=1, measure=measured(1))
+        wrong = replace(right, equal=factor == 1, measure=measured(1, factor, apart))
+        seen = {"first": (right,), "last": (right,), **({when: (wrong,)} if rank in chosen else {})}
+        digest = f"counted {factor}" if rank in chosen else "counted"
+        runs.append(replace(run, buffers=TrainedBuffers(**seen), after=_with_count(run.after, digest)))
+    reference = replace(evidence.reference, after=_with_count(evidence.reference.after, "counted"))
+    return replace(evidence, training=tuple(runs), reference=reference)
+
+
+def _with_count(rank: RankInventory, digest: str) -> RankInventory:
+    return replace(rank, tensors=tuple(replace(t, digest=digest) if t.name == COUNTER else t for t in rank.tensors))
 
 
 def measured(elements: int, factor: float = 1.0, apart: float = 0.0) -> Measure:
@@ -377,6 +402,32 @@ def empty(world: int = 2) -> Evidence:
         values=tuple(() for _ in nothing),
         training_mode=undrawn,
         **reloaded(nothing, replace(bare.inventory[0], tensors=())),
+    )
+
+
+def drew(evidence: Evidence, *names: str, by_dtensor: bool = False) -> Evidence:
+    """Declare that the loader draws these tensors; each part has its own numbers, spread as in the reference."""
+    evidence = declare(evidence, drawn=names)
+    evidence = on_ranks(
+        evidence,
+        None,
+        lambda rank: tuple(
+            replace(t, digest=f"draw of {t.name} {t.regions}") if t.name in names else t for t in rank.tensors
+        ),
+    )
+    held = ([t for t in rank.tensors if t.name in names and t.numel] for rank in evidence.inventory)
+    draws = (
+        tuple(DrawnTensor(t.name, spread(str(t.digest)), spread(f"reference's {t.digest}")) for t in own)
+        for own in held
+    )
+    return replace(evidence, draws=tuple(RankDraws(own, by_dtensor) for own in draws))
+
+
+def spread(key: str, deviation: float = 1.0, elements: int = 4096, **facts: Any) -> Spread:
+    """Return the spread of a normal draw; ``key`` stands for its values."""
+    head = f"head of {key}"
+    return replace(
+        Spread(elements, elements, 0.0, deviation**2, 3 * deviation**4, 1e4, f"sample of {key}", head), **facts
     )
 
 

@@ -246,3 +246,25 @@ def measure_peak() -> int:
     device_bytes = peak.facts(model).device
     assert device_bytes is not None
     return device_bytes
+
+
+def draw_on_a_dtensor() -> list[float]:
+    """Return this rank's shard of a weight that torch draws as a whole, with the same seed on every rank."""
+    import torch
+    from torch import nn
+    from torch.distributed.fsdp import fully_shard
+
+    with torch.device("meta"):
+        linear = nn.Linear(8, 8, bias=False)
+    fully_shard(linear, mesh=current().mesh)
+    linear.to_empty(device=current().device)
+    torch.manual_seed(7)
+    linear.reset_parameters()
+    return linear.weight.detach().to_local().flatten().tolist()  # type: ignore[no-any-return]
+
+
+def test_a_draw_on_a_dtensor_is_one_draw_on_gpus():
+    """On the CPU, both ranks draw the same numbers: there, drawn_weights_are_one_draw does not judge such loaders."""
+    with world(2, "gloo") as ranks:
+        first, second = ranks.run(draw_on_a_dtensor)
+    assert first != second

@@ -16,7 +16,7 @@ from pytest_fsdp_meta.catalogue.diagnosis.parity import (
 )
 from pytest_fsdp_meta.catalogue.findings import Explanation, Finding
 from pytest_fsdp_meta.catalogue.registry import check
-from pytest_fsdp_meta.catalogue.view import NotDeclared, NotJudged, PartlyJudged, Unjudgeable, View, majority, ranks_by
+from pytest_fsdp_meta.catalogue.view import NotDeclared, NotJudged, PartlyJudged, Unjudgeable, View, ranks_by
 from pytest_fsdp_meta.evidence import Movement, OptimizerFacts, RankInventory, RankTraining
 from pytest_fsdp_meta.text import counted, first_of
 
@@ -131,7 +131,7 @@ _FROZEN: Explanation = {
     since="0.2",
 )
 def frozen_weights_stay_frozen(view: View) -> Iterable[Finding]:
-    after, steps = _inventories_after_steps(view), _count_steps(view)
+    after, steps = inventories_after_steps(view), count_steps(view)
     declared, moving = view.evidence.subject.frozen, _moving_in_reference(view)
     judged = False
     for name, tensors in view.tensors("parameter"):
@@ -212,7 +212,7 @@ def _swallowed(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding]:
         holders = [rank for rank, tensor in tensors if tensor.numel]
         if holders and all(name in runs[rank].swallowed for rank in holders):
             dtype = tensors[0][1].dtype
-            actual = f"no element changed in {_count_steps(view)}: each update is rounded away in {dtype}"
+            actual = f"no element changed in {count_steps(view)}: each update is rounded away in {dtype}"
             yield Finding(name, tuple(holders), actual, "trained", **_SWALLOWED)
 
 
@@ -308,7 +308,7 @@ def _unmoved(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding]:
             first = next(m for rank, m in by_name[name] if rank in ranks)
             row = "" if first.first is None else f", first row {first.first}"
             detail = f"{first.still} of {first.due} rows on rank {ranks[0]}{row}"
-            steps = _count_steps(view)
+            steps = count_steps(view)
             actual = (
                 f"no row changed in {steps}, although it has gradients"
                 if whole
@@ -317,54 +317,11 @@ def _unmoved(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding]:
             yield Finding(name, ranks, actual, "", detail)
 
 
-@check(
-    promise="replicated parameters are bit-identical on all ranks that hold them after training steps",
-    family="training",
-    needs=["inventory", "training"],
-    uses=["reference", "values", "verifier"],
-    after=[*EXPLAINING_CHECKS, "grad_parity", "optimizer_owns_parameters", "every_trainable_moves"],
-    why="Replicas that drift apart compute different outputs for the same rows, and full_tensor() shows only one of "
-    "them.",
-    cause="the replicas are stepped with different gradients, or by code that depends on the rank",
-    remedy="reduce gradients over every mesh dimension that replicates, and keep optimizer settings and hooks "
-    "independent of the rank",
-    references=["NVIDIA-NeMo/RL#3716", "NVIDIA/Megatron-LM#1446"],
-    since="0.2",
-)
-def replicas_stay_equal(view: View) -> Iterable[Finding]:
-    after, judged = _inventories_after_steps(view), False
-    for name, tensors in view.tensors("parameter"):
-        held = ranks_by(
-            (rank, tensor.regions) for rank, tensor in tensors if tensor.digest is not None and tensor.numel
-        )
-        odd: dict[int, int] = {}
-        for ranks in held.values():
-            before = {view.evidence.inventory[rank].by_name[name].digest for rank in ranks}
-            # Ranks that differ before the steps hold no replica, or replicas_equal reports them.
-            if len(ranks) > 1 and len(before) == 1:
-                judged = True
-                odd |= _odd([(rank, after[rank].by_name[name].digest) for rank in ranks if name in after[rank].by_name])
-        if odd:
-            rank, usual = min(odd.items())
-            actual = f"differs from its replicas after {_count_steps(view)}"
-            detail = f"rank {rank} differs from rank {usual}"
-            yield Finding(name, tuple(sorted(odd)), actual, "bit-identical", detail)
-    if not judged:
-        raise NotJudged("nothing is replicated: no two ranks hold the same part of a parameter")
-
-
-def _odd(digests: list[tuple[int, str | None]]) -> dict[int, int]:
-    """Map each rank outside the majority to the first rank of the majority."""
-    usual = majority(digests)
-    first = next(rank for rank, digest in digests if digest == usual)
-    return {rank: first for rank, digest in digests if digest != usual}
-
-
 def _runs(view: View) -> Sequence[RankTraining]:
     return view.evidence.training or ()
 
 
-def _inventories_after_steps(view: View) -> list[RankInventory]:
+def inventories_after_steps(view: View) -> list[RankInventory]:
     """Return each rank's inventory after the steps."""
     found = [run.after for run in _runs(view) if run.after is not None]
     if len(found) < len(view.evidence.inventory):
@@ -372,6 +329,6 @@ def _inventories_after_steps(view: View) -> list[RankInventory]:
     return found
 
 
-def _count_steps(view: View) -> str:
+def count_steps(view: View) -> str:
     count = max((len(run.losses) for run in _runs(view)), default=0)
     return counted(count, "step")

@@ -27,14 +27,14 @@ from pytest_fsdp_meta.text import name_ranks
     since="0.2",
 )
 def replicas_equal(view: View) -> Iterable[Finding]:
-    compared, coordinates = _compared(view), _model_coordinates(view)
+    compared, coordinates = _compared(view), model_coordinates(view)
     reference = view.evidence.reference
     unstable = set(reference.unstable) if reference is not None else set()
     unread: list[TensorFacts] = []
     random: list[str] = []
     for name, facts in view.tensors("parameter", "buffer"):
         unread += [tensor for _, tensor in facts if tensor.unreadable]
-        sets = _replicas(view, facts, coordinates)
+        sets = replica_sets(view, facts, coordinates)
         apart = [ranks for ranks in sets if len({tensor.digest for _, tensor in ranks}) > 1]
         if apart and name in unstable:
             random.append(name)
@@ -50,7 +50,7 @@ Replicas = list[tuple[int, TensorFacts]]
 """The ranks that hold the same part of a tensor."""
 
 
-def _replicas(view: View, facts: Replicas, coordinates: Mapping[int, Mapping[str, int]]) -> Iterator[Replicas]:
+def replica_sets(view: View, facts: Replicas, coordinates: Mapping[int, Mapping[str, int]]) -> Iterator[Replicas]:
     """Return the sets of two or more ranks that hold the same part of a tensor."""
     reference = view.evidence.reference
     unsharded = reference.inventory.by_name.get(facts[0][1].name) if reference is not None else None
@@ -82,7 +82,7 @@ def _model_part(
     return tuple(sorted((dim, index) for dim, index in place.items() if dim not in known))
 
 
-def _model_coordinates(view: View) -> dict[int, dict[str, int]]:
+def model_coordinates(view: View) -> dict[int, dict[str, int]]:
     """Return each rank's coordinates on the dimensions that split the model, in all meshes."""
     return {
         rank: {dim: index for dim, index in place.items() if splits_model(dim)}

@@ -132,6 +132,11 @@ def update_limits(view: View, field: str = "updates") -> Limits:
     return _limits(view, "update_parity", UPDATE_TOLERANCE, field)
 
 
+def buffer_limits(view: View, field: str = "buffers") -> Limits:
+    """Return the limits of buffers in this ``field`` of the noise: "first_buffers" or "buffers"."""
+    return _limits(view, "buffers_follow_training", UPDATE_TOLERANCE, field)
+
+
 def _limits(view: View, check_id: str, by_dtype: Mapping[str, float], field: str) -> Limits:
     noise = _noise(view, check_id)
     if noise is None:

@@ -45,6 +45,7 @@ BEFORE_UPDATES = (
     "tied_weights_stay_tied",
     "every_trainable_moves",
     "replicas_stay_equal",
+    "buffers_follow_training",
 )
 """Checks whose failure makes later steps differ."""
 OLDER_EVIDENCE = "this evidence is older than the check; run the test again"

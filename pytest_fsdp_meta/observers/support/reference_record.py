@@ -20,11 +20,12 @@ if TYPE_CHECKING:
 
 RECORDS = (
     *("values", "gradients", "clipped", "first_updated", "second_gradients", "late", "updated", "accumulated"),
-    *("beside", "updated_beside"),
+    *("first_buffers", "buffers", "beside", "updated_beside"),
 )
 """Records of the reference: weights; gradients of the first step, the same as the author's function clips them, weights
-after it; gradients of the second step; weights before the last step, and after it; mean gradients of micro-batches; and
-what is kept beside the model before the first step, and after the last.
+after it; gradients of the second step; weights before the last step, and after it; mean gradients of micro-batches; the
+buffers that have changed after the first step, and after the last one; and what is kept beside the model before the
+first step, and after the last.
 """
 STEP_GRADIENTS = ("gradients", "second_gradients")
 """The records of the gradients of the first steps, in order."""

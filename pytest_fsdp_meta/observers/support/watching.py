@@ -26,6 +26,16 @@ class Watcher(Protocol):
     def after(self, func: Any, args: Sequence[Any], out: Any) -> None: ...
 
 
+class DTensorDraws:
+    """Notes whether torch draws numbers for DTensors: it then knows the whole tensor, and the part of each rank."""
+
+    def __init__(self) -> None:
+        self.seen = False
+
+    def note(self, func: Any) -> None:
+        self.seen = self.seen or torch.Tag.nondeterministic_seeded in func.tags
+
+
 class _Watching(TorchDispatchMode):  # type: ignore[misc]
     """Call the watchers around each operation, which itself runs unchanged.
 
@@ -36,9 +46,10 @@ class _Watching(TorchDispatchMode):  # type: ignore[misc]
     # Without this attribute, flex attention and other higher-order operators refuse to run.
     supports_higher_order_operators = True
 
-    def __init__(self, watchers: Sequence[Watcher]) -> None:
+    def __init__(self, watchers: Sequence[Watcher], draws: DTensorDraws | None) -> None:
         super().__init__()
         self._watchers = watchers
+        self._draws = draws
         self.over = False
 
     @classmethod
@@ -51,6 +62,8 @@ class _Watching(TorchDispatchMode):  # type: ignore[misc]
         if self.over or not is_operator(func):
             return func(*args, **kwargs)
         if any(issubclass(kind, DTensor) for kind in types):
+            if self._draws is not None:
+                self._draws.note(func)
             return NotImplemented  # DTensor runs first, and dispatches plain tensors and collectives to this mode
         for watcher in self._watchers:
             watcher.before(func, args, kwargs)
@@ -61,18 +74,21 @@ class _Watching(TorchDispatchMode):  # type: ignore[misc]
 
 
 @contextmanager
-def watching(*watchers: Watcher) -> Iterator[None]:
-    """Call the watchers for every operation of the block, also in threads that the block starts."""
-    if not watchers:
+def watching(*watchers: Watcher, draws: DTensorDraws | None = None) -> Iterator[None]:
+    """Call the watchers for every operation of the block, also in threads that the block starts.
+
+    Of an operation on a DTensor they see what it runs on local tensors; ``draws`` sees the operation itself.
+    """
+    if not watchers and draws is None:
         yield
         return
-    mode, run = _Watching(watchers), threading.Thread.run
+    mode, run = _Watching(watchers, draws), threading.Thread.run
     thread_modes: list[_Watching] = []
 
     def run_watched(thread: threading.Thread) -> None:
         # A mode is active in one thread only, and loaders read with thread pools. A pool may outlive the block, and
         # leaving a mode sets flags that all threads share: so the mode stays on, and does nothing after the block.
-        thread_modes.append(_Watching(watchers))
+        thread_modes.append(_Watching(watchers, draws))
         thread_modes[-1].__enter__()
         run(thread)
 

@@ -1,0 +1,125 @@
+"""Buffers that training changes, on real ranks: what rounds differently and what accumulates is no finding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from fixtures.forms_buffers import (
+    alone,
+    load_tracked,
+    mean_of_ranks,
+    routed_subject,
+    step_in_pieces,
+    sum_of_ranks,
+    tracked,
+    tracked_subject,
+)
+from pytest_fsdp_meta import Subject
+from pytest_fsdp_meta.catalogue import Verdict, built_in, judge
+from pytest_fsdp_meta.evidence import Evidence
+from pytest_fsdp_meta.loader.call import Call
+from pytest_fsdp_meta.trial import Trial
+from pytest_fsdp_meta.worlds import Rank, WorldSpec
+from tests.world_help import trial_preload
+
+CHECKS = ("buffers_follow_training", "replicas_stay_equal")
+
+
+def observed(load: Callable[..., Any], ranks: int = 2) -> Evidence:
+    trial = Trial(WorldSpec({"dp_shard": ranks}, timeout=60), trial_preload(), steps=3, tolerance={})
+    return trial.observe(Call(cloudpickle.dumps(load), {}, "fsdp"), built_in().observations(CHECKS))
+
+
+def judged(evidence: Evidence) -> dict[str, Verdict]:
+    catalogue = built_in()
+    return {id: judge(catalogue[id], evidence, catalogue) for id in CHECKS}
+
+
+def in_bfloat16(fsdp: Rank) -> Subject:
+    model = tracked(mean_of_ranks)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    fully_shard(model.hidden, mesh=fsdp.mesh, mp_policy=policy)
+    fully_shard(model, mesh=fsdp.mesh, mp_policy=policy)
+    return tracked_subject(model)
+
+
+def routed_in_pieces(fsdp: Rank) -> Subject:
+    made = routed_subject(fsdp, sum_of_ranks)
+    made.train_step = step_in_pieces
+    return made
+
+
+def routed_and_checkpointed(fsdp: Rank) -> Subject:
+    made = routed_subject(fsdp, sum_of_ranks)
+    made.model.router = checkpoint_wrapper(made.model.router)
+    return made
+
+
+@pytest.mark.parametrize("load", [in_bfloat16, routed_in_pieces, routed_and_checkpointed])
+def test_right_buffers_pass(load):
+    assert {id: (v.status, v.reason) for id, v in judged(observed(load)).items()} == dict.fromkeys(
+        CHECKS, ("passed", "")
+    )
+
+
+def test_wrong_buffers_are_found_in_bfloat16_as_well():
+    def load(fsdp: Rank) -> Subject:
+        made = in_bfloat16(fsdp)
+        made.model.hidden[0].reduce = sum_of_ranks
+        return made
+
+    (found,) = judged(observed(load))["buffers_follow_training"].findings
+    assert (found.tensor, found.ranks) == ("hidden.0.mean", (0, 1))
+
+
+def test_without_a_reference_the_replicas_are_compared():
+    def load(fsdp: Rank) -> Subject:
+        made = tracked_subject(load_tracked(fsdp, alone))
+        made.reference = None
+        return made
+
+    verdicts = judged(observed(load))
+    assert [f.tensor for f in verdicts["replicas_stay_equal"].findings] == ["hidden.0.mean"]
+    assert verdicts["buffers_follow_training"].why == "not declared"
+
+
+def test_a_buffer_with_an_offset_of_each_rank_is_not_a_replica():
+    """Only the checks of loaded values say that it differs from the reference's."""
+
+    def load(fsdp: Rank) -> Subject:
+        model = load_tracked(fsdp, mean_of_ranks)
+        model.hidden[0].forwards += 100 * fsdp.rank
+        return tracked_subject(model)
+
+    assert [id for id, verdict in judged(observed(load)).items() if verdict.findings] == []
+
+
+def test_only_what_changed_is_recorded():
+    def load(fsdp: Rank) -> Subject:
+        model = load_tracked(fsdp, mean_of_ranks)
+        model.register_buffer("constant", torch.ones(3))
+        made = tracked_subject(model)
+        made.reference = build_with_constant
+        return made
+
+    evidence = observed(load)
+    for run in evidence.training:
+        assert {c.name for c in run.buffers.first} == {c.name for c in run.buffers.last}
+        assert {c.name for c in run.buffers.last} == {"hidden.0.mean", "hidden.0.forwards"}
+        assert run.buffers.forwards == 0
+    pieces = observed(routed_in_pieces).training[0].buffers
+    assert pieces.forwards == 6
+
+
+def build_with_constant() -> nn.Module:
+    model = tracked()
+    model.register_buffer("constant", torch.ones(3))
+    return model
