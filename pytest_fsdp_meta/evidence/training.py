@@ -206,6 +206,8 @@ class RankTraining:
     """The dtype in which the loss was returned; empty in stored evidence that is older than this field."""
     batches: tuple[str, ...] = ()
     """A hash of the global batch of each step."""
+    backwards: tuple[int, ...] = ()
+    """How many backwards each step ran; empty in stored evidence that is older than this field."""
     gradients: tuple[Comparison, ...] = ()
     parameters: tuple[Comparison, ...] = ()
     unreduced: bool = False

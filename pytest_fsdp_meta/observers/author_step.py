@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from numbers import Real
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -20,10 +22,10 @@ from pytest_fsdp_meta.text import counted
 
 def run_author_step(
     subject: Subject, optimizer: Optimizer, rows: dict[str, Any], number: int, observe: Callable[[], None]
-) -> Tensor | float:
-    """Call ``Subject(train_step=...)``, which has to step the optimizer once, and return the loss of step ``number``.
+) -> tuple[Tensor | float, int]:
+    """Call ``Subject(train_step=...)`` for step ``number``; return the loss and how many backwards it ran.
 
-    ``observe`` is called when the optimizer steps, before its own hooks.
+    It has to step the optimizer once. ``observe`` is called when it does, before the optimizer's own hooks.
     """
     assert subject.train_step is not None
     # A framework's step goes through its own wrapper, if the loader built one.
@@ -34,7 +36,8 @@ def run_author_step(
     def before_step(*_: Any) -> None:
         errors.append(None if errors else _error_of(observe))
 
-    with before_other_step_hooks(optimizer, before_step), _train_disabled(), calling_field("train_step"):
+    hooked = before_other_step_hooks(optimizer, before_step)
+    with hooked, _train_disabled(), _backwards() as backwards, calling_field("train_step"):
         loss = subject.train_step(subject.model, handed, rows)
     if errors and errors[0] is not None:
         raise errors[0]
@@ -45,7 +48,7 @@ def run_author_step(
     if not isinstance(loss, Real) and not (isinstance(loss, Tensor) and loss.numel() == 1):
         shown = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
         raise SubjectError("train_step", f"it returned {shown}, but should return the loss, a number")
-    return loss if isinstance(loss, Tensor) else float(loss)
+    return loss if isinstance(loss, Tensor) else float(loss), len(backwards)
 
 
 _HINTS = {
@@ -62,6 +65,33 @@ def _error_of(observe: Callable[[], None]) -> Exception | None:
     except Exception as error:
         return error
     return None
+
+
+@contextmanager
+def _backwards() -> Iterator[list[None]]:
+    """Yield a list with one entry for each backward so far.
+
+    A backward inside of another one, as reentrant activation checkpointing runs it, does not count.
+    """
+    original, found, running = torch.autograd.backward, list[None](), list[None]()
+
+    @wraps(original)
+    def backward(*args: Any, **kwargs: Any) -> None:
+        outermost = not running
+        if outermost:
+            found.append(None)
+            running.append(None)
+        try:
+            original(*args, **kwargs)
+        finally:
+            if outermost:
+                running.clear()
+
+    torch.autograd.backward = backward  # Tensor.backward() looks it up here as well
+    try:
+        yield found
+    finally:
+        torch.autograd.backward = original
 
 
 @contextmanager

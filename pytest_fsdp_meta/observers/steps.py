@@ -29,6 +29,7 @@ class TrainingRun:
     labels: list[tuple[int, int]] = field(default_factory=list)
     """Results of ``count_labels``."""
     loss_dtype: str = ""
+    backwards: list[int] = field(default_factory=list)
 
 
 class StepObserver:
@@ -82,7 +83,8 @@ def train(
             run.labels.append(count_labels(rows))
             torch.manual_seed(SEED + step)
             with observer.around(number):
-                loss = step_of(subject, optimizer, rows, number, observer)
+                loss, backwards = step_of(subject, optimizer, rows, number, observer)
+            run.backwards.append(backwards)
             run.losses.append(scalar(loss) if isinstance(loss, Tensor) else loss)
             run.loss_dtype = str(loss.dtype).removeprefix("torch.") if isinstance(loss, Tensor) else UNKNOWN_DTYPE
             if optimizer is not None:
@@ -94,7 +96,8 @@ def train(
 
 def _plain_step(
     subject: Subject, optimizer: Optimizer | None, rows: dict[str, Any], number: int, observer: StepObserver
-) -> Tensor:
+) -> tuple[Tensor, int]:
+    """Return the loss, and how many backwards ran."""
     with torch.set_grad_enabled(optimizer is not None):
         loss = observer.loss_of(subject, rows)
     if optimizer is not None:
@@ -106,12 +109,12 @@ def _plain_step(
         observer.after_backward(number)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    return loss.detach()
+    return loss.detach(), int(optimizer is not None)
 
 
 def _author_step(
     subject: Subject, optimizer: Optimizer | None, rows: dict[str, Any], number: int, observer: StepObserver
-) -> Tensor | float:
+) -> tuple[Tensor | float, int]:
     assert optimizer is not None
     with observer.during_forwards():
         return run_author_step(subject, optimizer, rows, number, partial(observer.after_backward, number))

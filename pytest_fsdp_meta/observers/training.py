@@ -80,6 +80,7 @@ def observe_training(
         losses=tuple(run.losses),
         loss_dtype=run.loss_dtype,
         batches=tuple(run.batches),
+        backwards=tuple(run.backwards),
         data_parallel=data_parallel,
         gradients=seen.gradients,
         parameters=seen.updates("updated"),

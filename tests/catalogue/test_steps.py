@@ -518,3 +518,42 @@ def test_a_hook_that_does_not_run_once_more():
     assert verdict(ACCUMULATION, on_runs(healthy(), None, accumulation=accumulated)).reason == (
         "a hook of the optimizer's step raises when it is called once more: IndexError: list index out of range"
     )
+
+
+# Other numbers of backwards on some ranks.
+
+
+def uneven(evidence: Evidence, *numbers: tuple[int, ...]) -> Evidence:
+    for rank, backwards in enumerate(numbers):
+        evidence = on_runs(evidence, [rank], backwards=backwards)
+    return evidence
+
+
+@pytest.mark.parametrize(
+    ("id", "wrong"),
+    [
+        (PARITY, remeasured(healthy(), MIDDLE, apart=1.0)),
+        (PARITY, remeasured(healthy(), MIDDLE, factor=7.0)),
+        (SECOND, second_step(healthy(), apart=1.0)),
+        (LOSS, on_runs(healthy(), None, losses=(2.5, 2.0, 1.5))),
+    ],
+)
+def test_other_numbers_of_backwards_are_the_cause(id, wrong):
+    found = verdict(id, uneven(wrong, (2, 1), (1, 1)))
+    assert found.status == "failed"
+    assert found.findings[0].cause.startswith(
+        "Subject(train_step=...) ran 2 backwards on rank 0 and 1 backward on rank 1 in step 0, but should run the same"
+    )
+    assert "Subject(train_step=...)" not in verdict(id, uneven(wrong, (2, 2), (2, 2))).findings[0].cause
+    assert "Subject(train_step=...)" not in verdict(id, uneven(wrong, (2, 2), ())).findings[0].cause
+
+
+def test_numbers_of_later_backwards_explain_no_earlier_gradient():
+    found = verdict(PARITY, uneven(remeasured(healthy(), MIDDLE, apart=1.0), (1, 2), (1, 1)))
+    assert "Subject(train_step=...)" not in found.findings[0].cause
+    later = verdict(SECOND, uneven(second_step(healthy(), apart=1.0), (1, 2), (1, 1)))
+    assert "in step 1" in later.findings[0].cause
+
+
+def test_other_numbers_of_backwards_with_the_right_result_pass():
+    assert {verdict(id, uneven(healthy(), (2, 1), (1, 1))).status for id in (PARITY, SECOND, LOSS)} == {"passed"}

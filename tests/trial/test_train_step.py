@@ -9,8 +9,9 @@ from typing import Any
 import cloudpickle
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from pytest_fsdp_meta import Subject
 from pytest_fsdp_meta.catalogue import Verdict, built_in, judge
@@ -47,9 +48,11 @@ def load(fsdp: Rank, **declared: Any) -> Subject:
     return Subject(model, **{"reference": build, "batch": batch, "loss": loss, "optimizer": adam, **declared})
 
 
-def judged(train_step: Any, checks: Iterable[str] = TRAINING, **declared: Any) -> dict[str, Verdict]:
+def judged(
+    train_step: Any, checks: Iterable[str] = TRAINING, timeout: float = 60, **declared: Any
+) -> dict[str, Verdict]:
     catalogue = built_in()
-    trial = Trial(WorldSpec({"dp_shard": 2}, timeout=60), trial_preload(), steps=3, tolerance={})
+    trial = Trial(WorldSpec({"dp_shard": 2}, timeout=timeout), trial_preload(), steps=3, tolerance={})
     function = partial(load, train_step=train_step, **declared)
     evidence = trial.observe(Call(cloudpickle.dumps(function), {}, "fsdp"), catalogue.observations(checks))
     return {id: judge(catalogue[id], evidence, catalogue) for id in checks}
@@ -208,3 +211,54 @@ def test_an_error_of_an_observer_is_not_the_steps():
     found = judged(plain_step, ["grad_norm_parity"], clip_grad_norm=clip)["grad_norm_parity"]
     assert found.status == "error"
     assert "raised ArithmeticError in Subject(clip_grad_norm=...): no norm" in found.reason
+
+
+# Other numbers of backwards on some ranks.
+
+
+def uneven(divide: bool, closes: bool) -> Any:
+    """Return a step with two micro-batches on rank 0 and one on rank 1.
+
+    Without ``closes``, nothing is gathered again for the second micro-batch, so that no collective is left over.
+    """
+
+    def step(model, optimizer, batch):
+        parts = batch["input"].chunk(2 - dist.get_rank())
+        model.set_reshard_after_forward(closes)
+        model.set_reshard_after_backward(closes)
+        total = 0.0
+        for number, part in enumerate(parts):
+            model.set_requires_gradient_sync(number == len(parts) - 1)
+            found = loss(model, {"input": part}) / (len(parts) if divide else 1)
+            found.backward()
+            total += found.item()
+        model.reshard()
+        for module in model:
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        optimizer.step()
+        optimizer.zero_grad()
+        return total / (1 if divide else len(parts))
+
+    return step
+
+
+def test_ranks_may_run_other_numbers_of_backwards_if_the_result_is_right():
+    found = judged(uneven(divide=True, closes=False), ["loss_parity", "grad_parity", "update_parity"])
+    assert {one.status for one in found.values()} == {"passed"}, found
+
+
+def test_other_numbers_of_backwards_are_named_as_the_cause():
+    found = judged(uneven(divide=False, closes=False), ["grad_parity"])["grad_parity"]
+    assert found.status == "failed"
+    assert {finding.cause.partition(", but")[0] for finding in found.findings} == {
+        "Subject(train_step=...) ran 2 backwards on rank 0 and 1 backward on rank 1 in step 0"
+    }
+
+
+def test_a_rank_that_waits_for_a_micro_batch_of_another_is_a_hang():
+    found = judged(uneven(divide=True, closes=True), ["loss_parity"], timeout=5)["loss_parity"]
+    assert (found.status, found.reason) == ("error", "ranks 0, 1 did not answer within 5 s")
+    assert "rank 0 waits in all_gather number 5 " in found.detail
+    assert "rank 1 waits in all_reduce number 5 " in found.detail
+    assert "mismatch: collective number 5 differs between these ranks" in found.detail

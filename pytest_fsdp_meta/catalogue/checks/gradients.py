@@ -18,6 +18,7 @@ from pytest_fsdp_meta.catalogue.diagnosis.parity import (
     EXPLAINING_CHECKS,
     comparable_training,
     describe_other_precision,
+    explain_uneven_backwards,
     require_gradients,
     require_no_other_cause,
     require_noise,
@@ -152,6 +153,8 @@ def _explain_factor(view: View, runs: Sequence[RankTraining], name: str, factor:
         return _ZERO
     number, meaning = number_of(view, runs, factor, name)
     declared = view.evidence.subject.declared
+    if not meaning and (uneven := explain_uneven_backwards(view)):
+        return uneven
     if not meaning and "train_step" in declared and "max_grad_norm" not in declared:
         return _SCALED_BY_STEP
     if not meaning:
@@ -194,6 +197,8 @@ _DIVIDE_EXPERTS = (
 
 
 def _explain_other(view: View, name: str, cases: Cases) -> Explanation:
+    if uneven := explain_uneven_backwards(view):
+        return uneven
     by_step = "train_step" in view.evidence.subject.declared
     explanation = _EXPERTS if _is_expert(view, name) else _BY_STEP if by_step else _DIFFERENT
     if _tied_only_here(view, name):
