@@ -284,8 +284,9 @@ _EXPERTS: Explanation = {
 def _unreduced_gradients(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding]:
     """Report replicated parameters that have a different gradient for each slice of the batch."""
     gradients = [{comparison.name: comparison for comparison in run.gradients} for run in runs]
-    explanation = _NOT_WRAPPED if any(run.unreduced for run in runs) else _IGNORED
-    for name in dict.fromkeys(name for by_name in gradients for name in by_name):
+    names = dict.fromkeys(name for by_name in gradients for name in by_name)
+    found: list[tuple[str, tuple[int, ...], str]] = []
+    for name in names:
         for ranks in _replicas_of_other_rows(view, runs, name):
             # Compare one rank per slice: the other ranks of a slice, such as tensor-parallel ones, may hold partial
             # sums.
@@ -296,7 +297,11 @@ def _unreduced_gradients(view: View, runs: Sequence[RankTraining]) -> Iterator[F
             # If the optimizer reduces the gradients itself, the parameters are equal after its steps.
             detail = "" if _equal_after_steps(runs, name, by_rank) else _describe_spread(by_rank)
             if detail and view.judgeable(name):
-                yield Finding(name, ranks, *_UNREDUCED, detail, **explanation)
+                found.append((name, ranks, detail))
+    every = len(names) > 1 and names.keys() == {name for name, _, _ in found}
+    explanation = _NOT_WRAPPED if any(run.unreduced for run in runs) else _BYPASSED if every else _IGNORED
+    for name, ranks, detail in found:
+        yield Finding(name, ranks, *_UNREDUCED, detail, **explanation)
 
 
 def _equal_after_steps(runs: Sequence[RankTraining], name: str, ranks: Iterable[int]) -> bool:
@@ -339,6 +344,11 @@ _UNREDUCED = ("gradient differs between ranks", "reduced over the data-parallel 
 _IGNORED: Explanation = {
     "cause": "it is left out of FSDP and DDP (ignored_params), and nothing else reduces its gradients",
     "remedy": "shard it, or reduce its gradients after backward (mean over the data-parallel ranks)",
+}
+_BYPASSED: Explanation = {
+    "cause": "nothing reduces the gradients of any parameter over these ranks: the forward bypasses the wrapper "
+    "(model.module(...)), or its reduction is off (no_sync(), set_requires_all_reduce(False))",
+    "remedy": "call the wrapped model itself, and turn the reduction on for the last backward before each step",
 }
 _NOT_WRAPPED: Explanation = {
     "cause": "all parameters are plain tensors and no DDP wraps the model, so nothing reduces their gradients",
