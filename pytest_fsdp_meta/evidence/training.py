@@ -225,6 +225,8 @@ class RankTraining:
     optimizer: OptimizerFacts | None = None
     movements: tuple[Movement, ...] = ()
     accumulation: Accumulation | None = None
+    unclipped: tuple[Comparison, ...] = ()
+    """The gradients of one more step of the author's on the first batch, if they are too small to be clipped."""
     clipped: Clipping | None = None
     """None if the author declares no function that clips, or no reference to compare with."""
     second: SecondStep | None = None

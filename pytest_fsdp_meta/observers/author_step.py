@@ -21,11 +21,17 @@ from pytest_fsdp_meta.text import counted
 
 
 def run_author_step(
-    subject: Subject, optimizer: Optimizer, rows: dict[str, Any], number: int, observe: Callable[[], None]
+    subject: Subject,
+    optimizer: Optimizer,
+    rows: dict[str, Any],
+    number: int,
+    observe: Callable[[], None],
+    gradient_scale: float = 1.0,
 ) -> tuple[Tensor | float, int]:
     """Call ``Subject(train_step=...)`` for step ``number``; return the loss and how many backwards it ran.
 
-    It has to step the optimizer once. ``observe`` is called when it does, before the optimizer's own hooks.
+    It has to step the optimizer once. ``observe`` is called when it does, before the optimizer's own hooks. All
+    gradients are multiplied by ``gradient_scale``.
     """
     assert subject.train_step is not None
     # A framework's step goes through its own wrapper, if the loader built one.
@@ -37,7 +43,7 @@ def run_author_step(
         errors.append(None if errors else _error_of(observe))
 
     hooked = before_other_step_hooks(optimizer, before_step)
-    with hooked, _train_disabled(), _backwards() as backwards, calling_field("train_step"):
+    with hooked, _train_disabled(), _backwards(gradient_scale) as backwards, calling_field("train_step"):
         loss = subject.train_step(subject.model, handed, rows)
     if errors and errors[0] is not None:
         raise errors[0]
@@ -68,21 +74,23 @@ def _error_of(observe: Callable[[], None]) -> Exception | None:
 
 
 @contextmanager
-def _backwards() -> Iterator[list[None]]:
-    """Yield a list with one entry for each backward so far.
+def _backwards(scale: float) -> Iterator[list[None]]:
+    """Yield a list with one entry for each backward so far, and multiply the gradients of each by ``scale``.
 
-    A backward inside of another one, as reentrant activation checkpointing runs it, does not count.
+    A backward inside of another one, as reentrant activation checkpointing runs it, continues that one.
     """
     original, found, running = torch.autograd.backward, list[None](), list[None]()
 
     @wraps(original)
-    def backward(*args: Any, **kwargs: Any) -> None:
+    def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
         outermost = not running
         if outermost:
             found.append(None)
             running.append(None)
+            if scale != 1.0:
+                tensors, grad_tensors = _scaled(tensors, grad_tensors, scale)
         try:
-            original(*args, **kwargs)
+            original(tensors, grad_tensors, *args, **kwargs)
         finally:
             if outermost:
                 running.clear()
@@ -92,6 +100,14 @@ def _backwards() -> Iterator[list[None]]:
         yield found
     finally:
         torch.autograd.backward = original
+
+
+def _scaled(tensors: Any, grad_tensors: Any, scale: float) -> tuple[list[Any], list[Any]]:
+    """Return the arguments of a backward whose gradients are ``scale`` times those of the given arguments."""
+    roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    given = [grad_tensors] if isinstance(grad_tensors, Tensor) else list(grad_tensors or [None] * len(roots))
+    pairs = zip(roots, given, strict=True)
+    return roots, [torch.full_like(root, scale) if own is None else own * scale for root, own in pairs]
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.optim import Optimizer
 
 from pytest_fsdp_meta.evidence import RankInventory, ReferenceFacts, Region, TensorFacts
 from pytest_fsdp_meta.loader.subject import Subject, SubjectError
@@ -140,9 +141,10 @@ def train_reference(
     run = train(subject, rank.device, range(steps), (0, 1), optimizer, first)
     after = _inventory(model, ())
     first.record("updated", parameters_of(model))
-    if optimizer is not None and not indivisible_batch(subject, data_parallel_size):
-        accumulate(subject, rank.device, union_of_ranks(data_parallel_size))
-        finish_gradients(optimizer)  # the ranks call the same hooks, and report that they raise
+    if optimizer is not None and (
+        subject.max_grad_norm is not None or not indivisible_batch(subject, data_parallel_size)
+    ):
+        accumulate_as_ranks(subject, optimizer, data_parallel_size)
         first.record("accumulated", whole_gradients(model))
     restore(model, Record(record_at(folder, "values")))
     rerun = train(subject, rank.device, range(steps), (0, 1), make_optimizer(subject))
@@ -162,6 +164,15 @@ def train_reference(
         reached_later=tuple(first.reached_later),
         idle=first.idle or (),
     )
+
+
+def accumulate_as_ranks(subject: Subject, optimizer: Optimizer, data_parallel_size: int) -> None:
+    """Accumulate the mean gradient of the first batch: over micro-batches, unless the author's step has its own."""
+    if subject.max_grad_norm is not None:
+        accumulate(subject, current().device, [[(0, 1)]])
+        return
+    accumulate(subject, current().device, union_of_ranks(data_parallel_size))
+    finish_gradients(optimizer)  # the ranks call the same hooks, and report that they raise
 
 
 class _RecordedSteps(StepObserver):

@@ -35,8 +35,11 @@ class TrainingRun:
 class StepObserver:
     """Looks at the steps of ``train``, numbered from 0; this one sees nothing.
 
-    If the author declares the whole step, ``during_forwards`` replaces ``loss_of``.
+    If the author declares the whole step, ``during_forwards`` replaces ``loss_of``, and all gradients are multiplied by
+    ``gradient_scale``.
     """
+
+    gradient_scale = 1.0
 
     def around(self, step: int) -> AbstractContextManager[None]:
         """Return a context for the forward, the backward and the optimizer's step."""
@@ -117,4 +120,5 @@ def _author_step(
 ) -> tuple[Tensor | float, int]:
     assert optimizer is not None
     with observer.during_forwards():
-        return run_author_step(subject, optimizer, rows, number, partial(observer.after_backward, number))
+        look = partial(observer.after_backward, number)
+        return run_author_step(subject, optimizer, rows, number, look, observer.gradient_scale)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -93,6 +94,7 @@ def observe_training(
         optimizer=held,
         movements=seen.movements(optimizer, noise),
         accumulation=_observe_accumulation(subject, rank, data_parallel, seen.records, optimizer),
+        unclipped=_observe_unclipped(subject, rank, data_parallel, seen.records, optimizer),
         clipped=seen.clipped,
         second=seen.second,
         late=seen.late,
@@ -238,6 +240,39 @@ def _observe_accumulation(
     subject.model.zero_grad(set_to_none=True)
     reshard(subject.model)
     return accumulated
+
+
+class _Unclipped(StepObserver):
+    """The gradients of a step that are too small to be clipped, compared with the reference's."""
+
+    gradient_scale = 2.0**-10  # a power of two, so that scaling rounds nothing
+
+    def __init__(self, model: Module, record: Record) -> None:
+        self._model = model
+        self._record = record
+        self.gradients: tuple[Comparison, ...] = ()
+
+    def after_backward(self, step: int) -> None:
+        parts = gradients_of(self._model)
+        whole = ((name, replace(part, local=local_part(part.local) / self.gradient_scale)) for name, part in parts)
+        self.gradients = compare_gradients(whole, self._record)
+
+
+def _observe_unclipped(
+    subject: Subject,
+    rank: Rank,
+    data_parallel: tuple[int, int],
+    records: Mapping[str, Record],
+    optimizer: Optimizer | None,
+) -> tuple[Comparison, ...]:
+    """Let the author's step train on the first batch once more, so that clipping hides no wrong scale."""
+    clips = subject.train_step is not None and subject.max_grad_norm is not None
+    if optimizer is None or not clips or "accumulated" not in records:
+        return ()
+    seen = _Unclipped(subject.model, records["accumulated"])
+    train(subject, rank.device, range(1), data_parallel, optimizer, seen)
+    reshard(subject.model)
+    return seen.gradients
 
 
 def _is_unreduced(model: Module) -> bool:

@@ -557,3 +557,48 @@ def test_numbers_of_later_backwards_explain_no_earlier_gradient():
 
 def test_other_numbers_of_backwards_with_the_right_result_pass():
     assert {verdict(id, uneven(healthy(), (2, 1), (1, 1))).status for id in (PARITY, SECOND, LOSS)} == {"passed"}
+
+
+# A wrong scale that clipping hides.
+
+
+def unclipped(factor: float, apart: float = 0.0, evidence: Evidence | None = None) -> Evidence:
+    """Return evidence of a step whose gradients before clipping are ``factor`` times the reference's."""
+    evidence = evidence or healthy()
+    runs = (
+        replace(
+            run,
+            unclipped=tuple(replace(c, measure=measured(c.elements, factor, apart)) for c in run.gradients),
+        )
+        for run in evidence.training or ()
+    )
+    return replace(evidence, training=tuple(runs))
+
+
+@pytest.mark.parametrize(("factor", "text"), [(2.0, "2"), (0.5, "1/2"), (0.25, "1/4"), (3.3, "3.3"), (1.1, "1.1")])
+def test_a_scale_that_clipping_hides(factor, text):
+    found = verdict(PARITY, unclipped(factor))
+    detail = "the clipped ones are equal, as long as their norm exceeds the bound"
+    assert findings_of(found) == [
+        (None, (0, 1), f"gradients before clipping are {text} times the reference's", "equal", detail)
+    ]
+    assert found.findings[0].cause.startswith("train_step scales its loss once too often or too rarely")
+
+
+@pytest.mark.parametrize(
+    "evidence",
+    [
+        unclipped(1.0),
+        unclipped(1.02),
+        unclipped(1.2, apart=1.0),  # as far off in direction: a loss that scales its own gradient, or noise
+        unclipped(math.nan),
+        unclipped(2.0, evidence=remeasured(healthy(), MIDDLE, apart=1.0, observed="parameters")),
+    ],
+)
+def test_gradients_before_clipping_that_are_right_or_differ_in_direction(evidence):
+    assert verdict(PARITY, evidence).status == "passed"
+
+
+def test_a_wrong_gradient_is_not_reported_again_as_one_before_clipping():
+    found = verdict(PARITY, unclipped(2.0, evidence=remeasured(healthy(), MIDDLE, factor=2.0)))
+    assert [finding.tensor for finding in found.findings] == [MIDDLE]

@@ -55,3 +55,30 @@ def test_a_backward_that_raises_leaves_nothing_behind():
         return in_parts(model, optimizer, batch)
 
     assert backwards_of(step) == 3
+
+
+@pytest.mark.parametrize("step", [in_parts, by_the_function, with_checkpointing])
+def test_gradients_can_be_scaled(step):
+    def gradient(scale: float) -> torch.Tensor:
+        torch.manual_seed(0)
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        subject = Subject(model, train_step=step)
+        run_author_step(subject, optimizer, {"input": torch.ones(2, 2)}, 0, lambda: None, scale)
+        assert model.weight.grad is not None
+        return model.weight.grad
+
+    assert torch.equal(gradient(0.25), gradient(1.0) / 4)
+
+
+def test_gradients_that_are_given_to_a_backward_are_scaled():
+    def step(model, optimizer, batch):
+        output = model(batch["input"])
+        output.backward(torch.full_like(output, 3.0))
+        optimizer.step()
+        return 0.0
+
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    run_author_step(Subject(model, train_step=step), optimizer, {"input": torch.ones(2, 2)}, 0, lambda: None, 0.5)
+    assert model.bias.grad.tolist() == [3.0, 3.0]

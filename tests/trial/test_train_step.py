@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from pytest_fsdp_meta import Subject
 from pytest_fsdp_meta.catalogue import Verdict, built_in, judge
@@ -211,6 +211,45 @@ def test_an_error_of_an_observer_is_not_the_steps():
     found = judged(plain_step, ["grad_norm_parity"], clip_grad_norm=clip)["grad_norm_parity"]
     assert found.status == "error"
     assert "raised ArithmeticError in Subject(clip_grad_norm=...): no norm" in found.reason
+
+
+# A wrong scale that clipping hides.
+
+
+def clipping(scale: float = 1.0) -> Any:
+    def step(model, optimizer, batch):
+        found = loss(model, batch)
+        (found * scale).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        optimizer.step()
+        optimizer.zero_grad()
+        return found
+
+    return step
+
+
+@pytest.mark.parametrize(("scale", "text"), [(0.5, "1/2"), (2.0, "2"), (0.3, "0.3")])
+def test_gradients_that_were_scaled_before_clipping(scale, text):
+    checks = ("grad_parity", "update_parity", "loss_parity")
+    found = judged(clipping(scale), checks, max_grad_norm=0.01)
+    assert [one.status for one in found.values()] == ["failed", "passed", "passed"], found
+    [finding] = found["grad_parity"].findings
+    assert (finding.tensor, finding.actual) == (None, f"gradients before clipping are {text} times the reference's")
+
+
+def test_gradients_that_are_clipped_in_another_precision_have_no_wrong_scale():
+    def in_bfloat16(fsdp):
+        model = build()
+        for module in model:
+            fully_shard(module, mesh=fsdp.mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+        fully_shard(model, mesh=fsdp.mesh)
+        declared = {"reference": build, "batch": batch, "loss": loss, "optimizer": adam}
+        return Subject(model, train_step=clipping(), max_grad_norm=0.01, **declared)
+
+    catalogue = built_in()
+    trial = Trial(WorldSpec({"dp_shard": 2}, timeout=60), trial_preload(), steps=3, tolerance={})
+    evidence = trial.observe(Call(cloudpickle.dumps(in_bfloat16), {}, "fsdp"), catalogue.observations(["grad_parity"]))
+    assert judge(catalogue["grad_parity"], evidence, catalogue).status == "passed"
 
 
 # Other numbers of backwards on some ranks.

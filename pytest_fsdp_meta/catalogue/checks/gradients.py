@@ -13,7 +13,7 @@ from pytest_fsdp_meta.catalogue.diagnosis.limits import (
     relative_errors,
     update_limits,
 )
-from pytest_fsdp_meta.catalogue.diagnosis.multiples import ROUNDING, SLIGHT, multiple, number_of
+from pytest_fsdp_meta.catalogue.diagnosis.multiples import ROUNDING, SLIGHT, multiple, number_of, whole
 from pytest_fsdp_meta.catalogue.diagnosis.parity import (
     EXPLAINING_CHECKS,
     comparable_training,
@@ -31,6 +31,10 @@ from pytest_fsdp_meta.catalogue.view import View, ranks_by
 from pytest_fsdp_meta.evidence import Comparison, RankTraining, TensorFacts, splits_experts
 from pytest_fsdp_meta.evidence.tolerances import GRADIENT_TOLERANCE
 
+SCALED = 0.05
+"""Fraction: gradients before clipping that are off by less have no wrong scale."""
+FAR = 3
+"""How many times farther from 1 the factor of all gradients is than their direction is off, so that it is no noise."""
 NOISE = 1e-7
 """Largest element of a gradient that is zero but for rounding, such as that of an attention key's bias."""
 
@@ -67,6 +71,28 @@ def grad_parity(view: View) -> Iterable[Finding]:
     elif not unreduced:
         require_gradients(view)
         require_noise(view, GRADIENT_TOLERANCE, relative_errors(c for run in runs for c in run.gradients))
+        yield from _scaled_before_clipping(view, runs)
+
+
+def _scaled_before_clipping(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding]:
+    """Report gradients that train_step clips, and that were the same multiple of the reference's before.
+
+    Clipping hides it while the norm exceeds the bound. Weights that have moved otherwise have other gradients.
+    """
+    measures = [c.measure for run in runs for c in run.unclipped if c.measure is not None and view.judgeable(c.name)]
+    updates = [c.measure for run in runs for c in run.parameters if c.measure is not None]
+    square, moved = (math.fsum(measure.truth**2 for measure in some) for some in (measures, updates))
+    apart = math.fsum(measure.apart**2 for measure in updates)
+    if not apart <= SCALED**2 * moved or not square > 0 or not all(math.isfinite(m.apart) for m in measures):
+        return
+    factor = math.fsum(measure.dot for measure in measures) / square
+    others = math.fsum(measure.actual**2 for measure in measures) - factor**2 * square
+    residual = math.sqrt(max(others, 0.0) / square)
+    if abs(factor - 1) > max(SCALED, FAR * residual):
+        text = whole(factor, SCALED) or f"{factor:.3g}"
+        actual = f"gradients before clipping are {text} times the reference's"
+        detail = "the clipped ones are equal, as long as their norm exceeds the bound"
+        yield Finding(None, tuple(range(len(runs))), actual, "equal", detail, **_BEFORE_CLIPPING)
 
 
 def _wrong_gradients(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding]:
@@ -261,6 +287,12 @@ _SCALED_BY_STEP: Explanation = {
     "them, and the reference does not",
     "remedy": "if train_step clips, declare Subject(max_grad_norm=<its bound>); else check loss scaling and the number "
     "of micro-batches that the loss is divided by",
+}
+_BEFORE_CLIPPING: Explanation = {
+    "cause": "train_step scales its loss once too often or too rarely: by its micro-batches, tokens or ranks, which "
+    "the loss or a framework may have done already",
+    "remedy": "scale it once: accelerate's backward() divides by gradient_accumulation_steps, FSDP and DDP average "
+    "over the ranks, and a loss that is divided by the tokens of all needs the number of ranks as a factor",
 }
 _SLIGHTLY_OFF: Explanation = {
     "cause": "the error is small: the forward differs slightly (another activation, epsilon, scale or precision), or "
