@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from numbers import Real
 from typing import Any
@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from pytest_fsdp_meta.loader.subject import Subject, SubjectError
 from pytest_fsdp_meta.observers.batches import calling_field
+from pytest_fsdp_meta.observers.joined_optimizer import parts_of_optimizer
 from pytest_fsdp_meta.observers.optimizers import built_optimizer
 from pytest_fsdp_meta.observers.support.torch_private import before_other_step_hooks
 from pytest_fsdp_meta.text import counted
@@ -35,22 +36,30 @@ def run_author_step(
     """
     assert subject.train_step is not None
     # A framework's step goes through its own wrapper, if the loader built one.
-    handed = subject.optimizer if built_optimizer(subject) is optimizer else optimizer
+    handed = optimizer if built_optimizer(subject) is None else subject.optimizer
+    parts = parts_of_optimizer(optimizer)
+    steps: list[Optimizer] = []
     errors: list[Exception | None] = []
-    """What ``observe`` raised, for each step of the optimizer."""
+    """What ``observe`` raised, once it was called."""
 
-    def before_step(*_: Any) -> None:
-        errors.append(None if errors else _error_of(observe))
+    def before_step(part: Optimizer, *_: Any) -> None:
+        steps.append(part)
+        if not errors:
+            errors.append(_error_of(observe))
 
-    hooked = before_other_step_hooks(optimizer, before_step)
-    with hooked, _train_disabled(), _backwards(gradient_scale) as backwards, calling_field("train_step"):
-        loss = subject.train_step(subject.model, handed, rows)
+    with ExitStack() as hooked, _train_disabled(), _backwards(gradient_scale) as backwards:
+        for part in parts:
+            hooked.enter_context(before_other_step_hooks(part, before_step))
+        with calling_field("train_step"):
+            loss = subject.train_step(subject.model, handed, rows)
     if errors and errors[0] is not None:
         raise errors[0]
-    if len(errors) != 1:
-        times = f"stepped the optimizer {counted(len(errors), 'time')}" if errors else "never stepped the optimizer"
-        hint = _HINTS[bool(errors)]
-        raise SubjectError("train_step", f"it {times} in step {number}, but should step it once; {hint}")
+    for part in parts:
+        if (times := sum(part is stepped for stepped in steps)) != 1:
+            which = "the optimizer" if len(parts) == 1 else f"its {type(part).__name__}"
+            done = f"stepped {which} {counted(times, 'time')}" if times else f"never stepped {which}"
+            hint = _HINTS[bool(times)]
+            raise SubjectError("train_step", f"it {done} in step {number}, but should step it once; {hint}")
     if not isinstance(loss, Real) and not (isinstance(loss, Tensor) and loss.numel() == 1):
         shown = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
         raise SubjectError("train_step", f"it returned {shown}, but should return the loss, a number")

@@ -33,6 +33,7 @@ from pytest_fsdp_meta.observers.adapters.lookup import parts_of
 from pytest_fsdp_meta.observers.batches import batch_slice, calling_field
 from pytest_fsdp_meta.observers.fingerprints import fingerprint
 from pytest_fsdp_meta.observers.inventory import memory_key, named_tensors, non_persistent, reshard
+from pytest_fsdp_meta.observers.joined_optimizer import JoinedOptimizer, parts_of_optimizer
 from pytest_fsdp_meta.observers.loading import resharded_subject
 from pytest_fsdp_meta.observers.optimizers import BY_NAME, make_optimizer
 from pytest_fsdp_meta.observers.state_dict import EXTRA_STATE
@@ -99,7 +100,7 @@ def save_all(folder: str) -> RankResumed:
     if subject.save is None:
         # torch steps an optimizer without state once, by zero gradients, before it saves or loads it; do so here, so
         # that the description has that state as well.
-        get_optimizer_state_dict(subject.model, optimizer)
+        get_optimizer_state_dict(subject.model, parts_of_optimizer(optimizer))
     held = _describe_all(subject, optimizer, _describe_model(subject))
     _save(subject, optimizer, Path(folder))
     return held
@@ -132,7 +133,7 @@ def _save(subject: Subject, optimizer: Optimizer | None, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if subject.save is not None:
         with calling_field("save"):
-            subject.save(subject.model, optimizer, folder)
+            subject.save(subject.model, _as_built(subject, optimizer), folder)
         return
     dcp.save(_torch_states(subject.model, optimizer), checkpoint_id=folder)
 
@@ -141,7 +142,7 @@ def _load(subject: Subject, optimizer: Optimizer | None, folder: Path) -> None:
     doing("loading what was saved")
     if subject.resume is not None:
         with calling_field("resume"):
-            subject.resume(subject.model, optimizer, folder)
+            subject.resume(subject.model, _as_built(subject, optimizer), folder)
         return
     states = _torch_states(subject.model, optimizer)
     # A new optimizer has state for all trainable parameters; the checkpoint has none for those without a gradient.
@@ -152,10 +153,15 @@ def _load(subject: Subject, optimizer: Optimizer | None, folder: Path) -> None:
     set_model_state_dict(subject.model, states["model"], options=StateDictOptions(strict=complete))
     if optimizer is not None:
         states["optimizer"]["state"].update(unsaved)  # torch refuses a state dict without them
-        set_optimizer_state_dict(subject.model, optimizer, states["optimizer"])
+        set_optimizer_state_dict(subject.model, parts_of_optimizer(optimizer), states["optimizer"])
         names = _first_names(subject.model)
         for parameter in [p for p in optimizer.state if names.get(id(p)) in unsaved]:
             del optimizer.state[parameter]
+
+
+def _as_built(subject: Subject, optimizer: Optimizer | None) -> Optimizer | None:
+    """Return the author's container instead of the optimizers in it, which have no state dict in common."""
+    return subject.optimizer if isinstance(optimizer, JoinedOptimizer) else optimizer
 
 
 def _pop_unsaved(state: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -172,7 +178,7 @@ def _pop_unsaved(state: dict[str, Any], folder: Path) -> dict[str, Any]:
 def _torch_states(model: Module, optimizer: Optimizer | None) -> dict[str, Any]:
     states: dict[str, Any] = {"model": get_model_state_dict(model)}
     if optimizer is not None:
-        states["optimizer"] = get_optimizer_state_dict(model, optimizer)
+        states["optimizer"] = get_optimizer_state_dict(model, parts_of_optimizer(optimizer))
     return states
 
 

@@ -31,7 +31,6 @@ from pytest_fsdp_meta.observers.gradients import gradient_norm, gradients_of
 from pytest_fsdp_meta.observers.inventory import named_tensors, take_inventory
 from pytest_fsdp_meta.observers.movement import gradient_noise, root_mean_square
 from pytest_fsdp_meta.observers.optimizers import (
-    PackedOptimizer,
     Rebuilding,
     hooks_left_out,
     make_optimizer,
@@ -283,7 +282,7 @@ def _build(field: str, recipe: Mapping[str, bytes]) -> Module:
 
 def declared_subject(model: Module, recipe: Mapping[str, bytes]) -> Subject:
     declared: dict[str, Any] = {field: pickle.loads(recipe[field]) for field in ("batch", "loss", "optimizer")}
-    if isinstance(declared["optimizer"], PackedOptimizer):
+    if isinstance(declared["optimizer"], tuple):  # of PackedOptimizer
         declared["optimizer"] = Rebuilding(declared["optimizer"], model)
     subject = Subject(model, **declared)
     subject.max_grad_norm = pickle.loads(recipe["max_grad_norm"])  # the ranks' train_step clips to it
