@@ -49,10 +49,10 @@ def load(fsdp: Rank, **declared: Any) -> Subject:
 
 
 def judged(
-    train_step: Any, checks: Iterable[str] = TRAINING, timeout: float = 60, **declared: Any
+    train_step: Any, checks: Iterable[str] = TRAINING, timeout: float = 60, steps: int = 3, **declared: Any
 ) -> dict[str, Verdict]:
     catalogue = built_in()
-    trial = Trial(WorldSpec({"dp_shard": 2}, timeout=timeout), trial_preload(), steps=3, tolerance={})
+    trial = Trial(WorldSpec({"dp_shard": 2}, timeout=timeout), trial_preload(), steps=steps, tolerance={})
     function = partial(load, train_step=train_step, **declared)
     evidence = trial.observe(Call(cloudpickle.dumps(function), {}, "fsdp"), catalogue.observations(checks))
     return {id: judge(catalogue[id], evidence, catalogue) for id in checks}
@@ -235,6 +235,20 @@ def test_gradients_that_were_scaled_before_clipping(scale, text):
     assert [one.status for one in found.values()] == ["failed", "passed", "passed"], found
     [finding] = found["grad_parity"].findings
     assert (finding.tensor, finding.actual) == (None, f"gradients before clipping are {text} times the reference's")
+
+
+def test_a_step_that_refuses_more_than_its_schedule_is_not_observed_once_more():
+    rates: list[Any] = []
+
+    def step(model, optimizer, batch):
+        if not rates:
+            rates.append(torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=2))
+        found = clipping()(model, optimizer, batch)
+        rates[0].step()
+        return found
+
+    found = judged(step, ["grad_parity"], steps=2, max_grad_norm=0.01)["grad_parity"]
+    assert found.status == "passed", found.reason
 
 
 def test_gradients_that_are_clipped_in_another_precision_have_no_wrong_scale():
