@@ -226,7 +226,10 @@ class RankTraining:
     movements: tuple[Movement, ...] = ()
     accumulation: Accumulation | None = None
     unclipped: tuple[Comparison, ...] = ()
-    """The gradients of one more step of the author's on the first batch, if they are too small to be clipped."""
+    """The gradients of one more step of the author's on the first batch, if they are too small to be clipped.
+
+    Empty if they do not follow the scale of the backward, or the author declares no bound.
+    """
     clipped: Clipping | None = None
     """None if the author declares no function that clips, or no reference to compare with."""
     second: SecondStep | None = None

@@ -107,7 +107,7 @@ class Subject:
     max_grad_norm: float | None = None
     """The norm to which ``train_step`` clips gradients. The reference clips to it as well, with ``clip_grad_norm``.
 
-    The step runs once more after the training, with gradients too small to be clipped, because clipping hides a wrong
+    The step runs twice more after the training, with gradients too small to be clipped, because clipping hides a wrong
     scale of the loss.
     """
     clip_grad_norm: Callable[[Iterable[Parameter], float], Any] | None = None

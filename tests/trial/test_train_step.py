@@ -237,6 +237,58 @@ def test_gradients_that_were_scaled_before_clipping(scale, text):
     assert (finding.tensor, finding.actual) == (None, f"gradients before clipping are {text} times the reference's")
 
 
+class Fused(torch.autograd.Function):
+    """A loss whose backward returns the gradients that the forward computed, whatever its factor is."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor) -> Tensor:
+        ctx.save_for_backward(2 * output / output.numel())
+        return output.square().mean()
+
+    @staticmethod
+    def backward(ctx: Any, factor: Tensor) -> Tensor:
+        return ctx.saved_tensors[0]
+
+
+def test_a_loss_that_ignores_the_factor_of_its_backward_has_no_wrong_scale():
+    def step(model, optimizer, batch):
+        found = Fused.apply(model(**batch))
+        found.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        optimizer.step()
+        optimizer.zero_grad()
+        return found
+
+    found = judged(step, ["grad_parity"], max_grad_norm=0.01)["grad_parity"]
+    assert found.status == "passed", found.findings
+
+
+def test_a_step_that_takes_gradients_without_a_backward_has_no_wrong_scale():
+    def step(model, optimizer, batch):
+        parameters = [p for p in model.parameters() if p.numel()]
+        found = loss(model, batch)
+        for parameter, gradient in zip(parameters, torch.autograd.grad(found, parameters), strict=True):
+            parameter.grad = gradient
+        for parameter in parameters:
+            dist.all_reduce(parameter.grad, op=dist.ReduceOp.SUM)
+            parameter.grad /= 2
+        nn.utils.clip_grad_norm_(parameters, 0.01)
+        optimizer.step()
+        optimizer.zero_grad()
+        return found
+
+    def plain(fsdp):
+        return Subject(
+            build(), reference=build, batch=batch, loss=loss, optimizer=adam, train_step=step, max_grad_norm=0.01
+        )
+
+    catalogue = built_in()
+    trial = Trial(WorldSpec({"dp_shard": 2}, timeout=60), trial_preload(), steps=3, tolerance={})
+    evidence = trial.observe(Call(cloudpickle.dumps(plain), {}, "fsdp"), catalogue.observations(["grad_parity"]))
+    found = judge(catalogue["grad_parity"], evidence, catalogue)
+    assert found.status == "passed", (found.findings, found.reason)
+
+
 def test_a_step_that_refuses_more_than_its_schedule_is_not_observed_once_more():
     rates: list[Any] = []
 

@@ -79,6 +79,8 @@ def _scaled_before_clipping(view: View, runs: Sequence[RankTraining]) -> Iterato
 
     Clipping hides it while the norm exceeds the bound. Weights that have moved otherwise have other gradients.
     """
+    if not all(run.unclipped for run in runs):
+        return  # undeclared, or gradients that do not follow the scale of the backward on some rank
     measures = [c.measure for run in runs for c in run.unclipped if c.measure is not None and view.judgeable(c.name)]
     updates = [c.measure for run in runs for c in run.parameters if c.measure is not None]
     square, moved = (math.fsum(measure.truth**2 for measure in some) for some in (measures, updates))
