@@ -22,7 +22,7 @@ from conformance.matrix_pages import render_markdown, render_svg
 from fixtures.conforming import load_conforming
 from fixtures.defects import DEFECTS
 from fixtures.forms import FORMS
-from fixtures.systems import PAIRS
+from fixtures.reports import PAIRS
 from fixtures.tiny import CHECKPOINTS, save_tiny
 from pytest_fsdp_meta.catalogue import built_in
 

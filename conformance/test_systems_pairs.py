@@ -1,4 +1,4 @@
-"""Pull requests of the five systems: the repaired loader is clean, the defective one fails exactly its own checks.
+"""Pull requests of the five systems, and reports: the repaired loader is clean, the defective one fails its checks.
 
 Defective loaders that a single check catches are in ``DEFECTS``, and tested by test_defects.py.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from fixtures.systems import PAIRS
+from fixtures.reports import PAIRS
 from pytest_fsdp_meta.reports.terminal import describe_failure
 
 pytestmark = pytest.mark.slow

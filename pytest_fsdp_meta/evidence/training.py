@@ -224,6 +224,8 @@ class RankTraining:
     """The dtype in which the loss was returned; empty in stored evidence that is older than this field."""
     batches: tuple[str, ...] = ()
     """A hash of the global batch of each step."""
+    backwards: tuple[int, ...] = ()
+    """How many backwards each step ran; empty in stored evidence that is older than this field."""
     gradients: tuple[Comparison, ...] = ()
     parameters: tuple[Comparison, ...] = ()
     unreduced: bool = False
@@ -241,6 +243,11 @@ class RankTraining:
     optimizer: OptimizerFacts | None = None
     movements: tuple[Movement, ...] = ()
     accumulation: Accumulation | None = None
+    unclipped: tuple[Comparison, ...] = ()
+    """The gradients of one more step of the author's on the first batch, if they are too small to be clipped.
+
+    Empty if they do not follow the scale of the backward, or the author declares no bound.
+    """
     clipped: Clipping | None = None
     """None if the author declares no function that clips, or no reference to compare with."""
     second: SecondStep | None = None

@@ -100,7 +100,7 @@ class Subject:
     is named ``model`` gets the model, so that it can choose groups by name. It is called on the reference as well.
 
     Of a framework's optimizer that wraps another one (accelerate, lightning), the inner one, its ``.optimizer``, is
-    judged and trains.
+    judged and trains; of one that contains several (torchtitan), all of its ``.optimizers``.
     """
     train_step: Callable[[Module, Any, dict[str, Any]], Tensor | float] | None = None
     """``train_step(model, optimizer, batch)`` trains one step on this rank's rows, and returns the loss.
@@ -121,7 +121,11 @@ class Subject:
     position. Nothing is trained on these batches: see ``batch``.
     """
     max_grad_norm: float | None = None
-    """The norm to which ``train_step`` clips gradients. The reference clips to it as well, with ``clip_grad_norm``."""
+    """The norm to which ``train_step`` clips gradients. The reference clips to it as well, with ``clip_grad_norm``.
+
+    The step runs twice more after the training, with gradients too small to be clipped, because clipping hides a wrong
+    scale of the loss.
+    """
     scheduler: Callable[[Any], Any] | Any | None = None
     """``scheduler(optimizer)`` returns a learning rate scheduler; or a scheduler that the loader built.
 

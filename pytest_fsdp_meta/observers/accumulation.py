@@ -20,6 +20,7 @@ from pytest_fsdp_meta.observers.adapters import megatron_fsdp
 from pytest_fsdp_meta.observers.adapters.dtensor import mesh_facts
 from pytest_fsdp_meta.observers.batches import global_batch, indivisible, loss_of, own_rows
 from pytest_fsdp_meta.observers.inventory import named_tensors
+from pytest_fsdp_meta.observers.joined_optimizer import parts_of_optimizer
 from pytest_fsdp_meta.observers.support.poison import deterministic
 from pytest_fsdp_meta.observers.support.torch_private import step_hooks
 from pytest_fsdp_meta.text import first_line
@@ -77,9 +78,10 @@ def finish_gradients(optimizer: Optimizer) -> str:
     Return the error that one of them raises, which may expect a step of the training; empty if none does.
     """
     try:
-        for before, hook in step_hooks(optimizer):
-            if before:
-                hook(optimizer, (), {})
+        for part in parts_of_optimizer(optimizer):
+            for before, hook in step_hooks(part):
+                if before:
+                    hook(part, (), {})
     except Exception as error:
         return f"{type(error).__name__}: {first_line(error)}"
     return ""

@@ -15,7 +15,7 @@ from pytest_fsdp_meta.evidence import RankBatches
 from pytest_fsdp_meta.loader.subject import Subject, SubjectError
 from pytest_fsdp_meta.observers.batches import batch_slice, calling, calling_field
 from pytest_fsdp_meta.observers.beside import Beside, make_beside
-from pytest_fsdp_meta.observers.checkpoint import handed_over, make_resumable_optimizer
+from pytest_fsdp_meta.observers.checkpoint import as_built, handed_over, make_resumable_optimizer
 from pytest_fsdp_meta.observers.loading import loaded_subject, resharded_subject
 from pytest_fsdp_meta.observers.rows import digest_rows
 from pytest_fsdp_meta.observers.sending import PackedFunction, pack_for_one_rank, unpack_on_one_rank
@@ -114,7 +114,9 @@ def _begin_epoch(rank: Rank, subject: Subject, resumed_from: Path | None = None)
         doing("resuming within an epoch")
         with calling_field("resume"):
             optimizer, kept = _optimizer(rank, subject)
-            subject.resume(subject.model, optimizer, resumed_from, **handed_over(subject.resume, kept))
+            subject.resume(
+                subject.model, as_built(subject, optimizer), resumed_from, **handed_over(subject.resume, kept)
+            )
     return () if subject.data is None else _open(subject.data)
 
 
@@ -164,7 +166,7 @@ def _save(rank: Rank, subject: Subject, loader: Iterable[Any], folder: Path) -> 
     if subject.save is not None:
         with calling_field("save"):
             optimizer, kept = _optimizer(rank, subject)
-            subject.save(subject.model, optimizer, folder, **handed_over(subject.save, kept))
+            subject.save(subject.model, as_built(subject, optimizer), folder, **handed_over(subject.save, kept))
         return
     states = {}
     for name, thing in _stateful(loader).items():

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import wraps
 from numbers import Real
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
 from pytest_fsdp_meta.loader.subject import Subject, SubjectError
 from pytest_fsdp_meta.observers.batches import calling_field
+from pytest_fsdp_meta.observers.joined_optimizer import parts_of_optimizer
 from pytest_fsdp_meta.observers.optimizers import built_optimizer
 from pytest_fsdp_meta.observers.support.torch_private import before_other_step_hooks
 from pytest_fsdp_meta.text import counted
@@ -26,34 +29,44 @@ def run_author_step(
     observe: Callable[[], None],
     handed_by_name: Mapping[str, Any],
     training: bool = False,
-) -> Tensor | float:
-    """Call ``Subject(train_step=...)``, which has to step the optimizer once, and return the loss of step ``number``.
+    gradient_scale: float = 1.0,
+) -> tuple[Tensor | float, int]:
+    """Call ``Subject(train_step=...)`` for step ``number``; return the loss and how many backwards it ran.
 
-    ``observe`` is called when the optimizer steps, before its own hooks. ``train()`` has an effect only if
-    ``training``.
+    It has to step the optimizer once. ``observe`` is called when it does, before the optimizer's own hooks. All
+    gradients are multiplied by ``gradient_scale``, and ``train()`` has an effect only if ``training``.
     """
     assert subject.train_step is not None
     # A framework's step goes through its own wrapper, if the loader built one.
-    handed = subject.optimizer if built_optimizer(subject) is optimizer else optimizer
+    handed = optimizer if built_optimizer(subject) is None else subject.optimizer
+    parts = parts_of_optimizer(optimizer)
+    steps: list[Optimizer] = []
     errors: list[Exception | None] = []
-    """What ``observe`` raised, for each step of the optimizer."""
+    """What ``observe`` raised, once it was called."""
 
-    def before_step(*_: Any) -> None:
-        errors.append(None if errors else _error_of(observe))
+    def before_step(part: Optimizer, *_: Any) -> None:
+        steps.append(part)
+        if not errors:
+            errors.append(_error_of(observe))
 
     mode = nullcontext() if training else _train_disabled()
-    with before_other_step_hooks(optimizer, before_step), mode, calling_field("train_step"):
-        loss = subject.train_step(subject.model, handed, rows, **handed_by_name)
+    with ExitStack() as hooked, mode, _backwards(gradient_scale) as backwards:
+        for part in parts:
+            hooked.enter_context(before_other_step_hooks(part, before_step))
+        with calling_field("train_step"):
+            loss = subject.train_step(subject.model, handed, rows, **handed_by_name)
     if errors and errors[0] is not None:
         raise errors[0]
-    if len(errors) != 1:
-        times = f"stepped the optimizer {counted(len(errors), 'time')}" if errors else "never stepped the optimizer"
-        hint = _HINTS[bool(errors)]
-        raise SubjectError("train_step", f"it {times} in step {number}, but should step it once; {hint}")
+    for part in parts:
+        if (times := sum(part is stepped for stepped in steps)) != 1:
+            which = "the optimizer" if len(parts) == 1 else f"its {type(part).__name__}"
+            done = f"stepped {which} {counted(times, 'time')}" if times else f"never stepped {which}"
+            hint = _HINTS[bool(times)]
+            raise SubjectError("train_step", f"it {done} in step {number}, but should step it once; {hint}")
     if not isinstance(loss, Real) and not (isinstance(loss, Tensor) and loss.numel() == 1):
         shown = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
         raise SubjectError("train_step", f"it returned {shown}, but should return the loss, a number")
-    return loss if isinstance(loss, Tensor) else float(loss)
+    return loss if isinstance(loss, Tensor) else float(loss), len(backwards)
 
 
 _HINTS = {
@@ -70,6 +83,43 @@ def _error_of(observe: Callable[[], None]) -> Exception | None:
     except Exception as error:
         return error
     return None
+
+
+@contextmanager
+def _backwards(scale: float) -> Iterator[list[None]]:
+    """Yield a list with one entry for each backward so far, and multiply the gradients of each by ``scale``.
+
+    A backward inside of another one, as reentrant activation checkpointing runs it, continues that one.
+    """
+    original, found, running = torch.autograd.backward, list[None](), list[None]()
+
+    @wraps(original)
+    def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
+        outermost = not running
+        if outermost:
+            found.append(None)
+            running.append(None)
+            if scale != 1.0:
+                tensors, grad_tensors = _scaled(tensors, grad_tensors, scale)
+        try:
+            original(tensors, grad_tensors, *args, **kwargs)
+        finally:
+            if outermost:
+                running.clear()
+
+    torch.autograd.backward = backward  # Tensor.backward() looks it up here as well
+    try:
+        yield found
+    finally:
+        torch.autograd.backward = original
+
+
+def _scaled(tensors: Any, grad_tensors: Any, scale: float) -> tuple[list[Any], list[Any]]:
+    """Return the arguments of a backward whose gradients are ``scale`` times those of the given arguments."""
+    roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    given = [grad_tensors] if isinstance(grad_tensors, Tensor) else list(grad_tensors or [None] * len(roots))
+    pairs = zip(roots, given, strict=True)
+    return roots, [torch.full_like(root, scale) if own is None else own * scale for root, own in pairs]
 
 
 @contextmanager

@@ -35,6 +35,7 @@ from pytest_fsdp_meta.observers.batches import batch_slice, calling_field
 from pytest_fsdp_meta.observers.beside import Beside, make_beside
 from pytest_fsdp_meta.observers.fingerprints import fingerprint
 from pytest_fsdp_meta.observers.inventory import memory_key, named_tensors, non_persistent, reshard
+from pytest_fsdp_meta.observers.joined_optimizer import JoinedOptimizer, parts_of_optimizer
 from pytest_fsdp_meta.observers.loading import resharded_subject
 from pytest_fsdp_meta.observers.optimizers import BY_NAME, make_optimizer
 from pytest_fsdp_meta.observers.random_numbers import observing_resume, observing_save
@@ -103,7 +104,7 @@ def save_all(folder: str) -> RankResumed:
     if subject.save is None:
         # torch steps an optimizer without state once, by zero gradients, before it saves or loads it; do so here, so
         # that the description has that state as well.
-        get_optimizer_state_dict(subject.model, optimizer)
+        get_optimizer_state_dict(subject.model, parts_of_optimizer(optimizer))
     held = _describe_all(subject, optimizer, _describe_model(subject))
     generators: dict[str, RandomState] = {}
     with observing_save(subject, rank, generators):
@@ -143,7 +144,7 @@ def _save(subject: Subject, optimizer: Optimizer | None, folder: Path, beside: B
     folder.mkdir(parents=True, exist_ok=True)
     if subject.save is not None:
         with calling_field("save"):
-            subject.save(subject.model, optimizer, folder, **handed_over(subject.save, beside))
+            subject.save(subject.model, as_built(subject, optimizer), folder, **handed_over(subject.save, beside))
         return
     states = _torch_states(subject.model, optimizer)
     dcp.save(states if beside is None else {**states, **beside.states()}, checkpoint_id=folder)
@@ -153,7 +154,7 @@ def _load(subject: Subject, optimizer: Optimizer | None, folder: Path, beside: B
     doing("loading what was saved")
     if subject.resume is not None:
         with calling_field("resume"):
-            subject.resume(subject.model, optimizer, folder, **handed_over(subject.resume, beside))
+            subject.resume(subject.model, as_built(subject, optimizer), folder, **handed_over(subject.resume, beside))
         return
     states = _torch_states(subject.model, optimizer)
     kept = {} if beside is None else beside.states()
@@ -165,7 +166,7 @@ def _load(subject: Subject, optimizer: Optimizer | None, folder: Path, beside: B
     set_model_state_dict(subject.model, states["model"], options=StateDictOptions(strict=complete))
     if optimizer is not None:
         states["optimizer"]["state"].update(unsaved)  # torch refuses a state dict without them
-        set_optimizer_state_dict(subject.model, optimizer, states["optimizer"])
+        set_optimizer_state_dict(subject.model, parts_of_optimizer(optimizer), states["optimizer"])
         names = _first_names(subject.model)
         for parameter in [p for p in optimizer.state if names.get(id(p)) in unsaved]:
             del optimizer.state[parameter]
@@ -177,6 +178,11 @@ def handed_over(function: object, beside: Beside | None) -> dict[str, Any]:
     """Return what ``save`` and ``resume`` get by name; each is None where only the model is saved."""
     handed = (beside or Beside()).arguments(function)
     return handed if beside is not None else dict.fromkeys(handed)
+
+
+def as_built(subject: Subject, optimizer: Optimizer | None) -> Optimizer | None:
+    """Return the author's container instead of the optimizers in it, which have no state dict in common."""
+    return subject.optimizer if isinstance(optimizer, JoinedOptimizer) else optimizer
 
 
 def _pop_unsaved(state: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -193,7 +199,7 @@ def _pop_unsaved(state: dict[str, Any], folder: Path) -> dict[str, Any]:
 def _torch_states(model: Module, optimizer: Optimizer | None) -> dict[str, Any]:
     states: dict[str, Any] = {"model": get_model_state_dict(model)}
     if optimizer is not None:
-        states["optimizer"] = get_optimizer_state_dict(model, optimizer)
+        states["optimizer"] = get_optimizer_state_dict(model, parts_of_optimizer(optimizer))
     return states
 
 

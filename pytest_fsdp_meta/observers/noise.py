@@ -14,7 +14,6 @@ from torch.nn import Module
 
 from pytest_fsdp_meta.evidence import Noise, ReferenceFacts, TensorNoise
 from pytest_fsdp_meta.loader.adapter import Part
-from pytest_fsdp_meta.observers.accumulation import accumulate, finish_gradients, union_of_ranks
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part
 from pytest_fsdp_meta.observers.adapters.lookup import parts_of
 from pytest_fsdp_meta.observers.clipping import ReferenceClipping
@@ -22,7 +21,13 @@ from pytest_fsdp_meta.observers.gradients import gradient_norm
 from pytest_fsdp_meta.observers.inventory import named_tensors
 from pytest_fsdp_meta.observers.loading import loaded_subject
 from pytest_fsdp_meta.observers.optimizers import make_optimizer
-from pytest_fsdp_meta.observers.reference import declared_subject, parameters_of, restore, whole_gradients
+from pytest_fsdp_meta.observers.reference import (
+    accumulate_as_ranks,
+    declared_subject,
+    parameters_of,
+    restore,
+    whole_gradients,
+)
 from pytest_fsdp_meta.observers.steps import StepObserver, train
 from pytest_fsdp_meta.observers.support.nudges import Nudges
 from pytest_fsdp_meta.observers.support.precision import COMPUTED
@@ -80,8 +85,7 @@ def train_nudged(
         run = train(subject, current().device, range(len(losses)), (0, 1), optimizer, noisy)
         if optimizer is not None and "accumulated" in noisy.records:
             with noisy.nudged():
-                accumulate(subject, current().device, union_of_ranks(data_parallel_size))
-            finish_gradients(optimizer)
+                accumulate_as_ranks(subject, optimizer, data_parallel_size)
             noisy.add("accumulated", whole_gradients(noisy.model))
     except Exception as error:
         state.pop("noise")

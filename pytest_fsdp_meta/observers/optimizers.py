@@ -20,6 +20,7 @@ from pytest_fsdp_meta.loader.subject import Subject, SubjectError
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part
 from pytest_fsdp_meta.observers.batches import calling
 from pytest_fsdp_meta.observers.inventory import named_tensors
+from pytest_fsdp_meta.observers.joined_optimizer import JoinedOptimizer, parts_of_optimizer, unwrapped_optimizer
 from pytest_fsdp_meta.observers.step_hooks import PackedHook, add_hooks, pack_hooks
 
 IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable", "initial_lr"})
@@ -62,15 +63,11 @@ def _argument(function: Callable[..., Any], model: Module, trainable: list[Param
 
 
 def built_optimizer(subject: Subject) -> Optimizer | None:
-    """Return the optimizer that the loader built, without the wrapper of a framework such as accelerate or lightning.
+    """Return the optimizer that the loader built, without the wrapper or container of a framework.
 
-    Such a wrapper is an Optimizer itself, with the groups of its ``.optimizer``. It cannot be rebuilt for the
-    reference, and it steps only when its framework says so.
+    Such a wrapper cannot be rebuilt for the reference, and it steps only when its framework says so.
     """
-    optimizer = subject.optimizer
-    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer) and isinstance(optimizer, Optimizer):
-        optimizer = inner
-    return optimizer if isinstance(optimizer, Optimizer) else None
+    return unwrapped_optimizer(subject.optimizer)
 
 
 def optimizer_facts(optimizer: Optimizer, subject: Subject) -> OptimizerFacts:
@@ -141,7 +138,8 @@ def _is_loaded(value: Any, parameter: Tensor, group: Mapping[str, Any]) -> bool:
 def _describe_kind(optimizer: Optimizer, subject: Subject) -> str:
     """ "AdamW", or "AdamW inside AcceleratedOptimizer"."""
     wrapped = isinstance(subject.optimizer, Optimizer) and subject.optimizer is not optimizer
-    return type(optimizer).__name__ + f" inside {type(subject.optimizer).__name__}" * wrapped
+    kinds = dict.fromkeys(type(part).__name__ for part in parts_of_optimizer(optimizer))
+    return " and ".join(kinds) + f" inside {type(subject.optimizer).__name__}" * wrapped
 
 
 def _without_memory(parameter: Parameter) -> bool:
@@ -184,17 +182,33 @@ class PackedOptimizer:
 
 @dataclass
 class Rebuilding:
-    """``Subject.optimizer`` of the reference where the loader has built an optimizer."""
+    """``Subject.optimizer`` of the reference where the loader has built an optimizer, or several in a container."""
 
-    packed: PackedOptimizer
+    packed: tuple[PackedOptimizer, ...]
     model: Module
     hooks_left_out: list[str] = field(default_factory=list)
     """The step hooks that cannot run on the reference, each with the reason."""
 
     def __call__(self, trainable: Iterable[Parameter]) -> Optimizer:
-        optimizer = self.packed.rebuild(self.model, trainable)
-        add_hooks(self.packed.hooks, optimizer, self.model, self.hooks_left_out.append)
-        return optimizer
+        built = []
+        for packed, own in zip(self.packed, self._divide(trainable), strict=True):
+            if own:
+                optimizer = packed.rebuild(self.model, own)
+                add_hooks(packed.hooks, optimizer, self.model, self.hooks_left_out.append)
+                built.append(optimizer)
+        return built[0] if len(built) == 1 else JoinedOptimizer(built)
+
+    def _divide(self, trainable: Iterable[Parameter]) -> list[list[Parameter]]:
+        """Return the parameters of each optimizer, by name; the first one gets those of none."""
+        names: dict[int, set[str]] = {}
+        for name, _, tensor in named_tensors(self.model):
+            names.setdefault(id(tensor), set()).add(name)
+        held = [frozenset[str]().union(*(own for _, own in packed.groups)) for packed in self.packed]
+        divided: list[list[Parameter]] = [[] for _ in self.packed]
+        for parameter in trainable:
+            numbers = (number for number, own in enumerate(held) if own & names.get(id(parameter), set()))
+            divided[next(numbers, 0)].append(parameter)
+        return divided
 
 
 def hooks_left_out(subject: Subject) -> tuple[str, ...]:
@@ -204,26 +218,29 @@ def hooks_left_out(subject: Subject) -> tuple[str, ...]:
 
 
 def pack_optimizer(optimizer: Optimizer, model: Module) -> bytes:
-    """Pickle the optimizer's present settings for the reference.
+    """Pickle the present settings of the optimizer, or of each one that is joined, for the reference.
 
     Where that fails, pickle a function that raises the SubjectError when the reference builds its optimizer.
     """
     try:
-        names: dict[int, set[str]] = {}
-        for name, _, tensor in named_tensors(model):
-            names.setdefault(id(tensor), set()).add(name)
-        groups = tuple(
-            (
-                {key: value for key, value in group.items() if key not in BY_NAME},
-                frozenset[str]().union(*(names.get(id(parameter), ()) for parameter in group["params"])),
-            )
-            for group in optimizer.param_groups
-        )
-        hooks = pack_hooks(optimizer, model)
-        packed = cloudpickle.dumps(PackedOptimizer(type(optimizer), dict(optimizer.defaults), groups, hooks))
+        packed = cloudpickle.dumps(tuple(_pack_one(part, model) for part in parts_of_optimizer(optimizer)))
     except Exception as error:
         packed = cloudpickle.dumps(partial(_refuse, f"{type(error).__name__}: {error}"))
     return bytes(packed)
+
+
+def _pack_one(optimizer: Optimizer, model: Module) -> PackedOptimizer:
+    names: dict[int, set[str]] = {}
+    for name, _, tensor in named_tensors(model):
+        names.setdefault(id(tensor), set()).add(name)
+    groups = tuple(
+        (
+            {key: value for key, value in group.items() if key not in BY_NAME},
+            frozenset[str]().union(*(names.get(id(parameter), ()) for parameter in group["params"])),
+        )
+        for group in optimizer.param_groups
+    )
+    return PackedOptimizer(type(optimizer), dict(optimizer.defaults), groups, pack_hooks(optimizer, model))
 
 
 def _refuse(problem: str, trainable: Iterable[Parameter] = ()) -> NoReturn:

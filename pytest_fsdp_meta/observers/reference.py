@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.optim import Optimizer
 
 from pytest_fsdp_meta.evidence import RankInventory, ReferenceFacts, Region, TensorFacts
 from pytest_fsdp_meta.loader.subject import Subject, SubjectError
@@ -31,7 +32,6 @@ from pytest_fsdp_meta.observers.gradients import gradient_norm, gradients_of
 from pytest_fsdp_meta.observers.inventory import named_tensors, take_inventory
 from pytest_fsdp_meta.observers.movement import gradient_noise, root_mean_square
 from pytest_fsdp_meta.observers.optimizers import (
-    PackedOptimizer,
     Rebuilding,
     hooks_left_out,
     make_optimizer,
@@ -148,9 +148,10 @@ def train_reference(
     after = _inventory(model, ())
     first.record("updated", parameters_of(model))
     first.record(LAST, changed_buffers(model, Record(record_at(folder, "values"))))
-    if optimizer is not None and not indivisible_batch(subject, data_parallel_size):
-        accumulate(subject, rank.device, union_of_ranks(data_parallel_size))
-        finish_gradients(optimizer)  # the ranks call the same hooks, and report that they raise
+    if optimizer is not None and (
+        subject.max_grad_norm is not None or not indivisible_batch(subject, data_parallel_size)
+    ):
+        accumulate_as_ranks(subject, optimizer, data_parallel_size)
         first.record("accumulated", whole_gradients(model))
     return replace(
         facts,
@@ -175,7 +176,18 @@ def train_reference_again(recipe: Mapping[str, bytes], steps: int, folder: str) 
     rank = current()
     subject = declared_subject(rank.state["reference"], recipe)
     restore(subject.model, Record(record_at(folder, "values")))
-    return tuple(train(subject, rank.device, range(steps), (0, 1), make_optimizer(subject)).losses)
+    optimizer = make_optimizer(subject)
+    subject.clip_grad_norm = ReferenceClipping(recipe.get("clip_grad_norm"), subject.model, optimizer).clip
+    return tuple(train(subject, rank.device, range(steps), (0, 1), optimizer).losses)
+
+
+def accumulate_as_ranks(subject: Subject, optimizer: Optimizer, data_parallel_size: int) -> None:
+    """Accumulate the mean gradient of the first batch: over micro-batches, unless the author's step has its own."""
+    if subject.max_grad_norm is not None:
+        accumulate(subject, current().device, [[(0, 1)]])
+        return
+    accumulate(subject, current().device, union_of_ranks(data_parallel_size))
+    finish_gradients(optimizer)  # the ranks call the same hooks, and report that they raise
 
 
 class _RecordedSteps(StepObserver):
@@ -291,7 +303,7 @@ def _build(field: str, recipe: Mapping[str, bytes]) -> Module:
 
 def declared_subject(model: Module, recipe: Mapping[str, bytes]) -> Subject:
     declared: dict[str, Any] = {field: pickle.loads(recipe[field]) for field in ("batch", "loss", "optimizer")}
-    if isinstance(declared["optimizer"], PackedOptimizer):
+    if isinstance(declared["optimizer"], tuple):  # of PackedOptimizer
         declared["optimizer"] = Rebuilding(declared["optimizer"], model)
     subject = Subject(model, **declared)
     subject.max_grad_norm = pickle.loads(recipe["max_grad_norm"])  # the ranks' train_step clips to it

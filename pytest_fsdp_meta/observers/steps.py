@@ -33,13 +33,17 @@ class TrainingRun:
     loss_dtype: str = ""
     rates: list[tuple[float, ...]] = field(default_factory=list)
     """The learning rate of each parameter group."""
+    backwards: list[int] = field(default_factory=list)
 
 
 class StepObserver:
     """Looks at the steps of ``train``, numbered from 0; this one sees nothing.
 
-    If the author declares the whole step, ``during_forwards`` replaces ``loss_of``.
+    If the author declares the whole step, ``during_forwards`` replaces ``loss_of``, and all gradients are multiplied by
+    ``gradient_scale``.
     """
+
+    gradient_scale = 1.0
 
     def around(self, step: int) -> AbstractContextManager[None]:
         """Return a context for the forward, the backward and the optimizer's step."""
@@ -89,7 +93,8 @@ def train(
             run.rates.append(() if optimizer is None else rates_of(optimizer))
             torch.manual_seed(SEED + step)
             with observer.around(number):
-                loss = step_of(subject, optimizer, rows, number, observer, beside)
+                loss, backwards = step_of(subject, optimizer, rows, number, observer, beside)
+            run.backwards.append(backwards)
             run.losses.append(scalar(loss) if isinstance(loss, Tensor) else loss)
             run.loss_dtype = str(loss.dtype).removeprefix("torch.") if isinstance(loss, Tensor) else UNKNOWN_DTYPE
             if optimizer is not None:
@@ -102,7 +107,8 @@ def train(
 
 def _plain_step(
     subject: Subject, optimizer: Optimizer | None, rows: dict[str, Any], number: int, observer: StepObserver, _: Beside
-) -> Tensor:
+) -> tuple[Tensor, int]:
+    """Return the loss, and how many backwards ran."""
     with torch.set_grad_enabled(optimizer is not None):
         loss = observer.loss_of(subject, rows)
     if optimizer is not None:
@@ -114,7 +120,7 @@ def _plain_step(
         observer.after_backward(number)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    return loss.detach()
+    return loss.detach(), int(optimizer is not None)
 
 
 def _author_step(
@@ -124,8 +130,10 @@ def _author_step(
     number: int,
     observer: StepObserver,
     beside: Beside,
-) -> Tensor | float:
+) -> tuple[Tensor | float, int]:
     assert optimizer is not None
     handed = beside.arguments(subject.train_step)
     with observer.during_forwards():
-        return run_author_step(subject, optimizer, rows, number, partial(observer.after_backward, number), handed)
+        look = partial(observer.after_backward, number)
+        scale = observer.gradient_scale
+        return run_author_step(subject, optimizer, rows, number, look, handed, gradient_scale=scale)

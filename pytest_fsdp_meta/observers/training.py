@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -52,8 +54,10 @@ from pytest_fsdp_meta.observers.support.precision import is_low
 from pytest_fsdp_meta.observers.support.reference_record import RECORDS, STEP_GRADIENTS, Record, record_at
 from pytest_fsdp_meta.observers.trained_buffers import BufferWatch
 from pytest_fsdp_meta.observers.values import compare_gradients
-from pytest_fsdp_meta.worlds import Rank, current
+from pytest_fsdp_meta.worlds import CallFailed, Rank, current
 
+SCALING = 16
+"""How much smaller the gradients of a second step are, to see that they follow their scale."""
 OFF = 1e-6
 """Relative; a second gradient that is less off does not contain the first, which need not be read again for it."""
 
@@ -82,13 +86,15 @@ def observe_training(
     kept = copy_beside(beside)
     run = train(subject, rank.device, range(steps), data_parallel, optimizer, seen, beside)
     reshard(subject.model)
-    buffers = seen.buffers.observed()  # before the accumulation, whose forwards change them again
+    # Before the accumulation, whose forwards and steps change both again.
+    buffers, averages = seen.buffers.observed(), compare_beside(beside, kept, seen.records)
     rank.state.update(optimizer=optimizer, beside=beside)
     after = take_inventory(subject.model, rank.rank, str(rank.device))
     return RankTraining(
         losses=tuple(run.losses),
         loss_dtype=run.loss_dtype,
         batches=tuple(run.batches),
+        backwards=tuple(run.backwards),
         data_parallel=data_parallel,
         gradients=seen.gradients,
         parameters=seen.updates("updated"),
@@ -101,13 +107,14 @@ def observe_training(
         optimizer=held,
         movements=seen.movements(optimizer, noise),
         accumulation=_observe_accumulation(subject, rank, data_parallel, seen.records, optimizer),
+        unclipped=_observe_unclipped(subject, rank, data_parallel, seen.records, optimizer),
         clipped=seen.clipped,
         second=seen.second,
         late=seen.late,
         swallowed=seen.swallowed(optimizer, noise),
         forward=seen.weights.observed(),
         rates=tuple(run.rates),
-        beside=compare_beside(beside, kept, seen.records),
+        beside=averages,
         draws_in_evaluation=seen.draws.modules,
         buffers=buffers,
     )
@@ -263,6 +270,56 @@ def _observe_accumulation(
     subject.model.zero_grad(set_to_none=True)
     reshard(subject.model)
     return accumulated
+
+
+class _Unclipped(StepObserver):
+    """The gradients of a step that are too small to be clipped, compared with the reference's."""
+
+    gradient_scale = 2.0**-10  # a power of two, so that scaling rounds nothing
+
+    def __init__(self, model: Module, record: Record) -> None:
+        self._model = model
+        self._record = record
+        self.gradients: tuple[Comparison, ...] = ()
+        self.norms: list[float] = []
+
+    def after_backward(self, step: int) -> None:
+        parts = [(name, replace(part, local=local_part(part.local))) for name, part in gradients_of(self._model)]
+        self.norms.append(math.hypot(*(float(part.local.norm()) for _, part in parts)))
+        if not self.gradients:
+            whole = ((name, replace(part, local=part.local / self.gradient_scale)) for name, part in parts)
+            self.gradients = compare_gradients(whole, self._record)
+
+    @property
+    def scaled(self) -> bool:
+        """Whether gradients follow their scale, about as it changed between two steps, and so were not clipped.
+
+        The backward of some fused losses ignores its factor, and other code may compute gradients without a backward.
+        """
+        return len(self.norms) == 2 and self.norms[1] * SCALING**0.5 <= self.norms[0] <= self.norms[1] * SCALING**1.5
+
+
+def _observe_unclipped(
+    subject: Subject,
+    rank: Rank,
+    data_parallel: tuple[int, int],
+    records: Mapping[str, Record],
+    optimizer: Optimizer | None,
+) -> tuple[Comparison, ...]:
+    """Let the author's step train on the first batch once more, so that clipping hides no wrong scale.
+
+    Call this after the steps. A step that refuses one more, as one with a schedule of its own may, is not observed.
+    """
+    clips = subject.train_step is not None and subject.max_grad_norm is not None
+    if optimizer is None or not clips or "accumulated" not in records:
+        return ()
+    seen = _Unclipped(subject.model, records["accumulated"])
+    with suppress(CallFailed):
+        for _ in range(2):
+            train(subject, rank.device, range(1), data_parallel, optimizer, seen, rank.state["beside"])
+            seen.gradient_scale /= SCALING
+    reshard(subject.model)
+    return seen.gradients if seen.scaled else ()
 
 
 def _is_unreduced(model: Module) -> bool:

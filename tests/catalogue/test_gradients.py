@@ -262,13 +262,20 @@ def apart(evidence: Evidence, name: str, *actual: float, observed: str = "gradie
     return replace(evidence, training=tuple(runs))
 
 
-def ignored(*gradients: float, parameters: tuple[float, ...] = (), world: int = 2, **facts) -> Evidence:
+def ignored(
+    *gradients: float,
+    parameters: tuple[float, ...] = (),
+    world: int = 2,
+    name: str = MIDDLE,
+    of: Evidence | None = None,
+    **facts,
+) -> Evidence:
     """Return evidence of a plain parameter with these gradients by rank, and values that follow from them."""
-    evidence = apart(place(healthy(world), MIDDLE, {}, shape=(6, 4)), MIDDLE, *gradients, **facts)
+    evidence = apart(place(of or healthy(world), name, {}, shape=(6, 4)), name, *gradients, **facts)
     runs = []
     for run, value in zip(evidence.training, parameters or gradients, strict=True):
-        tensors = (replace(t, digest=f"moved to {value}") if t.name == MIDDLE else t for t in run.after.tensors)
-        kept = tuple(c for c in run.parameters if c.name != MIDDLE)
+        tensors = (replace(t, digest=f"moved to {value}") if t.name == name else t for t in run.after.tensors)
+        kept = tuple(c for c in run.parameters if c.name != name)
         runs.append(replace(run, after=replace(run.after, tensors=tuple(tensors)), parameters=kept))
     return replace(evidence, training=tuple(runs))
 
@@ -285,6 +292,19 @@ def test_unreduced_gradients_although_the_losses_agree():
     detail = "first step, at [0, 0]: 0.25 on rank 1, 0.75 on rank 0"
     assert findings_of(found) == [(MIDDLE, (0, 1), *SCATTERED, detail)]
     assert (found.findings[0].cause, found.findings[0].remedy) == IGNORED
+
+
+@pytest.mark.parametrize(
+    ("other", "cause"),
+    [((0.5, 0.5), IGNORED[0]), ((0.75, 0.25), "nothing reduces the gradients of any parameter over these ranks: ")],
+)
+def test_unreduced_gradients_of_all_parameters_are_those_of_a_wrapper_that_is_bypassed(other, cause):
+    both = ignored(*other, name=EMBEDDING, of=ignored(0.75, 0.25))
+    held = (tuple(c for c in run.gradients if c.name in (MIDDLE, EMBEDDING)) for run in both.training)
+    runs = tuple(replace(run, gradients=own) for run, own in zip(both.training, held, strict=True))
+    found = verdict(PARITY, replace(both, training=runs)).findings
+    assert len(found) == 1 + (other != (0.5, 0.5))
+    assert all(finding.cause.startswith(cause) for finding in found)
 
 
 @pytest.mark.parametrize(

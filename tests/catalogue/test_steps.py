@@ -518,3 +518,88 @@ def test_a_hook_that_does_not_run_once_more():
     assert verdict(ACCUMULATION, on_runs(healthy(), None, accumulation=accumulated)).reason == (
         "a hook of the optimizer's step raises when it is called once more: IndexError: list index out of range"
     )
+
+
+# Other numbers of backwards on some ranks.
+
+
+def uneven(evidence: Evidence, *numbers: tuple[int, ...]) -> Evidence:
+    for rank, backwards in enumerate(numbers):
+        evidence = on_runs(evidence, [rank], backwards=backwards)
+    return evidence
+
+
+@pytest.mark.parametrize(
+    ("id", "wrong"),
+    [
+        (PARITY, remeasured(healthy(), MIDDLE, apart=1.0)),
+        (PARITY, remeasured(healthy(), MIDDLE, factor=7.0)),
+        (SECOND, second_step(healthy(), apart=1.0)),
+        (LOSS, on_runs(healthy(), None, losses=(2.5, 2.0, 1.5))),
+    ],
+)
+def test_other_numbers_of_backwards_are_the_cause(id, wrong):
+    found = verdict(id, uneven(wrong, (2, 1), (1, 1)))
+    assert found.status == "failed"
+    assert found.findings[0].cause.startswith(
+        "Subject(train_step=...) ran 2 backwards on rank 0 and 1 backward on rank 1 in step 0, but should run the same"
+    )
+    assert "Subject(train_step=...)" not in verdict(id, uneven(wrong, (2, 2), (2, 2))).findings[0].cause
+    assert "Subject(train_step=...)" not in verdict(id, uneven(wrong, (2, 2), ())).findings[0].cause
+
+
+def test_numbers_of_later_backwards_explain_no_earlier_gradient():
+    found = verdict(PARITY, uneven(remeasured(healthy(), MIDDLE, apart=1.0), (1, 2), (1, 1)))
+    assert "Subject(train_step=...)" not in found.findings[0].cause
+    later = verdict(SECOND, uneven(second_step(healthy(), apart=1.0), (1, 2), (1, 1)))
+    assert "in step 1" in later.findings[0].cause
+
+
+def test_other_numbers_of_backwards_with_the_right_result_pass():
+    assert {verdict(id, uneven(healthy(), (2, 1), (1, 1))).status for id in (PARITY, SECOND, LOSS)} == {"passed"}
+
+
+# A wrong scale that clipping hides.
+
+
+def unclipped(factor: float, apart: float = 0.0, evidence: Evidence | None = None) -> Evidence:
+    """Return evidence of a step whose gradients before clipping are ``factor`` times the reference's."""
+    evidence = evidence or healthy()
+    runs = (
+        replace(
+            run,
+            unclipped=tuple(replace(c, measure=measured(c.elements, factor, apart)) for c in run.gradients),
+        )
+        for run in evidence.training or ()
+    )
+    return replace(evidence, training=tuple(runs))
+
+
+@pytest.mark.parametrize(("factor", "text"), [(2.0, "2"), (0.5, "1/2"), (0.25, "1/4"), (3.3, "3.3"), (1.1, "1.1")])
+def test_a_scale_that_clipping_hides(factor, text):
+    found = verdict(PARITY, unclipped(factor))
+    detail = "the clipped ones are equal, as long as their norm exceeds the bound"
+    assert findings_of(found) == [
+        (None, (0, 1), f"gradients before clipping are {text} times the reference's", "equal", detail)
+    ]
+    assert found.findings[0].cause.startswith("train_step scales its loss once too often or too rarely")
+
+
+@pytest.mark.parametrize(
+    "evidence",
+    [
+        unclipped(1.0),
+        unclipped(1.02),
+        unclipped(1.2, apart=1.0),  # as far off in direction: a loss that scales its own gradient, or noise
+        unclipped(math.nan),
+        on_runs(unclipped(2.0), [1], unclipped=()),
+        unclipped(2.0, evidence=remeasured(healthy(), MIDDLE, apart=1.0, observed="parameters")),
+    ],
+)
+def test_gradients_before_clipping_that_are_right_or_differ_in_direction(evidence):
+    assert verdict(PARITY, evidence).status == "passed"
+
+
+def test_a_wrong_gradient_is_not_reported_again_as_one_before_clipping():
+    found = verdict(PARITY, unclipped(2.0, evidence=remeasured(healthy(), MIDDLE, factor=2.0)))
+    assert [finding.tensor for finding in found.findings] == [MIDDLE]

@@ -164,7 +164,7 @@ def test_an_optimizer_is_rebuilt_by_the_names_of_its_parameters(model_tied, refe
         ],
         betas=(0.5, 0.75),
     )
-    packed = pickle.loads(pack_optimizer(optimizer, ours))
+    [packed] = pickle.loads(pack_optimizer(optimizer, ours))
     rebuilt = packed.rebuild(theirs, [p for p in theirs.parameters() if p.requires_grad])
     first, second = rebuilt.param_groups
     assert (type(rebuilt), rebuilt.state) == (torch.optim.AdamW, {})
@@ -233,7 +233,8 @@ def test_state_that_an_optimizer_has_from_its_factory_is_in_the_reference_too():
 def test_an_optimizer_of_named_parameters_is_rebuilt():
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.named_parameters(), lr=0.5)
-    rebuilt = pickle.loads(pack_optimizer(optimizer, model)).rebuild(model, model.parameters())
+    [packed] = pickle.loads(pack_optimizer(optimizer, model))
+    rebuilt = packed.rebuild(model, model.parameters())
     assert [id(p) for p in rebuilt.param_groups[0]["params"]] == [id(p) for p in model.parameters()]
 
 

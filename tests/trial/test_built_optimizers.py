@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from pytest_fsdp_meta import Subject
 from pytest_fsdp_meta.evidence import Evidence
 from pytest_fsdp_meta.loader.subject import SubjectError
+from pytest_fsdp_meta.observers.joined_optimizer import parts_of_optimizer
 from pytest_fsdp_meta.observers.optimizers import built_optimizer, make_optimizer, settings_of
 from pytest_fsdp_meta.worlds import Rank
 from tests.trial.test_trial import batch, build, judged, loss, observed, subject
@@ -91,6 +92,109 @@ def test_a_wrapped_optimizer_without_the_live_parameters_is_found():
     found = findings(lambda model, fsdp: Delegating(sgd(build().parameters())))
     assert list(found) == ["optimizer_owns_parameters"]
     assert [text.split(";")[0] for text in found.popitem()[1]] == ["in no parameter group of SGD inside Delegating"]
+
+
+# Containers.
+
+
+class Container(torch.optim.Optimizer):
+    """torchtitan's: an Optimizer whose own groups nobody steps, with the optimizers that step."""
+
+    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
+        self.optimizers = list(optimizers)
+        super().__init__([p for own in optimizers for group in own.param_groups for p in group["params"]], {})
+
+    def step(self, closure: Any = None) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none)
+
+
+def halves(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    parameters = list(model.parameters())
+    return parameters[:2], parameters[2:]
+
+
+def contained(model: nn.Module, fsdp: Rank | None = None) -> Container:
+    first, others = halves(model)
+    return Container(torch.optim.AdamW(first, lr=0.1), sgd(others))
+
+
+def test_the_optimizers_in_a_container_are_joined():
+    model = build()
+    container = contained(model)
+    joined = built_optimizer(Subject(model, optimizer=container))
+    assert joined is not None
+    assert parts_of_optimizer(joined) == tuple(container.optimizers)
+    assert [len(group["params"]) for group in joined.param_groups] == [2, len(list(model.parameters())) - 2]
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    container.step()
+    assert [parameter for parameter in model.parameters() if joined.state.get(parameter)] == list(model.parameters())
+    first = next(model.parameters())
+    del joined.state[first]
+    assert first not in joined.state
+    assert first not in container.optimizers[0].state
+    with pytest.raises(KeyError):
+        joined.state[first]
+    assert first not in container.optimizers[0].state  # looking it up adds nothing
+    joined.zero_grad()
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_container_with_one_optimizer_in_a_wrapper_is_unwrapped():
+    inner = sgd([nn.Parameter(torch.ones(1))])
+    assert built_optimizer(Subject(nn.Linear(2, 2), optimizer=Container(Delegating(inner)))) is inner
+
+
+def test_a_container_of_something_else_is_an_optimizer():
+    container = Container(sgd([nn.Parameter(torch.ones(1))]))
+    container.optimizers.append("no optimizer")  # type: ignore[arg-type]
+    assert built_optimizer(Subject(nn.Linear(2, 2), optimizer=container)) is container
+
+
+def test_the_optimizers_in_a_container_train_and_resume():
+    assert findings(contained) == {}
+
+
+def test_a_parameter_that_no_optimizer_in_a_container_holds_is_found():
+    def without_the_last(model: nn.Module, fsdp: Rank) -> Container:
+        first, others = halves(model)
+        return Container(torch.optim.AdamW(first, lr=0.1), sgd(others[:-1]))
+
+    found = findings(without_the_last)
+    assert list(found) == ["optimizer_owns_parameters"]
+    assert found.popitem()[1][0].startswith("in no parameter group of AdamW and SGD inside Container")
+
+
+def stepping(*numbers: int) -> Callable[[Rank], Subject]:
+    """Return a loader whose step steps the optimizers of its container as often as the numbers say."""
+
+    def step(model: nn.Module, container: Container, rows: Any) -> Any:
+        found = loss(model, rows)
+        found.backward()
+        for optimizer, times in zip(container.optimizers, numbers, strict=True):
+            for _ in range(times):
+                optimizer.step()
+        container.zero_grad()
+        return found
+
+    def loader(fsdp):
+        model = subject(fsdp, freeze=False).model
+        return Subject(model, reference=build, batch=batch, loss=loss, optimizer=contained(model), train_step=step)
+
+    return loader
+
+
+def test_a_step_gets_the_container_and_steps_each_optimizer_once():
+    verdicts = judged(stepping(1, 1))
+    assert {id: v.findings for id, v in verdicts.items() if v.status in ("failed", "error")} == {}
+    reason = "Subject(train_step=...): it {} in step 0, but should step it once; "
+    assert reason.format("never stepped its SGD") in judged(stepping(1, 0))["loss_parity"].reason
+    assert reason.format("stepped its AdamW 2 times") in judged(stepping(2, 1))["loss_parity"].reason
 
 
 # Step hooks.

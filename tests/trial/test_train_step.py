@@ -9,8 +9,9 @@ from typing import Any
 import cloudpickle
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from pytest_fsdp_meta import Subject
 from pytest_fsdp_meta.catalogue import Verdict, built_in, judge
@@ -48,10 +49,15 @@ def load(fsdp: Rank, **declared: Any) -> Subject:
 
 
 def judged(
-    train_step: Any, checks: Iterable[str] = TRAINING, function: Any = None, **declared: Any
+    train_step: Any,
+    checks: Iterable[str] = TRAINING,
+    timeout: float = 60,
+    steps: int = 3,
+    function: Any = None,
+    **declared: Any,
 ) -> dict[str, Verdict]:
     catalogue = built_in()
-    trial = Trial(WorldSpec({"dp_shard": 2}, timeout=60), trial_preload(), steps=3, tolerance={})
+    trial = Trial(WorldSpec({"dp_shard": 2}, timeout=timeout), trial_preload(), steps=steps, tolerance={})
     function = function or partial(load, train_step=train_step, **declared)
     evidence = trial.observe(Call(cloudpickle.dumps(function), {}, "fsdp"), catalogue.observations(checks))
     return {id: judge(catalogue[id], evidence, catalogue) for id in checks}
@@ -210,3 +216,159 @@ def test_an_error_of_an_observer_is_not_the_steps():
     found = judged(plain_step, ["grad_norm_parity"], clip_grad_norm=clip)["grad_norm_parity"]
     assert found.status == "error"
     assert "raised ArithmeticError in Subject(clip_grad_norm=...): no norm" in found.reason
+
+
+# A wrong scale that clipping hides.
+
+
+def clipping(scale: float = 1.0) -> Any:
+    def step(model, optimizer, batch):
+        found = loss(model, batch)
+        (found * scale).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        optimizer.step()
+        optimizer.zero_grad()
+        return found
+
+    return step
+
+
+@pytest.mark.parametrize(("scale", "text"), [(0.5, "1/2"), (2.0, "2"), (0.3, "0.3")])
+def test_gradients_that_were_scaled_before_clipping(scale, text):
+    checks = ("grad_parity", "update_parity", "loss_parity")
+    found = judged(clipping(scale), checks, max_grad_norm=0.01)
+    assert [one.status for one in found.values()] == ["failed", "passed", "passed"], found
+    [finding] = found["grad_parity"].findings
+    assert (finding.tensor, finding.actual) == (None, f"gradients before clipping are {text} times the reference's")
+
+
+class Fused(torch.autograd.Function):
+    """A loss whose backward returns the gradients that the forward computed, whatever its factor is."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor) -> Tensor:
+        ctx.save_for_backward(2 * output / output.numel())
+        return output.square().mean()
+
+    @staticmethod
+    def backward(ctx: Any, factor: Tensor) -> Tensor:
+        return ctx.saved_tensors[0]
+
+
+def test_a_loss_that_ignores_the_factor_of_its_backward_has_no_wrong_scale():
+    def step(model, optimizer, batch):
+        found = Fused.apply(model(**batch))
+        found.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        optimizer.step()
+        optimizer.zero_grad()
+        return found
+
+    found = judged(step, ["grad_parity"], max_grad_norm=0.01)["grad_parity"]
+    assert found.status == "passed", found.findings
+
+
+def test_a_step_that_takes_gradients_without_a_backward_has_no_wrong_scale():
+    def step(model, optimizer, batch):
+        parameters = [p for p in model.parameters() if p.numel()]
+        found = loss(model, batch)
+        for parameter, gradient in zip(parameters, torch.autograd.grad(found, parameters), strict=True):
+            parameter.grad = gradient
+        for parameter in parameters:
+            dist.all_reduce(parameter.grad, op=dist.ReduceOp.SUM)
+            parameter.grad /= 2
+        nn.utils.clip_grad_norm_(parameters, 0.01)
+        optimizer.step()
+        optimizer.zero_grad()
+        return found
+
+    def plain(fsdp):
+        return Subject(
+            build(), reference=build, batch=batch, loss=loss, optimizer=adam, train_step=step, max_grad_norm=0.01
+        )
+
+    catalogue = built_in()
+    trial = Trial(WorldSpec({"dp_shard": 2}, timeout=60), trial_preload(), steps=3, tolerance={})
+    evidence = trial.observe(Call(cloudpickle.dumps(plain), {}, "fsdp"), catalogue.observations(["grad_parity"]))
+    found = judge(catalogue["grad_parity"], evidence, catalogue)
+    assert found.status == "passed", (found.findings, found.reason)
+
+
+def test_a_step_that_refuses_more_than_its_schedule_is_not_observed_once_more():
+    rates: list[Any] = []
+
+    def step(model, optimizer, batch):
+        if not rates:
+            rates.append(torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=2))
+        found = clipping()(model, optimizer, batch)
+        rates[0].step()
+        return found
+
+    found = judged(step, ["grad_parity"], steps=2, max_grad_norm=0.01)["grad_parity"]
+    assert found.status == "passed", found.reason
+
+
+def test_gradients_that_are_clipped_in_another_precision_have_no_wrong_scale():
+    def in_bfloat16(fsdp):
+        model = build()
+        for module in model:
+            fully_shard(module, mesh=fsdp.mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+        fully_shard(model, mesh=fsdp.mesh)
+        declared = {"reference": build, "batch": batch, "loss": loss, "optimizer": adam}
+        return Subject(model, train_step=clipping(), max_grad_norm=0.01, **declared)
+
+    catalogue = built_in()
+    trial = Trial(WorldSpec({"dp_shard": 2}, timeout=60), trial_preload(), steps=3, tolerance={})
+    evidence = trial.observe(Call(cloudpickle.dumps(in_bfloat16), {}, "fsdp"), catalogue.observations(["grad_parity"]))
+    assert judge(catalogue["grad_parity"], evidence, catalogue).status == "passed"
+
+
+# Other numbers of backwards on some ranks.
+
+
+def uneven(divide: bool, closes: bool) -> Any:
+    """Return a step with two micro-batches on rank 0 and one on rank 1.
+
+    Without ``closes``, nothing is gathered again for the second micro-batch, so that no collective is left over.
+    """
+
+    def step(model, optimizer, batch):
+        parts = batch["input"].chunk(2 - dist.get_rank())
+        model.set_reshard_after_forward(closes)
+        model.set_reshard_after_backward(closes)
+        total = 0.0
+        for number, part in enumerate(parts):
+            model.set_requires_gradient_sync(number == len(parts) - 1)
+            found = loss(model, {"input": part}) / (len(parts) if divide else 1)
+            found.backward()
+            total += found.item()
+        model.reshard()
+        for module in model:
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        optimizer.step()
+        optimizer.zero_grad()
+        return total / (1 if divide else len(parts))
+
+    return step
+
+
+def test_ranks_may_run_other_numbers_of_backwards_if_the_result_is_right():
+    found = judged(uneven(divide=True, closes=False), ["loss_parity", "grad_parity", "update_parity"])
+    assert {one.status for one in found.values()} == {"passed"}, found
+
+
+def test_other_numbers_of_backwards_are_named_as_the_cause():
+    found = judged(uneven(divide=False, closes=False), ["grad_parity"])["grad_parity"]
+    assert found.status == "failed"
+    assert {finding.cause.partition(", but")[0] for finding in found.findings} == {
+        "Subject(train_step=...) ran 2 backwards on rank 0 and 1 backward on rank 1 in step 0"
+    }
+
+
+def test_a_rank_that_waits_for_a_micro_batch_of_another_is_a_hang():
+    found = judged(uneven(divide=True, closes=True), ["loss_parity"], timeout=5)["loss_parity"]
+    assert (found.status, found.reason) == ("error", "ranks 0, 1 did not answer within 5 s")
+    assert "rank 0 waits in all_gather number 5 " in found.detail
+    assert "rank 1 waits in all_reduce number 5 " in found.detail
+    assert "mismatch: collective number 5 differs between these ranks" in found.detail

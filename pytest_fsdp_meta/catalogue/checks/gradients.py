@@ -13,11 +13,12 @@ from pytest_fsdp_meta.catalogue.diagnosis.limits import (
     relative_errors,
     update_limits,
 )
-from pytest_fsdp_meta.catalogue.diagnosis.multiples import ROUNDING, SLIGHT, multiple, number_of
+from pytest_fsdp_meta.catalogue.diagnosis.multiples import ROUNDING, SLIGHT, multiple, number_of, whole
 from pytest_fsdp_meta.catalogue.diagnosis.parity import (
     EXPLAINING_CHECKS,
     comparable_training,
     describe_other_precision,
+    explain_uneven_backwards,
     require_gradients,
     require_no_other_cause,
     require_noise,
@@ -30,6 +31,10 @@ from pytest_fsdp_meta.catalogue.view import View, ranks_by
 from pytest_fsdp_meta.evidence import Comparison, RankTraining, TensorFacts, splits_experts
 from pytest_fsdp_meta.evidence.tolerances import GRADIENT_TOLERANCE
 
+SCALED = 0.05
+"""Fraction: gradients before clipping that are off by less have no wrong scale."""
+FAR = 3
+"""How many times farther from 1 the factor of all gradients is than their direction is off, so that it is no noise."""
 NOISE = 1e-7
 """Largest element of a gradient that is zero but for rounding, such as that of an attention key's bias."""
 
@@ -66,6 +71,30 @@ def grad_parity(view: View) -> Iterable[Finding]:
     elif not unreduced:
         require_gradients(view)
         require_noise(view, GRADIENT_TOLERANCE, relative_errors(c for run in runs for c in run.gradients))
+        yield from _scaled_before_clipping(view, runs)
+
+
+def _scaled_before_clipping(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding]:
+    """Report gradients that train_step clips, and that were the same multiple of the reference's before.
+
+    Clipping hides it while the norm exceeds the bound. Weights that have moved otherwise have other gradients.
+    """
+    if not all(run.unclipped for run in runs):
+        return  # undeclared, or gradients that do not follow the scale of the backward on some rank
+    measures = [c.measure for run in runs for c in run.unclipped if c.measure is not None and view.judgeable(c.name)]
+    updates = [c.measure for run in runs for c in run.parameters if c.measure is not None]
+    square, moved = (math.fsum(measure.truth**2 for measure in some) for some in (measures, updates))
+    apart = math.fsum(measure.apart**2 for measure in updates)
+    if not apart <= SCALED**2 * moved or not square > 0 or not all(math.isfinite(m.apart) for m in measures):
+        return
+    factor = math.fsum(measure.dot for measure in measures) / square
+    others = math.fsum(measure.actual**2 for measure in measures) - factor**2 * square
+    residual = math.sqrt(max(others, 0.0) / square)
+    if abs(factor - 1) > max(SCALED, FAR * residual):
+        text = whole(factor, SCALED) or f"{factor:.3g}"
+        actual = f"gradients before clipping are {text} times the reference's"
+        detail = "the clipped ones are equal, as long as their norm exceeds the bound"
+        yield Finding(None, tuple(range(len(runs))), actual, "equal", detail, **_BEFORE_CLIPPING)
 
 
 def _wrong_gradients(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding]:
@@ -152,6 +181,8 @@ def _explain_factor(view: View, runs: Sequence[RankTraining], name: str, factor:
         return _ZERO
     number, meaning = number_of(view, runs, factor, name)
     declared = view.evidence.subject.declared
+    if not meaning and (uneven := explain_uneven_backwards(view)):
+        return uneven
     if not meaning and "train_step" in declared and "max_grad_norm" not in declared:
         return _SCALED_BY_STEP
     if not meaning:
@@ -194,6 +225,8 @@ _DIVIDE_EXPERTS = (
 
 
 def _explain_other(view: View, name: str, cases: Cases) -> Explanation:
+    if uneven := explain_uneven_backwards(view):
+        return uneven
     by_step = "train_step" in view.evidence.subject.declared
     explanation = _EXPERTS if _is_expert(view, name) else _BY_STEP if by_step else _DIFFERENT
     if _tied_only_here(view, name):
@@ -257,6 +290,12 @@ _SCALED_BY_STEP: Explanation = {
     "remedy": "if train_step clips, declare Subject(max_grad_norm=<its bound>); else check loss scaling and the number "
     "of micro-batches that the loss is divided by",
 }
+_BEFORE_CLIPPING: Explanation = {
+    "cause": "train_step scales its loss once too often or too rarely: by its micro-batches, tokens or ranks, which "
+    "the loss or a framework may have done already",
+    "remedy": "scale it once: accelerate's backward() divides by gradient_accumulation_steps, FSDP and DDP average "
+    "over the ranks, and a loss that is divided by the tokens of all needs the number of ranks as a factor",
+}
 _SLIGHTLY_OFF: Explanation = {
     "cause": "the error is small: the forward differs slightly (another activation, epsilon, scale or precision), or "
     "gradients are rounded during the reduction",
@@ -279,8 +318,9 @@ _EXPERTS: Explanation = {
 def _unreduced_gradients(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding]:
     """Report replicated parameters that have a different gradient for each slice of the batch."""
     gradients = [{comparison.name: comparison for comparison in run.gradients} for run in runs]
-    explanation = _NOT_WRAPPED if any(run.unreduced for run in runs) else _IGNORED
-    for name in dict.fromkeys(name for by_name in gradients for name in by_name):
+    names = dict.fromkeys(name for by_name in gradients for name in by_name)
+    found: list[tuple[str, tuple[int, ...], str]] = []
+    for name in names:
         for ranks in _replicas_of_other_rows(view, runs, name):
             # Compare one rank per slice: the other ranks of a slice, such as tensor-parallel ones, may hold partial
             # sums.
@@ -291,7 +331,11 @@ def _unreduced_gradients(view: View, runs: Sequence[RankTraining]) -> Iterator[F
             # If the optimizer reduces the gradients itself, the parameters are equal after its steps.
             detail = "" if _equal_after_steps(runs, name, by_rank) else _describe_spread(by_rank)
             if detail and view.judgeable(name):
-                yield Finding(name, ranks, *_UNREDUCED, detail, **explanation)
+                found.append((name, ranks, detail))
+    every = len(names) > 1 and names.keys() == {name for name, _, _ in found}
+    explanation = _NOT_WRAPPED if any(run.unreduced for run in runs) else _BYPASSED if every else _IGNORED
+    for name, ranks, detail in found:
+        yield Finding(name, ranks, *_UNREDUCED, detail, **explanation)
 
 
 def _equal_after_steps(runs: Sequence[RankTraining], name: str, ranks: Iterable[int]) -> bool:
@@ -334,6 +378,11 @@ _UNREDUCED = ("gradient differs between ranks", "reduced over the data-parallel 
 _IGNORED: Explanation = {
     "cause": "it is left out of FSDP and DDP (ignored_params), and nothing else reduces its gradients",
     "remedy": "shard it, or reduce its gradients after backward (mean over the data-parallel ranks)",
+}
+_BYPASSED: Explanation = {
+    "cause": "nothing reduces the gradients of any parameter over these ranks: the forward bypasses the wrapper "
+    "(model.module(...)), or its reduction is off (no_sync(), set_requires_all_reduce(False))",
+    "remedy": "call the wrapped model itself, and turn the reduction on for the last backward before each step",
 }
 _NOT_WRAPPED: Explanation = {
     "cause": "all parameters are plain tensors and no DDP wraps the model, so nothing reduces their gradients",

@@ -18,6 +18,7 @@ from pytest_fsdp_meta.catalogue.diagnosis.parity import (
     describe_loaded_state,
     describe_other_precision,
     explain_hooks_left_out,
+    explain_uneven_backwards,
     format_losses,
     global_losses,
     require_gradients,
@@ -159,6 +160,8 @@ def _explain_losses(view: View, first: int, runs: Sequence[RankTraining], allowe
             "remedy": "pass training=self.training to F.dropout, and dropout_p=self.p if self.training else 0.0 to "
             "scaled_dot_product_attention; if a loss needs noise, take it from batch(step)",
         }
+    if uneven := explain_uneven_backwards(view, first):
+        return uneven
     if first == 0 and "train_step" in view.evidence.subject.declared:
         return {
             "cause": "the first loss of train_step differs although the weights are equal: it is divided by another "

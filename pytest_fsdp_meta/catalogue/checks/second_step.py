@@ -17,6 +17,7 @@ from pytest_fsdp_meta.catalogue.diagnosis.parity import (
     OLDER_EVIDENCE,
     comparable_training,
     describe_loaded_state,
+    explain_uneven_backwards,
     require_gradients,
     require_no_other_cause,
     require_noise,
@@ -119,7 +120,8 @@ def _describe_wrong_second(
     if others:
         actual = "gradient of the second step differs from the reference's, that of the first does not"
         detail = describe_error(limits, others)
-        yield Finding(name, tuple(rank for rank, _ in others), actual, limits.describe(others), detail)
+        ranks, explanation = tuple(rank for rank, _ in others), explain_uneven_backwards(view, last=1)
+        yield Finding(name, ranks, actual, limits.describe(others), detail, **explanation)
 
 
 _LOST: Explanation = {

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pytest_fsdp_meta.catalogue.diagnosis.coordinates import share_places
 from pytest_fsdp_meta.catalogue.diagnosis.limits import loss_limits, noise_lost
 from pytest_fsdp_meta.catalogue.findings import Explanation
-from pytest_fsdp_meta.catalogue.view import Blocked, NotJudged, PartlyJudged, Unjudgeable, View
+from pytest_fsdp_meta.catalogue.view import Blocked, NotJudged, PartlyJudged, Unjudgeable, View, ranks_by
 from pytest_fsdp_meta.evidence import Evidence, RankTraining
 from pytest_fsdp_meta.evidence.tolerances import LOSS_TOLERANCE
-from pytest_fsdp_meta.text import counted, first_of
+from pytest_fsdp_meta.text import counted, first_of, name_ranks
 
 BLOCKING_CHECKS = (
     "same_manifest_on_every_rank",
@@ -178,6 +178,25 @@ def explain_hooks_left_out(view: View) -> Explanation:
         "remedy": "let the hook use the model, its parameters and the optimizer only, without a mesh or methods of "
         "FSDP2; or declare optimizer=lambda parameters: ... and register a hook there that runs on both",
     }
+
+
+def explain_uneven_backwards(view: View, last: int = 0) -> Explanation:
+    """Return the cause and remedy if ranks ran different numbers of backwards up to step ``last``, else {}.
+
+    A step whose result is right may do so: a sum of micro-batches need not have the same number of parts everywhere.
+    """
+    runs = view.evidence.training or ()
+    for step, numbers in enumerate(zip(*(run.backwards for run in runs), strict=False)):
+        held = ranks_by(enumerate(numbers))
+        if step <= last and len(held) > 1:
+            each = " and ".join(f"{counted(number, 'backward')} on {name_ranks(held[number])}" for number in held)
+            return {
+                "cause": f"Subject(train_step=...) ran {each} in step {step}, but should run the same number on every "
+                "rank, or weight each micro-batch by its share of the whole batch",
+                "remedy": "give every rank the same number of micro-batches, a short rank empty ones whose loss is 0 "
+                "times the output; or divide by counts over all micro-batches and ranks",
+            }
+    return {}
 
 
 def describe_loaded_state(view: View) -> str:

@@ -1,0 +1,78 @@
+"""Several optimizers of one model as one: those in a container, such as Muon for matrices and AdamW for the rest."""
+
+from __future__ import annotations
+
+from collections import ChainMap
+from collections.abc import Sequence
+from typing import Any
+
+from torch.optim import Optimizer
+
+
+class JoinedOptimizer(Optimizer):  # type: ignore[misc]
+    """Optimizers that step together. Groups and state are those of the parts, not copies."""
+
+    def __init__(self, parts: Sequence[Optimizer]) -> None:
+        self.parts = tuple(parts)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [group for part in self.parts for group in part.param_groups]
+
+    @property
+    def state(self) -> Any:
+        return _JoinedState(*(part.state for part in self.parts))
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        return dict(self.parts[0].defaults)
+
+    def step(self, closure: Any = None) -> None:
+        for part in self.parts:
+            part.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for part in self.parts:
+            part.zero_grad(set_to_none)
+
+
+class _JoinedState(ChainMap[Any, Any]):
+    """The states of the parts. A parameter is stepped by one of them."""
+
+    def __missing__(self, key: object) -> Any:
+        raise KeyError(key)
+
+    def __getitem__(self, key: Any) -> Any:
+        for state in self.maps:  # a part's state is a defaultdict, which a plain look-up would extend
+            if key in state:
+                return state[key]
+        return self.__missing__(key)
+
+    def __delitem__(self, key: Any) -> None:
+        for state in self.maps:
+            state.pop(key, None)
+
+
+def parts_of_optimizer(optimizer: Optimizer) -> tuple[Optimizer, ...]:
+    """Return the optimizers that step: the parts of a joined one, or the optimizer itself."""
+    return optimizer.parts if isinstance(optimizer, JoinedOptimizer) else (optimizer,)
+
+
+def unwrapped_optimizer(optimizer: object) -> Optimizer | None:
+    """Return what steps inside the wrapper or container of a framework; None if the object is not an optimizer.
+
+    A wrapper, such as accelerate's or lightning's, is an Optimizer with the one that steps as its ``.optimizer``. A
+    container, such as torchtitan's, is an Optimizer with a list of them as its ``.optimizers``.
+    """
+    if not isinstance(optimizer, Optimizer):
+        return None
+    if isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+        return unwrapped_optimizer(inner)
+    contained = getattr(optimizer, "optimizers", None)
+    if not isinstance(contained, (list, tuple)) or not contained:
+        return optimizer
+    parts = [part for own in contained if (part := unwrapped_optimizer(own)) is not None]
+    if len(parts) < len(contained):
+        return optimizer
+    flat = [single for part in parts for single in parts_of_optimizer(part)]
+    return flat[0] if len(flat) == 1 else JoinedOptimizer(flat)
