@@ -61,8 +61,8 @@ WRONG = [
     (
         "tolerance={'no_meta_params': 0.5}",
         "tolerance: check 'no_meta_params' has no tolerance; the checks that have one are grad_parity, "
-        "grad_norm_parity, grad_clip_parity, second_grad_parity, update_parity, loss_parity, grad_accumulation_parity, "
-        "resume_parity",
+        "grad_norm_parity, grad_clip_parity, buffers_follow_training, second_grad_parity, update_parity, loss_parity, "
+        "grad_accumulation_parity, beside_parity, resume_parity",
     ),
     ("tolerance=-1", "tolerance=-1 should be a relative tolerance such as 1e-5, or a dict by check id"),
     ("steps=0", "steps=0 should be a positive int"),

@@ -159,7 +159,7 @@ def broken_loader() -> LoaderRecord:
         ),
         "dcp_reshards": check("dcp_reshards", "error", name=name, reason="rank 1 raised OSError: disk is full"),
         "resume_parity": check("resume_parity", "not run", name=name),
-        "second_save_is_current": check("second_save_is_current", "not run", name=name),
+        "batches_resume": check("batches_resume", "not run", name=name),
     }
     mesh = {"dp_replicate": 2, "dp_shard": 2}
     tensors = [

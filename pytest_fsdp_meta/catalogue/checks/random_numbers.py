@@ -30,7 +30,7 @@ class _Pair(NamedTuple):
 @check(
     promise="in training mode, ranks that compute the same activation draw the same random numbers for it, and ranks "
     "with other rows draw others",
-    family="training",
+    family="random numbers",
     needs=["inventory", "training_mode"],
     uses=["reference"],
     after=BLOCKING_CHECKS,
@@ -203,7 +203,7 @@ def _findings(pairs: Sequence[_Pair], actual: str, expected: str, explanation: E
 
 @check(
     promise="resume() restores the random state that each rank had when it saved",
-    family="checkpoint",
+    family="random numbers",
     needs=["inventory", "training_mode", "continued", "resumed"],
     after=BLOCKING_CHECKS,
     why="A resumed run otherwise repeats the masks of the first steps, or gives all ranks those of rank 0, and no loss "
