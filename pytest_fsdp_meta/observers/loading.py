@@ -27,7 +27,7 @@ from pytest_fsdp_meta.observers.batches import batch_slice
 from pytest_fsdp_meta.observers.beside import beside_for_reference, scheduler_for_reference
 from pytest_fsdp_meta.observers.collectives import Recorder
 from pytest_fsdp_meta.observers.inventory import managed_names, named_tensors, non_persistent, reshard, take_inventory
-from pytest_fsdp_meta.observers.memory import Peak
+from pytest_fsdp_meta.observers.memory import Peak, return_freed_memory
 from pytest_fsdp_meta.observers.optimizers import built_optimizer, optimizer_facts, pack_optimizer
 from pytest_fsdp_meta.observers.sending import pack_function
 from pytest_fsdp_meta.observers.support.generators import read_states
@@ -111,11 +111,9 @@ def release() -> None:
     size = sum(tensor.nbytes for tensor in tensors if not tensor.is_meta and tensor.layout is torch.strided)
     del tensors
     rank.state.clear()
-    if size < LARGE:
-        return  # with all these modules imported, garbage collection takes a second
-    gc.collect()
-    if rank.device.type == "cuda":
-        torch.cuda.empty_cache()
+    if size >= LARGE:  # with all these modules imported, garbage collection takes a second
+        gc.collect()
+        return_freed_memory(rank.device)
 
 
 def loaded_subject(rank: Rank) -> Subject:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from time import perf_counter
 from typing import Any
@@ -28,6 +29,17 @@ COPIES = 2
 """Times that a loader may hold its shards: in the model, and in the tensors that it copies into the model."""
 Change = tuple[int, int, int]
 """Bytes before, bytes after and bytes per element of a storage that was allocated, freed or resized."""
+
+
+def return_freed_memory(device: torch.device) -> None:
+    """Give memory that tensors no longer use back to the system, because the next world needs as much.
+
+    Without this, glibc's malloc keeps it: of a Llama of 120M parameters, 1.8 GiB on each of two ranks.
+    """
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    with suppress(OSError, AttributeError):  # another C library than glibc
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 class Meter:

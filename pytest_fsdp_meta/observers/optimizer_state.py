@@ -18,6 +18,7 @@ from pytest_fsdp_meta.observers.adapters.dtensor import local_part, own_part
 from pytest_fsdp_meta.observers.adapters.lookup import parts_of
 from pytest_fsdp_meta.observers.inventory import named_tensors
 from pytest_fsdp_meta.observers.loading import loaded_subject
+from pytest_fsdp_meta.observers.memory import return_freed_memory
 from pytest_fsdp_meta.observers.reference import write_part
 from pytest_fsdp_meta.observers.support.reference_record import Record, is_array, record_at, write_record
 from pytest_fsdp_meta.observers.values import compare_all
@@ -48,6 +49,8 @@ def assemble_state(held_by_rank: Sequence[Held], folder: str) -> None:
                 wholes[name] = torch.zeros(shape, dtype=values.dtype)
             write_part(wholes[name], regions, flat, values)
     write_record(record_at(folder, NAME), wholes.items())
+    wholes.clear()
+    return_freed_memory(current().device)
 
 
 def compare_state(folder: str) -> tuple[Comparison, ...]:

@@ -30,6 +30,7 @@ from pytest_fsdp_meta.observers.beside import Beside, declare_beside, make_besid
 from pytest_fsdp_meta.observers.clipping import ReferenceClipping
 from pytest_fsdp_meta.observers.gradients import gradient_norm, gradients_of
 from pytest_fsdp_meta.observers.inventory import named_tensors, take_inventory
+from pytest_fsdp_meta.observers.memory import return_freed_memory
 from pytest_fsdp_meta.observers.movement import gradient_noise, root_mean_square
 from pytest_fsdp_meta.observers.optimizers import (
     Rebuilding,
@@ -153,6 +154,8 @@ def train_reference(
     ):
         accumulate_as_ranks(subject, optimizer, data_parallel_size)
         first.record("accumulated", whole_gradients(model))
+    model.zero_grad(set_to_none=True)
+    return_freed_memory(rank.device)  # this world waits while others train
     return replace(
         facts,
         losses=tuple(run.losses),
