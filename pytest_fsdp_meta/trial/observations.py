@@ -29,10 +29,11 @@ from pytest_fsdp_meta.evidence.collectives import RankCollectives, RankMemory
 from pytest_fsdp_meta.loader.subject import SubjectError
 from pytest_fsdp_meta.observers.support.reference_record import record_at
 from pytest_fsdp_meta.trial import on_ranks
+from pytest_fsdp_meta.trial.loads import Load, Loads
 from pytest_fsdp_meta.trial.noise import departs, with_noise
 from pytest_fsdp_meta.trial.obstacles import NOT_WANTED, describe_odd_model, from_world_error
 from pytest_fsdp_meta.trial.on_ranks import run_on
-from pytest_fsdp_meta.trial.reloading import Load, Reloading
+from pytest_fsdp_meta.trial.reloading import Reloading
 from pytest_fsdp_meta.trial.timing import Stopwatch
 from pytest_fsdp_meta.worlds import World, WorldError
 
@@ -335,11 +336,10 @@ class ObservationRun:
     def _reload(self) -> Reloading:
         training = self.unavailable.get("training")
         reloading = Reloading(
-            first=self.world,
+            loads=Loads(self.world, self.load_again),
             reference_world=self.reference_world,
             data_world=self.data_world,
             rebuild_reference=partial(self._build_reference, "rebuilt"),
-            load=self.load_again,
             subject=self.subject,
             inventory=self.inventory,
             folder=self.folder,

@@ -27,6 +27,7 @@ from pytest_fsdp_meta.evidence.checkpoint import RankResumed, RankSaved, RankSta
 from pytest_fsdp_meta.evidence.random_numbers import RankTrainingMode
 from pytest_fsdp_meta.trial.author_data import read_epoch, resume_epoch
 from pytest_fsdp_meta.trial.checkpoint_files import restored_if_deleted
+from pytest_fsdp_meta.trial.loads import Loads
 from pytest_fsdp_meta.trial.obstacles import (
     DECLARE,
     NOT_WANTED,
@@ -36,20 +37,18 @@ from pytest_fsdp_meta.trial.obstacles import (
     not_saved_by_torch,
     optimizer_not_loaded_by_torch,
 )
-from pytest_fsdp_meta.trial.on_ranks import checkpoint, loading, random_numbers, run_on, state_dict
+from pytest_fsdp_meta.trial.on_ranks import checkpoint, random_numbers, run_on, state_dict
 from pytest_fsdp_meta.trial.resharding import record_optimizer, reshard_model, reshard_optimizer
 from pytest_fsdp_meta.trial.timing import Stopwatch
 from pytest_fsdp_meta.trial.world_sizes import describe_size, other_size
-from pytest_fsdp_meta.worlds import World, WorldError, WorldSpec
+from pytest_fsdp_meta.worlds import World, WorldError
 
 if TYPE_CHECKING:
-    from pytest_fsdp_meta.observers.loading import Loaded
+    pass
 
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
-Load = Callable[[WorldSpec, str, list[World]], "tuple[World, list[Loaded]]"]
-"""Start a world with a spec and a label, add it to a list, and run the loader in it."""
 STEPS = 2
 """Steps trained after a checkpoint: the second one shows what the first did to the optimizer."""
 SCHEDULED_STEPS = 4
@@ -79,13 +78,11 @@ class Reloading:
     Each observation has the same name here and in ``Evidence``. If one is None, ``unavailable`` has the reason.
     """
 
-    first: World
-    """The loader's own world, or another load once training has ended it."""
+    loads: Loads
     reference_world: World
     data_world: World
     rebuild_reference: Callable[[], object]
     """Start the world of the reference again, and build the reference in it."""
-    load: Load
     subject: SubjectFacts
     inventory: tuple[RankInventory, ...]
     folder: Path
@@ -112,16 +109,11 @@ class Reloading:
     batches_resumed: tuple[RankBatches, ...] | None = None
     unavailable: dict[str, Unavailable] = field(default_factory=dict)
     _wanted: set[str] = field(default_factory=set)
-    _worlds: list[World] = field(default_factory=list)
     _saved_with_optimizer: tuple[RankResumed, ...] = ()
     _loaded_with_optimizer: tuple[RankResumed, ...] = ()
     _has_recorded_state: bool = False
-    _second: tuple[World, list[Loaded]] | None = None
-    _load_failure: WorldError | None = None
-    """Why the second load failed; it is not tried again."""
     _save_failure: WorldError | None = None
     """How saving hung or ended a rank; another attempt would cost the same time."""
-    _released: bool = False
 
     def take_all(self, wanted: set[str]) -> None:
         """Take the wanted observations in an order in which each finds its world in the state that it needs."""
@@ -144,8 +136,7 @@ class Reloading:
             self.batches_resumed = self._take("batches_resumed", self._resume_batches)
             self.resharded = self._take("resharded", self._reshard)
         finally:
-            for world in self._worlds:
-                world.close()
+            self.loads.close()
         self.unavailable.pop("kept", None)  # it is only there for "resharded"
 
     def _take(self, name: str, observe: Callable[[], T | Unavailable]) -> T | None:
@@ -164,7 +155,7 @@ class Reloading:
 
     def _describe_error(self, error: WorldError) -> Unavailable:
         reason = from_world_error(error)
-        if error is self._load_failure:
+        if error is self.loads.failure:
             return replace(reason, detail=f"{SECOND_LOAD_FAILED}:\n\n{reason.detail}")
         if error is self._save_failure:
             return replace(reason, detail=f"{SAVE_NOT_RETRIED}:\n\n{reason.detail}")
@@ -173,7 +164,7 @@ class Reloading:
     # Observations of the first load, which may have been trained.
 
     def _observe_state_dict(self) -> tuple[RankStateDict, ...]:
-        return tuple(self._run_first(state_dict.observe_state_dict))
+        return tuple(self.loads.run_first(state_dict.observe_state_dict))
 
     def _save_and_continue(self) -> tuple[RankResumed, ...] | Unavailable:
         if "batch" not in self.subject.declared:
@@ -182,12 +173,12 @@ class Reloading:
             return self.training_error
         if reason := self._unsavable() or self._nothing_trainable():
             return reason
-        problem = optimizer_not_loaded_by_torch(self._run_first(checkpoint.first_step), self.subject)
+        problem = optimizer_not_loaded_by_torch(self.loads.run_first(checkpoint.first_step), self.subject)
         if problem and not self._author_saves:
             return Unavailable(f"{problem}; {DECLARE}", kind="undeclared")
         self._saved_with_optimizer = self._save_all("continued")
         self._record_state()
-        return _with_steps(self._saved_with_optimizer, self._run_first(checkpoint.train_on, self._steps_on))
+        return _with_steps(self._saved_with_optimizer, self.loads.run_first(checkpoint.train_on, self._steps_on))
 
     def _save_again(self) -> tuple[RankResumed, ...] | Unavailable:
         """Save a second checkpoint; the model has been trained since the first one."""
@@ -197,7 +188,7 @@ class Reloading:
             return self._save_all("again")
 
     def _save_all(self, name: str) -> tuple[RankResumed, ...]:
-        saved = self._save(self._first_world, checkpoint.save_all, self._path(name))
+        saved = self._save(self.loads.first_world, checkpoint.save_all, self._path(name))
         return tuple(replace(rank, exported=own) for rank, own in zip(saved, self._fingerprints(), strict=True))
 
     def _fingerprints(self) -> list[dict[str, str]]:
@@ -205,12 +196,12 @@ class Reloading:
         wanted = "saved_again" in self._wanted and "state_dict" in self.subject.declared and self.state_dict is not None
         if not wanted or self._ungatherable():
             return [{} for _ in self.inventory]
-        return self._run_first(state_dict.fingerprint_state_dict)
+        return self.loads.run_first(state_dict.fingerprint_state_dict)
 
     def _save_model(self) -> tuple[RankSaved, ...] | Unavailable:
         if self._saved_with_optimizer:  # that checkpoint has the model as well
             return _models(self._saved_with_optimizer)
-        return self._unsavable() or self._save(self._first_world, checkpoint.save_model, self._path("saved"))
+        return self._unsavable() or self._save(self.loads.first_world, checkpoint.save_model, self._path("saved"))
 
     def _observe_training_mode(self) -> tuple[RankTrainingMode, ...] | Unavailable:
         """Observe a step in training mode, the last that the first load is needed for: the step changes the model."""
@@ -220,7 +211,7 @@ class Reloading:
             return self.training_error
         if problem := describe_odd_model(self.inventory, self.subject):
             return Unavailable(f"not trained: {problem}", kind="blocked")
-        return tuple(self._run_first(random_numbers.observe_training_mode))
+        return tuple(self.loads.run_first(random_numbers.observe_training_mode))
 
     def _read_batches(self) -> Epoch | Unavailable:
         if "data" not in self.subject.declared:
@@ -231,17 +222,17 @@ class Reloading:
             folder, self.unavailable["batches_resumed"] = None, problem
         try:
             with self._keeping_checkpoints("before batches"):
-                return read_epoch(self._first_world(), self.data_world, folder)
+                return read_epoch(self.loads.first_world(), self.data_world, folder)
         except WorldError as error:
             if folder is None or error.failures[0].kind == "hung":
                 raise
             self.unavailable["batches_resumed"] = self._describe_error(error)
-            return read_epoch(self._first_world(), self.data_world, None)  # it may be saving that fails
+            return read_epoch(self.loads.first_world(), self.data_world, None)  # it may be saving that fails
 
     # Observations of the second load; "export" and "kept" need its model as it was loaded.
 
     def _repeat_load(self) -> tuple[RankInventory, ...]:
-        return tuple(rank.inventory for rank in self._load_second()[1])
+        return tuple(rank.inventory for rank in self.loads.second()[1])
 
     def _export(self) -> Export | Unavailable:
         if self.reference is None or not self.reference.complete:
@@ -251,17 +242,17 @@ class Reloading:
         if not self.reference_world.alive:
             self.rebuild_reference()  # its training, or measuring its noise, has ended its world
         path = str(self.folder / "export.safetensors")
-        keys = self._run_second(state_dict.export, path)[0]
+        keys = self.loads.run_second(state_dict.export, path)[0]
         return run_on(self.reference_world, state_dict.compare_export, path, self.reference_path, keys)[0]
 
     def _save_second_load(self) -> tuple[RankSaved, ...] | Unavailable:
-        return self._unsavable() or self._save(self._second_world, checkpoint.save_model, self._path("kept"))
+        return self._unsavable() or self._save(self.loads.second_world, checkpoint.save_model, self._path("kept"))
 
     def _resume(self) -> tuple[RankResumed, ...] | Unavailable:
         if (reason := self.unavailable.get("continued")) is not None:
             return reason
-        self._loaded_with_optimizer = tuple(self._run_second(checkpoint.load_all, self._path("continued")))
-        return _with_steps(self._loaded_with_optimizer, self._run_second(checkpoint.train_on, self._steps_on))
+        self._loaded_with_optimizer = tuple(self.loads.run_second(checkpoint.load_all, self._path("continued")))
+        return _with_steps(self._loaded_with_optimizer, self.loads.run_second(checkpoint.train_on, self._steps_on))
 
     def _restore_model(self) -> tuple[RankSaved, ...] | Unavailable:
         if (reason := self.unavailable.get("saved")) is not None:
@@ -269,7 +260,7 @@ class Reloading:
         if self._loaded_with_optimizer:
             return _models(self._loaded_with_optimizer)
         name = "continued" if self._saved_with_optimizer else "saved"
-        return tuple(self._run_second(checkpoint.load_model, self._path(name)))
+        return tuple(self.loads.run_second(checkpoint.load_model, self._path(name)))
 
     def _restore_again(self) -> tuple[RankResumed, ...] | Unavailable:
         if (reason := self.unavailable.get("saved_again")) is not None:
@@ -277,7 +268,7 @@ class Reloading:
         for earlier in ("resumed", "restored"):
             if (reason := self.unavailable.get(earlier, NOT_WANTED)).error:
                 return reason  # loading the first checkpoint raised or hung, and would do so again
-        return tuple(self._run_second(checkpoint.load_all, self._path("again"), self._changed_between_saves()))
+        return tuple(self.loads.run_second(checkpoint.load_all, self._path("again"), self._changed_between_saves()))
 
     def _resume_batches(self) -> tuple[RankBatches, ...] | Unavailable:
         for reason in map(self.unavailable.get, ("batches", "batches_resumed")):
@@ -285,7 +276,7 @@ class Reloading:
                 return reason
         assert self.batches is not None
         with self._keeping_checkpoints("before batches_resumed"):
-            return resume_epoch(self.batches, self._new_second_world, self._path("batches"))
+            return resume_epoch(self.batches, self.loads.new_second_world, self._path("batches"))
 
     def _keeping_checkpoints(self, name: str) -> AbstractContextManager[None]:
         kept = self.folder / name
@@ -303,12 +294,12 @@ class Reloading:
             return reason
         if self.reference is None:
             return not_declared("reference")
-        spec = other_size(self.first.spec)
+        spec = other_size(self.loads.first.spec)
         if isinstance(spec, Unavailable):
             return spec
-        self._close_second()
+        self.loads.close_second()
         try:
-            world, _ = self.load(spec, f"the load in {describe_size(spec)}", self._worlds)
+            world = self.loads.of_size(spec, f"the load in {describe_size(spec)}")
         except WorldError as error:
             return Unavailable(f"the loader fails in {describe_size(spec)}: {error.summary}")
         resharded = reshard_model(world, self._path("kept"), self.reference_path, self._loads_in_same_size)
@@ -319,13 +310,13 @@ class Reloading:
     def _record_state(self) -> None:
         """Record the optimizer's state at its checkpoint, if it will be loaded in a world of another size."""
         if "resharded" in self._wanted and self.reference_world.alive:
-            record_optimizer(self._first_world(), self.reference_world, str(self.folder))
+            record_optimizer(self.loads.first_world(), self.reference_world, str(self.folder))
             self._has_recorded_state = True
 
     def _loads_in_same_size(self) -> bool:
         """Load the same checkpoint in a world of the size that saved it; return whether that works."""
         try:
-            self._run_second(checkpoint.load_over_other_values, self._path("kept"))
+            self.loads.run_second(checkpoint.load_over_other_values, self._path("kept"))
         except WorldError:
             return False
         return True
@@ -350,48 +341,6 @@ class Reloading:
                 self._save_failure = error
             raise
 
-    def _first_world(self) -> World:
-        """Return the loader's own world; load again where training has ended it."""
-        if not self.first.alive:
-            self.first, _ = self.load(self.first.spec, "another load", self._worlds)
-        return self.first
-
-    def _second_world(self) -> World:
-        return self._load_second()[0]
-
-    def _run_first(self, observer: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        return run_on(self._first_world(), observer, *args, **kwargs)
-
-    def _run_second(self, observer: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        return run_on(self._second_world(), observer, *args, **kwargs)
-
-    def _new_second_world(self) -> World:
-        """Return a second load whose loader of batches has not been used."""
-        self._close_second()
-        return self._second_world()
-
-    def _load_second(self) -> tuple[World, list[Loaded]]:
-        """Return the second load; repeat it where an observation has ended its world, but not after it failed."""
-        if self._load_failure is not None:
-            raise self._load_failure
-        if self._second is None or not self._second[0].alive:
-            self._release_first()
-            try:
-                self._second = self.load(self.first.spec, "the second load", self._worlds)
-            except WorldError as error:
-                self._load_failure = error
-                raise
-        return self._second
-
-    def _release_first(self) -> None:
-        if self.first.alive and not self._released:
-            self._released = True
-            run_on(self.first, loading.release)
-
-    def _close_second(self) -> None:
-        if self._second is not None:
-            self._second[0].close()
-
     # What rules out an observation.
 
     def _unsavable(self, gathering: bool = False) -> Unavailable | None:
@@ -409,7 +358,7 @@ class Reloading:
         return None if trainable else Unavailable("nothing is trainable, so there is no optimizer")
 
     def _ungatherable(self) -> Unavailable | None:
-        return not_gathered_by_gloo(self.inventory) if self.first.spec.backend == "gloo" else None
+        return not_gathered_by_gloo(self.inventory) if self.loads.first.spec.backend == "gloo" else None
 
     @property
     def _steps_on(self) -> list[int]:

@@ -1,0 +1,83 @@
+"""The loads of one trial: the first one, a second one of the same size, and those in worlds of other sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
+
+from pytest_fsdp_meta.trial.on_ranks import loading, run_on
+from pytest_fsdp_meta.worlds import World, WorldError, WorldSpec
+
+if TYPE_CHECKING:
+    from pytest_fsdp_meta.observers.loading import Loaded
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Load = Callable[[WorldSpec, str, list[World]], "tuple[World, list[Loaded]]"]
+"""Start a world with a spec and a label, add it to a list, and run the loader in it."""
+
+
+@dataclass
+class Loads:
+    """Starts worlds where they are needed, and again where an observation has ended them."""
+
+    first: World
+    """The loader's own world, or another load once training has ended it."""
+    load: Load
+    failure: WorldError | None = None
+    """Why the second load failed; it is not tried again."""
+    _worlds: list[World] = field(default_factory=list)
+    _second: tuple[World, list[Loaded]] | None = None
+    _released: bool = False
+
+    def first_world(self) -> World:
+        """Return the loader's own world; load again where training has ended it."""
+        if not self.first.alive:
+            self.first, _ = self.load(self.first.spec, "another load", self._worlds)
+        return self.first
+
+    def second_world(self) -> World:
+        return self.second()[0]
+
+    def run_first(self, observer: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
+        return run_on(self.first_world(), observer, *args, **kwargs)
+
+    def run_second(self, observer: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
+        return run_on(self.second_world(), observer, *args, **kwargs)
+
+    def second(self) -> tuple[World, list[Loaded]]:
+        """Return the second load; repeat it where an observation has ended its world, but not after it failed."""
+        if self.failure is not None:
+            raise self.failure
+        if self._second is None or not self._second[0].alive:
+            self._release_first()
+            try:
+                self._second = self.load(self.first.spec, "the second load", self._worlds)
+            except WorldError as error:
+                self.failure = error
+                raise
+        return self._second
+
+    def new_second_world(self) -> World:
+        """Return a second load whose loader of batches has not been used."""
+        self.close_second()
+        return self.second_world()
+
+    def close_second(self) -> None:
+        if self._second is not None:
+            self._second[0].close()
+
+    def of_size(self, spec: WorldSpec, label: str) -> World:
+        """Load in a world of another size."""
+        return self.load(spec, label, self._worlds)[0]
+
+    def close(self) -> None:
+        """Close all worlds but the loader's own."""
+        for world in self._worlds:
+            world.close()
+
+    def _release_first(self) -> None:
+        if self.first.alive and not self._released:
+            self._released = True
+            run_on(self.first, loading.release)
