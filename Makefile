@@ -135,6 +135,7 @@ bench: bench-catalogue bench-worlds bench-faults
 bench-catalogue: .venv/installed
 	$(BIN)/python -m benchmarks.catalogue > $(DATED)-catalogue.txt
 	$(BIN)/python -m benchmarks.verification > $(DATED)-verification.txt
+	$(BIN)/python -m benchmarks.sizes > $(DATED)-sizes.txt
 
 power: .venv/installed
 	$(BIN)/python -m benchmarks.power --json $(DATED)-power.json --out $(DATED)-power.md

@@ -45,6 +45,9 @@ RELOADING_OBSERVATIONS = (
     "resumed",
     "saved_again",
     "restored_again",
+    "training_mode",
+    "batches",
+    "batches_resumed",
 )
 
 
