@@ -172,7 +172,10 @@ def scheduler_for_reference(subject: Subject, optimizer: Optimizer | None) -> An
     scheduler: Any = subject.scheduler
     while is_stateful(inner := getattr(scheduler, SCHEDULER, None)):
         scheduler = inner
-    return pack_function(scheduler, subject.model, optimizer) if is_stateful(scheduler) else scheduler
+    if not is_stateful(scheduler):
+        return scheduler
+    # Where it schedules another optimizer by mistake, the reference shows what it should do to the one that trains.
+    return pack_function(scheduler, subject.model, getattr(scheduler, "optimizer", optimizer))
 
 
 def beside_for_reference(subject: Subject) -> dict[str, Any]:

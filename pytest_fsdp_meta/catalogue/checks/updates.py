@@ -159,9 +159,9 @@ def _explain_rates(view: View, runs: Sequence[RankTraining], ranks: Sequence[int
                 return {
                     "cause": f"the learning rate of step {step} is {ours} on these ranks, and {theirs} in the "
                     "reference, whose scheduler steps once after each step of the optimizer: the ranks' steps "
-                    "otherwise, or a framework steps it once per rank",
-                    "remedy": "step the scheduler once after each step of the optimizer, and declare it in "
-                    "Subject(scheduler=...)",
+                    "otherwise, a framework steps it once per rank, or it schedules an optimizer that was replaced",
+                    "remedy": "build the scheduler for the optimizer that trains, step it once after each of its "
+                    "steps, and declare it in Subject(scheduler=...)",
                 }
     return {}
 
