@@ -107,5 +107,7 @@ class Resharded:
     optimizer: tuple[tuple[Comparison, ...], ...] = ()
     """The optimizer's state after loading, by "<parameter>: <key>", compared with what was saved; empty if the
     checkpoint has none."""
+    optimizer_problem: str = ""
+    """Why the optimizer's state, which the checkpoint has, was not compared; or empty."""
     optimizer_refused: bool = False
     """Whether loading the optimizer raised, and not loading the model."""

@@ -63,12 +63,16 @@ def is_stateful(value: object) -> bool:
     return not isinstance(value, type) and all(map(callable, methods))
 
 
-def takes(function: object, name: str) -> bool:
-    """Return whether the function has a parameter of this name."""
+def takes(function: object, name: str, any_keyword: bool = False) -> bool:
+    """Return whether the function has a parameter of this name; or ``**kwargs``, if ``any_keyword``."""
     try:
-        return name in inspect.signature(function).parameters  # type: ignore[arg-type]
+        parameters = inspect.signature(function).parameters  # type: ignore[arg-type]
     except (TypeError, ValueError):  # not a function, or not one that is written in Python
         return False
+    open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return (name in parameters and parameters[name].kind is not inspect.Parameter.POSITIONAL_ONLY) or (
+        any_keyword and open_ended
+    )
 
 
 def require_scheduler(value: object) -> None:
@@ -109,7 +113,7 @@ def require_handed_over(field: str, function: object, made_here: Mapping[str, ob
         built = value is None or is_stateful(value)
         if isinstance(value, Mapping):
             built = all(map(is_stateful, value.values()))
-        if function is not None and not built and not takes(function, name):
+        if function is not None and not built and not takes(function, name, any_keyword=True):
             raise SubjectError(
                 field, f"{name} is built by a function, so {field}() has to take it: {field}(..., folder, {name})"
             )

@@ -115,7 +115,7 @@ def _begin_epoch(rank: Rank, subject: Subject, resumed_from: Path | None = None)
         with calling_field("resume"):
             optimizer, kept = _optimizer(rank, subject)
             subject.resume(
-                subject.model, as_built(subject, optimizer), resumed_from, **handed_over(subject.resume, kept)
+                subject.model, as_built(subject, optimizer), resumed_from, **handed_over(subject, "resume", kept)
             )
     return () if subject.data is None else _open(subject.data)
 
@@ -166,7 +166,7 @@ def _save(rank: Rank, subject: Subject, loader: Iterable[Any], folder: Path) -> 
     if subject.save is not None:
         with calling_field("save"):
             optimizer, kept = _optimizer(rank, subject)
-            subject.save(subject.model, as_built(subject, optimizer), folder, **handed_over(subject.save, kept))
+            subject.save(subject.model, as_built(subject, optimizer), folder, **handed_over(subject, "save", kept))
         return
     states = {}
     for name, thing in _stateful(loader).items():

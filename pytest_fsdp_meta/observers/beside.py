@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +22,7 @@ from pytest_fsdp_meta.loader.validation import is_stateful, takes
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part, own_part
 from pytest_fsdp_meta.observers.batches import calling
 from pytest_fsdp_meta.observers.fingerprints import fingerprint
+from pytest_fsdp_meta.observers.joined_optimizer import parts_of_optimizer
 from pytest_fsdp_meta.observers.sending import PackedFunction, pack_function, unpack_function
 from pytest_fsdp_meta.observers.support.precision import is_low
 from pytest_fsdp_meta.text import first_line
@@ -29,7 +32,7 @@ SCHEDULER = "scheduler"
 
 @dataclass(frozen=True)
 class Whole:
-    """A value that a checkpoint pickles as a whole: of a mapping, torch saves the items, and loads a plain dict."""
+    """A value that a checkpoint pickles as a whole. torch would save the items of a mapping, and load a plain dict."""
 
     value: Any
 
@@ -47,10 +50,6 @@ class Beside:
         """Step what ``train_step`` does not step by itself."""
         author = subject.train_step
         if self.scheduler is not None and not (author and (is_stateful(subject.scheduler) or takes(author, SCHEDULER))):
-            if isinstance(self.scheduler, ReduceLROnPlateau):
-                raise SubjectError(
-                    SCHEDULER, "ReduceLROnPlateau steps by a metric; step it in a train_step with a parameter scheduler"
-                )
             with calling("Subject(scheduler=...)"), warnings.catch_warnings():
                 # The reference's copy of a scheduler was made before its optimizer, which it takes for overridden.
                 warnings.filterwarnings("ignore", message="Seems like `optimizer.step\\(\\)` has been overridden")
@@ -63,23 +62,41 @@ class Beside:
                 with calling(f"Subject(beside={{{name!r}: ...}})", "update_parameters(model)"):
                     update(subject.model)
 
-    def arguments(self, function: object) -> dict[str, Any]:
-        """Return the keyword arguments for a function of the author's that has such parameters."""
-        handed = {SCHEDULER: self.scheduler, "beside": dict(self.objects)}
-        return {name: value for name, value in handed.items() if takes(function, name)}
+    def arguments(self, subject: Subject, function: object, any_keyword: bool = False) -> dict[str, Any]:
+        """Return the keyword arguments for a function of the author's that has such parameters.
+
+        What is not declared is not handed over: a parameter of that name may have a default of the author's.
+        """
+        handed = {SCHEDULER: self.scheduler, "beside": dict(self.objects) or None}
+        declared = {SCHEDULER: subject.scheduler is not None, "beside": bool(subject.beside)}
+        return {name: handed[name] for name in handed if declared[name] and takes(function, name, any_keyword)}
+
+    @contextmanager
+    def kept_schedule(self, optimizer: Optimizer) -> Iterator[None]:
+        """Put the schedule back at the end: steps that are only looked at must not use up a schedule that ends."""
+        state = None if self.scheduler is None else deepcopy(self.scheduler.state_dict())
+        settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+        try:
+            yield
+        finally:
+            if state is not None:
+                self.scheduler.load_state_dict(state)
+                for group, own in zip(optimizer.param_groups, settings, strict=True):
+                    group.update(own)
 
     def states(self) -> dict[str, Any]:
         """Return the state of all of it, as a part of a state dict; without anything, an empty one."""
         states: dict[str, Any] = {} if self.scheduler is None else {SCHEDULER: Whole(self.scheduler.state_dict())}
         if self.objects:
-            states["beside"] = {name: kept.state_dict() for name, kept in self.objects.items()}
+            states["beside"] = {name: _saved_whole(kept.state_dict()) for name, kept in self.objects.items()}
         return states
 
     def load(self, states: Mapping[str, Any]) -> None:
         if self.scheduler is not None:
             self.scheduler.load_state_dict(states[SCHEDULER].value)
         for name, kept in self.objects.items():
-            kept.load_state_dict(states["beside"][name])
+            state = states["beside"][name]
+            kept.load_state_dict(state.value if isinstance(state, Whole) else state)
 
     def entries(self) -> Iterator[tuple[str, Any]]:
         """Yield name and value of each entry of each state dict: ("scheduler.last_epoch", 3)."""
@@ -126,6 +143,12 @@ class Beside:
         return found
 
 
+def _saved_whole(state: Any) -> Any:
+    """Return a state without DTensors as a whole: what an object creates later is not in the state of a new one."""
+    sharded = isinstance(state, Mapping) and any(isinstance(value, DTensor) for value in state.values())
+    return state if sharded else Whole(state)
+
+
 def make_beside(subject: Subject, optimizer: Optimizer | None) -> Beside:
     """Return what the subject declares, built for its model and this optimizer where it declares functions."""
     scheduler = subject.scheduler
@@ -139,6 +162,8 @@ def make_beside(subject: Subject, optimizer: Optimizer | None) -> Beside:
                 SCHEDULER,
                 f"it returned {type(scheduler).__name__}, but should return a scheduler with step() and state_dict()",
             )
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise SubjectError(SCHEDULER, "ReduceLROnPlateau steps by a metric, which the reference lacks; leave it out")
     objects: dict[str, Any] = {}
     for name, kept in subject.beside.items():
         objects[name] = kept if is_stateful(kept) else _build(name, kept, subject.model)
@@ -174,8 +199,11 @@ def scheduler_for_reference(subject: Subject, optimizer: Optimizer | None) -> An
         scheduler = inner
     if not is_stateful(scheduler):
         return scheduler
-    # Where it schedules another optimizer by mistake, the reference shows what it should do to the one that trains.
-    return pack_function(scheduler, subject.model, getattr(scheduler, "optimizer", optimizer))
+    scheduled = getattr(scheduler, "optimizer", None)
+    if optimizer is None or not any(scheduled is part for part in parts_of_optimizer(optimizer)):
+        # It schedules another optimizer by mistake: the reference shows what it should do to the one that trains.
+        optimizer = scheduled or optimizer
+    return pack_function(scheduler, subject.model, optimizer)
 
 
 def beside_for_reference(subject: Subject) -> dict[str, Any]:

@@ -112,10 +112,11 @@ def save_all(folder: str) -> RankResumed:
     return replace(held, generators=generators)
 
 
-def load_all(folder: str, changed: Collection[str] = ()) -> RankResumed:
+def load_all(folder: str, changed: Collection[str] = (), in_other_size: bool = False) -> RankResumed:
     """Load model and optimizer in the folder over other values; return what they hold afterwards.
 
-    The author can restore tensors that have ``changed`` in training from nothing but the checkpoint.
+    The author can restore tensors that have ``changed`` in training from nothing but the checkpoint. In a world of
+    another size, torch cannot load plain tensors beside the model that have the shapes of shards; they are left out.
     """
     rank, subject = current(), resharded_subject()
     rank.state["resumable"] = optimizer = make_resumable_optimizer(subject)
@@ -124,7 +125,7 @@ def load_all(folder: str, changed: Collection[str] = ()) -> RankResumed:
     _overwrite(subject, changed, optimizer, beside)
     generators: dict[str, RandomState] = {}
     with observing_resume(subject, rank, generators):
-        _load(subject, optimizer, Path(folder), beside)
+        _load(subject, optimizer, Path(folder), None if in_other_size and subject.save is None else beside)
     held = _describe_all(subject, optimizer, _describe_loaded_model(subject))
     return replace(held, generators=generators)
 
@@ -144,7 +145,7 @@ def _save(subject: Subject, optimizer: Optimizer | None, folder: Path, beside: B
     folder.mkdir(parents=True, exist_ok=True)
     if subject.save is not None:
         with calling_field("save"):
-            subject.save(subject.model, as_built(subject, optimizer), folder, **handed_over(subject.save, beside))
+            subject.save(subject.model, as_built(subject, optimizer), folder, **handed_over(subject, "save", beside))
         return
     states = _torch_states(subject.model, optimizer)
     dcp.save(states if beside is None else {**states, **beside.states()}, checkpoint_id=folder)
@@ -154,7 +155,9 @@ def _load(subject: Subject, optimizer: Optimizer | None, folder: Path, beside: B
     doing("loading what was saved")
     if subject.resume is not None:
         with calling_field("resume"):
-            subject.resume(subject.model, as_built(subject, optimizer), folder, **handed_over(subject.resume, beside))
+            subject.resume(
+                subject.model, as_built(subject, optimizer), folder, **handed_over(subject, "resume", beside)
+            )
         return
     states = _torch_states(subject.model, optimizer)
     kept = {} if beside is None else beside.states()
@@ -174,9 +177,9 @@ def _load(subject: Subject, optimizer: Optimizer | None, folder: Path, beside: B
         beside.load(loading)
 
 
-def handed_over(function: object, beside: Beside | None) -> dict[str, Any]:
-    """Return what ``save`` and ``resume`` get by name; each is None where only the model is saved."""
-    handed = (beside or Beside()).arguments(function)
+def handed_over(subject: Subject, field: str, beside: Beside | None) -> dict[str, Any]:
+    """Return what ``save`` or ``resume`` gets by name; each is None where only the model is saved."""
+    handed = (beside or Beside()).arguments(subject, getattr(subject, field), any_keyword=True)
     return handed if beside is not None else dict.fromkeys(handed)
 
 

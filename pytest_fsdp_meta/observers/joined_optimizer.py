@@ -16,6 +16,11 @@ class JoinedOptimizer(Optimizer):  # type: ignore[misc]
         self.parts = tuple(parts)
 
     @property
+    def optimizers(self) -> list[Optimizer]:
+        """The parts, under the name that torchtitan's container has for them."""
+        return list(self.parts)
+
+    @property
     def param_groups(self) -> list[dict[str, Any]]:
         return [group for part in self.parts for group in part.param_groups]
 

@@ -22,6 +22,7 @@ from pytest_fsdp_meta.observers.memory import return_freed_memory
 from pytest_fsdp_meta.observers.reference import write_part
 from pytest_fsdp_meta.observers.support.reference_record import Record, is_array, record_at, write_record
 from pytest_fsdp_meta.observers.values import compare_all
+from pytest_fsdp_meta.text import first_line
 from pytest_fsdp_meta.worlds import current
 
 NAME = "optimizer_state"
@@ -30,16 +31,31 @@ Held = dict[str, tuple[tuple[int, ...], tuple[Region, ...], bool]]
 """Name -> shape of the whole, ``Part.regions`` and ``Part.flat`` of what one rank has recorded."""
 
 
-def record_state(folder: str) -> Held:
-    """Record this rank's part of each tensor in the state of its optimizer."""
+def record_state(folder: str) -> Held | str:
+    """Record this rank's part of each tensor in the state of its optimizer; or return why that fails."""
     rank = current()
-    own = {name: part for name, part in _state_parts() if part.local.numel()}
-    write_record(_own_file(rank.rank, folder), [(name, local_part(part.local)) for name, part in own.items()])
+    try:
+        own = {name: part for name, part in _state_parts() if part.local.numel()}
+        write_record(_own_file(rank.rank, folder), [(name, local_part(part.local)) for name, part in own.items()])
+    except Exception as error:  # odd state must not end a world that still has to save
+        return f"{type(error).__name__}: {first_line(error)}"
     return {name: (part.shape, part.regions, part.flat) for name, part in own.items()}
 
 
-def assemble_state(held_by_rank: Sequence[Held], folder: str) -> None:
-    """Record the whole state, from what each rank has recorded of its own. Runs in the world of the reference."""
+def assemble_state(held_by_rank: Sequence[Held], folder: str) -> str:
+    """Record the whole state, from what each rank has recorded of its own; or return why that fails.
+
+    Runs in the world of the reference.
+    """
+    try:
+        _assemble(held_by_rank, folder)
+    except Exception as error:
+        return f"{type(error).__name__}: {first_line(error)}"
+    return_freed_memory(current().device)
+    return ""
+
+
+def _assemble(held_by_rank: Sequence[Held], folder: str) -> None:
     wholes: dict[str, Tensor] = {}
     for rank, held in enumerate(held_by_rank):
         record = Record(_own_file(rank, folder))
@@ -48,14 +64,25 @@ def assemble_state(held_by_rank: Sequence[Held], folder: str) -> None:
             if name not in wholes:
                 wholes[name] = torch.zeros(shape, dtype=values.dtype)
             write_part(wholes[name], regions, flat, values)
+        _own_file(rank, folder).unlink()
     write_record(record_at(folder, NAME), wholes.items())
-    wholes.clear()
-    return_freed_memory(current().device)
 
 
 def compare_state(folder: str) -> tuple[Comparison, ...]:
     """Compare the state of this rank's optimizer with the record of the whole."""
-    return compare_all(_state_parts(), Record(record_at(folder, NAME)))
+    record, found = Record(record_at(folder, NAME)), dict(_state_parts())
+    missing = [name for name in record.names() if name not in found and _holds(name.rpartition(": ")[0])]
+    return (
+        *compare_all(found.items(), record),
+        *(Comparison(name, False, problem="no state", should_be="as saved") for name in missing),
+    )
+
+
+def _holds(parameter: str) -> bool:
+    """Return whether this rank has elements of a parameter of this name."""
+    model = loaded_subject(current()).model
+    parts = parts_of(model)
+    return any(name == parameter and parts.of(name, tensor).local.numel() for name, _, tensor in named_tensors(model))
 
 
 def _state_parts() -> Iterator[tuple[str, Part]]:

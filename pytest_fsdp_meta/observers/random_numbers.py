@@ -47,13 +47,16 @@ def observe_training_mode() -> RankTrainingMode:
 
 
 def _run_step(subject: Subject, rank: Rank, rows: dict[str, object]) -> None:
-    optimizer = None if subject.train_step is None else rank.state.get("optimizer") or make_optimizer(subject)
+    # What is "beside" belongs to the optimizer that was made last.
+    made = rank.state.get("resumable") or rank.state.get("optimizer")
+    optimizer = None if subject.train_step is None else made or make_optimizer(subject)
     if optimizer is None:
         with torch.set_grad_enabled(any(parameter.requires_grad for parameter in subject.model.parameters())):
             loss_of(subject, rows)
     else:
         beside = rank.state.get("beside") or make_beside(subject, optimizer)
-        run_author_step(subject, optimizer, rows, 0, lambda: None, beside.arguments(subject.train_step), training=True)
+        handed = beside.arguments(subject, subject.train_step)
+        run_author_step(subject, optimizer, rows, 0, lambda: None, handed, training=True)
 
 
 @contextmanager

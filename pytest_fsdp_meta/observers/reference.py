@@ -154,7 +154,9 @@ def train_reference(
     ):
         accumulate_as_ranks(subject, optimizer, data_parallel_size)
         first.record("accumulated", whole_gradients(model))
+    left_out = hooks_left_out(subject)
     model.zero_grad(set_to_none=True)
+    del optimizer, beside
     return_freed_memory(rank.device)  # this world waits while others train
     return replace(
         facts,
@@ -166,7 +168,7 @@ def train_reference(
         own_clipping=clipping.own,
         clip_problem=clipping.problem,
         after=after,
-        hooks_left_out=hooks_left_out(subject),
+        hooks_left_out=left_out,
         settings=settings,
         reached_later=tuple(first.reached_later),
         idle=first.idle or (),

@@ -16,6 +16,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from pytest_fsdp_meta.observers.inventory import named_tensors, unwrapped
+from pytest_fsdp_meta.observers.joined_optimizer import parts_of_optimizer
 from pytest_fsdp_meta.text import clean_name, first_line
 from pytest_fsdp_meta.worlds import Rank, current
 
@@ -73,7 +74,11 @@ def _shared(model: Module, optimizer: Optimizer | None) -> dict[Place, object]:
     modules = unwrapped(model).named_modules(remove_duplicate=False)
     shared: dict[Place, object] = {("module", clean_name(name)): module for name, module in modules}
     shared |= {("tensor", name): tensor for name, _, tensor in named_tensors(model)}
-    return shared if optimizer is None else {**shared, OPTIMIZER: optimizer}
+    if optimizer is None:
+        return shared
+    # A scheduler or a function may hold one of the optimizers in a container.
+    parts = {("optimizer", str(number)): part for number, part in enumerate(parts_of_optimizer(optimizer))}
+    return {**shared, **parts, OPTIMIZER: optimizer}
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]

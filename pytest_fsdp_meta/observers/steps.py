@@ -132,7 +132,7 @@ def _author_step(
     beside: Beside,
 ) -> tuple[Tensor | float, int]:
     assert optimizer is not None
-    handed = beside.arguments(subject.train_step)
+    handed = beside.arguments(subject, subject.train_step)
     with observer.during_forwards():
         look = partial(observer.after_backward, number)
         scale = observer.gradient_scale

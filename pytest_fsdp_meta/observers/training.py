@@ -23,7 +23,7 @@ from pytest_fsdp_meta.evidence import (
     RankTraining,
     SecondStep,
 )
-from pytest_fsdp_meta.loader.subject import Subject
+from pytest_fsdp_meta.loader.subject import Subject, SubjectError
 from pytest_fsdp_meta.observers.accumulation import accumulate, finish_gradients, indivisible_batch, micro_batches
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part
 from pytest_fsdp_meta.observers.adapters.lookup import parts_of
@@ -83,11 +83,12 @@ def observe_training(
     seen = _RankSteps(subject, rank, steps, _open_records(records_folder), (norm, own_clipping))
     held = None if optimizer is None else optimizer_facts(optimizer, subject)
     seen.beside = beside = make_beside(subject, optimizer)
-    kept = copy_beside(beside)
+    kept = copy_beside(beside) if "updated_beside" in seen.records else {}
     run = train(subject, rank.device, range(steps), data_parallel, optimizer, seen, beside)
     reshard(subject.model)
     # Before the accumulation, whose forwards and steps change both again.
     buffers, averages = seen.buffers.observed(), compare_beside(beside, kept, seen.records)
+    swallowed_updates = seen.swallowed(optimizer, noise)
     rank.state.update(optimizer=optimizer, beside=beside)
     after = take_inventory(subject.model, rank.rank, str(rank.device))
     return RankTraining(
@@ -111,7 +112,7 @@ def observe_training(
         clipped=seen.clipped,
         second=seen.second,
         late=seen.late,
-        swallowed=seen.swallowed(optimizer, noise),
+        swallowed=swallowed_updates,
         forward=seen.weights.observed(),
         rates=tuple(run.rates),
         beside=averages,
@@ -314,9 +315,10 @@ def _observe_unclipped(
     if optimizer is None or not clips or "accumulated" not in records:
         return ()
     seen = _Unclipped(subject.model, records["accumulated"])
-    with suppress(CallFailed):
+    beside: Beside = rank.state["beside"]
+    with suppress(CallFailed, SubjectError), beside.kept_schedule(optimizer):
         for _ in range(2):
-            train(subject, rank.device, range(1), data_parallel, optimizer, seen, rank.state["beside"])
+            train(subject, rank.device, range(1), data_parallel, optimizer, seen, beside)
             seen.gradient_scale /= SCALING
     reshard(subject.model)
     return seen.gradients if seen.scaled else ()

@@ -28,7 +28,7 @@ def summarise(evidence: Evidence) -> Summary:
 def evenness_of(inventory: Sequence[RankInventory]) -> Evenness | None:
     """Return how evenly the mesh divides the DTensors of the first rank; None if it shards none."""
     sharded = [place for tensor in inventory[0].tensors for place in _sharded_dims(tensor)]
-    if not sharded:
+    if all(over == 1 for _, _, _, over in sharded):
         return None
     ranks = next(ranks for ranks in count(2) if any(size % ranks for _, _, size, _ in sharded))
     return Evenness(

@@ -19,6 +19,7 @@ FIELDS = {
     "verifier": "verifier or reference, and something frozen",
     "training": "batch",
     "continued": "batch",
+    "training_mode": "batch",
     "batches": "data",
 }
 """Observation -> the fields of Subject that it needs."""

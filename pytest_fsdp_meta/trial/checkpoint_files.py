@@ -16,12 +16,12 @@ def restored_if_deleted(folder: Path, kept: Path) -> Iterator[None]:
     What cannot be kept, because a background writer moves files, is then missing as the author left it.
     """
     with suppress(OSError):
-        shutil.copytree(folder, kept, copy_function=_link)
+        shutil.copytree(folder, kept, symlinks=True, copy_function=_link)
     try:
         yield
     finally:
         with suppress(OSError):
-            shutil.copytree(kept, folder, copy_function=_link, dirs_exist_ok=True)
+            shutil.copytree(kept, folder, symlinks=True, copy_function=_link, dirs_exist_ok=True)
 
 
 def _link(source: str, target: str) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 from pytest_fsdp_meta.evidence import (
     Epoch,
@@ -42,9 +42,6 @@ from pytest_fsdp_meta.trial.resharding import record_optimizer, reshard_model, r
 from pytest_fsdp_meta.trial.timing import Stopwatch
 from pytest_fsdp_meta.trial.world_sizes import describe_size, other_size
 from pytest_fsdp_meta.worlds import World, WorldError
-
-if TYPE_CHECKING:
-    pass
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -111,7 +108,8 @@ class Reloading:
     _wanted: set[str] = field(default_factory=set)
     _saved_with_optimizer: tuple[RankResumed, ...] = ()
     _loaded_with_optimizer: tuple[RankResumed, ...] = ()
-    _has_recorded_state: bool = False
+    _unrecorded: str | None = None
+    """Why the optimizer's state was not recorded; empty if it was, None if no optimizer was saved."""
     _save_failure: WorldError | None = None
     """How saving hung or ended a rank; another attempt would cost the same time."""
 
@@ -303,15 +301,18 @@ class Reloading:
         except WorldError as error:
             return Unavailable(f"the loader fails in {describe_size(spec)}: {error.summary}")
         resharded = reshard_model(world, self._path("kept"), self.reference_path, self._loads_in_same_size)
-        if self._has_recorded_state and self.resumed and not resharded.refused:
-            return reshard_optimizer(world, self._path("continued"), str(self.folder), resharded)
-        return resharded
+        if not self.resumed or resharded.refused or self._unrecorded != "":
+            return replace(resharded, optimizer_problem=self._unrecorded or "")
+        return reshard_optimizer(world, self._path("continued"), str(self.folder), resharded)
 
     def _record_state(self) -> None:
         """Record the optimizer's state at its checkpoint, if it will be loaded in a world of another size."""
-        if "resharded" in self._wanted and self.reference_world.alive:
-            record_optimizer(self.loads.first_world(), self.reference_world, str(self.folder))
-            self._has_recorded_state = True
+        if "resharded" not in self._wanted or isinstance(other_size(self.loads.first.spec), Unavailable):
+            return
+        self._unrecorded = "the world of the reference has ended"
+        if self.reference_world.alive:
+            ranks = self.loads.first_world()
+            self._unrecorded = record_optimizer(ranks, self.reference_world, str(self.folder))
 
     def _loads_in_same_size(self) -> bool:
         """Load the same checkpoint in a world of the size that saved it; return whether that works."""

@@ -26,21 +26,31 @@ def reshard_model(world: World, saved: str, reference_path: str, loads_in_same_s
     return Resharded(mesh, tuple(run_on(world, checkpoint.compare_loaded, reference_path)))
 
 
-def record_optimizer(ranks: World, alone: World, folder: str) -> None:
-    """Record the whole state of the optimizer, of which each rank has a part, in the world of the reference."""
+def record_optimizer(ranks: World, alone: World, folder: str) -> str:
+    """Record the whole state of the optimizer, of which each rank has a part, in the world of the reference.
+
+    Return why that fails, or an empty text.
+    """
     held = run_on(ranks, optimizer_state.record_state, folder)
-    run_on(alone, optimizer_state.assemble_state, held, folder)
+    if problems := [own for own in held if isinstance(own, str)]:
+        return problems[0]
+    try:
+        return run_on(alone, optimizer_state.assemble_state, [own for own in held if not isinstance(own, str)], folder)[
+            0
+        ]
+    except WorldError as error:
+        return error.summary
 
 
 def reshard_optimizer(world: World, saved: str, folder: str, resharded: Resharded) -> Resharded:
     """Load model and optimizer, which a world of the same size has loaded, and compare the optimizer's state."""
     try:
-        run_on(world, checkpoint.load_all, saved)
+        run_on(world, checkpoint.load_all, saved, (), True)
+        return replace(resharded, optimizer=tuple(run_on(world, optimizer_state.compare_state, folder)))
     except WorldError as error:
         if not refuses_checkpoint(error):
-            raise
+            return replace(resharded, optimizer_problem=error.summary)
         return replace(_refusal(resharded.mesh, error), optimizer_refused=True)
-    return replace(resharded, optimizer=tuple(run_on(world, optimizer_state.compare_state, folder)))
 
 
 def _refusal(mesh: tuple[tuple[str, int], ...], error: WorldError) -> Resharded:

@@ -17,7 +17,7 @@ def backwards_of(train_step: Any) -> int:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     subject = Subject(model, train_step=train_step)
-    _, count = run_author_step(subject, optimizer, {"input": torch.ones(2, 2)}, 0, lambda: None)
+    _, count = run_author_step(subject, optimizer, {"input": torch.ones(2, 2)}, 0, lambda: None, {})
     return count
 
 
@@ -64,7 +64,7 @@ def test_gradients_can_be_scaled(step):
         model = nn.Linear(2, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         subject = Subject(model, train_step=step)
-        run_author_step(subject, optimizer, {"input": torch.ones(2, 2)}, 0, lambda: None, scale)
+        run_author_step(subject, optimizer, {"input": torch.ones(2, 2)}, 0, lambda: None, {}, gradient_scale=scale)
         assert model.weight.grad is not None
         return model.weight.grad
 
@@ -80,5 +80,6 @@ def test_gradients_that_are_given_to_a_backward_are_scaled():
 
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    run_author_step(Subject(model, train_step=step), optimizer, {"input": torch.ones(2, 2)}, 0, lambda: None, 0.5)
+    subject = Subject(model, train_step=step)
+    run_author_step(subject, optimizer, {"input": torch.ones(2, 2)}, 0, lambda: None, {}, gradient_scale=0.5)
     assert model.bias.grad.tolist() == [3.0, 3.0]

@@ -55,10 +55,10 @@ def test_a_step_that_gets_everything_by_name():
     )
 
 
-def test_a_scheduler_that_steps_by_a_metric_needs_a_step_of_the_authors():
+def test_a_scheduler_that_steps_by_a_metric_is_refused():
     found = judged(None, CHECKS, scheduler=lambda optimizer: ReduceLROnPlateau(optimizer))
     assert found["update_parity"].status == "error"
-    assert "ReduceLROnPlateau steps by a metric; step it in a train_step with a parameter scheduler" in (
+    assert "ReduceLROnPlateau steps by a metric, which the reference lacks; leave it out" in (
         found["update_parity"].reason
     )
 

@@ -70,8 +70,8 @@ def grad_parity(view: View) -> Iterable[Finding]:
         yield from found
     elif not unreduced:
         require_gradients(view)
-        require_noise(view, GRADIENT_TOLERANCE, relative_errors(c for run in runs for c in run.gradients))
         yield from _scaled_before_clipping(view, runs)
+        require_noise(view, GRADIENT_TOLERANCE, relative_errors(c for run in runs for c in run.gradients))
 
 
 def _scaled_before_clipping(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding]:

@@ -262,7 +262,8 @@ def resume_parity(view: View) -> Iterable[Finding]:
     step = min(different)
     rank = different[step][0]
     ours, theirs = after[rank].losses, before[rank].losses
-    _require_no_other_cause(view, f"{ours[step]:.9g} at step {step} after resuming, {theirs[step]:.9g} uninterrupted")
+    shown = f"{ours[step]:.9g} at step {step} after resuming, {theirs[step]:.9g} uninterrupted"
+    _require_no_other_cause(view, "losses", shown)
     yield Finding(
         None,
         tuple(different[step]),
@@ -309,10 +310,15 @@ def _other_rates(view: View, before: Sequence[RankResumed], after: Sequence[Rank
                 first.append((rank, (step, off[0], actual[off[0]], expected[off[0]])))
                 break
     for (step, group, ours, theirs), ranks in ranks_by(first).items():
-        message = f"learning rate {ours:g} at step {step} after resuming"
-        _require_no_other_cause(view, f"{message}, {theirs:g} uninterrupted")
+        shown = f"{ours:g} at step {step} after resuming"
+        _require_no_other_cause(view, "learning rates", f"{shown}, {theirs:g} uninterrupted")
         yield Finding(
-            None, ranks, message, f"{theirs:g}, as in the uninterrupted run", f"group {group}", **_OTHER_SCHEDULE
+            None,
+            ranks,
+            f"learning rate {shown}",
+            f"{theirs:g}, as in the uninterrupted run",
+            f"group {group}",
+            **_OTHER_SCHEDULE,
         )
 
 
@@ -338,7 +344,7 @@ _UNTIED: Explanation = {
 }
 
 
-def _require_no_other_cause(view: View, message: str) -> None:
+def _require_no_other_cause(view: View, what: str, message: str) -> None:
     before, after = view.evidence.continued or (), view.evidence.resumed or ()
     if _first_not_finite(before):
         message = f"the losses of the uninterrupted run are not finite ({message})"
@@ -347,16 +353,16 @@ def _require_no_other_cause(view: View, message: str) -> None:
     pairs = list(zip(before, after, strict=True))
     if "dcp_round_trip" in view.selection and any(saved.model != loaded.model for saved, loaded in pairs):
         raise Blocked(
-            f"the losses differ ({message}), and so does the loaded model, which may explain it; see dcp_round_trip"
+            f"the {what} differ ({message}), and so does the loaded model, which may explain it; see dcp_round_trip"
         )
     optimizer_differs = any((saved.state, saved.groups) != (loaded.state, loaded.groups) for saved, loaded in pairs)
     if "optimizer_state_round_trip" in view.selection and optimizer_differs:
         raise Blocked(
-            f"the losses differ ({message}), and so does the loaded optimizer, which may explain it; see "
+            f"the {what} differ ({message}), and so does the loaded optimizer, which may explain it; see "
             "optimizer_state_round_trip"
         )
     if view.failed:
-        raise Blocked(f"the losses differ ({message}), {view.attribute_to(view.failed)}")
+        raise Blocked(f"the {what} differ ({message}), {view.attribute_to(view.failed)}")
 
 
 def _first_not_finite(runs: Sequence[RankResumed]) -> Sequence[float]:
