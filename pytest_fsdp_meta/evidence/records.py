@@ -35,6 +35,8 @@ class SubjectFacts:
     """The ranks that may hold the whole model while loading."""
     loss_over_ranks: str = "mean"
     """How the ranks' losses make the global one: "mean", "sum" or "same"."""
+    max_grad_norm: float | None = None
+    """The bound to which the author's step clips."""
     declared: frozenset[str] = frozenset()
     """The fields of Subject that the author set."""
     unmatched: Mapping[str, str] = field(default_factory=dict)

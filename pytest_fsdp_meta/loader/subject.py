@@ -137,8 +137,8 @@ class Subject:
     """What is kept beside model and optimizer and belongs in a checkpoint: ``{"ema": ema, "scaler": scaler}``.
 
     Each value is an object with ``state_dict()`` and ``load_state_dict()``, or a function of the model that returns
-    one. What a function returns is built for the reference as well, and compared after the training. If it has an
-    ``update_parameters(model)``, as torch's ``AveragedModel`` has, that is called after each step, unless a
+    one. What a function returns is built for the reference as well, and compared after the training. If it has a
+    method ``update_parameters(model)`` or ``update(model)``, that is called after each step; on the ranks not if
     ``train_step`` has a parameter ``beside``: it gets the mapping, and updates it itself.
     """
     clip_grad_norm: Callable[[Iterable[Parameter], float], Any] | None = None
@@ -283,7 +283,8 @@ class Subject:
             kept_attributes=tuple(_listed(self.kept_attributes)),
             whole_while_loading=_resolve_ranks(self.whole_while_loading, world_size),
             loss_over_ranks=self.loss_over_ranks,
-            declared=frozenset(name for name, empty in UNDECLARED.items() if getattr(self, name) != empty),
+            max_grad_norm=None if self.max_grad_norm is None else float(self.max_grad_norm),
+            declared=frozenset(name for name, empty in UNDECLARED.items() if not _is_empty(getattr(self, name), empty)),
             unmatched=matcher.unmatched,
         )
 
@@ -298,6 +299,11 @@ class Subject:
                 if name == pattern or name not in absent:
                     frozen.setdefault(name, name if template is None else _rename(name, pattern, template))
         return frozen
+
+
+def _is_empty(value: Any, empty: Any) -> bool:
+    """Return whether a field is not declared; an array cannot be compared with None."""
+    return value is empty or (isinstance(value, (tuple, list, dict, str)) and value == empty)
 
 
 SIGNATURES = {

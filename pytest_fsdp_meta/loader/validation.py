@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import os
 from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
@@ -57,6 +58,10 @@ def require_optimizer(value: object) -> None:
         raise SubjectError("optimizer", f"{shorten(value)} should be optimizer(parameters), or an Optimizer{hint}")
 
 
+BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+"""The kinds of parameters that can be passed by name."""
+
+
 def is_stateful(value: object) -> bool:
     """Return whether the value is an object, and not a class, with ``state_dict()`` and ``load_state_dict()``."""
     methods = (getattr(value, name, None) for name in ("state_dict", "load_state_dict"))
@@ -69,10 +74,9 @@ def takes(function: object, name: str, any_keyword: bool = False) -> bool:
         parameters = inspect.signature(function).parameters  # type: ignore[arg-type]
     except (TypeError, ValueError):  # not a function, or not one that is written in Python
         return False
+    keyword = name in parameters and parameters[name].kind in BY_NAME
     open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    return (name in parameters and parameters[name].kind is not inspect.Parameter.POSITIONAL_ONLY) or (
-        any_keyword and open_ended
-    )
+    return keyword or (any_keyword and open_ended)
 
 
 def require_scheduler(value: object) -> None:
@@ -97,8 +101,11 @@ def require_beside(value: object) -> None:
     if not isinstance(value, Mapping):
         raise SubjectError("beside", f"{shorten(value)} should be a mapping such as {{'ema': ema}}")
     for name, kept in value.items():
-        if not isinstance(name, str) or not name:
-            raise SubjectError("beside", f"the key {shorten(name)} should be a name such as 'ema'")
+        if not isinstance(name, str) or not name or "." in name or name == "scheduler":
+            raise SubjectError(
+                "beside",
+                f"the key {shorten(name)} should be a name such as 'ema', without dots, and not that of scheduler=",
+            )
         if not is_stateful(kept) and not callable(kept):
             raise SubjectError(
                 "beside",
@@ -121,7 +128,7 @@ def require_handed_over(field: str, function: object, made_here: Mapping[str, ob
 
 def require_data(value: object) -> None:
     """Raise SubjectError unless the value is a function, or something whose iteration may yield batches."""
-    if value is None or (callable(value) and not isinstance(value, type)):
+    if value is None or callable(value):
         return
     from torch import Tensor
 
@@ -138,7 +145,11 @@ def require_choice(field: str, value: object, choices: Sequence[str]) -> None:
 
 
 def require_bound(field: str, value: object) -> None:
-    if value is not None and not (isinstance(value, Real) and not isinstance(value, bool) and float(value) > 0):
+    try:
+        number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else 0.0
+    except OverflowError:
+        number = math.inf
+    if value is not None and not 0 < number < math.inf:
         raise SubjectError(field, f"{shorten(value)} should be a positive number, the norm to which training clips")
 
 

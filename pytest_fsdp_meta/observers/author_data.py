@@ -145,7 +145,9 @@ def _read(loader: Iterable[Any], most: int) -> Iterator[tuple[str, ...]]:
             batch = next(batches, END)
         if batch is END:
             return
-        yield digest_rows(batch, number)
+        with calling("Subject(data=...)"):
+            rows = digest_rows(batch, number)
+        yield rows
 
 
 def _length(loader: Iterable[Any]) -> int:

@@ -28,6 +28,8 @@ from pytest_fsdp_meta.observers.support.precision import is_low
 from pytest_fsdp_meta.text import first_line
 
 SCHEDULER = "scheduler"
+UPDATES = ("update_parameters", "update")
+"""The methods that update what is kept beside the model after a step; the first that an object has is called."""
 
 
 @dataclass(frozen=True)
@@ -57,10 +59,11 @@ class Beside:
         if author and takes(author, "beside"):
             return
         for name in self.compared:
-            update = getattr(self.objects[name], "update_parameters", None)
-            if callable(update):
-                with calling(f"Subject(beside={{{name!r}: ...}})", "update_parameters(model)"):
-                    update(subject.model)
+            kept = self.objects[name]
+            methods = [] if isinstance(kept, Mapping) else [method for method in UPDATES if hasattr(kept, method)]
+            if methods:
+                with calling(f"Subject(beside={{{name!r}: ...}})", f"{methods[0]}(model)"):
+                    getattr(kept, methods[0])(subject.model)
 
     def arguments(self, subject: Subject, function: object, any_keyword: bool = False) -> dict[str, Any]:
         """Return the keyword arguments for a function of the author's that has such parameters.
@@ -86,27 +89,30 @@ class Beside:
 
     def states(self) -> dict[str, Any]:
         """Return the state of all of it, as a part of a state dict; without anything, an empty one."""
-        states: dict[str, Any] = {} if self.scheduler is None else {SCHEDULER: Whole(self.scheduler.state_dict())}
+        states: dict[str, Any] = {}
+        if self.scheduler is not None:
+            states[SCHEDULER] = Whole(_state_of(SCHEDULER, self.scheduler))
         if self.objects:
-            states["beside"] = {name: _saved_whole(kept.state_dict()) for name, kept in self.objects.items()}
+            states["beside"] = {name: _saved_whole(_state_of(name, kept)) for name, kept in self.objects.items()}
         return states
 
     def load(self, states: Mapping[str, Any]) -> None:
         if self.scheduler is not None:
-            self.scheduler.load_state_dict(states[SCHEDULER].value)
+            with calling(_where(SCHEDULER), "load_state_dict(state)"):
+                self.scheduler.load_state_dict(states[SCHEDULER].value)
         for name, kept in self.objects.items():
             state = states["beside"][name]
-            kept.load_state_dict(state.value if isinstance(state, Whole) else state)
+            with calling(_where(name), "load_state_dict(state)"):
+                kept.load_state_dict(state.value if isinstance(state, Whole) else state)
 
     def entries(self) -> Iterator[tuple[str, Any]]:
         """Yield name and value of each entry of each state dict: ("scheduler.last_epoch", 3)."""
-        kept = {} if self.scheduler is None else {SCHEDULER: self.scheduler}
-        for name, owner in {**kept, **self.objects}.items():
-            state = owner.state_dict()
-            if isinstance(state, Mapping):
-                yield from ((f"{name}.{key}", value) for key, value in state.items())
-            else:
-                yield name, state
+        if self.scheduler is not None:
+            state = _state_of(SCHEDULER, self.scheduler)
+            items = state.items() if isinstance(state, Mapping) else [("state", state)]
+            yield from ((f"{SCHEDULER}.{key}", value) for key, value in items)
+        for name, owner in self.objects.items():
+            yield from _flat(name, _state_of(name, owner))
 
     def tensors(self) -> Iterator[tuple[str, Part]]:
         """Yield what this rank holds of each tensor in the state dicts of the objects that the reference has too."""
@@ -143,10 +149,31 @@ class Beside:
         return found
 
 
+def _where(name: str) -> str:
+    return "Subject(scheduler=...)" if name == SCHEDULER else f"Subject(beside={{{name!r}: ...}})"
+
+
+def _state_of(name: str, owner: Any) -> Any:
+    with calling(_where(name), "state_dict()"):
+        return owner.state_dict()
+
+
+def _flat(name: str, state: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the values of nested mappings, and of sequences of tensors, each with the keys that lead to it."""
+    if isinstance(state, Mapping):
+        for key, value in state.items():
+            yield from _flat(f"{name}.{key}", value)
+    elif isinstance(state, (list, tuple)) and any(isinstance(value, Tensor) for value in state):
+        for number, value in enumerate(state):
+            yield from _flat(f"{name}.{number}", value)
+    else:
+        yield name, state
+
+
 def _saved_whole(state: Any) -> Any:
     """Return a state without DTensors as a whole: what an object creates later is not in the state of a new one."""
-    sharded = isinstance(state, Mapping) and any(isinstance(value, DTensor) for value in state.values())
-    return state if sharded else Whole(state)
+    sharded = any(isinstance(value, DTensor) for _, value in _flat("", state))
+    return state if sharded and isinstance(state, Mapping) else Whole(state)
 
 
 def make_beside(subject: Subject, optimizer: Optimizer | None) -> Beside:
@@ -185,7 +212,8 @@ def _build(name: str, function: Any, model: Module) -> Any:
 
 def rates_of(optimizer: Optimizer) -> tuple[float, ...]:
     """Return the learning rate of each parameter group that has one."""
-    return tuple(float(group["lr"]) for group in optimizer.param_groups if "lr" in group)
+    rates = (group.get("lr") for group in optimizer.param_groups)  # None where the optimizer chooses its own
+    return tuple(float(rate) for rate in rates if isinstance(rate, (int, float, Tensor)))
 
 
 def scheduler_for_reference(subject: Subject, optimizer: Optimizer | None) -> Any:
@@ -195,7 +223,7 @@ def scheduler_for_reference(subject: Subject, optimizer: Optimizer | None) -> An
     inner one, its ``.scheduler``.
     """
     scheduler: Any = subject.scheduler
-    while is_stateful(inner := getattr(scheduler, SCHEDULER, None)):
+    while is_stateful(inner := getattr(scheduler, SCHEDULER, None)) and inner is not scheduler:
         scheduler = inner
     if not is_stateful(scheduler):
         return scheduler

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -90,7 +91,7 @@ def due_by_gradients(gradients: Mapping[str, Tensor], optimizer: Optimizer, nois
     Used if there is no reference. Elements need not move if rounding may cancel their update: an
     optimizer steps by its learning rate times the gradient, or times about one if it normalises the gradient.
     """
-    rates = {id(p): float(group.get("lr", 0.0)) for group in optimizer.param_groups for p in group["params"]}
+    rates = {id(p): _rate(group, 0.0) for group in optimizer.param_groups for p in group["params"]}
 
     def due(name: str, tensor: Tensor, part: Part, before: Tensor) -> Tensor:
         if name not in gradients or gradients[name].shape != before.shape:
@@ -100,6 +101,12 @@ def due_by_gradients(gradients: Mapping[str, Tensor], optimizer: Optimizer, nois
         return (size > noise) & (rates.get(id(tensor), 0.0) * size.clamp(max=1.0) > 2 * GRAINS * grain)
 
     return due
+
+
+def _rate(group: Mapping[str, Any], default: float) -> float:
+    """Return the learning rate of a group; the default where the optimizer chooses its own."""
+    rate = group.get("lr")
+    return default if rate is None else float(rate)
 
 
 def moved_rows(model: Module, before: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -147,7 +154,7 @@ def swallowed(
 
     A learning rate of zero is not rounding, and gradients below ``noise`` are.
     """
-    rates = {id(p): float(group.get("lr", 1.0)) for group in optimizer.param_groups for p in group["params"]}
+    rates = {id(p): _rate(group, 1.0) for group in optimizer.param_groups for p in group["params"]}
     parts, compared = parts_of(model), [records[name] for name in DUE_BY]
     # Other state than that of torch's own optimizers may keep the update: float32 copies, or what rounding left over.
     low = {

@@ -69,7 +69,7 @@ def test_plain_tensors_that_hold_a_shard_are_not_judged():
 def test_what_only_the_ranks_keep_is_not_compared_with_the_reference():
     found = verdict(PARITY, on_runs(HEALTHY, None, beside=()))
     assert found.status == "skipped"
-    assert found.reason.startswith("the reference keeps none of it: declare a function of the model")
+    assert found.reason.startswith("the reference keeps none of it: give Subject(beside=...) a function of the model")
 
 
 @pytest.mark.parametrize(("distance", "status"), [(0.5, "passed"), (0.01, "failed")])

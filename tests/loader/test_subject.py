@@ -86,7 +86,10 @@ def test_declared_fields_are_recorded(tmp_path):
             "function: scheduler(optimizer)",
         ),
         ({"beside": [1]}, "beside=...): list '[1]' should be a mapping such as {'ema': ema}"),
-        ({"beside": {1: nn.Linear(2, 2)}}, "beside=...): the key int '1' should be a name such as 'ema'"),
+        (
+            {"beside": {1: nn.Linear(2, 2)}},
+            "beside=...): the key int '1' should be a name such as 'ema', without dots, and not that of scheduler=",
+        ),
         (
             {"beside": {"ema": 3}},
             "beside=...): 'ema' is int '3', but should be an object with state_dict() and load_state_dict(), or a "
@@ -437,3 +440,22 @@ def test_a_pattern_that_matches_on_no_rank_is_reported():
     assert list(both.unmatched.values()) == [
         "Subject(on_some_ranks=...): 'experts.*' matches no tensor of the model; the nearest is 'layers.0.q.weight'"
     ]
+
+
+@pytest.mark.parametrize("name", ["scheduler", "ema.slow", ""])
+def test_names_of_what_is_beside_the_model_are_those_of_entries(name):
+    with pytest.raises(SubjectError, match=r"should be a name such as 'ema', without dots, and not that of scheduler="):
+        subject(beside={name: nn.Linear(2, 2)})
+
+
+def test_a_parameter_that_cannot_be_passed_by_name_gets_nothing():
+    def save(model, optimizer, folder, scheduler, /):
+        """Positional only."""
+
+    with pytest.raises(SubjectError, match=r"so save\(\) has to take it: save\(\.\.\., folder, scheduler\)"):
+        subject(save=save, resume=save, scheduler=lambda optimizer: None)
+
+
+def test_a_bound_that_no_float_holds():
+    with pytest.raises(SubjectError, match=r"max_grad_norm=\.\.\.\): .* should be a positive number"):
+        subject(max_grad_norm=10**400, train_step=print)

@@ -96,3 +96,75 @@ def test_a_scheduler_that_the_reference_cannot_build():
     assert "Subject(scheduler=...): the reference cannot build the same scheduler (it holds a DeviceMesh" in (
         found["update_parity"].reason
     )
+
+
+class Nested(Sum):
+    """Keeps its averages in a dict of its state dict, as diffusers' does, and counts updates."""
+
+    def __init__(self, model, decay=0.5):
+        self.decay = decay
+        self.shadow = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+    @torch.no_grad()
+    def update(self, model):
+        for name, parameter in model.named_parameters():
+            self.shadow[name].lerp_(parameter, 1 - self.decay)
+
+    def state_dict(self):
+        return {"decay": 0.5, "shadow": dict(self.shadow)}
+
+    def load_state_dict(self, state):
+        for name, value in state["shadow"].items():
+            self.shadow[name].copy_(value)
+
+
+def test_averages_within_another_dict():
+    found = judged(None, CHECKS, beside={"ema": Nested})
+    assert {one.status for one in found.values()} == {"passed"}, found
+    by_world = {"ema": lambda model: Nested(model, 0.5 if not torch.distributed.get_world_size() > 1 else 0.4)}
+    [*findings] = judged(None, CHECKS, beside=by_world)["beside_parity"].findings
+    assert {finding.tensor for finding in findings} == {
+        f"ema.shadow.{n}.{kind}" for n in (0, 2) for kind in ("weight", "bias")
+    }
+    assert {finding.actual for finding in findings} == {"moves otherwise than the reference's"} or findings
+
+
+def test_an_average_that_only_the_step_knows_how_to_update():
+    class Own(Nested):
+        update = property()
+
+        def advance(self, model):
+            Nested.update(self, model)
+
+    def step(model, optimizer, batch, beside):
+        found = plain_step(model, optimizer, batch)
+        beside["ema"].advance(model)
+        return found
+
+    found = judged(step, ["beside_parity"], beside={"ema": Own})["beside_parity"]
+    assert found.status == "skipped"
+    assert "does not move in the reference, where only update_parameters(model) or update(model)" in found.reason
+
+
+def test_a_state_that_cannot_be_read_names_the_field():
+    class Broken(Sum):
+        def state_dict(self):
+            raise RuntimeError("no state")
+
+    found = judged(None, CHECKS, beside={"ema": lambda model: Broken()})
+    assert "RuntimeError in Subject(beside={'ema': ...}): no state" in found["beside_round_trip"].reason
+
+
+def test_an_optimizer_that_chooses_its_own_learning_rate():
+    def adaptive(parameters):
+        return torch.optim.SGD([{"params": list(parameters)}], lr=0.1)
+
+    def without_rate(parameters):
+        optimizer = adaptive(parameters)
+        optimizer.register_step_pre_hook(lambda own, *_: own.param_groups[0].update(lr=0.1))
+        optimizer.register_step_post_hook(lambda own, *_: own.param_groups[0].update(lr=None))
+        optimizer.param_groups[0]["lr"] = None
+        return optimizer
+
+    found = judged(None, ["update_parity"], optimizer=without_rate)["update_parity"]
+    assert found.status == "passed", found.reason

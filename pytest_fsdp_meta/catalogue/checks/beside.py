@@ -20,7 +20,7 @@ from pytest_fsdp_meta.text import first_of
     family="training",
     needs=["inventory", "reference", "training"],
     uses=["values", "verifier"],
-    after=[*BEFORE_UPDATES, "second_grad_parity", "update_parity"],
+    after=[*BEFORE_UPDATES, "second_grad_parity", "update_parity", "loss_parity"],
     why="Averaged weights are what is evaluated and released, and nothing that is logged depends on them.",
     cause="they are updated once per micro-batch, before the optimizer steps, with another decay or on some ranks only",
     remedy="update them once after each step of the optimizer, from this rank's shards",
@@ -39,19 +39,25 @@ def beside_parity(view: View) -> Iterable[Finding]:
         raise NotDeclared("beside")
     if not cases:
         raise NotJudged(
-            "the reference keeps none of it: declare a function of the model in Subject(beside=...), such as "
-            "lambda model: AveragedModel(model)"
+            "the reference keeps none of it: give Subject(beside=...) a function of the model, such as a class that "
+            "averages its parameters"
         )
+    untrained = [name for name, pairs in cases.items() if _moves_here_alone(pairs)]
+    if len(untrained) == len(cases):
+        raise NotJudged(f"{first_of(untrained)} does not move in the reference, {_HOW_IT_IS_UPDATED}")
     limits = update_limits(view)
     limits = replace(limits, noise=None if limits.noise is None else _noise_by_entry(view, limits, cases))
     limits = replace(limits, roundings=2 * len(view.reference.losses or ()))
-    found = [finding for name, pairs in cases.items() for finding in _judge_entry(view, limits, name, pairs)]
+    judged = {name: pairs for name, pairs in cases.items() if name not in untrained}
+    found = [finding for name, pairs in judged.items() for finding in _judge_entry(view, limits, name, pairs)]
     if found:
         require_no_other_cause(view, f"what is kept beside the model differs ({found[0].tensor}: {found[0].actual})")
         yield from found
     moved = {name for name, pairs in cases.items() if any(c.measure is None or c.measure.truth for _, c in pairs)}
     if not moved:
         raise NotJudged("nothing that is kept beside the model moves in these steps, neither here nor in the reference")
+    if untrained:
+        raise PartlyJudged(f"{first_of(untrained)} does not move in the reference, {_HOW_IT_IS_UPDATED}")
     unlike = [name for name, pairs in cases.items() if any(c.problem is not None for _, c in pairs)]
     if unlike:
         raise PartlyJudged(
@@ -65,6 +71,9 @@ def _judge_entry(view: View, limits: Limits, name: str, pairs: Sequence[tuple[in
     if still and any(limits.exceeded(rank, c) for rank, c in pairs):
         yield Finding(name, still, "does not move", "updated after each step", **_NEVER_UPDATED)
         return
+    without = tuple(rank for rank in range(len(view.evidence.training or ())) if rank not in dict(pairs))
+    if without:
+        yield Finding(name, without, "is not kept", "kept on every rank", **_ON_SOME_RANKS)
     off = [(rank, c) for rank, c in pairs if limits.exceeded(rank, c)]
     if off:
         ranks = tuple(rank for rank, _ in off)
@@ -75,6 +84,14 @@ def _judge_entry(view: View, limits: Limits, name: str, pairs: Sequence[tuple[in
         if c.measure is None and c.problem is None and not c.equal
     )
     yield from view.findings_for(name, counted)
+
+
+_HOW_IT_IS_UPDATED = "where only update_parameters(model) or update(model) of an object is called after each step"
+
+
+def _moves_here_alone(pairs: Sequence[tuple[int, Comparison]]) -> bool:
+    measures = [c.measure for _, c in pairs if c.measure is not None]
+    return bool(measures) and not any(m.truth for m in measures) and any(m.actual for m in measures)
 
 
 def _describe_factor(cases: Sequence[tuple[int, Comparison]]) -> str:
@@ -113,6 +130,10 @@ def _scaled(noise: TensorNoise, measure: Measure, update: Measure) -> TensorNois
     return TensorNoise(noise.distance * measure.truth / update.truth, noise.factor)
 
 
+_ON_SOME_RANKS: Explanation = {
+    "cause": "some ranks build no object, or its state_dict() is empty there",
+    "remedy": "build and save it on every rank, each with its own shards",
+}
 _NEVER_UPDATED: Explanation = {
     "cause": "nothing updates it: train_step has a parameter beside and leaves it alone, or it averages a copy of the "
     "model, and not the model that trains",

@@ -27,7 +27,7 @@ from pytest_fsdp_meta.catalogue.diagnosis.parity import (
 from pytest_fsdp_meta.catalogue.diagnosis.patterns import Cases, by_label
 from pytest_fsdp_meta.catalogue.findings import Explanation, Finding
 from pytest_fsdp_meta.catalogue.registry import check
-from pytest_fsdp_meta.catalogue.view import View, ranks_by
+from pytest_fsdp_meta.catalogue.view import PartlyJudged, View, ranks_by
 from pytest_fsdp_meta.evidence import Comparison, RankTraining, TensorFacts, splits_experts
 from pytest_fsdp_meta.evidence.tolerances import GRADIENT_TOLERANCE
 
@@ -72,6 +72,13 @@ def grad_parity(view: View) -> Iterable[Finding]:
         require_gradients(view)
         yield from _scaled_before_clipping(view, runs)
         require_noise(view, GRADIENT_TOLERANCE, relative_errors(c for run in runs for c in run.gradients))
+        bound, norm = view.evidence.subject.max_grad_norm, view.reference.norm
+        by_author = "clip_grad_norm" in view.evidence.subject.declared  # perhaps by another norm
+        if bound is not None and norm is not None and norm < 0.99 * bound and not by_author:
+            raise PartlyJudged(
+                f"the norm of the first gradients is {norm:.3g}, below max_grad_norm={bound:g}, so nothing is clipped; "
+                "clip to a lower bound in this test"
+            )
 
 
 def _scaled_before_clipping(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding]:
@@ -176,6 +183,14 @@ def _describe_wrong(
         yield Finding(name, ranks, actual, limits.describe(cases), detail, **explanation)
 
 
+_NOT_CLIPPED: Explanation = {
+    "cause": "train_step does not clip to max_grad_norm, clips by the norm of this rank's shards alone, or multiplies "
+    "the loss or its gradients by a constant that the reference does not have",
+    "remedy": "clip once before the step, by the norm of all ranks (torch.nn.utils.clip_grad_norm_), to the bound that "
+    "is declared; then check loss scaling and accumulation",
+}
+
+
 def _explain_factor(view: View, runs: Sequence[RankTraining], name: str, factor: str) -> Explanation:
     if factor == "0":
         return _ZERO
@@ -185,6 +200,8 @@ def _explain_factor(view: View, runs: Sequence[RankTraining], name: str, factor:
         return uneven
     if not meaning and "train_step" in declared and "max_grad_norm" not in declared:
         return _SCALED_BY_STEP
+    if not meaning and "max_grad_norm" in declared:
+        return _NOT_CLIPPED
     if not meaning:
         return {
             "cause": "the loss or its gradients are multiplied by a constant that the reference does not have",

@@ -158,8 +158,8 @@ def _explain_rates(view: View, runs: Sequence[RankTraining], ranks: Sequence[int
                 ours, theirs = (", ".join(f"{rate:g}" for rate in dict.fromkeys(own)) for own in (actual, expected))
                 return {
                     "cause": f"the learning rate of step {step} is {ours} on these ranks, and {theirs} in the "
-                    "reference, whose scheduler steps once after each step of the optimizer: the ranks' steps "
-                    "otherwise, a framework steps it once per rank, or it schedules an optimizer that was replaced",
+                    "reference, whose scheduler steps once after each step of the optimizer: on the ranks it steps at "
+                    "other times, or once per rank, or it schedules an optimizer that was replaced",
                     "remedy": "build the scheduler for the optimizer that trains, step it once after each of its "
                     "steps, and declare it in Subject(scheduler=...)",
                 }
