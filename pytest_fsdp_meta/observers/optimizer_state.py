@@ -104,7 +104,8 @@ def _part_like(part: Part, parameter: Tensor, value: Tensor) -> Part | None:
     """Return which part of the whole state the value is; None if it has another shape than its parameter."""
     if value.shape != parameter.shape or not value.ndim or not is_array(local_part(value)):
         return None
-    if isinstance(value, DTensor) and isinstance(parameter, DTensor):
+    # Placements of a DTensor whose shards an adapter describes say something else.
+    if isinstance(value, DTensor) and isinstance(parameter, DTensor) and not part.by:
         return own_part(value.redistribute(placements=parameter.placements))
     same = local_part(value).shape == local_part(part.local).shape
     return replace(part, local=local_part(value)) if same else None
