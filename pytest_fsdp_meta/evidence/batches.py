@@ -34,7 +34,7 @@ class RankBatches:
 class Epoch:
     """One epoch of ``data`` on every rank and, where ``data`` is a function, in a world of one rank.
 
-    ``problem`` says why there is no epoch of one rank.
+    ``problem`` says why no epoch was read in a world of one rank.
     """
 
     ranks: tuple[RankBatches, ...]

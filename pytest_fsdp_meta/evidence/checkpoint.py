@@ -64,7 +64,7 @@ class RankResumed:
     rounded: Mapping[str, str] = field(default_factory=dict)
     """The same of tensors in float32 after rounding to the dtype of the parameters, if that is a lower one."""
     plain: tuple[str, ...] = ()
-    """The entries of ``beside`` that are no DTensors."""
+    """The entries of ``beside`` that are not DTensors."""
     generators: Mapping[str, RandomState] = field(default_factory=dict)
     """Torch's default generators while the author's save() or resume() runs, by device type."""
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 from pytest_fsdp_meta.evidence.tensors import OptimizerFacts, RankInventory
 
+FIRST_BUFFERS, LAST_BUFFERS = "first_buffers", "buffers"
+"""The reference's buffers after the first and after the last step, as records and noise are named."""
 UNKNOWN_DTYPE = "unknown"
 """The dtype of a loss that a step of the author's returned as a number."""
 

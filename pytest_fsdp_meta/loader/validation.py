@@ -126,14 +126,19 @@ def require_handed_over(field: str, function: object, made_here: Mapping[str, ob
             )
 
 
+def yields_batches(value: object) -> bool:
+    """Return whether iterating over the value may yield batches; text, a mapping or a tensor is one batch at most."""
+    from torch import Tensor
+
+    iterable = hasattr(type(value), "__iter__") or hasattr(type(value), "__getitem__")
+    return iterable and not isinstance(value, (str, bytes, Mapping, Tensor))
+
+
 def require_data(value: object) -> None:
     """Raise SubjectError unless the value is a function, or something whose iteration may yield batches."""
     if value is None or callable(value):
         return
-    from torch import Tensor
-
-    iterable = hasattr(type(value), "__iter__") or hasattr(type(value), "__getitem__")
-    if not iterable or isinstance(value, (str, bytes, Mapping, Tensor, type)):
+    if not yields_batches(value):
         raise SubjectError(
             "data", f"{shorten(value)} should be data(), which returns a loader of batches, or the loader itself"
         )

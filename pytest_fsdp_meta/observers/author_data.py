@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -13,14 +13,15 @@ from torch.optim import Optimizer
 
 from pytest_fsdp_meta.evidence import RankBatches
 from pytest_fsdp_meta.loader.subject import Subject, SubjectError
+from pytest_fsdp_meta.loader.validation import is_stateful, yields_batches
 from pytest_fsdp_meta.observers.batches import batch_slice, calling, calling_field
 from pytest_fsdp_meta.observers.beside import Beside, make_beside
 from pytest_fsdp_meta.observers.checkpoint import as_built, handed_over, make_resumable_optimizer
-from pytest_fsdp_meta.observers.loading import loaded_subject, resharded_subject
+from pytest_fsdp_meta.observers.loading import LEFT_BY_LOADER, loaded_subject, resharded_subject
 from pytest_fsdp_meta.observers.rows import digest_rows
 from pytest_fsdp_meta.observers.sending import PackedFunction, pack_for_one_rank, unpack_on_one_rank
+from pytest_fsdp_meta.observers.support.generators import set_all
 from pytest_fsdp_meta.observers.support.poison import NOTICES
-from pytest_fsdp_meta.observers.support.random_state import restore_random_state
 from pytest_fsdp_meta.text import first_line
 from pytest_fsdp_meta.worlds import SEED, Rank, current, doing, forward_warnings
 
@@ -50,7 +51,8 @@ def read_epoch(folder: str | None) -> RankBatches:
     """
     rank, subject = current(), resharded_subject()
     loader = _begin_epoch(rank, subject)
-    after = min(SAVED_AFTER, max(1, _length(loader) - 1)) if folder and _savable(subject, loader) else 0
+    savable = subject.save is not None or is_stateful(loader)
+    after = min(SAVED_AFTER, max(1, _length(loader) - 1)) if folder and savable else 0
     return _read_and_save(rank, subject, loader, MOST_BATCHES, folder, after)
 
 
@@ -62,11 +64,10 @@ def resume_epoch(folder: str, most: int, again: str | None) -> RankBatches:
     rank, subject = current(), resharded_subject()
     loader = _begin_epoch(rank, subject, Path(folder))
     file = _file(Path(folder), rank)
-    if subject.save is None and file.exists():
-        states = torch.load(file, weights_only=False)
-        for name, thing in _stateful(loader).items():
-            with calling(f"load_state_dict() of Subject({name}=...)"):
-                thing.load_state_dict(states[name])
+    if subject.save is None and file.exists() and is_stateful(loader):
+        state = torch.load(file, weights_only=False)
+        with calling("load_state_dict() of Subject(data=...)"):
+            loader.load_state_dict(state)
     return _read_and_save(rank, subject, loader, most, again, SAVED_AFTER if again else 0)
 
 
@@ -106,10 +107,10 @@ def _is_function(data: object) -> bool:
     return callable(data) and not hasattr(type(data), "__iter__")
 
 
-def _begin_epoch(rank: Rank, subject: Subject, resumed_from: Path | None = None) -> Iterable[Any]:
+def _begin_epoch(rank: Rank, subject: Subject, resumed_from: Path | None = None) -> Any:
     """Return the loader, with the random numbers as they were after loading, and after ``resume`` if it is declared."""
-    if "random" in rank.state:
-        restore_random_state(rank.state["random"])
+    if subject.data is not None:
+        set_all(rank.state[LEFT_BY_LOADER], rank.device)
     if resumed_from is not None and subject.resume is not None:
         doing("resuming within an epoch")
         with calling_field("resume"):
@@ -126,8 +127,7 @@ def _open(data: Callable[[], Iterable[Any]] | Iterable[Any]) -> Iterable[Any]:
     doing("opening data")
     with calling_field("data"):
         loader = data()  # type: ignore[operator]
-    iterable = hasattr(type(loader), "__iter__") or hasattr(type(loader), "__getitem__")
-    if not iterable or isinstance(loader, (str, bytes, Mapping, torch.Tensor)):
+    if not yields_batches(loader):
         raise SubjectError(
             "data",
             f"data() returned {type(loader).__name__}, but should return an iterable of batches, such as a DataLoader",
@@ -158,11 +158,7 @@ def _length(loader: Iterable[Any]) -> int:
         return MOST_BATCHES
 
 
-def _savable(subject: Subject, loader: Iterable[Any]) -> bool:
-    return subject.save is not None or bool(_stateful(loader))
-
-
-def _save(rank: Rank, subject: Subject, loader: Iterable[Any], folder: Path) -> None:
+def _save(rank: Rank, subject: Subject, loader: Any, folder: Path) -> None:
     doing("saving within an epoch")
     folder.mkdir(parents=True, exist_ok=True)
     if subject.save is not None:
@@ -170,17 +166,10 @@ def _save(rank: Rank, subject: Subject, loader: Iterable[Any], folder: Path) -> 
             optimizer, kept = _optimizer(rank, subject)
             subject.save(subject.model, as_built(subject, optimizer), folder, **handed_over(subject, "save", kept))
         return
-    states = {}
-    for name, thing in _stateful(loader).items():
-        with calling(f"state_dict() of Subject({name}=...)"):
-            # Pickled at once: the loader may go on to change what it returned.
-            states[name] = pickle.loads(pickle.dumps(thing.state_dict()))
-    torch.save(states, _file(folder, rank))
-
-
-def _stateful(loader: Iterable[Any]) -> dict[str, Any]:
-    """Return what keeps the position, by the field of Subject; only needed if the author does not save."""
-    return {"data": loader} if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict") else {}
+    with calling("state_dict() of Subject(data=...)"):
+        # Pickled at once: the loader may go on to change what it returned.
+        state = pickle.loads(pickle.dumps(loader.state_dict()))
+    torch.save(state, _file(folder, rank))
 
 
 def _optimizer(rank: Rank, subject: Subject) -> tuple[Optimizer | None, Beside | None]:

@@ -129,7 +129,7 @@ class Beside:
         return {name: fingerprint(value) for name, value in self.entries()}
 
     def plain(self) -> tuple[str, ...]:
-        """Return the entries that are no DTensors: torch's checkpoint has one rank's value of each."""
+        """Return the entries that are not DTensors: torch's checkpoint has one rank's value of each."""
         return tuple(name for name, value in self.entries() if not isinstance(value, DTensor))
 
     def rounded(self, model: Module) -> dict[str, str]:

@@ -275,7 +275,7 @@ def _describe_all(subject: Subject, optimizer: Optimizer, model: RankSaved) -> R
     for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
         if own_state := optimizer.state.get(parameter):
             name = names.get(id(parameter), f"(parameter {number} of the optimizer)")
-            state[name] = {str(key): fingerprint(_placed_like(parameter, value)) for key, value in own_state.items()}
+            state[name] = {str(key): fingerprint(placed_like(parameter, value)) for key, value in own_state.items()}
     groups = tuple(
         {key: fingerprint(value) for key, value in group.items() if key not in BY_NAME}
         for group in optimizer.param_groups
@@ -304,7 +304,7 @@ def _ties(parameters: Iterable[tuple[str, Tensor]]) -> tuple[tuple[str, ...], ..
     return tuple(tuple(group) for group in names.values() if len(group) > 1)
 
 
-def _placed_like(parameter: Tensor, value: Any) -> Any:
+def placed_like(parameter: Tensor, value: Any) -> Any:
     """Return the state with its parameter's placements.
 
     State that was created from a gradient may have other placements with the same values, until it is loaded.

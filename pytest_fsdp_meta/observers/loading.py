@@ -30,11 +30,10 @@ from pytest_fsdp_meta.observers.inventory import managed_names, named_tensors, n
 from pytest_fsdp_meta.observers.memory import Peak, return_freed_memory
 from pytest_fsdp_meta.observers.optimizers import built_optimizer, optimizer_facts, pack_optimizer
 from pytest_fsdp_meta.observers.sending import pack_function
-from pytest_fsdp_meta.observers.support.generators import read_states
+from pytest_fsdp_meta.observers.support.generators import read_all
 from pytest_fsdp_meta.observers.support.mapped import MAPS
 from pytest_fsdp_meta.observers.support.poison import NOTICES, poisoned_memory, restore_defaults
 from pytest_fsdp_meta.observers.support.precision import precision
-from pytest_fsdp_meta.observers.support.random_state import random_state
 from pytest_fsdp_meta.observers.support.watching import DTensorDraws, watching
 from pytest_fsdp_meta.worlds import SEED, Misuse, Rank, current, doing, forward_warnings
 
@@ -88,10 +87,8 @@ def load(call: Call, watch: Collection[str] = ()) -> Loaded:
             _require_process_group(rank)
     doing("taking the inventory")
     restore_defaults()
-    left = read_states(rank.device)
+    left = read_all(rank.device)
     subject = _as_subject(returned)
-    if subject.data is not None:
-        rank.state["random"] = random_state()
     _require_judgeable(subject.model)
     _require_living_groups(subject.model)
     managed = managed_names(subject.model)  # before reshard(), which puts parameters back that the loader replaced

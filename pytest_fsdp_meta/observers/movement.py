@@ -21,7 +21,7 @@ from pytest_fsdp_meta.observers.gradients import gradients_of
 from pytest_fsdp_meta.observers.inventory import named_tensors
 from pytest_fsdp_meta.observers.support.precision import is_low
 from pytest_fsdp_meta.observers.support.reference_record import Record
-from pytest_fsdp_meta.observers.values import comparable, compare_measured, measure, read_part, whole_index
+from pytest_fsdp_meta.observers.values import comparable, compare_measured, length, measure, read_part, whole_index
 
 GRAINS = 8.0
 """Units in the last place; a smaller update may be rounded away on one side only, subject or reference."""
@@ -224,5 +224,5 @@ def _measure_update(part: Part, before: Tensor, values: Record, updated: Record,
     if not now.numel() or not old.shape == new.shape == now.shape == before.shape:
         return None
     ours, theirs, since = comparable(now), comparable(new), (comparable(before), comparable(old))
-    grain = torch.finfo(now.dtype).eps * float(torch.linalg.vector_norm(since[1], dtype=torch.float64))
+    grain = torch.finfo(now.dtype).eps * length(since[1])
     return measure(ours, theirs, grain, since=since)

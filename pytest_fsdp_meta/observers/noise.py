@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from pytest_fsdp_meta.evidence import Noise, ReferenceFacts, TensorNoise
+from pytest_fsdp_meta.evidence.training import FIRST_BUFFERS, LAST_BUFFERS
 from pytest_fsdp_meta.loader.adapter import Part
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part
 from pytest_fsdp_meta.observers.adapters.lookup import parts_of
@@ -32,12 +33,12 @@ from pytest_fsdp_meta.observers.steps import StepObserver, train
 from pytest_fsdp_meta.observers.support.nudges import Nudges
 from pytest_fsdp_meta.observers.support.precision import COMPUTED
 from pytest_fsdp_meta.observers.support.reference_record import STEP_GRADIENTS, Record, record_at, write_record
-from pytest_fsdp_meta.observers.trained_buffers import FIRST, LAST, persistent_buffers
+from pytest_fsdp_meta.observers.trained_buffers import persistent_buffers
 from pytest_fsdp_meta.observers.values import comparable, read_part
 from pytest_fsdp_meta.text import first_line
 from pytest_fsdp_meta.worlds import SEED, CallFailed, current
 
-UPDATES = frozenset({"first_updated", "updated", FIRST, LAST})
+UPDATES = frozenset({"first_updated", "updated", FIRST_BUFFERS, LAST_BUFFERS})
 """The records of parameters and buffers. How far they are from those before the training counts."""
 NOISE_OF = {
     "gradients": "gradients",
@@ -45,8 +46,8 @@ NOISE_OF = {
     "first_updated": "first_updates",
     "updated": "updates",
     "accumulated": "accumulated",
-    FIRST: "first_buffers",
-    LAST: "buffers",
+    FIRST_BUFFERS: "first_buffers",
+    LAST_BUFFERS: "buffers",
 }
 """Record of the reference -> the field of ``Noise`` that says how far it moves."""
 OTHER_SEEDS = 1000
@@ -189,10 +190,10 @@ class _NoisySteps(StepObserver):
     def after_update(self, step: int) -> None:
         if step == 0:
             self.add("first_updated", parameters_of(self.model))
-            self.add(FIRST, persistent_buffers(self.model))
+            self.add(FIRST_BUFFERS, persistent_buffers(self.model))
         if step == self.steps - 1:
             self.add("updated", parameters_of(self.model))
-            self.add(LAST, persistent_buffers(self.model))
+            self.add(LAST_BUFFERS, persistent_buffers(self.model))
 
     def add(self, record: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Note how far these tensors are from those in the record."""

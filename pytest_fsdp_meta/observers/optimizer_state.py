@@ -16,6 +16,7 @@ from pytest_fsdp_meta.evidence import Comparison, Region
 from pytest_fsdp_meta.loader.adapter import Part
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part, own_part
 from pytest_fsdp_meta.observers.adapters.lookup import parts_of
+from pytest_fsdp_meta.observers.checkpoint import placed_like
 from pytest_fsdp_meta.observers.inventory import named_tensors
 from pytest_fsdp_meta.observers.loading import loaded_subject
 from pytest_fsdp_meta.observers.memory import return_freed_memory
@@ -71,18 +72,14 @@ def _assemble(held_by_rank: Sequence[Held], folder: str) -> None:
 def compare_state(folder: str) -> tuple[Comparison, ...]:
     """Compare the state of this rank's optimizer with the record of the whole."""
     record, found = Record(record_at(folder, NAME)), dict(_state_parts())
-    missing = [name for name in record.names() if name not in found and _holds(name.rpartition(": ")[0])]
+    model = loaded_subject(current()).model
+    parts = parts_of(model)
+    held = {name for name, _, tensor in named_tensors(model) if parts.of(name, tensor).local.numel()}
+    missing = [name for name in record.names() if name not in found and name.rpartition(": ")[0] in held]
     return (
         *compare_all(found.items(), record),
         *(Comparison(name, False, problem="no state", should_be="as saved") for name in missing),
     )
-
-
-def _holds(parameter: str) -> bool:
-    """Return whether this rank has elements of a parameter of this name."""
-    model = loaded_subject(current()).model
-    parts = parts_of(model)
-    return any(name == parameter and parts.of(name, tensor).local.numel() for name, _, tensor in named_tensors(model))
 
 
 def _state_parts() -> Iterator[tuple[str, Part]]:
@@ -106,7 +103,7 @@ def _part_like(part: Part, parameter: Tensor, value: Tensor) -> Part | None:
         return None
     # Placements of a DTensor whose shards an adapter describes say something else.
     if isinstance(value, DTensor) and isinstance(parameter, DTensor) and not part.by:
-        return own_part(value.redistribute(placements=parameter.placements))
+        return own_part(placed_like(parameter, value))
     same = local_part(value).shape == local_part(part.local).shape
     return replace(part, local=local_part(value)) if same else None
 

@@ -38,7 +38,7 @@ def observe_training_mode() -> RankTrainingMode:
     subject.model.zero_grad(set_to_none=True)
     subject.model.train()
     doing("a step in training mode")
-    set_states(rank.state[LEFT_BY_LOADER], rank.device)  # batch() draws, too
+    set_states(rank.state[LEFT_BY_LOADER].torch, rank.device)  # batch() draws, too
     with deterministic(), watching_draws(subject.model, rank.device) as watch:
         _run_step(subject, rank, rows)
         hidden = watch.hidden
@@ -83,7 +83,7 @@ def _observing_generators(subject: Subject, rank: Rank, found: dict[str, RandomS
     if subject.save is None:  # torch.distributed.checkpoint keeps no random state
         yield
         return
-    set_states(rank.state[LEFT_BY_LOADER], rank.device)
+    set_states(rank.state[LEFT_BY_LOADER].torch, rank.device)
     draw_from_all(draws, rank.device)
     before = read_states(rank.device)
     yield

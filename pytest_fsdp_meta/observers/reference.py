@@ -23,6 +23,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from pytest_fsdp_meta.evidence import RankInventory, ReferenceFacts, Region, TensorFacts
+from pytest_fsdp_meta.evidence.training import FIRST_BUFFERS, LAST_BUFFERS
 from pytest_fsdp_meta.loader.subject import Subject, SubjectError
 from pytest_fsdp_meta.observers.accumulation import accumulate, finish_gradients, indivisible_batch, union_of_ranks
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part
@@ -48,7 +49,7 @@ from pytest_fsdp_meta.observers.support.reference_record import (
     without_repetition,
     write_record,
 )
-from pytest_fsdp_meta.observers.trained_buffers import FIRST, LAST, changed_buffers
+from pytest_fsdp_meta.observers.trained_buffers import changed_buffers
 from pytest_fsdp_meta.observers.values import own_values_of
 from pytest_fsdp_meta.worlds import SEED, current, doing, forward_warnings
 
@@ -148,7 +149,7 @@ def train_reference(
     first.record_beside("updated_beside", beside)
     after = _inventory(model, ())
     first.record("updated", parameters_of(model))
-    first.record(LAST, changed_buffers(model, Record(record_at(folder, "values"))))
+    first.record(LAST_BUFFERS, changed_buffers(model, Record(record_at(folder, "values"))))
     if optimizer is not None and (
         subject.max_grad_norm is not None or not indivisible_batch(subject, data_parallel_size)
     ):
@@ -249,7 +250,7 @@ class _RecordedSteps(StepObserver):
     def after_update(self, step: int) -> None:
         if step == 0:
             self.record("first_updated", parameters_of(self._model))
-            self.record(FIRST, changed_buffers(self._model, Record(record_at(self._folder, "values"))))
+            self.record(FIRST_BUFFERS, changed_buffers(self._model, Record(record_at(self._folder, "values"))))
         if step == self._steps - 2:
             self.record("late", parameters_of(self._model))
 

@@ -52,7 +52,7 @@ def digest_rows(batch: Any, number: int) -> tuple[str, ...]:
 
 
 def _samples(batch: Any) -> list[Any] | None:
-    """Return the rows of a batch that nobody has collated: a list of dicts with the same keys."""
+    """Return the rows of a batch that was not collated: a list of dicts with the same keys."""
     if not isinstance(batch, list) or len(batch) < 2 or not all(isinstance(sample, Mapping) for sample in batch):
         return None
     return batch if len({frozenset(sample) for sample in batch}) == 1 else None

@@ -16,16 +16,14 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from pytest_fsdp_meta.evidence import Comparison, Measure, TrainedBuffers
+from pytest_fsdp_meta.evidence.training import FIRST_BUFFERS, LAST_BUFFERS
 from pytest_fsdp_meta.loader.adapter import Part
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part
 from pytest_fsdp_meta.observers.adapters.lookup import parts_of
 from pytest_fsdp_meta.observers.inventory import named_tensors, non_persistent
 from pytest_fsdp_meta.observers.support.reference_record import Record, is_array
 from pytest_fsdp_meta.observers.support.torch_private import is_replicated
-from pytest_fsdp_meta.observers.values import comparable, compare, measure, read_part
-
-FIRST, LAST = "first_buffers", "buffers"
-"""The records of the reference's buffers after the first and after the last step."""
+from pytest_fsdp_meta.observers.values import comparable, compare, length, measure, read_part
 
 
 class BufferWatch:
@@ -51,11 +49,11 @@ class BufferWatch:
             handle.remove()
 
     def after_first_step(self) -> None:
-        self._first = compare_buffers(self._model, self._records, FIRST)
+        self._first = compare_buffers(self._model, self._records, FIRST_BUFFERS)
 
     def observed(self) -> TrainedBuffers:
         """Return what was observed. Call this after the last step."""
-        last = compare_buffers(self._model, self._records, LAST)
+        last = compare_buffers(self._model, self._records, LAST_BUFFERS)
         return TrainedBuffers(self._first, last, self._forwards, broadcast_buffers(self._model))
 
 
@@ -98,13 +96,13 @@ def compare_buffers(model: Module, records: Mapping[str, Record], after: str) ->
 
 def _measure_movement(part: Part, values: Record, updated: Record, name: str) -> Measure | None:
     now = local_part(part.local).cpu()
-    old, new = (comparable(read_part(part, record, name)).double() for record in (values, updated))
-    ours = comparable(now).double()
+    old, new = (comparable(read_part(part, record, name)) for record in (values, updated))
+    ours = comparable(now)
     if not now.numel() or not old.shape == new.shape == ours.shape:
         return None
     exact = not (now.dtype.is_floating_point or now.dtype.is_complex)
-    grain = 0.0 if exact else torch.finfo(now.dtype).eps * max(float(old.norm()), float(new.norm()))
-    return measure(ours - old, new - old, grain, elements=now.numel())
+    grain = 0.0 if exact else torch.finfo(now.dtype).eps * max(length(old), length(new))
+    return measure(ours, new, grain, elements=now.numel(), since=(old, old))
 
 
 def _equal(ours: Tensor, theirs: Tensor) -> bool:

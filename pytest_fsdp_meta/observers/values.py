@@ -123,6 +123,11 @@ def read_part(part: Part, record: Record, name: str) -> Tensor:
     return record.read_run(name, part.regions[0]) if part.flat else record.read(name, part.regions)
 
 
+def length(tensor: Tensor) -> float:
+    """Return the Euclidean norm, computed in float64."""
+    return float(torch.linalg.vector_norm(tensor.flatten().double()))
+
+
 def measure(
     actual: Tensor,
     expected: Tensor,

@@ -27,7 +27,7 @@ def reshard_model(world: World, saved: str, reference_path: str, loads_in_same_s
 
 
 def record_optimizer(ranks: World, alone: World, folder: str) -> str:
-    """Record the whole state of the optimizer, of which each rank has a part, in the world of the reference.
+    """Record the optimizer's whole state in the world of the reference, from the part that each rank has.
 
     Return why that fails, or an empty text.
     """

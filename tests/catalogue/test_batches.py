@@ -27,8 +27,14 @@ def epoch(*by_rank: str, alone: str | None = "all", **facts: Any) -> Evidence:
     return with_batches(healthy(len(by_rank)), [text.split() for text in by_rank], single, **facts)
 
 
+def assert_found(check: str, evidence: Evidence, findings: list[object], cause: str) -> None:
+    found = verdict(check, evidence)
+    assert findings_of(found) == findings
+    assert all(finding.cause.startswith(cause) for finding in found.findings)
+
+
 def on_tp(*by_rank: str, alone: str | None = None, mesh: dict[str, int] = TP) -> Evidence:
-    """Return the evidence of a mesh of 2 x 2 ranks, of which each two have one data-parallel index."""
+    """Return the evidence of a mesh of 2 x 2 ranks, where two ranks share each data-parallel index."""
     single = alone.split() if alone else None
     found = with_batches(healthy(mesh=mesh), [text.split() for text in by_rank], single)
     ranks = tuple(replace(rank, data_parallel=(number // 2, 2)) for number, rank in enumerate(found.batches.ranks))
@@ -243,10 +249,7 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_batches_are_found_with_their_cause(name):
-    evidence, findings, cause = WRONG[name]
-    found = verdict(FOLLOW, evidence)
-    assert findings_of(found) == findings
-    assert all(finding.cause.startswith(cause) for finding in found.findings)
+    assert_found(FOLLOW, *WRONG[name])
 
 
 def test_data_without_batches_is_an_error():
@@ -349,10 +352,7 @@ RESUMED = {
 
 @pytest.mark.parametrize("name", RESUMED)
 def test_other_batches_after_resuming_are_found_with_their_cause(name):
-    evidence, findings, cause = RESUMED[name]
-    found = verdict(RESUME, evidence)
-    assert findings_of(found) == findings
-    assert all(finding.cause.startswith(cause) for finding in found.findings)
+    assert_found(RESUME, *RESUMED[name])
 
 
 @pytest.mark.parametrize(

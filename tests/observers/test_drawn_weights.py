@@ -1,4 +1,4 @@
-"""What torch draws on the CPU, and how well the spread of draws can be told apart."""
+"""What torch draws on the CPU, and how well spreads of draws can be distinguished."""
 
 from __future__ import annotations
 

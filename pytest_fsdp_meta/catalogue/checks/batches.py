@@ -89,7 +89,7 @@ def _splits_sequences(view: View) -> bool:
 
 
 def _share_rows(places: Places) -> bool:
-    """Return whether some ranks of one data-parallel index see the same row, of which they then have no parts."""
+    """Return whether some ranks of one data-parallel index see the same row, so that they do not hold parts of it."""
     rows = [[set(rank.rows) for _, rank in ranks] for ranks in places.values()]
     return any(not mine.isdisjoint(theirs) for ranks in rows for mine, theirs in combinations(ranks, 2))
 

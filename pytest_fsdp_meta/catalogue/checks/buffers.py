@@ -16,12 +16,13 @@ from pytest_fsdp_meta.catalogue.diagnosis.parity import (
     require_same_forward,
 )
 from pytest_fsdp_meta.catalogue.diagnosis.patterns import Cases, by_label
-from pytest_fsdp_meta.catalogue.diagnosis.trained_buffers import FIRST, LAST, changed_buffers, moved_otherwise
+from pytest_fsdp_meta.catalogue.diagnosis.trained_buffers import changed_buffers, moved_otherwise
 from pytest_fsdp_meta.catalogue.findings import Explanation, Finding
 from pytest_fsdp_meta.catalogue.registry import check
 from pytest_fsdp_meta.catalogue.view import Blocked, NotJudged, View
 from pytest_fsdp_meta.evidence import RankTraining
 from pytest_fsdp_meta.evidence.tolerances import UPDATE_TOLERANCE
+from pytest_fsdp_meta.evidence.training import FIRST_BUFFERS, LAST_BUFFERS
 from pytest_fsdp_meta.text import counted
 
 SAME_FACTOR = 0.02
@@ -55,9 +56,12 @@ def buffers_follow_training(view: View) -> Iterable[Finding]:
     if not changed:
         raise NotJudged("training changes no persistent buffer, except those that DDP broadcasts from one rank")
     names = view.names("buffer", only=changed)
-    wrong, when = moved_otherwise(view, names, FIRST), "after the first step"
+    wrong, when = moved_otherwise(view, names, FIRST_BUFFERS), "after the first step"
     if not wrong:
-        wrong, when = moved_otherwise(view, names, LAST), f"after {counted(len(view.reference.losses or ()), 'step')}"
+        wrong, when = (
+            moved_otherwise(view, names, LAST_BUFFERS),
+            f"after {counted(len(view.reference.losses or ()), 'step')}",
+        )
         _leave_to_updates(view, runs, wrong)
     if wrong:
         first = next(iter(wrong))

@@ -8,7 +8,6 @@ from pytest_fsdp_meta.catalogue.checks.optimization import count_steps, inventor
 from pytest_fsdp_meta.catalogue.checks.replicas import model_coordinates, replica_sets
 from pytest_fsdp_meta.catalogue.diagnosis.parity import EXPLAINING_CHECKS
 from pytest_fsdp_meta.catalogue.diagnosis.trained_buffers import (
-    LAST,
     changed_buffers,
     comparable_buffers,
     moved_otherwise,
@@ -16,6 +15,7 @@ from pytest_fsdp_meta.catalogue.diagnosis.trained_buffers import (
 from pytest_fsdp_meta.catalogue.findings import Explanation, Finding
 from pytest_fsdp_meta.catalogue.registry import check
 from pytest_fsdp_meta.catalogue.view import NotJudged, View, majority, ranks_by
+from pytest_fsdp_meta.evidence.training import LAST_BUFFERS
 
 WRONG_STEPS = ("grad_parity", "optimizer_owns_parameters", "every_trainable_moves")
 """Checks whose failure may make the ranks step differently."""
@@ -64,7 +64,7 @@ def _changed_buffers(view: View) -> dict[str, bool]:
     if any(run.buffers is None for run in view.evidence.training or ()) or set(WRONG_STEPS).intersection(view.failed):
         return {}
     changed = changed_buffers(view)
-    apart = moved_otherwise(view, changed, LAST) if comparable_buffers(view) else changed
+    apart = moved_otherwise(view, changed, LAST_BUFFERS) if comparable_buffers(view) else changed
     return {name: name in apart for name in changed}
 
 

@@ -34,7 +34,7 @@ from pytest_fsdp_meta.evidence.tolerances import GRADIENT_TOLERANCE
 SCALED = 0.05
 """Fraction: gradients before clipping that are off by less have no wrong scale."""
 FAR = 3
-"""How many times farther from 1 the factor of all gradients is than their direction is off, so that it is no noise."""
+"""How many times farther from 1 the factor of all gradients has to be than their direction is off, not to be noise."""
 NOISE = 1e-7
 """Largest element of a gradient that is zero but for rounding, such as that of an attention key's bias."""
 

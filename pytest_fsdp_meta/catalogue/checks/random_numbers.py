@@ -235,9 +235,9 @@ def random_numbers_resume(view: View) -> Iterable[Finding]:
     }
     for by_rank in problems.values():
         for problem, ranks in ranks_by(by_rank).items():
-            if problem is not None and problem != _SEEDED_ANEW:
+            if problem is not None and problem != _SEEDED_AGAIN:
                 yield Finding(None, ranks, *problem[:2], cause=problem.cause, remedy=problem.remedy)
-    if any(problem == _SEEDED_ANEW for by_rank in problems.values() for _, problem in by_rank):
+    if any(problem == _SEEDED_AGAIN for by_rank in problems.values() for _, problem in by_rank):
         raise NotJudged("resume() seeds the generators with other seeds instead of restoring their states")
 
 
@@ -256,12 +256,12 @@ def _problem(kind: str, saved: Sequence[RankResumed], resumed: Sequence[RankResu
         if now.after in (run.generators[kind].before, run.generators[kind].after):
             return Mismatch(f"the random state of rank {other} {generator} after resuming", _OWN, **_ONE_FOR_ALL)
     if now.seed != own.seed:
-        return _SEEDED_ANEW
+        return _SEEDED_AGAIN
     return Mismatch(f"another random state {generator} after resuming", _OWN, **_CHANGED_AFTERWARDS)
 
 
 _OWN = "the one that the rank had when it saved"
-_SEEDED_ANEW = Mismatch("seeded anew", _OWN)
+_SEEDED_AGAIN = Mismatch("seeded again", _OWN)
 _LOST: Explanation = {
     "cause": "the checkpoint has no random state, or not that of the generator from which the model draws",
     "remedy": "let every rank save torch.get_rng_state(), and torch.cuda.get_rng_state() on a GPU, under its own name",
@@ -271,6 +271,6 @@ _ONE_FOR_ALL: Explanation = {
     "remedy": "let every rank save its own state: a file for each rank, or a key with the rank in its name",
 }
 _CHANGED_AFTERWARDS: Explanation = {
-    "cause": "something draws or seeds after the state is restored, such as a loader of batches that is built anew",
+    "cause": "something draws or seeds after the state is restored, such as a loader of batches that is built then",
     "remedy": "restore the random state last in resume()",
 }

@@ -187,7 +187,7 @@ def beside_round_trip(view: View) -> Iterable[Finding]:
 
 
 def _plain_and_unlike(runs: Sequence[RankResumed]) -> list[str]:
-    """Return the entries that are no DTensors and that the ranks do not all have alike."""
+    """Return the entries that are not DTensors and that the ranks do not all have alike."""
     plain = dict.fromkeys(name for run in runs for name in run.plain)
     return [name for name in plain if len({run.beside.get(name) for run in runs}) > 1]
 

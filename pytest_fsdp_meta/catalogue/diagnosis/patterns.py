@@ -19,7 +19,7 @@ ROUNDING = {
 
 
 def by_label(cases: Cases, label: Callable[[Measure], str]) -> dict[str, list[tuple[int, Comparison]]]:
-    """Group cases, all of which have a measure, by the label of their measure, such as a common factor."""
+    """Group cases that all have a measure by the label of their measure, such as a common factor."""
     groups: dict[str, list[tuple[int, Comparison]]] = {}
     for rank, comparison in cases:
         assert comparison.measure is not None

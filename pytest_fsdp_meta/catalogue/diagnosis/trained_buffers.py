@@ -8,9 +8,7 @@ from dataclasses import replace
 from pytest_fsdp_meta.catalogue.diagnosis.limits import buffer_limits
 from pytest_fsdp_meta.catalogue.diagnosis.patterns import Cases
 from pytest_fsdp_meta.catalogue.view import View
-
-FIRST, LAST = "first_buffers", "buffers"
-"""The buffers after the first and after the last step, as the noise names them."""
+from pytest_fsdp_meta.evidence.training import FIRST_BUFFERS
 
 
 def changed_buffers(view: View) -> set[str]:
@@ -39,10 +37,15 @@ def comparable_buffers(view: View) -> bool:
 
 
 def moved_otherwise(view: View, names: Collection[str], when: str) -> dict[str, Cases]:
-    """Return the ranks whose buffers have moved otherwise than the reference's: those of ``FIRST`` or ``LAST``."""
+    """Return the ranks whose buffers have moved otherwise than the reference's.
+
+    ``when`` is FIRST_BUFFERS or LAST_BUFFERS.
+    """
     found: dict[str, Cases] = {}
     runs = view.evidence.training or ()
-    observed = [run.buffers.first if when == FIRST else run.buffers.last for run in runs if run.buffers is not None]
+    observed = [
+        run.buffers.first if when == FIRST_BUFFERS else run.buffers.last for run in runs if run.buffers is not None
+    ]
     limits = replace(buffer_limits(view, when), roundings=2 * len(view.reference.losses or ()))
     exact = replace(limits, relative=0.0)
     for name, cases in view.comparisons(tuple(observed), names).items():

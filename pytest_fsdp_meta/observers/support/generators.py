@@ -1,8 +1,11 @@
-"""Read, set and describe torch's default generators of a rank: that of the CPU, and that of its device."""
+"""Read, set and describe the random number generators of a rank: torch's default ones, Python's and NumPy's."""
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,6 +15,27 @@ from pytest_fsdp_meta.observers.support.bits import digest
 
 States = Mapping[str, Tensor]
 """Device type -> state of its default generator."""
+
+
+@dataclass(frozen=True)
+class AllStates:
+    """The states of all generators; that of NumPy only if it has been imported."""
+
+    torch: States
+    python: Any
+    numpy: Any = None
+
+
+def read_all(device: torch.device) -> AllStates:
+    numpy = sys.modules.get("numpy")
+    return AllStates(read_states(device), random.getstate(), None if numpy is None else numpy.random.get_state())
+
+
+def set_all(states: AllStates, device: torch.device) -> None:
+    set_states(states.torch, device)
+    random.setstate(states.python)
+    if states.numpy is not None:
+        sys.modules["numpy"].random.set_state(states.numpy)
 
 
 def read_states(device: torch.device) -> States:
