@@ -1,4 +1,4 @@
-"""transformers' own FSDP2 loader passes every check, apart from known defects: falcon_h1, uneven tied vocabularies."""
+"""transformers' own FSDP2 loader passes every check, apart from known defects: falcon_h1, gpt2, uneven tied weights."""
 
 from __future__ import annotations
 
@@ -17,17 +17,29 @@ def from_pretrained(path: Path, **sizes: int):
     return AutoModelForCausalLM.from_pretrained(path, distributed_config=DistributedConfig(**sizes))
 
 
-@pytest.mark.parametrize("path", CHECKPOINTS, indirect=True)
+PLANNED = [name for name in CHECKPOINTS if name != "gpt2"]
+
+
+@pytest.mark.parametrize("path", PLANNED, indirect=True)
 @fsdp_conformance(world_size=(1, 2, 4))
 def test_from_pretrained(fsdp, path):
     return subject(from_pretrained(path, fsdp_size=fsdp.world_size), path)
 
 
-@pytest.mark.parametrize("path", CHECKPOINTS, indirect=True)
+@pytest.mark.parametrize("path", PLANNED, indirect=True)
 @pytest.mark.slow
 @fsdp_conformance(mesh={"dp_replicate": 2, "dp_shard": 2})
 def test_from_pretrained_hsdp(fsdp, path):
     return subject(from_pretrained(path, fsdp_size=2, dp_replicate_size=2), path)
+
+
+NO_GROUPS = "transformers 5.23: the FSDP plan of GPT-2 names transformer.layers, but its blocks are transformer.h"
+
+
+@pytest.mark.parametrize("path", ["gpt2"], indirect=True)
+@fsdp_conformance(world_size=(2, 4), xfail={"step_memory_bounded": NO_GROUPS})
+def test_from_pretrained_with_a_plan_that_matches_no_block(fsdp, path):
+    return subject(from_pretrained(path, fsdp_size=fsdp.world_size), path)
 
 
 MUP_VECTOR = "transformers 5.23: under FSDP2, the non-persistent mup_vector of FalconH1Mixer is never written"

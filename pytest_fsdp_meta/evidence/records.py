@@ -12,6 +12,7 @@ from pytest_fsdp_meta.evidence.checkpoint import Export, RankResumed, RankSaved,
 from pytest_fsdp_meta.evidence.collectives import RankCollectives, RankMemory
 from pytest_fsdp_meta.evidence.draws import RankDraws
 from pytest_fsdp_meta.evidence.random_numbers import RankTrainingMode
+from pytest_fsdp_meta.evidence.step_memory import StepMemory
 from pytest_fsdp_meta.evidence.tensors import RankInventory
 from pytest_fsdp_meta.evidence.training import Comparison, OwnClipping, RankTraining
 
@@ -123,6 +124,8 @@ class ReferenceFacts:
     """The parameters of modules that did not run in its first step, such as a vision tower that gets text only."""
     rates: tuple[tuple[float, ...], ...] = ()
     """As in ``RankTraining``."""
+    memory: StepMemory | None = None
+    """None if it is not trained, and in stored evidence that is older than this field."""
     seed: int | None = None
     """The seed that building it has left in torch's generator."""
 

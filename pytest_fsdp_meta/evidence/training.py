@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from pytest_fsdp_meta.evidence.step_memory import StepMemory
 from pytest_fsdp_meta.evidence.tensors import OptimizerFacts, RankInventory
 
 FIRST_BUFFERS, LAST_BUFFERS = "first_buffers", "buffers"
@@ -269,4 +270,6 @@ class RankTraining:
     draws_in_evaluation: tuple[str, ...] = ()
     """The modules that drew random numbers in the second step, although the model was in evaluation mode."""
     buffers: TrainedBuffers | None = None
+    """None in stored evidence that is older than this field."""
+    memory: StepMemory | None = None
     """None in stored evidence that is older than this field."""

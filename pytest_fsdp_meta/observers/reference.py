@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import pickle
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from itertools import accumulate as accumulate_lengths
 from itertools import product
@@ -39,6 +39,7 @@ from pytest_fsdp_meta.observers.optimizers import (
     make_optimizer,
     settings_of,
 )
+from pytest_fsdp_meta.observers.step_memory import StepMemoryWatch
 from pytest_fsdp_meta.observers.steps import StepObserver, train
 from pytest_fsdp_meta.observers.support.poison import NOTICES, poisoned_memory, restore_defaults
 from pytest_fsdp_meta.observers.support.reference_record import (
@@ -174,6 +175,7 @@ def train_reference(
         reached_later=tuple(first.reached_later),
         idle=first.idle or (),
         rates=tuple(run.rates),
+        memory=first.memory.observed(),
     )
 
 
@@ -208,12 +210,18 @@ class _RecordedSteps(StepObserver):
         self.noise = 0.0
         self.norm: float | None = None
         self.reached_later: dict[str, None] = {}
+        self.memory = StepMemoryWatch(model)
         self.idle: tuple[str, ...] | None = None
         """The parameters of modules that did not run in the first step."""
+
+    def around(self, step: int) -> AbstractContextManager[None]:
+        return self.memory.around(step)
 
     def loss_of(self, subject: Subject, rows: dict[str, Any]) -> Tensor:
         if self.idle is not None:
             return super().loss_of(subject, rows)
+        batched = [value for value in rows.values() if isinstance(value, Tensor) and value.ndim]
+        self.memory.rows = len(batched[0]) if batched else 0
         used: set[int] = set()
 
         def note(module: Module, _: Any) -> None:

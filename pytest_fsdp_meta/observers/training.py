@@ -49,6 +49,7 @@ from pytest_fsdp_meta.observers.movement import (
 )
 from pytest_fsdp_meta.observers.optimizers import make_optimizer, optimizer_facts
 from pytest_fsdp_meta.observers.step_collectives import watching_step
+from pytest_fsdp_meta.observers.step_memory import StepMemoryWatch
 from pytest_fsdp_meta.observers.steps import StepObserver, train
 from pytest_fsdp_meta.observers.support.precision import is_low
 from pytest_fsdp_meta.observers.support.reference_record import RECORDS, STEP_GRADIENTS, Record, record_at
@@ -118,6 +119,7 @@ def observe_training(
         beside=averages,
         draws_in_evaluation=seen.draws.modules,
         buffers=buffers,
+        memory=seen.memory.observed(),
     )
 
 
@@ -147,6 +149,7 @@ class _RankSteps(StepObserver):
         self.weights = WeightWatch(subject.model)
         self.draws = DrawsInEvaluation(subject.model, rank.device)
         self.buffers = BufferWatch(subject.model, records)
+        self.memory = StepMemoryWatch(subject.model)
         self._steps = steps
         self._rank = rank
         self._before = copy_shards(subject.model)
@@ -159,7 +162,8 @@ class _RankSteps(StepObserver):
 
     @contextmanager
     def around(self, step: int) -> Iterator[None]:
-        with watching_step(self._rank, self._model, self._steps, step), self.draws.around(step):
+        watched = watching_step(self._rank, self._model, self._steps, step)
+        with watched, self.draws.around(step), self.memory.around(step):
             yield
 
     def loss_of(self, subject: Subject, rows: dict[str, Any]) -> Tensor:

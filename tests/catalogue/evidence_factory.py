@@ -39,6 +39,7 @@ from pytest_fsdp_meta.evidence import (
 )
 from pytest_fsdp_meta.evidence.checkpoint import RankResumed, RankSaved, RankStateDict
 from pytest_fsdp_meta.evidence.random_numbers import Draw, RandomState, RankTrainingMode
+from pytest_fsdp_meta.evidence.step_memory import GatheredGroup, StepMemory
 from pytest_fsdp_meta.observers.support.layout import regions
 
 CATALOGUE = built_in()
@@ -48,6 +49,8 @@ DROPOUT = "layers.0.drop"
 PARAMETERS: dict[str, tuple[int, ...]] = {EMBEDDING: (8, 4), MIDDLE: (6, 4), FROZEN: (4, 4), HEAD: (8, 4)}
 BUFFERS: dict[str, tuple[int, ...]] = {ROTARY: (2,), COUNTER: ()}
 LOSSES = (2.0, 1.5, 1.25)
+KEPT = 2**20
+"""The bytes that the reference keeps for the backward."""
 EVERYTHING = ("inventory", "reference", "values", "verifier", "training")
 
 
@@ -149,6 +152,7 @@ def healthy(
             noise=1e-6,
             norm=3.0,
             after=stepped(reference),
+            memory=StepMemory(KEPT, modules={"layers.0": KEPT}),
         ),
         values=tuple(tuple(equal(tensor) for tensor in rank.tensors) for rank in ranks),
         verifier=tuple(tuple(equal(t) for t in rank.tensors if t.name in frozen) for rank in ranks),
@@ -205,7 +209,13 @@ def trained(rank: RankInventory, slices: int, losses: Sequence[float], batches: 
         second=SecondStep(parameters=alike, gradients=alike),
         forward=ForwardWeights(len(losses)),
         buffers=TrainedBuffers(),
+        memory=StepMemory(KEPT // slices, modules={"layers.0": KEPT // slices}, groups=grouped(rank, slices)),
     )
+
+
+def grouped(rank: RankInventory, ranks: int) -> tuple[GatheredGroup, ...]:
+    """Return one group of FSDP2 for each parameter."""
+    return tuple(GatheredGroup((tensor.name,), ranks) for tensor in rank.tensors if tensor.kind == "parameter")
 
 
 def drawn(mesh: Mapping[str, int], place: Sequence[int]) -> RankTrainingMode:

@@ -22,6 +22,7 @@ from pytest_fsdp_meta.evidence import (
     SubjectFacts,
 )
 from pytest_fsdp_meta.evidence.collectives import Collective, FsdpGroup, RankCollectives, RankMemory
+from pytest_fsdp_meta.evidence.step_memory import StepMemory
 from tests.catalogue.evidence_factory import (
     CATALOGUE,
     EMBEDDING,
@@ -315,6 +316,7 @@ BROKEN = {
     "forward_sees_current_weights": on_runs(
         healthy(), None, forward=ForwardWeights(3, (StaleWeight(MIDDLE, "layers.0", 1, "gathered"),))
     ),
+    "step_memory_bounded": on_runs(healthy(), None, memory=StepMemory(2**22)),
     "every_trainable_moves": on_runs(healthy(), None, movements=(Movement(MIDDLE, 3, 3),)),
     "replicas_stay_equal": trained_otherwise(MIDDLE, HSDP, digest="other bits"),
     "buffers_follow_training": counted(healthy(), 2.0, "first"),

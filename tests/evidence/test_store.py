@@ -80,7 +80,7 @@ def test_pytest_judges_evidence_of_version_0_3_0(project: Project) -> None:
     shutil.copy(OLD, project.path)
     result = project.collect(OLD.name)
     # no_meta_params passes although xfail= expects it to fail, and xfail= is strict.
-    result.assert_outcomes(passed=2, failed=2, skipped=19, xfailed=1)
+    result.assert_outcomes(passed=2, failed=2, skipped=20, xfailed=1)
 
 
 def test_evidence_survives_a_round_trip(tmp_path: Path) -> None:

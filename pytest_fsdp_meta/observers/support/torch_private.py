@@ -169,6 +169,8 @@ class ManagedGroup:
     """Whether FSDP2 frees the gathered parameters after the forward."""
     replicates: bool
     """Whether gradients are reduced over a second mesh dimension as well (HSDP)."""
+    ranks: int
+    """How many ranks share the parameters; replicate() does not shard."""
 
 
 def fsdp_groups(model: Module) -> Iterator[ManagedGroup]:
@@ -185,7 +187,14 @@ def fsdp_groups(model: Module) -> Iterator[ManagedGroup]:
                     parameters=tuple(managed.sharded_param for managed in group.fsdp_params),
                     reshards=group.post_forward_mesh_info is not None,
                     replicates=getattr(group.mesh_info, "replicate_mesh_dim", None) is not None,
+                    ranks=getattr(group.mesh_info, "shard_mesh_size", 1),
                 )
+
+
+def is_compiled(module: Module) -> bool:
+    """Return whether ``torch.compile`` has wrapped the module, or compiles its calls in place."""
+    # The class of a wrapped module is in torch._dynamo, which takes a second to import.
+    return "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) is not None
 
 
 class ManagedWeight:

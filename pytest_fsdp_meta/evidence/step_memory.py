@@ -1,0 +1,31 @@
+"""Evidence about the memory of a training step: what is gathered at a time, and what is kept for the backward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class GatheredGroup:
+    """The parameters that FSDP2 gathers together."""
+
+    parameters: tuple[str, ...]
+    ranks: int
+    """How many ranks share them."""
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """What one rank, or the reference, holds in its first training step besides its own parameters and buffers.
+
+    ``kept`` is the most that autograd keeps for the backward at a time, in bytes of storages that belong to no
+    parameter or buffer; None if a module is compiled. ``fixed`` is the part of it that may not depend on the number of
+    rows, known for the reference only. ``modules`` has the bytes that each module keeps at that moment, largest first.
+    ``groups`` is empty where FSDP2 manages nothing.
+    """
+
+    kept: int | None
+    fixed: int = 0
+    modules: Mapping[str, int] = field(default_factory=dict)
+    groups: tuple[GatheredGroup, ...] = ()
