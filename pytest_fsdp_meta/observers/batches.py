@@ -163,6 +163,9 @@ def loss_of(subject: Subject, rows: dict[str, Any]) -> Tensor:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         shown = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
         raise SubjectError("loss", f"it returned {shown}, but should return a scalar tensor")
+    if loss.is_meta or not loss.is_floating_point():
+        kind = "on the meta device" if loss.is_meta else f"of {str(loss.dtype).removeprefix('torch.')}"
+        raise SubjectError("loss", f"it returned a tensor {kind}, but should return a real number of a floating dtype")
     if torch.is_grad_enabled() and not loss.requires_grad:
         raise SubjectError("loss", "the returned loss has no gradient: it is detached or was computed under no_grad")
     return loss
@@ -175,6 +178,9 @@ def scalar(loss: Tensor) -> float:
 
 
 def _own_rows(key: str, value: Any, step: int, data_parallel: tuple[int, int], device: torch.device) -> Any:
+    if type(value).__module__ == "numpy" and getattr(value, "ndim", 0):
+        # Not sliced, it would be the same rows on every rank.
+        raise SubjectError("batch", f"batch({step})[{key!r}] is a numpy array; give a tensor: torch.from_numpy(...)")
     if not isinstance(value, Tensor):
         return value
     index, size = data_parallel

@@ -86,7 +86,7 @@ def test_checks_that_need_no_reference_pass_without_one(check):
         (OWNS, "nothing is trainable"),
         (STAY, "nothing is frozen"),
         (MOVES, "nothing is trainable"),
-        (REPLICAS, "nothing is replicated: no two ranks hold the same part of a parameter"),
+        (REPLICAS, "nothing is replicated: no two ranks hold the same part of a tensor"),
         (TIED, "no weights are tied, neither by Subject(tied=...) nor in the reference nor in the loaded model"),
     ],
 )

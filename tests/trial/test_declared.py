@@ -62,3 +62,34 @@ def test_the_reference_trains_from_what_the_loader_drew(drawn):
     evidence = trial.observe(Call(cloudpickle.dumps(load), wants_rank="fsdp"), {"values", "training"})
     same = evidence.reference.losses[0] == pytest.approx(evidence.training[0].losses[0])
     assert (same, evidence.reference.adopted) == (drawn, ())
+
+
+def loses(loss, batch=torch.ones(4, 2)):
+    def build() -> nn.Linear:
+        return nn.Linear(2, 2)
+
+    def load(fsdp: Rank) -> Subject:
+        return Subject(build(), reference=build, drawn="*", batch=lambda step: {"x": batch}, loss=loss)
+
+    return observe(load, "training").unavailable["training"].summary
+
+
+REAL = "but should return a real number of a floating dtype"
+BAD_LOSSES = {
+    "complex": (lambda m, b: m(b["x"]).mean() * 1j, f"it returned a tensor of complex64, {REAL}"),
+    "meta": (lambda m, b: m(b["x"]).mean().to("meta"), f"it returned a tensor on the meta device, {REAL}"),
+    "several": (lambda m, b: m(b["x"]), "it returned (4, 2), but should return a scalar tensor"),
+    "a number": (lambda m, b: m(b["x"]).mean().item(), "it returned float, but should return a scalar tensor"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_LOSSES)
+def test_a_loss_that_is_no_real_number_is_one_line(name):
+    loss, message = BAD_LOSSES[name]
+    assert loses(loss) == f"Subject(loss=...): {message}"
+
+
+def test_an_array_is_no_tensor_of_a_batch():
+    """Only tensors are divided among the ranks; every rank would get all rows of an array."""
+    message = "Subject(batch=...): batch(0)['x'] is a numpy array; give a tensor: torch.from_numpy(...)"
+    assert loses(lambda m, b: m(torch.from_numpy(b["x"])).mean(), torch.ones(4, 2).numpy()) == message

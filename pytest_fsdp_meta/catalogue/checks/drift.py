@@ -53,7 +53,7 @@ def replicas_stay_equal(view: View) -> Iterable[Finding]:
             explanation = _OWN_ROWS if kind == "buffer" else {}
             yield Finding(name, tuple(sorted(odd)), actual, "bit-identical", detail, **explanation)
     if not judged:
-        raise NotJudged("nothing is replicated: no two ranks hold the same part of a parameter")
+        raise NotJudged("nothing is replicated: no two ranks hold the same part of a tensor")
 
 
 def _changed_buffers(view: View) -> dict[str, bool]:
