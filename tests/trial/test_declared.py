@@ -64,7 +64,10 @@ def test_the_reference_trains_from_what_the_loader_drew(drawn):
     assert (same, evidence.reference.adopted) == (drawn, ())
 
 
-def loses(loss, batch=torch.ones(4, 2)):
+ROWS = torch.ones(4, 2)
+
+
+def loses(loss, batch=ROWS):
     def build() -> nn.Linear:
         return nn.Linear(2, 2)
 
@@ -92,4 +95,4 @@ def test_a_loss_that_is_no_real_number_is_one_line(name):
 def test_an_array_is_no_tensor_of_a_batch():
     """Only tensors are divided among the ranks; every rank would get all rows of an array."""
     message = "Subject(batch=...): batch(0)['x'] is a numpy array; give a tensor: torch.from_numpy(...)"
-    assert loses(lambda m, b: m(torch.from_numpy(b["x"])).mean(), torch.ones(4, 2).numpy()) == message
+    assert loses(lambda m, b: m(torch.from_numpy(b["x"])).mean(), ROWS.numpy()) == message
