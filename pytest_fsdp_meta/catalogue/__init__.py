@@ -11,6 +11,7 @@ from pytest_fsdp_meta.catalogue.checks import (
     communication,
     draws,
     drift,
+    exports,
     forward,
     gradients,
     losses,
@@ -38,7 +39,7 @@ FAMILIES = (
     *(structure, materialisation, sharding, tiling, communication),
     *(replicas, values, draws, tying, memory),
     *(forward, gradients, clipping, optimization, drift, buffers, second_step, updates, losses, accumulation, beside),
-    *(checkpoint, resuming, second_save, random_numbers),
+    *(checkpoint, exports, resuming, second_save, random_numbers),
     *(batches, batches_resumed),
 )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, product
 from pathlib import Path
 
@@ -49,21 +49,25 @@ def put_together(
 
 def write_part(whole: Tensor, facts: PartFacts, values: Tensor) -> None:
     """Write the values of a part to the whole tensor, block by block: torch cannot index some dtypes otherwise."""
-    for target, own in blocks_of(whole, facts, values):
-        target.copy_(own)
+    whole, values = rows_of(whole, facts), rows_of(values, facts)
+    for target, own in boxes_of(facts):
+        whole[target].copy_(values[own])
 
 
-def blocks_of(whole: Tensor, facts: PartFacts, values: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
-    """Yield each contiguous block of a part as a view of the whole tensor and a view of the part's values."""
-    if facts.flat:
-        whole, values = whole.view(-1), values.reshape(-1)
+def rows_of(tensor: Tensor, facts: PartFacts) -> Tensor:
+    """Return the tensor in the form that ``boxes_of`` indexes."""
+    return tensor.reshape(-1) if facts.flat else tensor
+
+
+def boxes_of(facts: PartFacts) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+    """Yield the slices of each contiguous block of a part: those in the whole tensor, and those in the part."""
     spans = []
     for runs in facts.regions:
         starts = accumulate((stop - start for start, stop in runs), initial=0)
         spans.append([(start, stop, own) for (start, stop), own in zip(runs, starts, strict=False)])
     for box in product(*spans):
         target = tuple(slice(start, stop) for start, stop, _ in box)
-        yield whole[target], values[tuple(slice(own, own + stop - start) for start, stop, own in box)]
+        yield target, tuple(slice(own, own + stop - start) for start, stop, own in box)
 
 
 def _zeros(_: str, facts: PartFacts, values: Tensor) -> Tensor:

@@ -168,7 +168,7 @@ def _compare(name: str, actual: Tensor, expected: Tensor, part: Part, measuring:
     ours, theirs = comparable(actual.cpu()), comparable(expected.to(actual.dtype))
     if torch.equal(ours, theirs):  # the usual case, and it needs no mask as large as the shard
         return Comparison(name, True, elements=actual.numel(), cast=cast)
-    differs = (ours != theirs) & ~((ours != ours) & (theirs != theirs))
+    differs = differing(ours, theirs)
     if not differs.any():
         return Comparison(name, True, elements=actual.numel(), cast=cast)
     first = tuple(int(i) for i in differs.nonzero()[0])
@@ -217,6 +217,11 @@ def whole_index(part: Part, local: Sequence[int]) -> tuple[int, ...]:
         place.append(index[0] % size)
         index = (index[0] // size,)
     return tuple(reversed(place))
+
+
+def differing(ours: Tensor, theirs: Tensor) -> Tensor:
+    """Return which elements of two ``comparable`` tensors differ; NaN equals NaN."""
+    return (ours != theirs) & ~((ours != ours) & (theirs != theirs))
 
 
 def comparable(tensor: Tensor) -> Tensor:
