@@ -11,6 +11,7 @@ from pytest_fsdp_meta.catalogue.checks import (
     communication,
     draws,
     drift,
+    exports,
     forward,
     gradients,
     losses,
@@ -37,22 +38,9 @@ from pytest_fsdp_meta.catalogue.view import Blocked, NotDeclared, NotJudged, Par
 
 FAMILIES = (
     *(structure, materialisation, sharding, tiling, communication),
-    *(replicas, values, draws, tying, memory),
-    *(
-        step_memory,
-        forward,
-        gradients,
-        clipping,
-        optimization,
-        drift,
-        buffers,
-        second_step,
-        updates,
-        losses,
-        accumulation,
-        beside,
-    ),
-    *(checkpoint, resuming, second_save, random_numbers),
+    *(replicas, values, draws, tying, memory, step_memory),
+    *(forward, gradients, clipping, optimization, drift, buffers, second_step, updates, losses, accumulation, beside),
+    *(checkpoint, exports, resuming, second_save, random_numbers),
     *(batches, batches_resumed),
 )
 

@@ -20,7 +20,7 @@ from pytest_fsdp_meta.evidence.records import (
     not_declared,
     partly_held,
 )
-from pytest_fsdp_meta.evidence.tensors import MeshFacts, OptimizerFacts, RankInventory, Region, TensorFacts
+from pytest_fsdp_meta.evidence.tensors import MeshFacts, OptimizerFacts, PartFacts, RankInventory, Region, TensorFacts
 from pytest_fsdp_meta.evidence.training import (
     Accumulation,
     Clipping,
@@ -53,6 +53,7 @@ __all__ = [
     "Noise",
     "OptimizerFacts",
     "OwnClipping",
+    "PartFacts",
     "RankBatches",
     "RankDraws",
     "RankInventory",

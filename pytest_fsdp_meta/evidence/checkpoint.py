@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from pytest_fsdp_meta.evidence.random_numbers import RandomState
+from pytest_fsdp_meta.evidence.tensors import PartFacts
 from pytest_fsdp_meta.evidence.training import Comparison
 
 
@@ -82,14 +83,62 @@ class FirstStep:
 
 
 @dataclass(frozen=True)
+class RankExport:
+    """What one rank exports: the keys of its state dict, and the parts of tensors that are put together from parts.
+
+    ``held`` has the parts that its model holds of those tensors, ``exported`` the parts that its state dict has.
+    """
+
+    keys: tuple[str, ...]
+    held: Mapping[str, PartFacts] = field(default_factory=dict)
+    exported: Mapping[str, PartFacts] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ExportedPart:
+    """What one rank's state dict has of a tensor, compared with the same part of the reference.
+
+    The comparison is None if the reference has no such tensor.
+    """
+
+    rank: int
+    comparison: Comparison | None = None
+    rounded: str = ""
+    """The dtype of the part, if that cannot hold the reference's values."""
+
+
+@dataclass(frozen=True)
+class Assembled:
+    """A tensor of the export that is put together from the parts in the ranks' state dicts.
+
+    No state dict has ``absent`` of its ``elements``, the first of them at ``index``; the ranks ``lacking`` hold them.
+    The ranks ``diverging`` export other values than the ranks ``before`` them for the same elements.
+    """
+
+    name: str
+    parts: tuple[ExportedPart, ...] = ()
+    elements: int = 0
+    absent: int = 0
+    index: tuple[int, ...] | None = None
+    lacking: tuple[int, ...] = ()
+    diverging: tuple[int, ...] = ()
+    before: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class Export:
-    """The gathered (full) state dict compared with the reference: missing and unexpected keys, and every tensor."""
+    """The gathered (full) state dict compared with the reference: missing and unexpected keys, and every tensor.
+
+    ``comparisons`` has the tensors that are gathered whole, ``assembled`` those that are put together from parts, which
+    an adapter describes or which only some ranks have.
+    """
 
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     comparisons: tuple[Comparison, ...] = ()
     rounded: Mapping[str, str] = field(default_factory=dict)
     """The tensors whose dtype in the export cannot hold the reference's values, with that dtype."""
+    assembled: tuple[Assembled, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,20 @@ class MeshFacts:
 
 
 @dataclass(frozen=True)
+class PartFacts:
+    """Where some elements of a tensor lie: ``regions`` index a tensor of this shape, or its elements if ``flat``."""
+
+    shape: tuple[int, ...]
+    regions: tuple[Region, ...]
+    flat: bool = False
+
+    @property
+    def whole(self) -> bool:
+        """Whether the part has all elements of the tensor."""
+        return _covers(self.regions, (prod(self.shape),) if self.flat else self.shape)
+
+
+@dataclass(frozen=True)
 class TensorFacts:
     """One parameter or buffer on one rank.
 
@@ -85,10 +99,14 @@ class TensorFacts:
     @property
     def whole(self) -> bool:
         """Whether this rank holds all elements of the tensor."""
-        return all(
-            sum(stop - start for start, stop in runs) == size
-            for runs, size in zip(self.regions, self.extent, strict=False)  # tensors read from a checkpoint have none
-        )
+        return _covers(self.regions, self.extent)
+
+
+def _covers(regions: tuple[Region, ...], extent: tuple[int, ...]) -> bool:
+    return all(
+        sum(stop - start for start, stop in runs) == size
+        for runs, size in zip(regions, extent, strict=False)  # tensors read from a checkpoint have no regions
+    )
 
 
 @dataclass(frozen=True)

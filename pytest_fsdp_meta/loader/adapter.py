@@ -19,6 +19,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+FSDP1, MEGATRON_FSDP = "FSDP1", "megatron-fsdp"
+BUILT_IN = frozenset({FSDP1, MEGATRON_FSDP})
+"""The values of ``Part.by`` of the plugin's own adapters."""
+
+
 class PartError(ValueError):
     """The arguments of ``Part.block``, ``Part.blocks`` or ``Part.run`` do not describe a part of the tensor."""
 

@@ -163,7 +163,8 @@ class Subject:
     state_dict: Callable[[Module], Mapping[str, Any]] | None = None
     """``state_dict(model)`` returns what the author saves of the model, by name.
 
-    By default ``torch.distributed.checkpoint.state_dict.get_model_state_dict``.
+    By default ``torch.distributed.checkpoint.state_dict.get_model_state_dict``. Either may have each rank's part of
+    what ``adapter`` describes, and each rank's own keys of what is ``on_some_ranks``.
     """
     frozen: str | Sequence[str] | Mapping[str, str] = ()
     """Names or patterns of frozen weights; by default what the reference freezes.

@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
@@ -29,7 +28,7 @@ from pytest_fsdp_meta.evidence.checkpoint import FirstStep, RankResumed, RankSav
 from pytest_fsdp_meta.evidence.random_numbers import RandomState
 from pytest_fsdp_meta.loader.adapter import Part
 from pytest_fsdp_meta.loader.subject import Subject
-from pytest_fsdp_meta.observers.adapters.dtensor import local_part
+from pytest_fsdp_meta.observers.adapters.dtensor import local_part, placed_like
 from pytest_fsdp_meta.observers.adapters.lookup import parts_of
 from pytest_fsdp_meta.observers.batches import batch_slice, calling_field
 from pytest_fsdp_meta.observers.beside import Beside, make_beside
@@ -302,16 +301,6 @@ def _ties(parameters: Iterable[tuple[str, Tensor]]) -> tuple[tuple[str, ...], ..
         if (key := memory_key(local_part(parameter))) is not None:
             names.setdefault(key, []).append(name)
     return tuple(tuple(group) for group in names.values() if len(group) > 1)
-
-
-def placed_like(parameter: Tensor, value: Any) -> Any:
-    """Return the state with its parameter's placements.
-
-    State that was created from a gradient may have other placements with the same values, until it is loaded.
-    """
-    if isinstance(parameter, DTensor) and isinstance(value, DTensor) and value.placements != parameter.placements:
-        return value.redistribute(placements=parameter.placements)
-    return value
 
 
 def _describe_empty_group(optimizer: Optimizer) -> str:

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from pytest_fsdp_meta.evidence import Comparison, Region
+from pytest_fsdp_meta.evidence import Comparison, PartFacts
 from pytest_fsdp_meta.loader.adapter import Part
-from pytest_fsdp_meta.observers.adapters.dtensor import local_part, own_part
+from pytest_fsdp_meta.observers.adapters.dtensor import fits, local_part, own_part, placed_like, with_elements
 from pytest_fsdp_meta.observers.adapters.lookup import parts_of
-from pytest_fsdp_meta.observers.checkpoint import placed_like
+from pytest_fsdp_meta.observers.assembly import put_together, record_parts
 from pytest_fsdp_meta.observers.inventory import named_tensors
 from pytest_fsdp_meta.observers.loading import loaded_subject
 from pytest_fsdp_meta.observers.memory import return_freed_memory
-from pytest_fsdp_meta.observers.reference import write_part
 from pytest_fsdp_meta.observers.support.reference_record import Record, is_array, record_at, write_record
 from pytest_fsdp_meta.observers.values import compare_all
 from pytest_fsdp_meta.text import first_line
@@ -28,8 +25,8 @@ from pytest_fsdp_meta.worlds import current
 
 NAME = "optimizer_state"
 """The record of the whole state."""
-Held = dict[str, tuple[tuple[int, ...], tuple[Region, ...], bool]]
-"""Name -> shape of the whole, ``Part.regions`` and ``Part.flat`` of what one rank has recorded."""
+Held = dict[str, PartFacts]
+"""Name -> where the elements lie that one rank has recorded."""
 
 
 def record_state(folder: str) -> Held | str:
@@ -37,10 +34,9 @@ def record_state(folder: str) -> Held | str:
     rank = current()
     try:
         own = {name: part for name, part in _state_parts() if part.local.numel()}
-        write_record(_own_file(rank.rank, folder), [(name, local_part(part.local)) for name, part in own.items()])
+        return record_parts(own, _own_file(rank.rank, folder))
     except Exception as error:  # odd state must not end a world that still has to save
         return f"{type(error).__name__}: {first_line(error)}"
-    return {name: (part.shape, part.regions, part.flat) for name, part in own.items()}
 
 
 def assemble_state(held_by_rank: Sequence[Held], folder: str) -> str:
@@ -57,16 +53,10 @@ def assemble_state(held_by_rank: Sequence[Held], folder: str) -> str:
 
 
 def _assemble(held_by_rank: Sequence[Held], folder: str) -> None:
-    wholes: dict[str, Tensor] = {}
-    for rank, held in enumerate(held_by_rank):
-        record = Record(_own_file(rank, folder))
-        for name, (shape, regions, flat) in held.items():
-            values = record.read_whole(name)
-            if name not in wholes:
-                wholes[name] = torch.zeros(shape, dtype=values.dtype)
-            write_part(wholes[name], regions, flat, values)
-        _own_file(rank, folder).unlink()
-    write_record(record_at(folder, NAME), wholes.items())
+    files = [_own_file(rank, folder) for rank in range(len(held_by_rank))]
+    write_record(record_at(folder, NAME), put_together(held_by_rank, [Record(file) for file in files]))
+    for file in files:
+        file.unlink()
 
 
 def compare_state(folder: str) -> tuple[Comparison, ...]:
@@ -104,8 +94,7 @@ def _part_like(part: Part, parameter: Tensor, value: Tensor) -> Part | None:
     # Placements of a DTensor whose shards an adapter describes say something else.
     if isinstance(value, DTensor) and isinstance(parameter, DTensor) and not part.by:
         return own_part(placed_like(parameter, value))
-    same = local_part(value).shape == local_part(part.local).shape
-    return replace(part, local=local_part(value)) if same else None
+    return with_elements(part, value) if fits(value, part) else None
 
 
 def _own_file(rank: int, folder: str) -> Path:

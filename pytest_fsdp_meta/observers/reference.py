@@ -12,8 +12,6 @@ import pickle
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
-from itertools import accumulate as accumulate_lengths
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +20,12 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from pytest_fsdp_meta.evidence import RankInventory, ReferenceFacts, Region, TensorFacts
+from pytest_fsdp_meta.evidence import PartFacts, RankInventory, ReferenceFacts, TensorFacts
 from pytest_fsdp_meta.evidence.training import FIRST_BUFFERS, LAST_BUFFERS
 from pytest_fsdp_meta.loader.subject import Subject, SubjectError
 from pytest_fsdp_meta.observers.accumulation import accumulate, finish_gradients, indivisible_batch, union_of_ranks
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part
+from pytest_fsdp_meta.observers.assembly import put_together
 from pytest_fsdp_meta.observers.beside import Beside, declare_beside, make_beside
 from pytest_fsdp_meta.observers.clipping import ReferenceClipping
 from pytest_fsdp_meta.observers.gradients import gradient_norm, gradients_of
@@ -91,40 +90,25 @@ def record_reference(
 
 
 def adopt_values(
-    parts_by_rank: Sequence[Mapping[str, tuple[tuple[Region, ...], bool]]], folder: str, attributes: tuple[str, ...]
+    held_by_rank: Sequence[Mapping[str, PartFacts]], folder: str, attributes: tuple[str, ...]
 ) -> RankInventory:
     """Give the reference the values that each rank has recorded of its own; return its new inventory.
 
-    ``parts_by_rank`` has what ``record_own_values`` returned. The record of the reference's values is replaced.
+    ``held_by_rank`` has what ``record_own_values`` returned. The record of the reference's values is replaced.
     """
     model = current().state["reference"]
     tensors = dict(_tensors(model))
-    wholes: dict[str, Tensor] = {}
-    for rank, parts in enumerate(parts_by_rank):
-        record = Record(own_values_of(rank, folder))
-        for name, (regions, flat) in parts.items():
-            if name not in wholes:  # a copy, because the tensor may be a transposed view, or repeat one row
-                wholes[name] = tensors[name].detach().cpu().clone(memory_format=torch.contiguous_format)
-            values = record.read_whole(name)
-            write_part(wholes[name], regions, flat, values)
+
+    def start(name: str, *_: object) -> Tensor:
+        # A copy, because the tensor may be a transposed view, or repeat one row.
+        return tensors[name].detach().cpu().clone(memory_format=torch.contiguous_format)
+
+    records = [Record(own_values_of(rank, folder)) for rank in range(len(held_by_rank))]
     with torch.no_grad():
-        for name, whole in wholes.items():
+        for name, whole in put_together(held_by_rank, records, start):
             without_repetition(tensors[name]).copy_(without_repetition(whole, tensors[name]))
     write_record(record_at(folder, "values"), _tensors(model))
     return _inventory(model, attributes)
-
-
-def write_part(whole: Tensor, regions: Sequence[Region], flat: bool, values: Tensor) -> None:
-    """Write the values of a part to the whole tensor, block by block: torch cannot index some dtypes otherwise."""
-    if flat:
-        whole, values = whole.view(-1), values.reshape(-1)
-    spans = []
-    for runs in regions:
-        starts = accumulate_lengths((stop - start for start, stop in runs), initial=0)
-        spans.append([(start, stop, own) for (start, stop), own in zip(runs, starts, strict=False)])
-    for box in product(*spans):
-        target = tuple(slice(start, stop) for start, stop, _ in box)
-        whole[target].copy_(values[tuple(slice(own, own + stop - start) for start, stop, own in box)])
 
 
 def train_reference(

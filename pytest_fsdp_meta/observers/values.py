@@ -10,14 +10,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pytest_fsdp_meta.evidence import Comparison, Measure, Region
+from pytest_fsdp_meta.evidence import Comparison, Measure, PartFacts
 from pytest_fsdp_meta.evidence.tolerances import GRADIENT_TOLERANCE, smallest
 from pytest_fsdp_meta.loader.adapter import Part
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part
 from pytest_fsdp_meta.observers.adapters.lookup import parts_of
+from pytest_fsdp_meta.observers.assembly import record_parts
 from pytest_fsdp_meta.observers.inventory import named_tensors
 from pytest_fsdp_meta.observers.loading import loaded_subject
-from pytest_fsdp_meta.observers.support.reference_record import Record, global_index, record_at, write_record
+from pytest_fsdp_meta.observers.support.reference_record import Record, global_index, record_at
 from pytest_fsdp_meta.worlds import current, doing
 
 SLICE = 2**18
@@ -37,15 +38,14 @@ def observe_values(path: str, names: Mapping[str, str] | None = None) -> tuple[C
     return compare_all(tensors, Record(path, label), names)
 
 
-def record_own_values(names: Sequence[str], folder: str) -> dict[str, tuple[tuple[Region, ...], bool]]:
-    """Record this rank's parts of these tensors in ``folder``; return ``Part.regions`` and ``Part.flat`` of each."""
+def record_own_values(names: Sequence[str], folder: str) -> dict[str, PartFacts]:
+    """Record this rank's parts of these tensors in ``folder``; return where they lie in the whole tensors."""
     rank = current()
     model = loaded_subject(rank).model
     parts = parts_of(model)
     found = ((name, parts.of(name, tensor)) for name, _, tensor in named_tensors(model) if name in names)
     own = {name: part for name, part in found if part.local.numel()}
-    write_record(own_values_of(rank.rank, folder), [(name, local_part(part.local)) for name, part in own.items()])
-    return {name: (part.regions, part.flat) for name, part in own.items()}
+    return record_parts(own, own_values_of(rank.rank, folder))
 
 
 def own_values_of(rank: int, folder: str) -> Path:
@@ -168,7 +168,7 @@ def _compare(name: str, actual: Tensor, expected: Tensor, part: Part, measuring:
     ours, theirs = comparable(actual.cpu()), comparable(expected.to(actual.dtype))
     if torch.equal(ours, theirs):  # the usual case, and it needs no mask as large as the shard
         return Comparison(name, True, elements=actual.numel(), cast=cast)
-    differs = (ours != theirs) & ~((ours != ours) & (theirs != theirs))
+    differs = differing(ours, theirs)
     if not differs.any():
         return Comparison(name, True, elements=actual.numel(), cast=cast)
     first = tuple(int(i) for i in differs.nonzero()[0])
@@ -217,6 +217,11 @@ def whole_index(part: Part, local: Sequence[int]) -> tuple[int, ...]:
         place.append(index[0] % size)
         index = (index[0] // size,)
     return tuple(reversed(place))
+
+
+def differing(ours: Tensor, theirs: Tensor) -> Tensor:
+    """Return which elements of two ``comparable`` tensors differ; NaN equals NaN."""
+    return (ours != theirs) & ~((ours != ours) & (theirs != theirs))
 
 
 def comparable(tensor: Tensor) -> Tensor:

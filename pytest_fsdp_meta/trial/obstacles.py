@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from pytest_fsdp_meta.evidence import RankInventory, SubjectFacts, TensorFacts, Unavailable, partly_held, sharded_dim
 from pytest_fsdp_meta.evidence.checkpoint import FirstStep, RankStateDict
-from pytest_fsdp_meta.text import first_of
+from pytest_fsdp_meta.loader.adapter import BUILT_IN
 from pytest_fsdp_meta.worlds import WorldError
 
 NOT_WANTED = Unavailable("no selected check needs it", kind="unselected")
@@ -55,12 +55,10 @@ def not_saved_by_torch(
     gathering: bool,
 ) -> Unavailable | None:
     """Return why torch cannot save the model as a sharded checkpoint or, if ``gathering``, as a full state dict."""
-    some = partly_held(subject, inventory)
-    if gathering and some and "state_dict" not in subject.declared:
-        names = first_of(sorted(some))
-        summary = f"torch gathers no plain tensor that rank 0 lacks ({names}); declare Subject(state_dict=<callable>)"
-        return Unavailable(summary, kind="undeclared")
-    tensors = [t for rank in inventory for t in rank.tensors if t.persistent]
+    in_parts = exported_in_parts(inventory, subject) if gathering else frozenset()
+    tensors = [
+        t for rank in inventory for t in rank.tensors if t.persistent and (t.unreadable or t.name not in in_parts)
+    ]
     if unfit := [t.name for t in tensors if t.unreadable or _sharded_without_dtensor(t)]:
         problem = f"{unfit[0]} is neither a DTensor nor a whole plain tensor, and torch"
         if gathering:
@@ -71,6 +69,16 @@ def not_saved_by_torch(
         return None
     declare = "declare Subject(state_dict=...)" if gathering else DECLARE
     return Unavailable(f"torch's get_model_state_dict refuses the model ({refused[0]}); {declare}", kind="undeclared")
+
+
+def exported_in_parts(inventory: Sequence[RankInventory], subject: SubjectFacts) -> frozenset[str]:
+    """Return the tensors that the author's adapter describes, and those that only some ranks have.
+
+    torch gathers neither. FSDP1 and megatron-fsdp gather by functions of their own.
+    """
+    tensors = (tensor for rank in inventory for tensor in rank.tensors)
+    described = {t.name for t in tensors if _sharded_without_dtensor(t) and t.sharded_by not in BUILT_IN}
+    return partly_held(subject, inventory) | described
 
 
 def not_gathered_by_gloo(inventory: Sequence[RankInventory]) -> Unavailable | None:

@@ -18,7 +18,7 @@ R = TypeVar("R")
 OBSERVERS = "pytest_fsdp_meta.observers"
 ON_RANKS = (
     *(f"{OBSERVERS}.checkpoint", f"{OBSERVERS}.optimizer_state", f"{OBSERVERS}.training", f"{OBSERVERS}.noise"),
-    *(f"{OBSERVERS}.author_data", f"{OBSERVERS}.drawn_weights"),
+    *(f"{OBSERVERS}.author_data", f"{OBSERVERS}.drawn_weights", f"{OBSERVERS}.export"),
     f"{OBSERVERS}.preload:warm_up",
 )
 """What the fork server imports (modules) and calls (functions) before it forks the ranks of a trial."""
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         author_data,
         checkpoint,
         drawn_weights,
+        export,
         loading,
         noise,
         optimizer_state,
@@ -52,6 +53,7 @@ else:
     author_data = ObserverModule(f"{OBSERVERS}.author_data")
     checkpoint = ObserverModule(f"{OBSERVERS}.checkpoint")
     drawn_weights = ObserverModule(f"{OBSERVERS}.drawn_weights")
+    export = ObserverModule(f"{OBSERVERS}.export")
     loading = ObserverModule(f"{OBSERVERS}.loading")
     noise = ObserverModule(f"{OBSERVERS}.noise")
     optimizer_state = ObserverModule(f"{OBSERVERS}.optimizer_state")
@@ -67,6 +69,7 @@ __all__ = [
     "author_data",
     "checkpoint",
     "drawn_weights",
+    "export",
     "loading",
     "noise",
     "optimizer_state",

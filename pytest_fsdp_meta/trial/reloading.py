@@ -32,12 +32,13 @@ from pytest_fsdp_meta.trial.obstacles import (
     DECLARE,
     NOT_WANTED,
     describe_odd_model,
+    exported_in_parts,
     from_world_error,
     not_gathered_by_gloo,
     not_saved_by_torch,
     optimizer_not_loaded_by_torch,
 )
-from pytest_fsdp_meta.trial.on_ranks import checkpoint, random_numbers, run_on, state_dict
+from pytest_fsdp_meta.trial.on_ranks import checkpoint, export, random_numbers, run_on, state_dict
 from pytest_fsdp_meta.trial.resharding import record_optimizer, reshard_model, reshard_optimizer
 from pytest_fsdp_meta.trial.timing import Stopwatch
 from pytest_fsdp_meta.trial.world_sizes import describe_size, other_size
@@ -239,9 +240,9 @@ class Reloading:
             return reason
         if not self.reference_world.alive:
             self.rebuild_reference()  # its training, or measuring its noise, has ended its world
-        path = str(self.folder / "export.safetensors")
-        keys = self.loads.run_second(state_dict.export, path)[0]
-        return run_on(self.reference_world, state_dict.compare_export, path, self.reference_path, keys)[0]
+        folder, from_parts = str(self.folder), exported_in_parts(self.inventory, self.subject)
+        exports = self.loads.run_second(export.export, folder, from_parts)
+        return run_on(self.reference_world, export.compare_export, folder, self.reference_path, exports)[0]
 
     def _save_second_load(self) -> tuple[RankSaved, ...] | Unavailable:
         return self._unsavable() or self._save(self.loads.second_world, checkpoint.save_model, self._path("kept"))

@@ -224,14 +224,14 @@ def dcp_reshards(view: View) -> Iterable[Finding]:
             raise Blocked(f"{message}; the findings of {', '.join(explaining)} may explain it")
         yield Finding(None, resharded.ranks, message, "")
         return
-    equal = _equal_to_reference(view)
+    equal = equal_to_reference(view)
     skipped = set(diverging_names(view, view.evidence.saved or ()))
     names = view.names("parameter", "buffer")
     for name, pairs in view.comparisons(resharded.comparisons, names).items():
         wrong = [(rank, c) for rank, c in pairs if not c.equal and not (c.cast and c.max_rel <= ROUNDING)]
         if wrong and name in equal and name not in skipped:
             ranks = tuple(rank for rank, _ in wrong)
-            detail = _describe_difference(wrong[0][1])
+            detail = describe_difference(wrong[0][1])
             yield Finding(name, ranks, f"different values in a world of {size}", SAVED, detail)
     yield from _moved_state(view, resharded, f"a world of {size}")
     if resharded.optimizer_problem:
@@ -252,7 +252,7 @@ def _moved_state(view: View, resharded: Resharded, world: str) -> Iterator[Findi
         if cases[0][1].problem == "no state":
             yield Finding(name, ranks, f"no {key} in {world}", "the saved optimizer state", **_MOVED_STATE)
             continue
-        detail = _describe_difference(cases[0][1])
+        detail = describe_difference(cases[0][1])
         yield Finding(name, ranks, f"different {key} in {world}", "the saved optimizer state", detail, **_MOVED_STATE)
 
 
@@ -270,7 +270,7 @@ _MOVED_STATE: Explanation = {
 }
 
 
-def _equal_to_reference(view: View) -> set[str]:
+def equal_to_reference(view: View) -> set[str]:
     """Return the tensors that equal the reference on every rank of the loader's own world."""
     by_name = dict.fromkeys(view.evidence.subject.drawn, False)  # another load may draw other values
     for rank in view.evidence.values or ():
@@ -279,7 +279,7 @@ def _equal_to_reference(view: View) -> set[str]:
     return {name for name, equal in by_name.items() if equal}
 
 
-def _describe_difference(comparison: Comparison) -> str:
+def describe_difference(comparison: Comparison) -> str:
     if comparison.problem is not None:
         return f"{comparison.problem}, but should be {comparison.should_be}"
     index = ", ".join(map(str, comparison.index or ()))
@@ -288,71 +288,3 @@ def _describe_difference(comparison: Comparison) -> str:
         f"{comparison.differing} of {comparison.elements} elements differ, {place}{comparison.actual:.6g}, but should "
         f"be {comparison.expected:.6g}"
     )
-
-
-_ROUNDED: Explanation = {
-    "cause": "the export casts to a lower precision than the parameters have: its dtype is that of the computation, or "
-    "of the config",
-    "remedy": "export each tensor in the dtype of its parameter; if a smaller checkpoint is intended, skip this check "
-    "with that reason: skip={'full_state_dict_exports': 'exported in a lower precision on purpose'}",
-}
-_OWN_SHARD: Explanation = {
-    "cause": "state_dict() returns a rank's own shard",
-    "remedy": "gather it: full_tensor(), or get_model_state_dict(model, "
-    "options=StateDictOptions(full_state_dict=True))",
-}
-
-
-@check(
-    promise="the gathered state dict loads strictly into the reference and equals it, including tied weights",
-    family="checkpoint",
-    needs=["inventory", "reference", "values", "export"],
-    after=[*EQUAL, "tied_weights_share_storage", "state_dict_names_clean"],
-    why="The exported checkpoint is the one that is published and served.",
-    cause="a state-dict hook changes its form (transposed, permuted, padded, cast), or saves a stale copy of a tied "
-    "weight",
-    remedy="undo layout changes for sharding or kernels in the export, and compare an exported checkpoint with the "
-    "original",
-    references=["huggingface/accelerate#4206", "pytorch/torchtitan#3764", "NVIDIA-NeMo/Automodel#2511"],
-    since="0.2",
-)
-def full_state_dict_exports(view: View) -> Iterable[Finding]:
-    export = view.evidence.export
-    assert export is not None
-    unusable = {*view.reference.unstable, *view.reference.uninitialised}
-    equal = _equal_to_reference(view)
-    if not ("params_equal_reference" in view.selection and "buffers_equal_reference" in view.selection):
-        # No other check reports wrong values. What the second load drew is not what the reference has.
-        equal = {
-            comparison.name for comparison in export.comparisons if comparison.name not in view.evidence.subject.drawn
-        }
-    renamed = {clean_name(key) for key in export.unexpected}  # reported under the key with the wrapper's prefix
-    for name in export.missing:
-        if name not in renamed and view.judgeable(name):
-            yield Finding(name, (0,), "missing in the gathered state dict", "exported")
-    for name in export.unexpected:
-        if view.judgeable(name):
-            yield Finding(name, (0,), "extra key in the gathered state dict: the reference has no such key", "")
-    for name, dtype in export.rounded.items():
-        own = next((rank.by_name[name] for rank in view.evidence.inventory if name in rank.by_name), None)
-        if own is not None and own.dtype != dtype and name in equal and view.judgeable(name):
-            actual = f"{dtype} in the gathered state dict, which rounds its values"
-            yield Finding(name, (0,), actual, f"{own.dtype}, as on the ranks", **_ROUNDED)
-    for comparison in export.comparisons:
-        if comparison.equal or comparison.name in unusable or not view.judgeable(comparison.name):
-            continue
-        if comparison.problem is not None:
-            actual = f"{comparison.problem} in the gathered state dict"
-            explanation = _OWN_SHARD if _has_shape_of_a_shard(view, comparison) else Explanation()
-            yield Finding(comparison.name, (0,), actual, comparison.should_be, **explanation)
-        elif comparison.name in equal and not (comparison.cast and comparison.max_rel <= ROUNDING):
-            detail = _describe_difference(comparison)
-            yield Finding(
-                comparison.name, (0,), "different values in the gathered state dict", "the reference's", detail
-            )
-
-
-def _has_shape_of_a_shard(view: View, comparison: Comparison) -> bool:
-    """Return whether the shape, which is not the reference's, is that of the shard on some rank."""
-    shards = [tensor.local_shape for _, tensor in view.holders(comparison.name) if tensor.local_shape != tensor.shape]
-    return comparison.problem in [f"shape {shape}" for shape in shards]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pytest_fsdp_meta.evidence import MeshFacts
 from pytest_fsdp_meta.loader.adapter import Part
-from pytest_fsdp_meta.observers.adapters.dtensor import own_memory, sizes
+from pytest_fsdp_meta.observers.adapters.dtensor import fits, own_memory, sizes
 
 
 def find_fault(part: Part) -> str:
@@ -23,9 +23,10 @@ def find_fault(part: Part) -> str:
 
 def describe_misfit(gradient: Tensor, part: Part) -> str:
     """Return what is wrong with the shape of the gradient's local part; empty where it fits."""
-    own, local = own_memory(gradient), own_memory(part.local)
-    fits = own.numel() == local.numel() if part.flat else own.shape == local.shape
-    return "" if fits else f"gradient of shape {sizes(own)}, but should have the part's {sizes(local)}"
+    if fits(gradient, part):
+        return ""
+    shape, wanted = sizes(own_memory(gradient)), sizes(own_memory(part.local))
+    return f"gradient of shape {shape}, but should have the part's {wanted}"
 
 
 def _faults(part: Part) -> Iterator[str]:

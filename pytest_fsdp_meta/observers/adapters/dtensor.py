@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,6 +36,28 @@ def own_share(part: Part) -> Part:
     held = zip(part.regions, held_regions(part.local), strict=True)
     regions = tuple(tuple(run for span in own for run in slice_runs(runs, *span)) for runs, own in held)
     return replace(part, local=own_memory(part.local), regions=regions)
+
+
+def fits(value: Tensor, part: Part) -> bool:
+    """Return whether this rank's part of the value has the shape of the part; of a flat one, its number of elements."""
+    own, local = own_memory(value), own_memory(part.local)
+    return bool(own.numel() == local.numel() if part.flat else own.shape == local.shape)
+
+
+def with_elements(part: Part, value: Tensor) -> Part:
+    """Return the part with the elements of another tensor that is laid out like it, such as its gradient."""
+    own = own_memory(value)
+    return replace(part, local=own.reshape(-1) if part.flat else own, gradient=None)
+
+
+def placed_like(parameter: Tensor, value: Any) -> Any:
+    """Return a value with its parameter's placements.
+
+    Optimizer state that was created from a gradient may have others with the same values, until it is loaded.
+    """
+    if isinstance(parameter, DTensor) and isinstance(value, DTensor) and value.placements != parameter.placements:
+        return value.redistribute(placements=parameter.placements)
+    return value
 
 
 def sizes(tensor: Tensor) -> tuple[int, ...]:

@@ -9,10 +9,8 @@ from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn import Module
 
-from pytest_fsdp_meta.loader.adapter import Adapter, Part
+from pytest_fsdp_meta.loader.adapter import FSDP1, Adapter, Part
 from pytest_fsdp_meta.observers.support.torch_private import flat_parameters
-
-BY = "FSDP1"
 
 
 def adapter(model: Module) -> Adapter | None:
@@ -25,6 +23,6 @@ def adapter(model: Module) -> Adapter | None:
         if id(tensor) not in layout:
             return None  # a buffer, an ignored parameter, or one that the strategy NO_SHARD keeps whole
         shape, start = layout[id(tensor)]
-        return Part.run(tensor.detach(), shape, start, by=BY)
+        return Part.run(tensor.detach(), shape, start, by=FSDP1)
 
     return part

@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
-from pytest_fsdp_meta.loader.adapter import Adapter, Part, PartError
+from pytest_fsdp_meta.loader.adapter import BUILT_IN, Adapter, Part, PartError
 from pytest_fsdp_meta.loader.subject import SubjectError
 from pytest_fsdp_meta.observers.adapters import fsdp1, megatron_fsdp
 from pytest_fsdp_meta.observers.adapters.checking import describe_misfit, find_fault
-from pytest_fsdp_meta.observers.adapters.dtensor import own_memory, own_part, own_share
+from pytest_fsdp_meta.observers.adapters.dtensor import own_memory, own_part, own_share, with_elements
 from pytest_fsdp_meta.worlds import CallFailed
 
 
@@ -39,8 +39,7 @@ class Parts:
             return None
         if part is not None:
             _require_fit(name, gradient, part)
-            own = own_memory(gradient)
-            return replace(part, local=own.reshape(-1) if part.flat else own, gradient=None)
+            return with_elements(part, gradient)
         if isinstance(gradient, DTensor) and any(placement.is_partial() for placement in gradient.placements):
             assert isinstance(parameter, DTensor)
             gradient = gradient.redistribute(placements=parameter.placements)
@@ -59,7 +58,7 @@ def _require_fit(name: str, gradient: Tensor, part: Part) -> None:
 
     FSDP1 and megatron-fsdp may hold whole gradients for a while, as FSDP1 does under no_sync().
     """
-    if part.by not in (fsdp1.BY, megatron_fsdp.BY) and (problem := describe_misfit(gradient, part)):
+    if part.by not in BUILT_IN and (problem := describe_misfit(gradient, part)):
         where = "parameter.grad is a" if part.gradient is None else "Part(gradient=...) is a"
         raise SubjectError("adapter", f"{name!r}: {where} {problem}")
 

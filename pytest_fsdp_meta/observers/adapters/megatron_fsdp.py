@@ -17,11 +17,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
 from pytest_fsdp_meta.evidence import Region
-from pytest_fsdp_meta.loader.adapter import Adapter, Part
+from pytest_fsdp_meta.loader.adapter import MEGATRON_FSDP, Adapter, Part
 from pytest_fsdp_meta.observers.adapters.dtensor import held_regions, mesh_facts, own_memory, own_part
 from pytest_fsdp_meta.observers.support.layout import slice_runs
 
-BY = "megatron-fsdp"
 SLICE, WHOLE = "megatron_fsdp_slice", "orig_param"
 
 
@@ -40,7 +39,7 @@ def _part_of(name: str, parameter: Tensor) -> Part | None:
         _rows(parameter, held.start, held.stop),
         placements=own_part(parameter).placements,
         mesh=mesh_facts(parameter),
-        by=BY,
+        by=MEGATRON_FSDP,
         gradient=getattr(parameter, "decoupled_grad", None),
     )
 
