@@ -13,11 +13,45 @@ THAWED = {"requires_grad_matches_reference"}
 """Parameters that are built frozen: loading on one device makes them trainable, loading shards leaves them frozen."""
 STALE = {"forward_sees_current_weights"}
 """A tied head or embedding that computes with the weights of before the step, because the vocabulary is uneven."""
+ONE_GROUP = {"step_memory_bounded"}
+"""All blocks in the root's group: the FSDP plan has "layers" where the model has "h", "blocks" or "encoder.layer"."""
+PLAN_OF_OTHER_NAMES = [
+    "bert",
+    "bert-generation",
+    "big_bird",
+    "bloom",
+    "camembert",
+    "codegen",
+    "cpmant",
+    "ctrl",
+    "dbrx",
+    "electra",
+    "ernie",
+    "falcon",
+    "gpt-sw3",
+    "gpt2",
+    "gpt_bigcode",
+    "gpt_neo",
+    "gptj",
+    "megatron-bert",
+    "mpt",
+    "openai-gpt",
+    "roberta",
+    "roberta-prelayernorm",
+    "roformer",
+    "xlm",
+    "xlm-roberta",
+    "xlm-roberta-xl",
+    "xlnet",
+    "xmod",
+]
 OF_ANY_SIZE: dict[str, set[str]] = {
+    **dict.fromkeys(PLAN_OF_OTHER_NAMES, ONE_GROUP),
     "falcon_h1": {"no_uninitialized_memory"},
     **dict.fromkeys(("bailing_hybrid", "hrm_text", "kimi_linear", "olmo_hybrid"), FUSED),
     **dict.fromkeys(("afmoe", "blt", "ernie4_5_moe", "laguna"), THAWED),
-    **dict.fromkeys(("marian", "moss_transcribe_diarize", "pegasus", "roformer"), THAWED),
+    **dict.fromkeys(("marian", "moss_transcribe_diarize", "pegasus"), THAWED),
+    "roformer": THAWED | ONE_GROUP,
 }
 UNEVEN_AND_TIED = [
     "bart",
@@ -126,7 +160,7 @@ fused weight with that of one uneven shard."""
 UNTRAINABLE = {"blt", "git", "musicgen", "musicgen_melody", "reformer", "rwkv", "xlstm"}
 """Architectures that one device cannot train either, from tokens alone in evaluation mode; their loading is judged."""
 
-TRAINING_CHECKS = {check.id for check in built_in() if {"training", "continued"} & set(check.needs)}
+TRAINING_CHECKS = {check.id for check in built_in() if {"training", "training_mode", "continued"} & set(check.needs)}
 """Checks that cannot be judged if the model cannot be trained."""
 
 

@@ -178,7 +178,7 @@ def scalar(loss: Tensor) -> float:
 
 
 def _own_rows(key: str, value: Any, step: int, data_parallel: tuple[int, int], device: torch.device) -> Any:
-    if type(value).__module__ == "numpy" and getattr(value, "ndim", 0):
+    if type(value).__module__ == "numpy" and value.ndim:
         # Not sliced, it would be the same rows on every rank.
         raise SubjectError("batch", f"batch({step})[{key!r}] is a numpy array; give a tensor: torch.from_numpy(...)")
     if not isinstance(value, Tensor):
