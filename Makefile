@@ -12,13 +12,14 @@ RAY := .venv-ray/bin
 
 SYSTEMS := $(notdir $(patsubst %/requirements.txt,%,$(wildcard conformance/systems/*/requirements.txt)))
 
-.PHONY: help conformance test lint check wheel downstream matrix field bench bench-catalogue bench-worlds bench-faults power soak gpu format docs site browser pictures clean ray systems $(SYSTEMS:%=system-%)
+.PHONY: help conformance test slow lint check wheel downstream matrix field bench bench-catalogue bench-worlds bench-faults power soak gpu format docs site browser pictures clean ray systems $(SYSTEMS:%=system-%)
 
 help:
 	@echo "make conformance  install, then check on real ranks (GPUs if there are enough, else CPU) that conforming loaders pass"
 	@echo "                  and that each defect fails its own check"
-	@echo "make test         install, then lint, type-check and run all tests"
-	@echo "make check        run all tests, without lint"
+	@echo "make test         install, then lint, type-check and run all tests but the slow ones"
+	@echo "make check        the same without lint"
+	@echo "make slow         the other tests: every form of sharding by every check, random models, pairs of bug reports"
 	@echo "make lint         run ruff, mypy and import-linter"
 	@echo "make format       format and fix with ruff"
 	@echo "make systems      judge released third-party packages, each in its own environment: $(SYSTEMS:%=system-%)"
@@ -46,7 +47,11 @@ conformance: .venv/judging
 test: lint check
 
 check: .venv/installed browser
-	$(PYTEST) -n $(WORKERS) tests conformance examples
+	$(PYTEST) -n $(WORKERS) -m "not slow" tests conformance examples
+
+# Apart from the others because they take as long as all of these, and a change breaks them last. CI runs both.
+slow: .venv/installed
+	$(PYTEST) -n $(WORKERS) -m slow tests conformance examples
 
 # The report page is tested in a real browser. If none can be installed here, say how to get one.
 browser:
