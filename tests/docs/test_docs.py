@@ -32,6 +32,7 @@ NOT_RUN = {
     "needs a Ray cluster": 1,
     "takes minutes": 2,
     "seen by make systems": 7,
+    "seen by make field": 1,
     "tried by tests/...": 2,
     "a picture": 1,
     "a fragment": 3,
