@@ -121,6 +121,11 @@ class ReferenceFacts:
     """The parameters whose gradient is zero in the first step and not in a later one."""
     idle: tuple[str, ...] = ()
     """The parameters of modules that did not run in its first step, such as a vision tower that gets text only."""
+    used: tuple[str, ...] = ()
+    """The other parameters, in the order in which the first forward reached the modules that own them.
+
+    Empty in stored evidence that is older than this field.
+    """
     rates: tuple[tuple[float, ...], ...] = ()
     """As in ``RankTraining``."""
     seed: int | None = None
