@@ -13,6 +13,7 @@ from pytest_fsdp_meta.evidence.collectives import RankCollectives, RankMemory
 from pytest_fsdp_meta.evidence.draws import RankDraws
 from pytest_fsdp_meta.evidence.random_numbers import RankTrainingMode
 from pytest_fsdp_meta.evidence.tensors import RankInventory
+from pytest_fsdp_meta.evidence.traces import RankTrace
 from pytest_fsdp_meta.evidence.training import Comparison, OwnClipping, RankTraining
 
 
@@ -204,6 +205,8 @@ class Evidence:
     verifier: tuple[tuple[Comparison, ...], ...] | None = None
     draws: tuple[RankDraws, ...] | None = None
     training: tuple[RankTraining, ...] | None = None
+    traces: tuple[RankTrace, ...] | None = None
+    """What every module got and returned in one more first step; None if nothing departed in it."""
     state_dict: tuple[RankStateDict, ...] | None = None
     saved: tuple[RankSaved, ...] | None = None
     restored: tuple[RankSaved, ...] | None = None

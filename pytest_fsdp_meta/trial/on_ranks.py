@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         reference,
         state_dict,
         step_collectives,
+        traces,
         training,
         values,
     )
@@ -59,6 +60,7 @@ else:
     reference = ObserverModule(f"{OBSERVERS}.reference")
     state_dict = ObserverModule(f"{OBSERVERS}.state_dict")
     step_collectives = ObserverModule(f"{OBSERVERS}.step_collectives")
+    traces = ObserverModule(f"{OBSERVERS}.traces")
     training = ObserverModule(f"{OBSERVERS}.training")
     values = ObserverModule(f"{OBSERVERS}.values")
 
@@ -75,6 +77,7 @@ __all__ = [
     "run_on",
     "state_dict",
     "step_collectives",
+    "traces",
     "training",
     "values",
 ]

@@ -16,6 +16,7 @@ from pytest_fsdp_meta.catalogue.diagnosis.limits import (
     update_limits,
 )
 from pytest_fsdp_meta.catalogue.diagnosis.multiples import ROUNDING, SLIGHT, multiple, number_of, whole
+from pytest_fsdp_meta.catalogue.diagnosis.origin import describe_origin, describe_problem
 from pytest_fsdp_meta.catalogue.diagnosis.parity import (
     EXPLAINING_CHECKS,
     comparable_training,
@@ -69,7 +70,9 @@ def grad_parity(view: View) -> Iterable[Finding]:
         require_same_forward(view, runs)
         first = found[0]
         require_no_other_cause(view, f"the gradients differ ({first.tensor}: {first.actual})")
-        origin = describe_first_departure(view, runs, {finding.tensor for finding in found if finding.tensor})
+        departing = {finding.tensor for finding in found if finding.tensor}
+        traces = view.evidence.traces
+        origin = describe_origin(traces) or describe_first_departure(view, runs, departing) or describe_problem(traces)
         yield from (replace(finding, origin=origin) for finding in found)
     elif not unreduced:
         require_gradients(view)

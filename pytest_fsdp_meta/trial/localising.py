@@ -1,0 +1,64 @@
+"""Trace the first step module by module, where a parity check finds that it departs from the reference's."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+from pathlib import Path
+
+from pytest_fsdp_meta.catalogue import Selection, built_in, judge
+from pytest_fsdp_meta.evidence import Evidence, RankInventory, RankTraining
+from pytest_fsdp_meta.evidence.traces import RankTrace
+from pytest_fsdp_meta.trial import on_ranks
+from pytest_fsdp_meta.trial.on_ranks import run_on
+from pytest_fsdp_meta.worlds import World, WorldError
+
+PARITY = ("loss_parity", "grad_parity")
+"""The checks whose findings are about the first step, which is the one that is traced."""
+
+
+def first_step_departs(evidence: Evidence, selection: Container[str] | None) -> bool:
+    """Return whether a selected check finds that the loss or a gradient of the first step departs.
+
+    A check that leaves the difference to a more basic one has found nothing, and its step is not traced.
+    """
+    selected = frozenset(check.id for check in built_in() if selection is None or check.id in selection)
+    catalogue, found = built_in(), Selection(selected)
+    return any(id in selected and judge(catalogue[id], evidence, catalogue, found).status == "failed" for id in PARITY)
+
+
+def trace_first_step(
+    evidence: Evidence, recipe: Mapping[str, bytes], world: World, reference_world: World, folder: Path
+) -> tuple[RankTrace, ...]:
+    """Run the first step once more with hooks on all modules, in the reference's world and then on the ranks.
+
+    The step is left out, with the reason in every trace, where the author's own step differs from a plain one, or the
+    reference refuses the hooks.
+    """
+    runs, inventory = evidence.training or (), evidence.inventory
+    if "train_step" in evidence.subject.declared:
+        return _left_out(runs, "Subject(train_step=...) runs forwards of its own")
+    computing = sorted({*_parameter_dtypes(inventory[0]), *inventory[0].computes_in})
+    size = runs[0].data_parallel[1]
+    try:
+        trace_reference = on_ranks.traces.trace_reference
+        traced = run_on(reference_world, trace_reference, recipe, str(folder), size, computing)[0]
+        if traced.problem:
+            return _left_out(runs, traced.problem)
+        trained = sorted({name for pair in zip(inventory, runs, strict=True) for name in _changed(*pair)})
+        return tuple(run_on(world, on_ranks.traces.trace_rank, traced, trained, str(folder)))
+    except WorldError as error:
+        return _left_out(runs, error.summary)
+
+
+def _left_out(runs: Sequence[RankTraining], problem: str) -> tuple[RankTrace, ...]:
+    return tuple(RankTrace(run.data_parallel, problem=problem) for run in runs)
+
+
+def _parameter_dtypes(inventory: RankInventory) -> set[str]:
+    return {t.dtype for t in inventory.tensors if t.kind == "parameter"}
+
+
+def _changed(loaded: RankInventory, run: RankTraining) -> set[str]:
+    """Return the tensors that have other values after the training than when they were loaded."""
+    after = run.after.by_name if run.after is not None else {}
+    return {t.name for t in loaded.tensors if t.name not in after or after[t.name].digest != t.digest}
