@@ -9,9 +9,10 @@ INPUT, OUTPUT, GRADIENT = "input", "output", "gradient"
 """What was traced of a module's call: its inputs and outputs in the forward, and the gradients of its outputs."""
 AGAIN_INPUT, AGAIN_OUTPUT = "recomputed input", "recomputed output"
 """Inputs and outputs where activation checkpointing runs the forward again in the backward."""
-AGREES, DEPARTS = 4.0, 10.0
+RECOMPUTED = {AGAIN_INPUT: INPUT, AGAIN_OUTPUT: OUTPUT}
+AGREES, DEPARTS = 2.0, 10.0
 """How many times its noise a tensor may be off and still agree, and must be off to depart; between them it does
-neither."""
+neither. Right loaders reach 0.7; see benchmarks/results, "localising"."""
 
 
 @dataclass(frozen=True)

@@ -15,18 +15,16 @@ import torch
 from torch import Tensor
 
 from pytest_fsdp_meta.evidence.traces import (
-    AGAIN_INPUT,
-    AGAIN_OUTPUT,
     GRADIENT,
     INPUT,
     OUTPUT,
+    RECOMPUTED,
     ModuleFacts,
     TracedCall,
 )
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part
 from pytest_fsdp_meta.observers.module_watch import Seen
 from pytest_fsdp_meta.observers.support.reference_record import Record, is_array, write_record
-from pytest_fsdp_meta.observers.support.torch_private import write_count
 from pytest_fsdp_meta.observers.trace_matching import Layout, Match, is_in_another_order, match, sketch
 from pytest_fsdp_meta.observers.values import comparable, measure
 
@@ -36,7 +34,6 @@ FAR = 1e-5
 """Relative: a tensor that is farther off is sketched, in case it is a part of a sum."""
 PERMUTED = 20.0
 """How many times the noise of the whole tensor a single slice of it may be off, and still be recognised."""
-RECOMPUTED = {AGAIN_INPUT: INPUT, AGAIN_OUTPUT: OUTPUT}
 
 
 @dataclass(frozen=True)
@@ -64,19 +61,25 @@ def _key(seen: Seen) -> str:
 
 
 class _Known:
-    """Remembers what was found out about a tensor while nobody has written to it: outputs become inputs."""
+    """Remembers what was found out about a tensor while it keeps its values: what one module returns, others get."""
 
     def __init__(self) -> None:
-        self._found: dict[int, tuple[weakref.ref[Tensor], int, str]] = {}
+        self._found: dict[int, tuple[weakref.ref[Tensor], tuple[float, ...], str]] = {}
 
     def get(self, tensor: Tensor) -> str:
         found = self._found.get(id(tensor))
-        if found is None or found[0]() is not tensor or found[1] != write_count(tensor):
+        if found is None or found[0]() is not tensor or found[1] != _fingerprint(tensor):
             return ""
         return found[2]
 
     def add(self, tensor: Tensor, key: str) -> None:
-        self._found[id(tensor)] = (weakref.ref(tensor), write_count(tensor), key)
+        self._found[id(tensor)] = (weakref.ref(tensor), _fingerprint(tensor), key)
+
+
+def _fingerprint(tensor: Tensor) -> tuple[float, ...]:
+    """Return numbers that a write to the tensor changes; torch does not count a write through ``.data``."""
+    values = comparable(local_part(tensor)).double()
+    return float(values.sum()), float(values.square().sum())
 
 
 class Spill:
@@ -191,7 +194,8 @@ class TraceComparison:
         distance = measured.apart / length if math.isfinite(measured.apart) else math.inf
         if not distance > FAR:
             return Result(distance, found.split is not None)
-        if is_in_another_order(found, self._record, source, PERMUTED * max(self._traced.noise.get(key, 0.0), FAR)):
+        allowed = PERMUTED * max(self._traced.noise.get(key, 0.0), FAR)
+        if is_in_another_order(ours, found, self._record, source, allowed):
             return Result(None)
         whole = found.split is None and not found.placed and bool(self._layout.splits)
         sums = (sketch(ours), sketch(theirs)) if whole else ((), ())

@@ -105,7 +105,7 @@ def _fit(own: Sequence[int], whole: Sequence[int], layout: Layout) -> tuple[tupl
     return tuple(((start, start + size),) for start, size in zip(starts, own, strict=True)), split
 
 
-def is_in_another_order(found: Match, record: Record, key: str, allowed: float) -> bool:
+def is_in_another_order(values: Tensor, found: Match, record: Record, key: str, allowed: float) -> bool:
     """Return whether the slices along the split dim are other slices of the reference's tensor, as of a fused weight.
 
     Which ranks have which slices is then another matter than whether they were computed rightly. Slices are the same
@@ -117,8 +117,7 @@ def is_in_another_order(found: Match, record: Record, key: str, allowed: float) 
     regions = [*found.regions]
     regions[dim] = ((0, shape[dim]),)
     ours, theirs = (
-        comparable(tensor.cpu()).double().movedim(dim, 0).flatten(1)
-        for tensor in (found.local, record.read(key, regions))
+        tensor.double().movedim(dim, 0).flatten(1) for tensor in (values, comparable(record.read(key, regions)))
     )
     signs = torch.randn(ours.shape[1], SIGNS, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     own, whole = ours @ signs, theirs @ signs

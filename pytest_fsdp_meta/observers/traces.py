@@ -173,9 +173,7 @@ def _loaded_values(model: Module, trained: Collection[str], values: Record) -> I
         for name, part in named
         if name in trained and name in values and values.shape(name) == part.shape
     ]
-    if missing := set(trained) - {name for name, _, _ in changed}:
-        raise RuntimeError(f"the loaded values of {min(missing)} are not known")
-    before = [(local, local.clone()) for _, _, local in changed]
+    before = [(local, local.to("cpu", copy=True)) for _, _, local in changed]
     try:
         with torch.no_grad():
             for name, part, local in changed:

@@ -31,12 +31,12 @@ def trace_first_step(
 ) -> tuple[RankTrace, ...]:
     """Run the first step once more with hooks on all modules, in the reference's world and then on the ranks.
 
-    The step is left out, with the reason in every trace, where the author's own step differs from a plain one, or the
-    reference refuses the hooks.
+    The step is left out, with the reason in every trace, if the reference refuses the hooks or lacks loaded values.
     """
     runs, inventory = evidence.training or (), evidence.inventory
-    if "train_step" in evidence.subject.declared:
-        return _left_out(runs, "Subject(train_step=...) runs forwards of its own")
+    trained = sorted({name for pair in zip(inventory, runs, strict=True) for name in _changed(*pair)})
+    if unknown := _unknown(evidence, trained):
+        return _left_out(runs, f"the reference lacks the loaded values of {unknown[0]}")
     computing = sorted({*_parameter_dtypes(inventory[0]), *inventory[0].computes_in})
     size = runs[0].data_parallel[1]
     try:
@@ -44,7 +44,6 @@ def trace_first_step(
         traced = run_on(reference_world, trace_reference, recipe, str(folder), size, computing)[0]
         if traced.problem:
             return _left_out(runs, traced.problem)
-        trained = sorted({name for pair in zip(inventory, runs, strict=True) for name in _changed(*pair)})
         return tuple(run_on(world, on_ranks.traces.trace_rank, traced, trained, str(folder)))
     except WorldError as error:
         return _left_out(runs, error.summary)
@@ -62,3 +61,11 @@ def _changed(loaded: RankInventory, run: RankTraining) -> set[str]:
     """Return the tensors that have other values after the training than when they were loaded."""
     after = run.after.by_name if run.after is not None else {}
     return {t.name for t in loaded.tensors if t.name not in after or after[t.name].digest != t.digest}
+
+
+def _unknown(evidence: Evidence, trained: Sequence[str]) -> list[str]:
+    """Return the tensors that the ranks cannot read from the reference's values before the step."""
+    assert evidence.reference is not None
+    known = evidence.reference.inventory.by_name
+    held = [rank.by_name[name] for rank in evidence.inventory for name in trained if name in rank.by_name]
+    return [tensor.name for tensor in held if tensor.name not in known or known[tensor.name].shape != tensor.shape]

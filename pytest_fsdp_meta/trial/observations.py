@@ -284,7 +284,8 @@ class ObservationRun:
     def _trace(self) -> tuple[RankTrace, ...] | None:
         """Trace the first step if it departs from the reference's. Nothing is paid where no difference needs noise."""
         reference, runs = self.reference, self.training
-        if runs is None or reference is None or reference.losses is None or self.facts is None:
+        by_author = "train_step" in self.subject.declared  # with forwards of its own
+        if runs is None or reference is None or reference.losses is None or self.facts is None or by_author:
             return None
         if not self.localise and all(run.noise is None for run in runs):
             return None

@@ -5,7 +5,7 @@ A place is named only if nothing contradicts it; a wrong name costs more than no
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -17,6 +17,7 @@ from pytest_fsdp_meta.evidence.traces import (
     GRADIENT,
     INPUT,
     OUTPUT,
+    RECOMPUTED,
     ModuleFacts,
     RankTrace,
     TracedCall,
@@ -25,6 +26,9 @@ from pytest_fsdp_meta.text import name_ranks
 
 PARTS = 0.05
 """Fraction of a departure that parts of a sum may leave: what they add up to is then the reference's tensor."""
+JUMP = 10.0
+"""How many times farther off, in multiples of noise, a place is than all that came before. Noise grows as a difference
+does, so a difference that starts earlier, below its noise, shows no jump."""
 FORWARD, BACKWARD, RECOMPUTATION = "forward", "backward", "recomputation"
 PHASES = (FORWARD, BACKWARD, RECOMPUTATION)
 AGREE, DEPART, BETWEEN, UNKNOWN = "agree", "depart", "between", "unknown"
@@ -79,12 +83,12 @@ def find_place(traces: Sequence[RankTrace]) -> Place | None:
     forward = _merge(traces, [trace.forward for trace in traces])
     if forward is None:
         return None
-    if any(merged.state == DEPART for merged in forward):
+    if any(merged.state in (BETWEEN, DEPART) for merged in forward):
         return _first_in_forward(forward)
     backward = _merge(traces, [trace.backward for trace in traces])
-    if backward is None or any(merged.state == BETWEEN for merged in forward):
+    if backward is None:
         return None
-    return _first_in_backward(backward, {merged.call.module for merged in forward})
+    return _first_in_backward(backward, forward)
 
 
 def _merge(traces: Sequence[RankTrace], by_rank: Sequence[Sequence[TracedCall]]) -> list[_Merged] | None:
@@ -148,29 +152,51 @@ def _differ(calls: Sequence[TracedCall]) -> bool:
     return any(abs(a - b) > PARTS * scale for own in sketches for a, b in zip(own, sketches[0], strict=True))
 
 
-def _first_in_forward(merged: Sequence[_Merged]) -> Place | None:
-    position = next(index for index, one in enumerate(merged) if one.state == DEPART)
-    first, before = merged[position], merged[:position]
-    if any(one.state == BETWEEN for one in before) or not _reaches_the_end(merged, position, OUTPUT):
+def _first(merged: Sequence[_Merged], through: str) -> tuple[_Merged, Sequence[_Merged]] | None:
+    """Return the first call that departs, and those before it; None if that is not where a difference starts.
+
+    ``through`` is the stage whose calls have to depart to the end. A tensor that was compared with the wrong part of
+    the reference's departs by itself.
+    """
+    position = next((index for index, one in enumerate(merged) if one.state == DEPART), None)
+    if position is None:
         return None
+    first, before = merged[position], merged[:position]
+    module, later = first.call.module, [one for one in merged[position:] if one.call.stage == through]
+    known = [one.state for one in later if one.state != UNKNOWN]
+    around = [one.state for one in later if through == OUTPUT and _is_around(one.call.module, module)]
+    nearest = max((one.call.distance / one.call.noise for one in before if one.state != UNKNOWN), default=0.0)
+    jumps = first.call.distance >= JUMP * nearest * first.call.noise
+    if any(one.state == BETWEEN for one in before) or not jumps or AGREE in around or known[-1:] != [DEPART]:
+        return None
+    return first, before
+
+
+def _is_around(outer: str, module: str) -> bool:
+    return not outer or module.startswith(f"{outer}.")
+
+
+def _first_in_forward(merged: Sequence[_Merged]) -> Place | None:
+    found = _first(merged, OUTPUT)
+    if found is None:
+        return None
+    first, before = found
     call = first.call
     inputs = {(one.call.module, one.call.turn): one.state for one in before if one.call.stage == INPUT}
     if call.stage == OUTPUT and inputs.get((call.module, call.turn), AGREE) == AGREE:
-        return Place(call.module, FORWARD, first.ranks, call.distance, call.noise)
+        return _place(call.module, FORWARD, first)
     around = _enclosing(call.module, inputs)
     agreeing = [one.call for one in before if one.state == AGREE]
     if around is None or not agreeing:
         return None
-    last = agreeing[-1]
-    return Place(
-        around,
-        FORWARD,
-        first.ranks,
-        call.distance,
-        call.noise,
-        (last.stage, last.module),
-        (call.stage, call.module),
-    )
+    return _place(around, FORWARD, first, agreeing[-1])
+
+
+def _place(module: str, phase: str, first: _Merged, last: TracedCall | None = None) -> Place:
+    """Return a place inside the module: between ``last``, which agrees, and the first call that departs."""
+    call = first.call
+    between = ((last.stage, last.module), (call.stage, call.module)) if last is not None else (None, None)
+    return Place(module, phase, first.ranks, call.distance, call.noise, *between)
 
 
 def _enclosing(module: str, inputs: Mapping[tuple[str, int], str]) -> str | None:
@@ -183,55 +209,35 @@ def _enclosing(module: str, inputs: Mapping[tuple[str, int], str]) -> str | None
     return None
 
 
-def _reaches_the_end(merged: Sequence[_Merged], position: int, stage: str) -> bool:
-    """Return whether what departs here goes on to the last tensor of this stage, and to what modules around return.
-
-    A tensor that was compared with the wrong part of the reference's departs by itself.
-    """
-    module, later = merged[position].call.module, [one for one in merged[position:] if one.call.stage == stage]
-    known = [one.state for one in later if one.state != UNKNOWN]
-    around = [one.state for one in later if stage == OUTPUT and _is_around(one.call.module, module)]
-    return bool(known) and known[-1] == DEPART and AGREE not in around
-
-
-def _is_around(outer: str, module: str) -> bool:
-    return not outer or module.startswith(f"{outer}.")
-
-
-def _first_in_backward(merged: Sequence[_Merged], called: Collection[str]) -> Place | None:
-    position = next((index for index, one in enumerate(merged) if one.state == DEPART), None)
-    if position is None:
+def _first_in_backward(merged: Sequence[_Merged], forward: Sequence[_Merged]) -> Place | None:
+    found = _first(merged, GRADIENT)
+    if found is None:
         return None
-    first, before = merged[position], merged[:position]
-    if any(one.state == BETWEEN for one in before) or not _reaches_the_end(merged, position, GRADIENT):
-        return None
+    first, before = found
     call = first.call
-    if call.stage in (AGAIN_INPUT, AGAIN_OUTPUT):
-        return _first_in_recomputation(first, before)
+    if call.stage in RECOMPUTED:
+        return _first_in_recomputation(first, before, forward)
     agreeing = [one.call for one in before if one.state == AGREE and one.call.stage == GRADIENT]
     if not agreeing:
         return None
-    last = agreeing[-1]
-    around = _common(last.module, call.module)
+    called, around = {one.call.module for one in forward}, _common(agreeing[-1].module, call.module)
     while around and around not in called:  # a container, such as a list of blocks
         around = around.rpartition(".")[0]
-    return Place(
-        around,
-        BACKWARD,
-        first.ranks,
-        call.distance,
-        call.noise,
-        (GRADIENT, last.module),
-        (GRADIENT, call.module),
-    )
+    return _place(around, BACKWARD, first, agreeing[-1])
 
 
-def _first_in_recomputation(first: _Merged, before: Sequence[_Merged]) -> Place | None:
+def _first_in_recomputation(first: _Merged, before: Sequence[_Merged], forward: Sequence[_Merged]) -> Place | None:
+    """Return the module whose recomputed output departs, or whose input is not the one that the forward had."""
     call = first.call
-    inputs = {one.call.module: one.state for one in before if one.call.stage == AGAIN_INPUT}
-    if call.stage != AGAIN_OUTPUT or inputs.get(call.module, AGREE) != AGREE:
+    then = {(one.call.stage, one.call.module, one.call.turn): one.state for one in forward}
+    again = {(one.call.module, one.call.turn): one.state for one in before if one.call.stage == AGAIN_INPUT}
+    if then.get((RECOMPUTED[call.stage], call.module, call.turn)) != AGREE:
         return None
-    return Place(call.module, RECOMPUTATION, first.ranks, call.distance, call.noise)
+    if call.stage == AGAIN_INPUT and not any(one.call.stage in RECOMPUTED for one in before):
+        return _place(call.module, RECOMPUTATION, first, call)
+    if call.stage == AGAIN_OUTPUT and again.get((call.module, call.turn), AGREE) == AGREE:
+        return _place(call.module, RECOMPUTATION, first)
+    return None
 
 
 def _common(one: str, other: str) -> str:
@@ -244,9 +250,10 @@ def _describe(place: Place, traces: Sequence[RankTrace]) -> str:
     facts = _facts(place.module, traces)
     where = f"{place.module or 'the model'}{facts}, {place.phase}, {name_ranks(place.ranks)}: "
     off = f"is off by {place.distance:.2g} (noise {place.noise:.1g})"
+    if place.before is not None and place.before[0] == AGAIN_INPUT:
+        return f"{where}the input {off}, that of the forward agrees"
     if place.after is None or place.before is None:
-        own = "the inputs agree, the output" if place.phase == FORWARD else "recomputed, the output"
-        return f"{where}{own} {off}"
+        return f"{where}the inputs agree, the output {off}"
     return f"{where}{_name(*place.after)} agrees, {_name(*place.before)} {off}"
 
 
