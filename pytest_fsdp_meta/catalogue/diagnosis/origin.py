@@ -155,8 +155,8 @@ def _differ(calls: Sequence[TracedCall]) -> bool:
 def _first(merged: Sequence[_Merged], through: str) -> tuple[_Merged, Sequence[_Merged]] | None:
     """Return the first call that departs, and those before it; None if that is not where a difference starts.
 
-    ``through`` is the stage whose calls have to depart to the end. A tensor that was compared with the wrong part of
-    the reference's departs by itself.
+    ``through`` is the stage whose last call, and calls of modules around, must not agree again: a tensor that was
+    compared with the wrong part of the reference's departs by itself.
     """
     position = next((index for index, one in enumerate(merged) if one.state == DEPART), None)
     if position is None:
@@ -167,7 +167,7 @@ def _first(merged: Sequence[_Merged], through: str) -> tuple[_Merged, Sequence[_
     around = [one.state for one in later if through == OUTPUT and _is_around(one.call.module, module)]
     nearest = max((one.call.distance / one.call.noise for one in before if one.state != UNKNOWN), default=0.0)
     jumps = first.call.distance >= JUMP * nearest * first.call.noise
-    if any(one.state == BETWEEN for one in before) or not jumps or AGREE in around or known[-1:] != [DEPART]:
+    if any(one.state == BETWEEN for one in before) or not jumps or AGREE in (*around, *known[-1:]) or not known:
         return None
     return first, before
 
