@@ -78,8 +78,9 @@ class _Known:
 
 def _fingerprint(tensor: Tensor) -> tuple[float, ...]:
     """Return numbers that a write to the tensor changes; torch does not count a write through ``.data``."""
-    values = comparable(local_part(tensor)).double()
-    return float(values.sum()), float(values.square().sum())
+    values = comparable(local_part(tensor))
+    values = values if values.is_floating_point() else values.double()
+    return float(values.sum()), float(torch.linalg.vector_norm(values))
 
 
 class Spill:

@@ -16,11 +16,19 @@ PARITY = ("loss_parity", "grad_parity")
 """The checks whose findings are about the first step, which is the one that is traced."""
 
 
+def may_be_traced(evidence: Evidence) -> bool:
+    """Return whether a plain first step is what the ranks have trained; the author's own has forwards of its own."""
+    return "train_step" not in evidence.subject.declared
+
+
 def first_step_departs(evidence: Evidence, selection: Container[str] | None) -> bool:
     """Return whether a selected check finds that the loss or a gradient of the first step departs.
 
-    A check that leaves the difference to a more basic one has found nothing, and its step is not traced.
+    Nothing is judged where no difference is so large that its noise was measured. A check that leaves the difference to
+    a more basic one has found nothing, and its step is not traced.
     """
+    if all(run.noise is None for run in evidence.training or ()):
+        return False
     selected = frozenset(check.id for check in built_in() if selection is None or check.id in selection)
     catalogue, found = built_in(), Selection(selected)
     return any(id in selected and judge(catalogue[id], evidence, catalogue, found).status == "failed" for id in PARITY)

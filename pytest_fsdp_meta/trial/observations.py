@@ -32,7 +32,7 @@ from pytest_fsdp_meta.loader.subject import SubjectError
 from pytest_fsdp_meta.observers.support.reference_record import record_at
 from pytest_fsdp_meta.trial import on_ranks
 from pytest_fsdp_meta.trial.loads import Load, Loads
-from pytest_fsdp_meta.trial.localising import first_step_departs, trace_first_step
+from pytest_fsdp_meta.trial.localising import first_step_departs, may_be_traced, trace_first_step
 from pytest_fsdp_meta.trial.noise import departs, with_noise
 from pytest_fsdp_meta.trial.obstacles import NOT_WANTED, describe_odd_model, from_world_error
 from pytest_fsdp_meta.trial.on_ranks import run_on
@@ -282,27 +282,14 @@ class ObservationRun:
         return with_noise(runs, self.inventory[0], self.reference, *worlds, self._recipe, self.folder)
 
     def _trace(self) -> tuple[RankTrace, ...] | None:
-        """Trace the first step if it departs from the reference's. Nothing is paid where no difference needs noise."""
-        reference, runs = self.reference, self.training
-        by_author = "train_step" in self.subject.declared  # with forwards of its own
-        if runs is None or reference is None or reference.losses is None or self.facts is None or by_author:
+        """Trace the first step if it departs from the reference's, or on request."""
+        if self.training is None or self.reference is None or self.facts is None or not self.reference.losses:
             return None
-        if not self.localise and all(run.noise is None for run in runs):
-            return None
-        unseen = {name: NOT_WANTED for name in OBSERVATIONS if getattr(self, name, None) is None}
-        evidence = Evidence(
-            world=self.facts,
-            subject=self.subject,
-            inventory=self.inventory,
-            reference=reference,
-            values=self.values,
-            verifier=self.verifier,
-            draws=self.draws,
-            training=runs,
-            unavailable=unseen | self.unavailable,
-            tolerance=self.tolerance,
-        )
-        if not self.localise and not first_step_departs(evidence, self.selection):
+        seen = {name: getattr(self, name) for name in ("reference", "values", "verifier", "draws", "training")}
+        missing = {name: NOT_WANTED for name in OBSERVATIONS if seen.get(name, self.inventory) is None}
+        evidence = Evidence(self.facts, self.subject, self.inventory, tolerance=self.tolerance, **seen)
+        evidence = replace(evidence, unavailable=missing | self.unavailable)
+        if not may_be_traced(evidence) or not (self.localise or first_step_departs(evidence, self.selection)):
             return None
         with self.stopwatch.timing("localising"):
             return trace_first_step(evidence, self._recipe, self.world, self.reference_world, self.folder)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from pytest_fsdp_meta.catalogue.diagnosis.origin import Place, describe_origin, describe_problem, find_place
+from pytest_fsdp_meta.catalogue.diagnosis.origin import Place, describe_origin, find_place
 from pytest_fsdp_meta.evidence import Evidence
 from pytest_fsdp_meta.evidence.codec import from_plain, to_plain
 from pytest_fsdp_meta.evidence.traces import ModuleFacts, RankTrace, TracedCall
@@ -64,7 +64,7 @@ def both(off: dict[Call, float], **facts: object) -> list[RankTrace]:
 def test_right_traces_have_no_place():
     assert find_place([trace()]) is None
     assert find_place(both({})) is None
-    assert describe_origin(both({})) == describe_origin(None) == describe_origin(()) == describe_problem(None) == ""
+    assert describe_origin(both({})) == describe_origin(None) == describe_origin(()) == ""
 
 
 def test_the_module_whose_inputs_agree_and_whose_output_departs():
@@ -216,8 +216,8 @@ def test_infinite_differences():
 def test_a_step_that_could_not_be_traced():
     traces = [RankTrace((0, 1), problem="RuntimeError: no hooks, please"), trace(since(("output", "embed")))]
     assert find_place(traces) is None
-    assert describe_origin(traces) == ""
-    assert describe_problem(traces) == "not looked for in the modules: RuntimeError: no hooks, please"
+    assert describe_origin(traces, otherwise="q agrees, k does not") == "q agrees, k does not"
+    assert describe_origin(traces) == "not looked for in the modules: RuntimeError: no hooks, please"
 
 
 def traced(evidence: Evidence, traces: list[RankTrace]) -> Evidence:

@@ -16,7 +16,7 @@ from pytest_fsdp_meta.catalogue.diagnosis.limits import (
     update_limits,
 )
 from pytest_fsdp_meta.catalogue.diagnosis.multiples import ROUNDING, SLIGHT, multiple, number_of, whole
-from pytest_fsdp_meta.catalogue.diagnosis.origin import describe_origin, describe_problem
+from pytest_fsdp_meta.catalogue.diagnosis.origin import describe_origin
 from pytest_fsdp_meta.catalogue.diagnosis.parity import (
     EXPLAINING_CHECKS,
     comparable_training,
@@ -71,8 +71,8 @@ def grad_parity(view: View) -> Iterable[Finding]:
         first = found[0]
         require_no_other_cause(view, f"the gradients differ ({first.tensor}: {first.actual})")
         departing = {finding.tensor for finding in found if finding.tensor}
-        traces = view.evidence.traces
-        origin = describe_origin(traces) or describe_first_departure(view, runs, departing) or describe_problem(traces)
+        agreeing = describe_first_departure(view, runs, departing)
+        origin = describe_origin(view.evidence.traces, otherwise=agreeing)
         yield from (replace(finding, origin=origin) for finding in found)
     elif not unreduced:
         require_gradients(view)

@@ -13,7 +13,7 @@ from pytest_fsdp_meta.catalogue.diagnosis.limits import (
     relative_distance,
 )
 from pytest_fsdp_meta.catalogue.diagnosis.multiples import number_of, whole
-from pytest_fsdp_meta.catalogue.diagnosis.origin import FORWARD, describe_origin, describe_problem
+from pytest_fsdp_meta.catalogue.diagnosis.origin import FORWARD, describe_origin
 from pytest_fsdp_meta.catalogue.diagnosis.parity import (
     BEFORE_UPDATES,
     comparable_training,
@@ -75,8 +75,7 @@ def loss_parity(view: View) -> Iterable[Finding]:
     )
     first_forward = wrong_steps[:1] == [0] or any(disagreement[2] == 0 for disagreement in disagreements)
     require_no_other_cause(view, f"the losses differ ({message})", first_forward)
-    traces = view.evidence.traces if first_forward else None
-    origin = describe_origin(traces, (FORWARD,)) or describe_problem(traces)
+    origin = describe_origin(view.evidence.traces, (FORWARD,)) if first_forward else ""
     reported = (_report_disagreement(view, runs, *disagreement) for disagreement in disagreements)
     yield from (replace(finding, origin=origin) for finding in reported)
     if wrong_steps and wrong_steps[0] > 0 and (loaded := describe_loaded_state(view)):

@@ -61,19 +61,16 @@ class _Merged:
     ranks: tuple[int, ...] = ()
 
 
-def describe_origin(traces: Sequence[RankTrace] | None, phases: Sequence[str] = PHASES) -> str:
-    """Return where the difference starts, in one line, if that is in one of these phases.
+def describe_origin(traces: Sequence[RankTrace] | None, phases: Sequence[str] = PHASES, otherwise: str = "") -> str:
+    """Return where the difference starts, in one line, if that is sure and in one of these phases.
 
-    Return "" if the step was not traced, or nothing is sure.
+    Return ``otherwise`` if not; without it, why the step could not be traced; "" if it was, or was not to be.
     """
     place = find_place(traces) if traces else None
-    return _describe(place, traces) if traces and place is not None and place.phase in phases else ""
-
-
-def describe_problem(traces: Sequence[RankTrace] | None) -> str:
-    """Return why the step could not be traced, else ""."""
+    if traces and place is not None and place.phase in phases:
+        return _describe(place, traces)
     problem = next((trace.problem for trace in traces or () if trace.problem), "")
-    return problem and f"not looked for in the modules: {problem}"
+    return otherwise or (problem and f"not looked for in the modules: {problem}")
 
 
 def find_place(traces: Sequence[RankTrace]) -> Place | None:
