@@ -153,13 +153,15 @@ class TraceComparison:
     def see(self, seen: Seen, tensor: Tensor) -> None:
         if not tensor.ndim:
             return  # a mean over own rows is rightly another
-        key = _key(seen)
-        again = self._known.get(tensor)
-        if again and self._traced.sources.get(again) == self._traced.sources.get(key) and again in self.results:
+        key, sources = _key(seen), self._traced.sources
+        again = self._known.get(tensor) if is_array(tensor) else ""
+        if again and sources.get(again) == sources.get(key) and again in self.results:
             result = self.results[again]
-        else:
+        elif is_array(tensor):
             result = self._compare(key, tensor, seen.stage == GRADIENT)
             self._known.add(tensor, key)
+        else:
+            result = Result(None)
         if seen.stage not in RECOMPUTED:
             self.results[key] = result
         self._calls.setdefault((seen.stage, seen.module, seen.turn), []).append((key, result))

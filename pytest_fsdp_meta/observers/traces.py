@@ -131,9 +131,7 @@ class _Order:
             self.calls.append((seen.module, seen.turn))
 
 
-def _run_watched(
-    subject: Subject, rows: tuple[int, int], see: Callable[[Seen, Tensor], None], order: _Order
-) -> ModuleWatch:
+def _run_watched(subject: Subject, rows: tuple[int, int], see: Callable[[Seen, Tensor], None], order: _Order) -> None:
     """Run forward and backward of the first step as the training does. Raises what the watching raised."""
     model, device = subject.model, current().device
 
@@ -154,7 +152,6 @@ def _run_watched(
             loss.backward()
     if watch.problem:
         raise RuntimeError(watch.problem)
-    return watch
 
 
 @contextmanager
