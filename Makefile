@@ -141,6 +141,7 @@ bench-catalogue: .venv/installed
 	$(BIN)/python -m benchmarks.catalogue > $(DATED)-catalogue.txt
 	$(BIN)/python -m benchmarks.verification > $(DATED)-verification.txt
 	$(BIN)/python -m benchmarks.sizes > $(DATED)-sizes.txt
+	$(BIN)/python -m benchmarks.localising > $(DATED)-localising.txt
 
 power: .venv/installed
 	$(BIN)/python -m benchmarks.power --json $(DATED)-power.json --out $(DATED)-power.md

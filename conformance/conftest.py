@@ -9,6 +9,7 @@ import pytest
 
 from conformance.judging import PRELOADED, LoaderJudge, Verdicts
 from fixtures.tiny import save_tiny
+from pytest_fsdp_meta.evidence import Evidence
 
 collect_ignore = ["systems"]  # these need separate environments: make systems
 
@@ -37,6 +38,17 @@ def path(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path]) -> P
 
 
 @pytest.fixture(scope="session")
-def judge_loader() -> Callable[..., Verdicts]:
+def loader_judge() -> LoaderJudge:
+    return LoaderJudge()
+
+
+@pytest.fixture(scope="session")
+def judge_loader(loader_judge: LoaderJudge) -> Callable[..., Verdicts]:
     """Return ``judge_loader(function, mesh, **arguments)``, which returns the verdict of every check."""
-    return LoaderJudge().judge
+    return loader_judge.judge
+
+
+@pytest.fixture(scope="session")
+def trace_loader(loader_judge: LoaderJudge) -> Callable[..., Evidence]:
+    """Return ``trace_loader(function, mesh, **arguments)``, which returns evidence with traces of all modules."""
+    return loader_judge.trace

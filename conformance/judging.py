@@ -35,11 +35,27 @@ class LoaderJudge:
         With ``checks``, only what these checks and the more basic ones read is observed; the checks that read anything
         else are skipped.
         """
-        trial = Trial(WorldSpec(mesh, timeout=120), self._preload, steps=3, tolerance={})
+        return judge_all(self.observe(function, mesh, checks, **arguments))
+
+    def trace(
+        self, function: Callable[..., Any], mesh: Mapping[str, int], checks: Collection[str] = (), **arguments: Any
+    ) -> Evidence:
+        """Return what these checks read, and the first step traced module by module."""
+        return self.observe(function, mesh, checks, localise=True, **arguments)
+
+    def observe(
+        self,
+        function: Callable[..., Any],
+        mesh: Mapping[str, int],
+        checks: Collection[str] = (),
+        localise: bool = False,
+        **arguments: Any,
+    ) -> Evidence:
+        trial = Trial(WorldSpec(mesh, timeout=120), self._preload, steps=3, tolerance={}, localise=localise)
         catalogue = built_in()
         wanted = catalogue.observations(checks or catalogue.ids())
         packed = {name: cloudpickle.dumps(value) for name, value in arguments.items()}
-        return judge_all(trial.observe(Call(cloudpickle.dumps(function), packed, "fsdp"), wanted))
+        return trial.observe(Call(cloudpickle.dumps(function), packed, "fsdp"), wanted)
 
 
 def judge_all(evidence: Evidence) -> Verdicts:

@@ -40,6 +40,8 @@ class Finding:
     remedy: str = ""
     condemns: tuple[str, ...] = ()
     """Tensors that later checks skip because they already failed; default: ``tensor`` alone."""
+    origin: str = ""
+    """Where the difference starts, in one line above all findings of the check; the same for all of them."""
 
     @property
     def failed_tensors(self) -> tuple[str, ...]:

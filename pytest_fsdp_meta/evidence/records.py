@@ -14,6 +14,7 @@ from pytest_fsdp_meta.evidence.draws import RankDraws
 from pytest_fsdp_meta.evidence.random_numbers import RankTrainingMode
 from pytest_fsdp_meta.evidence.step_memory import StepMemory
 from pytest_fsdp_meta.evidence.tensors import RankInventory
+from pytest_fsdp_meta.evidence.traces import RankTrace
 from pytest_fsdp_meta.evidence.training import Comparison, OwnClipping, RankTraining
 
 
@@ -122,6 +123,11 @@ class ReferenceFacts:
     """The parameters whose gradient is zero in the first step and not in a later one."""
     idle: tuple[str, ...] = ()
     """The parameters of modules that did not run in its first step, such as a vision tower that gets text only."""
+    used: tuple[str, ...] = ()
+    """The other parameters, in the order in which the first forward reached the modules that own them.
+
+    Empty in stored evidence that is older than this field.
+    """
     rates: tuple[tuple[float, ...], ...] = ()
     """As in ``RankTraining``."""
     memory: StepMemory | None = None
@@ -202,6 +208,8 @@ class Evidence:
     verifier: tuple[tuple[Comparison, ...], ...] | None = None
     draws: tuple[RankDraws, ...] | None = None
     training: tuple[RankTraining, ...] | None = None
+    traces: tuple[RankTrace, ...] | None = None
+    """What every module got and returned in one more first step; None if nothing departed in it."""
     state_dict: tuple[RankStateDict, ...] | None = None
     saved: tuple[RankSaved, ...] | None = None
     restored: tuple[RankSaved, ...] | None = None

@@ -31,27 +31,53 @@ def batch_slice(subject: Subject, rank: Rank) -> tuple[int, int]:
     return subject.data_parallel or _slice_by_mesh(subject.model, rank)
 
 
+def model_splits(model: Module, rank: Rank) -> tuple[tuple[int, int], ...]:
+    """Return the (index, size) of this rank along each mesh dimension that splits the model, larger than 1.
+
+    A tensor that is split by hand lies on no mesh, so the world's mesh counts where that of the parameters lacks one.
+    """
+    places = dict[str, tuple[int, int]]()
+    for dims, shape, coordinate in (_parameter_mesh(model), _world_mesh(rank)):
+        for dim, size, index in zip(dims, shape, coordinate, strict=True):
+            if dim is not None and splits_model(dim) and size > 1:
+                places.setdefault(dim, (index, size))
+    return tuple(places.values())
+
+
 def _slice_by_mesh(model: Module, rank: Rank) -> tuple[int, int]:
     """Return the (index, size) of this rank's slice by the mesh of most parameters, else by the world's mesh."""
-    meshes: dict[tuple[Any, ...], int] = {}
-    for parameter in model.parameters():
-        if isinstance(parameter, DTensor):
-            mesh = mesh_facts(parameter)
-            if mesh.coordinate is not None and not any(map(splits_experts, mesh.dims)):
-                key = (mesh.dims, mesh.shape, mesh.coordinate)
-                meshes[key] = meshes.get(key, 0) + parameter.numel()
-    if meshes:
-        dims, shape, coordinate = max(meshes, key=lambda key: meshes[key])
-    elif rank.has_mesh:
-        dims, shape = tuple(rank.mesh.mesh_dim_names or ()), tuple(rank.mesh.shape)
-        coordinate = tuple(rank.mesh.get_coordinate() or ())
-    else:
+    dims, shape, coordinate = _parameter_mesh(model)
+    if not dims:
+        dims, shape, coordinate = _world_mesh(rank)
+    if not dims:
         return rank.rank, rank.world_size
     index = 0
     for dim, size, position in zip(dims, shape, coordinate, strict=True):
         if not splits_model(dim):
             index = index * size + position
     return index, math.prod(size for dim, size in zip(dims, shape, strict=True) if not splits_model(dim))
+
+
+_Mesh = tuple[tuple[str | None, ...], tuple[int, ...], tuple[int, ...]]
+"""The names and sizes of the dimensions of a mesh, and this rank's place; all are empty where there is none."""
+
+
+def _parameter_mesh(model: Module) -> _Mesh:
+    """Return the mesh of most parameters, without those of experts."""
+    meshes: dict[_Mesh, int] = {}
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor):
+            mesh = mesh_facts(parameter)
+            if mesh.coordinate is not None and not any(map(splits_experts, mesh.dims)):
+                key = (mesh.dims, mesh.shape, mesh.coordinate)
+                meshes[key] = meshes.get(key, 0) + parameter.numel()
+    return max(meshes, key=lambda key: meshes[key], default=((), (), ()))
+
+
+def _world_mesh(rank: Rank) -> _Mesh:
+    if not rank.has_mesh:
+        return (), (), ()
+    return tuple(rank.mesh.mesh_dim_names or ()), tuple(rank.mesh.shape), tuple(rank.mesh.get_coordinate() or ())
 
 
 def calling_field(field: str) -> AbstractContextManager[None]:

@@ -76,7 +76,7 @@ def train_nudged(
     try:
         subject = declared_subject(noisy.model, recipe)
         restore(noisy.model, noisy.records["values"])
-        noisy.nudges = Nudges(noisy.model, _coarsest_unit(computing), _coarsest_unit(reducing), SEED + number)
+        noisy.nudges = Nudges(noisy.model, coarsest_unit(computing), coarsest_unit(reducing), SEED + number)
         optimizer = make_optimizer(subject)
         clips = subject.max_grad_norm is not None and not facts.clip_problem
         own = recipe.get("clip_grad_norm") if facts.own_clipping or clips else None
@@ -227,7 +227,7 @@ def _noise_file(folder: str, record: str) -> Path:
     return record_at(folder, f"{record}_noise")
 
 
-def _coarsest_unit(dtypes: Collection[str]) -> float:
+def coarsest_unit(dtypes: Collection[str]) -> float:
     """Return the relative size of one unit in the last place of the coarsest of these dtypes; 0 for none."""
     known = [dtype for dtype in COMPUTED if str(dtype).removeprefix("torch.") in dtypes]
     return max((torch.finfo(dtype).eps for dtype in known), default=0.0)

@@ -158,6 +158,7 @@ def train_reference(
         settings=settings,
         reached_later=tuple(first.reached_later),
         idle=first.idle or (),
+        used=first.used,
         rates=tuple(run.rates),
         memory=first.memory.observed(),
     )
@@ -197,6 +198,8 @@ class _RecordedSteps(StepObserver):
         self.memory = StepMemoryWatch(model)
         self.idle: tuple[str, ...] | None = None
         """The parameters of modules that did not run in the first step."""
+        self.used: tuple[str, ...] = ()
+        """The others, in the order of first use."""
 
     def around(self, step: int) -> AbstractContextManager[None]:
         return self.memory.around(step)
@@ -206,17 +209,22 @@ class _RecordedSteps(StepObserver):
             return super().loss_of(subject, rows)
         batched = [value for value in rows.values() if isinstance(value, Tensor) and value.ndim]
         self.memory.rows = len(batched[0]) if batched else 0
-        used: set[int] = set()
+        used: dict[int, int] = {}
+        """Identity of a parameter -> its place in the order of first use."""
 
         def note(module: Module, _: Any) -> None:
             if not torch.compiler.is_compiling():
-                used.update(map(id, module.parameters(recurse=False)))
+                for parameter in module.parameters(recurse=False):
+                    used.setdefault(id(parameter), len(used))
 
         with ExitStack() as hooks:
             for module in self._model.modules():
                 hooks.callback(module.register_forward_pre_hook(note).remove)
             loss = super().loss_of(subject, rows)
-        self.idle = tuple(name for name, tensor in parameters_of(self._model) if id(tensor) not in used)
+        named = list(parameters_of(self._model))
+        self.idle = tuple(name for name, tensor in named if id(tensor) not in used)
+        places = {name: used[id(tensor)] for name, tensor in named if id(tensor) in used}
+        self.used = tuple(sorted(places, key=places.__getitem__))
         return loss
 
     def record(self, name: str, tensors: Iterable[tuple[str, Tensor]]) -> None:

@@ -40,6 +40,7 @@ class Settings:
     ray_address: str = ""
     loader: str = ""
     checkpoint: str = ""
+    localise: bool = False
     report: str = ""
     keep_evidence: bool = False
     compare: str = ""
@@ -242,6 +243,14 @@ OPTIONS = (
         _folder,
         "expected an existing folder",
         "DIR",
+    ),
+    Option(
+        "localise",
+        "compare every module with the reference's in one more first step even if no check finds a difference; without "
+        "this option, that is done where loss_parity or grad_parity fails, to name the module where it starts",
+        _switch,
+        "choose true or false",
+        "",
     ),
     Option(
         "report",

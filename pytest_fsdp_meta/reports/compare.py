@@ -185,7 +185,7 @@ def _without_numbers(check: CheckRecord) -> tuple[str, str, frozenset[FindingRec
         check.status,
         mask(check.reason) if check.status == "error" else "",
         frozenset(
-            replace(finding, actual=mask(finding.actual), expected=mask(finding.expected), detail="")
+            replace(finding, actual=mask(finding.actual), expected=mask(finding.expected), detail="", origin="")
             for finding in check.findings
         ),
     )

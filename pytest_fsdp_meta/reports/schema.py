@@ -62,6 +62,8 @@ class FindingRecord:
     detail: str = ""
     cause: str = ""
     remedy: str = ""
+    origin: str = ""
+    """Where the difference starts; the same for all findings of a check."""
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,7 @@ def _finding_record(finding: Finding) -> FindingRecord:
         finding.detail,
         finding.cause,
         finding.remedy,
+        finding.origin,
     )
 
 

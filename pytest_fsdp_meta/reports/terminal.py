@@ -36,6 +36,8 @@ def describe_failure(verdict: Verdict, world: str, rerun_command: str) -> str:
     """Return the whole message of a failed check."""
     check = verdict.check
     lines = [f"{check.id}: {check.promise}", f"failed in a {world}:"]
+    for origin in origins(verdict.findings):
+        lines += ["", paragraph("where it starts: ", origin)]
     for (cause, remedy), findings in by_cause(verdict.findings).items():
         lines += [
             "",
@@ -96,6 +98,11 @@ def by_cause(findings: Iterable[Found]) -> dict[tuple[str, str], list[Found]]:
     for finding in findings:
         groups.setdefault((finding.cause, finding.remedy), []).append(finding)
     return groups
+
+
+def origins(findings: Iterable[Found]) -> tuple[str, ...]:
+    """Return where the differences that these findings describe start, each place once."""
+    return tuple(dict.fromkeys(finding.origin for finding in findings if finding.origin))
 
 
 def group_similar(findings: Iterable[Found]) -> list[list[Found]]:

@@ -10,6 +10,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from pytest_fsdp_meta.catalogue.registry import OBSERVATIONS
 from pytest_fsdp_meta.evidence import (
     VALUES_CHECKS,
     Comparison,
@@ -26,10 +27,12 @@ from pytest_fsdp_meta.evidence import (
     not_declared,
 )
 from pytest_fsdp_meta.evidence.collectives import RankCollectives, RankMemory
+from pytest_fsdp_meta.evidence.traces import RankTrace
 from pytest_fsdp_meta.loader.subject import SubjectError
 from pytest_fsdp_meta.observers.support.reference_record import record_at
 from pytest_fsdp_meta.trial import on_ranks
 from pytest_fsdp_meta.trial.loads import Load, Loads
+from pytest_fsdp_meta.trial.localising import first_step_departs, may_be_traced, trace_first_step
 from pytest_fsdp_meta.trial.noise import departs, with_noise
 from pytest_fsdp_meta.trial.obstacles import NOT_WANTED, describe_odd_model, from_world_error
 from pytest_fsdp_meta.trial.on_ranks import run_on
@@ -64,12 +67,18 @@ class ObservationRun:
     load_again: Load
     selection: Container[str] | None = None
     """The checks that will be judged; None for all."""
+    facts: WorldFacts | None = None
+    """What is known about the world before the loader runs."""
+    tolerance: Mapping[str, float] = field(default_factory=dict)
+    localise: bool = False
+    """Whether the first step is traced although no check fails."""
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
     reference: ReferenceFacts | None = None
     values: tuple[tuple[Comparison, ...], ...] | None = None
     verifier: tuple[tuple[Comparison, ...], ...] | None = None
     draws: tuple[RankDraws, ...] | None = None
     training: tuple[RankTraining, ...] | None = None
+    traces: tuple[RankTrace, ...] | None = None
     collectives: tuple[RankCollectives, ...] | None = None
     memory: tuple[RankMemory, ...] | None = None
     reloading: Reloading | None = None
@@ -97,6 +106,7 @@ class ObservationRun:
         self.verifier = self._take("verifier", self._compare_with_verifier)
         self.draws = self._take("draws", self._describe_draws)
         self.training = self._take("training", self._train)
+        self.traces = self._trace()
         # The collectives of loading are known even if training has ended the world.
         if "collectives" in self._wanted:
             self.collectives = self._collect_collectives()
@@ -117,6 +127,7 @@ class ObservationRun:
             verifier=self.verifier,
             draws=self.draws,
             training=self.training,
+            traces=self.traces,
             state_dict=reloading.state_dict,
             saved=reloading.saved,
             restored=reloading.restored,
@@ -269,6 +280,19 @@ class ObservationRun:
         self.reference = replace(self.reference, losses_again=losses)
         worlds = self.world, self.reference_world
         return with_noise(runs, self.inventory[0], self.reference, *worlds, self._recipe, self.folder)
+
+    def _trace(self) -> tuple[RankTrace, ...] | None:
+        """Trace the first step if it departs from the reference's, or on request."""
+        if self.training is None or self.reference is None or self.facts is None or not self.reference.losses:
+            return None
+        seen = {name: getattr(self, name) for name in ("reference", "values", "verifier", "draws", "training")}
+        missing = {name: NOT_WANTED for name in OBSERVATIONS if seen.get(name, self.inventory) is None}
+        evidence = Evidence(self.facts, self.subject, self.inventory, tolerance=self.tolerance, **seen)
+        evidence = replace(evidence, unavailable=missing | self.unavailable)
+        if not may_be_traced(evidence) or not (self.localise or first_step_departs(evidence, self.selection)):
+            return None
+        with self.stopwatch.timing("localising"):
+            return trace_first_step(evidence, self._recipe, self.world, self.reference_world, self.folder)
 
     def _adopt_values(self) -> None:
         """Let the reference train from what the loader drew, and where a selected check reports that values differ.

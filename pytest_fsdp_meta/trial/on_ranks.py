@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         reference,
         state_dict,
         step_collectives,
+        traces,
         training,
         values,
     )
@@ -61,6 +62,7 @@ else:
     reference = ObserverModule(f"{OBSERVERS}.reference")
     state_dict = ObserverModule(f"{OBSERVERS}.state_dict")
     step_collectives = ObserverModule(f"{OBSERVERS}.step_collectives")
+    traces = ObserverModule(f"{OBSERVERS}.traces")
     training = ObserverModule(f"{OBSERVERS}.training")
     values = ObserverModule(f"{OBSERVERS}.values")
 
@@ -78,6 +80,7 @@ __all__ = [
     "run_on",
     "state_dict",
     "step_collectives",
+    "traces",
     "training",
     "values",
 ]

@@ -51,7 +51,8 @@ def world_facts(spec: WorldSpec) -> WorldFacts:
 class Trial:
     """One loader in one world.
 
-    ``selection`` has the ids of the checks that will be judged; None for all. After ``observe``, ``outputs`` holds what
+    ``selection`` has the ids of the checks that will be judged; None for all. With ``localise``, the first step is
+    traced module by module even if no check finds that it departs. After ``observe``, ``outputs`` holds what
     each rank wrote and ``seconds`` the duration of each phase.
     """
 
@@ -63,6 +64,7 @@ class Trial:
         tolerance: Mapping[str, float],
         listener: Listener | None = None,
         selection: Container[str] | None = None,
+        localise: bool = False,
     ) -> None:
         self.spec = spec
         self.outputs: list[str] = []
@@ -73,6 +75,7 @@ class Trial:
         self._tolerance = tolerance
         self._listener = listener
         self._selection = selection
+        self._localise = localise
 
     def observe(self, loader: Call, wanted: Collection[str]) -> Evidence:
         """Run the loader on every rank and take each wanted observation once.
@@ -114,6 +117,9 @@ class Trial:
             steps=self._steps,
             load_again=partial(self._load_again, loader),
             selection=self._selection,
+            facts=world_facts(self.spec),
+            tolerance=self._tolerance,
+            localise=self._localise,
             stopwatch=self._stopwatch,
         )
         if problem := next(iter(run.subject.unmatched.values()), ""):

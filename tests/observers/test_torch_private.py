@@ -15,6 +15,7 @@ from pytest_fsdp_meta.observers.inventory import managed_names
 from pytest_fsdp_meta.observers.support.torch_private import (
     flat_parameters,
     fsdp_groups,
+    is_in_backward,
     is_operator,
     is_replicated,
     managed_places,
@@ -304,3 +305,11 @@ def test_autograd_nodes_are_numbered_in_the_order_in_which_they_are_made():
     early, late = weight.to(torch.float64), weight.clone()
     assert sequence_number(early.grad_fn) < sequence_number(late.grad_fn)
     assert (early.grad_fn.name(), early.grad_fn.next_functions[0][0].variable is weight) == ("ToCopyBackward0", True)
+
+
+def test_code_that_runs_in_a_backward():
+    seen = []
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(lambda gradient: seen.append(is_in_backward()))
+    (x * 2).sum().backward()
+    assert (seen, is_in_backward()) == ([True], False)

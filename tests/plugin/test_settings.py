@@ -41,6 +41,7 @@ def test_defaults(pytester: pytest.Pytester) -> None:
             ("head:6379", "auto", "local"),
         ),
         ("require-gpu", "require_gpu", ("true", "0", "yes"), (True, False, True)),
+        ("localise", "localise", ("true", "0", "yes"), (True, False, True)),
     ],
 )
 def test_command_line_before_environment_before_ini(
@@ -56,7 +57,7 @@ def test_command_line_before_environment_before_ini(
     assert getattr(settings(pytester), field) == values[2]
     monkeypatch.setenv(f"PYTEST_FSDP_{underscored.upper()}", texts[1])
     assert getattr(settings(pytester), field) == values[1]
-    typed = f"--fsdp-{name}" if name == "require-gpu" else f"--fsdp-{name}={texts[0]}"
+    typed = f"--fsdp-{name}" if name in ("require-gpu", "localise") else f"--fsdp-{name}={texts[0]}"
     assert getattr(settings(pytester, typed), field) == values[0]
 
 

@@ -228,6 +228,12 @@ def test_findings_by_cause():
     assert first.lines[0].details == (("layers.0.weight", "here"),)
 
 
+def test_where_it_starts_is_said_once_for_a_check():
+    found = [finding(name, origin="attn.q agrees, attn.k does not") for name in ("a", "b")]
+    text = Reader(render(report(loader(checks={"grad_parity": check("grad_parity", "failed", found)})))).text
+    assert text.count("where it starts: attn.q agrees, attn.k does not") == 1
+
+
 def drawn(*tensors: TensorRecord, mesh=None, **checks: CheckRecord) -> dict[str, Layout]:
     return {one.names[0]: one for one in group_layouts(loader(mesh=mesh, checks=checks, tensors=tensors))}
 

@@ -129,6 +129,20 @@ def test_findings_about_the_whole_model_have_lines_of_their_own():
     ]
 
 
+def test_where_it_starts_is_said_once_above_all_findings():
+    dry = {"cause": "it dried", "remedy": "paint faster"}
+    found = red("a", origin="attn.q agrees, attn.k does not", cause="the paint ran out", remedy="buy paint")
+    shown = failed(found, red("b", origin=found.origin, **dry)).splitlines()
+    assert shown[1:6] == [
+        "failed in a world of 2 (gloo on cpu):",
+        "",
+        "where it starts: attn.q agrees, attn.k does not",
+        "",
+        "  a, ranks 0, 1: red, but should be blue",
+    ]
+    assert sum("where it starts" in line for line in shown) == 1
+
+
 def test_several_causes_follow_one_another():
     dry = {"cause": "it dried", "remedy": "paint faster"}
     assert failed(red("a"), red("b", **dry), red("c")) == message(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
+from pytest_fsdp_meta.catalogue.diagnosis.backward_order import describe_first_departure, sort_by_backward
 from pytest_fsdp_meta.catalogue.diagnosis.limits import (
     Limits,
     describe_length,
@@ -14,6 +16,7 @@ from pytest_fsdp_meta.catalogue.diagnosis.limits import (
     update_limits,
 )
 from pytest_fsdp_meta.catalogue.diagnosis.multiples import ROUNDING, SLIGHT, multiple, number_of, whole
+from pytest_fsdp_meta.catalogue.diagnosis.origin import describe_origin
 from pytest_fsdp_meta.catalogue.diagnosis.parity import (
     EXPLAINING_CHECKS,
     comparable_training,
@@ -67,7 +70,10 @@ def grad_parity(view: View) -> Iterable[Finding]:
         require_same_forward(view, runs)
         first = found[0]
         require_no_other_cause(view, f"the gradients differ ({first.tensor}: {first.actual})")
-        yield from found
+        departing = {finding.tensor for finding in found if finding.tensor}
+        agreeing = describe_first_departure(view, runs, departing)
+        origin = describe_origin(view.evidence.traces, otherwise=agreeing)
+        yield from (replace(finding, origin=origin) for finding in found)
     elif not unreduced:
         require_gradients(view)
         yield from _scaled_before_clipping(view, runs)
@@ -107,7 +113,8 @@ def _scaled_before_clipping(view: View, runs: Sequence[RankTraining]) -> Iterato
 def _wrong_gradients(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding]:
     """Report gradients that are missing or differ from the reference's."""
     limits = gradient_limits(view)
-    names, due = view.names("parameter", only=view.reference.gradients), gradients_beyond_rounding(view)
+    names = sort_by_backward(view, view.names("parameter", only=view.reference.gradients))
+    due = gradients_beyond_rounding(view)
     pairs = view.comparisons(tuple(run.gradients for run in runs), names)
     updates = view.comparisons(tuple(run.parameters for run in runs), names)
     partial = partial_gradients(view)

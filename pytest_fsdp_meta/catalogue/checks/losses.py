@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from pytest_fsdp_meta.catalogue.diagnosis.coordinates import sequence_places
 from pytest_fsdp_meta.catalogue.diagnosis.limits import (
@@ -12,6 +13,7 @@ from pytest_fsdp_meta.catalogue.diagnosis.limits import (
     relative_distance,
 )
 from pytest_fsdp_meta.catalogue.diagnosis.multiples import number_of, whole
+from pytest_fsdp_meta.catalogue.diagnosis.origin import FORWARD, describe_origin
 from pytest_fsdp_meta.catalogue.diagnosis.parity import (
     BEFORE_UPDATES,
     comparable_training,
@@ -73,7 +75,9 @@ def loss_parity(view: View) -> Iterable[Finding]:
     )
     first_forward = wrong_steps[:1] == [0] or any(disagreement[2] == 0 for disagreement in disagreements)
     require_no_other_cause(view, f"the losses differ ({message})", first_forward)
-    yield from (_report_disagreement(view, runs, *disagreement) for disagreement in disagreements)
+    origin = describe_origin(view.evidence.traces, (FORWARD,)) if first_forward else ""
+    reported = (_report_disagreement(view, runs, *disagreement) for disagreement in disagreements)
+    yield from (replace(finding, origin=origin) for finding in reported)
     if wrong_steps and wrong_steps[0] > 0 and (loaded := describe_loaded_state(view)):
         raise PartlyJudged(f"the first loss is right, later ones differ ({message}): {loaded}")
     if wrong_steps:
@@ -84,6 +88,7 @@ def loss_parity(view: View) -> Iterable[Finding]:
             f"loss {ours} at step {wrong_steps[0]}",
             f"{theirs} within {limits.at(expected, wrong_steps[0]):.2g}",
             f"losses {format_losses(actual)}; reference {format_losses(expected)}",
+            origin=origin,
             **_explain_losses(view, wrong_steps[0], runs, limits.at(expected, wrong_steps[0])),
         )
 

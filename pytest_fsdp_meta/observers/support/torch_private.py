@@ -268,3 +268,8 @@ def managed_weights(model: Module) -> list[ManagedWeight]:
 def sequence_number(node: torch.autograd.graph.Node) -> int:
     """Return the position of an autograd node among the nodes that this thread has made."""
     return int(node._sequence_nr())
+
+
+def is_in_backward() -> bool:
+    """Whether autograd runs this code in a backward, as it does where activation checkpointing repeats a forward."""
+    return bool(torch._C._current_graph_task_id() != -1)

@@ -30,6 +30,7 @@ from pytest_fsdp_meta.reports.schema import (
     how_many,
     is_bad,
 )
+from pytest_fsdp_meta.reports.terminal import origins
 from pytest_fsdp_meta.text import counted, joined_runs
 
 GLYPHS = {
@@ -76,6 +77,10 @@ class CheckView:
     @cached_property
     def causes(self) -> tuple[Cause, ...]:
         return group_by_cause(self.record.findings)
+
+    @property
+    def origins(self) -> tuple[str, ...]:
+        return origins(self.record.findings)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,27 @@
+"""With the first step traced on request, no module of any conforming loader is named."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fixtures.forms import FORMS
+from pytest_fsdp_meta.catalogue.diagnosis.origin import describe_origin, find_place
+
+pytestmark = pytest.mark.slow
+PARITY = ("loss_parity", "grad_parity")
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_no_module_of_a_conforming_loader_is_named(name, checkpoint, trace_loader):
+    form = FORMS[name]
+    if form.needs_accelerator and not torch.accelerator.is_available():
+        pytest.skip("torch refuses this form without an accelerator")
+    path = checkpoint(form.architecture) if form.architecture else None
+    evidence = trace_loader(form.load, form.mesh, checks=PARITY, path=path)
+    if "train_step" in evidence.subject.declared:
+        assert evidence.traces is None
+        return
+    assert evidence.traces is not None
+    assert [trace.problem for trace in evidence.traces] == [""] * len(evidence.traces)
+    assert find_place(evidence.traces) is None, describe_origin(evidence.traces)

@@ -1,0 +1,268 @@
+"""Find the place where the first step starts to depart from the reference's, by the traces of all ranks.
+
+A place is named only if nothing contradicts it; a wrong name costs more than none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+
+from pytest_fsdp_meta.evidence.traces import (
+    AGAIN_INPUT,
+    AGAIN_OUTPUT,
+    AGREES,
+    DEPARTS,
+    GRADIENT,
+    INPUT,
+    OUTPUT,
+    RECOMPUTED,
+    ModuleFacts,
+    RankTrace,
+    TracedCall,
+)
+from pytest_fsdp_meta.text import name_ranks
+
+PARTS = 0.05
+"""Fraction of a departure that parts of a sum may leave: what they add up to is then the reference's tensor."""
+JUMP = 10.0
+"""How many times farther off, in multiples of noise, a place is than all that came before. Noise grows as a difference
+does, so a difference that starts earlier, below its noise, shows no jump."""
+FORWARD, BACKWARD, RECOMPUTATION = "forward", "backward", "recomputation"
+PHASES = (FORWARD, BACKWARD, RECOMPUTATION)
+AGREE, DEPART, BETWEEN, UNKNOWN = "agree", "depart", "between", "unknown"
+NAMES = {INPUT: "the input", OUTPUT: "the output", GRADIENT: "the gradient of the output"}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a difference starts: inside ``module``, whose inputs agree.
+
+    ``after`` and ``before`` are what still agrees and what departs, where that is not the module's own input and
+    output: (stage, module).
+    """
+
+    module: str
+    phase: str
+    ranks: tuple[int, ...]
+    distance: float
+    noise: float
+    after: tuple[str, str] | None = None
+    before: tuple[str, str] | None = None
+
+
+@dataclass(frozen=True)
+class _Merged:
+    """One call on all ranks; ``state`` is the state of the call, and ``ranks`` are those that depart."""
+
+    call: TracedCall
+    state: str
+    ranks: tuple[int, ...] = ()
+
+
+def describe_origin(traces: Sequence[RankTrace] | None, phases: Sequence[str] = PHASES, otherwise: str = "") -> str:
+    """Return where the difference starts, in one line, if that is sure and in one of these phases.
+
+    Return ``otherwise`` if not; without it, why the step could not be traced; "" if it was, or was not to be.
+    """
+    place = find_place(traces) if traces else None
+    if traces and place is not None and place.phase in phases:
+        return _describe(place, traces)
+    problem = next((trace.problem for trace in traces or () if trace.problem), "")
+    return otherwise or (problem and f"not looked for in the modules: {problem}")
+
+
+def find_place(traces: Sequence[RankTrace]) -> Place | None:
+    """Return where the difference starts; None if nothing departs, or what departs does not fit together."""
+    if any(trace.problem for trace in traces):
+        return None
+    forward = _merge(traces, [trace.forward for trace in traces])
+    if forward is None:
+        return None
+    if any(merged.state in (BETWEEN, DEPART) for merged in forward):
+        return _first_in_forward(forward)
+    backward = _merge(traces, [trace.backward for trace in traces])
+    if backward is None:
+        return None
+    return _first_in_backward(backward, forward)
+
+
+def _merge(traces: Sequence[RankTrace], by_rank: Sequence[Sequence[TracedCall]]) -> list[_Merged] | None:
+    """Return each call with its state on all ranks; None if the ranks' calls differ."""
+    keys = [[(call.stage, call.module, call.turn) for call in calls] for calls in by_rank]
+    if any(own != keys[0] for own in keys):
+        return None
+    slices: dict[tuple[int, int], list[int]] = {}
+    for rank, trace in enumerate(traces):
+        slices.setdefault(trace.data_parallel, []).append(rank)
+    columns = list(zip(*by_rank, strict=True))
+    inputs = {(calls[0].module, calls[0].turn): calls for calls in columns if calls[0].stage == INPUT}
+    return [_merged(calls, slices.values(), inputs.get((calls[0].module, calls[0].turn))) for calls in columns]
+
+
+def _merged(
+    calls: Sequence[TracedCall], slices: Iterable[Sequence[int]], inputs: Sequence[TracedCall] | None
+) -> _Merged:
+    states = [_state(call) for call in calls]
+    for ranks in slices:
+        if any(states[rank] == DEPART for rank in ranks) and _are_parts([calls[r] for r in ranks]):
+            states = [UNKNOWN if rank in ranks else state for rank, state in enumerate(states)]
+        elif inputs is not None and any(inputs[rank].split for rank in ranks) and _differ([calls[r] for r in ranks]):
+            # A layer that splits its input may return one summand on each rank, to which others add what is missing.
+            states = [UNKNOWN if rank in ranks else state for rank, state in enumerate(states)]
+    departing = tuple(rank for rank, state in enumerate(states) if state == DEPART)
+    worst = max(calls, key=lambda call: call.distance / call.noise if call.noise else 0.0)
+    for state in (DEPART, BETWEEN, UNKNOWN):
+        if state in states:
+            return _Merged(worst, state, departing)
+    return _Merged(worst, AGREE)
+
+
+def _state(call: TracedCall) -> str:
+    if call.compared and call.distance > DEPARTS * call.noise:
+        return DEPART
+    if call.compared and call.distance > AGREES * call.noise:
+        return BETWEEN
+    return AGREE if call.compared and not call.unmatched else UNKNOWN
+
+
+def _are_parts(calls: Sequence[TracedCall]) -> bool:
+    """Return whether the tensors of ranks with the same rows add up to the reference's."""
+    if len(calls) < 2 or not all(call.sketch for call in calls):
+        return False
+    wanted = calls[0].expected
+    summed = [sum(numbers) for numbers in zip(*(call.sketch for call in calls), strict=True)]
+    left: float = max(abs(a - b) for a, b in zip(summed, wanted, strict=True))
+    apart: float = max(abs(a - b) for call in calls for a, b in zip(call.sketch, wanted, strict=True))
+    return left <= PARTS * apart
+
+
+def _differ(calls: Sequence[TracedCall]) -> bool:
+    """Return whether whole tensors of ranks with the same rows are not one tensor."""
+    sketches = [call.sketch for call in calls]
+    if len(calls) < 2 or not any(sketches):
+        return False
+    if not all(sketches):
+        return True
+    scale = max(abs(number) for own in sketches for number in own)
+    return any(abs(a - b) > PARTS * scale for own in sketches for a, b in zip(own, sketches[0], strict=True))
+
+
+def _first(merged: Sequence[_Merged], through: str) -> tuple[_Merged, Sequence[_Merged]] | None:
+    """Return the first call that departs, and those before it; None if that is not where a difference starts.
+
+    ``through`` is the stage whose last call, and calls of modules around, must not agree again: a tensor that was
+    compared with the wrong part of the reference's departs by itself.
+    """
+    position = next((index for index, one in enumerate(merged) if one.state == DEPART), None)
+    if position is None:
+        return None
+    first, before = merged[position], merged[:position]
+    module, later = first.call.module, [one for one in merged[position:] if one.call.stage == through]
+    known = [one.state for one in later if one.state != UNKNOWN]
+    around = [one.state for one in later if through == OUTPUT and _is_around(one.call.module, module)]
+    nearest = max((one.call.distance / one.call.noise for one in before if one.state != UNKNOWN), default=0.0)
+    jumps = first.call.distance >= JUMP * nearest * first.call.noise
+    if any(one.state == BETWEEN for one in before) or not jumps or AGREE in (*around, *known[-1:]) or not known:
+        return None
+    return first, before
+
+
+def _is_around(outer: str, module: str) -> bool:
+    return not outer or module.startswith(f"{outer}.")
+
+
+def _first_in_forward(merged: Sequence[_Merged]) -> Place | None:
+    found = _first(merged, OUTPUT)
+    if found is None:
+        return None
+    first, before = found
+    call = first.call
+    inputs = {(one.call.module, one.call.turn): one.state for one in before if one.call.stage == INPUT}
+    if call.stage == OUTPUT and inputs.get((call.module, call.turn), AGREE) == AGREE:
+        return _place(call.module, FORWARD, first)
+    around = _enclosing(call.module, inputs)
+    agreeing = [one.call for one in before if one.state == AGREE]
+    if around is None or not agreeing:
+        return None
+    return _place(around, FORWARD, first, agreeing[-1])
+
+
+def _place(module: str, phase: str, first: _Merged, last: TracedCall | None = None) -> Place:
+    """Return a place inside the module: between ``last``, which agrees, and the first call that departs."""
+    call = first.call
+    between = ((last.stage, last.module), (call.stage, call.module)) if last is not None else (None, None)
+    return Place(module, phase, first.ranks, call.distance, call.noise, *between)
+
+
+def _enclosing(module: str, inputs: Mapping[tuple[str, int], str]) -> str | None:
+    """Return the smallest module around this one that ran with agreeing inputs."""
+    while module:
+        module = module.rpartition(".")[0]
+        states = [state for (name, _), state in inputs.items() if name == module]
+        if states:
+            return module if states[-1] == AGREE else None
+    return None
+
+
+def _first_in_backward(merged: Sequence[_Merged], forward: Sequence[_Merged]) -> Place | None:
+    found = _first(merged, GRADIENT)
+    if found is None:
+        return None
+    first, before = found
+    call = first.call
+    if call.stage in RECOMPUTED:
+        return _first_in_recomputation(first, before, forward)
+    agreeing = [one.call for one in before if one.state == AGREE and one.call.stage == GRADIENT]
+    if not agreeing:
+        return None
+    called, around = {one.call.module for one in forward}, _common(agreeing[-1].module, call.module)
+    while around and around not in called:  # a container, such as a list of blocks
+        around = around.rpartition(".")[0]
+    return _place(around, BACKWARD, first, agreeing[-1])
+
+
+def _first_in_recomputation(first: _Merged, before: Sequence[_Merged], forward: Sequence[_Merged]) -> Place | None:
+    """Return the module whose recomputed output departs, or whose input is not the one that the forward had."""
+    call = first.call
+    then = {(one.call.stage, one.call.module, one.call.turn): one.state for one in forward}
+    again = {(one.call.module, one.call.turn): one.state for one in before if one.call.stage == AGAIN_INPUT}
+    if then.get((RECOMPUTED[call.stage], call.module, call.turn)) != AGREE:
+        return None
+    if call.stage == AGAIN_INPUT and not any(one.call.stage in RECOMPUTED for one in before):
+        return _place(call.module, RECOMPUTATION, first, call)
+    if call.stage == AGAIN_OUTPUT and again.get((call.module, call.turn), AGREE) == AGREE:
+        return _place(call.module, RECOMPUTATION, first)
+    return None
+
+
+def _common(one: str, other: str) -> str:
+    """Return the smallest module around both; a module is around what it contains."""
+    pairs = zip(one.split("."), other.split("."), strict=False)
+    return ".".join(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def _describe(place: Place, traces: Sequence[RankTrace]) -> str:
+    facts = _facts(place.module, traces)
+    where = f"{place.module or 'the model'}{facts}, {place.phase}, {name_ranks(place.ranks)}: "
+    off = f"is off by {place.distance:.2g} (noise {place.noise:.1g})"
+    if place.before is not None and place.before[0] == AGAIN_INPUT:
+        return f"{where}the input {off}, that of the forward agrees"
+    if place.after is None or place.before is None:
+        return f"{where}the inputs agree, the output {off}"
+    return f"{where}{_name(*place.after)} agrees, {_name(*place.before)} {off}"
+
+
+def _name(stage: str, module: str) -> str:
+    return f"{NAMES[stage]} of {module or 'the model'}"
+
+
+def _facts(module: str, traces: Sequence[RankTrace]) -> str:
+    found: ModuleFacts | None = next((t.modules[module] for t in traces if module in t.modules), None)
+    if found is None:
+        return ""
+    parts = [found.kind, *([f"{found.file}:{found.line}"] if found.file else [])]
+    if found.reference:
+        parts.append(f"{found.reference} in the reference")
+    return f" ({', '.join(parts)})"

@@ -1,0 +1,146 @@
+"""Watch what enters and leaves every module in a forward and a backward, without changing it."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.nn import Module
+
+from pytest_fsdp_meta.evidence.traces import (
+    AGAIN_INPUT,
+    AGAIN_OUTPUT,
+    GRADIENT,
+    INPUT,
+    OUTPUT,
+    ModuleFacts,
+)
+from pytest_fsdp_meta.observers.inventory import unwrapped
+from pytest_fsdp_meta.observers.support.torch_private import is_in_backward
+from pytest_fsdp_meta.text import clean_name, first_line
+
+DEEPEST = 4
+"""Levels of containers in which tensors are looked for."""
+
+
+class Seen(NamedTuple):
+    """Which tensor of a module's call was seen: ``path`` is its place among the arguments or results."""
+
+    stage: str
+    module: str
+    turn: int
+    path: str
+
+
+See = Callable[[Seen, Tensor], None]
+
+
+class ModuleWatch:
+    """Call ``see`` with every tensor that enters or leaves a module, and with the gradients of those that leave one.
+
+    Gradients of inputs are not watched: in a tensor-parallel module they are partial sums. An error of ``see`` is kept
+    as ``problem`` and ends the watching, so that no rank leaves a step in which others wait for it.
+    """
+
+    def __init__(self, model: Module, see: See) -> None:
+        self.problem = ""
+        self._modules = innermost_modules(model)
+        self._see = see
+        self._turns: Counter[tuple[str, bool]] = Counter()
+        self._with_gradient: set[tuple[str, int]] = set()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch the block. What torch.compile has compiled runs eagerly, because it ignores new hooks."""
+        with ExitStack() as hooks:
+            hooks.enter_context(torch.compiler.set_stance("force_eager"))
+            for name, module in self._modules.items():
+                before = module.register_forward_pre_hook(partial(self._before, name), with_kwargs=True)
+                hooks.callback(before.remove)
+                hooks.callback(module.register_forward_hook(partial(self._after, name)).remove)
+            yield
+
+    def _before(self, name: str, module: Module, args: Any, kwargs: Any) -> None:
+        again = is_in_backward()
+        self._turns[name, again] += 1
+        turn = self._turns[name, again] - 1
+        for path, tensor in tensors_in({**dict(enumerate(args)), **kwargs}):
+            self._note(Seen(AGAIN_INPUT if again else INPUT, name, turn, path), tensor)
+
+    def _after(self, name: str, module: Module, args: Any, output: Any) -> None:
+        again = is_in_backward()
+        turn = self._turns[name, again] - 1
+        for path, tensor in tensors_in(output):
+            if not tensor.is_floating_point() and not tensor.is_complex():
+                continue
+            self._note(Seen(AGAIN_OUTPUT if again else OUTPUT, name, turn, path), tensor)
+            if tensor.requires_grad and not self.problem:
+                self._with_gradient.add((name, turn))
+                tensor.register_hook(partial(self._gradient, Seen(GRADIENT, name, turn, path)))
+
+    def _gradient(self, seen: Seen, gradient: Tensor) -> None:
+        self._note(seen, gradient)
+
+    def _note(self, seen: Seen, tensor: Tensor) -> None:
+        if self.problem:
+            return
+        try:
+            with torch.no_grad():
+                self._see(seen, tensor)
+        except Exception as error:
+            self.problem = f"{seen.stage} of {seen.module or 'the model'}: {type(error).__name__}: {first_line(error)}"
+
+
+def innermost_modules(model: Module) -> dict[str, Module]:
+    """Return the modules by the author's names; of a module and its wrappers, which share a name, the module itself."""
+    return {clean_name(name): module for name, module in unwrapped(model).named_modules()}
+
+
+def tensors_in(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors in nested tuples, lists and mappings, such as the outputs of transformers, each with its path.
+
+    What other objects contain is not looked at.
+    """
+    if isinstance(value, Tensor):
+        yield path, value
+    elif depth < DEEPEST and isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from tensors_in(part, f"{path}.{key}", depth + 1)
+    elif depth < DEEPEST and isinstance(value, (tuple, list)):
+        for index, part in enumerate(value):
+            yield from tensors_in(part, f"{path}.{index}", depth + 1)
+
+
+def describe_modules(model: Module) -> dict[str, ModuleFacts]:
+    """Return the class of each module, and where its forward is defined."""
+    return {name: _describe(module) for name, module in innermost_modules(model).items()}
+
+
+def _describe(module: Module) -> ModuleFacts:
+    kind = type(module)
+    while issubclass(kind, FSDPModule) and len(kind.__bases__) > 1:
+        kind = kind.__bases__[-1]  # fully_shard() changes the class of a module to one made of both
+    forward = inspect.unwrap(vars(module).get("forward", kind.forward))
+    code = getattr(getattr(forward, "__func__", forward), "__code__", None)
+    if code is None:
+        return ModuleFacts(kind.__name__)
+    return ModuleFacts(kind.__name__, shorten_path(code.co_filename), code.co_firstlineno)
+
+
+def shorten_path(file: str) -> str:
+    """Return a path relative to the current folder, or to the folder that it was imported from."""
+    path = Path(file)
+    for folder in sorted({os.getcwd(), *filter(None, sys.path)}, key=len, reverse=True):
+        if path.is_relative_to(folder):
+            return path.relative_to(folder).as_posix()
+    return file

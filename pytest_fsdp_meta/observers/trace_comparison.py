@@ -1,0 +1,236 @@
+"""Spill the reference's activations to disk, and compare a rank's with them as a step runs.
+
+Nothing is gathered, and no copy of an activation is kept.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from pytest_fsdp_meta.evidence.traces import (
+    GRADIENT,
+    INPUT,
+    OUTPUT,
+    RECOMPUTED,
+    ModuleFacts,
+    TracedCall,
+)
+from pytest_fsdp_meta.observers.adapters.dtensor import local_part
+from pytest_fsdp_meta.observers.module_watch import Seen
+from pytest_fsdp_meta.observers.support.reference_record import Record, is_array, write_record
+from pytest_fsdp_meta.observers.trace_matching import Layout, Match, is_in_another_order, match, sketch
+from pytest_fsdp_meta.observers.values import comparable, measure
+
+SPILL = 2**26
+"""Bytes of activations that the reference holds on the CPU before it writes them."""
+FAR = 1e-5
+"""Relative: a tensor that is farther off is sketched, in case it is a part of a sum."""
+PERMUTED = 20.0
+"""How many times the noise of the whole tensor a single slice of it may be off, and still be recognised."""
+
+
+@dataclass(frozen=True)
+class TracedReference:
+    """What the reference's trace left beside its records: by key, how far a tensor moves if it rounds otherwise.
+
+    A tensor without noise is not compared, because its rows are not those of the batch in order.
+    """
+
+    folder: str
+    unit: float
+    noise: Mapping[str, float] = field(default_factory=dict)
+    norms: Mapping[str, float] = field(default_factory=dict)
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """Key -> the key under which its tensor is recorded: what one module returns, others get."""
+    order: tuple[tuple[str, int], ...] = ()
+    """The (module, turn) of each call of the forward."""
+    first_gradient: str = ""
+    modules: Mapping[str, ModuleFacts] = field(default_factory=dict)
+    problem: str = ""
+
+
+def _key(seen: Seen) -> str:
+    return f"{RECOMPUTED.get(seen.stage, seen.stage)} {seen.module}#{seen.turn}{seen.path}"
+
+
+class _Known:
+    """Remembers what was found out about a tensor while it keeps its values: what one module returns, others get."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[weakref.ref[Tensor], tuple[float, ...], str]] = {}
+
+    def get(self, tensor: Tensor) -> str:
+        found = self._found.get(id(tensor))
+        if found is None or found[0]() is not tensor or found[1] != _fingerprint(tensor):
+            return ""
+        return found[2]
+
+    def add(self, tensor: Tensor, key: str) -> None:
+        self._found[id(tensor)] = (weakref.ref(tensor), _fingerprint(tensor), key)
+
+
+def _fingerprint(tensor: Tensor) -> tuple[float, ...]:
+    """Return numbers that a write to the tensor changes; torch does not count a write through ``.data``."""
+    values = comparable(local_part(tensor))
+    values = values if values.is_floating_point() else values.double()
+    return float(values.sum()), float(torch.linalg.vector_norm(values))
+
+
+class Spill:
+    """Writes every tensor that it sees to files in a folder; one that was seen before is not written again."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
+        self._folder = folder
+        self._waiting: dict[str, Tensor] = {}
+        self._files = 0
+        self._known = _Known()
+        self.sources: dict[str, str] = {}
+        """Key -> the key of the same tensor, under which it is on disk."""
+        self.norms: dict[str, float] = {}
+        self.first_gradient = ""
+
+    def see(self, seen: Seen, tensor: Tensor) -> None:
+        if not tensor.ndim or not is_array(tensor):
+            return
+        key = _key(seen)
+        if key in self.norms:
+            if seen.stage in RECOMPUTED:
+                return
+            raise RuntimeError("the module calls itself")
+        if seen.stage == GRADIENT and not self.first_gradient:
+            self.first_gradient = key
+        if source := self._known.get(tensor):
+            self.sources[key], self.norms[key] = source, self.norms[source]
+            return
+        self._known.add(tensor, key)
+        local = local_part(tensor)
+        self.sources[key], self.norms[key] = key, float(comparable(local).double().norm())
+        self._waiting[key] = local.to("cpu", copy=True)
+        if sum(waiting.nbytes for waiting in self._waiting.values()) > SPILL:
+            self.flush()
+
+    def flush(self) -> None:
+        if self._waiting:
+            write_record(self._folder / f"{self._files:05}.safetensors", self._waiting.items())
+            self._files += 1
+            self._waiting.clear()
+
+
+@dataclass(frozen=True)
+class Result:
+    """A tensor beside its part of the reference's: None as ``distance`` if the part is not known."""
+
+    distance: float | None
+    split: bool = False
+    sketch: tuple[float, ...] = ()
+    expected: tuple[float, ...] = ()
+
+
+class TraceComparison:
+    """Compares every tensor that it sees with its part of the reference's, in the order in which they come.
+
+    The loss of a rank is a mean over its own rows, or a share of the whole, so its gradients are a multiple of the
+    reference's. That multiple is taken from the first gradient of the backward.
+    """
+
+    def __init__(self, traced: TracedReference, layout: Layout) -> None:
+        self.results: dict[str, Result] = {}
+        self._calls: dict[tuple[str, str, int], list[tuple[str, Result]]] = {}
+        self._traced = traced
+        self._layout = layout
+        self._record = Record(traced.folder)
+        self._known = _Known()
+        self._factor: float | None = None
+
+    def see(self, seen: Seen, tensor: Tensor) -> None:
+        if not tensor.ndim:
+            return  # a mean over own rows is rightly another
+        key, sources = _key(seen), self._traced.sources
+        again = self._known.get(tensor) if is_array(tensor) else ""
+        if again and sources.get(again) == sources.get(key) and again in self.results:
+            result = self.results[again]
+        elif is_array(tensor):
+            result = self._compare(key, tensor, seen.stage == GRADIENT)
+            self._known.add(tensor, key)
+        else:
+            result = Result(None)
+        if seen.stage not in RECOMPUTED:
+            self.results[key] = result
+        self._calls.setdefault((seen.stage, seen.module, seen.turn), []).append((key, result))
+
+    def _compare(self, key: str, tensor: Tensor, is_gradient: bool) -> Result:
+        source = self._traced.sources.get(key)
+        if source is None:
+            return Result(None)
+        if is_gradient and self._factor is None and key != self._traced.first_gradient:
+            return Result(None)  # the multiple is not known
+        found = match(tensor, self._record.shape(source), self._layout)
+        if found is None:
+            return Result(None)
+        theirs = self._record.read(source, found.regions)
+        if not (found.local.is_floating_point() or found.local.is_complex()):
+            # Another index that a router picks may be rounding.
+            return Result(0.0 if torch.equal(found.local.cpu(), theirs) else None)
+        return self._measure(key, found, theirs, source, is_gradient)
+
+    def _measure(self, key: str, found: Match, theirs: Tensor, source: str, is_gradient: bool) -> Result:
+        ours, theirs = comparable(found.local.cpu()).double(), comparable(theirs).double()
+        if is_gradient:
+            if self._factor is None:
+                first = measure(ours, theirs)
+                self._factor = first.factor if math.isfinite(first.factor) and first.factor > 0 else math.nan
+            ours = ours / self._factor
+        measured = measure(ours, theirs)
+        # A slice of small elements, such as masked rows, has the noise of the whole tensor.
+        share = math.sqrt(theirs.numel() / max(1, math.prod(self._record.shape(source))))
+        length = max(measured.truth, self._traced.norms[key] * share)
+        if not length:
+            return Result(None if measured.apart else 0.0)
+        distance = measured.apart / length if math.isfinite(measured.apart) else math.inf
+        if not distance > FAR:
+            return Result(distance, found.split is not None)
+        allowed = PERMUTED * max(self._traced.noise.get(key, 0.0), FAR)
+        if is_in_another_order(ours, found, self._record, source, allowed):
+            return Result(None)
+        whole = found.split is None and not found.placed and bool(self._layout.splits)
+        sums = (sketch(ours), sketch(theirs)) if whole else ((), ())
+        return Result(distance, found.split is not None, *sums)
+
+    def calls(self) -> tuple[tuple[TracedCall, ...], tuple[TracedCall, ...]]:
+        """Return the calls of the forward and of the backward."""
+        calls = [self._call(*call, found) for call, found in self._calls.items()]
+        return (
+            tuple(call for call in calls if call.stage in (INPUT, OUTPUT)),
+            tuple(call for call in calls if call.stage not in (INPUT, OUTPUT)),
+        )
+
+    def _call(self, stage: str, module: str, turn: int, found: list[tuple[str, Result]]) -> TracedCall:
+        noise = self._traced.noise
+        compared = [
+            (result.distance, max(noise[key], self._traced.unit), result)
+            for key, result in found
+            if result.distance is not None and key in noise
+        ]
+        distance, allowed, worst = max(
+            compared, key=lambda one: one[0] / one[1], default=(0.0, self._traced.unit, Result(None))
+        )
+        return TracedCall(
+            stage=stage,
+            module=module,
+            turn=turn,
+            compared=len(compared),
+            unmatched=len(found) - len(compared),
+            distance=distance,
+            noise=allowed,
+            split=any(result.split for _, result in found),
+            sketch=worst.sketch,
+            expected=worst.expected,
+        )

@@ -1,0 +1,219 @@
+"""Trace one more first step: what every module gets and returns on a rank, beside the same of the reference.
+
+The reference spills what it sees to disk, and each rank compares its own part with it as the step runs, so that nothing
+is gathered and no copy of an activation is kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from pytest_fsdp_meta.evidence.traces import (
+    AGREES,
+    INPUT,
+    RankTrace,
+)
+from pytest_fsdp_meta.loader.subject import Subject
+from pytest_fsdp_meta.observers.adapters.dtensor import local_part
+from pytest_fsdp_meta.observers.adapters.lookup import parts_of
+from pytest_fsdp_meta.observers.batches import batch_slice, global_batch, loss_of, model_splits, own_rows
+from pytest_fsdp_meta.observers.inventory import named_tensors, reshard
+from pytest_fsdp_meta.observers.loading import loaded_subject
+from pytest_fsdp_meta.observers.module_watch import ModuleWatch, Seen, describe_modules
+from pytest_fsdp_meta.observers.noise import coarsest_unit
+from pytest_fsdp_meta.observers.reference import declared_subject, restore
+from pytest_fsdp_meta.observers.support.nudges import Nudges
+from pytest_fsdp_meta.observers.support.poison import deterministic
+from pytest_fsdp_meta.observers.support.reference_record import Record, record_at
+from pytest_fsdp_meta.observers.trace_comparison import Spill, TraceComparison, TracedReference
+from pytest_fsdp_meta.observers.trace_matching import Layout
+from pytest_fsdp_meta.observers.values import read_part
+from pytest_fsdp_meta.text import first_line
+from pytest_fsdp_meta.worlds import SEED, CallFailed, current, doing
+
+NUDGED = 2
+"""How often the reference runs under nudges: a single run may by chance keep a tensor as it was."""
+
+
+def trace_reference(
+    recipe: Mapping[str, bytes], folder: str, data_parallel_size: int, computing: Collection[str]
+) -> TracedReference:
+    """Record what every module of the reference gets and returns in the first step, and how much noise that has.
+
+    ``computing`` are the dtypes in which the loader computes. The author's code may refuse hooks: then ``problem`` says
+    why nothing is recorded.
+    """
+    rank = current()
+    model, unit = rank.state["reference"], max(coarsest_unit(computing), torch.finfo(torch.float64).eps)
+    empty = TracedReference(str(Path(folder, "trace")), unit)
+    try:
+        restore(model, Record(record_at(folder, "values")))
+        subject = declared_subject(model, recipe)
+        doing("tracing the reference")
+        spill = Spill(Path(empty.folder))
+        _run_watched(subject, (0, 1), spill.see, order := _Order())
+        spill.flush()
+        traced = replace(
+            empty,
+            norms=spill.norms,
+            sources=spill.sources,
+            order=tuple(order.calls),
+            first_gradient=spill.first_gradient,
+        )
+        noise: dict[str, float] = {}
+        for number in range(NUDGED):
+            nudged = partial(_nudged, Nudges(model, unit, 0.0, SEED + number))
+            _add_noise(noise, _compare(subject, traced, Layout(), nudged)[0])
+        first = Layout((0, data_parallel_size))
+        slices = _compare(subject, traced, first)[0] if data_parallel_size > 1 else None
+        noise = _without_unknown(noise, traced, slices)
+        return replace(traced, noise=noise, modules=describe_modules(model))
+    except Exception as error:
+        return replace(empty, problem=_describe(error))
+    finally:
+        model.zero_grad(set_to_none=True)
+
+
+def trace_rank(traced: TracedReference, trained: Collection[str], folder: str) -> RankTrace:
+    """Run the first step of this rank's subject once more, and compare every module with the reference's.
+
+    The tensors that were ``trained`` since loading have their loaded values during the step. Afterwards the model is
+    as it was before.
+    """
+    rank = current()
+    subject = loaded_subject(rank)
+    rows = batch_slice(subject, rank)
+    layout = Layout(rows, model_splits(subject.model, rank))
+    doing("tracing the modules")
+    try:
+        with _loaded_values(subject.model, trained, Record(record_at(folder, "values"))):
+            compared, order = _compare(subject, traced, layout)
+    except Exception as error:
+        return RankTrace(rows, problem=_describe(error))
+    finally:
+        subject.model.zero_grad(set_to_none=True)
+        reshard(subject.model)
+    ours, theirs = set(order.calls), set(traced.order)
+    if [call for call in traced.order if call in ours] != [call for call in order.calls if call in theirs]:
+        return RankTrace(rows, problem="modules run in another order than in the reference")
+    modules = {
+        name: replace(facts, reference=reference.kind)
+        if (reference := traced.modules.get(name)) is not None and reference.kind != facts.kind
+        else facts
+        for name, facts in describe_modules(subject.model).items()
+    }
+    forward, backward = compared.calls()
+    return RankTrace(rows, forward, backward, modules)
+
+
+def _describe(error: Exception) -> str:
+    cause = error.__cause__ if isinstance(error, CallFailed) and error.__cause__ is not None else error
+    return f"{type(cause).__name__}: {first_line(cause)}"
+
+
+class _Order:
+    """The calls of modules in a forward, in order."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int]] = []
+
+    def note(self, seen: Seen) -> None:
+        if seen.stage == INPUT and (not self.calls or self.calls[-1] != (seen.module, seen.turn)):
+            self.calls.append((seen.module, seen.turn))
+
+
+def _run_watched(subject: Subject, rows: tuple[int, int], see: Callable[[Seen, Tensor], None], order: _Order) -> None:
+    """Run forward and backward of the first step as the training does. Raises what the watching raised."""
+    model, device = subject.model, current().device
+
+    def note(seen: Seen, tensor: Tensor) -> None:
+        order.note(seen)
+        see(seen, tensor)
+
+    watch = ModuleWatch(model, note)
+    model.eval()
+    model.zero_grad(set_to_none=True)
+    with deterministic(), watch.watching():
+        batch = own_rows(global_batch(subject, 0), 0, rows, device)
+        torch.manual_seed(SEED)
+        trainable = any(parameter.requires_grad for parameter in model.parameters())
+        with torch.set_grad_enabled(trainable):
+            loss = loss_of(subject, batch)
+        if trainable:
+            loss.backward()
+    if watch.problem:
+        raise RuntimeError(watch.problem)
+
+
+@contextmanager
+def _nudged(nudges: Nudges) -> Iterator[None]:
+    with nudges.outputs(), nudges.weights():
+        yield
+
+
+@contextmanager
+def _loaded_values(model: Module, trained: Collection[str], values: Record) -> Iterator[None]:
+    """Give the tensors the reference's values in the block, which those of the loader equal, and then their own."""
+    parts = parts_of(model)
+    named = [(name, parts.of(name, tensor)) for name, _, tensor in named_tensors(model)]
+    changed = [
+        (name, part, local_part(part.local))
+        for name, part in named
+        if name in trained and name in values and values.shape(name) == part.shape
+    ]
+    before = [(local, local.to("cpu", copy=True)) for _, _, local in changed]
+    try:
+        with torch.no_grad():
+            for name, part, local in changed:
+                local.copy_(read_part(part, values, name).reshape(local.shape))
+        yield
+    finally:
+        with torch.no_grad():
+            for local, own in before:
+                local.copy_(own)
+
+
+def _compare(
+    subject: Subject,
+    traced: TracedReference,
+    layout: Layout,
+    around: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> tuple[TraceComparison, _Order]:
+    compared, order = TraceComparison(traced, layout), _Order()
+    with around():
+        _run_watched(subject, layout.rows, compared.see, order)
+    return compared, order
+
+
+def _add_noise(noise: dict[str, float], nudged: TraceComparison) -> None:
+    for key, result in nudged.results.items():
+        known = math.inf if result.distance is None else result.distance
+        noise[key] = max(noise.get(key, 0.0), known)
+
+
+def _without_unknown(
+    noise: Mapping[str, float], traced: TracedReference, slices: TraceComparison | None
+) -> dict[str, float]:
+    """Return the noise of what can be compared: what nudges do not overturn, and what has its rows in order.
+
+    The reference itself, on the rows of the first rank, shows the latter: the rows of a batch normalisation depend on
+    all others, and packed tokens need not lie in the order of the rows.
+    """
+    found = {key: value for key, value in noise.items() if math.isfinite(value)}
+    if slices is None:
+        return found
+    distances = {key: result.distance for key, result in slices.results.items()}
+    return {
+        key: value
+        for key, value in found.items()
+        if (distance := distances.get(key)) is not None and distance <= AGREES * max(value, traced.unit)
+    }

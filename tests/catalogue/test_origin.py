@@ -1,0 +1,258 @@
+"""Where a difference starts, by hand-made traces: named if everything fits together, and else not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import pytest
+
+from pytest_fsdp_meta.catalogue.diagnosis.origin import Place, describe_origin, find_place
+from pytest_fsdp_meta.evidence import Evidence
+from pytest_fsdp_meta.evidence.codec import from_plain, to_plain
+from pytest_fsdp_meta.evidence.traces import ModuleFacts, RankTrace, TracedCall
+from tests.catalogue.evidence_factory import healthy, on_runs, remeasured, verdict
+
+NOISE = 1e-7
+MODEL = ("", "embed", "block", "block.attn", "block.attn.q", "block.attn.o", "block.mlp", "head")
+FORWARD = [
+    *(("input", ""), ("input", "embed"), ("output", "embed"), ("input", "block"), ("input", "block.attn")),
+    *(("input", "block.attn.q"), ("output", "block.attn.q"), ("input", "block.attn.o"), ("output", "block.attn.o")),
+    *(("output", "block.attn"), ("input", "block.mlp"), ("output", "block.mlp"), ("output", "block")),
+    *(("input", "head"), ("output", "head"), ("output", "")),
+]
+BACKWARD = [("gradient", name) for name in ("head", "block", "block.mlp", "block.attn", "block.attn.q", "embed")]
+AGAIN = [("recomputed input", "block.mlp"), ("recomputed output", "block.mlp")]
+FACTS = {name: ModuleFacts(f"Kind{number}", "models.py", 10 * number) for number, name in enumerate(MODEL)}
+
+Call = tuple[str, str]
+
+
+def calls(known: Iterable[Call], off: dict[Call, float], **facts: object) -> tuple[TracedCall, ...]:
+    made = (
+        TracedCall(stage, name, compared=1, distance=off.get((stage, name), 0.0), noise=NOISE) for stage, name in known
+    )
+    return tuple(replace(call, **facts) for call in made)  # type: ignore[arg-type]
+
+
+def trace(off: dict[Call, float] | None = None, slice_: tuple[int, int] = (0, 1), again: bool = False) -> RankTrace:
+    off = off or {}
+    backward = [*BACKWARD[:2], *AGAIN, *BACKWARD[2:]] if again else BACKWARD
+    return RankTrace(slice_, calls(FORWARD, off), calls(backward, off), FACTS)
+
+
+def since(first: Call, by: float = 0.1, order: list[Call] | None = None) -> dict[Call, float]:
+    """Let everything depart from this call on."""
+    order = order or [*FORWARD, *BACKWARD]
+    return dict.fromkeys(order[order.index(first) :], by)
+
+
+def change(traced: RankTrace, stage: str, module: str, **facts: object) -> RankTrace:
+    def changed(known: tuple[TracedCall, ...]) -> tuple[TracedCall, ...]:
+        return tuple(
+            replace(call, **facts) if (call.stage, call.module) == (stage, module) else call  # type: ignore[arg-type]
+            for call in known
+        )
+
+    return replace(traced, forward=changed(traced.forward), backward=changed(traced.backward))
+
+
+def both(off: dict[Call, float], **facts: object) -> list[RankTrace]:
+    return [trace(off, (rank, 2), **facts) for rank in range(2)]  # type: ignore[arg-type]
+
+
+def test_right_traces_have_no_place():
+    assert find_place([trace()]) is None
+    assert find_place(both({})) is None
+    assert describe_origin(both({})) == describe_origin(None) == describe_origin(()) == ""
+
+
+def test_the_module_whose_inputs_agree_and_whose_output_departs():
+    place = find_place(both(since(("output", "block.mlp"))))
+    assert place == Place("block.mlp", "forward", (0, 1), 0.1, NOISE)
+    assert describe_origin(both(since(("output", "block.mlp")))) == (
+        "block.mlp (Kind6, models.py:60), forward, ranks 0, 1: the inputs agree, the output is off by 0.1 (noise 1e-07)"
+    )
+
+
+def test_between_two_modules():
+    assert describe_origin(both(since(("input", "block.attn.o")))) == (
+        "block.attn (Kind3, models.py:30), forward, ranks 0, 1: the output of block.attn.q agrees, the input of "
+        "block.attn.o is off by 0.1 (noise 1e-07)"
+    )
+
+
+def test_in_the_models_own_forward():
+    assert describe_origin(both(since(("input", "block")))) == (
+        "the model (Kind0, models.py:0), forward, ranks 0, 1: the output of embed agrees, the input of block is off by "
+        "0.1 (noise 1e-07)"
+    )
+
+
+def test_in_the_backward():
+    off = since(("gradient", "block.attn.q"), 2.0, BACKWARD)
+    assert describe_origin(both(off)) == (
+        "block.attn (Kind3, models.py:30), backward, ranks 0, 1: the gradient of the output of block.attn agrees, the "
+        "gradient of the output of block.attn.q is off by 2 (noise 1e-07)"
+    )
+    assert describe_origin(both(off), ("forward",)) == ""
+
+
+def test_in_the_recomputation():
+    order = [*BACKWARD[:2], *AGAIN, *BACKWARD[2:]]
+    overwritten = both(since(AGAIN[0], 0.5, order), again=True)
+    assert describe_origin(overwritten) == (
+        "block.mlp (Kind6, models.py:60), recomputation, ranks 0, 1: the input is off by 0.5 (noise 1e-07), that of "
+        "the forward agrees"
+    )
+    drawn = both(since(AGAIN[1], 0.5, order), again=True)
+    assert describe_origin(drawn).startswith(
+        "block.mlp (Kind6, models.py:60), recomputation, ranks 0, 1: the inputs agree"
+    )
+
+
+def test_the_class_of_the_reference_is_named_if_it_is_another():
+    facts = {**FACTS, "block.mlp": ModuleFacts("GELU", "act.py", 7, "SiLU")}
+    traces = [replace(one, modules=facts) for one in both(since(("output", "block.mlp")))]
+    assert describe_origin(traces).startswith("block.mlp (GELU, act.py:7, SiLU in the reference), forward")
+    unknown = [replace(one, modules={}) for one in traces]
+    assert describe_origin(unknown).startswith("block.mlp, forward")
+    built_in = [replace(one, modules={"block.mlp": ModuleFacts("Compiled")}) for one in traces]
+    assert describe_origin(built_in).startswith("block.mlp (Compiled), forward")
+
+
+def test_ranks_are_merged():
+    """What only one rank can see counts, and the ranks are those where it starts."""
+    off = since(("output", "block.mlp"))
+    place = find_place([trace({}, (0, 2)), trace(off, (1, 2))])
+    assert place is not None
+    assert (place.module, place.ranks) == ("block.mlp", (1,))
+    # Rank 1 departs earlier than rank 0 does.
+    place = find_place([trace(off, (0, 2)), trace(since(("output", "embed")), (1, 2))])
+    assert place is not None
+    assert (place.module, place.ranks) == ("embed", (1,))
+
+
+@pytest.mark.parametrize(
+    ("why", "traces"),
+    [
+        (
+            "no rank ran other modules",
+            [trace(since(("output", "embed"))), replace(trace(), forward=trace().forward[:-1])],
+        ),
+        ("what departs agrees again at the end", [trace({("output", "block.mlp"): 0.1})]),
+        ("a module around it agrees", [trace({**since(("output", "block.attn.q")), ("output", "block.attn"): 0.0})]),
+        ("something before is neither", [trace({**since(("output", "block")), ("output", "block.attn.q"): 5 * NOISE})]),
+        ("the difference is small", [trace(since(("output", "block"), 8 * NOISE))]),
+        (
+            "the difference may have started below its noise",
+            [trace({**dict.fromkeys(FORWARD, 1.9 * NOISE), **since(("output", "block"), 15 * NOISE)})],
+        ),
+        ("no part of the backward agrees before", [trace(since(("gradient", "head"), 0.1, BACKWARD))]),
+        ("the last gradient agrees", [trace({("gradient", "block.attn"): 0.1})]),
+        (
+            "the forward is neither right nor wrong",
+            [trace({("output", "embed"): 5 * NOISE, **since(("gradient", "block.mlp"), 0.1, BACKWARD)})],
+        ),
+    ],
+)
+def test_nothing_is_said_where(why, traces):
+    assert find_place(traces) is None, why
+
+
+def test_a_module_with_an_unknown_input_is_not_named_alone():
+    """The inputs of the module around it agree, so that much is sure."""
+    off = since(("output", "block.attn.q"))
+    traces = [change(one, "input", "block.attn.q", unmatched=1) for one in both(off)]
+    assert describe_origin(traces) == (
+        "block.attn (Kind3, models.py:30), forward, ranks 0, 1: the input of block.attn agrees, the output of "
+        "block.attn.q is off by 0.1 (noise 1e-07)"
+    )
+    unsure = [change(one, "input", "block.attn", compared=0) for one in traces]
+    assert find_place(unsure) is None
+
+
+def in_parts(sketches: list[tuple[float, ...]], off: dict[Call, float], **facts: object) -> list[RankTrace]:
+    """Let the ranks, which see the same rows, return what has these sketches from "block.attn.o"."""
+    expected = {"sketch": (), "expected": (3.0, -1.0, 2.0), "distance": 0.7, **facts}
+    return [change(trace(off), "output", "block.attn.o", **{**expected, "sketch": own}) for own in sketches]
+
+
+def test_parts_of_a_sum_are_not_compared():
+    """A row-parallel layer whose output is reduced later; the difference starts further down."""
+    parts = [(1.0, -3.0, 1.5), (2.0, 2.0, 0.5)]
+    assert find_place(in_parts(parts, {})) is None
+    place = find_place(in_parts(parts, since(("output", "block.mlp"))))
+    assert place is not None
+    assert place.module == "block.mlp"
+    # The same tensor on both ranks, and one that adds up to nothing, are no parts.
+    wrong = [(1.0, -3.0, 1.5)] * 2
+    place = find_place(in_parts(wrong, since(("output", "block.attn.o"), 0.7)))
+    assert place is not None
+    assert place.module == "block.attn.o"
+
+
+def test_summands_that_lack_what_others_add_are_not_compared():
+    """The bias is added after the reduction, so that not even the sum is the reference's output."""
+    parts = [(1.0, -3.0, 1.5), (1.0, 2.0, 0.1)]
+    traces = in_parts(parts, since(("output", "block.mlp")))
+    traces = [change(one, "input", "block.attn.o", split=True) for one in traces]
+    place = find_place(traces)
+    assert place is not None
+    assert place.module == "block.mlp"
+
+
+def test_the_place_of_a_rank_alone():
+    place = find_place([trace(since(("output", "embed")))])
+    assert place == Place("embed", "forward", (0,), 0.1, NOISE)
+
+
+def test_infinite_differences():
+    place = find_place([trace(since(("output", "embed"), float("inf")))])
+    assert place is not None
+    assert place.module == "embed"
+
+
+def test_a_step_that_could_not_be_traced():
+    traces = [RankTrace((0, 1), problem="RuntimeError: no hooks, please"), trace(since(("output", "embed")))]
+    assert find_place(traces) is None
+    assert describe_origin(traces, otherwise="q agrees, k does not") == "q agrees, k does not"
+    assert describe_origin(traces) == "not looked for in the modules: RuntimeError: no hooks, please"
+
+
+def traced(evidence: Evidence, traces: list[RankTrace]) -> Evidence:
+    return replace(evidence, traces=tuple(traces))
+
+
+def test_the_checks_say_where_it_starts():
+    place = both(since(("output", "block.mlp")))
+    wrong_loss = traced(on_runs(healthy(), None, losses=(3.0, 1.5, 1.25)), place)
+    assert {f.origin for f in verdict("loss_parity", wrong_loss).findings} == {describe_origin(place)}
+    wrong_gradient = traced(remeasured(healthy(), "layers.0.weight", apart=1.0), place)
+    assert {f.origin for f in verdict("grad_parity", wrong_gradient).findings} == {describe_origin(place)}
+
+
+def test_a_loss_that_is_wrong_later_only_starts_in_no_traced_module():
+    later = traced(on_runs(healthy(), None, losses=(2.0, 1.5, 2.25)), both(since(("output", "block.mlp"))))
+    assert {f.origin for f in verdict("loss_parity", later).findings} == {""}
+
+
+def test_what_agrees_is_said_where_no_module_is_named():
+    wrong = remeasured(healthy(), "layers.0.weight", apart=1.0)
+    said = "{embed,head} agree, layers does not; the backward reaches layers.0.weight first"
+    problem = [RankTrace((rank, 2), problem="it refuses") for rank in range(2)]
+    for traces in ([], both({}), problem):
+        assert {f.origin for f in verdict("grad_parity", traced(wrong, traces)).findings} == {said}
+    every = wrong
+    for name in ("embed.weight", "head.weight", "verifier.weight"):
+        every = remeasured(every, name, apart=1.0)
+    found = verdict("grad_parity", traced(every, problem)).findings
+    assert {f.origin for f in found} == {"not looked for in the modules: it refuses"}
+
+
+def test_traces_are_stored():
+    evidence = traced(healthy(), both(since(("output", "block.mlp"), float("inf"))))
+    assert from_plain(Evidence, to_plain(evidence)).traces == evidence.traces
+    plain = to_plain(evidence)
+    del plain["traces"]
+    assert from_plain(Evidence, plain).traces is None

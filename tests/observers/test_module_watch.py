@@ -1,0 +1,143 @@
+"""What the watch sees of the modules: each call, by the author's names, without changing anything."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import checkpoint
+
+from pytest_fsdp_meta.observers.module_watch import ModuleWatch, Seen, describe_modules, shorten_path, tensors_in
+
+
+def watched(model: nn.Module, *args: Any) -> tuple[list[Seen], str]:
+    """Return what is seen in a forward and a backward, and the problem."""
+    seen: list[Seen] = []
+    watch = ModuleWatch(model, lambda one, _: seen.append(one))
+    with watch.watching():
+        found = next(tensor for _, tensor in tensors_in(model(*args)) if tensor.requires_grad)
+        found.sum().backward()
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    return seen, watch.problem
+
+
+def short(seen: list[Seen]) -> list[str]:
+    return [f"{one.stage} {one.module}#{one.turn}{one.path}" for one in seen]
+
+
+def test_inputs_outputs_and_gradients_in_order():
+    found, problem = watched(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), torch.ones(1, 2))
+    assert not problem
+    assert short(found) == [
+        *("input #0.0", "input 0#0.0", "output 0#0", "input 1#0.0", "output 1#0", "output #0"),
+        *("gradient 1#0", "gradient #0", "gradient 0#0"),
+    ]
+
+
+def test_the_calls_of_a_module_are_counted():
+    shared = nn.Linear(2, 2)
+    found, _ = watched(nn.Sequential(shared, shared), torch.ones(1, 2))
+    assert [name for name in short(found) if name.startswith("output 0")] == ["output 0#0", "output 0#1"]
+    assert [name for name in short(found) if name.startswith("gradient 0")] == ["gradient 0#1", "gradient 0#0"]
+
+
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+
+    def forward(self, rows: dict[str, Tensor], *, scale: float, mask: Tensor) -> Any:
+        out = self.inner(rows["x"]) * scale
+        return {"out": out, "all": (out * 2, [None, "text", mask])}, SimpleNamespace(hidden=out)
+
+
+def test_nested_arguments_and_results():
+    model, seen = Nested(), []
+    with ModuleWatch(model, lambda one, _: seen.append(one)).watching():
+        model({"x": torch.ones(1, 2)}, scale=2.0, mask=torch.ones(1, dtype=torch.bool))
+    assert [f"{one.stage} {one.path}" for one in seen if one.module == ""] == [
+        *("input .0.x", "input .mask", "output .0.out", "output .0.all.0"),  # neither integers nor other objects
+    ]
+
+
+def test_wrapped_modules_have_the_authors_names():
+    model = nn.Sequential(checkpoint_wrapper(nn.Linear(2, 2)), torch.compile(nn.Tanh(), backend="eager"))
+    found, problem = watched(model, torch.ones(1, 2))
+    assert not problem
+    assert {one.module for one in found} == {"", "0", "1"}
+    assert {one.turn for one in found} == {0}
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.reentrant = nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.Tanh()), reentrant
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.second, self.first(x), use_reentrant=self.reentrant)
+
+
+def test_a_forward_that_is_repeated_in_the_backward_is_kept_apart():
+    for reentrant in (False, True):
+        found, problem = watched(Checkpointed(reentrant), torch.ones(1, 2))
+        assert not problem
+        names = short(found)
+        assert names.count("output second.0#0") == names.count("recomputed output second.0#0") == 1
+        assert names.index("gradient #0") < names.index("recomputed input second#0.0")
+        assert names.count("gradient second.0#0") == 1
+
+
+def test_a_write_in_place_leaves_what_was_seen_before():
+    class Values:
+        def __init__(self) -> None:
+            self.sums: dict[str, float] = {}
+
+        def see(self, one: Seen, tensor: Tensor) -> None:
+            self.sums[f"{one.stage} {one.module}"] = float(tensor.sum())
+
+    model = nn.Sequential(nn.Linear(1, 2, bias=False), nn.ReLU(inplace=True))
+    with torch.no_grad():
+        model[0].weight.copy_(torch.tensor([[-3.0], [1.0]]))
+    values = Values()
+    with ModuleWatch(model, values.see).watching():
+        model(torch.ones(1, 1)).sum().backward()
+    assert (values.sums["output 0"], values.sums["input 1"], values.sums["output 1"]) == (-2.0, -2.0, 1.0)
+    assert (values.sums["gradient 1"], values.sums["gradient 0"]) == (2.0, 1.0)
+
+
+def test_an_error_ends_the_watching_and_not_the_step():
+    def see(one: Seen, tensor: Tensor) -> None:
+        raise ValueError("cannot read it")
+
+    model = nn.Linear(2, 2)
+    watch = ModuleWatch(model, see)
+    with watch.watching():
+        model(torch.ones(1, 2)).sum().backward()
+    assert watch.problem == "input of the model: ValueError: cannot read it"
+    assert model.weight.grad is not None
+
+
+def test_the_class_and_the_line_of_the_forward():
+    model = nn.Sequential(Nested(), nn.Tanh())
+    facts = describe_modules(model)
+    assert facts["0"].kind == "Nested"
+    assert (facts["0"].file, facts["0"].line) == (
+        "tests/observers/test_module_watch.py",
+        Nested.forward.__code__.co_firstlineno,
+    )
+    assert facts["1"].file == "torch/nn/modules/activation.py"
+
+    def replaced(x: Tensor) -> Tensor:
+        return x
+
+    model[1].forward = replaced
+    assert describe_modules(model)["1"].line == replaced.__code__.co_firstlineno
+    model[1].forward = len  # has no code
+    assert (describe_modules(model)["1"].kind, describe_modules(model)["1"].file) == ("Tanh", "")
+
+
+def test_a_path_outside_of_all_known_folders_is_whole():
+    assert shorten_path("/nowhere/at/all.py") == "/nowhere/at/all.py"

@@ -1,0 +1,260 @@
+"""Where parity fails in the first step, the module in which it starts is named; on real ranks, in float32."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+from fixtures.localised import FSDP, MESHES, MISPLACED, TP, Decoder, Norm, batch, build, load, loss
+from pytest_fsdp_meta import Subject
+from pytest_fsdp_meta.catalogue import Selection, built_in, judge
+from pytest_fsdp_meta.catalogue.diagnosis.origin import find_place
+from pytest_fsdp_meta.evidence import Evidence
+from pytest_fsdp_meta.evidence.traces import AGREES
+from pytest_fsdp_meta.loader.call import Call
+from pytest_fsdp_meta.reports.terminal import describe_failure
+from pytest_fsdp_meta.trial import Trial
+from pytest_fsdp_meta.worlds import Rank, WorldSpec
+from tests.world_help import trial_preload
+
+PARITY = ("loss_parity", "grad_parity")
+CASES = [(name, mesh) for name, found in MISPLACED.items() for mesh in found.meshes]
+
+
+def observe(
+    loader: Callable[[Rank], Subject],
+    mesh: dict[str, int] = FSDP,
+    localise: bool = False,
+    selection: frozenset[str] | None = None,
+    also: tuple[str, ...] = (),
+) -> Evidence:
+    trial = Trial(WorldSpec(mesh, timeout=60.0), trial_preload(), 2, {}, selection=selection, localise=localise)
+    wanted = built_in().observations([*PARITY, *also])
+    return trial.observe(Call(cloudpickle.dumps(loader), wants_rank="fsdp"), wanted)
+
+
+def origins(evidence: Evidence) -> dict[str, set[str]]:
+    """Return the check that failed -> where it says that the difference starts."""
+    found = {id: judge(built_in()[id], evidence, built_in()) for id in PARITY}
+    return {id: {f.origin for f in verdict.findings} for id, verdict in found.items() if verdict.status == "failed"}
+
+
+def without_numbers(origin: str) -> str:
+    """Return the line up to how far off it is and how much noise there is, without the numbers of lines of code."""
+    return re.sub(r"\.py:\d+", ".py:LINE", origin.partition(" is off by ")[0])
+
+
+@pytest.mark.parametrize(("name", "mesh"), CASES)
+def test_the_module_where_it_starts_is_named(name, mesh):
+    defect = MISPLACED[name]
+
+    def defective(fsdp: Rank) -> Subject:
+        return load(fsdp, defect.break_it)
+
+    [(check, [origin])] = origins(observe(defective, dict(defect.meshes[mesh]))).items()
+    ranks = "ranks 0-3" if mesh == "FSDP2 x TP" else "ranks 0, 1"
+    assert check == defect.check
+    assert without_numbers(origin) == defect.says.format(ranks=ranks)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_right_loader_has_no_such_module(mesh):
+    evidence = observe(load, dict(MESHES[mesh]), localise=True)
+    assert origins(evidence) == {}
+    assert evidence.traces is not None
+    calls = [call for trace in evidence.traces for call in (*trace.forward, *trace.backward)]
+    assert {call.stage for call in calls} == {"input", "output", "gradient"}
+    assert max(call.distance / call.noise for call in calls) < AGREES / 2
+    # The gradient of the model's output is that of the head's, which came first and gave the multiple of the loss.
+    assert {(call.stage, call.module) for call in calls if call.unmatched} <= {("gradient", "")}
+    assert find_place(evidence.traces) is None
+
+
+def test_the_message():
+    evidence = observe(partial(load, break_it=MISPLACED["other_activation"].break_it))
+    message = describe_failure(judge(built_in()["loss_parity"], evidence, built_in()), "world of 2", "pytest")
+    start = [line.strip() for line in message.splitlines()[2:7]]
+    assert (
+        " ".join(start).strip().startswith("where it starts: layers.1.mlp.act (GELU, torch/nn/modules/activation.py:")
+    )
+    assert ", SiLU in the reference), forward, ranks 0, 1: the inputs agree, the output is off by 0.18 (noise" in (
+        " ".join(start)
+    )
+
+
+def test_the_line_is_that_of_the_forward():
+    evidence = observe(partial(load, break_it=MISPLACED["other_eps"].break_it))
+    assert evidence.traces is not None
+    facts = evidence.traces[1].modules
+    assert facts["layers.1.norm1"].line == inspect.getsourcelines(Norm.forward)[1]
+    assert (facts["layers.1"].kind, facts[""].kind) == ("Block", "Decoder")  # fully_shard() makes classes of its own
+
+
+def test_nothing_is_paid_where_parity_holds():
+    assert observe(load).traces is None
+
+
+def test_nothing_is_paid_for_checks_that_are_not_selected():
+    broken = partial(load, break_it=MISPLACED["other_activation"].break_it)
+    assert observe(broken, selection=frozenset({"update_parity"})).traces is None
+    assert observe(broken, selection=frozenset({"loss_parity"})).traces is not None
+
+
+def test_a_difference_that_another_check_explains_is_not_traced():
+    def other_weights(fsdp: Rank) -> Subject:
+        def scale(model: Decoder, rank: Rank) -> None:
+            with torch.no_grad():
+                model.layers[0].mlp.up.weight.mul_(1.5)
+
+        return load(fsdp, scale)
+
+    evidence = observe(other_weights, selection=frozenset({*PARITY, "params_equal_reference"}))
+    assert evidence.traces is None  # the reference has adopted the loader's values
+
+
+def test_the_ranks_continue_as_if_nothing_had_been_traced():
+    """The loaded weights are only borrowed: what is saved after the training equals what it was without tracing."""
+    broken = partial(load, break_it=MISPLACED["other_activation"].break_it)
+    traced = observe(broken, also=("resume_parity",), selection=frozenset(PARITY))
+    untraced = observe(broken, also=("resume_parity",), selection=frozenset({"resume_parity"}))
+    assert traced.traces is not None
+    assert untraced.traces is None
+    assert traced.saved is not None
+    assert traced.saved == untraced.saved
+    assert traced.continued == untraced.continued
+
+
+class Refusing(nn.Module):
+    """A module that does not run with hooks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if any("watch" in repr(hook) for hook in self._forward_hooks.values()):
+            raise RuntimeError("no hooks, please")
+        return x * 1.0
+
+
+def refusing() -> Decoder:
+    model = build()
+    model.embed = nn.Sequential(model.embed, Refusing())  # type: ignore[assignment]
+    return model
+
+
+def test_a_reference_that_refuses_hooks_leaves_the_finding_as_it_is():
+    def broken(fsdp: Rank) -> Subject:
+        model: Any = refusing()
+        fully_shard(model, mesh=fsdp.mesh)
+        model.layers[1].mlp.act = nn.GELU()
+        return Subject(model, reference=refusing, batch=batch, loss=loss)
+
+    evidence = observe(broken)
+    problem = "not looked for in the modules: RuntimeError: no hooks, please"
+    assert origins(evidence) == {"loss_parity": {problem}}
+
+
+def test_modules_that_run_several_times_are_told_apart_by_their_turn():
+    """The second block is the first one again; its own second call goes wrong."""
+
+    def shared() -> Decoder:
+        model = build()
+        model.layers[1] = model.layers[0]
+        return model
+
+    def broken(fsdp: Rank) -> Subject:
+        model: Any = shared()
+        fully_shard(model, mesh=fsdp.mesh)
+        norm, turns = model.layers[0].norm2, []
+
+        def forward(x: Tensor) -> Tensor:
+            turns.append(1)
+            return type(norm).forward(norm, x) * (1.1 if len(turns) % 2 == 0 else 1.0)
+
+        norm.forward = forward
+        return Subject(model, reference=shared, batch=batch, loss=loss)
+
+    evidence = observe(broken)
+    assert evidence.traces is not None
+    place = find_place(evidence.traces)
+    assert place is not None
+    assert (place.module, place.phase) == ("layers.0.norm2", "forward")
+    states = {call.turn: call.distance for call in evidence.traces[0].forward if call.module == "layers.0.norm2"}
+    assert states[0] < 1e-6 < states[1]
+
+
+def test_compiled_and_checkpointed_modules_have_the_authors_names():
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    def broken(fsdp: Rank) -> Subject:
+        model: Any = build()
+        model.layers[0] = torch.compile(model.layers[0], backend="eager")
+        model.layers[1] = checkpoint_wrapper(model.layers[1])
+        for block in model.layers:
+            fully_shard(block, mesh=fsdp.mesh)
+        fully_shard(model, mesh=fsdp.mesh)
+        MISPLACED["other_activation"].break_it(model, fsdp)
+        return Subject(model, reference=build, batch=batch, loss=loss)
+
+    [(check, [origin])] = origins(observe(broken)).items()
+    assert check == "loss_parity"
+    assert without_numbers(origin) == MISPLACED["other_activation"].says.format(ranks="ranks 0, 1")
+
+
+def test_what_only_one_rank_does_is_named_for_that_rank():
+    def broken(fsdp: Rank) -> Subject:
+        def on_rank_1(model: Any, rank: Rank) -> None:
+            if rank.rank == 1:
+                model.layers[0].norm1.eps = 1e-2
+
+        return load(fsdp, on_rank_1)
+
+    [[origin]] = origins(observe(broken)).values()
+    assert without_numbers(origin).endswith("forward, rank 1: the inputs agree, the output")
+
+
+def test_a_wrong_loss_is_in_no_module():
+    def halved(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return loss(model, batch) * (0.5 if torch.distributed.get_world_size() > 1 else 1.0)
+
+    evidence = observe(partial(load, break_it=lambda model, rank: None), localise=True)
+    assert find_place(evidence.traces or ()) is None
+
+    def broken(fsdp: Rank) -> Subject:
+        model = load(fsdp).model
+        return Subject(model, reference=build, batch=batch, loss=halved)
+
+    assert origins(observe(broken)) == {"loss_parity": {""}}
+
+
+def test_a_first_step_that_agrees_is_not_traced():
+    """The difference starts in the second step, which is not the one that is traced."""
+
+    def later(fsdp: Rank) -> Subject:
+        def drift(model: Any, rank: Rank) -> None:
+            calls: list[int] = []
+
+            def hook(*_: Any) -> Any:
+                calls.append(1)
+                return None if len(calls) == 1 else _[-1] * 1.5
+
+            model.layers[0].norm1.register_forward_hook(hook)
+
+        return load(fsdp, drift)
+
+    evidence = observe(later)
+    assert all(set(found) <= {""} for found in origins(evidence).values())
+
+
+def test_selected_checks_decide_and_not_the_catalogue():
+    evidence = observe(partial(load, break_it=MISPLACED["other_eps"].break_it), TP)
+    found = judge(built_in()["grad_parity"], evidence, built_in(), Selection(frozenset({"grad_parity"})))
+    assert {without_numbers(f.origin) for f in found.findings} == {
+        MISPLACED["other_eps"].says.format(ranks="ranks 0, 1")
+    }
