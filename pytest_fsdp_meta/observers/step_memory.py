@@ -13,13 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from pytest_fsdp_meta.evidence.step_memory import GatheredGroup, StepMemory
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part
 from pytest_fsdp_meta.observers.inventory import named_tensors, unwrapped
-from pytest_fsdp_meta.observers.support.torch_private import fsdp_groups, is_compiled
+from pytest_fsdp_meta.observers.support.precision import is_low
+from pytest_fsdp_meta.observers.support.torch_private import (
+    fsdp_groups,
+    is_compiled,
+    without_hooks_in_torch_func,
+)
 from pytest_fsdp_meta.observers.support.watching import tensors_in
 from pytest_fsdp_meta.text import clean_name
 
@@ -71,6 +76,7 @@ class StepMemoryWatch:
             hooks.callback(register_module_forward_pre_hook(self._enter).remove)
             hooks.callback(register_module_forward_hook(self._leave, always_call=True).remove)
             hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack))
+            hooks.enter_context(without_hooks_in_torch_func(self._pack))
             yield
         self._note_most()
 
@@ -87,22 +93,31 @@ class StepMemoryWatch:
         )
 
     def _enter(self, module: Module, _: Any) -> None:
+        if torch.compiler.is_compiling():  # of a function that calls modules, which are not compiled themselves
+            return
         self._running.append(self._names.get(id(module), self._running[-1] if self._running else ""))
-        self._note_weights(module)  # FSDP2 registers what it has gathered shortly before
+        self._note_weights(module)  # those that FSDP2 has gathered for a module around this one
 
     def _leave(self, *_: Any) -> None:
-        if self._running:
+        if self._running and not torch.compiler.is_compiling():
             self._running.pop()
 
     def _note_weights(self, module: Module) -> None:
         for tensor in (*module._parameters.values(), *module._buffers.values()):
-            for local in tensors_in(local_part(tensor)) if isinstance(tensor, Tensor) else ():
-                ref = StorageWeakRef(local.untyped_storage())
-                self._weights[ref.cdata] = ref
-                self._shapes |= {tuple(local.shape), tuple(local.shape)[::-1]}
+            if isinstance(tensor, Tensor):
+                self._note_weight(tensor)
+
+    def _note_weight(self, tensor: Tensor) -> None:
+        for local in tensors_in(local_part(tensor)):
+            ref = StorageWeakRef(local.untyped_storage())
+            self._weights[ref.cdata] = ref
+            self._shapes |= {tuple(local.shape), tuple(local.shape)[::-1]}
 
     def _pack(self, tensor: Tensor) -> _Saved:
         saved = _Saved(tensor, self)
+        if self._is_weight(tensor):
+            self._note_weight(tensor)
+            return saved
         for local in tensors_in(local_part(tensor)):
             key = StorageWeakRef(local.untyped_storage()).cdata
             if local.is_meta or key in self._weights:
@@ -114,8 +129,22 @@ class StepMemoryWatch:
             saved.keys.append(key)
         return saved
 
+    def _is_weight(self, tensor: Tensor) -> bool:
+        """Return whether the tensor is a parameter, a view of one, or a cast of one as autocast makes and keeps it.
+
+        FSDP2 registers what it gathers for a module only after ``_enter``, and code may use the weights of a module
+        that it does not call.
+        """
+        whole = tensor if tensor._base is None else tensor._base
+        if whole.grad_fn is not None and whole.grad_fn.name() == "ToCopyBackward0":
+            whole = getattr(whole.grad_fn.next_functions[0][0], "variable", whole)
+        if isinstance(whole, Parameter):
+            return True
+        frozen = not tensor.requires_grad and not tensor.is_nested
+        return frozen and is_low(tensor.dtype) and tuple(tensor.shape) in self._shapes
+
     def _describe(self, tensor: Tensor) -> _Storage:
-        in_rows = bool(self.rows and tensor.ndim and tensor.shape[0] % self.rows == 0)
+        in_rows = bool(self.rows and tensor.ndim and not tensor.is_nested and tensor.shape[0] % self.rows == 0)
         fixed = not in_rows or tuple(tensor.shape) in self._shapes
         return _Storage(tensor.untyped_storage().nbytes(), self._running[-1] if self._running else "", fixed)
 

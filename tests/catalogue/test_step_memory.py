@@ -66,6 +66,21 @@ def test_fewer_than_all_blocks_at_a_time(groups):
     assert verdict(BOUNDED, gathering(*groups)).status == "passed"
 
 
+def test_all_blocks_of_an_encoder_and_a_decoder():
+    """Each is less than half of what the ranks share."""
+    sides = {f"{side}.{index}.mlp.up": (16, 4) for side in ("encoder", "decoder") for index in range(2)}
+    parameters = {"embed.weight": (16, 4), **sides}
+    found = verdict(BOUNDED, gathering(tuple(parameters), parameters=parameters))
+    text = "one FSDP group gathers all 2 blocks of {} at once: 512 of the 1280 bytes that the ranks share"
+    assert [f.actual for f in found.findings] == [text.format("encoder"), text.format("decoder")]
+
+
+def test_all_blocks_of_a_model_whose_name_has_a_digit():
+    parameters = {f"wav2vec2.encoder.layers.{index}.mlp.up": (16, 4) for index in range(2)}
+    found = verdict(BOUNDED, gathering(tuple(parameters), parameters=parameters))
+    assert "all 2 blocks of wav2vec2.encoder.layers at once" in found.findings[0].actual
+
+
 def test_blocks_of_one_kind_that_are_left_to_the_root():
     """A wrapping policy has the name of the dense block only; the sparse ones are larger."""
     sparse = {f"layers.{index}.experts.{kind}": (64, 4) for index in (1, 3) for kind in ("up", "down")}
@@ -157,3 +172,9 @@ def test_without_a_reference_groups_are_still_judged():
 
 def test_a_model_that_trains_nothing_keeps_nothing():
     assert verdict(BOUNDED, with_reference(keeping(0), memory=StepMemory(0))).status == "passed"
+
+
+def test_ranks_that_keep_what_the_reference_does_not_keep_at_all():
+    """Where the reference offloads its activations."""
+    found = verdict(BOUNDED, with_reference(keeping(KEPT), memory=StepMemory(0)))
+    assert found.findings[0].expected == "about 0, what the reference keeps for as many rows"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -83,6 +86,102 @@ def test_only_the_first_step_is_watched():
     with watch.around(1):
         model(x).backward()
     assert watch.observed().kept == 0
+
+
+def gathered_before_its_forward() -> tuple[nn.Module, Callable[[], torch.Tensor]]:
+    """As a linear layer that is an FSDP2 group of its own: hooks for all modules run before its own ones."""
+    model = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def gather(module: nn.Module, _: object) -> None:
+        module.weight = nn.Parameter(module.weight.detach().clone())
+
+    model.register_forward_pre_hook(gather)
+    return model, lambda: model(batch()).sum()
+
+
+def gathered_and_used_without_its_module() -> tuple[nn.Module, Callable[[], torch.Tensor]]:
+    model, x = Net(), batch()
+
+    def head() -> torch.Tensor:
+        return nn.functional.linear(x, nn.Parameter(torch.ones(WIDTH, WIDTH))).sum()
+
+    return model, head
+
+
+def cast_by_autocast(frozen: bool) -> tuple[nn.Module, Callable[[], torch.Tensor]]:
+    model, x = nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(not frozen), batch().bfloat16()
+
+    def run() -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(x).sum()
+
+    return model, run
+
+
+@pytest.mark.parametrize(
+    ("prepare", "kept"),
+    [
+        (gathered_before_its_forward, TENSOR),
+        (gathered_and_used_without_its_module, TENSOR),
+        (partial(cast_by_autocast, frozen=False), TENSOR // 2),
+        (partial(cast_by_autocast, frozen=True), 0),
+    ],
+    ids=["own group", "no module", "cast", "frozen and cast"],
+)
+def test_gathered_and_cast_weights_are_not_counted(prepare, kept):
+    model, run = prepare()
+    assert observe(model, lambda: run().backward()).kept == kept
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda f, x: torch.func.grad(lambda y: f(y).sum())(x),
+        lambda f, x: torch.func.vmap(torch.func.jacrev(f))(x),
+        lambda f, x: torch.func.jvp(f, (x,), (x,))[1],
+    ],
+    ids=["grad", "vmap of jacrev", "jvp"],
+)
+def test_transforms_of_torch_func_run_as_without_the_watch(transform):
+    """torch.func.grad() refuses hooks for saved tensors, and its tensors have no storage."""
+    model, x, after = Net(), batch().detach(), batch()
+    expected, found = transform(model.blocks[0], x), []
+
+    def run() -> None:
+        found.append(transform(model.blocks[0], x).detach())
+        model(after).backward()
+
+    assert observe(model, run).kept >= 3 * TENSOR  # the hooks are back
+    assert torch.equal(found[0], expected)
+
+
+def test_hooks_of_the_author_are_refused_as_without_the_watch():
+    model, x = Net(), batch().detach()
+
+    def run() -> None:
+        with torch.autograd.graph.save_on_cpu():
+            torch.func.grad(lambda y: model(y))(x)
+
+    with pytest.raises(RuntimeError, match="don't yet support saved tensor hooks"):
+        observe(model, run)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_have_no_rows():
+    model = nn.Linear(WIDTH, WIDTH)
+
+    def run() -> None:
+        nested = torch.nested.nested_tensor([torch.ones(3, WIDTH), torch.ones(5, WIDTH)])
+        torch.nested.to_padded_tensor(model(nested), 0.0).sum().backward()
+
+    seen = observe(model, run)
+    assert seen.fixed == seen.kept == 2 * TENSOR
+
+
+def test_compiled_functions_may_call_modules():
+    model, x = Net(), batch()
+    compiled = torch.compile(lambda y: model.blocks[0](y), backend="eager", fullgraph=True)
+    assert observe(model, lambda: compiled(x).sum().backward()).kept == 2 * TENSOR
 
 
 @pytest.mark.parametrize("compile_it", ["wrapped", "in place"])

@@ -23,7 +23,7 @@ FACTOR = 1.5
 DTensors save redistributed copies, and casts save both dtypes."""
 LEAST = 4096
 """Bytes by which a rank may always keep more; in a model as small as that, scalars and indices count."""
-BLOCK = re.compile(r"^(?P<stack>[^0-9]*?)(?P<index>[0-9]+)\.(?P<rest>.+)$")
+BLOCK = re.compile(r"^(?P<stack>(?:.*?\.)?)(?P<index>[0-9]+)\.(?P<rest>.+)$")
 """The name of a tensor in a numbered block, such as "model.layers." "3" "mlp.weight"; inner numbers are in the rest."""
 
 
@@ -57,7 +57,7 @@ def step_memory_bounded(view: View) -> Iterable[Finding]:
     yield from _kept_too_much(view, ranks, reference.memory)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Stack:
     """The blocks of one list of modules that have the same tensors, such as all layers of a transformer.
 
@@ -90,13 +90,16 @@ def _describe_stacks(view: View, rank: int, group: GatheredGroup, groups: Sequen
         return sum(prod(tensor.shape) * tensor.width for tensor in held)
 
     shared = count_bytes(name for other in groups if other.ranks > 1 for name in other.parameters)
+    sizes: dict[_Stack, int] = {}
     for stack in _stacks(view, rank):
         own = [names.intersection(group.parameters) for names in stack.blocks.values()]
-        size = count_bytes(name for names in own for name in names)
-        if all(own) and size > MOST * shared:
+        if all(own):
+            sizes[stack] = count_bytes(name for names in own for name in names)
+    if sum(sizes.values()) > MOST * shared:  # an encoder and a decoder are about half each
+        for stack, size in sizes.items():
             yield (
-                f"one FSDP group gathers all {len(own)} blocks of {stack.name} at once: {size} of the {shared} bytes "
-                "that the ranks share"
+                f"one FSDP group gathers all {len(stack.blocks)} blocks of {stack.name} at once: {size} of the "
+                f"{shared} bytes that the ranks share"
             )
 
 
@@ -128,7 +131,7 @@ def _kept_too_much(view: View, ranks: Sequence[StepMemory], reference: StepMemor
     large = [rank for rank, size in enumerate(kept) if size > FACTOR * due[rank] + LEAST]
     if not large:
         return
-    worst = max(large, key=lambda rank: kept[rank] / due[rank])
+    worst = max(large, key=lambda rank: kept[rank] - due[rank])
     where = name_ranks([worst])
     yield Finding(
         None,

@@ -15,6 +15,7 @@ from pytest_fsdp_meta.observers.support.torch_private import (
     TorchDispatchMode,
     is_operator,
     is_traceable_wrapper_subclass,
+    is_wrapped_by_functorch,
 )
 
 
@@ -112,13 +113,16 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
         if is_traceable_wrapper_subclass(value):
             for name in value.__tensor_flatten__()[0]:
                 yield from tensors_in(getattr(value, name))
-        elif value.layout == torch.strided and value.device.type not in WITHOUT_STORAGE and not _is_fake(value):
+        elif value.layout == torch.strided and value.device.type not in WITHOUT_STORAGE and _has_memory(value):
             yield value
     elif isinstance(value, (list, tuple)):
         for part in value:
             yield from tensors_in(part)
 
 
-def _is_fake(tensor: Tensor) -> bool:
-    """Whether DTensor made the tensor to try a new operation: it has a device and the global shape, but no memory."""
-    return bool(tensor.untyped_storage().device.type == "meta")
+def _has_memory(tensor: Tensor) -> bool:
+    """Return False for tensors of torch.func, and for those that DTensor makes to try a new operation.
+
+    The latter have a device and the global shape.
+    """
+    return not is_wrapped_by_functorch(tensor) and tensor.untyped_storage().device.type != "meta"
