@@ -130,8 +130,8 @@ class ReferenceFacts:
     """
     rates: tuple[tuple[float, ...], ...] = ()
     """As in ``RankTraining``."""
-    memory: StepMemory | None = None
-    """None if it is not trained, and in stored evidence that is older than this field."""
+    memory: tuple[StepMemory, ...] = ()
+    """With the rows of each data-parallel slice; empty if it is not trained."""
     seed: int | None = None
     """The seed that building it has left in torch's generator."""
 

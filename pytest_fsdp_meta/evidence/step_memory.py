@@ -17,15 +17,14 @@ class GatheredGroup:
 
 @dataclass(frozen=True)
 class StepMemory:
-    """What one rank, or the reference, holds in its first training step besides its own parameters and buffers.
+    """What one rank, or the reference with the rows of one, holds in a forward and a backward besides its weights.
 
     ``kept`` is the most that autograd keeps for the backward at a time, in bytes of storages that belong to no
-    parameter or buffer; None if a module is compiled. ``fixed`` is the part of it that may not depend on the number of
-    rows, known for the reference only. ``modules`` has the bytes that each module keeps at that moment, largest first.
-    ``groups`` is empty where FSDP2 manages nothing.
+    parameter or buffer; None if that was not observed, for the reason in ``problem``. ``modules`` has the bytes that
+    each module keeps at that moment, largest first. ``groups`` is empty where FSDP2 manages nothing.
     """
 
     kept: int | None
-    fixed: int = 0
     modules: Mapping[str, int] = field(default_factory=dict)
     groups: tuple[GatheredGroup, ...] = ()
+    problem: str = ""

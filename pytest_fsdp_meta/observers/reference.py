@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import pickle
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,13 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from pytest_fsdp_meta.evidence import PartFacts, RankInventory, ReferenceFacts, TensorFacts
+from pytest_fsdp_meta.evidence.step_memory import StepMemory
 from pytest_fsdp_meta.evidence.training import FIRST_BUFFERS, LAST_BUFFERS
 from pytest_fsdp_meta.loader.subject import Subject, SubjectError
 from pytest_fsdp_meta.observers.accumulation import accumulate, finish_gradients, indivisible_batch, union_of_ranks
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part
 from pytest_fsdp_meta.observers.assembly import put_together
+from pytest_fsdp_meta.observers.batches import global_batch, own_rows
 from pytest_fsdp_meta.observers.beside import Beside, declare_beside, make_beside
 from pytest_fsdp_meta.observers.clipping import ReferenceClipping
 from pytest_fsdp_meta.observers.gradients import gradient_norm, gradients_of
@@ -38,7 +40,7 @@ from pytest_fsdp_meta.observers.optimizers import (
     make_optimizer,
     settings_of,
 )
-from pytest_fsdp_meta.observers.step_memory import StepMemoryWatch
+from pytest_fsdp_meta.observers.step_memory import observe_step_memory
 from pytest_fsdp_meta.observers.steps import StepObserver, train
 from pytest_fsdp_meta.observers.support.poison import NOTICES, poisoned_memory, restore_defaults
 from pytest_fsdp_meta.observers.support.reference_record import (
@@ -141,6 +143,7 @@ def train_reference(
         accumulate_as_ranks(subject, optimizer, data_parallel_size)
         first.record("accumulated", whole_gradients(model))
     left_out = hooks_left_out(subject)
+    memory = () if optimizer is None else memory_by_slice(subject, data_parallel_size)
     model.zero_grad(set_to_none=True)
     del optimizer, beside
     return_freed_memory(rank.device)  # this world waits while others train
@@ -160,7 +163,7 @@ def train_reference(
         idle=first.idle or (),
         used=first.used,
         rates=tuple(run.rates),
-        memory=first.memory.observed(),
+        memory=memory,
     )
 
 
@@ -183,6 +186,14 @@ def accumulate_as_ranks(subject: Subject, optimizer: Optimizer, data_parallel_si
     finish_gradients(optimizer)  # the ranks call the same hooks, and report that they raise
 
 
+def memory_by_slice(subject: Subject, size: int) -> tuple[StepMemory, ...]:
+    """Observe the memory of a forward and a backward of the rows of each of ``size`` data-parallel ranks."""
+    if indivisible_batch(subject, size):
+        return ()  # the ranks say so
+    batch, device = global_batch(subject, 0), current().device
+    return tuple(observe_step_memory(subject, own_rows(batch, 0, (index, size), device)) for index in range(size))
+
+
 class _RecordedSteps(StepObserver):
     """The gradients of the first two steps, with sizes and norm of the first, which is clipped too, and its weights."""
 
@@ -195,20 +206,14 @@ class _RecordedSteps(StepObserver):
         self.noise = 0.0
         self.norm: float | None = None
         self.reached_later: dict[str, None] = {}
-        self.memory = StepMemoryWatch(model)
         self.idle: tuple[str, ...] | None = None
         """The parameters of modules that did not run in the first step."""
         self.used: tuple[str, ...] = ()
         """The others, in the order of first use."""
 
-    def around(self, step: int) -> AbstractContextManager[None]:
-        return self.memory.around(step)
-
     def loss_of(self, subject: Subject, rows: dict[str, Any]) -> Tensor:
         if self.idle is not None:
             return super().loss_of(subject, rows)
-        batched = [value for value in rows.values() if isinstance(value, Tensor) and value.ndim]
-        self.memory.rows = len(batched[0]) if batched else 0
         used: dict[int, int] = {}
         """Identity of a parameter -> its place in the order of first use."""
 

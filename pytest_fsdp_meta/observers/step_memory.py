@@ -17,80 +17,87 @@ from torch.nn import Module, Parameter
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from pytest_fsdp_meta.evidence.step_memory import GatheredGroup, StepMemory
+from pytest_fsdp_meta.loader.subject import Subject
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part
+from pytest_fsdp_meta.observers.batches import loss_of
 from pytest_fsdp_meta.observers.inventory import named_tensors, unwrapped
+from pytest_fsdp_meta.observers.support.poison import deterministic
 from pytest_fsdp_meta.observers.support.precision import is_low
-from pytest_fsdp_meta.observers.support.torch_private import (
-    fsdp_groups,
-    is_compiled,
-    without_hooks_in_torch_func,
-)
+from pytest_fsdp_meta.observers.support.torch_private import fsdp_groups, is_compiled
 from pytest_fsdp_meta.observers.support.watching import tensors_in
-from pytest_fsdp_meta.text import clean_name
+from pytest_fsdp_meta.text import clean_name, first_line
 
-CHANGED = (
-    "one of the variables needed for gradient computation has been modified by an inplace operation: a {shape} tensor "
-    "is at version {now}, but version {saved} is needed"
-)
-"""What torch says itself, where no hook sees the tensors that it saves."""
+COMPILED = "torch.compile decides what to compute again"
+OWN_STEP = "train_step is not run once more for it"
+
+
+def observe_step_memory(subject: Subject, rows: dict[str, Any]) -> StepMemory:
+    """Run a forward of these rows and its backward once more, and count what is kept between them.
+
+    It is run apart from the training, because code sees other tensors where a hook has seen what autograd saves, and
+    some code refuses such hooks. Then, or where the author has a step of their own, nothing is counted.
+    """
+    model = subject.model
+    groups = tuple(_groups(model))
+    compiled = any(map(is_compiled, model.modules()))
+    if compiled or subject.train_step is not None:
+        return StepMemory(None, groups=groups, problem=COMPILED if compiled else OWN_STEP)
+    watch = StepMemoryWatch(model)
+    try:
+        with deterministic(), watch.watching():
+            loss_of(subject, rows).backward()
+    except Exception as error:  # of any type: what the author's code raises where hooks are refused
+        cause = error.__cause__ or error
+        return StepMemory(None, groups=groups, problem=f"{type(cause).__name__}: {first_line(cause)}")
+    finally:
+        model.zero_grad(set_to_none=True)
+    return StepMemory(watch.most, watch.modules(), groups)
 
 
 @dataclass
 class _Storage:
     nbytes: int
     module: str
-    fixed: bool
     users: int = 0
     """How many saved tensors have this storage."""
 
 
 class StepMemoryWatch:
-    """Watch the first step of a training; steps are numbered from 0."""
+    """Count the storages that autograd keeps."""
 
-    def __init__(self, model: Module, rows: int = 0) -> None:
-        self.rows = rows
-        """The number of rows of the batch, if it is known: what is not in rows has a size of its own."""
+    def __init__(self, model: Module) -> None:
+        self.most = 0
+        """The most bytes at a time."""
         self._model = model
-        self._compiled = any(map(is_compiled, model.modules()))
         self._names = {id(module): clean_name(name) for name, module in unwrapped(model).named_modules()}
         self._running: list[str] = []
         self._weights: dict[int, StorageWeakRef] = {}
         """The storages that have parameters or buffers, also those that FSDP2 gathers into. While the weak references
         live, no other storage gets the same identity."""
         self._shapes: set[tuple[int, ...]] = set()
-        """The shapes of parameters and of their transposes: a cast weight is saved, and is as large for any rows."""
+        """The shapes of parameters and of their transposes, which casts of them have as well."""
         self._storages: dict[int, _Storage] = {}
         self._bytes = 0
-        self._most = 0
         self._at_most: tuple[_Storage, ...] = ()
 
     @contextmanager
-    def around(self, step: int) -> Iterator[None]:
-        """Watch the step of the block, if it is the first; hooks on a compiled module would compile it twice."""
-        if step or self._compiled:
-            yield
-            return
+    def watching(self) -> Iterator[None]:
+        """Count during the block."""
         for module in self._model.modules():
             self._note_weights(module)
         with ExitStack() as hooks:
             hooks.callback(register_module_forward_pre_hook(self._enter).remove)
             hooks.callback(register_module_forward_hook(self._leave, always_call=True).remove)
             hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack))
-            hooks.enter_context(without_hooks_in_torch_func(self._pack))
             yield
         self._note_most()
 
-    def observed(self) -> StepMemory:
-        """Return what was observed. Call this after the first step."""
+    def modules(self) -> dict[str, int]:
+        """Return the bytes that each module kept when most was kept, largest first."""
         modules: dict[str, int] = {}
         for storage in self._at_most:
             modules[storage.module] = modules.get(storage.module, 0) + storage.nbytes
-        return StepMemory(
-            kept=None if self._compiled else self._most,
-            fixed=sum(storage.nbytes for storage in self._at_most if storage.fixed),
-            modules=dict(sorted(modules.items(), key=lambda item: -item[1])),
-            groups=tuple(_groups(self._model)),
-        )
+        return dict(sorted(modules.items(), key=lambda item: -item[1]))
 
     def _enter(self, module: Module, _: Any) -> None:
         if torch.compiler.is_compiling():  # of a function that calls modules, which are not compiled themselves
@@ -123,7 +130,8 @@ class StepMemoryWatch:
             if local.is_meta or key in self._weights:
                 continue
             if key not in self._storages:
-                self._storages[key] = self._describe(local)
+                module = self._running[-1] if self._running else ""
+                self._storages[key] = _Storage(local.untyped_storage().nbytes(), module)
                 self._bytes += self._storages[key].nbytes
             self._storages[key].users += 1
             saved.keys.append(key)
@@ -143,11 +151,6 @@ class StepMemoryWatch:
         frozen = not tensor.requires_grad and not tensor.is_nested
         return frozen and is_low(tensor.dtype) and tuple(tensor.shape) in self._shapes
 
-    def _describe(self, tensor: Tensor) -> _Storage:
-        in_rows = bool(self.rows and tensor.ndim and not tensor.is_nested and tensor.shape[0] % self.rows == 0)
-        fixed = not in_rows or tuple(tensor.shape) in self._shapes
-        return _Storage(tensor.untyped_storage().nbytes(), self._running[-1] if self._running else "", fixed)
-
     def release(self, key: int) -> None:
         """Forget a saved tensor with this storage."""
         self._note_most()
@@ -158,8 +161,8 @@ class StepMemoryWatch:
             del self._storages[key]
 
     def _note_most(self) -> None:
-        if self._bytes > self._most:
-            self._most, self._at_most = self._bytes, tuple(self._storages.values())
+        if self._bytes > self.most:
+            self.most, self._at_most = self._bytes, tuple(self._storages.values())
 
 
 class _Saved:
@@ -167,7 +170,6 @@ class _Saved:
 
     def __init__(self, tensor: Tensor, watch: StepMemoryWatch) -> None:
         self.tensor = tensor.detach()
-        self.version = _version(tensor)
         self.keys: list[int] = []
         self._watch = watch
 
@@ -177,14 +179,7 @@ class _Saved:
 
 
 def _unpack(saved: _Saved) -> Tensor:
-    now = _version(saved.tensor)
-    if now != saved.version:
-        raise RuntimeError(CHANGED.format(shape=list(saved.tensor.shape), now=now, saved=saved.version))
     return saved.tensor
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else int(tensor._version)
 
 
 def _groups(model: Module) -> Iterator[GatheredGroup]:

@@ -23,11 +23,12 @@ from pytest_fsdp_meta.evidence import (
     RankTraining,
     SecondStep,
 )
+from pytest_fsdp_meta.evidence.step_memory import StepMemory
 from pytest_fsdp_meta.loader.subject import Subject, SubjectError
 from pytest_fsdp_meta.observers.accumulation import accumulate, finish_gradients, indivisible_batch, micro_batches
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part
 from pytest_fsdp_meta.observers.adapters.lookup import parts_of
-from pytest_fsdp_meta.observers.batches import batch_slice
+from pytest_fsdp_meta.observers.batches import batch_slice, global_batch, own_rows
 from pytest_fsdp_meta.observers.beside import Beside, make_beside
 from pytest_fsdp_meta.observers.clipping import clip_on_rank
 from pytest_fsdp_meta.observers.draws import DrawsInEvaluation
@@ -49,7 +50,7 @@ from pytest_fsdp_meta.observers.movement import (
 )
 from pytest_fsdp_meta.observers.optimizers import make_optimizer, optimizer_facts
 from pytest_fsdp_meta.observers.step_collectives import watching_step
-from pytest_fsdp_meta.observers.step_memory import StepMemoryWatch
+from pytest_fsdp_meta.observers.step_memory import observe_step_memory
 from pytest_fsdp_meta.observers.steps import StepObserver, train
 from pytest_fsdp_meta.observers.support.precision import is_low
 from pytest_fsdp_meta.observers.support.reference_record import RECORDS, STEP_GRADIENTS, Record, record_at
@@ -119,7 +120,7 @@ def observe_training(
         beside=averages,
         draws_in_evaluation=seen.draws.modules,
         buffers=buffers,
-        memory=seen.memory.observed(),
+        memory=_observe_memory(subject, rank, data_parallel, optimizer),
     )
 
 
@@ -149,7 +150,6 @@ class _RankSteps(StepObserver):
         self.weights = WeightWatch(subject.model)
         self.draws = DrawsInEvaluation(subject.model, rank.device)
         self.buffers = BufferWatch(subject.model, records)
-        self.memory = StepMemoryWatch(subject.model)
         self._steps = steps
         self._rank = rank
         self._before = copy_shards(subject.model)
@@ -162,8 +162,7 @@ class _RankSteps(StepObserver):
 
     @contextmanager
     def around(self, step: int) -> Iterator[None]:
-        watched = watching_step(self._rank, self._model, self._steps, step)
-        with watched, self.draws.around(step), self.memory.around(step):
+        with watching_step(self._rank, self._model, self._steps, step), self.draws.around(step):
             yield
 
     def loss_of(self, subject: Subject, rows: dict[str, Any]) -> Tensor:
@@ -326,6 +325,19 @@ def _observe_unclipped(
             seen.gradient_scale /= SCALING
     reshard(subject.model)
     return seen.gradients if seen.scaled else ()
+
+
+def _observe_memory(
+    subject: Subject, rank: Rank, data_parallel: tuple[int, int], optimizer: Optimizer | None
+) -> StepMemory:
+    """Observe one more forward and backward. Call this last, so that a failure disturbs no other observation."""
+    if optimizer is None:
+        return StepMemory(0)
+    rows = own_rows(global_batch(subject, 0), 0, data_parallel, rank.device)
+    memory = observe_step_memory(subject, rows)
+    optimizer.zero_grad(set_to_none=True)  # model.zero_grad() does not reach gradient buffers of a wrapper
+    reshard(subject.model)
+    return memory
 
 
 def _is_unreduced(model: Module) -> bool:

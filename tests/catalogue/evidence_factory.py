@@ -152,7 +152,7 @@ def healthy(
             noise=1e-6,
             norm=3.0,
             after=stepped(reference),
-            memory=StepMemory(KEPT, modules={"layers.0": KEPT}),
+            memory=tuple(StepMemory(KEPT // len(ranks), modules={"layers.0": KEPT // len(ranks)}) for _ in ranks),
         ),
         values=tuple(tuple(equal(tensor) for tensor in rank.tensors) for rank in ranks),
         verifier=tuple(tuple(equal(t) for t in rank.tensors if t.name in frozen) for rank in ranks),

@@ -10,7 +10,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from pytest_fsdp_meta.observers.step_memory import StepMemoryWatch
+from pytest_fsdp_meta import Subject
+from pytest_fsdp_meta.evidence.step_memory import StepMemory
+from pytest_fsdp_meta.observers.step_memory import StepMemoryWatch, observe_step_memory
 
 ROWS, WIDTH = 8, 16
 TENSOR = ROWS * WIDTH * 4
@@ -30,11 +32,14 @@ class Net(nn.Module):
         return x.sum()
 
 
-def observe(model: nn.Module, run, rows: int = ROWS):
-    watch = StepMemoryWatch(model, rows)
-    with watch.around(0):
-        run()
-    return watch.observed()
+def observe(model: nn.Module, run):
+    """Let the loss of a subject run something, and then a backward of nothing."""
+    return observe_step_memory(Subject(model, batch=dict, loss=partial(loss_after, run)), {})
+
+
+def loss_after(run, model: nn.Module, _: object) -> torch.Tensor:
+    run()
+    return torch.zeros((), requires_grad=True) * 1
 
 
 def batch() -> torch.Tensor:
@@ -46,7 +51,6 @@ def test_storages_are_counted_once_and_weights_not_at_all():
     seen = observe(model, lambda: model(x).backward())
     assert seen.kept == 3 * TENSOR  # the input, and the output of each tanh, which is also the next input
     assert seen.modules == {"blocks.0.0": TENSOR, "blocks.0.1": TENSOR, "blocks.1.1": TENSOR}
-    assert seen.fixed == 0
     assert seen.groups == ()
 
 
@@ -65,27 +69,6 @@ def test_the_most_at_a_time_counts():
             model(half.clone()).backward()
 
     assert observe(model, micro_batches).kept == 3 * TENSOR // 2
-
-
-@pytest.mark.parametrize(("rows", "fixed"), [(ROWS, 0), (ROWS // 2, 0), (5, 3 * TENSOR)])
-def test_what_is_not_in_rows_is_fixed(rows, fixed):
-    model, x = Net(), batch()
-    assert observe(model, lambda: model(x).backward(), rows).fixed == fixed
-
-
-def test_what_has_the_shape_of_a_weight_may_be_a_cast_of_it():
-    model = Net()
-    x = torch.ones(WIDTH, WIDTH, requires_grad=True)
-    seen = observe(model, lambda: model(x).backward(), rows=WIDTH)
-    assert seen.fixed == seen.kept == 6 * TENSOR
-
-
-def test_only_the_first_step_is_watched():
-    model, x = Net(), batch()
-    watch = StepMemoryWatch(model)
-    with watch.around(1):
-        model(x).backward()
-    assert watch.observed().kept == 0
 
 
 def gathered_before_its_forward() -> tuple[nn.Module, Callable[[], torch.Tensor]]:
@@ -133,37 +116,17 @@ def test_gathered_and_cast_weights_are_not_counted(prepare, kept):
     assert observe(model, lambda: run().backward()).kept == kept
 
 
-@pytest.mark.parametrize(
-    "transform",
-    [
-        lambda f, x: torch.func.grad(lambda y: f(y).sum())(x),
-        lambda f, x: torch.func.vmap(torch.func.jacrev(f))(x),
-        lambda f, x: torch.func.jvp(f, (x,), (x,))[1],
-    ],
-    ids=["grad", "vmap of jacrev", "jvp"],
-)
-def test_transforms_of_torch_func_run_as_without_the_watch(transform):
-    """torch.func.grad() refuses hooks for saved tensors, and its tensors have no storage."""
-    model, x, after = Net(), batch().detach(), batch()
-    expected, found = transform(model.blocks[0], x), []
-
-    def run() -> None:
-        found.append(transform(model.blocks[0], x).detach())
-        model(after).backward()
-
-    assert observe(model, run).kept >= 3 * TENSOR  # the hooks are back
-    assert torch.equal(found[0], expected)
-
-
-def test_hooks_of_the_author_are_refused_as_without_the_watch():
+def test_code_that_refuses_hooks_is_not_observed_and_gives_the_reason():
     model, x = Net(), batch().detach()
+    seen = observe(model, lambda: torch.func.grad(lambda y: model(y))(x))
+    assert seen.kept is None
+    assert seen.problem.startswith("RuntimeError: torch.func.{grad, vjp, jacrev, hessian} don't yet support saved")
+    assert observe(model, lambda: model(batch()).backward()).kept == 3 * TENSOR
 
-    def run() -> None:
-        with torch.autograd.graph.save_on_cpu():
-            torch.func.grad(lambda y: model(y))(x)
 
-    with pytest.raises(RuntimeError, match="don't yet support saved tensor hooks"):
-        observe(model, run)
+def test_the_step_of_the_author_is_not_run_again():
+    subject = Subject(Net(), batch=dict, train_step=lambda model, optimizer, batch: 1 / 0)
+    assert observe_step_memory(subject, {}) == StepMemory(None, problem="train_step is not run once more for it")
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
@@ -174,8 +137,7 @@ def test_nested_tensors_have_no_rows():
         nested = torch.nested.nested_tensor([torch.ones(3, WIDTH), torch.ones(5, WIDTH)])
         torch.nested.to_padded_tensor(model(nested), 0.0).sum().backward()
 
-    seen = observe(model, run)
-    assert seen.fixed == seen.kept == 2 * TENSOR
+    assert observe(model, run).kept == 2 * TENSOR
 
 
 def test_compiled_functions_may_call_modules():
@@ -191,53 +153,32 @@ def test_compiled_modules_are_left_alone(compile_it):
         model.blocks[0] = torch.compile(model.blocks[0], backend="eager")
     else:
         model.blocks[0].compile(backend="eager")
-    assert observe(model, lambda: model(x).backward()).kept is None
+    seen = observe(model, lambda: model(x).backward())
+    assert (seen.kept, seen.problem) == (None, "torch.compile decides what to compute again")
 
 
-def test_gradients_are_the_same_bits():
-    model = Net()
-    plain, watched = batch(), batch()
-    model(plain).backward()
-    expected = [parameter.grad.clone() for parameter in model.parameters()]
-    model.zero_grad()
-    observe(model, lambda: model(watched).backward())
-    assert torch.equal(plain.grad, watched.grad)
-    assert all(torch.equal(p.grad, truth) for p, truth in zip(model.parameters(), expected, strict=True))
+def test_no_gradient_is_left():
+    model, x = Net(), batch()
+    observe(model, lambda: model(x).backward())
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_second_derivatives_still_work():
-    model, x = Net(), batch()
+    model, x, reached = Net(), batch(), []
 
     def penalised() -> None:
         [slope] = torch.autograd.grad(model(x), x, create_graph=True)
         slope.square().sum().backward()
+        reached.append(model.blocks[0][0].weight.grad is not None)
 
-    observe(model, penalised)
-    assert all(parameter.grad is not None for parameter in model.blocks[0].parameters())
-
-
-def test_an_overwritten_tensor_is_an_error_as_without_the_watch():
-    """Where a hook sees what is saved, torch no longer compares its version."""
-    model, x = Net(), batch()
-
-    def overwrite() -> None:
-        y = x * 2
-        z = y * y
-        with torch.no_grad():
-            y.add_(1)
-        z.sum().backward()
-
-    message = r"has been modified by an inplace operation"
-    with pytest.raises(RuntimeError, match=message):
-        overwrite()
-    with pytest.raises(RuntimeError, match=message + r": a \[8, 16\] tensor is at version 1, but version 0 is needed"):
-        observe(model, overwrite)
+    assert observe(model, penalised).kept is not None
+    assert reached == [True]
 
 
 def test_nothing_is_held_after_the_step():
     model, x = Net(), batch()
     watch = StepMemoryWatch(model)
-    with watch.around(0):
+    with watch.watching():
         loss = model(x)
         loss.backward()
     del loss

@@ -17,10 +17,10 @@ from pytest_fsdp_meta.evidence.step_memory import GatheredGroup, StepMemory
 from pytest_fsdp_meta.text import fold_names, name_ranks
 
 MOST = 0.5
-"""Fraction of the sharded bytes; blocks with less than this are not what decides how much a step holds."""
+"""Fraction of the bytes of all parameters; blocks with less than this are not what decides how much a step holds."""
 FACTOR = 1.5
-"""How much more than its rows need a rank may keep. Right loaders of transformers' models keep up to 1.1 times as much:
-DTensors save redistributed copies, and casts save both dtypes."""
+"""How much more than the reference a rank may keep for the same rows. Right loaders of transformers' models keep up to
+1.1 times as much: DTensors save redistributed copies, and casts save both dtypes."""
 LEAST = 4096
 """Bytes by which a rank may always keep more; in a model as small as that, scalars and indices count."""
 BLOCK = re.compile(r"^(?P<stack>(?:.*?\.)?)(?P<index>[0-9]+)\.(?P<rest>.+)$")
@@ -50,10 +50,10 @@ def step_memory_bounded(view: View) -> Iterable[Finding]:
         raise NotJudged(OLDER_EVIDENCE)
     yield from _gathered_as_one(view, ranks)
     reference = view.evidence.reference
-    if reference is None or reference.memory is None:
+    if reference is None or not reference.memory:
         raise PartlyJudged("what backward keeps has nothing to be compared with, because no reference was trained")
-    if any(memory.kept is None for memory in (*ranks, reference.memory)):
-        raise PartlyJudged("what backward keeps is not compared, because torch.compile decides what to compute again")
+    if problem := next((memory.problem for memory in (*ranks, *reference.memory) if memory.kept is None), ""):
+        raise PartlyJudged(f"what backward keeps is not compared: {problem}")
     yield from _kept_too_much(view, ranks, reference.memory)
 
 
@@ -95,7 +95,8 @@ def _describe_stacks(view: View, rank: int, group: GatheredGroup, groups: Sequen
         own = [names.intersection(group.parameters) for names in stack.blocks.values()]
         if all(own):
             sizes[stack] = count_bytes(name for names in own for name in names)
-    if sum(sizes.values()) > MOST * shared:  # an encoder and a decoder are about half each
+    whole = count_bytes(name for name, tensor in tensors.items() if tensor.kind == "parameter")
+    if sum(sizes.values()) > MOST * whole:  # an encoder and a decoder are about half each; adapters are little
         for stack, size in sizes.items():
             yield (
                 f"one FSDP group gathers all {len(stack.blocks)} blocks of {stack.name} at once: {size} of the "
@@ -123,10 +124,11 @@ def _stacks(view: View, rank: int) -> Iterator[_Stack]:
                 yield _Stack(stack.rstrip(".") or "the model", equal)
 
 
-def _kept_too_much(view: View, ranks: Sequence[StepMemory], reference: StepMemory) -> Iterator[Finding]:
+def _kept_too_much(view: View, ranks: Sequence[StepMemory], reference: Sequence[StepMemory]) -> Iterator[Finding]:
+    everyone = _has_tokens_of_others(view)
     runs = view.evidence.training or ()
-    shares = [1 if _has_tokens_of_others(view) else run.data_parallel[1] for run in runs]
-    due = [((reference.kept or 0) - reference.fixed) / size + reference.fixed for size in shares]
+    slices = [reference if everyone else reference[run.data_parallel[0] :][:1] or reference for run in runs]
+    due = [sum(memory.kept or 0 for memory in own) for own in slices]
     kept = [memory.kept or 0 for memory in ranks]
     large = [rank for rank, size in enumerate(kept) if size > FACTOR * due[rank] + LEAST]
     if not large:
@@ -136,9 +138,9 @@ def _kept_too_much(view: View, ranks: Sequence[StepMemory], reference: StepMemor
     yield Finding(
         None,
         tuple(large),
-        f"{kept[worst]} bytes kept for the backward of the first step on {where}",
-        f"about {due[worst]:.0f}, what the reference keeps for as many rows",
-        _largest_excess(ranks[worst], reference, shares[worst], where),
+        f"{kept[worst]} bytes of activations kept for the backward on {where}",
+        f"at most {FACTOR} times the {due[worst]} bytes that the reference keeps for the same rows",
+        _largest_excess(ranks[worst], slices[worst], where),
         **_KEPT,
     )
 
@@ -151,18 +153,22 @@ def _has_tokens_of_others(view: View) -> bool:
 
 _KEPT: Explanation = {
     "cause": "activation checkpointing, which the reference has, is missing on the ranks, or wraps smaller parts of "
-    "which each keeps its input; or a rank runs more rows than its own",
-    "remedy": "wrap each block as a whole, and before fully_shard(); give each rank its own rows",
+    "which each keeps its input; or a rank runs more rows than its own, such as those that its loss gathers",
+    "remedy": "wrap each block as a whole, and before fully_shard(); give each rank its own rows; if the loss has to "
+    "gather rows, skip this check with that reason",
 }
 
 
-def _largest_excess(memory: StepMemory, reference: StepMemory, share: int, where: str) -> str:
-    """Say which modules keep most beyond what those of the reference keep for as many rows."""
-    due = {name: size / share for name, size in reference.modules.items()}
+def _largest_excess(memory: StepMemory, reference: Sequence[StepMemory], where: str) -> str:
+    """Say which modules keep most beyond what those of the reference keep for the same rows."""
+    due: dict[str, int] = {}
+    for own in reference:
+        for name, size in own.modules.items():
+            due[name] = due.get(name, 0) + size
     excess = {name: size - due.get(name, 0) for name, size in memory.modules.items()}
     if not excess:
         return ""
     largest = [name for name, size in excess.items() if 2 * size > max(excess.values())]
     folded, name = next(iter(fold_names(largest).items()))
-    more = f"{memory.modules[name]} bytes on {where}, {due.get(name, 0):.0f} in the reference"
-    return f"{folded or 'the model itself'} keeps much of it: {more}"
+    more = f"{memory.modules[name]} bytes on {where}, {due.get(name, 0)} in the reference"
+    return f"{folded or 'the loss, or the model outside of its modules,'} keeps much of it: {more}"

@@ -202,35 +202,6 @@ def is_wrapped_by_functorch(tensor: Tensor) -> bool:
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
-@contextmanager
-def without_hooks_in_torch_func(pack: Callable[[Tensor], Any]) -> Iterator[None]:
-    """Take off the saved-tensor hooks with this ``pack`` while torch.func runs: torch.func.grad() refuses any.
-
-    Other hooks, which are the author's own, are still refused, as is torch.func.grad() in a compiled function.
-    """
-    disable = torch.autograd.graph.disable_saved_tensors_hooks
-
-    @contextmanager
-    def take_off_and_disable(message: str) -> Iterator[None]:
-        top = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        if top is None or top[0] != pack:
-            with disable(message):
-                yield
-            return
-        torch._C._autograd._pop_saved_tensors_default_hooks()
-        try:
-            with disable(message):
-                yield
-        finally:
-            torch._C._autograd._push_saved_tensors_default_hooks(*top)
-
-    torch.autograd.graph.disable_saved_tensors_hooks = take_off_and_disable
-    try:
-        yield
-    finally:
-        torch.autograd.graph.disable_saved_tensors_hooks = disable
-
-
 class ManagedWeight:
     """One parameter as one FSDP2 group manages it; a tied parameter may be managed by several groups.
 
