@@ -16,10 +16,10 @@ SYSTEMS := $(notdir $(patsubst %/requirements.txt,%,$(wildcard conformance/syste
 
 help:
 	@echo "make conformance  install, then check on real ranks (GPUs if there are enough, else CPU) that conforming loaders pass"
-	@echo "                  and that each defect fails its own check"
+	@echo "                  and that a defect of each check fails it"
 	@echo "make test         install, then lint, type-check and run all tests but the slow ones"
 	@echo "make check        the same without lint"
-	@echo "make slow         the other tests: every form of sharding by every check, random models, pairs of bug reports"
+	@echo "make slow         the other tests: every form of sharding by every check, every further defect, random models"
 	@echo "make lint         run ruff, mypy and import-linter"
 	@echo "make format       format and fix with ruff"
 	@echo "make systems      judge released third-party packages, each in its own environment: $(SYSTEMS:%=system-%)"

@@ -1,6 +1,7 @@
 """Each defect fails its own check, with the expected lines, and no other check that reads the same observations.
 
-``make matrix`` judges each defect by the whole catalogue.
+The first defect of each check is in ``make test``, the others are slow. ``make matrix`` judges each by the whole
+catalogue.
 """
 
 from __future__ import annotations
@@ -11,8 +12,12 @@ from fixtures.defects import DEFECTS
 from pytest_fsdp_meta.catalogue import built_in
 from pytest_fsdp_meta.reports.terminal import describe_failure
 
+FIRST = {defect.caught_by: name for name, defect in reversed(DEFECTS.items())}
+"""Check -> the first of its defects."""
+SLOWLY = [pytest.param(name, marks=[] if name in FIRST.values() else pytest.mark.slow) for name in DEFECTS]
 
-@pytest.mark.parametrize("name", DEFECTS)
+
+@pytest.mark.parametrize("name", SLOWLY)
 def test_defect_is_caught_by_its_check_alone(name, checkpoint, judge_loader):
     defect = DEFECTS[name]
     path = checkpoint(defect.architecture)
