@@ -31,7 +31,7 @@ from pytest_fsdp_meta.worlds import current, doing
 
 NAME = "export"
 """The record of what rank 0 exports whole; each rank's parts are in another one."""
-NOBODY = -1
+NO_RANK = -1
 """Instead of the rank that exports an element."""
 
 # On the ranks.
@@ -181,20 +181,20 @@ def _join(held: Mapping[int, PartFacts], parts: Mapping[int, Part]) -> tuple[Ten
     """Return the whole tensor; and the elements that no rank exports, or several with different values."""
     first = next(iter(parts.values()))
     whole = torch.zeros(first.shape, dtype=first.local.dtype)
-    source = torch.full(first.shape, NOBODY, dtype=torch.int16)
+    source = torch.full(first.shape, NO_RANK, dtype=torch.int16)
     diverging, before = set[int](), set[int]()
     for rank, part in parts.items():
         facts = facts_of(part)
         values, filled, known = rows_of(part.local, facts), rows_of(whole, facts), rows_of(source, facts)
         for box, own in boxes_of(facts):
-            taken = known[box] != NOBODY
+            taken = known[box] != NO_RANK
             if taken.any() and (apart := taken & _differs(filled[box], values[own].to(whole.dtype))).any():
                 diverging.add(rank)
                 before |= set(known[box][apart].tolist())
             if not taken.all():
                 filled[box].copy_(values[own])
                 known[box].masked_fill_(~taken, rank)
-    absent = source == NOBODY
+    absent = source == NO_RANK
     found: dict[str, Any] = {"diverging": tuple(sorted(diverging)), "before": tuple(sorted(before))}
     if absent.any():
         lacking = (rank for rank, facts in held.items() if _has_any(absent, facts))

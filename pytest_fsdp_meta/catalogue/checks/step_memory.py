@@ -61,7 +61,7 @@ def step_memory_bounded(view: View) -> Iterable[Finding]:
 class _Stack:
     """The blocks of one list of modules that have the same tensors, such as all layers of a transformer.
 
-    A block has modules inside; a list of bare linear layers is not large enough to be told to shard each.
+    A block has modules inside: bare layers in a list are too small to be groups of their own.
     """
 
     name: str
@@ -82,7 +82,7 @@ def _gathered_as_one(view: View, ranks: Sequence[StepMemory]) -> Iterator[Findin
 
 
 def _describe_stacks(view: View, rank: int, group: GatheredGroup, groups: Sequence[GatheredGroup]) -> Iterator[str]:
-    """Describe the stacks of which a group gathers every block, if they are most of what the rank shares."""
+    """Describe the stacks whose blocks a group gathers all at once, if they are most of the parameters."""
     tensors = view.evidence.inventory[rank].by_name
 
     def count_bytes(names: Iterable[str]) -> int:
