@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from pytest_fsdp_meta.evidence.random_numbers import OWN_GENERATOR, Draw
-from pytest_fsdp_meta.observers.inventory import unwrapped
+from pytest_fsdp_meta.observers.module_watch import RunningModule
 from pytest_fsdp_meta.observers.support.bits import digest
 from pytest_fsdp_meta.observers.support.generators import States, describe_state, read_states, seed_of
 from pytest_fsdp_meta.observers.support.torch_private import (
@@ -25,7 +24,6 @@ from pytest_fsdp_meta.observers.support.torch_private import (
     operator_name,
 )
 from pytest_fsdp_meta.observers.support.watching import tensors_in
-from pytest_fsdp_meta.text import clean_name
 from pytest_fsdp_meta.worlds import SEED
 
 
@@ -39,8 +37,7 @@ class DrawWatch(TorchDispatchMode):  # type: ignore[misc]
         super().__init__()
         self.draws: list[Draw] = []
         self._device = device
-        self._names = {id(module): clean_name(name) for name, module in unwrapped(model).named_modules()}
-        self._running: list[str] = []
+        self.running = RunningModule(model)
         self._calls: Counter[str] = Counter()
         self._unapplied: dict[int, tuple[int, Tensor]] = {}
         """Address of a storage with random numbers -> the draw, and the tensor, which keeps the address taken."""
@@ -52,14 +49,6 @@ class DrawWatch(TorchDispatchMode):  # type: ignore[misc]
         """Whether a generator has advanced although no operator was seen to draw from it."""
         seen = {draw.generator for draw in self.draws}
         return any(kind not in seen for kind in _changed(self._first, read_states(self._device)))
-
-    def enter_module(self, module: Module, _: Any) -> None:
-        inner = self._running[-1] if self._running else ""
-        self._running.append(self._names.get(id(module), inner))
-
-    def leave_module(self, *_: Any) -> None:
-        if self._running:
-            self._running.pop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -89,7 +78,7 @@ class DrawWatch(TorchDispatchMode):  # type: ignore[misc]
         if not made:
             return out  # DTensor tries a new operator on fake tensors first, which draws nothing
         for kind in _changed(before, self._states(own)):
-            module = self._running[-1] if self._running else ""
+            module = self.running.name
             self.draws.append(
                 Draw(
                     module=module,
@@ -134,10 +123,7 @@ class DrawWatch(TorchDispatchMode):  # type: ignore[misc]
 def watching_draws(model: Module, device: torch.device) -> Iterator[DrawWatch]:
     """Watch the draws of the block, with the modules of the model that they run in."""
     watch = DrawWatch(model, device)
-    with ExitStack() as hooks:
-        hooks.callback(register_module_forward_pre_hook(watch.enter_module).remove)
-        hooks.callback(register_module_forward_hook(watch.leave_module, always_call=True).remove)
-        hooks.enter_context(watch)
+    with watch.running.watching(), watch:
         yield watch
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import Module
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from pytest_fsdp_meta.evidence.traces import (
     AGAIN_INPUT,
@@ -99,6 +100,35 @@ class ModuleWatch:
                 self._see(seen, tensor)
         except Exception as error:
             self.problem = f"{seen.stage} of {seen.module or 'the model'}: {type(error).__name__}: {first_line(error)}"
+
+
+class RunningModule:
+    """Know which module runs, by hooks for all modules; inside ``torch.compile`` it stays the one around it."""
+
+    def __init__(self, model: Module) -> None:
+        self._names = {id(module): clean_name(name) for name, module in unwrapped(model).named_modules()}
+        self._running: list[str] = []
+
+    @property
+    def name(self) -> str:
+        """The author's name of the innermost module of the model that runs; empty outside of all."""
+        return self._running[-1] if self._running else ""
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Follow the modules that run in the block."""
+        with ExitStack() as hooks:
+            hooks.callback(register_module_forward_pre_hook(self._enter).remove)
+            hooks.callback(register_module_forward_hook(self._leave, always_call=True).remove)
+            yield
+
+    def _enter(self, module: Module, _: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._running.append(self._names.get(id(module), self.name))
+
+    def _leave(self, *_: Any) -> None:
+        if self._running and not torch.compiler.is_compiling():
+            self._running.pop()
 
 
 def innermost_modules(model: Module) -> dict[str, Module]:

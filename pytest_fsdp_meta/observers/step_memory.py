@@ -14,18 +14,19 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Module, Parameter
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from pytest_fsdp_meta.evidence.step_memory import GatheredGroup, StepMemory
 from pytest_fsdp_meta.loader.subject import Subject
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part
 from pytest_fsdp_meta.observers.batches import loss_of
-from pytest_fsdp_meta.observers.inventory import named_tensors, unwrapped
+from pytest_fsdp_meta.observers.inventory import named_tensors
+from pytest_fsdp_meta.observers.module_watch import RunningModule
 from pytest_fsdp_meta.observers.support.poison import deterministic
 from pytest_fsdp_meta.observers.support.precision import is_low
 from pytest_fsdp_meta.observers.support.torch_private import fsdp_groups, is_compiled
 from pytest_fsdp_meta.observers.support.watching import tensors_in
-from pytest_fsdp_meta.text import clean_name, first_line
+from pytest_fsdp_meta.text import first_line
 
 COMPILED = "torch.compile decides what to compute again"
 OWN_STEP = "train_step is not run once more for it"
@@ -69,8 +70,7 @@ class StepMemoryWatch:
         self.most = 0
         """The most bytes at a time."""
         self._model = model
-        self._names = {id(module): clean_name(name) for name, module in unwrapped(model).named_modules()}
-        self._running: list[str] = []
+        self._running = RunningModule(model)
         self._weights: dict[int, StorageWeakRef] = {}
         """The storages that have parameters or buffers, also those that FSDP2 gathers into. While the weak references
         live, no other storage gets the same identity."""
@@ -86,8 +86,9 @@ class StepMemoryWatch:
         for module in self._model.modules():
             self._note_weights(module)
         with ExitStack() as hooks:
-            hooks.callback(register_module_forward_pre_hook(self._enter).remove)
-            hooks.callback(register_module_forward_hook(self._leave, always_call=True).remove)
+            hooks.enter_context(self._running.watching())
+            # The weights that FSDP2 has gathered for a module around the one that is called.
+            hooks.callback(register_module_forward_pre_hook(self._note_weights).remove)
             hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack))
             yield
         self._note_most()
@@ -99,17 +100,9 @@ class StepMemoryWatch:
             modules[storage.module] = modules.get(storage.module, 0) + storage.nbytes
         return dict(sorted(modules.items(), key=lambda item: -item[1]))
 
-    def _enter(self, module: Module, _: Any) -> None:
+    def _note_weights(self, module: Module, _: Any = None) -> None:
         if torch.compiler.is_compiling():  # of a function that calls modules, which are not compiled themselves
             return
-        self._running.append(self._names.get(id(module), self._running[-1] if self._running else ""))
-        self._note_weights(module)  # those that FSDP2 has gathered for a module around this one
-
-    def _leave(self, *_: Any) -> None:
-        if self._running and not torch.compiler.is_compiling():
-            self._running.pop()
-
-    def _note_weights(self, module: Module) -> None:
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             if isinstance(tensor, Tensor):
                 self._note_weight(tensor)
@@ -130,8 +123,7 @@ class StepMemoryWatch:
             if local.is_meta or key in self._weights:
                 continue
             if key not in self._storages:
-                module = self._running[-1] if self._running else ""
-                self._storages[key] = _Storage(local.untyped_storage().nbytes(), module)
+                self._storages[key] = _Storage(local.untyped_storage().nbytes(), self._running.name)
                 self._bytes += self._storages[key].nbytes
             self._storages[key].users += 1
             saved.keys.append(key)
