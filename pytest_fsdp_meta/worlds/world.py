@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -64,6 +65,8 @@ class World:
         self._follower: OutputFollower | None = None
         self._folder: Path | None = None
         self._at_exit: util.Finalize | None = None
+        self._closing = threading.RLock()
+        """Held while the world ends: a call in another thread closes it as well, because its ranks are killed."""
 
     def __enter__(self) -> World:
         self.start()
@@ -153,7 +156,7 @@ class World:
 
     def close(self) -> None:
         """Kill every rank, whatever it is doing. Safe to call twice. Ctrl-C takes effect when the ranks have ended."""
-        with defer_interrupts():
+        with defer_interrupts(), self._closing:
             self._close()
 
     def _close(self) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +29,7 @@ from pytest_fsdp_meta.worlds import (
 )
 from tests.world_help import (
     ROOT,
+    SOON,
     assert_gone,
     ended_at_last,
     environment,
@@ -295,6 +297,28 @@ def test_closing_ends_ranks_and_removes_what_they_wrote(tmp_path: Path, monkeypa
         world.run(me)
 
 
+def test_two_threads_close_a_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread whose call fails because another closes the world closes it as well."""
+    first = world_of(1)
+    first.start()
+    (member,) = first._members
+    release, releasing, released = member.release, threading.Event(), []
+
+    def slow() -> None:
+        releasing.set()
+        time.sleep(0.3)
+        release()
+        released.append(threading.current_thread().name)
+
+    monkeypatch.setattr(member, "release", slow)
+    thread = threading.Thread(target=first.close, name="another")
+    thread.start()
+    assert releasing.wait(SOON)
+    first.close()
+    thread.join(SOON)
+    assert released == ["another"]
+
+
 def test_a_closed_world_can_be_started_again() -> None:
     world = world_of(1)
     for _ in range(2):
@@ -336,6 +360,7 @@ print("done", flush=True)
 """
 
 
+@pytest.mark.slow
 def test_two_processes_at_the_same_time(tmp_path: Path) -> None:
     folders = [tmp_path / "a", tmp_path / "b"]
     for folder in folders:
