@@ -4,7 +4,7 @@ BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
 WORLD_SIZE ?= 2
 # Processes of pytest-xdist. The tests do not depend on each other or on their order.
-WORKERS ?= 2
+WORKERS ?= 3
 # torch looks up a name for each connection of a TCPStore; a DNS that does not answer costs 5 s each, and so 1 s.
 export RES_OPTIONS ?= timeout:1 attempts:1
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -11,13 +13,18 @@ from pytest_fsdp_meta import Subject, fsdp_conformance
 from pytest_fsdp_meta.transformers import reference_model
 
 
-@pytest.mark.parametrize("path", CHECKPOINTS, indirect=True)
+def slow_but(*fast: str) -> list[Any]:
+    """Return the checkpoints; only make slow takes those that are not ``fast``."""
+    return [pytest.param(name, marks=() if name in fast else pytest.mark.slow) for name in CHECKPOINTS]
+
+
+@pytest.mark.parametrize("path", slow_but("llama", "gpt2"), indirect=True)
 @fsdp_conformance(world_size=(1, 2, 4))
 def test_sharded(fsdp, path):
     return subject(load_sharded(path, fsdp.mesh, fsdp.device), path)
 
 
-@pytest.mark.parametrize("path", CHECKPOINTS, indirect=True)
+@pytest.mark.parametrize("path", slow_but("llama-tied"), indirect=True)
 @fsdp_conformance(mesh={"dp_replicate": 2, "dp_shard": 2})
 def test_hsdp(fsdp, path):
     return subject(load_sharded(path, fsdp.mesh, fsdp.device), path)

@@ -104,13 +104,12 @@ class Project:
         return self.path / f"runpytest-{self._runs}"
 
     def shell(self, command: str, folder: str = ".") -> pytest.RunResult:
-        """Run a shell command, as a user would paste it."""
-        before = os.getcwd()
-        os.chdir(self.path / folder)
-        try:
-            return self._pytester.run("sh", "-c", command, timeout=120)
-        finally:
-            os.chdir(before)
+        """Run a shell command, as a user would paste it. ``python -m pytest`` forks its run as ``run`` does."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(self.path / folder)
+            for name, value in warm_runs.shell_functions().items():
+                patch.setenv(name, value)
+            return self._pytester.run("bash", "-c", command, timeout=120)
 
     @property
     def notes(self) -> list[str]:

@@ -32,16 +32,29 @@ SOON = 20.0
 """Seconds within which a failure must be reported, also on a busy machine; torch's own timeouts start at 300."""
 
 
+TEST_MODULES = ("pytest", "tests.world_help")
+"""What test modules import: each rank that gets a function of one imports the module."""
+LOADER_MODULES = (
+    *(
+        "transformers.models.llama.modeling_llama",
+        "fixtures.conforming",
+        "fixtures.forms_registry",
+        "fixtures.localised",
+    ),
+    *("pytest_fsdp_meta.reports.terminal", "tests.catalogue.evidence_factory"),
+)
+
+
 @cache
 def preload() -> ForkServerEngine:
     """Return the engine that all tests share."""
-    return ForkServerEngine(Sources(tuple(dict.fromkeys((str(ROOT), *sys.path)))))
+    return ForkServerEngine(Sources(tuple(dict.fromkeys((str(ROOT), *sys.path)))), TEST_MODULES)
 
 
 @cache
 def trial_preload() -> ForkServerEngine:
-    """Return an engine that has imported the observers, as a trial's has, so that ranks need not."""
-    return ForkServerEngine(preload().sources, ON_RANKS)
+    """Return an engine that has imported the observers and loaders, as a trial's has, so that ranks need not."""
+    return ForkServerEngine(preload().sources, [*ON_RANKS, *TEST_MODULES, *LOADER_MODULES])
 
 
 def world_of(size: int, label: str = "", listener: Listener | None = None, **given: Any) -> World:

@@ -63,6 +63,7 @@ def test_only_the_known_blocks_are_not_run():
     assert counted == Counter(NOT_RUN)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", params_of({name: page for name, page in PAGES.items() if page.blocks}))
 def test_the_output_that_a_page_shows_is_real(page, tmp_path):
     """Write the files and run the commands from top to bottom; other text must be the output of one of the commands."""

@@ -227,7 +227,7 @@ def _take_terminal() -> None:
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
-@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("times", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_ctrl_c_in_a_terminal(project: Project, temporary: Path, times: int) -> None:
     terminal, its_side = pty.openpty()
     seen = b""
@@ -263,6 +263,7 @@ def test_pytest_is_killed(project: Project, temporary: Path) -> None:
     assert not list(temporary.glob("fsdp-*"))
 
 
+@pytest.mark.slow
 def test_two_runs_at_the_same_time(project: Project) -> None:
     file = project.loaders(
         """
@@ -333,6 +334,7 @@ def test_room(fsdp):
 )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("unshare"), reason="needs unshare to mount a small disk")
 def test_a_full_disk_in_a_run(project: Project, temporary: Path) -> None:
     file = project.loaders(FULL)

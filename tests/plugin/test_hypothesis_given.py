@@ -70,6 +70,7 @@ def test_x(fsdp, n):
     )
 
 
+@pytest.mark.slow
 def test_xfail_skip_assume_and_errors(project: Project) -> None:
     result = run(
         project,

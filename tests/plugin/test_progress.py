@@ -98,7 +98,7 @@ def test_slow(fsdp):
 """
 
 
-@pytest.mark.parametrize("verbose", ["-v", ""])
+@pytest.mark.parametrize("verbose", [pytest.param("-v", marks=pytest.mark.slow), ""])
 def test_a_long_item_in_a_terminal(
     project: Project, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, verbose: str
 ) -> None:
@@ -117,6 +117,7 @@ def test_a_long_item_in_a_terminal(
     assert child.wait() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("args", [("-s",), ("-n1",)])
 def test_no_line_with_live_output_or_on_a_worker(
     project: Project, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, args: tuple[str, ...]
@@ -130,6 +131,7 @@ def test_no_line_with_live_output_or_on_a_worker(
     assert "2 ranks" not in output
 
 
+@pytest.mark.slow
 def test_no_line_in_a_log(project: Project) -> None:
     project.loaders(SLOW)
     result = project.run()

@@ -126,7 +126,7 @@ def focused(page: playwright.Page, what: str) -> str:
 
 
 @pytest.mark.parametrize("name", PAGES)
-@pytest.mark.parametrize("width", [PHONE, DESKTOP])
+@pytest.mark.parametrize("width", [PHONE, pytest.param(DESKTOP, marks=pytest.mark.slow)])
 def test_no_page_is_wider_than_the_screen(opened, name, width):
     page = opened(name, width=width)
     assert page.evaluate("document.documentElement.scrollWidth") == width
@@ -136,7 +136,13 @@ def test_no_page_is_wider_than_the_screen(opened, name, width):
 
 @pytest.mark.parametrize(
     ("name", "theme"),
-    [("usual", "light"), ("usual", "dark"), ("hostile", "light"), ("empty", "dark"), ("compared", "dark")],
+    [
+        ("usual", "dark"),
+        ("compared", "dark"),
+        pytest.param("usual", "light", marks=pytest.mark.slow),
+        pytest.param("hostile", "light", marks=pytest.mark.slow),
+        pytest.param("empty", "dark", marks=pytest.mark.slow),
+    ],
 )
 def test_axe_finds_no_accessibility_problem(opened, name, theme):
     page = opened(name, color_scheme=theme)

@@ -27,7 +27,11 @@ from pytest_fsdp_meta.worlds import Rank, WorldSpec
 from tests.world_help import trial_preload
 
 PARITY = ("loss_parity", "grad_parity")
-CASES = [(name, mesh) for name, found in MISPLACED.items() for mesh in found.meshes]
+CASES = [
+    pytest.param(name, mesh, marks=[] if mesh == "FSDP2" else pytest.mark.slow)
+    for name, found in MISPLACED.items()
+    for mesh in found.meshes
+]
 
 
 def observe(
@@ -121,6 +125,7 @@ def test_a_difference_that_another_check_explains_is_not_traced():
     assert evidence.traces is None  # the reference has adopted the loader's values
 
 
+@pytest.mark.slow
 def test_the_ranks_continue_as_if_nothing_had_been_traced():
     """The loaded weights are only borrowed: what is saved after the training equals what it was without tracing."""
     broken = partial(load, break_it=MISPLACED["other_activation"].break_it)
@@ -189,6 +194,7 @@ def test_modules_that_run_several_times_are_told_apart_by_their_turn():
     assert states[0] < 1e-6 < states[1]
 
 
+@pytest.mark.slow
 def test_compiled_and_checkpointed_modules_have_the_authors_names():
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 

@@ -361,6 +361,7 @@ def test_a_hanging_save_fails_only_the_checks_that_need_it():
     assert "did not answer within 8 s" in found[ROUND_TRIP].reason
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["hangs", "ends"])
 def test_saving_that_hangs_or_ends_a_rank_is_not_retried(tmp_path, how):
     def save(model, optimizer, folder):
@@ -396,6 +397,7 @@ def plain(parameters: Iterable[nn.Parameter], lr: float = 0.1) -> torch.optim.Op
     return torch.optim.SGD(parameters, lr=lr, foreach=False)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_cannot_be_loaded_is_not_tried_a_second_time(tmp_path):
     def resume(model, optimizer, folder):
         (tmp_path / f"{folder.name} of rank {torch.distributed.get_rank()}").touch()

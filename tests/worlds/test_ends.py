@@ -109,11 +109,11 @@ world.run(stuck, "{how}")
 @pytest.mark.parametrize(
     ("how", "method"),
     [
-        ("collective", "forkserver"),
-        ("locked", "forkserver"),
         ("stopped", "forkserver"),
-        ("collective", "bare"),
         ("locked", "bare"),
+        pytest.param("collective", "forkserver", marks=pytest.mark.slow),
+        pytest.param("locked", "forkserver", marks=pytest.mark.slow),
+        pytest.param("collective", "bare", marks=pytest.mark.slow),
     ],
 )
 def test_ranks_end_when_their_parent_is_killed(tmp_path: Path, how: str, method: str) -> None:
@@ -133,7 +133,14 @@ def test_ranks_end_when_their_parent_is_killed(tmp_path: Path, how: str, method:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGTERM,
+        signal.SIGKILL,
+        *(pytest.param(n, marks=pytest.mark.slow) for n in (signal.SIGHUP, signal.SIGQUIT)),
+    ],
+)
 def test_a_signal_to_the_whole_process_group(tmp_path: Path, number: signal.Signals) -> None:
     """timeout(1), terminals and CI systems signal the whole group: the parent and its fork server."""
     text = "import os\nos.setpgid(0, 0)\n" + ENDLESS.format(how="collective", method="forkserver")
