@@ -61,4 +61,6 @@ class RankTrace:
     forward: tuple[TracedCall, ...] = ()
     backward: tuple[TracedCall, ...] = ()
     modules: Mapping[str, ModuleFacts] = field(default_factory=dict)
+    handed: bool = False
+    """Whether modules got the reference's inputs and gradients in place of own ones that agree."""
     problem: str = ""

@@ -43,7 +43,8 @@ class Seen(NamedTuple):
     path: str
 
 
-See = Callable[[Seen, Tensor], None]
+See = Callable[[Seen, Tensor], Tensor | None]
+"""Gets what was seen; returns the tensor that takes its place, None for as it is. Outputs always stay as they are."""
 
 
 class ModuleWatch:
@@ -71,12 +72,20 @@ class ModuleWatch:
                 hooks.callback(module.register_forward_hook(partial(self._after, name)).remove)
             yield
 
-    def _before(self, name: str, module: Module, args: Any, kwargs: Any) -> None:
+    def _before(self, name: str, module: Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         again = is_in_backward()
         self._turns[name, again] += 1
         turn = self._turns[name, again] - 1
-        for path, tensor in tensors_in({**dict(enumerate(args)), **kwargs}):
-            self._note(Seen(AGAIN_INPUT if again else INPUT, name, turn, path), tensor)
+        inputs = {**dict(enumerate(args)), **kwargs}
+        instead = {}
+        for path, tensor in tensors_in(inputs):
+            value = self._note(Seen(AGAIN_INPUT if again else INPUT, name, turn, path), tensor)
+            if value is not None:
+                instead[path] = _WithValue.apply(tensor, value)
+        if not instead:
+            return None
+        inputs = _replace(inputs, instead)
+        return tuple(inputs[index] for index in range(len(args))), {key: inputs[key] for key in kwargs}
 
     def _after(self, name: str, module: Module, args: Any, output: Any) -> None:
         again = is_in_backward()
@@ -89,17 +98,30 @@ class ModuleWatch:
                 self._with_gradient.add((name, turn))
                 tensor.register_hook(partial(self._gradient, Seen(GRADIENT, name, turn, path)))
 
-    def _gradient(self, seen: Seen, gradient: Tensor) -> None:
-        self._note(seen, gradient)
+    def _gradient(self, seen: Seen, gradient: Tensor) -> Tensor | None:
+        return self._note(seen, gradient)
 
-    def _note(self, seen: Seen, tensor: Tensor) -> None:
+    def _note(self, seen: Seen, tensor: Tensor) -> Tensor | None:
         if self.problem:
-            return
+            return None
         try:
             with torch.no_grad():
-                self._see(seen, tensor)
+                return self._see(seen, tensor)
         except Exception as error:
             self.problem = f"{seen.stage} of {seen.module or 'the model'}: {type(error).__name__}: {first_line(error)}"
+            return None
+
+
+class _WithValue(torch.autograd.Function):  # type: ignore[misc]
+    """Another value for a tensor, with the tensor's place in the graph: gradients pass as they are."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, value: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
 
 
 class RunningModule:
@@ -149,6 +171,20 @@ def tensors_in(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str
     elif depth < DEEPEST and isinstance(value, (tuple, list)):
         for index, part in enumerate(value):
             yield from tensors_in(part, f"{path}.{index}", depth + 1)
+
+
+def _replace(value: Any, instead: Mapping[str, Tensor], path: str = "") -> Any:
+    """Return the value with other tensors at these paths, which are those of ``tensors_in``.
+
+    Containers of other classes than Python's own stay as they are: how such an object is made is not known.
+    """
+    if path in instead:
+        return instead[path]
+    if type(value) is dict:
+        return {key: _replace(part, instead, f"{path}.{key}") for key, part in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(_replace(part, instead, f"{path}.{index}") for index, part in enumerate(value))
+    return value
 
 
 def describe_modules(model: Module) -> dict[str, ModuleFacts]:

@@ -13,8 +13,11 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from pytest_fsdp_meta.evidence.traces import (
+    AGAIN_INPUT,
+    AGREES,
     GRADIENT,
     INPUT,
     OUTPUT,
@@ -32,6 +35,10 @@ SPILL = 2**26
 """Bytes of activations that the reference holds on the CPU before it writes them."""
 FAR = 1e-5
 """Relative: a tensor that is farther off is sketched, in case it is a part of a sum."""
+LOW = 1e-5
+"""One unit in the last place of a dtype coarser than float32 is more than this."""
+HANDED = (INPUT, AGAIN_INPUT, GRADIENT)
+"""The stages at which a module can get the reference's values."""
 PERMUTED = 20.0
 """How many times the noise of the whole tensor a single slice of it may be off, and still be recognised."""
 
@@ -54,6 +61,15 @@ class TracedReference:
     first_gradient: str = ""
     modules: Mapping[str, ModuleFacts] = field(default_factory=dict)
     problem: str = ""
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether modules get the reference's inputs and gradients in place of own ones that agree.
+
+        Below float32, differences add up from module to module, and would hide what one module does. TTrace
+        (arXiv 2506.09280) judges modules so.
+        """
+        return self.unit > LOW
 
 
 def _key(seen: Seen) -> str:
@@ -150,9 +166,10 @@ class TraceComparison:
         self._known = _Known()
         self._factor: float | None = None
 
-    def see(self, seen: Seen, tensor: Tensor) -> None:
+    def see(self, seen: Seen, tensor: Tensor) -> Tensor | None:
+        """Compare; return the reference's values where they take the place of agreeing ones."""
         if not tensor.ndim:
-            return  # a mean over own rows is rightly another
+            return None  # a mean over own rows is rightly another
         key, sources = _key(seen), self._traced.sources
         again = self._known.get(tensor) if is_array(tensor) else ""
         if again and sources.get(again) == sources.get(key) and again in self.results:
@@ -165,6 +182,31 @@ class TraceComparison:
         if seen.stage not in RECOMPUTED:
             self.results[key] = result
         self._calls.setdefault((seen.stage, seen.module, seen.turn), []).append((key, result))
+        if seen.stage not in HANDED or not self._traced.hands_over or not self._agrees(key, result):
+            return None
+        return self._reference_values(key, tensor, seen.stage == GRADIENT)
+
+    def _agrees(self, key: str, result: Result) -> bool:
+        """Return whether the tensor agrees without being the same; nothing is known of a reference under nudges."""
+        if not result.distance or not math.isfinite(result.distance):
+            return False
+        noise = self._traced.noise
+        return not noise or (key in noise and result.distance <= AGREES * max(noise[key], self._traced.unit))
+
+    def _reference_values(self, key: str, tensor: Tensor, is_gradient: bool) -> Tensor | None:
+        """Return the reference's values, as a tensor like this one."""
+        source = self._traced.sources[key]
+        found = match(tensor, self._record.shape(source), self._layout)
+        if found is None or not found.local.is_floating_point():
+            return None
+        values = self._record.read(source, found.regions).reshape(found.local.shape)
+        if is_gradient and self._factor is not None:
+            values = values * self._factor
+        values = values.to(found.local)
+        if not isinstance(tensor, DTensor):
+            return values
+        mesh, shape, stride = tensor.device_mesh, tensor.shape, tensor.stride()
+        return DTensor.from_local(values, mesh, tensor.placements, run_check=False, shape=shape, stride=stride)
 
     def _compare(self, key: str, tensor: Tensor, is_gradient: bool) -> Result:
         source = self._traced.sources.get(key)

@@ -28,7 +28,7 @@ from pytest_fsdp_meta.observers.adapters.lookup import parts_of
 from pytest_fsdp_meta.observers.batches import batch_slice, global_batch, loss_of, model_splits, own_rows
 from pytest_fsdp_meta.observers.inventory import named_tensors, reshard
 from pytest_fsdp_meta.observers.loading import loaded_subject
-from pytest_fsdp_meta.observers.module_watch import ModuleWatch, Seen, describe_modules
+from pytest_fsdp_meta.observers.module_watch import ModuleWatch, See, Seen, describe_modules
 from pytest_fsdp_meta.observers.noise import coarsest_unit
 from pytest_fsdp_meta.observers.reference import declared_subject, restore
 from pytest_fsdp_meta.observers.support.nudges import Nudges
@@ -74,7 +74,7 @@ def trace_reference(
             nudged = partial(_nudged, Nudges(model, unit, 0.0, SEED + number))
             _add_noise(noise, _compare(subject, traced, Layout(), nudged)[0])
         first = Layout((0, data_parallel_size))
-        slices = _compare(subject, traced, first)[0] if data_parallel_size > 1 else None
+        slices = _compare(subject, replace(traced, noise=noise), first)[0] if data_parallel_size > 1 else None
         noise = _without_unknown(noise, traced, slices)
         return replace(traced, noise=noise, modules=describe_modules(model))
     except Exception as error:
@@ -112,7 +112,7 @@ def trace_rank(traced: TracedReference, trained: Collection[str], folder: str) -
         for name, facts in describe_modules(subject.model).items()
     }
     forward, backward = compared.calls()
-    return RankTrace(rows, forward, backward, modules)
+    return RankTrace(rows, forward, backward, modules, handed=traced.hands_over)
 
 
 def _describe(error: Exception) -> str:
@@ -131,13 +131,13 @@ class _Order:
             self.calls.append((seen.module, seen.turn))
 
 
-def _run_watched(subject: Subject, rows: tuple[int, int], see: Callable[[Seen, Tensor], None], order: _Order) -> None:
+def _run_watched(subject: Subject, rows: tuple[int, int], see: See, order: _Order) -> None:
     """Run forward and backward of the first step as the training does. Raises what the watching raised."""
     model, device = subject.model, current().device
 
-    def note(seen: Seen, tensor: Tensor) -> None:
+    def note(seen: Seen, tensor: Tensor) -> Tensor | None:
         order.note(seen)
-        see(seen, tensor)
+        return see(seen, tensor)
 
     watch = ModuleWatch(model, note)
     model.eval()

@@ -202,6 +202,36 @@ def test_summands_that_lack_what_others_add_are_not_compared():
     assert place.module == "block.mlp"
 
 
+def handed(off: dict[Call, float], again: bool = False) -> list[RankTrace]:
+    return [replace(traced, handed=True) for traced in both(off, again=again)]
+
+
+def test_modules_that_are_handed_what_agrees_agree_again():
+    off = {("output", "block.attn.q"): 0.1}
+    assert find_place(both(off)) is None
+    assert find_place(handed(off)) == Place("block.attn.q", "forward", (0, 1), 0.1, NOISE)
+    # What is too little for a place in the forward does not hide one in the backward.
+    little = {("output", "block.attn.q"): 5 * NOISE, ("gradient", "block.mlp"): 0.1}
+    assert find_place(both(little)) is None
+    place = find_place(handed(little))
+    assert place is not None
+    assert (place.phase, place.before) == ("backward", ("gradient", "block.mlp"))
+
+
+def test_a_guessed_part_is_the_right_one_where_another_tensor_of_the_call_agrees():
+    """An output that is split as the input is, and a gradient as its output."""
+    for stage, by in (("output", "input"), ("gradient", "output")):
+        off = {(stage, "block.attn.q"): 0.1}
+        split = [change(one, stage, "block.attn.q", split=True) for one in handed(off)]
+        assert find_place(split) is None
+        place = find_place([change(one, by, "block.attn.q", split=True) for one in split])
+        assert place is not None
+        assert place.before in (None, (stage, "block.attn.q"))
+    off = {("input", "block.attn.o"): 0.1}
+    assert find_place(handed(off)) is not None
+    assert find_place([change(one, "input", "block.attn.o", split=True) for one in handed(off)]) is None
+
+
 def test_the_place_of_a_rank_alone():
     place = find_place([trace(since(("output", "embed")))])
     assert place == Place("embed", "forward", (0,), 0.1, NOISE)

@@ -141,3 +141,27 @@ def test_the_class_and_the_line_of_the_forward():
 
 def test_a_path_outside_of_all_known_folders_is_whole():
     assert shorten_path("/nowhere/at/all.py") == "/nowhere/at/all.py"
+
+
+class Summing(nn.Module):
+    def forward(self, x: Tensor, pair: tuple[Tensor, Tensor], *, more: dict[str, list[Tensor]], other: Any) -> Tensor:
+        assert type(pair) is tuple
+        assert isinstance(other, SimpleNamespace)
+        return x + 2 * pair[1] + 3 * more["a"][0] + other.kept
+
+
+def test_other_values_take_the_place_of_inputs_and_of_gradients():
+    leaf = torch.ones(1, requires_grad=True)
+
+    def see(seen: Seen, tensor: Tensor) -> Tensor | None:
+        return torch.full_like(tensor, 10.0)  # also for outputs, which stay as they are
+
+    watch = ModuleWatch(nn.Sequential(model := Summing()), see)
+    with watch.watching():
+        out = model(leaf, (leaf, leaf), more={"a": [leaf]}, other=SimpleNamespace(kept=leaf))
+        assert out.tolist() == [10 + 20 + 30 + 1]
+        out.backward(torch.ones(1))
+    assert not watch.problem
+    assert leaf.grad is not None
+    assert leaf.grad.tolist() == [10 * (1 + 2 + 3 + 1)]
+    assert leaf.tolist() == [1]

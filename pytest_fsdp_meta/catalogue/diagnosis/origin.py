@@ -77,15 +77,16 @@ def find_place(traces: Sequence[RankTrace]) -> Place | None:
     """Return where the difference starts; None if nothing departs, or what departs does not fit together."""
     if any(trace.problem for trace in traces):
         return None
+    handed = any(trace.handed for trace in traces)
     forward = _merge(traces, [trace.forward for trace in traces])
     if forward is None:
         return None
-    if any(merged.state in (BETWEEN, DEPART) for merged in forward):
-        return _first_in_forward(forward)
+    if any(merged.state == DEPART or (merged.state == BETWEEN and not handed) for merged in forward):
+        return _first_in_forward(forward, handed)
     backward = _merge(traces, [trace.backward for trace in traces])
     if backward is None:
         return None
-    return _first_in_backward(backward, forward)
+    return _first_in_backward(backward, forward, handed)
 
 
 def _merge(traces: Sequence[RankTrace], by_rank: Sequence[Sequence[TracedCall]]) -> list[_Merged] | None:
@@ -149,11 +150,14 @@ def _differ(calls: Sequence[TracedCall]) -> bool:
     return any(abs(a - b) > PARTS * scale for own in sketches for a, b in zip(own, sketches[0], strict=True))
 
 
-def _first(merged: Sequence[_Merged], through: str) -> tuple[_Merged, Sequence[_Merged]] | None:
+def _first(
+    merged: Sequence[_Merged], through: str, forward: Sequence[_Merged] | None = None
+) -> tuple[_Merged, Sequence[_Merged]] | None:
     """Return the first call that departs, and those before it; None if that is not where a difference starts.
 
     ``through`` is the stage whose last call, and calls of modules around, must not agree again: a tensor that was
-    compared with the wrong part of the reference's departs by itself.
+    compared with the wrong part of the reference's departs by itself. Where modules were handed what agrees, they
+    agree again; ``forward`` then shows by other tensors that the part is the right one.
     """
     position = next((index for index, one in enumerate(merged) if one.state == DEPART), None)
     if position is None:
@@ -164,17 +168,32 @@ def _first(merged: Sequence[_Merged], through: str) -> tuple[_Merged, Sequence[_
     around = [one.state for one in later if through == OUTPUT and _is_around(one.call.module, module)]
     nearest = max((one.call.distance / one.call.noise for one in before if one.state != UNKNOWN), default=0.0)
     jumps = first.call.distance >= JUMP * nearest * first.call.noise
-    if any(one.state == BETWEEN for one in before) or not jumps or AGREE in (*around, *known[-1:]) or not known:
+    if any(one.state == BETWEEN for one in before) or not jumps or not known:
+        return None
+    agrees_again = AGREE in (*around, *known[-1:])
+    if agrees_again if forward is None else first.call.split and not _is_right_part(first.call, forward):
         return None
     return first, before
+
+
+def _is_right_part(call: TracedCall, forward: Sequence[_Merged]) -> bool:
+    """Return whether a tensor of the same call, cut as this one was guessed to be, agrees.
+
+    An output is cut as the input of its module, and a gradient as the output that it belongs to.
+    """
+    stage = INPUT if call.stage == OUTPUT else RECOMPUTED.get(call.stage, OUTPUT)
+    known = [
+        one for one in forward if (one.call.stage, one.call.module, one.call.turn) == (stage, call.module, call.turn)
+    ]
+    return call.stage != INPUT and any(one.call.split and one.state == AGREE for one in known)
 
 
 def _is_around(outer: str, module: str) -> bool:
     return not outer or module.startswith(f"{outer}.")
 
 
-def _first_in_forward(merged: Sequence[_Merged]) -> Place | None:
-    found = _first(merged, OUTPUT)
+def _first_in_forward(merged: Sequence[_Merged], handed: bool) -> Place | None:
+    found = _first(merged, OUTPUT, merged if handed else None)
     if found is None:
         return None
     first, before = found
@@ -206,8 +225,8 @@ def _enclosing(module: str, inputs: Mapping[tuple[str, int], str]) -> str | None
     return None
 
 
-def _first_in_backward(merged: Sequence[_Merged], forward: Sequence[_Merged]) -> Place | None:
-    found = _first(merged, GRADIENT)
+def _first_in_backward(merged: Sequence[_Merged], forward: Sequence[_Merged], handed: bool) -> Place | None:
+    found = _first(merged, GRADIENT, forward if handed else None)
     if found is None:
         return None
     first, before = found
