@@ -7,6 +7,8 @@ WORLD_SIZE ?= 2
 WORKERS ?= 3
 # torch looks up a name for each connection of a TCPStore; a DNS that does not answer costs 5 s each, and so 1 s.
 export RES_OPTIONS ?= timeout:1 attempts:1
+# Containers often set it; then each of the many interpreters of a test run compiles torch's modules again.
+unexport PYTHONDONTWRITEBYTECODE
 
 RAY := .venv-ray/bin
 
