@@ -130,9 +130,12 @@ def load_all(folder: str, changed: Collection[str] = (), in_other_size: bool = F
 
 
 def train_on(steps: Sequence[int]) -> tuple[tuple[float, ...], tuple[tuple[float, ...], ...]]:
-    """Train after saving or loading a checkpoint; return the losses and the learning rates of the steps."""
+    """Train after saving or loading a checkpoint; return the losses and the learning rates of the steps.
+
+    The last step is one for its loss alone, which shows what the steps before it did.
+    """
     rank, subject = current(), resharded_subject()
-    run = _train(rank, subject, steps)
+    run = _train(rank, subject, steps, until_loss=True)
     return tuple(run.losses), tuple(run.rates)
 
 
@@ -240,10 +243,11 @@ def make_resumable_optimizer(subject: Subject) -> Optimizer:
     return optimizer
 
 
-def _train(rank: Rank, subject: Subject, steps: Sequence[int]) -> TrainingRun:
+def _train(rank: Rank, subject: Subject, steps: Sequence[int], until_loss: bool = False) -> TrainingRun:
     """Train on batches that training had as well: the author may not have others."""
     optimizer, beside = rank.state["resumable"], rank.state["beside"]
-    run = train(subject, rank.device, steps, batch_slice(subject, rank), optimizer, beside=beside)
+    rows = batch_slice(subject, rank)
+    run = train(subject, rank.device, steps, rows, optimizer, beside=beside, until_loss=until_loss)
     reshard(subject.model)
     return run
 

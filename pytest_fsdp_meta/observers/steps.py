@@ -72,11 +72,13 @@ def train(
     optimizer: Optimizer | None,
     observer: StepObserver | None = None,
     beside: Beside | None = None,
+    until_loss: bool = False,
 ) -> TrainingRun:
     """Train the ``steps`` with dropout off, deterministic algorithms, and a seed per step.
 
     ``data_parallel`` is the (index, size) of the slice of each batch. Without an optimizer, because nothing is
-    trainable, only the forward runs. What is ``beside`` the model is built where it is not given.
+    trainable, only the forward runs. What is ``beside`` the model is built where it is not given. With ``until_loss``,
+    the last step ends with its loss, unless it is the author's own.
     """
     model, run, observer = subject.model, TrainingRun(), observer or StepObserver()
     beside = beside or make_beside(subject, optimizer)
@@ -92,12 +94,14 @@ def train(
             run.labels.append(count_labels(rows))
             run.rates.append(() if optimizer is None else rates_of(optimizer))
             torch.manual_seed(SEED + step)
+            ended = until_loss and number == len(steps) - 1 and step_of is _plain_step
+            updating = None if ended else optimizer
             with observer.around(number):
-                loss, backwards = step_of(subject, optimizer, rows, number, observer, beside)
+                loss, backwards = step_of(subject, updating, rows, number, observer, beside)
             run.backwards.append(backwards)
             run.losses.append(scalar(loss) if isinstance(loss, Tensor) else loss)
             run.loss_dtype = str(loss.dtype).removeprefix("torch.") if isinstance(loss, Tensor) else UNKNOWN_DTYPE
-            if optimizer is not None:
+            if updating is not None:
                 observer.after_update(number)
                 beside.after_step(subject)
     if optimizer is not None and step_of is _author_step:

@@ -48,7 +48,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
 STEPS = 2
-"""Steps trained after a checkpoint: the second one shows what the first did to the optimizer."""
+"""Steps after a checkpoint: the loss of the second one shows what the first, and its optimizer's state, did."""
 SCHEDULED_STEPS = 4
 """The same with a scheduler, which two steps do not show: of a schedule that is one step off, they see one rate."""
 SECOND_LOAD_FAILED = "the loader succeeded once, and failed when it ran again in a fresh world with the same fixtures"
