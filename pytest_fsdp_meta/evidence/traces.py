@@ -16,6 +16,30 @@ neither. Right loaders reach 0.7; see benchmarks/results, "localising"."""
 
 
 @dataclass(frozen=True)
+class Departure:
+    """How a tensor departs from the reference's, as far as that has a simple form; what is empty has none."""
+
+    dtypes: tuple[str, str] | None = None
+    """The dtype in which its values are, or to which they were rounded, and the finer one of the reference."""
+    factor: float | None = None
+    """All elements are so many times the reference's."""
+    same_vector: bool = False
+    """Every row, along the last dim, is off by one and the same vector."""
+    rows: tuple[int, int] | None = None
+    """How many rows are off, and how many there are; the others agree."""
+    zero: bool = False
+    """Whether the rows that are off are zero, and the reference's are not."""
+    columns: tuple[int, int, int] | None = None
+    """The half-open range in the last dim that is off, and the size of that dim; what is outside agrees."""
+
+    @property
+    def kind(self) -> str:
+        """The name of the field that is set."""
+        fields = ("dtypes", "factor", "same_vector", "rows", "columns")
+        return next(name for name in fields if getattr(self, name) is not None and getattr(self, name) is not False)
+
+
+@dataclass(frozen=True)
 class TracedCall:
     """The tensors that one call of a module got or returned, or their gradients, compared with the reference's.
 
@@ -37,6 +61,8 @@ class TracedCall:
     """Sums of the tensor's elements with random signs, if it is as large as the reference's and far from it."""
     expected: tuple[float, ...] = ()
     """The same sums of the reference's tensor: those of parts that add up to it add up to these."""
+    departure: Departure | None = None
+    """Of the first tensors that depart, how."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +87,8 @@ class RankTrace:
     forward: tuple[TracedCall, ...] = ()
     backward: tuple[TracedCall, ...] = ()
     modules: Mapping[str, ModuleFacts] = field(default_factory=dict)
+    draws: tuple[str, ...] = ()
+    """The modules in whose forward random numbers are drawn; those inside of them included."""
     handed: bool = False
     """Whether modules got the reference's inputs and gradients in place of own ones that agree."""
     problem: str = ""

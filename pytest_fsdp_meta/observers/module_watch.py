@@ -27,6 +27,7 @@ from pytest_fsdp_meta.evidence.traces import (
     ModuleFacts,
 )
 from pytest_fsdp_meta.observers.inventory import unwrapped
+from pytest_fsdp_meta.observers.support.generators import States, read_states
 from pytest_fsdp_meta.observers.support.torch_private import is_in_backward
 from pytest_fsdp_meta.text import clean_name, first_line
 
@@ -54,8 +55,12 @@ class ModuleWatch:
     as ``problem`` and ends the watching, so that no rank leaves a step in which others wait for it.
     """
 
-    def __init__(self, model: Module, see: See) -> None:
+    def __init__(self, model: Module, see: See, device: torch.device) -> None:
         self.problem = ""
+        self.draws: dict[str, None] = {}
+        """The modules in whose forward a generator of the device advanced."""
+        self._device = device
+        self._states: list[States] = []
         self._modules = innermost_modules(model)
         self._see = see
         self._turns: Counter[tuple[str, bool]] = Counter()
@@ -76,6 +81,7 @@ class ModuleWatch:
         again = is_in_backward()
         self._turns[name, again] += 1
         turn = self._turns[name, again] - 1
+        self._states.append(read_states(self._device))
         inputs = {**dict(enumerate(args)), **kwargs}
         instead = {}
         for path, tensor in tensors_in(inputs):
@@ -90,6 +96,9 @@ class ModuleWatch:
     def _after(self, name: str, module: Module, args: Any, output: Any) -> None:
         again = is_in_backward()
         turn = self._turns[name, again] - 1
+        before, now = self._states.pop(), read_states(self._device)
+        if any(not torch.equal(state, now[kind]) for kind, state in before.items()):
+            self.draws[name] = None
         for path, tensor in tensors_in(output):
             if not tensor.is_floating_point() and not tensor.is_complex():
                 continue

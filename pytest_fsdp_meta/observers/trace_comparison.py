@@ -18,14 +18,17 @@ from torch.distributed.tensor import DTensor
 from pytest_fsdp_meta.evidence.traces import (
     AGAIN_INPUT,
     AGREES,
+    DEPARTS,
     GRADIENT,
     INPUT,
     OUTPUT,
     RECOMPUTED,
+    Departure,
     ModuleFacts,
     TracedCall,
 )
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part
+from pytest_fsdp_meta.observers.departures import describe_departure
 from pytest_fsdp_meta.observers.module_watch import Seen
 from pytest_fsdp_meta.observers.support.reference_record import Record, is_array, write_record
 from pytest_fsdp_meta.observers.trace_matching import Layout, Match, is_in_another_order, match, sketch
@@ -39,6 +42,9 @@ LOW = 1e-5
 """One unit in the last place of a dtype coarser than float32 is more than this."""
 HANDED = (INPUT, AGAIN_INPUT, GRADIENT)
 """The stages at which a module can get the reference's values."""
+DESCRIBED = 4
+"""Departing tensors of the forward, and of the backward, that are looked at more closely: nearly all that come later
+depart as well, because these do."""
 PERMUTED = 20.0
 """How many times the noise of the whole tensor a single slice of it may be off, and still be recognised."""
 
@@ -148,6 +154,7 @@ class Result:
     split: bool = False
     sketch: tuple[float, ...] = ()
     expected: tuple[float, ...] = ()
+    departure: Departure | None = None
 
 
 class TraceComparison:
@@ -165,6 +172,8 @@ class TraceComparison:
         self._record = Record(traced.folder)
         self._known = _Known()
         self._factor: float | None = None
+        self._described = {False: 0, True: 0}
+        """How many departing tensors were described, by whether the backward ran."""
 
     def see(self, seen: Seen, tensor: Tensor) -> Tensor | None:
         """Compare; return the reference's values where they take the place of agreeing ones."""
@@ -175,7 +184,7 @@ class TraceComparison:
         if again and sources.get(again) == sources.get(key) and again in self.results:
             result = self.results[again]
         elif is_array(tensor):
-            result = self._compare(key, tensor, seen.stage == GRADIENT)
+            result = self._compare(key, tensor, seen.stage)
             self._known.add(tensor, key)
         else:
             result = Result(None)
@@ -208,11 +217,11 @@ class TraceComparison:
         mesh, shape, stride = tensor.device_mesh, tensor.shape, tensor.stride()
         return DTensor.from_local(values, mesh, tensor.placements, run_check=False, shape=shape, stride=stride)
 
-    def _compare(self, key: str, tensor: Tensor, is_gradient: bool) -> Result:
+    def _compare(self, key: str, tensor: Tensor, stage: str) -> Result:
         source = self._traced.sources.get(key)
         if source is None:
             return Result(None)
-        if is_gradient and self._factor is None and key != self._traced.first_gradient:
+        if stage == GRADIENT and self._factor is None and key != self._traced.first_gradient:
             return Result(None)  # the multiple is not known
         found = match(tensor, self._record.shape(source), self._layout)
         if found is None:
@@ -221,11 +230,11 @@ class TraceComparison:
         if not (found.local.is_floating_point() or found.local.is_complex()):
             # Another index that a router picks may be rounding.
             return Result(0.0 if torch.equal(found.local.cpu(), theirs) else None)
-        return self._measure(key, found, theirs, source, is_gradient)
+        return self._measure(key, found, theirs, source, stage)
 
-    def _measure(self, key: str, found: Match, theirs: Tensor, source: str, is_gradient: bool) -> Result:
-        ours, theirs = comparable(found.local.cpu()).double(), comparable(theirs).double()
-        if is_gradient:
+    def _measure(self, key: str, found: Match, recorded: Tensor, source: str, stage: str) -> Result:
+        ours, theirs = comparable(found.local.cpu()).double(), comparable(recorded).double()
+        if stage == GRADIENT:
             if self._factor is None:
                 first = measure(ours, theirs)
                 self._factor = first.factor if math.isfinite(first.factor) and first.factor > 0 else math.nan
@@ -244,7 +253,13 @@ class TraceComparison:
             return Result(None)
         whole = found.split is None and not found.placed and bool(self._layout.splits)
         sums = (sketch(ours), sketch(theirs)) if whole else ((), ())
-        return Result(distance, found.split is not None, *sums)
+        departure, noise, backward = None, self._traced.noise.get(key), stage not in (INPUT, OUTPUT)
+        if noise is not None and distance > DEPARTS * max(noise, self._traced.unit):
+            self._described[backward] += 1
+            if self._described[backward] <= DESCRIBED:
+                unit = self._traced.unit
+                departure = describe_departure(found.local.cpu(), recorded, (ours, theirs), max(noise, unit), unit)
+        return Result(distance, found.split is not None, *sums, departure=departure)
 
     def calls(self) -> tuple[tuple[TracedCall, ...], tuple[TracedCall, ...]]:
         """Return the calls of the forward and of the backward."""
@@ -275,4 +290,5 @@ class TraceComparison:
             split=any(result.split for _, result in found),
             sketch=worst.sketch,
             expected=worst.expected,
+            departure=worst.departure,
         )

@@ -112,7 +112,7 @@ def trace_rank(traced: TracedReference, trained: Collection[str], folder: str) -
         for name, facts in describe_modules(subject.model).items()
     }
     forward, backward = compared.calls()
-    return RankTrace(rows, forward, backward, modules, handed=traced.hands_over)
+    return RankTrace(rows, forward, backward, modules, draws=order.draws, handed=traced.hands_over)
 
 
 def _describe(error: Exception) -> str:
@@ -121,10 +121,11 @@ def _describe(error: Exception) -> str:
 
 
 class _Order:
-    """The calls of modules in a forward, in order."""
+    """The calls of modules in a forward, in order, and the modules that draw random numbers in it."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, int]] = []
+        self.draws: tuple[str, ...] = ()
 
     def note(self, seen: Seen) -> None:
         if seen.stage == INPUT and (not self.calls or self.calls[-1] != (seen.module, seen.turn)):
@@ -139,7 +140,7 @@ def _run_watched(subject: Subject, rows: tuple[int, int], see: See, order: _Orde
         order.note(seen)
         return see(seen, tensor)
 
-    watch = ModuleWatch(model, note)
+    watch = ModuleWatch(model, note, device)
     model.eval()
     model.zero_grad(set_to_none=True)
     with deterministic(), watch.watching():
@@ -152,6 +153,7 @@ def _run_watched(subject: Subject, rows: tuple[int, int], see: See, order: _Orde
             loss.backward()
     if watch.problem:
         raise RuntimeError(watch.problem)
+    order.draws = tuple(watch.draws)
 
 
 @contextmanager

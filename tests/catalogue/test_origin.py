@@ -10,7 +10,7 @@ import pytest
 from pytest_fsdp_meta.catalogue.diagnosis.origin import Place, describe_origin, find_place
 from pytest_fsdp_meta.evidence import Evidence
 from pytest_fsdp_meta.evidence.codec import from_plain, to_plain
-from pytest_fsdp_meta.evidence.traces import ModuleFacts, RankTrace, TracedCall
+from pytest_fsdp_meta.evidence.traces import Departure, ModuleFacts, RankTrace, TracedCall
 from tests.catalogue.evidence_factory import healthy, on_runs, remeasured, verdict
 
 NOISE = 1e-7
@@ -73,6 +73,62 @@ def test_the_module_whose_inputs_agree_and_whose_output_departs():
     assert describe_origin(both(since(("output", "block.mlp")))) == (
         "block.mlp (Kind6, models.py:60), forward, ranks 0, 1: the inputs agree, the output is off by 0.1 (noise 1e-07)"
     )
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "said"),
+    [
+        (Departure(factor=2.0), Departure(factor=2.0), "; it is 2 times the reference's"),
+        (Departure(factor=1.998), Departure(factor=2.001), "; it is 2 times the reference's"),
+        (Departure(factor=0.0), Departure(factor=0.0), "; it is zero"),
+        (Departure(factor=2.0), None, "; on rank 0 it is 2 times the reference's"),
+        (None, Departure(factor=2.0), "; on rank 1 it is 2 times the reference's"),
+        (
+            *(Departure(dtypes=("bfloat16", "float32")), Departure(dtypes=("bfloat16", "float32"))),
+            "; its values are those of bfloat16, in the reference float32",
+        ),
+        (
+            *(Departure(same_vector=True), Departure(same_vector=True)),
+            "; all its rows are off by the same vector, as by a bias that is left out or added twice",
+        ),
+        (
+            *(Departure(rows=(3, 8)), Departure(rows=(3, 8))),
+            "; 3 of its 8 rows are off, and all others agree",
+        ),
+        (
+            *(Departure(rows=(3, 8), zero=True), Departure(rows=(2, 8), zero=True)),
+            "; some of its rows are zero (3 of 8 on rank 0), and all others agree",
+        ),
+        (
+            *(Departure(rows=(3, 8), zero=True), Departure(rows=(2, 8))),
+            "; on rank 0 3 of its 8 rows are zero, and all others agree",
+        ),
+        (
+            *(Departure(columns=(4, 8, 16)), Departure(columns=(4, 8, 16))),
+            "; elements 4 to 7 of the 16 in its last dim are off, and all others agree",
+        ),
+        (
+            *(Departure(columns=(4, 8, 16)), Departure(columns=(0, 4, 16))),
+            "; elements 4 to 7 of the 16 in its last dim are off on rank 0, and all others agree",
+        ),
+        (None, None, ""),
+    ],
+)
+def test_in_which_way_it_departs(first, second, said):
+    traces = both(since(("output", "block.mlp")))
+    known = [
+        change(traced, "output", "block.mlp", departure=how)
+        for traced, how in zip(traces, (first, second), strict=True)
+    ]
+    assert describe_origin(known).endswith(f"the inputs agree, the output is off by 0.1 (noise 1e-07){said}")
+    assert from_plain(Evidence, to_plain(replace(healthy(), traces=tuple(known)))).traces == tuple(known)
+
+
+def test_random_numbers_that_are_drawn_inside():
+    drawing = [replace(one, draws=("", "block", "block.mlp")) for one in both(since(("output", "block.mlp")))]
+    assert describe_origin(drawing).endswith("; it draws random numbers, although the model is in eval()")
+    elsewhere = [replace(one, draws=("", "head")) for one in drawing]
+    assert describe_origin(elsewhere).endswith("(noise 1e-07)")
 
 
 def test_between_two_modules():

@@ -12,11 +12,13 @@ from torch.utils.checkpoint import checkpoint
 
 from pytest_fsdp_meta.observers.module_watch import ModuleWatch, Seen, describe_modules, shorten_path, tensors_in
 
+CPU = torch.device("cpu")
+
 
 def watched(model: nn.Module, *args: Any) -> tuple[list[Seen], str]:
     """Return what is seen in a forward and a backward, and the problem."""
     seen: list[Seen] = []
-    watch = ModuleWatch(model, lambda one, _: seen.append(one))
+    watch = ModuleWatch(model, lambda one, _: seen.append(one), CPU)
     with watch.watching():
         found = next(tensor for _, tensor in tensors_in(model(*args)) if tensor.requires_grad)
         found.sum().backward()
@@ -56,7 +58,7 @@ class Nested(nn.Module):
 
 def test_nested_arguments_and_results():
     model, seen = Nested(), []
-    with ModuleWatch(model, lambda one, _: seen.append(one)).watching():
+    with ModuleWatch(model, lambda one, _: seen.append(one), CPU).watching():
         model({"x": torch.ones(1, 2)}, scale=2.0, mask=torch.ones(1, dtype=torch.bool))
     assert [f"{one.stage} {one.path}" for one in seen if one.module == ""] == [
         *("input .0.x", "input .mask", "output .0.out", "output .0.all.0"),  # neither integers nor other objects
@@ -102,7 +104,7 @@ def test_a_write_in_place_leaves_what_was_seen_before():
     with torch.no_grad():
         model[0].weight.copy_(torch.tensor([[-3.0], [1.0]]))
     values = Values()
-    with ModuleWatch(model, values.see).watching():
+    with ModuleWatch(model, values.see, CPU).watching():
         model(torch.ones(1, 1)).sum().backward()
     assert (values.sums["output 0"], values.sums["input 1"], values.sums["output 1"]) == (-2.0, -2.0, 1.0)
     assert (values.sums["gradient 1"], values.sums["gradient 0"]) == (2.0, 1.0)
@@ -113,7 +115,7 @@ def test_an_error_ends_the_watching_and_not_the_step():
         raise ValueError("cannot read it")
 
     model = nn.Linear(2, 2)
-    watch = ModuleWatch(model, see)
+    watch = ModuleWatch(model, see, CPU)
     with watch.watching():
         model(torch.ones(1, 2)).sum().backward()
     assert watch.problem == "input of the model: ValueError: cannot read it"
@@ -156,7 +158,7 @@ def test_other_values_take_the_place_of_inputs_and_of_gradients():
     def see(seen: Seen, tensor: Tensor) -> Tensor | None:
         return torch.full_like(tensor, 10.0)  # also for outputs, which stay as they are
 
-    watch = ModuleWatch(nn.Sequential(model := Summing()), see)
+    watch = ModuleWatch(nn.Sequential(model := Summing()), see, CPU)
     with watch.watching():
         out = model(leaf, (leaf, leaf), more={"a": [leaf]}, other=SimpleNamespace(kept=leaf))
         assert out.tolist() == [10 + 20 + 30 + 1]

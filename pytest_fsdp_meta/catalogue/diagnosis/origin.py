@@ -6,7 +6,7 @@ A place is named only if nothing contradicts it; a wrong name costs more than no
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import takewhile
 
 from pytest_fsdp_meta.evidence.traces import (
@@ -18,6 +18,7 @@ from pytest_fsdp_meta.evidence.traces import (
     INPUT,
     OUTPUT,
     RECOMPUTED,
+    Departure,
     ModuleFacts,
     RankTrace,
     TracedCall,
@@ -40,7 +41,7 @@ class Place:
     """Where a difference starts: inside ``module``, whose inputs agree.
 
     ``after`` and ``before`` are what still agrees and what departs, where that is not the module's own input and
-    output: (stage, module).
+    output: (stage, module). ``how`` says in which way it departs on each of the ranks.
     """
 
     module: str
@@ -50,15 +51,18 @@ class Place:
     noise: float
     after: tuple[str, str] | None = None
     before: tuple[str, str] | None = None
+    how: tuple[Departure | None, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True)
 class _Merged:
-    """One call on all ranks; ``state`` is the state of the call, and ``ranks`` are those that depart."""
+    """One call on all ranks; ``state`` is the state of the call, ``ranks`` are those that depart, ``how`` is in which
+    way each of them does."""
 
     call: TracedCall
     state: str
     ranks: tuple[int, ...] = ()
+    how: tuple[Departure | None, ...] = ()
 
 
 def describe_origin(traces: Sequence[RankTrace] | None, phases: Sequence[str] = PHASES, otherwise: str = "") -> str:
@@ -116,7 +120,7 @@ def _merged(
     worst = max(calls, key=lambda call: call.distance / call.noise if call.noise else 0.0)
     for state in (DEPART, BETWEEN, UNKNOWN):
         if state in states:
-            return _Merged(worst, state, departing)
+            return _Merged(worst, state, departing, tuple(calls[rank].departure for rank in departing))
     return _Merged(worst, AGREE)
 
 
@@ -211,8 +215,8 @@ def _first_in_forward(merged: Sequence[_Merged], handed: bool) -> Place | None:
 def _place(module: str, phase: str, first: _Merged, last: TracedCall | None = None) -> Place:
     """Return a place inside the module: between ``last``, which agrees, and the first call that departs."""
     call = first.call
-    between = ((last.stage, last.module), (call.stage, call.module)) if last is not None else (None, None)
-    return Place(module, phase, first.ranks, call.distance, call.noise, *between)
+    after, before = ((last.stage, last.module), (call.stage, call.module)) if last is not None else (None, None)
+    return Place(module, phase, first.ranks, call.distance, call.noise, after, before, first.how)
 
 
 def _enclosing(module: str, inputs: Mapping[tuple[str, int], str]) -> str | None:
@@ -266,11 +270,47 @@ def _describe(place: Place, traces: Sequence[RankTrace]) -> str:
     facts = _facts(place.module, traces)
     where = f"{place.module or 'the model'}{facts}, {place.phase}, {name_ranks(place.ranks)}: "
     off = f"is off by {place.distance:.2g} (noise {place.noise:.1g})"
+    how = "".join(f"; {text}" for text in (_describe_how(place), _describe_draws(place, traces)) if text)
     if place.before is not None and place.before[0] == AGAIN_INPUT:
-        return f"{where}the input {off}, that of the forward agrees"
+        return f"{where}the input {off}, that of the forward agrees{how}"
     if place.after is None or place.before is None:
-        return f"{where}the inputs agree, the output {off}"
-    return f"{where}{_name(*place.after)} agrees, {_name(*place.before)} {off}"
+        return f"{where}the inputs agree, the output {off}{how}"
+    return f"{where}{_name(*place.after)} agrees, {_name(*place.before)} {off}{how}"
+
+
+def _describe_how(place: Place) -> str:
+    """Return in which way the tensor departs on the ranks; the numbers are those of the first where they differ."""
+    known = {rank: how for rank, how in zip(place.ranks, place.how, strict=False) if how is not None}
+    kinds = {rank: (how.kind, how.zero) for rank, how in known.items()}
+    ranks = tuple(rank for rank in known if kinds[rank] == next(iter(kinds.values())))
+    if not ranks:
+        return ""
+    text = _describe_departures([known[rank] for rank in ranks], ranks[0])
+    return text if ranks == place.ranks else f"on {name_ranks(ranks)} {text}"
+
+
+def _describe_departures(every: Sequence[Departure], rank: int) -> str:
+    """Return what departures of one kind have in common."""
+    how, alike = every[0], all(one == every[0] for one in every)
+    if how.dtypes is not None:
+        return f"its values are those of {how.dtypes[0]}, in the reference {how.dtypes[1]}"
+    if how.factor is not None:
+        return f"it is {how.factor:.3g} times the reference's" if how.factor else "it is zero"
+    if how.rows is not None:
+        (off, rows), are = how.rows, "are zero" if how.zero else "are off"
+        which = (
+            f"{off} of its {rows} rows {are}" if alike else f"some of its rows {are} ({off} of {rows} on rank {rank})"
+        )
+        return f"{which}, and all others agree"
+    if how.columns is not None:
+        (start, end, size), on = how.columns, "" if alike else f" on rank {rank}"
+        return f"elements {start} to {end - 1} of the {size} in its last dim are off{on}, and all others agree"
+    return "all its rows are off by the same vector, as by a bias that is left out or added twice"
+
+
+def _describe_draws(place: Place, traces: Sequence[RankTrace]) -> str:
+    drawing = place.phase != BACKWARD and any(place.module in traces[rank].draws for rank in place.ranks)
+    return "it draws random numbers, although the model is in eval()" if drawing else ""
 
 
 def _name(stage: str, module: str) -> str:
