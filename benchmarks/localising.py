@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from fixtures import localised
 from pytest_fsdp_meta import Subject
+from pytest_fsdp_meta.evidence.traces import TracedStep
 from pytest_fsdp_meta.loader.call import Call
 from pytest_fsdp_meta.observers.batches import batch_slice, global_batch, loss_of, own_rows
 from pytest_fsdp_meta.observers.loading import loaded_subject
@@ -79,7 +80,7 @@ def peak() -> int:
 def traced_reference(recipe: Any, folder: str, size: int) -> tuple[TracedReference, float, int]:
     before, began = peak(), time.perf_counter()
     current().state["recipe"] = recipe
-    traced = trace_reference(recipe, folder, size, ["float32"])
+    traced = trace_reference(recipe, folder, size, ["float32"], TracedStep())
     assert not traced.problem, traced.problem
     return traced, time.perf_counter() - began, peak() - before
 

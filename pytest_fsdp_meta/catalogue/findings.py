@@ -42,6 +42,8 @@ class Finding:
     """Tensors that later checks skip because they already failed; default: ``tensor`` alone."""
     origin: str = ""
     """Where the difference starts, in one line above all findings of the check; the same for all of them."""
+    step: int | None = None
+    """The step of the training at which it shows first, where that is known."""
 
     @property
     def failed_tensors(self) -> tuple[str, ...]:

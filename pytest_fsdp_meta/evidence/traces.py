@@ -1,4 +1,4 @@
-"""Evidence of one more first step with hooks on all modules: how far each is from the reference's, on each rank."""
+"""Evidence of one more step with hooks on all modules: how far each is from the reference's, on each rank."""
 
 from __future__ import annotations
 
@@ -77,10 +77,19 @@ class ModuleFacts:
 
 
 @dataclass(frozen=True)
-class RankTrace:
-    """The calls of all modules in one more first step, from the loaded weights, in the order in which they ran.
+class TracedStep:
+    """The step that is traced: the number of its batch, and whether its backward runs."""
 
-    If ``problem`` is set, the step could not be traced, and nothing else is.
+    number: int = 0
+    backward: bool = True
+
+
+@dataclass(frozen=True)
+class RankTrace:
+    """The calls of all modules in one more step, from the loaded weights, in the order in which they ran.
+
+    ``step`` is the number of its batch. The backward is empty where the author has a step of their own. If ``problem``
+    is set, the step could not be traced, and nothing else is.
     """
 
     data_parallel: tuple[int, int] = (0, 1)
@@ -91,4 +100,5 @@ class RankTrace:
     """The modules in whose forward random numbers are drawn; those inside of them included."""
     handed: bool = False
     """Whether modules got the reference's inputs and gradients in place of own ones that agree."""
+    step: int = 0
     problem: str = ""

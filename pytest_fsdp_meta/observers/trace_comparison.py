@@ -26,6 +26,7 @@ from pytest_fsdp_meta.evidence.traces import (
     Departure,
     ModuleFacts,
     TracedCall,
+    TracedStep,
 )
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part
 from pytest_fsdp_meta.observers.departures import describe_departure
@@ -58,6 +59,7 @@ class TracedReference:
 
     folder: str
     unit: float
+    step: TracedStep
     noise: Mapping[str, float] = field(default_factory=dict)
     norms: Mapping[str, float] = field(default_factory=dict)
     sources: Mapping[str, str] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Trace one more first step: what every module gets and returns on a rank, beside the same of the reference.
+"""Trace one more step: what every module gets and returns on a rank, beside the same of the reference.
 
 The reference spills what it sees to disk, and each rank compares its own part with it as the step runs, so that nothing
 is gathered and no copy of an activation is kept.
@@ -21,6 +21,7 @@ from pytest_fsdp_meta.evidence.traces import (
     AGREES,
     INPUT,
     RankTrace,
+    TracedStep,
 )
 from pytest_fsdp_meta.loader.subject import Subject
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part
@@ -44,23 +45,31 @@ NUDGED = 2
 """How often the reference runs under nudges: a single run may by chance keep a tensor as it was."""
 
 
+class NotTraceable(Exception):
+    """The step of a rank fails where it is watched."""
+
+
 def trace_reference(
-    recipe: Mapping[str, bytes], folder: str, data_parallel_size: int, computing: Collection[str]
+    recipe: Mapping[str, bytes],
+    folder: str,
+    data_parallel_size: int,
+    computing: Collection[str],
+    step: TracedStep,
 ) -> TracedReference:
-    """Record what every module of the reference gets and returns in the first step, and how much noise that has.
+    """Record what every module of the reference gets and returns in a step, and how much noise that has.
 
     ``computing`` are the dtypes in which the loader computes. The author's code may refuse hooks: then ``problem`` says
     why nothing is recorded.
     """
     rank = current()
     model, unit = rank.state["reference"], max(coarsest_unit(computing), torch.finfo(torch.float64).eps)
-    empty = TracedReference(str(Path(folder, "trace")), unit)
+    empty = TracedReference(str(Path(folder, "trace")), unit, step)
     try:
         restore(model, Record(record_at(folder, "values")))
         subject = declared_subject(model, recipe)
         doing("tracing the reference")
         spill = Spill(Path(empty.folder))
-        _run_watched(subject, (0, 1), spill.see, order := _Order())
+        _run_watched(subject, step, (0, 1), spill.see, order := _Order())
         spill.flush()
         traced = replace(
             empty,
@@ -84,10 +93,10 @@ def trace_reference(
 
 
 def trace_rank(traced: TracedReference, trained: Collection[str], folder: str) -> RankTrace:
-    """Run the first step of this rank's subject once more, and compare every module with the reference's.
+    """Run that step of this rank's subject once more, and compare every module with the reference's.
 
     The tensors that were ``trained`` since loading have their loaded values during the step. Afterwards the model is
-    as it was before.
+    as it was before. Raises NotTraceable if the step fails: ranks that do not fail wait for this one in vain.
     """
     rank = current()
     subject = loaded_subject(rank)
@@ -98,13 +107,13 @@ def trace_rank(traced: TracedReference, trained: Collection[str], folder: str) -
         with _loaded_values(subject.model, trained, Record(record_at(folder, "values"))):
             compared, order = _compare(subject, traced, layout)
     except Exception as error:
-        return RankTrace(rows, problem=_describe(error))
+        raise NotTraceable(_describe(error)) from error
     finally:
         subject.model.zero_grad(set_to_none=True)
         reshard(subject.model)
     ours, theirs = set(order.calls), set(traced.order)
     if [call for call in traced.order if call in ours] != [call for call in order.calls if call in theirs]:
-        return RankTrace(rows, problem="modules run in another order than in the reference")
+        return RankTrace(rows, step=traced.step.number, problem="modules run in another order than in the reference")
     modules = {
         name: replace(facts, reference=reference.kind)
         if (reference := traced.modules.get(name)) is not None and reference.kind != facts.kind
@@ -112,7 +121,8 @@ def trace_rank(traced: TracedReference, trained: Collection[str], folder: str) -
         for name, facts in describe_modules(subject.model).items()
     }
     forward, backward = compared.calls()
-    return RankTrace(rows, forward, backward, modules, draws=order.draws, handed=traced.hands_over)
+    step = traced.step.number
+    return RankTrace(rows, forward, backward, modules, draws=order.draws, handed=traced.hands_over, step=step)
 
 
 def _describe(error: Exception) -> str:
@@ -132,8 +142,8 @@ class _Order:
             self.calls.append((seen.module, seen.turn))
 
 
-def _run_watched(subject: Subject, rows: tuple[int, int], see: See, order: _Order) -> None:
-    """Run forward and backward of the first step as the training does. Raises what the watching raised."""
+def _run_watched(subject: Subject, step: TracedStep, rows: tuple[int, int], see: See, order: _Order) -> None:
+    """Run forward and backward of the step as the training does. Raises what the watching raised."""
     model, device = subject.model, current().device
 
     def note(seen: Seen, tensor: Tensor) -> Tensor | None:
@@ -144,12 +154,12 @@ def _run_watched(subject: Subject, rows: tuple[int, int], see: See, order: _Orde
     model.eval()
     model.zero_grad(set_to_none=True)
     with deterministic(), watch.watching():
-        batch = own_rows(global_batch(subject, 0), 0, rows, device)
-        torch.manual_seed(SEED)
-        trainable = any(parameter.requires_grad for parameter in model.parameters())
-        with torch.set_grad_enabled(trainable):
+        batch = own_rows(global_batch(subject, step.number), step.number, rows, device)
+        torch.manual_seed(SEED + step.number)
+        backward = step.backward and any(parameter.requires_grad for parameter in model.parameters())
+        with torch.set_grad_enabled(backward):
             loss = loss_of(subject, batch)
-        if trainable:
+        if backward:
             loss.backward()
     if watch.problem:
         raise RuntimeError(watch.problem)
@@ -192,7 +202,7 @@ def _compare(
 ) -> tuple[TraceComparison, _Order]:
     compared, order = TraceComparison(traced, layout), _Order()
     with around():
-        _run_watched(subject, layout.rows, compared.see, order)
+        _run_watched(subject, traced.step, layout.rows, compared.see, order)
     return compared, order
 
 

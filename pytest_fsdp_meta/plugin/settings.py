@@ -247,7 +247,7 @@ OPTIONS = (
     Option(
         "localise",
         "compare every module with the reference's in one more first step even if no check finds a difference; without "
-        "this option, that is done where loss_parity or grad_parity fails, to name the module where it starts",
+        "this option, that is done where a parity check finds one, to name the module where it starts",
         _switch,
         "choose true or false",
         "",

@@ -1,4 +1,4 @@
-"""Trace the first step module by module, where a parity check finds that it departs from the reference's."""
+"""Trace a step module by module, where a parity check finds that it departs from the reference's."""
 
 from __future__ import annotations
 
@@ -7,58 +7,61 @@ from pathlib import Path
 
 from pytest_fsdp_meta.catalogue import Selection, built_in, judge
 from pytest_fsdp_meta.evidence import Evidence, RankInventory, RankTraining
-from pytest_fsdp_meta.evidence.traces import RankTrace
+from pytest_fsdp_meta.evidence.traces import RankTrace, TracedStep
 from pytest_fsdp_meta.trial import on_ranks
 from pytest_fsdp_meta.trial.on_ranks import run_on
 from pytest_fsdp_meta.worlds import World, WorldError
 
-PARITY = ("loss_parity", "grad_parity")
-"""The checks whose findings are about the first step, which is the one that is traced."""
+PARITY = ("grad_parity", "second_grad_parity", "loss_parity")
+"""The checks whose findings say at which step the training departs; by default it is the first."""
+REFUSED = ("pytest_fsdp_meta.observers.traces.NotTraceable",)
 
 
-def may_be_traced(evidence: Evidence) -> bool:
-    """Return whether a plain first step is what the ranks have trained; the author's own has forwards of its own."""
-    return "train_step" not in evidence.subject.declared
-
-
-def first_step_departs(evidence: Evidence, selection: Container[str] | None) -> bool:
-    """Return whether a selected check finds that the loss or a gradient of the first step departs.
+def departing_step(evidence: Evidence, selection: Container[str] | None) -> int | None:
+    """Return the first step whose loss or gradients depart, as a selected check finds; None if none does.
 
     Nothing is judged where no difference is so large that its noise was measured. A check that leaves the difference to
     a more basic one has found nothing, and its step is not traced.
     """
     if all(run.noise is None for run in evidence.training or ()):
-        return False
+        return None
     selected = frozenset(check.id for check in built_in() if selection is None or check.id in selection)
     catalogue, found = built_in(), Selection(selected)
-    return any(id in selected and judge(catalogue[id], evidence, catalogue, found).status == "failed" for id in PARITY)
+    verdicts = [judge(catalogue[id], evidence, catalogue, found) for id in PARITY if id in selected]
+    failed = [verdict for verdict in verdicts if verdict.status == "failed"]
+    return min((finding.step or 0 for verdict in failed for finding in verdict.findings), default=None)
 
 
-def trace_first_step(
-    evidence: Evidence, recipe: Mapping[str, bytes], world: World, reference_world: World, folder: Path
+def trace_step(
+    evidence: Evidence, recipe: Mapping[str, bytes], world: World, reference_world: World, folder: Path, step: int
 ) -> tuple[RankTrace, ...]:
-    """Run the first step once more with hooks on all modules, in the reference's world and then on the ranks.
+    """Run a step once more with hooks on all modules, in the reference's world and then on the ranks.
 
-    The step is left out, with the reason in every trace, if the reference refuses the hooks or lacks loaded values.
+    It starts from the loaded weights, also where it is a later one: if its batch alone brings out what is wrong, that
+    shows, and wrong updates are left to other checks. The author's own step may do anything with the model; there the
+    forward alone runs. The step is left out, with the reason in every trace, if the reference refuses the hooks or
+    lacks loaded values.
     """
     runs, inventory = evidence.training or (), evidence.inventory
     trained = sorted({name for pair in zip(inventory, runs, strict=True) for name in _changed(*pair)})
     if unknown := _unknown(evidence, trained):
-        return _left_out(runs, f"the reference lacks the loaded values of {unknown[0]}")
+        return _left_out(runs, step, f"the reference lacks the loaded values of {unknown[0]}")
     computing = sorted({*_parameter_dtypes(inventory[0]), *inventory[0].computes_in})
+    traced_step = TracedStep(step, backward="train_step" not in evidence.subject.declared)
     size = runs[0].data_parallel[1]
     try:
         trace_reference = on_ranks.traces.trace_reference
-        traced = run_on(reference_world, trace_reference, recipe, str(folder), size, computing)[0]
+        traced = run_on(reference_world, trace_reference, recipe, str(folder), size, computing, traced_step)[0]
         if traced.problem:
-            return _left_out(runs, traced.problem)
-        return tuple(run_on(world, on_ranks.traces.trace_rank, traced, trained, str(folder)))
+            return _left_out(runs, step, traced.problem)
+        trace_rank = on_ranks.traces.trace_rank
+        return tuple(world.call(trace_rank, (traced, trained, str(folder)), unanimous_outcomes=REFUSED))
     except WorldError as error:
-        return _left_out(runs, error.summary)
+        return _left_out(runs, step, error.failures[0].message if error.unanimous in REFUSED else error.summary)
 
 
-def _left_out(runs: Sequence[RankTraining], problem: str) -> tuple[RankTrace, ...]:
-    return tuple(RankTrace(run.data_parallel, problem=problem) for run in runs)
+def _left_out(runs: Sequence[RankTraining], step: int, problem: str) -> tuple[RankTrace, ...]:
+    return tuple(RankTrace(run.data_parallel, step=step, problem=problem) for run in runs)
 
 
 def _parameter_dtypes(inventory: RankInventory) -> set[str]:

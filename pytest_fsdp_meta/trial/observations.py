@@ -32,7 +32,7 @@ from pytest_fsdp_meta.loader.subject import SubjectError
 from pytest_fsdp_meta.observers.support.reference_record import record_at
 from pytest_fsdp_meta.trial import on_ranks
 from pytest_fsdp_meta.trial.loads import Load, Loads
-from pytest_fsdp_meta.trial.localising import first_step_departs, may_be_traced, trace_first_step
+from pytest_fsdp_meta.trial.localising import departing_step, trace_step
 from pytest_fsdp_meta.trial.noise import departs, with_noise
 from pytest_fsdp_meta.trial.obstacles import NOT_WANTED, describe_odd_model, from_world_error
 from pytest_fsdp_meta.trial.on_ranks import run_on
@@ -106,12 +106,12 @@ class ObservationRun:
         self.verifier = self._take("verifier", self._compare_with_verifier)
         self.draws = self._take("draws", self._describe_draws)
         self.training = self._take("training", self._train)
-        self.traces = self._trace()
         # The collectives of loading are known even if training has ended the world.
         if "collectives" in self._wanted:
             self.collectives = self._collect_collectives()
         else:
             self.unavailable["collectives"] = NOT_WANTED
+        self.traces = self._trace()  # it may end the world, which is then loaded again
         self.reloading = self._reload()
 
     def evidence(self, world: WorldFacts, tolerance: Mapping[str, float]) -> Evidence:
@@ -282,17 +282,18 @@ class ObservationRun:
         return with_noise(runs, self.inventory[0], self.reference, *worlds, self._recipe, self.folder)
 
     def _trace(self) -> tuple[RankTrace, ...] | None:
-        """Trace the first step if it departs from the reference's, or on request."""
+        """Trace the first step that departs from the reference's, or step 0 on request."""
         if self.training is None or self.reference is None or self.facts is None or not self.reference.losses:
             return None
         seen = {name: getattr(self, name) for name in ("reference", "values", "verifier", "draws", "training")}
         missing = {name: NOT_WANTED for name in OBSERVATIONS if seen.get(name, self.inventory) is None}
         evidence = Evidence(self.facts, self.subject, self.inventory, tolerance=self.tolerance, **seen)
         evidence = replace(evidence, unavailable=missing | self.unavailable)
-        if not may_be_traced(evidence) or not (self.localise or first_step_departs(evidence, self.selection)):
+        step = departing_step(evidence, self.selection)
+        if step is None and not self.localise:
             return None
         with self.stopwatch.timing("localising"):
-            return trace_first_step(evidence, self._recipe, self.world, self.reference_world, self.folder)
+            return trace_step(evidence, self._recipe, self.world, self.reference_world, self.folder, step or 0)
 
     def _adopt_values(self) -> None:
         """Let the reference train from what the loader drew, and where a selected check reports that values differ.

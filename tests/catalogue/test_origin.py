@@ -131,6 +131,15 @@ def test_random_numbers_that_are_drawn_inside():
     assert describe_origin(elsewhere).endswith("(noise 1e-07)")
 
 
+def test_a_later_step_has_a_place_of_its_own():
+    later = [replace(one, step=2) for one in both(since(("output", "block.mlp")))]
+    assert describe_origin(later) == ""
+    assert describe_origin(later, otherwise="some agree") == "some agree"
+    assert describe_origin(later, step=2).endswith(
+        "(noise 1e-07); seen with the batch of step 2 and the loaded weights"
+    )
+
+
 def test_between_two_modules():
     assert describe_origin(both(since(("input", "block.attn.o")))) == (
         "block.attn (Kind3, models.py:30), forward, ranks 0, 1: the output of block.attn.q agrees, the input of "

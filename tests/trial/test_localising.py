@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -23,10 +24,10 @@ from pytest_fsdp_meta.evidence.traces import AGREES
 from pytest_fsdp_meta.loader.call import Call
 from pytest_fsdp_meta.reports.terminal import describe_failure
 from pytest_fsdp_meta.trial import Trial
-from pytest_fsdp_meta.worlds import Rank, WorldSpec
-from tests.world_help import trial_preload
+from pytest_fsdp_meta.worlds import SEED, Rank, WorldSpec
+from tests.world_help import SOON, trial_preload
 
-PARITY = ("loss_parity", "grad_parity")
+PARITY = ("grad_parity", "second_grad_parity", "loss_parity")
 CASES = [
     pytest.param(name, mesh, marks=[] if mesh == "FSDP2" else pytest.mark.slow)
     for name, found in MISPLACED.items()
@@ -191,6 +192,11 @@ class Refusing(nn.Module):
         return x * 1.0
 
 
+class RefusingNorm(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(Refusing.forward(self, x))  # type: ignore[arg-type]
+
+
 def refusing() -> Decoder:
     model = build()
     model.embed = nn.Sequential(model.embed, Refusing())  # type: ignore[assignment]
@@ -207,6 +213,27 @@ def test_a_reference_that_refuses_hooks_leaves_the_finding_as_it_is():
     evidence = observe(broken)
     problem = "not looked for in the modules: RuntimeError: no hooks, please"
     assert origins(evidence) == {"loss_parity": {problem}}
+
+
+@pytest.mark.parametrize("ranks", [(0, 1), (1,)])
+def test_ranks_that_refuse_hooks_leave_the_finding_as_it_is(ranks):
+    """Where one alone refuses, the others wait for it in a collective; they do not wait until the time is up."""
+
+    def broken(fsdp: Rank) -> Subject:
+        model: Any = build()
+        if fsdp.rank in ranks:
+            model.norm.__class__ = RefusingNorm
+        fully_shard(model, mesh=fsdp.mesh)
+        model.layers[1].mlp.act = nn.GELU()
+        return Subject(model, reference=build, batch=batch, loss=loss)
+
+    began = time.monotonic()
+    evidence = observe(broken, also=("resume_parity",))
+    assert time.monotonic() - began < SOON
+    who = "" if len(ranks) == 2 else "rank 1 raised NotTraceable: "
+    assert origins(evidence)["loss_parity"] == {f"not looked for in the modules: {who}RuntimeError: no hooks, please"}
+    assert evidence.saved is not None  # what comes later is observed, in another load if need be
+    assert evidence.resumed is not None
 
 
 def test_modules_that_run_several_times_are_told_apart_by_their_turn():
@@ -283,16 +310,40 @@ def test_a_wrong_loss_is_in_no_module():
     assert origins(observe(broken)) == {"loss_parity": {""}}
 
 
-def test_a_first_step_that_agrees_is_not_traced():
-    """The difference starts in the second step, which is not the one that is traced."""
+def test_a_later_step_that_departs_is_traced_with_its_batch():
+    """Only the batch of the second step has a token that the loader's model masks."""
+    only = sorted(
+        set(batch_of(1)["ids"][:, :-1].flatten().tolist()) - set(batch_of(0)["ids"][:, :-1].flatten().tolist())
+    )[0]
 
+    def masking(fsdp: Rank) -> Subject:
+        def mask(model: Any, rank: Rank) -> None:
+            embed = model.embed
+            embed.forward = lambda ids: nn.Embedding.forward(embed, ids) * (ids[..., None] != only)
+
+        return load(fsdp, mask)
+
+    evidence = observe(masking)
+    [(check, [origin])] = origins(evidence).items()
+    assert check == "second_grad_parity"
+    assert without_numbers(origin).startswith("embed (Embedding, tests/trial/test_localising.py:LINE), forward, rank")
+    assert "the inputs agree, the output" in origin
+    assert origin.endswith("all others agree; seen with the batch of step 1 and the loaded weights")
+    assert evidence.traces is not None
+    assert all(trace.step == 1 and trace.forward and trace.backward for trace in evidence.traces)
+
+
+def batch_of(step: int) -> dict[str, Tensor]:
+    torch.manual_seed(SEED + step)
+    return batch(step)
+
+
+def test_a_later_step_that_departs_by_its_weights_alone_has_no_such_module():
     def later(fsdp: Rank) -> Subject:
         def drift(model: Any, rank: Rank) -> None:
-            calls: list[int] = []
-
-            def hook(*_: Any) -> Any:
-                calls.append(1)
-                return None if len(calls) == 1 else _[-1] * 1.5
+            def hook(module: nn.Module, *_: Any) -> None:
+                with torch.no_grad():  # each forward leaves other weights
+                    module.weight.mul_(1.01)
 
             model.layers[0].norm1.register_forward_hook(hook)
 
@@ -300,6 +351,35 @@ def test_a_first_step_that_agrees_is_not_traced():
 
     evidence = observe(later)
     assert all(set(found) <= {""} for found in origins(evidence).values())
+
+
+def test_the_modules_of_a_loader_with_a_step_of_its_own():
+    """The forward alone is traced: the step may do anything with the model and its optimizer."""
+
+    def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, Tensor]) -> Tensor:
+        total = torch.zeros(())
+        for ids in batch["ids"].chunk(2):
+            part = loss(model, {"ids": ids}) / 2
+            part.backward()
+            total += part.detach()
+        optimizer.step()
+        optimizer.zero_grad()
+        return total
+
+    def sgd(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    right = observe(partial(load, train_step=train_step, optimizer=sgd), localise=True)
+    assert origins(right) == {}
+    assert right.traces is not None
+    assert all(trace.forward and not trace.backward and not trace.problem for trace in right.traces)
+    assert find_place(right.traces) is None
+    defect = MISPLACED["other_activation"]
+    [(check, [origin])] = origins(
+        observe(partial(load, break_it=defect.break_it, train_step=train_step, optimizer=sgd))
+    ).items()
+    assert check == "loss_parity"
+    assert without_numbers(origin) == defect.says.format(ranks="ranks 0, 1")
 
 
 def test_selected_checks_decide_and_not_the_catalogue():

@@ -75,7 +75,8 @@ def loss_parity(view: View) -> Iterable[Finding]:
     )
     first_forward = wrong_steps[:1] == [0] or any(disagreement[2] == 0 for disagreement in disagreements)
     require_no_other_cause(view, f"the losses differ ({message})", first_forward)
-    origin = describe_origin(view.evidence.traces, (FORWARD,)) if first_forward else ""
+    first = 0 if first_forward else min([*wrong_steps, *(disagreement[2] for disagreement in disagreements)])
+    origin = describe_origin(view.evidence.traces, (FORWARD,), step=first)
     reported = (_report_disagreement(view, runs, *disagreement) for disagreement in disagreements)
     yield from (replace(finding, origin=origin) for finding in reported)
     if wrong_steps and wrong_steps[0] > 0 and (loaded := describe_loaded_state(view)):
@@ -89,6 +90,7 @@ def loss_parity(view: View) -> Iterable[Finding]:
             f"{theirs} within {limits.at(expected, wrong_steps[0]):.2g}",
             f"losses {format_losses(actual)}; reference {format_losses(expected)}",
             origin=origin,
+            step=wrong_steps[0],
             **_explain_losses(view, wrong_steps[0], runs, limits.at(expected, wrong_steps[0])),
         )
 
@@ -130,6 +132,7 @@ def _report_disagreement(view: View, runs: Sequence[RankTraining], rank: int, ot
         f"loss {ours} at step {step}",
         f"{theirs}, as on rank {other}, {why}",
         f"losses {format_losses(runs[rank].losses)}; rank {other} {format_losses(runs[other].losses)}",
+        step=step,
         **(_NOT_GLOBAL if declared_same else _DIVERGED),
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from pytest_fsdp_meta.catalogue.checks.gradients import describe_error, excused_gradients
 from pytest_fsdp_meta.catalogue.diagnosis.limits import (
@@ -12,6 +13,7 @@ from pytest_fsdp_meta.catalogue.diagnosis.limits import (
     relative_errors,
     update_limits,
 )
+from pytest_fsdp_meta.catalogue.diagnosis.origin import describe_origin
 from pytest_fsdp_meta.catalogue.diagnosis.parity import (
     BEFORE_UPDATES,
     OLDER_EVIDENCE,
@@ -62,7 +64,8 @@ def second_grad_parity(view: View) -> Iterable[Finding]:
         require_same_forward(view, runs)
         first = found[0]
         require_no_other_cause(view, f"the gradients of the second step differ ({first.tensor}: {first.actual})")
-        yield from found
+        origin = describe_origin(view.evidence.traces, step=1)
+        yield from (replace(finding, origin=origin, step=1) for finding in found)
     else:
         require_gradients(view)
         require_noise(view, GRADIENT_TOLERANCE, relative_errors(c for second in seconds for c in second.gradients))

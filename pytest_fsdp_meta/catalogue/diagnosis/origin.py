@@ -1,4 +1,4 @@
-"""Find the place where the first step starts to depart from the reference's, by the traces of all ranks.
+"""Find the place where a step starts to depart from the reference's, by the traces of all ranks.
 
 A place is named only if nothing contradicts it; a wrong name costs more than none.
 """
@@ -65,11 +65,15 @@ class _Merged:
     how: tuple[Departure | None, ...] = ()
 
 
-def describe_origin(traces: Sequence[RankTrace] | None, phases: Sequence[str] = PHASES, otherwise: str = "") -> str:
-    """Return where the difference starts, in one line, if that is sure and in one of these phases.
+def describe_origin(
+    traces: Sequence[RankTrace] | None, phases: Sequence[str] = PHASES, otherwise: str = "", step: int = 0
+) -> str:
+    """Return where the difference of a step starts, in one line, if that is sure and in one of these phases.
 
     Return ``otherwise`` if not; without it, why the step could not be traced; "" if it was, or was not to be.
     """
+    if traces and traces[0].step != step:
+        return otherwise
     place = find_place(traces) if traces else None
     if traces and place is not None and place.phase in phases:
         return _describe(place, traces)
@@ -270,7 +274,8 @@ def _describe(place: Place, traces: Sequence[RankTrace]) -> str:
     facts = _facts(place.module, traces)
     where = f"{place.module or 'the model'}{facts}, {place.phase}, {name_ranks(place.ranks)}: "
     off = f"is off by {place.distance:.2g} (noise {place.noise:.1g})"
-    how = "".join(f"; {text}" for text in (_describe_how(place), _describe_draws(place, traces)) if text)
+    facts_of = (_describe_how(place), _describe_draws(place, traces), _describe_step(traces))
+    how = "".join(f"; {text}" for text in facts_of if text)
     if place.before is not None and place.before[0] == AGAIN_INPUT:
         return f"{where}the input {off}, that of the forward agrees{how}"
     if place.after is None or place.before is None:
@@ -311,6 +316,10 @@ def _describe_departures(every: Sequence[Departure], rank: int) -> str:
 def _describe_draws(place: Place, traces: Sequence[RankTrace]) -> str:
     drawing = place.phase != BACKWARD and any(place.module in traces[rank].draws for rank in place.ranks)
     return "it draws random numbers, although the model is in eval()" if drawing else ""
+
+
+def _describe_step(traces: Sequence[RankTrace]) -> str:
+    return f"seen with the batch of step {traces[0].step} and the loaded weights" if traces[0].step else ""
 
 
 def _name(stage: str, module: str) -> str:
