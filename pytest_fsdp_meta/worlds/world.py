@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
+from pytest_fsdp_meta.text import name_ranks
 from pytest_fsdp_meta.worlds import terminal_lending
 from pytest_fsdp_meta.worlds.conversation import Conversation, Message, Replies, pack_call, unpack_results
 from pytest_fsdp_meta.worlds.diagnosis import disk
@@ -32,6 +33,8 @@ STARTING = 60.0
 """Seconds that ranks have at least to start and join, because ``WorldSpec.timeout`` may be meant for short calls."""
 END_TIMEOUT = 10.0
 """Seconds to wait for killed ranks to end. A rank that does not, because a driver blocks it, is left to the system."""
+MOST_ACTIVITIES = 4
+"""Activities that an error names when ranks did different things, so that they fit on a line."""
 _DEFAULT_ENGINE: Engine = ForkServerEngine()
 
 
@@ -260,9 +263,7 @@ class World:
     def _fail(
         self, replies: Replies, activities: Mapping[int, str], doing: str, unanimous_outcomes: Collection[str]
     ) -> NoReturn:
-        reported = [activities[failure.rank] for failure in replies.failures if failure.rank in activities]
-        if reported:
-            doing = " or ".join(dict.fromkeys(reported))
+        doing = _describe_activities(replies.failures, activities, doing)
         error = WorldError(replies.failures, doing, self.outputs(), self.label, replies.view)
         if error.unanimous in unanimous_outcomes:
             raise error  # every rank has answered and waits for the next call
@@ -270,3 +271,17 @@ class World:
         self.close()
         error.outputs = tuple(self.outputs())
         raise error
+
+
+def _describe_activities(failures: Sequence[RankFailure], activities: Mapping[int, str], doing: str) -> str:
+    """Say what the ranks that failed were doing, by rank if they differ. ``doing`` is for ranks that did not report."""
+    ranks_by_activity: dict[str, list[int]] = {}
+    for rank in sorted(failure.rank for failure in failures if failure.kind != "answered"):
+        ranks_by_activity.setdefault(activities.get(rank, doing), []).append(rank)
+    if len(ranks_by_activity) == 1:
+        return next(iter(ranks_by_activity))
+    parts = [f"{activity} on {name_ranks(ranks)}" for activity, ranks in ranks_by_activity.items()]
+    if len(parts) > MOST_ACTIVITIES:
+        rest = [rank for ranks in list(ranks_by_activity.values())[MOST_ACTIVITIES - 1 :] for rank in ranks]
+        parts[MOST_ACTIVITIES - 1 :] = [f"other activities on {name_ranks(rest)}"]
+    return "; ".join(parts)

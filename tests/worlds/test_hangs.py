@@ -17,8 +17,7 @@ import pytest
 
 from pytest_fsdp_meta.worlds import ForkServerEngine, Sources, World, WorldError, WorldSpec, current, world
 from pytest_fsdp_meta.worlds.diagnosis import native_stacks
-from pytest_fsdp_meta.worlds.diagnosis.flight_recorder import Collective, Flight, Group, read
-from pytest_fsdp_meta.worlds.diagnosis.hang import describe
+from pytest_fsdp_meta.worlds.diagnosis.flight_recorder import Flight, Group, read
 from pytest_fsdp_meta.worlds.rank import tracebacks
 from tests.world_help import assert_gone, fails, preload, world_of
 
@@ -157,70 +156,6 @@ def test_ranks_that_hang_while_joining_the_process_group(tmp_path: Path, monkeyp
     assert caught.value.summary == "ranks 0, 1 did not answer within 3 s"
     assert "(while joining the process group)" in str(caught.value)
     assert "in join" in stacks_of(caught.value)["ranks 0, 1"]
-
-
-def collective(number: int, name: str = "all_reduce", done: bool = False, tensors: str = "float[1]") -> Collective:
-    return Collective("0", number, name, tensors, "x.py:7", done)
-
-
-def flight(*collectives: Collective, size: int = 2) -> Flight:
-    return Flight(collectives, {"0": Group("the default group", tuple(range(size)))})
-
-
-@pytest.mark.parametrize(
-    ("flights", "lines"),
-    [
-        ([flight(collective(1, done=True)), flight(collective(1, done=True))], []),
-        ([flight(), flight()], []),
-        ([None, None], []),
-        (
-            [flight(collective(4)), flight(collective(4))],
-            [
-                "ranks 0, 1 wait in all_reduce number 4 (float[1], x.py:7)",
-                "all ranks entered it, but it does not complete",
-            ],
-        ),
-        (
-            [flight(collective(4)), None],
-            ["rank 0 waits in all_reduce number 4 (float[1], x.py:7)", "rank 1 did not respond"],
-        ),
-        (
-            [flight(collective(1)), flight(collective(1, "broadcast", done=True), collective(2))],
-            [
-                "rank 0 waits in all_reduce number 1 (float[1], x.py:7)",
-                "rank 1 waits in all_reduce number 2 (float[1], x.py:7)",
-                "mismatch: collective number 1 differs between these ranks",
-            ],
-        ),
-        (
-            [flight(collective(1)), flight(collective(1, "broadcast", done=True), collective(2, done=True))],
-            [
-                "rank 0 waits in all_reduce number 1 (float[1], x.py:7)",
-                "rank 1 completed broadcast number 1 (float[1], x.py:7)",
-                "mismatch: collective number 1 differs between these ranks",
-            ],
-        ),
-        (
-            [flight(collective(1)), flight(collective(1, tensors="float[2]"))],
-            [
-                "rank 0 waits in all_reduce number 1 (float[1], x.py:7)",
-                "rank 1 waits in all_reduce number 1 (float[2], x.py:7)",
-                "mismatch: collective number 1 differs between these ranks",
-            ],
-        ),
-        (
-            [flight(collective(1, "scatter")), flight(collective(1, "scatter", tensors=""))],
-            [
-                "rank 0 waits in scatter number 1 (float[1], x.py:7)",
-                "rank 1 waits in scatter number 1 (x.py:7)",
-                "all ranks entered it, but it does not complete",
-            ],
-        ),
-    ],
-)
-def test_describe_collectives(flights: list[Flight | None], lines: list[str]) -> None:
-    view = describe(dict(enumerate(flights)))
-    assert view.splitlines() == (["in the default group:", *(f"  {line}" for line in lines)] if lines else [])
 
 
 def test_private_names_of_torchs_flight_recorder() -> None:

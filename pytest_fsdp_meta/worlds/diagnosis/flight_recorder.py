@@ -20,8 +20,8 @@ QUESTION = ("where",)
 SIZE = "TORCH_FR_BUFFER_SIZE"
 ENTRIES = "500"
 """Collectives that torch records. Recording one costs about 7 microseconds, reading all of them 30 milliseconds."""
-RECENT = 20
-"""Collectives of each group to report: ranks that wait for each other may be several collectives apart."""
+RECENT = 100
+"""Collectives of each group to report: a hang may begin long before the collectives that the ranks wait in."""
 DUMPS = ("_dump_fr_trace", "_dump_nccl_trace")
 """Functions of torch's bindings. The second exists only in builds for GPUs: NCCL has a recorder of its own."""
 

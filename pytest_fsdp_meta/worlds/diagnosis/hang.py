@@ -8,6 +8,14 @@ from multiprocessing import connection
 
 from pytest_fsdp_meta.text import name_ranks
 from pytest_fsdp_meta.worlds.diagnosis import native_stacks
+from pytest_fsdp_meta.worlds.diagnosis.collective_history import (
+    History,
+    describe_collective,
+    describe_difference,
+    draw_table,
+    find_difference,
+    group_ranks,
+)
 from pytest_fsdp_meta.worlds.diagnosis.flight_recorder import QUESTION, Collective, Flight, Group, Whereabouts
 from pytest_fsdp_meta.worlds.engine import Member
 from pytest_fsdp_meta.worlds.system import messages
@@ -15,9 +23,9 @@ from pytest_fsdp_meta.worlds.system import messages
 PATIENCE = 3.0
 """Seconds for all ranks together to answer. They need milliseconds, or a second and more on a machine under ten times
 the load that it can handle. A rank that holds the interpreter lock uses up all of them."""
+NEVER = Collective("", 0, "", "", "", done=False)
+"""Stands for the last collective of a rank that has entered none."""
 RETURNED = "  (the call has returned)"
-UNEVEN = ("all_to_all", "scatter", "gather", "barrier")
-"""Name prefixes of collectives in which ranks may pass different tensors."""
 
 
 def look(members: Sequence[Member]) -> dict[int, Whereabouts]:
@@ -98,60 +106,53 @@ def _title(group: Group, size: int) -> str:
     return f"{group.title}{ranks}" if group.title.startswith("the ") else f"group {group.title}".rstrip() + ranks
 
 
-def _group_lines(
-    recent: Mapping[int, Sequence[Collective]], silent: Sequence[int], returned: Collection[int]
-) -> list[str]:
+def _group_lines(recent: Mapping[int, History], silent: Sequence[int], returned: Collection[int]) -> list[str]:
     waiting = {
         rank: next(collective for collective in mine if not collective.done)
         for rank, mine in recent.items()
-        if _waits(mine)
+        if mine and not mine[-1].done
     }
-    number = max(collective.number for collective in waiting.values())
-    ranks_by_template: dict[str, list[int]] = {}
-    for rank, collective in waiting.items():
-        ranks_by_template.setdefault(f"{{}} wait{{}} in {_describe(collective)}", []).append(rank)
-    for rank in recent.keys() - waiting.keys():
-        ranks_by_template.setdefault(_missing_template(recent[rank], number, rank in returned), []).append(rank)
+    furthest = max(collective.number for collective in waiting.values())
+    lines = [_fill("{ranks} wait{s} in {last}", ranks, one) for one, ranks in group_ranks(waiting)]
+    missing: dict[str, dict[int, Collective]] = {}
+    for rank in sorted(recent.keys() - waiting.keys()):
+        template, last = _place_missing(recent[rank], furthest, rank in returned)
+        missing.setdefault(template, {})[rank] = last
+    for template, last_of in missing.items():
+        lines += [_fill(template, ranks, one) for one, ranks in group_ranks(last_of)]
     if silent:
-        ranks_by_template["{} did not respond"] = list(silent)
-    lines = [f"  {_fill(template, ranks)}" for template, ranks in ranks_by_template.items()]
-    if conclusion := _conclude(recent, waiting, complete=not silent):
-        lines.append(f"  {conclusion}")
-    return lines
+        lines.append(f"{name_ranks(silent)} did not respond")
+    return [f"  {line}" for line in lines + _compare(recent, waiting, returned, complete=not silent)]
 
 
-def _fill(template: str, ranks: Sequence[int]) -> str:
-    return template.format(name_ranks(ranks), "s" if len(ranks) == 1 else "")
+def _fill(template: str, ranks: Sequence[int], last: Collective) -> str:
+    return template.format(ranks=name_ranks(ranks), s="s" * (len(ranks) == 1), last=describe_collective(last))
 
 
-def _waits(mine: Sequence[Collective]) -> bool:
-    return bool(mine) and not mine[-1].done
+def _place_missing(mine: History, number: int, returned: bool) -> tuple[str, Collective]:
+    """Describe a rank that waits in no collective of the group, while other ranks wait in ``number``.
 
-
-def _missing_template(mine: Sequence[Collective], number: int, returned: bool) -> str:
-    """Describe a rank that waits in no collective of the group, while other ranks wait in ``number``."""
+    Return a template and the collective for it.
+    """
     if not mine:
-        return "{} returned without entering any" if returned else "{} did not enter it, nor any earlier one"
+        start = "{ranks} returned without entering any" if returned else "{ranks} did not enter it, nor any earlier one"
+        return start, NEVER
     last = mine[-1]
     if last.number < number:
-        start = "{} returned" if returned else "{} did not enter it"
-        return f"{start}; last in this group: {_describe(last)}"
+        start = "{ranks} returned" if returned else "{ranks} did not enter it"
+        return f"{start}; last in this group: {{last}}", last
     completed = next((collective for collective in mine if collective.number == number), last)
-    return f"{{}} completed {_describe(completed)}" + (" and returned" if returned else "")
+    return "{ranks} completed {last}" + (" and returned" if returned else ""), completed
 
 
-def _describe(collective: Collective) -> str:
-    details = ", ".join(filter(None, (collective.tensors, collective.where)))
-    return f"{collective.name} number {collective.number}" + (f" ({details})" if details else "")
-
-
-def _conclude(recent: Mapping[int, Sequence[Collective]], waiting: Mapping[int, Collective], complete: bool) -> str:
-    """Say why the first collective that a rank waits in does not complete; "" if that is not known."""
-    number = min(collective.number for collective in waiting.values())
-    entered = [collective for mine in recent.values() for collective in mine if collective.number == number]
-    kinds = {(one.name, "" if one.name.startswith(UNEVEN) else one.tensors) for one in entered}
-    if len(kinds) > 1:
-        return f"mismatch: collective number {number} differs between these ranks"
-    if complete and len(waiting) == len(recent) and len({one.number for one in waiting.values()}) == 1:
-        return "all ranks entered it, but it does not complete"
-    return ""
+def _compare(
+    recent: Mapping[int, History], waiting: Mapping[int, Collective], returned: Collection[int], complete: bool
+) -> list[str]:
+    """Say where the ranks' collectives differ first, or else that nobody is missing; nothing if neither is known."""
+    numbers = {collective.number for collective in waiting.values()}
+    difference = find_difference(recent, min(numbers))
+    found = describe_difference(recent, difference, min(numbers)) if difference else []
+    matching = difference is None or difference.mismatch is None
+    if matching and complete and len(waiting) == len(recent) and len(numbers) == 1:
+        found.insert(0, "all ranks entered it, but it does not complete")
+    return found + (draw_table(recent, difference, returned) if difference else [])
