@@ -74,6 +74,8 @@ class ModuleFacts:
     line: int = 0
     reference: str = ""
     """The class of the reference's module if it is another one."""
+    splits_output: bool = False
+    """Whether it is a linear layer whose weight ranks with the same rows share out, so that each returns its part."""
 
 
 @dataclass(frozen=True)

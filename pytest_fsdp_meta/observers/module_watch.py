@@ -15,9 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.nn import Module
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn import Linear, Module
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from pytest_fsdp_meta.evidence import splits_model
 from pytest_fsdp_meta.evidence.traces import (
     AGAIN_INPUT,
     AGAIN_OUTPUT,
@@ -26,6 +28,7 @@ from pytest_fsdp_meta.evidence.traces import (
     OUTPUT,
     ModuleFacts,
 )
+from pytest_fsdp_meta.observers.adapters.dtensor import mesh_facts
 from pytest_fsdp_meta.observers.inventory import unwrapped
 from pytest_fsdp_meta.observers.support.generators import States, read_states
 from pytest_fsdp_meta.observers.support.torch_private import is_in_backward
@@ -207,9 +210,17 @@ def _describe(module: Module) -> ModuleFacts:
         kind = kind.__bases__[-1]  # fully_shard() changes the class of a module to one made of both
     forward = inspect.unwrap(vars(module).get("forward", kind.forward))
     code = getattr(getattr(forward, "__func__", forward), "__code__", None)
-    if code is None:
-        return ModuleFacts(kind.__name__)
-    return ModuleFacts(kind.__name__, shorten_path(code.co_filename), code.co_firstlineno)
+    file, line = ("", 0) if code is None else (shorten_path(code.co_filename), code.co_firstlineno)
+    return ModuleFacts(kind.__name__, file, line, splits_output=_splits_output(module))
+
+
+def _splits_output(module: Module) -> bool:
+    weight = module.weight if isinstance(module, Linear) else None
+    if not isinstance(weight, DTensor):
+        return False
+    placed = zip(mesh_facts(weight).dims, weight.placements, strict=True)
+    # Slices of a fused weight, which lie elsewhere, are another kind of placement.
+    return any(type(placement) is Shard and placement.dim == 0 and splits_model(dim) for dim, placement in placed)
 
 
 def shorten_path(file: str) -> str:

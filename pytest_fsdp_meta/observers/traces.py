@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from pytest_fsdp_meta.evidence.traces import (
-    AGREES,
+    DEPARTS,
     INPUT,
     RankTrace,
     TracedStep,
@@ -40,9 +40,6 @@ from pytest_fsdp_meta.observers.trace_matching import Layout
 from pytest_fsdp_meta.observers.values import read_part
 from pytest_fsdp_meta.text import first_line
 from pytest_fsdp_meta.worlds import SEED, CallFailed, current, doing
-
-NUDGED = 2
-"""How often the reference runs under nudges: a single run may by chance keep a tensor as it was."""
 
 
 class NotTraceable(Exception):
@@ -78,13 +75,11 @@ def trace_reference(
             order=tuple(order.calls),
             first_gradient=spill.first_gradient,
         )
-        noise: dict[str, float] = {}
-        for number in range(NUDGED):
-            nudged = partial(_nudged, Nudges(model, unit, 0.0, SEED + number))
-            _add_noise(noise, _compare(subject, traced, Layout(), nudged)[0])
-        first = Layout((0, data_parallel_size))
-        slices = _compare(subject, replace(traced, noise=noise), first)[0] if data_parallel_size > 1 else None
-        noise = _without_unknown(noise, traced, slices)
+        whole, part = (
+            _distances(subject, traced, rows, Nudges(model, unit, 0.0, SEED + number))
+            for number, rows in enumerate([(0, 1), (0, data_parallel_size)])
+        )
+        noise = _noise(whole, part, unit)
         return replace(traced, noise=noise, modules=describe_modules(model))
     except Exception as error:
         return replace(empty, problem=_describe(error))
@@ -206,26 +201,26 @@ def _compare(
     return compared, order
 
 
-def _add_noise(noise: dict[str, float], nudged: TraceComparison) -> None:
-    for key, result in nudged.results.items():
-        known = math.inf if result.distance is None else result.distance
-        noise[key] = max(noise.get(key, 0.0), known)
+def _distances(
+    subject: Subject, traced: TracedReference, rows: tuple[int, int], nudges: Nudges
+) -> dict[str, float | None]:
+    """Return how far each tensor of these rows moves under nudges; None where its part is not known."""
+    compared, _ = _compare(subject, traced, Layout(rows), partial(_nudged, nudges))
+    return {key: result.distance for key, result in compared.results.items()}
 
 
-def _without_unknown(
-    noise: Mapping[str, float], traced: TracedReference, slices: TraceComparison | None
-) -> dict[str, float]:
+def _noise(whole: Mapping[str, float | None], part: Mapping[str, float | None], unit: float) -> dict[str, float]:
     """Return the noise of what can be compared: what nudges do not overturn, and what has its rows in order.
 
-    The reference itself, on the rows of the first rank, shows the latter: the rows of a batch normalisation depend on
-    all others, and packed tokens need not lie in the order of the rows.
+    A single run under nudges may by chance keep a tensor as it was, so there are two, of which the second has the rows
+    of the first rank alone. It shows which tensors have their rows in order: the rows of a batch normalisation depend
+    on all others, and packed tokens need not lie in the order of the rows.
     """
-    found = {key: value for key, value in noise.items() if math.isfinite(value)}
-    if slices is None:
-        return found
-    distances = {key: result.distance for key, result in slices.results.items()}
-    return {
-        key: value
-        for key, value in found.items()
-        if (distance := distances.get(key)) is not None and distance <= AGREES * max(value, traced.unit)
-    }
+    noise = {}
+    for key, first in whole.items():
+        second = part.get(key)
+        if first is None or second is None or not math.isfinite(first + second):
+            continue
+        if second <= DEPARTS * max(first, unit):
+            noise[key] = max(first, second)
+    return noise

@@ -292,6 +292,8 @@ def test_a_guessed_part_is_the_right_one_where_another_tensor_of_the_call_agrees
         place = find_place([change(one, by, "block.attn.q", split=True) for one in split])
         assert place is not None
         assert place.before in (None, (stage, "block.attn.q"))
+        column_parallel = {**FACTS, "block.attn.q": ModuleFacts("Linear", splits_output=True)}
+        assert find_place([replace(one, modules=column_parallel) for one in split]) is not None
     off = {("input", "block.attn.o"): 0.1}
     assert find_place(handed(off)) is not None
     assert find_place([change(one, "input", "block.attn.o", split=True) for one in handed(off)]) is None

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from fixtures.localised import FSDP, IN_BFLOAT16, MESHES, MISPLACED, TP, Decoder, Norm, batch, build, load, loss
 from pytest_fsdp_meta import Subject
 from pytest_fsdp_meta.catalogue import Selection, built_in, judge
-from pytest_fsdp_meta.catalogue.diagnosis.origin import find_place
+from pytest_fsdp_meta.catalogue.diagnosis.origin import describe_origin, find_place
 from pytest_fsdp_meta.evidence import Evidence
 from pytest_fsdp_meta.evidence.traces import AGREES
 from pytest_fsdp_meta.loader.call import Call
@@ -102,6 +102,24 @@ def test_modules_get_the_inputs_of_the_reference_in_bfloat16(name, mesh):
     found = origins(observe(partial(load, break_it=defect.break_it, policy=IN_BFLOAT16), dict(MESHES[mesh])))
     [(_, [origin])] = found.items()
     assert without_numbers(origin) == defect.says.format(ranks=RANKS[mesh])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mesh", "name"), [("FSDP2", "layers.0.mlp"), ("FSDP2 x TP", "layers.0.attn.q")])
+def test_an_error_of_a_module_is_placed_in_bfloat16(mesh, name):
+    """Column-parallel layers return parts of their output, as their weights say."""
+
+    def broken(fsdp: Rank) -> Subject:
+        def scale(model: Any, rank: Rank) -> None:
+            model.get_submodule(name).register_forward_hook(lambda module, args, output: output * 1.3)
+
+        return load(fsdp, scale, policy=IN_BFLOAT16)
+
+    evidence = observe(broken, dict(MESHES[mesh]))
+    place = find_place(evidence.traces or ())
+    assert place is not None
+    assert (place.module, place.phase) == (name, "forward")
+    assert "; it is 1.3 times the reference's" in describe_origin(evidence.traces)
 
 
 @pytest.mark.parametrize("mesh", ["FSDP2", *(pytest.param(m, marks=pytest.mark.slow) for m in ("FSDP2 x TP", "HSDP"))])

@@ -5,7 +5,7 @@ A place is named only if nothing contradicts it; a wrong name costs more than no
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
@@ -86,15 +86,16 @@ def find_place(traces: Sequence[RankTrace]) -> Place | None:
     if any(trace.problem for trace in traces):
         return None
     handed = any(trace.handed for trace in traces)
+    splitting = {name for trace in traces for name, facts in trace.modules.items() if facts.splits_output}
     forward = _merge(traces, [trace.forward for trace in traces])
     if forward is None:
         return None
     if any(merged.state == DEPART or (merged.state == BETWEEN and not handed) for merged in forward):
-        return _first_in_forward(forward, handed)
+        return _first_in_forward(forward, splitting if handed else None)
     backward = _merge(traces, [trace.backward for trace in traces])
     if backward is None:
         return None
-    return _first_in_backward(backward, forward, handed)
+    return _first_in_backward(backward, forward, splitting if handed else None)
 
 
 def _merge(traces: Sequence[RankTrace], by_rank: Sequence[Sequence[TracedCall]]) -> list[_Merged] | None:
@@ -159,13 +160,14 @@ def _differ(calls: Sequence[TracedCall]) -> bool:
 
 
 def _first(
-    merged: Sequence[_Merged], through: str, forward: Sequence[_Merged] | None = None
+    merged: Sequence[_Merged], through: str, forward: Sequence[_Merged], splitting: Collection[str] | None
 ) -> tuple[_Merged, Sequence[_Merged]] | None:
     """Return the first call that departs, and those before it; None if that is not where a difference starts.
 
     ``through`` is the stage whose last call, and calls of modules around, must not agree again: a tensor that was
     compared with the wrong part of the reference's departs by itself. Where modules were handed what agrees, they
-    agree again; ``forward`` then shows by other tensors that the part is the right one.
+    agree again; then ``splitting`` are the layers whose weights say that the part is the right one, and ``forward``
+    may show it by other tensors.
     """
     position = next((index for index, one in enumerate(merged) if one.state == DEPART), None)
     if position is None:
@@ -179,16 +181,20 @@ def _first(
     if any(one.state == BETWEEN for one in before) or not jumps or not known:
         return None
     agrees_again = AGREE in (*around, *known[-1:])
-    if agrees_again if forward is None else first.call.split and not _is_right_part(first.call, forward):
+    if splitting is None and agrees_again:
+        return None
+    if splitting is not None and first.call.split and not _is_right_part(first.call, forward, splitting):
         return None
     return first, before
 
 
-def _is_right_part(call: TracedCall, forward: Sequence[_Merged]) -> bool:
-    """Return whether a tensor of the same call, cut as this one was guessed to be, agrees.
+def _is_right_part(call: TracedCall, forward: Sequence[_Merged], splitting: Collection[str]) -> bool:
+    """Return whether a tensor is cut as it was guessed to be: as its layer's weight, or as another tensor that agrees.
 
     An output is cut as the input of its module, and a gradient as the output that it belongs to.
     """
+    if call.stage in (OUTPUT, AGAIN_OUTPUT, GRADIENT) and call.module in splitting:
+        return True
     stage = INPUT if call.stage == OUTPUT else RECOMPUTED.get(call.stage, OUTPUT)
     known = [
         one for one in forward if (one.call.stage, one.call.module, one.call.turn) == (stage, call.module, call.turn)
@@ -200,8 +206,8 @@ def _is_around(outer: str, module: str) -> bool:
     return not outer or module.startswith(f"{outer}.")
 
 
-def _first_in_forward(merged: Sequence[_Merged], handed: bool) -> Place | None:
-    found = _first(merged, OUTPUT, merged if handed else None)
+def _first_in_forward(merged: Sequence[_Merged], splitting: Collection[str] | None) -> Place | None:
+    found = _first(merged, OUTPUT, merged, splitting)
     if found is None:
         return None
     first, before = found
@@ -233,8 +239,10 @@ def _enclosing(module: str, inputs: Mapping[tuple[str, int], str]) -> str | None
     return None
 
 
-def _first_in_backward(merged: Sequence[_Merged], forward: Sequence[_Merged], handed: bool) -> Place | None:
-    found = _first(merged, GRADIENT, forward if handed else None)
+def _first_in_backward(
+    merged: Sequence[_Merged], forward: Sequence[_Merged], splitting: Collection[str] | None
+) -> Place | None:
+    found = _first(merged, GRADIENT, forward, splitting)
     if found is None:
         return None
     first, before = found
