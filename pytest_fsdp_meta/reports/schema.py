@@ -210,6 +210,9 @@ class TracedStep:
     """The groups of ranks with the same states, one column each."""
     forward: TracedPhase
     backward: TracedPhase
+    """Without rows for a loader that trains with a step of its own."""
+    step: int = 0
+    """The number of the batch; the weights are those that were loaded."""
     origin: str = ""
     module: str | None = None
     phase: str = ""

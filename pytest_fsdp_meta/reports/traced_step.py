@@ -55,7 +55,8 @@ def record_step(traces: Sequence[RankTrace]) -> TracedStep | None:
         forward=TracedPhase(tuple(_rows(forward, columns, kinds, NEAR))),
         # All that the backward reaches is off if the forward is: where that begins says little.
         backward=TracedPhase(tuple(_rows(backward, columns, kinds, NEXT if _first_departing(forward) else NEAR))),
-        origin=describe_origin(traces) if place is not None else "",
+        step=traces[0].step,
+        origin=describe_origin(traces, step=traces[0].step) if place is not None else "",
         module=place.module if place is not None else None,
         phase=place.phase if place is not None else "",
     )

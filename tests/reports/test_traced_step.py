@@ -101,11 +101,21 @@ def test_calls_around_the_first_that_departs_have_rows_of_their_own():
     assert [row.calls for row in step.backward.rows[3:]] == [44]
 
 
+def test_a_later_step_says_which():
+    later = [replace(one, step=2, backward=()) for one in traces({0: ACT, 1: ACT})]
+    step = recorded(later)
+    assert step.step == 2
+    assert "batch of step 2" in step.origin
+    assert step_view(step).place == "layers.2.mlp.act, forward; batch of step 2"
+    assert [phase.name for phase in step_view(step).phases] == ["forward"]
+
+
 def test_what_agrees_is_one_row():
     step = recorded(traces({}))
     assert (step.module, step.phase, step.origin) == (None, "", "")
     assert briefly(step.forward) == [("embed", 47, ("agrees",))]
     assert briefly(step.backward) == [("", 47, ("agrees",))]
+    assert (step_view(step).place, step_view(step).problem.split(".")[0]) == ("nowhere", "No call departs")
 
 
 def test_inputs_have_rows_only_where_they_say_more_than_outputs():

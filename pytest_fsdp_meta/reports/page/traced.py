@@ -18,6 +18,11 @@ PLURAL = {"agrees": "agree", "departs": "depart"}
 USUAL = ("output", "gradient")
 """What is compared in a row of the forward, and of the backward, unless the row says otherwise."""
 UNITS = ("k", "M", "G", "T")
+NO_PLACE = "No module is named: what departs does not show beyond doubt where it starts."
+NO_DEPARTURE = (
+    "No call departs. A difference that a check finds starts elsewhere then: in the loss, or in weights that an "
+    "earlier step left wrong."
+)
 NAMES = {"gradient": "the gradient of the output"}
 
 
@@ -81,12 +86,13 @@ def step_view(step: TracedStep) -> StepView:
     """Return a traced step as the page shows it."""
     phases = (("forward", step.forward), ("backward", step.backward))
     departs = any(phase.first for _, phase in phases)
-    place, problem = "nowhere", ""
+    place, problem = "nowhere", NO_DEPARTURE
     if step.module is not None:
-        place = f"{step.module or 'the model'}, {step.phase}"
+        place, problem = f"{step.module or 'the model'}, {step.phase}", ""
     elif departs:
-        place = "no module is named"
-        problem = "No module is named: what departs does not show beyond doubt where it starts."
+        place, problem = "no module is named", NO_PLACE
+    if step.step:
+        place = f"{place}; batch of step {step.step}"
     return StepView(step, place, problem, tuple(_phase(name, phase, step) for name, phase in phases if phase.rows))
 
 
