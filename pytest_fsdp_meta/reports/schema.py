@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from pytest_fsdp_meta.evidence import MeshFacts, Region, WorldFacts
 from pytest_fsdp_meta.evidence.collectives import Collective, RankMemory
+from pytest_fsdp_meta.evidence.traces import AGREES, DEPARTS
 from pytest_fsdp_meta.text import counted
 
 SCHEMA = 2
@@ -45,6 +46,13 @@ BAD = (*FAILED, "not run")
 """Statuses that make a run bad."""
 UNACCOUNTED = ("not selected", "not run")
 """Kinds of checks that were not judged, without a reason given by the author of the test."""
+TRACED = {
+    "agrees": f"off by at most {AGREES:g} times its noise",
+    "not compared": "its part of the reference's tensor is not known, or it is a part of a sum",
+    "in between": "neither agrees nor departs",
+    "departs": f"off by more than {DEPARTS:g} times its noise",
+}
+"""Every state of a module's call in a traced step, with its meaning, in ascending order of severity."""
 
 
 @dataclass(frozen=True)
@@ -152,6 +160,66 @@ class Traffic:
 
 
 @dataclass(frozen=True)
+class TracedRow:
+    """One call of a module in a traced step, or ``calls`` successive ones of which this is the first.
+
+    ``states`` has one of ``TRACED`` for each group of ranks: the worst of the row, which ``times`` of its calls have.
+    ``distances`` are the greatest of these, in multiples of what rounding does; None where nothing was compared.
+    """
+
+    stage: str
+    """What was compared: "input", "output", "gradient" (of the output), "recomputed input" or "recomputed output"."""
+    module: str
+    states: tuple[str, ...]
+    distances: tuple[float | None, ...]
+    kind: str = ""
+    """The class of the module."""
+    turn: int = 0
+    """The number of earlier calls of the module."""
+    calls: int = 1
+    until: str = ""
+    """The module of the last call, where there are several."""
+    times: tuple[int, ...] = ()
+    """Empty for a row of one call."""
+
+
+@dataclass(frozen=True)
+class TracedPhase:
+    """The calls of modules in a forward or a backward, in the order in which they ran.
+
+    Calls far from where something begins to depart share rows. Inputs have no row if they agree, or depart as the
+    output of the same call does.
+    """
+
+    rows: tuple[TracedRow, ...] = ()
+
+    @property
+    def first(self) -> TracedRow | None:
+        """The first call that departs on some rank."""
+        return next((row for row in self.rows if "departs" in row.states), None)
+
+
+@dataclass(frozen=True)
+class TracedStep:
+    """A step that ran once more with hooks on all modules, compared with the reference's.
+
+    ``origin`` says in one line where the difference starts, inside ``module``; both are empty if that is not sure.
+    """
+
+    ranks: tuple[tuple[int, ...], ...]
+    """The groups of ranks with the same states, one column each."""
+    forward: TracedPhase
+    backward: TracedPhase
+    """Without rows for a loader that trains with a step of its own."""
+    step: int = 0
+    """The number of the batch; the weights are those that were loaded."""
+    origin: str = ""
+    module: str | None = None
+    phase: str = ""
+    """Where the difference starts: "forward", "backward", or "recomputation", which is part of the backward."""
+
+
+@dataclass(frozen=True)
 class Summary:
     """The part of the evidence that a report shows."""
 
@@ -160,6 +228,8 @@ class Summary:
     traffic: tuple[Traffic, ...] = ()
     memory: tuple[RankMemory, ...] = ()
     """In rank order."""
+    traced: TracedStep | None = None
+    """None if no step was traced."""
     unavailable: Mapping[str, str] = field(default_factory=dict)
     """Observation -> why it was not taken."""
 

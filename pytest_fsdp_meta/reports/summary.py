@@ -12,6 +12,7 @@ from pytest_fsdp_meta.evidence import Evidence, RankInventory, TensorFacts
 from pytest_fsdp_meta.evidence.collectives import RankCollectives
 from pytest_fsdp_meta.evidence.mesh_dims import sharded_dim
 from pytest_fsdp_meta.reports.schema import Curves, Evenness, FindingRecord, Piece, Summary, TensorRecord, Traffic
+from pytest_fsdp_meta.reports.traced_step import record_step
 
 
 def summarise(evidence: Evidence) -> Summary:
@@ -21,6 +22,7 @@ def summarise(evidence: Evidence) -> Summary:
         losses=_curves(evidence),
         traffic=tuple(_traffic(evidence.collectives or ())),
         memory=evidence.memory or (),
+        traced=record_step(evidence.traces or ()),
         unavailable={name: why.summary for name, why in evidence.unavailable.items()},
     )
 

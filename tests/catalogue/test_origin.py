@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from pytest_fsdp_meta.catalogue.diagnosis.origin import Place, describe_origin, find_place
+from pytest_fsdp_meta.catalogue.diagnosis.origin import Place, describe_origin, find_place, follow_step
 from pytest_fsdp_meta.evidence import Evidence
 from pytest_fsdp_meta.evidence.codec import from_plain, to_plain
 from pytest_fsdp_meta.evidence.traces import Departure, ModuleFacts, RankTrace, TracedCall
@@ -345,6 +345,29 @@ def test_what_agrees_is_said_where_no_module_is_named():
         every = remeasured(every, name, apart=1.0)
     found = verdict("grad_parity", traced(every, problem)).findings
     assert {f.origin for f in found} == {"not looked for in the modules: it refuses"}
+
+
+def test_a_step_is_followed_on_each_rank():
+    """With the states that name a place: parts of a sum are not compared, though they are far from it."""
+    wrong = since(("output", "block.mlp"), 3e-7)
+    forward, backward = follow_step([trace({}, (0, 2)), trace(wrong, (1, 2))])
+    assert [(one.stage, one.module) for one in forward] == FORWARD
+    assert [(one.stage, one.module) for one in backward] == BACKWARD
+    output = next(one for one in forward if (one.stage, one.module) == ("output", "block.mlp"))
+    assert output.states == ("agree", "between")
+    assert output.distances == (0.0, pytest.approx(3))
+    parts = [
+        change(trace(since(("output", "block.mlp"))), "output", "block.mlp", sketch=(own,), expected=(3.0,))
+        for own in (1.0, 2.0)
+    ]
+    output = next(one for one in follow_step(parts)[0] if (one.stage, one.module) == ("output", "block.mlp"))
+    assert (output.states, output.distances) == (("unknown", "unknown"), (None, None))
+
+
+def test_ranks_whose_calls_differ_are_not_followed():
+    first, second = both({})
+    assert follow_step([first, replace(second, backward=second.backward[1:])])[1] == []
+    assert follow_step([first, replace(second, forward=second.forward[1:])])[0] == []
 
 
 def test_traces_are_stored():

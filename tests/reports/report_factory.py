@@ -24,6 +24,9 @@ from pytest_fsdp_meta.reports.schema import (
     Report,
     Summary,
     TensorRecord,
+    TracedPhase,
+    TracedRow,
+    TracedStep,
     Traffic,
 )
 from tests.catalogue.evidence_factory import shard_of
@@ -168,7 +171,7 @@ def broken_loader() -> LoaderRecord:
     ]
     record = loader(name, mesh, found, tensors)
     assert record.summary is not None
-    return replace(record, summary=replace(record.summary, losses=curves(4, distance=0.18)))
+    return replace(record, summary=replace(record.summary, losses=curves(4, distance=0.18), traced=traced_step()))
 
 
 def raised() -> LoaderRecord:
@@ -261,6 +264,37 @@ def traffic(size: int, blocks: int = 4) -> Traffic:
     return Traffic(everyone, tuple(loading), tuple(forward + backward + norm))
 
 
+def traced_step(block: str = "model.layers.2") -> TracedStep:
+    """Return a step that departs on rank 3, in an activation."""
+
+    def row(stage: str, name: str, kind: str, *states: str, **facts: object) -> TracedRow:
+        distances = tuple({"agrees": 0.4, "in between": 5.0, "departs": 5.4e5}.get(state) for state in states)
+        usual = TracedRow(stage, f"{block}.{name}" if name else "", states, distances, kind)
+        return replace(usual, **facts)  # type: ignore[arg-type]
+
+    good, bad = ("agrees", "agrees"), ("agrees", "departs")
+    folded = {"module": "model.embed_tokens", "calls": 118, "until": f"{block}.self_attn.o_proj", "times": (118, 118)}
+    forward = (
+        row("output", "", "", *good, **folded),
+        row("output", "self_attn", "LlamaAttention", "not compared", "in between"),
+        row("output", "mlp.gate_proj", "Linear", *good),
+        row("output", "mlp.act_fn", "GELU", *bad),
+        row("input", "mlp.down_proj", "Linear", *bad),
+        row("output", "mlp", "LlamaMLP", *bad),
+        row("output", "", "LlamaForCausalLM", *bad),
+    )
+    rest = row("gradient", "mlp", "", *bad, calls=97, until="model.embed_tokens", times=(97, 60))
+    origin = f"{block}.mlp.act_fn (GELU, SiLU in the reference), forward, rank 3: the inputs agree, the output is off"
+    return TracedStep(
+        ranks=((0, 1, 2), (3,)),
+        forward=TracedPhase(forward),
+        backward=TracedPhase((row("gradient", "", "LlamaForCausalLM", *bad), rest)),
+        origin=origin,
+        module=f"{block}.mlp.act_fn",
+        phase="forward",
+    )
+
+
 def memory(rank: int) -> RankMemory:
     levels = (0, 8192, 24576, 65536, 40960 + 512 * rank, 73728, 32768, 16384, 16384)
     timeline = tuple((round(0.05 * index, 4), level) for index, level in enumerate(levels))
@@ -295,7 +329,10 @@ def hostile() -> Report:
     assert record.summary is not None
     collective = Collective(second, first, (0, 1), first, ((2,),), reduction=second, tensors=HOSTILE)
     summary = replace(
-        record.summary, traffic=(Traffic((0, 1), (collective,), (collective,)),), unavailable={first: second}
+        record.summary,
+        traffic=(Traffic((0, 1), (collective,), (collective,)),),
+        unavailable={first: second},
+        traced=traced_step(second),
     )
     record = replace(
         record,

@@ -183,6 +183,30 @@ def test_charts_are_drawn_and_have_tables(opened):
     assert shown(page, ".numbers tbody tr")[1].startswith("2 4.64 4.73 1.9 %")
 
 
+def test_where_the_step_departs(opened):
+    """It is marked on the rank that departs; a filter by rank leaves its column."""
+    page = opened()
+    [marked] = shown(page, ".step .starts")
+    assert marked.startswith("▶ starts here model.layers.2.mlp.act_fn GELU")
+    assert shown(page, ".step .starts td [aria-hidden]") == ["✓", "✕"]
+    assert shown(page, ".step .stretch th")[0] == "⋮ 118 calls, model.embed_tokens to model.layers.2.self_attn.o_proj"
+    page.locator("#by-rank").select_option("3")
+    until(page, "location.hash === '#rank=3'")
+    assert shown(page, ".step .starts td [aria-hidden]") == ["✕"]
+    assert shown(page, ".step thead th") == ["module", "rank 3"] * 2
+
+
+@pytest.mark.parametrize("width", [PHONE, DESKTOP])
+def test_the_names_of_modules_stay_in_sight(opened, width):
+    page = opened(width=width)
+    page.evaluate("document.querySelectorAll('.traced .scroller').forEach((one) => { one.scrollLeft = 1000 })")
+    outside = page.evaluate(
+        """[...document.querySelectorAll('.step th[scope=row]')].filter((one) => one.getBoundingClientRect().left <
+            one.closest('.scroller').getBoundingClientRect().left - 1).length"""
+    )
+    assert outside == 0
+
+
 def test_filter_by_tensor(opened):
     page = opened()
     page.locator("#by-tensor").fill("rotary")

@@ -57,12 +57,24 @@ class Place:
 @dataclass(frozen=True)
 class _Merged:
     """One call on all ranks; ``state`` is the state of the call, ``ranks`` are those that depart, ``how`` is in which
-    way each of them does."""
+    way each of them does. ``states`` has the state on every rank."""
 
     call: TracedCall
     state: str
     ranks: tuple[int, ...] = ()
     how: tuple[Departure | None, ...] = ()
+    states: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class FollowedCall:
+    """One call on all ranks: its state on each, and how many times its noise it is off there, None if not known."""
+
+    stage: str
+    module: str
+    turn: int
+    states: tuple[str, ...]
+    distances: tuple[float | None, ...]
 
 
 def describe_origin(
@@ -98,6 +110,30 @@ def find_place(traces: Sequence[RankTrace]) -> Place | None:
     return _first_in_backward(backward, forward, splitting if handed else None)
 
 
+def follow_step(traces: Sequence[RankTrace]) -> tuple[list[FollowedCall], list[FollowedCall]]:
+    """Return the calls of the forward and of the backward, in order; none where the ranks' calls differ."""
+    forward = [trace.forward for trace in traces]
+    backward = [trace.backward for trace in traces]
+    return _follow(traces, forward), _follow(traces, backward)
+
+
+def _follow(traces: Sequence[RankTrace], by_rank: Sequence[Sequence[TracedCall]]) -> list[FollowedCall]:
+    merged = _merge(traces, by_rank) or []
+    return [
+        FollowedCall(
+            one.call.stage,
+            one.call.module,
+            one.call.turn,
+            one.states,
+            tuple(
+                None if state == UNKNOWN or not call.noise else call.distance / call.noise
+                for call, state in zip(calls, one.states, strict=True)
+            ),
+        )
+        for one, calls in zip(merged, zip(*by_rank, strict=True) if merged else (), strict=True)
+    ]
+
+
 def _merge(traces: Sequence[RankTrace], by_rank: Sequence[Sequence[TracedCall]]) -> list[_Merged] | None:
     """Return each call with its state on all ranks; None if the ranks' calls differ."""
     keys = [[(call.stage, call.module, call.turn) for call in calls] for calls in by_rank]
@@ -125,8 +161,9 @@ def _merged(
     worst = max(calls, key=lambda call: call.distance / call.noise if call.noise else 0.0)
     for state in (DEPART, BETWEEN, UNKNOWN):
         if state in states:
-            return _Merged(worst, state, departing, tuple(calls[rank].departure for rank in departing))
-    return _Merged(worst, AGREE)
+            how = tuple(calls[rank].departure for rank in departing)
+            return _Merged(worst, state, departing, how, tuple(states))
+    return _Merged(worst, AGREE, states=tuple(states))
 
 
 def _state(call: TracedCall) -> str:

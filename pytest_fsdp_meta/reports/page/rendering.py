@@ -17,9 +17,10 @@ from pytest_fsdp_meta.evidence.codec import write_whole
 from pytest_fsdp_meta.reports.compare import Comparison, describe_changes, describe_comparison
 from pytest_fsdp_meta.reports.page.findings import MOST_DETAILS
 from pytest_fsdp_meta.reports.page.layouts import PROBLEMS, STATES
+from pytest_fsdp_meta.reports.page.traced import GLYPHS as TRACED_GLYPHS
 from pytest_fsdp_meta.reports.page.traffic import TIMELINE_HEIGHT, TIMELINE_WIDTH
 from pytest_fsdp_meta.reports.page.view import GLYPHS, build_view
-from pytest_fsdp_meta.reports.schema import SKIPS, STATUSES, Report, describe_kind
+from pytest_fsdp_meta.reports.schema import SKIPS, STATUSES, TRACED, Report, describe_kind
 from pytest_fsdp_meta.reports.totals import ACTIVITIES
 from pytest_fsdp_meta.text import counted, first_of, fold_names, name_ranks
 
@@ -109,6 +110,8 @@ def _environment() -> Environment:
         "GLYPHS": GLYPHS,
         "STATES": STATES,
         "PROBLEMS": PROBLEMS,
+        "TRACED": TRACED,
+        "TRACED_GLYPHS": TRACED_GLYPHS,
         "TIMELINE_WIDTH": TIMELINE_WIDTH,
         "TIMELINE_HEIGHT": TIMELINE_HEIGHT,
         "MOST_DETAILS": MOST_DETAILS,

@@ -13,6 +13,7 @@ from typing import Any
 from pytest_fsdp_meta.evidence.collectives import Collective
 from pytest_fsdp_meta.reports.page.findings import Cause, group_by_cause
 from pytest_fsdp_meta.reports.page.layouts import Layout, group_layouts
+from pytest_fsdp_meta.reports.page.traced import StepView, step_view
 from pytest_fsdp_meta.reports.page.traffic import Kind, Row, fold_rows, group_by_kind
 from pytest_fsdp_meta.reports.schema import (
     BAD,
@@ -128,6 +129,11 @@ class LoaderView:
     @cached_property
     def layouts(self) -> tuple[Layout, ...]:
         return group_layouts(self.record)
+
+    @cached_property
+    def traced(self) -> StepView | None:
+        traced = self.record.summary.traced if self.record.summary else None
+        return step_view(traced) if traced else None
 
     @cached_property
     def traffic(self) -> tuple[TrafficView, ...]:

@@ -1,0 +1,155 @@
+"""The traced step as the page shows it: forward and backward, one row for each call, with a cell for each column."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import isfinite
+
+from pytest_fsdp_meta.reports.schema import TRACED, TracedPhase, TracedRow, TracedStep
+
+GLYPHS = {"agrees": "✓", "not compared": "?", "in between": "◐", "departs": "✕"}
+"""State of a call -> its character."""
+MOST_BESIDE = 2
+"""With more columns of ranks, the backward is below the forward, and cells say less."""
+DEEPEST = 5
+"""Levels of modules that are indented."""
+PLURAL = {"agrees": "agree", "departs": "depart"}
+USUAL = ("output", "gradient")
+"""What is compared in a row of the forward, and of the backward, unless the row says otherwise."""
+UNITS = ("k", "M", "G", "T")
+NO_PLACE = "No module is named: what departs does not show beyond doubt where it starts."
+NO_DEPARTURE = (
+    "No call departs. A difference that a check finds starts elsewhere then: in the loss, or in weights that an "
+    "earlier step left wrong."
+)
+NAMES = {"gradient": "the gradient of the output"}
+
+
+@dataclass(frozen=True)
+class CellView:
+    """How the calls of a row are on the ranks of a column: their state, with its verb, and how far off or how many."""
+
+    ranks: tuple[int, ...]
+    state: str
+    text: str
+    verb: str
+
+
+@dataclass(frozen=True)
+class RowView:
+    """One call, or successive ones. The module's name is split into its parents and its own part."""
+
+    row: TracedRow
+    parents: tuple[str, ...]
+    own: str
+    notes: tuple[str, ...]
+    cells: tuple[CellView, ...]
+    here: str = ""
+    """What is said of the row if it is the first that departs."""
+    repeats: bool = False
+    """Whether the parents are those of the row above."""
+
+    @property
+    def depth(self) -> int:
+        return min(len(self.parents) + bool(self.row.module), DEEPEST)
+
+    @property
+    def until(self) -> list[str]:
+        return (self.row.until or "the model").split(".")
+
+
+@dataclass(frozen=True)
+class PhaseView:
+    """The forward or the backward; ``result`` says what departs first."""
+
+    name: str
+    result: str
+    rows: tuple[RowView, ...]
+
+
+@dataclass(frozen=True)
+class StepView:
+    """A traced step; ``place`` says in a few words where it departs, ``problem`` why no module is named."""
+
+    record: TracedStep
+    place: str
+    problem: str
+    phases: tuple[PhaseView, ...]
+
+    @property
+    def is_wide(self) -> bool:
+        return len(self.record.ranks) > MOST_BESIDE
+
+
+def step_view(step: TracedStep) -> StepView:
+    """Return a traced step as the page shows it."""
+    phases = (("forward", step.forward), ("backward", step.backward))
+    departs = any(phase.first for _, phase in phases)
+    place, problem = "nowhere", NO_DEPARTURE
+    if step.module is not None:
+        place, problem = f"{step.module or 'the model'}, {step.phase}", ""
+    elif departs:
+        place, problem = "no module is named", NO_PLACE
+    if step.step:
+        place = f"{place}; batch of step {step.step}"
+    return StepView(step, place, problem, tuple(_phase(name, phase, step) for name, phase in phases if phase.rows))
+
+
+def _phase(name: str, phase: TracedPhase, step: TracedStep) -> PhaseView:
+    first = phase.first
+    if first is not None:
+        stage = NAMES.get(first.stage, f"the {first.stage}")
+        result = f"the first that departs is {stage} of {first.module or 'the model'}"
+    else:
+        result = "nothing departs"
+    here = ""
+    if name == ("forward" if step.forward.first else "backward") and first is not None:
+        inside = "" if first.module == step.module else f", inside {step.module or 'the model'}"
+        here = "first to depart" if step.module is None else f"starts here{inside}"
+    above = (None, *phase.rows)
+    rows = (
+        _row(row, step, here if row is first else "", before) for row, before in zip(phase.rows, above, strict=False)
+    )
+    return PhaseView(name, result, tuple(rows))
+
+
+def _row(row: TracedRow, step: TracedStep, here: str, before: TracedRow | None) -> RowView:
+    *parents, own = row.module.split(".")
+    notes = (row.stage if row.stage not in USUAL else "", f"call {row.turn + 1}" if row.turn else "")
+    return RowView(
+        row,
+        tuple(parents),
+        own or "the model",
+        tuple(filter(None, notes)),
+        tuple(_cells(row, step)),
+        here,
+        repeats=before is not None and before.calls == 1 and before.module.split(".")[:-1] == parents,
+    )
+
+
+def _cells(row: TracedRow, step: TracedStep) -> Iterator[CellView]:
+    times = row.times or (row.calls,) * len(row.states)
+    for ranks, state, many, distance in zip(step.ranks, row.states, times, row.distances, strict=False):
+        others_agree = state == "not compared" and many < row.calls
+        if others_agree:
+            state, many = "agrees", row.calls - many
+        text = ""
+        if row.calls > 1:
+            text = "all" if many == row.calls else f"{many} of {row.calls}"
+        elif state in ("in between", "departs") and distance is not None:
+            text = describe_multiple(distance)
+        state = state if state in TRACED else "not compared"
+        yield CellView(ranks, state, text, PLURAL.get(state, state) if row.calls > 1 else state)
+
+
+def describe_multiple(distance: float) -> str:
+    """Return a text such as "5.1", "12", "540k" or "1.2M"."""
+    if not isfinite(distance):
+        return "∞"
+    value, unit = float(f"{distance:.2g}"), ""
+    for larger in UNITS:
+        if value < 1000:
+            break
+        value, unit = value / 1000, larger
+    return f"{value:.2g}{unit}" if value < 100 else f"{value:.0f}{unit}"

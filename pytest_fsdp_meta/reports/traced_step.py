@@ -1,0 +1,168 @@
+"""The record of a traced step: what agrees and what departs, call by call where it begins, and folded elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from pytest_fsdp_meta.catalogue.diagnosis.origin import (
+    AGREE,
+    BETWEEN,
+    DEPART,
+    UNKNOWN,
+    FollowedCall,
+    Place,
+    describe_origin,
+    find_place,
+    follow_step,
+)
+from pytest_fsdp_meta.evidence.traces import AGAIN_INPUT, AGAIN_OUTPUT, INPUT, OUTPUT, RankTrace
+from pytest_fsdp_meta.reports.schema import TRACED, TracedPhase, TracedRow, TracedStep
+
+NAMES = {AGREE: "agrees", UNKNOWN: "not compared", BETWEEN: "in between", DEPART: "departs"}
+SEVERITY = {name: severity for severity, name in enumerate(TRACED)}
+OUTPUT_OF = {INPUT: OUTPUT, AGAIN_INPUT: AGAIN_OUTPUT}
+MOST_COLUMNS = 8
+NEAR, NEXT = 8, 2
+"""Calls with rows of their own on both sides of the first that departs, and of other beginnings."""
+MOST_BEGINNINGS = 4
+"""Other beginnings with rows of their own, in one phase."""
+FEWEST_FOLDED = 4
+"""The least number of calls that share a row."""
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One call with its state, and how far it is off, in each column of ranks."""
+
+    call: FollowedCall
+    states: tuple[str, ...]
+    distances: tuple[float | None, ...]
+
+
+def record_step(traces: Sequence[RankTrace]) -> TracedStep | None:
+    """Return the traced step as a report has it; None if there is none, or ranks did not run the same modules."""
+    if not traces or any(trace.problem for trace in traces):
+        return None
+    place = find_place(traces)
+    forward, backward = (_without_plain_inputs(calls, place) for calls in follow_step(traces))
+    if not forward:
+        return None
+    columns = _group_ranks(forward, backward, len(traces))
+    kinds = {name: facts.kind for trace in traces for name, facts in trace.modules.items()}
+    return TracedStep(
+        ranks=columns,
+        forward=TracedPhase(tuple(_rows(forward, columns, kinds, NEAR))),
+        # All that the backward reaches is off if the forward is: where that begins says little.
+        backward=TracedPhase(tuple(_rows(backward, columns, kinds, NEXT if _first_departing(forward) else NEAR))),
+        step=traces[0].step,
+        origin=describe_origin(traces, step=traces[0].step) if place is not None else "",
+        module=place.module if place is not None else None,
+        phase=place.phase if place is not None else "",
+    )
+
+
+def _without_plain_inputs(calls: Sequence[FollowedCall], place: Place | None) -> list[FollowedCall]:
+    """Leave out inputs that agree, or are as the output of the same call; not those at which the place is named."""
+    states = {(one.stage, one.module, one.turn): one.states for one in calls}
+    first = _first_departing(calls)
+    named = (place.after, place.before) if place is not None else ()
+
+    def is_plain(one: FollowedCall) -> bool:
+        output = states.get((OUTPUT_OF.get(one.stage, ""), one.module, one.turn))
+        return output is not None and all(
+            own in (AGREE, theirs) for own, theirs in zip(one.states, output, strict=True)
+        )
+
+    return [one for one in calls if one is first or (one.stage, one.module) in named or not is_plain(one)]
+
+
+def _first_departing(calls: Sequence[FollowedCall]) -> FollowedCall | None:
+    return next((one for one in calls if DEPART in one.states), None)
+
+
+def _group_ranks(
+    forward: Sequence[FollowedCall], backward: Sequence[FollowedCall], size: int
+) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks with the same states; if there are too many groups, those that begin to depart together."""
+
+    def begin(calls: Sequence[FollowedCall], rank: int) -> int | None:
+        return next((index for index, one in enumerate(calls) if one.states[rank] == DEPART), None)
+
+    keys: list[list[Hashable]] = [
+        [tuple(one.states[rank] for one in (*forward, *backward)) for rank in range(size)],
+        [(begin(forward, rank), begin(backward, rank)) for rank in range(size)],
+        [begin([*forward, *backward], rank) is None for rank in range(size)],
+    ]
+    for by_rank in keys:
+        groups: dict[Hashable, list[int]] = {}
+        for rank, key in enumerate(by_rank):
+            groups.setdefault(key, []).append(rank)
+        if len(groups) <= MOST_COLUMNS:
+            break
+    return tuple(map(tuple, groups.values()))
+
+
+def _rows(
+    calls: Sequence[FollowedCall], columns: Sequence[Sequence[int]], kinds: Mapping[str, str], near: int
+) -> Iterator[TracedRow]:
+    """Yield a row for each call near a beginning, and one for each stretch of other calls."""
+    merged = [_in_columns(one, columns) for one in calls]
+    alone = _rows_of_their_own(merged, near)
+    start = 0
+    for index in range(len(merged) + 1):
+        if index < len(merged) and index not in alone:
+            continue
+        stretch = merged[start:index]
+        if len(stretch) < FEWEST_FOLDED:
+            yield from (_row([one], kinds) for one in stretch)
+        else:
+            yield _row(stretch, kinds)
+        if index < len(merged):
+            yield _row([merged[index]], kinds)
+        start = index + 1
+
+
+def _in_columns(one: FollowedCall, columns: Sequence[Sequence[int]]) -> _Call:
+    """Return the worst state of the ranks in each column, and how far off the farthest rank is."""
+    states = [max((NAMES[one.states[rank]] for rank in ranks), key=SEVERITY.__getitem__) for ranks in columns]
+    distances = [_farthest([one.distances[rank] for rank in ranks]) for ranks in columns]
+    return _Call(one, tuple(states), tuple(distances))
+
+
+def _farthest(distances: Sequence[float | None]) -> float | None:
+    known = max((distance for distance in distances if distance is not None), default=None)
+    return None if known is None else float(f"{known:.3g}")
+
+
+def _rows_of_their_own(merged: Sequence[_Call], near: int) -> Collection[int]:
+    """Return the calls ``near`` the first that departs, and those next to others where a column ceases to agree."""
+    first = next((index for index, one in enumerate(merged) if "departs" in one.states), None)
+    others = [index for index, one in enumerate(merged) if _begins(one, merged[index - 1] if index else None)]
+    others = [index for index in others if index != first][:MOST_BEGINNINGS]
+    around = [(index, NEXT) for index in others] + ([(first, near)] if first is not None else [])
+    return {other for index, reach in around for other in range(index - reach, index + reach + 1)}
+
+
+def _begins(one: _Call, before: _Call | None) -> bool:
+    off = ("in between", "departs")
+    return any(
+        state in off and (before is None or before.states[column] not in off) for column, state in enumerate(one.states)
+    )
+
+
+def _row(calls: Sequence[_Call], kinds: Mapping[str, str]) -> TracedRow:
+    first, several = calls[0].call, len(calls) > 1
+    by_column = list(zip(*(one.states for one in calls), strict=True))
+    worst = [max(states, key=SEVERITY.__getitem__) for states in by_column]
+    return TracedRow(
+        stage=first.stage,
+        module=first.module,
+        states=tuple(worst),
+        distances=tuple(map(_farthest, zip(*(one.distances for one in calls), strict=True))),
+        kind="" if several else kinds.get(first.module, ""),
+        turn=first.turn,
+        calls=len(calls),
+        until=calls[-1].call.module if several else "",
+        times=tuple(states.count(state) for states, state in zip(by_column, worst, strict=True)) if several else (),
+    )
