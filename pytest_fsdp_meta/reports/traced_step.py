@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from pytest_fsdp_meta.catalogue.diagnosis.origin import (
+from pytest_fsdp_meta.catalogue.diagnosis.origin import Place, describe_origin, find_place
+from pytest_fsdp_meta.catalogue.diagnosis.traced_calls import (
     AGREE,
     BETWEEN,
     DEPART,
     UNKNOWN,
     FollowedCall,
-    Place,
-    describe_origin,
-    find_place,
     follow_step,
 )
 from pytest_fsdp_meta.evidence.traces import AGAIN_INPUT, AGAIN_OUTPUT, INPUT, OUTPUT, RankTrace

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from pytest_fsdp_meta.catalogue.diagnosis.origin import Place, describe_origin, find_place, follow_step
+from pytest_fsdp_meta.catalogue.diagnosis.origin import Place, describe_origin, find_place
+from pytest_fsdp_meta.catalogue.diagnosis.traced_calls import follow_step
 from pytest_fsdp_meta.evidence import Evidence
 from pytest_fsdp_meta.evidence.codec import from_plain, to_plain
 from pytest_fsdp_meta.evidence.traces import Departure, ModuleFacts, RankTrace, TracedCall

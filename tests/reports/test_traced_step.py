@@ -22,6 +22,7 @@ from tests.catalogue.evidence_factory import healthy
 from tests.conftest import Project
 from tests.reports.report_factory import loader, report, traced_step
 from tests.reports.test_old_reports import OLD
+from tests.world_help import ROOT
 
 NOISE = 1e-7
 LEAVES = {"attn": ("q", "k", "v", "o"), "mlp": ("gate", "act", "up", "down")}
@@ -246,7 +247,8 @@ def test_reports_of_earlier_versions_have_no_step():
     assert not any(found)
 
 
-def test_a_loader_with_a_defect_in_one_module_gets_its_picture(project: Project):
+def test_a_loader_with_a_defect_in_one_module_gets_its_picture(project: Project, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     project.loaders(
         """
         from functools import partial

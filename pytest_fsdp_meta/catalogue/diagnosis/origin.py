@@ -5,15 +5,14 @@ A place is named only if nothing contradicts it; a wrong name costs more than no
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
+from pytest_fsdp_meta.catalogue.diagnosis.traced_calls import AGREE, BETWEEN, DEPART, UNKNOWN, MergedCall, merge_ranks
 from pytest_fsdp_meta.evidence.traces import (
     AGAIN_INPUT,
     AGAIN_OUTPUT,
-    AGREES,
-    DEPARTS,
     GRADIENT,
     INPUT,
     OUTPUT,
@@ -25,14 +24,11 @@ from pytest_fsdp_meta.evidence.traces import (
 )
 from pytest_fsdp_meta.text import name_ranks
 
-PARTS = 0.05
-"""Fraction of a departure that parts of a sum may leave: what they add up to is then the reference's tensor."""
 JUMP = 10.0
 """How many times farther off, in multiples of noise, a place is than all that came before. Noise grows as a difference
 does, so a difference that starts earlier, below its noise, shows no jump."""
 FORWARD, BACKWARD, RECOMPUTATION = "forward", "backward", "recomputation"
 PHASES = (FORWARD, BACKWARD, RECOMPUTATION)
-AGREE, DEPART, BETWEEN, UNKNOWN = "agree", "depart", "between", "unknown"
 NAMES = {INPUT: "the input", OUTPUT: "the output", GRADIENT: "the gradient of the output"}
 
 
@@ -52,29 +48,6 @@ class Place:
     after: tuple[str, str] | None = None
     before: tuple[str, str] | None = None
     how: tuple[Departure | None, ...] = field(default=(), compare=False)
-
-
-@dataclass(frozen=True)
-class _Merged:
-    """One call on all ranks; ``state`` is the state of the call, ``ranks`` are those that depart, ``how`` is in which
-    way each of them does. ``states`` has the state on every rank."""
-
-    call: TracedCall
-    state: str
-    ranks: tuple[int, ...] = ()
-    how: tuple[Departure | None, ...] = ()
-    states: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class FollowedCall:
-    """One call on all ranks: its state on each, and how many times its noise it is off there, None if not known."""
-
-    stage: str
-    module: str
-    turn: int
-    states: tuple[str, ...]
-    distances: tuple[float | None, ...]
 
 
 def describe_origin(
@@ -99,106 +72,20 @@ def find_place(traces: Sequence[RankTrace]) -> Place | None:
         return None
     handed = any(trace.handed for trace in traces)
     splitting = {name for trace in traces for name, facts in trace.modules.items() if facts.splits_output}
-    forward = _merge(traces, [trace.forward for trace in traces])
+    forward = merge_ranks(traces, [trace.forward for trace in traces])
     if forward is None:
         return None
     if any(merged.state == DEPART or (merged.state == BETWEEN and not handed) for merged in forward):
         return _first_in_forward(forward, splitting if handed else None)
-    backward = _merge(traces, [trace.backward for trace in traces])
+    backward = merge_ranks(traces, [trace.backward for trace in traces])
     if backward is None:
         return None
     return _first_in_backward(backward, forward, splitting if handed else None)
 
 
-def follow_step(traces: Sequence[RankTrace]) -> tuple[list[FollowedCall], list[FollowedCall]]:
-    """Return the calls of the forward and of the backward, in order; none where the ranks' calls differ."""
-    forward = [trace.forward for trace in traces]
-    backward = [trace.backward for trace in traces]
-    return _follow(traces, forward), _follow(traces, backward)
-
-
-def _follow(traces: Sequence[RankTrace], by_rank: Sequence[Sequence[TracedCall]]) -> list[FollowedCall]:
-    merged = _merge(traces, by_rank) or []
-    return [
-        FollowedCall(
-            one.call.stage,
-            one.call.module,
-            one.call.turn,
-            one.states,
-            tuple(
-                None if state == UNKNOWN or not call.noise else call.distance / call.noise
-                for call, state in zip(calls, one.states, strict=True)
-            ),
-        )
-        for one, calls in zip(merged, zip(*by_rank, strict=True) if merged else (), strict=True)
-    ]
-
-
-def _merge(traces: Sequence[RankTrace], by_rank: Sequence[Sequence[TracedCall]]) -> list[_Merged] | None:
-    """Return each call with its state on all ranks; None if the ranks' calls differ."""
-    keys = [[(call.stage, call.module, call.turn) for call in calls] for calls in by_rank]
-    if any(own != keys[0] for own in keys):
-        return None
-    slices: dict[tuple[int, int], list[int]] = {}
-    for rank, trace in enumerate(traces):
-        slices.setdefault(trace.data_parallel, []).append(rank)
-    columns = list(zip(*by_rank, strict=True))
-    inputs = {(calls[0].module, calls[0].turn): calls for calls in columns if calls[0].stage == INPUT}
-    return [_merged(calls, slices.values(), inputs.get((calls[0].module, calls[0].turn))) for calls in columns]
-
-
-def _merged(
-    calls: Sequence[TracedCall], slices: Iterable[Sequence[int]], inputs: Sequence[TracedCall] | None
-) -> _Merged:
-    states = [_state(call) for call in calls]
-    for ranks in slices:
-        if any(states[rank] == DEPART for rank in ranks) and _are_parts([calls[r] for r in ranks]):
-            states = [UNKNOWN if rank in ranks else state for rank, state in enumerate(states)]
-        elif inputs is not None and any(inputs[rank].split for rank in ranks) and _differ([calls[r] for r in ranks]):
-            # A layer that splits its input may return one summand on each rank, to which others add what is missing.
-            states = [UNKNOWN if rank in ranks else state for rank, state in enumerate(states)]
-    departing = tuple(rank for rank, state in enumerate(states) if state == DEPART)
-    worst = max(calls, key=lambda call: call.distance / call.noise if call.noise else 0.0)
-    for state in (DEPART, BETWEEN, UNKNOWN):
-        if state in states:
-            how = tuple(calls[rank].departure for rank in departing)
-            return _Merged(worst, state, departing, how, tuple(states))
-    return _Merged(worst, AGREE, states=tuple(states))
-
-
-def _state(call: TracedCall) -> str:
-    if call.compared and call.distance > DEPARTS * call.noise:
-        return DEPART
-    if call.compared and call.distance > AGREES * call.noise:
-        return BETWEEN
-    return AGREE if call.compared and not call.unmatched else UNKNOWN
-
-
-def _are_parts(calls: Sequence[TracedCall]) -> bool:
-    """Return whether the tensors of ranks with the same rows add up to the reference's."""
-    if len(calls) < 2 or not all(call.sketch for call in calls):
-        return False
-    wanted = calls[0].expected
-    summed = [sum(numbers) for numbers in zip(*(call.sketch for call in calls), strict=True)]
-    left: float = max(abs(a - b) for a, b in zip(summed, wanted, strict=True))
-    apart: float = max(abs(a - b) for call in calls for a, b in zip(call.sketch, wanted, strict=True))
-    return left <= PARTS * apart
-
-
-def _differ(calls: Sequence[TracedCall]) -> bool:
-    """Return whether whole tensors of ranks with the same rows are not one tensor."""
-    sketches = [call.sketch for call in calls]
-    if len(calls) < 2 or not any(sketches):
-        return False
-    if not all(sketches):
-        return True
-    scale = max(abs(number) for own in sketches for number in own)
-    return any(abs(a - b) > PARTS * scale for own in sketches for a, b in zip(own, sketches[0], strict=True))
-
-
 def _first(
-    merged: Sequence[_Merged], through: str, forward: Sequence[_Merged], splitting: Collection[str] | None
-) -> tuple[_Merged, Sequence[_Merged]] | None:
+    merged: Sequence[MergedCall], through: str, forward: Sequence[MergedCall], splitting: Collection[str] | None
+) -> tuple[MergedCall, Sequence[MergedCall]] | None:
     """Return the first call that departs, and those before it; None if that is not where a difference starts.
 
     ``through`` is the stage whose last call, and calls of modules around, must not agree again: a tensor that was
@@ -225,7 +112,7 @@ def _first(
     return first, before
 
 
-def _is_right_part(call: TracedCall, forward: Sequence[_Merged], splitting: Collection[str]) -> bool:
+def _is_right_part(call: TracedCall, forward: Sequence[MergedCall], splitting: Collection[str]) -> bool:
     """Return whether a tensor is cut as it was guessed to be: as its layer's weight, or as another tensor that agrees.
 
     An output is cut as the input of its module, and a gradient as the output that it belongs to.
@@ -243,7 +130,7 @@ def _is_around(outer: str, module: str) -> bool:
     return not outer or module.startswith(f"{outer}.")
 
 
-def _first_in_forward(merged: Sequence[_Merged], splitting: Collection[str] | None) -> Place | None:
+def _first_in_forward(merged: Sequence[MergedCall], splitting: Collection[str] | None) -> Place | None:
     found = _first(merged, OUTPUT, merged, splitting)
     if found is None:
         return None
@@ -259,7 +146,7 @@ def _first_in_forward(merged: Sequence[_Merged], splitting: Collection[str] | No
     return _place(around, FORWARD, first, agreeing[-1])
 
 
-def _place(module: str, phase: str, first: _Merged, last: TracedCall | None = None) -> Place:
+def _place(module: str, phase: str, first: MergedCall, last: TracedCall | None = None) -> Place:
     """Return a place inside the module: between ``last``, which agrees, and the first call that departs."""
     call = first.call
     after, before = ((last.stage, last.module), (call.stage, call.module)) if last is not None else (None, None)
@@ -277,7 +164,7 @@ def _enclosing(module: str, inputs: Mapping[tuple[str, int], str]) -> str | None
 
 
 def _first_in_backward(
-    merged: Sequence[_Merged], forward: Sequence[_Merged], splitting: Collection[str] | None
+    merged: Sequence[MergedCall], forward: Sequence[MergedCall], splitting: Collection[str] | None
 ) -> Place | None:
     found = _first(merged, GRADIENT, forward, splitting)
     if found is None:
@@ -295,7 +182,9 @@ def _first_in_backward(
     return _place(around, BACKWARD, first, agreeing[-1])
 
 
-def _first_in_recomputation(first: _Merged, before: Sequence[_Merged], forward: Sequence[_Merged]) -> Place | None:
+def _first_in_recomputation(
+    first: MergedCall, before: Sequence[MergedCall], forward: Sequence[MergedCall]
+) -> Place | None:
     """Return the module whose recomputed output departs, or whose input is not the one that the forward had."""
     call = first.call
     then = {(one.call.stage, one.call.module, one.call.turn): one.state for one in forward}
