@@ -1,11 +1,11 @@
-"""Measure what tracing the first step module by module costs, beside the step itself: time, memory and disk.
+"""Measure what tracing a step module by module costs, beside the step itself: time, memory and disk.
 
-``python -m benchmarks.localising`` prints one line for each size of a decoder on FSDP2 and TP.
+``python -m benchmarks.localising`` prints one line for each size of a decoder on FSDP2 and TP. Memory is the peak of
+anonymous memory beyond that before the step; the pages of records are the kernel's to drop.
 """
 
 from __future__ import annotations
 
-import resource
 import sys
 import time
 from collections.abc import Callable
@@ -18,12 +18,15 @@ import cloudpickle
 import torch
 from torch import Tensor, nn
 
+from benchmarks.on_ranks import peak_memory
 from fixtures import localised
 from pytest_fsdp_meta import Subject
 from pytest_fsdp_meta.evidence.traces import TracedStep
 from pytest_fsdp_meta.loader.call import Call
 from pytest_fsdp_meta.observers.batches import batch_slice, global_batch, loss_of, own_rows
 from pytest_fsdp_meta.observers.loading import loaded_subject
+from pytest_fsdp_meta.observers.memory import return_freed_memory
+from pytest_fsdp_meta.observers.reference import declared_subject
 from pytest_fsdp_meta.observers.support.poison import deterministic
 from pytest_fsdp_meta.observers.trace_comparison import TracedReference
 from pytest_fsdp_meta.observers.traces import trace_rank, trace_reference
@@ -31,7 +34,7 @@ from pytest_fsdp_meta.trial import ON_RANKS
 from pytest_fsdp_meta.worlds import ForkServerEngine, Rank, Sources, World, WorldSpec, current
 
 REPEATS = 3
-SIZES = {"2 blocks, 32 wide": (2, 32, 4, 9), "8 blocks, 512 wide": (8, 512, 8, 129)}
+SIZES = {"2 blocks, 32 wide": (2, 32, 4, 9), "8 blocks, 512 wide": (8, 512, 16, 129)}
 """Name -> blocks, width, rows and tokens."""
 MESHES = {"FSDP2": localised.FSDP, "TP 2": localised.TP}
 
@@ -47,23 +50,28 @@ def resize(blocks: int, width: int) -> Callable[[], nn.Module]:
     return build
 
 
-def step() -> float:
-    """Return the seconds of a plain forward and backward, the fastest of some."""
+def step() -> tuple[float, int]:
+    """Return the seconds of a plain forward and backward, the fastest of some, and the peak of its memory in bytes."""
     rank = current()
-    subject = loaded_subject(rank)
-    rows = own_rows(global_batch(subject, 0), 0, batch_slice(subject, rank), rank.device)
-    subject.model.eval()
-    return min(timed(lambda: loss_of(subject, rows).backward()) for _ in range(REPEATS))
+    return _step(loaded_subject(rank), batch_slice(loaded_subject(rank), rank))
 
 
-def reference_step() -> float:
-    from pytest_fsdp_meta.observers.reference import declared_subject
-
+def reference_step() -> tuple[float, int]:
     rank = current()
-    subject = declared_subject(rank.state["reference"], rank.state["recipe"])
-    rows = own_rows(global_batch(subject, 0), 0, (0, 1), rank.device)
+    return _step(declared_subject(rank.state["reference"], rank.state["recipe"]), (0, 1))
+
+
+def _step(subject: Subject, slice_: tuple[int, int]) -> tuple[float, int]:
+    rows = own_rows(global_batch(subject, 0), 0, slice_, current().device)
     subject.model.eval()
-    return min(timed(lambda: loss_of(subject, rows).backward()) for _ in range(REPEATS))
+
+    def run() -> None:
+        loss_of(subject, rows).backward()
+        subject.model.zero_grad(set_to_none=True)
+
+    seconds = min(timed(run) for _ in range(REPEATS))
+    return_freed_memory(current().device)
+    return seconds, peak_memory(run)
 
 
 def timed(act: Callable[[], object]) -> float:
@@ -73,23 +81,23 @@ def timed(act: Callable[[], object]) -> float:
         return time.perf_counter() - began
 
 
-def peak() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
 def traced_reference(recipe: Any, folder: str, size: int) -> tuple[TracedReference, float, int]:
-    before, began = peak(), time.perf_counter()
     current().state["recipe"] = recipe
-    traced = trace_reference(recipe, folder, size, ["float32"], TracedStep())
-    assert not traced.problem, traced.problem
-    return traced, time.perf_counter() - began, peak() - before
+    traced: list[TracedReference] = []
+    seconds, peak = _measured(lambda: traced.append(trace_reference(recipe, folder, size, ["float32"], TracedStep())))
+    assert not traced[0].problem, traced[0].problem
+    return traced[0], seconds, peak
 
 
 def traced_rank(traced: TracedReference, folder: str) -> tuple[float, int]:
-    before, began = peak(), time.perf_counter()
-    found = trace_rank(traced, (), folder)
-    assert not found.problem, found.problem
-    return time.perf_counter() - began, peak() - before
+    return _measured(lambda: trace_rank(traced, (), folder))
+
+
+def _measured(act: Callable[[], object]) -> tuple[float, int]:
+    return_freed_memory(current().device)  # otherwise what an earlier run has freed hides what this one takes
+    began = time.perf_counter()
+    peak = peak_memory(act)
+    return time.perf_counter() - began, peak
 
 
 def measure(engine: ForkServerEngine, blocks: int, width: int, rows: int, tokens: int, mesh: dict[str, int]) -> str:
@@ -114,22 +122,31 @@ def measure(engine: ForkServerEngine, blocks: int, width: int, rows: int, tokens
             recipe, (_, size) = loaded[0].recipe, loaded[0].data_parallel
             record = str(Path(folder, "values.safetensors"))
             alone.run("pytest_fsdp_meta.observers.reference:record_reference", recipe, (), (), record)
-            plain = max(world.run(step))
-            traced, reference, grown = alone.run(traced_reference, recipe, folder, size)[0]
-            alone_plain = alone.run(reference_step)[0]
-            ranks = world.run(partial(traced_rank, traced, folder))
+            plain, plain_peak = map(max, zip(*world.run(step), strict=True))
+            traced, reference, reference_peak = alone.run(traced_reference, recipe, folder, size)[0]
+            [(alone_plain, alone_peak)] = alone.run(reference_step)
+            slowest, peak = map(max, zip(*world.run(partial(traced_rank, traced, folder)), strict=True))
             disk = sum(file.stat().st_size for file in Path(traced.folder).iterdir())
             parameters = sum(p.numel() * p.element_size() for p in build().parameters())
         finally:
             alone.close()
             world.close()
-    slowest = max(seconds for seconds, _ in ranks)
-    return (
-        f"model {parameters / 2**20:.1f} MiB, activations and gradients {disk / 2**20:.1f} MiB on disk; reference: "
-        f"step {alone_plain:.3f} s, traced {reference:.3f} s ({reference / alone_plain:.1f} steps), peak + "
-        f"{grown / 2**20:.0f} MiB; ranks: step {plain:.3f} s, traced {slowest:.3f} s ({slowest / plain:.1f} steps), "
-        f"peak + {max(more for _, more in ranks) / 2**20:.0f} MiB"
+    return "; ".join(
+        [
+            f"model {mib(parameters)}, activations and gradients {mib(disk)} on disk",
+            f"reference: {beside((alone_plain, alone_peak), (reference, reference_peak))}",
+            f"ranks: {beside((plain, plain_peak), (slowest, peak))}",
+        ]
     )
+
+
+def beside(plain: tuple[float, int], traced: tuple[float, int]) -> str:
+    (seconds, peak), (longer, more) = plain, traced
+    return f"step {seconds:.3f} s and {mib(peak)}, traced {longer:.3f} s ({longer / seconds:.1f} steps) and {mib(more)}"
+
+
+def mib(size: int) -> str:
+    return f"{size / 2**20:.1f} MiB"
 
 
 def main() -> None:
