@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from benchmarks.on_ranks import peak_memory
 from fixtures import localised
 from pytest_fsdp_meta import Subject
-from pytest_fsdp_meta.evidence.traces import TracedStep
 from pytest_fsdp_meta.loader.call import Call
 from pytest_fsdp_meta.observers.batches import batch_slice, global_batch, loss_of, own_rows
 from pytest_fsdp_meta.observers.loading import loaded_subject
@@ -84,7 +83,7 @@ def timed(act: Callable[[], object]) -> float:
 def traced_reference(recipe: Any, folder: str, size: int) -> tuple[TracedReference, float, int]:
     current().state["recipe"] = recipe
     traced: list[TracedReference] = []
-    seconds, peak = _measured(lambda: traced.append(trace_reference(recipe, folder, size, ["float32"], TracedStep())))
+    seconds, peak = _measured(lambda: traced.append(trace_reference(recipe, folder, size, ["float32"], 0, True)))
     assert not traced[0].problem, traced[0].problem
     return traced[0], seconds, peak
 

@@ -17,26 +17,23 @@ neither. Right loaders reach 0.7; see benchmarks/results, "localising"."""
 
 @dataclass(frozen=True)
 class Departure:
-    """How a tensor departs from the reference's, as far as that has a simple form; what is empty has none."""
+    """How a tensor departs from the reference's, if that has a simple form: one of the fields is set.
+
+    Rows are vectors along the last dim.
+    """
 
     dtypes: tuple[str, str] | None = None
     """The dtype in which its values are, or to which they were rounded, and the finer one of the reference."""
     factor: float | None = None
     """All elements are so many times the reference's."""
     same_vector: bool = False
-    """Every row, along the last dim, is off by one and the same vector."""
+    """Every row is off by one and the same vector."""
     rows: tuple[int, int] | None = None
     """How many rows are off, and how many there are; the others agree."""
     zero: bool = False
     """Whether the rows that are off are zero, and the reference's are not."""
     columns: tuple[int, int, int] | None = None
     """The half-open range in the last dim that is off, and the size of that dim; what is outside agrees."""
-
-    @property
-    def kind(self) -> str:
-        """The name of the field that is set."""
-        fields = ("dtypes", "factor", "same_vector", "rows", "columns")
-        return next(name for name in fields if getattr(self, name) is not None and getattr(self, name) is not False)
 
 
 @dataclass(frozen=True)
@@ -62,7 +59,7 @@ class TracedCall:
     expected: tuple[float, ...] = ()
     """The same sums of the reference's tensor: those of parts that add up to it add up to these."""
     departure: Departure | None = None
-    """Of the first tensors that depart, how."""
+    """How that tensor departs; looked at for the first tensors that do."""
 
 
 @dataclass(frozen=True)
@@ -75,15 +72,7 @@ class ModuleFacts:
     reference: str = ""
     """The class of the reference's module if it is another one."""
     splits_output: bool = False
-    """Whether it is a linear layer whose weight ranks with the same rows share out, so that each returns its part."""
-
-
-@dataclass(frozen=True)
-class TracedStep:
-    """The step that is traced: the number of its batch, and whether its backward runs."""
-
-    number: int = 0
-    backward: bool = True
+    """Whether it is a linear layer that returns a part of its output on each rank, because its weight is split."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +88,7 @@ class RankTrace:
     backward: tuple[TracedCall, ...] = ()
     modules: Mapping[str, ModuleFacts] = field(default_factory=dict)
     draws: tuple[str, ...] = ()
-    """The modules in whose forward random numbers are drawn; those inside of them included."""
+    """The modules that draw random numbers themselves, not in those inside, where the reference's do not."""
     handed: bool = False
     """Whether modules got the reference's inputs and gradients in place of own ones that agree."""
     step: int = 0

@@ -61,9 +61,10 @@ class ModuleWatch:
     def __init__(self, model: Module, see: See, device: torch.device) -> None:
         self.problem = ""
         self.draws: dict[str, None] = {}
-        """The modules in whose forward a generator of the device advanced."""
+        """The modules that advanced a generator of the device themselves, not in those inside."""
         self._device = device
-        self._states: list[States] = []
+        self._states: States = {}
+        self._running: list[str] = []
         self._modules = innermost_modules(model)
         self._see = see
         self._turns: Counter[tuple[str, bool]] = Counter()
@@ -72,19 +73,22 @@ class ModuleWatch:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Watch the block. What torch.compile has compiled runs eagerly, because it ignores new hooks."""
+        self._states = read_states(self._device)
         with ExitStack() as hooks:
             hooks.enter_context(torch.compiler.set_stance("force_eager"))
             for name, module in self._modules.items():
                 before = module.register_forward_pre_hook(partial(self._before, name), with_kwargs=True)
                 hooks.callback(before.remove)
-                hooks.callback(module.register_forward_hook(partial(self._after, name)).remove)
+                after = module.register_forward_hook(partial(self._after, name), always_call=True)
+                hooks.callback(after.remove)
             yield
 
     def _before(self, name: str, module: Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         again = is_in_backward()
         self._turns[name, again] += 1
         turn = self._turns[name, again] - 1
-        self._states.append(read_states(self._device))
+        self._note_draws()
+        self._running.append(name)
         inputs = {**dict(enumerate(args)), **kwargs}
         instead = {}
         for path, tensor in tensors_in(inputs):
@@ -99,9 +103,8 @@ class ModuleWatch:
     def _after(self, name: str, module: Module, args: Any, output: Any) -> None:
         again = is_in_backward()
         turn = self._turns[name, again] - 1
-        before, now = self._states.pop(), read_states(self._device)
-        if any(not torch.equal(state, now[kind]) for kind, state in before.items()):
-            self.draws[name] = None
+        self._note_draws()
+        self._running.pop()
         for path, tensor in tensors_in(output):
             if not tensor.is_floating_point() and not tensor.is_complex():
                 continue
@@ -109,6 +112,11 @@ class ModuleWatch:
             if tensor.requires_grad and not self.problem:
                 self._with_gradient.add((name, turn))
                 tensor.register_hook(partial(self._gradient, Seen(GRADIENT, name, turn, path)))
+
+    def _note_draws(self) -> None:
+        before, self._states = self._states, read_states(self._device)
+        if self._running and any(not torch.equal(state, self._states[kind]) for kind, state in before.items()):
+            self.draws[self._running[-1]] = None
 
     def _gradient(self, seen: Seen, gradient: Tensor) -> Tensor | None:
         return self._note(seen, gradient)
@@ -219,7 +227,7 @@ def _splits_output(module: Module) -> bool:
     if not isinstance(weight, DTensor):
         return False
     placed = zip(mesh_facts(weight).dims, weight.placements, strict=True)
-    # Slices of a fused weight, which lie elsewhere, are another kind of placement.
+    # A fused weight has another kind of placement: its slices lie elsewhere.
     return any(type(placement) is Shard and placement.dim == 0 and splits_model(dim) for dim, placement in placed)
 
 

@@ -26,7 +26,6 @@ from pytest_fsdp_meta.evidence.traces import (
     Departure,
     ModuleFacts,
     TracedCall,
-    TracedStep,
 )
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part
 from pytest_fsdp_meta.observers.departures import describe_departure
@@ -43,7 +42,7 @@ LOW = 1e-5
 """One unit in the last place of a dtype coarser than float32 is more than this."""
 HANDED = (INPUT, AGAIN_INPUT, GRADIENT)
 """The stages at which a module can get the reference's values."""
-DESCRIBED = 4
+DESCRIBED = 8
 """Departing tensors of the forward, and of the backward, that are looked at more closely: nearly all that come later
 depart as well, because these do."""
 PERMUTED = 20.0
@@ -59,7 +58,8 @@ class TracedReference:
 
     folder: str
     unit: float
-    step: TracedStep
+    step: int
+    backward: bool
     noise: Mapping[str, float] = field(default_factory=dict)
     norms: Mapping[str, float] = field(default_factory=dict)
     sources: Mapping[str, str] = field(default_factory=dict)
@@ -68,6 +68,7 @@ class TracedReference:
     """The (module, turn) of each call of the forward."""
     first_gradient: str = ""
     modules: Mapping[str, ModuleFacts] = field(default_factory=dict)
+    draws: tuple[str, ...] = ()
     problem: str = ""
 
     @property

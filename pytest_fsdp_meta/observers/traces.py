@@ -21,7 +21,6 @@ from pytest_fsdp_meta.evidence.traces import (
     DEPARTS,
     INPUT,
     RankTrace,
-    TracedStep,
 )
 from pytest_fsdp_meta.loader.subject import Subject
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part
@@ -51,7 +50,8 @@ def trace_reference(
     folder: str,
     data_parallel_size: int,
     computing: Collection[str],
-    step: TracedStep,
+    step: int,
+    backward: bool,
 ) -> TracedReference:
     """Record what every module of the reference gets and returns in a step, and how much noise that has.
 
@@ -60,19 +60,20 @@ def trace_reference(
     """
     rank = current()
     model, unit = rank.state["reference"], max(coarsest_unit(computing), torch.finfo(torch.float64).eps)
-    empty = TracedReference(str(Path(folder, "trace")), unit, step)
+    empty = TracedReference(str(Path(folder, "trace")), unit, step, backward)
     try:
         restore(model, Record(record_at(folder, "values")))
         subject = declared_subject(model, recipe)
         doing("tracing the reference")
         spill = Spill(Path(empty.folder))
-        _run_watched(subject, step, (0, 1), spill.see, order := _Order())
+        order = _run_watched(subject, empty, (0, 1), spill.see)
         spill.flush()
         traced = replace(
             empty,
             norms=spill.norms,
             sources=spill.sources,
             order=tuple(order.calls),
+            draws=order.draws,
             first_gradient=spill.first_gradient,
         )
         whole, part = (
@@ -88,7 +89,7 @@ def trace_reference(
 
 
 def trace_rank(traced: TracedReference, trained: Collection[str], folder: str) -> RankTrace:
-    """Run that step of this rank's subject once more, and compare every module with the reference's.
+    """Run the step once more on this rank, and compare every module with the reference's.
 
     The tensors that were ``trained`` since loading have their loaded values during the step. Afterwards the model is
     as it was before. Raises NotTraceable if the step fails: ranks that do not fail wait for this one in vain.
@@ -108,7 +109,7 @@ def trace_rank(traced: TracedReference, trained: Collection[str], folder: str) -
         reshard(subject.model)
     ours, theirs = set(order.calls), set(traced.order)
     if [call for call in traced.order if call in ours] != [call for call in order.calls if call in theirs]:
-        return RankTrace(rows, step=traced.step.number, problem="modules run in another order than in the reference")
+        return RankTrace(rows, step=traced.step, problem="modules run in another order than in the reference")
     modules = {
         name: replace(facts, reference=reference.kind)
         if (reference := traced.modules.get(name)) is not None and reference.kind != facts.kind
@@ -116,8 +117,8 @@ def trace_rank(traced: TracedReference, trained: Collection[str], folder: str) -
         for name, facts in describe_modules(subject.model).items()
     }
     forward, backward = compared.calls()
-    step = traced.step.number
-    return RankTrace(rows, forward, backward, modules, draws=order.draws, handed=traced.hands_over, step=step)
+    draws = tuple(name for name in order.draws if name not in traced.draws)
+    return RankTrace(rows, forward, backward, modules, draws=draws, handed=traced.hands_over, step=traced.step)
 
 
 def _describe(error: Exception) -> str:
@@ -126,7 +127,7 @@ def _describe(error: Exception) -> str:
 
 
 class _Order:
-    """The calls of modules in a forward, in order, and the modules that draw random numbers in it."""
+    """The calls of modules in a forward, in order, and which modules draw random numbers."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, int]] = []
@@ -137,8 +138,9 @@ class _Order:
             self.calls.append((seen.module, seen.turn))
 
 
-def _run_watched(subject: Subject, step: TracedStep, rows: tuple[int, int], see: See, order: _Order) -> None:
+def _run_watched(subject: Subject, traced: TracedReference, rows: tuple[int, int], see: See) -> _Order:
     """Run forward and backward of the step as the training does. Raises what the watching raised."""
+    order = _Order()
     model, device = subject.model, current().device
 
     def note(seen: Seen, tensor: Tensor) -> Tensor | None:
@@ -149,9 +151,9 @@ def _run_watched(subject: Subject, step: TracedStep, rows: tuple[int, int], see:
     model.eval()
     model.zero_grad(set_to_none=True)
     with deterministic(), watch.watching():
-        batch = own_rows(global_batch(subject, step.number), step.number, rows, device)
-        torch.manual_seed(SEED + step.number)
-        backward = step.backward and any(parameter.requires_grad for parameter in model.parameters())
+        batch = own_rows(global_batch(subject, traced.step), traced.step, rows, device)
+        torch.manual_seed(SEED + traced.step)
+        backward = traced.backward and any(parameter.requires_grad for parameter in model.parameters())
         with torch.set_grad_enabled(backward):
             loss = loss_of(subject, batch)
         if backward:
@@ -159,6 +161,7 @@ def _run_watched(subject: Subject, step: TracedStep, rows: tuple[int, int], see:
     if watch.problem:
         raise RuntimeError(watch.problem)
     order.draws = tuple(watch.draws)
+    return order
 
 
 @contextmanager
@@ -195,10 +198,9 @@ def _compare(
     layout: Layout,
     around: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> tuple[TraceComparison, _Order]:
-    compared, order = TraceComparison(traced, layout), _Order()
+    compared = TraceComparison(traced, layout)
     with around():
-        _run_watched(subject, traced.step, layout.rows, compared.see, order)
-    return compared, order
+        return compared, _run_watched(subject, traced, layout.rows, compared.see)
 
 
 def _distances(

@@ -247,7 +247,8 @@ OPTIONS = (
     Option(
         "localise",
         "compare every module with the reference's in one more first step even if no check finds a difference; without "
-        "this option, that is done where a parity check finds one, to name the module where it starts",
+        "this option, that is done for the first step that departs where loss_parity, grad_parity or "
+        "second_grad_parity fails, to name the module where it starts",
         _switch,
         "choose true or false",
         "",

@@ -187,8 +187,8 @@ class TracedRow:
 class TracedPhase:
     """The calls of modules in a forward or a backward, in the order in which they ran.
 
-    Calls far from where something begins to depart share rows. Inputs have no row if they agree, or depart as the
-    output of the same call does.
+    Calls far from where something begins to depart share rows. An input has no row if its states are those of the
+    output of the same call.
     """
 
     rows: tuple[TracedRow, ...] = ()
@@ -210,7 +210,7 @@ class TracedStep:
     """The groups of ranks with the same states, one column each."""
     forward: TracedPhase
     backward: TracedPhase
-    """Without rows for a loader that trains with a step of its own."""
+    """Without rows if the author's own step trains, nothing is trainable, or the ranks' calls differ."""
     step: int = 0
     """The number of the batch; the weights are those that were loaded."""
     origin: str = ""
@@ -229,7 +229,7 @@ class Summary:
     memory: tuple[RankMemory, ...] = ()
     """In rank order."""
     traced: TracedStep | None = None
-    """None if no step was traced."""
+    """None if no step was traced, or the ranks ran different modules."""
     unavailable: Mapping[str, str] = field(default_factory=dict)
     """Observation -> why it was not taken."""
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from pytest_fsdp_meta.catalogue.diagnosis.origin import Place, describe_origin, find_place
+from pytest_fsdp_meta.catalogue.diagnosis.origin import Place, describe_place, find_place
 from pytest_fsdp_meta.catalogue.diagnosis.traced_calls import (
     AGREE,
     BETWEEN,
     DEPART,
     UNKNOWN,
-    FollowedCall,
+    MergedCall,
     follow_step,
 )
-from pytest_fsdp_meta.evidence.traces import AGAIN_INPUT, AGAIN_OUTPUT, INPUT, OUTPUT, RankTrace
+from pytest_fsdp_meta.evidence.traces import AGAIN_INPUT, AGAIN_OUTPUT, INPUT, OUTPUT, RankTrace, TracedCall
 from pytest_fsdp_meta.reports.schema import TRACED, TracedPhase, TracedRow, TracedStep
 
 NAMES = {AGREE: "agrees", UNKNOWN: "not compared", BETWEEN: "in between", DEPART: "departs"}
@@ -33,7 +33,7 @@ FEWEST_FOLDED = 4
 class _Call:
     """One call with its state, and how far it is off, in each column of ranks."""
 
-    call: FollowedCall
+    call: TracedCall
     states: tuple[str, ...]
     distances: tuple[float | None, ...]
 
@@ -54,37 +54,37 @@ def record_step(traces: Sequence[RankTrace]) -> TracedStep | None:
         # All that the backward reaches is off if the forward is: where that begins says little.
         backward=TracedPhase(tuple(_rows(backward, columns, kinds, NEXT if _first_departing(forward) else NEAR))),
         step=traces[0].step,
-        origin=describe_origin(traces, step=traces[0].step) if place is not None else "",
+        origin=describe_place(place, traces) if place is not None else "",
         module=place.module if place is not None else None,
         phase=place.phase if place is not None else "",
     )
 
 
-def _without_plain_inputs(calls: Sequence[FollowedCall], place: Place | None) -> list[FollowedCall]:
+def _without_plain_inputs(calls: Sequence[MergedCall], place: Place | None) -> list[MergedCall]:
     """Leave out inputs that agree, or are as the output of the same call; not those at which the place is named."""
-    states = {(one.stage, one.module, one.turn): one.states for one in calls}
+    states = {(one.call.stage, one.call.module, one.call.turn): one.states for one in calls}
     first = _first_departing(calls)
     named = (place.after, place.before) if place is not None else ()
 
-    def is_plain(one: FollowedCall) -> bool:
-        output = states.get((OUTPUT_OF.get(one.stage, ""), one.module, one.turn))
+    def is_plain(one: MergedCall) -> bool:
+        output = states.get((OUTPUT_OF.get(one.call.stage, ""), one.call.module, one.call.turn))
         return output is not None and all(
             own in (AGREE, theirs) for own, theirs in zip(one.states, output, strict=True)
         )
 
-    return [one for one in calls if one is first or (one.stage, one.module) in named or not is_plain(one)]
+    return [one for one in calls if one is first or (one.call.stage, one.call.module) in named or not is_plain(one)]
 
 
-def _first_departing(calls: Sequence[FollowedCall]) -> FollowedCall | None:
+def _first_departing(calls: Sequence[MergedCall]) -> MergedCall | None:
     return next((one for one in calls if DEPART in one.states), None)
 
 
 def _group_ranks(
-    forward: Sequence[FollowedCall], backward: Sequence[FollowedCall], size: int
+    forward: Sequence[MergedCall], backward: Sequence[MergedCall], size: int
 ) -> tuple[tuple[int, ...], ...]:
     """Return the ranks with the same states; if there are too many groups, those that begin to depart together."""
 
-    def begin(calls: Sequence[FollowedCall], rank: int) -> int | None:
+    def begin(calls: Sequence[MergedCall], rank: int) -> int | None:
         return next((index for index, one in enumerate(calls) if one.states[rank] == DEPART), None)
 
     keys: list[list[Hashable]] = [
@@ -102,7 +102,7 @@ def _group_ranks(
 
 
 def _rows(
-    calls: Sequence[FollowedCall], columns: Sequence[Sequence[int]], kinds: Mapping[str, str], near: int
+    calls: Sequence[MergedCall], columns: Sequence[Sequence[int]], kinds: Mapping[str, str], near: int
 ) -> Iterator[TracedRow]:
     """Yield a row for each call near a beginning, and one for each stretch of other calls."""
     merged = [_in_columns(one, columns) for one in calls]
@@ -121,11 +121,11 @@ def _rows(
         start = index + 1
 
 
-def _in_columns(one: FollowedCall, columns: Sequence[Sequence[int]]) -> _Call:
+def _in_columns(one: MergedCall, columns: Sequence[Sequence[int]]) -> _Call:
     """Return the worst state of the ranks in each column, and how far off the farthest rank is."""
     states = [max((NAMES[one.states[rank]] for rank in ranks), key=SEVERITY.__getitem__) for ranks in columns]
     distances = [_farthest([one.distances[rank] for rank in ranks]) for ranks in columns]
-    return _Call(one, tuple(states), tuple(distances))
+    return _Call(one.call, tuple(states), tuple(distances))
 
 
 def _farthest(distances: Sequence[float | None]) -> float | None:

@@ -7,13 +7,14 @@ from pathlib import Path
 
 from pytest_fsdp_meta.catalogue import Selection, built_in, judge
 from pytest_fsdp_meta.evidence import Evidence, RankInventory, RankTraining
-from pytest_fsdp_meta.evidence.traces import RankTrace, TracedStep
+from pytest_fsdp_meta.evidence.traces import RankTrace
+from pytest_fsdp_meta.text import name_ranks
 from pytest_fsdp_meta.trial import on_ranks
 from pytest_fsdp_meta.trial.on_ranks import run_on
 from pytest_fsdp_meta.worlds import World, WorldError
 
 PARITY = ("grad_parity", "second_grad_parity", "loss_parity")
-"""The checks whose findings say at which step the training departs; by default it is the first."""
+"""The checks whose findings say at which step the training departs."""
 REFUSED = ("pytest_fsdp_meta.observers.traces.NotTraceable",)
 
 
@@ -29,7 +30,9 @@ def departing_step(evidence: Evidence, selection: Container[str] | None) -> int 
     catalogue, found = built_in(), Selection(selected)
     verdicts = [judge(catalogue[id], evidence, catalogue, found) for id in PARITY if id in selected]
     failed = [verdict for verdict in verdicts if verdict.status == "failed"]
-    return min((finding.step or 0 for verdict in failed for finding in verdict.findings), default=None)
+    return min(
+        (finding.step for verdict in failed for finding in verdict.findings if finding.step is not None), default=None
+    )
 
 
 def trace_step(
@@ -47,17 +50,21 @@ def trace_step(
     if unknown := _unknown(evidence, trained):
         return _left_out(runs, step, f"the reference lacks the loaded values of {unknown[0]}")
     computing = sorted({*_parameter_dtypes(inventory[0]), *inventory[0].computes_in})
-    traced_step = TracedStep(step, backward="train_step" not in evidence.subject.declared)
+    backward = "train_step" not in evidence.subject.declared
     size = runs[0].data_parallel[1]
     try:
         trace_reference = on_ranks.traces.trace_reference
-        traced = run_on(reference_world, trace_reference, recipe, str(folder), size, computing, traced_step)[0]
+        traced = run_on(reference_world, trace_reference, recipe, str(folder), size, computing, step, backward)[0]
         if traced.problem:
             return _left_out(runs, step, traced.problem)
         trace_rank = on_ranks.traces.trace_rank
         return tuple(world.call(trace_rank, (traced, trained, str(folder)), unanimous_outcomes=REFUSED))
     except WorldError as error:
-        return _left_out(runs, step, error.failures[0].message if error.unanimous in REFUSED else error.summary)
+        first = error.failures[0]
+        if first.exception not in REFUSED:
+            return _left_out(runs, step, error.summary)
+        alone = "" if error.unanimous else f"{name_ranks([first.rank])}: "
+        return _left_out(runs, step, f"{alone}{first.message}")
 
 
 def _left_out(runs: Sequence[RankTraining], step: int, problem: str) -> tuple[RankTrace, ...]:

@@ -70,7 +70,7 @@ def test_right_traces_have_no_place():
 
 def test_the_module_whose_inputs_agree_and_whose_output_departs():
     place = find_place(both(since(("output", "block.mlp"))))
-    assert place == Place("block.mlp", "forward", (0, 1), 0.1, NOISE)
+    assert place == Place("block.mlp", "forward", (0, 1), 0.1, NOISE, how=(None, None))
     assert describe_origin(both(since(("output", "block.mlp")))) == (
         "block.mlp (Kind6, models.py:60), forward, ranks 0, 1: the inputs agree, the output is off by 0.1 (noise 1e-07)"
     )
@@ -82,36 +82,35 @@ def test_the_module_whose_inputs_agree_and_whose_output_departs():
         (Departure(factor=2.0), Departure(factor=2.0), "; it is 2 times the reference's"),
         (Departure(factor=1.998), Departure(factor=2.001), "; it is 2 times the reference's"),
         (Departure(factor=0.0), Departure(factor=0.0), "; it is zero"),
-        (Departure(factor=2.0), None, "; on rank 0 it is 2 times the reference's"),
-        (None, Departure(factor=2.0), "; on rank 1 it is 2 times the reference's"),
+        (Departure(factor=1.001), Departure(factor=1.001), "; it is 1.001 times the reference's"),
+        (Departure(factor=2.0), Departure(factor=3.0), "; it is 2 times the reference's (on rank 0)"),
+        (Departure(factor=2.0), None, "; it is 2 times the reference's (on rank 0)"),
+        (None, Departure(factor=2.0), "; it is 2 times the reference's (on rank 1)"),
         (
             *(Departure(dtypes=("bfloat16", "float32")), Departure(dtypes=("bfloat16", "float32"))),
             "; its values are those of bfloat16, in the reference float32",
         ),
         (
             *(Departure(same_vector=True), Departure(same_vector=True)),
-            "; all its rows are off by the same vector, as by a bias that is left out or added twice",
+            "; all its rows along the last dim are off by the same vector, as by a missing or doubled bias",
         ),
         (
             *(Departure(rows=(3, 8)), Departure(rows=(3, 8))),
-            "; 3 of its 8 rows are off, and all others agree",
+            "; 3 of its 8 rows along the last dim are off, and all others agree",
         ),
         (
-            *(Departure(rows=(3, 8), zero=True), Departure(rows=(2, 8), zero=True)),
-            "; some of its rows are zero (3 of 8 on rank 0), and all others agree",
-        ),
-        (
-            *(Departure(rows=(3, 8), zero=True), Departure(rows=(2, 8))),
-            "; on rank 0 3 of its 8 rows are zero, and all others agree",
+            *(Departure(rows=(1, 8), zero=True), Departure(rows=(2, 8), zero=True)),
+            "; 1 of its 8 rows along the last dim is zero, and all others agree (on rank 0)",
         ),
         (
             *(Departure(columns=(4, 8, 16)), Departure(columns=(4, 8, 16))),
-            "; elements 4 to 7 of the 16 in its last dim are off, and all others agree",
+            "; elements 4 to 7 of the 16 that a rank holds along the last dim are off, and all others agree",
         ),
         (
-            *(Departure(columns=(4, 8, 16)), Departure(columns=(0, 4, 16))),
-            "; elements 4 to 7 of the 16 in its last dim are off on rank 0, and all others agree",
+            *(Departure(columns=(4, 5, 16)), Departure(columns=(0, 4, 16))),
+            "; element 4 of the 16 that a rank holds along the last dim is off, and all others agree (on rank 0)",
         ),
+        (Departure(), Departure(), ""),
         (None, None, ""),
     ],
 )
@@ -127,7 +126,7 @@ def test_in_which_way_it_departs(first, second, said):
 
 def test_random_numbers_that_are_drawn_inside():
     drawing = [replace(one, draws=("", "block", "block.mlp")) for one in both(since(("output", "block.mlp")))]
-    assert describe_origin(drawing).endswith("; it draws random numbers, although the model is in eval()")
+    assert describe_origin(drawing).endswith("; the module draws random numbers in eval(), the reference's does not")
     elsewhere = [replace(one, draws=("", "head")) for one in drawing]
     assert describe_origin(elsewhere).endswith("(noise 1e-07)")
 
@@ -275,7 +274,7 @@ def handed(off: dict[Call, float], again: bool = False) -> list[RankTrace]:
 def test_modules_that_are_handed_what_agrees_agree_again():
     off = {("output", "block.attn.q"): 0.1}
     assert find_place(both(off)) is None
-    assert find_place(handed(off)) == Place("block.attn.q", "forward", (0, 1), 0.1, NOISE)
+    assert find_place(handed(off)) == Place("block.attn.q", "forward", (0, 1), 0.1, NOISE, how=(None, None))
     # What is too little for a place in the forward does not hide one in the backward.
     little = {("output", "block.attn.q"): 5 * NOISE, ("gradient", "block.mlp"): 0.1}
     assert find_place(both(little)) is None
@@ -302,7 +301,7 @@ def test_a_guessed_part_is_the_right_one_where_another_tensor_of_the_call_agrees
 
 def test_the_place_of_a_rank_alone():
     place = find_place([trace(since(("output", "embed")))])
-    assert place == Place("embed", "forward", (0,), 0.1, NOISE)
+    assert place == Place("embed", "forward", (0,), 0.1, NOISE, how=(None,))
 
 
 def test_infinite_differences():
@@ -352,16 +351,16 @@ def test_a_step_is_followed_on_each_rank():
     """With the states that name a place: parts of a sum are not compared, though they are far from it."""
     wrong = since(("output", "block.mlp"), 3e-7)
     forward, backward = follow_step([trace({}, (0, 2)), trace(wrong, (1, 2))])
-    assert [(one.stage, one.module) for one in forward] == FORWARD
-    assert [(one.stage, one.module) for one in backward] == BACKWARD
-    output = next(one for one in forward if (one.stage, one.module) == ("output", "block.mlp"))
+    assert [(one.call.stage, one.call.module) for one in forward] == FORWARD
+    assert [(one.call.stage, one.call.module) for one in backward] == BACKWARD
+    output = next(one for one in forward if (one.call.stage, one.call.module) == ("output", "block.mlp"))
     assert output.states == ("agree", "between")
     assert output.distances == (0.0, pytest.approx(3))
     parts = [
         change(trace(since(("output", "block.mlp"))), "output", "block.mlp", sketch=(own,), expected=(3.0,))
         for own in (1.0, 2.0)
     ]
-    output = next(one for one in follow_step(parts)[0] if (one.stage, one.module) == ("output", "block.mlp"))
+    output = next(one for one in follow_step(parts)[0] if (one.call.stage, one.call.module) == ("output", "block.mlp"))
     assert (output.states, output.distances) == (("unknown", "unknown"), (None, None))
 
 

@@ -63,7 +63,7 @@ NOISE = 1e-7
 def grad_parity(view: View) -> Iterable[Finding]:
     runs = comparable_training(view)
     unreduced = list(_unreduced_gradients(view, runs))
-    yield from unreduced
+    yield from (replace(finding, step=0) for finding in unreduced)
     reported = {finding.tensor for finding in unreduced}
     found = [finding for finding in _wrong_gradients(view, runs) if finding.tensor not in reported]
     if found:
@@ -73,7 +73,7 @@ def grad_parity(view: View) -> Iterable[Finding]:
         departing = {finding.tensor for finding in found if finding.tensor}
         agreeing = describe_first_departure(view, runs, departing)
         origin = describe_origin(view.evidence.traces, otherwise=agreeing)
-        yield from (replace(finding, origin=origin) for finding in found)
+        yield from (replace(finding, origin=origin, step=0) for finding in found)
     elif not unreduced:
         require_gradients(view)
         yield from _scaled_before_clipping(view, runs)

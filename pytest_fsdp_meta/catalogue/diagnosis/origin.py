@@ -6,7 +6,7 @@ A place is named only if nothing contradicts it; a wrong name costs more than no
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import takewhile
 
 from pytest_fsdp_meta.catalogue.diagnosis.traced_calls import AGREE, BETWEEN, DEPART, UNKNOWN, MergedCall, merge_ranks
@@ -27,6 +27,8 @@ from pytest_fsdp_meta.text import name_ranks
 JUMP = 10.0
 """How many times farther off, in multiples of noise, a place is than all that came before. Noise grows as a difference
 does, so a difference that starts earlier, below its noise, shows no jump."""
+NEAR_ONE = 0.01
+"""A factor that is nearer to 1 has more digits."""
 FORWARD, BACKWARD, RECOMPUTATION = "forward", "backward", "recomputation"
 PHASES = (FORWARD, BACKWARD, RECOMPUTATION)
 NAMES = {INPUT: "the input", OUTPUT: "the output", GRADIENT: "the gradient of the output"}
@@ -47,7 +49,7 @@ class Place:
     noise: float
     after: tuple[str, str] | None = None
     before: tuple[str, str] | None = None
-    how: tuple[Departure | None, ...] = field(default=(), compare=False)
+    how: tuple[Departure | None, ...] = ()
 
 
 def describe_origin(
@@ -61,7 +63,7 @@ def describe_origin(
         return otherwise
     place = find_place(traces) if traces else None
     if traces and place is not None and place.phase in phases:
-        return _describe(place, traces)
+        return describe_place(place, traces)
     problem = next((trace.problem for trace in traces or () if trace.problem), "")
     return otherwise or (problem and f"not looked for in the modules: {problem}")
 
@@ -204,12 +206,13 @@ def _common(one: str, other: str) -> str:
     return ".".join(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
-def _describe(place: Place, traces: Sequence[RankTrace]) -> str:
+def describe_place(place: Place, traces: Sequence[RankTrace]) -> str:
+    """Return the place in one line: where, how far off, and in which way if that is simple."""
     facts = _facts(place.module, traces)
     where = f"{place.module or 'the model'}{facts}, {place.phase}, {name_ranks(place.ranks)}: "
     off = f"is off by {place.distance:.2g} (noise {place.noise:.1g})"
-    facts_of = (_describe_how(place), _describe_draws(place, traces), _describe_step(traces))
-    how = "".join(f"; {text}" for text in facts_of if text)
+    additions = (_describe_how(place), _describe_draws(place, traces), _describe_step(traces))
+    how = "".join(f"; {text}" for text in additions if text)
     if place.before is not None and place.before[0] == AGAIN_INPUT:
         return f"{where}the input {off}, that of the forward agrees{how}"
     if place.after is None or place.before is None:
@@ -218,38 +221,36 @@ def _describe(place: Place, traces: Sequence[RankTrace]) -> str:
 
 
 def _describe_how(place: Place) -> str:
-    """Return in which way the tensor departs on the ranks; the numbers are those of the first where they differ."""
-    known = {rank: how for rank, how in zip(place.ranks, place.how, strict=False) if how is not None}
-    kinds = {rank: (how.kind, how.zero) for rank, how in known.items()}
-    ranks = tuple(rank for rank in known if kinds[rank] == next(iter(kinds.values())))
-    if not ranks:
-        return ""
-    text = _describe_departures([known[rank] for rank in ranks], ranks[0])
-    return text if ranks == place.ranks else f"on {name_ranks(ranks)} {text}"
+    """Return in which way the tensor departs, and on which ranks if not on all: as on the first that has one."""
+    texts = {rank: _describe_departure(how) for rank, how in zip(place.ranks, place.how, strict=True) if how}
+    text = next(iter(texts.values()), "")
+    ranks = tuple(rank for rank, own in texts.items() if own == text)
+    return text and (text if ranks == place.ranks else f"{text} (on {name_ranks(ranks)})")
 
 
-def _describe_departures(every: Sequence[Departure], rank: int) -> str:
-    """Return what departures of one kind have in common."""
-    how, alike = every[0], all(one == every[0] for one in every)
+def _describe_departure(how: Departure) -> str:
     if how.dtypes is not None:
         return f"its values are those of {how.dtypes[0]}, in the reference {how.dtypes[1]}"
     if how.factor is not None:
-        return f"it is {how.factor:.3g} times the reference's" if how.factor else "it is zero"
+        digits = f"{how.factor:.6g}" if abs(how.factor - 1) < NEAR_ONE else f"{how.factor:.3g}"
+        return f"it is {digits} times the reference's" if how.factor else "it is zero"
     if how.rows is not None:
-        (off, rows), are = how.rows, "are zero" if how.zero else "are off"
-        which = (
-            f"{off} of its {rows} rows {are}" if alike else f"some of its rows {are} ({off} of {rows} on rank {rank})"
-        )
-        return f"{which}, and all others agree"
+        off, rows = how.rows
+        are = f"{'is' if off == 1 else 'are'} {'zero' if how.zero else 'off'}"
+        return f"{off} of its {rows} rows along the last dim {are}, and all others agree"
     if how.columns is not None:
-        (start, end, size), on = how.columns, "" if alike else f" on rank {rank}"
-        return f"elements {start} to {end - 1} of the {size} in its last dim are off{on}, and all others agree"
-    return "all its rows are off by the same vector, as by a bias that is left out or added twice"
+        start, end, size = how.columns
+        which = f"element {start}" if end - start == 1 else f"elements {start} to {end - 1}"
+        are = "is" if end - start == 1 else "are"
+        return f"{which} of the {size} that a rank holds along the last dim {are} off, and all others agree"
+    if how.same_vector:
+        return "all its rows along the last dim are off by the same vector, as by a missing or doubled bias"
+    return ""
 
 
 def _describe_draws(place: Place, traces: Sequence[RankTrace]) -> str:
     drawing = place.phase != BACKWARD and any(place.module in traces[rank].draws for rank in place.ranks)
-    return "it draws random numbers, although the model is in eval()" if drawing else ""
+    return "the module draws random numbers in eval(), the reference's does not" if drawing else ""
 
 
 def _describe_step(traces: Sequence[RankTrace]) -> str:

@@ -14,49 +14,32 @@ AGREE, DEPART, BETWEEN, UNKNOWN = "agree", "depart", "between", "unknown"
 
 @dataclass(frozen=True)
 class MergedCall:
-    """One call on all ranks; ``state`` is the state of the call, ``ranks`` are those that depart, ``how`` is in which
-    way each of them does. ``states`` has the state on every rank."""
+    """One call on all ranks."""
 
     call: TracedCall
-    state: str
-    ranks: tuple[int, ...] = ()
-    how: tuple[Departure | None, ...] = ()
-    states: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class FollowedCall:
-    """One call on all ranks: its state on each, and how many times its noise it is off there, None if not known."""
-
-    stage: str
-    module: str
-    turn: int
+    """As it is on the rank where it is farthest off."""
     states: tuple[str, ...]
     distances: tuple[float | None, ...]
+    """How many times its noise it is off on each rank; None if not known."""
+    how: tuple[Departure | None, ...] = ()
+    """In which way each of the ``ranks`` departs."""
+
+    @property
+    def state(self) -> str:
+        """The worst state of a rank."""
+        return next(state for state in (DEPART, BETWEEN, UNKNOWN, AGREE) if state in self.states)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that depart."""
+        return tuple(rank for rank, state in enumerate(self.states) if state == DEPART)
 
 
-def follow_step(traces: Sequence[RankTrace]) -> tuple[list[FollowedCall], list[FollowedCall]]:
+def follow_step(traces: Sequence[RankTrace]) -> tuple[list[MergedCall], list[MergedCall]]:
     """Return the calls of the forward and of the backward, in order; none where the ranks' calls differ."""
-    forward = [trace.forward for trace in traces]
-    backward = [trace.backward for trace in traces]
-    return _follow(traces, forward), _follow(traces, backward)
-
-
-def _follow(traces: Sequence[RankTrace], by_rank: Sequence[Sequence[TracedCall]]) -> list[FollowedCall]:
-    merged = merge_ranks(traces, by_rank) or []
-    return [
-        FollowedCall(
-            one.call.stage,
-            one.call.module,
-            one.call.turn,
-            one.states,
-            tuple(
-                None if state == UNKNOWN or not call.noise else call.distance / call.noise
-                for call, state in zip(calls, one.states, strict=True)
-            ),
-        )
-        for one, calls in zip(merged, zip(*by_rank, strict=True) if merged else (), strict=True)
-    ]
+    forward = merge_ranks(traces, [trace.forward for trace in traces])
+    backward = merge_ranks(traces, [trace.backward for trace in traces])
+    return forward or [], backward or []
 
 
 def merge_ranks(traces: Sequence[RankTrace], by_rank: Sequence[Sequence[TracedCall]]) -> list[MergedCall] | None:
@@ -82,13 +65,13 @@ def _merge_call(
         elif inputs is not None and any(inputs[rank].split for rank in ranks) and _differ([calls[r] for r in ranks]):
             # A layer that splits its input may return one summand on each rank, to which others add what is missing.
             states = [UNKNOWN if rank in ranks else state for rank, state in enumerate(states)]
-    departing = tuple(rank for rank, state in enumerate(states) if state == DEPART)
     worst = max(calls, key=lambda call: call.distance / call.noise if call.noise else 0.0)
-    for state in (DEPART, BETWEEN, UNKNOWN):
-        if state in states:
-            how = tuple(calls[rank].departure for rank in departing)
-            return MergedCall(worst, state, departing, how, tuple(states))
-    return MergedCall(worst, AGREE, states=tuple(states))
+    distances = (
+        None if state == UNKNOWN or not call.noise else call.distance / call.noise
+        for call, state in zip(calls, states, strict=True)
+    )
+    how = (call.departure for call, state in zip(calls, states, strict=True) if state == DEPART)
+    return MergedCall(worst, tuple(states), tuple(distances), tuple(how))
 
 
 def _state(call: TracedCall) -> str:

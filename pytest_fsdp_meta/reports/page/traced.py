@@ -20,9 +20,10 @@ USUAL = ("output", "gradient")
 UNITS = ("k", "M", "G", "T")
 NO_PLACE = "No module is named: what departs does not show beyond doubt where it starts."
 NO_DEPARTURE = (
-    "No call departs. A difference that a check finds starts elsewhere then: in the loss, or in weights that an "
-    "earlier step left wrong."
+    "No call departs. A difference that a check finds starts elsewhere then: in the loss, in how gradients of weights "
+    "are summed over the ranks, or in what could not be compared"
 )
+EARLIER = ", or in weights that an earlier step left wrong"
 NAMES = {"gradient": "the gradient of the output"}
 
 
@@ -86,7 +87,7 @@ def step_view(step: TracedStep) -> StepView:
     """Return a traced step as the page shows it."""
     phases = (("forward", step.forward), ("backward", step.backward))
     departs = any(phase.first for _, phase in phases)
-    place, problem = "nowhere", NO_DEPARTURE
+    place, problem = "nowhere", f"{NO_DEPARTURE}{EARLIER if step.step else ''}."
     if step.module is not None:
         place, problem = f"{step.module or 'the model'}, {step.phase}", ""
     elif departs:

@@ -127,8 +127,13 @@ def _describe_extra(recent: Mapping[int, History], start: int) -> str:
     extra = len(long) - len(short)
     if not 0 < extra <= MOST_EXTRA or long[extra:] != short:
         return ""
-    which = "it" if extra == 1 else f"numbers {start}-{start + extra - 1}"
-    return f"without {which}, {name_ranks(ranks)} would match {name_ranks(others)}"
+    which = f"number {start}" if extra == 1 else f"numbers {start}-{start + extra - 1}"
+    fewer, more = name_ranks(others), name_ranks(ranks)
+    if len(ranks) > len(others):
+        lacks = "lacks" if len(others) == 1 else "lack"
+        return f"{fewer} {lacks} {which} of {more}, and would match otherwise"
+    whose = "its" if len(ranks) == 1 else "their"
+    return f"without {whose} {which}, {more} would match {fewer}"
 
 
 def describe_difference(recent: Mapping[int, History], difference: Difference, stuck: int) -> list[str]:

@@ -116,7 +116,7 @@ def _group_lines(recent: Mapping[int, History], silent: Sequence[int], returned:
     lines = [_fill("{ranks} wait{s} in {last}", ranks, one) for one, ranks in group_ranks(waiting)]
     missing: dict[str, dict[int, Collective]] = {}
     for rank in sorted(recent.keys() - waiting.keys()):
-        template, last = _place_missing(recent[rank], furthest, rank in returned)
+        template, last = _describe_missing(recent[rank], furthest, rank in returned)
         missing.setdefault(template, {})[rank] = last
     for template, last_of in missing.items():
         lines += [_fill(template, ranks, one) for one, ranks in group_ranks(last_of)]
@@ -129,7 +129,7 @@ def _fill(template: str, ranks: Sequence[int], last: Collective) -> str:
     return template.format(ranks=name_ranks(ranks), s="s" * (len(ranks) == 1), last=describe_collective(last))
 
 
-def _place_missing(mine: History, number: int, returned: bool) -> tuple[str, Collective]:
+def _describe_missing(mine: History, number: int, returned: bool) -> tuple[str, Collective]:
     """Describe a rank that waits in no collective of the group, while other ranks wait in ``number``.
 
     Return a template and the collective for it.
