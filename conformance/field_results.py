@@ -24,6 +24,7 @@ PLAN_OF_OTHER_NAMES = [
     "codegen",
     "cpmant",
     "ctrl",
+    "data2vec-text",
     "dbrx",
     "electra",
     "ernie",
@@ -48,7 +49,8 @@ PLAN_OF_OTHER_NAMES = [
 OF_ANY_SIZE: dict[str, set[str]] = {
     **dict.fromkeys(PLAN_OF_OTHER_NAMES, ONE_GROUP),
     "falcon_h1": {"no_uninitialized_memory"},
-    **dict.fromkeys(("bailing_hybrid", "hrm_text", "kimi_linear", "olmo_hybrid"), FUSED),
+    **dict.fromkeys(("bailing_hybrid", "kimi_linear", "olmo_hybrid"), FUSED),
+    "hrm_text": FUSED | ONE_GROUP,
     **dict.fromkeys(("afmoe", "blt", "ernie4_5_moe", "laguna"), THAWED),
     **dict.fromkeys(("marian", "moss_transcribe_diarize", "pegasus"), THAWED),
     "roformer": THAWED | ONE_GROUP,
