@@ -58,6 +58,8 @@ class TracedCall:
     """Sums of the tensor's elements with random signs, if it is as large as the reference's and far from it."""
     expected: tuple[float, ...] = ()
     """The same sums of the reference's tensor: those of parts that add up to it add up to these."""
+    caller: str | None = None
+    """Of an input: the module in whose forward the call was made; None outside of all."""
     departure: Departure | None = None
     """How that tensor departs; looked at for the first tensors that do."""
 

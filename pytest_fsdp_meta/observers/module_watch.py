@@ -26,6 +26,7 @@ from pytest_fsdp_meta.evidence.traces import (
     GRADIENT,
     INPUT,
     OUTPUT,
+    RECOMPUTED,
     ModuleFacts,
 )
 from pytest_fsdp_meta.observers.adapters.dtensor import mesh_facts
@@ -34,6 +35,7 @@ from pytest_fsdp_meta.observers.support.generators import States, read_states
 from pytest_fsdp_meta.observers.support.torch_private import is_in_backward
 from pytest_fsdp_meta.text import clean_name, first_line
 
+WRITTEN = "a module writes to its inputs, which the modules around it then lack: it was given the reference's instead"
 DEEPEST = 4
 """Levels of containers in which tensors are looked for."""
 
@@ -45,6 +47,8 @@ class Seen(NamedTuple):
     module: str
     turn: int
     path: str
+    caller: str | None = None
+    """Of an input: the module that makes the call; None outside of all."""
 
 
 See = Callable[[Seen, Tensor], Tensor | None]
@@ -65,16 +69,20 @@ class ModuleWatch:
         self._device = device
         self._states: States = {}
         self._running: list[str] = []
+        self._handed: list[tuple[Tensor, int]] = []
+        """What took the place of an input, with its version, by call that has not returned."""
         self._modules = innermost_modules(model)
         self._see = see
         self._turns: Counter[tuple[str, bool]] = Counter()
         self._with_gradient: set[tuple[str, int]] = set()
+        self._hooks = ExitStack()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Watch the block. What torch.compile has compiled runs eagerly, because it ignores new hooks."""
         self._states = read_states(self._device)
         with ExitStack() as hooks:
+            self._hooks = hooks
             hooks.enter_context(torch.compiler.set_stance("force_eager"))
             for name, module in self._modules.items():
                 before = module.register_forward_pre_hook(partial(self._before, name), with_kwargs=True)
@@ -88,13 +96,15 @@ class ModuleWatch:
         self._turns[name, again] += 1
         turn = self._turns[name, again] - 1
         self._note_draws()
+        caller = self._running[-1] if self._running else None
         self._running.append(name)
         inputs = {**dict(enumerate(args)), **kwargs}
         instead = {}
         for path, tensor in tensors_in(inputs):
-            value = self._note(Seen(AGAIN_INPUT if again else INPUT, name, turn, path), tensor)
+            value = self._note(Seen(AGAIN_INPUT if again else INPUT, name, turn, path, caller), tensor)
             if value is not None:
                 instead[path] = _WithValue.apply(tensor, value)
+                self._handed.append((instead[path], instead[path]._version))
         if not instead:
             return None
         inputs = _replace(inputs, instead)
@@ -105,13 +115,19 @@ class ModuleWatch:
         turn = self._turns[name, again] - 1
         self._note_draws()
         self._running.pop()
+        if not self._running:
+            written = any(value._version != version for value, version in self._handed)
+            self.problem = self.problem or (WRITTEN if written else "")
+            self._handed.clear()
         for path, tensor in tensors_in(output):
             if not tensor.is_floating_point() and not tensor.is_complex():
                 continue
             self._note(Seen(AGAIN_OUTPUT if again else OUTPUT, name, turn, path), tensor)
-            if tensor.requires_grad and not self.problem:
+            # Torch may crash where a hook is set on a view from before a write to its base.
+            if tensor.requires_grad and not self.problem and not (tensor._is_view() and tensor._version):
                 self._with_gradient.add((name, turn))
-                tensor.register_hook(partial(self._gradient, Seen(GRADIENT, name, turn, path)))
+                handle = tensor.register_hook(partial(self._gradient, Seen(GRADIENT, name, turn, path)))
+                self._hooks.callback(handle.remove)  # a module may return a parameter, which lives on
 
     def _note_draws(self) -> None:
         before, self._states = self._states, read_states(self._device)
@@ -122,7 +138,8 @@ class ModuleWatch:
         return self._note(seen, gradient)
 
     def _note(self, seen: Seen, tensor: Tensor) -> Tensor | None:
-        if self.problem:
+        # The backward computes the calls of one module again in an order of its own.
+        if self.problem or (seen.stage in RECOMPUTED and self._turns[seen.module, False] > 1):
             return None
         try:
             with torch.no_grad():
@@ -150,6 +167,8 @@ class RunningModule:
     def __init__(self, model: Module) -> None:
         self._names = {id(module): clean_name(name) for name, module in unwrapped(model).named_modules()}
         self._running: list[str] = []
+        self._handed: list[tuple[Tensor, int]] = []
+        """What took the place of an input, with its version, by call that has not returned."""
 
     @property
     def name(self) -> str:

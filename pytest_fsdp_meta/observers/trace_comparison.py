@@ -45,6 +45,8 @@ HANDED = (INPUT, AGAIN_INPUT, GRADIENT)
 DESCRIBED = 8
 """Departing tensors of the forward, and of the backward, that are looked at more closely: nearly all that come later
 depart as well, because these do."""
+HUGE = 1e4
+"""Larger elements count as this large: the smallest that masks add to scores."""
 PERMUTED = 20.0
 """How many times the noise of the whole tensor a single slice of it may be off, and still be recognised."""
 
@@ -108,6 +110,12 @@ def _fingerprint(tensor: Tensor) -> tuple[float, ...]:
     return float(values.sum()), float(torch.linalg.vector_norm(values))
 
 
+def _bounded(values: Tensor) -> Tensor:
+    """Return the values within bounds: the elements of a mask that mean "not here" differ by dtype and would outweigh
+    all others. NaN stays."""
+    return values.clamp(-HUGE, HUGE)
+
+
 class Spill:
     """Writes every tensor that it sees to files in a folder; one that was seen before is not written again."""
 
@@ -137,7 +145,7 @@ class Spill:
             return
         self._known.add(tensor, key)
         local = local_part(tensor)
-        self.sources[key], self.norms[key] = key, float(comparable(local).double().norm())
+        self.sources[key], self.norms[key] = key, float(_bounded(comparable(local).double()).norm())
         self._waiting[key] = local.to("cpu", copy=True)
         if sum(waiting.nbytes for waiting in self._waiting.values()) > SPILL:
             self.flush()
@@ -170,6 +178,7 @@ class TraceComparison:
     def __init__(self, traced: TracedReference, layout: Layout) -> None:
         self.results: dict[str, Result] = {}
         self._calls: dict[tuple[str, str, int], list[tuple[str, Result]]] = {}
+        self._callers: dict[tuple[str, str, int], str | None] = {}
         self._traced = traced
         self._layout = layout
         self._record = Record(traced.folder)
@@ -194,6 +203,7 @@ class TraceComparison:
         if seen.stage not in RECOMPUTED:
             self.results[key] = result
         self._calls.setdefault((seen.stage, seen.module, seen.turn), []).append((key, result))
+        self._callers[seen.stage, seen.module, seen.turn] = seen.caller
         if seen.stage not in HANDED or not self._traced.hands_over or not self._agrees(key, result):
             return None
         return self._reference_values(key, tensor, seen.stage == GRADIENT)
@@ -230,13 +240,15 @@ class TraceComparison:
         if found is None:
             return Result(None)
         theirs = self._record.read(source, found.regions)
+        if found.local.is_floating_point() != theirs.is_floating_point():
+            return Result(None)  # another form of the same, such as a mask of booleans or of what it adds to scores
         if not (found.local.is_floating_point() or found.local.is_complex()):
             # Another index that a router picks may be rounding.
             return Result(0.0 if torch.equal(found.local.cpu(), theirs) else None)
         return self._measure(key, found, theirs, source, stage)
 
     def _measure(self, key: str, found: Match, recorded: Tensor, source: str, stage: str) -> Result:
-        ours, theirs = comparable(found.local.cpu()).double(), comparable(recorded).double()
+        ours, theirs = (_bounded(comparable(tensor).double()) for tensor in (found.local.cpu(), recorded))
         if stage == GRADIENT:
             if self._factor is None:
                 first = measure(ours, theirs)
@@ -294,4 +306,5 @@ class TraceComparison:
             sketch=worst.sketch,
             expected=worst.expected,
             departure=worst.departure,
+            caller=self._callers[stage, module, turn],
         )

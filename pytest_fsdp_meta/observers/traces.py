@@ -76,11 +76,12 @@ def trace_reference(
             draws=order.draws,
             first_gradient=spill.first_gradient,
         )
-        whole, part = (
-            _distances(subject, traced, rows, Nudges(model, unit, 0.0, SEED + number))
-            for number, rows in enumerate([(0, 1), (0, data_parallel_size)])
-        )
-        noise = _noise(whole, part, unit)
+        slices = dict.fromkeys([(0, data_parallel_size), (data_parallel_size - 1, data_parallel_size)])
+        noise: dict[str, float] = {}
+        for number, rows in enumerate([(0, 1), *slices]):
+            nudges = Nudges(model, unit, 0.0, SEED + number)
+            moved = _distances(subject, replace(traced, noise=noise), rows, nudges)
+            noise = _with_distances(noise, moved, unit) if number else _known(moved)
         return replace(traced, noise=noise, modules=describe_modules(model))
     except Exception as error:
         return replace(empty, problem=_describe(error))
@@ -211,18 +212,18 @@ def _distances(
     return {key: result.distance for key, result in compared.results.items()}
 
 
-def _noise(whole: Mapping[str, float | None], part: Mapping[str, float | None], unit: float) -> dict[str, float]:
-    """Return the noise of what can be compared: what nudges do not overturn, and what has its rows in order.
+def _known(distances: Mapping[str, float | None]) -> dict[str, float]:
+    return {key: distance for key, distance in distances.items() if distance is not None and math.isfinite(distance)}
 
-    A single run under nudges may by chance keep a tensor as it was, so there are two, of which the second has the rows
-    of the first rank alone. It shows which tensors have their rows in order: the rows of a batch normalisation depend
-    on all others, and packed tokens need not lie in the order of the rows.
+
+def _with_distances(noise: Mapping[str, float], distances: Mapping[str, float | None], unit: float) -> dict[str, float]:
+    """Return the noise of what can be compared, by what the rows of one rank alone move under other nudges.
+
+    A single run under nudges may by chance keep a tensor as it was. The rows of the first and of the last rank show
+    which tensors have their rows in order: the rows of a batch normalisation depend on all others, packed tokens and
+    those of an expert need not lie in the order of the rows, and a module that gets them piece by piece gets other
+    pieces.
     """
-    noise = {}
-    for key, first in whole.items():
-        second = part.get(key)
-        if first is None or second is None or not math.isfinite(first + second):
-            continue
-        if second <= DEPARTS * max(first, unit):
-            noise[key] = max(first, second)
-    return noise
+    moved = _known(distances)
+    alike = {key: known for key, known in noise.items() if key in moved and moved[key] <= DEPARTS * max(known, unit)}
+    return {key: max(known, moved[key]) for key, known in alike.items()}

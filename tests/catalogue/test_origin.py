@@ -31,7 +31,14 @@ Call = tuple[str, str]
 
 def calls(known: Iterable[Call], off: dict[Call, float], **facts: object) -> tuple[TracedCall, ...]:
     made = (
-        TracedCall(stage, name, compared=1, distance=off.get((stage, name), 0.0), noise=NOISE) for stage, name in known
+        TracedCall(
+            *(stage, name),
+            compared=1,
+            distance=off.get((stage, name), 0.0),
+            noise=NOISE,
+            caller=name.rpartition(".")[0] if stage == "input" and name else None,
+        )
+        for stage, name in known
     )
     return tuple(replace(call, **facts) for call in made)  # type: ignore[arg-type]
 

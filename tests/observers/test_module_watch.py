@@ -167,3 +167,64 @@ def test_other_values_take_the_place_of_inputs_and_of_gradients():
     assert leaf.grad is not None
     assert leaf.grad.tolist() == [10 * (1 + 2 + 3 + 1)]
     assert leaf.tolist() == [1]
+
+
+def test_no_hook_stays_on_a_parameter_that_is_returned():
+    class Returning(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+
+        def forward(self) -> Tensor:
+            return self.weight
+
+    model = Returning()
+    seen, problem = watched(model)
+    assert not problem
+    assert [one.stage for one in seen] == ["output", "gradient"]
+    assert not model.weight._backward_hooks
+
+
+def test_a_view_from_before_a_write_to_its_base():
+    """Torch crashes where a hook is set on such a view of a tensor that has one."""
+
+    class Writing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.linear(x)
+            view = y.view(2, 2, 4)
+            y.relu_()
+            return view
+
+    seen, problem = watched(Writing(), torch.randn(4, 4))
+    assert not problem
+    assert "gradient linear#0" in short(seen)
+
+
+def test_random_numbers_belong_to_the_module_that_draws_them():
+    class Failing(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise ValueError
+
+    class Drawing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before, self.failing, self.after = nn.Linear(4, 4), Failing(), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.before(x)
+            try:
+                x = self.failing(x)
+            except ValueError:
+                x = x + torch.rand(4)
+            return self.after(x)
+
+    model = nn.Sequential(nn.Linear(4, 4), Drawing())
+    watch = ModuleWatch(model, lambda *_: None, CPU)
+    with watch.watching():
+        model(torch.randn(4, 4))
+    assert list(watch.draws) == ["1"]
+    assert not watch.problem

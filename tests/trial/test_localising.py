@@ -302,6 +302,81 @@ def test_compiled_and_checkpointed_modules_have_the_authors_names():
     assert without_numbers(origin) == MISPLACED["other_activation"].says.format(ranks="ranks 0, 1")
 
 
+def observe_in(
+    dtype: torch.dtype, built: Callable[[], nn.Module], change: Callable[[Any], None], **how: Any
+) -> Evidence:
+    """Observe a model that is sharded as a whole and then changed; in bfloat16 by the policy of FSDP2."""
+
+    def loader(fsdp: Rank) -> Subject:
+        model = built()
+        fully_shard(model, mesh=fsdp.mesh, **({"mp_policy": IN_BFLOAT16} if dtype == torch.bfloat16 else {}))
+        change(model)
+        return Subject(model, reference=built, batch=batch, loss=loss)
+
+    return observe(loader, **how)
+
+
+class InPieces(Decoder):
+    """Calls its head on pieces of two rows, which on another rank are other rows."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return torch.cat([super(InPieces, self).forward(rows) for rows in ids.split(2)])
+
+
+def in_pieces() -> Decoder:
+    torch.manual_seed(0)
+    return InPieces()
+
+
+class WritingNorm(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.mul_(2))
+
+
+class Written(Decoder):
+    """Its norm writes to the tensor that it gets."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids) * 1.0
+        return self.head(self.norm(x) + x)
+
+
+def written() -> Decoder:
+    torch.manual_seed(0)
+    model = Written()
+    model.norm.__class__ = WritingNorm
+    for parameter in model.layers.parameters():
+        parameter.requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("built", [in_pieces, written])
+def test_modules_that_get_pieces_or_write_to_inputs_are_not_named(built, dtype):
+    evidence = observe_in(dtype, built, lambda model: None, localise=True)
+    assert origins(evidence) == {}
+    assert evidence.traces is not None
+    assert find_place(evidence.traces) is None
+    if built is written and dtype == torch.bfloat16:
+        assert "writes to its inputs" in evidence.traces[0].problem
+
+
+def one_activation() -> Decoder:
+    model = build()
+    model.layers[1].mlp.act = model.layers[0].mlp.act
+    return model
+
+
+def test_a_module_that_several_share_is_placed_where_it_is_called():
+    def scale(model: Any) -> None:
+        mlp = model.layers[1].mlp
+        mlp.forward = lambda x: mlp.down(mlp.act(mlp.gate(x) * 1.5) * mlp.up(x))
+
+    place = find_place(observe_in(torch.float32, one_activation, scale).traces or ())
+    assert place is not None
+    assert (place.module, place.before) == ("layers.1.mlp", ("input", "layers.0.mlp.act"))
+
+
 def test_what_only_one_rank_does_is_named_for_that_rank():
     def broken(fsdp: Rank) -> Subject:
         def on_rank_1(model: Any, rank: Rank) -> None:

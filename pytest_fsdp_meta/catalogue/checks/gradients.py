@@ -273,6 +273,8 @@ def describe_error(limits: Limits, cases: Cases) -> str:
     rank, worst = max(cases, key=lambda case: _relative_error(case[1]))
     place = f" at [{', '.join(map(str, worst.index))}]" if worst.index else ""
     off = f"relative error {_relative_error(worst):.2g}; " if math.isfinite(_relative_error(worst)) else ""
+    if worst.actual is None or worst.expected is None:  # gradients that are NaN on both sides have no other element
+        return off.rstrip("; ") or f"not finite on rank {rank}"
     return f"{off}{worst.actual:.6g}{place} on rank {rank}, but should be {worst.expected:.6g}"
 
 

@@ -5,7 +5,7 @@ A place is named only if nothing contradicts it; a wrong name costs more than no
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -141,9 +141,9 @@ def _first_in_forward(merged: Sequence[MergedCall], splitting: Collection[str] |
     inputs = {(one.call.module, one.call.turn): one.state for one in before if one.call.stage == INPUT}
     if call.stage == OUTPUT and inputs.get((call.module, call.turn), AGREE) == AGREE:
         return _place(call.module, FORWARD, first)
-    around = _enclosing(call.module, inputs)
+    around = _caller(call, merged)
     agreeing = [one.call for one in before if one.state == AGREE]
-    if around is None or not agreeing:
+    if around is None or not agreeing or _last_input(around, before) not in (AGREE, None):
         return None
     return _place(around, FORWARD, first, agreeing[-1])
 
@@ -155,14 +155,16 @@ def _place(module: str, phase: str, first: MergedCall, last: TracedCall | None =
     return Place(module, phase, first.ranks, call.distance, call.noise, after, before, first.how)
 
 
-def _enclosing(module: str, inputs: Mapping[tuple[str, int], str]) -> str | None:
-    """Return the smallest module around this one that ran with agreeing inputs."""
-    while module:
-        module = module.rpartition(".")[0]
-        states = [state for (name, _), state in inputs.items() if name == module]
-        if states:
-            return module if states[-1] == AGREE else None
-    return None
+def _caller(call: TracedCall, merged: Sequence[MergedCall]) -> str | None:
+    """Return the module in whose forward the call was made; None outside of all."""
+    key = (INPUT, call.module, call.turn)
+    return next((one.call.caller for one in merged if (one.call.stage, one.call.module, one.call.turn) == key), None)
+
+
+def _last_input(module: str, before: Sequence[MergedCall]) -> str | None:
+    """Return the state of the inputs of a module that runs; None if it got no tensor."""
+    states = [one.state for one in before if (one.call.stage, one.call.module) == (INPUT, module)]
+    return states[-1] if states else None
 
 
 def _first_in_backward(
