@@ -55,7 +55,13 @@ def traces(
         calls, start = [*forward, *backward], first.get(rank)
         begin = calls.index(start) if start else len(calls)
         made = [
-            TracedCall(*one, compared=1, noise=NOISE, distance=0.0 if index < begin else off)
+            TracedCall(
+                *one,
+                compared=1,
+                noise=NOISE,
+                distance=0.0 if index < begin else off,
+                caller=one[1].rpartition(".")[0] if one[0] == "input" and one[1] else None,
+            )
             for index, one in enumerate(calls)
         ]
         others = also.get(f"rank{rank}", {})
