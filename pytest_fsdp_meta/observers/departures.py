@@ -12,7 +12,7 @@ ROUNDED = 2.0
 """How many units in the last place of a coarser dtype rounding to it may be off, as a norm."""
 LEFT = 0.02
 """Fraction of a departure that a multiple, or one vector for all rows, may leave unexplained."""
-FIT, TOLD = 0.99, 0.05
+FITTING, TELLING = 0.99, 0.05
 """Fraction of the elements that must fit a multiple, and of those that are large enough to tell it from no multiple."""
 
 
@@ -65,7 +65,7 @@ def _multiple(ours: Tensor, theirs: Tensor, noise: float) -> Departure | None:
     allowed = DEPARTS * noise * length / theirs.numel() ** 0.5
     due = abs(factor - 1) * theirs.abs()
     fitting = (ours - factor * theirs).abs() <= LEFT * due + allowed
-    enough = float(fitting.double().mean()) >= FIT and float((due > 2 * allowed).double().mean()) >= TOLD
+    enough = float(fitting.double().mean()) >= FITTING and float((due > 2 * allowed).double().mean()) >= TELLING
     return Departure(factor=factor) if enough else None
 
 

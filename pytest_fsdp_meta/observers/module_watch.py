@@ -167,8 +167,6 @@ class RunningModule:
     def __init__(self, model: Module) -> None:
         self._names = {id(module): clean_name(name) for name, module in unwrapped(model).named_modules()}
         self._running: list[str] = []
-        self._handed: list[tuple[Tensor, int]] = []
-        """What took the place of an input, with its version, by call that has not returned."""
 
     @property
     def name(self) -> str:

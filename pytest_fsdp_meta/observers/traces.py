@@ -17,11 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from pytest_fsdp_meta.evidence.traces import (
-    DEPARTS,
-    INPUT,
-    RankTrace,
-)
+from pytest_fsdp_meta.evidence.traces import DEPARTS, INPUT, RankTrace
 from pytest_fsdp_meta.loader.subject import Subject
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part
 from pytest_fsdp_meta.observers.adapters.lookup import parts_of

@@ -161,7 +161,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class TracedRow:
-    """One call of a module in a traced step, or ``calls`` successive ones of which this is the first.
+    """One call of a module in a traced step, or the first of ``calls`` successive ones.
 
     ``states`` has one of ``TRACED`` for each group of ranks: the worst of the row, which ``times`` of its calls have.
     ``distances`` are the greatest of these, in multiples of what rounding does; None where nothing was compared.

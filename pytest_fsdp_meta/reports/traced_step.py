@@ -6,14 +6,7 @@ from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from pytest_fsdp_meta.catalogue.diagnosis.origin import Place, describe_place, find_place
-from pytest_fsdp_meta.catalogue.diagnosis.traced_calls import (
-    AGREE,
-    BETWEEN,
-    DEPART,
-    UNKNOWN,
-    MergedCall,
-    follow_step,
-)
+from pytest_fsdp_meta.catalogue.diagnosis.traced_calls import AGREE, BETWEEN, DEPART, UNKNOWN, MergedCall, follow_step
 from pytest_fsdp_meta.evidence.traces import AGAIN_INPUT, AGAIN_OUTPUT, INPUT, OUTPUT, RankTrace, TracedCall
 from pytest_fsdp_meta.reports.schema import TRACED, TracedPhase, TracedRow, TracedStep
 

@@ -174,7 +174,7 @@ def test_many_ranks_with_different_states_share_columns_if_they_begin_to_depart_
 
 @pytest.mark.parametrize("scattered", [False, True])
 def test_a_large_model_on_many_ranks_takes_little_of_the_report(scattered):
-    """500 modules on 8 ranks, each of which departs elsewhere, with some that are neither here nor there."""
+    """500 modules on 8 ranks, each rank departs elsewhere, and some calls are in between."""
     outputs = [one for one in decoder(45) if one[0] == "output"]
     assert len(outputs) >= 495
     little = {f"rank{rank}": dict.fromkeys(outputs[rank :: 7 + rank], 5 * NOISE) for rank in range(8) if scattered}

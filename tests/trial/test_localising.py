@@ -25,9 +25,11 @@ from pytest_fsdp_meta.loader.call import Call
 from pytest_fsdp_meta.reports.terminal import describe_failure
 from pytest_fsdp_meta.trial import Trial
 from pytest_fsdp_meta.worlds import SEED, Rank, WorldSpec
-from tests.world_help import SOON, trial_preload
+from tests.world_help import trial_preload
 
 PARITY = ("grad_parity", "second_grad_parity", "loss_parity")
+LONG = 300.0
+"""Seconds; what waits until the time is up takes longer than all else, also on a busy machine."""
 CASES = [
     pytest.param(name, mesh, marks=[] if mesh == "FSDP2" else pytest.mark.slow)
     for name, found in MISPLACED.items()
@@ -46,8 +48,9 @@ def observe(
     localise: bool = False,
     selection: frozenset[str] | None = None,
     also: tuple[str, ...] = (),
+    timeout: float = 60.0,
 ) -> Evidence:
-    trial = Trial(WorldSpec(mesh, timeout=60.0), trial_preload(), 2, {}, selection=selection, localise=localise)
+    trial = Trial(WorldSpec(mesh, timeout=timeout), trial_preload(), 2, {}, selection=selection, localise=localise)
     wanted = built_in().observations([*PARITY, *also])
     return trial.observe(Call(cloudpickle.dumps(loader), wants_rank="fsdp"), wanted)
 
@@ -246,8 +249,8 @@ def test_ranks_that_refuse_hooks_leave_the_finding_as_it_is(ranks):
         return Subject(model, reference=build, batch=batch, loss=loss)
 
     began = time.monotonic()
-    evidence = observe(broken, also=("resume_parity",))
-    assert time.monotonic() - began < SOON
+    evidence = observe(broken, also=("resume_parity",), timeout=LONG)
+    assert time.monotonic() - began < LONG
     who = "" if len(ranks) == 2 else "rank 1: "
     assert origins(evidence)["loss_parity"] == {f"not looked for in the modules: {who}RuntimeError: no hooks, please"}
     assert evidence.saved is not None  # what comes later is observed, in another load if need be

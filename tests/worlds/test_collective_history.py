@@ -244,7 +244,7 @@ EXTRA = "hint: collective number {} was called at x.py:{} by ranks 0, 2, but at 
         ((3, 6), (3, 3, 3, 6), EXTRA.format(2, 6, 3) + "; without its numbers 2-3, rank 1 would match ranks 0, 2"),
         # Ranks in two branches to the end.
         ((5, 31, 32), (5, 51, 52, 53), EXTRA.format(2, 31, 51)),
-        # Branches that belong together, of which the last was taken before.
+        # Branches that belong together; the last one was taken before.
         ((5, 31, 6), (5, 51, 6, 7), ""),
         ((31, 6, 31), (51, 6, 51, 7), ""),
         ((31, 31), (51, 51, 7), ""),

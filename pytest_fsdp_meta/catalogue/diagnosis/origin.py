@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from pytest_fsdp_meta.catalogue.diagnosis.traced_calls import AGREE, BETWEEN, DEPART, UNKNOWN, MergedCall, merge_ranks
+from pytest_fsdp_meta.catalogue.diagnosis.traced_calls import AGREE, BETWEEN, DEPART, UNKNOWN, MergedCall, follow_step
 from pytest_fsdp_meta.evidence.traces import (
     AGAIN_INPUT,
     AGAIN_OUTPUT,
@@ -74,14 +74,11 @@ def find_place(traces: Sequence[RankTrace]) -> Place | None:
         return None
     handed = any(trace.handed for trace in traces)
     splitting = {name for trace in traces for name, facts in trace.modules.items() if facts.splits_output}
-    forward = merge_ranks(traces, [trace.forward for trace in traces])
-    if forward is None:
+    forward, backward = follow_step(traces)
+    if not forward:
         return None
     if any(merged.state == DEPART or (merged.state == BETWEEN and not handed) for merged in forward):
         return _first_in_forward(forward, splitting if handed else None)
-    backward = merge_ranks(traces, [trace.backward for trace in traces])
-    if backward is None:
-        return None
     return _first_in_backward(backward, forward, splitting if handed else None)
 
 

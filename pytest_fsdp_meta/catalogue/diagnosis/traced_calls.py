@@ -37,12 +37,12 @@ class MergedCall:
 
 def follow_step(traces: Sequence[RankTrace]) -> tuple[list[MergedCall], list[MergedCall]]:
     """Return the calls of the forward and of the backward, in order; none where the ranks' calls differ."""
-    forward = merge_ranks(traces, [trace.forward for trace in traces])
-    backward = merge_ranks(traces, [trace.backward for trace in traces])
+    forward = _merge_ranks(traces, [trace.forward for trace in traces])
+    backward = _merge_ranks(traces, [trace.backward for trace in traces])
     return forward or [], backward or []
 
 
-def merge_ranks(traces: Sequence[RankTrace], by_rank: Sequence[Sequence[TracedCall]]) -> list[MergedCall] | None:
+def _merge_ranks(traces: Sequence[RankTrace], by_rank: Sequence[Sequence[TracedCall]]) -> list[MergedCall] | None:
     """Return each call of the forward, or of the backward, with its state on all ranks; None if the calls differ."""
     keys = [[(call.stage, call.module, call.turn) for call in calls] for calls in by_rank]
     if any(own != keys[0] for own in keys):

@@ -148,7 +148,7 @@ def _describe_missing(mine: History, number: int, returned: bool) -> tuple[str, 
 def _compare(
     recent: Mapping[int, History], waiting: Mapping[int, Collective], returned: Collection[int], complete: bool
 ) -> list[str]:
-    """Say where the ranks' collectives differ first, or else that nobody is missing; nothing if neither is known."""
+    """Say where the ranks' collectives differ first, or else that no rank is missing; nothing if neither is known."""
     numbers = {collective.number for collective in waiting.values()}
     difference = find_difference(recent, min(numbers))
     found = describe_difference(recent, difference, min(numbers)) if difference else []
