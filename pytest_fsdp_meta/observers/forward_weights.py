@@ -21,6 +21,7 @@ from pytest_fsdp_meta.observers.batches import loss_of
 from pytest_fsdp_meta.observers.inventory import named_tensors, unwrapped
 from pytest_fsdp_meta.observers.support.precision import COMPUTED
 from pytest_fsdp_meta.observers.support.torch_private import ManagedWeight, managed_weights, sequence_number
+from pytest_fsdp_meta.observers.support.watching import takes_hooks
 from pytest_fsdp_meta.text import clean_name
 
 PADDED_APART, GATHERED, COPIED = "padded apart", "gathered", "copied"
@@ -56,7 +57,7 @@ class WeightWatch:
         self._step += 1
         with ExitStack() as hooks:
             for weight in self._weights:
-                for module, name in weight.places:
+                for module, name in ((module, name) for module, name in weight.places if takes_hooks(module)):
                     # The last hook of a module runs after FSDP2's, which gathers.
                     hooks.callback(module.register_forward_pre_hook(partial(self._compare, weight, name)).remove)
             yield

@@ -33,6 +33,7 @@ from pytest_fsdp_meta.observers.adapters.dtensor import mesh_facts
 from pytest_fsdp_meta.observers.inventory import unwrapped
 from pytest_fsdp_meta.observers.support.generators import States, read_states
 from pytest_fsdp_meta.observers.support.torch_private import is_in_backward
+from pytest_fsdp_meta.observers.support.watching import takes_hooks
 from pytest_fsdp_meta.text import clean_name, first_line
 
 WRITTEN = "a module writes to its inputs, which the modules around it then lack: it was given the reference's instead"
@@ -191,8 +192,11 @@ class RunningModule:
 
 
 def innermost_modules(model: Module) -> dict[str, Module]:
-    """Return the modules by the author's names; of a module and its wrappers, which share a name, the module itself."""
-    return {clean_name(name): module for name, module in unwrapped(model).named_modules()}
+    """Return the modules that take hooks, by the author's names.
+
+    Of a module and its wrappers, which share a name, it is the module itself.
+    """
+    return {clean_name(name): module for name, module in unwrapped(model).named_modules() if takes_hooks(module)}
 
 
 def tensors_in(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, Tensor]]:

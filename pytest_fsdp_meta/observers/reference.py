@@ -12,6 +12,7 @@ import pickle
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,7 @@ from pytest_fsdp_meta.observers.support.reference_record import (
     without_repetition,
     write_record,
 )
+from pytest_fsdp_meta.observers.support.watching import takes_hooks
 from pytest_fsdp_meta.observers.trained_buffers import changed_buffers
 from pytest_fsdp_meta.observers.values import own_values_of
 from pytest_fsdp_meta.worlds import SEED, current, doing, forward_warnings
@@ -218,12 +220,15 @@ class _RecordedSteps(StepObserver):
         """Identity of a parameter -> its place in the order of first use."""
 
         def note(module: Module, _: Any) -> None:
-            if not torch.compiler.is_compiling():
-                for parameter in module.parameters(recurse=False):
-                    used.setdefault(id(parameter), len(used))
+            if torch.compiler.is_compiling():
+                return
+            # What takes no hooks counts as used with the module around it.
+            inside = (child.parameters() for child in module.children() if not takes_hooks(child))
+            for parameter in chain(module.parameters(recurse=False), *inside):
+                used.setdefault(id(parameter), len(used))
 
         with ExitStack() as hooks:
-            for module in self._model.modules():
+            for module in filter(takes_hooks, self._model.modules()):
                 hooks.callback(module.register_forward_pre_hook(note).remove)
             loss = super().loss_of(subject, rows)
         named = list(parameters_of(self._model))

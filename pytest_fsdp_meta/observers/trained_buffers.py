@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import Module
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from pytest_fsdp_meta.evidence import Comparison, Measure, TrainedBuffers
@@ -23,6 +24,7 @@ from pytest_fsdp_meta.observers.adapters.lookup import parts_of
 from pytest_fsdp_meta.observers.inventory import named_tensors, non_persistent
 from pytest_fsdp_meta.observers.support.reference_record import Record, is_array
 from pytest_fsdp_meta.observers.support.torch_private import is_replicated
+from pytest_fsdp_meta.observers.support.watching import takes_hooks
 from pytest_fsdp_meta.observers.values import comparable, compare, length, measure, read_part
 
 
@@ -39,10 +41,12 @@ class BufferWatch:
     def counting_forwards(self) -> Iterator[None]:
         """Count the forwards of the block: each updates statistics, and the reference runs one in a step."""
 
-        def count(*_: object) -> None:
-            self._forwards += 1
+        hooked = takes_hooks(self._model)
 
-        handle = self._model.register_forward_pre_hook(count)
+        def count(module: Module, _: object) -> None:
+            self._forwards += hooked or module is self._model
+
+        handle = (self._model.register_forward_pre_hook if hooked else register_module_forward_pre_hook)(count)
         try:
             yield
         finally:

@@ -17,7 +17,7 @@ from torch.nn import Module, Parameter
 from pytest_fsdp_meta.observers.support.precision import COMPUTED, is_low
 from pytest_fsdp_meta.observers.support.reference_record import without_repetition
 from pytest_fsdp_meta.observers.support.torch_private import operator_name, write_count
-from pytest_fsdp_meta.observers.support.watching import watching
+from pytest_fsdp_meta.observers.support.watching import takes_hooks, watching
 
 PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
 
@@ -39,7 +39,9 @@ class Nudges:
     @contextmanager
     def outputs(self) -> Iterator[None]:
         """Nudge the outputs of all modules in each forward, and the gradients of these outputs in each backward."""
-        hooks = [module.register_forward_hook(self._nudge_output) for module in self._model.modules()]
+        hooks = [
+            module.register_forward_hook(self._nudge_output) for module in filter(takes_hooks, self._model.modules())
+        ]
         try:
             yield
         finally:

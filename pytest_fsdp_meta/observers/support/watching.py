@@ -10,6 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.jit import ScriptModule
+from torch.nn import Module
 
 from pytest_fsdp_meta.observers.support.torch_private import (
     TorchDispatchMode,
@@ -126,3 +128,8 @@ def _has_memory(tensor: Tensor) -> bool:
     The latter have a device and the global shape.
     """
     return not is_wrapped_by_functorch(tensor) and tensor.untyped_storage().device.type != "meta"
+
+
+def takes_hooks(module: Module) -> bool:
+    """Return whether hooks can be registered for the module; those of TorchScript refuse them."""
+    return not isinstance(module, ScriptModule)
