@@ -49,7 +49,7 @@ class TracedCall:
     turn: int = 0
     compared: int = 0
     unmatched: int = 0
-    """The tensors whose part of the reference's tensor is not known."""
+    """The tensors whose part of the reference's tensor is not known, and the other arguments that are not the same."""
     distance: float = 0.0
     noise: float = 0.0
     split: bool = False
@@ -60,6 +60,8 @@ class TracedCall:
     """The same sums of the reference's tensor: those of parts that add up to it add up to these."""
     caller: str | None = None
     """Of an input: the module in whose forward the call was made; None outside of all."""
+    argument: tuple[str, str, str] | None = None
+    """Of an input: name, value and the reference's value of the only argument that is not the same."""
     departure: Departure | None = None
     """How that tensor departs; looked at for the first tensors that do."""
 

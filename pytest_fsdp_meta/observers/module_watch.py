@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import fields, is_dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,7 +31,7 @@ from pytest_fsdp_meta.evidence.traces import (
     RECOMPUTED,
     ModuleFacts,
 )
-from pytest_fsdp_meta.observers.adapters.dtensor import mesh_facts
+from pytest_fsdp_meta.observers.adapters.dtensor import local_part, mesh_facts
 from pytest_fsdp_meta.observers.inventory import unwrapped
 from pytest_fsdp_meta.observers.support.generators import States, read_states
 from pytest_fsdp_meta.observers.support.torch_private import is_in_backward
@@ -40,6 +42,8 @@ WRITTEN = "a module writes to its inputs, which the modules around it then lack:
 DEEPEST = 4
 """Levels of containers in which tensors are looked for."""
 
+T = TypeVar("T")
+
 
 class Seen(NamedTuple):
     """Which tensor of a module's call was seen: ``path`` is its place among the arguments or results."""
@@ -48,22 +52,37 @@ class Seen(NamedTuple):
     module: str
     turn: int
     path: str
-    caller: str | None = None
-    """Of an input: the module that makes the call; None outside of all."""
 
 
-See = Callable[[Seen, Tensor], Tensor | None]
-"""Gets what was seen; returns the tensor that takes its place, None for as it is. Outputs always stay as they are."""
+class Entered(NamedTuple):
+    """A module's call in the forward, before it runs."""
+
+    module: str
+    turn: int
+    caller: str | None
+    """The module that makes the call; None outside of all."""
+    arguments: Mapping[str, object]
+    """By path what ``plain_value`` returns."""
+
+
+class Watcher(Protocol):
+    """What is told of each call of a module."""
+
+    def enter(self, entered: Entered) -> None:
+        """Note the beginning of a call in the forward; its tensors are seen next."""
+
+    def see(self, seen: Seen, tensor: Tensor) -> Tensor | None:
+        """Return the tensor that takes the place of this one, None for as it is. Outputs always stay as they are."""
 
 
 class ModuleWatch:
-    """Call ``see`` with every tensor that enters or leaves a module, and with the gradients of those that leave one.
+    """Tell a watcher of every tensor that enters or leaves a module, and of the gradients of those that leave one.
 
-    Gradients of inputs are not watched: in a tensor-parallel module they are partial sums. An error of ``see`` is kept
-    as ``problem`` and ends the watching, so that no rank leaves a step in which others wait for it.
+    Gradients of inputs are not watched: in a tensor-parallel module they are partial sums. An error of the watcher is
+    kept as ``problem`` and ends the watching, so that no rank leaves a step in which others wait for it.
     """
 
-    def __init__(self, model: Module, see: See, device: torch.device) -> None:
+    def __init__(self, model: Module, watcher: Watcher, device: torch.device) -> None:
         self.problem = ""
         self.draws: dict[str, None] = {}
         """The modules that advanced a generator of the device themselves, not in those inside."""
@@ -73,7 +92,7 @@ class ModuleWatch:
         self._handed: list[tuple[Tensor, int]] = []
         """What took the place of an input, with its version, by call that has not returned."""
         self._modules = innermost_modules(model)
-        self._see = see
+        self._watcher = watcher
         self._turns: Counter[tuple[str, bool]] = Counter()
         self._with_gradient: set[tuple[str, int]] = set()
         self._hooks = ExitStack()
@@ -100,9 +119,11 @@ class ModuleWatch:
         caller = self._running[-1] if self._running else None
         self._running.append(name)
         inputs = {**dict(enumerate(args)), **kwargs}
+        if not again:
+            self._guard(f"a call of {name or 'the model'}", partial(self._enter, name, turn, caller, inputs))
         instead = {}
         for path, tensor in tensors_in(inputs):
-            value = self._note(Seen(AGAIN_INPUT if again else INPUT, name, turn, path, caller), tensor)
+            value = self._note(Seen(AGAIN_INPUT if again else INPUT, name, turn, path), tensor)
             if value is not None:
                 instead[path] = _WithValue.apply(tensor, value)
                 self._handed.append((instead[path], instead[path]._version))
@@ -140,13 +161,23 @@ class ModuleWatch:
 
     def _note(self, seen: Seen, tensor: Tensor) -> Tensor | None:
         # The backward computes the calls of one module again in an order of its own.
-        if self.problem or (seen.stage in RECOMPUTED and self._turns[seen.module, False] > 1):
+        if seen.stage in RECOMPUTED and self._turns[seen.module, False] > 1:
+            return None
+        what = f"{seen.stage} of {seen.module or 'the model'}"
+        return self._guard(what, partial(self._watcher.see, seen, tensor))
+
+    def _enter(self, name: str, turn: int, caller: str | None, inputs: Mapping[Any, Any]) -> None:
+        arguments = {path: plain_value(value) for path, value in leaves_of(inputs)}
+        self._watcher.enter(Entered(name, turn, caller, arguments))
+
+    def _guard(self, what: str, tell: Callable[[], T]) -> T | None:
+        if self.problem:
             return None
         try:
             with torch.no_grad():
-                return self._see(seen, tensor)
+                return tell()
         except Exception as error:
-            self.problem = f"{seen.stage} of {seen.module or 'the model'}: {type(error).__name__}: {first_line(error)}"
+            self.problem = f"{what}: {type(error).__name__}: {first_line(error)}"
             return None
 
 
@@ -199,19 +230,45 @@ def innermost_modules(model: Module) -> dict[str, Module]:
     return {clean_name(name): module for name, module in unwrapped(model).named_modules() if takes_hooks(module)}
 
 
-def tensors_in(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors in nested tuples, lists and mappings, such as the outputs of transformers, each with its path.
+def tensors_in(value: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors in nested tuples, lists, mappings and dataclasses, each with its path."""
+    return ((path, leaf) for path, leaf in leaves_of(value) if isinstance(leaf, Tensor))
+
+
+def leaves_of(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """Yield what nested tuples, lists, mappings and dataclasses contain, such as the outputs of transformers.
 
     What other objects contain is not looked at.
     """
-    if isinstance(value, Tensor):
+    parts: Iterable[tuple[Any, Any]] | None = None
+    if isinstance(value, Mapping):
+        parts = value.items()
+    elif isinstance(value, (tuple, list)):
+        parts = enumerate(value)
+    elif is_dataclass(value) and not isinstance(value, type):
+        parts = ((field.name, getattr(value, field.name, None)) for field in fields(value))
+    if parts is None or depth == DEEPEST:
         yield path, value
-    elif depth < DEEPEST and isinstance(value, Mapping):
-        for key, part in value.items():
-            yield from tensors_in(part, f"{path}.{key}", depth + 1)
-    elif depth < DEEPEST and isinstance(value, (tuple, list)):
-        for index, part in enumerate(value):
-            yield from tensors_in(part, f"{path}.{index}", depth + 1)
+        return
+    for key, part in parts:
+        yield from leaves_of(part, f"{path}.{key}", depth + 1)
+
+
+def plain_value(value: Any) -> object:
+    """Return the number in an argument, or a text: that of a string, or of all else what it is.
+
+    Nothing is known of containers at the greatest depth: they are NaN, which equals nothing.
+    """
+    if isinstance(value, Tensor):
+        local = local_part(value)
+        return f"a tensor of {value.ndim} dims" if value.ndim or local.is_meta else local.item()
+    if value is None or type(value) in (bool, int, float, complex):
+        return value
+    if type(value) is str:
+        return repr(value)
+    if isinstance(value, (Mapping, tuple, list)) or (is_dataclass(value) and not isinstance(value, type)):
+        return math.nan
+    return f"an object of {type(value).__qualname__}"
 
 
 def _replace(value: Any, instead: Mapping[str, Tensor], path: str = "") -> Any:

@@ -29,7 +29,7 @@ from pytest_fsdp_meta.evidence.traces import (
 )
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part
 from pytest_fsdp_meta.observers.departures import describe_departure
-from pytest_fsdp_meta.observers.module_watch import Seen
+from pytest_fsdp_meta.observers.module_watch import Entered, Seen
 from pytest_fsdp_meta.observers.support.reference_record import Record, is_array, write_record
 from pytest_fsdp_meta.observers.trace_matching import Layout, Match, is_in_another_order, match, sketch
 from pytest_fsdp_meta.observers.values import comparable, measure
@@ -47,6 +47,9 @@ DESCRIBED = 8
 depart as well, because these do."""
 HUGE = 1e4
 """Larger elements count as this large: the smallest that masks add to scores."""
+ROUNDED = 1e-5
+"""Relative: how much numbers that are computed before a call may differ."""
+MISSING, LONGEST = "nothing", 60
 PERMUTED = 20.0
 """How many times the noise of the whole tensor a single slice of it may be off, and still be recognised."""
 
@@ -66,8 +69,8 @@ class TracedReference:
     norms: Mapping[str, float] = field(default_factory=dict)
     sources: Mapping[str, str] = field(default_factory=dict)
     """Key -> the key under which its tensor is recorded: what one module returns, others get."""
-    order: tuple[tuple[str, int], ...] = ()
-    """The (module, turn) of each call of the forward."""
+    arguments: Mapping[tuple[str, int], Mapping[str, object]] = field(default_factory=dict)
+    """(module, turn) of each call of the forward, in order -> what it gets, as ``Entered`` has it."""
     first_gradient: str = ""
     modules: Mapping[str, ModuleFacts] = field(default_factory=dict)
     draws: tuple[str, ...] = ()
@@ -129,6 +132,10 @@ class Spill:
         """Key -> the key of the same tensor, under which it is on disk."""
         self.norms: dict[str, float] = {}
         self.first_gradient = ""
+        self.arguments: dict[tuple[str, int], Mapping[str, object]] = {}
+
+    def enter(self, entered: Entered) -> None:
+        self.arguments[entered.module, entered.turn] = entered.arguments
 
     def see(self, seen: Seen, tensor: Tensor) -> None:
         if not tensor.ndim or not is_array(tensor):
@@ -178,7 +185,7 @@ class TraceComparison:
     def __init__(self, traced: TracedReference, layout: Layout) -> None:
         self.results: dict[str, Result] = {}
         self._calls: dict[tuple[str, str, int], list[tuple[str, Result]]] = {}
-        self._callers: dict[tuple[str, str, int], str | None] = {}
+        self.entered: dict[tuple[str, int], Entered] = {}
         self._traced = traced
         self._layout = layout
         self._record = Record(traced.folder)
@@ -186,6 +193,11 @@ class TraceComparison:
         self._factor: float | None = None
         self._described = {False: 0, True: 0}
         """How many departing tensors were described, by whether the backward ran."""
+
+    def enter(self, entered: Entered) -> None:
+        """Begin a call, which may get no tensor."""
+        self.entered[entered.module, entered.turn] = entered
+        self._calls[INPUT, entered.module, entered.turn] = []
 
     def see(self, seen: Seen, tensor: Tensor) -> Tensor | None:
         """Compare; return the reference's values where they take the place of agreeing ones."""
@@ -203,7 +215,6 @@ class TraceComparison:
         if seen.stage not in RECOMPUTED:
             self.results[key] = result
         self._calls.setdefault((seen.stage, seen.module, seen.turn), []).append((key, result))
-        self._callers[seen.stage, seen.module, seen.turn] = seen.caller
         if seen.stage not in HANDED or not self._traced.hands_over or not self._agrees(key, result):
             return None
         return self._reference_values(key, tensor, seen.stage == GRADIENT)
@@ -291,6 +302,11 @@ class TraceComparison:
             for key, result in found
             if result.distance is not None and key in noise
         ]
+        caller, differing = None, dict[str, tuple[object, object]]()
+        if stage == INPUT:
+            entered = self.entered[module, turn]
+            theirs = self._traced.arguments.get((module, turn), {})
+            caller, differing = entered.caller, _differing(entered.arguments, theirs, self._traced.unit)
         distance, allowed, worst = max(
             compared, key=lambda one: one[0] / one[1], default=(0.0, self._traced.unit, Result(None))
         )
@@ -299,12 +315,39 @@ class TraceComparison:
             module=module,
             turn=turn,
             compared=len(compared),
-            unmatched=len(found) - len(compared),
+            unmatched=len(found) - len(compared) + len(differing),
             distance=distance,
             noise=allowed,
             split=any(result.split for _, result in found),
             sketch=worst.sketch,
             expected=worst.expected,
             departure=worst.departure,
-            caller=self._callers[stage, module, turn],
+            caller=caller,
+            argument=_only(differing),
         )
+
+
+def _differing(
+    ours: Mapping[str, object], theirs: Mapping[str, object], unit: float
+) -> dict[str, tuple[object, object]]:
+    """Return the paths whose arguments are not equal, with both; numbers may differ by rounding."""
+    pairs = {path: (ours.get(path, MISSING), theirs.get(path, MISSING)) for path in {**ours, **theirs}}
+    return {path: pair for path, pair in pairs.items() if not _equal(*pair, max(ROUNDED, 4 * unit))}
+
+
+def _equal(own: object, other: object, tolerance: float) -> bool:
+    if isinstance(own, float) and isinstance(other, float):
+        return math.isclose(own, other, rel_tol=tolerance)
+    return own == other
+
+
+def _only(differing: Mapping[str, tuple[object, object]]) -> tuple[str, str, str] | None:
+    """Return the name and the texts of the only argument that differs.
+
+    Where several differ, they may be the same, given in another order or by name.
+    """
+    if len(differing) != 1:
+        return None
+    [(path, texts)] = differing.items()
+    own, other = (text if len(text) <= LONGEST else f"{text[:LONGEST]}..." for text in map(str, texts))
+    return path.removeprefix("."), own, other

@@ -14,17 +14,16 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
 from torch.nn import Module
 
-from pytest_fsdp_meta.evidence.traces import DEPARTS, INPUT, RankTrace
+from pytest_fsdp_meta.evidence.traces import DEPARTS, RankTrace
 from pytest_fsdp_meta.loader.subject import Subject
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part
 from pytest_fsdp_meta.observers.adapters.lookup import parts_of
 from pytest_fsdp_meta.observers.batches import batch_slice, global_batch, loss_of, model_splits, own_rows
 from pytest_fsdp_meta.observers.inventory import named_tensors, reshard
 from pytest_fsdp_meta.observers.loading import loaded_subject
-from pytest_fsdp_meta.observers.module_watch import ModuleWatch, See, Seen, describe_modules
+from pytest_fsdp_meta.observers.module_watch import ModuleWatch, Watcher, describe_modules
 from pytest_fsdp_meta.observers.noise import coarsest_unit
 from pytest_fsdp_meta.observers.reference import declared_subject, restore
 from pytest_fsdp_meta.observers.support.nudges import Nudges
@@ -62,14 +61,14 @@ def trace_reference(
         subject = declared_subject(model, recipe)
         doing("tracing the reference")
         spill = Spill(Path(empty.folder))
-        order = _run_watched(subject, empty, (0, 1), spill.see)
+        draws = _run_watched(subject, empty, (0, 1), spill)
         spill.flush()
         traced = replace(
             empty,
             norms=spill.norms,
             sources=spill.sources,
-            order=tuple(order.calls),
-            draws=order.draws,
+            arguments=spill.arguments,
+            draws=draws,
             first_gradient=spill.first_gradient,
         )
         slices = dict.fromkeys([(0, data_parallel_size), (data_parallel_size - 1, data_parallel_size)])
@@ -98,14 +97,14 @@ def trace_rank(traced: TracedReference, trained: Collection[str], folder: str) -
     doing("tracing the modules")
     try:
         with _loaded_values(subject.model, trained, Record(record_at(folder, "values"))):
-            compared, order = _compare(subject, traced, layout)
+            compared, drawing = _compare(subject, traced, layout)
     except Exception as error:
         raise NotTraceable(_describe(error)) from error
     finally:
         subject.model.zero_grad(set_to_none=True)
         reshard(subject.model)
-    ours, theirs = set(order.calls), set(traced.order)
-    if [call for call in traced.order if call in ours] != [call for call in order.calls if call in theirs]:
+    ours, theirs = compared.entered, traced.arguments
+    if [call for call in theirs if call in ours] != [call for call in ours if call in theirs]:
         return RankTrace(rows, step=traced.step, problem="modules run in another order than in the reference")
     modules = {
         name: replace(facts, reference=reference.kind)
@@ -114,7 +113,7 @@ def trace_rank(traced: TracedReference, trained: Collection[str], folder: str) -
         for name, facts in describe_modules(subject.model).items()
     }
     forward, backward = compared.calls()
-    draws = tuple(name for name in order.draws if name not in traced.draws)
+    draws = tuple(name for name in drawing if name not in traced.draws)
     return RankTrace(rows, forward, backward, modules, draws=draws, handed=traced.hands_over, step=traced.step)
 
 
@@ -123,28 +122,13 @@ def _describe(error: Exception) -> str:
     return f"{type(cause).__name__}: {first_line(cause)}"
 
 
-class _Order:
-    """The calls of modules in a forward, in order, and which modules draw random numbers."""
+def _run_watched(subject: Subject, traced: TracedReference, rows: tuple[int, int], watcher: Watcher) -> tuple[str, ...]:
+    """Run forward and backward of the step as the training does; return the modules that draw random numbers.
 
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, int]] = []
-        self.draws: tuple[str, ...] = ()
-
-    def note(self, seen: Seen) -> None:
-        if seen.stage == INPUT and (not self.calls or self.calls[-1] != (seen.module, seen.turn)):
-            self.calls.append((seen.module, seen.turn))
-
-
-def _run_watched(subject: Subject, traced: TracedReference, rows: tuple[int, int], see: See) -> _Order:
-    """Run forward and backward of the step as the training does. Raises what the watching raised."""
-    order = _Order()
+    Raises what the watching raised.
+    """
     model, device = subject.model, current().device
-
-    def note(seen: Seen, tensor: Tensor) -> Tensor | None:
-        order.note(seen)
-        return see(seen, tensor)
-
-    watch = ModuleWatch(model, note, device)
+    watch = ModuleWatch(model, watcher, device)
     model.eval()
     model.zero_grad(set_to_none=True)
     with deterministic(), watch.watching():
@@ -157,8 +141,7 @@ def _run_watched(subject: Subject, traced: TracedReference, rows: tuple[int, int
             loss.backward()
     if watch.problem:
         raise RuntimeError(watch.problem)
-    order.draws = tuple(watch.draws)
-    return order
+    return tuple(watch.draws)
 
 
 @contextmanager
@@ -194,10 +177,10 @@ def _compare(
     traced: TracedReference,
     layout: Layout,
     around: Callable[[], AbstractContextManager[None]] = nullcontext,
-) -> tuple[TraceComparison, _Order]:
+) -> tuple[TraceComparison, tuple[str, ...]]:
     compared = TraceComparison(traced, layout)
     with around():
-        return compared, _run_watched(subject, traced, layout.rows, compared.see)
+        return compared, _run_watched(subject, traced, layout.rows, compared)
 
 
 def _distances(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -240,8 +241,42 @@ def test_a_module_with_an_unknown_input_is_not_named_alone():
         "block.attn (Kind3, models.py:30), forward, ranks 0, 1: the input of block.attn agrees, the output of "
         "block.attn.q is off by 0.1 (noise 1e-07)"
     )
-    unsure = [change(one, "input", "block.attn", compared=0) for one in traces]
+    unsure = [change(one, "input", "block.attn", unmatched=1) for one in traces]
     assert find_place(unsure) is None
+
+
+def test_an_argument_that_differs_is_told():
+    """The module that gets it does as it is told."""
+    off = since(("output", "block.attn.q"))
+    passed: dict[str, Any] = {"unmatched": 1, "argument": ("scale", "0.5", "0.25")}
+    first = trace(off)  # on the other ranks alone
+    traces = [first, change(trace(off), "input", "block.attn.q", **passed)]
+    assert describe_origin(traces) == (
+        "block.attn (Kind3, models.py:30), forward, ranks 0, 1: the input of block.attn agrees, the output of "
+        "block.attn.q is off by 0.1 (noise 1e-07); block.attn.q gets 0.5 as argument scale, in the reference 0.25"
+    )
+
+
+def test_an_argument_that_is_handed_on_starts_where_the_reference_does_not_get_it():
+    off = since(("output", "block.attn.q"))
+    passed: dict[str, Any] = {"unmatched": 1, "argument": ("scale", "0.5", "0.25")}
+    traces = [
+        change(change(one, "input", "block.attn.q", **passed), "input", "block.attn", **passed) for one in both(off)
+    ]
+    assert describe_origin(traces) == (
+        "block (Kind2, models.py:20), forward, ranks 0, 1: the input of block agrees, the output of block.attn.q is "
+        "off by 0.1 (noise 1e-07); block.attn gets 0.5 as argument scale, in the reference 0.25"
+    )
+    everywhere = [change(change(one, "input", "block", **passed), "input", "", **passed) for one in traces]
+    assert find_place(everywhere) is None  # nothing calls the model
+
+
+def test_a_call_that_gets_no_tensor_agrees():
+    off = since(("output", "embed"))
+    traces = [change(one, "input", "embed", compared=0) for one in both(off)]
+    place = find_place(traces)
+    assert place is not None
+    assert place.module == "embed"
 
 
 def in_parts(sketches: list[tuple[float, ...]], off: dict[Call, float], **facts: object) -> list[RankTrace]:

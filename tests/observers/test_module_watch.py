@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,20 +12,43 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
-from pytest_fsdp_meta.observers.module_watch import ModuleWatch, Seen, describe_modules, shorten_path, tensors_in
+from pytest_fsdp_meta.observers.module_watch import (
+    Entered,
+    ModuleWatch,
+    Seen,
+    describe_modules,
+    shorten_path,
+    tensors_in,
+)
 
 CPU = torch.device("cpu")
 
 
+class Watcher:
+    """Keeps what it is told, and answers with ``see`` of a watcher or a function."""
+
+    def __init__(self, see: Callable[[Seen, Tensor], Tensor | None] = lambda *_: None) -> None:
+        self.entered: list[Entered] = []
+        self.seen: list[Seen] = []
+        self._see = see
+
+    def enter(self, entered: Entered) -> None:
+        self.entered.append(entered)
+
+    def see(self, seen: Seen, tensor: Tensor) -> Tensor | None:
+        self.seen.append(seen)
+        return self._see(seen, tensor)
+
+
 def watched(model: nn.Module, *args: Any) -> tuple[list[Seen], str]:
     """Return what is seen in a forward and a backward, and the problem."""
-    seen: list[Seen] = []
-    watch = ModuleWatch(model, lambda one, _: seen.append(one), CPU)
+    watcher = Watcher()
+    watch = ModuleWatch(model, watcher, CPU)
     with watch.watching():
         found = next(tensor for _, tensor in tensors_in(model(*args)) if tensor.requires_grad)
         found.sum().backward()
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-    return seen, watch.problem
+    return watcher.seen, watch.problem
 
 
 def short(seen: list[Seen]) -> list[str]:
@@ -57,11 +82,56 @@ class Nested(nn.Module):
 
 
 def test_nested_arguments_and_results():
-    model, seen = Nested(), []
-    with ModuleWatch(model, lambda one, _: seen.append(one), CPU).watching():
+    model, watcher = Nested(), Watcher()
+    with ModuleWatch(model, watcher, CPU).watching():
         model({"x": torch.ones(1, 2)}, scale=2.0, mask=torch.ones(1, dtype=torch.bool))
-    assert [f"{one.stage} {one.path}" for one in seen if one.module == ""] == [
+    assert [f"{one.stage} {one.path}" for one in watcher.seen if one.module == ""] == [
         *("input .0.x", "input .mask", "output .0.out", "output .0.all.0"),  # neither integers nor other objects
+    ]
+
+
+@dataclass
+class Options:
+    scale: Any
+    mask: Tensor
+
+
+def test_other_arguments_than_tensors_and_who_makes_the_call():
+    class Getting(nn.Module):
+        def forward(self, x: Tensor, *given: Any, **named: Any) -> Tensor:
+            return x
+
+    class Calling(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Getting()
+
+        def forward(self, x: Tensor) -> Tensor:
+            deep = [[[[[x]]]]]
+            options = Options(torch.tensor(0.5), x)
+            return self.inner(x, None, 2, name="a", options=options, other=SimpleNamespace(), deep=deep)
+
+    watcher = Watcher()
+    watch = ModuleWatch(model := Calling(), watcher, CPU)
+    with watch.watching():
+        model(torch.ones(1, 2))
+    assert not watch.problem
+    outer, inner = watcher.entered
+    assert outer == Entered("", 0, None, {".0": "a tensor of 2 dims"})
+    assert (inner.module, inner.turn, inner.caller) == ("inner", 0, "")
+    deep = inner.arguments[".deep.0.0.0"]
+    assert deep != deep  # nothing is known of it, so that it equals nothing
+    assert {path: value for path, value in inner.arguments.items() if not path.startswith(".deep")} == {
+        ".0": "a tensor of 2 dims",
+        ".1": None,
+        ".2": 2,
+        ".name": "'a'",
+        ".other": "an object of SimpleNamespace",
+        ".options.scale": 0.5,
+        ".options.mask": "a tensor of 2 dims",
+    }
+    assert [one.path for one in watcher.seen if one.module == "inner" and one.stage == "input"] == [
+        *(".0", ".options.scale", ".options.mask"),
     ]
 
 
@@ -104,7 +174,7 @@ def test_a_write_in_place_leaves_what_was_seen_before():
     with torch.no_grad():
         model[0].weight.copy_(torch.tensor([[-3.0], [1.0]]))
     values = Values()
-    with ModuleWatch(model, values.see, CPU).watching():
+    with ModuleWatch(model, Watcher(values.see), CPU).watching():
         model(torch.ones(1, 1)).sum().backward()
     assert (values.sums["output 0"], values.sums["input 1"], values.sums["output 1"]) == (-2.0, -2.0, 1.0)
     assert (values.sums["gradient 1"], values.sums["gradient 0"]) == (2.0, 1.0)
@@ -115,7 +185,7 @@ def test_an_error_ends_the_watching_and_not_the_step():
         raise ValueError("cannot read it")
 
     model = nn.Linear(2, 2)
-    watch = ModuleWatch(model, see, CPU)
+    watch = ModuleWatch(model, Watcher(see), CPU)
     with watch.watching():
         model(torch.ones(1, 2)).sum().backward()
     assert watch.problem == "input of the model: ValueError: cannot read it"
@@ -158,7 +228,7 @@ def test_other_values_take_the_place_of_inputs_and_of_gradients():
     def see(seen: Seen, tensor: Tensor) -> Tensor | None:
         return torch.full_like(tensor, 10.0)  # also for outputs, which stay as they are
 
-    watch = ModuleWatch(nn.Sequential(model := Summing()), see, CPU)
+    watch = ModuleWatch(nn.Sequential(model := Summing()), Watcher(see), CPU)
     with watch.watching():
         out = model(leaf, (leaf, leaf), more={"a": [leaf]}, other=SimpleNamespace(kept=leaf))
         assert out.tolist() == [10 + 20 + 30 + 1]
@@ -223,7 +293,7 @@ def test_random_numbers_belong_to_the_module_that_draws_them():
             return self.after(x)
 
     model = nn.Sequential(nn.Linear(4, 4), Drawing())
-    watch = ModuleWatch(model, lambda *_: None, CPU)
+    watch = ModuleWatch(model, Watcher(), CPU)
     with watch.watching():
         model(torch.randn(4, 4))
     assert list(watch.draws) == ["1"]

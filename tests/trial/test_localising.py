@@ -364,6 +364,79 @@ def test_modules_that_get_pieces_or_write_to_inputs_are_not_named(built, dtype):
         assert "writes to its inputs" in evidence.traces[0].problem
 
 
+class Scaled(nn.Module):
+    def forward(self, x: Tensor, scale: float | Tensor = 1.0, mask: Tensor | None = None) -> Tensor:
+        return x * scale if mask is None else x * scale * mask
+
+
+class Passing(nn.Module):
+    """Hands on what it gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scaled, self.given = Scaled(), dict[str, Any]()
+
+    def forward(self, x: Tensor, scale: float = 0.5) -> Tensor:
+        return self.scaled(x, **{"scale": scale, "mask": torch.ones_like(x) * 0.5, **self.given})
+
+
+class Handing(Decoder):
+    def __init__(self) -> None:
+        super().__init__()
+        self.passing, self.scale = Passing(), 0.5
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.passing(self.norm(self.embed(ids)), scale=self.scale))
+
+
+def handing() -> Handing:
+    torch.manual_seed(0)
+    model = Handing()
+    for parameter in model.layers.parameters():
+        parameter.requires_grad_(False)
+    return model
+
+
+def hand_on(**given: Any) -> Callable[[Any], None]:
+    return lambda model: model.passing.given.update(given)
+
+
+def hand_on_no_mask(model: Any) -> None:
+    passing = model.passing
+    passing.forward = lambda x, scale: passing.scaled(x, scale=scale)
+
+
+@pytest.mark.parametrize(
+    ("change", "module", "says"),
+    [
+        (hand_on(scale=0.25), "passing", "passing.scaled gets 0.25 as argument scale, in the reference 0.5"),
+        (
+            hand_on(scale=torch.tensor(0.25)),
+            "passing",
+            "passing.scaled gets 0.25 as argument scale, in the reference 0.5",
+        ),
+        (
+            hand_on(mask=None),
+            "passing",
+            "passing.scaled gets None as argument mask, in the reference a tensor of 3 dims",
+        ),
+        (
+            hand_on_no_mask,
+            "passing",
+            "passing.scaled gets nothing as argument mask, in the reference a tensor of 3 dims",
+        ),
+        (lambda model: setattr(model, "scale", 0.75), "", "passing gets 0.75 as argument scale, in the reference 0.5"),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
+def test_the_module_that_passes_a_wrong_argument_is_named(change, module, says, dtype):
+    evidence = observe_in(dtype, handing, change)
+    place = find_place(evidence.traces or ())
+    assert place is not None
+    assert (place.module, place.before) == (module, ("output", "passing.scaled"))
+    assert f"; {says}" in describe_origin(evidence.traces)
+
+
 def one_activation() -> Decoder:
     model = build()
     model.layers[1].mlp.act = model.layers[0].mlp.act

@@ -6,7 +6,7 @@ A place is named only if nothing contradicts it; a wrong name costs more than no
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 
 from pytest_fsdp_meta.catalogue.diagnosis.traced_calls import AGREE, BETWEEN, DEPART, UNKNOWN, MergedCall, follow_step
@@ -35,11 +35,23 @@ NAMES = {INPUT: "the input", OUTPUT: "the output", GRADIENT: "the gradient of th
 
 
 @dataclass(frozen=True)
+class Passed:
+    """An argument that is no tensor, or not the same kind of tensor, and differs from the reference's."""
+
+    module: str
+    """Which gets it."""
+    name: str
+    own: str
+    reference: str
+
+
+@dataclass(frozen=True)
 class Place:
     """Where a difference starts: inside ``module``, whose inputs agree.
 
     ``after`` and ``before`` are what still agrees and what departs, where that is not the module's own input and
-    output: (stage, module). ``how`` says in which way it departs on each of the ranks.
+    output: (stage, module). ``how`` says in which way it departs on each of the ranks, and ``passed`` which argument
+    the module passes on that is not the reference's.
     """
 
     module: str
@@ -50,6 +62,7 @@ class Place:
     after: tuple[str, str] | None = None
     before: tuple[str, str] | None = None
     how: tuple[Departure | None, ...] = ()
+    passed: Passed | None = None
 
 
 def describe_origin(
@@ -138,11 +151,23 @@ def _first_in_forward(merged: Sequence[MergedCall], splitting: Collection[str] |
     inputs = {(one.call.module, one.call.turn): one.state for one in before if one.call.stage == INPUT}
     if call.stage == OUTPUT and inputs.get((call.module, call.turn), AGREE) == AGREE:
         return _place(call.module, FORWARD, first)
-    around = _caller(call, merged)
-    agreeing = [one.call for one in before if one.state == AGREE]
-    if around is None or not agreeing or _last_input(around, before) not in (AGREE, None):
-        return None
-    return _place(around, FORWARD, first, agreeing[-1])
+    agreeing = [one.call for one in before if one.state == AGREE and one.call.compared]
+    entered = next((one for one in merged if _is_input(one.call, call.module) and one.call.turn == call.turn), None)
+    passed = None
+    # What departs may be an argument, which several modules hand on; it starts in the one that does not get it.
+    while entered is not None and entered.call.caller is not None:
+        around = entered.call.caller
+        passed = Passed(entered.call.module, *entered.call.argument) if entered.call.argument else passed
+        entered = next((one for one in reversed(before) if _is_input(one.call, around)), None)
+        if entered is None or entered.state == AGREE:
+            return replace(_place(around, FORWARD, first, agreeing[-1]), passed=passed) if agreeing else None
+        if entered.call.argument is None:
+            return None
+    return None
+
+
+def _is_input(call: TracedCall, module: str) -> bool:
+    return (call.stage, call.module) == (INPUT, module)
 
 
 def _place(module: str, phase: str, first: MergedCall, last: TracedCall | None = None) -> Place:
@@ -150,18 +175,6 @@ def _place(module: str, phase: str, first: MergedCall, last: TracedCall | None =
     call = first.call
     after, before = ((last.stage, last.module), (call.stage, call.module)) if last is not None else (None, None)
     return Place(module, phase, first.ranks, call.distance, call.noise, after, before, first.how)
-
-
-def _caller(call: TracedCall, merged: Sequence[MergedCall]) -> str | None:
-    """Return the module in whose forward the call was made; None outside of all."""
-    key = (INPUT, call.module, call.turn)
-    return next((one.call.caller for one in merged if (one.call.stage, one.call.module, one.call.turn) == key), None)
-
-
-def _last_input(module: str, before: Sequence[MergedCall]) -> str | None:
-    """Return the state of the inputs of a module that runs; None if it got no tensor."""
-    states = [one.state for one in before if (one.call.stage, one.call.module) == (INPUT, module)]
-    return states[-1] if states else None
 
 
 def _first_in_backward(
@@ -210,13 +223,20 @@ def describe_place(place: Place, traces: Sequence[RankTrace]) -> str:
     facts = _facts(place.module, traces)
     where = f"{place.module or 'the model'}{facts}, {place.phase}, {name_ranks(place.ranks)}: "
     off = f"is off by {place.distance:.2g} (noise {place.noise:.1g})"
-    additions = (_describe_how(place), _describe_draws(place, traces), _describe_step(traces))
+    additions = (_describe_passed(place), _describe_how(place), _describe_draws(place, traces), _describe_step(traces))
     how = "".join(f"; {text}" for text in additions if text)
     if place.before is not None and place.before[0] == AGAIN_INPUT:
         return f"{where}the input {off}, that of the forward agrees{how}"
     if place.after is None or place.before is None:
         return f"{where}the inputs agree, the output {off}{how}"
     return f"{where}{_name(*place.after)} agrees, {_name(*place.before)} {off}{how}"
+
+
+def _describe_passed(place: Place) -> str:
+    if place.passed is None:
+        return ""
+    passed = place.passed
+    return f"{passed.module} gets {passed.own} as argument {passed.name}, in the reference {passed.reference}"
 
 
 def _describe_how(place: Place) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pytest_fsdp_meta.evidence.traces import AGREES, DEPARTS, INPUT, Departure, RankTrace, TracedCall
 
@@ -71,6 +71,7 @@ def _merge_call(
         for call, state in zip(calls, states, strict=True)
     )
     how = (call.departure for call, state in zip(calls, states, strict=True) if state == DEPART)
+    worst = replace(worst, argument=next((call.argument for call in calls if call.argument), None))
     return MergedCall(worst, tuple(states), tuple(distances), tuple(how))
 
 
@@ -79,7 +80,7 @@ def _state(call: TracedCall) -> str:
         return DEPART
     if call.compared and call.distance > AGREES * call.noise:
         return BETWEEN
-    return AGREE if call.compared and not call.unmatched else UNKNOWN
+    return UNKNOWN if call.unmatched else AGREE
 
 
 def _are_parts(calls: Sequence[TracedCall]) -> bool:
