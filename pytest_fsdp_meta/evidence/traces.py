@@ -62,6 +62,8 @@ class TracedCall:
     """Of an input: the module in whose forward the call was made; None outside of all."""
     argument: tuple[str, str, str] | None = None
     """Of an input: name, value and the reference's value of the only argument that is not the same."""
+    used_in: tuple[str, ...] = ()
+    """Of a gradient: the modules in whose forward the tensor that it belongs to was returned or handed to another."""
     departure: Departure | None = None
     """How that tensor departs; looked at for the first tensors that do."""
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -289,13 +289,31 @@ class TraceComparison:
 
     def calls(self) -> tuple[tuple[TracedCall, ...], tuple[TracedCall, ...]]:
         """Return the calls of the forward and of the backward."""
-        calls = [self._call(*call, found) for call, found in self._calls.items()]
+        used_in = self._used_in()
+        calls = [self._call(*call, found, used_in) for call, found in self._calls.items()]
         return (
             tuple(call for call in calls if call.stage in (INPUT, OUTPUT)),
             tuple(call for call in calls if call.stage not in (INPUT, OUTPUT)),
         )
 
-    def _call(self, stage: str, module: str, turn: int, found: list[tuple[str, Result]]) -> TracedCall:
+    def _used_in(self) -> dict[str, set[str]]:
+        """Return by tensor, under the key that it has in ``sources``, the modules in whose forward it is seen."""
+        used: dict[str, set[str]] = {}
+        for (stage, module, turn), found in self._calls.items():
+            if stage not in (INPUT, OUTPUT) or (caller := self.entered[module, turn].caller) is None:
+                continue
+            for key, _ in found:
+                used.setdefault(self._traced.sources.get(key, key), set()).add(caller)
+        return used
+
+    def _call(
+        self,
+        stage: str,
+        module: str,
+        turn: int,
+        found: list[tuple[str, Result]],
+        used_in: Mapping[str, Collection[str]],
+    ) -> TracedCall:
         noise = self._traced.noise
         compared = [
             (result.distance, max(noise[key], self._traced.unit), result)
@@ -307,6 +325,8 @@ class TraceComparison:
             entered = self.entered[module, turn]
             theirs = self._traced.arguments.get((module, turn), {})
             caller, differing = entered.caller, _differing(entered.arguments, theirs, self._traced.unit)
+        returned = [OUTPUT + key.removeprefix(GRADIENT) for key, _ in found if stage == GRADIENT]
+        users = {user for key in returned for user in used_in.get(self._traced.sources.get(key, key), ())}
         distance, allowed, worst = max(
             compared, key=lambda one: one[0] / one[1], default=(0.0, self._traced.unit, Result(None))
         )
@@ -324,6 +344,7 @@ class TraceComparison:
             departure=worst.departure,
             caller=caller,
             argument=_only(differing),
+            used_in=tuple(sorted(users)),
         )
 
 

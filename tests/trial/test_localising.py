@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from fixtures.localised import FSDP, IN_BFLOAT16, MESHES, MISPLACED, TP, Decoder, Norm, batch, build, load, loss
+from fixtures.localised import FSDP, IN_BFLOAT16, MESHES, MISPLACED, TP, WIDTH, Decoder, Norm, batch, build, load, loss
 from pytest_fsdp_meta import Subject
 from pytest_fsdp_meta.catalogue import Selection, built_in, judge
 from pytest_fsdp_meta.catalogue.diagnosis.origin import describe_origin, find_place
@@ -435,6 +435,57 @@ def test_the_module_that_passes_a_wrong_argument_is_named(change, module, says, 
     assert place is not None
     assert (place.module, place.before) == (module, ("output", "passing.scaled"))
     assert f"; {says}" in describe_origin(evidence.traces)
+
+
+class Keeping(nn.Module):
+    """Returns what it has computed on its way as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.lin = Norm(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        kept = self.norm(x)
+        return self.lin(kept), kept
+
+
+class Adding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin, self.keep = nn.Linear(WIDTH, WIDTH), lambda kept: kept
+
+    def forward(self, x: Tensor, kept: Tensor) -> Tensor:
+        return self.lin(x) + self.keep(kept)
+
+
+class Skipping(Handing):
+    def __init__(self) -> None:
+        super().__init__()
+        self.keeping, self.adding = Keeping(), Adding()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.adding(*self.keeping(self.embed(ids))))
+
+
+def skipping() -> Skipping:
+    torch.manual_seed(0)
+    model = Skipping()
+    for module in (model.layers, model.norm, model.passing):
+        for parameter in module.parameters():
+            parameter.requires_grad_(False)
+    return model
+
+
+def test_a_gradient_that_another_module_spoils_is_not_placed_where_the_tensor_was_made():
+    """The gradient of what the norm returns departs after that of the next layer, but is wrong by way of a skip."""
+
+    def spoil(model: Any) -> None:
+        model.adding.keep = lambda kept: kept * 0.5 + kept.detach() * 0.5
+
+    evidence = observe_in(torch.float32, skipping, spoil)
+    place = find_place(evidence.traces or ())
+    assert place is not None
+    assert (place.phase, place.module, place.before) == ("backward", "", ("gradient", "keeping.norm"))
 
 
 def one_activation() -> Decoder:

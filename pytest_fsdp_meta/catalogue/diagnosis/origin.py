@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from itertools import takewhile
 
 from pytest_fsdp_meta.catalogue.diagnosis.traced_calls import AGREE, BETWEEN, DEPART, UNKNOWN, MergedCall, follow_step
@@ -190,7 +191,9 @@ def _first_in_backward(
     agreeing = [one.call for one in before if one.state == AGREE and one.call.stage == GRADIENT]
     if not agreeing:
         return None
-    called, around = {one.call.module for one in forward}, _common(agreeing[-1].module, call.module)
+    # The gradient of a tensor is the sum of what all who use it send back.
+    called, around = {one.call.module for one in forward}, reduce(_common, call.used_in, call.module)
+    around = _common(around, agreeing[-1].module)
     while around and around not in called:  # a container, such as a list of blocks
         around = around.rpartition(".")[0]
     return _place(around, BACKWARD, first, agreeing[-1])
