@@ -17,13 +17,17 @@ from pytest_fsdp_meta.reports.traced_step import record_step
 
 def summarise(evidence: Evidence) -> Summary:
     """Return the part of the evidence that a report shows."""
+    traced = record_step(evidence.traces or ())
+    missing = {name: why.summary for name, why in evidence.unavailable.items()}
+    if evidence.traces and traced is None:
+        missing["traces"] = next((t.problem for t in evidence.traces if t.problem), "the ranks run different modules")
     return Summary(
         tensors=tuple(_tensors(evidence.inventory)),
         losses=_curves(evidence),
         traffic=tuple(_traffic(evidence.collectives or ())),
         memory=evidence.memory or (),
-        traced=record_step(evidence.traces or ()),
-        unavailable={name: why.summary for name, why in evidence.unavailable.items()},
+        traced=traced,
+        unavailable=missing,
     )
 
 

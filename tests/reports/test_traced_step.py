@@ -199,6 +199,15 @@ def test_the_summary_of_a_loader_has_the_step():
     assert summarise(evidence).traced is None
     made = tuple(traces({0: ACT, 1: ACT}))
     assert summarise(replace(evidence, traces=made)).traced == record_step(made)
+    assert "traces" not in summarise(replace(evidence, traces=made)).unavailable
+
+
+def test_why_a_step_was_not_traced_is_told():
+    made, evidence = traces({}), healthy()
+    refused = [made[0], replace(made[1], problem="it refuses")]
+    assert summarise(replace(evidence, traces=tuple(refused))).unavailable["traces"] == "it refuses"
+    others = [made[0], replace(made[1], forward=made[1].forward[1:])]
+    assert summarise(replace(evidence, traces=tuple(others))).unavailable["traces"] == "the ranks run different modules"
 
 
 def marks(phase: PhaseView) -> dict[str, str]:
