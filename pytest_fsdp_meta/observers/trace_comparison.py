@@ -274,18 +274,26 @@ class TraceComparison:
         distance = measured.apart / length if math.isfinite(measured.apart) else math.inf
         if not distance > FAR:
             return Result(distance, found.split is not None)
-        allowed = PERMUTED * max(self._traced.noise.get(key, 0.0), FAR)
-        if is_in_another_order(ours, found, self._record, source, allowed):
+        noise = self._traced.noise.get(key)
+        if is_in_another_order(ours, found, self._record, source, PERMUTED * max(noise or 0.0, FAR)):
+            return Result(None)
+        allowed = AGREES * max(noise or 0.0, self._traced.unit)
+        if distance > allowed and self._is_another_part(ours, found, source, allowed * length):
             return Result(None)
         whole = found.split is None and not found.placed and bool(self._layout.splits)
         sums = (sketch(ours), sketch(theirs)) if whole else ((), ())
-        departure, noise, backward = None, self._traced.noise.get(key), stage not in (INPUT, OUTPUT)
+        departure, backward = None, stage not in (INPUT, OUTPUT)
         if noise is not None and distance > DEPARTS * max(noise, self._traced.unit):
             self._described[backward] += 1
             if self._described[backward] <= DESCRIBED:
                 unit = self._traced.unit
                 departure = describe_departure(found.local.cpu(), recorded, (ours, theirs), max(noise, unit), unit)
         return Result(distance, found.split is not None, *sums, departure=departure)
+
+    def _is_another_part(self, values: Tensor, found: Match, source: str, allowed: float) -> bool:
+        """Return whether the values are those of other regions, as of (sequence, batch, width) that is cut twice."""
+        parts = (self._record.read(source, regions) for regions in found.others)
+        return any(float((values - _bounded(comparable(part).double())).norm()) <= allowed for part in parts)
 
     def calls(self) -> tuple[tuple[TracedCall, ...], tuple[TracedCall, ...]]:
         """Return the calls of the forward and of the backward."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,6 +21,9 @@ MOST_SLICES = 2**15
 """Slices that are looked for in any order; a comparison of each with each needs the square of it in memory."""
 SIGNS = 8
 """Random numbers that stand for a slice."""
+
+_Way: TypeAlias = tuple[tuple[Region, ...], "int | None"]
+"""The elements that a part has, and the dim that ``splits`` cut."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,8 @@ class Match:
     split: int | None = None
     placed: bool = False
     """Whether the tensor's placements say where it lies, so that nothing was guessed from its shape."""
+    others: tuple[tuple[Region, ...], ...] = ()
+    """The regions that fit the shape as well, but are less usual."""
 
 
 def match(tensor: Tensor, shape: Sequence[int], layout: Layout) -> Match | None:
@@ -54,11 +60,11 @@ def match(tensor: Tensor, shape: Sequence[int], layout: Layout) -> Match | None:
     local = local_part(tensor)
     if local.ndim != len(shape):
         return None
-    fitted = _fit(local.shape, shape, layout)
-    if fitted is None:
+    usual, less_usual = _fit(local.shape, shape, layout)
+    if len(usual) != 1:
         return None
-    regions, split = fitted
-    return Match(local, regions, split)
+    [(regions, split)] = usual
+    return Match(local, regions, split, others=tuple(other for other, _ in less_usual))
 
 
 def _match_placed(tensor: DTensor, shape: Sequence[int], layout: Layout) -> Match | None:
@@ -68,10 +74,10 @@ def _match_placed(tensor: DTensor, shape: Sequence[int], layout: Layout) -> Matc
     part = own_part(tensor)
     if len(part.shape) != len(shape):
         return None
-    fitted = _fit(part.shape, shape, Layout(layout.rows))
-    if fitted is None:
+    usual, _ = _fit(part.shape, shape, Layout(layout.rows))
+    if len(usual) != 1:
         return None
-    starts = [runs[0][0] for runs in fitted[0]]
+    starts = [runs[0][0] for runs in usual[0][0]]
     regions = tuple(
         tuple((first + start, last + start) for first, last in runs)
         for runs, start in zip(part.regions, starts, strict=True)
@@ -80,10 +86,10 @@ def _match_placed(tensor: DTensor, shape: Sequence[int], layout: Layout) -> Matc
     return Match(local, regions, placed=True) if is_array(local) else None
 
 
-def _fit(own: Sequence[int], whole: Sequence[int], layout: Layout) -> tuple[tuple[Region, ...], int | None] | None:
-    """Return the only way in which a shape is a part of another one, and the dim that ``splits`` cut; None if unknown.
+def _fit(own: Sequence[int], whole: Sequence[int], layout: Layout) -> tuple[list[_Way], list[_Way]]:
+    """Return the ways in which a shape is a part of another one: those with the rows along dim 0, and the others.
 
-    The rows are cut along the first dim that differs, and at most one other dim by one of the splits.
+    Where no way has them there, the others are the usual ones. At most one dim is cut by one of the splits.
     """
     off = [dim for dim, (mine, all_of) in enumerate(zip(own, whole, strict=True)) if mine != all_of]
     cuts: list[tuple[tuple[int, int], bool]] = [(split, True) for split in layout.splits]
@@ -96,10 +102,11 @@ def _fit(own: Sequence[int], whole: Sequence[int], layout: Layout) -> tuple[tupl
             ways.append(dict(zip(off, chosen, strict=True)))
     # Dim 0 is that of the rows, also where as many ranks share them out as see them.
     by_rows = [way for way in ways if off[:1] == [0] and not way[0][1]]
-    ways = by_rows or ways
-    if len(ways) != 1:
-        return None
-    (way,) = ways
+    usual, less_usual = (by_rows, [way for way in ways if way not in by_rows]) if by_rows else (ways, [])
+    return [_regions(way, own) for way in usual], [_regions(way, own) for way in less_usual]
+
+
+def _regions(way: Mapping[int, tuple[tuple[int, int], bool]], own: Sequence[int]) -> _Way:
     starts = [way[dim][0][0] * size if dim in way else 0 for dim, size in enumerate(own)]
     split = next((dim for dim, (_, is_split) in way.items() if is_split), None)
     return tuple(((start, start + size),) for start, size in zip(starts, own, strict=True)), split

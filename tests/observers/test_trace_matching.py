@@ -59,6 +59,16 @@ def test_what_fits_in_no_way_or_in_several_is_not_compared(shape, layout):
     assert match(torch.zeros(shape), WHOLE, layout) is None
 
 
+def test_a_part_that_may_lie_elsewhere_has_the_other_regions():
+    found = match(torch.zeros(2, 3, 8), WHOLE, Layout((0, 2), ((1, 2),)))
+    assert spans(found) == [(0, 2), (3, 6), (0, 8)]
+    assert found is not None
+    assert found.others == ((((2, 4),), ((0, 3),), ((0, 8),)),)
+    alone = match(torch.zeros(2, 6, 8), WHOLE, Layout((0, 2)))
+    assert alone is not None
+    assert alone.others == ()
+
+
 def test_tensors_that_are_no_arrays_are_not_compared():
     assert match(torch.zeros(4, 6).to_sparse(), (4, 6), Layout()) is None
 

@@ -13,7 +13,8 @@ import cloudpickle
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.nn.functional import all_gather
 
 from fixtures.localised import FSDP, IN_BFLOAT16, MESHES, MISPLACED, TP, WIDTH, Decoder, Norm, batch, build, load, loss
 from pytest_fsdp_meta import Subject
@@ -24,7 +25,7 @@ from pytest_fsdp_meta.evidence.traces import AGREES
 from pytest_fsdp_meta.loader.call import Call
 from pytest_fsdp_meta.reports.terminal import describe_failure
 from pytest_fsdp_meta.trial import Trial
-from pytest_fsdp_meta.worlds import SEED, Rank, WorldSpec
+from pytest_fsdp_meta.worlds import SEED, Rank, WorldSpec, current
 from tests.world_help import trial_preload
 
 PARITY = ("grad_parity", "second_grad_parity", "loss_parity")
@@ -435,6 +436,46 @@ def test_the_module_that_passes_a_wrong_argument_is_named(change, module, says, 
     assert place is not None
     assert (place.module, place.before) == (module, ("output", "passing.scaled"))
     assert f"; {says}" in describe_origin(evidence.traces)
+
+
+class Transposed(Decoder):
+    """Runs its norm on (sequence, batch, width), as Megatron does; each rank of tp has a part of the sequence."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(whole_sequence(self.norm(own_sequence(self.embed(ids).transpose(0, 1)))).transpose(0, 1))
+
+
+def own_sequence(x: Tensor) -> Tensor:
+    group = current().mesh["tp"].get_group() if "tp" in (current().mesh.mesh_dim_names or ()) else None
+    return x if group is None else x.chunk(group.size())[group.rank()]
+
+
+def whole_sequence(x: Tensor) -> Tensor:
+    if "tp" not in (current().mesh.mesh_dim_names or ()):
+        return x
+    return torch.cat(all_gather(x, group=current().mesh["tp"].get_group()))
+
+
+def transposed() -> Transposed:
+    torch.manual_seed(0)
+    model = Transposed()
+    model.requires_grad_(False).head.requires_grad_(True)
+    return model
+
+
+@pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), IN_BFLOAT16])
+@pytest.mark.parametrize(("scale", "named"), [(1.0, None), (1.5, "head")])
+def test_a_part_of_the_sequence_that_could_be_rows_is_not_compared_with_rows(scale, named, policy):
+    """Of (8, 4, 32) each rank has (4, 2, 32): by its shape alone, that could be rows and a part of the sequence."""
+
+    def loader(fsdp: Rank) -> Subject:
+        model = transposed()
+        fully_shard(model, mesh=fsdp.mesh["dp_shard"], mp_policy=policy)
+        model.head.register_forward_hook(lambda module, args, output: output * scale)
+        return Subject(model, reference=transposed, batch=batch, loss=loss)
+
+    place = find_place(observe(loader, {"dp_shard": 2, "tp": 2}, localise=True).traces or ())
+    assert (place and place.module) == named
 
 
 class Keeping(nn.Module):
