@@ -62,6 +62,8 @@ class ReportAttacher:
         self._keep = keep
         self._attached: dict[str, Evidence | str] = {}
         """Key of a loader -> the evidence or error that its latest item attached."""
+        self._shown: dict[tuple[str, str], str] = {}
+        """(key of a loader, error of a fixture) -> node id of the item that has shown it in full."""
 
     def attach(
         self,
@@ -92,7 +94,17 @@ class ReportAttacher:
             others = [(name, value) for name, value in properties if not name.startswith("fsdp_")]
             properties[:] = others + _user_properties(context)
         setattr(report, ATTRIBUTE, to_plain(context))
-        setattr(report, REPEATS, report.failed and outcome is not None and outcome.repeats)
+        repeats = outcome.repeats if outcome is not None else self._repeats_fixture_error(report, context.key, record)
+        setattr(report, REPEATS, report.failed and repeats)
+
+    def _repeats_fixture_error(self, report: pytest.TestReport, key: str, record: CheckRecord) -> bool:
+        """Return whether an earlier item of the loader has shown this error of a fixture; then name that item alone."""
+        if report.when != "setup" or not report.failed:
+            return False
+        first = self._shown.setdefault((key, record.reason), report.nodeid)
+        if first != report.nodeid:
+            report.longrepr = f"{record.check}: same error as {first}: {record.reason}"
+        return first != report.nodeid
 
     def _add_loader_results(
         self, context: ItemContext, spec: ConformanceSpec, evidence: Evidence | None, known: Sequence[str]

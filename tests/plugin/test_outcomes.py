@@ -415,3 +415,41 @@ def test_an_own_check_that_raises_keeps_its_findings(project: Project) -> None:
             "*and not judged: the custom check my_broken_check raised KeyError: 'oops'",
         ]
     )
+
+
+def test_a_fixture_that_raises_is_one_error(project: Project) -> None:
+    project.loaders(
+        f"""
+        import itertools
+        import pytest
+        numbers = itertools.count()
+
+        @pytest.fixture(scope="session")
+        def checkpoint():
+            raise OSError("no such folder")
+
+        @pytest.fixture
+        def anew():
+            raise OSError(f"attempt {{next(numbers)}}")
+
+        @fsdp_conformance(only={CHECKS})
+        def test_session(fsdp, checkpoint): ...
+
+        @fsdp_conformance(only={CHECKS})
+        def test_another(fsdp, checkpoint): ...
+
+        @fsdp_conformance(only=["no_meta_params", "no_meta_buffers"])
+        def test_anew(fsdp, anew): ...
+        """
+    )
+    result = project.run("-v")
+    result.assert_outcomes(errors=4)
+    found = outcomes(result)
+    assert {name for name, outcome in found.items() if outcome == "error"} == {
+        *("test_session[no_meta_params]", "test_another[no_meta_params]"),
+        *("test_anew[no_meta_params]", "test_anew[no_meta_buffers]"),
+    }
+    assert list(found.values()).count("same error") == 4
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    assert "E       OSError: no such folder" in story(result, "test_session[no_meta_params]")
+    assert "168 of 168 checks accounted for in 3 runs of loaders" in result.stdout.str()

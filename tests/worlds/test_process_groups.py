@@ -87,11 +87,35 @@ def test_a_loader_may_serve_a_store_of_its_own_as_well(engine: Engine) -> None:
         assert ranks.run(meet) == [[b"0", b"1"]] * 2
 
 
-def test_a_group_of_the_wrong_size_hangs_in_init_process_group(engine: Engine) -> None:
-    with pytest.raises(WorldError) as caught, world(engine, timeout=3.0) as ranks:
-        ranks.run(join, "tcp", world_size=3)
-    assert caught.value.summary == "ranks 0, 1 did not answer within 3 s"
-    assert "in init_process_group" in str(caught.value)
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"world_size": 3}, "ranks 0, 1 raised ValueError: init_process_group(world_size=3) in a world of 2"),
+        ({"rank": 0}, "rank 1 raised ValueError: init_process_group(rank=0) on rank 1 of a world of 2"),
+        ({"rank": 1}, "rank 0 raised ValueError: init_process_group(rank=1) on rank 0 of a world of 2"),
+        ({"rank": 2, "world_size": 4}, "init_process_group(rank=2, world_size=4) on rank "),
+    ],
+)
+@pytest.mark.parametrize("method", ["env://", "tcp"])
+def test_a_group_that_no_rank_could_form_is_an_error_at_once(
+    engine: Engine, method: str, given: dict[str, int], says: str
+) -> None:
+    """They would wait for each other until the time is up."""
+    with pytest.raises(WorldError) as caught, world(engine, timeout=300.0) as ranks:
+        ranks.run(join, method, **given)
+    assert says in caught.value.summary
+    assert caught.value.summary.endswith("or take them from the environment (RANK, WORLD_SIZE)")
+
+
+def test_a_group_of_one_rank_waits_for_no_other(engine: Engine) -> None:
+    def meet() -> tuple[int, float]:
+        import torch.distributed as dist
+
+        join("env://", rank=0, world_size=1)
+        return dist.get_world_size(), total(1.0)
+
+    with world(engine) as ranks:
+        assert ranks.run(meet) == [(1, 0.0)] * 2
 
 
 def test_a_collective_without_a_group_is_an_error(engine: Engine) -> None:

@@ -87,7 +87,7 @@ def join(channel: Channel, spec: WorldSpec, place: Place, folder: Path) -> Rank:
         else:
             _serve(me, address, port, listener)
     if spec.process_group == "loader":
-        allow_groups_in_turn(address, port)
+        watch_groups(address, port, place.rank, spec.size)
         return me
     dist.init_process_group(
         spec.backend,
@@ -202,12 +202,13 @@ def torchrun_environment(place: Place, size: int, address: str, port: int) -> di
     }
 
 
-def allow_groups_in_turn(address: str, port: int) -> None:
+def watch_groups(address: str, port: int, own_rank: int, world_size: int) -> None:
     """Let a loader make, destroy and make a process group again through the store at this address.
 
-    torch leaves keys of the first group in the store, and ranks of the second would read them. So each group after the
-    first gets a prefix. Private: ``_rendezvous_handlers``, because torch's public ``register_rendezvous_handler``
-    refuses to replace a handler.
+    With another rank, or more ranks than the world has, they would wait for each other until the time is up; that is
+    an error at once. torch leaves keys of the first group in the store, and ranks of the second would read them. So
+    each group after the first gets a prefix. Private: ``_rendezvous_handlers``, because torch's public
+    ``register_rendezvous_handler`` refuses to replace a handler.
     """
     # By name, because the attribute torch.distributed.rendezvous is a function that hides the module.
     handlers = getattr(import_module("torch.distributed.rendezvous"), "_rendezvous_handlers", {})
@@ -219,6 +220,8 @@ def allow_groups_in_turn(address: str, port: int) -> None:
 
             through_our_store = _address_of(url) == (address, port)
             for store, rank, size in handler(url, *args, **kwargs):
+                if through_our_store:
+                    _check_group((own_rank, rank), (world_size, size))
                 earlier = next(groups) if through_our_store else 0
                 yield (dist.PrefixStore(f"again{earlier}", store) if earlier else store), rank, size
 
@@ -227,6 +230,18 @@ def allow_groups_in_turn(address: str, port: int) -> None:
     for scheme in SCHEMES:
         if scheme in handlers:
             handlers[scheme] = with_prefix(handlers[scheme])
+
+
+def _check_group(ranks: tuple[int, int], sizes: tuple[int, int]) -> None:
+    """Raise ValueError for (own, given) ranks and sizes that no group can have. A group of one rank waits for none."""
+    (own, rank), (world_size, size) = ranks, sizes
+    if size > 1 and (rank != own or size > world_size):
+        given = [f"rank={rank}"] * (rank != own) + [f"world_size={size}"] * (size > world_size)
+        where = f"on rank {own} of" if rank != own else "in"
+        raise ValueError(
+            f"init_process_group({', '.join(given)}) {where} a world of {world_size}: leave rank and world_size out, "
+            "or take them from the environment (RANK, WORLD_SIZE)"
+        )
 
 
 def _address_of(url: str) -> tuple[str, int]:
