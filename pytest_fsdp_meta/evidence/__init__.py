@@ -7,7 +7,14 @@ have ended. Shapes are in elements, and sequences over ranks are in rank order.
 from pytest_fsdp_meta.evidence.batches import Epoch, RankBatches
 from pytest_fsdp_meta.evidence.checkpoint import Export, Resharded
 from pytest_fsdp_meta.evidence.draws import DrawnTensor, RankDraws, Spread
-from pytest_fsdp_meta.evidence.mesh_dims import replicates, sharded_dim, splits_experts, splits_model, splits_sequence
+from pytest_fsdp_meta.evidence.mesh_dims import (
+    replicates,
+    sharded_dim,
+    splits_experts,
+    splits_model,
+    splits_sequence,
+    splits_stages,
+)
 from pytest_fsdp_meta.evidence.records import (
     VALUES_CHECKS,
     Evidence,
@@ -20,6 +27,7 @@ from pytest_fsdp_meta.evidence.records import (
     not_declared,
     partly_held,
 )
+from pytest_fsdp_meta.evidence.stages import holding_stages
 from pytest_fsdp_meta.evidence.tensors import MeshFacts, OptimizerFacts, PartFacts, RankInventory, Region, TensorFacts
 from pytest_fsdp_meta.evidence.training import (
     Accumulation,
@@ -72,6 +80,7 @@ __all__ = [
     "WorldFacts",
     "combine_subjects",
     "frozen_sources",
+    "holding_stages",
     "not_declared",
     "partly_held",
     "replicates",
@@ -79,4 +88,5 @@ __all__ = [
     "splits_experts",
     "splits_model",
     "splits_sequence",
+    "splits_stages",
 ]

@@ -12,11 +12,8 @@ BATCH_PARTS = frozenset({"dp", "ddp", "fsdp", "hsdp", "edp", "data", "shard", "r
 """Parts of a dimension's name that mean data parallelism, also within ``dp_shard_cp`` or ``dp_shard_mod_ep``."""
 EXPERT_DIMS = frozenset({"ep", "etp", "expert"})
 SEQUENCE_DIMS = frozenset({"cp", "context", "sp"})
-MODEL_DIMS = (
-    frozenset({"tp", "tensor", "tensor_parallel", "model", "mp", "pp", "pipe", "pipeline"})
-    | EXPERT_DIMS
-    | SEQUENCE_DIMS
-)
+STAGE_DIMS = frozenset({"pp", "pipe", "pipeline"})
+MODEL_DIMS = frozenset({"tp", "tensor", "tensor_parallel", "model", "mp"}) | STAGE_DIMS | EXPERT_DIMS | SEQUENCE_DIMS
 
 
 def splits_model(dim: str | None) -> bool:
@@ -25,6 +22,11 @@ def splits_model(dim: str | None) -> bool:
     Its ranks see the same rows, and the author's plan decides how each parameter is placed on it.
     """
     return dim is not None and (dim.lower() in MODEL_DIMS or _ends(dim, "tp", "cp", "pp", "ep"))
+
+
+def splits_stages(dim: str | None) -> bool:
+    """Return whether ranks along a mesh dimension of this name hold different layers: the stages of a pipeline."""
+    return dim is not None and (dim.lower() in STAGE_DIMS or _ends(dim, "pp"))
 
 
 def splits_experts(dim: str | None) -> bool:

@@ -12,6 +12,7 @@ from pytest_fsdp_meta.evidence.checkpoint import Export, RankResumed, RankSaved,
 from pytest_fsdp_meta.evidence.collectives import RankCollectives, RankMemory
 from pytest_fsdp_meta.evidence.draws import RankDraws
 from pytest_fsdp_meta.evidence.random_numbers import RankTrainingMode
+from pytest_fsdp_meta.evidence.stages import held_by_stages, stages_of
 from pytest_fsdp_meta.evidence.step_memory import StepMemory
 from pytest_fsdp_meta.evidence.tensors import RankInventory
 from pytest_fsdp_meta.evidence.traces import RankTrace
@@ -29,6 +30,10 @@ class SubjectFacts:
     """Tensors that the loader draws instead of loading."""
     on_some_ranks: tuple[str, ...] = ()
     """Tensors that some ranks may lack."""
+    stages: tuple[tuple[int, ...], ...] = ()
+    """The ranks of each stage of a pipeline, if the mesh has stages."""
+    by_stage: tuple[str, ...] = ()
+    """Tensors that whole stages have and others lack."""
     unsharded: tuple[str, ...] = ()
     offloaded: tuple[str, ...] = ()
     placements: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -45,10 +50,13 @@ class SubjectFacts:
     """For patterns that match nothing on this rank, where other ranks may have what they match: the error."""
 
 
-def combine_subjects(ranks: Sequence[SubjectFacts]) -> SubjectFacts:
+def combine_subjects(
+    ranks: Sequence[SubjectFacts], mesh: Sequence[tuple[str, int]], inventory: Sequence[RankInventory]
+) -> SubjectFacts:
     """Return what the author declared for all ranks, which may have matched the patterns with different names."""
-    first = ranks[0]
-    if not any(rank.on_some_ranks or rank.unmatched for rank in ranks):
+    stages = stages_of(mesh)
+    first = replace(ranks[0], stages=stages, by_stage=held_by_stages(stages, inventory))
+    if not any(rank.on_some_ranks or rank.unmatched for rank in ranks) and not stages:
         return first
     shared = set[str](first.unmatched).intersection(*(rank.unmatched for rank in ranks))
 
@@ -68,9 +76,9 @@ def combine_subjects(ranks: Sequence[SubjectFacts]) -> SubjectFacts:
 
 
 def partly_held(subject: SubjectFacts, inventory: Sequence[RankInventory]) -> frozenset[str]:
-    """Return the tensors that some ranks have and others lack, as declared."""
+    """Return the tensors that some ranks have and others lack, as declared or because they are a stage's."""
     holders = {name: sum(name in rank.by_name for rank in inventory) for name in subject.on_some_ranks}
-    return frozenset(name for name, count in holders.items() if 0 < count < len(inventory))
+    return frozenset(name for name, count in holders.items() if 0 < count < len(inventory)).union(subject.by_stage)
 
 
 VALUES_CHECKS = {

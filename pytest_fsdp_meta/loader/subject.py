@@ -255,16 +255,22 @@ class Subject:
             parse_placements(declared)
 
     def resolve(
-        self, parameters: Sequence[str], buffers: Sequence[str], transient: Collection[str] = (), world_size: int = 1
+        self,
+        parameters: Sequence[str],
+        buffers: Sequence[str],
+        transient: Collection[str] = (),
+        world_size: int = 1,
+        stages: bool = False,
     ) -> SubjectFacts:
         """Return the declarations with every pattern resolved to names of this model.
 
         ``parameters`` and ``buffers`` are the names in the model; ``transient`` are those of the non-persistent
         buffers, which no checkpoint contains. Raises SubjectError for names, patterns and ranks that do not exist. If
-        ``on_some_ranks`` is set, other ranks may have what a pattern matches: the error is then in ``unmatched``.
+        ``on_some_ranks`` is set, or the ranks are ``stages`` of a pipeline, other ranks may have what a pattern
+        matches: the error is then in ``unmatched``.
         """
         names = [*parameters, *buffers]
-        matcher = _Matcher(lenient=bool(self.on_some_ranks))
+        matcher = _Matcher(lenient=stages or bool(self.on_some_ranks))
         placements: dict[str, tuple[str, ...]] = {}
         for pattern, declared in self.placements.items():
             for name in matcher.match("placements", pattern, parameters):

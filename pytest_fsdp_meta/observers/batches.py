@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
-from pytest_fsdp_meta.evidence import splits_experts, splits_model
+from pytest_fsdp_meta.evidence import splits_experts, splits_model, splits_stages
 from pytest_fsdp_meta.loader.subject import SIGNATURES, Subject, SubjectError
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part, mesh_facts
 from pytest_fsdp_meta.observers.support.bits import digest
@@ -29,6 +29,11 @@ IGNORED_LABEL = -100
 def batch_slice(subject: Subject, rank: Rank) -> tuple[int, int]:
     """Return the (index, size) of this rank's slice of the batch: the declared one, else the mesh's."""
     return subject.data_parallel or _slice_by_mesh(subject.model, rank)
+
+
+def has_stages(rank: Rank) -> bool:
+    """Return whether the ranks are the stages of a pipeline, as the mesh of the marker says."""
+    return rank.has_mesh and any(map(splits_stages, rank.mesh.mesh_dim_names or ()))
 
 
 def model_splits(model: Module, rank: Rank) -> tuple[tuple[int, int], ...]:

@@ -30,7 +30,7 @@ from pytest_fsdp_meta.loader.adapter import Part
 from pytest_fsdp_meta.loader.subject import Subject
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part, placed_like
 from pytest_fsdp_meta.observers.adapters.lookup import parts_of
-from pytest_fsdp_meta.observers.batches import batch_slice, calling_field
+from pytest_fsdp_meta.observers.batches import batch_slice, calling_field, has_stages
 from pytest_fsdp_meta.observers.beside import Beside, make_beside
 from pytest_fsdp_meta.observers.fingerprints import fingerprint
 from pytest_fsdp_meta.observers.inventory import memory_key, named_tensors, non_persistent, reshard
@@ -165,7 +165,12 @@ def _load(subject: Subject, optimizer: Optimizer | None, folder: Path, beside: B
     kept = {} if beside is None else beside.states()
     # A new optimizer has state for all trainable parameters; the checkpoint has none for those without a gradient.
     unsaved = {} if optimizer is None else _pop_unsaved(states["optimizer"]["state"], folder)
+    groups = states["optimizer"]["param_groups"] if optimizer is not None and has_stages(current()) else []
+    # One list of names is saved for all ranks, but each stage has its own.
+    own_names = [group.pop("params") for group in groups]
     dcp.load(loading := {**states, **kept}, checkpoint_id=folder)
+    for group, names in zip(groups, own_names, strict=True):
+        group["params"] = names
     # Another check reports tensors that the state dict leaves out.
     complete = not _left_out(subject.model, states["model"])
     set_model_state_dict(subject.model, states["model"], options=StateDictOptions(strict=complete))

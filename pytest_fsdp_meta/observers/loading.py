@@ -23,7 +23,7 @@ from pytest_fsdp_meta.loader.call import Call
 from pytest_fsdp_meta.loader.subject import Subject, SubjectError
 from pytest_fsdp_meta.observers.adapters import lookup
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part
-from pytest_fsdp_meta.observers.batches import batch_slice
+from pytest_fsdp_meta.observers.batches import batch_slice, has_stages
 from pytest_fsdp_meta.observers.beside import beside_for_reference, scheduler_for_reference
 from pytest_fsdp_meta.observers.collectives import Recorder
 from pytest_fsdp_meta.observers.inventory import managed_names, named_tensors, non_persistent, reshard, take_inventory
@@ -130,7 +130,8 @@ def resharded_subject() -> Subject:
 def _describe(subject: Subject, rank: Rank, managed: Mapping[str, bool], poison_active: bool) -> Loaded:
     """Return what the subject declares, and the inventory of its model on this rank."""
     names = _names_by_kind(subject.model)
-    facts = subject.resolve(names["parameter"], names["buffer"], non_persistent(subject.model), rank.world_size)
+    transient, stages = non_persistent(subject.model), has_stages(rank)
+    facts = subject.resolve(names["parameter"], names["buffer"], transient, rank.world_size, stages)
     lookup.remember(subject.model, subject.adapter)
     _require_elements(subject.model)
     inventory = take_inventory(subject.model, rank.rank, str(rank.device), facts.kept_attributes)

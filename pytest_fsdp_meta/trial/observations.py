@@ -34,7 +34,7 @@ from pytest_fsdp_meta.trial import on_ranks
 from pytest_fsdp_meta.trial.loads import Load, Loads
 from pytest_fsdp_meta.trial.localising import departing_step, trace_step
 from pytest_fsdp_meta.trial.noise import departs, with_noise
-from pytest_fsdp_meta.trial.obstacles import NOT_WANTED, describe_odd_model, from_world_error
+from pytest_fsdp_meta.trial.obstacles import NOT_WANTED, describe_odd_model, from_world_error, no_training_declared
 from pytest_fsdp_meta.trial.on_ranks import run_on
 from pytest_fsdp_meta.trial.reloading import Reloading
 from pytest_fsdp_meta.trial.timing import Stopwatch
@@ -91,7 +91,8 @@ class ObservationRun:
 
     @cached_property
     def subject(self) -> SubjectFacts:
-        return combine_subjects([rank.subject for rank in self.loaded])
+        mesh = self.facts.mesh if self.facts is not None else ()
+        return combine_subjects([rank.subject for rank in self.loaded], mesh, self.inventory)
 
     @property
     def inventory(self) -> tuple[RankInventory, ...]:
@@ -253,8 +254,8 @@ class ObservationRun:
         return record
 
     def _train(self) -> tuple[RankTraining, ...] | Unavailable:
-        if "batch" not in self.subject.declared:
-            return not_declared("batch")
+        if reason := no_training_declared(self.subject):
+            return reason
         if problem := describe_odd_model(self.inventory, self.subject):
             return Unavailable(f"not trained: {problem}", kind="blocked")
         observe_training = on_ranks.training.observe_training

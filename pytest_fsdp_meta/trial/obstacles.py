@@ -5,7 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from pytest_fsdp_meta.evidence import RankInventory, SubjectFacts, TensorFacts, Unavailable, partly_held, sharded_dim
+from pytest_fsdp_meta.evidence import (
+    RankInventory,
+    SubjectFacts,
+    TensorFacts,
+    Unavailable,
+    not_declared,
+    partly_held,
+    sharded_dim,
+)
 from pytest_fsdp_meta.evidence.checkpoint import FirstStep, RankStateDict
 from pytest_fsdp_meta.loader.adapter import BUILT_IN
 from pytest_fsdp_meta.worlds import WorldError
@@ -30,6 +38,18 @@ def from_world_error(error: WorldError) -> Unavailable:
     ]
     hints = (hint for text, hint in HINTS.items() if text in error.summary)
     return Unavailable("; ".join([error.summary, *hints]), error=True, detail="\n\n".join([str(error), *shown]))
+
+
+def no_training_declared(subject: SubjectFacts) -> Unavailable | None:
+    """Return what the author has to declare before anything can be trained; None if nothing is missing."""
+    if "batch" not in subject.declared:
+        return not_declared("batch")
+    if subject.stages and "train_step" not in subject.declared:
+        return Unavailable(
+            "the stages of a pipeline train by the author's schedule; declare Subject(train_step=...)",
+            kind="undeclared",
+        )
+    return None
 
 
 def describe_odd_model(inventory: Sequence[RankInventory], subject: SubjectFacts) -> str:
@@ -99,7 +119,7 @@ def optimizer_not_loaded_by_torch(ranks: Sequence[FirstStep], subject: SubjectFa
         return refused
     first = set(ranks[0].stateless)
     for rank, step in enumerate(ranks):
-        if differing := (first ^ set(step.stateless)).difference(subject.on_some_ranks):
+        if differing := (first ^ set(step.stateless)).difference(subject.on_some_ranks, subject.by_stage):
             name = min(differing)
             with_state, without = (rank, 0) if name in first else (0, rank)
             return (

@@ -34,6 +34,7 @@ from pytest_fsdp_meta.trial.obstacles import (
     describe_odd_model,
     exported_in_parts,
     from_world_error,
+    no_training_declared,
     not_gathered_by_gloo,
     not_saved_by_torch,
     optimizer_not_loaded_by_torch,
@@ -166,8 +167,8 @@ class Reloading:
         return tuple(self.loads.run_first(state_dict.observe_state_dict))
 
     def _save_and_continue(self) -> tuple[RankResumed, ...] | Unavailable:
-        if "batch" not in self.subject.declared:
-            return not_declared("batch")
+        if reason := no_training_declared(self.subject):
+            return reason
         if self.training_error is not None:
             return self.training_error
         if reason := self._unsavable() or self._nothing_trainable():
@@ -204,8 +205,8 @@ class Reloading:
 
     def _observe_training_mode(self) -> tuple[RankTrainingMode, ...] | Unavailable:
         """Observe a step in training mode, the last that the first load is needed for: the step changes the model."""
-        if "batch" not in self.subject.declared:
-            return not_declared("batch")
+        if reason := no_training_declared(self.subject):
+            return reason
         if self.training_error is not None:
             return self.training_error
         if problem := describe_odd_model(self.inventory, self.subject):

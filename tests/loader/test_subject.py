@@ -428,7 +428,7 @@ def test_where_names_are_on_some_ranks_a_pattern_may_match_on_another_rank():
     first, second = (declared.resolve([f"layers.{rank}.q.weight"], []) for rank in range(2))
     assert list(first.unmatched) == ["frozen layers.1.*"]
     assert list(second.unmatched) == ["unsharded layers.0.q.weight"]
-    both = combine_subjects([first, second])
+    both = combine_subjects([first, second], (), ())
     assert both.on_some_ranks == ("layers.0.q.weight", "layers.1.q.weight")
     assert both.frozen == {"layers.1.q.weight": "blocks.q.weight"}
     assert (both.unsharded, both.unmatched) == (("layers.0.q.weight",), {})
@@ -436,7 +436,7 @@ def test_where_names_are_on_some_ranks_a_pattern_may_match_on_another_rank():
 
 def test_a_pattern_that_matches_on_no_rank_is_reported():
     declared = subject(on_some_ranks=["layers.*", "experts.*"])
-    both = combine_subjects([declared.resolve([f"layers.{rank}.q.weight"], []) for rank in range(2)])
+    both = combine_subjects([declared.resolve([f"layers.{rank}.q.weight"], []) for rank in range(2)], (), ())
     assert list(both.unmatched.values()) == [
         "Subject(on_some_ranks=...): 'experts.*' matches no tensor of the model; the nearest is 'layers.0.q.weight'"
     ]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator
+from itertools import chain
 
 from pytest_fsdp_meta.catalogue.findings import Explanation, Finding, Mismatch
 from pytest_fsdp_meta.catalogue.registry import check
 from pytest_fsdp_meta.catalogue.view import NotDeclared, NotJudged, View, majority, ranks_by
-from pytest_fsdp_meta.evidence import TensorFacts
-from pytest_fsdp_meta.text import name_ranks
+from pytest_fsdp_meta.evidence import TensorFacts, holding_stages
+from pytest_fsdp_meta.text import joined_runs, name_ranks
 
 MANIFEST = "same_manifest_on_every_rank"
 NAMES = "names_match_reference"
@@ -35,11 +36,30 @@ def same_manifest_on_every_rank(view: View) -> Iterable[Finding]:
                 others = name_ranks(rank for rank, other in presence if other == usual)
                 actual, expected = ("present", "absent") if present else ("missing", "present")
                 yield Finding(name, ranks, actual, f"{expected}, as on {others}")
+        yield from _on_several_stages(view, name, facts)
         kinds = {tensor.kind for _, tensor in facts}
         comparable = comparable and len({present for _, present in presence}) <= len(kinds) == 1
         yield from _disagreements(facts)
     if comparable:
         yield from _disorder(view)
+
+
+def _on_several_stages(view: View, name: str, facts: list[tuple[int, TensorFacts]]) -> Iterator[Finding]:
+    """Yield a finding for a parameter of several stages, which the model would use twice, unless it is tied."""
+    subject, inventory = view.evidence.subject, view.evidence.inventory
+    stages = holding_stages(name, subject.stages, inventory)
+    tied = {other for group in chain(subject.tied, *(rank.ties() for rank in inventory)) for other in group}
+    if len(stages) < 2 or facts[0][1].kind != "parameter" or name in tied or name in subject.on_some_ranks:
+        return
+    yield Finding(
+        name,
+        tuple(rank for rank, _ in facts),
+        f"on stages {joined_runs(stages)} of the pipeline",
+        "on one of them",
+        cause="the ranges of layers that the stages build overlap",
+        remedy="give each layer to one stage; declare what stages share on purpose with Subject(tied=...) or "
+        "Subject(on_some_ranks=...)",
+    )
 
 
 def _disorder(view: View) -> Iterator[Finding]:
