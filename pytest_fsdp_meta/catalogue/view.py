@@ -137,6 +137,13 @@ class View:
         """The tensors that some ranks have and others lack, as declared."""
         return partly_held(self.evidence.subject, self.evidence.inventory)
 
+    @cached_property
+    def tied_over_stages(self) -> frozenset[str]:
+        """The weights that are one in the reference, and that stages of a pipeline hold apart."""
+        reference, by_stage = self.evidence.reference, set(self.evidence.subject.by_stage)
+        groups = reference.inventory.ties() if reference is not None and by_stage else ()
+        return frozenset(name for group in groups if by_stage.intersection(group) for name in group)
+
     @property
     def reference(self) -> ReferenceFacts:
         if self.evidence.reference is None:

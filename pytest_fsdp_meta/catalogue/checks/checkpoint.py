@@ -240,7 +240,7 @@ def dcp_reshards(view: View) -> Iterable[Finding]:
 
 def _moved_state(view: View, resharded: Resharded, world: str) -> Iterator[Finding]:
     """Report the parameters whose optimizer state is another one in the world of another size."""
-    lost = _lost_in_same_world(view) | _tied_over_stages(view)
+    lost = _lost_in_same_world(view) | view.tied_over_stages
     wrong: dict[tuple[str, str], list[tuple[int, Comparison]]] = {}
     for rank, comparisons in enumerate(resharded.optimizer):
         for c in comparisons:
@@ -262,14 +262,6 @@ def _lost_in_same_world(view: View) -> set[str]:
         return set()
     pairs = zip(view.evidence.continued or (), view.evidence.resumed or (), strict=False)
     return {name for saved, loaded in pairs for name in saved.state if saved.state[name] != loaded.state.get(name)}
-
-
-def _tied_over_stages(view: View) -> set[str]:
-    """Return the weights that stages of a pipeline hold apart, and a world without stages as one, under one name."""
-    reference = view.evidence.reference
-    groups = reference.inventory.ties() if reference is not None else ()
-    by_stage = set(view.evidence.subject.by_stage)
-    return {name for group in groups if by_stage.intersection(group) for name in group}
 
 
 _MOVED_STATE: Explanation = {

@@ -73,7 +73,8 @@ def grad_parity(view: View) -> Iterable[Finding]:
         departing = {finding.tensor for finding in found if finding.tensor}
         agreeing = describe_first_departure(view, runs, departing)
         origin = describe_origin(view.evidence.traces, otherwise=agreeing)
-        yield from (replace(finding, origin=origin, step=0) for finding in found)
+        explained = _TIED_OVER_STAGES if departing and departing <= view.tied_over_stages else {}
+        yield from (replace(finding, origin=origin, step=0, **explained) for finding in found)
     elif not unreduced:
         require_gradients(view)
         yield from _scaled_before_clipping(view, runs)
@@ -85,6 +86,13 @@ def grad_parity(view: View) -> Iterable[Finding]:
                 f"the norm of the first gradients is {norm:.3g}, below max_grad_norm={bound:g}, so nothing is clipped; "
                 "clip to a lower bound in this test"
             )
+
+
+_TIED_OVER_STAGES: Explanation = {
+    "cause": "the stages of the pipeline do not add up the gradients of a weight that they share, such as that of the "
+    "embedding and of the head",
+    "remedy": "add up the gradients of all its copies before the optimizer steps",
+}
 
 
 def _scaled_before_clipping(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding]:
