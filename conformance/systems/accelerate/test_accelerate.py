@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin, PartialState
+from accelerate import (
+    Accelerator,
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+    ParallelismConfig,
+    PartialState,
+)
 from transformers import AutoModelForCausalLM
 
 from fixtures.tiny import save_tiny
@@ -32,13 +38,42 @@ def accelerator(fsdp: Rank, *, plugin: dict[str, Any] | None = None, **options: 
 
 
 def load(fsdp: Rank, path: Path, **options: Any) -> Subject:
-    prepare = accelerator(fsdp, **options).prepare
+    built = accelerator(fsdp, **options)
     model = AutoModelForCausalLM.from_pretrained(path)
-    model, optimizer = prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
-    return subject(model, path, optimizer=optimizer, whole_while_loading=True)
+    model, optimizer = built.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    return subject(
+        model,
+        path,
+        optimizer=optimizer,
+        whole_while_loading=True,
+        save=lambda model, optimizer, folder: built.save_state(str(folder)),
+        resume=lambda model, optimizer, folder: built.load_state(str(folder)),
+    )
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @fsdp_conformance(world_size=2)
 def test_prepare(fsdp, checkpoints, name):
     return load(fsdp, checkpoints[name])
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied"])
+@fsdp_conformance(world_size=2)
+def test_ram_efficient_loading(fsdp, checkpoints, name):
+    return load(fsdp, checkpoints[name], plugin={"cpu_ram_efficient_loading": True})
+
+
+@fsdp_conformance(world_size=2)
+def test_bf16(fsdp, checkpoints):
+    return load(fsdp, checkpoints["llama"], mixed_precision="bf16")
+
+
+@fsdp_conformance(world_size=2)
+def test_activation_checkpointing(fsdp, checkpoints):
+    return load(fsdp, checkpoints["llama"], plugin={"activation_checkpointing": True})
+
+
+@fsdp_conformance(mesh={"dp_replicate": 2, "dp_shard": 2})
+def test_hsdp(fsdp, checkpoints):
+    sizes = {"dp_replicate_size": 2, "dp_shard_size": fsdp.world_size // 2}
+    return load(fsdp, checkpoints["llama"], parallelism_config=ParallelismConfig(**sizes))
