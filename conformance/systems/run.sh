@@ -20,6 +20,8 @@ if ! cmp -s "$pins" "$venv/installed"; then
     "$venv/bin/python" -m pip install --quiet --no-deps -e .
     cp "$pins" "$venv/installed"
 fi
+PATH=$PWD/$venv/bin:$PATH  # packages that build extensions when they are imported look for ninja there
+export PATH
 status=0
 "$venv/bin/python" -m pytest "conformance/systems/$system" "$@" || status=$?
 if [ "$status" = 5 ] && ! [ -e /dev/nvidia0 ]; then

@@ -44,6 +44,8 @@ class SubjectFacts:
     """How the ranks' losses make the global one: "mean", "sum" or "same"."""
     max_grad_norm: float | None = None
     """The bound to which the author's step clips."""
+    engine: str = ""
+    """The framework whose engine runs the backward and the optimizer's step, which only the author's step can call."""
     declared: frozenset[str] = frozenset()
     """The fields of Subject that the author set."""
     unmatched: Mapping[str, str] = field(default_factory=dict)

@@ -1,7 +1,7 @@
 """``Part`` and ``Adapter``: how authors describe shards that torch does not describe by itself.
 
-DTensors, plain tensors, FSDP1 and Megatron-FSDP need no adapter; for anything else, such as weights sharded by hand,
-authors set ``Subject(adapter=...)``. This module imports no torch, because test modules import it.
+DTensors, plain tensors, FSDP1, Megatron-FSDP and DeepSpeed's ZeRO-3 need no adapter; for anything else, such as weights
+sharded by hand, authors set ``Subject(adapter=...)``. This module imports no torch, because test modules import it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-FSDP1, MEGATRON_FSDP = "FSDP1", "megatron-fsdp"
-BUILT_IN = frozenset({FSDP1, MEGATRON_FSDP})
+FSDP1, MEGATRON_FSDP, ZERO3 = "FSDP1", "megatron-fsdp", "ZeRO-3"
+BUILT_IN = frozenset({FSDP1, MEGATRON_FSDP, ZERO3})
 """The values of ``Part.by`` of the plugin's own adapters."""
 
 

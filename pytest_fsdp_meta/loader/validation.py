@@ -48,7 +48,7 @@ def require_source(field: str, value: object) -> None:
 
 
 def require_optimizer(value: object) -> None:
-    if value is None or callable(value):
+    if value is None or callable(value) or is_zero3_optimizer(value):
         return
     from torch.optim import Optimizer
 
@@ -56,6 +56,11 @@ def require_optimizer(value: object) -> None:
         inner = getattr(value, "optimizer", None)
         hint = "; give its .optimizer if that steps the model's own parameters" * isinstance(inner, Optimizer)
         raise SubjectError("optimizer", f"{shorten(value)} should be optimizer(parameters), or an Optimizer{hint}")
+
+
+def is_zero3_optimizer(value: object) -> bool:
+    """Return whether the value is the optimizer of DeepSpeed's ZeRO-3, which is no torch optimizer."""
+    return any(kind.__name__ == "DeepSpeedZeroOptimizer_Stage3" for kind in type(value).__mro__)
 
 
 BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)

@@ -19,7 +19,7 @@ from pytest_fsdp_meta.loader.subject import Subject
 from pytest_fsdp_meta.observers.adapters import megatron_fsdp
 from pytest_fsdp_meta.observers.adapters.dtensor import mesh_facts
 from pytest_fsdp_meta.observers.batches import global_batch, indivisible, loss_of, own_rows
-from pytest_fsdp_meta.observers.inventory import named_tensors
+from pytest_fsdp_meta.observers.inventory import drop_gradients, named_tensors
 from pytest_fsdp_meta.observers.joined_optimizer import parts_of_optimizer
 from pytest_fsdp_meta.observers.support.poison import deterministic
 from pytest_fsdp_meta.observers.support.torch_private import step_hooks
@@ -57,7 +57,7 @@ def accumulate(subject: Subject, device: torch.device, rounds: Sequence[Sequence
     already reduced after the first.
     """
     model, early = subject.model, tuple[str, ...]()
-    model.zero_grad(set_to_none=True)
+    drop_gradients(model)
     with deterministic():
         batch = global_batch(subject, 0)
         for number, slices in enumerate(rounds):

@@ -15,9 +15,8 @@ from torch.optim import Optimizer
 
 from pytest_fsdp_meta.loader.subject import Subject, SubjectError
 from pytest_fsdp_meta.observers.batches import calling_field
-from pytest_fsdp_meta.observers.joined_optimizer import parts_of_optimizer
+from pytest_fsdp_meta.observers.joined_optimizer import before_steps, computing_optimizer, parts_of_optimizer
 from pytest_fsdp_meta.observers.optimizers import built_optimizer
-from pytest_fsdp_meta.observers.support.torch_private import before_other_step_hooks
 from pytest_fsdp_meta.text import counted
 
 
@@ -44,7 +43,7 @@ def run_author_step(
     errors: list[Exception | None] = []
     """What ``observe`` raised, once it was called."""
 
-    def before_step(part: Optimizer, *_: Any) -> None:
+    def before_step(part: Optimizer) -> None:
         steps.append(part)
         if not errors:
             errors.append(_error_of(observe))
@@ -52,14 +51,14 @@ def run_author_step(
     mode = nullcontext() if training else _train_disabled()
     with ExitStack() as hooked, mode, _backwards(gradient_scale) as backwards:
         for part in parts:
-            hooked.enter_context(before_other_step_hooks(part, before_step))
+            hooked.enter_context(before_steps(part, before_step))
         with calling_field("train_step"):
             loss = subject.train_step(subject.model, handed, rows, **handed_by_name)
     if errors and errors[0] is not None:
         raise errors[0]
     for part in parts:
         if (times := sum(part is stepped for stepped in steps)) != 1:
-            which = "the optimizer" if len(parts) == 1 else f"its {type(part).__name__}"
+            which = "the optimizer" if len(parts) == 1 else f"its {type(computing_optimizer(part)).__name__}"
             done = f"stepped {which} {counted(times, 'time')}" if times else f"never stepped {which}"
             hint = _HINTS[bool(times)]
             raise SubjectError("train_step", f"it {done} in step {number}, but should step it once; {hint}")

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pytest_fsdp_meta.evidence import RankInventory, TensorFacts
 from pytest_fsdp_meta.loader.adapter import Part
-from pytest_fsdp_meta.observers.adapters import megatron_fsdp
+from pytest_fsdp_meta.observers.adapters import megatron_fsdp, zero3
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part, own_part, sizes
 from pytest_fsdp_meta.observers.adapters.lookup import parts_of
 from pytest_fsdp_meta.observers.support.bits import count_poison, digest
@@ -70,14 +70,14 @@ def named_tensors(model: Module) -> Iterator[tuple[str, str, Tensor]]:
 
 
 def unwrapped(model: Module) -> Module:
-    """Return the module inside the wrappers of DDP, megatron-fsdp and lightning's Fabric."""
+    """Return the module inside the wrappers of DDP, megatron-fsdp, DeepSpeed and lightning's Fabric."""
     while (inner := _inner(model)) is not None:
         model = inner
     return model
 
 
 def _inner(model: Module) -> Module | None:
-    if isinstance(model, DistributedDataParallel) or megatron_fsdp.is_wrapper(model):
+    if isinstance(model, DistributedDataParallel) or megatron_fsdp.is_wrapper(model) or zero3.is_wrapper(model):
         module: Module = model.module
         return module
     children = dict(model.named_children())
@@ -172,3 +172,9 @@ def reshard(model: Module) -> None:
         if isinstance(module, FSDPModule):
             module.reshard()
     megatron_fsdp.reshard(model)
+
+
+def drop_gradients(model: Module) -> None:
+    """Set every gradient to None. A method ``zero_grad`` of the author's or an engine's need not take set_to_none."""
+    for parameter in model.parameters():
+        parameter.grad = None

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch.optim import Optimizer
+
+from pytest_fsdp_meta.loader.validation import is_zero3_optimizer
+from pytest_fsdp_meta.observers.adapters.zero3 import Zero3Optimizer, optimizer_of
+from pytest_fsdp_meta.observers.support.torch_private import before_other_step_hooks
 
 
 class JoinedOptimizer(Optimizer):  # type: ignore[misc]
@@ -63,12 +68,35 @@ def parts_of_optimizer(optimizer: Optimizer) -> tuple[Optimizer, ...]:
     return optimizer.parts if isinstance(optimizer, JoinedOptimizer) else (optimizer,)
 
 
+def computing_optimizer(optimizer: Optimizer) -> Optimizer:
+    """Return the torch optimizer that computes the steps of one of the parts: itself, or what ZeRO-3 steps with."""
+    return optimizer.inner if isinstance(optimizer, Zero3Optimizer) else optimizer
+
+
+@contextmanager
+def before_steps(part: Optimizer, hook: Callable[[Optimizer], object]) -> Iterator[None]:
+    """Call the hook before each step of one of the parts, with its gradients as they are then, and before its hooks."""
+    if isinstance(part, Zero3Optimizer):
+        watched = part.before_steps(hook)
+    else:
+
+        def with_optimizer(optimizer: Optimizer, *_: Any) -> None:
+            hook(optimizer)
+
+        watched = before_other_step_hooks(part, with_optimizer)
+    with watched:
+        yield
+
+
 def unwrapped_optimizer(optimizer: object) -> Optimizer | None:
     """Return what steps inside the wrapper or container of a framework; None if the object is not an optimizer.
 
     A wrapper, such as accelerate's or lightning's, is an Optimizer with the one that steps as its ``.optimizer``. A
-    container, such as torchtitan's, is an Optimizer with a list of them as its ``.optimizers``.
+    container, such as torchtitan's, is an Optimizer with a list of them as its ``.optimizers``. That of DeepSpeed's
+    ZeRO-3 steps parts of several parameters as one tensor, and appears as an optimizer over the parameters.
     """
+    if is_zero3_optimizer(optimizer):
+        return optimizer_of(optimizer)
     if not isinstance(optimizer, Optimizer):
         return None
     if isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):

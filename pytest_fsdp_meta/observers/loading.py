@@ -21,7 +21,7 @@ from pytest_fsdp_meta.evidence import RankInventory, SubjectFacts
 from pytest_fsdp_meta.evidence.collectives import Collective, RankMemory
 from pytest_fsdp_meta.loader.call import Call
 from pytest_fsdp_meta.loader.subject import Subject, SubjectError
-from pytest_fsdp_meta.observers.adapters import lookup
+from pytest_fsdp_meta.observers.adapters import lookup, zero3
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part
 from pytest_fsdp_meta.observers.batches import batch_slice, has_stages
 from pytest_fsdp_meta.observers.beside import beside_for_reference, scheduler_for_reference
@@ -132,6 +132,7 @@ def _describe(subject: Subject, rank: Rank, managed: Mapping[str, bool], poison_
     names = _names_by_kind(subject.model)
     transient, stages = non_persistent(subject.model), has_stages(rank)
     facts = subject.resolve(names["parameter"], names["buffer"], transient, rank.world_size, stages)
+    facts = replace(facts, engine=zero3.ENGINE if zero3.adapter(subject.model) else "")
     lookup.remember(subject.model, subject.adapter)
     _require_elements(subject.model)
     inventory = take_inventory(subject.model, rank.rank, str(rank.device), facts.kept_attributes)

@@ -38,11 +38,11 @@ DueElements = Callable[[str, Tensor, Part, Tensor], Tensor]
 def copy_shards(model: Module) -> dict[str, Tensor]:
     """Return a copy, on the CPU, of this rank's shard of every trainable parameter."""
     copies: dict[int, Tensor] = {}
-    shards = {}
+    shards, parts = {}, parts_of(model)
     for name, kind, tensor in named_tensors(model):
         if kind == "parameter" and tensor.requires_grad and not tensor.is_meta:
             if id(tensor) not in copies:
-                copies[id(tensor)] = local_part(tensor).to("cpu", copy=True)
+                copies[id(tensor)] = local_part(parts.of(name, tensor).local).to("cpu", copy=True)
             shards[name] = copies[id(tensor)]
     return shards
 

@@ -20,7 +20,12 @@ from pytest_fsdp_meta.loader.subject import Subject, SubjectError
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part
 from pytest_fsdp_meta.observers.batches import calling
 from pytest_fsdp_meta.observers.inventory import named_tensors
-from pytest_fsdp_meta.observers.joined_optimizer import JoinedOptimizer, parts_of_optimizer, unwrapped_optimizer
+from pytest_fsdp_meta.observers.joined_optimizer import (
+    JoinedOptimizer,
+    computing_optimizer,
+    parts_of_optimizer,
+    unwrapped_optimizer,
+)
 from pytest_fsdp_meta.observers.step_hooks import PackedHook, add_hooks, pack_hooks
 
 IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable", "initial_lr"})
@@ -137,8 +142,8 @@ def _is_loaded(value: Any, parameter: Tensor, group: Mapping[str, Any]) -> bool:
 
 def _describe_kind(optimizer: Optimizer, subject: Subject) -> str:
     """ "AdamW", or "AdamW inside AcceleratedOptimizer"."""
-    wrapped = isinstance(subject.optimizer, Optimizer) and subject.optimizer is not optimizer
-    kinds = dict.fromkeys(type(part).__name__ for part in parts_of_optimizer(optimizer))
+    wrapped = built_optimizer(subject) is not None and subject.optimizer is not optimizer
+    kinds = dict.fromkeys(type(computing_optimizer(part)).__name__ for part in parts_of_optimizer(optimizer))
     return " and ".join(kinds) + f" inside {type(subject.optimizer).__name__}" * wrapped
 
 
@@ -240,7 +245,8 @@ def _pack_one(optimizer: Optimizer, model: Module) -> PackedOptimizer:
         )
         for group in optimizer.param_groups
     )
-    return PackedOptimizer(type(optimizer), dict(optimizer.defaults), groups, pack_hooks(optimizer, model))
+    computing = computing_optimizer(optimizer)
+    return PackedOptimizer(type(computing), dict(optimizer.defaults), groups, pack_hooks(computing, model))
 
 
 def _refuse(problem: str, trainable: Iterable[Parameter] = ()) -> NoReturn:

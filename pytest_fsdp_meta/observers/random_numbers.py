@@ -13,7 +13,7 @@ from pytest_fsdp_meta.observers.author_step import run_author_step
 from pytest_fsdp_meta.observers.batches import batch_slice, global_batch, loss_of, own_rows
 from pytest_fsdp_meta.observers.beside import make_beside
 from pytest_fsdp_meta.observers.draws import watching_draws
-from pytest_fsdp_meta.observers.inventory import reshard
+from pytest_fsdp_meta.observers.inventory import drop_gradients, reshard
 from pytest_fsdp_meta.observers.loading import LEFT_BY_LOADER, resharded_subject
 from pytest_fsdp_meta.observers.optimizers import make_optimizer
 from pytest_fsdp_meta.observers.support.generators import (
@@ -35,7 +35,7 @@ def observe_training_mode() -> RankTrainingMode:
     rank, subject = current(), resharded_subject()
     data_parallel = batch_slice(subject, rank)
     rows = own_rows(global_batch(subject, 0), 0, data_parallel, rank.device)
-    subject.model.zero_grad(set_to_none=True)
+    drop_gradients(subject.model)
     subject.model.train()
     doing("a step in training mode")
     set_states(rank.state[LEFT_BY_LOADER].torch, rank.device)  # batch() draws, too

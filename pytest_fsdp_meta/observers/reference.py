@@ -32,7 +32,7 @@ from pytest_fsdp_meta.observers.batches import global_batch, own_rows
 from pytest_fsdp_meta.observers.beside import Beside, declare_beside, make_beside
 from pytest_fsdp_meta.observers.clipping import ReferenceClipping
 from pytest_fsdp_meta.observers.gradients import gradient_norm, gradients_of
-from pytest_fsdp_meta.observers.inventory import named_tensors, take_inventory
+from pytest_fsdp_meta.observers.inventory import drop_gradients, named_tensors, take_inventory
 from pytest_fsdp_meta.observers.memory import return_freed_memory
 from pytest_fsdp_meta.observers.movement import gradient_noise, root_mean_square
 from pytest_fsdp_meta.observers.optimizers import (
@@ -146,7 +146,7 @@ def train_reference(
         first.record("accumulated", whole_gradients(model))
     left_out = hooks_left_out(subject)
     memory = () if optimizer is None else memory_by_slice(subject, data_parallel_size)
-    model.zero_grad(set_to_none=True)
+    drop_gradients(model)
     del optimizer, beside
     return_freed_memory(rank.device)  # this world waits while others train
     return replace(

@@ -10,6 +10,7 @@ from torch.nn import Module
 
 from pytest_fsdp_meta.evidence.checkpoint import RankStateDict
 from pytest_fsdp_meta.loader.subject import Subject, SubjectError
+from pytest_fsdp_meta.observers.adapters import zero3
 from pytest_fsdp_meta.observers.batches import calling_field
 from pytest_fsdp_meta.observers.fingerprints import fingerprint
 from pytest_fsdp_meta.observers.inventory import unwrapped
@@ -50,7 +51,11 @@ def author_state_dict(subject: Subject) -> Mapping[str, Any]:
 
 
 def _torch_keys(model: Module) -> tuple[tuple[str, ...], str]:
-    """Return torch's keys, and why ``get_model_state_dict`` refuses the model; empty where it does not."""
+    """Return torch's keys, and why ``get_model_state_dict`` refuses the model; empty where it does not.
+
+    torch does not know DeepSpeed's engine, which saves what is inside it.
+    """
+    model = unwrapped(model) if zero3.is_wrapper(model) else model
     try:
         return tuple(get_model_state_dict(model)), ""
     except Exception as error:  # many types: torch looks up each key in the modules, and a hook may have renamed it

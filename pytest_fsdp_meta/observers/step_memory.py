@@ -20,7 +20,7 @@ from pytest_fsdp_meta.evidence.step_memory import GatheredGroup, StepMemory
 from pytest_fsdp_meta.loader.subject import Subject
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part
 from pytest_fsdp_meta.observers.batches import loss_of
-from pytest_fsdp_meta.observers.inventory import named_tensors
+from pytest_fsdp_meta.observers.inventory import drop_gradients, named_tensors
 from pytest_fsdp_meta.observers.module_watch import RunningModule
 from pytest_fsdp_meta.observers.support.poison import deterministic
 from pytest_fsdp_meta.observers.support.precision import is_low
@@ -51,7 +51,7 @@ def observe_step_memory(subject: Subject, rows: dict[str, Any]) -> StepMemory:
         cause = error.__cause__ or error
         return StepMemory(None, groups=groups, problem=f"{type(cause).__name__}: {first_line(cause)}")
     finally:
-        model.zero_grad(set_to_none=True)
+        drop_gradients(model)
     return StepMemory(watch.most, watch.modules(), groups)
 
 

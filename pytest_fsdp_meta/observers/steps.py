@@ -17,6 +17,7 @@ from pytest_fsdp_meta.loader.subject import Subject
 from pytest_fsdp_meta.observers.author_step import run_author_step
 from pytest_fsdp_meta.observers.batches import batch_digest, count_labels, global_batch, loss_of, own_rows, scalar
 from pytest_fsdp_meta.observers.beside import Beside, make_beside, rates_of
+from pytest_fsdp_meta.observers.inventory import drop_gradients
 from pytest_fsdp_meta.observers.support.poison import deterministic
 from pytest_fsdp_meta.worlds import SEED, doing
 
@@ -84,7 +85,7 @@ def train(
     beside = beside or make_beside(subject, optimizer)
     step_of = _plain_step if subject.train_step is None or optimizer is None else _author_step
     model.eval()  # switches dropout off, including F.dropout(training=self.training)
-    model.zero_grad(set_to_none=True)  # a loader may have run a warm-up backward
+    drop_gradients(model)  # a loader may have run a warm-up backward
     with deterministic():
         for number, step in enumerate(steps):
             doing(f"training step {number + 1} of {len(steps)}")

@@ -21,7 +21,7 @@ from pytest_fsdp_meta.loader.subject import Subject
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part
 from pytest_fsdp_meta.observers.adapters.lookup import parts_of
 from pytest_fsdp_meta.observers.batches import batch_slice, global_batch, loss_of, model_splits, own_rows
-from pytest_fsdp_meta.observers.inventory import named_tensors, reshard
+from pytest_fsdp_meta.observers.inventory import drop_gradients, named_tensors, reshard
 from pytest_fsdp_meta.observers.loading import loaded_subject
 from pytest_fsdp_meta.observers.module_watch import ModuleWatch, Watcher, describe_modules
 from pytest_fsdp_meta.observers.noise import coarsest_unit
@@ -81,7 +81,7 @@ def trace_reference(
     except Exception as error:
         return replace(empty, problem=_describe(error))
     finally:
-        model.zero_grad(set_to_none=True)
+        drop_gradients(model)
 
 
 def trace_rank(traced: TracedReference, trained: Collection[str], folder: str) -> RankTrace:
@@ -101,7 +101,7 @@ def trace_rank(traced: TracedReference, trained: Collection[str], folder: str) -
     except Exception as error:
         raise NotTraceable(_describe(error)) from error
     finally:
-        subject.model.zero_grad(set_to_none=True)
+        drop_gradients(subject.model)
         reshard(subject.model)
     ours, theirs = compared.entered, traced.arguments
     if [call for call in theirs if call in ours] != [call for call in ours if call in theirs]:
@@ -130,7 +130,7 @@ def _run_watched(subject: Subject, traced: TracedReference, rows: tuple[int, int
     model, device = subject.model, current().device
     watch = ModuleWatch(model, watcher, device)
     model.eval()
-    model.zero_grad(set_to_none=True)
+    drop_gradients(model)
     with deterministic(), watch.watching():
         batch = own_rows(global_batch(subject, traced.step), traced.step, rows, device)
         torch.manual_seed(SEED + traced.step)

@@ -34,7 +34,7 @@ from pytest_fsdp_meta.observers.clipping import clip_on_rank
 from pytest_fsdp_meta.observers.draws import DrawsInEvaluation
 from pytest_fsdp_meta.observers.forward_weights import WeightWatch
 from pytest_fsdp_meta.observers.gradients import contains, gradient_norm, gradients_of, without_gradient
-from pytest_fsdp_meta.observers.inventory import named_tensors, reshard, take_inventory
+from pytest_fsdp_meta.observers.inventory import drop_gradients, named_tensors, reshard, take_inventory
 from pytest_fsdp_meta.observers.loading import loaded_subject
 from pytest_fsdp_meta.observers.movement import (
     compare_beside,
@@ -271,7 +271,7 @@ def _observe_accumulation(
     missing = without_gradient(subject.model, gradients)
     accumulated = Accumulation(compare_gradients(gradients, records["accumulated"]), missing, early)
     optimizer.zero_grad(set_to_none=True)  # model.zero_grad() does not reach gradient buffers of a wrapper
-    subject.model.zero_grad(set_to_none=True)
+    drop_gradients(subject.model)
     reshard(subject.model)
     return accumulated
 

@@ -49,6 +49,11 @@ def no_training_declared(subject: SubjectFacts) -> Unavailable | None:
             "the stages of a pipeline train by the author's schedule; declare Subject(train_step=...)",
             kind="undeclared",
         )
+    if subject.engine and "train_step" not in subject.declared:
+        return Unavailable(
+            f"{subject.engine} runs the backward and the optimizer's step itself; declare Subject(train_step=...)",
+            kind="undeclared",
+        )
     return None
 
 
@@ -82,7 +87,7 @@ def not_saved_by_torch(
     if unfit := [t.name for t in tensors if t.unreadable or _sharded_without_dtensor(t)]:
         problem = f"{unfit[0]} is neither a DTensor nor a whole plain tensor, and torch"
         if gathering:
-            return Unavailable(f"{problem} gathers nothing else")
+            return Unavailable(f"{problem} gathers nothing else; declare Subject(state_dict=...)", kind="undeclared")
         return Unavailable(f"{problem}.distributed.checkpoint saves nothing else; {DECLARE}", kind="undeclared")
     refused = [rank.refused for rank in state_dict if rank.refused]
     if not refused:
@@ -92,12 +97,13 @@ def not_saved_by_torch(
 
 
 def exported_in_parts(inventory: Sequence[RankInventory], subject: SubjectFacts) -> frozenset[str]:
-    """Return the tensors that the author's adapter describes, and those that only some ranks have.
+    """Return the tensors that an adapter describes, and those that only some ranks have: torch gathers neither.
 
-    torch gathers neither. FSDP1 and megatron-fsdp gather by functions of their own.
+    FSDP1, megatron-fsdp and ZeRO-3 gather by functions of their own, which the author's ``state_dict`` calls.
     """
     tensors = (tensor for rank in inventory for tensor in rank.tensors)
-    described = {t.name for t in tensors if _sharded_without_dtensor(t) and t.sharded_by not in BUILT_IN}
+    by_author = "state_dict" in subject.declared
+    described = {t.name for t in tensors if _sharded_without_dtensor(t) and (by_author or t.sharded_by not in BUILT_IN)}
     return partly_held(subject, inventory) | described
 
 

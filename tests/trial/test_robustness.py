@@ -148,12 +148,14 @@ def test_a_lazy_parameter_is_named():
 
 
 def zero_3(fsdp, **declared) -> Subject:
-    """Return a model as ZeRO-3 leaves it: parameters without elements, which hold their shard in an attribute."""
+    """Return a model as ZeRO-3 leaves it on a disk: neither the parameter nor its shard has elements."""
     model = nn.Linear(4, 4, bias=False)
     whole = model.weight.detach()
     model.weight = nn.Parameter(torch.empty(0))
     model.weight.ds_id, model.weight.ds_shape = 0, whole.shape
-    model.weight.ds_tensor = whole.view(-1).chunk(2)[fsdp.rank].clone()
+    model.weight.read_back = whole.view(-1).chunk(2)[fsdp.rank].clone()
+    model.weight.ds_tensor = torch.empty(0)
+    model.weight.ds_tensor.ds_numel = 8
     return Subject(model, **declared)
 
 
@@ -169,12 +171,30 @@ def test_a_placeholder_is_no_parameter():
 def test_an_adapter_finds_the_elements_of_a_placeholder():
     def loader(fsdp):
         def adapter(name, tensor):
-            return Part.run(tensor.ds_tensor, tensor.ds_shape, start=8 * fsdp.rank)
+            return Part.run(tensor.read_back, tensor.ds_shape, start=8 * fsdp.rank)
 
         return zero_3(fsdp, adapter=adapter)
 
     assert judged(loader)["nothing_left_unsharded"].status == "passed"
     assert [rank.tensors[0].shape for rank in observed(loader).inventory] == [(4, 4), (4, 4)]
+
+
+def test_zero_3_trains_by_its_engine():
+    def loader(fsdp):
+        subject = zero_3(
+            fsdp, batch=lambda step: {"x": torch.ones(4, 4)}, reference=lambda: nn.Linear(4, 4, bias=False)
+        )
+        weight = subject.model.weight
+        weight.ds_tensor, weight.ds_numel, weight.ds_process_group = weight.read_back, 16, torch.distributed.group.WORLD
+        weight.ds_tensor.ds_numel = 8
+        return subject
+
+    found = judged(loader)
+    assert found["nothing_left_unsharded"].status == "passed"
+    assert found["loss_parity"].status == "skipped"
+    assert found["loss_parity"].reason == (
+        "DeepSpeed's engine runs the backward and the optimizer's step itself; declare Subject(train_step=...)"
+    )
 
 
 def test_a_long_message_has_a_short_summary():

@@ -12,7 +12,7 @@ from torch.nn import Module
 
 from pytest_fsdp_meta.loader.adapter import BUILT_IN, Adapter, Part, PartError
 from pytest_fsdp_meta.loader.subject import SubjectError
-from pytest_fsdp_meta.observers.adapters import fsdp1, megatron_fsdp
+from pytest_fsdp_meta.observers.adapters import fsdp1, megatron_fsdp, zero3
 from pytest_fsdp_meta.observers.adapters.checking import describe_misfit, find_fault
 from pytest_fsdp_meta.observers.adapters.dtensor import own_memory, own_part, own_share, with_elements
 from pytest_fsdp_meta.worlds import CallFailed
@@ -75,7 +75,7 @@ def remember(model: Module, declared: Adapter | None) -> None:
 def parts_of(model: Module) -> Parts:
     """Return the parts of a model; the adapter that the author declared is asked before the built-in ones."""
     own = [_declared[model]] if model in _declared else []
-    candidates = (make(model) for make in (fsdp1.adapter, megatron_fsdp.adapter))
+    candidates = (make(model) for make in (fsdp1.adapter, megatron_fsdp.adapter, zero3.adapter))
     return Parts((*own, *(built_in for built_in in candidates if built_in is not None)))
 
 
