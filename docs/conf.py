@@ -23,7 +23,7 @@ html_theme_options = {"top_of_page_buttons": []}
 pygments_style = "friendly"
 
 OUTSIDE = re.compile(r"\]\((\.\./[^)#]+\.md)\)")
-LINK = re.compile(r"\[[^\]]+\]\((\w[\w-]*)\.md\)")
+LINK = re.compile(r"\[[^\]]+\]\((\w[\w/-]*)\.md\)")
 
 
 def navigation(index: str) -> str:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -17,6 +20,9 @@ from pytest_fsdp_meta.trial import ON_RANKS, Trial
 from pytest_fsdp_meta.worlds import ForkServerEngine, Sources, WorldSpec
 
 Failures = dict[str, str]
+RECIPES = Path(__file__).parents[2] / "docs" / "frameworks"
+LONGEST = 15
+"""Lines of a recipe, without imports and blank lines."""
 
 
 @pytest.fixture(scope="session")
@@ -32,5 +38,33 @@ def failures_of() -> Callable[..., Failures]:
         evidence = trial.observe(Call(cloudpickle.dumps(function), packed, "fsdp"), OBSERVATIONS)
         failed = {id: v for id, v in judge_all(evidence).items() if v.status in ("failed", "error")}
         return {id: " ".join(describe_failure(v, "world", "command").split()) for id, v in failed.items()}
+
+    return run
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Callable[[str], str]:
+    """Return ``recipe(name)``: run the first Python block of docs/frameworks/<name>.md; return pytest's output.
+
+    The block is a test file that has to pass. It is short, so that nobody is kept from trying it.
+    """
+
+    def run(name: str) -> str:
+        page = (RECIPES / f"{name}.md").read_text("utf-8")
+        block = re.search(r"^```python\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
+        assert block, f"{name}.md has no Python block"
+        lines = [line for line in block[1].splitlines() if line and not line.startswith(("import", "from", "#"))]
+        assert len(lines) <= LONGEST, f"{name}.md: {len(lines)} lines"
+        file = tmp_path / "test_recipe.py"
+        file.write_text(block[1], "utf-8")
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", file.name, "-p", "no:cacheprovider", "--color=no"],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout
+        return done.stdout
 
     return run

@@ -204,3 +204,7 @@ def test_defects(checkpoints, failures_of, defect):
     name, check, message = DEFECTS[defect]
     failures = failures_of(defect, WorldSpec({"dp_shard": 2}, timeout=120), path=checkpoints[name])
     assert message in failures[check], failures
+
+
+def test_recipe(recipe):
+    assert "failed" not in recipe("deepspeed")
