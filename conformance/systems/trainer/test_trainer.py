@@ -20,7 +20,7 @@ from pytest_fsdp_meta.transformers import subject, token_batch
 ARCHITECTURES = ("llama", "llama-tied", "qwen3-moe", "gemma3", "gpt2")
 ONE_TOKEN_TOO_MANY = (
     "transformers 5.23.0: the Trainer counts the first label of each row for models without a loss_type, such as "
-    "GPT2LMHeadModel (trainer.py:543, modeling_utils.py:1284): with 12 tokens in a row, their loss is 11/12 of the right one"
+    "GPT2LMHeadModel (trainer.py:543, modeling_utils.py:1284): with 12 tokens in a row, the loss is 11/12 of it"
 )
 SAME_SEED = "transformers 5.23.0: the Trainer seeds all ranks alike (trainer.py:419), and GPT-2 has dropout"
 FSDP = {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "cpu_ram_efficient_loading": False}
