@@ -64,7 +64,7 @@ def recipe(tmp_path: Path) -> Callable[[str], str]:
             text=True,
             check=False,
         )
-        assert done.returncode == 0, done.stdout
+        assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
     return run
