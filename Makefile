@@ -14,7 +14,10 @@ RAY := .venv-ray/bin
 
 SYSTEMS := $(notdir $(patsubst %/requirements.txt,%,$(wildcard conformance/systems/*/requirements.txt)))
 
-.PHONY: help conformance test slow lint check wheel downstream matrix field bench bench-catalogue bench-worlds bench-faults power soak gpu format docs site browser pictures clean ray systems $(SYSTEMS:%=system-%)
+# Those that have a recipe in docs/frameworks.
+WILD := accelerate deepspeed lightning peft torchtitan trainer
+
+.PHONY: help conformance test slow lint check wheel downstream matrix field bench bench-catalogue bench-worlds bench-faults power soak gpu format docs site browser pictures clean ray systems wild $(SYSTEMS:%=system-%)
 
 help:
 	@echo "make conformance  install, then check on real ranks (GPUs if there are enough, else CPU) that conforming loaders pass"
@@ -25,6 +28,7 @@ help:
 	@echo "make lint         run ruff, mypy and import-linter"
 	@echo "make format       format and fix with ruff"
 	@echo "make systems      judge released third-party packages, each in its own environment: $(SYSTEMS:%=system-%)"
+	@echo "make wild         judge those with a recipe in docs/frameworks, and write the table in docs/released.md: $(WILD)"
 	@echo "make ray          install Ray in a separate environment and run the tests of worlds on several machines"
 	@echo "make gpu          run the tests that need a GPU and write benchmarks/results/DATE-gpu.md"
 	@echo "make wheel        build the distribution into dist and check its contents"
@@ -82,6 +86,14 @@ systems: $(SYSTEMS:%=system-%)
 
 $(SYSTEMS:%=system-%): system-%:
 	PYTHON=$(PYTHON) conformance/systems/run.sh $*
+
+# Each is judged even if another one has unknown findings; the table has them all.
+wild:
+	rm -rf build/wild
+	failed=; for system in $(WILD); do \
+	  PYTHON=$(PYTHON) conformance/systems/run.sh $$system --fsdp-report=build/wild/$$system || failed="$$failed $$system"; \
+	done; \
+	$(PYTHON) -m conformance.released build/wild && [ -z "$$failed" ] || { echo "not as known:$$failed"; exit 1; }
 
 # Without pytest-xdist, because each module starts its own Ray clusters.
 ray: .venv-ray/installed

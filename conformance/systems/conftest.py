@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,6 +12,7 @@ import cloudpickle
 import pytest
 
 from conformance.judging import judge_all
+from conformance.released import count_lines, recipe_of
 from pytest_fsdp_meta.catalogue.registry import OBSERVATIONS
 from pytest_fsdp_meta.loader.call import Call
 from pytest_fsdp_meta.reports.terminal import describe_failure
@@ -20,7 +20,6 @@ from pytest_fsdp_meta.trial import ON_RANKS, Trial
 from pytest_fsdp_meta.worlds import ForkServerEngine, Sources, WorldSpec
 
 Failures = dict[str, str]
-RECIPES = Path(__file__).parents[2] / "docs" / "frameworks"
 LONGEST = 15
 """Lines of a recipe, without imports and blank lines."""
 
@@ -50,13 +49,9 @@ def recipe(tmp_path: Path) -> Callable[[str], str]:
     """
 
     def run(name: str) -> str:
-        page = (RECIPES / f"{name}.md").read_text("utf-8")
-        block = re.search(r"^```python\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
-        assert block, f"{name}.md has no Python block"
-        lines = [line for line in block[1].splitlines() if line and not line.startswith(("import", "from", "#"))]
-        assert len(lines) <= LONGEST, f"{name}.md: {len(lines)} lines"
         file = tmp_path / "test_recipe.py"
-        file.write_text(block[1], "utf-8")
+        file.write_text(recipe_of(name), "utf-8")
+        assert count_lines(recipe_of(name)) <= LONGEST
         done = subprocess.run(
             [sys.executable, "-m", "pytest", file.name, "-p", "no:cacheprovider", "--color=no"],
             cwd=tmp_path,

@@ -1,0 +1,129 @@
+"""Write the table of docs/released.md from the reports of ``make wild``.
+
+``python -m conformance.released FOLDER`` reads FOLDER/SYSTEM/report.json for each system that has a recipe in
+docs/frameworks. The table has what was judged, not what was expected: a finding that nobody knew is in it as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RECIPES, SYSTEMS = ROOT / "docs" / "frameworks", ROOT / "conformance" / "systems"
+PAGE = ROOT / "docs" / "released.md"
+BEGIN, END = "<!-- written by make wild -->\n", "<!-- until here -->\n"
+PACKAGES = {"trainer": "transformers"}
+"""The package that a system judges, where it has another name."""
+PAGES = {"lightning": "fabric"}
+"""The page of a system, where it has another name."""
+CHECKED = ("passed", "partly checked", "failed", "xfailed", "xpassed", "error")
+
+
+@dataclass(frozen=True)
+class Row:
+    """What the run of one system's tests has shown."""
+
+    system: str
+    release: str
+    loaders: int
+    statuses: Counter[str]
+    findings: tuple[str, ...]
+    """The checks that have a finding, known or not."""
+    seconds: float
+    lines: int
+    """Lines of the recipe without imports."""
+
+    def cells(self) -> list[str]:
+        page = PAGES.get(self.system, self.system)
+        checked = sum(self.statuses[status] for status in CHECKED)
+        findings = ", ".join(f"`{id}`" for id in self.findings) or "none"
+        first = f"[{self.release}](frameworks/{page}.md)"
+        counts = [str(self.loaders), str(checked), str(self.statuses["skipped"]), findings]
+        return [first, *counts, f"{self.seconds:.0f}", str(self.lines)]
+
+
+def systems() -> list[str]:
+    """Return the systems that have a recipe."""
+    return sorted(
+        folder.name for folder in SYSTEMS.iterdir() if (RECIPES / f"{PAGES.get(folder.name, folder.name)}.md").is_file()
+    )
+
+
+def recipe_of(page: str) -> str:
+    """Return the first Python block of a page in docs/frameworks. Raises ValueError if it has none."""
+    text = (RECIPES / f"{page}.md").read_text("utf-8")
+    block = re.search(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    if block is None:
+        raise ValueError(f"docs/frameworks/{page}.md has no Python block")
+    return block[1]
+
+
+def count_lines(recipe: str) -> int:
+    """Return the number of lines without imports, comments and blank lines."""
+    return sum(bool(line) and not line.startswith(("import", "from", "#")) for line in recipe.splitlines())
+
+
+def read_row(system: str, report: dict[str, Any]) -> Row:
+    """Return the row of a system. Raises ValueError for the report of a run that was cut short."""
+    if not report["complete"]:
+        raise ValueError(f"{system}: the run was cut short")
+    checks = [check for loader in report["loaders"] for check in loader["checks"]]
+    found = Counter(check["check"] for check in checks if check["status"] in ("failed", "xfailed", "error"))
+    return Row(
+        system,
+        release=released(system),
+        loaders=len(report["loaders"]),
+        statuses=Counter(check["status"] for check in checks),
+        findings=tuple(sorted(found)),
+        seconds=report["seconds"],
+        lines=count_lines(recipe_of(PAGES.get(system, system))),
+    )
+
+
+def released(system: str) -> str:
+    package = PACKAGES.get(system, system)
+    pins = (SYSTEMS / system / "requirements.txt").read_text("utf-8")
+    pinned = re.search(rf"^{package}==(\S+)$", pins, re.MULTILINE)
+    if pinned is None:
+        raise ValueError(f"conformance/systems/{system}/requirements.txt does not pin {package}")
+    return f"{package} {pinned[1]}"
+
+
+def table(rows: list[Row]) -> str:
+    head = ["release", "loaders", "checks", "skipped", "findings of", "seconds", "lines of the recipe"]
+    lines = [head, ["---"] * len(head), *(row.cells() for row in rows)]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def replace_table(page: str, written: str) -> str:
+    before, begin, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise ValueError(f"{PAGE.name} lacks the lines {BEGIN.strip()!r} and {END.strip()!r}")
+    return f"{before}{begin}\n{written}\n{end}{after}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m conformance.released", description=__doc__)
+    parser.add_argument("folder", type=Path, help="has a folder with the report of each system")
+    folder = parser.parse_args().folder
+    rows = []
+    for system in systems():
+        file = folder / system / "report.json"
+        if not file.is_file():
+            parser.error(f"{file} does not exist: run make wild")
+        try:
+            rows.append(read_row(system, json.loads(file.read_text("utf-8"))))
+        except ValueError as error:
+            parser.error(str(error))
+    PAGE.write_text(replace_table(PAGE.read_text("utf-8"), table(rows)), "utf-8")
+
+
+if __name__ == "__main__":
+    main()
