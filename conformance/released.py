@@ -70,9 +70,9 @@ def count_lines(recipe: str) -> int:
 
 
 def read_row(system: str, report: dict[str, Any]) -> Row:
-    """Return the row of a system. Raises ValueError for the report of a run that was cut short."""
-    if not report["complete"]:
-        raise ValueError(f"{system}: the run was cut short")
+    """Return the row of a system. Raises ValueError for a run that was cut short or judged nothing."""
+    if not report["complete"] or not report["loaders"]:
+        raise ValueError(f"{system}: " + ("no loader was judged" if report["complete"] else "the run was cut short"))
     checks = [check for loader in report["loaders"] for check in loader["checks"]]
     found = Counter(check["check"] for check in checks if check["status"] in ("failed", "xfailed", "error"))
     return Row(

@@ -103,8 +103,24 @@ def calling(where: str, call: str = "") -> Iterator[None]:
         raise
     except Exception as error:
         raise CallFailed(f"{where}, called as {call}" if call and _expects_others(error) else where) from error
-    except CheckpointException as error:  # a BaseException that only counts the ranks of its errors
-        raise CallFailed(where) from next((cause for cause, _ in error.failures.values()), error)
+    except CheckpointException as error:
+        raise CallFailed(where) from _first_failure(error)
+
+
+@contextmanager
+def calling_torch(function: str, field: str) -> Iterator[None]:
+    """Name torch's function that takes the place of a field, and what failed on the first rank, where ranks report."""
+    try:
+        yield
+    except CheckpointException as error:
+        where = f"{function}, the default of Subject({field}=...)"
+        raise CallFailed(where) from _first_failure(error)
+
+
+def _first_failure(error: CheckpointException) -> BaseException:
+    """Return the failure of the first rank: the error itself, a BaseException, only counts the ranks."""
+    first: BaseException = next((cause for cause, _ in error.failures.values()), error)
+    return first
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from pytest_fsdp_meta.loader.adapter import Part
 from pytest_fsdp_meta.loader.subject import Subject
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part, placed_like
 from pytest_fsdp_meta.observers.adapters.lookup import parts_of
-from pytest_fsdp_meta.observers.batches import batch_slice, calling_field, has_stages
+from pytest_fsdp_meta.observers.batches import batch_slice, calling_field, calling_torch, has_stages
 from pytest_fsdp_meta.observers.beside import Beside, make_beside
 from pytest_fsdp_meta.observers.fingerprints import fingerprint
 from pytest_fsdp_meta.observers.inventory import memory_key, named_tensors, non_persistent, reshard
@@ -150,7 +150,8 @@ def _save(subject: Subject, optimizer: Optimizer | None, folder: Path, beside: B
             subject.save(subject.model, as_built(subject, optimizer), folder, **handed_over(subject, "save", beside))
         return
     states = _torch_states(subject.model, optimizer)
-    dcp.save(states if beside is None else {**states, **beside.states()}, checkpoint_id=folder)
+    with calling_torch("torch.distributed.checkpoint.save", "save"):
+        dcp.save(states if beside is None else {**states, **beside.states()}, checkpoint_id=folder)
 
 
 def _load(subject: Subject, optimizer: Optimizer | None, folder: Path, beside: Beside | None = None) -> None:
@@ -168,7 +169,8 @@ def _load(subject: Subject, optimizer: Optimizer | None, folder: Path, beside: B
     groups = states["optimizer"]["param_groups"] if optimizer is not None and has_stages(current()) else []
     # One list of names is saved for all ranks, but each stage has its own.
     own_names = [group.pop("params") for group in groups]
-    dcp.load(loading := {**states, **kept}, checkpoint_id=folder)
+    with calling_torch("torch.distributed.checkpoint.load", "resume"):
+        dcp.load(loading := {**states, **kept}, checkpoint_id=folder)
     for group, names in zip(groups, own_names, strict=True):
         group["params"] = names
     # Another check reports tensors that the state dict leaves out.

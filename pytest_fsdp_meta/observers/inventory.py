@@ -154,7 +154,8 @@ def _memory_facts(own: Tensor, files: MappedFiles | None) -> dict[str, Any]:
 
 def memory_key(local: Tensor) -> str | None:
     """Return a key of the tensor's memory and shape; None where it has no address: meta, empty, lazy backends."""
-    address = 0 if local.is_meta or not local.numel() else local.data_ptr()
+    held = None if local.is_meta or not local.numel() else next(tensors_in(local), None)
+    address = 0 if held is None else held.data_ptr()
     return f"{address}:{tuple(local.shape)}" if address else None
 
 

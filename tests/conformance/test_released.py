@@ -29,6 +29,8 @@ def test_a_finding_that_nobody_expects_is_in_the_table():
 def test_a_run_that_was_cut_short_has_no_row():
     with pytest.raises(ValueError, match="peft: the run was cut short"):
         read_row("peft", report(complete=False))
+    with pytest.raises(ValueError, match="peft: no loader was judged"):
+        read_row("peft", {"complete": True, "loaders": []})
 
 
 def test_every_recipe_is_short_and_in_the_list_of_the_makefile():

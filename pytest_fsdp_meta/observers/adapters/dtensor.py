@@ -14,6 +14,7 @@ from pytest_fsdp_meta.loader.adapter import Part
 from pytest_fsdp_meta.loader.placements import short_placement
 from pytest_fsdp_meta.observers.support.layout import regions as layout_regions
 from pytest_fsdp_meta.observers.support.layout import slice_runs
+from pytest_fsdp_meta.observers.support.subclasses import plain, wrapped
 
 
 def own_part(tensor: Tensor) -> Part:
@@ -66,14 +67,14 @@ def sizes(tensor: Tensor) -> tuple[int, ...]:
 
 
 def own_memory(tensor: Tensor) -> Tensor:
-    """Return this rank's own part of a tensor, without autograd."""
+    """Return this rank's own part of a tensor, without autograd and without subclasses that only compute otherwise."""
     with torch.no_grad():
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+        return wrapped(tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach())
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return ``own_memory`` with a lazy conjugation or negation applied."""
-    return own_memory(tensor).resolve_conj().resolve_neg()
+    """Return ``own_memory`` as a plain tensor: dequantised, and with a lazy conjugation or negation applied."""
+    return plain(own_memory(tensor)).resolve_conj().resolve_neg()
 
 
 def mesh_facts(tensor: DTensor) -> MeshFacts:

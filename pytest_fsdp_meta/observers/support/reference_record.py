@@ -53,6 +53,8 @@ def write_record(path: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
     """
     from safetensors.torch import save_file
 
+    from pytest_fsdp_meta.observers.support.subclasses import plain
+
     stored: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     as_bytes: dict[str, str] = {}
@@ -61,7 +63,7 @@ def write_record(path: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
     for name, tensor in tensors:
         if not is_array(tensor):
             continue
-        data = tensor.detach()
+        data = plain(tensor.detach())
         # Another view of the same memory, such as a transposed weight, is another tensor.
         key = (data.data_ptr(), tuple(data.shape), data.stride(), data.dtype, data.is_conj(), data.is_neg())
         if data.numel() and key in first:
