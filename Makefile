@@ -35,7 +35,8 @@ help:
 	@echo "make downstream   run examples/downstream in a new environment with that wheel"
 	@echo "make matrix       judge every loader by every check: build/matrix.json, .md and .svg"
 	@echo "make field        judge transformers' own FSDP2 loader on all its causal language models: docs/field.md"
-	@echo "                  (make field UNEVEN=1: with a vocabulary and sizes that two ranks do not divide)"
+	@echo "                  (LOADER=transformers-uneven: with a vocabulary and sizes that two ranks do not divide;"
+	@echo "                  LOADER=transformers-tp or transformers-fsdp-tp: tensor-parallel)"
 	@echo "make bench        measure checks, weight verification, worlds and faults next to other tools: benchmarks/results"
 	@echo "                  (one part: make bench-catalogue, make bench-worlds, make bench-faults)"
 	@echo "make power        count false findings of right trainings, and find the smallest errors that are found (an hour)"
@@ -141,9 +142,9 @@ matrix: .venv/installed
 
 # Fails on differences from the known results. An interrupted run continues where it stopped. A conforming loader must give
 # no findings on the same models: python -m conformance.field --loader plain
-# With UNEVEN=1, sizes are primes; the page is then build/field-uneven.md.
+# LOADER is another way to load, with its page in build: transformers-uneven (sizes are primes), transformers-tp, ...
 field: .venv/installed
-	$(BIN)/python -m conformance.field $(if $(UNEVEN),--loader transformers-uneven --page build/field-uneven.md,--page docs/field.md)
+	$(BIN)/python -m conformance.field $(if $(LOADER),--loader $(LOADER) --page build/field-$(LOADER).md,--page docs/field.md)
 
 # Speed and memory next to the same work without the plugin and next to other tools; files are named by date.
 DATED := benchmarks/results/$(shell date +%F)

@@ -1,8 +1,9 @@
 """Judge every causal language model of transformers by the whole catalogue (``make field``).
 
 Each architecture's tiny checkpoint is loaded on two ranks by transformers' own FSDP2 loader, or by a conforming loader
-(``--loader plain``). With "-uneven" after the loader's name, the vocabulary and other sizes are primes. Differences
-from the known results are printed on standard error, and the exit status is then 1.
+(``--loader plain``). With "-uneven" after the loader's name, the vocabulary and other sizes are primes; with "-tp" and
+"-fsdp-tp", those with a plan for it are loaded tensor-parallel, on two ranks, or on four with FSDP2 as well.
+Differences from the known results are printed on standard error, and the exit status is then 1.
 An interrupted run continues where it stopped: it reuses results of the same versions and the same code.
 """
 
@@ -16,9 +17,9 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -37,28 +38,44 @@ from pytest_fsdp_meta.worlds import ForkServerEngine, Sources, World, WorldError
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("torch", "transformers")
 ARCHITECTURES = "fixtures.architectures"
+
+
+@dataclass(frozen=True)
+class Mode:
+    """How the sweep loads: functions by name, which this process does not import, and the mesh of the ranks."""
+
+    loader: str
+    save: str = "pytest_fsdp_meta.transformers:tiny_checkpoint"
+    mesh: Mapping[str, int] = field(default_factory=lambda: {"dp_shard": 2})
+    names: str = f"{ARCHITECTURES}:names"
+
+
+OWN = f"{ARCHITECTURES}:load_transformers"
+PLANNED = f"{ARCHITECTURES}:names_with_tp_plan"
 LOADERS = {
-    "transformers": (f"{ARCHITECTURES}:load_transformers", "pytest_fsdp_meta.transformers:tiny_checkpoint"),
-    "transformers-uneven": (f"{ARCHITECTURES}:load_transformers", f"{ARCHITECTURES}:save_uneven"),
-    "plain": (f"{ARCHITECTURES}:load_plain", f"{ARCHITECTURES}:save_plain"),
-    "plain-uneven": (f"{ARCHITECTURES}:load_plain", f"{ARCHITECTURES}:save_plain_uneven"),
+    "transformers": Mode(OWN),
+    "transformers-uneven": Mode(OWN, f"{ARCHITECTURES}:save_uneven"),
+    "transformers-tp": Mode(OWN, mesh={"tp": 2}, names=PLANNED),
+    "transformers-fsdp-tp": Mode(OWN, mesh={"dp_shard": 2, "tp": 2}, names=PLANNED),
+    "plain": Mode(f"{ARCHITECTURES}:load_plain", f"{ARCHITECTURES}:save_plain"),
+    "plain-uneven": Mode(f"{ARCHITECTURES}:load_plain", f"{ARCHITECTURES}:save_plain_uneven"),
 }
-"""The loader, and the function that makes a checkpoint for it, by the name for ``--loader``."""
+"""By the name for ``--loader``."""
 
 
 class Sweep:
     """Judge architectures, several at a time, with one loader. This process never imports torch."""
 
     def __init__(self, loader: str, folder: Path) -> None:
-        self._loader, self._save_checkpoint = LOADERS[loader]
+        self._mode = LOADERS[loader]
         self._folder = folder
         architectures = ("pytest_fsdp_meta.transformers", f"{ARCHITECTURES}:import_all")
         self._engine = ForkServerEngine(Sources(tuple(sys.path)), [*architectures, *ON_RANKS])
 
     def names(self) -> tuple[str, ...]:
-        """Return all model types, in transformers' order."""
+        """Return all model types that can be loaded so, in transformers' order."""
         with self._single_rank() as world:
-            found: tuple[str, ...] = world.run(f"{ARCHITECTURES}:names")[0]
+            found: tuple[str, ...] = world.run(self._mode.names)[0]
         return found
 
     def judge(self, names: Iterable[str], jobs: int) -> Iterator[ArchitectureResult]:
@@ -84,11 +101,11 @@ class Sweep:
         path = self._folder / name
         try:
             with self._single_rank() as world:
-                world.run(self._save_checkpoint, name, path)
+                world.run(self._mode.save, name, path)
         except WorldError as error:  # an architecture may raise anything on sizes that do not suit it
             return ArchitectureResult(name, checkpoint_error=" ".join(error.failures[0].message.split())[:300])
-        trial = Trial(WorldSpec({"dp_shard": 2}, timeout=120), self._engine, steps=3, tolerance={})
-        loader = cloudpickle.dumps(ByName(*self._loader.split(":")))
+        trial = Trial(WorldSpec(dict(self._mode.mesh), timeout=120), self._engine, steps=3, tolerance={})
+        loader = cloudpickle.dumps(ByName(*self._mode.loader.split(":")))
         try:
             evidence = trial.observe(Call(loader, {"path": cloudpickle.dumps(path)}, "fsdp"), OBSERVATIONS)
         except LoaderFailed as failed:

@@ -32,7 +32,7 @@ class Run:
 
 def render_page(rows: Sequence[ArchitectureResult], run: Run) -> str:
     """Return the whole page, with the status of every check for every architecture."""
-    return "\n".join([*_head(rows, run), *_table(rows), *_findings(rows), *_errors(rows), *_skips(rows)])
+    return "\n".join([*_head(rows, run), *_table(rows), *_findings(rows), *_errors(rows, run.loader), *_skips(rows)])
 
 
 HEAD = """\
@@ -46,6 +46,9 @@ LOADED = {
     "transformers": "as users do, `from_pretrained(path, distributed_config=DistributedConfig(fsdp_size=2))`, with the "
     "class\nthat the checkpoint names",
     "transformers-uneven": "as users do, with a vocabulary of 131 tokens and other sizes that two ranks do not divide",
+    "transformers-tp": "tensor-parallel, with `DistributedConfig(tp_size=2)`, if transformers has a plan for it",
+    "transformers-fsdp-tp": "and two, with `DistributedConfig(fsdp_size=2, tp_size=2)`,\n"
+    "if transformers has a plan for it",
     "plain": "with a conforming loader, `load_plain` of fixtures/architectures.py",
     "plain-uneven": "with a conforming loader, and sizes that two ranks do not divide",
 }
@@ -71,7 +74,8 @@ def _head(rows: Sequence[ArchitectureResult], run: Run) -> Iterator[str]:
     reused = f"; {run.reused} of them by an earlier run, which was interrupted" if run.reused else ""
     new = [line for row in rows for line in row.unexpected(run.loader)]
     yield HEAD.format(loaded=LOADED[run.loader])
-    yield f"* {date.today().isoformat()}: {versions}, a world of 2 over gloo on CPU, float32"
+    world = "a world of 4 (2 x 2)" if run.loader == "transformers-fsdp-tp" else "a world of 2"
+    yield f"* {date.today().isoformat()}: {versions}, {world} over gloo on CPU, float32"
     spent = f"{run.seconds:.0f} s, {run.cpu:.0f} s of CPU, {run.jobs} at a time"
     yield f"* {counted(len(rows), 'model type')} in {spent}{reused}"
     yield f"* on {os.cpu_count()} cores, with a load of {os.getloadavg()[0]:.1f} at the end"
@@ -109,13 +113,15 @@ def _findings(rows: Iterable[ArchitectureResult]) -> Iterator[str]:
     yield ""
 
 
-def _errors(rows: Sequence[ArchitectureResult]) -> Iterator[str]:
+def _errors(rows: Sequence[ArchitectureResult], loader: str) -> Iterator[str]:
     yield "## Errors"
     yield ""
     yield from (f"* `{row.name}`: {WITHOUT_CHECKPOINT.get(row.name, row.not_judged)}" for row in rows if row.not_judged)
     for row in rows:
         if row.errors:
-            known = "one device cannot train it either" if row.name in UNTRAINABLE else "**new**"
+            new = any(": error: " in line for line in row.unexpected(loader))
+            known = "**new**" if new else "known"
+            known = "one device cannot train it either" if row.name in UNTRAINABLE else known
             reasons = "; ".join(dict.fromkeys(row.errors.values()))
             yield f"* `{row.name}`, {counted(len(row.errors), 'check')} ({known}): {reasons}"
     yield ""

@@ -132,13 +132,53 @@ UNEVEN_AND_TIED = [
     "zamba2",
     "zaya",
 ]
+REDUCED_AGAIN = {"grad_accumulation_parity"}
+"""Norms of heads, whose gradients a hook adds up over the ranks in every backward: those of earlier ones once more."""
+HEAD_NORMS = [
+    "beam",
+    "dots1",
+    "dots3_note",
+    "dots3_note_text",
+    "exaone4",
+    "exaone_moe",
+    "gemma3",
+    "gemma3_text",
+    "gemma4_unified",
+    "gemma4_unified_text",
+    "hy_v3",
+    "kolibri1",
+    "laguna",
+    "mellum",
+    "moss_transcribe_diarize",
+    "qwen3",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
+    "qwen3_moe",
+    "qwen3_next",
+]
+TENSOR_PARALLEL: dict[str, set[str]] = {
+    **dict.fromkeys(HEAD_NORMS, REDUCED_AGAIN),
+    # Parameters of an activation between sharded layers: nothing adds up their gradients.
+    "apertus": {"grad_parity"},
+    "gemma3n_text": {"loss_parity"},
+    "hrm_text": FUSED,
+    # The plan says "colwise" of two fused weights, and each rank has a part of both. The reference gets those rows.
+    "inkling2_text": {"params_equal_reference", "loss_parity"},
+}
 FINDINGS: dict[str, dict[str, set[str]]] = {
     "plain": {},
     "plain-uneven": {},
     "transformers": OF_ANY_SIZE,
+    "transformers-tp": TENSOR_PARALLEL,
+    "transformers-fsdp-tp": TENSOR_PARALLEL,
     "transformers-uneven": OF_ANY_SIZE | {name: STALE | OF_ANY_SIZE.get(name, set()) for name in UNEVEN_AND_TIED},
 }
 """Known findings of transformers 5.23.0 by loader; docs/systems.md explains them. Remove those that a release fixes."""
+
+KNOWN_ERRORS = {loader: ("has overlapping chunks",) if loader.endswith("-tp") else () for loader in FINDINGS}
+"""Parts of errors that are known: torch's checkpoints refuse weights whose fused parts are sharded each by itself."""
 
 ALL_SHARED = (
     "the configuration demands that all layers share their keys and values, and `kv_sharing_modes` refuses that"
@@ -155,12 +195,18 @@ RAISING: dict[str, set[str]] = {
     "plain-uneven": set(),
     "transformers": _MODULE_LISTS,
     "transformers-uneven": {*_MODULE_LISTS, "hrm_text"},
+    "transformers-tp": set(),
+    "transformers-fsdp-tp": set(),
 }
 """Architectures whose loader raises: its plan shards a ModuleList, which has no forward, or it compares the shape of a
 fused weight with that of one uneven shard."""
 
 UNTRAINABLE = {"blt", "git", "musicgen", "musicgen_melody", "reformer", "rwkv", "xlstm"}
 """Architectures that one device cannot train either, from tokens alone in evaluation mode; their loading is judged."""
+
+_FORWARD_RAISES = {"doge", "gemma4", "inkling_text", "llama4", "llama4_text"}
+NOT_TRAINED = {loader: UNTRAINABLE | (_FORWARD_RAISES if loader.endswith("-tp") else set()) for loader in FINDINGS}
+"""Architectures that cannot be trained, by loader: the forward raises where the model is tensor-parallel, too."""
 
 TRAINING_CHECKS = {check.id for check in built_in() if {"training", "training_mode", "continued"} & set(check.needs)}
 """Checks that cannot be judged if the model cannot be trained."""
@@ -212,9 +258,9 @@ class ArchitectureResult:
         known = FINDINGS[loader].get(self.name, set())
         yield from (f"{self.name}: {id}: {found[0]}" for id, found in self.findings.items() if id not in known)
         yield from (f"{self.name}: {id} has no finding any more" for id in sorted(known - set(self.findings)))
-        excused = TRAINING_CHECKS if self.name in UNTRAINABLE else set()
+        excused = TRAINING_CHECKS if self.name in NOT_TRAINED[loader] else set()
         for id, reason in self.errors.items():
-            if id not in excused:
+            if id not in excused and not any(text in reason for text in KNOWN_ERRORS[loader]):
                 yield f"{self.name}: {id}: error: {reason}"
         if excused and self.clean and not self.errors:
             yield f"{self.name}: can be trained now"

@@ -9,7 +9,7 @@ import pytest
 from conformance.field import ResultsFile, Sweep
 from conformance.field_page import Run, render_page
 from conformance.field_results import FINDINGS, RAISING, UNTRAINABLE, WITHOUT_CHECKPOINT, ArchitectureResult
-from fixtures.architectures import load_plain, load_transformers, save_plain
+from fixtures.architectures import load_plain, load_transformers, names_with_tp_plan, save_plain
 from pytest_fsdp_meta import fsdp_conformance
 from pytest_fsdp_meta.catalogue import built_in
 from pytest_fsdp_meta.transformers import CAUSAL_LMS
@@ -68,12 +68,35 @@ def test_unexpected_results():
         assert list(other.unexpected("transformers")) == [f"{other.name}: {other.not_judged}"]
     killed = ArchitectureResult("rwkv", errors={"loss_parity": "why", "dtensor_placements": "rank 1 was killed"})
     assert list(killed.unexpected("plain")) == ["rwkv: dtensor_placements: error: rank 1 was killed"]
+    unsaved = ArchitectureResult("mixtral", errors={"dcp_reshards": "key: a.b has overlapping chunks: ..."})
+    assert list(unsaved.unexpected("transformers-tp")) == []
+    assert list(unsaved.unexpected("transformers")) == [
+        f"mixtral: dcp_reshards: error: {unsaved.errors['dcp_reshards']}"
+    ]
+    assert list(ArchitectureResult("llama4", errors={"loss_parity": "why"}).unexpected("transformers-tp")) == []
     assert list(ArchitectureResult("rwkv").unexpected("plain")) == ["rwkv: can be trained now"]
 
 
 def test_known_results_name_existing_architectures():
     found = {name for known in (*FINDINGS.values(), *RAISING.values()) for name in known}
     assert {*WITHOUT_CHECKPOINT, *UNTRAINABLE, *found} <= set(CAUSAL_LMS)
+
+
+def test_model_types_with_a_plan_for_tensor_parallelism():
+    planned = names_with_tp_plan()
+    assert {"llama", "qwen3", "mixtral"} <= set(planned) <= set(CAUSAL_LMS)
+    assert "gpt2" not in planned
+    assert {*FINDINGS["transformers-tp"]} <= set(planned)
+
+
+def test_a_tensor_parallel_sweep(tmp_path):
+    sweep = Sweep("transformers-tp", tmp_path)
+    try:
+        rows = {row.name: row for row in sweep.judge(["llama", "qwen3"], jobs=1)}
+    finally:
+        sweep.close()
+    assert [*rows["llama"].unexpected("transformers-tp"), *rows["qwen3"].unexpected("transformers-tp")] == []
+    assert [*rows["qwen3"].findings] == ["grad_accumulation_parity"]
 
 
 def test_a_sweep_of_several_at_a_time(tmp_path):
