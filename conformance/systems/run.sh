@@ -21,7 +21,9 @@ if ! cmp -s "$pins" "$venv/installed"; then
     cp "$pins" "$venv/installed"
 fi
 PATH=$PWD/$venv/bin:$PATH  # packages that build extensions when they are imported look for ninja there
-export PATH
+TORCH_EXTENSIONS_DIR=$PWD/$venv/extensions
+export PATH TORCH_EXTENSIONS_DIR
+rm -f "$TORCH_EXTENSIONS_DIR"/*/lock  # of a build that was killed: torch would wait for it forever
 status=0
 "$venv/bin/python" -m pytest "conformance/systems/$system" "$@" || status=$?
 if [ "$status" = 5 ] && ! [ -e /dev/nvidia0 ]; then

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -48,8 +49,7 @@ def _part_of(name: str, parameter: Tensor) -> Part | None:
     zero = getattr(parameter, "_z3_optimizer", None)
     if zero is not None:
         gradient = optimizer_of(zero).gradients.get(id(parameter))
-    part = Part.run(held.detach().narrow(0, 0, size), whole, start, by=ZERO3)
-    return part if gradient is None else Part(**{**vars(part), "gradient": gradient})
+    return replace(Part.run(held.detach().narrow(0, 0, size), whole, start, by=ZERO3), gradient=gradient)
 
 
 def _place(parameter: Any) -> tuple[int, int]:
@@ -85,7 +85,7 @@ class Zero3Optimizer(Optimizer):  # type: ignore[misc]
 
     @property
     def state(self) -> Mapping[Parameter, dict[str, Any]]:
-        return {parameter: self._state_of(parameter, *place) for parameter, *place in self._places()}
+        return _State(self)
 
     @property
     def defaults(self) -> dict[str, Any]:
@@ -104,9 +104,10 @@ class Zero3Optimizer(Optimizer):  # type: ignore[misc]
 
         def before_sub_group(inner: Optimizer, *_: Any) -> None:
             stepped = [flats[id(p)] for group in inner.param_groups for p in group["params"] if id(p) in flats]
-            for parameter, number, start, size in self._places():
+            for number in stepped:
                 gradient = self.zero.fp32_partitioned_groups_flat[number].grad
-                if number in stepped and gradient is not None:
+                for parameter in self.zero.fp16_groups[number] if gradient is not None else ():
+                    start, size = self.place(parameter)[1:]
                     self.gradients[id(parameter)] = gradient.detach().narrow(0, start, size).clone()
             if len(flats) - 1 in stepped:
                 hook(self)
@@ -117,22 +118,37 @@ class Zero3Optimizer(Optimizer):  # type: ignore[misc]
         finally:
             self.gradients.clear()
 
-    def _places(self) -> Iterator[tuple[Parameter, int, int, int]]:
-        """Yield each parameter with its sub-group, and the start and size of its part in the flat tensors of that."""
-        for parameters in self.zero.fp16_groups:
-            for parameter in parameters:
-                number, start, _ = self.zero.grad_position[self.zero.get_param_id(parameter)]
-                yield parameter, number, start, _place(parameter)[1]
+    def place(self, parameter: Parameter) -> tuple[int, int, int]:
+        """Return the sub-group of a parameter, and the start and size of its part in the flat tensors of that."""
+        number, start, _ = self.zero.grad_position[self.zero.get_param_id(parameter)]
+        return number, start, _place(parameter)[1]
 
-    def _state_of(self, parameter: Parameter, number: int, start: int, size: int) -> dict[str, Any]:
-        flat = self.zero.fp32_partitioned_groups_flat[number]
+
+class _State(Mapping[Parameter, dict[str, Any]]):
+    """The state of each parameter that is stepped, cut out of that of the flat tensors when it is asked for."""
+
+    def __init__(self, optimizer: Zero3Optimizer) -> None:
+        self._optimizer = optimizer
+        self._stepped = {id(p): p for parameters in optimizer.zero.fp16_groups for p in parameters}
+
+    def __getitem__(self, parameter: Parameter) -> dict[str, Any]:
+        if id(parameter) not in self._stepped:
+            raise KeyError(parameter)
+        number, start, size = self._optimizer.place(parameter)
+        flat = self._optimizer.zero.fp32_partitioned_groups_flat[number]
         state = {
             key: value.narrow(0, start, size) if isinstance(value, Tensor) and value.shape == flat.shape else value
-            for key, value in self.inner.state.get(flat, {}).items()
+            for key, value in self._optimizer.inner.state.get(flat, {}).items()
         }
         if state and is_low(parameter.dtype):
             state[MASTER] = flat.detach().narrow(0, start, size)
         return state
+
+    def __iter__(self) -> Iterator[Parameter]:
+        return iter(self._stepped.values())
+
+    def __len__(self) -> int:
+        return len(self._stepped)
 
 
 _known: WeakKeyDictionary[Any, Zero3Optimizer] = WeakKeyDictionary()
