@@ -76,7 +76,9 @@ def _part_in(value: Tensor, tensor: Tensor | None, held: Part | None) -> Part:
         return own_part(value)
     if value.shape == tensor.shape:
         value = placed_like(tensor, value)
-    is_part = sizes(value) != held.shape and fits(value, held)
+    # A DTensor laid out like the parameter has the parameter's elements, whatever its placements say.
+    alike = isinstance(tensor, DTensor) and isinstance(value, DTensor) and value.placements == tensor.placements
+    is_part = fits(value, held) and (alike or sizes(value) != held.shape)
     return with_elements(held, value) if is_part else own_part(value)
 
 

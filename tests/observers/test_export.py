@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from pytest_fsdp_meta import Part, Subject
 from pytest_fsdp_meta.evidence import Export, PartFacts
@@ -68,6 +68,17 @@ def as_run() -> Subject:
     return Subject(holding(a=whole()[4 * rank : 4 * rank + 4]), adapter=lambda n, t: Part.run(t, SHAPE, 12 * rank))
 
 
+def split_otherwise_than_placed() -> Subject:
+    """Rank 0 has 5 of the 8 rows, and rank 1 has 3: the shards of megatron-fsdp are such DTensors."""
+    start, stop = [(0, 5), (5, 8)][current().rank]
+    rows = DTensor.from_local(whole()[start:stop], current().mesh, [Shard(0)], shape=SHAPE, stride=(3, 1))
+    return Subject(
+        holding(a=rows),
+        adapter=lambda n, t: Part.block(t.to_local(), SHAPE, (start, 0)),
+        state_dict=lambda model: model.state_dict(),
+    )
+
+
 def empty_on_rank_1() -> Subject:
     start = ROWS * current().rank
     return Subject(holding(a=whole()[start:]), adapter=lambda n, t: Part.block(t, SHAPE, (start, 0)))
@@ -116,6 +127,7 @@ SUBJECTS: dict[str, Callable[[], Subject]] = {
     "blocks": fused,
     "run": as_run,
     "empty on rank 1": empty_on_rank_1,
+    "split otherwise than placed": split_otherwise_than_placed,
     "tied": tied,
     "buffer": buffer,
     "one each": one_each,
@@ -176,7 +188,9 @@ def equal_on(found: Assembled) -> dict[int, bool]:
     return {part.rank: part.comparison is not None and part.comparison.equal for part in found.parts}
 
 
-@pytest.mark.parametrize("case", ["blocks", "run", "empty on rank 1", "buffer", "replicas"])
+@pytest.mark.parametrize(
+    "case", ["blocks", "run", "empty on rank 1", "split otherwise than placed", "buffer", "replicas"]
+)
 def test_parts_make_the_whole(run, case):
     found = run(case)
     (a,) = found.assembled
