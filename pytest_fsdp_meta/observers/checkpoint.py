@@ -28,7 +28,7 @@ from pytest_fsdp_meta.evidence.checkpoint import FirstStep, RankResumed, RankSav
 from pytest_fsdp_meta.evidence.random_numbers import RandomState
 from pytest_fsdp_meta.loader.adapter import Part
 from pytest_fsdp_meta.loader.subject import Subject
-from pytest_fsdp_meta.observers.adapters.dtensor import local_part, placed_like
+from pytest_fsdp_meta.observers.adapters.dtensor import local_part, own_memory, placed_like
 from pytest_fsdp_meta.observers.adapters.lookup import parts_of
 from pytest_fsdp_meta.observers.batches import batch_slice, calling_field, calling_torch, has_stages
 from pytest_fsdp_meta.observers.beside import Beside, make_beside
@@ -43,6 +43,7 @@ from pytest_fsdp_meta.observers.steps import TrainingRun, train
 from pytest_fsdp_meta.observers.support.bits import digest
 from pytest_fsdp_meta.observers.support.overwriting import is_untouched, overwrite
 from pytest_fsdp_meta.observers.support.reference_record import Record, is_array
+from pytest_fsdp_meta.observers.support.watching import tensors_in
 from pytest_fsdp_meta.observers.values import compare_all
 from pytest_fsdp_meta.worlds import Rank, current, doing
 
@@ -231,10 +232,10 @@ def _overwrite(
     memory = [part.local for name, part in parts if subject.save is None or name in trained or name in changed]
     states = [] if optimizer is None else [value for own in optimizer.state.values() for value in own.values()]
     states += [] if beside is None else [value for name, value in beside.entries() if not beside.is_of_scheduler(name)]
-    memory += [local_part(value) for value in states if isinstance(value, Tensor)]
+    memory += [own_memory(value) for value in states if isinstance(value, Tensor)]
     done: set[int] = set()  # inverting the bits of tied tensors twice would restore them
     with torch.no_grad():
-        for local in memory:
+        for local in tensors_in(memory):  # what is quantised has its numbers and scales in tensors of its own
             if local.numel() and local.data_ptr() not in done and 0 not in local.stride():
                 done.add(local.data_ptr())
                 overwrite(local)
@@ -309,7 +310,7 @@ def _ties(parameters: Iterable[tuple[str, Tensor]]) -> tuple[tuple[str, ...], ..
     """Return the groups of names whose shards on this rank are one memory; an empty shard has none."""
     names: dict[str, list[str]] = {}
     for name, parameter in parameters:
-        if (key := memory_key(local_part(parameter))) is not None:
+        if (key := memory_key(own_memory(parameter))) is not None:
             names.setdefault(key, []).append(name)
     return tuple(tuple(group) for group in names.values() if len(group) > 1)
 

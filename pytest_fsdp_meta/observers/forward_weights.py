@@ -74,9 +74,12 @@ class WeightWatch:
         """Compare this rank's slice of what the module registers now with this rank's shard."""
         if torch.compiler.is_compiling() or module._parameters.get(name) is None:
             return
+        shard = weight.shard
+        if not _is_comparable(shard):
+            return  # subclasses may lack the operators even to be sliced
         with torch.no_grad():
-            held, shard = weight.own_slice(module._parameters[name]), weight.shard
-            if held is None or not held.numel() or not all(map(_is_comparable, (held, shard))):
+            held = weight.own_slice(module._parameters[name])
+            if held is None or not held.numel() or not _is_comparable(held):
                 return
             current = _equal(held, shard.to(held.device, held.dtype))
         key = id(weight), id(module), name

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from pytest_fsdp_meta.evidence.collectives import RankMemory
-from pytest_fsdp_meta.observers.adapters.dtensor import local_part
+from pytest_fsdp_meta.observers.adapters.dtensor import own_memory
 from pytest_fsdp_meta.observers.inventory import unwrapped
 from pytest_fsdp_meta.observers.support.mapped import MappedFiles
 from pytest_fsdp_meta.observers.support.torch_private import operator_name
@@ -165,7 +165,7 @@ def _count_sizes(model: Module) -> tuple[Counter[int], Counter[int]]:
     The storages include buffers, which are whole on every rank: a mask may be larger than all weights.
     """
     whole = Counter(tensor.numel() for tensor in _non_empty_parameters(model))
-    local = tensors_in([local_part(tensor) for tensor in (*_non_empty_parameters(model), *unwrapped(model).buffers())])
+    local = tensors_in([own_memory(tensor) for tensor in (*_non_empty_parameters(model), *unwrapped(model).buffers())])
     storages = {
         storage.data_ptr(): storage.nbytes() for storage in (t.untyped_storage() for t in local if not t.is_meta)
     }

@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
 from torch.testing import assert_close
 
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part, own_memory
 from pytest_fsdp_meta.observers.inventory import memory_key, take_inventory
 from pytest_fsdp_meta.observers.support.reference_record import Record, write_record
 from pytest_fsdp_meta.observers.support.subclasses import plain, wrapped
+from pytest_fsdp_meta.worlds import current
+from tests.world_help import world_of
 
 VALUES = torch.arange(6.0).reshape(2, 3)
 
@@ -90,6 +93,19 @@ def test_plain_tensors_stay_as_they_are():
     parameter = nn.Parameter(VALUES)
     assert wrapped(VALUES) is plain(VALUES) is VALUES
     assert plain(parameter) is parameter
+
+
+def read_from_a_dtensor() -> tuple[str, float]:
+    """Read a quantised shard, put into its DTensor as torchtune does; ``DTensor.from_local`` would need a view."""
+    shard = DTensor.from_local(torch.zeros(2, 3), current().mesh, [Replicate()])
+    shard._local_tensor = quantised()
+    parameter = nn.Parameter(shard)
+    return type(own_memory(parameter)).__name__, float(local_part(parameter).sum())
+
+
+def test_a_parameter_that_lacks_even_views():
+    with world_of(1) as world:
+        assert world.run(read_from_a_dtensor) == [("Quantised", pytest.approx(15, abs=0.1))]
 
 
 def test_quantised_values_are_computed():

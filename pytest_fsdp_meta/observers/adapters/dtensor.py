@@ -15,6 +15,7 @@ from pytest_fsdp_meta.loader.placements import short_placement
 from pytest_fsdp_meta.observers.support.layout import regions as layout_regions
 from pytest_fsdp_meta.observers.support.layout import slice_runs
 from pytest_fsdp_meta.observers.support.subclasses import plain, wrapped
+from pytest_fsdp_meta.observers.support.torch_private import local_tensor
 
 
 def own_part(tensor: Tensor) -> Part:
@@ -69,7 +70,7 @@ def sizes(tensor: Tensor) -> tuple[int, ...]:
 def own_memory(tensor: Tensor) -> Tensor:
     """Return this rank's own part of a tensor, without autograd and without subclasses that only compute otherwise."""
     with torch.no_grad():
-        return wrapped(tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach())
+        return wrapped(local_tensor(tensor).detach())
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -221,7 +221,7 @@ class ManagedWeight:
     @property
     def shard(self) -> Tensor:
         """This rank's shard, also while it is gathered."""
-        return _local(self._managed.sharded_param)
+        return local_tensor(self._managed.sharded_param)
 
     @property
     def trainable(self) -> bool:
@@ -244,7 +244,7 @@ class ManagedWeight:
 
     def own_slice(self, gathered: Tensor) -> Tensor | None:
         """Return the slice of a gathered parameter that belongs to this rank; None for a tensor that is not whole."""
-        managed, whole = self._managed, _local(gathered)
+        managed, whole = self._managed, local_tensor(gathered)
         if whole.shape != managed._orig_size:
             return None
         dim = managed.fsdp_placement.dim
@@ -253,8 +253,12 @@ class ManagedWeight:
         return whole.narrow(dim, start, min(self.shard.shape[dim], whole.shape[dim] - start))
 
 
-def _local(tensor: Tensor) -> Tensor:
-    """Return this rank's memory of the tensor; to_local(), which is public, takes ten times as long."""
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Return this rank's memory of the tensor.
+
+    ``to_local()``, which is public, takes ten times as long, and makes a view of a parameter, for which torchao's NF4
+    lacks the operator.
+    """
     local: Tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     return local
 
