@@ -15,7 +15,7 @@ RAY := .venv-ray/bin
 SYSTEMS := $(notdir $(patsubst %/requirements.txt,%,$(wildcard conformance/systems/*/requirements.txt)))
 
 # Those that have a recipe in docs/frameworks.
-WILD := accelerate deepspeed lightning peft torchao torchtitan torchtune trainer
+WILD := accelerate composer deepspeed lightning peft torchao torchtitan torchtune trainer verl
 
 .PHONY: help conformance test slow lint check wheel downstream matrix field bench bench-catalogue bench-worlds bench-faults power soak gpu format docs site browser pictures clean ray systems wild $(SYSTEMS:%=system-%)
 

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 RECIPES, SYSTEMS = ROOT / "docs" / "frameworks", ROOT / "conformance" / "systems"
 PAGE = ROOT / "docs" / "released.md"
 BEGIN, END = "<!-- written by make wild -->\n", "<!-- until here -->\n"
-PACKAGES = {"trainer": "transformers"}
+PACKAGES = {"composer": "mosaicml", "trainer": "transformers"}
 """The package that a system judges, where it has another name."""
 PAGES = {"lightning": "fabric"}
 """The page of a system, where it has another name."""
