@@ -5,12 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
 from transformers.distributed import DistributedConfig
 
 from fixtures.conforming import subject
 from fixtures.tiny import CHECKPOINTS
-from pytest_fsdp_meta import fsdp_conformance
+from pytest_fsdp_meta import fsdp_conformance, transformers
+from pytest_fsdp_meta.transformers import tiny_checkpoint
 
 
 def from_pretrained(path: Path, **sizes: int):
@@ -38,6 +44,30 @@ def test_from_pretrained_in_other_worlds(fsdp, path):
 @fsdp_conformance(mesh={"dp_replicate": 2, "dp_shard": 2})
 def test_from_pretrained_hsdp(fsdp, path):
     return subject(from_pretrained(path, fsdp_size=2, dp_replicate_size=2), path)
+
+
+OTHER_CLASSES = {
+    "llama": (AutoModelForSequenceClassification, {"pad_token_id": 0}),
+    "modernbert": (AutoModelForTokenClassification, {"pad_token_id": 0}),
+    "bart": (AutoModelForSeq2SeqLM, {"pad_token_id": 0, "decoder_start_token_id": 0}),
+    "t5": (AutoModelForSeq2SeqLM, {"pad_token_id": 0, "decoder_start_token_id": 0}),
+}
+
+
+@pytest.fixture(scope="session", params=OTHER_CLASSES)
+def other(request, tmp_path_factory):
+    """Return a class of models, and the tiny checkpoint of one."""
+    auto_class, sizes = OTHER_CLASSES[request.param]
+    folder = tmp_path_factory.mktemp("other") / request.param
+    return auto_class, tiny_checkpoint(request.param, folder, auto_class=auto_class, **sizes)
+
+
+@pytest.mark.slow
+@fsdp_conformance(world_size=2)
+def test_other_classes(fsdp, other):
+    auto_class, path = other
+    model = auto_class.from_pretrained(path, distributed_config=DistributedConfig(fsdp_size=2))
+    return transformers.subject(model, path)
 
 
 NO_GROUPS = "transformers 5.23: the FSDP plan of GPT-2 names transformer.layers, but its blocks are transformer.h"

@@ -1,4 +1,4 @@
-"""Tiny checkpoints of all causal language models in transformers."""
+"""Tiny checkpoints of transformers' models: of all causal language models, and of other classes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from pytest_fsdp_meta.transformers.sizes import tiny_config
@@ -23,30 +23,44 @@ STANDARD_DEVIATION = 0.05
 """The standard deviation of all weights."""
 
 
-def tiny_checkpoint(model_type: str, folder: str | os.PathLike[str], **sizes: Any) -> Path:
+def tiny_checkpoint(
+    model_type: str, folder: str | os.PathLike[str], *, auto_class: Any = AutoModelForCausalLM, **sizes: Any
+) -> Path:
     """Write a tiny checkpoint of this type's causal language model with ``save_pretrained`` and return its folder.
 
-    The bits are the same every time. ``sizes`` override those of ``tiny_config``. Raises ValueError for a model type
-    without a causal language model and for a model that would not be tiny; architectures may raise their own errors for
-    sizes that they do not support.
+    ``auto_class`` names another class of the model, such as AutoModelForSequenceClassification. The bits are the same
+    every time. ``sizes`` override those of ``tiny_config``. Raises ValueError for a model type without such a class and
+    for a model that would not be tiny; architectures may raise their own errors for sizes that they do not support.
     """
-    kind = _causal_lm(model_type)
-    config = _own_config(kind, tiny_config(model_type, **sizes))
-    with torch.device("meta"):
-        size = sum(parameter.numel() for parameter in kind(config).parameters())
+    config, build = _recipe(model_type, auto_class, sizes)
+    try:
+        with torch.device("meta"):
+            size = sum(parameter.numel() for parameter in build(config).parameters())
+    except ValueError as error:
+        if not str(error).startswith("Unrecognized configuration class"):  # its message lists all that have one
+            raise
+        raise ValueError(f"{model_type!r} has no class for transformers.{auto_class.__name__}") from None
     if size > MAX_PARAMETERS:
         raise ValueError(
             f"{model_type}: {size:,} parameters, but should be at most {MAX_PARAMETERS:,}; pass smaller sizes"
         )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
-        model = kind(config)
+        model = build(config)
         for parameter in model.parameters():
             # Norms and biases are initialised with ones and zeros, so a loader that skips them would go unnoticed.
             if parameter.ndim:
                 torch.nn.init.normal_(parameter, mean=parameter.data.float().mean().item(), std=STANDARD_DEVIATION)
     model.save_pretrained(folder)
     return Path(folder)
+
+
+def _recipe(model_type: str, auto_class: Any, sizes: dict[str, Any]) -> tuple[PreTrainedConfig, Any]:
+    """Return the config, and what builds a model from it."""
+    if auto_class is AutoModelForCausalLM:
+        kind = _causal_lm(model_type)
+        return _own_config(kind, tiny_config(model_type, **sizes)), kind
+    return tiny_config(model_type, **sizes), auto_class.from_config
 
 
 def _causal_lm(model_type: str) -> Any:

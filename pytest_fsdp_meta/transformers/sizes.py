@@ -12,9 +12,10 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 SIZES: dict[str, Any] = {
     # width and depth; families use different names
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "embedding_size", "lru_width"), 32),
+    "dim": 32,
     **dict.fromkeys(("attention_hidden_size", "emb_dim", "embedding_dim", "vision_output_dim"), 32),
     **dict.fromkeys(("intermediate_size", "ffn_dim", "decoder_ffn_dim", "encoder_ffn_dim", "ffn_hidden_size"), 64),
-    **dict.fromkeys(("feed_forward_size", "d_ff", "n_inner", "intermediate_size_mlp"), 64),
+    **dict.fromkeys(("feed_forward_size", "d_ff", "n_inner", "intermediate_size_mlp", "hidden_dim"), 64),
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 2),
     **dict.fromkeys(("decoder_layers", "encoder_layers", "depth", "num_blocks"), 2),
     # attention

@@ -16,6 +16,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
 )
 
 from pytest_fsdp_meta.loader.subject import Subject
@@ -23,8 +26,18 @@ from pytest_fsdp_meta.loader.subject import Subject
 ROWS, LENGTH = 8, 12
 """The default size of a batch: rows, and tokens in each row."""
 
-TRAINED_ON_TOKENS = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(), *MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()}
-"""Names of model classes whose loss takes one label for each token."""
+TRAINED_ON_TOKENS = {
+    *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(),
+    *MODEL_FOR_MASKED_LM_MAPPING_NAMES.values(),
+    *MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.values(),
+}
+"""Names of model classes whose loss takes the tokens as labels."""
+CLASSIFIES_ROWS = {*MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values()}
+"""Names of model classes whose loss takes the number of a class for each row."""
+CLASSIFIES_TOKENS = {*MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES.values()}
+"""Names of model classes whose loss takes the number of a class for each token."""
+
+TRAINED = TRAINED_ON_TOKENS | CLASSIFIES_ROWS | CLASSIFIES_TOKENS
 
 
 def subject(
@@ -38,9 +51,13 @@ def subject(
     """
     kind = _class_of(model, checkpoint)
     derived: dict[str, Any] = {"reference": partial(_load, kind, os.fspath(checkpoint))}
-    if any(base.__name__ in TRAINED_ON_TOKENS for base in kind.__mro__):
-        vocabulary = _vocabulary(checkpoint)
-        derived["batch"] = partial(_tokens, vocabulary=vocabulary, rows=rows, length=length)
+    bases = {base.__name__ for base in kind.__mro__}
+    tokens = {"vocabulary": _vocabulary(checkpoint), "rows": rows, "length": length} if bases & TRAINED else {}
+    if bases & TRAINED_ON_TOKENS:
+        derived["batch"] = partial(_tokens, **tokens)
+    elif bases & TRAINED:
+        classes = AutoConfig.from_pretrained(checkpoint).num_labels
+        derived["batch"] = partial(_classified, **tokens, classes=classes, each_token=bool(bases & CLASSIFIES_TOKENS))
     return Subject(model, **{**derived, **declared})
 
 
@@ -59,6 +76,13 @@ def token_batch(
 def _tokens(step: int, vocabulary: int, rows: int, length: int) -> dict[str, Tensor]:
     tokens = torch.randint(vocabulary, (rows, length), generator=torch.Generator().manual_seed(step))
     return {"input_ids": tokens, "labels": tokens}
+
+
+def _classified(
+    step: int, vocabulary: int, rows: int, length: int, classes: int, each_token: bool
+) -> dict[str, Tensor]:
+    tokens = _tokens(step, vocabulary, rows, length)["input_ids"]
+    return {"input_ids": tokens, "labels": (tokens if each_token else tokens.sum(1)) % classes}
 
 
 def _vocabulary(checkpoint: str | os.PathLike[str]) -> int:

@@ -12,7 +12,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
 
 from pytest_fsdp_meta.transformers import (
     CAUSAL_LMS,
@@ -54,6 +63,10 @@ def test_parts_of_a_configuration_are_tiny_too() -> None:
     [
         (lambda folder: tiny_config("lama"), "has no model type 'lama'; did you mean 'llama'?"),
         (lambda folder: tiny_checkpoint("clip", folder), "'clip' has no causal language model"),
+        (
+            lambda folder: tiny_checkpoint("llama", folder, auto_class=AutoModelForMaskedLM),
+            "'llama' has no class for transformers.AutoModelForMaskedLM",
+        ),
         (lambda folder: tiny_checkpoint("llama", folder, vocab_size=10**6), "should be at most 8,000,000"),
     ],
 )
@@ -108,12 +121,38 @@ def test_declared_fields_override_derived_ones(llama: Path) -> None:
     assert declared.batch is not None
 
 
-def test_the_reference_has_the_class_of_the_model_and_only_token_models_get_batches(llama: Path) -> None:
+@pytest.mark.parametrize(
+    ("model_type", "auto_class", "sizes"),
+    [
+        ("llama", AutoModelForSequenceClassification, {"pad_token_id": 0, "num_labels": 3}),
+        ("bert", AutoModelForTokenClassification, {"num_labels": 3}),
+        ("distilbert", AutoModelForMaskedLM, {"pad_token_id": 0}),
+        ("t5", AutoModelForSeq2SeqLM, {"pad_token_id": 0, "decoder_start_token_id": 0}),
+    ],
+)
+def test_models_of_other_classes_are_trained_on_labels_of_their_kind(
+    tmp_path: Path, model_type: str, auto_class: type, sizes: dict[str, int]
+) -> None:
+    path = tiny_checkpoint(model_type, tmp_path / "here", auto_class=auto_class, **sizes)
+    model = reference_model(path)
+    assert type(model) is type(auto_class.from_pretrained(path))
+    batch = subject(model, path, rows=4, length=6).batch
+    assert callable(batch)
+    assert len(batch(0)["labels"].unique()) > 1, "the loss of a single class is nearly zero"
+    assert model(**batch(0)).loss > 0.1
+
+
+def test_models_that_are_not_trained_on_tokens_get_no_batch(tmp_path: Path) -> None:
+    sizes = {"image_size": 8, "patch_size": 4}
+    path = tiny_checkpoint("vit", tmp_path / "vit", auto_class=AutoModelForImageClassification, **sizes)
+    assert subject(reference_model(path), path).batch is None
+
+
+def test_the_reference_has_the_class_of_the_model(llama: Path) -> None:
     classifier = AutoModelForSequenceClassification.from_pretrained(llama)
     derived = subject(classifier, llama)
     assert callable(derived.reference)
     assert type(derived.reference()) is type(classifier)
-    assert derived.batch is None, "a classifier is not trained on a label for each token"
     other = subject(nn.Linear(2, 2), llama)
     assert callable(other.reference)
     assert type(other.reference()) is LlamaForCausalLM
