@@ -20,6 +20,8 @@ CUT_OFF = 113
 """The exit code of a rank whose pipe to its parent was closed. The user's code may exit with it as well, so the rank
 leaves a file with the suffix ``CUT_OFF_MARK`` next to its output."""
 CUT_OFF_MARK = ".cut"
+UNCAUGHT = re.compile(r"^ *what\(\): +(?:\[enforce fail at [^\]]*\] *)?(.{1,300})", re.MULTILINE)
+"""What C++ writes of an exception that nobody catches, such as gloo's in its own thread, before it aborts."""
 
 
 @dataclass(frozen=True)
@@ -151,8 +153,11 @@ def _plural(summary: str) -> str:
     return summary
 
 
-def describe_exit(code: int | None, cut_off: bool = False) -> tuple[str, str]:
-    """Return (kind, summary) for a process that ended without a message; ``cut_off`` if it left the mark of that."""
+def describe_exit(code: int | None, cut_off: bool = False, written: str = "") -> tuple[str, str]:
+    """Return (kind, summary) for a process that ended without a message, ``written`` its output.
+
+    ``cut_off`` says whether it left the mark of that.
+    """
     if code is None:
         return "exited", "closed its connection but did not exit"
     if code < 0:
@@ -160,7 +165,9 @@ def describe_exit(code: int | None, cut_off: bool = False) -> tuple[str, str]:
             name = signal.Signals(-code).name
         except ValueError:
             name = f"signal {-code}"
-        return "killed", f"was killed by {name}"
+        uncaught = UNCAUGHT.findall(written) if -code == signal.SIGABRT else []
+        why = f": {uncaught[-1].rstrip()}" if uncaught else ""
+        return "killed", f"was killed by {name}{why}"
     if code == CUT_OFF and cut_off:
         return "exited", "closed the file descriptor of its connection to pytest"
     return "exited", f"exited with code {code} before it answered"

@@ -141,6 +141,23 @@ def test_where_a_rank_crashed_is_in_its_output() -> None:
     assert "Segmentation" not in broken.outputs()[0]
 
 
+def test_ranks_that_reduce_tensors_of_different_sizes() -> None:
+    """gloo aborts in its own thread: nothing is raised in Python, and the reason is only in the rank's output."""
+
+    def reduce() -> None:
+        import torch
+        import torch.distributed as dist
+
+        gathered = torch.empty(4 + 2 * current().rank)
+        dist.reduce_scatter_tensor(torch.empty(len(gathered) // 2), gathered)
+
+    error = fails(world(2), reduce)
+    assert re.fullmatch(
+        r"ranks? \d(, 1)? (was|were) killed by SIGABRT: .*Received data size doesn't match expected size\. .*",
+        error.summary,
+    )
+
+
 def test_output_of_a_failed_world_is_kept() -> None:
     def speak() -> None:
         print("so far", current().rank)

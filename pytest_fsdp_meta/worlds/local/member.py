@@ -83,7 +83,8 @@ class LocalMember:
     def ending(self) -> RankFailure:
         when = time.monotonic()
         self.process.join(1.0)
-        kind, summary = describe_exit(self.process.exitcode, self.output.with_suffix(CUT_OFF_MARK).exists())
+        cut_off = self.output.with_suffix(CUT_OFF_MARK).exists()
+        kind, summary = describe_exit(self.process.exitcode, cut_off, self.written().since())
         orphan = self.process.exitcode == UNKNOWN_EXIT_CODE and self.is_orphan()
         if orphan:
             kind, summary = "killed", "was killed because the fork server of all ranks was ended from outside"
