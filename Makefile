@@ -17,7 +17,7 @@ SYSTEMS := $(notdir $(patsubst %/requirements.txt,%,$(wildcard conformance/syste
 # Those that have a recipe in docs/frameworks.
 WILD := accelerate composer deepspeed lightning peft torchao torchtitan torchtune trainer verl
 
-.PHONY: help conformance test slow lint check wheel downstream matrix field bench bench-catalogue bench-worlds bench-faults power soak gpu format docs site browser pictures clean ray systems wild $(SYSTEMS:%=system-%)
+.PHONY: help conformance test slow lint check wheel downstream matrix field fields bench bench-catalogue bench-worlds bench-faults power soak gpu format docs site browser pictures clean ray systems wild $(SYSTEMS:%=system-%)
 
 help:
 	@echo "make conformance  install, then check on real ranks (GPUs if there are enough, else CPU) that conforming loaders pass"
@@ -37,6 +37,7 @@ help:
 	@echo "make field        judge transformers' own FSDP2 loader on all its causal language models: docs/field.md"
 	@echo "                  (LOADER=transformers-uneven: with a vocabulary and sizes that two ranks do not divide;"
 	@echo "                  LOADER=transformers-tp or transformers-fsdp-tp: tensor-parallel)"
+	@echo "make fields       the same for its other classes of models, and all ways to shard them: docs/field-modes.md"
 	@echo "make bench        measure checks, weight verification, worlds and faults next to other tools: benchmarks/results"
 	@echo "                  (one part: make bench-catalogue, make bench-worlds, make bench-faults)"
 	@echo "make power        count false findings of right trainings, and find the smallest errors that are found (an hour)"
@@ -142,9 +143,13 @@ matrix: .venv/installed
 
 # Fails on differences from the known results. An interrupted run continues where it stopped. A conforming loader must give
 # no findings on the same models: python -m conformance.field --loader plain
-# LOADER is another way to load, with its page in build: transformers-uneven (sizes are primes), transformers-tp, ...
+# LOADER is another class or way to load, with its page in build: transformers-uneven (sizes are primes), ...
 field: .venv/installed
 	$(BIN)/python -m conformance.field $(if $(LOADER),--loader $(LOADER) --page build/field-$(LOADER).md,--page docs/field.md)
+
+# All classes and ways to load, in about an hour on two cores.
+fields: .venv/installed
+	$(BIN)/python -m conformance.field --loader all --page docs/field-modes.md
 
 # Speed and memory next to the same work without the plugin and next to other tools; files are named by date.
 DATED := benchmarks/results/$(shell date +%F)

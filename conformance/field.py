@@ -2,7 +2,8 @@
 
 Each architecture's tiny checkpoint is loaded on two ranks by transformers' own FSDP2 loader, or by a conforming loader
 (``--loader plain``). With "-uneven" after the loader's name, the vocabulary and other sizes are primes; with "-tp" and
-"-fsdp-tp", those with a plan for it are loaded tensor-parallel, on two ranks, or on four with FSDP2 as well.
+"-fsdp-tp", those with a plan for it are loaded tensor-parallel, on two ranks, or on four with FSDP2 as well. With the
+name of a task after "transformers-", models of that class are judged instead. ``--loader all`` judges all of this.
 Differences from the known results are printed on standard error, and the exit status is then 1.
 An interrupted run continues where it stopped: it reuses results of the same versions and the same code.
 """
@@ -26,8 +27,8 @@ from typing import Any
 
 import cloudpickle
 
-from conformance.field_page import Run, render_page
-from conformance.field_results import ArchitectureResult
+from conformance.field_page import Run, render_overview, render_page
+from conformance.field_results import TASKS, ArchitectureResult, accept
 from conformance.judging import judge_all
 from pytest_fsdp_meta import __version__
 from pytest_fsdp_meta.catalogue.registry import OBSERVATIONS
@@ -38,6 +39,8 @@ from pytest_fsdp_meta.worlds import ForkServerEngine, Sources, World, WorldError
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("torch", "transformers")
 ARCHITECTURES = "fixtures.architectures"
+ALL = "all"
+"""What ``--loader`` takes beside the names of ``LOADERS``."""
 
 
 @dataclass(frozen=True)
@@ -48,15 +51,19 @@ class Mode:
     save: str = "pytest_fsdp_meta.transformers:tiny_checkpoint"
     mesh: Mapping[str, int] = field(default_factory=lambda: {"dp_shard": 2})
     names: str = f"{ARCHITECTURES}:names"
+    task: tuple[str, ...] = ()
+    """The name of another class than that of causal language models, which ``save`` and ``names`` take first."""
 
 
 OWN = f"{ARCHITECTURES}:load_transformers"
 PLANNED = f"{ARCHITECTURES}:names_with_tp_plan"
+SAVE_FOR, NAMES_OF = f"{ARCHITECTURES}:save_for", f"{ARCHITECTURES}:names_of"
 LOADERS = {
     "transformers": Mode(OWN),
     "transformers-uneven": Mode(OWN, f"{ARCHITECTURES}:save_uneven"),
     "transformers-tp": Mode(OWN, mesh={"tp": 2}, names=PLANNED),
     "transformers-fsdp-tp": Mode(OWN, mesh={"dp_shard": 2, "tp": 2}, names=PLANNED),
+    **{f"transformers-{task}": Mode(OWN, SAVE_FOR, names=NAMES_OF, task=(task,)) for task in TASKS},
     "plain": Mode(f"{ARCHITECTURES}:load_plain", f"{ARCHITECTURES}:save_plain"),
     "plain-uneven": Mode(f"{ARCHITECTURES}:load_plain", f"{ARCHITECTURES}:save_plain_uneven"),
 }
@@ -75,7 +82,7 @@ class Sweep:
     def names(self) -> tuple[str, ...]:
         """Return all model types that can be loaded so, in transformers' order."""
         with self._single_rank() as world:
-            found: tuple[str, ...] = world.run(self._mode.names)[0]
+            found: tuple[str, ...] = world.run(self._mode.names, *self._mode.task)[0]
         return found
 
     def judge(self, names: Iterable[str], jobs: int) -> Iterator[ArchitectureResult]:
@@ -101,7 +108,7 @@ class Sweep:
         path = self._folder / name
         try:
             with self._single_rank() as world:
-                world.run(self._mode.save, name, path)
+                world.run(self._mode.save, *self._mode.task, name, path)
         except WorldError as error:  # an architecture may raise anything on sizes that do not suit it
             return ArchitectureResult(name, checkpoint_error=" ".join(error.failures[0].message.split())[:300])
         trial = Trial(WorldSpec(dict(self._mode.mesh), timeout=120), self._engine, steps=3, tolerance={})
@@ -165,23 +172,14 @@ def source_files() -> list[Path]:
     ]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="judge every causal language model of transformers")
-    parser.add_argument("names", nargs="*", help="model types; default: all")
-    parser.add_argument("--loader", choices=LOADERS, default="transformers")
-    parser.add_argument("--jobs", type=int, default=(os.cpu_count() or 1) + 1, help="architectures judged at a time")
-    parser.add_argument("--fresh", action="store_true", help="ignore the results of earlier runs")
-    parser.add_argument("--out", type=Path, default=ROOT / "build", help="folder for the results so far")
-    parser.add_argument("--page", type=Path, help="file for the results page")
-    options = parser.parse_args(arguments)
-    warnings.filterwarnings("ignore")  # transformers warns about the tiny configurations
-    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+def judge(options: argparse.Namespace, loader: str) -> Run:
+    """Judge what the options say with one loader, print the results, and return them."""
     versions = {"pytest-fsdp-meta": __version__} | {name: version(name) for name in PACKAGES}
-    results = ResultsFile(options.out, options.loader, versions, source_files())
+    results = ResultsFile(options.out, loader, versions, source_files())
     known = {} if options.fresh else results.read_results()
     began, cpu = time.perf_counter(), _cpu_seconds()
     with tempfile.TemporaryDirectory() as folder:
-        sweep = Sweep(options.loader, Path(folder))
+        sweep = Sweep(loader, Path(folder))
         wanted = options.names or sweep.names()
         rows = {name: known[name] for name in wanted if name in known}
         reused = len(rows)
@@ -191,16 +189,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"[{len(rows)}/{len(wanted)}] {row.seconds:5.1f}s {row.name}: {row.summarise()[:200]}", flush=True)
         sweep.close()
     seconds, spent = time.perf_counter() - began, _cpu_seconds() - cpu
-    ordered = [rows[name] for name in wanted]
-    if options.page is not None:
-        run = Run(options.loader, versions, seconds, spent, reused, options.jobs)
-        options.page.write_text(render_page(ordered, run), "utf-8")
-    clean = sum(row.clean for row in ordered)
-    print(f"{len(rows)} architectures, {clean} without a finding, {reused} from an earlier run: {results.path}")
+    if options.accept:
+        accept(loader, rows.values())
+    run = Run(loader, versions, seconds, spent, reused, options.jobs, [rows[name] for name in wanted])
+    print(f"{len(rows)} architectures, {run.clean} without a finding, {reused} from an earlier run: {results.path}")
     print(f"{seconds:.0f} s, {spent:.0f} s of CPU, load {os.getloadavg()[0]:.1f}")
-    unexpected = [line for row in ordered for line in row.unexpected(options.loader)]
-    print(*unexpected, sep="\n", file=sys.stderr, end="\n" if unexpected else "")
-    return 1 if unexpected else 0
+    print(*run.unexpected, sep="\n", file=sys.stderr, end="\n" if run.unexpected else "")
+    return run
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="judge every model of a class in transformers")
+    parser.add_argument("names", nargs="*", help="model types; default: all")
+    parser.add_argument("--loader", choices=[*LOADERS, ALL], default="transformers")
+    parser.add_argument("--jobs", type=int, default=(os.cpu_count() or 1) + 1, help="architectures judged at a time")
+    parser.add_argument("--fresh", action="store_true", help="ignore the results of earlier runs")
+    parser.add_argument("--out", type=Path, default=ROOT / "build", help="folder for the results so far")
+    parser.add_argument("--accept", action="store_true", help="from now on, expect these results of another class")
+    parser.add_argument("--page", type=Path, help="file for the results page")
+    options = parser.parse_args(arguments)
+    warnings.filterwarnings("ignore")  # transformers warns about the tiny configurations
+    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+    runs = [judge(options, loader) for loader in (LOADERS if options.loader == ALL else [options.loader])]
+    if options.page is not None:
+        options.page.write_text(render_overview(runs) if options.loader == ALL else render_page(*runs), "utf-8")
+    return 1 if any(run.unexpected for run in runs) else 0
 
 
 def _cpu_seconds() -> float:

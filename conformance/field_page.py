@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 
-from conformance.field_results import UNTRAINABLE, WITHOUT_CHECKPOINT, ArchitectureResult
+from conformance.field_results import TASKS, UNTRAINABLE, WITHOUT_CHECKPOINT, ArchitectureResult
 from pytest_fsdp_meta.catalogue import built_in
 from pytest_fsdp_meta.text import counted
 
@@ -20,7 +20,7 @@ FEW_TYPES = 5
 
 @dataclass(frozen=True)
 class Run:
-    """The versions and costs of a sweep. ``reused`` results come from an earlier, interrupted run."""
+    """The results of a sweep, with its versions and costs. ``reused`` ones come from an earlier, interrupted run."""
 
     loader: str
     versions: Mapping[str, str]
@@ -28,19 +28,88 @@ class Run:
     cpu: float
     reused: int
     jobs: int
+    rows: Sequence[ArchitectureResult]
+
+    @property
+    def judged(self) -> list[ArchitectureResult]:
+        return [row for row in self.rows if not row.not_judged]
+
+    @property
+    def clean(self) -> int:
+        """How many have no finding."""
+        return sum(row.clean for row in self.rows)
+
+    @property
+    def unexpected(self) -> list[str]:
+        """A line for each difference from what is known."""
+        return [line for row in self.rows for line in row.unexpected(self.loader)]
 
 
-def render_page(rows: Sequence[ArchitectureResult], run: Run) -> str:
+def render_page(run: Run) -> str:
     """Return the whole page, with the status of every check for every architecture."""
-    return "\n".join([*_head(rows, run), *_table(rows), *_findings(rows), *_errors(rows, run.loader), *_skips(rows)])
+    return "\n".join(
+        [*_head(run), *_table(run.rows), *_findings(run.rows), *_errors(run.rows, run.loader), *_skips(run.rows)]
+    )
+
+
+OVERVIEW = """\
+# The field by class and mode
+
+`make fields` judges every class of models that users train in transformers, and every way in which transformers shards
+them, as [the field](field.md) does for causal language models: a tiny checkpoint of each model type, loaded on the
+ranks, and compared with the same checkpoint on one device by the whole catalogue. It also writes this page.
+`make field LOADER=transformers-seq2seq` judges one row, and writes `build/field-transformers-seq2seq.md` with the
+status of every check.
+
+* {date}: {versions}, over gloo on CPU, float32, on {cores} cores
+
+*New* counts the differences from what was seen before and is known. Models of images and text are trained on text
+alone, because each has its own way of placing images in it.
+
+| `LOADER` | what is loaded, and how | model types | clean | findings | loader fails | no checkpoint | new | seconds |
+|---|---|---|---|---|---|---|---|---|"""
+
+
+def render_overview(runs: Sequence[Run]) -> str:
+    """Return a page with a row for each run, and the model types with findings by check."""
+    versions = ", ".join(f"{name} {number}" for name, number in runs[0].versions.items())
+    head = OVERVIEW.format(date=date.today().isoformat(), versions=versions, cores=os.cpu_count())
+    return "\n".join([head, *map(_overview_row, runs), "", *(line for run in runs for line in _overview_findings(run))])
+
+
+def _overview_row(run: Run) -> str:
+    failed, unmade = (
+        sum(bool(error) for error in errors)
+        for errors in zip(*((row.loader_error, row.checkpoint_error) for row in run.rows), strict=True)
+    )
+    counts = [len(run.rows), run.clean, len(run.judged) - run.clean, failed, unmade, len(run.unexpected)]
+    loaded = " ".join(LOADED[run.loader].split())
+    return f"| `{run.loader}` | {loaded} | {' | '.join(map(str, counts))} | {run.seconds:.0f} |"
+
+
+def _overview_findings(run: Run) -> Iterator[str]:
+    found: dict[str, list[str]] = {}
+    for row in run.rows:
+        for id in row.findings:
+            found.setdefault(f"`{id}`", []).append(f"`{row.name}`")
+        if row.not_judged:
+            why = "the loader fails" if row.loader_error else "no checkpoint"
+            found.setdefault(why, []).append(f"`{row.name}`")
+        elif row.errors:
+            found.setdefault("checks that could not run", []).append(f"`{row.name}`")
+    if found:
+        yield f"## `{run.loader}`"
+        yield ""
+        yield from (f"* {what}: {', '.join(names)}" for what, names in sorted(found.items()))
+        yield ""
 
 
 HEAD = """\
-# The field: every causal language model of transformers
+# The field: every {kind} of transformers
 
-`make field` makes a tiny checkpoint of each model type for which transformers has a causal language model, and loads
+`make field` makes a tiny checkpoint of each model type for which transformers has a {kind}, and loads
 it on two ranks {loaded}. The whole catalogue compares each with the same checkpoint on one device; batches are random
-tokens. `make field` also writes this page.
+{inputs}. `make field` also writes this page.
 """
 LOADED = {
     "transformers": "as users do, `from_pretrained(path, distributed_config=DistributedConfig(fsdp_size=2))`, with the "
@@ -49,8 +118,17 @@ LOADED = {
     "transformers-tp": "tensor-parallel, with `DistributedConfig(tp_size=2)`, if transformers has a plan for it",
     "transformers-fsdp-tp": "and two, with `DistributedConfig(fsdp_size=2, tp_size=2)`,\n"
     "if transformers has a plan for it",
+    **{
+        f"transformers-{task}": f"as users do, the model for {task.replace('-', ' ')}, with\n"
+        "`DistributedConfig(fsdp_size=2)`"
+        for task in TASKS
+    },
     "plain": "with a conforming loader, `load_plain` of fixtures/architectures.py",
     "plain-uneven": "with a conforming loader, and sizes that two ranks do not divide",
+}
+INPUTS = {
+    "transformers-image-classification": "images",
+    "transformers-audio-classification": "recordings",
 }
 VERDICTS = """\
 ## Verdicts
@@ -67,22 +145,24 @@ plugin.
 """
 
 
-def _head(rows: Sequence[ArchitectureResult], run: Run) -> Iterator[str]:
-    judged = [row for row in rows if not row.not_judged]
-    clean = sum(row.clean for row in judged)
+def _head(run: Run) -> Iterator[str]:
     versions = ", ".join(f"{name} {number}" for name, number in run.versions.items())
     reused = f"; {run.reused} of them by an earlier run, which was interrupted" if run.reused else ""
-    new = [line for row in rows for line in row.unexpected(run.loader)]
-    yield HEAD.format(loaded=LOADED[run.loader])
+    yield HEAD.format(kind=_kind_of(run.loader), loaded=LOADED[run.loader], inputs=INPUTS.get(run.loader, "tokens"))
     world = "a world of 4 (2 x 2)" if run.loader == "transformers-fsdp-tp" else "a world of 2"
     yield f"* {date.today().isoformat()}: {versions}, {world} over gloo on CPU, float32"
     spent = f"{run.seconds:.0f} s, {run.cpu:.0f} s of CPU, {run.jobs} at a time"
-    yield f"* {counted(len(rows), 'model type')} in {spent}{reused}"
+    yield f"* {counted(len(run.rows), 'model type')} in {spent}{reused}"
     yield f"* on {os.cpu_count()} cores, with a load of {os.getloadavg()[0]:.1f} at the end"
-    yield f"* {len(judged)} judged: {clean} without a finding, {len(judged) - clean} with findings"
-    yield f"* differences from the known results of these versions: {len(new) or 'none'}"
-    yield from (f"  * {line}" for line in new)
+    yield f"* {len(run.judged)} judged: {run.clean} without a finding, {len(run.judged) - run.clean} with findings"
+    yield f"* differences from the known results of these versions: {len(run.unexpected) or 'none'}"
+    yield from (f"  * {line}" for line in run.unexpected)
     yield ""
+
+
+def _kind_of(loader: str) -> str:
+    task = loader.removeprefix("transformers-")
+    return f"model for {task.replace('-', ' ')}" if task in TASKS else "causal language model"
 
 
 def _table(rows: Iterable[ArchitectureResult]) -> Iterator[str]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from pytest_fsdp_meta.catalogue import built_in
 
@@ -167,6 +170,18 @@ TENSOR_PARALLEL: dict[str, set[str]] = {
     # The plan says "colwise" of two fused weights, and each rank has a part of both. The reference gets those rows.
     "inkling2_text": {"params_equal_reference", "loss_parity"},
 }
+TASKS = (
+    "seq2seq",
+    "masked-lm",
+    "sequence-classification",
+    "token-classification",
+    "image-classification",
+    "audio-classification",
+    "image-text-to-text",
+)
+"""Classes of models that are no causal language models, as fixtures/architectures.py names them."""
+ACCEPTED = Path(__file__).with_name("field_accepted.json")
+"""For these classes: what was seen and understood, by loader and model type; types without an entry are clean."""
 FINDINGS: dict[str, dict[str, set[str]]] = {
     "plain": {},
     "plain-uneven": {},
@@ -210,6 +225,8 @@ NOT_TRAINED = {loader: UNTRAINABLE | (_FORWARD_RAISES if loader.endswith("-tp") 
 
 TRAINING_CHECKS = {check.id for check in built_in() if {"training", "training_mode", "continued"} & set(check.needs)}
 """Checks that cannot be judged if the model cannot be trained."""
+NOT_TRAINABLE = "training"
+"""What stands for the errors of checks of ``TRAINING_CHECKS`` among what was accepted."""
 
 
 @dataclass
@@ -249,6 +266,9 @@ class ArchitectureResult:
 
     def unexpected(self, loader: str) -> Iterator[str]:
         """Yield a line for each difference from what is known."""
+        if loader not in FINDINGS:
+            yield from self._differences(accepted(loader).get(self.name, {}))
+            return
         known_to_stop = self.name in (WITHOUT_CHECKPOINT if self.checkpoint_error else RAISING[loader])
         if self.not_judged:
             yield from [] if known_to_stop else [f"{self.name}: {self.not_judged}"]
@@ -264,3 +284,38 @@ class ArchitectureResult:
                 yield f"{self.name}: {id}: error: {reason}"
         if excused and self.clean and not self.errors:
             yield f"{self.name}: can be trained now"
+
+    def outcome(self) -> dict[str, Any]:
+        """Return what is not clean: why nothing was judged, or the checks with findings and those without a verdict."""
+        if self.not_judged:
+            return {"stopped": "no checkpoint" if self.checkpoint_error else "the loader failed"}
+        errors = [NOT_TRAINABLE] if self.errors and TRAINING_CHECKS.issuperset(self.errors) else sorted(self.errors)
+        return {key: ids for key, ids in (("findings", sorted(self.findings)), ("errors", errors)) if ids}
+
+    def _differences(self, known: Mapping[str, Any]) -> Iterator[str]:
+        found = self.outcome()
+        if found.get("stopped") != known.get("stopped"):
+            yield f"{self.name}: {self.not_judged or 'can be judged now'}"
+            return
+        now = {
+            NOT_TRAINABLE: "; ".join(dict.fromkeys(self.errors.values())),
+            **self.errors,
+            **{id: messages[0] for id, messages in self.findings.items()},
+        }
+        for key, appeared in (("findings", "finding"), ("errors", "error")):
+            ids, before = set(found.get(key, ())), set(known.get(key, ()))
+            yield from (f"{self.name}: {id}: new {appeared}: {now[id]}" for id in sorted(ids - before))
+            yield from (f"{self.name}: {id} has no {appeared} any more" for id in sorted(before - ids))
+
+
+def accepted(loader: str) -> dict[str, dict[str, Any]]:
+    """Return what was accepted of a loader, by model type."""
+    known: dict[str, dict[str, dict[str, Any]]] = json.loads(ACCEPTED.read_text("utf-8"))
+    return known.get(loader, {})
+
+
+def accept(loader: str, rows: Iterable[ArchitectureResult]) -> None:
+    """Accept these results of a loader instead of the earlier ones."""
+    known = json.loads(ACCEPTED.read_text("utf-8"))
+    known[loader] = {row.name: outcome for row in rows if (outcome := row.outcome())}
+    ACCEPTED.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n", "utf-8")

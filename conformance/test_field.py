@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
-from conformance.field import ResultsFile, Sweep
-from conformance.field_page import Run, render_page
+from conformance import field_results
+from conformance.field import LOADERS, ResultsFile, Sweep
+from conformance.field_page import Run, render_overview, render_page
 from conformance.field_results import FINDINGS, RAISING, UNTRAINABLE, WITHOUT_CHECKPOINT, ArchitectureResult
-from fixtures.architectures import load_plain, load_transformers, names_with_tp_plan, save_plain
+from fixtures.architectures import load_plain, load_transformers, names_of, names_with_tp_plan, save_plain
 from pytest_fsdp_meta import fsdp_conformance
 from pytest_fsdp_meta.catalogue import built_in
 from pytest_fsdp_meta.transformers import CAUSAL_LMS
@@ -77,6 +79,67 @@ def test_unexpected_results():
     assert list(ArchitectureResult("rwkv").unexpected("plain")) == ["rwkv: can be trained now"]
 
 
+def test_what_was_accepted_of_other_classes(monkeypatch, tmp_path):
+    monkeypatch.setattr(field_results, "ACCEPTED", tmp_path / "accepted.json")
+    field_results.ACCEPTED.write_text('{"transformers-masked-lm": {}}')
+    found = ArchitectureResult("t5", findings={"grad_parity": ["w: 2"]}, errors={"loss_parity": "why"})
+    stopped = ArchitectureResult("marian", loader_error="why")
+    killed = ArchitectureResult("umt5", errors={"loss_parity": "why", "dcp_reshards": "killed"})
+    both = [found, stopped, ArchitectureResult("bart"), killed]
+    assert [line for row in both for line in row.unexpected("transformers-seq2seq")] == [
+        "t5: grad_parity: new finding: w: 2",
+        "t5: training: new error: why",
+        "marian: the loader failed: why",
+        "umt5: dcp_reshards: new error: killed",
+        "umt5: loss_parity: new error: why",
+    ]
+    field_results.accept("transformers-seq2seq", both)
+    assert json.loads(field_results.ACCEPTED.read_text()) == {
+        "transformers-masked-lm": {},
+        "transformers-seq2seq": {
+            "t5": {"findings": ["grad_parity"], "errors": ["training"]},
+            "marian": {"stopped": "the loader failed"},
+            "umt5": {"errors": ["dcp_reshards", "loss_parity"]},
+        },
+    }
+    assert [line for row in both for line in row.unexpected("transformers-seq2seq")] == []
+    clean = [ArchitectureResult("t5"), ArchitectureResult("marian")]
+    assert [line for row in clean for line in row.unexpected("transformers-seq2seq")] == [
+        "t5: grad_parity has no finding any more",
+        "t5: training has no error any more",
+        "marian: can be judged now",
+    ]
+
+
+def test_what_was_accepted_names_existing_classes_and_architectures():
+    known = json.loads(field_results.ACCEPTED.read_text())
+    assert {*known} == {f"transformers-{task}" for task in field_results.TASKS} == {*LOADERS} - {*FINDINGS}
+    for task in field_results.TASKS:
+        assert {*known[f"transformers-{task}"]} <= {*names_of(task)}
+
+
+def test_the_overview_has_a_row_for_each_way_to_load():
+    rows = [
+        ArchitectureResult("llama"),
+        ArchitectureResult("t5", findings={"grad_parity": ["w: 2"]}, errors={"loss_parity": "why"}),
+        ArchitectureResult("gemma3n", checkpoint_error="timm"),
+        ArchitectureResult("marian", loader_error="why"),
+    ]
+    runs = [Run(loader, {"torch": "2.13.0"}, 12.3, 20, 0, 2, rows) for loader in ("plain", "transformers-masked-lm")]
+    page = render_overview(runs).splitlines()
+    assert (
+        "| `plain` | with a conforming loader, `load_plain` of fixtures/architectures.py | 4 | 1 | 1 | 1 | 1 | 3 | 12 |"
+        in page
+    )
+    for line in (
+        "* `grad_parity`: `t5`",
+        "* checks that could not run: `t5`",
+        "* no checkpoint: `gemma3n`",
+        "* the loader fails: `marian`",
+    ):
+        assert page.count(line) == 2
+
+
 def test_known_results_name_existing_architectures():
     found = {name for known in (*FINDINGS.values(), *RAISING.values()) for name in known}
     assert {*WITHOUT_CHECKPOINT, *UNTRAINABLE, *found} <= set(CAUSAL_LMS)
@@ -97,6 +160,18 @@ def test_a_tensor_parallel_sweep(tmp_path):
         sweep.close()
     assert [*rows["llama"].unexpected("transformers-tp"), *rows["qwen3"].unexpected("transformers-tp")] == []
     assert [*rows["qwen3"].findings] == ["grad_accumulation_parity"]
+
+
+def test_a_sweep_of_another_class(tmp_path):
+    loader = "transformers-seq2seq"
+    sweep = Sweep(loader, tmp_path)
+    try:
+        assert sweep.names()[:1] == names_of("seq2seq")[:1]
+        rows = {row.name: row for row in sweep.judge(["bart", "umt5"], jobs=1)}
+    finally:
+        sweep.close()
+    assert [*rows["bart"].unexpected(loader), *rows["umt5"].unexpected(loader)] == []
+    assert [*rows["umt5"].findings] == ["step_memory_bounded"]
 
 
 def test_a_sweep_of_several_at_a_time(tmp_path):
@@ -143,7 +218,7 @@ def test_the_page_accounts_for_every_check():
         ArchitectureResult("gemma3n", checkpoint_error="timm"),
         *(ArchitectureResult(f"tiny{number}", skipped={ids[1]: "nothing of the kind"}) for number in range(6)),
     ]
-    page = render_page(rows, Run("transformers", {"torch": "2.13.0"}, seconds=12.3, cpu=20, reused=1, jobs=2))
+    page = render_page(Run("transformers", {"torch": "2.13.0"}, seconds=12.3, cpu=20, reused=1, jobs=2, rows=rows))
     total = len(ids)
     for line in (
         f"| `llama` | clean | {total - 1} | 0 | 1 | 0 | 1.5 |",

@@ -60,7 +60,9 @@ def _recipe(model_type: str, auto_class: Any, sizes: dict[str, Any]) -> tuple[Pr
     if auto_class is AutoModelForCausalLM:
         kind = _causal_lm(model_type)
         return _own_config(kind, tiny_config(model_type, **sizes)), kind
-    return tiny_config(model_type, **sizes), auto_class.from_config
+    config = tiny_config(model_type, **sizes)
+    config.architectures = []  # where a type has several classes, from_config iterates over them, and fails on None
+    return config, auto_class.from_config
 
 
 def _causal_lm(model_type: str) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
@@ -46,10 +46,20 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 120),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx"), 64),
     **dict.fromkeys(("hidden_size_per_layer_input", "laurel_rank"), 8),
+    "entity_vocab_size": 50,
+    # images: two or four patches a side
+    **dict.fromkeys(("image_size", "out_hidden_size", "embed_dim"), 32),
     "bos_token_id": 0,
     "eos_token_id": 1,
     "pad_token_id": None,
 }
+
+LISTED: dict[str, Callable[[list[int]], list[int]]] = {
+    **dict.fromkeys(("hidden_sizes", "embed_dims", "embed_dim"), lambda widths: [width // 8 for width in widths]),
+    **dict.fromkeys(("depths", "depth", "num_heads", "num_attention_heads"), lambda counts: [1] * len(counts)),
+    **dict.fromkeys(("image_size",), lambda lengths: [32] * len(lengths)),
+}
+"""How lists are reduced, which have a size for each stage or direction."""
 
 UNSET_WHEN_NONE = ("head_dim", "moe_intermediate_size", "query_pre_attn_scalar", "ffn_hidden_size")
 """Sizes that stay unset if their default is None, because the architecture then derives them from others."""
@@ -69,6 +79,8 @@ SHARED_BLOCKS = {
 PADDED = {"pad_token_id": 1}
 """A padding token is required: positions are counted from it, or the config's validation demands it."""
 ROTARY = {"rope_type": "default", "rope_theta": 1e4}
+MROPE = {"rope_parameters": {**ROTARY, "mrope_section": [1, 1, 2]}}
+"""Rotary embeddings of time, height and width, which share half of a head's width."""
 EXCEPTIONS: dict[str, dict[str, Any]] = {
     "axk1": MLA,
     "axk2": MLA,
@@ -87,6 +99,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "dots3_note_text": {"num_key_value_heads": 4, "per_layer_config": {}},
     "emu3_text_model": PADDED,
     "ernie4_5_moe": {"moe_k": 2},
+    "esmc": {"num_key_value_heads": 4},
     "gemma3n_text": {
         "intermediate_size": [64, 64],
         "num_kv_shared_layers": 0,
@@ -106,6 +119,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4},
     "kimi_linear": KDA,
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "llama4_vision_model": {"projector_input_dim": 32, "projector_output_dim": 32},
     "longcat_flash": {**MLA, "expert_ffn_hidden_size": 16, "zero_expert_num": 2},
     "mamba2": {"num_heads": 8},
     "ministral": {"head_dim": 8},
@@ -116,6 +130,10 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         **dict.fromkeys(("num_decoder_attention_heads", "num_encoder_attention_heads"), 4),
         "pad_token_id": 0,
     },
+    **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni_text", "paddleocr_vl_text"), MROPE),
+    **dict.fromkeys(("glm4v_text", "glm46v_text", "glm_ocr_text", "glmga_text"), MROPE),
+    "glm4v_moe_text": {"rope_parameters": {**ROTARY, "mrope_section": [0, 1, 1]}},
+    **dict.fromkeys(("nomic_bert", "qwen3_asr", "t5_gemma_module", "t5gemma2_decoder"), PADDED),
     "qwen4_exp_text": {
         **dict.fromkeys(("indexer_n_heads", "indexer_compress_ratio"), 2),
         "indexer_kv_heads": 1,
@@ -176,6 +194,9 @@ def _shrink(kind: type[PreTrainedConfig], sizes: Mapping[str, Any]) -> PreTraine
 def _sizes_for(default: Mapping[str, Any]) -> dict[str, Any]:
     """Return the SIZES that a configuration has, and for lists of layer kinds two layers of different kinds."""
     sizes = {name: value for name, value in SIZES.items() if name in default}
+    for name, value in default.items():
+        if name in LISTED and isinstance(value, list) and all(isinstance(size, int) for size in value):
+            sizes[name] = LISTED[name](value)
     for name in UNSET_WHEN_NONE:
         if name in sizes and default[name] is None:
             del sizes[name]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn import Module
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES,
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
@@ -36,8 +38,17 @@ CLASSIFIES_ROWS = {*MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values()}
 """Names of model classes whose loss takes the number of a class for each row."""
 CLASSIFIES_TOKENS = {*MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES.values()}
 """Names of model classes whose loss takes the number of a class for each token."""
+CLASSIFIES_IMAGES = {
+    name
+    for names in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES.values()
+    for name in ([names] if isinstance(names, str) else names)
+}
+"""Names of model classes whose loss takes the number of a class for each image."""
+CLASSIFIES_SOUND = {*MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES.values()}
+"""Names of model classes whose loss takes the number of a class for each recording."""
 
-TRAINED = TRAINED_ON_TOKENS | CLASSIFIES_ROWS | CLASSIFIES_TOKENS
+IMAGE, SAMPLES = 32, 8000
+"""The height and width of an image whose config names none, and the samples of a recording."""
 
 
 def subject(
@@ -46,19 +57,40 @@ def subject(
     """Return the Subject of a model that was loaded from this checkpoint, with reference and batches derived from it.
 
     The reference is the same class, loaded whole by ``from_pretrained``; the model is expected to have the same tied
-    and frozen weights. Each batch has ``rows`` rows of ``length`` random tokens; models that are not trained on tokens
-    alone get no batch. ``declared`` are fields of Subject, which override the derived ones.
+    and frozen weights. Each batch has ``rows`` rows of ``length`` random tokens, and classes as labels for classifiers.
+    Classifiers of images and recordings get random ones, and other models no batch. ``declared`` are fields of Subject,
+    which override the derived ones.
     """
     kind = _class_of(model, checkpoint)
     derived: dict[str, Any] = {"reference": partial(_load, kind, os.fspath(checkpoint))}
-    bases = {base.__name__ for base in kind.__mro__}
-    tokens = {"vocabulary": _vocabulary(checkpoint), "rows": rows, "length": length} if bases & TRAINED else {}
-    if bases & TRAINED_ON_TOKENS:
-        derived["batch"] = partial(_tokens, **tokens)
-    elif bases & TRAINED:
-        classes = AutoConfig.from_pretrained(checkpoint).num_labels
-        derived["batch"] = partial(_classified, **tokens, classes=classes, each_token=bool(bases & CLASSIFIES_TOKENS))
+    if batch := _batches_of(kind, checkpoint, rows, length):
+        derived["batch"] = batch
     return Subject(model, **{**derived, **declared})
+
+
+def _batches_of(
+    kind: Any, checkpoint: str | os.PathLike[str], rows: int, length: int
+) -> Callable[[int], dict[str, Tensor]] | None:
+    bases = {base.__name__ for base in kind.__mro__}
+    config = AutoConfig.from_pretrained(checkpoint)
+    tokens = {"vocabulary": getattr(config.get_text_config(), "vocab_size", 0), "rows": rows, "length": length}
+    if tokens["vocabulary"] and bases & TRAINED_ON_TOKENS:
+        return partial(_tokens, **tokens)
+    if tokens["vocabulary"] and bases & CLASSIFIES_TOKENS:
+        return partial(_classified_tokens, **tokens, classes=config.num_labels)
+    if tokens["vocabulary"] and bases & CLASSIFIES_ROWS:
+        return partial(_classified_rows, **tokens, classes=config.num_labels, end=getattr(config, "eos_token_id", None))
+    if bases & CLASSIFIES_IMAGES:
+        return partial(_signals, name="pixel_values", shape=(rows, *_image(config)), classes=config.num_labels)
+    if bases & CLASSIFIES_SOUND and kind.main_input_name == "input_values":
+        return partial(_signals, name="input_values", shape=(rows, SAMPLES), classes=config.num_labels)
+    return None
+
+
+def _image(config: Any) -> tuple[int, ...]:
+    """Return the channels, height and width of the images that a model takes."""
+    size = getattr(config, "image_size", None) or IMAGE
+    return getattr(config, "num_channels", 3), *(size if isinstance(size, list | tuple) else (size, size))
 
 
 def reference_model(checkpoint: str | os.PathLike[str]) -> Any:
@@ -78,11 +110,29 @@ def _tokens(step: int, vocabulary: int, rows: int, length: int) -> dict[str, Ten
     return {"input_ids": tokens, "labels": tokens}
 
 
-def _classified(
-    step: int, vocabulary: int, rows: int, length: int, classes: int, each_token: bool
+def _classified_tokens(step: int, vocabulary: int, rows: int, length: int, classes: int) -> dict[str, Tensor]:
+    tokens = _tokens(step, vocabulary, rows, length)["input_ids"]
+    return {"input_ids": tokens, "labels": tokens % classes}
+
+
+def _classified_rows(
+    step: int, vocabulary: int, rows: int, length: int, classes: int, end: int | None
 ) -> dict[str, Tensor]:
     tokens = _tokens(step, vocabulary, rows, length)["input_ids"]
-    return {"input_ids": tokens, "labels": (tokens if each_token else tokens.sum(1)) % classes}
+    if isinstance(end, int):  # BART and T5 classify by the state at this token, and ask for as many in each row
+        tokens = torch.where(tokens == end, (end + 1) % vocabulary, tokens)
+        tokens[:, -1] = end
+    return {"input_ids": tokens, "labels": _classes(step, rows, classes)}
+
+
+def _signals(step: int, name: str, shape: tuple[int, ...], classes: int) -> dict[str, Tensor]:
+    """Return normally distributed images or recordings, with a class for each."""
+    signals = torch.randn(shape, generator=torch.Generator().manual_seed(step))
+    return {name: signals, "labels": _classes(step, shape[0], classes)}
+
+
+def _classes(step: int, rows: int, classes: int) -> Tensor:
+    return (torch.arange(rows) + step) % classes
 
 
 def _vocabulary(checkpoint: str | os.PathLike[str]) -> int:

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 from transformers import (
+    AutoModelForAudioClassification,
     AutoModelForCausalLM,
     AutoModelForImageClassification,
     AutoModelForMaskedLM,
@@ -128,6 +129,12 @@ def test_declared_fields_override_derived_ones(llama: Path) -> None:
         ("bert", AutoModelForTokenClassification, {"num_labels": 3}),
         ("distilbert", AutoModelForMaskedLM, {"pad_token_id": 0}),
         ("t5", AutoModelForSeq2SeqLM, {"pad_token_id": 0, "decoder_start_token_id": 0}),
+        # Its rows need as many tokens at which they end.
+        ("t5", AutoModelForSequenceClassification, {"pad_token_id": 0, "decoder_start_token_id": 0}),
+        ("vit", AutoModelForImageClassification, {"num_labels": 3}),
+        ("deit", AutoModelForImageClassification, {"image_size": [16, 32]}),
+        ("resnet", AutoModelForImageClassification, {}),
+        ("wav2vec2", AutoModelForAudioClassification, {"pad_token_id": 0}),
     ],
 )
 def test_models_of_other_classes_are_trained_on_labels_of_their_kind(
@@ -142,9 +149,8 @@ def test_models_of_other_classes_are_trained_on_labels_of_their_kind(
     assert model(**batch(0)).loss > 0.1
 
 
-def test_models_that_are_not_trained_on_tokens_get_no_batch(tmp_path: Path) -> None:
-    sizes = {"image_size": 8, "patch_size": 4}
-    path = tiny_checkpoint("vit", tmp_path / "vit", auto_class=AutoModelForImageClassification, **sizes)
+def test_models_without_a_vocabulary_of_their_own_get_no_batch(tmp_path: Path) -> None:
+    path = tiny_checkpoint("canine", tmp_path / "canine", auto_class=AutoModelForSequenceClassification)
     assert subject(reference_model(path), path).batch is None
 
 
