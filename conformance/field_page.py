@@ -66,6 +66,17 @@ status of every check.
 *New* counts the differences from what was seen before and is known. Models of images and text are trained on text
 alone, because each has its own way of placing images in it.
 
+What was found beside the findings of causal language models, each shown with transformers 5.23 alone:
+
+* `qwen3_vl_moe` cannot be loaded sharded: its experts are transposed in the checkpoint, and from_pretrained compares
+  the shapes of shards before it transposes them.
+* `kimi_k25`, `minimax_m3_vl`, `mistral_large4`, `qianfan_ocr`, `shieldgemma2` and `unlimited_ocr` get other weights
+  when they are loaded sharded than on one device, as do `gte`, `jina_embeddings_v3` and `nomic_bert`: weights that are
+  fused in the model or in the checkpoint are sharded first and converted afterwards.
+* `marian` cannot be loaded as an encoder with a decoder: the loader copies a plain tensor into a sharded one.
+* `switch_transformers` ends the step if an expert gets no token on one rank: FSDP2 then reduces gradients of different
+  sizes.
+
 | `LOADER` | what is loaded, and how | model types | clean | findings | loader fails | no checkpoint | new | seconds |
 |---|---|---|---|---|---|---|---|---|"""
 
@@ -83,7 +94,7 @@ def _overview_row(run: Run) -> str:
         for errors in zip(*((row.loader_error, row.checkpoint_error) for row in run.rows), strict=True)
     )
     counts = [len(run.rows), run.clean, len(run.judged) - run.clean, failed, unmade, len(run.unexpected)]
-    loaded = " ".join(LOADED[run.loader].split())
+    loaded = " ".join(LOADED[run.loader].split()).replace("and two, with", "on four ranks, with")
     return f"| `{run.loader}` | {loaded} | {' | '.join(map(str, counts))} | {run.seconds:.0f} |"
 
 

@@ -170,6 +170,9 @@ TENSOR_PARALLEL: dict[str, set[str]] = {
     # The plan says "colwise" of two fused weights, and each rank has a part of both. The reference gets those rows.
     "inkling2_text": {"params_equal_reference", "loss_parity"},
 }
+ALSO_WITH_TP = ["afmoe", "bailing_hybrid", "ernie4_5_moe", "hrm_text", "kimi_linear", "laguna", "olmo_hybrid"]
+ALSO_WITH_TP += ["moss_transcribe_diarize"]
+"""Model types of which FSDP2 beside tensor parallelism shows what FSDP2 alone shows."""
 TASKS = (
     "seq2seq",
     "masked-lm",
@@ -187,7 +190,7 @@ FINDINGS: dict[str, dict[str, set[str]]] = {
     "plain-uneven": {},
     "transformers": OF_ANY_SIZE,
     "transformers-tp": TENSOR_PARALLEL,
-    "transformers-fsdp-tp": TENSOR_PARALLEL,
+    "transformers-fsdp-tp": TENSOR_PARALLEL | {name: OF_ANY_SIZE[name] for name in ALSO_WITH_TP},
     "transformers-uneven": OF_ANY_SIZE | {name: STALE | OF_ANY_SIZE.get(name, set()) for name in UNEVEN_AND_TIED},
 }
 """Known findings of transformers 5.23.0 by loader; docs/systems.md explains them. Remove those that a release fixes."""

@@ -12,7 +12,7 @@ from pytest_fsdp_meta.catalogue import Verdict, built_in, judge
 from pytest_fsdp_meta.evidence import Evidence
 from pytest_fsdp_meta.loader.call import Call
 from pytest_fsdp_meta.trial import ON_RANKS, Trial
-from pytest_fsdp_meta.worlds import ForkServerEngine, Sources, WorldSpec
+from pytest_fsdp_meta.worlds import ForkServerEngine, Sources, WorldSpec, choose_simulated
 
 Verdicts = dict[str, Verdict]
 KINDS = ("llama", "qwen3", "qwen3_moe", "gemma3", "gpt2")
@@ -28,14 +28,19 @@ class LoaderJudge:
         self._preload = ForkServerEngine(Sources(tuple(sys.path)), [*ON_RANKS, *PRELOADED])
 
     def judge(
-        self, function: Callable[..., Any], mesh: Mapping[str, int], checks: Collection[str] = (), **arguments: Any
+        self,
+        function: Callable[..., Any],
+        mesh: Mapping[str, int],
+        checks: Collection[str] = (),
+        simulated: bool = False,
+        **arguments: Any,
     ) -> Verdicts:
         """Call ``function`` with ``fsdp`` and the arguments on every rank, and return the verdict of every check.
 
         With ``checks``, only what these checks and the more basic ones read is observed; the checks that read anything
         else are skipped.
         """
-        return judge_all(self.observe(function, mesh, checks, **arguments))
+        return judge_all(self.observe(function, mesh, checks, simulated=simulated, **arguments))
 
     def trace(
         self, function: Callable[..., Any], mesh: Mapping[str, int], checks: Collection[str] = (), **arguments: Any
@@ -49,9 +54,11 @@ class LoaderJudge:
         mesh: Mapping[str, int],
         checks: Collection[str] = (),
         localise: bool = False,
+        simulated: bool = False,
         **arguments: Any,
     ) -> Evidence:
-        trial = Trial(WorldSpec(mesh, timeout=120), self._preload, steps=3, tolerance={}, localise=localise)
+        spec = WorldSpec(mesh, timeout=120, simulated=choose_simulated(mesh) if simulated else ())
+        trial = Trial(spec, self._preload, steps=3, tolerance={}, localise=localise)
         catalogue = built_in()
         wanted = catalogue.observations(checks or catalogue.ids())
         packed = {name: cloudpickle.dumps(value) for name, value in arguments.items()}

@@ -44,6 +44,7 @@ class Entry:
     architecture: str | None
     """The architecture of the checkpoint to load; None if the loader builds its own model."""
     caught_by: str = ""
+    simulated: bool = False
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class Row:
 
 def entries() -> list[Entry]:
     """Return every defect, then every conforming loader: ours, all forms of sharding, repaired pull requests."""
-    defects = [Entry(name, d.load, d.mesh, d.architecture, d.caught_by) for name, d in DEFECTS.items()]
+    defects = [Entry(name, d.load, d.mesh, d.architecture, d.caught_by, d.simulated) for name, d in DEFECTS.items()]
     conforming = [Entry("conforming", load_conforming, mesh, name) for name in CHECKPOINTS for mesh in MESHES]
     possible = {name: form for name, form in FORMS.items() if not form.needs_accelerator or has_accelerator()}
     conforming += [Entry(name, form.load, form.mesh, form.architecture) for name, form in possible.items()]
@@ -93,7 +94,7 @@ def judge_all(entries: Iterable[Entry], checkpoint: Callable[[str], Path]) -> It
     judge = LoaderJudge()
     for entry in entries:
         path = checkpoint(entry.architecture) if entry.architecture else None
-        verdicts = judge.judge(entry.load, entry.mesh, path=path)
+        verdicts = judge.judge(entry.load, entry.mesh, simulated=entry.simulated, path=path)
         reasons = {id: verdict.reason for id, verdict in verdicts.items() if verdict.reason}
         status = {id: verdict.status for id, verdict in verdicts.items()}
         yield Row(entry.name, entry.architecture or "its own model", entry.mesh, entry.caught_by, status, reasons)

@@ -23,7 +23,8 @@ def test_defect_is_caught_by_its_check_alone(name, checkpoint, judge_loader):
     path = checkpoint(defect.architecture)
     # State that only a training step changes is lost only by what is saved after one.
     trained = ["loss_parity"] if built_in()[defect.caught_by].family == "checkpoint" else []
-    verdicts = judge_loader(defect.load, defect.mesh, checks=[defect.caught_by, *trained], path=path)
+    checks = [defect.caught_by, *trained]
+    verdicts = judge_loader(defect.load, defect.mesh, checks=checks, simulated=defect.simulated, path=path)
     failures = {id: describe_failure(v, "world", "command") for id, v in verdicts.items() if v.status == "failed"}
     errors = {id: verdict.reason for id, verdict in verdicts.items() if verdict.status == "error"}
     assert (set(failures), errors) == ({defect.caught_by}, {}), "\n\n".join(failures.values())

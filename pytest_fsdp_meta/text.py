@@ -94,6 +94,16 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{ending}"
 
 
+def as_bytes(number: int) -> str:
+    """Format a number of bytes in binary units, like "15.0 GiB"."""
+    size, unit = float(number), "bytes"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{number} bytes" if unit == "bytes" else f"{size:.3g} {unit}"
+
+
 def first_of(names: Sequence[str], most: int = 1) -> str:
     """Return the first ``most`` names and the number of others, like "embed.weight and 2 more"."""
     others = f" and {len(names) - most} more" if len(names) > most else ""

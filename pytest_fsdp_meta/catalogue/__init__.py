@@ -24,6 +24,7 @@ from pytest_fsdp_meta.catalogue.checks import (
     second_save,
     second_step,
     sharding,
+    simulated_sizes,
     step_memory,
     structure,
     tiling,
@@ -41,7 +42,7 @@ FAMILIES = (
     *(replicas, values, draws, tying, memory, step_memory),
     *(forward, gradients, clipping, optimization, drift, buffers, second_step, updates, losses, accumulation, beside),
     *(checkpoint, exports, resuming, second_save, random_numbers),
-    *(batches, batches_resumed),
+    *(batches, batches_resumed, simulated_sizes),
 )
 
 

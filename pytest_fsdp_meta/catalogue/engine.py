@@ -31,6 +31,7 @@ EXPLAINING_A_CRASH = ("structure", "materialisation")
 """Families of checks whose findings may explain an error raised while running or saving the model."""
 PACKAGE = Path(__file__).parents[1]
 PASSED_IN_PART = "passed for what could be checked"
+NEEDS_VALUES = "simulated: the ranks have no values, and send nothing"
 KINDS = {"undeclared": "not declared", "blocked": "depends on a failed check", "unselected": "not selected"}
 """``Unavailable.kind`` -> ``Verdict.why``."""
 
@@ -90,7 +91,10 @@ class _Run(NamedTuple):
 
 
 def _judge(check: Check, run: _Run) -> Verdict:
-    evidence, failed = run.evidence, tuple(filter(run.findings, check.after))
+    evidence = run.evidence
+    if evidence.world.simulated and not check.simulated:
+        return Verdict(check, "skipped", reason=NEEDS_VALUES, why="not applicable")
+    failed = tuple(filter(run.findings, check.after))
     for need in check.needs:
         if need in evidence.unavailable:
             return _unavailable(check, need, run, failed)

@@ -13,7 +13,7 @@ from pytest_fsdp_meta.catalogue.view import View
 OBSERVATIONS = (
     *("inventory", "reference", "values", "verifier", "draws", "training", "collectives", "memory"),
     *("repetition", "state_dict", "export", "saved", "restored", "resharded", "continued", "resumed"),
-    *("saved_again", "restored_again", "training_mode", "batches", "batches_resumed"),
+    *("saved_again", "restored_again", "training_mode", "batches", "batches_resumed", "simulation"),
 )
 
 
@@ -41,6 +41,8 @@ class Check:
     fields: tuple[str, ...]
     judge: Callable[[View], Iterable[Finding]]
     tolerance: Mapping[str, float] = field(default_factory=dict, hash=False)
+    simulated: str = ""
+    """"too" if it can also judge some ranks without values of a world that does not run, "only" if it judges these."""
 
     @property
     def built_in(self) -> bool:
@@ -65,6 +67,7 @@ def check(
     since: str = "0.1",
     fields: Sequence[str] = (),
     tolerance: Mapping[str, float] = MappingProxyType({}),
+    simulated: str = "",
 ) -> Callable[[Judge], Check]:
     """Turn a judge into a check whose id is the function's name.
 
@@ -90,6 +93,7 @@ def check(
             fields=tuple(fields),
             judge=judge,
             tolerance=dict(tolerance),
+            simulated=simulated,
         )
 
     return make

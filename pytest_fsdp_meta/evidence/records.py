@@ -12,6 +12,7 @@ from pytest_fsdp_meta.evidence.checkpoint import Export, RankResumed, RankSaved,
 from pytest_fsdp_meta.evidence.collectives import RankCollectives, RankMemory
 from pytest_fsdp_meta.evidence.draws import RankDraws
 from pytest_fsdp_meta.evidence.random_numbers import RankTrainingMode
+from pytest_fsdp_meta.evidence.simulation import SimulatedSize
 from pytest_fsdp_meta.evidence.stages import held_by_stages, stages_of
 from pytest_fsdp_meta.evidence.step_memory import StepMemory
 from pytest_fsdp_meta.evidence.tensors import RankInventory
@@ -177,8 +178,12 @@ class WorldFacts:
     backend: str
     devices: tuple[str, ...] = ()
     library: str = ""
+    simulated: tuple[int, ...] = ()
+    """The only ranks that ran, each alone and without values; empty: all ran."""
 
     def __str__(self) -> str:
+        if self.simulated:
+            return f"world of {self.size}, simulated by {len(self.simulated)} of its ranks"
         return f"world of {self.size} ({self.backend} on {self.device_type})"
 
 
@@ -241,6 +246,8 @@ class Evidence:
     batches: Epoch | None = None
     batches_resumed: tuple[RankBatches, ...] | None = None
     """The batches of another load that resumed from the checkpoint that was saved within the epoch."""
+    simulation: tuple[SimulatedSize, ...] | None = None
+    """What ranks hold and send in a simulated world, and in smaller ones; the first is the world itself."""
     unavailable: Mapping[str, Unavailable] = field(default_factory=dict)
     tolerance: Mapping[str, float] = field(default_factory=dict)
     """Relative tolerances that the author set, by check id; "*" applies to all checks."""

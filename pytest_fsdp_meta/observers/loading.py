@@ -83,19 +83,17 @@ def load(call: Call, watch: Collection[str] = ()) -> Loaded:
         torch.manual_seed(SEED)
         watchers = (recorder, peak.meter if peak else None)
         with watching(*(watcher for watcher in watchers if watcher is not None), draws=draws):
-            returned = _call(loader, values)
+            returned = call_loader(loader, values)
             _require_process_group(rank)
     doing("taking the inventory")
     restore_defaults()
     left = read_all(rank.device)
-    subject = _as_subject(returned)
-    _require_judgeable(subject.model)
-    _require_living_groups(subject.model)
+    subject = judgeable_subject(returned)
     managed = managed_names(subject.model)  # before reshard(), which puts parameters back that the loader replaced
     reshard(subject.model)  # a loader may have run a forward to warm up
     rank.state.update({"subject": subject, "watch": watch, "draws": draws, LEFT_BY_LOADER: left})
     return replace(
-        _describe(subject, rank, managed, poison.active),
+        describe(subject, rank, managed, poison.active),
         collectives=recorder.collectives(subject.model) if recorder else None,
         memory=peak.facts(subject.model) if peak else None,
     )
@@ -127,7 +125,7 @@ def resharded_subject() -> Subject:
     return subject
 
 
-def _describe(subject: Subject, rank: Rank, managed: Mapping[str, bool], poison_active: bool) -> Loaded:
+def describe(subject: Subject, rank: Rank, managed: Mapping[str, bool], poison_active: bool) -> Loaded:
     """Return what the subject declares, and the inventory of its model on this rank."""
     names = _names_by_kind(subject.model)
     transient, stages = non_persistent(subject.model), has_stages(rank)
@@ -166,7 +164,8 @@ def _communication_library() -> str:
     return f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}" if backend == "nccl" else str(backend)
 
 
-def _call(loader: Callable[..., Any], values: Mapping[str, Any]) -> Any:
+def call_loader(loader: Callable[..., Any], values: Mapping[str, Any]) -> Any:
+    """Call the loader. Raises Misuse for a process group that it makes although it has one."""
     try:
         with forward_warnings(NOTICES):
             return loader(**values)
@@ -198,6 +197,14 @@ def _require_living_groups(model: Module) -> None:
             "the loader destroyed the process group (destroy_process_group) that its model is sharded over, and the "
             "checks train and save the model; leave the group to the plugin, which destroys it with the ranks"
         )
+
+
+def judgeable_subject(returned: object) -> Subject:
+    """Return what the loader returned as a Subject. Raises Misuse or SubjectError for what cannot be judged."""
+    subject = _as_subject(returned)
+    _require_judgeable(subject.model)
+    _require_living_groups(subject.model)
+    return subject
 
 
 def _as_subject(returned: object) -> Subject:

@@ -6,6 +6,7 @@ import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from pytest_fsdp_meta.plugin.markers import (
 from pytest_fsdp_meta.plugin.node_ids import join_without_check
 from pytest_fsdp_meta.plugin.settings import Settings
 from pytest_fsdp_meta.reports.terminal import describe_checks
-from pytest_fsdp_meta.worlds import WorldSpec, choose
+from pytest_fsdp_meta.worlds import WorldSpec, choose, choose_simulated
 
 HIDDEN = getattr(pytest, "HIDDEN_PARAM", None)
 """Keeps the id of the only world out of the test's name; pytest before 8.4 shows it."""
@@ -145,7 +146,7 @@ def _parametrize_loader(metafunc: pytest.Metafunc, settings: Settings, catalogue
     marker = metafunc.definition.get_closest_marker(MARK)
     assert marker is not None
     require_plain_function(metafunc.function, "a loader")
-    spec = read_conformance_spec(marker.args, marker.kwargs, settings.world_sizes, catalogue)
+    spec = read_conformance_spec(marker.args, marker.kwargs, settings.world_sizes, catalogue, settings.simulate)
     several = len(spec.meshes) > 1
     metafunc.fixturenames.append(ARGUMENT)
     metafunc.parametrize(
@@ -153,7 +154,7 @@ def _parametrize_loader(metafunc: pytest.Metafunc, settings: Settings, catalogue
         [
             pytest.param(
                 CheckCase(check, spec, world),
-                id=f"world{world.size}-{check}" if several else check,
+                id=f"{'simulated' if world.simulated else 'world'}{world.size}-{check}" if several else check,
                 marks=[pytest.mark.skip(reason=spec.skip[check])] if check in spec.skip else [],
             )
             for world in [_world(spec, mesh, settings, gpus) for mesh in spec.meshes]
@@ -166,12 +167,23 @@ def _world(
     spec: ConformanceSpec | WorldMarkerSpec, mesh: Mapping[str, int], settings: Settings, gpus: int | None
 ) -> WorldSpec:
     world = WorldSpec(mesh, timeout=spec.timeout or settings.timeout, process_group=spec.process_group)
+    if isinstance(spec, ConformanceSpec) and spec.simulate:
+        return replace(world, backend="fake", simulated=_simulated_ranks(mesh, settings))
     if gpus is None:
         return world
     here = "this machine" if settings.engine == "local" else "the cluster"
     device, backend = choose(world.size, settings.device, settings.backend, gpus, settings.require_gpu, here)
     devices = tuple(rank % gpus for rank in range(world.size)) if device == "cuda" else ()
     return replace(world, device_type=device, backend=backend, devices=devices)
+
+
+def _simulated_ranks(mesh: Mapping[str, int], settings: Settings) -> tuple[int, ...]:
+    size = prod(mesh.values())
+    if settings.engine != "local":
+        raise ValueError(f"simulated ranks run on this machine only; remove --fsdp-engine={settings.engine}")
+    if beyond := [rank for rank in settings.simulate_ranks if rank >= size]:
+        raise ValueError(f"--fsdp-simulate-ranks: there is no rank {beyond[0]} in a world of {size}")
+    return tuple(sorted({0, *settings.simulate_ranks})) if settings.simulate_ranks else choose_simulated(mesh)
 
 
 def require_plain_function(function: Callable[..., Any], what: str) -> None:

@@ -11,6 +11,7 @@ from numbers import Integral
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from pytest_fsdp_meta.catalogue import Catalogue
+from pytest_fsdp_meta.evidence import replicates, splits_model
 from pytest_fsdp_meta.loader.call import BODY
 from pytest_fsdp_meta.worlds import DEFAULT_MESH_DIM, SCOPES, resolve_mesh
 
@@ -25,7 +26,7 @@ WORLD = "fsdp_world"
 """The name of a mark, and of the fixture that it configures."""
 PROCESS_GROUPS = ("plugin", "loader")
 ARGUMENTS = (
-    "world_size", "mesh", "only", "skip", "xfail", "tolerance", "steps", "timeout", "process_group",
+    "world_size", "mesh", "only", "skip", "xfail", "tolerance", "steps", "timeout", "process_group", "simulate",
 )  # fmt: skip
 WORLD_ARGUMENTS = ("world_size", "mesh", "scope", "timeout", "process_group")
 
@@ -50,7 +51,9 @@ def fsdp_conformance(*positional: Any, **arguments: Any) -> Any:
     ``world_size``: an int or a tuple of ints. ``mesh``: ``{"dp_replicate": 2, "dp_shard": -1}``. ``only``: check ids;
     ``skip`` and ``xfail``: ``{id: reason}``. ``tolerance``: a relative tolerance, or ``{id: tolerance}``. ``steps``:
     training steps for parity. ``timeout``: seconds for one call to the ranks. ``process_group``: "plugin", or "loader"
-    when the loader calls ``init_process_group`` itself. The arguments are checked when pytest collects the test.
+    when the loader calls ``init_process_group`` itself. ``simulate``: a world size or a tuple of them, or True for that
+    of ``mesh``: some ranks of such a world run, without values and without a network, and the checks that need neither
+    judge them. The arguments are checked when pytest collects the test.
 
     The same as ``@pytest.mark.fsdp_conformance``, except that the test fails where the plugin is not active.
     """
@@ -122,6 +125,8 @@ class ConformanceSpec:
     steps: int = 3
     timeout: float | None = None
     process_group: str = "plugin"
+    simulate: bool = False
+    """Whether only some ranks of each world run, without values."""
 
     @property
     def expected(self) -> tuple[str, ...]:
@@ -130,29 +135,46 @@ class ConformanceSpec:
 
 
 def read_conformance_spec(
-    positional: tuple[Any, ...], arguments: Mapping[str, Any], default_sizes: tuple[int, ...], catalogue: Catalogue
+    positional: tuple[Any, ...],
+    arguments: Mapping[str, Any],
+    default_sizes: tuple[int, ...],
+    catalogue: Catalogue,
+    simulated_sizes: tuple[int, ...] = (),
 ) -> ConformanceSpec:
-    """Check the arguments of a loader's marker. Raises ValueError with one line: the argument, the problem, the fix."""
+    """Check the arguments of a loader's marker. Raises ValueError with one line: the argument, the problem, the fix.
+
+    With ``simulated_sizes``, loaders are simulated at these sizes instead of running.
+    """
     _require_known(positional, arguments, ARGUMENTS)
     skip = _reasons("skip", arguments.get("skip"), catalogue)
     xfail = _reasons("xfail", arguments.get("xfail"), catalogue)
     both = sorted(skip.keys() & xfail.keys())
     if both:
         raise ValueError(f"{both[0]!r} is in both skip and xfail; remove it from one")
+    process_group = _process_group(arguments.get("process_group", "plugin"))
+    simulated = _simulated_meshes(arguments, simulated_sizes)
     checks = _only(arguments.get("only"), catalogue)
     for argument, ids in (("skip", skip), ("xfail", xfail)):
         left_out = [id for id in ids if id not in checks]
         if left_out:
             raise ValueError(f"{argument}: {left_out[0]!r} is not selected by only=...; remove it from {argument}")
+    if arguments.get("only") is None and not simulated:
+        checks = tuple(id for id in checks if catalogue[id].simulated != "only")
+    if simulated and process_group == "loader":
+        raise ValueError(
+            "process_group='loader' cannot be simulated: the ranks need torch's fake process group, which the plugin "
+            "makes"
+        )
     return ConformanceSpec(
-        meshes=_meshes(arguments.get("world_size"), arguments.get("mesh"), default_sizes),
+        meshes=simulated or _meshes(arguments.get("world_size"), arguments.get("mesh"), default_sizes),
         checks=checks,
         skip=skip,
         xfail=xfail,
         tolerance=_tolerance(arguments.get("tolerance"), catalogue),
         steps=_positive_int("steps", arguments.get("steps", 3)),
         timeout=_seconds(arguments.get("timeout")),
-        process_group=_process_group(arguments.get("process_group", "plugin")),
+        process_group=process_group,
+        simulate=bool(simulated),
     )
 
 
@@ -198,6 +220,32 @@ def _require_known(positional: tuple[Any, ...], arguments: Mapping[str, Any], kn
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"the arguments are {', '.join(known)}"
             raise ValueError(f"unknown argument {name!r}; {hint}")
+
+
+def _simulated_meshes(arguments: Mapping[str, Any], option: tuple[int, ...]) -> tuple[Mapping[str, int], ...]:
+    """Return the meshes of the worlds to simulate; none if the loader is to run."""
+    simulate, mesh = arguments.get("simulate"), arguments.get("mesh")
+    if simulate is None or simulate is False:
+        return tuple(_grown(mesh, size) for size in option)
+    if simulate is True:
+        if mesh is None and arguments.get("world_size") is None:
+            raise ValueError("simulate=True needs a size: write simulate=1024, or give the mesh as well")
+        return _meshes(arguments.get("world_size"), mesh, ())
+    if arguments.get("world_size") is not None:
+        raise ValueError(f"simulate={simulate!r} is the size of the world; remove world_size")
+    try:
+        return _meshes(simulate, mesh, ())
+    except ValueError as error:
+        raise ValueError(str(error).replace("world_size", "simulate")) from None
+
+
+def _grown(mesh: Any, size: int) -> Mapping[str, int]:
+    """Return a loader's mesh with this many ranks: the dimension that shards data takes what the others leave."""
+    if not isinstance(mesh, Mapping) or -1 in mesh.values():
+        return _meshes(size, mesh, ())[0]
+    resolved = resolve_mesh(mesh, None)
+    grown = next((dim for dim in resolved if not splits_model(dim) and not replicates(dim)), next(iter(resolved)))
+    return resolve_mesh({**resolved, grown: -1}, size)
 
 
 def _meshes(world_size: Any, mesh: Any, default_sizes: tuple[int, ...]) -> tuple[Mapping[str, int], ...]:

@@ -116,7 +116,7 @@ class ReportAttacher:
         self._attached[context.key] = latest
         if evidence is None:
             return context
-        context = replace(context, evenness=evenness_of(evidence.inventory))
+        context = replace(context, evenness=evenness_of(evidence.inventory), sizes=evidence.simulation or ())
         if self._report is None:
             return context
         file, problem = "", ""

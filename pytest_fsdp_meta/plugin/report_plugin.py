@@ -203,7 +203,8 @@ class ReportPlugin:
 
     def _print_totals(self, terminalreporter: pytest.TerminalReporter) -> None:
         if self.loaders:
-            for line, markup in describe_totals(self.loaders, self._config.get_verbosity()):
+            memory = self._settings.device_memory
+            for line, markup in describe_totals(self.loaders, self._config.get_verbosity(), memory):
                 terminalreporter.write_line(line, **markup)
         for problem in self._problems:
             terminalreporter.write_line(f"--fsdp-report: {problem}", red=True)

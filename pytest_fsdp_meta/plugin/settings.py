@@ -21,6 +21,8 @@ ENGINES = ("local", "ray")
 FAIL_ON = ("failure", "regression", "any")
 """What makes a compared run fail: any failure; only failures that the earlier run did not have; or any failure and
 anything else that got worse."""
+UNITS = {"MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "": 0}
+"""Bytes of a unit; a number without one is refused."""
 REPEATED = ("-c", "-o", "-p", "--config-file", "--override-ini", "--rootdir", "--import-mode")
 """Options of pytest, with a value, that change which tests are collected or how; rerun commands repeat them."""
 
@@ -30,6 +32,9 @@ class Settings:
     """The checked settings. ``given`` are the options that a rerun command must repeat to have the same effect."""
 
     world_sizes: tuple[int, ...] = (2,)
+    simulate: tuple[int, ...] = ()
+    simulate_ranks: tuple[int, ...] = ()
+    device_memory: int = 0
     device: str = "auto"
     backend: str = "auto"
     timeout: float = 300.0
@@ -81,6 +86,21 @@ def _sizes(text: str) -> tuple[int, ...]:
     if any(size < 1 for size in sizes) or len(set(sizes)) != len(sizes):
         raise ValueError
     return sizes
+
+
+def _ranks(text: str) -> tuple[int, ...]:
+    ranks = tuple(int(part) for part in text.split(","))
+    if any(rank < 0 for rank in ranks):
+        raise ValueError
+    return ranks
+
+
+def _bytes(text: str) -> int:
+    unit = next(unit for unit in UNITS if text.endswith(unit) or not unit)
+    size = float(text.removesuffix(unit)) * UNITS[unit]
+    if not 0 < size < 2**63:
+        raise ValueError
+    return int(size)
 
 
 def _count(text: str) -> int:
@@ -163,6 +183,28 @@ OPTIONS = (
         _sizes,
         "expected a positive int, or a list of distinct ones such as 1,2,4",
         "N[,N...]",
+    ),
+    Option(
+        "simulate",
+        "judge loaders at this world size, or these, without running it: some of its ranks run, without values and "
+        "without a network, and the checks that need neither judge them",
+        _sizes,
+        "expected a positive int, or a list of distinct ones such as 64,1024",
+        "N[,N...]",
+    ),
+    Option(
+        "simulate-ranks",
+        "which ranks run in a simulated world, besides rank 0 (default: both ends of each mesh dimension)",
+        _ranks,
+        "expected a list of ranks such as 1,1023",
+        "RANK[,RANK...]",
+    ),
+    Option(
+        "device-memory",
+        "memory of a device, such as 80GiB: the summary of a simulated loader says at which sizes a step fits",
+        _bytes,
+        "expected a number with MiB, GiB or TiB, such as 80GiB",
+        "SIZE",
     ),
     Option(
         "device",

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from pytest_fsdp_meta.catalogue import Catalogue
+from pytest_fsdp_meta.catalogue import Catalogue, Check
 from pytest_fsdp_meta.evidence import WorldFacts
+from pytest_fsdp_meta.evidence.simulation import SimulatedSize
 from pytest_fsdp_meta.reports.schema import UNKNOWN, CheckRecord, Evenness, LoaderRecord, Summary, with_later_error
 
 
@@ -31,13 +32,15 @@ class ItemContext:
     """The file of the stored evidence, relative to the report."""
     summary: Summary | None = None
     evenness: Evenness | None = None
+    sizes: tuple[SimulatedSize, ...] = ()
     problem: str = ""
     """Why the evidence was not stored."""
 
     @property
     def describes_loader(self) -> bool:
         """Whether the item reports the fields that all items of its loader have in common."""
-        return bool(self.error or self.seconds or self.evidence or self.summary or self.evenness or self.problem)
+        common = self.error, self.seconds, self.evidence, self.summary, self.evenness, self.sizes, self.problem
+        return any(common)
 
     def with_loader_of(self, other: ItemContext) -> ItemContext:
         """Return this item with the common fields of another item of the loader."""
@@ -48,6 +51,7 @@ class ItemContext:
             evidence=other.evidence,
             summary=other.summary,
             evenness=other.evenness,
+            sizes=other.sizes,
             problem=other.problem,
         )
 
@@ -113,8 +117,16 @@ class RunRecords:
         return [item.problem for item in self._loaders.values() if item.problem]
 
     def loaders(self, catalogue: Catalogue) -> tuple[LoaderRecord, ...]:
-        """Return a record of each loader, in the order of planning, with every check of the catalogue."""
-        return tuple(_loader_record(item, self._checks[key], catalogue.ids()) for key, item in self._loaders.items())
+        """Return a record of each loader, in the order of planning, with every check for worlds of its kind."""
+        return tuple(
+            _loader_record(item, self._checks[key], [check.id for check in catalogue if _concerns(check, item)])
+            for key, item in self._loaders.items()
+        )
+
+
+def _concerns(check: Check, item: ItemContext) -> bool:
+    """Return whether a check is for worlds of this kind, or was asked for."""
+    return check.simulated != "only" or bool(item.world.simulated) or check.id in (item.offered or ())
 
 
 def _loader_record(item: ItemContext, checks: Mapping[str, CheckRecord], ids: Iterable[str]) -> LoaderRecord:
@@ -131,4 +143,5 @@ def _loader_record(item: ItemContext, checks: Mapping[str, CheckRecord], ids: It
         evidence=item.evidence,
         summary=item.summary,
         evenness=item.evenness,
+        sizes=item.sizes,
     )

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from pytest_fsdp_meta.evidence import MeshFacts, Region, WorldFacts
 from pytest_fsdp_meta.evidence.collectives import Collective, RankMemory
+from pytest_fsdp_meta.evidence.simulation import SimulatedSize
 from pytest_fsdp_meta.evidence.traces import AGREES, DEPARTS
 from pytest_fsdp_meta.text import counted
 
@@ -266,6 +267,8 @@ class LoaderRecord:
     summary: Summary | None = None
     evenness: Evenness | None = None
     """None if nothing is sharded, or in a report that is older than this field."""
+    sizes: tuple[SimulatedSize, ...] = ()
+    """What ranks need in this world and in smaller ones, if it was simulated."""
 
 
 @dataclass(frozen=True)

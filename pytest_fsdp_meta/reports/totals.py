@@ -17,6 +17,7 @@ from pytest_fsdp_meta.reports.schema import (
     errors_by_reason,
     how_many,
 )
+from pytest_fsdp_meta.reports.sizes import describe_sizes
 from pytest_fsdp_meta.reports.terminal import by_cause, describe_finding, paragraph, printable
 from pytest_fsdp_meta.text import counted, first_of
 
@@ -58,10 +59,11 @@ def nothing_judged(loaders: Sequence[LoaderRecord], others_passed: bool) -> bool
     return not others_passed or bool(counts.keys() - {"by the test", "left out", "not selected"})
 
 
-def describe_totals(loaders: Sequence[LoaderRecord], verbosity: int = 0) -> Iterator[Line]:
-    """Yield the lines of the section."""
+def describe_totals(loaders: Sequence[LoaderRecord], verbosity: int = 0, device_memory: int = 0) -> Iterator[Line]:
+    """Yield the lines of the section. A step of a simulated world should fit into ``device_memory`` bytes."""
     for loader in loaders:
         yield _describe_loader(loader)
+        yield from ((line, {}) for line in describe_sizes(loader.sizes, device_memory))
     if verbosity > -2:
         yield from _describe_causes(loaders)
         yield from _describe_evenness(loaders)

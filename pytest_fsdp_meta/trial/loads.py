@@ -6,12 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
+from pytest_fsdp_meta.loader.call import ASSUME, SKIPS
 from pytest_fsdp_meta.trial.on_ranks import loading, run_on
 from pytest_fsdp_meta.worlds import World, WorldError, WorldSpec
 
 if TYPE_CHECKING:
     from pytest_fsdp_meta.observers.loading import Loaded
 
+LOADER_OUTCOMES = (*SKIPS, ASSUME)
+"""Exceptions that count as an outcome of the loader when every rank raises them; xfail is set by the marker only."""
 P = ParamSpec("P")
 R = TypeVar("R")
 Load = Callable[[WorldSpec, str, list[World]], "tuple[World, list[Loaded]]"]

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
         optimizer_state,
         random_numbers,
         reference,
+        simulated_step,
+        simulation,
         state_dict,
         step_collectives,
         traces,
@@ -60,6 +62,8 @@ else:
     optimizer_state = ObserverModule(f"{OBSERVERS}.optimizer_state")
     random_numbers = ObserverModule(f"{OBSERVERS}.random_numbers")
     reference = ObserverModule(f"{OBSERVERS}.reference")
+    simulated_step = ObserverModule(f"{OBSERVERS}.simulated_step")
+    simulation = ObserverModule(f"{OBSERVERS}.simulation")
     state_dict = ObserverModule(f"{OBSERVERS}.state_dict")
     step_collectives = ObserverModule(f"{OBSERVERS}.step_collectives")
     traces = ObserverModule(f"{OBSERVERS}.traces")
@@ -78,6 +82,8 @@ __all__ = [
     "random_numbers",
     "reference",
     "run_on",
+    "simulated_step",
+    "simulation",
     "state_dict",
     "step_collectives",
     "traces",

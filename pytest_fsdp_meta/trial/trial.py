@@ -6,7 +6,7 @@ An observation that cannot be taken is recorded with the reason, and affects onl
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,8 +14,9 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from pytest_fsdp_meta.evidence import Evidence, WorldFacts
-from pytest_fsdp_meta.loader.call import ASSUME, SKIPS, Call
-from pytest_fsdp_meta.trial import on_ranks
+from pytest_fsdp_meta.loader.call import Call
+from pytest_fsdp_meta.trial import on_ranks, simulation
+from pytest_fsdp_meta.trial.loads import LOADER_OUTCOMES
 from pytest_fsdp_meta.trial.observations import ObservationRun
 from pytest_fsdp_meta.trial.timing import Stopwatch
 from pytest_fsdp_meta.worlds import DEFAULT_MESH_DIM, Engine, Listener, World, WorldError, WorldSpec
@@ -23,9 +24,6 @@ from pytest_fsdp_meta.worlds.system import temp_folders
 
 if TYPE_CHECKING:
     from pytest_fsdp_meta.observers.loading import Loaded
-
-LOADER_OUTCOMES = (*SKIPS, ASSUME)
-"""Exceptions that count as an outcome of the loader when every rank raises them; xfail is set by the marker only."""
 
 
 class LoaderFailed(Exception):
@@ -45,7 +43,7 @@ class LoaderFailed(Exception):
 
 def world_facts(spec: WorldSpec) -> WorldFacts:
     """Return the facts that are known about a world before it starts."""
-    return WorldFacts(spec.size, tuple(spec.mesh.items()), spec.device_type, spec.backend)
+    return WorldFacts(spec.size, tuple(spec.mesh.items()), spec.device_type, spec.backend, simulated=spec.simulated)
 
 
 class Trial:
@@ -87,20 +85,46 @@ class Trial:
         except OSError as error:
             raise LoaderFailed(f"cannot create a temporary folder: {error}; set TMPDIR to another folder") from error
         with temporary as folder:
+            if self.spec.simulated:
+                return self._simulate(loader, wanted, Path(folder))
             world = World(self.spec, self._engine, shared=Path(folder), listener=self._listener)
             try:
-                loaded = self._load_first(world, loader, sorted({"collectives", "draws", "memory"} & set(wanted)))
+                watch = sorted({"collectives", "draws", "memory"} & set(wanted))
+                loaded = self._load_first(world, partial(_load, loader=loader, watch=watch))
                 return self._observe(world, loaded, loader, set(wanted), Path(folder))
             finally:
                 world.close()
                 self.outputs = world.outputs()
 
-    def _load_first(self, world: World, loader: Call, watch: Sequence[str]) -> list[Loaded]:
+    def _simulate(self, loader: Call, wanted: Collection[str], folder: Path) -> Evidence:
+        def load_in(spec: WorldSpec) -> World:
+            other = World(spec, self._engine, f"the world of {spec.size}", listener=self._listener)
+            try:
+                other.start()
+                simulation.load(other, loader)
+            except BaseException:
+                other.close()
+                raise
+            return other
+
+        world = World(self.spec, self._engine, shared=folder, listener=self._listener)
+        try:
+            loaded = self._load_first(world, partial(simulation.load, loader=loader))
+            facts = world_facts(self.spec)
+            spec = replace(self.spec, mesh={DEFAULT_MESH_DIM: 1}, simulated=(0,))
+            reference = World(spec, self._engine, label="the reference", listener=self._listener)
+            tolerance, stopwatch = self._tolerance, self._stopwatch
+            return simulation.observe(world, loaded, load_in, reference, facts, tolerance, stopwatch, wanted)
+        finally:
+            world.close()
+            self.outputs = world.outputs()
+
+    def _load_first(self, world: World, load: Callable[[World], list[Loaded]]) -> list[Loaded]:
         try:
             with self._stopwatch.timing("starting"):
                 world.start()
             with self._stopwatch.timing("loading"):
-                return _load(world, loader, watch)
+                return load(world)
         except WorldError as error:
             unanimous_outcome = error.unanimous if error.unanimous in LOADER_OUTCOMES else ""
             raise LoaderFailed(error.summary, str(error), unanimous_outcome, error.failures[0].message) from error

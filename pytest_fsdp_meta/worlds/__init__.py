@@ -16,7 +16,7 @@ from pytest_fsdp_meta.worlds.pool import Pool
 from pytest_fsdp_meta.worlds.rank.main import current, doing, forward_warnings, note
 from pytest_fsdp_meta.worlds.rank.rendezvous import SEED, Rank
 from pytest_fsdp_meta.worlds.ray.engine import RayEngine
-from pytest_fsdp_meta.worlds.spec import DEFAULT_MESH_DIM, SCOPES, Sources, WorldSpec, resolve_mesh
+from pytest_fsdp_meta.worlds.spec import DEFAULT_MESH_DIM, SCOPES, Sources, WorldSpec, choose_simulated, resolve_mesh
 from pytest_fsdp_meta.worlds.world import World
 
 __all__ = [
@@ -43,6 +43,7 @@ __all__ = [
     "WorldSpec",
     "assign_devices",
     "choose",
+    "choose_simulated",
     "current",
     "doing",
     "forward_warnings",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from numbers import Integral
 
 DEFAULT_MESH_DIM = "dp_shard"
+NODE = 8
+"""Ranks of a node, where nodes are simulated."""
 SCOPES = ("function", "module", "session")
 """How long a world may live, in pytest's terms."""
 
@@ -42,10 +44,17 @@ class WorldSpec:
     process_group: str = "plugin"
     devices: tuple[int, ...] = ()
     """Device indices by local rank; empty: the local rank itself."""
+    simulated: tuple[int, ...] = ()
+    """The only ranks that run, each alone under torch's fake process group and on meta; empty: all ranks run."""
 
     @property
     def size(self) -> int:
         return prod(self.mesh.values())
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """The ranks that have a process."""
+        return self.simulated or range(self.size)
 
 
 @dataclass(frozen=True)
@@ -63,6 +72,22 @@ class Place:
     """The address at which the other ranks reach it."""
     interface: str = "lo" if sys.platform == "linux" else ""
     """The network interface that has this address; empty if unknown."""
+
+
+def place_of(rank: int, spec: WorldSpec) -> Place:
+    """Return the position of a rank of this machine; simulated ranks are spread over nodes of ``NODE``."""
+    if not spec.simulated:
+        return Place(rank, local_rank=rank, local_size=spec.size)
+    nodes = -(-spec.size // NODE)
+    return Place(rank, rank % NODE, min(NODE, spec.size), group_rank=rank // NODE, group_size=nodes)
+
+
+def choose_simulated(mesh: Mapping[str, int]) -> tuple[int, ...]:
+    """Return the ranks of which every other one is like one: both ends of each dimension, with all combinations."""
+    ranks = [0]
+    for size in mesh.values():
+        ranks = [rank * size + end for rank in ranks for end in sorted({0, size - 1})]
+    return tuple(ranks)
 
 
 def resolve_mesh(mesh: Mapping[str, int], world_size: int | None) -> dict[str, int]:

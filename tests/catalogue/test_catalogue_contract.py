@@ -22,6 +22,7 @@ from pytest_fsdp_meta.evidence import (
     SubjectFacts,
 )
 from pytest_fsdp_meta.evidence.collectives import Collective, FsdpGroup, RankCollectives, RankMemory
+from pytest_fsdp_meta.evidence.simulation import RankSize, SimulatedSize, SimulatedStep, Traffic
 from pytest_fsdp_meta.evidence.step_memory import StepMemory
 from tests.catalogue.evidence_factory import (
     CATALOGUE,
@@ -55,6 +56,9 @@ from tests.catalogue.evidence_factory import (
 )
 
 IDS = CATALOGUE.ids()
+SIMULATED = ["no_rank_is_empty_handed", "memory_falls_with_ranks", "communication_scales"]
+"""The checks that judge simulated worlds only."""
+OF_WORLDS = [id for id in IDS if id not in SIMULATED]
 NEEDS = [(check.id, need) for check in CATALOGUE for need in check.needs]
 USES = [(check.id, use) for check in CATALOGUE for use in check.uses]
 HSDP = {"dp_replicate": 2, "dp_shard": 2}
@@ -184,13 +188,13 @@ def assert_nothing_wrong(found: Verdict, status: str) -> None:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("id", IDS)
+@pytest.mark.parametrize("id", OF_WORLDS)
 def test_healthy_evidence_passes_where_the_check_is_applicable(id, world):
     assert_nothing_wrong(verdict(id, HEALTHY[world]), "skipped" if id in NOT_APPLICABLE.get(world, ()) else "passed")
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("id", IDS)
+@pytest.mark.parametrize("id", OF_WORLDS)
 def test_a_small_model_passes_with_the_most_usual_fields_declared(id, world):
     found = verdict(id, with_loading(SMALL[world]))
     replicas = id == "replicas_stay_equal" and world in ("two", "uneven")
@@ -201,7 +205,7 @@ def test_a_small_model_passes_with_the_most_usual_fields_declared(id, world):
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("id", IDS)
+@pytest.mark.parametrize("id", OF_WORLDS)
 def test_a_check_without_what_it_needs_names_the_field_to_declare(id, world):
     found = verdict(id, BARE[world])
     named = set(re.findall(r"Subject\((\w+)=", found.reason))
@@ -223,7 +227,7 @@ def test_a_small_model_passes_with_nothing_declared(id, world):
 
 
 @pytest.mark.parametrize("world", EMPTIED)
-@pytest.mark.parametrize("id", IDS)
+@pytest.mark.parametrize("id", OF_WORLDS)
 def test_a_model_without_tensors_is_neither_a_failure_nor_an_error(id, world):
     assert_nothing_wrong(verdict(id, EMPTIED[world]), "skipped" if id in EMPTY else "passed")
     inapplicable = id in EMPTY or id not in NEEDS_NO_FIELD
@@ -268,6 +272,21 @@ def trained_otherwise(name: str, mesh: dict[str, int] | None = None, **facts: ob
     *others, last = evidence.training
     tensors = tuple(replace(t, **facts) if t.name == name else t for t in last.after.tensors)
     return replace(evidence, training=(*others, replace(last, after=replace(last.after, tensors=tensors))))
+
+
+def simulated(ranks: int, parameters: dict[str, tuple[int, ...]] | None = None, sizes: tuple[SimulatedSize, ...] = ()):
+    """Evidence of the first and the last rank of a world that does not run."""
+    evidence = healthy(mesh={"dp_shard": ranks}, parameters=parameters or {MIDDLE: (64, 16)})
+    evidence = on_ranks(evidence, None, lambda rank: tuple(replace(tensor, width=4) for tensor in rank.tensors))
+    both = evidence.inventory[0], evidence.inventory[-1]
+    world = replace(evidence.world, simulated=(0, ranks - 1))
+    return replace(evidence, world=world, inventory=both, training=None, simulation=sizes)
+
+
+def grown(ranks: int, parameters: int, sent: int = 0) -> SimulatedSize:
+    """A size at which each rank holds and sends so many bytes."""
+    step = SimulatedStep(1, 1, 1, 1, (Traffic("all_gather", ("dp_shard",), ranks, 1, sent),))
+    return SimulatedSize((("dp_shard", ranks),), (RankSize(0, parameters, 0, step),))
 
 
 META = {"device": "meta", "storage": None, "digest": None}
@@ -339,7 +358,29 @@ BROKEN = {
     "second_save_is_current": with_rank(healthy(), "restored_again", model=healthy().saved[0]),
     "random_numbers_follow_the_mesh": redrawn(healthy(), state="seeded with 42", seed=42),
     "random_numbers_resume": with_random_state(healthy(), [1], after="state of rank 0"),
+    "no_rank_is_empty_handed": simulated(8, parameters={MIDDLE: (2, 512)}),
+    "memory_falls_with_ranks": simulated(8, sizes=(grown(8, 4096), grown(1, 4096))),
+    "communication_scales": simulated(8, sizes=(grown(16, 64, sent=15_000), grown(2, 512, sent=1000))),
 }
+
+
+@pytest.mark.parametrize("id", SIMULATED)
+def test_what_is_simulated_passes_where_it_scales(id):
+    scaling = simulated(8, sizes=(grown(16, 64, sent=938), grown(2, 512, sent=500)))
+    assert_nothing_wrong(verdict(id, scaling), "passed")
+    found = verdict(id, HEALTHY["two"])
+    assert (found.status, found.reason) == (
+        "skipped",
+        "it is judged in simulated worlds: @fsdp_conformance(simulate=1024)",
+    )
+
+
+@pytest.mark.parametrize("check", CATALOGUE, ids=lambda check: check.id)
+def test_a_check_that_needs_values_judges_no_simulated_world(check):
+    found = verdict(check.id, simulated(8))
+    if not check.simulated:
+        reason = "simulated: the ranks have no values, and send nothing"
+        assert (found.status, found.reason, found.why) == ("skipped", reason, "not applicable")
 
 
 def test_the_contract_covers_the_whole_catalogue():
@@ -350,7 +391,7 @@ def test_the_contract_covers_the_whole_catalogue():
 @pytest.mark.parametrize("id", IDS)
 def test_a_finding_is_written_in_single_lines_and_has_a_cause_and_a_remedy(id):
     found = verdict(id, BROKEN[id])
-    ranks = range(len(BROKEN[id].inventory))
+    ranks = [rank.rank for rank in BROKEN[id].inventory]
     assert found.status == "failed"
     for finding in found.findings:
         assert finding.ranks

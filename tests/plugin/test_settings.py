@@ -23,13 +23,17 @@ def settings(pytester: pytest.Pytester, *args: str) -> Settings:
 
 
 def test_defaults(pytester: pytest.Pytester) -> None:
-    assert settings(pytester) == Settings((2,), "auto", "auto", 300.0, False)
+    assert settings(pytester) == Settings(
+        world_sizes=(2,), device="auto", backend="auto", timeout=300.0, require_gpu=False
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "field", "texts", "values"),
     [
         ("world-size", "world_sizes", ("1,2,4", "3", "8"), ((1, 2, 4), (3,), (8,))),
+        ("simulate", "simulate", ("64,1024", "8", "16"), ((64, 1024), (8,), (16,))),
+        ("simulate-ranks", "simulate_ranks", ("1,1023", "0", "7"), ((1, 1023), (0,), (7,))),
         ("device", "device", ("cpu", "cuda", "auto"), ("cpu", "cuda", "auto")),
         ("backend", "backend", ("gloo", "nccl", "auto"), ("gloo", "nccl", "auto")),
         ("timeout", "timeout", ("5", "0.5", "60"), (5.0, 0.5, 60.0)),

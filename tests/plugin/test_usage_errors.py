@@ -6,7 +6,7 @@ import pytest
 
 from tests.conftest import CHECK, Project, errors
 
-ARGUMENTS = "world_size, mesh, only, skip, xfail, tolerance, steps, timeout, process_group"
+ARGUMENTS = "world_size, mesh, only, skip, xfail, tolerance, steps, timeout, process_group, simulate"
 HINT = "(pytest --fsdp-list-checks shows all)"
 NEAREST = f"there is no check 'no_meta_param'; did you mean 'no_meta_params'? {HINT}"
 
@@ -27,6 +27,19 @@ WRONG = [
     ("world_size=(2, -3)", "world_size=-3 should be a positive int"),
     ("world_size=()", "world_size=() should be a positive int or a tuple of distinct positive ints"),
     ("world_size=(2, 2)", "world_size=(2, 2) should be a positive int or a tuple of distinct positive ints"),
+    ("simulate=0", "simulate=0 should be a positive int"),
+    ("simulate='8'", "simulate='8' should be a positive int"),
+    ("simulate=(8, 8)", "simulate=(8, 8) should be a positive int or a tuple of distinct positive ints"),
+    ("simulate=True", "simulate=True needs a size: write simulate=1024, or give the mesh as well"),
+    ("simulate=8, world_size=8", "simulate=8 is the size of the world; remove world_size"),
+    (
+        "simulate=9, mesh={'dp_shard': -1, 'tp': 2}",
+        "mesh dp_shard=-1 x tp=2 does not fit a world of 9, which is not a multiple of 2",
+    ),
+    (
+        "simulate=8, process_group='loader'",
+        "process_group='loader' cannot be simulated: the ranks need torch's fake process group, which the plugin makes",
+    ),
     ("mesh=[2, 2]", "mesh=[2, 2] should be a dict of dimension names to sizes, such as {'dp_shard': 2}"),
     ("mesh={}", "mesh has no dimensions; write for example mesh={'dp_shard': 2}"),
     ("mesh={'tp': 0}", "mesh size tp=0 should be a positive int, or -1 for the remaining ranks"),

@@ -162,7 +162,7 @@ def broken_loader() -> LoaderRecord:
         ),
         "dcp_reshards": check("dcp_reshards", "error", name=name, reason="rank 1 raised OSError: disk is full"),
         "resume_parity": check("resume_parity", "not run", name=name),
-        "batches_resume": check("batches_resume", "not run", name=name),
+        "communication_scales": check("communication_scales", "not run", name=name),
     }
     mesh = {"dp_replicate": 2, "dp_shard": 2}
     tensors = [

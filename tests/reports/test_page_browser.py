@@ -327,11 +327,11 @@ def test_arrow_keys_move_within_the_matrix(opened):
     assert focused(page, "dataset.s") == "passed"
     page.keyboard.press("ArrowDown")  # there is no row below
     page.keyboard.press("End")
-    assert focused(page, "dataset.c") == "batches_resume"
+    assert focused(page, "dataset.c") == "communication_scales"
     page.keyboard.press("ArrowUp")
     assert focused(page, "dataset.s") == "not run"
     page.keyboard.press("Enter")
-    until(page, "document.activeElement.id === 'loader-1-batches_resume'")
+    until(page, "document.activeElement.id === 'loader-1-communication_scales'")
     until(page, UNCOVERED)
     page.go_back()
     assert page.evaluate("location.hash") == ""

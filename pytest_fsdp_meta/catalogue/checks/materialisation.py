@@ -185,6 +185,7 @@ def buffers_on_rank_device(view: View) -> Iterable[Finding]:
     remedy="write into the parameter in place (under torch.no_grad), or re-create parameters before fully_shard()",
     references=["NVIDIA/Megatron-LM#6799"],
     since="0.2",
+    simulated="too",
 )
 def managed_params_are_registered(view: View) -> Iterable[Finding]:
     parameters = [t for rank in view.evidence.inventory for t in rank.tensors if t.kind == "parameter"]

@@ -34,6 +34,7 @@ from pytest_fsdp_meta.text import counted, first_of
     remedy="build the optimizer last: optimizer(p for p in model.parameters() if p.requires_grad)",
     references=["huggingface/accelerate#3394", "pytorch/pytorch#149205"],
     since="0.2",
+    simulated="too",
 )
 def optimizer_owns_parameters(view: View) -> Iterable[Finding]:
     optimizers = _optimizers(view)

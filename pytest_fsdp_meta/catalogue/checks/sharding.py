@@ -35,6 +35,7 @@ from pytest_fsdp_meta.text import first_of, name_ranks
     remedy="exclude it from fully_shard() (ignored_params), or remove it from Subject(unsharded=...)",
     references=["NVIDIA/Megatron-LM fsdp_no_shard"],
     since="0.2",
+    simulated="too",
 )
 def unsharded_modules_stay_whole(view: View) -> Iterable[Finding]:
     unsharded = view.evidence.subject.unsharded
@@ -68,6 +69,7 @@ def _split(view: View, tensor: TensorFacts) -> Mismatch:
     remedy="shard it, or declare the intent with Subject(unsharded=...) or Subject(placements=...)",
     references=["huggingface/accelerate#2947", "verl-project/verl#6289"],
     since="0.2",
+    simulated="too",
 )
 def nothing_left_unsharded(view: View) -> Iterable[Finding]:
     subject, size = view.evidence.subject, view.evidence.world.size
@@ -110,6 +112,7 @@ def _left_whole(tensor: TensorFacts, dims: dict[str | None, int], world: int) ->
     "mesh or dim",
     remedy="shard it, or declare the intent with Subject(unsharded=...) or Subject(placements=...)",
     references=["pytorch/pytorch#129229", "NVIDIA/TransformerEngine#2713"],
+    simulated="too",
 )
 def dtensor_placements(view: View) -> Iterable[Finding]:
     dims, declared = data_dims(view), view.evidence.subject.placements

@@ -24,6 +24,7 @@ SHAPES = "shapes_match_reference"
     cause="the loader depends on the rank when it builds, casts or freezes the model",
     remedy="build, cast and freeze the model alike on every rank; only the reading of data may depend on the rank",
     references=["vllm-project/speculators#776", "pytorch/pytorch#73547"],
+    simulated="too",
 )
 def same_manifest_on_every_rank(view: View) -> Iterable[Finding]:
     inventories = view.evidence.inventory
@@ -97,6 +98,7 @@ def _disagreements(facts: list[tuple[int, TensorFacts]]) -> Iterator[Finding]:
     cause="the sharded model and the reference are built from different configs, or a wrapper renames the tensors",
     remedy="build both from the same config, and return the module inside a wrapper that renames its tensors",
     references=["NVIDIA/TransformerEngine#2713", "pytorch/pytorch#118119"],
+    simulated="too",
 )
 def names_match_reference(view: View) -> Iterable[Finding]:
     ranks = tuple(rank.rank for rank in view.evidence.inventory)
@@ -187,6 +189,7 @@ _BIAS: Explanation = {
     remedy="choose placements for each parameter's own dims, and pass the global shape to DTensor.from_local",
     references=["NVIDIA/TransformerEngine#2713"],
     since="0.2",
+    simulated="too",
 )
 def shapes_match_reference(view: View) -> Iterable[Finding]:
     reference = view.reference_inventory.by_name
@@ -220,6 +223,7 @@ _REPLACED = (
     "keep their dtype",
     remedy="cast parameters by name, or cast the reference the same way if this is intended",
     references=["huggingface/accelerate#3985", "vllm-project/speculators#668", "NVIDIA-NeMo/Automodel#2549"],
+    simulated="too",
 )
 def dtypes_match_reference(view: View) -> Iterable[Finding]:
     reference = view.reference_inventory.by_name
@@ -242,6 +246,7 @@ def dtypes_match_reference(view: View) -> Iterable[Finding]:
     cause="requires_grad was set before the parameters were re-created (to_empty, sharding, assign=True), or never",
     remedy="set requires_grad after the last step that creates new Parameter objects",
     references=["vllm-project/speculators#593", "pytorch/torchtitan#4593"],
+    simulated="too",
 )
 def requires_grad_matches_reference(view: View) -> Iterable[Finding]:
     declared = _parameters(view) & set(view.evidence.subject.frozen)
@@ -290,6 +295,7 @@ def _trainability(tensor: TensorFacts, expected: bool) -> Mismatch | None:
     remedy="set the attributes again after the last step that creates new Parameter objects; read them only after that",
     references=["NVIDIA/Megatron-LM fsdp_no_shard", "NVIDIA/TransformerEngine#1771"],
     since="0.2",
+    simulated="too",
 )
 def parameter_attributes_kept(view: View) -> Iterable[Finding]:
     kept = view.evidence.subject.kept_attributes

@@ -10,9 +10,9 @@ from pytest_fsdp_meta.catalogue.checks.materialisation import MANAGED
 from pytest_fsdp_meta.catalogue.checks.structure import MANIFEST, NAMES, SHAPES
 from pytest_fsdp_meta.catalogue.findings import Explanation, Finding, Mismatch
 from pytest_fsdp_meta.catalogue.registry import check
-from pytest_fsdp_meta.catalogue.view import View
-from pytest_fsdp_meta.evidence import Region, TensorFacts, sharded_dim
-from pytest_fsdp_meta.text import counted
+from pytest_fsdp_meta.catalogue.view import PartlyJudged, View
+from pytest_fsdp_meta.evidence import Region, TensorFacts, WorldFacts, sharded_dim
+from pytest_fsdp_meta.text import counted, first_of
 
 Held = tuple[Region, ...]
 """The regions that one rank holds, dim by dim."""
@@ -40,21 +40,49 @@ Flaw = tuple[tuple[int, ...], str, str]
     remedy="create one mesh of all ranks, in the same order on every rank",
     references=["NVIDIA/TransformerEngine#3207", "huggingface/transformers#48237"],
     since="0.2",
+    simulated="too",
 )
 def shards_tile_the_tensor(view: View) -> Iterable[Finding]:
+    world = view.evidence.world
     known: dict[Pattern, Flaw | None] = {}  # thousands of tensors share a few patterns
+    by_hand: list[str] = []
     for name, facts in view.tensors("parameter", "buffer"):
         sizes = [(rank, _compare_local_shape(tensor)) for rank, tensor in facts]
         if any(mismatch for _, mismatch in sizes):
             yield from view.findings_for(name, sizes)
+            continue
+        if world.simulated:
+            by_hand += [name] * any(tensor.placements is None and tensor.sharded_by for _, tensor in facts)
+            yield from view.findings_for(name, ((rank, _misplaced(rank, tensor, world)) for rank, tensor in facts))
             continue
         pattern = _pattern(facts)
         if pattern not in known:
             known[pattern] = _flaw(*pattern)
         flaw = known[pattern]
         if flaw is not None:
-            by_hand = facts[0][1].sharded_by and facts[0][1].placements is None
-            yield Finding(name, *flaw, **(_BY_HAND if by_hand else {}))
+            described = facts[0][1].sharded_by and facts[0][1].placements is None
+            yield Finding(name, *flaw, **(_BY_HAND if described else {}))
+    if by_hand:
+        raise PartlyJudged(f"the parts of {first_of(by_hand)} have no placements, so those of other ranks are unknown")
+
+
+def _misplaced(rank: int, tensor: TensorFacts, world: WorldFacts) -> Mismatch | None:
+    """Compare where a rank is in a tensor's mesh with where it is in the world's.
+
+    Where that agrees on some ranks of a regular mesh, it does on all, and the chunks of DTensor's placements tile.
+    """
+    mesh, sizes = tensor.mesh, dict(world.mesh)
+    if mesh is None or mesh.coordinate is None:
+        return None
+    expected, rest = dict[str, int](), rank
+    for dim, size in reversed(world.mesh):
+        rest, expected[dim] = divmod(rest, size)
+    if not all(dim is not None and sizes.get(dim) == size for dim, size in zip(mesh.dims, mesh.shape, strict=True)):
+        return None  # a mesh of the loader's own
+    should = tuple(expected[str(dim)] for dim in mesh.dims)
+    if mesh.coordinate == should:
+        return None
+    return Mismatch(f"coordinate {mesh.coordinate} of the mesh {mesh}", f"{should}, as in the world's mesh")
 
 
 def _outside(tensor: TensorFacts) -> bool:

@@ -27,6 +27,7 @@ from pytest_fsdp_meta.text import counted
         "pytorch/pytorch#188346",
         "huggingface/accelerate#4171",
     ],
+    simulated="too",
 )
 def tied_weights_share_storage(view: View) -> Iterable[Finding]:
     if not _ties_known(view):

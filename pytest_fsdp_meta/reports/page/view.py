@@ -220,8 +220,9 @@ class PageView:
 def build_view(report: Report) -> PageView:
     """Return the data of the whole page."""
     known = {one.check: one for one in report.header.catalogue}
-    used = (check.check for loader in report.loaders for check in loader.checks)
-    columns = [*report.header.catalogue, *(_unknown(id_) for id_ in dict.fromkeys(used) if id_ not in known)]
+    used = dict.fromkeys(check.check for loader in report.loaders for check in loader.checks)
+    columns = [one for one in report.header.catalogue if one.check in used or not used]
+    columns += [_unknown(id_) for id_ in used if id_ not in known]
     known = {one.check: one for one in columns}
     names = {loader.loader for loader in report.loaders}
     loaders = tuple(

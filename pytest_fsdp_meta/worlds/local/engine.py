@@ -22,7 +22,7 @@ from pytest_fsdp_meta.worlds.local.forkserver import Server
 from pytest_fsdp_meta.worlds.local.member import LocalMember
 from pytest_fsdp_meta.worlds.rank import preload
 from pytest_fsdp_meta.worlds.rank.main import Assignment, main
-from pytest_fsdp_meta.worlds.spec import Place, Sources, WorldSpec
+from pytest_fsdp_meta.worlds.spec import Sources, WorldSpec, place_of
 
 _LOCK = threading.RLock()
 """Held while a process is started, because that temporarily changes state of the whole interpreter."""
@@ -91,9 +91,9 @@ class ForkServerEngine:
 
     def launch(self, spec: WorldSpec, folder: Path, leftovers: Sequence[str]) -> Iterator[LocalMember]:
         self.ready()
-        for rank in range(spec.size):
+        for rank in spec.ranks:
             task = Assignment(
-                place=Place(rank, local_rank=rank, local_size=spec.size),
+                place=place_of(rank, spec),
                 spec=spec,
                 sources=self.sources,
                 folder=str(folder),

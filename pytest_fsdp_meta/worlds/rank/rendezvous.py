@@ -36,7 +36,7 @@ class Rank:
     local_rank: int
     world_size: int
     device: torch.device
-    """With its index: ``cuda:3``."""
+    """With its index: ``cuda:3``; ``meta`` where the world is simulated."""
     state: dict[str, Any] = field(default_factory=dict, repr=False)
     """Anything to keep from one call of the world to the next."""
     _mesh: DeviceMesh | None = field(default=None, repr=False)
@@ -49,6 +49,11 @@ class Rank:
         if self._mesh is None:
             raise ValueError('fsdp.mesh does not exist with process_group="loader": the loader makes its own mesh')
         return self._mesh
+
+    @property
+    def simulated(self) -> bool:
+        """Whether the other ranks do not run, and tensors have shapes but no values."""
+        return bool(self.device.type == "meta")
 
     @property
     def has_mesh(self) -> bool:
@@ -72,9 +77,9 @@ def join(channel: Channel, spec: WorldSpec, place: Place, folder: Path) -> Rank:
     seed(spec.device_type)
     device = _select_device(spec, place)
     listener = None
-    if place.rank == 0:
+    if place.rank == spec.ranks[0]:
         # Port 0: the system picks a free one, so two runs on one machine never meet.
-        listener = _listen(place)
+        listener = _listen(place, alone=place.group_size == 1 or bool(spec.simulated))
         channel.send("store", place.address, listener.getsockname()[1], _file_to_meet_in(spec, place, folder))
     _, address, port, file = channel.receive()
     os.environ.update(torchrun_environment(place, spec.size, address, port))
@@ -86,6 +91,8 @@ def join(channel: Channel, spec: WorldSpec, place: Place, folder: Path) -> Rank:
             threading.Thread(target=_serve, args=(me, address, port, listener), daemon=True).start()
         else:
             _serve(me, address, port, listener)
+    if spec.simulated:
+        return _join_alone(me, spec)
     if spec.process_group == "loader":
         watch_groups(address, port, place.rank, spec.size)
         return me
@@ -104,10 +111,21 @@ def join(channel: Channel, spec: WorldSpec, place: Place, folder: Path) -> Rank:
     return me
 
 
-def _listen(place: Place) -> socket.socket:
-    """Listen on this node alone if all ranks are here, else, as torchrun's agent does, on every address of it."""
+def _join_alone(me: Rank, spec: WorldSpec) -> Rank:
+    """Join a world of which no other rank runs: collectives return at once, and what they give is arbitrary."""
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("fake", rank=me.rank, world_size=spec.size)
+    me._mesh = dist.device_mesh.init_device_mesh("cpu", tuple(spec.mesh.values()), mesh_dim_names=tuple(spec.mesh))
+    me.device = torch.device("meta")
+    return me
+
+
+def _listen(place: Place, alone: bool) -> socket.socket:
+    """Listen on this node ``alone`` if all ranks are here, else, as torchrun's agent does, on every address of it."""
     family = socket.AF_INET6 if ":" in place.address else socket.AF_INET
-    return socket.create_server((place.address if place.group_size == 1 else "", 0), family=family)
+    return socket.create_server((place.address if alone else "", 0), family=family)
 
 
 def _file_to_meet_in(spec: WorldSpec, place: Place, folder: Path) -> str:

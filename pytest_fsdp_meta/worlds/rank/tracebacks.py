@@ -42,6 +42,14 @@ def format_traceback(error: BaseException, hide: Path) -> str:
     return "".join(formatted.format())
 
 
+def user_line(error: BaseException) -> str:
+    """Return "file:line" of the innermost frame that is neither this package's nor of an installed one."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [one for one in frames if not Path(one.filename).is_relative_to(Path(__file__).parents[2])]
+    users = [one for one in own if "site-packages" not in Path(one.filename).parts] or own or frames
+    return f"{os.path.relpath(users[-1].filename)}:{users[-1].lineno}" if users else "unknown line"
+
+
 def dump() -> str:
     """Return the stacks of this process as faulthandler prints them, the main thread as the current one."""
     threads = []

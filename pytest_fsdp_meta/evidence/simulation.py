@@ -1,0 +1,75 @@
+"""Evidence about worlds that do not run: what a rank would hold and send, from shapes alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one rank sends in one step by one kind of collective, over the ranks of some mesh dimensions.
+
+    ``nbytes`` counts what leaves the rank with a ring: (n - 1) times its shard for an all_gather among n ranks,
+    (n - 1) / n of the whole for a reduce_scatter, and twice that for an all_reduce. ``dims`` is empty for a group that
+    is no mesh dimension's.
+    """
+
+    op: str
+    dims: tuple[str, ...]
+    ranks: int
+    count: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class SimulatedStep:
+    """Bytes of one training step on one rank.
+
+    ``peak`` is the most that all tensors take at a time, ``gathered`` the most that one all_gather fills.
+    ``problem`` says why nothing was counted.
+    """
+
+    gradients: int = 0
+    optimizer: int = 0
+    gathered: int = 0
+    peak: int = 0
+    traffic: tuple[Traffic, ...] = ()
+    problem: str = ""
+
+    @property
+    def sent(self) -> int:
+        return sum(part.nbytes for part in self.traffic)
+
+
+@dataclass(frozen=True)
+class RankSize:
+    """What one rank holds, in bytes; ``step`` is None on ranks whose step was not simulated."""
+
+    rank: int
+    parameters: int
+    buffers: int
+    step: SimulatedStep | None = None
+
+
+@dataclass(frozen=True)
+class SimulatedSize:
+    """A world of one size, and those of its ranks that were simulated."""
+
+    mesh: tuple[tuple[str, int], ...]
+    ranks: tuple[RankSize, ...]
+
+    @property
+    def size(self) -> int:
+        return prod(size for _, size in self.mesh)
+
+    @property
+    def largest(self) -> int:
+        """The parameters of the rank that holds most."""
+        return max(rank.parameters for rank in self.ranks)
+
+    @property
+    def step(self) -> SimulatedStep | None:
+        """The step with the highest peak, if any was simulated."""
+        steps = [rank.step for rank in self.ranks if rank.step is not None and not rank.step.problem]
+        return max(steps, key=lambda step: step.peak, default=None)

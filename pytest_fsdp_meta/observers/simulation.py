@@ -1,0 +1,122 @@
+"""Run the loader as one rank of a world that does not run: tensors have shapes but no values, and nothing is sent."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import resource
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from pytest_fsdp_meta.evidence import ReferenceFacts
+from pytest_fsdp_meta.loader.call import Call
+from pytest_fsdp_meta.observers.inventory import managed_names, named_tensors, take_inventory
+from pytest_fsdp_meta.observers.loading import Loaded, call_loader, describe, judgeable_subject
+from pytest_fsdp_meta.text import as_bytes, first_line
+from pytest_fsdp_meta.worlds import SEED, CallFailed, Misuse, current, doing
+from pytest_fsdp_meta.worlds.rank.tracebacks import user_line
+
+SENDING_OBJECTS = (
+    *("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list"),
+    *("send_object_list", "recv_object_list"),
+)
+"""Functions of torch.distributed that unpickle what another rank sent, and none does."""
+MEMORY = 2 * 2**30
+"""Bytes that a simulated rank may take for what has values, such as buffers and batches."""
+NO_MEMORY = re.compile(r"can't allocate memory: you tried to allocate (\d+) bytes")
+STATUS = Path("/proc/self/status")
+WITHOUT_VALUES = ("on meta tensors", "meta tensor", "Cannot copy out of", "materialized from meta device")
+"""What torch says when a value of a meta tensor is asked for."""
+
+
+def load_simulated(call: Call) -> Loaded:
+    """Call the loader and take the inventory.
+
+    Raises Misuse where the loader asks for a value, for what another rank sends, or for the memory of a real model.
+    """
+    rank = current()
+    doing("loading")
+    loader, values = call.unpack(rank)
+    torch.manual_seed(SEED)
+    limit_memory()
+    with without_values("the loader"), refusing_objects():
+        returned = call_loader(loader, values)
+    doing("taking the inventory")
+    subject = judgeable_subject(returned)
+    rank.state.update({"subject": subject})
+    return describe(subject, rank, managed_names(subject.model), poison_active=False)
+
+
+def observe_reference(
+    recipe: Mapping[str, bytes], frozen: tuple[str, ...], attributes: tuple[str, ...]
+) -> ReferenceFacts:
+    """Build the reference, without values if it can be, and return its names, shapes, dtypes and ties."""
+    doing("building the reference")
+    limit_memory()
+    build = pickle.loads(recipe["reference"])
+    try:
+        with torch.device("meta"):
+            model = build()
+    except RuntimeError:  # it reads a checkpoint, or computes with what it has built
+        with without_values("Subject(reference=...)"):
+            model = build()
+    for name, kind, tensor in named_tensors(model):
+        if kind == "parameter" and name in frozen:
+            tensor.requires_grad_(False)
+    inventory = take_inventory(model, 0, "meta", attributes)
+    return ReferenceFacts(source="callable", inventory=inventory, state_dict=tuple(model.state_dict()))
+
+
+def limit_memory() -> None:
+    """Let this process take ``MEMORY`` more, so that a model that is built with values ends it and not the machine.
+
+    Files that are mapped do not count.
+    """
+    if not STATUS.exists():
+        return  # not Linux
+    held = int(STATUS.read_text().split("VmData:")[1].split()[0]) * 1024
+    resource.setrlimit(resource.RLIMIT_DATA, (held + MEMORY, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+
+
+@contextmanager
+def without_values(what: str) -> Iterator[None]:
+    """Raise Misuse for an error by which torch says that a tensor has no values."""
+    try:
+        yield
+    except (RuntimeError, NotImplementedError) as error:
+        cause = error.__cause__ if isinstance(error, CallFailed) and error.__cause__ is not None else error
+        if asked := NO_MEMORY.search(str(cause)):
+            raise Misuse(
+                f"{what} allocates {as_bytes(int(asked[1]))} ({user_line(cause)}); build the model with "
+                "torch.device('meta') and materialise its shards on fsdp.device, where simulated ranks have no memory"
+            ) from error
+        if not any(text in str(cause) for text in WITHOUT_VALUES):
+            raise
+        raise Misuse(
+            f"{what} asks for a value of a tensor, which simulated ranks do not have ({user_line(cause)}): "
+            f"{first_line(cause)}"
+        ) from error
+
+
+@contextmanager
+def refusing_objects() -> Iterator[None]:
+    with ExitStack() as patches:
+        for name in SENDING_OBJECTS:
+            patches.enter_context(mock.patch.object(dist, name, _refuse(name)))
+        yield
+
+
+def _refuse(name: str) -> Callable[..., Any]:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise Misuse(
+            f"the loader calls torch.distributed.{name}, which waits for an object of another rank; simulated ranks "
+            "are alone: compute it on each rank where fsdp.simulated is true"
+        )
+
+    return refuse

@@ -1,0 +1,131 @@
+"""Loaders in worlds that do not run: ``simulate`` of the marker, ``--fsdp-simulate``, and what they may not ask for."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.conftest import Project
+
+LOADER = """
+import os
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from pytest_fsdp_meta import Subject, fsdp_conformance
+
+
+def build():
+    return nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+
+
+def load(fsdp):
+    with torch.device("meta"):
+        model = build()
+    for layer in model:
+        fully_shard(layer, mesh=fsdp.mesh)
+    fully_shard(model, mesh=fsdp.mesh)
+    return model.to_empty(device=fsdp.device)
+
+
+def batch(step):
+    return {"x": torch.ones(8, 64)}
+
+
+def loss(model, batch):
+    return model(batch["x"]).pow(2).mean()
+"""
+STRUCTURE = ["names_match_reference", "shards_tile_the_tensor", "memory_falls_with_ranks", "communication_scales"]
+ONLY = f"only={STRUCTURE}"
+
+
+def test_a_loader_is_judged_at_a_size_that_does_not_run(project: Project) -> None:
+    project.write(
+        "test_it.py",
+        f"""{LOADER}
+@fsdp_conformance(simulate=64, {ONLY})
+def test_loader(fsdp):
+    assert fsdp.simulated and fsdp.device.type == "meta"
+    assert int(os.environ["WORLD_SIZE"]) == fsdp.world_size == dist.get_world_size()
+    assert (fsdp.rank, fsdp.world_size) in [(0, 64), (63, 64), (0, 8), (7, 8)]
+    assert int(os.environ["RANK"]) == fsdp.rank == dist.get_rank()
+    return Subject(load(fsdp), reference=build, batch=batch, loss=loss, optimizer=torch.optim.AdamW)
+""",
+    )
+    result = project.run()
+    result.assert_outcomes(passed=4)
+    result.stdout.fnmatch_lines(["*::test_loader, world of 64, simulated by 2 of its ranks: 4 passed*"])
+
+
+def test_several_sizes_are_several_worlds(project: Project) -> None:
+    project.write(
+        "test_it.py",
+        f"""{LOADER}
+@fsdp_conformance(simulate=(16, 64), only=["shards_tile_the_tensor"])
+def test_loader(fsdp):
+    return load(fsdp)
+""",
+    )
+    result = project.run("-v")
+    result.assert_outcomes(passed=2)
+    result.stdout.fnmatch_lines(["*test_loader[[]simulated16-shards_tile*", "*test_loader[[]simulated64-shards_tile*"])
+
+
+def test_the_option_simulates_loaders_that_would_run(project: Project) -> None:
+    project.write(
+        "test_it.py",
+        f"""{LOADER}
+@fsdp_conformance(world_size=2, only=["shards_tile_the_tensor", "no_uninitialized_memory"])
+def test_loader(fsdp):
+    return load(fsdp)
+
+@fsdp_conformance(mesh={{"dp_replicate": 2, "dp_shard": 2}}, only=["shards_tile_the_tensor"])
+def test_hybrid(fsdp):
+    assert tuple(fsdp.mesh.shape) == (2, 16)
+    return load(fsdp)
+""",
+    )
+    result = project.run("--fsdp-simulate=32", "--fsdp-simulate-ranks=5", "-rs")
+    result.assert_outcomes(passed=2, skipped=1)
+    result.stdout.fnmatch_lines(["*simulated: the ranks have no values, and send nothing*"])
+    wrong = project.run("--fsdp-simulate=32", "--fsdp-simulate-ranks=32")
+    assert wrong.ret == pytest.ExitCode.USAGE_ERROR
+    wrong.stderr.fnmatch_lines(["*--fsdp-simulate-ranks: there is no rank 32 in a world of 32"])
+
+
+ASKING = {
+    "value": (
+        "model = load(fsdp); print(model[0].weight.to_local().sum().item())",
+        "the loader asks for a value of a tensor, which simulated ranks do not have (test_it.py:*): *",
+    ),
+    "object": (
+        "objects = [None]; dist.broadcast_object_list(objects); model = objects[0]",
+        "the loader calls torch.distributed.broadcast_object_list, which waits for an object of another rank; "
+        "simulated ranks are alone: compute it on each rank where fsdp.simulated is true",
+    ),
+    "memory": (
+        "model = nn.Linear(100_000, 100_000)",
+        "the loader allocates 37.3 GiB (test_it.py:*); build the model with torch.device('meta') and materialise "
+        "its shards on fsdp.device, where simulated ranks have no memory",
+    ),
+}
+
+
+@pytest.mark.parametrize("asking", ASKING)
+def test_a_loader_that_asks_for_what_is_not_there_is_told_where(project: Project, asking: str) -> None:
+    line, message = ASKING[asking]
+    project.write(
+        "test_it.py",
+        f"""{LOADER}
+@fsdp_conformance(simulate=16, only=["shards_tile_the_tensor"])
+def test_loader(fsdp):
+    {line}
+    return model
+""",
+    )
+    result = project.run()
+    result.assert_outcomes(errors=1)
+    result.stdout.fnmatch_lines([f"shards_tile_the_tensor: error: {message}"])
+    assert "Traceback" not in result.stdout.str()
