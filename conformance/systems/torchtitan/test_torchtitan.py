@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.utils import set_spmd_backend
 from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.models.llama3 import llama3_configs, parallelize_llama
+from torchtitan.models.qwen3 import parallelize_qwen3, qwen3_configs
 
 from pytest_fsdp_meta import Subject, fsdp_conformance
 from pytest_fsdp_meta.worlds import Rank
@@ -27,9 +30,34 @@ from pytest_fsdp_meta.worlds import Rank
 VOCABULARY, ROWS, LENGTH = 2048, 12, 16
 
 
-def configured(parallelism: ParallelismConfig) -> Any:
-    """Return torchtitan's own debugging model, with two of its six layers."""
-    config = llama3_configs["debugmodel"](attn_backend="flex")
+class Family(NamedTuple):
+    """A model of torchtitan's for debugging, and its function that shards it."""
+
+    configure: Callable[..., Any]
+    parallelize: Callable[..., Any]
+
+
+LLAMA = Family(partial(llama3_configs["debugmodel"], attn_backend="flex"), parallelize_llama)
+
+
+def with_few_experts() -> Any:
+    """Return a small Qwen3-MoE with eight experts, of which each token takes two."""
+    config = qwen3_configs["debugmodel_moe"](attn_backend="flex", moe_comm_backend="standard")
+    for layer in config.layers:
+        experts, router = layer.moe.routed_experts, layer.moe.router
+        for part in (layer.moe, experts.inner_experts, experts.token_dispatcher, router):
+            part.num_experts = 8
+        experts.inner_experts.hidden_dim, router.gate.out_features = 64, 8
+        experts.token_dispatcher.top_k = router.top_k = 2
+    return config
+
+
+QWEN_MOE = Family(with_few_experts, parallelize_qwen3)
+
+
+def configured(parallelism: ParallelismConfig, family: Family) -> Any:
+    """Return torchtitan's own debugging model, with two of its layers."""
+    config = family.configure()
     config = dataclasses.replace(config, layers=config.layers[:2])
     for layer in config.layers:  # the default attention has to be compiled, which takes minutes on a CPU
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
@@ -37,12 +65,12 @@ def configured(parallelism: ParallelismConfig) -> Any:
     return config
 
 
-def whole() -> Any:
+def whole(family: Family = LLAMA) -> Any:
     """Build the model on one device with torchtitan's initialisation."""
     torch.manual_seed(0)
     set_spmd_backend("partial_dtensor")
     with torch.device("meta"):
-        model = configured(ParallelismConfig(spmd_backend="partial_dtensor")).build()
+        model = configured(ParallelismConfig(spmd_backend="partial_dtensor"), family).build()
     model.to_empty(device="cpu")
     with torch.no_grad():
         model.init_weights(buffer_device=None)
@@ -60,7 +88,7 @@ def loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
     return cross_entropy_loss(model(batch["inputs"]), batch["labels"]) / (ROWS * LENGTH)
 
 
-def load(fsdp: Rank, checkpoint: Path | None = None, **degrees: int) -> Subject:
+def load(fsdp: Rank, checkpoint: Path | None = None, family: Family = LLAMA, **degrees: int) -> Subject:
     parallelism = ParallelismConfig(
         spmd_backend="partial_dtensor",  # the default needs a nightly build of torch
         **{f"{name}_degree": size for name, size in degrees.items()},
@@ -71,8 +99,8 @@ def load(fsdp: Rank, checkpoint: Path | None = None, **degrees: int) -> Subject:
     dims = ParallelDims.from_config(parallelism, fsdp.world_size)
     dims.build_mesh()
     with torch.device("meta"):
-        model = configured(parallelism).build()
-    model = parallelize_llama(
+        model = configured(parallelism, family).build()
+    model = family.parallelize(
         model,
         parallel_dims=dims,
         training=training,
@@ -109,7 +137,7 @@ def load(fsdp: Rank, checkpoint: Path | None = None, **degrees: int) -> Subject:
 
     return Subject(
         model,
-        reference=whole,
+        reference=partial(whole, family),
         batch=tokens,
         loss=loss,
         loss_over_ranks="sum",
@@ -161,3 +189,20 @@ def test_both(fsdp, checkpoint):
 
 def test_recipe(recipe):
     assert "failed" not in recipe("torchtitan")
+
+
+@pytest.fixture(scope="session")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("experts")
+    dcp.save(whole(QWEN_MOE).state_dict(), checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+@fsdp_conformance(world_size=2)
+def test_experts(fsdp, experts):
+    return load(fsdp, experts, QWEN_MOE)
+
+
+@fsdp_conformance(world_size=2)
+def test_expert_parallel(fsdp, experts):
+    return load(fsdp, experts, QWEN_MOE, expert_parallel=fsdp.world_size)
