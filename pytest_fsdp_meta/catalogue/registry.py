@@ -143,3 +143,7 @@ class Catalogue:
 
     def ids(self) -> list[str]:
         return list(self._checks)
+
+    def ids_for(self, simulated: bool) -> list[str]:
+        """Return the checks for simulated worlds, or for worlds that run, which some checks do not judge."""
+        return [id for id, check in self._checks.items() if simulated or check.simulated != "only"]

@@ -87,7 +87,7 @@ class EvidenceFile(pytest.File):
 
     def _offered(self) -> tuple[str, ...]:
         """Return the checks that the author did not leave out, and those that the catalogue has gained since."""
-        ids = self.config.stash[CATALOGUE].ids()
+        ids = self.config.stash[CATALOGUE].ids_for(bool(self.stored.evidence.world.simulated))
         return tuple(check for check in ids if check not in self.stored.known or check in self.stored.offered)
 
     def _judge_all(self, catalogue: Catalogue) -> None:

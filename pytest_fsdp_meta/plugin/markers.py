@@ -158,8 +158,8 @@ def read_conformance_spec(
         left_out = [id for id in ids if id not in checks]
         if left_out:
             raise ValueError(f"{argument}: {left_out[0]!r} is not selected by only=...; remove it from {argument}")
-    if arguments.get("only") is None and not simulated:
-        checks = tuple(id for id in checks if catalogue[id].simulated != "only")
+    if arguments.get("only") is None:
+        checks = tuple(catalogue.ids_for(bool(simulated)))
     if simulated and process_group == "loader":
         raise ValueError(
             "process_group='loader' cannot be simulated: the ranks need torch's fake process group, which the plugin "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from pytest_fsdp_meta.catalogue import Catalogue, Check
+from pytest_fsdp_meta.catalogue import Catalogue
 from pytest_fsdp_meta.evidence import WorldFacts
 from pytest_fsdp_meta.evidence.simulation import SimulatedSize
 from pytest_fsdp_meta.reports.schema import UNKNOWN, CheckRecord, Evenness, LoaderRecord, Summary, with_later_error
@@ -119,14 +119,14 @@ class RunRecords:
     def loaders(self, catalogue: Catalogue) -> tuple[LoaderRecord, ...]:
         """Return a record of each loader, in the order of planning, with every check for worlds of its kind."""
         return tuple(
-            _loader_record(item, self._checks[key], [check.id for check in catalogue if _concerns(check, item)])
-            for key, item in self._loaders.items()
+            _loader_record(item, self._checks[key], _ids(catalogue, item)) for key, item in self._loaders.items()
         )
 
 
-def _concerns(check: Check, item: ItemContext) -> bool:
-    """Return whether a check is for worlds of this kind, or was asked for."""
-    return check.simulated != "only" or bool(item.world.simulated) or check.id in (item.offered or ())
+def _ids(catalogue: Catalogue, item: ItemContext) -> list[str]:
+    """Return the checks for worlds of this kind, and those that the marker asks for."""
+    concerned = {*catalogue.ids_for(bool(item.world.simulated)), *(item.offered or ())}
+    return [id for id in catalogue.ids() if id in concerned]
 
 
 def _loader_record(item: ItemContext, checks: Mapping[str, CheckRecord], ids: Iterable[str]) -> LoaderRecord:
