@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from pytest_fsdp_meta.evidence.simulation import RankSize, SimulatedStep, Traffic
 from pytest_fsdp_meta.loader.subject import Subject
@@ -28,6 +27,7 @@ from pytest_fsdp_meta.observers.support.torch_private import (
     operator_arguments,
     operator_name,
     process_group,
+    tree_leaves,
 )
 from pytest_fsdp_meta.observers.support.watching import watching
 from pytest_fsdp_meta.text import first_line

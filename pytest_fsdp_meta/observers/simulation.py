@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import re
 import resource
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,15 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from pytest_fsdp_meta.evidence import ReferenceFacts
 from pytest_fsdp_meta.loader.call import Call
+from pytest_fsdp_meta.observers.collectives import INPUTS, NAMESPACES, OPS
 from pytest_fsdp_meta.observers.inventory import managed_names, named_tensors, take_inventory
 from pytest_fsdp_meta.observers.loading import Loaded, call_loader, describe, judgeable_subject
+from pytest_fsdp_meta.observers.support.torch_private import operator_arguments, operator_name, tree_leaves
+from pytest_fsdp_meta.observers.support.watching import watching
 from pytest_fsdp_meta.text import as_bytes, first_line
 from pytest_fsdp_meta.worlds import SEED, CallFailed, Misuse, current, doing
 from pytest_fsdp_meta.worlds.rank.tracebacks import user_line
@@ -27,6 +31,8 @@ SENDING_OBJECTS = (
     *("send_object_list", "recv_object_list"),
 )
 """Functions of torch.distributed that unpickle what another rank sent, and none does."""
+GIVING_VALUES = ("all_reduce", "reduce", "all_gather", "gather")
+"""Collectives, by how their names begin, that give a rank what others have computed."""
 MEMORY = 2 * 2**30
 """Bytes that a simulated rank may take for what has values, such as buffers and batches."""
 NO_MEMORY = re.compile(r"can't allocate memory: you tried to allocate (\d+) bytes")
@@ -45,7 +51,7 @@ def load_simulated(call: Call) -> Loaded:
     loader, values = call.unpack(rank)
     torch.manual_seed(SEED)
     limit_memory()
-    with without_values("the loader"), refusing_objects():
+    with without_values("the loader"), refusing_objects(), watching(_ReductionsOfValues()):
         returned = call_loader(loader, values)
     doing("taking the inventory")
     subject = judgeable_subject(returned)
@@ -102,6 +108,24 @@ def without_values(what: str) -> Iterator[None]:
             f"{what} asks for a value of a tensor, which simulated ranks do not have ({user_line(cause)}): "
             f"{first_line(cause)}"
         ) from error
+
+
+class _ReductionsOfValues:
+    """A watcher that refuses collectives whose result would be values: it may decide what the loader does next."""
+
+    def before(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        op = OPS.get(operator_name(func), "") if func.namespace in NAMESPACES else ""
+        if not op.startswith(GIVING_VALUES):
+            return
+        given = operator_arguments(func, args, kwargs)
+        inputs = tree_leaves(next((given[name] for name in INPUTS if name in given), None))
+        if any(isinstance(tensor, Tensor) and not tensor.is_meta for tensor in inputs):
+            raise Misuse(
+                f"the loader calls {op} with values ({user_line()}), which simulated ranks are alone with: leave it "
+                "out where fsdp.simulated is true"
+            )
+
+    def after(self, func: Any, args: Sequence[Any], out: Any) -> None: ...
 
 
 @contextmanager

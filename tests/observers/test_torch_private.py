@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pytest_fsdp_meta.observers.adapters.lookup import parts_of
 from pytest_fsdp_meta.observers.inventory import managed_names
 from pytest_fsdp_meta.observers.support.torch_private import (
+    FakeTensorMode,
     flat_parameters,
     fsdp_groups,
     is_in_backward,
@@ -27,6 +28,7 @@ from pytest_fsdp_meta.observers.support.torch_private import (
     process_group,
     sequence_number,
     step_hooks,
+    tree_leaves,
     write_count,
 )
 from pytest_fsdp_meta.worlds import current
@@ -313,3 +315,11 @@ def test_code_that_runs_in_a_backward():
     x.register_hook(lambda gradient: seen.append(is_in_backward()))
     (x * 2).sum().backward()
     assert (seen, is_in_backward()) == ([True], False)
+
+
+def test_fake_tensors_have_a_device_and_no_values():
+    with FakeTensorMode():
+        fake = torch.empty(4, 4, device="cpu")
+        assert (fake.device.type, fake.untyped_storage().nbytes(), tree_leaves([fake, (1,)])) == ("cpu", 64, [fake, 1])
+        with pytest.raises(RuntimeError):
+            fake.sum().item()

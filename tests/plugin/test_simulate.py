@@ -105,6 +105,11 @@ ASKING = {
         "the loader calls torch.distributed.broadcast_object_list, which waits for an object of another rank; "
         "simulated ranks are alone: compute it on each rank where fsdp.simulated is true",
     ),
+    "sum": (
+        "count = torch.ones(1); dist.all_reduce(count); model = load(fsdp) if count == 64 else None",
+        "the loader calls all_reduce with values (test_it.py:*), which simulated ranks are alone with: leave it out "
+        "where fsdp.simulated is true",
+    ),
     "memory": (
         "model = nn.Linear(100_000, 100_000)",
         "the loader allocates 37.3 GiB (test_it.py:*); build the model with torch.device('meta') and materialise "

@@ -22,6 +22,7 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves as tree_leaves
 
 try:
     from torch.distributed._composable.replicate_with_fsdp import ReplicateModule

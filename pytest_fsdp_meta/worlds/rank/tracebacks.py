@@ -42,9 +42,12 @@ def format_traceback(error: BaseException, hide: Path) -> str:
     return "".join(formatted.format())
 
 
-def user_line(error: BaseException) -> str:
-    """Return "file:line" of the innermost frame that is neither this package's nor of an installed one."""
-    frames = traceback.extract_tb(error.__traceback__)
+def user_line(error: BaseException | None = None) -> str:
+    """Return "file:line" of the innermost frame that is neither this package's nor of an installed one.
+
+    Of the frames of an error, or else of those that run now.
+    """
+    frames = traceback.extract_stack() if error is None else traceback.extract_tb(error.__traceback__)
     own = [one for one in frames if not Path(one.filename).is_relative_to(Path(__file__).parents[2])]
     users = [one for one in own if "site-packages" not in Path(one.filename).parts] or own or frames
     return f"{os.path.relpath(users[-1].filename)}:{users[-1].lineno}" if users else "unknown line"
