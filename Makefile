@@ -162,6 +162,7 @@ bench-catalogue: .venv/installed
 	$(BIN)/python -m benchmarks.verification > $(DATED)-verification.txt
 	$(BIN)/python -m benchmarks.sizes > $(DATED)-sizes.txt
 	$(BIN)/python -m benchmarks.localising > $(DATED)-localising.txt
+	$(BIN)/python -m benchmarks.simulation > $(DATED)-simulation.txt
 
 power: .venv/installed
 	$(BIN)/python -m benchmarks.power --json $(DATED)-power.json --out $(DATED)-power.md
