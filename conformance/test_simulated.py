@@ -6,11 +6,16 @@ from collections import Counter
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from fixtures.conforming import load_conforming
+from fixtures.conforming import blocks, build_on_meta, load_conforming, load_sharded, materialise
 from fixtures.defects import DEFECTS
 from pytest_fsdp_meta.catalogue import built_in
 from pytest_fsdp_meta.evidence import TensorFacts
+from pytest_fsdp_meta.transformers import subject
 from pytest_fsdp_meta.trial import LoaderFailed
 
 SIMULATED = [check.id for check in built_in() if check.simulated]
@@ -91,6 +96,64 @@ def test_a_simulated_world_shows_the_defects_that_need_no_values(name, checkpoin
     assert failed == ([] if name in UNSEEN else [defect.caught_by])
     if name in UNSEEN:
         assert UNSEEN[name] in ("", verdicts[defect.caught_by].reason)
+
+
+def load_in_another_order(fsdp, path):
+    """The loader's own mesh, with the world's dimensions in another order."""
+    mesh = init_device_mesh("cpu", (2, fsdp.world_size // 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+    return subject(load_sharded(path, mesh, fsdp.device), path)
+
+
+def load_in_another_numbering(fsdp, path):
+    """The loader's own mesh, in which nodes were paired as the network connects them: right, but not regular."""
+    nodes = torch.arange(fsdp.world_size).view(4, -1)
+    ranks = nodes[[0, 3, 1, 2]].view(2, -1)
+    mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("dp_replicate", "dp_shard"))
+    return subject(load_sharded(path, mesh, fsdp.device), path)
+
+
+def load_first_everywhere(fsdp, path):
+    """Each rank puts itself first in its own mesh."""
+    ranks = [fsdp.rank, *(rank for rank in range(fsdp.world_size) if rank != fsdp.rank)]
+    mesh = DeviceMesh("cpu", torch.tensor(ranks).view(2, -1), mesh_dim_names=("dp_replicate", "dp_shard"))
+    return subject(load_sharded(path, mesh, fsdp.device), path)
+
+
+def load_with_a_head_for_tp(fsdp, path):
+    """A head that tensor parallelism divides and FSDP leaves alone, as declared."""
+    model = build_on_meta(path)
+    tp, dp = fsdp.mesh["tp"], fsdp.mesh["dp_shard"]
+    parallelize_module(model, tp, {"lm_head": ColwiseParallel(output_layouts=Replicate())})
+    for block in blocks(model):
+        fully_shard(block, mesh=dp)
+    fully_shard(model, mesh=dp, ignored_params={model.lm_head.weight})
+    materialise(model, fsdp.device)
+    return subject(model, path, placements={"lm_head.weight": (Shard(0),)})
+
+
+TILING = "shards_tile_the_tensor"
+REASONS = {
+    load_in_another_numbering: "on a mesh of the loader's own, in which the places of other ranks are unknown",
+}
+OWN_MESHES = {
+    load_in_another_order: "passed",
+    load_with_a_head_for_tp: "passed",
+    load_in_another_numbering: "skipped",
+    load_first_everywhere: "failed",
+}
+
+
+@pytest.mark.parametrize("load", OWN_MESHES, ids=lambda load: load.__name__)
+def test_meshes_of_the_loader(load, checkpoint, judge_loader):
+    mesh = {"dp_shard": 16, "tp" if load is load_with_a_head_for_tp else "dp_replicate": 2}
+    verdicts = judge_loader(load, mesh, simulated=True, path=checkpoint("llama"))
+    failed = OWN_MESHES[load] == "failed"
+    assert {id for id, verdict in verdicts.items() if verdict.status == "failed"} == ({TILING} if failed else set())
+    assert verdicts[TILING].status == OWN_MESHES[load]
+    assert verdicts[TILING].reason.endswith(REASONS.get(load, ""))
+    assert verdicts["memory_falls_with_ranks"].status == ("skipped" if failed else "passed")
+    if failed:
+        assert verdicts[TILING].findings[1].actual == ("4 ranks are at (0, 0) of the mesh dp_replicate=2 x dp_shard=16")
 
 
 @pytest.mark.parametrize("mesh", [{"dp_shard": 16}, {"dp_replicate": 4, "dp_shard": 16}], ids=str)

@@ -23,6 +23,7 @@ from pytest_fsdp_meta.catalogue.view import (
     View,
 )
 from pytest_fsdp_meta.evidence import VALUES_CHECKS, Evidence
+from pytest_fsdp_meta.evidence.simulation import NO_VALUES
 from pytest_fsdp_meta.text import counted, first_line, first_of
 
 AS_LOADED = ("inventory", "reference", "values", "verifier")
@@ -31,7 +32,6 @@ EXPLAINING_A_CRASH = ("structure", "materialisation")
 """Families of checks whose findings may explain an error raised while running or saving the model."""
 PACKAGE = Path(__file__).parents[1]
 PASSED_IN_PART = "passed for what could be checked"
-NEEDS_VALUES = "simulated: the ranks have no values, and send nothing"
 KINDS = {"undeclared": "not declared", "blocked": "depends on a failed check", "unselected": "not selected"}
 """``Unavailable.kind`` -> ``Verdict.why``."""
 
@@ -93,7 +93,7 @@ class _Run(NamedTuple):
 def _judge(check: Check, run: _Run) -> Verdict:
     evidence = run.evidence
     if evidence.world.simulated and not check.simulated:
-        return Verdict(check, "skipped", reason=NEEDS_VALUES, why="not applicable")
+        return Verdict(check, "skipped", reason=NO_VALUES, why="not applicable")
     failed = tuple(filter(run.findings, check.after))
     for need in check.needs:
         if need in evidence.unavailable:

@@ -10,6 +10,7 @@ from pytest_fsdp_meta.evidence.draws import DrawnTensor, RankDraws, Spread
 from pytest_fsdp_meta.evidence.mesh_dims import (
     replicates,
     sharded_dim,
+    shards_data,
     splits_experts,
     splits_model,
     splits_sequence,
@@ -85,6 +86,7 @@ __all__ = [
     "partly_held",
     "replicates",
     "sharded_dim",
+    "shards_data",
     "splits_experts",
     "splits_model",
     "splits_sequence",

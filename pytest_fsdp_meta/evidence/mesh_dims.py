@@ -47,6 +47,11 @@ def replicates(dim: str | None) -> bool:
     return dim is not None and ("replica" in dim.lower() or dim.lower() == "ddp")
 
 
+def shards_data(dim: str | None) -> bool:
+    """Return whether a mesh dimension of this name shards parameters, each of whose ranks sees other rows."""
+    return not splits_model(dim) and not replicates(dim)
+
+
 def _ends(dim: str, *endings: str) -> bool:
     """Return whether a name ends in one of these parts (``my_tp`` in ``tp``) and has no part of ``BATCH_PARTS``."""
     parts = dim.lower().split("_")

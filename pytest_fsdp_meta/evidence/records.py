@@ -181,6 +181,11 @@ class WorldFacts:
     simulated: tuple[int, ...] = ()
     """The only ranks that ran, each alone and without values; empty: all ran."""
 
+    @property
+    def ranks(self) -> Sequence[int]:
+        """The ranks that ran."""
+        return self.simulated or range(self.size)
+
     def __str__(self) -> str:
         if self.simulated:
             return f"world of {self.size}, simulated by {len(self.simulated)} of its ranks"

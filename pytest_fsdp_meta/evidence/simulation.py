@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from math import prod
+
+NO_VALUES = "simulated: the ranks have no values, and send nothing"
+"""Why what needs values is not observed."""
+FACTORS = (8, 64)
+"""By how much smaller the worlds are, at most, that a simulated one is compared with."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +42,8 @@ class SimulatedStep:
     peak: int = 0
     traffic: tuple[Traffic, ...] = ()
     problem: str = ""
+    rows: Mapping[str, int] = field(default_factory=dict)
+    """The rows of each tensor of the batch."""
 
     @property
     def sent(self) -> int:
@@ -54,10 +62,11 @@ class RankSize:
 
 @dataclass(frozen=True)
 class SimulatedSize:
-    """A world of one size, and those of its ranks that were simulated."""
+    """A world of one size, and those of its ranks that were simulated; none if ``problem`` says why."""
 
     mesh: tuple[tuple[str, int], ...]
     ranks: tuple[RankSize, ...]
+    problem: str = ""
 
     @property
     def size(self) -> int:

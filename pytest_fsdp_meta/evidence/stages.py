@@ -33,9 +33,11 @@ def held_by_stages(stages: Sequence[Sequence[int]], inventory: Sequence[RankInve
 
 def holding_stages(name: str, stages: Sequence[Sequence[int]], inventory: Sequence[RankInventory]) -> list[int]:
     """Return the numbers of the stages that have the tensor, on some rank at least."""
-    return [number for number, ranks in enumerate(stages) if any(name in inventory[rank].by_name for rank in ranks)]
+    holding = {rank.rank for rank in inventory if name in rank.by_name}
+    return [number for number, ranks in enumerate(stages) if holding.intersection(ranks)]
 
 
 def _is_by_stage(name: str, stages: Sequence[Sequence[int]], inventory: Sequence[RankInventory]) -> bool:
-    held = [{name in inventory[rank].by_name for rank in ranks} for ranks in stages]
+    by_rank = {rank.rank: name in rank.by_name for rank in inventory}  # of a simulated world, some ranks
+    held = [{by_rank[rank] for rank in ranks if rank in by_rank} for ranks in stages]
     return {True} in held and {False} in held and {True, False} not in held

@@ -35,10 +35,10 @@ from pytest_fsdp_meta.worlds import Rank, current, doing
 from pytest_fsdp_meta.worlds.rank.tracebacks import user_line
 
 
-def observe_size(stepping: int, shares: int) -> RankSize:
+def observe_size(stepping: int, shares: int, rows: Mapping[str, int]) -> RankSize:
     """Return what this rank holds, and what a step needs if the rank is ``stepping``.
 
-    Its rows are one of so many ``shares`` of the batch, at least one row.
+    It has so many ``rows`` of each tensor of the batch, or one of so many ``shares``, at least one row.
     """
     rank = current()
     subject = loaded_subject(rank)
@@ -46,34 +46,34 @@ def observe_size(stepping: int, shares: int) -> RankSize:
     for kind, tensor in {id(t): (kind, t) for _, kind, t in named_tensors(subject.model)}.values():
         held[kind] += local_part(tensor).nbytes
     steps = rank.rank == stepping and subject.batch is not None
-    step = simulate_step(subject, rank, shares) if steps else None
+    step = simulate_step(subject, rank, shares, rows) if steps else None
     return RankSize(rank.rank, held["parameter"], held["buffer"], step)
 
 
-def simulate_step(subject: Subject, rank: Rank, shares: int) -> SimulatedStep:
+def simulate_step(subject: Subject, rank: Rank, shares: int, rows: Mapping[str, int]) -> SimulatedStep:
     """Run a forward, a backward and the optimizer's step with this rank's rows."""
     doing("simulating a step")
     if subject.train_step is not None:
         return SimulatedStep(problem="train_step is not simulated")
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
-            return _step(subject, rank, shares)
+            return _step(subject, rank, shares, rows)
     except Exception as error:  # of any type: what the model raises where it asks for a value
         cause = error.__cause__ or error
         return SimulatedStep(problem=f"{type(cause).__name__} at {user_line(cause)}: {first_line(cause)}")
 
 
-def _step(subject: Subject, rank: Rank, shares: int) -> SimulatedStep:
+def _step(subject: Subject, rank: Rank, shares: int, rows: Mapping[str, int]) -> SimulatedStep:
     model, built = subject.model, built_optimizer(subject)
     replaced = materialise(model)
     for group in [] if built is None else built.param_groups:
         group["params"] = [replaced.get(id(parameter), parameter) for parameter in group["params"]]
-    rows = _own_rows(global_batch(subject, 0), shares)
+    batch = _own_rows(global_batch(subject, 0), shares, rows)
     meter, recorder = _FakeMeter(), _TrafficRecorder(rank)
     model.train()
     meter.after(torch.ops.aten.detach.default, (), [local_part(t) for t in (*model.parameters(), *model.buffers())])
     with watching(meter, recorder):
-        loss_of(subject, rows).backward()
+        loss_of(subject, batch).backward()
     state = _state_bytes(built or make_optimizer(subject))
     return SimulatedStep(
         gradients=sum(local_part(p.grad).nbytes for p in model.parameters() if p.grad is not None),
@@ -81,6 +81,7 @@ def _step(subject: Subject, rank: Rank, shares: int) -> SimulatedStep:
         gathered=recorder.gathered,
         peak=_peak(meter) + state,  # from the second step on
         traffic=tuple(recorder.traffic()),
+        rows={key: len(value) for key, value in batch.items() if _has_rows(value)},
     )
 
 
@@ -129,12 +130,16 @@ def materialise(model: Module) -> dict[int, Parameter]:
     return {before: module.get_parameter(name) for before, ((module, name), *_) in tied.items()}
 
 
-def _own_rows(batch: Mapping[str, Any], shares: int) -> dict[str, Any]:
+def _own_rows(batch: Mapping[str, Any], shares: int, rows: Mapping[str, int]) -> dict[str, Any]:
     """Return as many rows as a rank gets; which ones does not matter without values."""
     return {
-        key: value[: max(1, len(value) // shares)] if isinstance(value, Tensor) and value.ndim else value
+        key: value[: rows.get(key) or max(1, len(value) // shares)] if _has_rows(value) else value
         for key, value in batch.items()
     }
+
+
+def _has_rows(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.ndim > 0
 
 
 def _peak(meter: Meter) -> int:

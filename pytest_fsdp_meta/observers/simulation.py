@@ -5,14 +5,12 @@ from __future__ import annotations
 import pickle
 import re
 import resource
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from pytest_fsdp_meta.evidence import ReferenceFacts
@@ -20,25 +18,30 @@ from pytest_fsdp_meta.loader.call import Call
 from pytest_fsdp_meta.observers.collectives import INPUTS, NAMESPACES, OPS
 from pytest_fsdp_meta.observers.inventory import managed_names, named_tensors, take_inventory
 from pytest_fsdp_meta.observers.loading import Loaded, call_loader, describe, judgeable_subject
-from pytest_fsdp_meta.observers.support.torch_private import operator_arguments, operator_name, tree_leaves
+from pytest_fsdp_meta.observers.support.torch_private import (
+    cutting_own_shards,
+    operator_arguments,
+    operator_name,
+    refusing_objects,
+    tree_leaves,
+)
 from pytest_fsdp_meta.observers.support.watching import watching
 from pytest_fsdp_meta.text import as_bytes, first_line
 from pytest_fsdp_meta.worlds import SEED, CallFailed, Misuse, current, doing
 from pytest_fsdp_meta.worlds.rank.tracebacks import user_line
 
-SENDING_OBJECTS = (
-    *("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list"),
-    *("send_object_list", "recv_object_list"),
-)
-"""Functions of torch.distributed that unpickle what another rank sent, and none does."""
 GIVING_VALUES = ("all_reduce", "reduce", "all_gather", "gather")
 """Collectives, by how their names begin, that give a rank what others have computed."""
 MEMORY = 2 * 2**30
 """Bytes that a simulated rank may take for what has values, such as buffers and batches."""
 NO_MEMORY = re.compile(r"can't allocate memory: you tried to allocate (\d+) bytes")
 STATUS = Path("/proc/self/status")
-WITHOUT_VALUES = ("on meta tensors", "meta tensor", "Cannot copy out of", "materialized from meta device")
+WITHOUT_VALUES = (
+    *("on meta tensors", "meta tensor", "Cannot copy out of", "materialized from meta device"),
+    "meta device type tensor",
+)
 """What torch says when a value of a meta tensor is asked for."""
+ON_META = "build the model with torch.device('meta') and materialise its shards on fsdp.device"
 
 
 def load_simulated(call: Call) -> Loaded:
@@ -51,7 +54,8 @@ def load_simulated(call: Call) -> Loaded:
     loader, values = call.unpack(rank)
     torch.manual_seed(SEED)
     limit_memory()
-    with without_values("the loader"), refusing_objects(), watching(_ReductionsOfValues()):
+    refusing = refusing_objects(_refuse_objects), watching(_ReductionsOfValues())
+    with without_values("the loader", ON_META), refusing[0], refusing[1], cutting_own_shards():
         returned = call_loader(loader, values)
     doing("taking the inventory")
     subject = judgeable_subject(returned)
@@ -69,8 +73,8 @@ def observe_reference(
     try:
         with torch.device("meta"):
             model = build()
-    except RuntimeError:  # it reads a checkpoint, or computes with what it has built
-        with without_values("Subject(reference=...)"):
+    except (RuntimeError, TypeError):  # it reads a checkpoint, or computes with what it has built
+        with without_values("Subject(reference=...)", "give a function that only builds the model, such as its class"):
             model = build()
     for name, kind, tensor in named_tensors(model):
         if kind == "parameter" and name in frozen:
@@ -87,20 +91,27 @@ def limit_memory() -> None:
     if not STATUS.exists():
         return  # not Linux
     held = int(STATUS.read_text().split("VmData:")[1].split()[0]) * 1024
-    resource.setrlimit(resource.RLIMIT_DATA, (held + MEMORY, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+    most = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    limit = held + MEMORY if most == resource.RLIM_INFINITY else min(held + MEMORY, most)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, most))
 
 
 @contextmanager
-def without_values(what: str) -> Iterator[None]:
-    """Raise Misuse for an error by which torch says that a tensor has no values."""
+def without_values(what: str, instead: str) -> Iterator[None]:
+    """Raise Misuse for an error by which torch says that a tensor has no values, or that memory is used up.
+
+    ``instead``: what to do so that no memory is needed.
+    """
     try:
         yield
-    except (RuntimeError, NotImplementedError) as error:
+    except (RuntimeError, TypeError, MemoryError, CallFailed) as error:
         cause = error.__cause__ if isinstance(error, CallFailed) and error.__cause__ is not None else error
-        if asked := NO_MEMORY.search(str(cause)):
+        asked = NO_MEMORY.search(str(cause))
+        if asked or isinstance(cause, MemoryError):
+            amount = as_bytes(int(asked[1])) if asked else f"more than {as_bytes(MEMORY)}"
             raise Misuse(
-                f"{what} allocates {as_bytes(int(asked[1]))} ({user_line(cause)}); build the model with "
-                "torch.device('meta') and materialise its shards on fsdp.device, where simulated ranks have no memory"
+                f"{what} allocates {amount} ({user_line(cause)}), and simulated ranks have no memory for values; "
+                f"{instead}"
             ) from error
         if not any(text in str(cause) for text in WITHOUT_VALUES):
             raise
@@ -128,19 +139,8 @@ class _ReductionsOfValues:
     def after(self, func: Any, args: Sequence[Any], out: Any) -> None: ...
 
 
-@contextmanager
-def refusing_objects() -> Iterator[None]:
-    with ExitStack() as patches:
-        for name in SENDING_OBJECTS:
-            patches.enter_context(mock.patch.object(dist, name, _refuse(name)))
-        yield
-
-
-def _refuse(name: str) -> Callable[..., Any]:
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise Misuse(
-            f"the loader calls torch.distributed.{name}, which waits for an object of another rank; simulated ranks "
-            "are alone: compute it on each rank where fsdp.simulated is true"
-        )
-
-    return refuse
+def _refuse_objects(function: str) -> Misuse:
+    return Misuse(
+        f"the loader calls torch.distributed.{function} ({user_line()}), which sends objects from rank to rank; "
+        "simulated ranks are alone: compute them on each rank where fsdp.simulated is true"
+    )

@@ -116,7 +116,7 @@ class FixtureWorlds:
         """Add what ranks wrote to the report of a phase that did not pass, without what earlier phases showed."""
         if call.excinfo is None or WORLD_ITEM not in item.stash:
             return
-        self.listener.show(item, call.when, self.outputs())
+        self.listener.show(item, call.when, enumerate(self.outputs()))
         if self._world is not None:
             self._mark = self._world.mark()
 

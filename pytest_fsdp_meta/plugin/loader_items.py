@@ -298,4 +298,5 @@ class LoaderSession:
         """Add the ranks' output to the report of the loader's first item that does not pass."""
         if not run.output_shown:
             run.output_shown = True
-            self._listener.show(item, when, run.outputs)
+            ranks = item.stash[LOADER_ITEM].world.ranks
+            self._listener.show(item, when, zip(ranks, run.outputs, strict=False))

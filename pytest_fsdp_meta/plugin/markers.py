@@ -11,7 +11,7 @@ from numbers import Integral
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from pytest_fsdp_meta.catalogue import Catalogue
-from pytest_fsdp_meta.evidence import replicates, splits_model
+from pytest_fsdp_meta.evidence import shards_data
 from pytest_fsdp_meta.loader.call import BODY
 from pytest_fsdp_meta.worlds import DEFAULT_MESH_DIM, SCOPES, resolve_mesh
 
@@ -152,15 +152,18 @@ def read_conformance_spec(
     if both:
         raise ValueError(f"{both[0]!r} is in both skip and xfail; remove it from one")
     process_group = _process_group(arguments.get("process_group", "plugin"))
-    simulated = _simulated_meshes(arguments, simulated_sizes)
+    unsimulated = _why_not_simulated(arguments) if simulated_sizes else ""
+    simulated = _simulated_meshes(arguments, () if unsimulated else simulated_sizes)
     checks = _only(arguments.get("only"), catalogue)
     for argument, ids in (("skip", skip), ("xfail", xfail)):
         left_out = [id for id in ids if id not in checks]
         if left_out:
             raise ValueError(f"{argument}: {left_out[0]!r} is not selected by only=...; remove it from {argument}")
     if arguments.get("only") is None:
-        checks = tuple(catalogue.ids_for(bool(simulated)))
-    if simulated and process_group == "loader":
+        checks = tuple(catalogue.ids_for(simulated is not None))
+    if unsimulated:
+        skip, xfail = dict.fromkeys(checks, unsimulated), {}
+    if simulated is not None and process_group == "loader":
         raise ValueError(
             "process_group='loader' cannot be simulated: the ranks need torch's fake process group, which the plugin "
             "makes"
@@ -174,7 +177,7 @@ def read_conformance_spec(
         steps=_positive_int("steps", arguments.get("steps", 3)),
         timeout=_seconds(arguments.get("timeout")),
         process_group=process_group,
-        simulate=bool(simulated),
+        simulate=simulated is not None,
     )
 
 
@@ -222,14 +225,29 @@ def _require_known(positional: tuple[Any, ...], arguments: Mapping[str, Any], kn
             raise ValueError(f"unknown argument {name!r}; {hint}")
 
 
-def _simulated_meshes(arguments: Mapping[str, Any], option: tuple[int, ...]) -> tuple[Mapping[str, int], ...]:
-    """Return the meshes of the worlds to simulate; none if the loader is to run."""
+def _why_not_simulated(arguments: Mapping[str, Any]) -> str:
+    """Return why ``--fsdp-simulate`` leaves out a loader that would run; empty if it does not."""
+    mesh = arguments.get("mesh")
+    if arguments.get("simulate") is not None:
+        return ""  # the author has decided
+    if arguments.get("process_group") == "loader":
+        return "--fsdp-simulate: the loader makes its own process group, and simulated ranks need torch's fake one"
+    if isinstance(mesh, Mapping) and -1 not in mesh.values() and not any(map(shards_data, mesh)):
+        return f"--fsdp-simulate: mesh {dict(mesh)} has no dimension that shards data and could be larger"
+    return ""
+
+
+def _simulated_meshes(arguments: Mapping[str, Any], option: tuple[int, ...]) -> tuple[Mapping[str, int], ...] | None:
+    """Return the meshes of the worlds to simulate; None if the loader is to run."""
     simulate, mesh = arguments.get("simulate"), arguments.get("mesh")
-    if simulate is None or simulate is False:
+    if simulate is None and option:
         return tuple(_grown(mesh, size) for size in option)
+    if simulate is None or simulate is False:
+        return None
     if simulate is True:
-        if mesh is None and arguments.get("world_size") is None:
-            raise ValueError("simulate=True needs a size: write simulate=1024, or give the mesh as well")
+        is_open = mesh is None or (isinstance(mesh, Mapping) and -1 in mesh.values())
+        if is_open and arguments.get("world_size") is None:
+            raise ValueError("simulate=True needs a size: write simulate=1024, or give every size of the mesh")
         return _meshes(arguments.get("world_size"), mesh, ())
     if arguments.get("world_size") is not None:
         raise ValueError(f"simulate={simulate!r} is the size of the world; remove world_size")
@@ -241,11 +259,13 @@ def _simulated_meshes(arguments: Mapping[str, Any], option: tuple[int, ...]) -> 
 
 def _grown(mesh: Any, size: int) -> Mapping[str, int]:
     """Return a loader's mesh with this many ranks: the dimension that shards data takes what the others leave."""
-    if not isinstance(mesh, Mapping) or -1 in mesh.values():
-        return _meshes(size, mesh, ())[0]
-    resolved = resolve_mesh(mesh, None)
-    grown = next((dim for dim in resolved if not splits_model(dim) and not replicates(dim)), next(iter(resolved)))
-    return resolve_mesh({**resolved, grown: -1}, size)
+    try:
+        if not isinstance(mesh, Mapping) or -1 in mesh.values():
+            return _meshes(size, mesh, ())[0]
+        resolved = resolve_mesh(mesh, None)
+        return resolve_mesh({**resolved, next(filter(shards_data, resolved)): -1}, size)
+    except ValueError as error:
+        raise ValueError(f"--fsdp-simulate={size}: {error}") from None
 
 
 def _meshes(world_size: Any, mesh: Any, default_sizes: tuple[int, ...]) -> tuple[Mapping[str, int], ...]:

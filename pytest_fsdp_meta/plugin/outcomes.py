@@ -116,7 +116,10 @@ class ReportAttacher:
         self._attached[context.key] = latest
         if evidence is None:
             return context
-        context = replace(context, evenness=evenness_of(evidence.inventory), sizes=evidence.simulation or ())
+        if evidence.world.simulated:
+            context = replace(context, sizes=evidence.simulation or ())
+        else:
+            context = replace(context, evenness=evenness_of(evidence.inventory))
         if self._report is None:
             return context
         file, problem = "", ""

@@ -19,6 +19,8 @@ def describe_sizes(sizes: Sequence[SimulatedSize], device_memory: int) -> Iterat
 
 
 def _describe_size(size: SimulatedSize) -> str:
+    if size.problem:
+        return f"not simulated ({size.problem})"
     held = f"{as_bytes(size.largest)} of parameters on a rank"
     if size.step is not None:
         return f"{held}, {_describe_step(size.step)}"
@@ -40,10 +42,16 @@ def _describe_step(step: SimulatedStep) -> str:
 
 def _describe_fit(ordered: Sequence[SimulatedSize], device_memory: int) -> str:
     steps = [(size.size, size.step) for size in ordered if size.step is not None]
-    fitting = [str(size) for size, step in steps if step.peak <= device_memory]
-    others = [str(size) for size, step in steps if step.peak > device_memory]
+    fitting = [size for size, step in steps if step.peak <= device_memory]
+    others = [size for size, step in steps if step.peak > device_memory]
     memory = as_bytes(device_memory)
     if not fitting:
-        return f"a step does not fit into {memory} on {' or '.join(others)} ranks"
-    except_on = f", not on {' or '.join(others)}" if others else ""
-    return f"a step fits into {memory} on {' and '.join(fitting)} ranks{except_on}"
+        return f"a step does not fit into {memory} on {_listed(others, 'or')} ranks"
+    except_on = f", not on {_listed(others, 'or')}" if others else ""
+    return f"a step fits into {memory} on {_listed(fitting, 'and')} ranks{except_on}"
+
+
+def _listed(sizes: Sequence[int], joint: str) -> str:
+    """Return the sizes as "16, 128 and 1024"."""
+    *most, last = map(str, sizes)
+    return f"{', '.join(most)} {joint} {last}" if most else last

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field, replace
@@ -28,7 +27,6 @@ from pytest_fsdp_meta.evidence import (
 )
 from pytest_fsdp_meta.evidence.collectives import RankCollectives, RankMemory
 from pytest_fsdp_meta.evidence.traces import RankTrace
-from pytest_fsdp_meta.loader.subject import SubjectError
 from pytest_fsdp_meta.observers.support.reference_record import record_at
 from pytest_fsdp_meta.trial import on_ranks
 from pytest_fsdp_meta.trial.loads import Load, Loads
@@ -147,25 +145,6 @@ class ObservationRun:
             unavailable=self.unavailable | reloading.unavailable,
             tolerance=tolerance,
         )
-
-    def unknown_attribute(self) -> str:
-        """Return an error message if no tensor has an attribute of ``Subject(kept_attributes=...)``, else "".
-
-        The reference is searched too, because sharding may have dropped the attribute from the model.
-        """
-        reference = self.reference
-        if reference is None and "reference" in self.subject.declared and "reference" not in self._checkpoints:
-            return ""  # unknown: the reference, which may have the attribute, was not recorded
-        sources = (*self.inventory, reference.inventory) if reference else self.inventory
-        known = {name for source in sources for tensor in source.tensors for name in tensor.attributes}
-        unknown = [name for name in self.subject.kept_attributes if name not in known]
-        if not unknown:
-            return ""
-        where = "the model or the reference" if reference and reference.complete else "the model"
-        carried = sorted({name for source in sources for name in source.custom_attributes})
-        near = difflib.get_close_matches(unknown[0], carried, n=1)
-        hint = f"; the nearest is {near[0]!r}" if near else ""
-        return str(SubjectError("kept_attributes", f"no tensor of {where} has {unknown[0]!r}{hint}"))
 
     def _take(self, name: str, observe: Callable[[], T | Unavailable]) -> T | None:
         if name not in self._wanted:

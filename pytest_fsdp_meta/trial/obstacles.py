@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from pytest_fsdp_meta.evidence import (
     RankInventory,
+    ReferenceFacts,
     SubjectFacts,
     TensorFacts,
     Unavailable,
@@ -16,6 +18,7 @@ from pytest_fsdp_meta.evidence import (
 )
 from pytest_fsdp_meta.evidence.checkpoint import FirstStep, RankStateDict
 from pytest_fsdp_meta.loader.adapter import BUILT_IN
+from pytest_fsdp_meta.loader.subject import SubjectError
 from pytest_fsdp_meta.worlds import WorldError
 
 NOT_WANTED = Unavailable("no selected check needs it", kind="unselected")
@@ -55,6 +58,31 @@ def no_training_declared(subject: SubjectFacts) -> Unavailable | None:
             kind="undeclared",
         )
     return None
+
+
+def unknown_attribute(
+    subject: SubjectFacts,
+    inventory: Sequence[RankInventory],
+    reference: ReferenceFacts | None,
+    checkpoints: Container[str],
+) -> str:
+    """Return an error message if no tensor has an attribute of ``Subject(kept_attributes=...)``, else "".
+
+    The reference is searched too, because sharding may have dropped the attribute from the model. ``checkpoints``: the
+    fields of Subject that are folders.
+    """
+    if reference is None and "reference" in subject.declared and "reference" not in checkpoints:
+        return ""  # unknown: the reference, which may have the attribute, was not recorded
+    sources = (*inventory, reference.inventory) if reference else tuple(inventory)
+    known = {name for source in sources for tensor in source.tensors for name in tensor.attributes}
+    unknown = [name for name in subject.kept_attributes if name not in known]
+    if not unknown:
+        return ""
+    where = "the model or the reference" if reference and reference.complete else "the model"
+    carried = sorted({name for source in sources for name in source.custom_attributes})
+    near = difflib.get_close_matches(unknown[0], carried, n=1)
+    hint = f"; the nearest is {near[0]!r}" if near else ""
+    return str(SubjectError("kept_attributes", f"no tensor of {where} has {unknown[0]!r}{hint}"))
 
 
 def describe_odd_model(inventory: Sequence[RankInventory], subject: SubjectFacts) -> str:

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from pytest_fsdp_meta.catalogue.registry import OBSERVATIONS
 from pytest_fsdp_meta.evidence import (
     Evidence,
+    RankInventory,
     ReferenceFacts,
     SubjectFacts,
     Unavailable,
     WorldFacts,
     combine_subjects,
     not_declared,
-    replicates,
-    splits_model,
+    shards_data,
 )
-from pytest_fsdp_meta.evidence.simulation import SimulatedSize
+from pytest_fsdp_meta.evidence.simulation import FACTORS, NO_VALUES, SimulatedSize
 from pytest_fsdp_meta.loader.call import Call
 from pytest_fsdp_meta.trial import on_ranks
 from pytest_fsdp_meta.trial.loads import LOADER_OUTCOMES
@@ -30,9 +30,7 @@ from pytest_fsdp_meta.worlds import World, WorldError, WorldSpec, choose_simulat
 if TYPE_CHECKING:
     from pytest_fsdp_meta.observers.loading import Loaded
 
-FACTORS = (8, 64)
-"""By how much smaller the worlds are that a simulated one is compared with."""
-WITHOUT_VALUES = Unavailable("simulated: the ranks have no values, and send nothing")
+WITHOUT_VALUES = Unavailable(NO_VALUES)
 
 
 def load(world: World, loader: Call) -> list[Loaded]:
@@ -41,79 +39,102 @@ def load(world: World, loader: Call) -> list[Loaded]:
     return loaded
 
 
-def observe(
-    world: World,
-    loaded: list[Loaded],
-    load_in: Callable[[WorldSpec], World],
-    reference_world: World,
-    facts: WorldFacts,
-    tolerance: Mapping[str, float],
-    stopwatch: Stopwatch,
-    wanted: Collection[str],
-) -> Evidence:
-    """Take the observations that need no values. ``load_in`` runs the loader in another world and returns it."""
-    inventory = tuple(rank.inventory for rank in loaded)
-    subject = combine_subjects([rank.subject for rank in loaded], facts.mesh, inventory)
-    unavailable = dict.fromkeys((name for name in OBSERVATIONS if name != "inventory"), WITHOUT_VALUES)
-    with stopwatch.timing("reference"):
-        reference = _reference(reference_world, loaded[0], subject)
-    simulation: tuple[SimulatedSize, ...] | Unavailable = NOT_WANTED
-    if "simulation" in wanted:
-        with stopwatch.timing("simulating steps"):
-            simulation = _sizes(world, loaded[0].data_parallel[1], load_in)
-    for name, observed in (("reference", reference), ("simulation", simulation)):
-        if isinstance(observed, Unavailable):
-            unavailable[name] = observed
-        else:
-            del unavailable[name]
-    return Evidence(
-        world=facts,
-        subject=subject,
-        inventory=inventory,
-        reference=None if isinstance(reference, Unavailable) else reference,
-        simulation=None if isinstance(simulation, Unavailable) else simulation,
-        unavailable=unavailable,
-        tolerance=tolerance,
-    )
+@dataclass(frozen=True)
+class SimulatedRun:
+    """A loader on some ranks of a world. ``load_again`` runs it in another one, which it adds to its last argument."""
 
+    world: World
+    reference_world: World
+    loaded: list[Loaded]
+    load_again: Callable[[WorldSpec, str, list[World]], tuple[World, list[Loaded]]]
+    facts: WorldFacts
+    stopwatch: Stopwatch
 
-def _reference(world: World, first: Loaded, subject: SubjectFacts) -> ReferenceFacts | Unavailable:
-    if "reference" not in subject.declared:
-        return not_declared("reference")
-    try:
-        with world:
-            if "reference" in first.checkpoints:
-                return on_ranks.run_on(world, on_ranks.reference.checkpoint_facts, first.checkpoints["reference"])[0]
-            build = on_ranks.simulation.observe_reference
-            return on_ranks.run_on(world, build, first.recipe, tuple(subject.frozen), subject.kept_attributes)[0]
-    except WorldError as error:
-        return from_world_error(error)
+    @cached_property
+    def inventory(self) -> tuple[RankInventory, ...]:
+        return tuple(rank.inventory for rank in self.loaded)
 
+    @cached_property
+    def subject(self) -> SubjectFacts:
+        return combine_subjects([rank.subject for rank in self.loaded], self.facts.mesh, self.inventory)
 
-def _sizes(world: World, shares: int, load_in: Callable[[WorldSpec], World]) -> tuple[SimulatedSize, ...] | Unavailable:
-    try:
-        sizes = [_size(world, shares)]
-        for spec in smaller_worlds(world.spec):
-            with closing(load_in(spec)) as smaller:
-                sizes.append(_size(smaller, shares))
-    except WorldError as error:
-        return from_world_error(error)
-    return tuple(sizes)
+    def evidence(self, tolerance: Mapping[str, float], wanted: Collection[str]) -> Evidence:
+        """Take the observations that need no values."""
+        unavailable = dict.fromkeys((name for name in OBSERVATIONS if name != "inventory"), WITHOUT_VALUES)
+        with self.stopwatch.timing("reference"):
+            reference = self._reference()
+        simulation: tuple[SimulatedSize, ...] | Unavailable = NOT_WANTED
+        if "simulation" in wanted:
+            with self.stopwatch.timing("simulating steps"):
+                simulation = self._sizes()
+        for name, observed in (("reference", reference), ("simulation", simulation)):
+            if isinstance(observed, Unavailable):
+                unavailable[name] = observed
+            else:
+                del unavailable[name]
+        return Evidence(
+            world=self.facts,
+            subject=self.subject,
+            inventory=self.inventory,
+            reference=None if isinstance(reference, Unavailable) else reference,
+            simulation=None if isinstance(simulation, Unavailable) else simulation,
+            unavailable=unavailable,
+            tolerance=tolerance,
+        )
 
+    def _reference(self) -> ReferenceFacts | Unavailable:
+        if "reference" not in self.subject.declared:
+            return not_declared("reference")
+        first, world = self.loaded[0], self.reference_world
+        try:
+            with world:
+                if "reference" in first.checkpoints:
+                    return on_ranks.run_on(world, on_ranks.reference.checkpoint_facts, first.checkpoints["reference"])[
+                        0
+                    ]
+                build, frozen = on_ranks.simulation.observe_reference, tuple(self.subject.frozen)
+                return on_ranks.run_on(world, build, first.recipe, frozen, self.subject.kept_attributes)[0]
+        except WorldError as error:
+            return from_world_error(error)
 
-def _size(world: World, shares: int) -> SimulatedSize:
-    spec = world.spec
-    # One rank, because a step takes seconds, and ranks differ in the sizes of their shards only.
-    ranks = on_ranks.run_on(world, on_ranks.simulated_step.observe_size, spec.simulated[0], shares)
-    return SimulatedSize(tuple(spec.mesh.items()), tuple(ranks))
+    def _sizes(self) -> tuple[SimulatedSize, ...] | Unavailable:
+        try:
+            own = self._size(self.world, {})
+        except WorldError as error:
+            return from_world_error(error)
+        # A rank has the same rows in each world: batches that the ranks share would be smaller in a larger one.
+        rows = own.step.rows if own.step is not None else {}
+        return (own, *(self._smaller(spec, rows) for spec in smaller_worlds(self.world.spec)))
+
+    def _smaller(self, spec: WorldSpec, rows: Mapping[str, int]) -> SimulatedSize:
+        worlds: list[World] = []
+        try:
+            return self._size(self.load_again(spec, f"the world of {spec.size}", worlds)[0], rows)
+        except WorldError as error:
+            return SimulatedSize(tuple(spec.mesh.items()), (), problem=error.summary)
+        finally:
+            for world in worlds:
+                world.close()
+
+    def _size(self, world: World, rows: Mapping[str, int]) -> SimulatedSize:
+        spec, shares = world.spec, self.loaded[0].data_parallel[1]
+        # One rank, because a step takes seconds, and ranks differ in the sizes of their shards only.
+        observe = on_ranks.simulated_step.observe_size
+        ranks = on_ranks.run_on(world, observe, spec.simulated[0], shares, rows)
+        return SimulatedSize(tuple(spec.mesh.items()), tuple(ranks))
 
 
 def smaller_worlds(spec: WorldSpec) -> Iterator[WorldSpec]:
-    """Yield specs with an eighth and a sixty-fourth of the ranks, on the largest dimension that shards data."""
-    sharding = {dim: size for dim, size in spec.mesh.items() if not splits_model(dim) and not replicates(dim)}
+    """Yield specs with up to an eighth and a sixty-fourth of the ranks, on the largest dimension that shards data."""
+    sharding = {dim: size for dim, size in spec.mesh.items() if shards_data(dim)}
     grown = max(sharding, key=lambda dim: sharding[dim], default="")
-    for factor in FACTORS:
-        if grown and spec.mesh[grown] % factor == 0 and spec.mesh[grown] // factor > 1:
-            mesh = {**spec.mesh, grown: spec.mesh[grown] // factor}
-            ranks = choose_simulated(mesh)
-            yield replace(spec, mesh=mesh, simulated=tuple(sorted({ranks[0], ranks[-1]})))
+    known = {1}
+    for most in FACTORS if grown else ():
+        size = spec.mesh[grown]
+        factor = max(n for n in range(1, most + 1) if size % n == 0 and (size > n or n == 1))
+        if factor in known:
+            continue
+        known.add(factor)
+        mesh = {**spec.mesh, grown: size // factor}
+        ranks = choose_simulated(mesh)
+        yield replace(spec, mesh=mesh, simulated=tuple(sorted({ranks[0], ranks[-1]})))

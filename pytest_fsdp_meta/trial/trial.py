@@ -18,6 +18,7 @@ from pytest_fsdp_meta.loader.call import Call
 from pytest_fsdp_meta.trial import on_ranks, simulation
 from pytest_fsdp_meta.trial.loads import LOADER_OUTCOMES
 from pytest_fsdp_meta.trial.observations import ObservationRun
+from pytest_fsdp_meta.trial.obstacles import unknown_attribute
 from pytest_fsdp_meta.trial.timing import Stopwatch
 from pytest_fsdp_meta.worlds import DEFAULT_MESH_DIM, Engine, Listener, World, WorldError, WorldSpec
 from pytest_fsdp_meta.worlds.system import temp_folders
@@ -97,24 +98,23 @@ class Trial:
                 self.outputs = world.outputs()
 
     def _simulate(self, loader: Call, wanted: Collection[str], folder: Path) -> Evidence:
-        def load_in(spec: WorldSpec) -> World:
-            other = World(spec, self._engine, f"the world of {spec.size}", listener=self._listener)
-            try:
-                other.start()
-                simulation.load(other, loader)
-            except BaseException:
-                other.close()
-                raise
-            return other
-
         world = World(self.spec, self._engine, shared=folder, listener=self._listener)
+        load = partial(simulation.load, loader=loader)
         try:
-            loaded = self._load_first(world, partial(simulation.load, loader=loader))
-            facts = world_facts(self.spec)
-            spec = replace(self.spec, mesh={DEFAULT_MESH_DIM: 1}, simulated=(0,))
-            reference = World(spec, self._engine, label="the reference", listener=self._listener)
-            tolerance, stopwatch = self._tolerance, self._stopwatch
-            return simulation.observe(world, loaded, load_in, reference, facts, tolerance, stopwatch, wanted)
+            run = simulation.SimulatedRun(
+                world=world,
+                reference_world=self._single_rank_world("the reference"),
+                loaded=self._load_first(world, load),
+                load_again=partial(self._load_again, load),
+                facts=world_facts(self.spec),
+                stopwatch=self._stopwatch,
+            )
+            if problem := next(iter(run.subject.unmatched.values()), ""):
+                raise LoaderFailed(problem)
+            evidence = run.evidence(self._tolerance, wanted)
+            if problem := unknown_attribute(run.subject, run.inventory, evidence.reference, run.loaded[0].checkpoints):
+                raise LoaderFailed(problem)
+            return evidence
         finally:
             world.close()
             self.outputs = world.outputs()
@@ -139,7 +139,7 @@ class Trial:
             loaded=loaded,
             folder=folder,
             steps=self._steps,
-            load_again=partial(self._load_again, loader),
+            load_again=partial(self._load_again, partial(_load, loader=loader)),
             selection=self._selection,
             facts=world_facts(self.spec),
             tolerance=self._tolerance,
@@ -152,7 +152,7 @@ class Trial:
             run.take_all(wanted)
         finally:
             reference_world.close()
-        if problem := run.unknown_attribute():
+        if problem := unknown_attribute(run.subject, run.inventory, run.reference, loaded[0].checkpoints):
             raise LoaderFailed(problem)
         gpus, library = tuple(rank.gpu for rank in loaded), loaded[0].library
         return run.evidence(replace(world_facts(self.spec), devices=gpus, library=library), self._tolerance)
@@ -160,15 +160,19 @@ class Trial:
     def _single_rank_world(self, label: str) -> World:
         """Return a world of one rank that has not been started; the first observation that needs it starts it."""
         devices = self.spec.devices[:1]
-        spec = replace(self.spec, mesh={DEFAULT_MESH_DIM: 1}, devices=devices, process_group="plugin")
+        simulated = (0,) if self.spec.simulated else ()
+        mesh = {DEFAULT_MESH_DIM: 1}
+        spec = replace(self.spec, mesh=mesh, devices=devices, process_group="plugin", simulated=simulated)
         return World(spec, self._engine, label=label, listener=self._listener)
 
-    def _load_again(self, loader: Call, spec: WorldSpec, label: str, worlds: list[World]) -> tuple[World, list[Loaded]]:
+    def _load_again(
+        self, load: Callable[[World], list[Loaded]], spec: WorldSpec, label: str, worlds: list[World]
+    ) -> tuple[World, list[Loaded]]:
         """Run the loader in another world. It is first added to ``worlds``, which the caller closes."""
         world = World(spec, self._engine, label, listener=self._listener)
         worlds.append(world)
         world.start()
-        return world, _load(world, loader)
+        return world, load(world)
 
 
 def _load(world: World, loader: Call, watch: Sequence[str] = ()) -> list[Loaded]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
-from pytest_fsdp_meta.evidence import Unavailable, replicates, splits_model
+from pytest_fsdp_meta.evidence import Unavailable, shards_data
 from pytest_fsdp_meta.worlds import WorldSpec
 
 
 def largest_world_size(spec: WorldSpec, wanted: Collection[str]) -> int:
-    """Return the size of the largest world of a trial; its worlds run one after the other."""
+    """Return how many ranks the largest world of a trial runs; its worlds run one after the other."""
+    if spec.simulated:
+        return len(spec.ranks)
     other = other_size(spec) if "resharded" in wanted else spec
     return spec.size if isinstance(other, Unavailable) else max(spec.size, other.size)
 
@@ -21,7 +23,7 @@ def other_size(spec: WorldSpec) -> WorldSpec | Unavailable:
     The dimension is the largest one that shards data, or the largest of all where none does. A world of one rank
     gets two ranks instead.
     """
-    sharding = {dim: size for dim, size in spec.mesh.items() if not splits_model(dim) and not replicates(dim)}
+    sharding = {dim: size for dim, size in spec.mesh.items() if shards_data(dim)}
     halved = next((_largest_dim(dims) for dims in (sharding, spec.mesh) if max(dims.values(), default=0) > 1), None)
     if halved is not None:
         mesh = {**spec.mesh, halved: spec.mesh[halved] // 2}

@@ -11,6 +11,8 @@ from numbers import Integral
 DEFAULT_MESH_DIM = "dp_shard"
 NODE = 8
 """Ranks of a node, where nodes are simulated."""
+ENDS = 3
+"""Up to how many dimensions of a mesh all combinations of their ends are simulated."""
 SCOPES = ("function", "module", "session")
 """How long a world may live, in pytest's terms."""
 
@@ -83,11 +85,19 @@ def place_of(rank: int, spec: WorldSpec) -> Place:
 
 
 def choose_simulated(mesh: Mapping[str, int]) -> tuple[int, ...]:
-    """Return the ranks of which every other one is like one: both ends of each dimension, with all combinations."""
+    """Return the ranks of which every other one is like one: both ends of each dimension, with all combinations.
+
+    Of more than ``ENDS`` dimensions, the first rank, the last one, and each dimension's last with the others' first.
+    """
+    sizes = [size for size in mesh.values() if size > 1]
+    strides = [prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
+    ends = [(size - 1) * stride for size, stride in zip(sizes, strides, strict=True)]
+    if len(sizes) > ENDS:
+        return tuple(sorted({0, *ends, sum(ends)}))
     ranks = [0]
-    for size in mesh.values():
-        ranks = [rank * size + end for rank in ranks for end in sorted({0, size - 1})]
-    return tuple(ranks)
+    for end in ends:
+        ranks += [rank + end for rank in ranks]
+    return tuple(sorted(ranks))
 
 
 def resolve_mesh(mesh: Mapping[str, int], world_size: int | None) -> dict[str, int]:

@@ -39,4 +39,6 @@ def test_what_whole_stages_hold():
     inventory = held("ab", "ab", "bc", "bcd")
     assert held_by_stages(PAIRS, inventory) == ("a", "c")  # "d" is on one rank of its stage alone
     assert held_by_stages((), inventory) == ()
+    assert held_by_stages(PAIRS, inventory[1:3]) == ("a", "c")  # a simulated world has some of the ranks
+    assert [holding_stages(name, PAIRS, inventory[1:3]) for name in "ab"] == [[0], [0, 1]]
     assert [holding_stages(name, PAIRS, inventory) for name in "abd"] == [[0], [0, 1], [1]]

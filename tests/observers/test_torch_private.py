@@ -8,12 +8,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed._functional_collectives import all_reduce, wait_tensor
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pytest_fsdp_meta.observers.adapters.lookup import parts_of
 from pytest_fsdp_meta.observers.inventory import managed_names
 from pytest_fsdp_meta.observers.support.torch_private import (
     FakeTensorMode,
+    cutting_own_shards,
     flat_parameters,
     fsdp_groups,
     is_in_backward,
@@ -26,6 +28,7 @@ from pytest_fsdp_meta.observers.support.torch_private import (
     operator_arguments,
     operator_name,
     process_group,
+    refusing_objects,
     sequence_number,
     step_hooks,
     tree_leaves,
@@ -323,3 +326,33 @@ def test_fake_tensors_have_a_device_and_no_values():
         assert (fake.device.type, fake.untyped_storage().nbytes(), tree_leaves([fake, (1,)])) == ("cpu", 64, [fake, 1])
         with pytest.raises(RuntimeError):
             fake.sum().item()
+
+
+def test_shards_that_are_cut_alone_are_those_of_torch():
+    for length, ranks in ((8, 4), (10, 4), (3, 8), (17, 16), (1, 1)):
+        tensor = torch.arange(length * 2.0).view(length, 2)
+        with cutting_own_shards():
+            own = _fsdp_param._chunk_with_empty(tensor, ranks, dim=0)
+        torchs = _fsdp_param._chunk_with_empty(tensor, ranks, dim=0)
+        assert isinstance(torchs, list)
+        assert len(own) == len(torchs)
+        assert all(torch.equal(own[rank], torchs[rank]) for rank in range(ranks))
+
+
+def gathering_objects() -> str:
+    from torch.distributed import all_gather_object
+
+    with pytest.raises(ValueError, match="refused all_gather_object"), refusing_objects(_refusal):
+        all_gather_object([None, None], "own")
+    found = [None, None]
+    all_gather_object(found, "own")
+    return " ".join(found)
+
+
+def _refusal(function: str) -> ValueError:
+    return ValueError(f"refused {function}")
+
+
+def test_objects_are_refused_that_ranks_send():
+    with world_of(2) as world:
+        assert world.run(gathering_objects) == ["own own", "own own"]

@@ -54,9 +54,13 @@ def test_loader(fsdp):
     return Subject(load(fsdp), reference=build, batch=batch, loss=loss, optimizer=torch.optim.AdamW)
 """,
     )
-    result = project.run()
+    result = project.run("--fsdp-report=report")
     result.assert_outcomes(passed=4)
     result.stdout.fnmatch_lines(["*::test_loader, world of 64, simulated by 2 of its ranks: 4 passed*"])
+    page = (project.path / "report" / "index.html").read_text()
+    assert "rank 0: dim 0: 0 of 64; rank 63: dim 0: 63 of 64" in page
+    assert "does not have it" not in page  # ranks that did not run
+    assert 'class="meta"' not in page
 
 
 def test_several_sizes_are_several_worlds(project: Project) -> None:
@@ -95,15 +99,128 @@ def test_hybrid(fsdp):
     wrong.stderr.fnmatch_lines(["*--fsdp-simulate-ranks: there is no rank 32 in a world of 32"])
 
 
+def test_the_option_leaves_loaders_alone_that_it_cannot_simulate(project: Project) -> None:
+    project.write(
+        "test_it.py",
+        f"""{LOADER}
+@fsdp_conformance(world_size=2, simulate=False, only=["shards_tile_the_tensor"])
+def test_real(fsdp):
+    assert fsdp.world_size == 2 and not fsdp.simulated
+    return load(fsdp)
+
+@fsdp_conformance(mesh={{"tp": 2}}, only=["shards_tile_the_tensor"])
+def test_tp(fsdp):
+    return load(fsdp)
+
+@fsdp_conformance(process_group="loader", only=["shards_tile_the_tensor"], xfail={{"shards_tile_the_tensor": "bug"}})
+def test_own_group(fsdp):
+    return load(fsdp)
+""",
+    )
+    result = project.run("--fsdp-simulate=32", "-rs")
+    result.assert_outcomes(passed=1, skipped=2)
+    result.stdout.fnmatch_lines([
+        "*--fsdp-simulate: mesh {'tp': 2} has no dimension that shards data and could be larger*",
+        "*--fsdp-simulate: the loader makes its own process group, and simulated ranks need torch's fake one*",
+    ])  # fmt: skip
+
+
+def test_a_size_that_does_not_fit_the_mesh_names_the_option(project: Project) -> None:
+    project.write(
+        "test_it.py",
+        f"""{LOADER}
+@fsdp_conformance(mesh={{"dp_replicate": 2, "dp_shard": 2}})
+def test_loader(fsdp):
+    return load(fsdp)
+""",
+    )
+    result = project.run("--fsdp-simulate=31")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(
+        ["*--fsdp-simulate=31: mesh * does not fit a world of 31, which is not a multiple of 2"]
+    )
+
+
+def test_stages_of_a_pipeline_and_what_ranks_write(project: Project) -> None:
+    project.write(
+        "test_it.py",
+        f"""{LOADER}
+@fsdp_conformance(mesh={{"pp": 2, "dp_shard": 16}}, simulate=True, only=["shards_tile_the_tensor",
+                  "same_manifest_on_every_rank", "optimizer_owns_parameters", "memory_falls_with_ranks"])
+def test_loader(fsdp):
+    print("stage", fsdp.mesh["pp"].get_local_rank())
+    with torch.device("meta"):
+        model = build()
+    model[1 - fsdp.mesh["pp"].get_local_rank()] = nn.Identity()
+    fully_shard(model, mesh=fsdp.mesh["dp_shard"])
+    model.to_empty(device=fsdp.device)
+    held = [*model.parameters()][1:] if fsdp.rank == 31 else model.parameters()
+    return Subject(model, reference=build, optimizer=torch.optim.AdamW(held))
+""",
+    )
+    result = project.run()
+    result.assert_outcomes(passed=3, failed=1)
+    result.stdout.fnmatch_lines(["*1.weight*", "*rank 31*"])
+    result.stdout.fnmatch_lines(["*rank 31*", "stage 1"])
+
+
+def test_a_smaller_world_that_fails_leaves_the_rest_judged(project: Project) -> None:
+    project.write(
+        "test_it.py",
+        f"""{LOADER}
+@fsdp_conformance(simulate=64, {ONLY})
+def test_loader(fsdp):
+    if fsdp.world_size < 64:
+        raise RuntimeError("too few ranks")
+    return Subject(load(fsdp), reference=build, batch=batch, loss=loss)
+""",
+    )
+    result = project.run("-rs")
+    result.assert_outcomes(passed=2, skipped=2)
+    result.stdout.fnmatch_lines([
+        "* 8 ranks: not simulated (*RuntimeError: too few ranks)",
+        "*64 ranks: * of parameters on a rank*",
+        "*no world of 8 could be simulated: *RuntimeError: too few ranks",
+    ])  # fmt: skip
+
+
+def test_each_rank_has_the_same_rows_in_every_world(project: Project) -> None:
+    project.write(
+        "test_it.py",
+        f"""{LOADER}
+def rows(step):
+    return {{"x": torch.ones(2 * dist.get_world_size(), 64)}}
+
+def gathering(model, batch):
+    out = model(batch["x"])
+    assert len(out) == 2
+    return out.pow(2).mean()
+
+@fsdp_conformance(simulate=64, only=["communication_scales"])
+def test_loader(fsdp):
+    return Subject(load(fsdp), batch=rows, loss=gathering)
+""",
+    )
+    project.run("-rs").assert_outcomes(passed=1)
+
+
 ASKING = {
     "value": (
         "model = load(fsdp); print(model[0].weight.to_local().sum().item())",
         "the loader asks for a value of a tensor, which simulated ranks do not have (test_it.py:*): *",
     ),
+    "array": (
+        "model = load(fsdp); print(model[0].weight.to_local().numpy())",
+        "the loader asks for a value of a tensor, which simulated ranks do not have (test_it.py:*): *numpy*",
+    ),
     "object": (
         "objects = [None]; dist.broadcast_object_list(objects); model = objects[0]",
-        "the loader calls torch.distributed.broadcast_object_list, which waits for an object of another rank; "
-        "simulated ranks are alone: compute it on each rank where fsdp.simulated is true",
+        "the loader calls torch.distributed.broadcast_object_list (test_it.py:*), which sends objects from rank to "
+        "rank; simulated ranks are alone: compute them on each rank where fsdp.simulated is true",
+    ),
+    "object by name": (
+        "from torch.distributed import all_gather_object; found = [None] * 16; all_gather_object(found, fsdp.rank)",
+        "the loader calls torch.distributed.all_gather_object (test_it.py:*), which sends objects from rank to rank; *",
     ),
     "sum": (
         "count = torch.ones(1); dist.all_reduce(count); model = load(fsdp) if count == 64 else None",
@@ -112,8 +229,12 @@ ASKING = {
     ),
     "memory": (
         "model = nn.Linear(100_000, 100_000)",
-        "the loader allocates 37.3 GiB (test_it.py:*); build the model with torch.device('meta') and materialise "
-        "its shards on fsdp.device, where simulated ranks have no memory",
+        "the loader allocates 37.3 GiB (test_it.py:*), and simulated ranks have no memory for values; build the model "
+        "with torch.device('meta') and materialise its shards on fsdp.device",
+    ),
+    "memory of numpy": (
+        "import numpy; print(numpy.ones((100_000, 100_000)))",
+        "the loader allocates more than 2 GiB (test_it.py:*), and simulated ranks have no memory for values; build *",
     ),
 }
 

@@ -30,7 +30,10 @@ WRONG = [
     ("simulate=0", "simulate=0 should be a positive int"),
     ("simulate='8'", "simulate='8' should be a positive int"),
     ("simulate=(8, 8)", "simulate=(8, 8) should be a positive int or a tuple of distinct positive ints"),
-    ("simulate=True", "simulate=True needs a size: write simulate=1024, or give the mesh as well"),
+    (
+        "simulate=True, mesh={'tp': 2, 'dp_shard': -1}",
+        "simulate=True needs a size: write simulate=1024, or give every size of the mesh",
+    ),
     ("simulate=8, world_size=8", "simulate=8 is the size of the world; remove world_size"),
     (
         "simulate=9, mesh={'dp_shard': -1, 'tp': 2}",

@@ -64,7 +64,8 @@ def _optimizers(view: View) -> list[tuple[int, OptimizerFacts]]:
         raise NotDeclared("optimizer", ", so the plugin built one itself, over the trainable parameters")
     inventory = view.evidence.inventory
     found = [run.optimizer for run in runs] if runs else [rank.optimizer for rank in inventory]
-    optimizers = [(rank, optimizer) for rank, optimizer in enumerate(found) if optimizer is not None]
+    numbered = zip((rank.rank for rank in inventory), found, strict=True)
+    optimizers = [(rank, optimizer) for rank, optimizer in numbered if optimizer is not None]
     if not optimizers and runs:
         raise NotJudged("nothing is trainable")
     failed = view.evidence.unavailable.get("training")
@@ -80,7 +81,7 @@ def _optimizers(view: View) -> list[tuple[int, OptimizerFacts]]:
 
 def _unheld(view: View, rank: int, optimizer: OptimizerFacts) -> list[str]:
     """Return trainable parameters in no group, unless others, such as float32 copies, are stepped in their place."""
-    inventory = view.evidence.inventory[rank]
+    inventory = next(one for one in view.evidence.inventory if one.rank == rank)
     storages = {inventory.by_name[name].storage for name, count in optimizer.held.items() if count}
     own = [t for t in inventory.tensors if t.kind == "parameter" and t.requires_grad and view.judgeable(t.name)]
     missing = [t for t in own if not optimizer.held.get(t.name) and (t.storage is None or t.storage not in storages)]

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from math import prod
 
 from pytest_fsdp_meta.catalogue.checks.structure import MANIFEST
 from pytest_fsdp_meta.catalogue.findings import Finding
 from pytest_fsdp_meta.catalogue.registry import check
 from pytest_fsdp_meta.catalogue.view import Blocked, NotJudged, View
-from pytest_fsdp_meta.evidence import TensorFacts, sharded_dim
-from pytest_fsdp_meta.evidence.simulation import SimulatedSize
+from pytest_fsdp_meta.evidence import TensorFacts, not_declared, sharded_dim, shards_data
+from pytest_fsdp_meta.evidence.simulation import FACTORS, SimulatedSize, SimulatedStep, Traffic
 from pytest_fsdp_meta.text import as_bytes, counted
 
 LARGE = 0.01
@@ -40,13 +41,14 @@ def no_rank_is_empty_handed(view: View) -> Iterable[Finding]:
         raise NotJudged(NOT_SIMULATED)
     shared = [(name, facts[0][1], facts) for name, facts in view.tensors("parameter") if facts[0][1].placements]
     even = sum(_bytes(tensor) / _ranks(tensor) for _, tensor, _ in shared)
-    wasted = {name: _bytes(tensor) / _ranks(tensor) * (_excess(tensor) - 1) for name, tensor, _ in shared}
+    empty = [one for one in shared if any(_empty_chunks(one[1].shape[dim], ranks) for dim, ranks in _shares(one[1]))]
+    wasted = {name: _bytes(tensor) / _ranks(tensor) * (_excess(tensor) - 1) for name, tensor, _ in empty}
     if sum(wasted.values()) <= (SLACK - 1) * even:
         return  # the chunks of a few tensors do not reach the last ranks, which costs next to nothing
-    for name, tensor, facts in shared:
+    for name, tensor, facts in empty:
         if wasted[name] < LARGE * sum(wasted.values()):
             continue
-        dim, ranks = max(_shares(tensor), key=lambda share: _chunk_excess(tensor.shape[share[0]], share[1]))
+        dim, ranks = max(_shares(tensor), key=lambda share: _empty_chunks(tensor.shape[share[0]], share[1]))
         length = tensor.shape[dim]
         yield Finding(
             name,
@@ -105,13 +107,10 @@ def _bytes(tensor: TensorFacts) -> int:
     simulated="only",
 )
 def memory_falls_with_ranks(view: View) -> Iterable[Finding]:
-    sizes = _sizes(view)
-    if by := [id for id in EXPLAINING if id in view.failed]:
-        raise Blocked(f"what a rank holds depends on {by[0]}, which failed")
-    largest = sizes[0]
-    for smaller in sizes[1:]:
+    largest, *others = _sizes(view)
+    for smaller in others:
         growth = largest.size // smaller.size
-        kept = _unsharded(view)
+        kept = _kept(view, largest, smaller)
         expected = (smaller.largest - kept) / growth + kept
         if largest.largest > SLACK * expected + LARGE * smaller.largest:
             yield Finding(
@@ -127,7 +126,7 @@ def memory_falls_with_ranks(view: View) -> Iterable[Finding]:
     promise="in a simulated world, what a rank sends in a step does not grow with the mesh",
     family="scale",
     needs=["inventory", "simulation"],
-    after=[MANIFEST],
+    after=[MANIFEST, *EXPLAINING],
     why="FSDP sends as much per rank on a thousand ranks as on ten; traffic that grows with the ranks ends scaling.",
     cause="a collective gathers something from every rank: gradients, optimizer state or outputs",
     remedy="reduce instead of gathering, or gather within a group of fixed size",
@@ -136,30 +135,42 @@ def memory_falls_with_ranks(view: View) -> Iterable[Finding]:
     simulated="only",
 )
 def communication_scales(view: View) -> Iterable[Finding]:
-    sizes = _sizes(view)
-    step = sizes[0].step
-    if step is None:
-        problems = [rank.step.problem for rank in sizes[0].ranks if rank.step is not None and rank.step.problem]
-        raise NotJudged(problems[0] if problems else "no step was simulated: Subject(batch=...) is not declared")
-    for smaller in sizes[1:]:
-        before = smaller.step
-        if before is None:
-            continue
-        known = {(part.op, part.dims): part for part in before.traffic}
-        for part in step.traffic:
-            earlier = known.get((part.op, part.dims))
+    largest, *others = _sizes(view)
+    step = _step(largest)
+    for smaller in others:
+        known = _by_dims(_step(smaller))
+        for (op, dims), part in _by_dims(step).items():
+            earlier = known.get((op, dims))
             if earlier is None or earlier.ranks < 2 or part.nbytes < LARGE * step.sent:
                 continue
             if part.nbytes <= SLACK * _ring(part.ranks, earlier.ranks) * earlier.nbytes:
                 continue
-            over = f" over {' and '.join(part.dims)}" if part.dims else f" among {counted(part.ranks, 'rank')}"
+            over = f" over {' and '.join(dims)}" if dims else f" among {counted(part.ranks, 'rank')}"
             yield Finding(
                 None,
-                (sizes[0].ranks[0].rank,),
-                f"{as_bytes(part.nbytes)} sent by {part.op}{over} in a step of {sizes[0].size} ranks, after "
+                (largest.ranks[0].rank,),
+                f"{as_bytes(part.nbytes)} sent by {op}{over} in a step of {largest.size} ranks, after "
                 f"{as_bytes(earlier.nbytes)} in one of {smaller.size}",
                 "about as much",
             )
+
+
+def _step(size: SimulatedSize) -> SimulatedStep:
+    if size.step is not None:
+        return size.step
+    problems = [rank.step.problem for rank in size.ranks if rank.step is not None and rank.step.problem]
+    where = f"no step of {size.size} ranks was simulated"
+    raise NotJudged(f"{where}: {problems[0] if problems else not_declared('batch').summary}")
+
+
+def _by_dims(step: SimulatedStep) -> dict[tuple[str, tuple[str, ...]], Traffic]:
+    """Join the groups of different sizes, among which one in a larger world is like none in a smaller one."""
+    joined: dict[tuple[str, tuple[str, ...]], Traffic] = {}
+    for part in step.traffic:
+        other = joined.get((part.op, part.dims), replace(part, count=0, nbytes=0))
+        count, nbytes = other.count + part.count, other.nbytes + part.nbytes
+        joined[part.op, part.dims] = replace(part, ranks=max(part.ranks, other.ranks), count=count, nbytes=nbytes)
+    return joined
 
 
 def _ring(ranks: int, before: int) -> float:
@@ -168,19 +179,43 @@ def _ring(ranks: int, before: int) -> float:
 
 
 def _sizes(view: View) -> tuple[SimulatedSize, ...]:
-    if not view.evidence.world.simulated:
+    """Return the simulated world and smaller ones."""
+    world, sizes = view.evidence.world, view.evidence.simulation or ()
+    if not world.simulated:
         raise NotJudged(NOT_SIMULATED)
-    sizes = view.evidence.simulation or ()
-    if len(sizes) < 2:
-        raise NotJudged("no dimension of the mesh that shards data can be made smaller")
-    return sizes
+    if by := [id for id in EXPLAINING if id in view.failed]:
+        raise Blocked(f"what a rank holds and sends depends on {by[0]}, which failed")
+    if len(known := tuple(size for size in sizes if not size.problem)) > 1:
+        return known
+    if problems := [f"no world of {size.size} could be simulated: {size.problem}" for size in sizes if size.problem]:
+        raise NotJudged(problems[0])
+    sharding = [(dim, size) for dim, size in world.mesh if shards_data(dim) and size > 1]
+    if not sharding:
+        raise NotJudged("no dimension of the mesh shards data")
+    dim, size = max(sharding, key=lambda pair: pair[1])
+    raise NotJudged(f"{dim}={size} has no divisor up to {max(FACTORS)} that gives a smaller world to compare with")
 
 
 def _heaviest(size: SimulatedSize) -> int:
     return max(size.ranks, key=lambda rank: rank.parameters).rank
 
 
-def _unsharded(view: View) -> int:
-    """Return the bytes of the parameters that are declared whole."""
-    declared = view.evidence.subject.unsharded
-    return sum(_bytes(tensor) for name, tensor in view.evidence.inventory[0].by_name.items() if name in declared)
+def _kept(view: View, largest: SimulatedSize, smaller: SimulatedSize) -> int:
+    """Return the bytes of the heaviest rank that, as declared, do not fall as the world grows."""
+    grown = next(dim for (dim, size), (_, other) in zip(largest.mesh, smaller.mesh, strict=True) if size != other)
+    rank = _heaviest(largest)
+    inventory = next(one for one in view.evidence.inventory if one.rank == rank)
+    kept = {t.identity: t for t in inventory.tensors if t.kind == "parameter" and _is_kept(view, t, grown)}
+    return sum(tensor.numel * tensor.width for tensor in kept.values())
+
+
+def _is_kept(view: View, tensor: TensorFacts, grown: str) -> bool:
+    subject, mesh = view.evidence.subject, tensor.mesh
+    if tensor.name in subject.unsharded:
+        return True
+    if tensor.placements is None:  # other ranks have other tensors instead, such as experts
+        return tensor.name in view.on_some_ranks
+    if tensor.name not in subject.placements or mesh is None:
+        return False
+    world, own = dict(view.evidence.world.mesh), zip(mesh.dims, mesh.shape, tensor.placements, strict=True)
+    return all(dim in world and world[dim] == size and (dim != grown or sharded_dim(p) is None) for dim, size, p in own)

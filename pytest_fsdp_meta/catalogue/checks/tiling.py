@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import product
+from dataclasses import replace
+from itertools import permutations, product
 from math import prod
 
 from pytest_fsdp_meta.catalogue.checks.materialisation import MANAGED
 from pytest_fsdp_meta.catalogue.checks.structure import MANIFEST, NAMES, SHAPES
 from pytest_fsdp_meta.catalogue.findings import Explanation, Finding, Mismatch
 from pytest_fsdp_meta.catalogue.registry import check
-from pytest_fsdp_meta.catalogue.view import PartlyJudged, View
-from pytest_fsdp_meta.evidence import Region, TensorFacts, WorldFacts, sharded_dim
+from pytest_fsdp_meta.catalogue.view import PartlyJudged, View, ranks_by
+from pytest_fsdp_meta.evidence import MeshFacts, Region, TensorFacts, WorldFacts, sharded_dim
 from pytest_fsdp_meta.text import counted, first_of
 
 Held = tuple[Region, ...]
 """The regions that one rank holds, dim by dim."""
 Pattern = tuple[tuple[int, ...], tuple[tuple[int, Held], ...], int]
 """The shape, the part that each rank holds, and how many ranks should hold each element."""
+Facts = list[tuple[int, TensorFacts]]
+Order = Sequence[tuple[str, int]]
+"""The dimensions of a mesh with their sizes."""
 Flaw = tuple[tuple[int, ...], str, str]
 """Ranks, actual and expected of a finding."""
 
@@ -45,7 +49,7 @@ Flaw = tuple[tuple[int, ...], str, str]
 def shards_tile_the_tensor(view: View) -> Iterable[Finding]:
     world = view.evidence.world
     known: dict[Pattern, Flaw | None] = {}  # thousands of tensors share a few patterns
-    by_hand: list[str] = []
+    by_hand, own_mesh = list[str](), list[str]()
     for name, facts in view.tensors("parameter", "buffer"):
         sizes = [(rank, _compare_local_shape(tensor)) for rank, tensor in facts]
         if any(mismatch for _, mismatch in sizes):
@@ -53,7 +57,9 @@ def shards_tile_the_tensor(view: View) -> Iterable[Finding]:
             continue
         if world.simulated:
             by_hand += [name] * any(tensor.placements is None and tensor.sharded_by for _, tensor in facts)
-            yield from view.findings_for(name, ((rank, _misplaced(rank, tensor, world)) for rank, tensor in facts))
+            crowded = [*_crowded(name, facts, world)]
+            own_mesh += [name] * (not crowded and not _is_regular(facts, world))
+            yield from crowded
             continue
         pattern = _pattern(facts)
         if pattern not in known:
@@ -64,25 +70,50 @@ def shards_tile_the_tensor(view: View) -> Iterable[Finding]:
             yield Finding(name, *flaw, **(_BY_HAND if described else {}))
     if by_hand:
         raise PartlyJudged(f"the parts of {first_of(by_hand)} have no placements, so those of other ranks are unknown")
+    if own_mesh:
+        raise PartlyJudged(
+            f"{first_of(own_mesh)}: on a mesh of the loader's own, in which the places of other ranks are unknown"
+        )
 
 
-def _misplaced(rank: int, tensor: TensorFacts, world: WorldFacts) -> Mismatch | None:
-    """Compare where a rank is in a tensor's mesh with where it is in the world's.
+def _crowded(name: str, facts: Facts, world: WorldFacts) -> Iterator[Finding]:
+    """Find more ranks at one place of a tensor's mesh than the world has copies of the mesh."""
+    for (mesh, coordinate), ranks in ranks_by((rank, _place(tensor)) for rank, tensor in facts).items():
+        most = max(1, world.size // prod(mesh.shape)) if mesh is not None else len(ranks)
+        if coordinate is not None and len(ranks) > most:
+            place = f"at {coordinate} of the mesh {mesh}"
+            yield Finding(name, ranks, f"{len(ranks)} ranks are {place}", f"{counted(most, 'rank')} there")
 
-    Where that agrees on some ranks of a regular mesh, it does on all, and the chunks of DTensor's placements tile.
+
+def _place(tensor: TensorFacts) -> tuple[MeshFacts | None, tuple[int, ...] | None]:
+    mesh = tensor.mesh
+    return (None, None) if mesh is None else (replace(mesh, coordinate=None), mesh.coordinate)
+
+
+def _is_regular(facts: Facts, world: WorldFacts) -> bool:
+    """Return whether the places of these ranks are those of a mesh in which ranks are numbered dimension by dimension.
+
+    Then those of all ranks are, and the chunks of DTensor's placements tile. The dimensions may be in another order
+    than the world's, or be others if the mesh has all ranks.
     """
-    mesh, sizes = tensor.mesh, dict(world.mesh)
+    orders = [*permutations(world.mesh)]
+    for mesh in {_place(tensor)[0] for _, tensor in facts}:
+        sizes = [*zip(map(str, mesh.dims), mesh.shape, strict=True)] if mesh is not None else []
+        if prod(size for _, size in sizes) == world.size:
+            orders.append(tuple(sizes))
+    return any(all(_fits(rank, tensor, order) for rank, tensor in facts) for order in orders)
+
+
+def _fits(rank: int, tensor: TensorFacts, order: Order) -> bool:
+    mesh, sizes = tensor.mesh, dict(order)
     if mesh is None or mesh.coordinate is None:
-        return None
-    expected, rest = dict[str, int](), rank
-    for dim, size in reversed(world.mesh):
-        rest, expected[dim] = divmod(rest, size)
-    if not all(dim is not None and sizes.get(dim) == size for dim, size in zip(mesh.dims, mesh.shape, strict=True)):
-        return None  # a mesh of the loader's own
-    should = tuple(expected[str(dim)] for dim in mesh.dims)
-    if mesh.coordinate == should:
-        return None
-    return Mismatch(f"coordinate {mesh.coordinate} of the mesh {mesh}", f"{should}, as in the world's mesh")
+        return True
+    if any(sizes.get(str(dim)) != size for dim, size in zip(mesh.dims, mesh.shape, strict=True)):
+        return False
+    coordinate = dict[str, int]()
+    for dim, size in reversed(order):  # the last dimension runs fastest
+        rank, coordinate[dim] = divmod(rank, size)
+    return mesh.coordinate == tuple(coordinate[str(dim)] for dim in mesh.dims)
 
 
 def _outside(tensor: TensorFacts) -> bool:

@@ -5,18 +5,22 @@ tests/observers/test_torch_private.py fails when torch moves one of them.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch.distributed import distributed_c10d
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
@@ -159,6 +163,51 @@ def process_group(argument: Any) -> dist.ProcessGroup:
     if isinstance(argument, str):
         return _resolve_process_group(argument)
     return dist.ProcessGroup.unbox(argument) if isinstance(argument, torch.ScriptObject) else argument
+
+
+@contextmanager
+def refusing_objects(refuse: Callable[[str], Exception]) -> Iterator[None]:
+    """Raise ``refuse(function)`` where a function of torch.distributed, such as ``gather_object``, pickles objects.
+
+    All of these functions pickle and unpickle by these two; the public ones may have been imported by name.
+    """
+
+    def stop(*_: Any) -> Any:
+        frame = sys._getframe(1)
+        while frame.f_back is not None and frame.f_back.f_code.co_filename == distributed_c10d.__file__:
+            frame = frame.f_back
+        raise refuse(frame.f_code.co_name)
+
+    with (
+        mock.patch.object(distributed_c10d, "_object_to_tensor", stop),
+        mock.patch.object(distributed_c10d, "_tensor_to_object", stop),
+    ):
+        yield
+
+
+@contextmanager
+def cutting_own_shards() -> Iterator[None]:
+    """Let ``fully_shard`` cut only the shards that it reads, not those of thousands of other ranks as well."""
+    with mock.patch.object(_fsdp_param, "_chunk_with_empty", _Chunks):
+        yield
+
+
+class _Chunks(Sequence[Tensor]):
+    """The parts into which ``torch.chunk`` cuts a tensor, and empty tensors for ranks that get none."""
+
+    def __init__(self, tensor: Tensor, num_chunks: int, dim: int) -> None:
+        self._tensor, self._count, self._dim = tensor, num_chunks, dim
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: Any) -> Any:
+        length = self._tensor.shape[self._dim]
+        size = -(-length // self._count)
+        start = index * size
+        if start >= length > 0:
+            return self._tensor.new_empty(0)
+        return self._tensor.narrow(self._dim, start, min(size, length - start))
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -102,9 +102,9 @@ class RankListener(Listener):
         with self._lender.terminal(world, rank) as terminal:
             yield terminal
 
-    def show(self, item: pytest.Item, when: str, outputs: Sequence[str]) -> None:
-        """Add what each rank wrote as a section of the item's report, unless it was shown live."""
-        for rank, text in enumerate(outputs):
+    def show(self, item: pytest.Item, when: str, outputs: Iterable[tuple[int, str]]) -> None:
+        """Add what each rank wrote, as (rank, text), as a section of the item's report, unless it was shown live."""
+        for rank, text in outputs:
             if text.strip() and not self.live:
                 item.add_report_section(when, f"rank {rank}", text)
 

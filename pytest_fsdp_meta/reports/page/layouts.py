@@ -115,7 +115,7 @@ def _ranks_by_check(record: LoaderRecord) -> Named:
 
 def _layout(tensors: Sequence[TensorRecord], named: Named, world: WorldFacts) -> Layout:
     first, by_check = tensors[0], named.get(tensors[0].name, {})
-    held = tuple(_held(first, by_check, world.size))
+    held = tuple(_held(first, by_check, world))
     return Layout(
         names=tuple(tensor.name for tensor in tensors),
         tensor=first,
@@ -125,22 +125,24 @@ def _layout(tensors: Sequence[TensorRecord], named: Named, world: WorldFacts) ->
     )
 
 
-def _held(tensor: TensorRecord, by_check: Mapping[str, frozenset[int]], size: int) -> Iterable[Held]:
-    """Yield every rank once. Ranks with the same piece are separated if findings name only some of them."""
-    missing = set(range(size))
+def _held(tensor: TensorRecord, by_check: Mapping[str, frozenset[int]], world: WorldFacts) -> Iterable[Held]:
+    """Yield every rank that ran once. Ranks with the same piece are separated if findings name only some of them."""
+    missing = set(world.ranks)
     for piece in tensor.pieces:
         missing -= set(piece.ranks)
         states: dict[str, list[int]] = {}
         for rank in piece.ranks:
-            states.setdefault(_state(tensor, piece, rank, by_check, size), []).append(rank)
+            states.setdefault(_state(tensor, piece, rank, by_check, world), []).append(rank)
         for state, ranks in states.items():
             yield Held(tuple(ranks), _describe_piece(tensor, piece), state, piece)
     if missing:
         yield Held(tuple(sorted(missing)), "does not have it", "nothing")
 
 
-def _state(tensor: TensorRecord, piece: Piece, rank: int, by_check: Mapping[str, frozenset[int]], size: int) -> str:
-    if piece.device.split(":")[0] == "meta":
+def _state(
+    tensor: TensorRecord, piece: Piece, rank: int, by_check: Mapping[str, frozenset[int]], world: WorldFacts
+) -> str:
+    if piece.device.split(":")[0] == "meta" and not world.simulated:
         return "meta"
     if not _is_known(tensor, piece):
         return "nothing"
@@ -152,7 +154,7 @@ def _state(tensor: TensorRecord, piece: Piece, rank: int, by_check: Mapping[str,
         return "wrong"
     if not _elements(piece):
         return "nothing"
-    return "whole" if size > 1 and _elements(piece) == prod(tensor.extent) else "shard"
+    return "whole" if world.size > 1 and _elements(piece) == prod(tensor.extent) else "shard"
 
 
 def _is_known(tensor: TensorRecord, piece: Piece) -> bool:
@@ -195,8 +197,8 @@ def _picture(tensor: TensorRecord, held: Sequence[Held], world: WorldFacts) -> P
     row_height = box_height + GAP + LABEL_HEIGHT
     fills: dict[str, list[str]] = {}
     places = {}
-    for rank in range(world.size):
-        places[rank] = (rank % columns * (BOX_WIDTH + GAP), LABEL_HEIGHT + rank // columns * row_height)
+    for box, rank in enumerate(world.ranks):
+        places[rank] = (box % columns * (BOX_WIDTH + GAP), LABEL_HEIGHT + box // columns * row_height)
     for part in held:
         rectangles = _rectangles(tensor, part.piece, dims, box_height) if part.piece is not None else []
         for rank in part.ranks:
@@ -205,9 +207,9 @@ def _picture(tensor: TensorRecord, held: Sequence[Held], world: WorldFacts) -> P
                 f"M{_decimal(x + left)} {_decimal(y + top)}h{_decimal(width)}v{_decimal(height)}h{_decimal(-width)}z"
                 for left, top, width, height in rectangles
             )
-    rows = -(-world.size // columns)
+    rows = -(-len(places) // columns)
     return Picture(
-        width=min(columns, world.size) * (BOX_WIDTH + GAP),
+        width=min(columns, len(places)) * (BOX_WIDTH + GAP),
         height=rows * row_height,
         box=box_height,
         outlines="".join(f"M{x} {y}h{BOX_WIDTH}v{box_height}h{-BOX_WIDTH}z" for x, y in places.values()),
@@ -219,6 +221,8 @@ def _picture(tensor: TensorRecord, held: Sequence[Held], world: WorldFacts) -> P
 def _boxes_per_row(world: WorldFacts) -> int:
     """Return the size of the last mesh dimension if there are several and a row of that size is short enough."""
     sizes = [size for _, size in world.mesh]
+    if world.simulated:
+        return min(BOXES_PER_ROW, len(world.simulated))
     if len(sizes) > 1 and sizes[-1] <= 2 * BOXES_PER_ROW and prod(sizes) == world.size:
         return sizes[-1]
     return min(BOXES_PER_ROW, max(world.size, 1))

@@ -59,7 +59,7 @@ class WorkerDevices:
         """
         # A worker releases devices after its own calls to ranks, each of which ends within the timeout.
         patience = max(PATIENCE, 10 * spec.timeout)
-        return self._leases_for(spec).take(max(spec.size, ranks), purpose, waiting, patience)
+        return self._leases_for(spec).take(max(len(spec.ranks), ranks), purpose, waiting, patience)
 
     def wanted(self) -> bool:
         """Return whether another worker waits for devices of a kind that this one holds."""
