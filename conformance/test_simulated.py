@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +19,10 @@ from fixtures.conforming import blocks, build_on_meta, load_conforming, load_sha
 from fixtures.defects import DEFECTS
 from pytest_fsdp_meta.catalogue import built_in
 from pytest_fsdp_meta.evidence import TensorFacts
+from pytest_fsdp_meta.observers.adapters.dtensor import local_part
+from pytest_fsdp_meta.observers.batches import own_rows
+from pytest_fsdp_meta.observers.memory import Meter, noting_resizes
+from pytest_fsdp_meta.observers.support.watching import tensors_in, watching
 from pytest_fsdp_meta.transformers import subject
 from pytest_fsdp_meta.trial import LoaderFailed
 
@@ -81,6 +89,47 @@ def sent_in_a_step(collectives):
         sent = size * (ranks - 1) if one.op == "all_gather" else size * (ranks - 1) // ranks
         nbytes[one.op] += 2 * sent if one.op == "all_reduce" else sent
     return {op: (count[op], nbytes[op]) for op in count}
+
+
+def few_tokens(step):
+    tokens = torch.arange(4).repeat(8, 1)
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def load_and_measure(fsdp, path, folder):
+    """On ranks that run, write down the peak of two steps."""
+    loaded = replace(load_conforming(fsdp, path), batch=few_tokens, optimizer=torch.optim.AdamW)
+    if fsdp.simulated:
+        return loaded
+    model, optimizer, meter = loaded.model, torch.optim.AdamW(loaded.model.parameters()), Measure()
+    rows = own_rows(few_tokens(0), 0, (fsdp.rank, fsdp.world_size), fsdp.device)
+    meter.after(None, (), [local_part(tensor) for tensor in (*model.parameters(), *model.buffers())])
+    with watching(meter), noting_resizes(meter):
+        for _ in range(2):
+            model(**rows).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    sizes = accumulate(after - before for before, after, _ in meter.changes)
+    Path(folder, str(fsdp.rank)).write_text(str(max(sizes)))
+    return replace(load_conforming(fsdp, path), batch=None)
+
+
+class Measure(Meter):
+    def before(self, func, args, kwargs):
+        """Count what is gathered as well: here it is not part of loading."""
+
+    def after(self, func, args, out):
+        for tensor in tensors_in(out):
+            self._track(tensor, maybe_mapped=False)
+
+
+@pytest.mark.parametrize("size", [2, 8])
+@pytest.mark.parametrize("architecture", ["llama-prime-tied", "gpt2"])
+def test_the_peak_is_that_of_a_real_run(architecture, size, checkpoint, loader_judge, tmp_path):
+    observe = partial(loader_judge.observe, path=checkpoint(architecture), folder=str(tmp_path))
+    observe(load_and_measure, {"dp_shard": size}, ["dtensor_placements"])
+    simulated = observe(load_and_measure, {"dp_shard": size}, ["memory_falls_with_ranks"], simulated=True)
+    assert simulated.simulation[0].step.peak == pytest.approx(int((tmp_path / "0").read_text()), rel=0.02)
 
 
 @pytest.mark.slow

@@ -110,6 +110,23 @@ class Meter:
             self._sizes[key] = size
 
 
+@contextmanager
+def noting_resizes(meter: Meter) -> Iterator[None]:
+    """Tell the meter of ``UntypedStorage.resize_``, which is not an operator."""
+    resize = torch.UntypedStorage.resize_
+
+    def resized(storage: torch.UntypedStorage, size: int) -> Any:
+        done = resize(storage, size)
+        meter.note_resized(storage)
+        return done
+
+    torch.UntypedStorage.resize_ = resized
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = resize
+
+
 def find_peaks(changes: Iterable[Change], model: Module) -> RankMemory:
     """Return the peaks of the memory that a loader held for this model."""
     whole, shards = _count_sizes(model)
@@ -187,24 +204,16 @@ class Peak:
 
     @contextmanager
     def measured(self) -> Iterator[None]:
-        """Measure the block, which ``meter`` must watch as well; ``UntypedStorage.resize_`` is not an operator."""
+        """Measure the block, which ``meter`` must watch as well."""
         before = 0
         if self._device is not None:
             torch.cuda.reset_peak_memory_stats(self._device)
             before = torch.cuda.memory_allocated(self._device)
-        resize = torch.UntypedStorage.resize_
-
-        def resized(storage: torch.UntypedStorage, size: int) -> Any:
-            done = resize(storage, size)
-            self.meter.note_resized(storage)
-            return done
-
-        torch.UntypedStorage.resize_ = resized
         self._began = perf_counter()
         try:
-            yield
+            with noting_resizes(self.meter):
+                yield
         finally:
-            torch.UntypedStorage.resize_ = resize
             if self._device is not None:
                 self._device_peak = torch.cuda.max_memory_allocated(self._device) - before
 

@@ -20,7 +20,7 @@ from pytest_fsdp_meta.observers.batches import global_batch, loss_of
 from pytest_fsdp_meta.observers.collectives import GROUPS, INPUTS, NAMESPACES, OPS
 from pytest_fsdp_meta.observers.inventory import named_tensors, unwrapped
 from pytest_fsdp_meta.observers.loading import loaded_subject
-from pytest_fsdp_meta.observers.memory import Meter
+from pytest_fsdp_meta.observers.memory import Meter, noting_resizes
 from pytest_fsdp_meta.observers.optimizers import built_optimizer, make_optimizer
 from pytest_fsdp_meta.observers.support.torch_private import (
     FakeTensorMode,
@@ -72,7 +72,7 @@ def _step(subject: Subject, rank: Rank, shares: int, rows: Mapping[str, int]) ->
     meter, recorder = _FakeMeter(), _TrafficRecorder(rank)
     model.train()
     meter.after(torch.ops.aten.detach.default, (), [local_part(t) for t in (*model.parameters(), *model.buffers())])
-    with watching(meter, recorder):
+    with watching(meter, recorder), noting_resizes(meter):
         loss_of(subject, batch).backward()
     state = _state_bytes(built or make_optimizer(subject))
     return SimulatedStep(
