@@ -55,9 +55,10 @@ class LoaderJudge:
         checks: Collection[str] = (),
         localise: bool = False,
         simulated: bool = False,
+        timeout: float = 120,
         **arguments: Any,
     ) -> Evidence:
-        spec = WorldSpec(mesh, timeout=120, simulated=choose_simulated(mesh) if simulated else ())
+        spec = WorldSpec(mesh, timeout=timeout, simulated=choose_simulated(mesh) if simulated else ())
         trial = Trial(spec, self._preload, steps=3, tolerance={}, localise=localise)
         catalogue = built_in()
         wanted = catalogue.observations(checks or catalogue.ids())

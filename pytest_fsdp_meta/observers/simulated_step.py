@@ -27,6 +27,7 @@ from pytest_fsdp_meta.observers.support.torch_private import (
     operator_arguments,
     operator_name,
     process_group,
+    rearranging_shapes_only,
     tree_leaves,
 )
 from pytest_fsdp_meta.observers.support.watching import watching
@@ -56,7 +57,7 @@ def simulate_step(subject: Subject, rank: Rank, shares: int, rows: Mapping[str, 
     if subject.train_step is not None:
         return SimulatedStep(problem="train_step is not simulated")
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        with FakeTensorMode(allow_non_fake_inputs=True), rearranging_shapes_only():
             return _step(subject, rank, shares, rows)
     except Exception as error:  # of any type: what the model raises where it asks for a value
         cause = error.__cause__ or error
@@ -69,7 +70,7 @@ def _step(subject: Subject, rank: Rank, shares: int, rows: Mapping[str, int]) ->
     for group in [] if built is None else built.param_groups:
         group["params"] = [replaced.get(id(parameter), parameter) for parameter in group["params"]]
     batch = _own_rows(global_batch(subject, 0), shares, rows)
-    meter, recorder = _FakeMeter(), _TrafficRecorder(rank)
+    meter, recorder = _FakeMeter(), _TrafficRecorder(rank, model)
     model.train()
     meter.after(torch.ops.aten.detach.default, (), [local_part(t) for t in (*model.parameters(), *model.buffers())])
     with watching(meter, recorder), noting_resizes(meter):
@@ -170,9 +171,9 @@ class _FakeMeter(Meter):
 class _TrafficRecorder:
     """A watcher that adds up what this rank sends."""
 
-    def __init__(self, rank: Rank) -> None:
+    def __init__(self, rank: Rank, model: Module) -> None:
         self.gathered = 0
-        self._names = dict(_dims_by_group(rank))
+        self._names = dict(_dims_by_group(rank, model))
         self._sent: dict[tuple[str, tuple[str, ...], int], Counter[str]] = {}
 
     def before(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -204,8 +205,10 @@ def _leaving(op: str, nbytes: int, ranks: int) -> int:
     return 2 * share if op == "all_reduce" else share
 
 
-def _dims_by_group(rank: Rank) -> Iterator[tuple[str, tuple[str, ...]]]:
-    names = rank.mesh.mesh_dim_names or ()
-    yield dist.group.WORLD.group_name, names
-    for name in names:
-        yield rank.mesh.get_group(name).group_name, (name,)
+def _dims_by_group(rank: Rank, model: Module) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield the name of each group with the dimensions of the mesh that it is for, the loader's own or the world's."""
+    own = {parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)}
+    yield dist.group.WORLD.group_name, rank.mesh.mesh_dim_names or ()
+    for mesh in (*own, rank.mesh):
+        for name in mesh.mesh_dim_names or ():
+            yield mesh.get_group(name).group_name, (name,)

@@ -6,7 +6,7 @@ import pickle
 import re
 import resource
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from pytest_fsdp_meta.loader.call import Call
 from pytest_fsdp_meta.observers.collectives import INPUTS, NAMESPACES, OPS
 from pytest_fsdp_meta.observers.inventory import managed_names, named_tensors, take_inventory
 from pytest_fsdp_meta.observers.loading import Loaded, call_loader, describe, judgeable_subject
+from pytest_fsdp_meta.observers.shapes import without_values_of_shapes
 from pytest_fsdp_meta.observers.support.torch_private import (
     cutting_own_shards,
     operator_arguments,
@@ -35,6 +36,7 @@ GIVING_VALUES = ("all_reduce", "reduce", "all_gather", "gather")
 MEMORY = 2 * 2**30
 """Bytes that a simulated rank may take for what has values, such as buffers and batches."""
 NO_MEMORY = re.compile(r"can't allocate memory: you tried to allocate (\d+) bytes")
+NOT_MAPPED = re.compile(r"unable to mmap (\d+) bytes from file <(.+?)>: Cannot allocate memory")
 STATUS = Path("/proc/self/status")
 WITHOUT_VALUES = (
     *("on meta tensors", "meta tensor", "Cannot copy out of", "materialized from meta device"),
@@ -54,8 +56,12 @@ def load_simulated(call: Call) -> Loaded:
     loader, values = call.unpack(rank)
     torch.manual_seed(SEED)
     limit_memory()
-    refusing = refusing_objects(_refuse_objects), watching(_ReductionsOfValues())
-    with without_values("the loader", ON_META), refusing[0], refusing[1], cutting_own_shards():
+    with ExitStack() as stack:
+        stack.enter_context(without_values("the loader", ON_META))
+        stack.enter_context(refusing_objects(_refuse_objects))
+        stack.enter_context(watching(_ReductionsOfValues()))
+        stack.enter_context(cutting_own_shards())
+        stack.enter_context(without_values_of_shapes(str(rank.shapes_folder)))
         returned = call_loader(loader, values)
     doing("taking the inventory")
     subject = judgeable_subject(returned)
@@ -106,6 +112,11 @@ def without_values(what: str, instead: str) -> Iterator[None]:
         yield
     except (RuntimeError, TypeError, MemoryError, CallFailed) as error:
         cause = error.__cause__ if isinstance(error, CallFailed) and error.__cause__ is not None else error
+        if file := NOT_MAPPED.search(str(cause)):
+            raise Misuse(
+                f"{what} maps {as_bytes(int(file[1]))} of {file[2]} ({user_line(cause)}), and simulated ranks have no "
+                "memory for values; read fsdp.checkpoint_of_shapes(folder) instead, which has none"
+            ) from error
         asked = NO_MEMORY.search(str(cause))
         if asked or isinstance(cause, MemoryError):
             amount = as_bytes(int(asked[1])) if asked else f"more than {as_bytes(MEMORY)}"

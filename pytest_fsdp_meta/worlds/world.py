@@ -230,8 +230,10 @@ class World:
         for member in self._engine.launch(self.spec, self._folder, leftovers):
             self._members.append(member)
         if self._listener.live:
+            ranks = [member.rank for member in self._members]
             self._follower = OutputFollower(
-                [member.read for member in self._members], partial(self._listener.on_output, self)
+                [member.read for member in self._members],
+                lambda index, lines: self._listener.on_output(self, ranks[index], lines),
             )
         self._conversation = Conversation(
             self._members, self._folder, partial(self._listener.on_note, self), self._lend_terminal

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed._functional_collectives import all_reduce, wait_tensor
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pytest_fsdp_meta.observers.adapters.lookup import parts_of
@@ -28,6 +28,7 @@ from pytest_fsdp_meta.observers.support.torch_private import (
     operator_arguments,
     operator_name,
     process_group,
+    rearranging_shapes_only,
     refusing_objects,
     sequence_number,
     step_hooks,
@@ -356,3 +357,16 @@ def _refusal(function: str) -> ValueError:
 def test_objects_are_refused_that_ranks_send():
     with world_of(2) as world:
         assert world.run(gathering_objects) == ["own own", "own own"]
+
+
+def test_shapes_are_rearranged_as_torch_does_it():
+    torchs = _fsdp_collectives.torch
+    for shape, dim in (((4, 6), 1), ((2, 3, 8), 2)):
+        tensor = torch.empty(shape)
+        with rearranging_shapes_only():
+            own = _fsdp_collectives.torch.cat(_fsdp_collectives.torch.chunk(tensor, 2, dim=dim), dim=0)
+            out = torch.empty(1)
+            assert _fsdp_collectives.torch.cat(_fsdp_collectives.torch.chunk(tensor, 2), dim=dim, out=out) is out
+            assert _fsdp_collectives.torch.cat([tensor, tensor]).shape[0] == 2 * shape[0]
+        assert own.shape == torchs.cat(torchs.chunk(tensor, 2, dim=dim), dim=0).shape
+    assert _fsdp_collectives.torch is torch

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from safetensors.torch import save
+from torch import nn
 
 from tests.conftest import Project
 
@@ -162,6 +164,7 @@ def test_loader(fsdp):
     result.assert_outcomes(passed=3, failed=1)
     result.stdout.fnmatch_lines(["*1.weight*", "*rank 31*"])
     result.stdout.fnmatch_lines(["*rank 31*", "stage 1"])
+    project.run("-s").stdout.fnmatch_lines(["[[]rank 31[]] stage 1"])
 
 
 def test_a_smaller_world_that_fails_leaves_the_rest_judged(project: Project) -> None:
@@ -202,6 +205,76 @@ def test_loader(fsdp):
 """,
     )
     project.run("-rs").assert_outcomes(passed=1)
+
+
+SHAPES = """
+from safetensors.torch import load_file
+
+
+def filled(fsdp, path):
+    model = load(fsdp)
+    stored = load_file(path / "model.safetensors")
+    assert {tensor.device.type for tensor in stored.values()} == {"meta"}
+    stored = {name: distribute_tensor(tensor.cpu(), fsdp.mesh, [Shard(0)]) for name, tensor in stored.items()}
+    model.load_state_dict(stored, assign=True)
+    return Subject(model, reference=build)
+"""
+
+
+def test_a_checkpoint_of_shapes_is_read_as_one_with_values(project: Project) -> None:
+    project.write(
+        "test_it.py",
+        f"""{LOADER}
+from pathlib import Path
+from torch.distributed.tensor import Shard, distribute_tensor
+{SHAPES}
+@fsdp_conformance(simulate=16, {ONLY})
+def test_of_a_model(fsdp):
+    return filled(fsdp, fsdp.checkpoint_of_shapes(build()))
+
+@fsdp_conformance(simulate=16, {ONLY})
+def test_of_a_folder(fsdp):
+    path = fsdp.checkpoint_of_shapes(Path("headers"))
+    assert (path / "config.json").read_text() == "config"
+    return filled(fsdp, path)
+
+@fsdp_conformance(simulate=16, {ONLY})
+def test_value(fsdp):
+    stored = load_file(fsdp.checkpoint_of_shapes(build()) / "model.safetensors")
+    return load(fsdp) if stored["0.weight"].max() > 0 else None
+
+@fsdp_conformance(world_size=2, {ONLY})
+def test_real(fsdp):
+    assert fsdp.checkpoint_of_shapes("headers") == Path("headers")
+    fsdp.checkpoint_of_shapes(build())
+
+@fsdp_conformance(simulate=16, {ONLY})
+def test_nothing_there(fsdp):
+    fsdp.checkpoint_of_shapes("nowhere")
+
+@fsdp_conformance(simulate=16, {ONLY})
+def test_other(fsdp):
+    fsdp.checkpoint_of_shapes("broken")
+""",
+    )
+    (project.path / "headers").mkdir()
+    (project.path / "broken").mkdir()
+    (project.path / "headers" / "config.json").write_text("config")
+    whole = save({name: tensor.contiguous() for name, tensor in nn.Sequential(linear(), linear()).state_dict().items()})
+    (project.path / "headers" / "model.safetensors").write_bytes(whole[: 8 + int.from_bytes(whole[:8], "little")])
+    (project.path / "broken" / "model.safetensors").write_bytes(b"no header")
+    result = project.run("-p", "no:randomly")
+    result.assert_outcomes(passed=6, skipped=2, errors=4)
+    result.stdout.fnmatch_lines([
+        "*error: the loader asks for a value of a tensor, which simulated ranks do not have (test_it.py:*): *",
+        "*error: checkpoint_of_shapes(model) has no values, which ranks that run need; give a checkpoint",
+        "*error: checkpoint_of_shapes('nowhere'): the folder has no .safetensors file",
+        "*error: checkpoint_of_shapes: broken/model.safetensors: not the header of a safetensors file",
+    ])  # fmt: skip
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(64, 64)
 
 
 ASKING = {

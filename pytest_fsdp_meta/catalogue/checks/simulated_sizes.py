@@ -138,19 +138,15 @@ def communication_scales(view: View) -> Iterable[Finding]:
     largest, *others = _sizes(view)
     step = _step(largest)
     for smaller in others:
-        known = _by_dims(_step(smaller))
-        for (op, dims), part in _by_dims(step).items():
-            earlier = known.get((op, dims))
-            if earlier is None or earlier.ranks < 2 or part.nbytes < LARGE * step.sent:
+        for part, before, expected in _pairs(step, _step(smaller)):
+            if part.nbytes < LARGE * step.sent or part.nbytes <= SLACK * expected:
                 continue
-            if part.nbytes <= SLACK * _ring(part.ranks, earlier.ranks) * earlier.nbytes:
-                continue
-            over = f" over {' and '.join(dims)}" if dims else f" among {counted(part.ranks, 'rank')}"
+            over = f" over {' and '.join(part.dims)}" if part.dims else f" among {counted(part.ranks, 'rank')}"
             yield Finding(
                 None,
                 (largest.ranks[0].rank,),
-                f"{as_bytes(part.nbytes)} sent by {op}{over} in a step of {largest.size} ranks, after "
-                f"{as_bytes(earlier.nbytes)} in one of {smaller.size}",
+                f"{as_bytes(part.nbytes)} sent by {part.op}{over} in a step of {largest.size} ranks, after "
+                f"{as_bytes(before)} in one of {smaller.size}",
                 "about as much",
             )
 
@@ -163,14 +159,26 @@ def _step(size: SimulatedSize) -> SimulatedStep:
     raise NotJudged(f"{where}: {problems[0] if problems else not_declared('batch').summary}")
 
 
-def _by_dims(step: SimulatedStep) -> dict[tuple[str, tuple[str, ...]], Traffic]:
-    """Join the groups of different sizes, among which one in a larger world is like none in a smaller one."""
-    joined: dict[tuple[str, tuple[str, ...]], Traffic] = {}
-    for part in step.traffic:
-        other = joined.get((part.op, part.dims), replace(part, count=0, nbytes=0))
-        count, nbytes = other.count + part.count, other.nbytes + part.nbytes
-        joined[part.op, part.dims] = replace(part, ranks=max(part.ranks, other.ranks), count=count, nbytes=nbytes)
-    return joined
+def _pairs(step: SimulatedStep, earlier: SimulatedStep) -> Iterator[tuple[Traffic, int, float]]:
+    """Yield traffic of a world with the bytes in a smaller one, and those that a ring of its size would send.
+
+    Groups of the same size are alike. The others differ in size because the world does, and are compared together.
+    """
+    by_ranks = {(part.op, part.dims, part.ranks): part for part in earlier.traffic}
+    alike = [(part, by_ranks.pop((part.op, part.dims, part.ranks), None)) for part in step.traffic]
+    grown: dict[tuple[str, tuple[str, ...]], Traffic] = {}
+    for part, same in alike:
+        if same is not None:
+            yield part, same.nbytes, same.nbytes
+            continue
+        other = grown.get((part.op, part.dims), replace(part, nbytes=0))
+        joined = replace(part, ranks=max(part.ranks, other.ranks), nbytes=part.nbytes + other.nbytes)
+        grown[part.op, part.dims] = joined
+    for (op, dims), part in grown.items():
+        before = [one for one in by_ranks.values() if (one.op, one.dims) == (op, dims) and one.ranks > 1]
+        if before:
+            expected = sum(_ring(part.ranks, one.ranks) * one.nbytes for one in before)
+            yield part, sum(one.nbytes for one in before), expected
 
 
 def _ring(ranks: int, before: int) -> float:

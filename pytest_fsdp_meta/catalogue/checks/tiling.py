@@ -50,6 +50,7 @@ def shards_tile_the_tensor(view: View) -> Iterable[Finding]:
     world = view.evidence.world
     known: dict[Pattern, Flaw | None] = {}  # thousands of tensors share a few patterns
     by_hand, own_mesh = list[str](), list[str]()
+    orders = _orders(view) if world.simulated else []
     for name, facts in view.tensors("parameter", "buffer"):
         sizes = [(rank, _compare_local_shape(tensor)) for rank, tensor in facts]
         if any(mismatch for _, mismatch in sizes):
@@ -58,7 +59,7 @@ def shards_tile_the_tensor(view: View) -> Iterable[Finding]:
         if world.simulated:
             by_hand += [name] * any(tensor.placements is None and tensor.sharded_by for _, tensor in facts)
             crowded = [*_crowded(name, facts, world)]
-            own_mesh += [name] * (not crowded and not _is_regular(facts, world))
+            own_mesh += [name] * (not crowded and not _is_regular(facts, orders))
             yield from crowded
             continue
         pattern = _pattern(facts)
@@ -90,17 +91,22 @@ def _place(tensor: TensorFacts) -> tuple[MeshFacts | None, tuple[int, ...] | Non
     return (None, None) if mesh is None else (replace(mesh, coordinate=None), mesh.coordinate)
 
 
-def _is_regular(facts: Facts, world: WorldFacts) -> bool:
-    """Return whether the places of these ranks are those of a mesh in which ranks are numbered dimension by dimension.
+def _orders(view: View) -> list[Order]:
+    """Return the ways in which the ranks may be numbered dimension by dimension.
 
-    Then those of all ranks are, and the chunks of DTensor's placements tile. The dimensions may be in another order
-    than the world's, or be others if the mesh has all ranks.
+    The dimensions are the world's, in any order, or those of a mesh of the loader's own that has all ranks.
     """
-    orders = [*permutations(world.mesh)]
-    for mesh in {_place(tensor)[0] for _, tensor in facts}:
-        sizes = [*zip(map(str, mesh.dims), mesh.shape, strict=True)] if mesh is not None else []
-        if prod(size for _, size in sizes) == world.size:
-            orders.append(tuple(sizes))
+    world = view.evidence.world
+    meshes = {_place(tensor)[0] for rank in view.evidence.inventory for tensor in rank.tensors}
+    own = [(*zip(map(str, mesh.dims), mesh.shape, strict=True),) for mesh in meshes if mesh is not None]
+    return [*permutations(world.mesh), *(dims for dims in own if prod(size for _, size in dims) == world.size)]
+
+
+def _is_regular(facts: Facts, orders: Sequence[Order]) -> bool:
+    """Return whether the places of these ranks are those of a mesh in which ranks are numbered in one of the orders.
+
+    Then those of all ranks are, and the chunks of DTensor's placements tile.
+    """
     return any(all(_fits(rank, tensor, order) for rank, tensor in facts) for order in orders)
 
 

@@ -15,10 +15,14 @@ NO_FILES = ("/dev/", "/memfd:", "/SYSV")
 
 
 class MappedFiles:
-    """The mapped files at the time of the last ``refresh``; none where the system does not list mappings."""
+    """The mapped files at the time of the last ``refresh``, all or those in ``folder``.
 
-    def __init__(self) -> None:
-        self._ranges = sorted(_mapped_ranges())
+    None where the system does not list mappings.
+    """
+
+    def __init__(self, folder: str = "/") -> None:
+        self._folder = folder
+        self._ranges = sorted(_mapped_ranges(folder))
 
     def hold(self, storage: torch.UntypedStorage) -> bool:
         """Whether the storage lies in a mapped file."""
@@ -27,12 +31,12 @@ class MappedFiles:
         return index > 0 and address < self._ranges[index - 1][1]
 
     def refresh(self) -> None:
-        self._ranges = sorted(_mapped_ranges())
+        self._ranges = sorted(_mapped_ranges(self._folder))
 
 
-def _mapped_ranges() -> Iterator[tuple[int, int]]:
+def _mapped_ranges(folder: str) -> Iterator[tuple[int, int]]:
     for line in MAPS.read_text().splitlines() if MAPS.exists() else ():
         bounds, *_, path = line.split(maxsplit=5) if "/" in line else (line, "")
-        if path.startswith("/") and not path.startswith(NO_FILES):
+        if path.startswith(folder) and not path.startswith(NO_FILES):
             first, _, last = bounds.partition("-")
             yield int(first, 16), int(last, 16)

@@ -20,13 +20,14 @@ from torch.distributed import distributed_c10d
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy
-from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map as tree_map
 
 try:
     from torch.distributed._composable.replicate_with_fsdp import ReplicateModule
@@ -208,6 +209,39 @@ class _Chunks(Sequence[Tensor]):
         if start >= length > 0:
             return self._tensor.new_empty(0)
         return self._tensor.narrow(self._dim, start, min(size, length - start))
+
+    def joined(self, dim: int) -> Tensor:
+        """Return an empty tensor with the shape of parts of one size that are joined on another dim."""
+        shape = list(self._tensor.shape)
+        shape[self._dim] //= self._count
+        shape[dim] *= self._count
+        return self._tensor.new_empty(shape)
+
+
+@contextmanager
+def rearranging_shapes_only() -> Iterator[None]:
+    """Let FSDP2 compute the shape of what it rearranges, where it has no values.
+
+    For parameters that are sharded on another dim than 0, it cuts a tensor into a piece for each rank and joins these
+    on another dim, which takes seconds per layer among a thousand ranks.
+    """
+    with mock.patch.object(_fsdp_collectives, "torch", _ShapesOfTorch()):
+        yield
+
+
+class _ShapesOfTorch:
+    """torch with a ``chunk`` that cuts nothing, and a ``cat`` for what it returns."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def chunk(self, tensor: Tensor, chunks: int, dim: int = 0) -> _Chunks:
+        return _Chunks(tensor, chunks, dim)
+
+    def cat(self, tensors: Sequence[Tensor], dim: int = 0, *, out: Tensor | None = None) -> Tensor:
+        if not isinstance(tensors, _Chunks):
+            return torch.cat(tensors, dim, out=out)
+        return tensors.joined(dim) if out is None else out
 
 
 @dataclass(frozen=True)

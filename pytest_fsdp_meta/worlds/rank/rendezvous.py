@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import socket
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -12,16 +13,19 @@ from datetime import timedelta
 from importlib import import_module
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlsplit
 
 from pytest_fsdp_meta.worlds.diagnosis import flight_recorder
+from pytest_fsdp_meta.worlds.failures import Misuse
+from pytest_fsdp_meta.worlds.rank import shapes
 from pytest_fsdp_meta.worlds.rank.channel import Channel
 from pytest_fsdp_meta.worlds.spec import Place, WorldSpec
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.nn import Module
 
 SEED = 20240229
 SCHEMES = ("env", "tcp")
@@ -40,6 +44,7 @@ class Rank:
     state: dict[str, Any] = field(default_factory=dict, repr=False)
     """Anything to keep from one call of the world to the next."""
     _mesh: DeviceMesh | None = field(default=None, repr=False)
+    _folder: Path = field(default=Path(), repr=False)
     _store: object = field(default=None, repr=False)
     """On rank 0: serves as long as it is referenced, because the loader's own process group meets there."""
 
@@ -54,6 +59,34 @@ class Rank:
     def simulated(self) -> bool:
         """Whether the other ranks do not run, and tensors have shapes but no values."""
         return bool(self.device.type == "meta")
+
+    def checkpoint_of_shapes(self, source: str | Path | Module) -> Path:
+        """Return a folder with a checkpoint that has the shapes of ``source``, and no values.
+
+        ``source`` is a checkpoint's folder, whose safetensors files may end after their headers, or a model, such as
+        one on meta. What a loader reads from it is on meta, and the file takes no room. Where all ranks run, a folder
+        is returned as it is. Raises ValueError for another source, and for a model where all ranks run.
+        """
+        is_folder = isinstance(source, (str, Path))
+        if not self.simulated:
+            if is_folder:
+                return Path(str(source))
+            raise Misuse("checkpoint_of_shapes(model) has no values, which ranks that run need; give a checkpoint")
+        if not is_folder and not hasattr(source, "state_dict"):
+            raise Misuse(f"checkpoint_of_shapes({source!r:.60}): give a checkpoint's folder, or a model")
+        folder = Path(tempfile.mkdtemp(prefix="shapes-", dir=self.shapes_folder))
+        if is_folder:
+            shapes.write_folder(Path(str(source)), folder)
+        else:
+            shapes.write_model(cast("Module", source), folder)
+        return folder
+
+    @property
+    def shapes_folder(self) -> Path:
+        """The folder with all checkpoints of shapes; it is removed when the world ends."""
+        folder = self._folder / "shapes"
+        folder.mkdir(exist_ok=True)
+        return folder.resolve()
 
     @property
     def has_mesh(self) -> bool:
@@ -85,7 +118,7 @@ def join(channel: Channel, spec: WorldSpec, place: Place, folder: Path) -> Rank:
     os.environ.update(torchrun_environment(place, spec.size, address, port))
     flight_recorder.enable_recording()
     _select_gloo_interface(place)
-    me = Rank(place.rank, place.local_rank, spec.size, device)
+    me = Rank(place.rank, place.local_rank, spec.size, device, _folder=folder)
     if listener is not None:
         if file:
             threading.Thread(target=_serve, args=(me, address, port, listener), daemon=True).start()
