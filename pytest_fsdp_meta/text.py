@@ -101,7 +101,8 @@ def as_bytes(number: int) -> str:
         if size < 1024:
             break
         size, unit = size / 1024, larger
-    return f"{number} bytes" if unit == "bytes" else f"{size:.3g} {unit}"
+    digits = ".0f" if size >= 1000 else ".3g"  # 1010 GiB, not 1.01e+03
+    return f"{number} bytes" if unit == "bytes" else f"{size:{digits}} {unit}"
 
 
 def first_of(names: Sequence[str], most: int = 1) -> str:

@@ -49,6 +49,15 @@ class SimulatedStep:
     def sent(self) -> int:
         return sum(part.nbytes for part in self.traffic)
 
+    @property
+    def sent_by_dims(self) -> dict[str, int]:
+        """What the rank sends over each mesh dimension, or among so many ranks."""
+        sent: dict[str, int] = {}
+        for part in self.traffic:
+            where = " and ".join(part.dims) or f"{part.ranks} ranks"
+            sent[where] = sent.get(where, 0) + part.nbytes
+        return sent
+
 
 @dataclass(frozen=True)
 class RankSize:

@@ -75,7 +75,9 @@ class ReportPlugin:
             return
         if self._writer is not None or self._comparer.is_requested:
             command = ("pytest", *map(str, self._config.invocation_params.args))
-            self._header = read_header(self._config.rootpath, command, self._settings.engine, catalogue)
+            settings = self._settings
+            memory = settings.device_memory
+            self._header = read_header(self._config.rootpath, command, settings.engine, catalogue, memory)
 
     def _start_report(self) -> None:
         """Replace the old report. Called once tests were collected, so a mistyped path deletes nothing."""

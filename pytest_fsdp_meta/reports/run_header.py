@@ -80,7 +80,7 @@ def _git(folder: Path, *arguments: str) -> str:
     return finished.stdout.decode(errors="replace").strip()
 
 
-def read_header(root: Path, command: Sequence[str], engine: str, catalogue: Catalogue) -> Header:
+def read_header(root: Path, command: Sequence[str], engine: str, catalogue: Catalogue, device_memory: int) -> Header:
     """Return the header of a run that starts now."""
     return Header(
         started=datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -94,6 +94,7 @@ def read_header(root: Path, command: Sequence[str], engine: str, catalogue: Cata
             CatalogueRecord(check.id, check.family, check.promise, check.since, not check.built_in)
             for check in catalogue
         ),
+        device_memory=device_memory,
     )
 
 

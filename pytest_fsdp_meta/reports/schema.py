@@ -297,6 +297,8 @@ class Header:
     commit: str = ""
     """The commit of the user's repository, with "+" if tracked files have changes; empty outside a repository."""
     catalogue: tuple[CatalogueRecord, ...] = ()
+    device_memory: int = 0
+    """Bytes into which a step of simulated worlds should fit; 0 if none were given."""
 
 
 @dataclass(frozen=True)

@@ -61,6 +61,7 @@ def test_loader(fsdp):
     result.stdout.fnmatch_lines(["*::test_loader, world of 64, simulated by 2 of its ranks: 4 passed*"])
     page = (project.path / "report" / "index.html").read_text()
     assert "rank 0: dim 0: 0 of 64; rank 63: dim 0: 63 of 64" in page
+    assert "Memory and traffic by world size" in page
     assert "does not have it" not in page  # ranks that did not run
     assert 'class="meta"' not in page
 

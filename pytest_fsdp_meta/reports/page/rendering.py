@@ -17,6 +17,7 @@ from pytest_fsdp_meta.evidence.codec import write_whole
 from pytest_fsdp_meta.reports.compare import Comparison, describe_changes, describe_comparison
 from pytest_fsdp_meta.reports.page.findings import MOST_DETAILS
 from pytest_fsdp_meta.reports.page.layouts import PROBLEMS, STATES
+from pytest_fsdp_meta.reports.page.sizes import BAR_HEIGHT, BAR_WIDTH, PARTS
 from pytest_fsdp_meta.reports.page.traced import GLYPHS as TRACED_GLYPHS
 from pytest_fsdp_meta.reports.page.traffic import TIMELINE_HEIGHT, TIMELINE_WIDTH
 from pytest_fsdp_meta.reports.page.view import GLYPHS, build_view
@@ -102,6 +103,7 @@ def _environment() -> Environment:
         "safe_source": Markup,
         "shell": shlex.join,
         "space_separated": lambda numbers: " ".join(map(str, numbers)),
+        "capitalize_first": lambda text: text[:1].upper() + text[1:],
         "css": lambda kind: kind.replace(" ", "-"),
         "kind": describe_kind,
     }
@@ -112,6 +114,9 @@ def _environment() -> Environment:
         "PROBLEMS": PROBLEMS,
         "TRACED": TRACED,
         "TRACED_GLYPHS": TRACED_GLYPHS,
+        "SIZE_PARTS": PARTS,
+        "SIZE_WIDTH": BAR_WIDTH,
+        "SIZE_HEIGHT": BAR_HEIGHT,
         "TIMELINE_WIDTH": TIMELINE_WIDTH,
         "TIMELINE_HEIGHT": TIMELINE_HEIGHT,
         "MOST_DETAILS": MOST_DETAILS,

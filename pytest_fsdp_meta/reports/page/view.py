@@ -13,6 +13,7 @@ from typing import Any
 from pytest_fsdp_meta.evidence.collectives import Collective
 from pytest_fsdp_meta.reports.page.findings import Cause, group_by_cause
 from pytest_fsdp_meta.reports.page.layouts import Layout, group_layouts
+from pytest_fsdp_meta.reports.page.sizes import Sizes, size_view
 from pytest_fsdp_meta.reports.page.traced import StepView, step_view
 from pytest_fsdp_meta.reports.page.traffic import Kind, Row, fold_rows, group_by_kind
 from pytest_fsdp_meta.reports.schema import (
@@ -106,6 +107,8 @@ class LoaderView:
     checks: Mapping[str, CheckView]
     is_expanded: bool
     """Whether its panels are open when the page opens."""
+    sizes: Sizes | None = None
+    """What it needs by world size, if it was simulated."""
 
     @property
     def anchor(self) -> str:
@@ -232,6 +235,7 @@ def build_view(report: Report) -> PageView:
             title=record.loader if len(names) == len(report.loaders) else f"{record.loader}, {record.world}",
             checks=_checks(number, record, known),
             is_expanded=_needs_attention(record) or len(report.loaders) <= MOST_EXPANDED,
+            sizes=size_view(record.sizes, report.header.device_memory),
         )
         for number, record in enumerate(sorted(report.loaders, key=_needs_attention, reverse=True), 1)
     )

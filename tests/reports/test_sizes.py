@@ -1,0 +1,50 @@
+"""What a simulated loader needs by world size: the lines of the summary, and the table of the page."""
+
+from __future__ import annotations
+
+import pytest
+
+from pytest_fsdp_meta.evidence.simulation import RankSize, SimulatedSize, SimulatedStep, Traffic
+from pytest_fsdp_meta.reports.page.sizes import BAR_WIDTH, size_view
+from pytest_fsdp_meta.reports.sizes import describe_sizes
+from pytest_fsdp_meta.text import as_bytes
+
+GIB = 2**30
+SENT = (Traffic("all_gather", ("dp_shard",), 8, 2, GIB), Traffic("all_reduce", (), 4, 1, GIB // 2))
+
+
+def size(ranks: int, parameters: int, peak: int = 0, problem: str = "") -> SimulatedSize:
+    step = SimulatedStep(GIB, 2 * GIB, GIB, peak, SENT) if peak else SimulatedStep(problem=problem)
+    return SimulatedSize((("dp_shard", ranks),), (RankSize(0, parameters, 0, step),))
+
+
+FAILED = SimulatedSize((("dp_shard", 2),), (), problem="rank 0 raised KeyError: 2")
+LARGE, SMALL = size(64, GIB, 10 * GIB), size(8, 4 * GIB, 16 * GIB)
+
+
+def test_lines_name_what_each_size_needs_and_where_it_fits():
+    assert [*describe_sizes((LARGE, SMALL, FAILED), 12 * GIB)] == [
+        "    2 ranks: not simulated (rank 0 raised KeyError: 2)",
+        "    8 ranks: 4 GiB of parameters on a rank, 1 GiB of gradients, 2 GiB of optimizer state; a step gathers up "
+        "to 1 GiB at a time, peaks at 16 GiB and sends 1 GiB over dp_shard, 512 MiB over 4 ranks",
+        "   64 ranks: 1 GiB of parameters on a rank, 1 GiB of gradients, 2 GiB of optimizer state; a step gathers up "
+        "to 1 GiB at a time, peaks at 10 GiB and sends 1 GiB over dp_shard, 512 MiB over 4 ranks",
+        "   a step fits into 12 GiB on 64 ranks, not on 8",
+    ]
+    [line] = describe_sizes((size(8, GIB, problem="no CUDA"),), 12 * GIB)
+    assert line == "   8 ranks: 1 GiB of parameters on a rank; no step was simulated (no CUDA)"
+
+
+@pytest.mark.parametrize(("memory", "scale"), [(0, 16), (12, 16), (32, 32)])
+def test_bars_are_to_scale_and_end_at_the_peak(memory, scale):
+    view = size_view((LARGE, SMALL, FAILED), memory * GIB)
+    assert [row.size.size for row in view.rows] == [2, 8, 64]
+    assert view.limit == (pytest.approx(memory / scale * BAR_WIDTH) if memory else None)
+    ends = [sum(bar.width for bar in row.bars) for row in view.rows]
+    assert ends == pytest.approx([0, 16 / scale * BAR_WIDTH, 10 / scale * BAR_WIDTH])
+    assert view.rows[0].why == "rank 0 raised KeyError: 2"
+    assert size_view((), memory * GIB) is None
+
+
+def test_amounts_have_three_digits():
+    assert [as_bytes(n) for n in (5, 1536, 1010 * GIB, 3 * GIB // 2)] == ["5 bytes", "1.5 KiB", "1010 GiB", "1.5 GiB"]
