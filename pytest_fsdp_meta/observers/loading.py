@@ -161,7 +161,7 @@ def describe(subject: Subject, rank: Rank, managed: Mapping[str, bool], poison_a
 
 def _communication_library() -> str:
     backend = dist.get_backend()
-    return f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}" if backend == "nccl" else str(backend)
+    return f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}" if "nccl" in backend else str(backend)
 
 
 def call_loader(loader: Callable[..., Any], values: Mapping[str, Any]) -> Any:

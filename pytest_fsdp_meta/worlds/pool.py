@@ -8,7 +8,7 @@ from dataclasses import astuple, dataclass, field
 
 from pytest_fsdp_meta.text import name_ranks
 from pytest_fsdp_meta.worlds.failures import WorldError
-from pytest_fsdp_meta.worlds.rank.reset import Counts, ResetReport
+from pytest_fsdp_meta.worlds.rank.reset import Counts, Group, ResetReport
 from pytest_fsdp_meta.worlds.spec import WorldSpec
 from pytest_fsdp_meta.worlds.world import World
 
@@ -91,9 +91,9 @@ def _reset(pooled: _PooledWorld) -> str:
     return problem
 
 
-def _find_uneven(counts: Sequence[Counts]) -> dict[tuple[int, ...], dict[int, list[int]]]:
+def _find_uneven(counts: Sequence[Counts]) -> dict[Group, dict[int, list[int]]]:
     """Return the groups whose ranks have different counts, each with the ranks by count. ``counts`` are by rank."""
-    ranks_by_count: dict[tuple[int, ...], dict[int, list[int]]] = {}
+    ranks_by_count: dict[Group, dict[int, list[int]]] = {}
     for rank, by_group in enumerate(counts):
         for group, number in by_group.items():
             ranks_by_count.setdefault(group, {}).setdefault(number, []).append(rank)
@@ -102,7 +102,7 @@ def _find_uneven(counts: Sequence[Counts]) -> dict[tuple[int, ...], dict[int, li
 
 def _describe_uneven(counts: Sequence[Counts]) -> str:
     """Return what is wrong if ranks have called different numbers of collectives, else ""."""
-    for group, by_count in _find_uneven(counts).items():
+    for (_, group), by_count in _find_uneven(counts).items():
         where = "" if len(group) == len(counts) else f" in the group of {name_ranks(group)}"
         numbers = ", ".join(f"{name_ranks(ranks)}: {number}" for number, ranks in by_count.items())
         return (

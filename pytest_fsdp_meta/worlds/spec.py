@@ -13,6 +13,7 @@ NODE = 8
 """Ranks of a node, where nodes are simulated."""
 ENDS = 3
 """Up to how many dimensions of a mesh all combinations of their ends are simulated."""
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 SCOPES = ("function", "module", "session")
 """How long a world may live, in pytest's terms."""
 
@@ -46,12 +47,22 @@ class WorldSpec:
     process_group: str = "plugin"
     devices: tuple[int, ...] = ()
     """Device indices by local rank; empty: the local rank itself."""
+    visible: tuple[str, ...] = ()
+    """The only GPUs that the ranks see, by device index, as CUDA_VISIBLE_DEVICES names them; empty: all."""
     simulated: tuple[int, ...] = ()
     """The only ranks that run, each alone under torch's fake process group and on meta; empty: all ranks run."""
 
     @property
     def size(self) -> int:
         return prod(self.mesh.values())
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """The environment variables of its ranks that the parent does not have.
+
+        Loaders select the GPU of their local rank, which would be another worker's if all were visible.
+        """
+        return {VISIBLE: ",".join(self.visible)} if self.visible else {}
 
     @property
     def ranks(self) -> Sequence[int]:

@@ -238,6 +238,31 @@ def test_after_that(fsdp): assert summed(1) == 2
     assert re.match(r"the ranks have not called the same number of collectives \(rank 0: \d+, rank 1: \d+\), so", lines)
 
 
+def test_unpaired_collectives_are_found_where_the_mesh_has_a_group_of_its_own(project: Project) -> None:
+    """DeviceMesh makes one on a machine with GPUs if the default group is gloo, with the same ranks."""
+    result = run(
+        project,
+        """
+torch.cuda.is_available = lambda: True  # only DeviceMesh asks
+
+@fsdp_spmd(scope="module")
+def test_unpaired(fsdp):
+    assert fsdp.mesh.get_group().group_name != dist.group.WORLD.group_name
+    if fsdp.rank == 0: dist.all_reduce(torch.ones(1), async_op=True)
+
+@fsdp_spmd(scope="module")
+def test_after(fsdp):
+    if fsdp.rank == 0: dist.all_reduce(torch.ones(1), group=fsdp.mesh.get_group(), async_op=True)
+
+@fsdp_spmd(scope="module")
+def test_paired(fsdp): assert summed(1) == 2
+""",
+    )
+    result.assert_outcomes(passed=3, errors=2)
+    assert "the ranks have not called the same number of collectives (rank 0:" in story(result, "test_unpaired")[0]
+    assert "the ranks have not called the same number of collectives (rank 0:" in story(result, "test_after")[0]
+
+
 def test_a_kept_world_has_the_environment_of_a_fresh_one(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTHERS", "2")
     result = run(

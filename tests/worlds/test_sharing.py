@@ -140,6 +140,7 @@ def test_workers_that_see_different_gpus_agree_on_their_names(folder: Path, monk
     first.count_gpus(lambda: 2)
     one = first.take(CUDA, "test_a")
     assert assign_devices(CUDA, one).devices == (0, 1, 0, 1)
+    assert assign_devices(CUDA, one).visible == (), "all that this worker sees"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2")
     second.count_gpus(lambda: 2)
     one.release()
@@ -147,6 +148,24 @@ def test_workers_that_see_different_gpus_agree_on_their_names(folder: Path, monk
     other = second.take(CUDA, "test_b")
     assert other.devices == (0, 1)
     assert sorted(path.name for path in folder.glob("GPU-?.note")) == ["GPU-1.note", "GPU-2.note"]
+
+
+@pytest.mark.parametrize("visible", [None, "0,1,2,3", "GPU-a,MIG-GPU-1/0/0,GPU-c,GPU-d"])
+def test_a_local_rank_is_the_index_of_a_leased_gpu(
+    folder: Path, visible: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loader that selects the GPU of its LOCAL_RANK must not get another worker's."""
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    names = tuple((visible or "0,1,2,3").split(","))
+    spec, workers = WorldSpec({"dp_shard": 2}, "cuda", "nccl"), [WorkerDevices(folder, f"gw{n}", 8) for n in range(2)]
+    for worker in workers:
+        worker.count_gpus(lambda: 4)
+    first, second = [assign_devices(spec, worker.take(spec, "test")) for worker in workers]
+    assert (first.devices, first.visible) == ((0, 1), names[:2])
+    assert (second.devices, second.visible) == ((0, 1), names[2:])
 
 
 def test_gpus_and_slots_are_leased_separately(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

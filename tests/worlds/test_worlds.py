@@ -485,6 +485,18 @@ def test_forking_works_despite_modules_that_cannot_be_preloaded(tmp_path: Path) 
             "importing the test modules started threads (ticker)",
         ),
         ("import os\nos._exit(1)", "importing the test modules ended the process that does it"),
+        (
+            "import ctypes\n"
+            "libc, thread = ctypes.CDLL(None), ctypes.c_ulong()\n"
+            "libc.pthread_create(ctypes.byref(thread), None, libc.pause, None)\n"
+            "libc.pthread_setname_np(thread, b'pt_autograd_0')",
+            "importing the test modules started threads (pt_autograd_0)",
+        ),
+        # What CUDA opens, whoever starts it: here a file of that name.
+        (
+            "import os, tempfile\nFILE = open(os.path.join(tempfile.mkdtemp(), 'nvidia-uvm'), 'w')",
+            "importing the test modules initialised CUDA",
+        ),
     ],
 )
 def test_ranks_are_spawned_where_forking_is_unsafe(tmp_path: Path, text: str, reason: str) -> None:
@@ -501,6 +513,34 @@ def test_ranks_are_spawned_where_forking_is_unsafe(tmp_path: Path, text: str, re
     assert str(warning.message).startswith(f"pytest-fsdp-meta: {reason}")
     assert str(warning.message).endswith(", so ranks are spawned, which is slower")
     assert shared.method == "bare"
+
+
+def test_forking_works_despite_threads_that_their_library_starts_again(tmp_path: Path) -> None:
+    (tmp_path / "allocator.py").write_text(
+        "import ctypes\n"
+        "libc, thread = ctypes.CDLL(None), ctypes.c_ulong()\n"
+        "libc.pthread_create(ctypes.byref(thread), None, libc.pause, None)\n"
+        "libc.pthread_setname_np(thread, b'jemalloc_bg_thd')"
+    )
+    shared = _preload(tmp_path, "allocator")
+    with World(WorldSpec({"dp": 2}), shared) as world:
+        assert world.run(total, 1.0) == [1.0, 1.0]
+    assert shared.method == "forkserver"
+
+
+def test_ranks_see_the_gpus_of_their_world_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU here: what a world of leased GPUs gets in its environment."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,GPU-8932f937,5")
+    with World(WorldSpec({"dp": 2}, visible=("GPU-8932f937", "5")), preload()) as world:
+        assert world.run(os.getenv, "CUDA_VISIBLE_DEVICES") == ["GPU-8932f937,5"] * 2
+    with World(WorldSpec({"dp": 2}), preload()) as world:
+        assert world.run(os.getenv, "CUDA_VISIBLE_DEVICES") == ["2,3,GPU-8932f937,5"] * 2
+
+
+def test_asking_for_cuda_does_not_start_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTORCH_NVML_BASED_CUDA_CHECK", raising=False)
+    with World(WorldSpec({"dp": 2}), preload()) as world:
+        assert world.run(os.getenv, "PYTORCH_NVML_BASED_CUDA_CHECK") == ["1"] * 2
 
 
 def test_waiting_for_slow_imports_has_a_limit(tmp_path: Path) -> None:

@@ -51,6 +51,11 @@ class Lease:
         self.purpose = purpose
         self._owner = owner
 
+    @property
+    def names(self) -> Sequence[str]:
+        """The names of all devices of the kind, by device index, as file names have them."""
+        return self._owner.names
+
     def release(self) -> None:
         """Release the devices; safe to call twice."""
         self._owner.release(self)
@@ -77,8 +82,8 @@ class Leases:
 
     def __init__(self, folder: Path, kind: str, names: Sequence[str], worker: str) -> None:
         self.kind = kind
+        self.names = names
         self._folder = folder
-        self._names = names
         self._worker = worker
         self._notes = _Notes(folder, kind)
         self._held: dict[int, FileLock] = {}
@@ -93,7 +98,7 @@ class Leases:
         with the new ones. Raises LeaseError after ``patience`` seconds in which no device changes hands.
         """
         assert count > 0
-        count = min(count, len(self._names))
+        count = min(count, len(self.names))
         if count > len(self._held):
             self._acquire(count, frozenset(self._held), purpose, waiting, patience)
         lease = Lease(self, tuple(sorted(self._held)[:count]), purpose)
@@ -131,7 +136,7 @@ class Leases:
         """Replace the held devices by ``count`` devices that include the ``required`` ones."""
         self._unlock(list(self._held))
         mine = _Note(self._worker, purpose, count, time.monotonic())
-        wait = _Wait(lambda: self._notes.describe_wait(self._names, mine), waiting, patience)
+        wait = _Wait(lambda: self._notes.describe_wait(self.names, mine), waiting, patience)
         locks: dict[int, FileLock] = {}
         try:
             with self._queued(wait):
@@ -145,7 +150,7 @@ class Leases:
         self._held = locks
         mine = _Note(self._worker, purpose, count, time.monotonic())
         for device in locks:
-            self._notes.write(self._names[device], mine)
+            self._notes.write(self.names[device], mine)
 
     @contextmanager
     def _queued(self, wait: _Wait) -> Iterator[None]:
@@ -159,20 +164,20 @@ class Leases:
 
     def _try_devices(self, locks: dict[int, FileLock], count: int, required: Collection[int]) -> bool:
         """Lock the missing devices that are free and add them to ``locks``; return whether none is missing."""
-        for device in sorted(range(len(self._names)), key=lambda index: index not in required):
+        for device in sorted(range(len(self.names)), key=lambda index: index not in required):
             spare = count - len(locks.keys() | required)
             if device not in locks and (device in required or spare > 0):
-                lock = self._try_lock(self._names[device])
+                lock = self._try_lock(self.names[device])
                 if lock is not None:
                     locks[device] = lock
-                    if self._notes.remove(self._names[device]):
+                    if self._notes.remove(self.names[device]):
                         # Its holder ended without releasing it, perhaps just now, so its ranks may still run.
                         self._orphans_gone_at = time.monotonic() + ORPHAN_GRACE
         return len(locks) == count
 
     def _unlock(self, devices: Collection[int]) -> None:
         for device in devices:
-            self._notes.remove(self._names[device])
+            self._notes.remove(self.names[device])
             self._held.pop(device).release()
 
     def _try_lock(self, name: str) -> FileLock | None:

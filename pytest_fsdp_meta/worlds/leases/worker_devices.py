@@ -13,16 +13,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 from pytest_fsdp_meta.worlds.leases.device_leases import PATIENCE, Lease, LeaseError, Leases, WaitCallback
 from pytest_fsdp_meta.worlds.leases.run_folder import Presence, is_occupied, lock_in_run
-from pytest_fsdp_meta.worlds.spec import WorldSpec
+from pytest_fsdp_meta.worlds.spec import VISIBLE, WorldSpec
 from pytest_fsdp_meta.worlds.system import processes
 
 COUNT_TIMEOUT = 300.0
 """Seconds to wait for another worker's GPU count; that worker's own attempt times out earlier."""
-VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def usable_cores() -> int:
@@ -152,8 +151,12 @@ def gpu_names(count: int) -> tuple[str, ...]:
 
 
 def assign_devices(spec: WorldSpec, lease: Lease) -> WorldSpec:
-    """Return the spec with the leased devices assigned to its ranks. If there are fewer GPUs, gloo ranks share them."""
+    """Return the spec with the leased devices assigned to its ranks, which see no others.
+
+    A local rank is then the index of its GPU. If there are fewer GPUs, gloo ranks share them.
+    """
     if spec.device_type == "cpu":
         return spec
-    devices = tuple(lease.devices[rank % len(lease.devices)] for rank in range(spec.size))
-    return replace(spec, devices=devices)
+    leased = tuple(unquote(lease.names[device]) for device in lease.devices)
+    devices = tuple(rank % len(leased) for rank in range(spec.size))
+    return replace(spec, devices=devices, visible=leased if len(leased) < len(lease.names) else ())

@@ -98,7 +98,7 @@ class ForkServerEngine:
                 sources=self.sources,
                 folder=str(folder),
                 leftovers=tuple(leftovers),
-                environ=dict(os.environ),
+                environ={**os.environ, **spec.environ},
                 cwd=os.getcwd(),
             )
             yield self.launch_rank(task)

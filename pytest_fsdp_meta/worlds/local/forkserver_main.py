@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from pytest_fsdp_meta.worlds.rank.coverage import measuring_imports
-from pytest_fsdp_meta.worlds.rank.preload import REQUEST, preload, use_sources, why_unsafe
+from pytest_fsdp_meta.worlds.rank.preload import NVML_CHECK, REQUEST, preload, use_sources, why_unsafe
 from pytest_fsdp_meta.worlds.rank.warnings import enable_all
 from pytest_fsdp_meta.worlds.spec import Sources
 from pytest_fsdp_meta.worlds.system import processes, temp_folders
@@ -53,7 +53,7 @@ def _import(request: dict[str, Any]) -> dict[str, str]:
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ.setdefault(name, "1")
     # Test modules call torch.cuda.is_available(), which without NVML starts so much of CUDA that ranks cannot use it.
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    os.environ.setdefault(NVML_CHECK, "1")
     # Ctrl-C is for the parent, which ends the server when it exits.
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Modules that print while they are imported do so in the parent as well; once on the terminal is enough.

@@ -171,6 +171,8 @@ def _follow_parent(task: Assignment) -> None:
     os.chdir(task.cwd)
     os.environ.clear()
     os.environ.update(task.environ)
+    # DeviceMesh asks whether CUDA is available, also on the CPU; on a machine with GPUs that takes 0.1 s and memory.
+    os.environ.setdefault(preload.NVML_CHECK, "1")
     preload.use_sources(task.sources)
     if task.coverage_settings is not None:
         global _MEASUREMENT

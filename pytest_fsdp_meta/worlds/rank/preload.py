@@ -11,6 +11,7 @@ from contextlib import suppress
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import spec_from_file_location
+from pathlib import Path
 from typing import Any
 
 from pytest_fsdp_meta.worlds.spec import Sources
@@ -18,6 +19,10 @@ from pytest_fsdp_meta.worlds.spec import Sources
 REQUEST = "PYTEST_FSDP_META_PRELOAD"
 """The environment variable with the folder in which the fork server finds its request."""
 TORCH_MODULES = ("torch", "torch.distributed", "torch.distributed.tensor", "torch.distributed.fsdp", "cloudpickle")
+NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
+"""Set to 1, ``torch.cuda.is_available()`` asks the driver's library, and does not start CUDA in the process."""
+FORKABLE_THREADS = frozenset({"jemalloc_bg_thd"})
+"""Native threads whose library starts them again after a fork: that of the allocator which pyarrow brings."""
 
 
 class LooseModules(MetaPathFinder):
@@ -87,14 +92,36 @@ def _warm_up() -> None:
 def why_unsafe() -> str:
     """Return the reason why this process must not be forked, or ""."""
     others = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
+    others = others or _native_threads()
     if others:
         return f"importing the test modules started threads ({', '.join(others)})"
+    if _uses_the_driver():
+        return "importing the test modules initialised CUDA"
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         return "importing the test modules initialised CUDA"
     if torch is not None and torch.backends.cuda.is_built() and _forks_without_cuda(torch):
         return "importing the test modules asked CUDA for its devices"
     return ""
+
+
+def _native_threads() -> list[str]:
+    """Return the names of threads that Python does not know, such as those of a backward on a GPU."""
+    names = []
+    for task in Path("/proc/self/task").glob("*"):
+        with suppress(OSError):  # a thread that has just ended
+            name = (task / "comm").read_text("utf-8", "replace").strip()
+            names += [name] if int(task.name) != os.getpid() and name not in FORKABLE_THREADS else []
+    return sorted(names)
+
+
+def _uses_the_driver() -> bool:
+    """Return whether CUDA runs in this process, whoever started it: torch knows only of what it started itself."""
+    for descriptor in Path("/proc/self/fd").glob("*"):
+        with suppress(OSError):  # the descriptor of this listing
+            if os.readlink(descriptor).endswith("/nvidia-uvm"):
+                return True
+    return False
 
 
 def _forks_without_cuda(torch: Any) -> bool:

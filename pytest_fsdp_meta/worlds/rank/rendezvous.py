@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 SEED = 20240229
+COMPOSITE = {"nccl": "cpu:gloo,cuda:nccl"}
+"""What torch makes of a group without a backend, as under torchrun: collectives of CPU tensors work as well."""
 SCHEMES = ("env", "tcp")
 """URL schemes of ``init_process_group`` that can lead to the store of the world."""
 
@@ -130,7 +132,7 @@ def join(channel: Channel, spec: WorldSpec, place: Place, folder: Path) -> Rank:
         watch_groups(address, port, place.rank, spec.size)
         return me
     dist.init_process_group(
-        spec.backend,
+        COMPOSITE.get(spec.backend, spec.backend),
         store=_connect(me, address, port, file),
         rank=place.rank,
         world_size=spec.size,

@@ -22,8 +22,10 @@ if TYPE_CHECKING:
 
 LEAKED_DESCRIPTORS = 256
 """How many more open files than at the start count as a leak, which would make a later test fail."""
-Counts: TypeAlias = Mapping[tuple[int, ...], int]
-"""A count for each process group, by the ranks of the group."""
+Group: TypeAlias = tuple[str, tuple[int, ...]]
+"""The name of a process group and its ranks: on a machine with GPUs, a mesh has a second group of all ranks."""
+Counts: TypeAlias = Mapping[Group, int]
+"""A count for each process group."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class _StartState:
     threads: frozenset[int | None]
     children: frozenset[int]
     descriptors: int
-    groups: Mapping[tuple[int, ...], Any]
+    groups: Mapping[Group, Any]
     python: _PythonState
     torch: _TorchState
 
@@ -189,21 +191,23 @@ def _count_descriptors() -> int:
     return len(os.listdir(listed)) if listed.exists() else 0
 
 
-def _process_groups() -> dict[tuple[int, ...], Any]:
-    """Return the default group and those of the mesh, by their ranks, or none if the test has destroyed one."""
+def _process_groups() -> dict[Group, Any]:
+    """Return the default group and those of the mesh, or none if the test has destroyed one."""
     import torch.distributed as dist
 
     me = current()
+    if not dist.is_initialized():
+        return {}
     try:
         groups = [dist.group.WORLD, *(me.mesh.get_all_groups() if me.has_mesh else ())]
-        return {tuple(dist.get_process_group_ranks(group)): group for group in groups}
+        return {(group.group_name, tuple(dist.get_process_group_ranks(group))): group for group in groups}
     except (KeyError, ValueError, RuntimeError):
         return {}
 
 
-def _count_started(groups: Mapping[tuple[int, ...], Any]) -> Counts:
+def _count_started(groups: Mapping[Group, Any]) -> Counts:
     """Return the count that every backend keeps. Private: ``_get_sequence_number_for_group`` has no public name."""
-    return {ranks: int(group._get_sequence_number_for_group()) for ranks, group in groups.items()}
+    return {key: int(group._get_sequence_number_for_group()) for key, group in groups.items()}
 
 
 def count_collectives() -> Counts:
@@ -211,6 +215,6 @@ def count_collectives() -> Counts:
     assert _START is not None
     recent = flight_recorder.read().collectives
     numbers = {
-        ranks: [one.number for one in recent if one.group == group.group_name] for ranks, group in _START.groups.items()
+        key: [one.number for one in recent if one.group == group.group_name] for key, group in _START.groups.items()
     }
-    return {ranks: max(seen, default=0) for ranks, seen in numbers.items()}
+    return {key: max(seen, default=0) for key, seen in numbers.items()}

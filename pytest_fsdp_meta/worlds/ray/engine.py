@@ -23,7 +23,7 @@ from pytest_fsdp_meta.worlds.ray import cluster, wire
 from pytest_fsdp_meta.worlds.ray.cluster import Cluster, Group, Seat, SeatRequest
 from pytest_fsdp_meta.worlds.ray.host import LaunchRequest
 from pytest_fsdp_meta.worlds.ray.member import RemoteMember
-from pytest_fsdp_meta.worlds.spec import Place, Sources, WorldSpec
+from pytest_fsdp_meta.worlds.spec import VISIBLE, Place, Sources, WorldSpec
 
 HOLD = 30.0
 """Seconds that a session keeps its seats although another session waits; reserving new ones takes as long."""
@@ -162,7 +162,7 @@ class RayEngine:
         for seat, place in zip(seats, places, strict=True):
             environ = dict(os.environ)
             if gpus := _gpus_of_node(seat, seats):
-                environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+                environ[VISIBLE] = ",".join(gpus)
             # The host fills in the folder and the leftovers.
             tasks.append(Assignment(place, spec, self.sources, "", (), environ, os.getcwd()))
         return tasks
