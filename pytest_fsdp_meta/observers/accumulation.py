@@ -21,7 +21,7 @@ from pytest_fsdp_meta.observers.adapters.dtensor import mesh_facts
 from pytest_fsdp_meta.observers.batches import global_batch, indivisible, loss_of, own_rows
 from pytest_fsdp_meta.observers.inventory import drop_gradients, named_tensors
 from pytest_fsdp_meta.observers.joined_optimizer import parts_of_optimizer
-from pytest_fsdp_meta.observers.support.poison import deterministic
+from pytest_fsdp_meta.observers.support.reproducible import reproducible
 from pytest_fsdp_meta.observers.support.torch_private import step_hooks
 from pytest_fsdp_meta.text import first_line
 from pytest_fsdp_meta.worlds import SEED, doing
@@ -58,7 +58,7 @@ def accumulate(subject: Subject, device: torch.device, rounds: Sequence[Sequence
     """
     model, early = subject.model, tuple[str, ...]()
     drop_gradients(model)
-    with deterministic():
+    with reproducible(device):
         batch = global_batch(subject, 0)
         for number, slices in enumerate(rounds):
             rows = _join([own_rows(batch, 0, piece, device) for piece in slices])

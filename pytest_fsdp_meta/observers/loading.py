@@ -27,7 +27,7 @@ from pytest_fsdp_meta.observers.batches import batch_slice, has_stages
 from pytest_fsdp_meta.observers.beside import beside_for_reference, scheduler_for_reference
 from pytest_fsdp_meta.observers.collectives import Recorder
 from pytest_fsdp_meta.observers.inventory import managed_names, named_tensors, non_persistent, reshard, take_inventory
-from pytest_fsdp_meta.observers.memory import Peak, return_freed_memory
+from pytest_fsdp_meta.observers.memory import Peak, accelerator_of, return_freed_memory
 from pytest_fsdp_meta.observers.optimizers import built_optimizer, optimizer_facts, pack_optimizer
 from pytest_fsdp_meta.observers.sending import pack_function
 from pytest_fsdp_meta.observers.support.generators import read_all
@@ -106,7 +106,8 @@ def release() -> None:
     size = sum(tensor.nbytes for tensor in tensors if not tensor.is_meta and tensor.layout is torch.strided)
     del tensors
     rank.state.clear()
-    if size >= LARGE:  # with all these modules imported, garbage collection takes a second
+    # With all these modules imported, garbage collection takes a second.
+    if size >= LARGE or accelerator_of(rank.device) is not None:
         gc.collect()
         return_freed_memory(rank.device)
 
@@ -154,7 +155,7 @@ def describe(subject: Subject, rank: Rank, managed: Mapping[str, bool], poison_a
         recipe=_pack_recipe(subject) if rank.rank == 0 else {},
         checkpoints=checkpoints,
         data_parallel=batch_slice(subject, rank),
-        gpu=torch.cuda.get_device_name(rank.device) if rank.device.type == "cuda" else "",
+        gpu="" if (accelerator := accelerator_of(rank.device)) is None else accelerator.get_device_name(rank.device),
         library=_communication_library(),
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import threading
 import weakref
 from collections import Counter
@@ -34,12 +35,19 @@ Change = tuple[int, int, int]
 def return_freed_memory(device: torch.device) -> None:
     """Give memory that tensors no longer use back to the system, because the next world needs as much.
 
-    Without this, glibc's malloc keeps it: of a Llama of 120M parameters, 1.8 GiB on each of two ranks.
+    Without this, glibc's malloc keeps it: of a Llama of 120M parameters, 1.8 GiB on each of two ranks. The reference is
+    on the device of rank 0, whose allocator keeps freed memory for its own process, as do tensors in reference cycles.
     """
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    if (accelerator := accelerator_of(device)) is not None:
+        gc.collect()
+        accelerator.empty_cache()
     with suppress(OSError, AttributeError):  # another C library than glibc
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def accelerator_of(device: torch.device) -> Any:
+    """Return torch's module of the device, such as ``torch.cuda``, or None for the host."""
+    return None if device.type in ("cpu", "meta") else torch.get_device_module(device)
 
 
 class Meter:
@@ -53,6 +61,8 @@ class Meter:
         self.changes: list[Change] = []
         self.times: list[float] = []
         """The time of each change in seconds, on the clock of ``perf_counter``."""
+        self.on_end: Callable[[], None] = lambda: None
+        """Called when the rest of the block no longer counts as loading."""
         self._over = False
         self._sizes: dict[int, int] = {}
         self._element_sizes: dict[int, int] = {}
@@ -62,7 +72,9 @@ class Meter:
 
     def before(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         # A loader may run a forward to warm up; what FSDP2 gathers for it is not part of loading.
-        self._over = self._over or func.namespace == "fsdp"
+        if func.namespace == "fsdp" and not self._over:
+            self._over = True
+            self.on_end()
         for tensor in tensors_in(args):
             self._track(tensor, maybe_mapped=True)
 
@@ -198,27 +210,40 @@ class Peak:
 
     def __init__(self, device: torch.device) -> None:
         self.meter = Meter()
-        self._device = device if device.type == "cuda" else None
+        self.meter.on_end = self._note_device_peak
+        self._device = device
+        self._accelerator = accelerator_of(device)
         self._device_peak: int | None = None
+        self._before = 0
         self._began = 0.0
 
     @contextmanager
     def measured(self) -> Iterator[None]:
         """Measure the block, which ``meter`` must watch as well."""
-        before = 0
-        if self._device is not None:
-            torch.cuda.reset_peak_memory_stats(self._device)
-            before = torch.cuda.memory_allocated(self._device)
+        if self._accelerator is not None:
+            _allocate_workspaces(self._device)
+            self._accelerator.reset_peak_memory_stats(self._device)
+            self._before = self._accelerator.memory_allocated(self._device)
         self._began = perf_counter()
         try:
             with noting_resizes(self.meter):
                 yield
         finally:
-            if self._device is not None:
-                self._device_peak = torch.cuda.max_memory_allocated(self._device) - before
+            if self._device_peak is None:
+                self._note_device_peak()
+
+    def _note_device_peak(self) -> None:
+        if self._accelerator is not None:
+            self._device_peak = self._accelerator.max_memory_allocated(self._device) - self._before
 
     def facts(self, model: Module) -> RankMemory:
         """Return the peaks and the timeline of the block that built ``model``."""
         changes = self.meter.changes
         timeline = make_timeline(list(changes), self.meter.times, self._began)
         return replace(find_peaks(changes, model), device=self._device_peak, timeline=timeline)
+
+
+def _allocate_workspaces(device: torch.device) -> None:
+    """Let the libraries allocate what they keep for their products, 32 MiB for cuBLAS, so that it is no loader's."""
+    ones = torch.ones(8, 8, device=device)
+    torch.nn.functional.linear(ones @ ones, ones, ones[0])

@@ -21,6 +21,7 @@ from pytest_fsdp_meta.observers.clipping import ReferenceClipping
 from pytest_fsdp_meta.observers.gradients import gradient_norm
 from pytest_fsdp_meta.observers.inventory import named_tensors
 from pytest_fsdp_meta.observers.loading import loaded_subject
+from pytest_fsdp_meta.observers.memory import return_freed_memory
 from pytest_fsdp_meta.observers.optimizers import make_optimizer
 from pytest_fsdp_meta.observers.reference import (
     accumulate_as_ranks,
@@ -112,6 +113,7 @@ def record_noise(folder: str) -> Factors:
     noisy: _NoisySteps = current().state.pop("noise")
     for name, moved in noisy.moved.items():
         write_record(_noise_file(folder, name), moved.items())
+    return_freed_memory(current().device)
     return noisy.factors
 
 

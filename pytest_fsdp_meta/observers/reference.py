@@ -77,6 +77,7 @@ def record_reference(
     clean = _inventory(model, attributes)
     write_record(Path(path), _tensors(model))
     current().state["reference"] = model
+    return_freed_memory(current().device)
     differing = {
         name: facts
         for name, facts in poisoned.by_name.items()
@@ -176,7 +177,10 @@ def train_reference_again(recipe: Mapping[str, bytes], steps: int, folder: str) 
     restore(subject.model, Record(record_at(folder, "values")))
     optimizer = make_optimizer(subject)
     subject.clip_grad_norm = ReferenceClipping(recipe.get("clip_grad_norm"), subject.model, optimizer).clip
-    return tuple(train(subject, rank.device, range(steps), (0, 1), optimizer).losses)
+    losses = train(subject, rank.device, range(steps), (0, 1), optimizer).losses
+    del optimizer, subject
+    return_freed_memory(rank.device)
+    return tuple(losses)
 
 
 def accumulate_as_ranks(subject: Subject, optimizer: Optimizer, data_parallel_size: int) -> None:

@@ -18,7 +18,7 @@ from pytest_fsdp_meta.observers.author_step import run_author_step
 from pytest_fsdp_meta.observers.batches import batch_digest, count_labels, global_batch, loss_of, own_rows, scalar
 from pytest_fsdp_meta.observers.beside import Beside, make_beside, rates_of
 from pytest_fsdp_meta.observers.inventory import drop_gradients
-from pytest_fsdp_meta.observers.support.poison import deterministic
+from pytest_fsdp_meta.observers.support.reproducible import reproducible
 from pytest_fsdp_meta.worlds import SEED, doing
 
 
@@ -75,7 +75,7 @@ def train(
     beside: Beside | None = None,
     until_loss: bool = False,
 ) -> TrainingRun:
-    """Train the ``steps`` with dropout off, deterministic algorithms, and a seed per step.
+    """Train the ``steps`` with dropout off, reproducible arithmetic, and a seed per step.
 
     ``data_parallel`` is the (index, size) of the slice of each batch. Without an optimizer, because nothing is
     trainable, only the forward runs. What is ``beside`` the model is built where it is not given. With ``until_loss``,
@@ -86,7 +86,7 @@ def train(
     step_of = _plain_step if subject.train_step is None or optimizer is None else _author_step
     model.eval()  # switches dropout off, including F.dropout(training=self.training)
     drop_gradients(model)  # a loader may have run a warm-up backward
-    with deterministic():
+    with reproducible(device):
         for number, step in enumerate(steps):
             doing(f"training step {number + 1} of {len(steps)}")
             batch = global_batch(subject, step)

@@ -23,12 +23,13 @@ from pytest_fsdp_meta.observers.adapters.lookup import parts_of
 from pytest_fsdp_meta.observers.batches import batch_slice, global_batch, loss_of, model_splits, own_rows
 from pytest_fsdp_meta.observers.inventory import drop_gradients, named_tensors, reshard
 from pytest_fsdp_meta.observers.loading import loaded_subject
+from pytest_fsdp_meta.observers.memory import return_freed_memory
 from pytest_fsdp_meta.observers.module_watch import ModuleWatch, Watcher, describe_modules
 from pytest_fsdp_meta.observers.noise import coarsest_unit
 from pytest_fsdp_meta.observers.reference import declared_subject, restore
 from pytest_fsdp_meta.observers.support.nudges import Nudges
-from pytest_fsdp_meta.observers.support.poison import deterministic
 from pytest_fsdp_meta.observers.support.reference_record import Record, record_at
+from pytest_fsdp_meta.observers.support.reproducible import reproducible
 from pytest_fsdp_meta.observers.trace_comparison import Spill, TraceComparison, TracedReference
 from pytest_fsdp_meta.observers.trace_matching import Layout
 from pytest_fsdp_meta.observers.values import read_part
@@ -82,6 +83,7 @@ def trace_reference(
         return replace(empty, problem=_describe(error))
     finally:
         drop_gradients(model)
+        return_freed_memory(rank.device)
 
 
 def trace_rank(traced: TracedReference, trained: Collection[str], folder: str) -> RankTrace:
@@ -131,7 +133,7 @@ def _run_watched(subject: Subject, traced: TracedReference, rows: tuple[int, int
     watch = ModuleWatch(model, watcher, device)
     model.eval()
     drop_gradients(model)
-    with deterministic(), watch.watching():
+    with reproducible(device), watch.watching():
         batch = own_rows(global_batch(subject, traced.step), traced.step, rows, device)
         torch.manual_seed(SEED + traced.step)
         backward = traced.backward and any(parameter.requires_grad for parameter in model.parameters())

@@ -221,6 +221,32 @@ def test_memory_that_may_be_copies_of_shards_is_not_judged(unclear):
     assert found.reason.startswith("on rank 0, as many bytes as the model has were alive at a time")
 
 
+def on_gpus(evidence):
+    return replace(evidence, world=replace(evidence.world, device_type="cuda", backend="nccl"))
+
+
+def test_what_libraries_allocate_on_a_gpu_is_no_copy_of_a_tiny_model():
+    """cuBLAS alone keeps 32 MiB; the host's storages are known one by one, and count on GPUs as well."""
+    with_workspace = measured(RankMemory(host=0, device=WHOLE // 4 + 2**25))
+    assert verdict(PEAK, with_workspace).status == "failed", "on devices whose libraries allocate nothing"
+    found = verdict(PEAK, on_gpus(with_workspace))
+    assert found.status == "skipped"
+    assert found.reason == (
+        "the model has less than 67108864 bytes, which CUDA's libraries may take of a GPU by themselves"
+    )
+    held = on_gpus(measured(RankMemory(host=WHOLE, whole=ELEMENTS, device=WHOLE // 4 + 2**25)))
+    assert verdict(PEAK, held).status == "failed"
+
+
+def test_a_large_model_that_a_gpu_holds_whole():
+    sizes = {f"{letter}.weight": (2**21, 16) for letter in "abcdefgh"}
+    whole = sum(map(prod, sizes.values())) * WIDTH
+    evidence = on_gpus(stored(4, sizes))
+    loaded, held = RankMemory(0, device=whole // 2), RankMemory(0, device=whole + whole // 4)
+    assert verdict(PEAK, replace(evidence, memory=(loaded,) * 4)).status == "passed"
+    assert verdict(PEAK, replace(evidence, memory=(held,) * 4)).status == "failed"
+
+
 KEEPS = "every rank keeps nearly all of the model, so every rank has to hold it while loading"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -17,6 +18,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from pytest_fsdp_meta.evidence.collectives import Collective, FsdpGroup
+from pytest_fsdp_meta.observers import memory
 from pytest_fsdp_meta.observers.collectives import Recorder
 from pytest_fsdp_meta.observers.memory import POINTS, Meter, Peak, find_peaks, make_timeline
 from pytest_fsdp_meta.observers.step_collectives import observe_step, watching_step
@@ -342,6 +344,74 @@ def test_watching_does_not_change_results():
     plain = draw()
     with watching(Meter(), Recorder()):
         assert draw() == plain
+
+
+class Accelerator:
+    """What the memory of a device is asked with, without a device."""
+
+    def __init__(self) -> None:
+        self.allocated = self.peak = 100
+        self.calls: list[str] = []
+
+    def reset_peak_memory_stats(self, device: torch.device) -> None:
+        self.peak = self.allocated
+
+    def memory_allocated(self, device: torch.device) -> int:
+        return self.allocated
+
+    def max_memory_allocated(self, device: torch.device) -> int:
+        return self.peak
+
+    def empty_cache(self) -> None:
+        self.calls.append("empty_cache")
+
+    def allocate(self, size: int) -> None:
+        self.allocated += size
+        self.peak = max(self.peak, self.allocated)
+
+
+class _Operator:
+    """An operator that FSDP2 calls when it gathers."""
+
+    namespace = "fsdp"
+
+
+@pytest.fixture
+def accelerator(monkeypatch: pytest.MonkeyPatch) -> Accelerator:
+    fake = Accelerator()
+    monkeypatch.setattr(torch, "get_device_module", lambda device: fake)
+    monkeypatch.setattr(memory, "_allocate_workspaces", lambda device: fake.allocate(2**25))
+    return fake
+
+
+def test_the_peak_of_a_device_ends_where_that_of_the_host_does(accelerator: Accelerator):
+    """A loader may run a forward to warm up; what it gathers is no part of loading. Without a GPU: a fake one."""
+    peak = Peak(torch.device("cuda", 1))
+    with peak.measured():
+        accelerator.allocate(1000)
+        peak.meter.before(_Operator, (), {})
+        accelerator.allocate(5000)
+        peak.meter.before(_Operator, (), {})
+    assert peak.facts(nn.Module()).device == 1000, "without the workspaces of libraries"
+    with (peak := Peak(torch.device("cuda", 1))).measured():
+        accelerator.allocate(7)
+    assert peak.facts(nn.Module()).device == 7
+    assert Peak(torch.device("cpu")).facts(nn.Module()).device is None
+
+
+def test_a_device_gets_back_what_a_cycle_holds(accelerator: Accelerator):
+    class Node:
+        pass
+
+    node = Node()
+    node.itself = node
+    gone = weakref.ref(node)
+    del node
+    memory.return_freed_memory(torch.device("cuda", 0))
+    assert gone() is None
+    assert accelerator.calls == ["empty_cache"]
+    memory.return_freed_memory(torch.device("cpu"))
+    assert accelerator.calls == ["empty_cache"]
 
 
 def test_buffers_count_as_own_storages():

@@ -13,6 +13,7 @@ from importlib.util import find_spec
 import pytest
 
 from pytest_fsdp_meta.worlds import Engine, World, WorldError, WorldSpec, current
+from pytest_fsdp_meta.worlds.rank.host_collectives import OPERATORS, through_host
 from pytest_fsdp_meta.worlds.rank.rendezvous import SCHEMES
 from tests.conftest import Project
 from tests.ray.ray_help import cluster_of, engine_of
@@ -242,3 +243,32 @@ def test_errors_about_a_misused_process_group(project: Project) -> None:
         'ranks 0, 1 raised ValueError: fsdp.mesh does not exist with process_group="loader": the loader makes its own '
         "mesh",
     }
+
+
+def gather_and_reduce_through_the_host() -> list[bool]:
+    """Run each collective as torch does and through the host, which on a CPU is the same memory."""
+    import torch
+    import torch.distributed as dist
+
+    functional, group = torch.ops._c10d_functional, dist.group.WORLD.group_name
+    tensor = torch.arange(8.0).reshape(4, 2) * (1 + current().rank)
+    calls = {
+        "all_gather_into_tensor": (tensor, 2, group),
+        "all_gather_into_tensor_coalesced": ([tensor, tensor[:2]], 2, group),
+        "reduce_scatter_tensor": (tensor, "sum", 2, group),
+        "reduce_scatter_tensor_coalesced": ([tensor, tensor[:2]], "sum", 2, group),
+        "all_to_all_single": (tensor, [2, 2], [2, 2], group),
+    }
+    assert calls.keys() == set(OPERATORS)
+    same = []
+    for name, args in calls.items():
+        expected, found = getattr(functional, name)(*args), through_host(name)(*args)
+        lists = (expected, found) if isinstance(expected, list) else ([expected], [found])
+        same.append(all(map(torch.equal, (functional.wait_tensor(one) for one in lists[0]), lists[1])))
+    return same
+
+
+def test_collectives_through_the_host_give_the_same() -> None:
+    """Where GPUs share a gloo group, DTensors are gathered like this; no GPU is needed to compare the results."""
+    with World(WorldSpec({"dp": 2}), preload()) as ranks:
+        assert ranks.run(gather_and_reduce_through_the_host) == [[True] * len(OPERATORS)] * 2

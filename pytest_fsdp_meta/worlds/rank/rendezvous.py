@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from pytest_fsdp_meta.worlds.diagnosis import flight_recorder
 from pytest_fsdp_meta.worlds.failures import Misuse
-from pytest_fsdp_meta.worlds.rank import shapes
+from pytest_fsdp_meta.worlds.rank import host_collectives, shapes
 from pytest_fsdp_meta.worlds.rank.channel import Channel
 from pytest_fsdp_meta.worlds.spec import Place, WorldSpec
 
@@ -47,6 +47,8 @@ class Rank:
     """Anything to keep from one call of the world to the next."""
     _mesh: DeviceMesh | None = field(default=None, repr=False)
     _folder: Path = field(default=Path(), repr=False)
+    _library: object = field(default=None, repr=False)
+    """Implementations of operators, which torch uses as long as it is referenced."""
     _store: object = field(default=None, repr=False)
     """On rank 0: serves as long as it is referenced, because the loader's own process group meets there."""
 
@@ -128,6 +130,8 @@ def join(channel: Channel, spec: WorldSpec, place: Place, folder: Path) -> Rank:
             _serve(me, address, port, listener)
     if spec.simulated:
         return _join_alone(me, spec)
+    if device.type == "cuda" and spec.backend == "gloo":
+        me._library = host_collectives.use_host()
     if spec.process_group == "loader":
         watch_groups(address, port, place.rank, spec.size)
         return me
