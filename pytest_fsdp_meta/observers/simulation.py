@@ -40,9 +40,12 @@ NOT_MAPPED = re.compile(r"unable to mmap (\d+) bytes from file <(.+?)>: Cannot a
 STATUS = Path("/proc/self/status")
 WITHOUT_VALUES = (
     *("on meta tensors", "meta tensor", "Cannot copy out of", "materialized from meta device"),
-    "meta device type tensor",
+    *("meta device type tensor", "tensor with unallocated storage", "data-independent implementation does not exist"),
+    "no fake impl or Meta kernel",
 )
 """What torch says when a value of a meta tensor is asked for."""
+NO_AMOUNT = re.compile(r"$|Unable to allocate")
+"""What Python and numpy say when the system has no memory; a MemoryError of the author's own says what is missing."""
 ON_META = "build the model with torch.device('meta') and materialise its shards on fsdp.device"
 
 
@@ -118,7 +121,7 @@ def without_values(what: str, instead: str) -> Iterator[None]:
                 "memory for values; read fsdp.checkpoint_of_shapes(folder) instead, which has none"
             ) from error
         asked = NO_MEMORY.search(str(cause))
-        if asked or isinstance(cause, MemoryError):
+        if asked or (isinstance(cause, MemoryError) and NO_AMOUNT.match(str(cause))):
             amount = as_bytes(int(asked[1])) if asked else f"more than {as_bytes(MEMORY)}"
             raise Misuse(
                 f"{what} allocates {amount} ({user_line(cause)}), and simulated ranks have no memory for values; "

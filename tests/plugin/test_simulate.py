@@ -287,6 +287,18 @@ ASKING = {
         "model = load(fsdp); print(model[0].weight.to_local().numpy())",
         "the loader asks for a value of a tensor, which simulated ranks do not have (test_it.py:*): *numpy*",
     ),
+    "list": (
+        "print(torch.zeros(3, device=fsdp.device).tolist())",
+        "the loader asks for a value of a tensor, which simulated ranks do not have (test_it.py:*): *tolist*",
+    ),
+    "indices": (
+        "print(torch.zeros(3, device=fsdp.device).nonzero())",
+        "the loader asks for a value of a tensor, which simulated ranks do not have (test_it.py:*): *nonzero*",
+    ),
+    "comparison": (
+        "one = torch.zeros(3, device=fsdp.device); print(torch.equal(one, one.clone()))",
+        "the loader asks for a value of a tensor, which simulated ranks do not have (test_it.py:*): *equal*",
+    ),
     "object": (
         "objects = [None]; dist.broadcast_object_list(objects); model = objects[0]",
         "the loader calls torch.distributed.broadcast_object_list (test_it.py:*), which sends objects from rank to "
@@ -329,3 +341,17 @@ def test_loader(fsdp):
     result.assert_outcomes(errors=1)
     result.stdout.fnmatch_lines([f"shards_tile_the_tensor: error: {message}"])
     assert "Traceback" not in result.stdout.str()
+
+
+def test_a_memory_error_of_the_author_is_kept(project):
+    project.write(
+        "test_it.py",
+        f"""{LOADER}
+@fsdp_conformance(simulate=16, only=["shards_tile_the_tensor"])
+def test_loader(fsdp):
+    raise MemoryError("the pool of pinned buffers is empty")
+""",
+    )
+    result = project.run()
+    result.assert_outcomes(errors=1)
+    result.stdout.fnmatch_lines(["*: error: ranks 0, 15 raised MemoryError: the pool of pinned buffers is empty"])
