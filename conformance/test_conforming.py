@@ -43,6 +43,28 @@ def test_three_ranks(fsdp, path):
     return subject(load_sharded(path, fsdp.mesh, fsdp.device), path, rows=12)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("path", ["llama-tied", "llama-odd"], indirect=True)
+@fsdp_conformance(world_size=8)
+def test_eight_ranks(fsdp, path):
+    return subject(load_sharded(path, fsdp.mesh, fsdp.device), path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", ["llama"], indirect=True)
+@fsdp_conformance(mesh={"dp_replicate": 2, "dp_shard": 4})
+def test_hsdp_of_eight(fsdp, path):
+    return subject(load_sharded(path, fsdp.mesh, fsdp.device), path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", ["llama-bfloat16"], indirect=True)
+@fsdp_conformance(world_size=(1, 2))
+def test_long_batches_in_bfloat16(fsdp, path):
+    """2048 tokens: on GPUs, fast attention kernels accumulate the gradients of so many in an order that varies."""
+    return subject(load_sharded(path, fsdp.mesh, fsdp.device), path, rows=8, length=256)
+
+
 def freeze(model: torch.nn.Module, prefix: str) -> torch.nn.Module:
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not name.startswith(prefix))

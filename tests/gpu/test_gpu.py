@@ -1,4 +1,4 @@
-"""Worlds on GPUs, with NCCL and with gloo, where ranks may share a GPU. Run by ``make gpu``; skipped without a GPU."""
+"""Worlds on one GPU: NCCL with one rank, gloo with ranks that share it. Run by ``make gpu``; skipped without a GPU."""
 
 from __future__ import annotations
 
@@ -6,32 +6,19 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from pytest_fsdp_meta.worlds import ForkServerEngine, World, WorldError, WorldSpec, current
 from tests.conftest import Project
-from tests.world_help import preload
-
-
-@cache
-def gpus() -> int:
-    """Count the GPUs; not done when this module is imported, because ranks import it too."""
-    return ForkServerEngine().count_gpus()
+from tests.gpu.gpu_help import COLLECTIVES, check_collective, export, gpu_world, gpus, need, train
+from tests.world_help import ROOT, preload
 
 
 @pytest.fixture(autouse=True)
 def _needs_a_gpu() -> None:
-    if not gpus():
-        pytest.skip("torch finds no GPU")
-
-
-def world(size: int, backend: str, **given: Any) -> World:
-    devices = tuple(rank % gpus() for rank in range(size))
-    return World(WorldSpec({"dp_shard": size}, "cuda", backend, timeout=120.0, devices=devices, **given), preload())
+    need(1)
 
 
 def describe_devices() -> tuple[str, int, bool]:
@@ -41,45 +28,13 @@ def describe_devices() -> tuple[str, int, bool]:
     return str(rank.device), torch.cuda.current_device(), rank.mesh.device_type == "cuda"
 
 
-def check_collective(name: str) -> None:
-    """Run a collective that FSDP2 or checkpoints use, and check its result."""
-    import torch
-    import torch.distributed as dist
-
-    rank, device = current(), current().device
-    size = rank.world_size
-    local = torch.full((2,), float(rank.rank), device=device)
-    expected = torch.arange(size, device=device).float().repeat_interleave(2)
-    if name == "all_reduce":
-        dist.all_reduce(local)
-        assert local.tolist() == [sum(range(size))] * 2
-    elif name == "broadcast":
-        dist.broadcast(local, src=0)
-        assert local.tolist() == [0.0, 0.0]
-    elif name == "all_gather_into_tensor":
-        out = torch.empty(2 * size, device=device)
-        dist.all_gather_into_tensor(out, local)
-        assert torch.equal(out, expected)
-    elif name == "all_gather":
-        parts = [torch.empty(2, device=device) for _ in range(size)]
-        dist.all_gather(parts, local)
-        assert torch.equal(torch.cat(parts), expected)
-    elif name == "reduce_scatter_tensor":
-        out = torch.empty(2, device=device)
-        dist.reduce_scatter_tensor(out, torch.arange(2.0 * size, device=device))
-        assert out.tolist() == [2.0 * rank.rank * size, (2.0 * rank.rank + 1) * size]
-    else:
-        assert name == "barrier"
-        dist.barrier()
-
-
-COLLECTIVES = ("all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "barrier")
+SHARED = ("--fsdp-device=cuda", "--fsdp-backend=gloo")
 WORLDS = [(1, "nccl"), (2, "gloo"), (4, "gloo")]
 
 
 @pytest.mark.parametrize(("size", "backend"), WORLDS)
 def test_ranks_run_on_their_device(size: int, backend: str) -> None:
-    with world(size, backend) as ranks:
+    with gpu_world(size, backend) as ranks:
         indices = [rank % gpus() for rank in range(size)]
         assert ranks.run(describe_devices) == [(f"cuda:{index}", index, True) for index in indices]
 
@@ -87,47 +42,23 @@ def test_ranks_run_on_their_device(size: int, backend: str) -> None:
 @pytest.mark.parametrize("name", COLLECTIVES)
 @pytest.mark.parametrize(("size", "backend"), WORLDS)
 def test_collectives_give_the_right_result(size: int, backend: str, name: str) -> None:
-    with world(size, backend) as ranks:
+    with gpu_world(size, backend) as ranks:
         ranks.run(check_collective, name)
-
-
-@pytest.mark.parametrize("name", COLLECTIVES)
-def test_collectives_of_nccl_on_two_gpus(name: str) -> None:
-    if gpus() < 2:
-        pytest.skip("needs two GPUs")
-    with world(2, "nccl") as ranks:
-        ranks.run(check_collective, name)
-
-
-def train() -> list[float]:
-    """Train a sharded model for three steps and return the losses."""
-    import torch
-    from torch import nn
-    from torch.distributed.fsdp import fully_shard
-
-    rank = current()
-    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).to(rank.device)
-    for layer in model:
-        fully_shard(layer, mesh=rank.mesh)
-    fully_shard(model, mesh=rank.mesh)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    batch = torch.ones(3, 8, device=rank.device)
-    losses = []
-    for _ in range(3):
-        loss = model(batch).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
 
 
 @pytest.mark.parametrize(("size", "backend"), WORLDS)
 def test_a_sharded_model_trains(size: int, backend: str) -> None:
-    with world(size, backend) as ranks:
+    with gpu_world(size, backend) as ranks:
         losses = ranks.run(train)
     assert losses[0][0] > losses[0][-1]
     assert all(others == pytest.approx(losses[0]) for others in losses)
+
+
+@pytest.mark.parametrize(("size", "backend"), WORLDS)
+def test_a_sharded_model_is_exported(size: int, backend: str) -> None:
+    """The gathering of DTensors has no path for CUDA in gloo: it crashed unless it took the way through the host."""
+    with gpu_world(size, backend) as ranks:
+        assert ranks.run(export) == [True] * size
 
 
 def raise_on_rank_0() -> None:
@@ -157,17 +88,41 @@ def hold_memory() -> int:
     ("fault", "message"), [(raise_on_rank_0, "rank 0 raised RuntimeError: boom"), (kill_rank_0, "rank 0 was killed by")]
 )
 def test_a_failing_rank_is_reported(fault: Callable[[], None], message: str) -> None:
-    with world(2, "gloo") as ranks, pytest.raises(WorldError) as caught:
+    with gpu_world(2, "gloo") as ranks, pytest.raises(WorldError) as caught:
         ranks.run(fault)
     assert caught.value.summary.startswith(message)
 
 
 def test_memory_is_free_after_a_world_has_ended() -> None:
-    with world(1, "nccl") as ranks:
+    with gpu_world(1, "nccl") as ranks:
         during = ranks.run(hold_memory)[0]
-    with world(1, "nccl") as ranks:
+    with gpu_world(1, "nccl") as ranks:
         after = ranks.run(hold_memory)[0]
     assert after > during - 2**29, "the first world still holds its memory"
+
+
+def memory_after_a_reference() -> tuple[int, int]:
+    """Return the bytes that torch holds of the GPU with a model in a reference cycle, and after it was given back."""
+    import torch
+    from torch import nn
+
+    from pytest_fsdp_meta.observers.memory import return_freed_memory
+
+    device = current().device
+    model = nn.Linear(2**13, 2**13, device=device)
+    model.itself = [model]  # type: ignore[assignment]
+    del model
+    held = torch.cuda.memory_reserved(device)
+    return_freed_memory(device)
+    return held, torch.cuda.memory_reserved(device)
+
+
+def test_memory_of_the_reference_is_given_back() -> None:
+    """Rank 0 trains the whole reference on its GPU, where another rank may have its shard."""
+    with gpu_world(1, "nccl") as ranks:
+        held, kept = ranks.run(memory_after_a_reference)[0]
+    assert held >= 2**28
+    assert kept < 2**24
 
 
 ASKS_CUDA = """
@@ -248,6 +203,26 @@ def measure_peak() -> int:
     return device_bytes
 
 
+def readme_loader(without: str = "") -> str:
+    """Return README's example, without the lines that contain these words."""
+    lines = (ROOT / "examples" / "test_llama.py").read_text("utf-8").splitlines(keepends=True)
+    return "".join(line for line in lines if not without or without not in line)
+
+
+def test_the_readmes_loader_passes(project: Project) -> None:
+    project.write("test_llama.py", readme_loader())
+    result = project.run(*SHARED)
+    result.assert_outcomes(passed=result.parseoutcomes()["passed"], skipped=result.parseoutcomes()["skipped"])
+    result.stdout.fnmatch_lines(["*world of 2 (gloo on cuda)*"])
+
+
+def test_the_readmes_broken_loader_is_found(project: Project) -> None:
+    project.write("test_llama.py", readme_loader(without="rotary_emb = "))
+    result = project.run(*SHARED)
+    assert result.ret == 1
+    result.stdout.fnmatch_lines(["*model.rotary_emb.inv_freq, ranks 0, 1: never written*"])
+
+
 def draw_on_a_dtensor() -> list[float]:
     """Return this rank's shard of a weight that torch draws as a whole, with the same seed on every rank."""
     import torch
@@ -265,6 +240,6 @@ def draw_on_a_dtensor() -> list[float]:
 
 def test_a_draw_on_a_dtensor_is_one_draw_on_gpus():
     """On the CPU, both ranks draw the same numbers: there, drawn_weights_are_one_draw does not judge such loaders."""
-    with world(2, "gloo") as ranks:
+    with gpu_world(2, "gloo") as ranks:
         first, second = ranks.run(draw_on_a_dtensor)
     assert first != second
