@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from pytest_fsdp_meta import standin
 from pytest_fsdp_meta.catalogue import Catalogue
 from pytest_fsdp_meta.plugin import collection, evidence_items, loader_option, preloading, report_plugin
 from pytest_fsdp_meta.plugin.fixture_worlds import FixtureWorlds
@@ -50,6 +51,8 @@ class PluginSession:
 
     def start(self) -> None:
         """Read the checks, also those of conftest files, and prepare to collect the loader of ``--fsdp-loader``."""
+        if self.settings.device == standin.NAME and not collection.runs_nothing(self._config):
+            _build_standin(self._config)
         self.listener.start_debugger()
         self._check_plugins = tuple(impl.plugin for impl in self._config.hook.pytest_fsdp_checks.get_hookimpls())
         self.catalogue = self.loaders.catalogue = collection.read_catalogue(self._config)
@@ -82,6 +85,15 @@ class PluginSession:
 
 
 SESSION = pytest.StashKey[PluginSession]()
+
+
+def _build_standin(config: pytest.Config) -> None:
+    """Compile the stand-in device if that was not done before; with pytest-xdist, the controller does it."""
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    try:
+        standin.prepare(reporter.write_line if reporter else lambda line: None)
+    except standin.Unavailable as error:
+        raise pytest.UsageError(f"--fsdp-device={standin.NAME}: {error}") from None
 
 
 def _engine(settings: Settings) -> Engine:

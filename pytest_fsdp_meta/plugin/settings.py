@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
+from pytest_fsdp_meta import standin
 from pytest_fsdp_meta.reports.io import FILE, PAGE
 from pytest_fsdp_meta.worlds import SCOPES
 
-DEVICES = ("auto", "cpu", "cuda")
+DEVICES = ("auto", "cpu", "cuda", standin.NAME)
 BACKENDS = ("auto", "gloo", "nccl")
 ENGINES = ("local", "ray")
 FAIL_ON = ("failure", "regression", "any")
@@ -208,9 +209,10 @@ OPTIONS = (
     ),
     Option(
         "device",
-        "device type of the ranks: auto (default: cuda if there is a GPU for every rank, else cpu), cpu or cuda",
+        "device type of the ranks: auto (default: cuda if there is a GPU for every rank, else cpu), cpu, cuda, or "
+        "standin, a device in the host's memory that does not mix with the CPU (compiled once, with a C++ compiler)",
         _one_of(DEVICES),
-        "choose auto, cpu or cuda",
+        "choose auto, cpu, cuda or standin",
         "DEVICE",
     ),
     Option(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pytest_fsdp_meta import standin
+
 MOST_RANKS = 1024
 """The largest world: each rank is a process of some 50 MB, and a mistyped size should not take machines down."""
 
@@ -19,8 +21,13 @@ def choose(
         raise ValueError("--fsdp-backend=nccl runs on cuda only; use --fsdp-backend=gloo with --fsdp-device=cpu")
     if device == "cuda" and not gpus:
         raise ValueError(f"--fsdp-device=cuda: {here} has no GPU that torch can use; use cpu or auto")
-    if backend == "nccl" and not gpus:
+    if backend == "nccl" and not gpus and device != standin.NAME:
         raise ValueError(f"--fsdp-backend=nccl: {here} has no GPU that torch can use; use gloo or auto")
+    if device == standin.NAME:
+        if backend == "nccl" or require_gpu:
+            option = "--fsdp-backend=nccl" if backend == "nccl" else "--fsdp-require-gpu"
+            raise ValueError(f"{option}: --fsdp-device={device} needs no GPU, and uses gloo; leave one of them out")
+        return device, "gloo"
     shares = backend == "gloo" and device == "cuda"
     if (device == "cuda" or backend == "nccl") and not shares and size > gpus:
         raise ValueError(

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from math import prod
 from numbers import Integral
 
+from pytest_fsdp_meta import standin
+
 DEFAULT_MESH_DIM = "dp_shard"
 NODE = 8
 """Ranks of a node, where nodes are simulated."""
@@ -55,6 +57,11 @@ class WorldSpec:
     @property
     def size(self) -> int:
         return prod(self.mesh.values())
+
+    @property
+    def on_gpus(self) -> bool:
+        """Whether its ranks need GPUs, which worlds share; the stand-in device is memory of the host."""
+        return self.device_type not in ("cpu", standin.NAME)
 
     @property
     def environ(self) -> dict[str, str]:

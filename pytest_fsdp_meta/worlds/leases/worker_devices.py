@@ -92,10 +92,10 @@ class WorkerDevices:
             yield before
 
     def _leases_for(self, spec: WorldSpec) -> Leases:
-        if spec.device_type == "cpu":
-            kind, names = "slot", tuple(map(str, range(self._slots)))
-        else:
+        if spec.on_gpus:
             kind, names = "GPU", gpu_names(self._gpus or 0)
+        else:
+            kind, names = "slot", tuple(map(str, range(self._slots)))
         if (kind, names) not in self._leases:
             self._leases[kind, names] = Leases(self._run_folder(), kind, names, self._worker)
         return self._leases[kind, names]
@@ -155,7 +155,7 @@ def assign_devices(spec: WorldSpec, lease: Lease) -> WorldSpec:
 
     A local rank is then the index of its GPU. If there are fewer GPUs, gloo ranks share them.
     """
-    if spec.device_type == "cpu":
+    if not spec.on_gpus:
         return spec
     leased = tuple(unquote(lease.names[device]) for device in lease.devices)
     devices = tuple(rank % len(leased) for rank in range(spec.size))

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlsplit
 
+from pytest_fsdp_meta import standin
 from pytest_fsdp_meta.worlds.diagnosis import flight_recorder
 from pytest_fsdp_meta.worlds.failures import Misuse
 from pytest_fsdp_meta.worlds.rank import host_collectives, shapes
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 SEED = 20240229
-COMPOSITE = {"nccl": "cpu:gloo,cuda:nccl"}
+COMPOSITE = {("cuda", "nccl"): "cpu:gloo,cuda:nccl", (standin.NAME, "gloo"): standin.BACKEND}
 """What torch makes of a group without a backend, as under torchrun: collectives of CPU tensors work as well."""
 SCHEMES = ("env", "tcp")
 """URL schemes of ``init_process_group`` that can lead to the store of the world."""
@@ -111,8 +112,8 @@ def join(channel: Channel, spec: WorldSpec, place: Place, folder: Path) -> Rank:
     import torch.distributed as dist
 
     _limit_threads()
-    seed(spec.device_type)
     device = _select_device(spec, place)
+    seed(spec.device_type)
     listener = None
     if place.rank == spec.ranks[0]:
         # Port 0: the system picks a free one, so two runs on one machine never meet.
@@ -136,7 +137,7 @@ def join(channel: Channel, spec: WorldSpec, place: Place, folder: Path) -> Rank:
         watch_groups(address, port, place.rank, spec.size)
         return me
     dist.init_process_group(
-        COMPOSITE.get(spec.backend, spec.backend),
+        COMPOSITE.get((spec.device_type, spec.backend), spec.backend),
         store=_connect(me, address, port, file),
         rank=place.rank,
         world_size=spec.size,
@@ -221,11 +222,16 @@ def _select_device(spec: WorldSpec, place: Place) -> torch.device:
     import torch
 
     index = spec.devices[place.rank] if spec.devices else place.local_rank
-    device = torch.device(spec.device_type, index) if spec.device_type != "cpu" else torch.device("cpu")
-    if device.type == "cuda":
+    if spec.device_type == "cpu":
+        return torch.device("cpu")
+    if spec.device_type == standin.NAME:
+        standin.prepare()  # on other machines than the parent's, it may not have been built yet
+        standin.activate(place.local_size)
+    else:
         # Before CUDA starts: without it cuBLAS may give other bits for the same product.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.cuda.set_device(device)
+    device = torch.device(spec.device_type, index)
+    torch.get_device_module(device).set_device(device)
     return device
 
 

@@ -148,7 +148,7 @@ class RayEngine:
         return time.monotonic() - self._reserved_at > HOLD and self._running.is_wanted()
 
     def _gpus_per_rank(self, spec: WorldSpec) -> float:
-        if spec.device_type == "cpu":
+        if not spec.on_gpus:
             return 0.0
         gpus = self.count_gpus()
         # Ray counts in steps of 0.0001. Rounded down, because otherwise the ranks that share a GPU would not fit on it.
