@@ -33,6 +33,7 @@ class LoaderJudge:
         mesh: Mapping[str, int],
         checks: Collection[str] = (),
         simulated: bool = False,
+        device: str = "cpu",
         **arguments: Any,
     ) -> Verdicts:
         """Call ``function`` with ``fsdp`` and the arguments on every rank, and return the verdict of every check.
@@ -40,7 +41,7 @@ class LoaderJudge:
         With ``checks``, only what these checks and the more basic ones read is observed; the checks that read anything
         else are skipped.
         """
-        return judge_all(self.observe(function, mesh, checks, simulated=simulated, **arguments))
+        return judge_all(self.observe(function, mesh, checks, simulated=simulated, device=device, **arguments))
 
     def trace(
         self, function: Callable[..., Any], mesh: Mapping[str, int], checks: Collection[str] = (), **arguments: Any
@@ -55,10 +56,12 @@ class LoaderJudge:
         checks: Collection[str] = (),
         localise: bool = False,
         simulated: bool = False,
+        device: str = "cpu",
         timeout: float = 120,
         **arguments: Any,
     ) -> Evidence:
-        spec = WorldSpec(mesh, timeout=timeout, simulated=choose_simulated(mesh) if simulated else ())
+        ranks = choose_simulated(mesh) if simulated else ()
+        spec = WorldSpec(mesh, device, timeout=timeout, simulated=ranks)
         trial = Trial(spec, self._preload, steps=3, tolerance={}, localise=localise)
         catalogue = built_in()
         wanted = catalogue.observations(checks or catalogue.ids())

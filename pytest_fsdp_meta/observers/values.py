@@ -141,7 +141,7 @@ def measure(
     other, because copies of large tensors take more time and memory than the sums.
     """
     vectors = [tensor.flatten() for tensor in (actual, expected, *(since or ()))]
-    sums = torch.zeros(4, dtype=torch.float64)
+    sums = torch.zeros(4, dtype=torch.float64, device=actual.device)
     for start in range(0, vectors[0].numel(), SLICE):
         ours, theirs, *before = (vector[start : start + SLICE].double() for vector in vectors)
         if before:

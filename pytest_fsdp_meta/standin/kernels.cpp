@@ -10,6 +10,10 @@
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/convolution.h>
 #include <ATen/ops/convolution_backward.h>
+#include <ATen/ops/bernoulli.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/histc.h>
+#include <ATen/ops/ones_like.h>
 #include <ATen/ops/resize_native.h>
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/unfold_native.h>
@@ -317,6 +321,22 @@ std::tuple<Tensor, Tensor, Tensor> convolution_backward(const Tensor& gradient, 
   return {raised(of_input), raised(of_weight), raised(of_bias)};
 }
 
+// CUDA counts integers, for example tokens per expert; the CPU's kernel does not.
+Tensor histc(const Tensor& self, int64_t bins, const at::Scalar& low, const at::Scalar& high) {
+  auto host = as_cpu(self);
+  auto counted = at::isIntegralType(host.scalar_type(), false) ? host.to(at::kDouble) : host;
+  return as_standin(at::histc(counted, bins, low, high).to(host.scalar_type()), self.device().index());
+}
+
+// The CPU's kernel takes no generator: it would draw from the CPU's.
+std::tuple<Tensor, Tensor> native_dropout(const Tensor& self, double p, std::optional<bool> train) {
+  if (self.numel() == 0 || !train.value_or(true) || p == 0) {
+    return {self.clone(), at::ones_like(self, self.options().dtype(at::kBool))};
+  }
+  auto kept = at::empty_like(self, self.options().dtype(at::kBool)).bernoulli_(1 - p);
+  return {self.mul(kept).mul(p == 1 ? 0.0 : 1 / (1 - p)), kept};
+}
+
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&on_cpu>()); }
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
@@ -338,6 +358,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_has_compatible_shallow_copy_type", has_compatible_shallow_copy_type);
   m.impl("convolution_overrideable", convolution);
   m.impl("convolution_backward_overrideable", convolution_backward);
+  m.impl("histc", histc);
+  m.impl("native_dropout", native_dropout);
   // torch decomposes these for other devices than the CPU and CUDA, with other rounding.
   m.impl("native_layer_norm", torch::CppFunction::makeFromBoxedFunction<&on_cpu>());
 }

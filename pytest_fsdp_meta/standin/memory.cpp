@@ -4,9 +4,9 @@
 #include "standin.h"
 
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/EmptyTensor.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
-#include <ATen/ops/empty.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
@@ -216,7 +216,8 @@ struct Generator final : c10::GeneratorImpl {
     offset_ = words[1];
   }
   c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
-    auto state = at::empty({sizeof(uint64_t) * 2}, at::TensorOptions().dtype(at::kByte).device(at::kCPU));
+    // Not at::empty, which gives a tensor without memory under torch's FakeTensorMode.
+    auto state = at::detail::empty_cpu({sizeof(uint64_t) * 2}, at::kByte, {}, {}, {}, {});
     uint64_t words[2] = {seed_, offset_};
     std::memcpy(state.data_ptr(), words, sizeof(words));
     return state.getIntrusivePtr();
