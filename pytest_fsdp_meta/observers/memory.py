@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,8 +28,17 @@ POINTS = 200
 """Most points of a timeline: a chart is hardly wider in pixels, and a report has one timeline per rank."""
 COPIES = 2
 """Times that a loader may hold its shards: in the model, and in the tensors that it copies into the model."""
-Change = tuple[int, int, int]
-"""Bytes before, bytes after and bytes per element of a storage that was allocated, freed or resized."""
+HOST = "cpu"
+META = "meta"
+
+
+class Change(NamedTuple):
+    """Bytes before, bytes after and bytes per element of a storage that was allocated, freed or resized."""
+
+    before: int
+    after: int
+    width: int
+    on_host: bool = True
 
 
 def return_freed_memory(device: torch.device) -> None:
@@ -51,7 +60,7 @@ def accelerator_of(device: torch.device) -> Any:
 
 
 class Meter:
-    """A watcher that logs the size changes of the host storages of this process' tensors.
+    """A watcher that logs the size changes of the storages of this process' tensors, on the host and on its device.
 
     Storages are tracked by weak references. An existing storage counts from the first operation that uses it, so
     weights that a file reader allocates count as soon as the loader does anything with them.
@@ -65,7 +74,8 @@ class Meter:
         """Called when the rest of the block no longer counts as loading."""
         self._over = False
         self._sizes: dict[int, int] = {}
-        self._element_sizes: dict[int, int] = {}
+        self._kinds: dict[int, tuple[int, bool]] = {}
+        """Bytes per element, and whether it is on the host."""
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._files = MappedFiles()
         self._lock = threading.RLock()  # reentrant: garbage collection may free a storage while the lock is held
@@ -89,15 +99,16 @@ class Meter:
                 self._log_size(id(storage), storage.nbytes())
 
     def _track(self, tensor: Tensor, maybe_mapped: bool) -> None:
-        if self._over or tensor.device.type != "cpu":
+        if self._over or tensor.device.type == META:
             return
         storage = tensor.untyped_storage()
         key = id(storage)
         with self._lock:
             if key not in self._sizes:
-                mapped = maybe_mapped and self._is_mapped(storage)
+                on_host = tensor.device.type == HOST
+                mapped = maybe_mapped and on_host and self._is_mapped(storage)
                 self._references[key] = weakref.ref(storage, self._forget_callback(key))
-                self._sizes[key], self._element_sizes[key] = 0, tensor.element_size()
+                self._sizes[key], self._kinds[key] = 0, (tensor.element_size(), on_host)
                 self._log_size(key, 0 if mapped else storage.nbytes())
             elif self._sizes[key] and self._sizes[key] != storage.nbytes():
                 self._log_size(key, storage.nbytes())  # an operator resized it
@@ -111,13 +122,13 @@ class Meter:
         def forget(_: object) -> None:
             with self._lock:
                 self._log_size(key, 0)
-                del self._sizes[key], self._element_sizes[key], self._references[key]
+                del self._sizes[key], self._kinds[key], self._references[key]
 
         return forget
 
     def _log_size(self, key: int, size: int) -> None:
         if size != self._sizes[key]:
-            self.changes.append((self._sizes[key], size, self._element_sizes[key]))
+            self.changes.append(Change(self._sizes[key], size, *self._kinds[key]))
             self.times.append(perf_counter())
             self._sizes[key] = size
 
@@ -140,21 +151,22 @@ def noting_resizes(meter: Meter) -> Iterator[None]:
 
 
 def find_peaks(changes: Iterable[Change], model: Module) -> RankMemory:
-    """Return the peaks of the memory that a loader held for this model."""
+    """Return the peaks of the memory that a loader held for this model, on the host and on the device together."""
     whole, shards = _count_sizes(model)
     model_bytes = sum(tensor.numel() * tensor.element_size() for tensor in _non_empty_parameters(model))
     peaks = RankMemory(0)
-    alive = held_whole = beyond = 0
+    alive = host = held_whole = beyond = 0
     elements: Counter[int] = Counter()
     sizes: Counter[int] = Counter()
-    for before, after, width in changes:
+    for before, after, width, on_host in changes:
         for size, change in ((before, -1), (after, 1)):
             alive += change * size
+            host += change * size if on_host else 0
             # At most as many storages of one size count as there are whole parameters of that size.
             held_whole += size // width * _step(elements, size // width, change, whole[size // width])
             beyond += change * size - size * _step(sizes, size, change, COPIES * shards[size])
         peaks = RankMemory(
-            host=max(peaks.host, alive),
+            host=max(peaks.host, host),
             whole=max(peaks.whole, held_whole),
             beyond=max(peaks.beyond, beyond if alive >= model_bytes else 0),
         )
@@ -162,15 +174,16 @@ def find_peaks(changes: Iterable[Change], model: Module) -> RankMemory:
 
 
 def make_timeline(changes: Iterable[Change], times: Sequence[float], began: float) -> tuple[tuple[float, int], ...]:
-    """Return (seconds since ``began``, bytes alive) of every change.
+    """Return (seconds since ``began``, bytes alive on the host) of every change there.
 
     Where there are more than ``POINTS`` changes, return the highest of each interval and the last one.
     """
     alive = 0
     points = []
-    for (before, after, _), time in zip(changes, times, strict=False):  # storages may be freed meanwhile
-        alive += after - before
-        points.append((round(time - began, 4), alive))
+    for (before, after, _, on_host), time in zip(changes, times, strict=False):  # storages may be freed meanwhile
+        if on_host:
+            alive += after - before
+            points.append((round(time - began, 4), alive))
     if len(points) <= POINTS:
         return tuple(points)
     interval = points[-1][0] / (POINTS - 1) or 1

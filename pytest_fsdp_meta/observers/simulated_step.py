@@ -145,7 +145,7 @@ def _has_rows(value: Any) -> bool:
 
 def _peak(meter: Meter) -> int:
     alive = most = 0
-    for before, after, _ in meter.changes:
+    for before, after, *_ in meter.changes:
         alive += after - before
         most = max(most, alive)
     return most

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from pytest_fsdp_meta.evidence.collectives import Collective, FsdpGroup
 from pytest_fsdp_meta.observers import memory
 from pytest_fsdp_meta.observers.collectives import Recorder
-from pytest_fsdp_meta.observers.memory import POINTS, Meter, Peak, find_peaks, make_timeline
+from pytest_fsdp_meta.observers.memory import POINTS, Change, Meter, Peak, find_peaks, make_timeline
 from pytest_fsdp_meta.observers.step_collectives import observe_step, watching_step
 from pytest_fsdp_meta.observers.support.mapped import MAPS, MappedFiles
 from pytest_fsdp_meta.observers.support.watching import watching
@@ -245,7 +245,7 @@ def test_peak_of_the_memory_alive():
     assert find_peaks(meter.changes, model).host == 3 * 1024
     before = len(meter.changes)
     del model
-    assert sum(after - size for size, after, _ in meter.changes) == 0
+    assert sum(change.after - change.before for change in meter.changes) == 0
     assert len(meter.changes) > before
 
 
@@ -256,7 +256,7 @@ def largest_storage_of_a_new_operation() -> int:
     with watching(meter):
         kept = torch.zeros_like(whole)
     assert kept.shape == whole.shape
-    return max(after for _, after, _ in meter.changes)
+    return max(change.after for change in meter.changes)
 
 
 def test_fake_tensors_of_dtensor_do_not_count():
@@ -279,7 +279,7 @@ def test_a_thread_that_outlives_the_block_is_left_alone():
         seen = len(meter.changes)
         kept = pool.submit(torch.ones, KIB).result()
     assert len(kept) == KIB
-    assert len([size for _, size, _ in meter.changes if size == 4 * KIB]) == 0
+    assert len([change for change in meter.changes if change.after == 4 * KIB]) == 0
     assert seen
 
 
@@ -302,8 +302,8 @@ def test_a_mapped_checkpoint_does_not_count(tmp_path: Path, mapped: bool, expect
     with watching(meter):
         loaded = torch.load(tmp_path / "a.pt", mmap=mapped)["a"]
         loaded[:2].sum()
-    assert max(after for _, after, _ in meter.changes) >= expected
-    assert sum(after for _, after, _ in meter.changes if after == 4096) == expected
+    assert max(change.after for change in meter.changes) >= expected
+    assert sum(change.after for change in meter.changes if change.after == 4096) == expected
 
 
 def test_a_slice_of_a_mapped_file_is_recognised(tmp_path: Path):
@@ -320,12 +320,12 @@ def test_a_slice_of_a_mapped_file_is_recognised(tmp_path: Path):
 
 def test_whole_parameters_are_distinguished_from_shards():
     model = nn.ParameterList([torch.empty(8), torch.empty(8), torch.empty(4)])
-    whole = [(0, 32, 4), (0, 32, 4), (0, 16, 4)]
+    whole = [Change(0, 32, 4), Change(0, 32, 4), Change(0, 16, 4)]
     assert find_peaks(whole, model).whole == 20
-    assert find_peaks([*whole, (32, 0, 4), (0, 32, 4)], model).whole == 20
-    assert find_peaks([(0, 16, 2), (0, 16, 2), (0, 8, 2)], model).whole == 20  # in another dtype
-    assert find_peaks([(0, 16, 4)] * 5, model).whole == 4  # halves
-    assert find_peaks([(0, 32, 4)] * 3, model).whole == 16
+    assert find_peaks([*whole, Change(32, 0, 4), Change(0, 32, 4)], model).whole == 20
+    assert find_peaks([Change(0, 16, 2), Change(0, 16, 2), Change(0, 8, 2)], model).whole == 20  # in another dtype
+    assert find_peaks([Change(0, 16, 4)] * 5, model).whole == 4  # halves
+    assert find_peaks([Change(0, 32, 4)] * 3, model).whole == 16
 
 
 def test_an_exception_passes_and_leaves_nothing_behind():
@@ -417,9 +417,17 @@ def test_a_device_gets_back_what_a_cycle_holds(accelerator: Accelerator):
 def test_buffers_count_as_own_storages():
     model = nn.Module()
     model.register_buffer("table", torch.empty(1000))
-    assert find_peaks([(0, 4000, 4)] * 2, model).beyond == 0
-    assert find_peaks([(0, 4000, 4)] * 3, model).beyond == 4000
-    assert find_peaks([(0, 4000, 4)] * 2, nn.Module()).beyond == 8000
+    assert find_peaks([Change(0, 4000, 4)] * 2, model).beyond == 0
+    assert find_peaks([Change(0, 4000, 4)] * 3, model).beyond == 4000
+    assert find_peaks([Change(0, 4000, 4)] * 2, nn.Module()).beyond == 8000
+
+
+def test_what_is_on_the_device_counts_but_not_for_the_host():
+    model = nn.ParameterList([torch.empty(8), torch.empty(8)])
+    on_device = Change(0, 32, 4, on_host=False)
+    peaks = find_peaks([Change(0, 32, 4), on_device], model)
+    assert (peaks.host, peaks.whole) == (32, 16)
+    assert make_timeline([on_device, Change(0, 32, 4)], [11.0, 12.0], began=10) == ((2.0, 32),)
 
 
 def test_a_timeline_of_the_memory_alive():
@@ -437,9 +445,9 @@ def test_a_timeline_of_the_memory_alive():
 
 
 def test_a_long_timeline_keeps_its_highest_and_its_last():
-    changes = [(0, 8, 4), (8, 0, 4)] * 5000
-    changes[6000] = (0, 4096, 4)
-    changes[6001] = (4096, 0, 4)
+    changes = [Change(0, 8, 4), Change(8, 0, 4)] * 5000
+    changes[6000] = Change(0, 4096, 4)
+    changes[6001] = Change(4096, 0, 4)
     timeline = make_timeline(changes, [10 + 0.001 * index for index in range(len(changes))], began=10)
     assert len(timeline) == POINTS
     assert max(timeline, key=lambda one: one[1]) == (6.0, 4096)

@@ -24,8 +24,6 @@ FEW = 3
 """Number of largest tensors that a loader may hold at a time: a full tensor, its copy, and the next one."""
 SLACK = 1.5
 """Factor by which a storage may exceed its tensors: flat buffers are padded; a full tensor is at least 2 shards."""
-WORKSPACES = 2**26
-"""Bytes of a GPU that CUDA's libraries may allocate while they load; the peak of a smaller model says nothing there."""
 LEAST = 512
 """Bytes by which storages may exceed their tensors in total; alignment explains less."""
 
@@ -109,7 +107,6 @@ class _Sizes:
     """The largest tensor, buffers included: they are copied while loading as well."""
     kept: int
     """The parameters that the rank keeps after loading."""
-    buffers: int
     two: int
     """Number of elements of the two largest tensors: the one being read and the one before it."""
 
@@ -140,10 +137,7 @@ def load_peak_memory_bounded(view: View) -> Iterable[Finding]:
         )
     if declared >= set(judged):
         raise NotJudged("Subject(whole_while_loading=...) allows every rank to hold the whole model")
-    # The allocator of a device counts all; the storages of the host are known one by one.
-    small = view.evidence.world.device_type == "cuda" and all(size.whole < WORKSPACES for size in sizes.values())
-    measured = [replace(rank, device=None) for rank in memory] if small else memory
-    held = {rank: _held_whole(measured[rank], sizes[rank]) for rank in judged if rank not in declared}
+    held = {rank: _held_whole(memory[rank], sizes[rank]) for rank in judged if rank not in declared}
     ranks = tuple(rank for rank, whole in held.items() if whole)
     if ranks:
         first = memory[ranks[0]]
@@ -158,10 +152,6 @@ def load_peak_memory_bounded(view: View) -> Iterable[Finding]:
             f"on {name_ranks(unknown)}, as many bytes as the model has were alive at a time, but they may be copies "
             "of shards; more ranks make the difference clear"
         )
-    if small and not ranks:
-        raise NotJudged(
-            f"the model has less than {WORKSPACES} bytes, which CUDA's libraries may take of a GPU by themselves"
-        )
 
 
 def _advise(ranks: Collection[int], world: Collection[int]) -> Explanation:
@@ -170,13 +160,13 @@ def _advise(ranks: Collection[int], world: Collection[int]) -> Explanation:
 
 
 def _held_whole(memory: RankMemory, sizes: _Sizes) -> bool | None:
-    """Return whether the rank held the whole model; None if it may have been copies of shards."""
+    """Return whether the rank held the whole model; None if it may have been copies of shards.
+
+    What the allocator of a device counts says less: the state of an optimizer, and what libraries of CUDA keep.
+    """
     few = FEW * sizes.largest
     if memory.whole >= FULL * sizes.elements or memory.beyond > sizes.kept + few:
         return True
-    device = (memory.device or 0) - sizes.buffers
-    if device >= sizes.whole:
-        return True if device > 2 * sizes.kept + few else None
     return None if memory.beyond > few else False
 
 
@@ -189,6 +179,5 @@ def _sizes(rank: RankInventory) -> _Sizes:
         elements=sum(prod(tensor.shape) for tensor in distinct),
         largest=max([*whole, *buffers], default=0),
         kept=sum(tensor.numel * tensor.width for tensor in distinct if not tensor.on_meta),
-        buffers=sum(buffers),
         two=sum(sorted(prod(tensor.shape) for tensor in distinct)[-2:]),
     )
