@@ -544,6 +544,16 @@ def test_a_mesh_of_one_rank_does_not_shard():
         assert MIDDLE in [finding.tensor for finding in found]
 
 
+def test_a_mesh_of_one_rank_under_the_loaders_own_name_does_not_shard():
+    """lightning's ModelParallelStrategy has as many data-parallel ranks as nodes, unless it is told otherwise."""
+    found = whole(all_on(healthy(), {"data_parallel": 1}, "S(0)")).findings
+    assert {(f.ranks, f.actual, f.expected) for f in found} == {
+        ((0, 1), "S(0) on mesh data_parallel=1", "sharded over dp_shard=2")
+    }
+    tensor_parallel = place(all_on(healthy(), {"data_parallel": 1}, "S(0)"), MIDDLE, {"model": 2}, "S(0)")
+    assert whole(tensor_parallel).status == "passed", "all ranks are in use"
+
+
 def test_a_dimension_of_half_the_size():
     evidence = place(healthy(4), MIDDLE, {"dp_shard": 2}, "S(0)")
     assert findings_of(verdict(PLACEMENTS, evidence)) == [

@@ -18,13 +18,15 @@ def data_dims(view: View) -> dict[str | None, int]:
     """Return the sizes of the mesh dimensions that shard or replicate parameters.
 
     They come from the meshes of the parameters, because a loader may create its own. Dimensions of the world's mesh
-    are added if the world has enough ranks for them too: the loader may have forgotten one or made it too small.
+    are added if the world has enough ranks for them too: the loader may have forgotten one or made it too small. They
+    are also added if the loader's meshes have one rank each, under any names: it sharded over nothing.
     """
     world = view.evidence.world
     tensors = (t for rank in view.evidence.inventory for t in rank.tensors if t.kind == "parameter")
     meshes = {tensor.mesh: None for tensor in tensors if tensor.mesh is not None and not _of_experts(tensor.mesh)}
     sizes = [pair for mesh in meshes for pair in zip(mesh.dims, mesh.shape, strict=True)]
-    if not sizes or any(pair[0] == name for name, _ in world.mesh for pair in sizes):
+    alone = all(size == 1 for _, size in sizes)
+    if alone or any(pair[0] == name for name, _ in world.mesh for pair in sizes):
         fits = ((n, s) for n, s in world.mesh if all(_has_room(mesh, n, s, world.size) for mesh in meshes))
         sizes = [*fits, *sizes]
     dims: dict[str | None, int] = {}
@@ -161,7 +163,7 @@ def _forgotten(tensor: TensorFacts, dims: dict[str | None, int], shards: bool, w
         # Two meshes may cover the same ranks; then the world has no ranks left for both dimensions.
         if name is None or _size(tensor.mesh, name) >= size or not _has_room(tensor.mesh, name, size, world):
             continue
-        as_well = "" if name in tensor.mesh.dims else " as well"
+        as_well = "" if name in tensor.mesh.dims or max(tensor.mesh.shape) == 1 else " as well"
         if _role(name) == "shard":
             return Mismatch(describe_placements(tensor), f"{SHARDED} {name}={size}{as_well}")
         # FSDP2 reduces gradients over the dimensions of its own mesh only; DDP over TP reduces by itself.
