@@ -18,8 +18,8 @@ FAST = ("hybrid", "offloaded_to_the_cpu", "uneven_and_empty_shards", "sharded_an
 """Forms in make conformance; make slow has all."""
 NAMED = ("NVIDIA-NeMo/Automodel#2146", "vllm-project/speculators#314")
 REPORTED = {name: pair for name, pair in PAIRS.items() if pair.pull_request in NAMED}
-MORE_MEMORY = "load_peak_memory_bounded"
-"""The device counts all memory, the host storages alone: what copies of shards may explain is judged otherwise."""
+DIFFERENT = {"head_drawn_as_a_dtensor": {"drawn_weights_are_one_draw"}}
+"""Where the device is judged and the CPU is not: DTensor makes one draw of all parts on accelerators only."""
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -52,12 +52,13 @@ def test_on_the_cpu_there_is_no_wrong_device(name, checkpoint, judge_loader):
 def test_a_form_gets_the_verdicts_of_the_cpu(name, checkpoint, judge_loader):
     form = FORMS[name]
     path = checkpoint(form.architecture) if form.architecture else None
-    on_cpu, on_device = (
-        judge_loader(form.load, form.mesh, device=device, path=path) for device in ("cpu", standin.NAME)
-    )
+    on_device = judge_loader(form.load, form.mesh, device=standin.NAME, path=path)
     assert problems_of(on_device) == {}
-    statuses = [{id: v.status for id, v in found.items() if id != MORE_MEMORY} for found in (on_cpu, on_device)]
-    assert statuses[1] == statuses[0]
+    if form.needs_accelerator:
+        return  # torch refuses it on the CPU
+    on_cpu = judge_loader(form.load, form.mesh, path=path)
+    judged = [{id: v.status for id, v in found.items()} for found in (on_cpu, on_device)]
+    assert {id for id in judged[0] if judged[0][id] != judged[1][id]} == DIFFERENT.get(name, set())
 
 
 @pytest.mark.slow

@@ -53,6 +53,8 @@ def require_optimizer(value: object) -> None:
     from torch.optim import Optimizer
 
     if not isinstance(value, Optimizer):
+        if type(value).__name__ == "DeepSpeedZeroOptimizer":
+            raise SubjectError("optimizer", "is of ZeRO stage 1 or 2, which is not supported; stage 3 and FSDP are")
         inner = getattr(value, "optimizer", None)
         hint = "; give its .optimizer if that steps the model's own parameters" * isinstance(inner, Optimizer)
         raise SubjectError("optimizer", f"{shorten(value)} should be optimizer(parameters), or an Optimizer{hint}")

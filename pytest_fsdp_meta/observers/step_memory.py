@@ -29,7 +29,7 @@ from pytest_fsdp_meta.observers.support.watching import tensors_in
 from pytest_fsdp_meta.text import first_line
 
 COMPILED = "torch.compile decides what to compute again"
-OWN_STEP = "train_step is not run once more for it"
+OWN_STEP = "train_step is not run once more for it, and nothing can be declared"
 
 
 def observe_step_memory(subject: Subject, rows: dict[str, Any]) -> StepMemory:

@@ -340,7 +340,7 @@ def test_torch_cannot_clip_what_some_ranks_have():
     found = verdict("grad_norm_parity", with_experts())
     assert found.reason == (
         "torch cannot compute the norm of these gradients (experts.0.weight and 1 more on some ranks only); declare "
-        "Subject(clip_grad_norm=<callable>) with the function that your training uses"
+        "Subject(clip_grad_norm=<callable>) with the function that your training uses, if there is one"
     )
     evidence = with_experts()
     declared = evidence.subject.declared | {"clip_grad_norm"}

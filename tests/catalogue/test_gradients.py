@@ -405,7 +405,7 @@ def test_gradients_whose_norm_torch_cannot_compute():
     assert (found.status, found.reason) == (
         "skipped",
         "torch cannot compute the norm of these gradients (RuntimeError: mixed); declare "
-        "Subject(clip_grad_norm=<callable>) with the function that your training uses",
+        "Subject(clip_grad_norm=<callable>) with the function that your training uses, if there is one",
     )
 
 

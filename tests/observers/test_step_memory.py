@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pytest_fsdp_meta import Subject
 from pytest_fsdp_meta.evidence.step_memory import StepMemory
-from pytest_fsdp_meta.observers.step_memory import StepMemoryWatch, observe_step_memory
+from pytest_fsdp_meta.observers.step_memory import OWN_STEP, StepMemoryWatch, observe_step_memory
 
 ROWS, WIDTH = 8, 16
 TENSOR = ROWS * WIDTH * 4
@@ -126,7 +126,7 @@ def test_code_that_refuses_hooks_is_not_observed_and_gives_the_reason():
 
 def test_the_step_of_the_author_is_not_run_again():
     subject = Subject(Net(), batch=dict, train_step=lambda model, optimizer, batch: 1 / 0)
-    assert observe_step_memory(subject, {}) == StepMemory(None, problem="train_step is not run once more for it")
+    assert observe_step_memory(subject, {}) == StepMemory(None, problem=OWN_STEP)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

@@ -221,7 +221,8 @@ _REPLACED = (
     why="Norms, routers and rotary frequencies that are rounded to bfloat16 silently cost accuracy.",
     cause="a cast of the whole model (model.to(dtype), a default dtype, torch_dtype=...) included tensors that must "
     "keep their dtype",
-    remedy="cast parameters by name, or cast the reference the same way if this is intended",
+    remedy="cast parameters by name; if this is intended, cast the reference the same way: "
+    "Subject(reference=lambda: build().to(torch.bfloat16))",
     references=["huggingface/accelerate#3985", "vllm-project/speculators#668", "NVIDIA-NeMo/Automodel#2549"],
     simulated="too",
 )
