@@ -90,7 +90,7 @@ def test_options_that_a_rerun_command_repeats(pytester: pytest.Pytester, monkeyp
             ("0", "-1", "two", "2,2", "2,", ""),
             "expected a positive int, or a list of distinct ones such as 1,2,4",
         ),
-        ("device", ("tpu", "CUDA"), "choose auto, cpu or cuda"),
+        ("device", ("tpu", "CUDA"), "choose auto, cpu, cuda or standin"),
         ("backend", ("mpi",), "choose auto, gloo or nccl"),
         ("engine", ("RAY", "slurm"), "choose local or ray"),
         (
