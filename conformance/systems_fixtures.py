@@ -53,13 +53,14 @@ def recipe(tmp_path: Path) -> Callable[[str], str]:
         file.write_text(recipe_of(name), "utf-8")
         assert count_lines(recipe_of(name)) <= LONGEST
         done = subprocess.run(
-            [sys.executable, "-m", "pytest", file.name, "-p", "no:cacheprovider", "--color=no"],
+            [sys.executable, "-m", "pytest", file.name, "-rs", "-p", "no:cacheprovider", "--color=no"],
             cwd=tmp_path,
             capture_output=True,
             text=True,
             check=False,
         )
         assert done.returncode == 0, done.stdout + done.stderr
+        assert "no parameter is sharded" not in done.stdout
         return done.stdout
 
     return run

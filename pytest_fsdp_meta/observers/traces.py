@@ -17,6 +17,7 @@ import torch
 from torch.nn import Module
 
 from pytest_fsdp_meta.evidence.traces import DEPARTS, RankTrace
+from pytest_fsdp_meta.loader.adapter import Part
 from pytest_fsdp_meta.loader.subject import Subject
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part
 from pytest_fsdp_meta.observers.adapters.lookup import parts_of
@@ -154,14 +155,20 @@ def _nudged(nudges: Nudges) -> Iterator[None]:
 
 @contextmanager
 def _loaded_values(model: Module, trained: Collection[str], values: Record) -> Iterator[None]:
-    """Give the tensors the reference's values in the block, which those of the loader equal, and then their own."""
+    """Give the tensors the reference's values in the block, which those of the loader equal, and then their own.
+
+    A parameter may hold its whole beside this rank's part, as small ones of ZeRO-3 do between steps.
+    """
     parts = parts_of(model)
-    named = [(name, parts.of(name, tensor)) for name, _, tensor in named_tensors(model)]
-    changed = [
-        (name, part, local_part(part.local))
-        for name, part in named
-        if name in trained and name in values and values.shape(name) == part.shape
-    ]
+    changed = []
+    for name, _, tensor in named_tensors(model):
+        part = parts.of(name, tensor)
+        if name in trained and name in values and values.shape(name) == part.shape:
+            local = local_part(part.local)
+            changed.append((name, part, local))
+            if part.by and tensor.shape == part.shape and tensor.data_ptr() != local.data_ptr():
+                whole = tensor.detach()
+                changed.append((name, Part.block(whole, part.shape, (0,) * whole.ndim, by=part.by), whole))
     before = [(local, local.to("cpu", copy=True)) for _, _, local in changed]
     try:
         with torch.no_grad():

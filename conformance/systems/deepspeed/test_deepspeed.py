@@ -191,6 +191,11 @@ def norms_in_no_group(fsdp: Rank, path: Path) -> Subject:
     return load(path, groups=lambda model: decayed_and_others(model)[:1])
 
 
+def clipping_not_declared(fsdp: Rank, path: Path) -> Subject:
+    """The defect is the author's declaration. Small parameters are kept whole by default, beside this rank's part."""
+    return load(path, zero={"stage3_param_persistence_threshold": 100_000}, max_grad_norm=None)
+
+
 DEFECTS = {
     partition_off_by_one: ("llama", "params_equal_reference", "model.layers.0.mlp.up_proj.weight, ranks 0, 1"),
     embedding_untied: ("llama-tied", "tied_weights_share_storage", "lm_head.weight"),
@@ -204,6 +209,14 @@ def test_defects(checkpoints, failures_of, defect):
     name, check, message = DEFECTS[defect]
     failures = failures_of(defect, WorldSpec({"dp_shard": 2}, timeout=120), path=checkpoints[name])
     assert message in failures[check], failures
+
+
+def test_no_module_is_blamed_for_clipping_that_is_not_declared(checkpoints, failures_of):
+    """The loaded values are restored before the step is traced: also those of parameters that are kept whole."""
+    failures = failures_of(clipping_not_declared, WorldSpec({"dp_shard": 2}), path=checkpoints["llama"])
+    assert set(failures) == {"grad_parity", "dcp_reshards"}
+    assert "if train_step clips, declare Subject(max_grad_norm=" in failures["grad_parity"]
+    assert "where it starts" not in failures["grad_parity"]
 
 
 def test_recipe(recipe):
