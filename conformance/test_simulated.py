@@ -109,7 +109,7 @@ def load_and_measure(fsdp, path, folder):
             model(**rows).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-    sizes = accumulate(after - before for before, after, _ in meter.changes)
+    sizes = accumulate(change.after - change.before for change in meter.changes)
     Path(folder, str(fsdp.rank)).write_text(str(max(sizes)))
     return replace(load_conforming(fsdp, path), batch=None)
 
