@@ -82,10 +82,11 @@ def compare_loaded(record: str) -> tuple[Comparison, ...]:
 def first_step() -> FirstStep:
     """Prepare an optimizer that has state, and return whether torch can load that state.
 
-    Training has already stepped the author's optimizer. Without one, SGD with momentum is stepped once.
+    Training has already stepped the author's optimizer, or called ``make_optimizer_state``. If it has not, for example
+    because the author's step is a function of theirs, SGD with momentum is stepped once.
     """
     rank, subject = current(), resharded_subject()
-    trained = rank.state.get("optimizer") if subject.optimizer is not None else None
+    trained = rank.state.get("optimizer" if subject.optimizer is not None else "resumable")
     rank.state["resumable"] = optimizer = trained or make_resumable_optimizer(subject)
     if trained is None:
         rank.state["beside"] = make_beside(subject, optimizer)
@@ -95,6 +96,15 @@ def first_step() -> FirstStep:
     stateless = sorted(names.get(id(p), "?") for p in trainable if not optimizer.state.get(p))
     # An optimizer without any state, such as plain SGD, lacks none.
     return FirstStep(_describe_empty_group(optimizer), tuple(stateless) if any(optimizer.state.values()) else ())
+
+
+def make_optimizer_state(subject: Subject, rank: Rank) -> None:
+    """Step SGD with momentum with the gradients that the model has, unless the author declares an optimizer."""
+    if subject.optimizer is None:
+        rank.state["resumable"] = optimizer = make_resumable_optimizer(subject)
+        rank.state["beside"] = beside = make_beside(subject, optimizer)
+        optimizer.step()
+        beside.after_step(subject)
 
 
 def save_all(folder: str) -> RankResumed:

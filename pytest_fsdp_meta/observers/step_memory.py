@@ -5,7 +5,7 @@ Storages are counted, so a CPU shows what a GPU's allocator would; what kernels 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -32,11 +32,14 @@ COMPILED = "torch.compile decides what to compute again"
 OWN_STEP = "train_step is not run once more for it, and nothing can be declared"
 
 
-def observe_step_memory(subject: Subject, rows: dict[str, Any]) -> StepMemory:
+def observe_step_memory(
+    subject: Subject, rows: dict[str, Any], use_gradients: Callable[[], None] = lambda: None
+) -> StepMemory:
     """Run a forward of these rows and its backward once more, and count what is kept between them.
 
-    It is run apart from the training, because code sees other tensors where a hook has seen what autograd saves, and
-    some code refuses such hooks. Then, or where the author has a step of their own, nothing is counted.
+    ``use_gradients`` is called while the gradients are there. The backward is run apart from the training, because code
+    sees other tensors where a hook has seen what autograd saves, and some code refuses such hooks. Then, or where the
+    author has a step of their own, nothing is counted.
     """
     model = subject.model
     groups = tuple(_groups(model))
@@ -50,6 +53,8 @@ def observe_step_memory(subject: Subject, rows: dict[str, Any]) -> StepMemory:
     except Exception as error:  # of any type: what the author's code raises where hooks are refused
         cause = error.__cause__ or error
         return StepMemory(None, groups=groups, problem=f"{type(cause).__name__}: {first_line(cause)}")
+    else:
+        use_gradients()
     finally:
         drop_gradients(model)
     return StepMemory(watch.most, watch.modules(), groups)
