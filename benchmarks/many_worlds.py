@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from glob import glob
+from importlib.metadata import version
 from pathlib import Path
 
 from pytest_fsdp_meta.worlds import ForkServerEngine, Sources, World, WorldError, WorldSpec
@@ -29,6 +30,7 @@ from pytest_fsdp_meta.worlds.system import temp_folders
 RESULTS = Path(__file__).parent / "results"
 ALLOWED_KIB = 1024
 """KiB that the own memory of a process may grow: what is allocated once is not a leak."""
+NO_PROBLEM = f"Nothing is left, no number has grown, and anonymous memory by less than {ALLOWED_KIB} KiB."
 SETTLING = 60.0
 """Seconds that the fork server may take to reap its children, on a busy machine."""
 
@@ -212,21 +214,25 @@ def report(counts: list[Count], options: argparse.Namespace) -> str:
         + f" | {len(one.left)} |"
         for one in counts
     ]
-    columns = "anonymous KiB | PSS KiB | descriptors | threads | children"
+    held = "anonymous KiB", "PSS KiB", "descriptors", "threads", "children"
+    columns = ["worlds", "seconds", *(f"{who}: {what}" for who in ("server", "parent") for what in held), "left"]
+    kinds = ", ".join(kind.__name__.replace("_", " ") for kind in KINDS)
+    command = f"python -m benchmarks.many_worlds --worlds {options.worlds} --every {options.every}"
     return "\n".join(
         [
             f"# {options.worlds} worlds on one fork server, {datetime.date.today()}",
             "",
-            f"`python -m benchmarks.many_worlds --worlds {options.worlds} --every {options.every}`: worlds of 2 ranks, "
-            f"which in turn {', '.join(kind.__name__.replace('_', ' ') for kind in KINDS)}; {os.cpu_count()} cores, "
-            f"Python {platform.python_version()}. The first five numbers of a row are the fork server's, the next five "
-            "those of the process that runs the worlds; left are temporary folders and shared memory.",
+            f"`{command}`, {os.cpu_count()} cores, Python {platform.python_version()}, torch {version('torch')}.",
             "",
-            f"| worlds | seconds | {columns} | {columns} | left |",
-            "|---" * 13 + "|",
+            f"Worlds of 2 ranks, which in turn {kinds}.",
+            "The parent is the process that runs the worlds. PSS divides pages among the processes that share them, so",
+            "it depends on what else runs. Left: temporary folders and shared memory.",
+            "",
+            f"| {' | '.join(columns)} |",
+            "|---" * len(columns) + "|",
             *rows,
             "",
-            *([f"* {one}" for one in found] or ["Nothing has grown, and nothing is left."]),
+            *([f"* {one}" for one in found] or [NO_PROBLEM]),
             "",
         ]
     )
