@@ -30,7 +30,10 @@ from pytest_fsdp_meta.worlds.system import temp_folders
 RESULTS = Path(__file__).parent / "results"
 ALLOWED_KIB = 1024
 """KiB that the own memory of a process may grow: what is allocated once is not a leak."""
-NO_PROBLEM = f"Nothing is left, no number has grown, and anonymous memory by less than {ALLOWED_KIB} KiB."
+NO_PROBLEM = (
+    "Nothing is left. Descriptors, threads and children have not grown, and anonymous memory by no more than "
+    f"{ALLOWED_KIB} KiB."
+)
 SETTLING = 60.0
 """Seconds that the fork server may take to reap its children, on a busy machine."""
 
