@@ -41,7 +41,8 @@ help:
 	@echo "make bench        measure checks, weight verification, worlds and faults next to other tools: benchmarks/results"
 	@echo "                  (one part: make bench-catalogue, make bench-worlds, make bench-faults)"
 	@echo "make power        count false findings of right trainings, and find the smallest errors that are found (an hour)"
-	@echo "make soak         run four workers on eight slots for ten minutes; no slot may be shared and nothing left behind"
+	@echo "make soak         run four workers on eight slots for ten minutes; no slot may be shared and nothing left behind;"
+	@echo "                  then 1000 worlds on one fork server, of which nothing may grow"
 	@echo "make docs         generate docs/catalogue.md and docs/report.schema.json from the code"
 	@echo "make site         build docs/ as a site that works offline: build/site/index.html"
 	@echo "make pictures     run broken loaders and take the screenshots of their report: docs/images"
@@ -182,6 +183,7 @@ bench-faults: .venv-peers/installed
 
 soak: .venv/installed
 	$(BIN)/python -m benchmarks.soak --seconds 600
+	$(BIN)/python -m benchmarks.many_worlds --worlds 1000
 
 # Exits with status 2 without a GPU. torch 2.13.0 from PyPI includes CUDA and NCCL.
 gpu: .venv/installed

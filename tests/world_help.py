@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -166,6 +167,18 @@ def me() -> tuple[int, int]:
 
 def environment(names: Iterable[str]) -> Mapping[str, str | None]:
     return {name: os.environ.get(name) for name in names}
+
+
+def listening() -> list[str]:
+    """Return the addresses at which this process accepts connections from the network."""
+    found = []
+    for name in os.listdir("/dev/fd"):
+        with suppress(OSError):  # not a socket, or the descriptor of this listing
+            one = socket.socket(fileno=int(name))
+            if one.family != socket.AF_UNIX and one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                found.append(str(one.getsockname()[0]))
+            one.detach()
+    return sorted(found)
 
 
 def total(value: float) -> float:

@@ -6,6 +6,7 @@ including those with their default value; when reading, a missing field gets its
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import types
@@ -13,12 +14,21 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
+from io import BufferedIOBase
 from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 PLAIN = {str: "string", bool: "boolean", int: "integer"}
+LARGEST = 512 * 2**20
+"""Bytes of JSON that are read from a file, after decompression: 1 MiB of a gzip file may stand for 1 GiB."""
+_CHUNK = 2**20
+"""Bytes of one read."""
+
+
+class TooLarge(ValueError):
+    """The file holds more than ``LARGEST`` bytes of JSON."""
 
 
 def to_plain(value: Any) -> Any:
@@ -104,6 +114,16 @@ def _require(kind: type, data: Any, path: str) -> Any:
     if type(data) is not kind:
         raise ValueError(f"{path}: {data!r:.60}, but should be {kind.__name__}")
     return data
+
+
+def read_json(file: BufferedIOBase) -> Any:
+    """Return the value in a file. Raises TooLarge if it is larger than what this package writes."""
+    text = bytearray()
+    while chunk := file.read(_CHUNK):
+        text += chunk
+        if len(text) > LARGEST:
+            raise TooLarge(f"more than {LARGEST / 2**20:g} MiB of JSON, so it was not written by this plugin")
+    return json.loads(text)
 
 
 def schema_of(kind: type, title: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pytest_fsdp_meta.evidence import Evidence
-from pytest_fsdp_meta.evidence.codec import from_plain, to_plain, write_whole
+from pytest_fsdp_meta.evidence.codec import LARGEST, TooLarge, from_plain, read_json, to_plain, write_whole
 
 SCHEMA = 1
 """Incremented when old readers would misread new files; adding a field with a default does not count."""
@@ -46,19 +46,32 @@ def evidence_file_name(loader: str) -> str:
 
 
 def write_evidence(folder: Path, stored: StoredEvidence) -> Path:
-    """Write stored evidence into a folder, which is created if needed. Raises OSError."""
+    """Write stored evidence into a folder, which is created if needed. Raises OSError, also if it is too large."""
     folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(to_plain(stored), allow_nan=False, separators=(",", ":"))
-    return write_whole(folder / evidence_file_name(stored.loader), gzip.compress(text.encode(), mtime=0))
+    text = json.dumps(to_plain(stored), allow_nan=False, separators=(",", ":")).encode()
+    if len(text) > LARGEST:
+        raise OSError(f"{len(text) / 2**20:.0f} MiB, but at most {LARGEST / 2**20:g} MiB can be read again")
+    return write_whole(folder / evidence_file_name(stored.loader), gzip.compress(text, mtime=0))
 
 
 def read_evidence(path: Path) -> StoredEvidence:
     """Read a file of stored evidence.
 
-    Raises ValueError with a one-line message if the file cannot be read, is not stored evidence or has another schema.
+    Raises ValueError with a one-line message if the file cannot be read, is not stored evidence, has another schema, or
+    is too large.
     """
     try:
-        data = json.loads(gzip.decompress(path.read_bytes()))
+        return _read(path)
+    except MemoryError:
+        raise ValueError(f"{path}: not enough memory to read it") from None
+
+
+def _read(path: Path) -> StoredEvidence:
+    try:
+        with gzip.open(path) as file:
+            data = read_json(file)
+    except TooLarge as error:
+        raise ValueError(f"{path}: {error}") from None
     except (OSError, EOFError, ValueError, RecursionError, zlib.error) as error:
         raise ValueError(f"{path}: not stored evidence, or truncated ({type(error).__name__}: {error})") from None
     version = data.get("schema") if isinstance(data, dict) else None

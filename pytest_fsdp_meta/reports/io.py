@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pytest_fsdp_meta.evidence.codec import from_plain, schema_of, to_plain, write_whole
+from pytest_fsdp_meta.evidence.codec import TooLarge, from_plain, read_json, schema_of, to_plain, write_whole
 from pytest_fsdp_meta.reports.schema import SCHEMA, CheckRecord, LoaderRecord, Report
 
 FILE, PAGE = "report.json", "index.html"
@@ -80,9 +80,19 @@ def read_report(path: Path) -> Report:
     message is one line that names the file. The report of a killed run can be read; its ``complete`` is false.
     """
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        return _read(path)
+    except MemoryError:
+        raise ValueError(f"{path}: not enough memory to read it") from None
+
+
+def _read(path: Path) -> Report:
+    try:
+        with path.open("rb") as file:
+            data = read_json(file)
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from None
+    except TooLarge as error:
+        raise ValueError(f"{path}: {error}") from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not JSON, or truncated: {error}") from None
     version = data.get("schema") if isinstance(data, dict) else None

@@ -9,6 +9,8 @@ from __future__ import annotations
 import gzip
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from typing import Any
 import pytest
 
 from pytest_fsdp_meta.catalogue import Verdict, built_in, judge
+from pytest_fsdp_meta.evidence import store
 from pytest_fsdp_meta.evidence.store import (
     SUFFIX,
     clear_evidence,
@@ -119,3 +122,49 @@ def test_unreadable_files_say_why(tmp_path: Path, damage: Callable[[bytes], byte
         read_evidence(path)
     assert str(caught.value).startswith(f"{path}: {problem}")
     assert "\n" not in str(caught.value)
+
+
+def bomb() -> bytes:
+    """Return 2 MiB of a gzip file that stand for 2 GiB."""
+    return gzip.compress(bytes(2**26)) * 32
+
+
+def test_a_small_file_that_holds_too_much_is_refused(project: Project) -> None:
+    project.path.joinpath(OLD.name).write_bytes(bomb())
+    result = project.collect(OLD.name)
+    result.assert_outcomes(failed=1)
+    (line,) = [line for line in result.outlines if "MiB" in line and not line.startswith("FAILED")]
+    assert line.endswith(f"{OLD.name}: more than 512 MiB of JSON, so it was not written by this plugin")
+
+
+def test_evidence_that_could_not_be_read_again_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "LARGEST", 2**14)
+    with pytest.raises(OSError, match=r"^0 MiB, but at most 0\.015625 MiB can be read again$"):
+        write_evidence(tmp_path, read_evidence(OLD))
+    assert not list(tmp_path.iterdir())
+
+
+READ_WITH_LITTLE_MEMORY = """
+import resource, sys
+from pathlib import Path
+from pytest_fsdp_meta.{module} import {function}
+used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + 2**28,) * 2)
+try:
+    {function}(Path(sys.argv[1]))
+except ValueError as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a limit of memory and /proc")
+@pytest.mark.parametrize(
+    ("module", "function"), [("evidence.store", "read_evidence"), ("reports.io", "read_report")], ids=["gz", "json"]
+)
+def test_a_file_for_which_the_memory_is_too_small(tmp_path: Path, module: str, function: str) -> None:
+    """Each empty list takes 64 bytes in Python, and three in the file."""
+    path, text = tmp_path / "file", b"[" + b"[]," * 2**23 + b"[]]"
+    path.write_bytes(gzip.compress(text, 1) if module == "evidence.store" else text)
+    code = READ_WITH_LITTLE_MEMORY.format(module=module, function=function)
+    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == (f"{path}: not enough memory to read it\n", "")

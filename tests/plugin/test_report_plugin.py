@@ -399,6 +399,11 @@ def test_a_file_that_is_not_a_report_is_refused_in_one_line(tmp_path: Path, text
     assert "\n" not in str(caught.value)
 
 
+def test_a_file_that_never_ends_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^/dev/zero: more than 512 MiB of JSON, so it was not written"):
+        read_report(Path("/dev/zero"))
+
+
 def test_the_published_schema_is_current() -> None:
     published: Any = json.loads(Path("docs/report.schema.json").read_text())
     assert published == schema(), "run `make docs`"

@@ -1,87 +1,49 @@
-"""Many worlds in a row leave no descriptors, threads, processes, folders or shared memory behind."""
+"""Many worlds in a row leave no memory, descriptors, threads, processes, folders or shared memory behind."""
 
 from __future__ import annotations
 
 import os
 import tempfile
-import time
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from pytest_fsdp_meta.worlds import WorldError
-from tests.world_help import preload, total, world_of
+from benchmarks.many_worlds import ALLOWED_KIB, Count, Holdings, count_while_running, problems
+from tests.world_help import preload
 
-WORLDS = int(os.environ.get("FSDP_TEST_WORLDS", "20"))
+WORLDS = int(os.environ.get("FSDP_TEST_WORLDS", "24"))
 """How many worlds to run; 100 take a minute."""
-
-
-def resources_of(pid: int, mine: Path) -> dict[str, int]:
-    """Count what the process holds, and its folders in ``mine``."""
-    proc = Path(f"/proc/{pid}")
-    return {
-        "descriptors": len(list((proc / "fd").iterdir())),
-        "threads": len(list((proc / "task").iterdir())),
-        "children": sum(len(list_of.read_text().split()) for list_of in (proc / "task").glob("*/children")),
-        "folders": len(list(mine.glob("fsdp-*"))),
-    }
-
-
-def shared_memory(pids: set[int]) -> list[str]:
-    """Return the shared memory segments that torch has made in these processes, by the pid in their names."""
-    return [one for one in os.listdir("/dev/shm") if one.startswith(tuple(f"torch_{pid}_" for pid in pids))]
-
-
-def server() -> int:
-    """Return the pid of the fork server."""
-    with world_of(1) as world:
-        return int(world.run(os.getppid)[0])
-
-
-def work() -> None:
-    import torch
-
-    assert total(1.0) == 1.0
-    torch.ones(1000).share_memory_()
-
-
-def crash() -> None:
-    work()
-    os._exit(3)
-
-
-def fail() -> None:
-    work()
-    raise RuntimeError
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs /proc")
 def test_worlds_in_a_row_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     preload().start()
+    before, after = count_while_running(preload(), WORLDS, every=WORLDS)
+    assert after.worlds == WORLDS
+    assert not problems(before, after)
+    assert not list(tmp_path.glob("fsdp-world-*"))
 
-    ranks: set[int] = set()
 
-    def use(act: Callable[[], object]) -> None:
-        with world_of(2) as world:
-            ranks.update(world.run(os.getpid))
-            if act is work:
-                world.run(act)
-            else:
-                with pytest.raises(WorldError):
-                    world.run(act)
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs /proc")
+def test_a_descriptor_that_stays_open_is_found() -> None:
+    counts = count_while_running(preload(), 1, every=1)
+    before = next(counts)
+    with open(os.devnull):
+        after = next(counts)
+    now = before.parent.descriptors + 1
+    assert problems(before, after) == [f"pytest process: descriptors grew from {now - 1} to {now}"]
 
-    for act in (work, crash, fail):
-        use(act)
-    forking = server()
-    before = {pid: resources_of(pid, tmp_path) for pid in (os.getpid(), forking)}
-    for number in range(WORLDS):
-        use((work, crash, work, fail)[number % 4])
-    assert server() == forking
-    patience = time.monotonic() + 10.0  # the fork server closes the last pipe when it learns that the rank has ended
-    while (after := {pid: resources_of(pid, tmp_path) for pid in (os.getpid(), forking)}) != before:
-        assert time.monotonic() < patience, (after, before)
-        time.sleep(0.05)
-    assert len(ranks) >= 2 * WORLDS
-    assert not shared_memory(ranks)
+
+def test_what_counts_as_a_leak() -> None:
+    held = Holdings(anonymous_kib=1000, pss_kib=1500, descriptors=10, threads=1, children=0)
+    before = Count(0, 0.0, held, held, ())
+    grown = replace(held, descriptors=11, anonymous_kib=1001 + ALLOWED_KIB, pss_kib=9000)
+    assert problems(before, replace(before, server=grown, left=("fsdp-world-1",))) == [
+        "fork server: descriptors grew from 10 to 11",
+        f"fork server: anonymous_kib grew from 1000 to {1001 + ALLOWED_KIB}",
+        "fsdp-world-1 remains",
+    ]
+    less = replace(held, descriptors=9, anonymous_kib=1000 + ALLOWED_KIB)
+    assert not problems(before, replace(before, parent=less))

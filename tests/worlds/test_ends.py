@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -194,8 +195,47 @@ def test_a_parent_killed_while_it_starts_leaves_nothing(tmp_path: Path, delay: f
         time.sleep(delay)
         process.kill()
         process.wait()
+    assert_nothing_left(word, tmp_path)
+
+
+def assert_nothing_left(word: str, folder: Path) -> None:
+    """Wait until the processes with this environment variable have ended, and check that no temporary folder is left.
+
+    multiprocessing makes the folder ``pymp-*`` for the socket of the fork server.
+    """
     deadline = time.monotonic() + 5.0
     while left := processes_with(word):
         assert time.monotonic() < deadline, f"still there: {left}"
         time.sleep(0.1)
-    assert not list(tmp_path.glob("fsdp-*"))
+    assert not [*folder.glob("fsdp-*"), *folder.glob("pymp-*")]
+
+
+IMPORTING = """
+import ctypes, os, platform, threading, time
+from pytest_fsdp_meta.worlds import ForkServerEngine, Sources
+from tests.world_help import preload
+
+here = os.path.dirname(__file__)
+with open(here + "/endless.py", "w") as file:
+    file.write(f"import time; open({here!r} + '/importing', 'w'); time.sleep(1000)")
+engine = ForkServerEngine(Sources((here, *preload().sources.path)), test_modules=["endless"])
+engine.start()
+while not os.path.exists(here + "/importing"):
+    time.sleep(0.01)
+"""
+"""Waits until its fork server has imported torch and imports a module that takes forever."""
+DIE_BY_THREADS = """
+threading.Timer(1.0, os.kill, (os.getpid(), 9)).start()
+exit_of_a_thread = 93 if platform.machine() in ("aarch64", "arm64") else 60
+ctypes.CDLL(None).syscall(exit_of_a_thread, 0)
+"""
+"""Ends the thread that started the fork server a second before the process ends, as some kills do for a moment."""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="on Linux the system tells processes that their parent has ended")
+def test_a_parent_whose_threads_end_one_by_one_leaves_nothing(tmp_path: Path) -> None:
+    word = f"WORLD_TEST_{os.getpid()}_threads"
+    environ = {"TMPDIR": str(tmp_path), word: "1"}
+    with ended_at_last(run_script(IMPORTING + DIE_BY_THREADS, tmp_path, **environ)) as process:
+        assert process.wait(120) == -signal.SIGKILL
+    assert_nothing_left(word, tmp_path)

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
 
 import pytest
 
-from pytest_fsdp_meta.worlds import Engine, World, WorldError, WorldSpec, current
+from pytest_fsdp_meta.worlds import Engine, ForkServerEngine, World, WorldError, WorldSpec, current
+from pytest_fsdp_meta.worlds.local.member import LocalMember
 from pytest_fsdp_meta.worlds.rank.host_collectives import OPERATORS, through_host
+from pytest_fsdp_meta.worlds.rank.main import Assignment
 from pytest_fsdp_meta.worlds.rank.rendezvous import SCHEMES
+from pytest_fsdp_meta.worlds.spec import Place
 from tests.conftest import Project
 from tests.ray.ray_help import cluster_of, engine_of
-from tests.world_help import preload, total
+from tests.world_help import listening, preload, total
 
 RAY = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed here; make ray has it")
 
@@ -29,6 +34,25 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
             yield preload()
         else:
             yield stack.enter_context(engine_of(stack.enter_context(cluster_of(2))))
+
+
+class TwoNodes(ForkServerEngine):
+    """Starts each rank as if it were alone on a node that the others reach at ``address``."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(preload().sources)
+        self._address = address
+
+    def start(self) -> None:
+        preload().start()
+
+    def ready(self) -> None:
+        preload().ready()
+
+    def launch_rank(self, task: Assignment) -> LocalMember:
+        rank = task.place.rank
+        place = Place(rank, 0, 1, group_rank=rank, group_size=task.spec.size, address=self._address)
+        return preload().launch_rank(replace(task, place=place))
 
 
 def world(engine: Engine, size: int = 2, timeout: float = 60.0) -> World:
@@ -43,6 +67,49 @@ def join(method: str, **given: int) -> None:
         method = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         given = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])} | given
     dist.init_process_group("gloo", init_method=method, **given)
+
+
+def test_ranks_on_one_machine_listen_on_loopback_alone() -> None:
+    """Rank 0 serves the store; each rank of gloo listens for the others."""
+
+    def make_group() -> None:
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+
+    for made_by in ("plugin", "loader"):
+        with World(WorldSpec({"dp": 2}, process_group=made_by), preload()) as ranks:
+            if made_by == "loader":
+                assert ranks.run(listening) == [["127.0.0.1"], []]
+                ranks.run(make_group)
+            ranks.run(total, 1.0)
+            assert ranks.run(listening) == [["127.0.0.1"] * 2, ["127.0.0.1"]]
+    with World(WorldSpec({"dp": 16}, simulated=(0, 15)), preload()) as ranks:
+        assert ranks.run(listening) == [["127.0.0.1"], []]
+
+
+def _ipv6_loopback() -> bool:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        pytest.param("127.0.0.2", marks=pytest.mark.skipif(sys.platform != "linux", reason="only Linux has it")),
+        pytest.param("::1", marks=pytest.mark.skipif(not _ipv6_loopback(), reason="no IPv6 here")),
+    ],
+)
+def test_the_store_of_several_nodes_listens_at_their_address_alone(address: str) -> None:
+    """The nodes are one machine here, at an address that is not the usual one."""
+    with World(WorldSpec({"dp": 2}), TwoNodes(address)) as ranks:
+        assert ranks.run(total, 1.0) == [1.0, 1.0]
+        at_work = ranks.run(listening)
+        assert (at_work[0].count(address), at_work[1].count(address)) == (1, 0)
+        assert {one for rank in at_work for one in rank} == {address, "127.0.0.1"}
 
 
 @pytest.mark.parametrize("method", ["env://", "tcp"])

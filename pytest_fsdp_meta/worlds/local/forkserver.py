@@ -50,7 +50,8 @@ class Server:
             "before": sources.before,
             "coverage": None if settings is None else asdict(settings),
             "leftovers": temp_folders.pattern(),
-            "parent": os.getpid() if threading.current_thread() is threading.main_thread() else None,
+            "parent": os.getpid(),
+            "from_main_thread": threading.current_thread() is threading.main_thread(),
         }
         (self._folder / "request").write_text(json.dumps(request), "utf-8")
         self._server: Any = forkserver.ForkServer()

@@ -18,7 +18,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +30,18 @@ from pytest_fsdp_meta.worlds.system import processes, temp_folders
 
 PATIENCE = 0.5
 """Seconds for ranks to end by themselves when the parent has gone."""
+PARENT_EXIT = 5.0
+"""Seconds for all threads of the parent to end, once one has or its descriptors are closed."""
 MADV_COLLAPSE = 25
 """The madvise() advice of Linux 6.1 and later, missing in Python's mmap module."""
 
 
 def _serve(folder: Path) -> None:
     request = json.loads((folder / "request").read_text("utf-8"))
-    atexit.register(_forget_address, _address(), os.getppid(), os.getpid())
+    parent = request["parent"]
+    atexit.register(_forget_address, _address(), parent, os.getpid())
     processes.outlive_group()
-    with _ending_with(request["parent"], request["leftovers"]):
+    with _ending_with(parent, request["leftovers"]) if request["from_main_thread"] else nullcontext():
         failed = _import(request)
     processes.adopt_orphans()
     atexit.register(_end_ranks, os.getpid(), request["leftovers"])
@@ -72,21 +75,19 @@ def _import(request: dict[str, Any]) -> dict[str, str]:
 
 
 @contextmanager
-def _ending_with(parent: int | None, leftovers: str) -> Iterator[None]:
+def _ending_with(parent: int, leftovers: str) -> Iterator[None]:
     """End this process if its parent ends meanwhile. Imports do not watch the pipe, so the system sends a signal.
 
-    ``parent`` is None if a thread other than the main one started this process: the signal comes when that thread ends.
+    The signal comes when the thread that started this process ends. Of a parent that is killed, that may be the first
+    of many threads; until the last has ended, the parent is still this process's parent.
     """
-    if parent is None:
-        yield
-        return
-
     address = _address()
 
     def leave(*_: object) -> None:
-        temp_folders.remove(leftovers)
-        _forget_address(address, parent, os.getpid())
-        os._exit(1)
+        if _has_gone(parent):  # otherwise the signal was sent to end a whole job, and the parent decides
+            temp_folders.remove(leftovers)
+            _forget_address(address, parent, os.getpid())
+            os._exit(1)
 
     before = signal.signal(signal.SIGTERM, leave)
     processes.die_with_parent(signal.SIGTERM)
@@ -111,10 +112,18 @@ def _address() -> Path | None:
     return None
 
 
-def _forget_address(address: Path | None, parent: int | None, server: int) -> None:
+def _forget_address(address: Path | None, parent: int, server: int) -> None:
     """Remove the folder that the parent's multiprocessing made for the socket, if the parent was killed."""
-    if address is not None and os.getpid() == server and os.getppid() != parent:
+    if address is not None and os.getpid() == server and _has_gone(parent):
         shutil.rmtree(address.parent, ignore_errors=True)
+
+
+def _has_gone(parent: int) -> bool:
+    """Return whether the parent has ended, or ends now."""
+    deadline = time.monotonic() + PARENT_EXIT
+    while os.getppid() == parent and time.monotonic() < deadline:
+        time.sleep(processes.PAUSE)
+    return os.getppid() != parent
 
 
 def _end_ranks(server: int, leftovers: str) -> None:

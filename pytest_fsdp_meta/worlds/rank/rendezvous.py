@@ -116,8 +116,7 @@ def join(channel: Channel, spec: WorldSpec, place: Place, folder: Path) -> Rank:
     seed(spec.device_type)
     listener = None
     if place.rank == spec.ranks[0]:
-        # Port 0: the system picks a free one, so two runs on one machine never meet.
-        listener = _listen(place, alone=place.group_size == 1 or bool(spec.simulated))
+        listener = _listen(place.address)
         channel.send("store", place.address, listener.getsockname()[1], _file_to_meet_in(spec, place, folder))
     _, address, port, file = channel.receive()
     os.environ.update(torchrun_environment(place, spec.size, address, port))
@@ -162,10 +161,12 @@ def _join_alone(me: Rank, spec: WorldSpec) -> Rank:
     return me
 
 
-def _listen(place: Place, alone: bool) -> socket.socket:
-    """Listen on this node ``alone`` if all ranks are here, else, as torchrun's agent does, on every address of it."""
-    family = socket.AF_INET6 if ":" in place.address else socket.AF_INET
-    return socket.create_server((place.address if alone else "", 0), family=family)
+def _listen(address: str) -> socket.socket:
+    """Listen where the other ranks look for the store, and nowhere else: a TCPStore answers whoever reaches it.
+
+    Port 0: the system picks a free one, so two runs on one machine never meet.
+    """
+    return socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
 
 
 def _file_to_meet_in(spec: WorldSpec, place: Place, folder: Path) -> str:
