@@ -6,9 +6,10 @@ Names come from the models under test and may contain anything; all of them are 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-from pytest_fsdp_meta.reports.compare import MOST_LINES, Comparison, describe_comparison, describe_verdict
+from pytest_fsdp_meta.reports.compare import Comparison, describe_comparison, describe_verdict
+from pytest_fsdp_meta.reports.history import describe_history
 from pytest_fsdp_meta.reports.schema import (
     FAILED,
     JUDGED,
@@ -22,7 +23,7 @@ from pytest_fsdp_meta.reports.schema import (
     how_many,
     is_bad,
 )
-from pytest_fsdp_meta.reports.terminal import describe_finding, printable
+from pytest_fsdp_meta.reports.terminal import MOST_LINES, describe_finding, printable
 from pytest_fsdp_meta.text import counted, first_of
 
 IN_RESULT = tuple(status for status in STATUSES if status != "skipped")
@@ -37,7 +38,7 @@ MOST_ROWS = 200
 
 def summarise_run(report: Report, comparison: Comparison | None = None, problem: str = "") -> str:
     """Return the whole page. ``problem`` says why there is no comparison although one was requested."""
-    parts = [*_head(report), *_comparison(comparison, problem), *_table(report), *_failures(report)]
+    parts = [*_head(report), *_comparison(comparison, problem), *_history(report), *_table(report), *_failures(report)]
     return "\n".join(parts) + "\n"
 
 
@@ -125,7 +126,15 @@ def _comparison(comparison: Comparison | None, problem: str) -> Iterator[str]:
         return
     yield f"**Compared:** {escaped(describe_verdict(comparison))}"
     yield ""
-    for mark, headline, lines in describe_comparison(comparison):
+    yield from _lists(describe_comparison(comparison))
+
+
+def _history(report: Report) -> Iterator[str]:
+    yield from _lists(describe_history(report))
+
+
+def _lists(described: Iterable[tuple[str, str, list[str]]]) -> Iterator[str]:
+    for mark, headline, lines in described:
         yield f"{MARKS[mark]} {headline}"
         yield ""
         yield from (f"* {escaped(line)}" for line in lines)
