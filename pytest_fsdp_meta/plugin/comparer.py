@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import datetime, timezone
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -48,9 +49,11 @@ class Comparer:
         """Why there is no comparison although one was requested."""
         return self._earlier.problem
 
-    def with_history(self, report: Report) -> Report:
-        """Return the report with what became of its checks in the earlier runs."""
-        return with_history(report, self._earlier.past)
+    def add_earlier(self, report: Report) -> Report:
+        """Return the report with what is known from the earlier runs: the history of checks, and missing loaders."""
+        is_failure = self.comparison is not None and self._fail_on != "failure"
+        missing = self.comparison.missing if self.comparison is not None and is_failure else ()
+        return replace(with_history(report, self._earlier.past), missing=missing)
 
     def compare(self, report: Report, status: int, others_failed: bool, is_selected: Callable[[str], bool]) -> int:
         """Compare the report with the earlier one, and return the exit status of a run that would exit with ``status``.

@@ -251,7 +251,7 @@ class ReportPlugin:
         assert self._header is not None
         seconds = time.monotonic() - self._began
         report = Report(SCHEMA, self._header, self.loaders, seconds, exit_status, exit_status is not None)
-        return self._comparer.with_history(report)
+        return self._comparer.add_earlier(report)
 
     def _write(self, report: Report, before: Callable[[], None] = lambda: None) -> None:
         """Write report.json, and at the start and end of the run the page; a failure is printed with the totals."""

@@ -146,9 +146,11 @@ def _history(
             passed = run
             break
         since = run if letter in BROKEN else since
-    before = carried.broken_since if carried is not None else None
-    if carried is not None and before is not None and passed is None and before.started < since.started:
-        since, passed = before, carried.last_passed
+    known = carried.broken_since if carried is not None else None
+    if carried is not None and known is not None and passed is None:
+        # No listed run passed, so those before them count.
+        since = min(known, since, key=lambda run: time_of(run.started))
+        passed = carried.last_passed
     return CheckHistory(results, since, passed, is_flaky(results + letter_of(check)))
 
 

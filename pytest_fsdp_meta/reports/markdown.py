@@ -58,7 +58,7 @@ def _head(report: Report) -> Iterator[str]:
 def _mark(report: Report) -> str:
     if not report.complete:
         return "⚠️"
-    if is_bad(report.loaders):
+    if is_bad(report.loaders) or report.missing:
         return "❌"
     if _failed_otherwise(report):
         return "⚠️"
@@ -69,12 +69,14 @@ def describe_result(report: Report) -> str:
     """Return a text such as "41 passed, 2 failed, 1 xfailed". Skipped checks are not counted."""
     counts = count_kinds(report.loaders)
     parts = [describe_count(counts[status], status) for status in IN_RESULT if counts[status]] or ["nothing judged"]
+    if report.missing:
+        parts.append(f"{counted(len(report.missing), 'loader')} missing")
     return ", ".join([*parts, *([f"pytest exited with {report.exit_status}"] if _failed_otherwise(report) else [])])
 
 
 def _failed_otherwise(report: Report) -> bool:
     """Return whether the run failed for a reason that no check shows: another test, a crash, an incomplete report."""
-    return bool(report.exit_status) and not is_bad(report.loaders)
+    return bool(report.exit_status) and not is_bad(report.loaders) and not report.missing
 
 
 def _table(report: Report) -> Iterator[str]:

@@ -355,6 +355,8 @@ class Report:
     loaders: tuple[LoaderRecord, ...] = ()
     earlier: tuple[EarlierRun, ...] = field(default=(), kw_only=True)
     """Runs whose results the checks have as ``history``, oldest first."""
+    missing: tuple[str, ...] = field(default=(), kw_only=True)
+    """Loaders of the run that this one was compared with, for whose absence it fails."""
     seconds: float = 0.0
     """From the start of pytest to the end of the last item."""
     exit_status: int | None = None

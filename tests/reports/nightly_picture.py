@@ -114,7 +114,9 @@ def run_nights(folder: Path, nights: Collection[Collection[str]] = NIGHTS, *opti
         compared = ("--fsdp-compare=reports", "--fsdp-fail-on=regression") if number > 1 else ()
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_models.py", *compared]
         command += [f"--fsdp-report=reports/night-{number:02}", *options]
-        done = subprocess.run(command, cwd=folder, check=False, timeout=500, env=environ, capture_output=True, text=True)
+        done = subprocess.run(
+            command, cwd=folder, check=False, timeout=500, env=environ, capture_output=True, text=True
+        )
         yield done.returncode, done.stdout + done.stderr
 
 

@@ -220,6 +220,8 @@ class PageView:
         if bad:
             where = f"{bad} of {counted(len(self.loaders), 'loader')}"
             return "failed", f"{failures} in {where}" if failures else f"{where} returned no model", account
+        if self.report.missing:
+            return "failed", f"{counted(len(self.report.missing), 'loader')} missing", account
         if not how_many(counts, JUDGED):
             return "empty", "Nothing was judged", account
         expected = counts.get("xfailed", 0)
