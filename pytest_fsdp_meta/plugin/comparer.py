@@ -37,6 +37,7 @@ class Comparer:
         self._allowed = settings.allow_missing
         self._earlier = EarlierReports()
         self.comparison: Comparison | None = None
+        self._now: Report | None = None
         self.is_requested = bool(settings.compare)
         if settings.compare:
             try:
@@ -61,6 +62,7 @@ class Comparer:
         ``others_failed`` says whether anything failed that is not in the report, or was not run after a failure.
         ``is_selected`` says whether the run was asked for a loader.
         """
+        self._now = report
         if self._earlier.before is None:
             return status
         which, notes = self._earlier.which, self._earlier.notes
@@ -86,13 +88,13 @@ class Comparer:
         if self.problem:
             yield self.problem, RED
             yield from ((f"  {note}", {}) for note in shorten_list(self._earlier.notes))
-        if self.comparison is None:
-            return
-        history = describe_history(self.comparison.now)
-        for mark, headline, lines in (*describe_comparison(self.comparison), *history):
+        changes = describe_comparison(self.comparison) if self.comparison is not None else ()
+        history = describe_history(self._now) if self._now is not None else ()
+        for mark, headline, lines in (*changes, *history):
             yield headline, MARKUP[mark]
             yield from ((f"  {line}", {}) for line in lines)
-        yield describe_verdict(self.comparison), RED if self.comparison.fails(self._fail_on) else GREEN
+        if self.comparison is not None:
+            yield describe_verdict(self.comparison), RED if self.comparison.fails(self._fail_on) else GREEN
 
     def write(self, report: Report, folder: Path) -> None:
         """Write the summary and the badge. Raises OSError."""

@@ -52,8 +52,7 @@ def annotate(
             where = locations.get(check.nodeid)
             if check.status not in FAILED or where is None:
                 continue
-            for reason, text in _reasons(check):
-                advice = "; ".join(filter(None, reason)) if check.findings else ""
+            for reason, text, advice in _reasons(check):
                 new = _Problem(loader.loader, text, advice, is_excused(check.nodeid))
                 problem = by_reason.setdefault(reason, {}).setdefault(where, new)
                 problem.excused &= is_excused(check.nodeid)
@@ -66,14 +65,15 @@ def annotate(
         yield f"::notice::{counted(len(listed) - MOST, 'more annotation')} of fsdp conformance: see the summary"
 
 
-def _reasons(check: CheckRecord) -> Iterator[tuple[tuple[str, str], str]]:
-    """Yield (cause, remedy) and the first finding of each cause; for an error, its reason."""
+def _reasons(check: CheckRecord) -> Iterator[tuple[tuple[str, str], str, str]]:
+    """Yield an identity, the first finding, and the cause with its remedy, of each cause; for an error, its reason."""
     if not check.findings:
-        yield (check.reason, ""), check.reason or check.status
+        yield (check.reason, ""), check.reason or check.status, ""
     for cause, found in by_cause(check.findings).items():
         more = f", and {counted(len(found) - 1, 'more finding')}" if len(found) > 1 else ""
         # Without a cause, only findings of one check are surely the same problem.
-        yield cause if any(cause) else (check.check, ""), describe_finding(found[0]) + more
+        key = cause if any(cause) else (check.check, "")
+        yield key, describe_finding(found[0]) + more, "; ".join(filter(None, cause))
 
 
 def _command(where: Location, problem: _Problem) -> str:

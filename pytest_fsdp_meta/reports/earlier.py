@@ -27,7 +27,7 @@ AHEAD = timedelta(hours=1)
 
 @dataclass(frozen=True)
 class EarlierReports:
-    """What was read. ``before`` is the run to compare with: of several, the last that passed, or else the oldest."""
+    """What was read. ``before`` is the run to compare with: of several, the last that passed."""
 
     before: Report | None = None
     past: tuple[Report, ...] = ()
@@ -57,19 +57,26 @@ def read_earlier(paths: Sequence[str], now: datetime) -> EarlierReports:
     reports, notes = _read_last(sources, now)
     if len(sources) == 1 and sources[0].named and notes:
         return EarlierReports(problem=f"no comparison: {notes[0]}")
-    while reports:
-        path, chosen = _choose(reports)
-        try:
-            before = read_report(path)
-        except ValueError as error:
-            notes.append(str(error))
-            reports = [one for one in reports if one[0] != path]
-            continue
-        past = tuple(report for _, report in reports)
-        return EarlierReports(before, past, chosen if len(sources) > 1 else "", tuple(notes))
-    places = ", ".join(paths)
-    left_out = f"; {counted(len(notes), 'file')} left out" if notes else ""
-    return EarlierReports(notes=tuple(notes), problem=f"no comparison: no report in {places}{left_out}")
+    is_single = len(sources) == 1 and sources[0].named
+    # Several runs are compared with the last that passed, so that what broke since then stays new until it is fixed.
+    for path, chosen in reversed(list(reports)):
+        if is_single or _passed(chosen):
+            try:
+                before = read_report(path)
+            except ValueError as error:
+                notes.append(str(error))
+                reports = [one for one in reports if one[0] != path]
+                continue
+            which = "" if is_single else f"the last of {counted(len(reports), 'run')} that passed"
+            return EarlierReports(before, _without_paths(reports), which, tuple(notes))
+    problem = f"none of {counted(len(reports), 'earlier run')} passed, so every failure fails this one"
+    if not reports:
+        problem = f"no report in {', '.join(paths)}" + (f"; {counted(len(notes), 'file')} left out" if notes else "")
+    return EarlierReports(past=_without_paths(reports), notes=tuple(notes), problem=f"no comparison: {problem}")
+
+
+def _without_paths(reports: Iterable[tuple[Path, Report]]) -> tuple[Report, ...]:
+    return tuple(report for _, report in reports)
 
 
 def _find(path: Path) -> Iterator[_Source]:
@@ -132,15 +139,3 @@ def _time_in(path: Path) -> datetime:
 
 def _passed(report: Report) -> bool:
     return report.complete and report.exit_status == 0
-
-
-def _choose(reports: Sequence[tuple[Path, Report]]) -> tuple[Path, str]:
-    """Return the run to compare with, and which it is.
-
-    It is the last that passed, so that what broke since then stays new until it is fixed. If none passed, it is the
-    oldest, for the same reason.
-    """
-    for path, report in reversed(reports):
-        if _passed(report):
-            return path, f"the last of {counted(len(reports), 'run')} that passed"
-    return reports[0][0], f"the oldest of {counted(len(reports), 'run')}, as none passed"

@@ -224,7 +224,7 @@ def test_a_folder_of_reports_is_read_in_the_order_of_time(tmp_path):
     ("statuses", "day", "which"),
     [
         (["failed", "passed", "failed"], 2, "the last of 3 runs that passed"),
-        (["failed", "failed"], 1, "the oldest of 2 runs, as none passed"),
+        (["passed", "passed", "error"], 2, "the last of 3 runs that passed"),
     ],
 )
 def test_which_run_is_compared(tmp_path, statuses, day, which):
@@ -232,6 +232,17 @@ def test_which_run_is_compared(tmp_path, statuses, day, which):
         write(tmp_path, f"{number}/report.json", night(number, status))
     found = read_earlier([str(tmp_path)], NOW)
     assert (found.before.header.commit, found.which) == (f"c{day}", which)
+
+
+def test_nothing_is_excused_if_none_passed_but_the_history_is_known(tmp_path):
+    for day in (1, 2):
+        write(tmp_path, f"{day}/report.json", night(day, "failed"))
+    found = read_earlier([str(tmp_path)], NOW)
+    assert found.before is None
+    assert found.problem == "no comparison: none of 2 earlier runs passed, so every failure fails this one"
+    assert history_of(with_history(night(3, "failed"), found.past)).results == "FF"
+    named = read_earlier([str(tmp_path / "1")], NOW)
+    assert named.before.header.commit == "c1", "a single report is compared with, passed or not"
 
 
 def test_a_run_that_was_killed_or_failed_otherwise_has_not_passed(tmp_path):
