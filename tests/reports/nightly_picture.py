@@ -9,16 +9,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Collection, Iterator
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from playwright.sync_api import sync_playwright
 
-from pytest_fsdp_meta.reports.earlier import read_earlier
-from pytest_fsdp_meta.reports.history import time_of
-from pytest_fsdp_meta.reports.io import FILE, read_report
-from pytest_fsdp_meta.reports.page import write_page
+from pytest_fsdp_meta.reports.io import PAGE
 from tests.reports.test_page_browser import QUIET, chromium
 
 LOADERS = """
@@ -120,28 +116,28 @@ def run_nights(folder: Path, nights: Collection[Collection[str]] = NIGHTS, *opti
         yield done.returncode, done.stdout + done.stderr
 
 
-def main(target: Path) -> None:
-    target.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory() as folder, sync_playwright() as started:
-        project = Path(folder, "my-project")
-        project.mkdir()
-        for status, output in run_nights(project):
-            print(status, output.splitlines()[-1])
-        last = project / "reports" / f"night-{len(NIGHTS):02}" / FILE
-        report = read_report(last)
-        page_file = last.with_name("index.html")
-        earlier = read_earlier([str(project / "reports")], time_of(report.header.started))
-        print(earlier.which)
-        write_page(replace(report, header=replace(report.header, hardware={})), page_file)
+def shoot(page_file: Path, target: Path) -> None:
+    """What changed, the last runs, the table, and the first failed check."""
+    with sync_playwright() as started:
         browser = started.chromium.launch(executable_path=chromium(started), args=QUIET)
         page = browser.new_page(viewport={"width": 1280, "height": 1180}, color_scheme="light")
         page.goto(page_file.as_uri())
         page.wait_for_timeout(1000)
-        top, end = page.locator("#history").bounding_box(), page.locator(".result").first.bounding_box()
-        height = end["y"] + end["height"] - top["y"] + 30
+        top, end = page.locator("#changes").bounding_box(), page.locator(".result").first.bounding_box()
+        height = end["y"] + end["height"] - top["y"] + 24
         clip = {"x": 0, "y": top["y"] - 10, "width": 1280, "height": height}
         page.screenshot(path=target / "nightly.png", clip=clip, full_page=True)
         browser.close()
+
+
+def main(target: Path) -> None:
+    target.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory() as folder:
+        project = Path(folder, "my-project")
+        project.mkdir()
+        for status, output in run_nights(project):
+            print(status, output.splitlines()[-1], flush=True)
+        shoot(project / "reports" / f"night-{len(NIGHTS):02}" / PAGE, target)
 
 
 if __name__ == "__main__":
