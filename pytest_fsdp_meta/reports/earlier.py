@@ -31,7 +31,7 @@ class EarlierReports:
 
     before: Report | None = None
     past: tuple[Report, ...] = ()
-    """All that were read, without findings and summaries, oldest first."""
+    """All that were read, with the results of checks only, oldest first."""
     which: str = ""
     """Which of several runs ``before`` is."""
     notes: tuple[str, ...] = ()
