@@ -12,6 +12,7 @@ from typing import Any
 
 from pytest_fsdp_meta.evidence.collectives import Collective
 from pytest_fsdp_meta.reports.page.findings import Cause, group_by_cause
+from pytest_fsdp_meta.reports.page.history import HistoryView, history_view
 from pytest_fsdp_meta.reports.page.layouts import Layout, group_layouts
 from pytest_fsdp_meta.reports.page.sizes import Sizes, size_view
 from pytest_fsdp_meta.reports.page.traced import StepView, step_view
@@ -66,6 +67,17 @@ class CheckView:
     record: CheckRecord
     promise: str
     family: str
+    history: HistoryView | None = None
+
+    @property
+    def mark(self) -> str:
+        """The further class of its cell in the matrix, after a space."""
+        return f" {self.history.mark}" if self.history and self.history.mark else ""
+
+    @property
+    def note(self) -> str:
+        """What its cell says beside its status, after a comma."""
+        return f", {self.history.note}" if self.history and self.history.note else ""
 
     @property
     def kind(self) -> str:
@@ -208,6 +220,8 @@ class PageView:
         if bad:
             where = f"{bad} of {counted(len(self.loaders), 'loader')}"
             return "failed", f"{failures} in {where}" if failures else f"{where} returned no model", account
+        if self.report.missing:
+            return "failed", f"{counted(len(self.report.missing), 'loader')} missing", account
         if not how_many(counts, JUDGED):
             return "empty", "Nothing was judged", account
         expected = counts.get("xfailed", 0)
@@ -233,7 +247,7 @@ def build_view(report: Report) -> PageView:
             number=number,
             record=record,
             title=record.loader if len(names) == len(report.loaders) else f"{record.loader}, {record.world}",
-            checks=_checks(number, record, known),
+            checks=_checks(number, record, known, report),
             is_expanded=_needs_attention(record) or len(report.loaders) <= MOST_EXPANDED,
             sizes=size_view(record.sizes, report.header.device_memory),
         )
@@ -252,12 +266,15 @@ def _unknown(check: str) -> CatalogueRecord:
     return CatalogueRecord(check, "others", "", "")
 
 
-def _checks(number: int, record: LoaderRecord, known: Mapping[str, CatalogueRecord]) -> dict[str, CheckView]:
+def _checks(
+    number: int, record: LoaderRecord, known: Mapping[str, CatalogueRecord], report: Report
+) -> dict[str, CheckView]:
     checks = {}
     for index, one in enumerate(record.checks):
         part = one.check if ANCHOR.fullmatch(one.check) else str(index)
         column = known[one.check]
-        checks[one.check] = CheckView(f"loader-{number}-{part}", one, column.promise, column.family)
+        history = history_view(one, report)
+        checks[one.check] = CheckView(f"loader-{number}-{part}", one, column.promise, column.family, history)
     return checks
 
 
