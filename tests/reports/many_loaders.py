@@ -181,7 +181,7 @@ def _curves(steps: int, distance: float = 4e-7) -> Curves:
     reference = tuple(round(4.85 - 0.21 * step, 6) for step in range(steps))
     mean = tuple(value * (1 + distance * (step + 1) / steps) for step, value in enumerate(reference))
     ranks = tuple(tuple(round(value + 0.05 * (slice_ - 2), 6) for value in mean) for slice_ in range(4))
-    return Curves(mean, ranks, reference)
+    return Curves(mean, ranks, reference, (1e-5,) * steps)
 
 
 def _memory(rank: int) -> RankMemory:
