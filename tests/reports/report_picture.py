@@ -14,7 +14,7 @@ from playwright.sync_api import sync_playwright
 
 from pytest_fsdp_meta.reports.io import read_report
 from pytest_fsdp_meta.reports.page import write_page
-from tests.reports.test_page_browser import QUIET, chromium
+from tests.reports.chromium import QUIET, chromium
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "test_llama.py"
 BROKEN = """

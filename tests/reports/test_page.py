@@ -23,7 +23,7 @@ from pytest_fsdp_meta.reports.page.__main__ import main
 from pytest_fsdp_meta.reports.page.findings import group_by_cause
 from pytest_fsdp_meta.reports.page.layouts import Layout, group_layouts
 from pytest_fsdp_meta.reports.page.rendering import HERE, describe_bytes, describe_duration, describe_time, printable
-from pytest_fsdp_meta.reports.page.traffic import MOST_ROWS, common_scale, fold_rows, group_by_kind, size_of
+from pytest_fsdp_meta.reports.page.traffic import MOST_ROWS, Scale, fold_rows, group_by_kind, largest_of, size_of
 from pytest_fsdp_meta.reports.page.view import GLYPHS, build_view
 from pytest_fsdp_meta.reports.schema import (
     SKIPS,
@@ -356,7 +356,8 @@ def test_collectives_by_kind_and_in_order():
         collective("broadcast", 4, root=1),
         collective(),
     ]
-    scale = common_scale([issued])
+    scale = Scale(largest_of([issued]), len(issued))
+    assert scale.largest == 32
     assert [(one.op, one.times, one.bytes) for one in group_by_kind(issued, scale)] == [
         ("all_gather", 3, 96),
         ("all_reduce", 1, 4),
@@ -371,7 +372,7 @@ def test_collectives_by_kind_and_in_order():
     ]
     assert left == 0
     barrier = [Collective("barrier", "world", (0, 1))]
-    assert group_by_kind(barrier, common_scale([barrier]))[0].path
+    assert group_by_kind(barrier, Scale(0, 1))[0].path
     assert fold_rows([collective(elements=index) for index in range(MOST_ROWS + 3)])[1] == 3
 
 
@@ -386,6 +387,19 @@ def test_ranks_that_differ_while_loading_share_their_step():
         ("while loading", (0,), 2),
         ("while loading", (1, 2), 2),
     ]
+
+
+def test_collectives_of_all_ranks_are_drawn_to_one_scale():
+    """Ranks that pass a sixteenth of the bytes get lower bars, and those that issue fewer collectives shorter rows."""
+    many, few = [collective(elements=4096) for _ in range(8)], [collective(elements=256)] * 4
+    scale = Scale(largest_of([many, few]), 8)
+    (high,), (low,) = group_by_kind(many, scale), group_by_kind(few, scale)
+
+    def bars(path: str) -> list[tuple[int, float]]:
+        return [(int(x), float(height)) for x, height in re.findall(r"M(\d+) \d+v-([\d.]+)", path)]
+
+    assert [x for x, _ in bars(low.path)] == [x for x, _ in bars(high.path)][:4]
+    assert max(height for _, height in bars(low.path)) < min(height for _, height in bars(high.path))
 
 
 @pytest.mark.parametrize(

@@ -54,11 +54,9 @@ class Scale:
     most: int
 
 
-def common_scale(by_ranks: Iterable[Sequence[Collective]]) -> Scale:
-    """Return the scale to which the collectives of all these ranks are drawn."""
-    issued = list(by_ranks)
-    sizes = (size_of(one) or 0 for collectives in issued for one in collectives)
-    return Scale(max(sizes, default=0), max(map(len, issued), default=0))
+def largest_of(issued: Iterable[Sequence[Collective]]) -> int:
+    """Return the bytes of the largest collective."""
+    return max((size_of(one) or 0 for collectives in issued for one in collectives), default=0)
 
 
 def group_by_kind(collectives: Sequence[Collective], scale: Scale) -> tuple[Kind, ...]:

@@ -16,7 +16,7 @@ from pytest_fsdp_meta.reports.page.findings import Cause, group_by_cause
 from pytest_fsdp_meta.reports.page.layouts import Layout, group_layouts
 from pytest_fsdp_meta.reports.page.sizes import Sizes, size_view
 from pytest_fsdp_meta.reports.page.traced import StepView, step_view
-from pytest_fsdp_meta.reports.page.traffic import Kind, Row, common_scale, fold_rows, group_by_kind
+from pytest_fsdp_meta.reports.page.traffic import Kind, Row, Scale, fold_rows, group_by_kind, largest_of
 from pytest_fsdp_meta.reports.schema import (
     FAILED,
     JUDGED,
@@ -108,7 +108,7 @@ class TrafficView:
     left: int
     total: int
     largest: int
-    """The bytes of the largest collective of any rank in this phase, to which all bars are drawn."""
+    """The bytes of the loader's largest collective on any rank, to which all bars are drawn."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class LoaderView:
     """The length of the folders and the file that the titles of all loaders begin with."""
     checks: Mapping[str, CheckView]
     is_expanded: bool
-    """Whether its panels are open when the page opens."""
+    """Whether its panels are open when it is."""
     names: Mapping[str, int]
     """Every tensor that the page names, in any loader -> its index in the list that the filter searches."""
     sizes: Sizes | None = None
@@ -181,7 +181,8 @@ class LoaderView:
             "in one training step": [(one.ranks, one.step) for one in traffic],
             "while loading": [(one.ranks, one.loading) for one in traffic],
         }
-        return tuple(part for title, issued in phases.items() for part in _traffic(title, issued))
+        scale = largest_of(collectives for issued in phases.values() for _, collectives in issued)
+        return tuple(part for title, issued in phases.items() for part in _traffic(title, issued, scale))
 
     @cached_property
     def losses(self) -> LossChart | None:
@@ -317,7 +318,7 @@ def _loaders(report: Report, known: Mapping[str, CatalogueRecord], names: Mappin
     many = len({loader.loader for loader in report.loaders}) < len(report.loaders)
     titles = [f"{record.loader}, {record.world}" if many else record.loader for record in report.loaders]
     start = _shared_start(titles)
-    few, packed = len(report.loaders) <= MOST_EXPANDED, len(report.loaders) > BIG_LOADERS
+    few = len(report.loaders) <= MOST_EXPANDED
     in_order = sorted(
         zip(report.loaders, titles, strict=True), key=lambda pair: _needs_attention(pair[0]), reverse=True
     )
@@ -328,7 +329,7 @@ def _loaders(report: Report, known: Mapping[str, CatalogueRecord], names: Mappin
             title=title,
             start=start,
             checks=_checks(number, record, known),
-            is_expanded=few or (_needs_attention(record) and not packed),
+            is_expanded=few or _needs_attention(record),
             names=names,
             sizes=size_view(record.sizes, report.header.device_memory),
         )
@@ -359,18 +360,20 @@ def _checks(number: int, record: LoaderRecord, known: Mapping[str, CatalogueReco
     return checks
 
 
-def _traffic(title: str, issued: Sequence[tuple[tuple[int, ...], tuple[Collective, ...]]]) -> Iterator[TrafficView]:
+def _traffic(
+    title: str, issued: Sequence[tuple[tuple[int, ...], tuple[Collective, ...]]], largest: int
+) -> Iterator[TrafficView]:
     """Group ranks that issued the same collectives in one phase; of process groups, only the size counts."""
     groups: dict[object, tuple[list[int], tuple[Collective, ...]]] = {}
     for ranks, collectives in issued:
         key = tuple(replace(one, group="", ranks=(), root=len(one.ranks)) for one in collectives)
         groups.setdefault(key, ([], collectives))[0].extend(ranks)
-    scale = common_scale([collectives for _, collectives in groups.values()])
+    scale = Scale(largest, max((len(collectives) for _, collectives in groups.values()), default=0))
     for same, collectives in groups.values():
         if collectives:
             rows, left = fold_rows(collectives)
             kinds = group_by_kind(collectives, scale)
-            yield TrafficView(title, tuple(sorted(same)), kinds, rows, left, len(collectives), scale.largest)
+            yield TrafficView(title, tuple(sorted(same)), kinds, rows, left, len(collectives), largest)
 
 
 def _in_order(counts: Mapping[str, int]) -> dict[str, int]:

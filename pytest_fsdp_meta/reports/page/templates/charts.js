@@ -25,6 +25,11 @@ const axis = (label, more) => ({
 });
 const steps = () => axis("step", { incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000], size: 34 });
 const byStep = (count) => ({ time: false, range: () => [0.85, count + 0.15] });
+// At most six powers of ten: uPlot's own grid of a log scale has nine lines for each.
+function decades(_, __, low, high) {
+  const first = Math.ceil(Math.log10(low)), last = Math.floor(Math.log10(high)), apart = Math.ceil((last - first + 1) / 6);
+  return Array.from({ length: Math.floor((last - first) / apart) + 1 }, (_, index) => 10 ** (first + index * apart));
+}
 const exponent = (value) => (value == null ? "–" : value.toExponential(1));
 
 // The steps at which a loss is NaN have no point: a cross on the axis marks them.
@@ -84,7 +89,7 @@ const CHARTS = {
     }
     return {
       points, series, x: byStep(xs.length), y: { distr: 3, range: () => [low, high] },
-      axes: [steps(), axis("relative difference", { size: 58, values: (_, ticks) => ticks.map((tick) => (tick == null ? null : tick.toExponential(0))) })],
+      axes: [steps(), axis("relative difference", { size: 58, splits: decades, filter: (_, ticks) => ticks, values: (_, ticks) => ticks.map((tick) => tick.toExponential(0)) })],
       hooks: {
         drawClear: [(chart) => fillBand(chart, allowed)],
         draw: [(chart) => { markOff(chart, difference, allowed); markLost(chart, lost); }],

@@ -40,9 +40,11 @@ if (form) { filter(); restoreState(); }
 const inflated = new Map();
 const PAPER = 640; // px, the width of a chart between the margins of A4
 let before = null;
+const idle = () => new Promise((done) => (window.requestIdleCallback ?? setTimeout)(done));
 async function inflateFailing() {
-  for (const section of sections) {
-    const packed = section.matches("[data-failing]") && one("script.packed", section);
+  for (const section of sections.filter((section) => section.matches("[data-failing]"))) {
+    await idle();
+    const packed = one("script.packed", section);
     if (packed) inflated.set(section, await inflate(packed.textContent));
   }
   root.dataset.ready = "";
@@ -54,18 +56,26 @@ addEventListener("beforeprint", () => {
   root.dataset.theme = "light";
   inflated.forEach((html, section) => insert(section, html));
   inflated.clear();
-  const wanted = [...all(".loader[data-failing]:not([hidden]) > .whole"), ...all(".loader[data-failing]:not([hidden]) .panel"), ...all("#broke > details"), ...all("#changes > details")];
+  const failing = ".loader[data-failing]:not([hidden])";
+  const wanted = all(`${failing} > .whole, ${failing} .panel:not(.checks, .time), ${failing} .numbers, #broke > details, #changes > details`);
   before.opened = wanted.filter((details) => !details.open);
   before.opened.forEach((details) => { details.open = true; });
+  root.classList.add("paper");
   all(".plot").forEach(draw);
   drawn.forEach((chart, place) => { resize(place, PAPER); chart.redraw(false, true); });
-  all(".scroller > table").forEach((table) => { table.style.zoom = Math.min(1, PAPER / table.scrollWidth) || 1; });
+  all(".scroller > table").forEach(fitPaper);
 });
+function fitPaper(table) {
+  table.style.width = "min-content";
+  table.style.zoom = Math.min(1, PAPER / table.offsetWidth) || 1;
+  table.style.width = "";
+}
 addEventListener("afterprint", () => {
   if (!before) return;
   if (before.theme) root.dataset.theme = before.theme; else delete root.dataset.theme;
   before.opened.forEach((details) => { details.open = false; });
   all(".scroller > table").forEach((table) => { table.style.zoom = ""; });
+  root.classList.remove("paper");
   before = null;
   drawn.forEach((chart, place) => { resize(place, place.clientWidth); chart.redraw(false, true); });
 });
