@@ -19,6 +19,7 @@ from pytest_fsdp_meta.reports.terminal import by_cause
 from pytest_fsdp_meta.text import counted
 
 CRASH, FINDING, ERROR, UNEXPECTED_PASS = "crash", "finding", "error", "unexpected pass"
+REMOVE = "remove it from xfail"
 NUMBER = re.compile(r"\d+")
 
 
@@ -76,7 +77,7 @@ def group_failures(loaders: Sequence[LoaderRecord]) -> list[FailureGroup]:
         for check in loader.checks:
             if check.status == "xpassed" or (check.status == "failed" and not check.findings):
                 kind = UNEXPECTED_PASS if check.status == "xpassed" else FINDING
-                add(kind, check.reason, "", Place(loader, (check,)))
+                add(kind, check.reason, REMOVE if kind == UNEXPECTED_PASS else "", Place(loader, (check,)))
     return [
         FailureGroup(kind, places[0][0], remedy, tuple(place for _, place in places))
         for (kind, _, remedy), places in groups.items()
@@ -118,7 +119,7 @@ def describe_failures(loaders: Sequence[LoaderRecord]) -> str:
 def explain_pass(check: CheckRecord) -> str:
     """Return what an unexpected pass means, with its reason."""
     reason = check.reason.removeprefix("expected to fail: ").removeprefix("[XPASS(strict)] ")
-    return f"{check.check} passes, but xfail expects it to fail ({reason}); remove it from xfail"
+    return f"{check.check} passes, but xfail expects it to fail ({reason})"
 
 
 def failing_loaders(loaders: Iterable[LoaderRecord]) -> list[LoaderRecord]:

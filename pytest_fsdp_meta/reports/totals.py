@@ -13,7 +13,6 @@ from pytest_fsdp_meta.reports.causes import (
     FailureGroup,
     Place,
     describe_failures,
-    explain_pass,
     failing_loaders,
     group_failures,
     is_crashed,
@@ -96,7 +95,8 @@ def _describe_loader(loader: LoaderRecord) -> Line:
     world = f", {loader.world}" if loader.world.size else ""
     total = sum(check.seconds for check in loader.checks)
     times = f"{total:.1f} s{_describe_activities(loader.seconds)}"
-    result = f"crashed ({describe_counts(counts)})" if is_crashed(loader) else describe_counts(counts)
+    result = f"crashed, {counted(counts['error'], 'check')} not judged"
+    result = result if is_crashed(loader) else describe_counts(counts)
     return f"{printable(loader.loader)}{world}: {result}; {times}", RED if is_crashed(loader) else _markup(counts)
 
 
@@ -145,8 +145,8 @@ def _describe_place(group: FailureGroup, place: Place) -> str:
         return where
     if place.findings:
         return f"{place.check.check} in {where}: {first_of(list(map(describe_finding, place.findings)))}"
-    if group.kind == UNEXPECTED_PASS:
-        return f"{explain_pass(place.check)}, in {where}"
+    if group.kind == CRASH:
+        return f"{where}: {counted(len(place.checks), 'check')} not judged"
     return f"{first_of([check.check for check in place.checks])} in {where}"
 
 

@@ -263,7 +263,7 @@ class PageView:
     @property
     def folds_clean(self) -> bool:
         """Whether the matrix opens with the rows and columns that have failures, and one row for all others."""
-        return len(self.clean) > MOST_CLEAN
+        return self.is_packed or len(self.clean) > MOST_CLEAN
 
     @property
     def verdict(self) -> tuple[str, str, str]:
