@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from pytest_fsdp_meta.plugin import (
     hookspecs,
     markers,
     outcomes,
+    run_scope,
     settings,
     spmd_items,
     xdist_workers,
@@ -66,6 +67,11 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     config.stash[SESSION].check_usage(items)
+
+
+def pytest_deselected(items: Sequence[pytest.Item]) -> None:
+    if items:
+        run_scope.send_deselected(items[0].config, items)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -5,8 +5,9 @@ It runs in the process that pytest was started in; under xdist the workers do no
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,26 +16,24 @@ import pytest
 
 from pytest_fsdp_meta.catalogue import Catalogue
 from pytest_fsdp_meta.evidence import store
-from pytest_fsdp_meta.evidence.codec import write_whole
 from pytest_fsdp_meta.plugin.collection import LOADER_ITEM, runs_nothing
+from pytest_fsdp_meta.plugin.comparer import Comparer
 from pytest_fsdp_meta.plugin.evidence_items import EvidenceItem, is_judged
 from pytest_fsdp_meta.plugin.loader_items import planned_context
 from pytest_fsdp_meta.plugin.node_ids import split_evidence_node_id, split_node_id
 from pytest_fsdp_meta.plugin.outcomes import attached_context
+from pytest_fsdp_meta.plugin.run_scope import DESELECTED, RunScope, loaders_of
 from pytest_fsdp_meta.plugin.settings import Settings
-from pytest_fsdp_meta.reports.badge import badge_json, badge_svg
-from pytest_fsdp_meta.reports.compare import Comparison, compare, describe_comparison, describe_verdict
-from pytest_fsdp_meta.reports.io import PAGE, ReportWriter, UnknownSchema, read_report
-from pytest_fsdp_meta.reports.markdown import summarise_run
+from pytest_fsdp_meta.reports.annotations import Location, annotate
+from pytest_fsdp_meta.reports.io import PAGE, ReportWriter
 from pytest_fsdp_meta.reports.run_header import describe_run, read_header
 from pytest_fsdp_meta.reports.run_records import ItemContext, RunRecords
 from pytest_fsdp_meta.reports.schema import FAILED, SCHEMA, CheckRecord, Header, LoaderRecord, Report
-from pytest_fsdp_meta.reports.totals import GREEN, RED, YELLOW, Line, describe_totals, nothing_judged
+from pytest_fsdp_meta.reports.totals import describe_totals, nothing_judged
 from pytest_fsdp_meta.text import first_line
 
 NAME = "fsdp_report"
 EXTRA_FILES = ("summary.md", "badge.json", "badge.svg")
-MARKUP = {"worse": RED, "better": GREEN, "neutral": YELLOW}
 
 
 class ReportPlugin:
@@ -67,6 +66,9 @@ class ReportPlugin:
                 "overwrite; choose another folder"
             )
         self._comparer = Comparer(settings)
+        self._scope = RunScope(config)
+        self._locations: dict[str, Location] = {}
+        """Node id -> the line of an item that has reported."""
 
     def begin(self, catalogue: Catalogue) -> None:
         """Take the catalogue, which is known once the session has started."""
@@ -105,6 +107,13 @@ class ReportPlugin:
         settings = self._settings
         return describe_run(settings.engine, settings.device, settings.backend, settings.world_sizes, self._catalogue)
 
+    def pytest_deselected(self, items: Sequence[pytest.Item]) -> None:
+        self._scope.deselect(loaders_of(items))
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        self._scope.deselect(getattr(node, "workeroutput", {}).get(DESELECTED, ()))
+
     @pytest.hookimpl(trylast=True)
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         if session.items:
@@ -141,6 +150,7 @@ class ReportPlugin:
             in_record = context.check.status in FAILED
             self._failed_items += report.failed and in_record and not hasattr(report, "wasxfail")
             self._records.add(replace(context, key=context.key + worker, loader=context.loader + worker))
+            self._locate(nodeid, report)
         elif report.when not in ("setup", "call", "teardown"):  # xdist reports the crash of a worker
             self._failed_items += self._records.add_crash(nodeid, first_line(str(report.longrepr))) in FAILED
         elif report.when == "call" or (report.when == "setup" and not report.passed):
@@ -150,6 +160,14 @@ class ReportPlugin:
         self._has_news |= context is not None
         if self._is_started and self._writer is not None and self._writer.is_due:
             self._write_news()
+
+    def _locate(self, nodeid: str, report: pytest.TestReport) -> None:
+        """Remember the line of an item, relative to the repository of a GitHub workflow."""
+        file, line, _ = report.location
+        path = Path(os.path.abspath(self._config.rootpath / file))
+        workspace = os.environ.get("GITHUB_WORKSPACE", "")
+        inside = bool(workspace) and path.is_relative_to(workspace)
+        self._locations[nodeid] = Location(path.relative_to(workspace).as_posix() if inside else file, (line or 0) + 1)
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         """Write the report before an ordinary test, which may take long or end the process."""
@@ -176,7 +194,7 @@ class ReportPlugin:
             # Only pytest counts other failures (tests, imports, coverage). Tests that were not run because of an
             # earlier failure might have failed as well.
             others = session.testsfailed > self._failed_items or bool(session.shouldfail or session.shouldstop)
-            session.exitstatus = self._comparer.compare(report, int(session.exitstatus), others)
+            session.exitstatus = self._comparer.compare(report, int(session.exitstatus), others, self._scope.has)
         if session.exitstatus == pytest.ExitCode.OK and nothing_judged(self.loaders, self._others_passed):
             session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED
         self._finish_report(session)
@@ -202,6 +220,13 @@ class ReportPlugin:
             terminalreporter.section("fsdp conformance, compared")
             for line, markup in self._comparer.lines():
                 terminalreporter.write_line(line, **markup)
+        self._print_annotations(terminalreporter)
+
+    def _print_annotations(self, terminalreporter: pytest.TerminalReporter) -> None:
+        chosen = self._settings.annotate
+        if chosen == "github" or (chosen == "auto" and os.environ.get("GITHUB_ACTIONS") == "true"):
+            for command in annotate(self.loaders, self._locations, self._comparer.is_excused):
+                terminalreporter.write_line(command)
 
     def _print_totals(self, terminalreporter: pytest.TerminalReporter) -> None:
         if self.loaders:
@@ -225,7 +250,8 @@ class ReportPlugin:
     def _report(self, exit_status: int | None) -> Report:
         assert self._header is not None
         seconds = time.monotonic() - self._began
-        return Report(SCHEMA, self._header, self.loaders, seconds, exit_status, exit_status is not None)
+        report = Report(SCHEMA, self._header, self.loaders, seconds, exit_status, exit_status is not None)
+        return self._comparer.add_earlier(report)
 
     def _write(self, report: Report, before: Callable[[], None] = lambda: None) -> None:
         """Write report.json, and at the start and end of the run the page; a failure is printed with the totals."""
@@ -244,59 +270,3 @@ class ReportPlugin:
             self._write_problem = str(error)
         except Exception as error:  # a bug in drawing the page must not hide pytest's own summary
             self._write_problem = f"the page could not be drawn ({type(error).__name__}: {first_line(error)})"
-
-
-class Comparer:
-    """Compares the run with an earlier report, which is read before anything runs.
-
-    Raises UsageError if the file is not a report. A report of an unknown schema is not an error, since every nightly
-    run may meet one after an update: ``problem`` then says so, and the run fails as it would without a comparison.
-    """
-
-    def __init__(self, settings: Settings) -> None:
-        self._fail_on = settings.fail_on
-        self._before: Report | None = None
-        self.comparison: Comparison | None = None
-        self.problem = ""
-        """Why there is no comparison although one was requested."""
-        if settings.compare:
-            try:
-                self._before = read_report(Path(settings.compare))
-            except UnknownSchema as error:
-                self.problem = f"no comparison: {error}"
-            except ValueError as error:
-                raise pytest.UsageError(f"--fsdp-compare: {error}") from None
-
-    @property
-    def is_requested(self) -> bool:
-        return self._before is not None or bool(self.problem)
-
-    def compare(self, report: Report, status: int, others_failed: bool) -> int:
-        """Compare the report with the earlier one, and return the exit status of a run that would exit with ``status``.
-
-        ``others_failed`` says whether anything failed that is not in the report, or was not run after a failure.
-        """
-        if self._before is None:
-            return status
-        self.comparison = compare(self._before, report)
-        if self._fail_on == "failure" or status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
-            return status
-        bad = others_failed or self.comparison.fails(self._fail_on)
-        return int(pytest.ExitCode.TESTS_FAILED if bad else pytest.ExitCode.OK)
-
-    def lines(self) -> Iterator[Line]:
-        """Yield the lines of the section in the terminal."""
-        if self.problem:
-            yield self.problem, RED
-        if self.comparison is None:
-            return
-        for mark, headline, lines in describe_comparison(self.comparison):
-            yield headline, MARKUP[mark]
-            yield from ((f"  {line}", {}) for line in lines)
-        yield describe_verdict(self.comparison), RED if self.comparison.fails(self._fail_on) else GREEN
-
-    def write(self, report: Report, folder: Path) -> None:
-        """Write the summary and the badge. Raises OSError."""
-        write_whole(folder / "summary.md", summarise_run(report, self.comparison, self.problem).encode())
-        write_whole(folder / "badge.json", badge_json(report).encode())
-        write_whole(folder / "badge.svg", badge_svg(report).encode())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ ENGINES = ("local", "ray")
 FAIL_ON = ("failure", "regression", "any")
 """What makes a compared run fail: any failure; only failures that the earlier run did not have; or any failure and
 anything else that got worse."""
+ANNOTATE = ("auto", "github", "none")
 UNITS = {"MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "": 0}
 """Bytes of a unit; a number without one is refused."""
 REPEATED = ("-c", "-o", "-p", "--config-file", "--override-ini", "--rootdir", "--import-mode")
@@ -49,8 +51,10 @@ class Settings:
     localise: bool = False
     report: str = ""
     keep_evidence: bool = False
-    compare: str = ""
+    compare: tuple[str, ...] = ()
     fail_on: str = "failure"
+    allow_missing: tuple[str, ...] = ()
+    annotate: str = "auto"
     given: tuple[str, ...] = ()
 
 
@@ -148,12 +152,22 @@ def _folder(text: str) -> str:
     return folder
 
 
-def _report(text: str) -> str:
-    path = Path(text).expanduser()
-    path = path / "report.json" if path.is_dir() else path
-    if not path.is_file():
+def _reports(text: str) -> tuple[str, ...]:
+    parts = [text] if os.path.exists(os.path.expanduser(text)) else text.split(",")
+    paths = tuple(Path(part.strip()).expanduser() for part in parts)
+    if not all(part.strip() for part in parts) or not all(path.is_file() or path.is_dir() for path in paths):
         raise ValueError
-    return str(path)
+    return tuple(map(str, paths))
+
+
+def _patterns(text: str) -> tuple[str, ...]:
+    try:
+        return ("*",) if _switch(text) else ()
+    except KeyError:
+        patterns = tuple(filter(None, (part.strip() for part in re.split(r"[,\n]", text))))
+        if not all("::" in pattern or "*" in pattern for pattern in patterns):
+            raise ValueError from None
+        return patterns
 
 
 def _new_folder(text: str) -> str:
@@ -318,20 +332,39 @@ OPTIONS = (
     Option(
         "compare",
         "report.json of an earlier run to compare with: show new failures, fixed checks, slower loads and checks that "
-        "no longer run",
-        _report,
-        "expected an existing report.json, or its folder",
-        "REPORT",
+        "no longer run. Several, or a folder in which every run leaves its report, also show the history of each "
+        "check; the run is then compared with the last that passed",
+        _reports,
+        "expected an existing report.json, a folder of reports, or several, separated by commas",
+        "REPORT[,REPORT...]",
         repeated=False,
     ),
     Option(
         "fail-on",
         "with --fsdp-compare, what makes the run fail: failure (default: as without --fsdp-compare), regression (only "
-        "failures that the earlier run did not have) or any (every failure, and slower loads, drifting losses and "
-        "checks that no longer run)",
+        "failures that the earlier run did not have, and missing loaders) or any (every failure, missing loaders, "
+        "slower loads, drifting losses and checks that no longer run)",
         _one_of(FAIL_ON),
         "choose failure, regression or any",
         "WHAT",
+        repeated=False,
+    ),
+    Option(
+        "allow-missing",
+        "with --fsdp-fail-on, accept that loaders of the earlier run are missing; in the ini file or the environment "
+        "also for some loaders only: their node ids, * for any text, separated by commas",
+        _patterns,
+        "choose true or false, or node ids such as tests/test_old.py::*",
+        "",
+        repeated=False,
+    ),
+    Option(
+        "annotate",
+        "print an annotation for each failed loader, which the CI service shows at its line: auto (default: in GitHub "
+        "Actions), github or none",
+        _one_of(ANNOTATE),
+        "choose auto, github or none",
+        "SERVICE",
         repeated=False,
     ),
 )

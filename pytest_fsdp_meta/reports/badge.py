@@ -29,7 +29,7 @@ def badge(report: Report) -> dict[str, object]:
     """Return what shields.io's endpoint badge expects."""
     judged = how_many(count_kinds(report.loaders), JUDGED)
     clean = judged and report.complete and not report.exit_status
-    color = "red" if is_bad(report.loaders) else "brightgreen" if clean else "lightgrey"
+    color = "red" if is_bad(report.loaders) or report.missing else "brightgreen" if clean else "lightgrey"
     message = describe_result(report) if report.complete else f"incomplete, {describe_result(report)}"
     return {"schemaVersion": 1, "label": LABEL, "message": message, "color": color, "isError": color == "red"}
 

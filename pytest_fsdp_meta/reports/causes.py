@@ -103,8 +103,11 @@ def count_failures(loaders: Sequence[LoaderRecord]) -> dict[str, int]:
     }
 
 
-def describe_failures(loaders: Sequence[LoaderRecord]) -> str:
-    """Return a text such as "3 loaders crashed, 6 checks failed, 1 unexpected pass"; empty if nothing needs a fix."""
+def describe_failures(loaders: Sequence[LoaderRecord], missing: int = 0) -> str:
+    """Return a text such as "3 loaders crashed, 6 checks failed, 1 unexpected pass"; empty if nothing needs a fix.
+
+    ``missing`` loaders are those that an earlier run had.
+    """
     counts = count_failures(loaders)
     texts = {
         "crashed": f"{counted(counts['crashed'], 'loader')} crashed",
@@ -113,7 +116,8 @@ def describe_failures(loaders: Sequence[LoaderRecord]) -> str:
         "xpassed": counted(counts["xpassed"], "unexpected pass"),
         "not run": f"{counts['not run']} not run",
     }
-    return ", ".join(text for kind, text in texts.items() if counts[kind])
+    gone = [f"{counted(missing, 'loader')} missing"] if missing else []
+    return ", ".join([*(text for kind, text in texts.items() if counts[kind]), *gone])
 
 
 def explain_pass(check: CheckRecord) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from pytest_fsdp_meta.reports.schema import (
@@ -20,7 +20,7 @@ from pytest_fsdp_meta.reports.schema import (
     count_kinds,
     is_bad,
 )
-from pytest_fsdp_meta.reports.terminal import describe_finding, printable
+from pytest_fsdp_meta.reports.terminal import describe_finding, printable, shorten_list
 from pytest_fsdp_meta.text import counted, first_of
 
 NUMBERS = re.compile(r"[-+]?\d[\d.]*(?:e[-+]?\d+)?")
@@ -32,8 +32,7 @@ DRIFT = 10.0
 """Losses are reported as drifted if they are this many times further from the reference than before, ..."""
 ROUNDING = 1e-6
 """... and further than this, relatively: float32 rounding differs from machine to machine."""
-MOST_LINES = 20
-"""Lines shown for one kind of change."""
+MISSING = "removed or renamed on purpose? --fsdp-allow-missing accepts it"
 MOST_CHECKS = 5
 """Checks of a loader that are named."""
 
@@ -84,25 +83,48 @@ class Comparison:
     drifted: tuple[Measurement, ...] = ()
     added: tuple[str, ...] = ()
     """Loaders and checks that the earlier run does not have."""
+    missing: tuple[str, ...] = ()
+    """Loaders that only the earlier run has: removed or renamed, so that nothing judges them any more."""
+    allowed: tuple[str, ...] = ()
+    """Missing loaders that ``--fsdp-allow-missing`` allows."""
+    unselected: tuple[str, ...] = ()
+    """Loaders of the earlier run that this one was not asked for."""
     removed: tuple[str, ...] = ()
-    """Loaders and checks that only the earlier run has: removed, renamed, or not selected now."""
+    """Checks that only the earlier run has."""
+    which: str = ""
+    """Which of several earlier runs ``before`` is."""
+    left_out: tuple[str, ...] = ()
+    """Why files that were given as earlier reports were not read, one line each."""
 
     def fails(self, on: str) -> bool:
         """Return whether the run fails with ``--fsdp-fail-on`` set to ``on``."""
         if on == "regression":
             # A check that was not run might have failed in a new way.
-            return bool(self.failures) or bool(count_kinds(self.now.loaders)["not run"])
-        changed = self.no_longer_judged or self.dependent or self.removed or self.slower or self.drifted
+            return bool(self.failures or self.missing) or bool(count_kinds(self.now.loaders)["not run"])
+        gone = self.missing or self.unselected or self.removed
+        changed = self.no_longer_judged or self.dependent or gone or self.slower or self.drifted
         return (on == "any" and bool(changed)) or is_bad(self.now.loaders)
 
 
-def compare(before: Report, now: Report) -> Comparison:
-    """Compare two reports. Loaders are identified by node id, and changes are in the order of ``now``."""
+def compare(
+    before: Report,
+    now: Report,
+    is_selected: Callable[[str], bool] = lambda loader: True,
+    is_allowed: Callable[[str], bool] = lambda loader: False,
+    which: str = "",
+    left_out: tuple[str, ...] = (),
+) -> Comparison:
+    """Compare two reports. Loaders are identified by node id, and changes are in the order of ``now``.
+
+    Of a loader that ``now`` lacks, ``is_selected`` says whether the run was asked for it, and ``is_allowed`` whether it
+    may be missing. ``which`` and ``left_out`` are those of ``Comparison``.
+    """
     old, new = _by_name(before, now), _by_name(now, before)
     changes: dict[str, list[Change]] = {}
     for change in _pair_checks(old, new):
         changes.setdefault(_classify(change), []).append(change)
     changes.pop("", None)
+    gone = _gone(_without(old, new), old, is_selected, is_allowed)
     same_hardware = before.header.hardware == now.header.hardware
     in_both = [(old[name], new[name]) for name in new if name in old]
     return Comparison(
@@ -113,9 +135,29 @@ def compare(before: Report, now: Report) -> Comparison:
         slower=tuple(_slower_loads(in_both)) if same_hardware else (),
         drifted=tuple(_drifted_losses(in_both)),
         added=(*_without(new, old), *_without(_check_ids(now), _check_ids(before))),
-        removed=(*_without(old, new), *_without(_check_ids(before), _check_ids(now))),
+        which=which,
+        left_out=left_out,
+        removed=tuple(_without(_check_ids(before), _check_ids(now))),
+        missing=gone["missing"],
+        allowed=gone["allowed"],
+        unselected=gone["unselected"],
         **{kind: tuple(group) for kind, group in changes.items()},
     )
+
+
+def _gone(
+    names: Iterable[str],
+    old: Mapping[str, LoaderRecord],
+    is_selected: Callable[[str], bool],
+    is_allowed: Callable[[str], bool],
+) -> dict[str, tuple[str, ...]]:
+    """Return field of ``Comparison`` -> the loaders that are gone for this reason."""
+    groups: dict[str, list[str]] = {"missing": [], "allowed": [], "unselected": []}
+    for name in names:
+        loader = old[name].loader
+        reason = "unselected" if not is_selected(loader) else "allowed" if is_allowed(loader) else "missing"
+        groups[reason].append(name)
+    return {reason: tuple(found) for reason, found in groups.items()}
 
 
 def _by_name(report: Report, other: Report) -> dict[str, LoaderRecord]:
@@ -250,8 +292,13 @@ def _without(names: Iterable[str], others: Iterable[str]) -> list[str]:
 
 def describe_comparison(comparison: Comparison) -> Iterator[tuple[str, str, list[str]]]:
     """Yield (mark, headline, lines) for each kind of change; the mark is "worse", "better" or "neutral"."""
+    if comparison.failures:
+        headline = f"new failures: {count_changes(comparison.failures)}"
+        yield "worse", headline, shorten_list(_describe_by_loader(comparison.failures))
+    if comparison.missing:
+        headline = f"missing loaders: {len(comparison.missing)} ({MISSING})"
+        yield "worse", headline, shorten_list(map(printable, comparison.missing))
     changes = (
-        ("worse", "new failures", comparison.failures),
         ("neutral", "skipped because of a failed check", comparison.dependent),
         ("neutral", "no longer judged", comparison.no_longer_judged),
         ("neutral", "known failures, other findings", comparison.changed),
@@ -261,46 +308,65 @@ def describe_comparison(comparison: Comparison) -> Iterator[tuple[str, str, list
     )
     for mark, headline, group in changes:
         if group:
-            yield mark, f"{headline}: {len(group)}", _shorten(_describe_by_loader(group))
+            yield mark, f"{headline}: {count_changes(group)}", shorten_list(_describe_by_loader(group))
     if comparison.slower:
-        yield "worse", f"slower loads: {len(comparison.slower)}", _shorten(map(_describe_slower, comparison.slower))
+        yield "worse", f"slower loads: {len(comparison.slower)}", shorten_list(map(_describe_slower, comparison.slower))
     if comparison.drifted:
         headline = f"losses further from the reference: {len(comparison.drifted)}"
-        yield "worse", headline, _shorten(map(_describe_drifted, comparison.drifted))
+        yield "worse", headline, shorten_list(map(_describe_drifted, comparison.drifted))
     lists = (
         ("new in this run", comparison.added),
-        ("missing in this run", comparison.removed),
+        ("missing loaders that --fsdp-allow-missing allows", comparison.allowed),
+        ("not selected in this run", comparison.unselected),
+        ("checks that this version lacks", comparison.removed),
         ("environment changes", comparison.environment),
         ("limits of this comparison", comparison.caveats),
+        ("earlier reports left out", comparison.left_out),
     )
     for headline, lines in lists:
         if lines:
-            yield "neutral", f"{headline}: {len(lines)}", _shorten(map(printable, lines))
+            yield "neutral", f"{headline}: {len(lines)}", shorten_list(map(printable, lines))
 
 
 def describe_verdict(comparison: Comparison) -> str:
     """Return a line such as "1 new failure, 2 fixed since 2026-11-19T21:04:00+00:00 (0123abc)"."""
     header = comparison.before.header
     since = printable(header.started + (f" ({header.commit})" if header.commit else ""))
-    return f"{describe_changes(comparison)} since {since}"
+    which = f", {comparison.which}" if comparison.which else ""
+    return f"{describe_changes(comparison)} since {since}{which}"
 
 
 def describe_changes(comparison: Comparison) -> str:
     """Return how many changes of each kind there are, such as "1 new failure, 2 fixed"."""
     parts = [
-        (counted(len(comparison.failures), "new failure"), comparison.failures),
-        (f"{len(comparison.fixed)} fixed", comparison.fixed),
-        (f"{len(comparison.known)} known", comparison.known),
-        (f"{len(comparison.changed)} known with other findings", comparison.changed),
+        (counted(count_changes(comparison.failures), "new failure"), comparison.failures),
+        (f"{count_changes(comparison.fixed)} fixed", comparison.fixed),
+        (f"{count_changes(comparison.known)} known", comparison.known),
+        (f"{count_changes(comparison.changed)} known with other findings", comparison.changed),
         (f"{len(comparison.expected)} xfailed now", comparison.expected),
         (f"{len(comparison.dependent)} skipped because of a failed check", comparison.dependent),
         (f"{len(comparison.no_longer_judged)} no longer judged", comparison.no_longer_judged),
         (counted(len(comparison.slower), "slower load"), comparison.slower),
         (f"{len(comparison.drifted)} with losses further from the reference", comparison.drifted),
         (f"{len(comparison.added)} new", comparison.added),
-        (f"{len(comparison.removed)} missing", comparison.removed),
+        (f"{len(comparison.missing)} missing", comparison.missing),
+        (f"{len(comparison.allowed)} missing as allowed", comparison.allowed),
+        (f"{len(comparison.unselected)} not selected", comparison.unselected),
+        (f"{counted(len(comparison.removed), 'check')} removed", comparison.removed),
     ]
     return ", ".join(text for text, changes in parts if changes) or "no changes"
+
+
+def count_changes(changes: Iterable[Change]) -> int:
+    """Return the number of changes. Errors of a loader with the same reason are one: most often it crashed."""
+    return len({_identity(change) for change in changes})
+
+
+def _identity(change: Change) -> tuple[str, str]:
+    for record in (change.now, change.before):
+        if record is not None and record.status == "error":
+            return change.loader, f"error: {record.reason}"
+    return change.loader, change.check
 
 
 def _describe_by_loader(changes: Iterable[Change]) -> Iterator[str]:
@@ -327,8 +393,3 @@ def _describe_slower(load: Measurement) -> str:
 
 def _describe_drifted(losses: Measurement) -> str:
     return f"{printable(losses.loader)}: relative distance {losses.now:.1e}, before {losses.before:.1e}"
-
-
-def _shorten(lines: Iterable[str]) -> list[str]:
-    listed = list(lines)
-    return listed if len(listed) <= MOST_LINES else [*listed[:MOST_LINES], f"... and {len(listed) - MOST_LINES} more"]

@@ -6,7 +6,7 @@ Names come from the models under test and may contain anything; all of them are 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from pytest_fsdp_meta.reports.causes import (
     CRASH,
@@ -20,7 +20,8 @@ from pytest_fsdp_meta.reports.causes import (
     group_failures,
     is_crashed,
 )
-from pytest_fsdp_meta.reports.compare import MOST_LINES, Comparison, describe_comparison, describe_verdict
+from pytest_fsdp_meta.reports.compare import Comparison, describe_comparison, describe_verdict
+from pytest_fsdp_meta.reports.history import describe_history
 from pytest_fsdp_meta.reports.schema import (
     BAD,
     JUDGED,
@@ -33,7 +34,7 @@ from pytest_fsdp_meta.reports.schema import (
     how_many,
     is_bad,
 )
-from pytest_fsdp_meta.reports.terminal import describe_finding, printable
+from pytest_fsdp_meta.reports.terminal import MOST_LINES, describe_finding, printable
 from pytest_fsdp_meta.text import counted, first_of
 
 IN_RESULT = tuple(status for status in STATUSES if status != "skipped" and status not in BAD)
@@ -52,7 +53,7 @@ MOST_ROWS = 200
 
 def summarise_run(report: Report, comparison: Comparison | None = None, problem: str = "") -> str:
     """Return the whole page. ``problem`` says why there is no comparison although one was requested."""
-    parts = [*_head(report), *_failures(report), *_comparison(comparison, problem), *_table(report)]
+    parts = [*_head(report), *_failures(report), *_comparison(comparison, problem), *_history(report), *_table(report)]
     return "\n".join(parts) + "\n"
 
 
@@ -72,7 +73,7 @@ def _head(report: Report) -> Iterator[str]:
 def _mark(report: Report) -> str:
     if not report.complete:
         return "⚠️"
-    if is_bad(report.loaders):
+    if is_bad(report.loaders) or report.missing:
         return "❌"
     if _failed_otherwise(report):
         return "⚠️"
@@ -83,13 +84,14 @@ def describe_result(report: Report) -> str:
     """Return a text such as "3 loaders crashed, 2 checks failed, 41 passed". Skipped checks are not counted."""
     counts = count_kinds(report.loaders)
     others = [describe_count(counts[status], status) for status in IN_RESULT if counts[status]]
-    parts = list(filter(None, [describe_failures(report.loaders), *others])) or ["nothing judged"]
+    failures = describe_failures(report.loaders, len(report.missing))
+    parts = list(filter(None, [failures, *others])) or ["nothing judged"]
     return ", ".join([*parts, *([f"pytest exited with {report.exit_status}"] if _failed_otherwise(report) else [])])
 
 
 def _failed_otherwise(report: Report) -> bool:
     """Return whether the run failed for a reason that no check shows: another test, a crash, an incomplete report."""
-    return bool(report.exit_status) and not is_bad(report.loaders)
+    return bool(report.exit_status) and not is_bad(report.loaders) and not report.missing
 
 
 def _table(report: Report) -> Iterator[str]:
@@ -150,7 +152,15 @@ def _comparison(comparison: Comparison | None, problem: str) -> Iterator[str]:
         return
     yield f"**Compared:** {escaped(describe_verdict(comparison))}"
     yield ""
-    for mark, headline, lines in describe_comparison(comparison):
+    yield from _lists(describe_comparison(comparison))
+
+
+def _history(report: Report) -> Iterator[str]:
+    yield from _lists(describe_history(report))
+
+
+def _lists(described: Iterable[tuple[str, str, list[str]]]) -> Iterator[str]:
+    for mark, headline, lines in described:
         yield f"{MARKS[mark]} {headline}"
         yield ""
         yield from (f"* {escaped(line)}" for line in lines)

@@ -45,6 +45,18 @@ JUDGED = (*PASSED, "failed", "xfailed", "xpassed")
 """Statuses that a judge has decided."""
 BAD = (*FAILED, "not run")
 """Statuses that make a run bad."""
+LETTERS = {
+    "passed": ".",
+    "partly checked": "p",
+    "failed": "F",
+    "error": "E",
+    "xfailed": "x",
+    "xpassed": "X",
+    "skipped": "s",
+    "not run": "n",
+}
+"""Status -> its character in ``CheckHistory.results``; ``ABSENT`` stands for a run without the check or the loader."""
+ABSENT = "-"
 UNACCOUNTED = ("not selected", "not run")
 """Kinds of checks that were not judged, without a reason given by the author of the test."""
 TRACED = {
@@ -76,6 +88,33 @@ class FindingRecord:
 
 
 @dataclass(frozen=True)
+class EarlierRun:
+    """A run before this one: when it started (UTC, ISO 8601), of which commit, and how it ended."""
+
+    started: str
+    commit: str = ""
+    exit_status: int | None = None
+    """None for a run that was killed."""
+
+
+@dataclass(frozen=True)
+class CheckHistory:
+    """What became of a check in ``Report.earlier``.
+
+    ``results`` has one character for each of these runs, oldest first: the letters of pytest and three more, which
+    ``LETTERS`` lists. ``flaky`` takes this run into account as well.
+    """
+
+    results: str
+    broken_since: EarlierRun | None = None
+    """If the check fails: the first run since which it has not passed; this run itself if it is new."""
+    last_passed: EarlierRun | None = None
+    """If the check fails: the last run in which it passed, where that is known."""
+    flaky: bool = False
+    """Whether it passed in at least two stretches of runs, and failed in two."""
+
+
+@dataclass(frozen=True)
 class CheckRecord:
     """The result of one check of one loader in one world: ``status`` is one of ``STATUSES``."""
 
@@ -97,6 +136,8 @@ class CheckRecord:
     The first check of a loader has the detail of an error that all its checks share."""
     skip: str = ""
     """The kind of the skip, one of ``SKIPS``; empty unless ``status`` is "skipped"."""
+    history: CheckHistory | None = None
+    """None without earlier runs."""
 
     @property
     def kind(self) -> str:
@@ -320,6 +361,10 @@ class Report:
     schema: int
     header: Header
     loaders: tuple[LoaderRecord, ...] = ()
+    earlier: tuple[EarlierRun, ...] = field(default=(), kw_only=True)
+    """Runs whose results the checks have as ``history``, oldest first."""
+    missing: tuple[str, ...] = field(default=(), kw_only=True)
+    """Loaders of the run that this one was compared with, for whose absence it fails."""
     seconds: float = 0.0
     """From the start of pytest to the end of the last item."""
     exit_status: int | None = None

@@ -11,6 +11,7 @@ from pytest_fsdp_meta.reports.schema import FindingRecord
 from pytest_fsdp_meta.text import counted, fold_names, name_ranks
 
 MOST_LINES = 20
+"""Lines of one list."""
 FEWEST_OF_ALL = 4
 """Fewer tensors are named one by one, even if they are all tensors of their kind."""
 FIELDS = {
@@ -30,6 +31,12 @@ Found = TypeVar("Found", Finding, FindingRecord)
 def printable(name: str) -> str:
     """Return a name with control characters escaped, so that it stays on its line."""
     return name if name.isprintable() else repr(name)[1:-1]
+
+
+def shorten_list(lines: Iterable[str]) -> list[str]:
+    """Return the first ``MOST_LINES`` lines, and how many are left out."""
+    listed = list(lines)
+    return listed if len(listed) <= MOST_LINES else [*listed[:MOST_LINES], f"... and {len(listed) - MOST_LINES} more"]
 
 
 def describe_failure(verdict: Verdict, world: str, rerun_command: str) -> str:

@@ -162,25 +162,27 @@ AVAILABLE, EXPIRED = [{"id": 1, "expired": False}], [{"id": 2, "expired": True}]
 
 
 @pytest.mark.parametrize(
-    ("status", "artifacts", "found"),
+    ("compared", "artifacts", "found"),
     [
         ("completed", {"9": AVAILABLE, "8": AVAILABLE, "7": EXPIRED, "6": AVAILABLE, "5": AVAILABLE}, "run=6\n"),
-        ("success", {"6": AVAILABLE, "5": AVAILABLE}, "run=5\n"),
+        ("success", {"6": AVAILABLE, "5": AVAILABLE}, "run=6\npassed=5\n"),
+        ("success", {"6": EXPIRED, "5": AVAILABLE}, "run=5\n"),
+        ("success", {"6": AVAILABLE}, "run=6\npassed=\n"),
         ("completed", {"9": AVAILABLE, "8": AVAILABLE}, ""),
-        ("completed", {}, ""),
+        ("success", {}, ""),
     ],
-    ids=["the last with a report", "the last green one", "only this one and a fork's", "none"],
+    ids=["the previous one", "and one that passed", "the previous one passed", "none passed", "only a fork's", "none"],
 )
-def test_the_previous_run_is_found(runner: Runner, status, artifacts, found):
+def test_the_earlier_runs_are_found(runner: Runner, compared, artifacts, found):
     runner.add_command("gh", GH)
     code, text = runner.run(
-        "Find the last run with a report",
+        "Find the last runs with a report",
         ANSWERS=json.dumps({"runs": RUNS, "artifacts": artifacts}),
         GITHUB_WORKFLOW="Nightly",
         GITHUB_REF_NAME="main",
         GITHUB_RUN_ID="9",
         GH_REPO="o/r",
-        STATUS=status,
+        COMPARE_WITH=compared,
         NAME="fsdp-report",
     )
     assert code == 0, text
@@ -188,11 +190,18 @@ def test_the_previous_run_is_found(runner: Runner, status, artifacts, found):
     assert ("nothing is compared" in text) == (not found)
 
 
+def test_by_default_a_run_is_compared_with_the_last_that_passed():
+    assert read(NIGHTLY)["on"]["workflow_call"]["inputs"]["compare-with"]["default"] == "success"
+    assert "compare-with" not in next(job for job in read(CALLER)["jobs"].values() if "with" in job)["with"]
+
+
 def test_a_refused_request_fails_instead_of_comparing_nothing(runner: Runner):
     runner.add_command("gh", "raise SystemExit('HTTP 403')")
-    code, text = runner.run("Find the last run with a report", STATUS="completed", NAME="x", GITHUB_WORKFLOW="x")
+    given = {"COMPARE_WITH": "completed", "NAME": "x", "GITHUB_WORKFLOW": "x", "GITHUB_REF_NAME": "main"}
+    code, text = runner.run("Find the last runs with a report", **given)
     assert code
     assert "HTTP 403" in text
+    assert "nothing is compared" not in text
 
 
 def test_the_virtual_environment_is_created_and_first_in_path(runner: Runner):
@@ -227,17 +236,17 @@ raise SystemExit(1)
 
 @pytest.mark.parametrize("before", [False, True], ids=["first run", "later run"])
 @pytest.mark.parametrize("gpu", ["true", "false"])
-def test_pytest_compares_if_there_is_a_previous_report(runner: Runner, before, gpu):
+@pytest.mark.parametrize(("compared", "folder"), [("success", "fsdp-before"), ("completed", "fsdp-before/previous")])
+def test_pytest_compares_if_there_is_a_previous_report(runner: Runner, before, gpu, compared, folder):
     runner.add_command("python", PYTHON)
     if before:
-        (runner.folder / "fsdp-before").mkdir()
-        (runner.folder / "fsdp-before" / "report.json").write_text("{}")
+        (runner.folder / "fsdp-before" / "previous").mkdir(parents=True)
     inputs = {"TEST_PATH": "my tests", "WORLD_SIZE": "1,2", "FAIL_ON": "any", "PYTEST_ADDOPTS": "-m 'not slow'"}
-    code, text = runner.run("Judge", REQUIRE_GPU=gpu, **inputs)
+    code, text = runner.run("Judge", REQUIRE_GPU=gpu, COMPARE_WITH=compared, **inputs)
     assert code == 1, "the step fails if pytest fails"
     expected = ["-m", "pytest", "my tests", "--fsdp-world-size=1,2", "--fsdp-report=TEMP/fsdp-report"]
     expected += ["--fsdp-require-gpu"] if gpu == "true" else []
-    expected += ["--fsdp-compare=TEMP/fsdp-before/report.json", "--fsdp-fail-on=any"] if before else []
+    expected += [f"--fsdp-compare=TEMP/{folder}", "--fsdp-fail-on=any"] if before else []
     assert text == f"{expected} -m 'not slow'\n"
 
 
@@ -253,34 +262,49 @@ def test_it(fsdp):
 
 
 def night(runner: Runner, weight: int, grad: bool = True, **given: str) -> tuple[int, str]:
-    """Run the steps of the job from the tests on, with the report that the previous night left, if any."""
+    """Run the steps of the job from the tests on, with the reports that earlier nights left.
+
+    As the artifacts are downloaded, there is one of the previous night, and one of the last that passed.
+    """
     text = TINY.format(folder=str(runner.folder)) + LOADER.format(weight=weight, grad=grad)
     (runner.folder / "test_it.py").write_text(text)
-    report, before = runner.folder / "fsdp-report", runner.folder / "fsdp-before"
-    if report.exists():
-        report.replace(before)  # as the artifact is uploaded and downloaded
+    before = runner.folder / "fsdp-before"
+    for name in ("previous", "passed"):
+        if (runner.folder / name).exists():
+            shutil.copytree(runner.folder / name, before / name)
     inputs = {"TEST_PATH": "test_it.py", "WORLD_SIZE": "2", "FAIL_ON": "regression", "REQUIRE_GPU": "false"} | given
-    code, text = runner.run("Judge", PYTEST_ADDOPTS="-p no:cacheprovider", **inputs)
+    code, text = runner.run("Judge", **{"PYTEST_ADDOPTS": "-p no:cacheprovider", "COMPARE_WITH": "success"} | inputs)
     assert runner.run("Show the summary")[0] == 0
-    if before.exists():
-        shutil.rmtree(before)
+    for name in ("previous", "passed")[: 1 if code else 2]:
+        if (runner.folder / "fsdp-report").exists():
+            shutil.rmtree(runner.folder / name, ignore_errors=True)
+            shutil.copytree(runner.folder / "fsdp-report", runner.folder / name)
+    shutil.rmtree(before, ignore_errors=True)
     return code, text
 
 
 @pytest.mark.slow
-def test_four_nights_find_known_new_and_fixed_failures(runner: Runner):
+def test_nights_find_known_new_and_fixed_failures(runner: Runner):
     code, output = night(runner, weight=1)
     assert code == 1, output
     assert "❌ fsdp conformance: 1 passed, 1 failed" in runner.written("summary")
     code, output = night(runner, weight=1)
+    assert code == 1, "as none passed, nothing is excused"
+    assert "none of 1 earlier run passed" in output
+    code, output = night(runner, weight=1, COMPARE_WITH="completed")
     assert code == 0, output
     assert "1 known since" in runner.written("summary").replace("&#58;", ":")
     code, output = night(runner, weight=1, grad=False)
     assert code == 1, output
     assert "1 new failure, 1 known since" in output
+    code, output = night(runner, weight=1, grad=False)
+    assert code == 1, "it stays red until it is fixed"
+    assert "1 new failure, 1 known since" in output
+    assert "test_it.py::test_it: broken since" in output
+    assert "the last of 2 runs that passed" in output
     code, output = night(runner, weight=0)
     assert code == 0, output
-    assert "2 fixed since" in output
+    assert "1 fixed since" in output
 
 
 def test_missing_gpus_are_reported_in_one_line(runner: Runner):

@@ -16,6 +16,7 @@ from pytest_fsdp_meta.reports.badge import COLORS, badge, badge_json, badge_svg
 from pytest_fsdp_meta.reports.compare import compare, describe_changes, describe_comparison, describe_verdict
 from pytest_fsdp_meta.reports.io import read_report
 from pytest_fsdp_meta.reports.markdown import summarise_run
+from pytest_fsdp_meta.reports.page.view import build_view
 from pytest_fsdp_meta.reports.schema import FAILED, PASSED, SCHEMA, SKIPS, STATUSES, Curves, Report
 from tests.conftest import Project, errors
 from tests.reports.report_factory import CATALOGUE, HOSTILE, LLAMA, check, finding, header, loader, report
@@ -106,10 +107,43 @@ def test_a_known_error_has_the_same_reason_apart_from_numbers():
 def test_a_new_loader_that_fails_is_a_new_failure_and_a_removed_one_is_listed():
     before, now = run(name="t.py::old"), run(check(CHECK, "failed", name="t.py::new"), name="t.py::new")
     comparison = compare(before, now)
-    assert (comparison.added, comparison.removed) == (("t.py::new",), ("t.py::old",))
+    assert (comparison.added, comparison.missing) == (("t.py::new",), ("t.py::old",))
     assert [change.loader for change in comparison.failures] == ["t.py::new"]
     assert not comparison.no_longer_judged, "it is listed once"
     assert comparison.fails("any")
+
+
+def test_a_loader_that_vanished_fails_a_run_that_was_asked_for_it():
+    before, now = report(loader("t.py::old"), loader("t.py::kept")), run(name="t.py::kept")
+    missing = compare(before, now)
+    assert (missing.missing, missing.allowed, missing.unselected) == (("t.py::old",), (), ())
+    assert [missing.fails(on) for on in ("failure", "regression", "any")] == [False, True, True]
+    assert next(describe_comparison(missing)) == (
+        "worse",
+        "missing loaders: 1 (removed or renamed on purpose? --fsdp-allow-missing accepts it)",
+        ["t.py::old"],
+    )
+    allowed = compare(before, now, is_allowed=lambda name: name == "t.py::old")
+    assert (allowed.missing, allowed.allowed, allowed.unselected) == ((), ("t.py::old",), ())
+    assert not any(allowed.fails(on) for on in ("failure", "regression", "any"))
+    unselected = compare(before, now, lambda name: name != "t.py::old", lambda name: True)
+    assert (unselected.missing, unselected.allowed, unselected.unselected) == ((), (), ("t.py::old",))
+    assert [unselected.fails(on) for on in ("failure", "regression", "any")] == [False, False, True]
+    assert describe_changes(unselected) == "1 not selected"
+
+
+def test_a_world_that_vanished_is_missing():
+    small, large = (WorldFacts(size, (("dp_shard", size),), "cpu", "gloo") for size in (2, 3))
+    before = report(replace(loader(), world=small), replace(loader(), world=large))
+    assert compare(before, report(replace(loader(), world=small))).missing == (f"{LLAMA}, {large}",)
+
+
+def test_a_run_without_a_loader_that_it_needs_is_red_everywhere():
+    gone = report(loader(), missing=("t.py::old",), exit_status=1)
+    assert badge(gone)["message"] == f"{len(CATALOGUE)} passed, 1 loader missing"
+    assert badge(gone)["color"] == "red"
+    assert summarise_run(gone).startswith("### ❌")
+    assert build_view(gone).verdict[:2] == ("failed", "1 loader missing")
 
 
 def test_a_loader_in_two_worlds_is_compared_in_each():
@@ -375,7 +409,11 @@ def test_a_file_that_is_not_a_report_is_refused_before_anything_runs(project: Pr
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--fsdp-compare=nowhere"], "invalid value 'nowhere' (expected an existing report.json, or its folder)"),
+        (
+            ["--fsdp-compare=nowhere"],
+            "invalid value 'nowhere' (expected an existing report.json, a folder of "
+            "reports, or several, separated by commas)",
+        ),
         (["--fsdp-fail-on=regression"], "requires an earlier run: --fsdp-compare=OLD/report.json"),
         (["--fsdp-fail-on=bad"], "invalid value 'bad' (choose failure, regression or any)"),
     ],

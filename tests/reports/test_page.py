@@ -18,6 +18,7 @@ import pytest
 from pytest_fsdp_meta.evidence.codec import to_plain
 from pytest_fsdp_meta.evidence.collectives import Collective
 from pytest_fsdp_meta.reports.compare import compare
+from pytest_fsdp_meta.reports.history import with_history
 from pytest_fsdp_meta.reports.page import render, write_page
 from pytest_fsdp_meta.reports.page.__main__ import main
 from pytest_fsdp_meta.reports.page.findings import group_by_cause
@@ -39,7 +40,7 @@ from pytest_fsdp_meta.reports.schema import (
 )
 from tests.conftest import Project
 from tests.reports import report_factory as factory
-from tests.reports.report_factory import EMBEDDING, ROTARY, check, finding, loader, report, tensor
+from tests.reports.report_factory import EMBEDDING, ROTARY, check, finding, header, loader, report, tensor
 
 FETCHING = {"src", "srcset", "href", "xlink:href", "data", "poster", "action", "formaction", "background", "ping"}
 VENDORED = {
@@ -132,6 +133,33 @@ def test_the_comparison_with_an_earlier_run_comes_first():
     without = Reader(render(now, None, f"no comparison: {factory.HOSTILE[0]}"))
     assert f"no comparison: {factory.HOSTILE[0]}" in without.text
     assert "Since" not in Reader(render(now)).text
+
+
+def test_each_cell_shows_its_history():
+    view = build_view(factory.nights())
+    first = view.loaders[0]
+    broken, flaky, steady = (first.checks[id] for id in ("loss_parity", "params_equal_reference", "no_meta_params"))
+    assert (broken.mark, flaky.mark, steady.mark) == (" h-old", " h-flaky", "")
+    assert broken.note == ", broken since 2026-11-10 02:17 (aaaaaaaaa), last passed 2026-11-09 02:17 (999999999)"
+    assert flaky.note == ", flaky: 10 passed and 4 failed, in turn, of the last 14 runs"
+    assert broken.history.words == "9 passed, 5 failed"
+    assert flaky.history.words == "10 passed, 4 failed", "how many of each, as there are many stretches"
+    assert steady.history.words == "14 passed"
+    page = render(factory.nights())
+    assert "The last 14 runs, oldest first: 2 passed, 2 failed, 3 passed, 1 failed, 5 passed, 1 failed" in page
+    assert f"loss_parity: failed{broken.note}" in page
+    assert page.count('class="strip"') == 4, "in the article and the table of the two that changed"
+    plain = render(report())
+    assert 'id="history"' not in plain
+    assert 'class="strip"' not in plain
+
+
+def test_a_history_costs_little_room_on_a_large_page():
+    loaders = [loader(f"t.py::test_{number}", tensors=[]) for number in range(130)]
+    small = report(*loaders)
+    now = with_history(small, [report(*loaders, header=header(started=f"2026-11-{day:02}")) for day in range(1, 14)])
+    assert len(now.earlier) == 13
+    assert len(render(now)) - len(render(small)) < 300_000
 
 
 def test_ids_are_unique_and_links_have_targets(page):

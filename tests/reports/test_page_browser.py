@@ -31,6 +31,7 @@ PAGES: dict[str, Callable[[], Report]] = {
     "raised": lambda: report(factory.raised()),
     "large": factory.large,
     "compared": report,
+    "nights": factory.nights,
 }
 COMPARED = ("compared", "hostile")
 PHONE, DESKTOP = 360, 1440

@@ -87,6 +87,8 @@ def _card(number: int, group: FailureGroup, views: Mapping[int, LoaderView], new
     chips = [_chip(views[key], first[key]) for key in dict.fromkeys(id(place.loader) for place in group.places)]
     fresh = [place for place in group.places if new is not None and _is_new(place, new)]
     some = f"new in {len({id(place.loader) for place in fresh})} of {counted(len(chips), 'loader')}"
+    checks = (views[id(place.loader)].checks[check.check] for place in group.places for check in place.checks)
+    since = next((check.history.since for check in checks if check.history and check.history.since), "")
     commands = (check.again for place in group.places for check in place.checks if check.again)
     return Card(
         number=number,
@@ -94,7 +96,7 @@ def _card(number: int, group: FailureGroup, views: Mapping[int, LoaderView], new
         cause=_describe_cause(group),
         remedy=group.remedy,
         count=_describe_count(group, len(chips)),
-        news="" if new is None else NEW if len(fresh) == len(group.places) else some if fresh else KNOWN,
+        news="" if new is None else NEW if len(fresh) == len(group.places) else some if fresh else since or KNOWN,
         is_new=bool(fresh),
         origins=tuple(dict.fromkeys(_origins(group))),
         values=tuple(_values(group, views)),

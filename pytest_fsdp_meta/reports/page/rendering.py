@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_fsdp_meta.evidence.codec import write_whole
 from pytest_fsdp_meta.reports.compare import Comparison, describe_changes, describe_comparison
+from pytest_fsdp_meta.reports.history import describe_history
 from pytest_fsdp_meta.reports.page.broke import MOST_CARDS, MOST_CHIPS, MOST_VALUES, make_cards
 from pytest_fsdp_meta.reports.page.findings import MOST_DETAILS
 from pytest_fsdp_meta.reports.page.layouts import PROBLEMS, STATES
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
 HERE = files("pytest_fsdp_meta.reports.page")
-STYLES = ("vendor/uPlot.min.css", "templates/page.css")
+STYLES = ("vendor/uPlot.min.css", "templates/page.css", "templates/history.css")
 MAIN_VERSIONS = ("pytest-fsdp-meta", "torch", "transformers")
 MOST_DETAILED = 60
 """Drawings of one loader that have a text below them; if there are more, only those with problems have one."""
@@ -67,6 +68,7 @@ def render(report: Report, comparison: Comparison | None = None, problem: str = 
                 "changes": describe_changes(comparison),
                 "kinds": list(describe_comparison(comparison)),
             },
+            history_lists=list(describe_history(report)),
             data=_embedded(page.data),
             styles=styles,
             early=early,

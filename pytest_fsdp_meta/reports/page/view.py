@@ -13,6 +13,7 @@ from pytest_fsdp_meta.evidence.collectives import Collective
 from pytest_fsdp_meta.reports.causes import describe_failures, is_crashed
 from pytest_fsdp_meta.reports.page.charts import LossChart, MemoryChart, loss_chart, memory_chart
 from pytest_fsdp_meta.reports.page.findings import Cause, group_by_cause
+from pytest_fsdp_meta.reports.page.history import HistoryView, history_view
 from pytest_fsdp_meta.reports.page.layouts import Layout, group_layouts
 from pytest_fsdp_meta.reports.page.sizes import Sizes, size_view
 from pytest_fsdp_meta.reports.page.traced import StepView, step_view
@@ -73,6 +74,17 @@ class CheckView:
     record: CheckRecord
     promise: str
     family: str
+    history: HistoryView | None = None
+
+    @property
+    def mark(self) -> str:
+        """The further class of its cell in the matrix, after a space."""
+        return f" {self.history.mark}" if self.history and self.history.mark else ""
+
+    @property
+    def note(self) -> str:
+        """What its cell says beside its status, after a comma."""
+        return f", {self.history.note}" if self.history and self.history.note else ""
 
     @property
     def kind(self) -> str:
@@ -270,7 +282,7 @@ class PageView:
         """(state: "incomplete", "failed", "empty" or "passed"; the headline; what it is about)."""
         counts = count_kinds(self.report.loaders)
         total = sum(counts.values())
-        failures = describe_failures(self.report.loaders)
+        failures = describe_failures(self.report.loaders, len(self.report.missing))
         accounted = total - how_many(counts, UNACCOUNTED)
         account = f"{accounted} of {total} checks accounted for" if total else "no loader was judged"
         loaders = counted(len(self.loaders), "loader")
@@ -278,7 +290,8 @@ class PageView:
             so_far = f"{account} · {failures} so far" if failures else account
             return "incomplete", "Incomplete report", so_far
         if failures:
-            return "failed", failures, f"in {len(self.failing)} of {loaders} · {account}"
+            where = f"in {len(self.failing)} of {loaders}" if self.failing else loaders
+            return "failed", failures, f"{where} · {account}"
         if not how_many(counts, JUDGED):
             return "empty", "Nothing was judged", account
         expected = counts.get("xfailed", 0)
@@ -328,7 +341,7 @@ def _loaders(report: Report, known: Mapping[str, CatalogueRecord], names: Mappin
             record=record,
             title=title,
             start=start,
-            checks=_checks(number, record, known),
+            checks=_checks(number, record, known, report),
             is_expanded=few or _needs_attention(record),
             names=names,
             sizes=size_view(record.sizes, report.header.device_memory),
@@ -351,12 +364,15 @@ def _unknown(check: str) -> CatalogueRecord:
     return CatalogueRecord(check, "others", "", "")
 
 
-def _checks(number: int, record: LoaderRecord, known: Mapping[str, CatalogueRecord]) -> dict[str, CheckView]:
+def _checks(
+    number: int, record: LoaderRecord, known: Mapping[str, CatalogueRecord], report: Report
+) -> dict[str, CheckView]:
     checks = {}
     for index, one in enumerate(record.checks):
         part = one.check if ANCHOR.fullmatch(one.check) else str(index)
         column = known[one.check]
-        checks[one.check] = CheckView(f"loader-{number}-{part}", one, column.promise, column.family)
+        history = history_view(one, report)
+        checks[one.check] = CheckView(f"loader-{number}-{part}", one, column.promise, column.family, history)
     return checks
 
 
@@ -388,8 +404,10 @@ def _data(loader: LoaderView, columns: Sequence[str], kinds: Sequence[str]) -> d
     """Return a digit for the kind of each check in the order of the columns, "." for none, and what filters need."""
     digit = {kind: DIGITS[index] for index, kind in enumerate(kinds[: len(DIGITS)])}
     checks = {id_: digit.get(check.kind, ".") for id_, check in loader.checks.items()}
+    marked = {check: [one.mark.strip(), one.note] for check, one in loader.checks.items() if one.mark or one.note}
     return {
         "kinds": "".join(checks.get(column, ".") for column in columns),
+        "marked": {} if loader.needs_attention else marked,
         "names": loader.numbered(loader.tensors),
         "size": loader.record.world.size,
     }

@@ -17,7 +17,9 @@ function buildRow(row) {
       const place = data.kinds.indexOf(kind), link = document.createElement("a");
       link.className = `cell s-${kind.replaceAll(" ", "-")}`;
       link.href = `#loader-${index + 1}${/^[A-Za-z][\w-]*$/.test(check) ? `-${check}` : ""}`;
-      link.title = `${check}: ${data.labels[place]}`;
+      const [mark, note] = data.loaders[index].marked[check] ?? ["", ""];
+      if (mark) link.classList.add(mark);
+      link.title = `${check}: ${data.labels[place]}${note}`;
       link.setAttribute("aria-label", link.title);
       link.textContent = data.glyphs[place];
       Object.assign(link.dataset, { c: check, s: kind });

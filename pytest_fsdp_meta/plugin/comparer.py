@@ -1,0 +1,103 @@
+"""Compares a run with earlier ones: their reports are read before anything runs, and compared when it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import datetime, timezone
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import pytest
+
+from pytest_fsdp_meta.evidence.codec import write_whole
+from pytest_fsdp_meta.plugin.settings import Settings
+from pytest_fsdp_meta.reports.badge import badge_json, badge_svg
+from pytest_fsdp_meta.reports.compare import Comparison, compare, describe_comparison, describe_verdict
+from pytest_fsdp_meta.reports.earlier import EarlierReports, read_earlier
+from pytest_fsdp_meta.reports.history import describe_history, with_history
+from pytest_fsdp_meta.reports.markdown import summarise_run
+from pytest_fsdp_meta.reports.schema import Report
+from pytest_fsdp_meta.reports.terminal import shorten_list
+from pytest_fsdp_meta.reports.totals import GREEN, RED, YELLOW, Line
+
+MARKUP = {"worse": RED, "better": GREEN, "neutral": YELLOW}
+
+
+class Comparer:
+    """Compares the run with earlier reports.
+
+    Raises UsageError if a file that was named is not a report. A report of an unknown schema is not an error, since
+    every nightly run may meet one after an update: ``problem`` then says so, and the run fails as it would without a
+    comparison. Neither is anything that lies in a folder of reports.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._fail_on = settings.fail_on
+        self._allowed = settings.allow_missing
+        self._earlier = EarlierReports()
+        self.comparison: Comparison | None = None
+        self._now: Report | None = None
+        self.is_requested = bool(settings.compare)
+        if settings.compare:
+            try:
+                self._earlier = read_earlier(settings.compare, datetime.now(timezone.utc))
+            except ValueError as error:
+                raise pytest.UsageError(f"--fsdp-compare: {error}") from None
+
+    @property
+    def problem(self) -> str:
+        """Why there is no comparison although one was requested."""
+        return self._earlier.problem
+
+    def add_earlier(self, report: Report) -> Report:
+        """Return the report with what is known from the earlier runs: the history of checks, and missing loaders."""
+        is_failure = self.comparison is not None and self._fail_on != "failure"
+        missing = self.comparison.missing if self.comparison is not None and is_failure else ()
+        return replace(with_history(report, self._earlier.past), missing=missing)
+
+    def compare(self, report: Report, status: int, others_failed: bool, is_selected: Callable[[str], bool]) -> int:
+        """Compare the report with the earlier one, and return the exit status of a run that would exit with ``status``.
+
+        ``others_failed`` says whether anything failed that is not in the report, or was not run after a failure.
+        ``is_selected`` says whether the run was asked for a loader.
+        """
+        self._now = report
+        if self._earlier.before is None:
+            return status
+        which, notes = self._earlier.which, self._earlier.notes
+        self.comparison = compare(self._earlier.before, report, is_selected, self._is_allowed, which, notes)
+        if self._fail_on == "failure" or status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+            return status
+        bad = others_failed or self.comparison.fails(self._fail_on)
+        return int(pytest.ExitCode.TESTS_FAILED if bad else pytest.ExitCode.OK)
+
+    def _is_allowed(self, loader: str) -> bool:
+        return any(loader == pattern or fnmatchcase(loader, pattern) for pattern in self._allowed)
+
+    def is_excused(self, nodeid: str) -> bool:
+        """Return whether the failure of this item does not fail the run, because an earlier run has it as well."""
+        comparison = self.comparison
+        if comparison is None or self._fail_on != "regression":
+            return False
+        known = (*comparison.known, *comparison.changed)
+        return any(change.now is not None and change.now.nodeid == nodeid for change in known)
+
+    def lines(self) -> Iterator[Line]:
+        """Yield the lines of the section in the terminal."""
+        if self.problem:
+            yield self.problem, RED
+            yield from ((f"  {note}", {}) for note in shorten_list(self._earlier.notes))
+        changes = describe_comparison(self.comparison) if self.comparison is not None else ()
+        history = describe_history(self._now) if self._now is not None else ()
+        for mark, headline, lines in (*changes, *history):
+            yield headline, MARKUP[mark]
+            yield from ((f"  {line}", {}) for line in lines)
+        if self.comparison is not None:
+            yield describe_verdict(self.comparison), RED if self.comparison.fails(self._fail_on) else GREEN
+
+    def write(self, report: Report, folder: Path) -> None:
+        """Write the summary and the badge. Raises OSError."""
+        write_whole(folder / "summary.md", summarise_run(report, self.comparison, self.problem).encode())
+        write_whole(folder / "badge.json", badge_json(report).encode())
+        write_whole(folder / "badge.svg", badge_svg(report).encode())

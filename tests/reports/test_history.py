@@ -1,0 +1,347 @@
+"""The history of checks over several runs: since when they are broken, what is flaky, and what is read of a folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import replace
+from datetime import datetime, timezone
+from pathlib import Path
+
+import pytest
+
+from pytest_fsdp_meta.evidence import WorldFacts
+from pytest_fsdp_meta.evidence.codec import from_plain, to_plain
+from pytest_fsdp_meta.reports.earlier import MOST_READ, read_earlier
+from pytest_fsdp_meta.reports.history import (
+    MOST_RUNS,
+    describe_history,
+    describe_results,
+    describe_since,
+    is_flaky,
+    with_history,
+)
+from pytest_fsdp_meta.reports.io import FILE, read_report
+from pytest_fsdp_meta.reports.markdown import summarise_run
+from pytest_fsdp_meta.reports.schema import (
+    ABSENT,
+    LETTERS,
+    STATUSES,
+    CheckHistory,
+    CheckRecord,
+    EarlierRun,
+    Header,
+    LoaderRecord,
+    Report,
+)
+from tests.reports.report_factory import HOSTILE, LLAMA, check, finding, header, loader, report
+
+CHECK = "no_meta_params"
+NOW = datetime(2026, 11, 30, tzinfo=timezone.utc)
+
+
+def started(day: int) -> str:
+    return f"2026-11-{day:02}T02:17:00+00:00"
+
+
+def night(day: int, status: str = "passed", name: str = LLAMA, **facts: object) -> Report:
+    """Return the run of one loader with one check, in the night of a day in November."""
+    record = check(CHECK, status, [finding("a")] if status == "failed" else (), name)
+    one = replace(loader(name), checks=(record,), summary=None)
+    usual = {"exit_status": int(status in ("failed", "error")), "header": night_header(day)}
+    return report(one, **usual | facts)
+
+
+def night_header(day: int) -> Header:
+    return header(started=started(day), commit=f"c{day}")
+
+
+def nights(statuses: Iterable[str]) -> list[Report]:
+    """Return runs in a row, each with the history that it would have written; "absent" has no loader."""
+    made: list[Report] = []
+    for day, status in enumerate(statuses, 1):
+        one = night(day, "passed" if status == "absent" else status)
+        one = replace(one, loaders=()) if status == "absent" else one
+        made.append(with_history(one, made[-MOST_RUNS:]))
+    return made
+
+
+def history_of(one: Report) -> CheckHistory:
+    found = one.loaders[0].checks[0].history
+    assert found is not None
+    return found
+
+
+def days(history: CheckHistory) -> tuple[str, str]:
+    """Return the commits of the first broken and of the last passed run."""
+    return tuple(run.commit if run else "" for run in (history.broken_since, history.last_passed))  # type: ignore[return-value]
+
+
+def test_every_status_has_a_letter_of_its_own():
+    assert list(LETTERS) == list(STATUSES)
+    assert len({*LETTERS.values(), ABSENT}) == len(STATUSES) + 1
+    assert all(len(letter) == 1 for letter in LETTERS.values())
+
+
+@pytest.mark.parametrize(
+    ("results", "flaky"),
+    [
+        ("", False),
+        (".F", False),
+        (".F.", False),
+        (".F.F", True),
+        ("F.F.", True),
+        ("F.F", False),
+        ("..FF..FF", True),
+        (".pEXs-n.F", True),
+        (".F-.sF", True),
+        (".FxF.", False),
+        ("FFFFFF", False),
+    ],
+)
+def test_flaky_is_passing_and_failing_in_turn_twice(results, flaky):
+    assert is_flaky(results) == flaky
+
+
+@pytest.mark.parametrize(
+    ("statuses", "results", "since", "passed"),
+    [
+        (["passed", "failed"], ".", "c2", "c1"),
+        (["passed", "failed", "failed"], ".F", "c2", "c1"),
+        (["passed", "failed", "error", "xpassed"], ".FE", "c2", "c1"),
+        (["failed", "failed"], "F", "c1", ""),
+        (["passed", "failed", "passed", "failed"], ".F.", "c4", "c3"),
+        (["passed", "failed", "not run", "absent", "failed"], ".Fn-", "c2", "c1"),
+        (["passed", "not run", "absent", "failed"], ".n-", "c4", "c1"),
+        (["passed", "failed", "xfailed", "failed"], ".Fx", "c2", "c1"),
+        (["partly checked", "failed"], "p", "c2", "c1"),
+        (["failed", "passed"], "F", "", ""),
+        (["passed", "depends on a failed check"], ".", "", ""),
+    ],
+)
+def test_since_when_a_check_is_broken(statuses, results, since, passed):
+    last = history_of(nights(statuses)[-1])
+    assert last.results == results
+    assert days(last) == (since, passed)
+    everything = nights(statuses)
+    plain = [replace(one, earlier=(), loaders=without_history(one)) for one in everything]
+    assert history_of(with_history(plain[-1], plain[:-1])) == last, "from the reports alone, in any order"
+    assert history_of(with_history(plain[-1], plain[-2::-1])) == last
+
+
+def without_history(one: Report) -> tuple[LoaderRecord, ...]:
+    return tuple(
+        replace(record, checks=tuple(replace(check, history=None) for check in record.checks)) for record in one.loaders
+    )
+
+
+def test_a_history_outlasts_the_runs_that_it_lists():
+    last = nights(["passed", "passed", *["failed"] * 20])[-1]
+    assert history_of(last).results == "F" * (MOST_RUNS - 1)
+    assert days(history_of(last)) == ("c3", "c2")
+    assert len(last.earlier) == MOST_RUNS - 1
+
+
+def test_the_first_run_has_no_history_and_a_report_keeps_it():
+    first, second = nights(["passed", "failed"])
+    assert first.loaders[0].checks[0].history is None
+    assert second.earlier == (EarlierRun(started(1), "c1", 0),)
+    assert from_plain(Report, json.loads(json.dumps(to_plain(second)))) == second
+
+
+def test_a_run_between_two_reports_is_known_from_the_later_one():
+    made = nights(["passed", "failed", "failed", "failed"])
+    last = with_history(replace(made[3], earlier=(), loaders=without_history(made[3])), [made[0], made[2]])
+    assert history_of(last) == history_of(made[3])
+
+
+def test_a_loader_in_two_worlds_has_two_histories():
+    small, large = (WorldFacts(size, (("dp_shard", size),), "cpu", "gloo") for size in (2, 3))
+
+    def both(day: int, first: str, second: str) -> Report:
+        one, other = night(day, first), night(day, second)
+        worlds = (replace(one.loaders[0], world=small), replace(other.loaders[0], world=large))
+        return replace(one, loaders=worlds)
+
+    last = with_history(both(2, "failed", "failed"), [both(1, "passed", "failed")])
+    assert [days(record.checks[0].history) for record in last.loaders] == [("c2", "c1"), ("c1", "")]
+
+
+def test_what_is_said_of_broken_and_flaky_checks():
+    assert list(describe_history(nights(["passed", "failed"])[-1])) == [], "it is a new failure"
+    broken = nights(["passed", "failed", "failed"])[-1]
+    line = "broken since 2026-11-02 02:17 (c2), last passed 2026-11-01 02:17 (c1)"
+    assert list(describe_history(broken)) == [
+        ("neutral", "broken since an earlier run: 1", [f"{CHECK} in {LLAMA}: {line}"])
+    ]
+    assert "broken since 2026-11-02 02:17" in summarise_run(broken)
+    flaky = nights(["passed", "failed", "passed", "failed"])[-1]
+    ((_, headline, lines),) = describe_history(flaky)
+    assert (headline, lines) == (
+        "flaky checks: 1",
+        [f"{CHECK} in {LLAMA}: flaky: 2 passed and 2 failed, in turn, of the last 4 runs"],
+    )
+    assert describe_results(".p..F-") == "1 passed, 1 partly checked, 2 passed, 1 failed, 1 not in the run"
+
+
+def test_a_commit_is_shortened_and_a_time_that_is_none_is_shown_as_it_is():
+    commit = EarlierRun("no time", "0123456789abcdef+")
+    assert describe_since(CheckHistory("", commit)) == "broken since no time (012345678+)"
+    assert describe_since(CheckHistory(".")) == ""
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_names_stay_in_their_line(name):
+    first = night(1, "failed", name, header=header(started=name, commit=name))
+    last = with_history(night(2, "failed", name), [first])
+    for _, _, lines in describe_history(last):
+        assert all(line.isprintable() for line in lines)
+    assert "<script" not in summarise_run(last)
+
+
+def write(folder: Path, name: str, one: Report | str | bytes) -> Path:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(to_plain(one), indent=1) if isinstance(one, Report) else one
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return path
+
+
+def test_a_folder_of_reports_is_read_in_the_order_of_time(tmp_path):
+    runs = {"b/report.json": 3, "c/deep/report/report.json": 1, "2026-11-02.json": 2, "a/report.json": 4}
+    for name, day in runs.items():
+        write(tmp_path, name, night(day, "failed" if day == 4 else "passed"))
+    write(tmp_path, "badge.json", "{}")
+    write(tmp_path, "a/evidence/other.json", "{}")
+    found = read_earlier([str(tmp_path)], NOW)
+    assert [one.header.commit for one in found.past] == ["c1", "c2", "c3", "c4"]
+    assert found.notes == ()
+    assert found.before == read_report(tmp_path / "b/report.json"), "in full"
+    assert found.which == "the last of 4 runs that passed"
+
+
+@pytest.mark.parametrize(
+    ("statuses", "day", "which"),
+    [
+        (["failed", "passed", "failed"], 2, "the last of 3 runs that passed"),
+        (["passed", "passed", "error"], 2, "the last of 3 runs that passed"),
+    ],
+)
+def test_which_run_is_compared(tmp_path, statuses, day, which):
+    for number, status in enumerate(statuses, 1):
+        write(tmp_path, f"{number}/report.json", night(number, status))
+    found = read_earlier([str(tmp_path)], NOW)
+    assert (found.before.header.commit, found.which) == (f"c{day}", which)
+
+
+def test_nothing_is_excused_if_none_passed_but_the_history_is_known(tmp_path):
+    for day in (1, 2):
+        write(tmp_path, f"{day}/report.json", night(day, "failed"))
+    found = read_earlier([str(tmp_path)], NOW)
+    assert found.before is None
+    assert found.problem == "no comparison: none of 2 earlier runs passed, so every failure fails this one"
+    assert history_of(with_history(night(3, "failed"), found.past)).results == "FF"
+    named = read_earlier([str(tmp_path / "1")], NOW)
+    assert named.before.header.commit == "c1", "a single report is compared with, passed or not"
+
+
+def test_a_run_that_was_killed_or_failed_otherwise_has_not_passed(tmp_path):
+    write(tmp_path, "1/report.json", night(1))
+    write(tmp_path, "2/report.json", night(2, complete=False, exit_status=None))
+    write(tmp_path, "3/report.json", night(3, exit_status=3))
+    found = read_earlier([str(tmp_path)], NOW)
+    assert found.before.header.commit == "c1"
+    assert len(found.past) == 3
+
+
+def test_what_is_wrong_in_a_folder_is_one_line_each_and_the_rest_is_read(tmp_path):
+    good = write(tmp_path, "1/report.json", night(1))
+    write(tmp_path, "2/report.json", good.read_bytes())
+    write(tmp_path, "3/report.json", "")
+    write(tmp_path, "4/report.json", good.read_bytes()[:200])
+    write(tmp_path, "5/report.json", "\x00\x01")
+    write(tmp_path, "6/report.json", b"\xff\xfe\x00")
+    write(tmp_path, "7/report.json", "[]")
+    write(tmp_path, "8/report.json", '{"schema": 99}')
+    write(tmp_path, "9/report.json", '{"schema": 2, "header": 3, "loaders": [3]}')
+    write(tmp_path, "10/report.json", night(1, header=header(started="2030-01-01T00:00:00+00:00")))
+    write(tmp_path, "11/report.json", "[" * 100_000)
+    (tmp_path / "12" / "report.json").mkdir(parents=True)
+    found = read_earlier([str(tmp_path)], NOW)
+    assert [one.header.commit for one in found.past] == ["c1"]
+    assert found.before is not None
+    lines = sorted(note.removeprefix(f"{tmp_path}/") for note in found.notes)
+    assert all("\n" not in line for line in lines)
+    named = {line.split("/")[0]: line.split(": ", 1)[1] for line in lines}
+    assert named.keys() == {*"3456789", "10", "11"} | ({"1", "2"} & named.keys())
+    assert len(named) == 10, "one of the two copies is noted"
+    assert named.get("1", named.get("2")).startswith(f"the same run as {tmp_path}")
+    assert named["3"].startswith("not JSON, or truncated: ")
+    assert named["8"].startswith("a report of schema 99, but this version reads schemas 1 to 2")
+    assert named["9"].startswith("Report.header: 3, but should be dict")
+    assert named["10"] == "started 2030-01-01 00:00 (0123abc+), later than this run"
+
+
+def test_a_report_that_is_damaged_in_its_details_is_not_compared(tmp_path):
+    write(tmp_path, "1/report.json", night(1))
+    data = to_plain(night(2))
+    data["loaders"][0]["checks"][0]["findings"] = 3
+    write(tmp_path, "2/report.json", json.dumps(data))
+    found = read_earlier([str(tmp_path)], NOW)
+    assert found.before.header.commit == "c1"
+    assert ["findings: 3, but should be list" in note for note in found.notes] == [True]
+
+
+def test_an_empty_folder_has_nothing_to_compare(tmp_path):
+    assert read_earlier([str(tmp_path)], NOW).problem == f"no comparison: no report in {tmp_path}"
+    write(tmp_path, "1/report.json", "")
+    found = read_earlier([str(tmp_path)], NOW)
+    assert found.problem == f"no comparison: no report in {tmp_path}; 1 file left out"
+    assert len(found.notes) == 1
+
+
+def test_a_named_file_that_is_not_a_report_is_an_error(tmp_path):
+    good, bad = write(tmp_path, "1.json", night(1)), write(tmp_path, "2.json", "")
+    with pytest.raises(ValueError, match=r"2\.json: not JSON"):
+        read_earlier([str(good), str(bad)], NOW)
+
+
+def test_only_the_last_reports_of_a_large_folder_are_read(tmp_path):
+    for number in range(1, 26):
+        write(tmp_path, f"{number}/report.json", night(number))
+    write(tmp_path, "old/report.json", night(1).header.started.join(['{"header": {"started": "', '"}, cut']))
+    found = read_earlier([str(tmp_path)], NOW)
+    assert [one.header.commit for one in found.past] == [f"c{day}" for day in range(26 - MOST_RUNS + 1, 26)]
+    assert found.notes == ()
+    assert MOST_READ > MOST_RUNS
+
+
+def test_a_single_report_is_read_by_its_name_or_its_folder(tmp_path):
+    path = write(tmp_path, FILE, night(2, "failed"))
+    write(tmp_path, "older/report.json", night(1))
+    for given in (path, tmp_path):
+        found = read_earlier([str(given)], NOW)
+        assert found.before == read_report(path)
+        assert found.which == ""
+
+
+def test_a_report_of_schema_1_and_one_without_history_are_read(tmp_path):
+    data = to_plain(night(1, "passed", complete=True))
+    data["schema"] = 1
+    del data["earlier"]
+    for one in data["loaders"][0]["checks"]:
+        one["status"] = "partly"
+        del one["skip"], one["history"]
+    write(tmp_path, "1/report.json", json.dumps(data))
+    found = read_earlier([str(tmp_path)], NOW)
+    assert history_of(with_history(night(2), found.past)).results == "p"
+
+
+def test_a_history_that_does_not_fit_its_runs_is_harmless(tmp_path):
+    broken = nights(["passed", "failed"])[-1]
+    record = broken.loaders[0].checks[0]
+    assert isinstance(record, CheckRecord)
+    for results in ("", "?", "FFFFFF", "\x00"):
+        changed = replace(record, history=CheckHistory(results))
+        past = replace(broken, loaders=(replace(broken.loaders[0], checks=(changed,)),))
+        assert len(history_of(with_history(night(3), [past])).results) == 2
