@@ -90,7 +90,7 @@ def clean_name(name: str) -> str:
 
 def counted(number: int, noun: str) -> str:
     """Format a count, like "1 step" or "3 steps"."""
-    ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
+    ending = "" if number == 1 else "es" if noun.endswith(("ch", "sh", "ss")) else "s"
     return f"{number} {noun}{ending}"
 
 

@@ -293,7 +293,7 @@ def _without(names: Iterable[str], others: Iterable[str]) -> list[str]:
 def describe_comparison(comparison: Comparison) -> Iterator[tuple[str, str, list[str]]]:
     """Yield (mark, headline, lines) for each kind of change; the mark is "worse", "better" or "neutral"."""
     if comparison.failures:
-        headline = f"new failures: {len(comparison.failures)}"
+        headline = f"new failures: {count_changes(comparison.failures)}"
         yield "worse", headline, shorten_list(_describe_by_loader(comparison.failures))
     if comparison.missing:
         headline = f"missing loaders: {len(comparison.missing)} ({MISSING})"
@@ -308,7 +308,7 @@ def describe_comparison(comparison: Comparison) -> Iterator[tuple[str, str, list
     )
     for mark, headline, group in changes:
         if group:
-            yield mark, f"{headline}: {len(group)}", shorten_list(_describe_by_loader(group))
+            yield mark, f"{headline}: {count_changes(group)}", shorten_list(_describe_by_loader(group))
     if comparison.slower:
         yield "worse", f"slower loads: {len(comparison.slower)}", shorten_list(map(_describe_slower, comparison.slower))
     if comparison.drifted:
@@ -339,10 +339,10 @@ def describe_verdict(comparison: Comparison) -> str:
 def describe_changes(comparison: Comparison) -> str:
     """Return how many changes of each kind there are, such as "1 new failure, 2 fixed"."""
     parts = [
-        (counted(len(comparison.failures), "new failure"), comparison.failures),
-        (f"{len(comparison.fixed)} fixed", comparison.fixed),
-        (f"{len(comparison.known)} known", comparison.known),
-        (f"{len(comparison.changed)} known with other findings", comparison.changed),
+        (counted(count_changes(comparison.failures), "new failure"), comparison.failures),
+        (f"{count_changes(comparison.fixed)} fixed", comparison.fixed),
+        (f"{count_changes(comparison.known)} known", comparison.known),
+        (f"{count_changes(comparison.changed)} known with other findings", comparison.changed),
         (f"{len(comparison.expected)} xfailed now", comparison.expected),
         (f"{len(comparison.dependent)} skipped because of a failed check", comparison.dependent),
         (f"{len(comparison.no_longer_judged)} no longer judged", comparison.no_longer_judged),
@@ -355,6 +355,18 @@ def describe_changes(comparison: Comparison) -> str:
         (f"{counted(len(comparison.removed), 'check')} removed", comparison.removed),
     ]
     return ", ".join(text for text, changes in parts if changes) or "no changes"
+
+
+def count_changes(changes: Iterable[Change]) -> int:
+    """Return the number of changes. Errors of a loader with the same reason are one: most often it crashed."""
+    return len({_identity(change) for change in changes})
+
+
+def _identity(change: Change) -> tuple[str, str]:
+    for record in (change.now, change.before):
+        if record is not None and record.status == "error":
+            return change.loader, f"error: {record.reason}"
+    return change.loader, change.check
 
 
 def _describe_by_loader(changes: Iterable[Change]) -> Iterator[str]:

@@ -190,6 +190,9 @@ class Curves:
     mean: tuple[float, ...]
     ranks: tuple[tuple[float, ...], ...]
     reference: tuple[float, ...] = ()
+    tolerance: tuple[float, ...] = ()
+    """How far ``mean`` may be from the reference at each step, relative to the largest loss of the reference.
+    Empty without a reference, and in a report that is older than this field."""
 
 
 @dataclass(frozen=True)
@@ -270,6 +273,11 @@ class Summary:
     traffic: tuple[Traffic, ...] = ()
     memory: tuple[RankMemory, ...] = ()
     """In rank order."""
+    model_bytes: int = 0
+    """The size of all parameters together; 0 in a report that is older than this field."""
+    load_budget: int = 0
+    """Bytes that a rank may hold while loading, as ``load_peak_memory_bounded`` judges it: its shards with copies of
+    them, and a few full tensors; at least the whole model."""
     traced: TracedStep | None = None
     """None if no step was traced, or the ranks ran different modules."""
     unavailable: Mapping[str, str] = field(default_factory=dict)

@@ -7,6 +7,8 @@ from dataclasses import replace
 from itertools import count
 
 from pytest_fsdp_meta.catalogue import Finding, Verdict
+from pytest_fsdp_meta.catalogue.checks.memory import load_limits
+from pytest_fsdp_meta.catalogue.diagnosis.limits import loss_tolerances
 from pytest_fsdp_meta.catalogue.diagnosis.parity import global_losses, slice_losses
 from pytest_fsdp_meta.evidence import Evidence, RankInventory, TensorFacts
 from pytest_fsdp_meta.evidence.collectives import RankCollectives
@@ -21,11 +23,14 @@ def summarise(evidence: Evidence) -> Summary:
     missing = {name: why.summary for name, why in evidence.unavailable.items()}
     if evidence.traces and traced is None:
         missing["traces"] = next((t.problem for t in evidence.traces if t.problem), "the ranks run different modules")
+    limits = [load_limits(rank) for rank in evidence.inventory]
     return Summary(
         tensors=tuple(_tensors(evidence.inventory)),
         losses=_curves(evidence),
         traffic=tuple(_traffic(evidence.collectives or ())),
         memory=evidence.memory or (),
+        model_bytes=max((whole for whole, _ in limits), default=0),
+        load_budget=max((budget for _, budget in limits), default=0),
         traced=traced,
         unavailable=missing,
     )
@@ -121,6 +126,7 @@ def _curves(evidence: Evidence) -> Curves | None:
         mean=global_losses(evidence),
         ranks=tuple(tuple(slices[index]) for index in sorted(slices)),
         reference=(evidence.reference.losses or ()) if evidence.reference else (),
+        tolerance=loss_tolerances(evidence),
     )
 
 

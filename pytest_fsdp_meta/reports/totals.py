@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
+from pytest_fsdp_meta.reports.causes import (
+    CRASH,
+    ERROR,
+    FINDING,
+    UNEXPECTED_PASS,
+    FailureGroup,
+    Place,
+    describe_failures,
+    failing_loaders,
+    group_failures,
+    is_crashed,
+)
 from pytest_fsdp_meta.reports.schema import (
     BAD,
-    FAILED,
     JUDGED,
     UNACCOUNTED,
-    FindingRecord,
     LoaderRecord,
     count_kinds,
     describe_counts,
-    errors_by_reason,
     how_many,
 )
 from pytest_fsdp_meta.reports.sizes import describe_sizes
-from pytest_fsdp_meta.reports.terminal import by_cause, describe_finding, paragraph, printable
+from pytest_fsdp_meta.reports.terminal import describe_finding, paragraph, printable
 from pytest_fsdp_meta.text import counted, first_of
 
 ACTIVITIES = {
@@ -43,6 +52,15 @@ ACTIVITIES = {
 MOST_ACTIVITIES = 3
 """Activities named in the line of a loader."""
 MOST_CAUSES = 20
+LABELS = {
+    CRASH: ("crash", "crash"),
+    FINDING: ("likely cause", "cause"),
+    ERROR: ("error", "error"),
+    UNEXPECTED_PASS: ("unexpected pass", "unexpected pass"),
+}
+"""Kind of a failure -> what stands before its cause, and the noun for several of them."""
+MOST_PLACES = 20
+"""Checks and loaders listed for one cause."""
 Line = tuple[str, dict[str, bool]]
 """A text with pytest's markup for it."""
 GREEN, RED, YELLOW = {"green": True}, {"red": True}, {"yellow": True}
@@ -67,6 +85,8 @@ def describe_totals(loaders: Sequence[LoaderRecord], verbosity: int = 0, device_
     if verbosity > -2:
         yield from _describe_causes(loaders)
         yield from _describe_evenness(loaders)
+    if len(loaders) > 1 and (failures := describe_failures(loaders)):
+        yield f"{failures} in {len(failing_loaders(loaders))} of {len(loaders)} runs of loaders", RED
     yield _describe_accounted(loaders)
 
 
@@ -75,7 +95,9 @@ def _describe_loader(loader: LoaderRecord) -> Line:
     world = f", {loader.world}" if loader.world.size else ""
     total = sum(check.seconds for check in loader.checks)
     times = f"{total:.1f} s{_describe_activities(loader.seconds)}"
-    return f"{printable(loader.loader)}{world}: {describe_counts(counts)}; {times}", _markup(counts)
+    result = f"crashed, {counted(counts['error'], 'check')} not judged"
+    result = result if is_crashed(loader) else describe_counts(counts)
+    return f"{printable(loader.loader)}{world}: {result}; {times}", RED if is_crashed(loader) else _markup(counts)
 
 
 def _markup(counts: Mapping[str, int]) -> dict[str, bool]:
@@ -93,37 +115,42 @@ def _describe_activities(seconds: Mapping[str, float]) -> str:
     return f" ({', '.join(longest)})" if longest else ""
 
 
-def _describe_causes(loaders: Iterable[LoaderRecord]) -> Iterator[Line]:
-    causes: dict[tuple[str, str], dict[tuple[str, str], list[FindingRecord]]] = {}
-    for loader in loaders:
-        for check in loader.checks:
-            for cause_and_remedy, found in by_cause(check.findings if check.status in FAILED else ()).items():
-                causes.setdefault(cause_and_remedy, {}).setdefault((check.check, loader.loader), []).extend(found)
-    for number, ((cause, remedy), places) in enumerate(list(causes.items())[:MOST_CAUSES], 1):
-        yield "", {}
-        yield paragraph(f"{number}. likely cause: ", cause), {"bold": True}
-        yield paragraph("   remedy: ", remedy), {}
-        for (failed, where), found in places.items():
-            yield f"   {failed} in {printable(where)}: {first_of(list(map(describe_finding, found)))}", {}
-    if len(causes) > MOST_CAUSES:
-        yield f"... and {counted(len(causes) - MOST_CAUSES, 'more cause')}", RED
-    yield from _describe_errors(loaders, len(causes))
-    if causes or any(check.status == "error" for loader in loaders for check in loader.checks):
+def _describe_causes(loaders: Sequence[LoaderRecord]) -> Iterator[Line]:
+    groups = group_failures(loaders)
+    numbered = list(enumerate(groups, 1))
+    for kind, (label, noun) in LABELS.items():
+        same = [(number, group) for number, group in numbered if group.kind == kind]
+        for number, group in same[:MOST_CAUSES]:
+            yield from _describe_group(f"{number}. {label}: ", group)
+        if len(same) > MOST_CAUSES:
+            yield f"... and {counted(len(same) - MOST_CAUSES, f'more {noun}')}", RED
+    if groups:
         yield "", {}
 
 
-def _describe_errors(loaders: Iterable[LoaderRecord], causes: int) -> Iterator[Line]:
-    """Yield the reasons of errors, numbered on from ``causes``."""
-    reasons = errors_by_reason(loaders)
-    for number, ((reason, where), checks) in enumerate(list(reasons.items())[:MOST_CAUSES], causes + 1):
-        yield "", {}
-        yield paragraph(f"{number}. error: ", reason), {"bold": True}
-        yield f"   {first_of(checks)} in {printable(where)}", {}
-    if len(reasons) > MOST_CAUSES:
-        yield f"... and {counted(len(reasons) - MOST_CAUSES, 'more error')}", RED
+def _describe_group(label: str, group: FailureGroup) -> Iterator[Line]:
+    yield "", {}
+    yield paragraph(label, group.cause), {"bold": True}
+    if group.remedy:
+        yield paragraph("   remedy: ", group.remedy), {}
+    for place in group.places[:MOST_PLACES]:
+        yield f"   {_describe_place(group, place)}", {}
+    if len(group.places) > MOST_PLACES:
+        yield f"   ... and {len(group.places) - MOST_PLACES} more", {}
 
 
-def _describe_evenness(loaders: Iterable[LoaderRecord]) -> Iterator[Line]:
+def _describe_place(group: FailureGroup, place: Place) -> str:
+    where = printable(place.loader.loader)
+    if place.check is None:
+        return where
+    if place.findings:
+        return f"{place.check.check} in {where}: {first_of(list(map(describe_finding, place.findings)))}"
+    if group.kind == CRASH:
+        return f"{where}: {counted(len(place.checks), 'check')} not judged"
+    return f"{first_of([check.check for check in place.checks])} in {where}"
+
+
+def _describe_evenness(loaders: Sequence[LoaderRecord]) -> Iterator[Line]:
     """Yield the smallest number of ranks that would divide a shard unevenly, if none of the run was uneven."""
     known = [(loader, loader.evenness) for loader in loaders if loader.evenness is not None]
     if not known or not all(evenness.even for _, evenness in known):

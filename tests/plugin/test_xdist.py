@@ -172,7 +172,7 @@ def test_a_worker_that_crashes_in_a_loader(project: Project, dist: str) -> None:
     assert result.parseoutcomes() == {"passed": 5 * runs, "failed": runs, "same": 2 * runs}
     text = result.stdout.str()
     assert "INTERNALERROR" not in text
-    result.stdout.re_match_lines([r"1\. error: worker '?gw\d'? (crashed while running|ended)"])
+    result.stdout.re_match_lines([r"1\. (crash|error): worker '?gw\d'? (crashed while running|ended)"])
     assert project.notes.count("fixture") == project.notes.count("plain") == runs
     loads = [f"{n}/{rank}" for n in (1, 2) for rank in (0, 1)]
     assert sorted(note for note in project.notes if "/" in note) == sorted(loads * runs)

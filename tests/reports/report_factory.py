@@ -93,6 +93,8 @@ def loader(
             losses=curves(size),
             traffic=(traffic(size),),
             memory=tuple(memory(rank) for rank in range(size)),
+            model_bytes=49_152,
+            load_budget=98_304,
             unavailable={"verifier": "nothing is frozen"},
         ),
     )
@@ -243,7 +245,7 @@ def curves(size: int, steps: int = 3, distance: float = 0.0) -> Curves:
     reference = tuple(round(4.85 - 0.21 * step, 6) for step in range(steps))
     mean = tuple(round(value + distance * step / 2, 6) for step, value in enumerate(reference))
     ranks = tuple(tuple(value + 0.05 * (slice_ - size / 2) for value in mean) for slice_ in range(size))
-    return Curves(mean, ranks, reference)
+    return Curves(mean, ranks, reference, (1e-5,) * steps)
 
 
 def traffic(size: int, blocks: int = 4) -> Traffic:

@@ -12,10 +12,14 @@ from typing import Any
 
 from playwright.sync_api import sync_playwright
 
+from pytest_fsdp_meta.reports.compare import compare
 from pytest_fsdp_meta.reports.io import read_report
 from pytest_fsdp_meta.reports.page import write_page
-from tests.reports.test_page_browser import QUIET, chromium
+from tests.reports.chromium import QUIET, chromium
+from tests.reports.many_loaders import nightly, yesterday
 
+MOST_HEIGHT = 1900
+"""Height (px) of a picture of many loaders."""
 EXAMPLE = Path(__file__).parents[2] / "examples" / "test_llama.py"
 BROKEN = """
 
@@ -80,6 +84,20 @@ def shoot(page: Any, folder: Path) -> None:
     )
 
 
+def shoot_many(browser: Any, folder: Path, target: Path, loaders: int) -> None:
+    """What a reader sees first of a nightly run of so many loaders: the top of the page, and the matrix below it."""
+    now = nightly(loaders)
+    write_page(now, folder / "index.html", compare(yesterday(loaders), now))
+    page = browser.new_page(viewport={"width": 1280, "height": 800}, color_scheme="light")
+    page.goto((folder / "index.html").as_uri())
+    page.wait_for_timeout(1000)
+    bottom = page.locator(".matrix-scroller").bounding_box()
+    height = min(bottom["y"] + bottom["height"] + 14, MOST_HEIGHT)
+    clip = {"x": 0, "y": 0, "width": 1280, "height": height}
+    page.screenshot(path=target / f"report-{loaders}.png", clip=clip, full_page=True)
+    page.close()
+
+
 def main(target: Path) -> None:
     target.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory() as folder, sync_playwright() as started:
@@ -91,6 +109,8 @@ def main(target: Path) -> None:
         page.goto(path.as_uri())
         page.wait_for_timeout(1000)
         shoot(page, target)
+        for loaders in (130, 1000):
+            shoot_many(browser, Path(folder), target, loaders)
         browser.close()
 
 

@@ -306,7 +306,7 @@ def test_the_summary_of_a_good_run_and_of_one_cut_off():
     ("made", "message", "color"),
     [
         (run(), f"{len(CATALOGUE)} passed", "brightgreen"),
-        (run(check(CHECK, "failed")), f"{len(CATALOGUE) - 1} passed, 1 failed", "red"),
+        (run(check(CHECK, "failed")), f"1 check failed, {len(CATALOGUE) - 1} passed", "red"),
         (run(complete=False), f"incomplete, {len(CATALOGUE)} passed", "lightgrey"),
         (report(loaders=()), "nothing judged", "lightgrey"),
     ],

@@ -24,7 +24,7 @@ from pytest_fsdp_meta.reports.page.__main__ import main
 from pytest_fsdp_meta.reports.page.findings import group_by_cause
 from pytest_fsdp_meta.reports.page.layouts import Layout, group_layouts
 from pytest_fsdp_meta.reports.page.rendering import HERE, describe_bytes, describe_duration, describe_time, printable
-from pytest_fsdp_meta.reports.page.traffic import MOST_ROWS, fold_rows, group_by_kind, size_of
+from pytest_fsdp_meta.reports.page.traffic import MOST_ROWS, Scale, fold_rows, group_by_kind, largest_of, size_of
 from pytest_fsdp_meta.reports.page.view import GLYPHS, build_view
 from pytest_fsdp_meta.reports.schema import (
     SKIPS,
@@ -120,7 +120,7 @@ def test_hostile_names_are_shown_as_text():
     for name in factory.HOSTILE:
         assert printable(name.replace("\n", " ")) in page.text
     assert "\u202e" not in page.text
-    assert json.loads(page.raw[2][1])["loaders"][0]["names"][0] == factory.HOSTILE[0]
+    assert json.loads(page.raw[2][1])["names"][0] == factory.HOSTILE[0]
 
 
 def test_the_comparison_with_an_earlier_run_comes_first():
@@ -128,7 +128,7 @@ def test_the_comparison_with_an_earlier_run_comes_first():
     page = Reader(render(now, compare(before, now)))
     assert "Since 2026-11-19 21:04 UTC, commit " in page.text
     assert "3 new failures" in page.text
-    assert page.text.index("new failures: 3") < page.text.index("Loaders and checks")
+    assert page.text.index("What broke") < page.text.index("new failures: 3") < page.text.index("Loaders and checks")
     assert {tag for tag, _ in page.elements} & {"img", "iframe", "object", "base", "embed"} == set()
     without = Reader(render(now, None, f"no comparison: {factory.HOSTILE[0]}"))
     assert f"no comparison: {factory.HOSTILE[0]}" in without.text
@@ -184,23 +184,24 @@ def loader_with_all(kind: str) -> LoaderRecord:
 def test_the_verdict_accounts_for_every_check():
     total = len(factory.CATALOGUE)
     account = f"{total} of {total} checks accounted for"
-    assert headline(loader()) == ("passed", "All judged checks passed", account)
+    assert headline(loader()) == ("passed", "All judged checks passed", f"1 loader · {account}")
     assert headline(loader_with(no_meta_params="failed", loss_parity="error"))[:2] == (
         "failed",
-        "1 failed, 1 error in 1 of 1 loader",
+        "1 check failed, 1 error",
     )
     assert headline(loader_with(no_meta_params="not run", loss_parity="not selected")) == (
         "failed",
-        "1 not run in 1 of 1 loader",
-        f"{total - 2} of {total} checks accounted for",
+        "1 not run",
+        f"in 1 of 1 loader · {total - 2} of {total} checks accounted for",
     )
+    assert headline(factory.raised())[1] == "1 loader crashed"
     assert headline(loader_with_all("not selected"))[:2] == ("empty", "Nothing was judged")
     assert headline(replace(loader_with_all("not declared"), error="it raised"))[0] == "failed"
     assert build_view(replace(report(), loaders=())).verdict == ("empty", "Nothing was judged", "no loader was judged")
     assert headline(loader(), complete=False)[:2] == ("incomplete", "Incomplete report")
     assert headline(loader_with_all("failed"), complete=False)[::2] == (
         "incomplete",
-        f"{account} · {total} failed so far",
+        f"{account} · {total} checks failed so far",
     )
 
 
@@ -259,7 +260,7 @@ def test_findings_by_cause():
 def test_where_it_starts_is_said_once_for_a_check():
     found = [finding(name, origin="attn.q agrees, attn.k does not") for name in ("a", "b")]
     text = Reader(render(report(loader(checks={"grad_parity": check("grad_parity", "failed", found)})))).text
-    assert text.count("where it starts: attn.q agrees, attn.k does not") == 1
+    assert text.count("where it starts: attn.q agrees, attn.k does not") == 2, "once on the card of its cause"
 
 
 def drawn(*tensors: TensorRecord, mesh=None, **checks: CheckRecord) -> dict[str, Layout]:
@@ -383,7 +384,9 @@ def test_collectives_by_kind_and_in_order():
         collective("broadcast", 4, root=1),
         collective(),
     ]
-    assert [(one.op, one.times, one.bytes) for one in group_by_kind(issued)] == [
+    scale = Scale(largest_of([issued]), len(issued))
+    assert scale.largest == 32
+    assert [(one.op, one.times, one.bytes) for one in group_by_kind(issued, scale)] == [
         ("all_gather", 3, 96),
         ("all_reduce", 1, 4),
         ("broadcast", 1, 16),
@@ -396,7 +399,8 @@ def test_collectives_by_kind_and_in_order():
         (5, 1, (), ()),
     ]
     assert left == 0
-    assert group_by_kind([Collective("barrier", "world", (0, 1))])[0].path
+    barrier = [Collective("barrier", "world", (0, 1))]
+    assert group_by_kind(barrier, Scale(0, 1))[0].path
     assert fold_rows([collective(elements=index) for index in range(MOST_ROWS + 3)])[1] == 3
 
 
@@ -411,6 +415,19 @@ def test_ranks_that_differ_while_loading_share_their_step():
         ("while loading", (0,), 2),
         ("while loading", (1, 2), 2),
     ]
+
+
+def test_collectives_of_all_ranks_are_drawn_to_one_scale():
+    """Ranks that pass a sixteenth of the bytes get lower bars, and those that issue fewer collectives shorter rows."""
+    many, few = [collective(elements=4096) for _ in range(8)], [collective(elements=256)] * 4
+    scale = Scale(largest_of([many, few]), 8)
+    (high,), (low,) = group_by_kind(many, scale), group_by_kind(few, scale)
+
+    def bars(path: str) -> list[tuple[int, float]]:
+        return [(int(x), float(height)) for x, height in re.findall(r"M(\d+) \d+v-([\d.]+)", path)]
+
+    assert [x for x, _ in bars(low.path)] == [x for x, _ in bars(high.path)][:4]
+    assert max(height for _, height in bars(low.path)) < min(height for _, height in bars(high.path))
 
 
 @pytest.mark.parametrize(
@@ -434,24 +451,19 @@ def test_bytes_by_dtype(dtype, size):
 
 def test_losses_that_are_nan_or_infinite():
     record = loader()
-    nan = Curves((4.5, float("nan")), ((4.5, float("inf")),), (4.5,))
+    nan = Curves((4.5, float("nan")), ((4.5, float("inf")),), (4.5, 4.5))
     record = replace(record, summary=replace(record.summary, losses=nan))
     page = Reader(render(report(record)))
-    assert json.loads(page.raw[2][1])["loaders"][0]["losses"] == {
-        "mean": [4.5, None],
-        "ranks": [[4.5, None]],
-        "reference": [4.5],
-    }
-    assert "nan" in page.text
-    assert "inf" in page.text
-    assert "2 losses are NaN or infinite and not plotted; see the table." in page.text
+    (points,) = [a["data-points"] for _, a in page.elements if a.get("data-chart") == "difference"]
+    assert json.loads(points or "") == {"lost": [2], "difference": [1e-9, None], "allowed": [None, None]}
+    assert "NaN or infinite at step 2, marked on the axis." in page.text
 
 
 def test_a_loader_that_returned_no_model():
     bare = LoaderRecord("a.py::a", UNKNOWN, (), error="rank 1 raised OSError")
     page = Reader(render(report(bare)))
     assert "This loader returned no model: rank 1 raised OSError" in page.text
-    assert "1 of 1 loader returned no model" in page.text
+    assert "1 loader crashed" in page.text
     assert "world unknown: none of its items ran" in page.text
 
 
@@ -569,7 +581,7 @@ def test_a_run_leaves_its_page(project: Project):
     assert set(project.notes) == {"incomplete"}
     page = path.read_bytes()
     parsed = Reader(page.decode())
-    assert "1 failed in 1 of 1 loader" in parsed.text
+    assert "1 check failed in 1 of 1 loader" in parsed.text
     assert "pytest exited with 1" in parsed.text
     assert [a["aria-label"] for tag, a in parsed.elements if a.get("class") == "mesh"] == [
         "ranks 0, 1: whole tensor"

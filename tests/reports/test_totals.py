@@ -125,6 +125,7 @@ def test_a_line_for_each_loader_and_one_for_all_checks() -> None:
             {},
         ),
         ("", {}),
+        ("1 check failed in 1 of 2 runs of loaders", {"red": True}),
         ("4 of 4 checks accounted for in 2 runs of loaders", {"red": True}),
     ]
 
@@ -189,13 +190,13 @@ def test_many_causes_and_many_errors_are_both_shortened() -> None:
         for n in range(25)
     ]
     errors = [
-        replace(loader_with("error"), checks=(CheckRecord(IDS[0], "error", reason=f"GPU {n} is gone"),))
+        replace(loader_with("error"), checks=(CheckRecord(IDS[0], "error", reason=f"GPU {chr(65 + n)} is gone"),))
         for n in range(30)
     ]
     lines = [line for line, _ in describe_totals([*failing, *errors])]
     assert sum("likely cause: " in line for line in lines) == sum("error: GPU" in line for line in lines)
     assert "... and 5 more causes" in lines
-    assert "26. error: GPU 0 is gone" in lines
+    assert "26. error: GPU A is gone" in lines
     assert "... and 10 more errors" in lines
 
 

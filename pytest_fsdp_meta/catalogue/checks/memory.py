@@ -22,6 +22,8 @@ TINY = 2048
 """Bytes; in a smaller model, parameters cannot be distinguished from temporaries."""
 FEW = 3
 """Number of largest tensors that a loader may hold at a time: a full tensor, its copy, and the next one."""
+COPIES = 2
+"""Times that a rank may hold its own shards, which ``RankMemory.beyond`` leaves out."""
 SLACK = 1.5
 """Factor by which a storage may exceed its tensors: flat buffers are padded; a full tensor is at least 2 shards."""
 LEAST = 512
@@ -168,6 +170,12 @@ def _held_whole(memory: RankMemory, sizes: _Sizes) -> bool | None:
     if memory.whole >= FULL * sizes.elements or memory.beyond > sizes.kept + few:
         return True
     return None if memory.beyond > few else False
+
+
+def load_limits(rank: RankInventory) -> tuple[int, int]:
+    """Return the bytes of the whole model, and those that this rank may hold while loading."""
+    sizes = _sizes(rank)
+    return sizes.whole, max(sizes.whole, (COPIES + 1) * sizes.kept + FEW * sizes.largest)
 
 
 def _sizes(rank: RankInventory) -> _Sizes:

@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from pytest_fsdp_meta.catalogue.diagnosis.patterns import Cases
-from pytest_fsdp_meta.catalogue.view import View
-from pytest_fsdp_meta.evidence import Comparison, Measure, Noise, TensorNoise
+from pytest_fsdp_meta.catalogue.view import Selection, View
+from pytest_fsdp_meta.evidence import Comparison, Evidence, Measure, Noise, TensorNoise
 from pytest_fsdp_meta.evidence.tolerances import GRADIENT_TOLERANCE, LOSS_TOLERANCE, UPDATE_TOLERANCE, smallest
 from pytest_fsdp_meta.evidence.training import UNKNOWN_DTYPE
 
@@ -166,6 +166,15 @@ def loss_limits(view: View) -> LossLimits:
     # Nudges change what modules return, not how the author's loss is computed from it.
     rounding = max((LOSS_TOLERANCE[dtype] for dtype in _returned(view) if dtype in LOSS_TOLERANCE), default=0.0)
     return LossLimits(max(rounding, _smallest(view, LOSS_TOLERANCE)), noise[0].losses)
+
+
+def loss_tolerances(evidence: Evidence) -> tuple[float, ...]:
+    """Return how far the losses may be from the reference's at each step; empty without a reference or training."""
+    expected = (evidence.reference.losses or ()) if evidence.reference else ()
+    if not expected or not evidence.training:
+        return ()
+    limits = loss_limits(View(evidence, "loss_parity", LOSS_TOLERANCE, {}, (), Selection()))
+    return tuple(limits.at(expected, step) for step in range(len(expected)))
 
 
 def norm_limit(view: View, expected: float, own: bool = False) -> float:

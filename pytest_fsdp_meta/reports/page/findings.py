@@ -41,12 +41,13 @@ class Cause:
 def group_by_cause(findings: Iterable[FindingRecord]) -> tuple[Cause, ...]:
     """Group findings by cause, in the order in which the judge reported them."""
     return tuple(
-        Cause(cause, remedy, tuple(map(_line, group_similar(group))))
+        Cause(cause, remedy, tuple(map(as_line, group_similar(group))))
         for (cause, remedy), group in by_cause(findings).items()
     )
 
 
-def _line(findings: Sequence[FindingRecord]) -> Line:
+def as_line(findings: Sequence[FindingRecord]) -> Line:
+    """Return findings that differ only in tensor and detail as one line."""
     first = findings[0]
     return Line(
         names=tuple(dict.fromkeys(one.tensor for one in findings if one.tensor is not None)),

@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import shlex
+import zlib
 from datetime import datetime
 from functools import cache
 from importlib.resources import files
@@ -16,13 +17,14 @@ from typing import TYPE_CHECKING, Any
 from pytest_fsdp_meta.evidence.codec import write_whole
 from pytest_fsdp_meta.reports.compare import Comparison, describe_changes, describe_comparison
 from pytest_fsdp_meta.reports.history import describe_history
+from pytest_fsdp_meta.reports.page.broke import MOST_CARDS, MOST_CHIPS, MOST_VALUES, make_cards
 from pytest_fsdp_meta.reports.page.findings import MOST_DETAILS
 from pytest_fsdp_meta.reports.page.layouts import PROBLEMS, STATES
 from pytest_fsdp_meta.reports.page.sizes import BAR_HEIGHT, BAR_WIDTH, PARTS
 from pytest_fsdp_meta.reports.page.traced import GLYPHS as TRACED_GLYPHS
 from pytest_fsdp_meta.reports.page.traffic import TIMELINE_HEIGHT, TIMELINE_WIDTH
-from pytest_fsdp_meta.reports.page.view import GLYPHS, build_view
-from pytest_fsdp_meta.reports.schema import SKIPS, STATUSES, TRACED, Report, describe_kind
+from pytest_fsdp_meta.reports.page.view import GLYPHS, MOST_LISTED, build_view
+from pytest_fsdp_meta.reports.schema import BAD, SKIPS, STATUSES, TRACED, Report, describe_kind
 from pytest_fsdp_meta.reports.totals import ACTIVITIES
 from pytest_fsdp_meta.text import counted, first_of, fold_names, name_ranks
 
@@ -34,7 +36,8 @@ STYLES = ("vendor/uPlot.min.css", "templates/page.css", "templates/history.css")
 MAIN_VERSIONS = ("pytest-fsdp-meta", "torch", "transformers")
 MOST_DETAILED = 60
 """Drawings of one loader that have a text below them; if there are more, only those with problems have one."""
-SCRIPTS = ("vendor/uPlot.LICENSE", "vendor/uPlot.iife.min.js", "templates/page.js")
+VENDORED = ("vendor/uPlot.LICENSE", "vendor/uPlot.iife.min.js")
+SCRIPTS = tuple(f"templates/{name}.js" for name in ("page", "charts", "state", "matrix", "filters", "links", "start"))
 
 
 def write_page(report: Report, path: Path, comparison: Comparison | None = None, problem: str = "") -> None:
@@ -48,7 +51,7 @@ def write_page(report: Report, path: Path, comparison: Comparison | None = None,
 
 def render(report: Report, comparison: Comparison | None = None, problem: str = "") -> str:
     """Return the page as text."""
-    styles, scripts = _joined(STYLES), _joined(SCRIPTS)
+    styles, scripts = _joined(STYLES), _joined(VENDORED) + _in_function(_joined(SCRIPTS))
     early = _joined(("templates/early.js",))
     page = build_view(report)
     return (
@@ -57,6 +60,7 @@ def render(report: Report, comparison: Comparison | None = None, problem: str = 
         .render(
             page=page,
             report=report,
+            cards=make_cards(page, comparison),
             comparison_problem=problem,
             comparison=comparison
             and {
@@ -102,6 +106,7 @@ def _environment() -> Environment:
         "name_ranks": name_ranks,
         "first_of": first_of,
         "folded": lambda names: list(fold_names(names)),
+        "packed": pack,
         "safe_source": Markup,
         "shell": shlex.join,
         "space_separated": lambda numbers: " ".join(map(str, numbers)),
@@ -112,6 +117,11 @@ def _environment() -> Environment:
     environment.globals |= {
         "MEANINGS": STATUSES | SKIPS,
         "GLYPHS": GLYPHS,
+        "BAD": BAD,
+        "MOST_CARDS": MOST_CARDS,
+        "MOST_VALUES": MOST_VALUES,
+        "MOST_CHIPS": MOST_CHIPS,
+        "MOST_LISTED": MOST_LISTED,
         "STATES": STATES,
         "PROBLEMS": PROBLEMS,
         "TRACED": TRACED,
@@ -138,6 +148,16 @@ def _joined(names: tuple[str, ...]) -> str:
     """Return files exactly as the page embeds them, since its policy has their hash. A licence becomes a comment."""
     texts = ((f"/*!\n{_read(name)}*/" if name.endswith("LICENSE") else _read(name).strip()) for name in names)
     return "\n" + "\n".join(texts) + "\n"
+
+
+def _in_function(text: str) -> str:
+    """Return the page's own scripts as one strict function, so that their names are no properties of the window."""
+    return f'(() => {{\n"use strict";{text}}})();\n'
+
+
+def pack(text: str) -> str:
+    """Return HTML as the page's script unpacks it: sections of many loaders are alike and become a twentieth."""
+    return base64.b64encode(zlib.compress(text.encode(errors="backslashreplace"), 9)).decode()
 
 
 def _hash(text: str) -> str:

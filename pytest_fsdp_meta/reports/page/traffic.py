@@ -46,19 +46,32 @@ class Row:
         return tuple(filter(None, (*by, issued.reduction, "" if issued.root is None else f"root {issued.root}")))
 
 
-def group_by_kind(collectives: Sequence[Collective]) -> tuple[Kind, ...]:
+@dataclass(frozen=True)
+class Scale:
+    """What the drawings of several ranks have in common: the bytes of the highest bar, and the most collectives."""
+
+    largest: int
+    most: int
+
+
+def largest_of(issued: Iterable[Sequence[Collective]]) -> int:
+    """Return the bytes of the largest collective."""
+    return max((size_of(one) or 0 for collectives in issued for one in collectives), default=0)
+
+
+def group_by_kind(collectives: Sequence[Collective], scale: Scale) -> tuple[Kind, ...]:
     """Group collectives by op and size of the process group, in the order of the first of each kind."""
     found: dict[tuple[str, int], list[int]] = {}
     for index, one in enumerate(collectives):
         found.setdefault((one.op, len(one.ranks)), []).append(index)
-    return tuple(_kind(op, members, places, collectives) for (op, members), places in found.items())
+    return tuple(_kind(op, members, places, collectives, scale) for (op, members), places in found.items())
 
 
-def _kind(op: str, members: int, places: Sequence[int], collectives: Sequence[Collective]) -> Kind:
+def _kind(op: str, members: int, places: Sequence[int], collectives: Sequence[Collective], scale: Scale) -> Kind:
     sizes = [size_of(collectives[place]) for place in places]
     known = [size for size in sizes if size is not None]
-    pitch = TIMELINE_WIDTH / len(collectives)
-    largest = max(1.0, *(log2((size_of(one) or 0) + 1) for one in collectives))
+    pitch = TIMELINE_WIDTH / max(1, scale.most)
+    largest = max(1.0, log2(scale.largest + 1))
     bars: dict[int, float] = {}
     for place, size in zip(places, sizes, strict=True):  # at most one bar per pixel
         x = int(place * pitch)

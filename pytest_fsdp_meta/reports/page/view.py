@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, takewhile
 from typing import Any
 
 from pytest_fsdp_meta.evidence.collectives import Collective
+from pytest_fsdp_meta.reports.causes import describe_failures, is_crashed
+from pytest_fsdp_meta.reports.page.charts import LossChart, MemoryChart, loss_chart, memory_chart
 from pytest_fsdp_meta.reports.page.findings import Cause, group_by_cause
 from pytest_fsdp_meta.reports.page.history import HistoryView, history_view
 from pytest_fsdp_meta.reports.page.layouts import Layout, group_layouts
 from pytest_fsdp_meta.reports.page.sizes import Sizes, size_view
 from pytest_fsdp_meta.reports.page.traced import StepView, step_view
-from pytest_fsdp_meta.reports.page.traffic import Kind, Row, fold_rows, group_by_kind
+from pytest_fsdp_meta.reports.page.traffic import Kind, Row, Scale, fold_rows, group_by_kind, largest_of
 from pytest_fsdp_meta.reports.schema import (
-    BAD,
     FAILED,
     JUDGED,
     SKIPS,
@@ -29,7 +29,7 @@ from pytest_fsdp_meta.reports.schema import (
     LoaderRecord,
     Report,
     count_kinds,
-    describe_count,
+    describe_kind,
     how_many,
     is_bad,
 )
@@ -53,10 +53,17 @@ GLYPHS = {
 }
 """Kind of a check (a status, or the kind of a skip) -> its character in the matrix."""
 ANCHOR = re.compile(r"[A-Za-z][\w-]*")
+PART = re.compile(r".*?(?:/|::)")
+"""A folder, the file or a class in a node id."""
 MOST_EXPANDED = 3
 """With more loaders than this, only those with failures are expanded when the page opens."""
 BIG_LOADERS, BIG_DRAWINGS = 12, 500
-"""With more loaders or drawings than this, the browser draws only what is on the screen."""
+"""With more loaders or drawings than this, the browser draws only what is on the screen. With more loaders, their
+sections are closed and packed as well."""
+MOST_CLEAN = 5
+"""Rows of loaders without failures in the matrix that are not folded into one."""
+MOST_LISTED = 60
+"""Closed sections of failing loaders that are listed; the others are folded."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +91,11 @@ class CheckView:
         return self.record.kind
 
     @property
+    def cell(self) -> str:
+        """The id of its cell in the matrix."""
+        return "cell" + self.anchor.removeprefix("loader")
+
+    @property
     def has_details(self) -> bool:
         """Whether the page shows an article about the check: it failed, or was expected to."""
         return self.record.status in FAILED or bool(self.record.findings)
@@ -107,6 +119,8 @@ class TrafficView:
     rows: tuple[Row, ...]
     left: int
     total: int
+    largest: int
+    """The bytes of the loader's largest collective on any rank, to which all bars are drawn."""
 
 
 @dataclass(frozen=True)
@@ -116,15 +130,37 @@ class LoaderView:
     number: int
     record: LoaderRecord
     title: str
+    start: int
+    """The length of the folders and the file that the titles of all loaders begin with."""
     checks: Mapping[str, CheckView]
     is_expanded: bool
-    """Whether its panels are open when the page opens."""
+    """Whether its panels are open when it is."""
+    names: Mapping[str, int]
+    """Every tensor that the page names, in any loader -> its index in the list that the filter searches."""
     sizes: Sizes | None = None
     """What it needs by world size, if it was simulated."""
 
     @property
+    def short(self) -> str:
+        """The title without what those of all loaders begin with."""
+        return self.title[self.start :]
+
+    @property
     def anchor(self) -> str:
         return f"loader-{self.number}"
+
+    @property
+    def cell(self) -> str:
+        """The id of its row in the matrix."""
+        return f"cell-{self.number}"
+
+    @property
+    def is_crashed(self) -> bool:
+        return is_crashed(self.record)
+
+    @property
+    def needs_attention(self) -> bool:
+        return _needs_attention(self.record)
 
     @property
     def bundles(self) -> list[tuple[CheckView, ...]]:
@@ -157,25 +193,28 @@ class LoaderView:
             "in one training step": [(one.ranks, one.step) for one in traffic],
             "while loading": [(one.ranks, one.loading) for one in traffic],
         }
-        return tuple(part for title, issued in phases.items() for part in _traffic(title, issued))
+        scale = largest_of(collectives for issued in phases.values() for _, collectives in issued)
+        return tuple(part for title, issued in phases.items() for part in _traffic(title, issued, scale))
 
     @cached_property
-    def numbers(self) -> dict[str, int]:
-        """Every tensor that the page names -> its index in the list that the filter searches."""
+    def losses(self) -> LossChart | None:
+        losses = self.record.summary.losses if self.record.summary else None
+        return loss_chart(losses) if losses else None
+
+    @cached_property
+    def memory(self) -> MemoryChart | None:
+        return memory_chart(self.record.summary) if self.record.summary else None
+
+    @cached_property
+    def tensors(self) -> tuple[str, ...]:
+        """Every tensor that its section names."""
         tensors = (one.name for one in (self.record.summary.tensors if self.record.summary else ()))
         in_findings = (one.tensor for check in self.record.checks for one in check.findings if one.tensor is not None)
         in_traffic = (name for one in self.traffic for row in one.rows for name in row.tensors)
-        return {name: number for number, name in enumerate(dict.fromkeys((*tensors, *in_findings, *in_traffic)))}
+        return tuple(dict.fromkeys((*tensors, *in_findings, *in_traffic)))
 
     def numbered(self, names: Iterable[str]) -> str:
-        return joined_runs(self.numbers[name] for name in names)
-
-    @property
-    def losses_not_plotted(self) -> int:
-        """The number of losses that are NaN or infinite."""
-        losses = self.record.summary.losses if self.record.summary else None
-        curves = (losses.mean, losses.reference, *losses.ranks) if losses else ()
-        return sum(not math.isfinite(value) for curve in curves for value in curve)
+        return joined_runs(self.names[name] for name in names)
 
     @property
     def seconds(self) -> float:
@@ -191,10 +230,33 @@ class PageView:
     """Those with failures first."""
     families: tuple[tuple[str, tuple[CatalogueRecord, ...]], ...]
     """The columns of the matrix."""
+    names: Mapping[str, int]
 
     @property
     def counts(self) -> dict[str, int]:
+        """Kind -> the number of checks; those of crashed loaders are not counted, since none was judged."""
+        return _in_order(count_kinds(loader for loader in self.report.loaders if not is_crashed(loader)))
+
+    @property
+    def kinds(self) -> dict[str, int]:
+        """The same with the checks of crashed loaders, for the filter."""
         return _in_order(count_kinds(self.report.loaders))
+
+    @property
+    def columns(self) -> list[str]:
+        return [column.check for _, checks in self.families for column in checks]
+
+    @property
+    def failing(self) -> tuple[LoaderView, ...]:
+        return tuple(loader for loader in self.loaders if loader.needs_attention)
+
+    @property
+    def clean(self) -> tuple[LoaderView, ...]:
+        return tuple(loader for loader in self.loaders if not loader.needs_attention)
+
+    @property
+    def crashed(self) -> int:
+        return sum(loader.is_crashed for loader in self.loaders)
 
     @property
     def ranks(self) -> int:
@@ -203,35 +265,51 @@ class PageView:
     @property
     def is_big(self) -> bool:
         """Whether the browser should draw only what is on the screen; a screenshot of the whole page lacks the rest."""
-        return len(self.loaders) > BIG_LOADERS or sum(len(one.layouts) for one in self.loaders) > BIG_DRAWINGS
+        return self.is_packed or sum(len(one.layouts) for one in self.loaders) > BIG_DRAWINGS
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether sections of loaders are closed, and unpacked by the script when they are opened."""
+        return len(self.loaders) > BIG_LOADERS
+
+    @property
+    def folds_clean(self) -> bool:
+        """Whether the matrix opens with the rows and columns that have failures, and one row for all others."""
+        return self.is_packed or len(self.clean) > MOST_CLEAN
 
     @property
     def verdict(self) -> tuple[str, str, str]:
-        """(state: "incomplete", "failed", "empty" or "passed"; the headline; how many checks are accounted for)."""
-        counts = self.counts
+        """(state: "incomplete", "failed", "empty" or "passed"; the headline; what it is about)."""
+        counts = count_kinds(self.report.loaders)
         total = sum(counts.values())
-        failures = ", ".join(describe_count(counts[status], status) for status in counts if status in BAD)
+        failures = describe_failures(self.report.loaders, len(self.report.missing))
         accounted = total - how_many(counts, UNACCOUNTED)
         account = f"{accounted} of {total} checks accounted for" if total else "no loader was judged"
+        loaders = counted(len(self.loaders), "loader")
         if not self.report.complete:
             so_far = f"{account} · {failures} so far" if failures else account
             return "incomplete", "Incomplete report", so_far
-        bad = sum(_needs_attention(loader.record) for loader in self.loaders)
-        if bad:
-            where = f"{bad} of {counted(len(self.loaders), 'loader')}"
-            return "failed", f"{failures} in {where}" if failures else f"{where} returned no model", account
-        if self.report.missing:
-            return "failed", f"{counted(len(self.report.missing), 'loader')} missing", account
+        if failures:
+            where = f"in {len(self.failing)} of {loaders}" if self.failing else loaders
+            return "failed", failures, f"{where} · {account}"
         if not how_many(counts, JUDGED):
             return "empty", "Nothing was judged", account
         expected = counts.get("xfailed", 0)
         but = f" ({counted(expected, 'expected failure')})" if expected else ""
-        return "passed", f"All judged checks passed{but}", account
+        return "passed", f"All judged checks passed{but}", f"{loaders} · {account}"
 
     @property
     def data(self) -> dict[str, Any]:
-        """What the script reads: names to filter by, and the points of the charts."""
-        return {"loaders": [_data(loader) for loader in self.loaders]}
+        """What the script reads: the kind of each check, and names to filter by."""
+        kinds = list(self.kinds)
+        return {
+            "checks": self.columns,
+            "kinds": kinds,
+            "glyphs": [GLYPHS.get(kind, "?") for kind in kinds],
+            "labels": [describe_kind(kind) for kind in kinds],
+            "names": list(self.names),
+            "loaders": [_data(loader, self.columns, kinds) for loader in self.loaders],
+        }
 
 
 def build_view(report: Report) -> PageView:
@@ -241,20 +319,40 @@ def build_view(report: Report) -> PageView:
     columns = [one for one in report.header.catalogue if one.check in used or not used]
     columns += [_unknown(id_) for id_ in used if id_ not in known]
     known = {one.check: one for one in columns}
-    names = {loader.loader for loader in report.loaders}
-    loaders = tuple(
-        LoaderView(
+    names: dict[str, int] = {}
+    loaders = tuple(_loaders(report, known, names))
+    for name in (name for loader in loaders for name in loader.tensors):
+        names.setdefault(name, len(names))
+    families = tuple((family, tuple(members)) for family, members in groupby(columns, lambda one: one.family))
+    return PageView(report, loaders, families, names)
+
+
+def _loaders(report: Report, known: Mapping[str, CatalogueRecord], names: Mapping[str, int]) -> Iterator[LoaderView]:
+    many = len({loader.loader for loader in report.loaders}) < len(report.loaders)
+    titles = [f"{record.loader}, {record.world}" if many else record.loader for record in report.loaders]
+    start = _shared_start(titles)
+    few = len(report.loaders) <= MOST_EXPANDED
+    in_order = sorted(
+        zip(report.loaders, titles, strict=True), key=lambda pair: _needs_attention(pair[0]), reverse=True
+    )
+    for number, (record, title) in enumerate(in_order, 1):
+        yield LoaderView(
             number=number,
             record=record,
-            title=record.loader if len(names) == len(report.loaders) else f"{record.loader}, {record.world}",
+            title=title,
+            start=start,
             checks=_checks(number, record, known, report),
-            is_expanded=_needs_attention(record) or len(report.loaders) <= MOST_EXPANDED,
+            is_expanded=few or _needs_attention(record),
+            names=names,
             sizes=size_view(record.sizes, report.header.device_memory),
         )
-        for number, record in enumerate(sorted(report.loaders, key=_needs_attention, reverse=True), 1)
-    )
-    families = tuple((family, tuple(members)) for family, members in groupby(columns, lambda one: one.family))
-    return PageView(report, loaders, families)
+
+
+def _shared_start(titles: Sequence[str]) -> int:
+    """Return the length of the folders and the file that all node ids begin with."""
+    heads = [PART.findall(title.partition("[")[0]) for title in titles]
+    shared = takewhile(lambda parts: len(set(parts)) == 1, zip(*heads, strict=False))
+    return sum(len(parts[0]) for parts in shared)
 
 
 def _needs_attention(record: LoaderRecord) -> bool:
@@ -278,16 +376,20 @@ def _checks(
     return checks
 
 
-def _traffic(title: str, issued: Iterable[tuple[tuple[int, ...], tuple[Collective, ...]]]) -> Iterator[TrafficView]:
+def _traffic(
+    title: str, issued: Sequence[tuple[tuple[int, ...], tuple[Collective, ...]]], largest: int
+) -> Iterator[TrafficView]:
     """Group ranks that issued the same collectives in one phase; of process groups, only the size counts."""
     groups: dict[object, tuple[list[int], tuple[Collective, ...]]] = {}
     for ranks, collectives in issued:
         key = tuple(replace(one, group="", ranks=(), root=len(one.ranks)) for one in collectives)
         groups.setdefault(key, ([], collectives))[0].extend(ranks)
+    scale = Scale(largest, max((len(collectives) for _, collectives in groups.values()), default=0))
     for same, collectives in groups.values():
         if collectives:
             rows, left = fold_rows(collectives)
-            yield TrafficView(title, tuple(sorted(same)), group_by_kind(collectives), rows, left, len(collectives))
+            kinds = group_by_kind(collectives, scale)
+            yield TrafficView(title, tuple(sorted(same)), kinds, rows, left, len(collectives), largest)
 
 
 def _in_order(counts: Mapping[str, int]) -> dict[str, int]:
@@ -295,21 +397,17 @@ def _in_order(counts: Mapping[str, int]) -> dict[str, int]:
     return {kind: counts[kind] for kind in (*STATUSES, *SKIPS, *counts) if counts.get(kind)}
 
 
-def _data(loader: LoaderView) -> dict[str, Any]:
-    summary = loader.record.summary
-    losses = summary.losses if summary else None
-    data: dict[str, Any] = {"names": list(loader.numbers), "size": loader.record.world.size}
-    if losses:
-        data["losses"] = {
-            "mean": _finite(losses.mean),
-            "ranks": [_finite(one) for one in losses.ranks],
-            "reference": _finite(losses.reference),
-        }
-    if summary and any(one.timeline for one in summary.memory):
-        data["memory"] = [one.timeline for one in summary.memory]
-    return data
+DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 
-def _finite(values: Iterable[float]) -> list[float | None]:
-    """Return losses for the chart, which has a gap where one is NaN or infinite."""
-    return [value if math.isfinite(value) else None for value in values]
+def _data(loader: LoaderView, columns: Sequence[str], kinds: Sequence[str]) -> dict[str, Any]:
+    """Return a digit for the kind of each check in the order of the columns, "." for none, and what filters need."""
+    digit = {kind: DIGITS[index] for index, kind in enumerate(kinds[: len(DIGITS)])}
+    checks = {id_: digit.get(check.kind, ".") for id_, check in loader.checks.items()}
+    marked = {check: [one.mark.strip(), one.note] for check, one in loader.checks.items() if one.mark or one.note}
+    return {
+        "kinds": "".join(checks.get(column, ".") for column in columns),
+        "marked": {} if loader.needs_attention else marked,
+        "names": loader.numbered(loader.tensors),
+        "size": loader.record.world.size,
+    }

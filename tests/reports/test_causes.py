@@ -1,0 +1,121 @@
+"""Failures grouped by cause, their number in words, and what a summary says of limits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pytest_fsdp_meta.reports.badge import badge
+from pytest_fsdp_meta.reports.causes import (
+    CRASH,
+    ERROR,
+    FINDING,
+    UNEXPECTED_PASS,
+    count_failures,
+    describe_failures,
+    explain_pass,
+    group_failures,
+)
+from pytest_fsdp_meta.reports.markdown import describe_result
+from pytest_fsdp_meta.reports.page.view import build_view
+from pytest_fsdp_meta.reports.schema import LoaderRecord
+from pytest_fsdp_meta.reports.summary import summarise
+from tests.catalogue.test_memory import WHOLE, WIDTH, stored
+from tests.conftest import Project
+from tests.reports.many_loaders import LOST, nightly
+from tests.reports.report_factory import check, finding, loader, raised
+
+ROTARY = {"cause": "a non-persistent buffer", "remedy": "recompute it"}
+
+
+def named(name: str, **checks: object) -> LoaderRecord:
+    return loader(name, checks={id_: check(id_, *kind, name=name) for id_, kind in checks.items()})  # type: ignore[misc]
+
+
+def shape(*loaders: LoaderRecord) -> list[tuple[str, str, list[tuple[str, int]]]]:
+    """Return kind, cause, and the loaders with their number of checks."""
+    return [
+        (group.kind, group.cause, [(place.loader.loader, len(place.checks)) for place in group.places])
+        for group in group_failures(loaders)
+    ]
+
+
+def test_loaders_with_the_same_finding_share_a_cause():
+    found = [finding("scale", **ROTARY), finding("other.scale", **ROTARY)]
+    failed = {"no_uninitialized_memory": ("failed", found)}
+    assert shape(named("a", **failed), named("b", **failed), named("c")) == [
+        (FINDING, ROTARY["cause"], [("a", 1), ("b", 1)])
+    ]
+
+
+def test_crashes_come_first_and_differ_only_in_numbers():
+    crash = [replace(raised(), loader=name, error=f"rank 1 waited {time} s") for name, time in (("a", 5), ("b", 12))]
+    failed = named("c", no_meta_params=("failed", [finding("scale", **ROTARY)]))
+    total = len(crash[0].checks)
+    assert shape(failed, *crash) == [
+        (CRASH, "rank 1 waited 5 s", [("a", total), ("b", total)]),
+        (FINDING, ROTARY["cause"], [("c", 1)]),
+    ]
+
+
+def test_an_error_of_several_checks_is_one():
+    lost = {one: check(one, "error", reason="rank 0 hangs") for one in ("loss_parity", "grad_parity")}
+    one = loader(checks=lost)
+    assert shape(one) == [(ERROR, "rank 0 hangs", [(one.loader, 2)])]
+    assert describe_failures([one]) == "1 error"
+
+
+@pytest.mark.parametrize("reason", ["expected to fail: issue 7", "[XPASS(strict)] issue 7"])
+def test_an_unexpected_pass_reads_as_one(reason):
+    passed = check("dcp_reshards", "xpassed", reason=reason)
+    assert shape(loader(checks={"dcp_reshards": passed}))[0][0] == UNEXPECTED_PASS
+    assert explain_pass(passed) == ("dcp_reshards passes, but xfail expects it to fail (issue 7)")
+
+
+def test_a_crash_counts_as_one_loader():
+    crashed, failed = raised(), named("b", loss_parity=("failed", [finding(None)]))
+    assert describe_failures([crashed, failed]) == "1 loader crashed, 1 check failed"
+    assert describe_failures([loader()]) == ""
+    assert count_failures([crashed])["error"] == 0
+
+
+def test_page_badge_and_summary_agree():
+    run = nightly()
+    failures = "3 loaders crashed, 6 checks failed, 1 unexpected pass"
+    assert describe_result(run).startswith(f"{failures}, ")
+    assert str(badge(run)["message"]).startswith(f"{failures}, ")
+    assert build_view(run).verdict[1] == failures
+    assert [len(group.places) for group in group_failures(run.loaders) if group.cause == LOST] == [3]
+
+
+def test_a_summary_has_the_limits_of_losses_and_memory():
+    summary = summarise(stored(4))
+    assert summary.losses is not None
+    assert summary.losses.tolerance == (1e-5,) * len(summary.losses.reference)
+    largest = 4096 * 16 * WIDTH
+    assert (summary.model_bytes, summary.load_budget) == (WHOLE, 3 * WHOLE // 4 + 3 * largest)
+    untrained = replace(stored(4), training=None)
+    assert summarise(untrained).losses is None
+
+
+def test_pytest_counts_the_same(project: Project) -> None:
+    """For pytest, an unexpected pass is among the failed items."""
+    project.loaders(
+        """
+        @fsdp_conformance(only=["no_meta_params", "no_meta_buffers", "nothing_left_unsharded"])
+        def test_crash(fsdp):
+            raise OSError("no such file")
+
+        @fsdp_conformance(only=["no_meta_params", "nothing_left_unsharded"], xfail={"no_meta_params": "known"})
+        def test_whole(fsdp):
+            return build()
+        """
+    )
+    result = project.run("--fsdp-report=out")
+    failures = "1 loader crashed, 1 check failed, 1 unexpected pass"
+    assert "2 failed, 1 error, 2 same error in " in result.stdout.str()
+    assert f"{failures} in 2 of 2 runs of loaders" in result.outlines
+    assert (project.path / "out" / "summary.md").read_text().startswith(f"### ❌ fsdp conformance: {failures}")
+    assert f"<h1>{failures}</h1>" in (project.path / "out" / "index.html").read_text()
+    assert failures in (project.path / "out" / "badge.json").read_text()

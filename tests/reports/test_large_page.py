@@ -1,0 +1,282 @@
+"""The page of a nightly run of 130 loaders, in a real browser: what broke, the matrix, packed sections and paper."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pytest_fsdp_meta.reports.compare import compare
+from pytest_fsdp_meta.reports.page import write_page
+from pytest_fsdp_meta.reports.schema import Report
+from tests.reports.many_loaders import nightly, yesterday
+from tests.reports.report_factory import CATALOGUE, check, finding, report
+from tests.reports.test_page_browser import focused, shown, until
+
+import_package = importlib.import_module if os.environ.get("CI") else pytest.importorskip
+axe = import_package("axe_playwright_python.sync_playwright")
+
+SCREEN = {"width": 1440, "height": 1080}
+A4 = 718
+"""Width (px) between the margins of the page on paper."""
+MOST_NODES = {"nightly": 10_000, "failing": 30_000}
+"""Elements of the page when it opens, which decide how long that takes; with all sections it would have 174,000."""
+
+
+def all_failing() -> Report:
+    """Return a run in which every loader fails, each for a cause of its own."""
+    made = nightly(broken=False)
+
+    def broken(number: int) -> dict[str, Any]:
+        cause = f"cause {chr(65 + number % 26)}{chr(65 + number // 26)}"
+        return {"loss_parity": check("loss_parity", "failed", [finding(None, cause=cause)])}
+
+    loaders = [
+        replace(one, checks=tuple(broken(number).get(each.check, each) for each in one.checks))
+        for number, one in enumerate(made.loaders)
+    ]
+    return replace(made, loaders=tuple(loaders))
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("large")
+    pages = {
+        "nightly": nightly(),
+        "failing": all_failing(),
+        "passing": report(*nightly(broken=False).loaders[1:13]),
+    }
+    for name, made in pages.items():
+        write_page(made, folder / f"{name}.html", compare(yesterday(), made) if name == "nightly" else None)
+    return {name: folder / f"{name}.html" for name in pages}
+
+
+@pytest.fixture
+def opened(browser, files) -> Iterator[Callable[..., Any]]:
+    contexts, errors = [], []
+
+    def open_page(name: str = "nightly", fragment: str = "", **settings: Any) -> Any:
+        context = browser.new_context(**{"viewport": SCREEN, **settings})
+        context.set_default_timeout(60_000)
+        contexts.append(context)
+        page = context.new_page()
+        page.on("console", lambda message: errors.append(message.text))
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.goto(files[name].as_uri() + fragment)
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert errors == []
+
+
+def test_it_is_small(files):
+    assert {name: path.stat().st_size < 4_000_000 for name, path in files.items()} == dict.fromkeys(files, True)
+
+
+@pytest.mark.parametrize("name", MOST_NODES)
+def test_it_is_at_most_ten_screens_tall_and_opens_with_few_elements(opened, name):
+    page = opened(name)
+    assert page.evaluate("document.documentElement.scrollHeight") <= 10 * SCREEN["height"]
+    assert page.evaluate("document.querySelectorAll('*').length") < MOST_NODES[name]
+
+
+def test_what_broke_has_a_card_for_each_cause(opened):
+    page = opened()
+    assert page.locator("h1").inner_text() == "3 loaders crashed, 6 checks failed, 1 unexpected pass"
+    assert page.locator("#broke").bounding_box()["y"] < SCREEN["height"] / 2
+    assert [text.split(" ", 2)[0] for text in shown(page, ".card .kind")] == ["3", "2", "1", "2", "1", "1"]
+    assert shown(page, ".card .kind")[0] == "3 loaders crashed"
+    assert shown(page, ".card .kind")[-1] == "1 unexpected pass"
+    assert shown(page, ".card .kind + .tag") == [
+        "new since the last run",
+        "also in the last run",
+        *["new since the last run"] * 4,
+    ]
+    assert "raised at mypkg/loading.py:88 in load" in shown(page, "#cause-1 .origin")
+    assert shown(page, "#cause-2 .values li") == [
+        "no_uninitialized_memory model.rotary_emb.inv_freq, ranks 0-3: never written (poison value NaN), but should be "
+        "written by the loader (8 of 8 elements)"
+    ]
+    assert shown(page, "#cause-2 .chips a code") == ["test_loads[qwen3-tp]", "test_loads[falcon-tp]"]
+    assert "passes, but xfail expects it to fail" in shown(page, "#cause-6 h3")[0]
+
+
+def test_a_card_leads_to_the_details_and_to_the_cell(opened):
+    page = opened()
+    page.locator("#cause-2 .chips a").first.click()
+    assert focused(page, "id") == "loader-1-no_uninitialized_memory"
+    page.locator("#cause-4 .in-table").click()
+    assert focused(page, "id") == "cell-7-grad_parity"
+    assert page.locator("#cell-7-grad_parity").is_visible()
+    page.locator("#cause-1 .in-table").click()
+    assert focused(page, "id") == "cell-2"
+
+
+def test_a_command_is_copied(opened):
+    page = opened(permissions=["clipboard-read", "clipboard-write"])
+    page.locator("#cause-2 .copy").click()
+    until(page, "document.querySelector('#cause-2 .copy').textContent === 'copied'")
+    command = "python -m pytest 'tests/test_zoo.py::test_loads[qwen3-tp][no_uninitialized_memory]'"
+    assert page.evaluate("navigator.clipboard.readText()") == command
+
+
+def test_a_crash_is_one_bar_in_the_matrix(opened):
+    page = opened()
+    assert page.locator("#cell-2 td").count() == 1
+    assert shown(page, "#cell-2 td")[0].startswith("! crashed: ranks 0, 1 raised FileNotFoundError")
+    assert not page.locator("#matrix .s-error").count()
+
+
+def columns(page: Any) -> int:
+    return len(shown(page, "#matrix [data-column]"))
+
+
+def test_the_matrix_opens_with_what_has_failures(opened):
+    page = opened()
+    assert len(shown(page, "#matrix tr[data-row]")) == 9
+    assert columns(page) == 5
+    assert shown(page, "#matrix .fold") == [
+        f"121 loaders without failures and {len(CATALOGUE) - 5} checks without failures"
+    ]
+    page.locator("#unfold").click()
+    until(page, "location.hash === '#rows=all'")
+    assert len(shown(page, "#matrix tr[data-row]")) == 130
+    assert columns(page) == len(CATALOGUE)
+    assert page.locator("#cell-77 td").count() == len(CATALOGUE)
+    page.reload()
+    assert len(shown(page, "#matrix tr[data-row]")) == 130
+    page.get_by_text("only rows and columns with failures").click()
+    until(page, "location.hash === ''")
+    assert columns(page) == 5
+
+
+def test_few_loaders_are_not_folded(opened):
+    page = opened("passing")
+    assert page.locator("h1").inner_text() == "1 check failed"
+    assert len(shown(page, "#matrix tr[data-row]")) == 1
+    page.get_by_text("only rows and columns with failures").click()
+    until(page, "location.hash === '#rows=all'")
+    assert len(shown(page, "#matrix tr[data-row]")) == 12
+
+
+def test_both_headers_of_the_matrix_stay_in_sight(opened):
+    page = opened(fragment="#rows=all", viewport={"width": 1000, "height": 800})
+    page.evaluate("document.querySelector('.matrix-scroller').scrollTo(400, 1500)")
+    inside = """(selector) => {
+        const box = document.querySelector('.matrix-scroller').getBoundingClientRect();
+        const one = [...document.querySelectorAll(selector)].at(-20).getBoundingClientRect();
+        return [Math.round(one.top - box.top), Math.round(one.left - box.left)]; }"""
+    assert page.evaluate(inside, "#matrix thead [data-column]")[0] in range(20, 40)
+    assert page.evaluate(inside, "#matrix tbody th")[1] in (0, 1)
+    assert page.evaluate("document.querySelector('.matrix-scroller').scrollTop") == 1500
+
+
+def test_filters_act_on_the_matrix(opened):
+    page = opened(fragment="#rows=all")
+    assert page.locator("#filters").bounding_box()["y"] < page.locator("#matrix").bounding_box()["y"]
+    page.locator("[name=status][value=failed]").check(force=True)
+    until(page, "location.hash.includes('status=failed')")
+    assert len(shown(page, "#matrix tr[data-row]")) == 5
+    page.locator("#by-tensor").fill("inv_freq")
+    until(page, "location.hash.includes('inv_freq')")
+    assert page.locator("#matrix tr:not([hidden]) .s-failed:not(.dim)").count() == 2
+    page.locator("#by-loader").select_option("5")
+    until(page, "location.hash.includes('loader=5')")
+    assert shown(page, "#matrix tr[data-row] th") == ["test_loads[falcon-tp]"]
+    address = page.url
+    page.goto("about:blank")
+    page.goto(address)
+    assert shown(page, "#matrix tr[data-row] th") == ["test_loads[falcon-tp]"]
+
+
+def test_a_link_into_a_packed_section_opens_it(opened):
+    page = opened(fragment="#loader-77-no_meta_params")
+    until(page, "document.activeElement.id === 'loader-77-no_meta_params'")
+    assert page.locator("#loader-77-no_meta_params").is_visible()
+    assert page.locator("#loader-77 .plot").count() == 2
+    until(page, "document.querySelectorAll('#loader-78 script.packed').length === 1")
+
+
+def test_arrow_keys_reach_the_fold(opened):
+    page = opened()
+    page.locator("#cell-9-dcp_reshards").focus()
+    page.keyboard.press("ArrowDown")
+    assert focused(page, "id") == "unfold"
+    page.keyboard.press("Enter")
+    until(page, "location.hash === '#rows=all'")
+
+
+def test_steps_that_are_nan_are_marked_on_the_axis(opened):
+    page = opened(fragment="#loader-8-loss_parity")
+    until(page, "document.querySelectorAll('#loader-8 .plot canvas').length === 2")
+    red = """(() => {
+        const place = document.querySelector('#loader-8 [data-chart=difference] canvas');
+        const {data, width, height} = place.getContext('2d').getImageData(0, 0, place.width, place.height);
+        const found = new Set();
+        for (let y = Math.round(height * .55); y < height; y += 1) for (let x = 0; x < width; x += 1) {
+            const at = 4 * (y * width + x);
+            if (data[at] > 150 && data[at + 1] < 70 && data[at + 3] > 200) found.add(Math.floor(10 * x / width));
+        }
+        return found.size; })()"""
+    assert page.evaluate(red) >= 3
+
+
+def test_paper_has_everything_of_the_loaders_that_failed(opened):
+    page = opened(color_scheme="dark")
+    until(page, "document.documentElement.dataset.ready === ''")
+    page.set_viewport_size({"width": A4, "height": 1000})
+    page.emulate_media(media="print")
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    until(page, "document.querySelectorAll('.loader[data-failing] .plot canvas').length === 12")
+    assert page.locator(".loader[data-failing] script.packed").count() == 0
+    assert page.evaluate("document.documentElement.scrollWidth") <= A4
+    cut = """[...document.querySelectorAll('main *')].filter((one) => one.checkVisibility() && !one.closest('.vh') &&
+        one.getBoundingClientRect().right > innerWidth + 1).map((one) => one.outerHTML.slice(0, 90)).slice(0, 5)"""
+    assert page.evaluate(cut) == []
+    assert page.evaluate("getComputedStyle(document.querySelector('.s-failed')).printColorAdjust") == "exact"
+    assert page.evaluate("getComputedStyle(document.querySelector('.card')).backgroundColor") == "rgb(255, 255, 255)"
+    page.evaluate("dispatchEvent(new Event('afterprint'))")
+    assert page.evaluate("document.documentElement.dataset.theme") is None
+    assert not shown(page, ".loader[data-failing] .panel")
+
+
+def test_printing_draws_the_charts_by_itself(opened):
+    page = opened()
+    until(page, "document.documentElement.dataset.ready === ''")
+    assert page.locator(".plot canvas").count() == 0
+    page.pdf(format="A4")
+    assert page.locator(".plot canvas").count() == 12
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_axe_finds_no_accessibility_problem(opened, theme):
+    page = opened(fragment="#loader-8-loss_parity", color_scheme=theme)
+    until(page, "document.querySelectorAll('#loader-8 .plot canvas').length === 2")
+    found = axe.Axe().run(page)
+    problems = [
+        (one["id"], node["target"], node["failureSummary"])
+        for one in found.response["violations"]
+        for node in one["nodes"][:2]
+    ]
+    assert problems == []
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_no_page_is_wider_than_the_screen(opened, width):
+    page = opened(fragment="#rows=all", viewport={"width": width, "height": 844})
+    assert page.evaluate("document.documentElement.scrollWidth") == width
+
+
+def test_failures_are_readable_without_javascript(opened):
+    page = opened(java_script_enabled=False)
+    assert len(shown(page, ".card")) == 6
+    assert page.locator("noscript").is_visible()
+    page.locator("#loader-1 summary").first.click()
+    assert "never written" in shown(page, "#loader-1 .result")[0]
