@@ -42,7 +42,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> int | None:
-    return collection.list_checks(config)
+    status = collection.list_checks(config)
+    if status is None and config.getoption("--fsdp-init") is not None:
+        from pytest_fsdp_meta.plugin.init import command  # most runs do without it
+
+        return command.run(config)
+    return status
 
 
 @pytest.hookimpl(tryfirst=True)

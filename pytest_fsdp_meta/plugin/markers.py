@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from pytest_fsdp_meta.catalogue import Catalogue
 from pytest_fsdp_meta.evidence import shards_data
@@ -44,8 +44,33 @@ def register(config: pytest.Config) -> None:
 @overload
 def fsdp_conformance(function: F, /) -> F: ...
 @overload
-def fsdp_conformance(**arguments: Any) -> Callable[[F], F]: ...
-def fsdp_conformance(*positional: Any, **arguments: Any) -> Any:
+def fsdp_conformance(
+    *,
+    world_size: int | Sequence[int] | None = None,
+    mesh: Mapping[str, int] | None = None,
+    only: str | Collection[str] | None = None,
+    skip: Mapping[str, str] | None = None,
+    xfail: Mapping[str, str] | None = None,
+    tolerance: float | Mapping[str, float] | None = None,
+    steps: int = 3,
+    timeout: float | None = None,
+    process_group: Literal["plugin", "loader"] = "plugin",
+    simulate: bool | int | Sequence[int] | None = None,
+) -> Callable[[F], F]: ...
+def fsdp_conformance(
+    *positional: Any,
+    world_size: int | Sequence[int] | None = None,
+    mesh: Mapping[str, int] | None = None,
+    only: str | Collection[str] | None = None,
+    skip: Mapping[str, str] | None = None,
+    xfail: Mapping[str, str] | None = None,
+    tolerance: float | Mapping[str, float] | None = None,
+    steps: int = 3,
+    timeout: float | None = None,
+    process_group: Literal["plugin", "loader"] = "plugin",
+    simulate: bool | int | Sequence[int] | None = None,
+    **unknown: Any,
+) -> Any:
     """Mark a test as a loader: its body runs on every rank, and each check of the catalogue becomes one pytest item.
 
     ``world_size``: an int or a tuple of ints. ``mesh``: ``{"dp_replicate": 2, "dp_shard": -1}``. ``only``: check ids;
@@ -57,14 +82,30 @@ def fsdp_conformance(*positional: Any, **arguments: Any) -> Any:
 
     The same as ``@pytest.mark.fsdp_conformance``, except that the test fails where the plugin is not active.
     """
+    arguments = _given(fsdp_conformance, locals())
     return _marked(MARK, positional, arguments, "is a loader for pytest-fsdp-meta", "no check ran")
 
 
 @overload
 def fsdp_spmd(function: F, /) -> F: ...
 @overload
-def fsdp_spmd(**arguments: Any) -> Callable[[F], F]: ...
-def fsdp_spmd(*positional: Any, **arguments: Any) -> Any:
+def fsdp_spmd(
+    *,
+    world_size: int | Sequence[int] | None = None,
+    mesh: Mapping[str, int] | None = None,
+    scope: Literal["function", "module", "session"] | None = None,
+    timeout: float | None = None,
+    process_group: Literal["plugin", "loader"] = "plugin",
+) -> Callable[[F], F]: ...
+def fsdp_spmd(
+    *positional: Any,
+    world_size: int | Sequence[int] | None = None,
+    mesh: Mapping[str, int] | None = None,
+    scope: Literal["function", "module", "session"] | None = None,
+    timeout: float | None = None,
+    process_group: Literal["plugin", "loader"] = "plugin",
+    **unknown: Any,
+) -> Any:
     """Run the whole body of a test on every rank; the test passes when every rank passes.
 
     ``world_size`` and ``mesh`` as for a loader. ``scope``: "function" (default: a fresh world for the test), "module"
@@ -75,7 +116,26 @@ def fsdp_spmd(*positional: Any, **arguments: Any) -> Any:
 
     The same as ``@pytest.mark.fsdp_spmd``, except that the test fails where the plugin is not active.
     """
+    arguments = _given(fsdp_spmd, locals())
     return _marked(SPMD, positional, arguments, "runs on ranks of pytest-fsdp-meta", "it did not run")
+
+
+def _given(decorator: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that the author passed, also unknown ones, which collection reports."""
+    parameters = inspect.signature(decorator).parameters.values()
+    known = [one for one in parameters if one.kind is one.KEYWORD_ONLY]
+    return {**{one.name: values[one.name] for one in known if values[one.name] is not one.default}, **values["unknown"]}
+
+
+def _documented(function: Callable[..., Any]) -> inspect.Signature:
+    """Return the signature without what is accepted only to be reported as a usage error."""
+    signature = inspect.signature(function)
+    known = [one for one in signature.parameters.values() if one.kind is one.KEYWORD_ONLY]
+    return signature.replace(parameters=known)
+
+
+for _decorator in (fsdp_conformance, fsdp_spmd):
+    setattr(_decorator, "__signature__", _documented(_decorator))  # noqa: B010
 
 
 def _marked(name: str, positional: tuple[Any, ...], arguments: dict[str, Any], what: str, consequence: str) -> Any:

@@ -99,6 +99,13 @@ def rows_for(size: int, least: int = 8) -> int:
 
 def import_loader(name: str) -> tuple[ModuleType, Callable[..., Any]]:
     """Import the loader ``MODULE:NAME`` and return its module and function. Raises Unfit."""
+    module, function = find_function(name)
+    bind(function, None, Path())
+    return module, function
+
+
+def find_function(name: str) -> tuple[ModuleType, Callable[..., Any]]:
+    """Import ``MODULE:NAME`` and return the module and what the name stands for, with any parameters. Raises Unfit."""
     module_name, _, attribute = name.partition(":")
     module = _import(module_name)
     try:
@@ -114,7 +121,6 @@ def import_loader(name: str) -> tuple[ModuleType, Callable[..., Any]]:
         raise Unfit(f"module {module_name!r} has no {attribute!r}{hint}") from None
     if not callable(function):
         raise Unfit(f"{name} is a {type(function).__name__}, but should be a function that loads the model")
-    bind(function, None, Path())
     return module, function
 
 

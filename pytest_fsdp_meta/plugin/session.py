@@ -28,7 +28,7 @@ class PluginSession:
         self._config = config
         self.settings = read_settings(config)
         self.engine = _engine(self.settings)
-        self.listener = RankListener(config)
+        self.listener = RankListener(config, self.engine.importing)
         self.devices = Devices(config, self.settings, self.engine)
         self.attacher = ReportAttacher(
             Path(self.settings.report) if self.settings.report else None, self.settings.keep_evidence

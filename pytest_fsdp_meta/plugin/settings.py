@@ -138,7 +138,8 @@ def _ray_address(text: str) -> str:
     return text
 
 
-def _loader(text: str) -> str:
+def parse_loader(text: str) -> str:
+    """Return "MODULE:NAME" if it may be such a name. Raises ValueError."""
     module, _, name = text.partition(":")
     if not all(part.isidentifier() for part in (*module.split("."), *name.split("."))):
         raise ValueError
@@ -289,7 +290,7 @@ OPTIONS = (
         "run the checks on this function, without a test file; test paths on the command line run as well. Every rank "
         "calls it with fsdp (the rank) and checkpoint (a pathlib.Path), by name or in this order, and it returns the "
         "model or a Subject; MODULE may also be in the current folder",
-        _loader,
+        parse_loader,
         "expected MODULE:FUNCTION, such as mypkg.loading:load",
         "MODULE:FUNCTION",
     ),
@@ -379,6 +380,13 @@ def add_options(parser: pytest.Parser) -> None:
         else:
             group.addoption(option.flag, dest=option.ini, action="store_const", const="true", default=None, help=text)
         parser.addini(option.ini, f"default for {option.flag}", default="")
+    group.addoption(
+        "--fsdp-init",
+        metavar="MODULE:FUNCTION",
+        default=None,
+        help="write a test file for this loader, from its signature and its source, print what is left to fill in and "
+        "a CI job, and exit; no file is overwritten",
+    )
     group.addoption("--fsdp-list-checks", action="store_true", default=False, help="list all checks and exit")
 
 

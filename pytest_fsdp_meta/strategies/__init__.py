@@ -29,6 +29,22 @@ from hypothesis import strategies as st
 
 from pytest_fsdp_meta.strategies.plan import BUFFERS, Block, Layer, Mesh, Model, Plan
 
+__all__ = [
+    "BUFFERS",
+    "MODEL_TYPES",
+    "Block",
+    "Layer",
+    "Mesh",
+    "Model",
+    "Plan",
+    "configs",
+    "layers",
+    "meshes",
+    "models",
+    "plans",
+    "wrappings",
+]
+
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 """The default model types of ``configs``; all have Llama's configuration fields."""
 

@@ -74,6 +74,9 @@ class Engine(Protocol):
     def start(self) -> None:
         """Begin, in the background, to prepare what the first world would otherwise wait for."""
 
+    def importing(self) -> str:
+        """Return what the first world waits for to be imported, such as "test_it (transformers)"; "" if nothing."""
+
     def count_gpus(self) -> int:
         """Return the number of GPUs that worlds of this engine can use. Raises ValueError where it cannot be known."""
 

@@ -191,3 +191,23 @@ def test_an_error_does_not_name_the_activity_of_an_earlier_call() -> None:
 
 def test_doing_outside_of_a_world_does_nothing() -> None:
     doing("nothing")
+
+
+def test_the_line_says_what_is_imported(
+    project: Project, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The package sleeps in the fork server alone, as long as the line takes to appear and to be seen."""
+    project.write("slowly/__init__.py", "import os, time\nif 'pytest' not in __import__('sys').argv[0]: time.sleep(6)")
+    project.loaders(f"import slowly\n{SLOW.replace('sleep(4)', 'sleep(0)')}")
+    monkeypatch.delenv("CI", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    child = pytester.spawn(f"{sys.executable} -m pytest -p no:cacheprovider", expect_timeout=120)
+    child.expect(r"  2 ranks: importing test_it \(slowly\), \d+ s\x1b\[K")
+    assert "1 passed" in child.read().decode()
+    assert child.wait() == 0
+
+
+def test_what_is_imported_is_shown_only_while_ranks_start() -> None:
+    progress = Progress(None, lambda: 0, lambda: "test_it (transformers)")
+    assert progress._with_imports(Activity("2 ranks", "starting")).activity == "importing test_it (transformers)"
+    assert progress._with_imports(Activity("2 ranks", "loading")).activity == "loading"

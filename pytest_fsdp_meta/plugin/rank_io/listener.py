@@ -40,7 +40,7 @@ def _format_warning(error: Warning) -> str:
 class RankListener(Listener):
     """Listens to all worlds of a pytest session."""
 
-    def __init__(self, config: pytest.Config) -> None:
+    def __init__(self, config: pytest.Config, importing: Callable[[], str]) -> None:
         self._config = config
         # Output that a worker of xdist writes itself would be lost, so there it is captured also with -s.
         self.live = config.getoption("capture", "no") == "no" and not hasattr(config, "workerinput")
@@ -49,7 +49,7 @@ class RankListener(Listener):
         self._coverage = coverage.Sum()
         self._debugger: Debugger | None = None
         self._lender = TerminalLender(config)
-        self._progress = Progress(terminal_of(config), partial(cursor_column, config))
+        self._progress = Progress(terminal_of(config), partial(cursor_column, config), importing)
 
     @contextmanager
     def listening(self) -> Iterator[None]:

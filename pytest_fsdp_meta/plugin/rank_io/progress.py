@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -18,6 +18,8 @@ DELAY = 2.0
 """Seconds after which an item that still runs gets the line."""
 PACE = 0.2
 """Seconds between two updates of the line."""
+STARTING = "starting"
+"""What a world does until its ranks have met."""
 FALLBACK_WIDTH = 80
 """Columns of a terminal that does not report its width."""
 
@@ -54,12 +56,16 @@ def draw_below_cursor(line: str, column: int, width: int) -> str:
 class Progress:
     """Draws the line from a thread that runs while an item waits for ranks; does nothing without a terminal.
 
-    ``column`` returns the cursor's column. While the thread draws, nothing else may write to the terminal.
+    ``column`` returns the cursor's column, ``importing`` what ranks that start wait for to be imported. While it draws,
+    nothing else may write to the terminal.
     """
 
-    def __init__(self, terminal: int | None, column: Callable[[], int]) -> None:
+    def __init__(
+        self, terminal: int | None, column: Callable[[], int], importing: Callable[[], str] = lambda: ""
+    ) -> None:
         self._terminal = terminal
         self._column = column
+        self._importing = importing
         self._activity: Activity | None = None
         self._since = 0.0
         self._stop = threading.Event()
@@ -103,10 +109,15 @@ class Progress:
         stop = False
         while not stop:
             assert self._activity is not None
-            line = describe_activity(self._activity, time.monotonic() - self._since, width)
+            line = describe_activity(self._with_imports(self._activity), time.monotonic() - self._since, width)
             _write(self._terminal, draw_below_cursor(line, column, width))
             stop = self._stop.wait(PACE)
         _write(self._terminal, draw_below_cursor("", column, width))
+
+    def _with_imports(self, activity: Activity) -> Activity:
+        starts = activity.activity == STARTING and not activity.ranks
+        name = self._importing() if starts else ""
+        return replace(activity, activity=f"importing {name}") if name else activity
 
 
 def _write(terminal: int, text: str) -> None:

@@ -81,6 +81,11 @@ class ForkServerEngine:
             _warn(f"pytest-fsdp-meta: {name} cannot be preloaded: {failed[name]}")
         return objection
 
+    def importing(self) -> str:
+        """Return what the fork server is importing; for threads other than the one that waits in ``ready``."""
+        server = self._server  # without the lock, which ``ready`` holds
+        return server.importing() if server is not None else ""
+
     def count_gpus(self) -> int:
         """Count the GPUs of this machine in a spawned process.
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from pytest_fsdp_meta.worlds.rank import coverage
-from pytest_fsdp_meta.worlds.rank.preload import REQUEST
+from pytest_fsdp_meta.worlds.rank.preload import IMPORTING, REQUEST
 from pytest_fsdp_meta.worlds.spec import Sources
 from pytest_fsdp_meta.worlds.system import processes, temp_folders
 
@@ -77,11 +77,19 @@ class Server:
             if not self.alive:
                 return "importing the test modules ended the process that does it", {}
             if time.monotonic() > deadline:
-                return f"importing the test modules took longer than {seconds:g} s", {}
+                now = f", and {self.importing()} is not done" if self.importing() else ""
+                return f"importing the test modules took longer than {seconds:g} s{now}", {}
             time.sleep(0.005)
         report = json.loads((self._folder / "report").read_text("utf-8"))
         self._spared = frozenset(report["children"])
         return report["objection"], report["failed"]
+
+    def importing(self) -> str:
+        """Return what is being imported: "test_it (transformers)"; empty before and after."""
+        try:
+            return (self._folder / IMPORTING).read_text("utf-8")
+        except OSError:
+            return ""
 
     @property
     def alive(self) -> bool:

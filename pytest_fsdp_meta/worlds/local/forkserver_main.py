@@ -23,7 +23,15 @@ from pathlib import Path
 from typing import Any
 
 from pytest_fsdp_meta.worlds.rank.coverage import measuring_imports
-from pytest_fsdp_meta.worlds.rank.preload import NVML_CHECK, REQUEST, preload, use_sources, why_unsafe
+from pytest_fsdp_meta.worlds.rank.preload import (
+    IMPORTING,
+    NVML_CHECK,
+    REQUEST,
+    ImportWatch,
+    preload,
+    use_sources,
+    why_unsafe,
+)
 from pytest_fsdp_meta.worlds.rank.warnings import enable_all
 from pytest_fsdp_meta.worlds.spec import Sources
 from pytest_fsdp_meta.worlds.system import processes, temp_folders
@@ -42,7 +50,7 @@ def _serve(folder: Path) -> None:
     atexit.register(_forget_address, _address(), parent, os.getpid())
     processes.outlive_group()
     with _ending_with(parent, request["leftovers"]) if request["from_main_thread"] else nullcontext():
-        failed = _import(request)
+        failed = _import(request, ImportWatch(folder / IMPORTING))
     processes.adopt_orphans()
     atexit.register(_end_ranks, os.getpid(), request["leftovers"])
     report = {"objection": why_unsafe(), "failed": failed, "children": sorted(processes.children(os.getpid()))}
@@ -51,7 +59,7 @@ def _serve(folder: Path) -> None:
     unfinished.rename(folder / "report")
 
 
-def _import(request: dict[str, Any]) -> dict[str, str]:
+def _import(request: dict[str, Any], watch: ImportWatch) -> dict[str, str]:
     # Thread pools do not survive a fork, so no import may start one.
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ.setdefault(name, "1")
@@ -67,7 +75,7 @@ def _import(request: dict[str, Any]) -> dict[str, str]:
     enable_all()
     gc.disable()  # imports make no garbage, and looking for it takes a seventh of the time
     with measuring_imports(request["coverage"]):
-        failed = preload(request["modules"])
+        failed = preload(request["modules"], watch)
     gc.enable()
     _make_cheap_to_fork()
     signal.signal(signal.SIGINT, before)

@@ -18,6 +18,8 @@ from pytest_fsdp_meta.worlds.spec import Sources
 
 REQUEST = "PYTEST_FSDP_META_PRELOAD"
 """The environment variable with the folder in which the fork server finds its request."""
+IMPORTING = "importing"
+"""The file in that folder that says what is being imported."""
 TORCH_MODULES = ("torch", "torch.distributed", "torch.distributed.tensor", "torch.distributed.fsdp", "cloudpickle")
 NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 """Set to 1, ``torch.cuda.is_available()`` asks the driver's library, and does not start CUDA in the process."""
@@ -63,20 +65,54 @@ def use_sources(sources: Sources) -> None:
     sys.meta_path[:] = [LooseModules(sources.modules), *others, LooseParents(list(sources.modules))]
 
 
-def preload(modules: Sequence[str]) -> dict[str, str]:
+class ImportWatch(MetaPathFinder):
+    """Finds nothing; writes to a file what is being imported: "test_it (transformers)".
+
+    The name in parentheses is the package outside the standard library whose modules are looked for at the moment.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._module = self._package = ""
+
+    def begin(self, module: str) -> None:
+        self._module, self._package = module, ""
+        self._write()
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        package = name.partition(".")[0]
+        if package != self._package and package not in sys.stdlib_module_names:
+            self._package = package
+            self._write()
+        return None
+
+    def _write(self) -> None:
+        own = self._module.partition(".")[0]
+        inside = f" ({self._package})" if self._package not in ("", own) else ""
+        with suppress(OSError):  # the parent has ended, and with it the folder
+            self._file.write_text(f"{self._module}{inside}", "utf-8")
+
+
+def preload(modules: Sequence[str], watch: ImportWatch | None = None) -> dict[str, str]:
     """Import the modules; return the errors by name, which ranks get again if they need those modules.
 
     For "module:function", call the function after all imports.
     """
     failed = {}
+    if watch is not None:
+        sys.meta_path.insert(0, watch)
     for name in sorted(modules, key=lambda one: ":" in one):
         module, _, function = name.partition(":")
+        if watch is not None:
+            watch.begin(module)
         try:
             imported = importlib.import_module(module)
             if function:
                 getattr(imported, function)()
         except BaseException as error:  # pytest.skip and SystemExit at module level are not Exceptions
             failed[name] = f"{type(error).__name__}: {error}"
+    if watch in sys.meta_path:
+        sys.meta_path.remove(watch)
     with suppress(Exception):
         _warm_up()
     return failed

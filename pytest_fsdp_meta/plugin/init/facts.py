@@ -1,0 +1,294 @@
+"""What is known of a loader without calling it: its parameters, its model and weights, and what it returns."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import sys
+import typing
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pytest_fsdp_meta.plugin.init.source import Source, read_sources
+from pytest_fsdp_meta.plugin.init.values import Reads, fields_of, find_reads, role_of
+
+WEIGHTS = {
+    "safetensors": re.compile(r"[\w.-]*\.safetensors$"),
+    "torch": re.compile(r"[\w.-]*\.(?:pt|pth|bin|ckpt)$"),
+}
+"""Names of weight files, by the library that reads them."""
+READERS = {"load_file": "safetensors", "safe_open": "safetensors", "torch.load": "torch"}
+DEFAULT_FILES = {"safetensors": "model.safetensors", "torch": "model.pt"}
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter of the loader that its call should pass."""
+
+    name: str
+    role: str
+    annotation: Any
+    positional: bool
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The file that the loader reads weights from, and whether its parameter is that file or the folder with it."""
+
+    library: str
+    file: str
+    is_parameter: bool
+
+
+@dataclass(frozen=True)
+class Model:
+    """The class of the project that the loader builds, and the call that builds it; None if only the loader can."""
+
+    kind: Any
+    call: str | None
+    vocabulary: str
+    """The expression for the size of its vocabulary; empty if that is not known."""
+    needs: tuple[Any, ...] = ()
+    """Classes and functions of the project that the call names."""
+
+
+@dataclass(frozen=True)
+class Transformers:
+    """The class of transformers that the loader builds."""
+
+    auto_class: str
+    model_type: str
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What ``--fsdp-init`` could find out about a loader."""
+
+    module: str
+    attribute: str
+    signature: str
+    parameters: tuple[Parameter, ...]
+    returned: tuple[str, ...]
+    """The parts of a tuple that it returns: "model", "optimizer", "scheduler", or "_"; empty for the model alone."""
+    returns_subject: bool
+    own_group: str
+    """Where it calls ``init_process_group`` unguarded, such as "loading.py:12"; empty if it does not."""
+    backend: str
+    """The backend that it names there."""
+    config: Reads | None
+    config_class: Any
+    model: Model | None
+    weights: Weights | None
+    seed: str
+    transformers: Transformers | None
+    from_pretrained: bool
+    """Whether it is itself the ``from_pretrained`` of a transformers class."""
+    uses_meta: bool
+    has_source: bool
+
+    def role(self, role: str) -> Parameter | None:
+        return next((one for one in self.parameters if one.role == role), None)
+
+
+def find_facts(name: str, function: Callable[..., Any], root: Path) -> Facts:
+    """Return what can be known of the loader ``MODULE:NAME``. Raises ValueError where it has no signature."""
+    module, _, attribute = name.partition(":")
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        raise ValueError("it has no signature, as it is written in C; name a Python function that calls it") from None
+    kind = getattr(function, "__self__", None)
+    from_pretrained = attribute.endswith(".from_pretrained") and _is_transformers(kind)
+    sources = [] if from_pretrained else read_sources(function, root)
+    parameters = tuple(_parameters(signature, _hints(function)))
+    config = next((one for one in parameters if one.role == "config"), None)
+    group, backend = _own_group(sources)
+    returned, returns_subject = _returned(sources)
+    transformers = _describe(kind) if from_pretrained else _transformers(sources)
+    text = "\n".join(ast.unparse(source.tree) for source in sources)
+    return Facts(
+        module=module,
+        attribute=attribute,
+        signature=str(signature),
+        parameters=parameters,
+        returned=returned,
+        returns_subject=returns_subject,
+        own_group=group,
+        backend=backend,
+        config=None if config is None else fields_of(config.annotation) or find_reads(sources, config.name),
+        config_class=config.annotation if config is not None and fields_of(config.annotation) else None,
+        model=_model(sources, config) if transformers is None else None,
+        weights=_weights(sources) if transformers is None else None,
+        seed=next(iter(re.findall(r"manual_seed\((\d+)\)", text)), ""),
+        transformers=transformers,
+        from_pretrained=from_pretrained,
+        uses_meta="'meta'" in text,
+        has_source=bool(sources) or from_pretrained,
+    )
+
+
+def _hints(function: Callable[..., Any]) -> dict[str, Any]:
+    try:
+        return typing.get_type_hints(getattr(function, "__func__", function))
+    except Exception:  # a name that only type checkers import
+        return {}
+
+
+def _parameters(signature: inspect.Signature, hints: dict[str, Any]) -> Iterator[Parameter]:
+    """Yield those that must be passed, and those that say where the model lies."""
+    for name, one in signature.parameters.items():
+        if one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD):
+            continue
+        annotation = hints.get(name, one.annotation)
+        role = role_of(name, annotation)
+        if one.default is one.empty or role not in ("", "config"):
+            yield Parameter(name, role, annotation, one.kind is one.POSITIONAL_ONLY)
+
+
+def _own_group(sources: Sequence[Source]) -> tuple[str, str]:
+    names = [(source, call, ast.unparse(call.func).rpartition(".")[2]) for source in sources for call in source.calls]
+    if any(name == "is_initialized" for _, _, name in names):
+        return "", ""  # it uses a group that is there
+    for source, call, name in names:
+        if name == "init_process_group":
+            given = [*call.args[:1], *(keyword.value for keyword in call.keywords if keyword.arg == "backend")]
+            backend = given[0].value if given and isinstance(given[0], ast.Constant) else ""
+            return source.place(call), str(backend or "")
+    return "", ""
+
+
+def _returned(sources: Sequence[Source]) -> tuple[tuple[str, ...], bool]:
+    """Return the parts of the tuple that the loader returns, and whether it returns a Subject."""
+    for node in _own_nodes(sources[0].tree) if sources else ():
+        value = node.value if isinstance(node, ast.Return) else None
+        if isinstance(value, ast.Call) and ast.unparse(value.func).rpartition(".")[2].lower() == "subject":
+            return (), True
+        if isinstance(value, ast.Tuple) and len(value.elts) > 1:
+            parts = [_part(element) for element in value.elts]
+            return tuple(parts if "model" in parts else ["model", *parts[1:]]), False
+    return (), False
+
+
+def _own_nodes(tree: ast.AST) -> Iterator[ast.AST]:
+    """Walk the tree without the functions that are defined in it."""
+    for node in ast.iter_child_nodes(tree):
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)):
+            yield node
+            yield from _own_nodes(node)
+
+
+def _part(element: ast.AST) -> str:
+    text = ast.unparse(element.func if isinstance(element, ast.Call) else element).lower()
+    for part, words in {"optimizer": ("opt",), "scheduler": ("sched",), "model": ("model", "net", "module")}.items():
+        if any(word in text for word in words):
+            return part
+    return "_"
+
+
+def _transformers(sources: Sequence[Source]) -> Transformers | None:
+    for source in sources:
+        for node in ast.walk(source.tree):
+            kind = source.resolve(node)
+            if inspect.isclass(kind) and _is_transformers(kind):
+                return _describe(kind)
+    return None
+
+
+def _is_transformers(kind: Any) -> bool:
+    """Return whether this is a class of models that transformers builds from a checkpoint."""
+    if not inspect.isclass(kind) or "transformers" not in sys.modules:
+        return False
+    is_auto = kind.__module__.startswith("transformers.") and kind.__name__.startswith("AutoModel")
+    return is_auto or any(base.__name__ == "PreTrainedModel" for base in kind.__mro__[1:])
+
+
+def _describe(kind: Any) -> Transformers:
+    config = getattr(kind, "config_class", None)
+    if kind.__name__.startswith("AutoModel") or config is None:
+        return Transformers(kind.__name__, "llama")
+    auto = f"AutoModel{''.join(re.findall(r'For[A-Z].*$', kind.__name__))}"
+    known = hasattr(sys.modules["transformers"], auto)
+    return Transformers(auto if known else "AutoModelForCausalLM", config.model_type)
+
+
+def _model(sources: Sequence[Source], config: Parameter | None) -> Model | None:
+    """Return the first class of the project that is a module and that the loader's own code builds."""
+    torch: Any = sys.modules.get("torch")
+    found = {source.owner for source in sources}
+    for source in sources if torch is not None else ():
+        for call in sorted(source.calls, key=lambda call: call.lineno):
+            kind = source.resolve(call.func)
+            if inspect.isclass(kind) and issubclass(kind, torch.nn.Module) and kind in found:
+                needed: list[Any] = [kind]
+                whole = _inline(call, source, config.name if config is not None else "", needed)
+                text = None if whole is None else re.sub(r"'([^'\"\\]*)'", r'"\1"', ast.unparse(whole))
+                return Model(kind, text, _vocabulary(kind, whole), tuple(needed))
+    return None
+
+
+def _vocabulary(kind: Any, call: ast.expr | None) -> str:
+    """Return the expression that the call, or its class by default, gives the size of the vocabulary."""
+    if not isinstance(call, ast.Call):
+        return ""
+    try:
+        signature = inspect.signature(kind)
+        bound = signature.bind(*call.args, **{one.arg: one.value for one in call.keywords if one.arg}).arguments
+    except (TypeError, ValueError):  # it has **arguments, of which bind cannot know the names
+        return ""
+    for name, one in signature.parameters.items():
+        if "vocab" in name:
+            return ast.unparse(bound[name]) if name in bound else str(one.default) if one.default else ""
+    return ""
+
+
+def _inline(node: ast.expr, source: Source, parameter: str, needed: list[Any], depth: int = 4) -> ast.expr | None:
+    """Replace local names by their values, until only the config and names of the project are left; else None."""
+    assigned = {
+        one.targets[0].id: one.value
+        for one in ast.walk(source.tree)
+        if isinstance(one, ast.Assign) and len(one.targets) == 1 and isinstance(one.targets[0], ast.Name)
+    }
+    fits = True
+
+    class Inline(ast.NodeTransformer):
+        def visit_Name(self, name: ast.Name) -> ast.expr:
+            nonlocal fits
+            if name.id == parameter and name.id not in assigned:
+                return name
+            if name.id in assigned and depth:
+                value = _inline(assigned[name.id], source, parameter, needed, depth - 1)
+                fits = fits and value is not None
+                return value or name
+            target = source.resolve(name)
+            if name.id == "cls" and inspect.isclass(target):
+                return ast.Name(target.__name__)
+            own = (inspect.isclass(target) or inspect.isfunction(target)) and target.__name__ == name.id
+            fits = fits and own and name.id not in source.parameters
+            if own and target not in needed:
+                needed.append(target)
+            return name
+
+    replaced = Inline().visit(ast.parse(ast.unparse(node), mode="eval").body)
+    return replaced if fits else None
+
+
+def _weights(sources: Sequence[Source]) -> Weights | None:
+    """Return the file that the loader reads: by its name in the source, else by the function that reads it."""
+    for source in sources:
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                for library, pattern in WEIGHTS.items():
+                    if "*" not in node.value and (found := pattern.search(node.value)):
+                        file = found[0]
+                        return Weights(library, file if file[0] != "." else f"model{file}", is_parameter=False)
+    for source in sources:
+        for call in source.calls:
+            text = ast.unparse(call.func)
+            library = next((READERS[name] for name in READERS if text == name or text.endswith(f".{name}")), "")
+            if library:
+                glob = "glob" in ast.unparse(source.tree)
+                return Weights(library, DEFAULT_FILES[library], is_parameter=not glob)
+    return None

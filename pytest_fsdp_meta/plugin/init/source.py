@@ -1,0 +1,128 @@
+"""Read the source of a loader, and of the functions and classes of its project that it calls, without calling it."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+MOST = 60
+"""How many functions and classes are read at most."""
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """The syntax tree of one function, or of ``__init__`` for a class, and the names that its module has."""
+
+    owner: Any
+    tree: ast.FunctionDef
+    file: Path
+    cls: type | None = None
+    """The class of a class method."""
+
+    @cached_property
+    def names(self) -> Mapping[str, Any]:
+        """Global names, and those that imports in its body give."""
+        module = inspect.getmodule(self.owner)
+        return {**(vars(module) if module is not None else {}), **_imported_inside(self.tree), "cls": self.cls}
+
+    @property
+    def calls(self) -> Iterator[ast.Call]:
+        return (node for node in ast.walk(self.tree) if isinstance(node, ast.Call))
+
+    @property
+    def parameters(self) -> set[str]:
+        """The names of the parameters: those of ``__init__`` for a class."""
+        function: Any = vars(self.owner).get("__init__") if isinstance(self.owner, type) else self.owner
+        with suppress(TypeError, ValueError):
+            return set(inspect.signature(function).parameters)
+        return set()
+
+    def resolve(self, node: ast.AST) -> Any:
+        """Return what a name such as ``nn.Linear`` stands for in this source; None where that cannot be known."""
+        if isinstance(node, ast.Name):
+            return self.names.get(node.id)
+        if isinstance(node, ast.Attribute):
+            owner = self.resolve(node.value)
+            with suppress(Exception):  # lazy modules import, and may fail to
+                return getattr(owner, node.attr, None) if owner is not None else None
+        return None
+
+    def place(self, node: ast.AST) -> str:
+        return f"{self.file.name}:{getattr(node, 'lineno', 0)}"
+
+
+def read_sources(function: Callable[..., Any], root: Path) -> list[Source]:
+    """Return the sources of the loader and of what it calls in its own project, the loader first.
+
+    Empty where the loader's source cannot be read.
+    """
+    called: Any = getattr(function, "func", function)  # that of a functools.partial
+    package = str(getattr(called, "__module__", "")).partition(".")[0]
+    found: dict[int, Source] = {}
+    waiting: list[Any] = [called]
+    while waiting and len(found) < MOST:
+        called = waiting.pop(0)
+        cls = called.__self__ if inspect.isclass(getattr(called, "__self__", None)) else None
+        owner = inspect.unwrap(getattr(called, "__func__", called))
+        source = None if id(owner) in found else _read(owner, cls)
+        if source is None:
+            continue
+        found[id(owner)] = source
+        for call in source.calls:
+            target = source.resolve(call.func)
+            is_python = inspect.isfunction(target) or inspect.ismethod(target) or inspect.isclass(target)
+            if is_python and _is_own(target, package, root):
+                waiting.append(target)
+    return list(found.values())
+
+
+def _read(owner: Any, cls: type | None) -> Source | None:
+    try:
+        lines, start = inspect.getsourcelines(owner)
+        tree = ast.parse(textwrap.dedent("".join(lines))).body[0]
+        file = Path(inspect.getsourcefile(owner) or "")
+    except (OSError, TypeError, SyntaxError, IndexError):  # no file, or a part of a line, such as a lambda
+        return None
+    if isinstance(tree, ast.ClassDef):
+        empty = ast.FunctionDef("__init__", ast.arguments([], [], None, [], [], None, []), [], [])
+        tree = next((one for one in tree.body if isinstance(one, ast.FunctionDef) and one.name == "__init__"), empty)
+    if not isinstance(tree, ast.FunctionDef):
+        return None
+    ast.increment_lineno(tree, start - 1)
+    return Source(owner, tree, file, cls)
+
+
+def _is_own(called: Any, package: str, root: Path) -> bool:
+    """Return whether this belongs to the loader's project: the same package, or a file below the root folder."""
+    if str(getattr(called, "__module__", "")).partition(".")[0] == package:
+        return True
+    try:
+        file = Path(inspect.getsourcefile(called) or "/").resolve()
+    except TypeError:  # built in
+        return False
+    return file.is_relative_to(root) and "site-packages" not in file.parts
+
+
+def _imported_inside(tree: ast.AST) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            for alias in node.names:
+                with suppress(Exception):  # the loader itself may never come here
+                    found[alias.asname or alias.name] = getattr(importlib.import_module(node.module), alias.name)
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                with suppress(Exception):
+                    module = importlib.import_module(alias.name)
+                    whole = alias.asname or "." not in alias.name
+                    name = alias.asname or alias.name.partition(".")[0]
+                    found[name] = module if whole else importlib.import_module(name)
+    return found
