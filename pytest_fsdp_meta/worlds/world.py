@@ -266,7 +266,7 @@ class World:
         self, replies: Replies, activities: Mapping[int, str], doing: str, unanimous_outcomes: Collection[str]
     ) -> NoReturn:
         doing = _describe_activities(replies.failures, activities, doing)
-        error = WorldError(replies.failures, doing, self.outputs(), self.label, replies.view)
+        error = WorldError(replies.failures, doing, self.outputs(), self.label, replies.view, replies.states)
         if error.unanimous in unanimous_outcomes:
             raise error  # every rank has answered and waits for the next call
         self._listener.failed(self, error, self._set_aside)

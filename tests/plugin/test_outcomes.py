@@ -212,7 +212,7 @@ def test_a_loader_that_returns_no_subject(project: Project) -> None:
     loader = "but should return the loaded model or a Subject"
     remedy = "return plain data, such as a path or a config, and build the rest on the ranks"
     summaries = {
-        "none": f"the loader returned NoneType, {loader}; is a return statement missing?",
+        "none": f"the loader returned None, {loader}; is a return statement missing?",
         "list": f"the loader returned list, {loader}",
         "coroutine": f"the loader returned coroutine, {loader}; a loader must be a plain function, not a "
         "coroutine or generator function",
