@@ -22,6 +22,7 @@ from pytest_fsdp_meta.plugin.loader_items import planned_context
 from pytest_fsdp_meta.plugin.node_ids import split_evidence_node_id, split_node_id
 from pytest_fsdp_meta.plugin.outcomes import attached_context
 from pytest_fsdp_meta.plugin.settings import Settings
+from pytest_fsdp_meta.plugin.skip_lines import name_checks
 from pytest_fsdp_meta.reports.badge import badge_json, badge_svg
 from pytest_fsdp_meta.reports.compare import Comparison, compare, describe_comparison, describe_verdict
 from pytest_fsdp_meta.reports.io import PAGE, ReportWriter, UnknownSchema, read_report
@@ -192,6 +193,7 @@ class ReportPlugin:
                 return
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter, exitstatus: int) -> None:
+        name_checks(terminalreporter)
         ended_early = exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
         if self._is_idle or (ended_early and not self._any_item_reported):  # pytest itself says why nothing ran
             return

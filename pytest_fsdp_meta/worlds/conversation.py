@@ -54,6 +54,8 @@ class Conversation:
     """Called when a debugger on this rank needs the terminal; returns when the rank no longer needs it."""
     activities: dict[int, str] = field(default_factory=dict)
     """What ranks have reported that they are doing since the last message, by rank."""
+    answered: set[int] = field(default_factory=set)
+    """The ranks that have answered the last message."""
 
     def send_to_all(self, message: Message) -> None:
         note = messages.pack(message, self.folder / "call")
@@ -70,6 +72,7 @@ class Conversation:
         that a debugger has the terminal does not count.
         """
         self.activities.clear()
+        self.answered.clear()
         answers: dict[int, Message] = {}
         failures: dict[int, RankFailure] = {}
         deadline = time.monotonic() + seconds
@@ -89,6 +92,7 @@ class Conversation:
                 else:
                     assert message[0] == kind, message
                     answers[member.rank] = message[1:]
+                    self.answered.add(member.rank)
             if failures:
                 unanimous = all(failure.exception in unanimous_outcomes for failure in failures.values())
                 deadline = min(deadline, time.monotonic() + (UNANIMITY_TIMEOUT if unanimous else GRACE_PERIOD))
@@ -103,15 +107,18 @@ class Conversation:
             self.activities[rank] = content
         self.on_note(rank, kind, content)
 
-    def describe_hang(self, waiting: Sequence[int], summary: str) -> Replies:
-        """Ask every rank where it is, also those that answered: one may have left a collective that others wait in."""
+    def describe_hang(self, waiting: Sequence[int], summary: str, verb: str = "hung") -> Replies:
+        """Ask every rank where it is, also those that answered: one may have left a collective that others wait in.
+
+        ``verb`` says what a rank did there that others wait for.
+        """
         found = hang.look(self.members)
         when = time.monotonic()
         late = [RankFailure(rank, "hung", summary, found[rank].stack, when) for rank in waiting]
         others = sorted({member.rank for member in self.members} - set(waiting))
         answered = [RankFailure(rank, "answered", "had answered", found[rank].stack, when + 1) for rank in others]
         flights = {rank: whereabouts.flight for rank, whereabouts in found.items()}
-        view, states = hang.describe(flights, returned=others), rank_states(found, answered=others)
+        view, states = hang.describe(flights, returned=others), rank_states(found, others, verb)
         return Replies(failures=late + answered, view=view, states=states)
 
 

@@ -89,7 +89,8 @@ class WorldError(Exception):
 
     ``doing`` says what the ranks were doing. ``label`` names the world in the message, after its ranks or instead of
     its only rank. If ranks hang, ``states`` has first those that the others wait for, and ``view`` describes all
-    ranks together: who waits in which collective.
+    ranks together: who waits in which collective. ``cause`` is what ended the wait for them, if not the time-out of
+    the world.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class WorldError(Exception):
         label: str = "",
         view: str = "",
         states: Sequence[RankState] = (),
+        cause: str = "",
     ) -> None:
         assert failures
         by_time = sorted(failures, key=lambda one: (one.lost_peer, one.when, one.rank))
@@ -109,6 +111,7 @@ class WorldError(Exception):
         self.label = label
         self.view = view
         self.states = tuple(states)
+        self.cause = cause
         super().__init__(self.summary)
 
     @property
@@ -132,7 +135,7 @@ class WorldError(Exception):
         for state in others:
             text = _plural(state.text) if len(state.ranks) > 1 else state.text
             parts.append(f"{name_ranks(state.ranks)} {text}")
-        return "; ".join(parts)
+        return "; ".join(filter(None, [self.cause, *parts]))
 
     @property
     def place(self) -> str:
@@ -159,7 +162,7 @@ class WorldError(Exception):
         if self.user:
             return self.summary
         first = self.failures[0]
-        time_out = f"{first.summary} " if self.states else ""
+        time_out = f"{first.summary} " if self.states and not self.cause else ""
         lines = [self.summary, f"({time_out}while {self.doing})", *(["", self.view] if self.view else [])]
         for number, (summary, detail, ranks) in enumerate(self._merged()):
             if number and summary:
@@ -188,7 +191,7 @@ class WorldError(Exception):
 
 
 PLURALS = {"was killed": "were killed", "was lost": "were lost", "was stopped": "were stopped"}
-PLURALS |= {"with its ": "with their ", "waits in ": "wait in "}
+PLURALS |= {"was outside": "were outside", "with its ": "with their ", "waits in ": "wait in ", "was in ": "were in "}
 
 
 def _plural(summary: str) -> str:

@@ -257,10 +257,21 @@ class World:
         self._listener.on_wait(self, doing)
         seconds = self.spec.timeout if kind == "result" else max(self.spec.timeout, STARTING)
         awaited = [member.rank for member in self._members] if ranks is None else ranks
-        replies = conversation.collect(kind, awaited, seconds, unanimous_outcomes)
+        try:
+            replies = conversation.collect(kind, awaited, seconds, unanimous_outcomes)
+        except BaseException as error:
+            waiting = sorted(set(awaited) - conversation.answered)
+            self._listener.interrupted(self, error, partial(self._describe_wait, conversation, waiting, doing))
+            raise
         if replies.failures:
             self._fail(replies, conversation.activities, doing, unanimous_outcomes)
         return replies.answers
+
+    def _describe_wait(self, conversation: Conversation, waiting: Sequence[int], doing: str, cause: str) -> WorldError:
+        """Return where the ranks are when ``cause`` ends the wait for those of them in ``waiting``."""
+        replies = conversation.describe_hang(waiting, "was interrupted", verb="was")
+        doing = _describe_activities(replies.failures, conversation.activities, doing)
+        return WorldError(replies.failures, doing, self.outputs(), self.label, replies.view, replies.states, cause)
 
     def _fail(
         self, replies: Replies, activities: Mapping[int, str], doing: str, unanimous_outcomes: Collection[str]

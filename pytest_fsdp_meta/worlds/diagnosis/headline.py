@@ -22,14 +22,19 @@ def is_library(file: str) -> bool:
     return file.startswith((*LIBRARIES, "<"))
 
 
-def rank_states(found: Mapping[int, Whereabouts], answered: Collection[int] = ()) -> list[RankState]:
-    """Return what ranks do, those that are behind first. ``answered`` are the ranks whose call has returned."""
+def rank_states(
+    found: Mapping[int, Whereabouts], answered: Collection[int] = (), verb: str = "hung"
+) -> list[RankState]:
+    """Return what ranks do, those that are behind first. ``answered`` are the ranks whose call has returned.
+
+    ``verb`` says what a rank did that is behind: it may not hang, but only be slow.
+    """
     hung = {rank: whereabouts for rank, whereabouts in sorted(found.items()) if rank not in answered}
     waiting = {rank: last for rank, whereabouts in hung.items() if (last := _awaited(whereabouts)) is not None}
     behind = _behind(hung, waiting)
     states: dict[tuple[str, str], list[int]] = {}
     for rank in sorted(hung, key=lambda rank: (rank not in behind, rank)):
-        text = _describe(hung[rank], waiting.get(rank), is_behind=rank in behind)
+        text = _describe(hung[rank], waiting.get(rank), verb if rank in behind else "waits")
         states.setdefault((text, _place(hung[rank].stack)), []).append(rank)
     if answered:
         states["had returned", ""] = sorted(answered)
@@ -71,16 +76,15 @@ def _behind(hung: Mapping[int, Whereabouts], waiting: Mapping[int, Collective]) 
     return earlier or set(hung)
 
 
-def _describe(whereabouts: Whereabouts, awaited: Collective | None, is_behind: bool) -> str:
+def _describe(whereabouts: Whereabouts, awaited: Collective | None, verb: str) -> str:
     if awaited is not None:
-        where = ", ".join(filter(None, (awaited.name, awaited.where)))
-        return f"hung in {where}" if is_behind else f"waits in {where}"
+        return f"{verb} in {', '.join(filter(None, (awaited.name, awaited.where)))}"
     if whereabouts.stopped:
         return "was stopped by a signal such as SIGSTOP"
     frame = _user_frame(whereabouts.stack)
     if frame is None:
-        return "did not respond" if whereabouts.flight is None else "hung"
-    return f"hung in {frame['function']}, {os.path.basename(frame['file'])}:{frame['line']}"
+        return "did not respond" if whereabouts.flight is None else f"{verb} outside of Python code"
+    return f"{verb} in {frame['function']}, {os.path.basename(frame['file'])}:{frame['line']}"
 
 
 def _place(stack: str) -> str:
