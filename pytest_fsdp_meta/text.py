@@ -32,9 +32,12 @@ def first_line(error: BaseException | str, width: int = 160) -> str:
     return textwrap.shorten(lines[0], width, placeholder=" ...") if lines else ""
 
 
-def escape_controls(text: str) -> str:
-    """Return the text with control characters written as in Python ("\\x1b"), so that no terminal obeys them."""
-    return CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
+def escape_controls(text: str, keep: str = "") -> str:
+    """Return the text with control characters written as in Python ("\\x1b"), so that no terminal obeys them.
+
+    Tabs, newlines and the characters in ``keep`` stay.
+    """
+    return CONTROL.sub(lambda found: found[0] if found[0] in keep else repr(found[0])[1:-1], text)
 
 
 def fold_names(names: Iterable[str]) -> dict[str, str]:

@@ -13,7 +13,7 @@ import pytest
 from pytest_fsdp_meta.plugin.rank_io.debugger import Debugger, TerminalLender, register_debugger
 from pytest_fsdp_meta.plugin.rank_io.progress import Progress, terminal_of
 from pytest_fsdp_meta.plugin.rank_io.warnings import Warnings
-from pytest_fsdp_meta.text import first_line
+from pytest_fsdp_meta.text import escape_controls, first_line
 from pytest_fsdp_meta.worlds import Listener, ObservedWorld, WorldError
 from pytest_fsdp_meta.worlds.rank import coverage
 from pytest_fsdp_meta.worlds.rank.warnings import RankWarning
@@ -128,7 +128,7 @@ class RankListener(Listener):
         """Add what each rank wrote, as (rank, text), as a section of the item's report, unless it was shown live."""
         for rank, text in outputs:
             if text.strip() and not self.live:
-                item.add_report_section(when, f"rank {rank}", text)
+                item.add_report_section(when, f"rank {rank}", escape_controls(text, keep="\r"))  # of progress bars
 
     def on_wait(self, world: ObservedWorld, doing: str) -> None:
         self._doing = doing
@@ -136,7 +136,7 @@ class RankListener(Listener):
 
     def on_output(self, world: ObservedWorld, rank: int, lines: Sequence[str]) -> None:
         name = name_rank(world, rank)
-        text = "".join(f"[{name}] {line}\n" for line in lines)
+        text = "".join(f"[{name}] {escape_controls(line)}\n" for line in lines)
         if not self._at_line_start and cursor_column(self._config):
             text = f"\n{text}"  # pytest has written the item's name in this line
         self._at_line_start = True
