@@ -55,9 +55,10 @@ class Conversation:
     activities: dict[int, str] = field(default_factory=dict)
     """What ranks have reported that they are doing since the last message, by rank."""
     answered: set[int] = field(default_factory=set)
-    """The ranks that have answered the last message."""
+    """The ranks that have answered the last message to all."""
 
     def send_to_all(self, message: Message) -> None:
+        self.answered.clear()
         note = messages.pack(message, self.folder / "call")
         for member in self.members:
             member.send(note)

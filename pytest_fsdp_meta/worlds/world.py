@@ -148,7 +148,11 @@ class World:
         except BaseException as error:
             # Ranks report when they run out of disk space or descriptors; here it is the parent that did.
             shortage = self._describe_shortage(error) if isinstance(error, OSError) else ""
-            self.close()
+            try:
+                if self._conversation is not None:
+                    self._listener.interrupted(self, error, partial(self._describe_wait, self._conversation, doing))
+            finally:
+                self.close()
             if shortage:
                 raise WorldError([RankFailure(0, "unstarted", shortage, user=True)], doing, label=self.label) from error
             raise
@@ -257,18 +261,14 @@ class World:
         self._listener.on_wait(self, doing)
         seconds = self.spec.timeout if kind == "result" else max(self.spec.timeout, STARTING)
         awaited = [member.rank for member in self._members] if ranks is None else ranks
-        try:
-            replies = conversation.collect(kind, awaited, seconds, unanimous_outcomes)
-        except BaseException as error:
-            waiting = sorted(set(awaited) - conversation.answered)
-            self._listener.interrupted(self, error, partial(self._describe_wait, conversation, waiting, doing))
-            raise
+        replies = conversation.collect(kind, awaited, seconds, unanimous_outcomes)
         if replies.failures:
             self._fail(replies, conversation.activities, doing, unanimous_outcomes)
         return replies.answers
 
-    def _describe_wait(self, conversation: Conversation, waiting: Sequence[int], doing: str, cause: str) -> WorldError:
-        """Return where the ranks are when ``cause`` ends the wait for those of them in ``waiting``."""
+    def _describe_wait(self, conversation: Conversation, doing: str, cause: str) -> WorldError:
+        """Return where the ranks are when ``cause`` ends the wait for those that have not answered."""
+        waiting = sorted({member.rank for member in self._members} - conversation.answered)
         replies = conversation.describe_hang(waiting, "was interrupted", verb="was")
         doing = _describe_activities(replies.failures, conversation.activities, doing)
         return WorldError(replies.failures, doing, self.outputs(), self.label, replies.view, replies.states, cause)

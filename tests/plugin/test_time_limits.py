@@ -26,7 +26,7 @@ pytestmark = pytest.mark.timeout(600)
 CHECKS = ["no_meta_params", "no_meta_buffers", "params_equal_reference"]
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def pytest_pid():
     return os.getpid()
 
