@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.peer_runs import OURS, PEERS, Peer, Run, Started, available, default_python, started, versions
@@ -25,6 +25,8 @@ FAULTS = {
     "exit": ("rank 1 exits with code 7", r"(?i)(exit|code|status|return)\D{0,40}\b7\b"),
     "kill": ("rank 1 is killed by SIGKILL", r"SIGKILL|[Kk]illed|signal 9|signal -?9|exit ?code:? -9"),
     "deadlock": ("rank 1 never arrives", r"(?i)time[d ]*-?out|did not answer|hang|stuck|stack of rank"),
+    "stopped": ("rank 1 is stopped by SIGSTOP", r"(?i)is stopped|was stopped|SIGSTOP"),
+    "pytest-timeout": ("pytest-timeout ends the test while rank 0 waits", r"Timeout.{0,20} from pytest-timeout"),
     "orphan": ("pytest is killed by SIGKILL while ranks wait", r""),
 }
 NAMED = r"(?i)(?:rank|process|worker|thread|local_rank|gw)s?[\s:=\[#(]*{}\b"
@@ -61,6 +63,10 @@ class FaultResult:
 
 
 def inject(peer: Peer, python: str, fault: str, limit: float, patience: float) -> FaultResult:
+    if fault == "pytest-timeout":  # which ends the test long before the tool's own limit
+        limits = (f"--timeout={limit}", "--timeout-method=signal")
+        peer = replace(peer, plugins=(*peer.plugins, "pytest_timeout"), after=(*peer.after, *limits))
+        limit *= 10
     with started(peer, python, fault, world=2, tests=2, limit=limit) as at_work:
         mark = _wait_for_fault(at_work)
         if fault == "orphan" and mark is not None:

@@ -9,6 +9,8 @@ from itertools import product
 
 NUMBER = re.compile(r"(?<![A-Za-z0-9_])(0|[1-9][0-9]*)(?![A-Za-z0-9_])")
 """A number between separators; not ``007``, which would be written back as 7."""
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""Control characters but tab and newline: a terminal obeys them, and XML and JSON readers refuse them."""
 WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 """Name components that torch's wrappers insert and the names of an unwrapped reference lack."""
 
@@ -28,6 +30,14 @@ def first_line(error: BaseException | str, width: int = 160) -> str:
     """Return the first line of an error or a text, shortened to ``width`` at a word boundary."""
     lines = str(error).splitlines()
     return textwrap.shorten(lines[0], width, placeholder=" ...") if lines else ""
+
+
+def escape_controls(text: str, keep: str = "") -> str:
+    """Return the text with control characters written as in Python ("\\x1b"), so that no terminal obeys them.
+
+    Tabs, newlines and the characters in ``keep`` stay.
+    """
+    return CONTROL.sub(lambda found: found[0] if found[0] in keep else repr(found[0])[1:-1], text)
 
 
 def fold_names(names: Iterable[str]) -> dict[str, str]:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_fsdp_meta.text import counted, first_line, first_of, fold_names, name_ranks
+from pytest_fsdp_meta.text import counted, escape_controls, first_line, first_of, fold_names, name_ranks
 
 
 @pytest.mark.parametrize(
@@ -142,3 +142,7 @@ def test_name_ranks_stands_for_exactly_the_given_ranks(ranks):
 )
 def test_the_first_line_is_shortened_at_a_word_boundary(text, expected):
     assert first_line(RuntimeError(text), 16) == expected
+
+
+def test_control_characters_are_escaped():
+    assert escape_controls("\x1b[2J\x00 a\tb\nc\r \x85 \u00e9") == "\\x1b[2J\\x00 a\tb\nc\\r \\x85 \u00e9"

@@ -83,6 +83,8 @@ FAULTS = {
     "exit": lambda: os._exit(7),
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "deadlock": lambda: time.sleep(1000),
+    "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "pytest-timeout": lambda: time.sleep(1000),  # until pytest-timeout ends the test
     "orphan": lambda: time.sleep(1000),  # while it sleeps, its pytest is killed from outside
 }
 BODIES = {"all_reduce": all_reduce, "sharded": sharded, "hold": hold} | dict.fromkeys(FAULTS, inject_fault)

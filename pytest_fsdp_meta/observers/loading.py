@@ -218,9 +218,8 @@ def _as_subject(returned: object) -> Subject:
         hint = "; a loader must be a plain function, not a coroutine or generator function"
     elif returned is None:
         hint = "; is a return statement missing?"
-    raise Misuse(
-        f"the loader returned {type(returned).__name__}, but should return the loaded model or a Subject{hint}"
-    )
+    kind = "None" if returned is None else type(returned).__name__
+    raise Misuse(f"the loader returned {kind}, but should return the loaded model or a Subject{hint}")
 
 
 def _require_judgeable(model: Module) -> None:

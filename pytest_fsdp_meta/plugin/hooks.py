@@ -11,8 +11,10 @@ import pytest
 from pytest_fsdp_meta.plugin import (
     collection,
     evidence_items,
+    failure_lines,
     hookspecs,
     markers,
+    mistyped_options,
     outcomes,
     run_scope,
     settings,
@@ -32,6 +34,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
     pluginmanager.add_hookspecs(hookspecs)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_load_initial_conftests(
+    early_config: pytest.Config, parser: pytest.Parser, args: list[str]
+) -> Generator[None, object, object]:
+    result = yield
+    mistyped_options.check_options(early_config, parser, args)
+    return result
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -139,6 +150,7 @@ def pytest_runtest_makereport(
     session.loaders.attach(item, call, report)
     evidence_items.attach(item, call, report, session.attacher)
     collection.place_skip(item, report)
+    failure_lines.point_to_user(item, report)
     return report
 
 

@@ -16,6 +16,7 @@ from pytest_fsdp_meta.evidence import Evidence
 from pytest_fsdp_meta.loader.call import ASSUME, SKIPS, Call
 from pytest_fsdp_meta.plugin._pytest_private import expectation
 from pytest_fsdp_meta.plugin.collection import LOADER_ITEM, LoaderItem, runs_nothing
+from pytest_fsdp_meta.plugin.failure_lines import FailureLine
 from pytest_fsdp_meta.plugin.hypothesis_given import (
     disable_deadline,
     given_test,
@@ -24,7 +25,15 @@ from pytest_fsdp_meta.plugin.hypothesis_given import (
     run_examples,
     share_seed,
 )
-from pytest_fsdp_meta.plugin.outcomes import Outcome, ReportAttacher, decides_status, outcome_of, raise_outcome, skip
+from pytest_fsdp_meta.plugin.outcomes import (
+    RECORD,
+    Outcome,
+    ReportAttacher,
+    decides_status,
+    outcome_of,
+    raise_outcome,
+    skip,
+)
 from pytest_fsdp_meta.plugin.pickling import Unsendable, pack_call, pack_drawn
 from pytest_fsdp_meta.plugin.preloading import refresh
 from pytest_fsdp_meta.plugin.rank_io.listener import RankListener
@@ -34,12 +43,15 @@ from pytest_fsdp_meta.plugin.xdist_workers import Devices
 from pytest_fsdp_meta.reports.run_records import ItemContext
 from pytest_fsdp_meta.reports.schema import CheckRecord
 from pytest_fsdp_meta.reports.terminal import describe_error
+from pytest_fsdp_meta.text import first_line
 from pytest_fsdp_meta.trial import LoaderFailed, Trial, largest_world_size, world_facts
 from pytest_fsdp_meta.worlds import Engine, LeaseError
 
 OUTCOME = pytest.StashKey[Outcome]()
 REPORTED_RUN = pytest.StashKey["LoaderRun"]()
 """The run of the Hypothesis example that decided the item's outcome."""
+FIXTURES = pytest.StashKey[list[str]]()
+"""The fixtures that the item is not given because its loader has run; a rerun may need them."""
 
 
 @dataclass
@@ -51,6 +63,10 @@ class LoaderRun:
     call: Call | None = None
     evidence: Evidence | None = None
     failure: LoaderFailed | None = None
+    interrupted: bool = False
+    """Whether a time limit such as pytest-timeout's ended the run."""
+    loads: int = 1
+    """How many runs of this loader there have been: a rerun of an item, as by pytest-rerunfailures, starts another."""
     reported_by: dict[str, str] = field(default_factory=dict)
     """Errors that were reported in full, each with the name of the item that reported it."""
     seconds: Mapping[str, float] = field(default_factory=dict)
@@ -64,6 +80,10 @@ class LoaderRun:
     def has_ended(self) -> bool:
         return self.evidence is not None or self.failure is not None
 
+    def another(self) -> LoaderRun:
+        """Return a run of the same checks, and of the same examples, that has not started."""
+        return LoaderRun(self.checks, self.selection, seed=self.seed, loads=self.loads + 1)
+
 
 class ExampleFailed(Exception):
     """A Hypothesis example failed its check or raised an error; Hypothesis shrinks it."""
@@ -72,6 +92,10 @@ class ExampleFailed(Exception):
         self.outcome = outcome
         self.run = run
         super().__init__(outcome.message.partition("\n")[0])
+
+
+class ExampleInterrupted(BaseException):
+    """A time limit ended a Hypothesis example. Not an Exception, for which Hypothesis would try more examples."""
 
 
 def planned_context(item: pytest.Item, loader: LoaderItem) -> ItemContext:
@@ -83,6 +107,12 @@ def planned_context(item: pytest.Item, loader: LoaderItem) -> ItemContext:
         world=world_facts(loader.world),
         offered=loader.spec.expected,
     )
+
+
+def _short_name(item: pytest.Item, loader: LoaderItem) -> str:
+    """Return the name of the loader without its file and class, such as "test_llama[world4]"."""
+    assert item.parent is not None
+    return loader.name.removeprefix(f"{item.parent.nodeid}::")
 
 
 class LoaderSession:
@@ -140,11 +170,31 @@ class LoaderSession:
             yield
 
     def before_fixtures(self, item: pytest.Item) -> None:
-        """Skip the fixtures of an item whose loader has run."""
+        """Skip the fixtures of an item whose loader has run; a rerun of an item runs the loader again."""
         loader = item.stash.get(LOADER_ITEM, None)
-        if loader is not None and self._run_of(loader).has_ended:
-            assert isinstance(item, pytest.Function)
+        if loader is None:
+            return
+        assert isinstance(item, pytest.Function)
+        self._prepare_rerun(item, loader)
+        if self._run_of(loader).has_ended:
+            item.stash[FIXTURES] = list(item.fixturenames)
             item.fixturenames = []
+
+    def _prepare_rerun(self, item: pytest.Function, loader: LoaderItem) -> None:
+        """Forget the loader's result if this item has had one already, so that the loader runs again.
+
+        Not for an error that another item had first: that item's reruns have tried again.
+        """
+        before = item.stash.get(OUTCOME, None)
+        if before is None or runs_nothing(item.config):
+            return
+        item.fixturenames = item.stash.get(FIXTURES, item.fixturenames)
+        keys: tuple[pytest.StashKey[Any], ...] = (OUTCOME, REPORTED_RUN, RECORD)
+        for key in keys:
+            if key in item.stash:
+                del item.stash[key]
+        if not before.repeats:
+            self._runs[loader.key] = self._run_of(loader).another()
 
     def after_fixtures(self, item: pytest.Item) -> None:
         """Run the loader if it has not run yet. Errors on the ranks are raised here, as errors of the item's setup.
@@ -200,6 +250,7 @@ class LoaderSession:
             world=run.evidence.world if run.evidence else planned.world,
             error=failure.summary if failure and not failure.unanimous_outcome else "",
             seconds=run.seconds,
+            loads=self._run_of(loader).loads,
         )
         # Evidence of a drawn example is not stored: it is about one choice of arguments, not about the loader.
         known = () if REPORTED_RUN in item.stash else self.catalogue.ids()
@@ -225,6 +276,9 @@ class LoaderSession:
             )
             if not example.has_ended:
                 self._observe(item, loader, example)
+            if example.interrupted:
+                run.failure, run.outputs, run.interrupted = example.failure, example.outputs, True
+                raise ExampleInterrupted
             if example.failure is not None and example.failure.unanimous_outcome == ASSUME:
                 reject_example()
             seen.append((self._run_outcome(item, loader, example), example))
@@ -241,6 +295,8 @@ class LoaderSession:
             return replace(failed.outcome, message=f"{failed.outcome.message}\n\n{example}", detail=detail)
         except Unsendable as error:
             return Outcome("error", str(error), reason=str(error))
+        except ExampleInterrupted:
+            return self._run_outcome(item, loader, run)
         why = "Hypothesis drew no example; see the phases in its settings"
         no_example = Outcome("skipped", why, reason=why), run
         judged = (result for result in seen if result[0].status != "skipped")
@@ -252,25 +308,28 @@ class LoaderSession:
         if run.failure is not None:
             if run.failure.unanimous_outcome in SKIPS:
                 return Outcome("skipped", run.failure.reason, reason=run.failure.reason)
-            return self._error_outcome(item, loader, run, run.failure.summary, str(run.failure))
+            line = FailureLine(_short_name(item, loader), run.failure.summary, run.failure.place)
+            return self._error_outcome(item, line.subject, run, line, str(run.failure))
         assert run.evidence is not None
         verdict = judge(self.catalogue[loader.check], run.evidence, self.catalogue, run.selection)
         if verdict.status == "error":
-            return replace(self._error_outcome(item, loader, run, verdict.reason, verdict.detail), verdict=verdict)
+            line = FailureLine(loader.check, verdict.reason)
+            outcome = self._error_outcome(item, f"{loader.check}: error", run, line, verdict.detail)
+            return replace(outcome, verdict=verdict)
         return outcome_of(verdict, run.evidence.world, lambda: rerun_command(item, self._settings.given))
 
     def _error_outcome(
-        self, item: pytest.Item, loader: LoaderItem, run: LoaderRun, summary: str, detail: str
+        self, item: pytest.Item, subject: str, run: LoaderRun, line: FailureLine, detail: str
     ) -> Outcome:
         """Describe an error in full for the first item of the loader that has it, in one line for the others."""
         first_item = run.reported_by.setdefault(detail, item.name)
+        summary = line.message
         if first_item != item.name:
-            message = f"{loader.check}: same error as {first_item}: {summary}"
-            return Outcome("error", message, reason=summary, repeats=True)
+            message = f"{item.stash[LOADER_ITEM].check}: same error as {first_item}: {summary}"
+            return Outcome("error", message, reason=summary, line=line, repeats=True)
         self._show_output(item, "setup", run)
-        check = self.catalogue[loader.check]
-        message = describe_error(check, summary, detail, rerun_command(item, self._settings.given))
-        return Outcome("error", message, reason=summary, detail=detail)
+        message = describe_error(subject, summary, detail, rerun_command(item, self._settings.given))
+        return Outcome("error", message, reason=summary, detail=detail, line=line)
 
     def _run_of(self, loader: LoaderItem) -> LoaderRun:
         return self._runs.setdefault(loader.key, LoaderRun())
@@ -293,6 +352,16 @@ class LoaderSession:
             run.failure = LoaderFailed(str(error))
         except LoaderFailed as failure:
             run.failure = failure
+        except pytest.fail.Exception as error:  # raised by a signal handler, as pytest-timeout's
+            run.failure, run.interrupted = self._interruption(error), True
+
+    def _interruption(self, error: BaseException) -> LoaderFailed:
+        """Return the failure of a loader that a time limit has ended, so that its other items do not run it again."""
+        ranks = self._listener.take_interruption()
+        if ranks is None:  # pytest was not waiting for an answer of ranks
+            while_starting = " while ranks were starting" if self._listener.is_starting else ""
+            return LoaderFailed(first_line(str(error)).rstrip(".") + while_starting)
+        return LoaderFailed(ranks.summary, str(ranks), place=ranks.place)
 
     def _show_output(self, item: pytest.Item, when: str, run: LoaderRun) -> None:
         """Add the ranks' output to the report of the loader's first item that does not pass."""

@@ -17,6 +17,7 @@ from pytest_fsdp_meta.catalogue import Verdict
 from pytest_fsdp_meta.evidence import Evidence, WorldFacts, store
 from pytest_fsdp_meta.evidence.codec import from_plain, to_plain
 from pytest_fsdp_meta.plugin.collection import SKIPPED
+from pytest_fsdp_meta.plugin.failure_lines import LINE, FailureLine
 from pytest_fsdp_meta.plugin.markers import ConformanceSpec
 from pytest_fsdp_meta.reports.run_records import ItemContext
 from pytest_fsdp_meta.reports.schema import SKIPS, CheckRecord, with_later_error
@@ -39,8 +40,8 @@ class Outcome:
     """The result of one item.
 
     ``status`` is "passed", "failed", "skipped" or "error"; ``message`` is what pytest shows; ``reason`` is one
-    line and ``detail`` the full text. ``repeats`` is True if an earlier item of the loader has shown the same error in
-    full.
+    line and ``detail`` the full text. ``line`` is for pytest's one-line forms. ``repeats`` is True if an earlier item
+    of the loader has shown the same error in full.
     """
 
     status: str
@@ -48,6 +49,7 @@ class Outcome:
     verdict: Verdict | None = None
     reason: str = ""
     detail: str = ""
+    line: FailureLine | None = None
     repeats: bool = False
 
 
@@ -87,7 +89,7 @@ class ReportAttacher:
             record = with_later_error(before, _describe_exception(raised))
         else:
             record = _check_record(report, context.check, spec, outcome, raised)
-            _shorten_message(report, record)
+            _stash_line(item, record, outcome)
         item.stash[RECORD] = record
         context = self._add_loader_results(replace(context, check=record), spec, evidence, known)
         for properties in (item.user_properties, report.user_properties):
@@ -155,7 +157,9 @@ def repeated_error_status(report: pytest.TestReport | pytest.CollectReport) -> t
 
     With this category, pytest counts a loader that raises as one error, not as one error per check.
     """
-    return ("same error", "e", "SAME ERROR") if getattr(report, REPEATS, False) else None
+    # pytest-rerunfailures changes the outcome of a report whose item it runs again.
+    repeats = report.failed and getattr(report, REPEATS, False)
+    return ("same error", "e", "SAME ERROR") if repeats else None
 
 
 def outcome_of(verdict: Verdict, world: WorldFacts, rerun_command: Callable[[], str]) -> Outcome:
@@ -164,7 +168,7 @@ def outcome_of(verdict: Verdict, world: WorldFacts, rerun_command: Callable[[], 
     if verdict.status == "failed":
         message = describe_failure(verdict, str(world), rerun_command())
     elif verdict.status == "error":
-        message = describe_error(verdict.check, verdict.reason, verdict.detail, rerun_command())
+        message = describe_error(f"{verdict.check.id}: error", verdict.reason, verdict.detail, rerun_command())
     return Outcome(verdict.status, message, verdict, verdict.reason, verdict.detail)
 
 
@@ -259,18 +263,16 @@ def _failed_after_pass(
     return "error", _describe_exception(raised)
 
 
-def _shorten_message(report: pytest.TestReport, record: CheckRecord) -> None:
-    """Replace the message in pytest's short summary by the findings or the reason.
-
-    The summary shows it after the node id, which already names the check.
-    """
-    crash = getattr(report.longrepr, "reprcrash", None)
-    if crash is None:
+def _stash_line(item: pytest.Item, record: CheckRecord, outcome: Outcome | None) -> None:
+    """Stash the findings or the reason as what pytest says of the item in one line."""
+    if outcome is None:  # the exception of a fixture or of another plugin, with a line of its own
         return
-    if record.status == "failed" and record.findings:
-        crash.message = first_of(list(map(describe_finding, record.findings)))
-    elif record.status == "error" and record.reason:
-        crash.message = record.reason
+    if outcome.line is not None:
+        item.stash[LINE] = outcome.line
+    elif record.status == "failed" and record.findings:
+        item.stash[LINE] = FailureLine(record.check, first_of(list(map(describe_finding, record.findings))))
+    elif record.status in ("error", "xpassed") and record.reason:
+        item.stash[LINE] = FailureLine(record.check, record.reason)
 
 
 def _user_properties(context: ItemContext) -> list[tuple[str, object]]:

@@ -24,6 +24,7 @@ from pytest_fsdp_meta.plugin.node_ids import split_evidence_node_id, split_node_
 from pytest_fsdp_meta.plugin.outcomes import attached_context
 from pytest_fsdp_meta.plugin.run_scope import DESELECTED, RunScope, loaders_of
 from pytest_fsdp_meta.plugin.settings import Settings
+from pytest_fsdp_meta.plugin.skip_lines import name_checks
 from pytest_fsdp_meta.reports.annotations import Location, annotate
 from pytest_fsdp_meta.reports.io import PAGE, ReportWriter
 from pytest_fsdp_meta.reports.run_header import describe_run, read_header
@@ -210,6 +211,7 @@ class ReportPlugin:
                 return
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter, exitstatus: int) -> None:
+        name_checks(terminalreporter)
         ended_early = exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
         if self._is_idle or (ended_early and not self._any_item_reported):  # pytest itself says why nothing ran
             return

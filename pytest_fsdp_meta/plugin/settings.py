@@ -371,6 +371,9 @@ OPTIONS = (
 )
 
 
+FLAGS = (*(option.flag for option in OPTIONS), "--fsdp-list-checks")
+
+
 def add_options(parser: pytest.Parser) -> None:
     group = parser.getgroup("fsdp", "conformance of sharded model loaders (pytest-fsdp-meta)")
     for option in OPTIONS:

@@ -14,10 +14,12 @@ import pytest
 from pytest_fsdp_meta.loader.call import UNANIMOUS_OUTCOMES, Call
 from pytest_fsdp_meta.plugin import hypothesis_given
 from pytest_fsdp_meta.plugin.collection import WORLD_ITEM, runs_nothing
+from pytest_fsdp_meta.plugin.failure_lines import LINE, FailureLine
 from pytest_fsdp_meta.plugin.fixture_worlds import Disagreement, FixtureWorlds
 from pytest_fsdp_meta.plugin.pickling import Unsendable, pack_call, pack_drawn
 from pytest_fsdp_meta.plugin.rerun_command import rerun_command
 from pytest_fsdp_meta.plugin.spmd_rank import BODY, TracebackStyle
+from pytest_fsdp_meta.text import first_line
 from pytest_fsdp_meta.worlds import LeaseError, WorldError
 
 PACKED_CALL = pytest.StashKey[Call]()
@@ -47,6 +49,7 @@ def after_fixtures(item: pytest.Item, worlds: FixtureWorlds) -> None:
         worlds.world()
     except (Unsendable, WorldError, LeaseError) as error:
         message = str(error)
+        item.stash[LINE] = _line(item, error)
     else:
         return
     pytest.fail(message, pytrace=False)
@@ -70,9 +73,20 @@ def call(item: pytest.Function, worlds: FixtureWorlds, given: Sequence[str]) -> 
     except (WorldError, Disagreement, Unsendable) as error:
         notes, rerun = hypothesis_given.join_notes(error), f"rerun: {rerun_command(item, given)}"
         message = "\n\n".join(filter(None, [str(error), notes, rerun]))
+        item.stash[LINE] = _line(item, error)
+    except pytest.fail.Exception:  # raised by a signal handler, as pytest-timeout's
+        ranks = worlds.listener.take_interruption()
+        if ranks is None:
+            raise
+        message = f"{ranks}\n\nrerun: {rerun_command(item, given)}"
+        item.stash[LINE] = _line(item, ranks)
     else:
         return True
     pytest.fail(message, pytrace=False)
+
+
+def _line(item: pytest.Item, error: Exception) -> FailureLine:
+    return FailureLine(item.name, first_line(error), error.place if isinstance(error, WorldError) else "")
 
 
 def _run_body(item: pytest.Function, worlds: FixtureWorlds, drawn: dict[str, Any]) -> None:

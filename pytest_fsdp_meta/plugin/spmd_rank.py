@@ -12,6 +12,7 @@ import pytest
 from pytest_fsdp_meta.loader.call import Call
 from pytest_fsdp_meta.worlds import CallFailed, current, forward_warnings
 from pytest_fsdp_meta.worlds.rank.rendezvous import seed
+from pytest_fsdp_meta.worlds.rank.tracebacks import describe_long_chain
 
 BODY, FUNCTION = f"{__name__}:run_body", f"{__name__}:run_function"
 """The names by which a world calls the two functions."""
@@ -62,6 +63,8 @@ def _format_traceback(error: BaseException, style: TracebackStyle) -> str:
     assert own is not None
     info = pytest.ExceptionInfo.from_exception(error.with_traceback(own.tb_next or own))
     bare = isinstance(error, pytest.fail.Exception) and not error.pytrace
-    text = str(info.getrepr(style="value" if bare else style.traceback, showlocals=style.locals, chain=True))
+    earlier = describe_long_chain(error)
+    text = str(info.getrepr(style="value" if bare else style.traceback, showlocals=style.locals, chain=not earlier))
     # str() strips the indentation of the first source line, and of no other.
-    return text if bare or style.traceback == "short" or text.startswith((">", "E")) else f"    {text}"
+    indented = text if bare or style.traceback == "short" or text.startswith((">", "E")) else f"    {text}"
+    return f"{earlier}\n\n{indented}" if earlier else indented

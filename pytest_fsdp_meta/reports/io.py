@@ -82,12 +82,12 @@ def read_report(path: Path, brief: bool = False) -> Report:
     message is one line that names the file. The report of a killed run can be read; its ``complete`` is false.
     """
     try:
-        return _read(path)
+        return _read(path, brief)
     except MemoryError:
         raise ValueError(f"{path}: not enough memory to read it") from None
 
 
-def _read(path: Path) -> Report:
+def _read(path: Path, brief: bool) -> Report:
     try:
         with path.open("rb") as file:
             data = read_json(file)

@@ -25,6 +25,8 @@ class ItemContext:
     world: WorldFacts = UNKNOWN
     offered: tuple[str, ...] | None = None
     """The checks that the marker leaves to pytest to select; None where they are not known."""
+    loads: int = 1
+    """How often the loader has run, because items were run again."""
     error: str = ""
     """Why the loader returned no model to check, in one line."""
     seconds: Mapping[str, float] = field(default_factory=dict)
@@ -139,6 +141,7 @@ def _loader_record(item: ItemContext, checks: Mapping[str, CheckRecord], ids: It
         world=item.world,
         checks=tuple(checks.get(check) or not_reported(check) for check in ids),
         error=item.error,
+        loads=item.loads,
         seconds=item.seconds,
         evidence=item.evidence,
         summary=item.summary,

@@ -318,6 +318,8 @@ class LoaderRecord:
     """None if nothing is sharded, or in a report that is older than this field."""
     sizes: tuple[SimulatedSize, ...] = ()
     """What ranks need in this world and in smaller ones, if it was simulated."""
+    loads: int = 1
+    """How often the loader has run: a rerun of an item, as by pytest-rerunfailures, runs it again."""
 
 
 @dataclass(frozen=True)

@@ -60,10 +60,10 @@ def describe_failure(verdict: Verdict, world: str, rerun_command: str) -> str:
     return "\n".join([*lines, "", f"rerun: {rerun_command}"])
 
 
-def describe_error(check: Check, reason: str, detail: str, rerun_command: str) -> str:
-    """Return the whole message of a check that ended with an error."""
+def describe_error(subject: str, reason: str, detail: str, rerun_command: str) -> str:
+    """Return the whole message of an error. ``subject`` is the loader, or the check that alone has the error."""
     text = detail if detail.startswith(reason) else "\n\n".join(filter(None, [reason, detail]))
-    return f"{check.id}: error: {text}\n\nrerun: {rerun_command}"
+    return f"{subject}: {text}\n\nrerun: {rerun_command}"
 
 
 def describe_checks(checks: Iterable[Check]) -> str:

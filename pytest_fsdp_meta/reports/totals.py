@@ -95,6 +95,8 @@ def _describe_loader(loader: LoaderRecord) -> Line:
     world = f", {loader.world}" if loader.world.size else ""
     total = sum(check.seconds for check in loader.checks)
     times = f"{total:.1f} s{_describe_activities(loader.seconds)}"
+    if loader.loads > 1:
+        times = f"loaded {loader.loads} times ({counted(loader.loads - 1, 'rerun')}); {times}"
     result = f"crashed, {counted(counts['error'], 'check')} not judged"
     result = result if is_crashed(loader) else describe_counts(counts)
     return f"{printable(loader.loader)}{world}: {result}; {times}", RED if is_crashed(loader) else _markup(counts)

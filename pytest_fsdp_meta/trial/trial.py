@@ -32,13 +32,16 @@ class LoaderFailed(Exception):
 
     ``summary`` is one line and ``str()`` the full message. If every rank raised the same exception of
     ``LOADER_OUTCOMES`` (a skip, or an unsatisfied assumption of Hypothesis), ``unanimous_outcome`` is its qualified
-    name. ``reason`` is the message of the first failure.
+    name. ``reason`` is the message of the first failure, and ``place`` its "path:line" in the user's code.
     """
 
-    def __init__(self, summary: str, detail: str = "", unanimous_outcome: str = "", reason: str = "") -> None:
+    def __init__(
+        self, summary: str, detail: str = "", unanimous_outcome: str = "", reason: str = "", place: str = ""
+    ) -> None:
         self.summary = summary
         self.unanimous_outcome = unanimous_outcome
         self.reason = reason
+        self.place = place
         super().__init__(detail or summary)
 
 
@@ -127,7 +130,8 @@ class Trial:
                 return load(world)
         except WorldError as error:
             unanimous_outcome = error.unanimous if error.unanimous in LOADER_OUTCOMES else ""
-            raise LoaderFailed(error.summary, str(error), unanimous_outcome, error.failures[0].message) from error
+            message = error.failures[0].message
+            raise LoaderFailed(error.summary, str(error), unanimous_outcome, message, error.place) from error
 
     def _observe(self, world: World, loaded: list[Loaded], loader: Call, wanted: set[str], folder: Path) -> Evidence:
         reference_world = self._single_rank_world("the reference")

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from pytest_fsdp_meta.worlds.diagnosis import hang
+from pytest_fsdp_meta.worlds.diagnosis.headline import rank_states
 from pytest_fsdp_meta.worlds.engine import Member
-from pytest_fsdp_meta.worlds.failures import RankFailure
+from pytest_fsdp_meta.worlds.failures import RankFailure, RankState
 from pytest_fsdp_meta.worlds.rank.debugging import BORROWING
 from pytest_fsdp_meta.worlds.system import messages
 
@@ -36,6 +37,8 @@ class Replies:
     failures: Sequence[RankFailure] = ()
     view: str = ""
     """If ranks hang: which of them wait in which collective."""
+    states: Sequence[RankState] = ()
+    """If ranks hang: what they do, those that are behind first."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +54,11 @@ class Conversation:
     """Called when a debugger on this rank needs the terminal; returns when the rank no longer needs it."""
     activities: dict[int, str] = field(default_factory=dict)
     """What ranks have reported that they are doing since the last message, by rank."""
+    answered: set[int] = field(default_factory=set)
+    """The ranks that have answered the last message to all."""
 
     def send_to_all(self, message: Message) -> None:
+        self.answered.clear()
         note = messages.pack(message, self.folder / "call")
         for member in self.members:
             member.send(note)
@@ -67,6 +73,7 @@ class Conversation:
         that a debugger has the terminal does not count.
         """
         self.activities.clear()
+        self.answered.clear()
         answers: dict[int, Message] = {}
         failures: dict[int, RankFailure] = {}
         deadline = time.monotonic() + seconds
@@ -86,13 +93,14 @@ class Conversation:
                 else:
                     assert message[0] == kind, message
                     answers[member.rank] = message[1:]
+                    self.answered.add(member.rank)
             if failures:
                 unanimous = all(failure.exception in unanimous_outcomes for failure in failures.values())
                 deadline = min(deadline, time.monotonic() + (UNANIMITY_TIMEOUT if unanimous else GRACE_PERIOD))
         if failures:
             return Replies(failures=list(failures.values()))
         if missing:
-            return self._describe_hang(sorted(missing), seconds)
+            return self.describe_hang(sorted(missing), f"did not answer within {seconds:g} s")
         return Replies([answers[rank] for rank in sorted(ranks)])
 
     def handle_note(self, rank: int, kind: str, content: Any) -> None:
@@ -100,16 +108,19 @@ class Conversation:
             self.activities[rank] = content
         self.on_note(rank, kind, content)
 
-    def _describe_hang(self, waiting: Sequence[int], seconds: float) -> Replies:
-        """Ask every rank where it is, also those that answered: one may have left a collective that others wait in."""
+    def describe_hang(self, waiting: Sequence[int], summary: str, verb: str = "hung") -> Replies:
+        """Ask every rank where it is, also those that answered: one may have left a collective that others wait in.
+
+        ``verb`` says what a rank did there that others wait for.
+        """
         found = hang.look(self.members)
         when = time.monotonic()
-        summary = f"did not answer within {seconds:g} s"
         late = [RankFailure(rank, "hung", summary, found[rank].stack, when) for rank in waiting]
         others = sorted({member.rank for member in self.members} - set(waiting))
         answered = [RankFailure(rank, "answered", "had answered", found[rank].stack, when + 1) for rank in others]
         flights = {rank: whereabouts.flight for rank, whereabouts in found.items()}
-        return Replies(failures=late + answered, view=hang.describe(flights, returned=others))
+        view, states = hang.describe(flights, returned=others), rank_states(found, others, verb)
+        return Replies(failures=late + answered, view=view, states=states)
 
 
 def receive(members: Sequence[Member], deadline: float) -> Iterator[tuple[Member, Message | None]]:

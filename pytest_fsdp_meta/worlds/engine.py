@@ -32,6 +32,10 @@ class Member(Protocol):
     def has_message_or_ended(self) -> bool:
         """Whether a message has arrived, or the rank has ended, although no handle may be ready."""
 
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a signal such as SIGSTOP has stopped the process; False where that is not known."""
+
     def send(self, note: bytes) -> None:
         """Send a message that ``messages.pack`` has packed. Does nothing if the rank has ended."""
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from pytest_fsdp_meta.text import name_ranks
+from pytest_fsdp_meta.text import escape_controls, name_ranks
 
 ADDRESS = re.compile(r"\b0x[0-9a-f]{6,}\b")
 """Memory addresses, which differ between ranks that fail alike."""
@@ -33,7 +33,7 @@ class RankFailure:
     the rank itself is fine and another one hung. ``summary`` fits on one line; ``detail`` is the traceback or the
     stacks. ``when`` is the time on the machine's monotonic clock: the first failure caused the others. ``user``
     marks an error whose message is complete for the user, so that no traceback is shown. ``exception`` and ``message``
-    are the qualified class and the text of the exception.
+    are the qualified class and the text of the exception, and ``place`` is "path:line" of the user's innermost frame.
     """
 
     rank: int
@@ -44,12 +44,28 @@ class RankFailure:
     user: bool = False
     exception: str = ""
     message: str = ""
+    place: str = ""
+
+    @property
+    def printable(self) -> RankFailure:
+        """The same with control characters escaped: what a rank reports must not act on a terminal."""
+        summary, detail, message = map(escape_controls, (self.summary, self.detail, self.message))
+        return replace(self, summary=summary, detail=detail, message=message)
 
     @property
     def lost_peer(self) -> bool:
         """Whether torch reports that another rank has gone: a consequence, even if it is reported before its cause."""
         raised_by_torch = self.exception.startswith("torch.distributed.") or "gloo" in self.message
         return self.kind == "raised" and raised_by_torch and LOST_PEER.search(self.message) is not None
+
+
+@dataclass(frozen=True)
+class RankState:
+    """What some ranks do while a world hangs, like "hung in barrier, test_x.py:58"; ``place`` is its "path:line"."""
+
+    ranks: tuple[int, ...]
+    text: str
+    place: str = ""
 
 
 class CallFailed(Exception):
@@ -72,7 +88,9 @@ class WorldError(Exception):
     """One or more ranks failed, and their world has ended. ``str()`` is the whole message, ``summary`` its first line.
 
     ``doing`` says what the ranks were doing. ``label`` names the world in the message, after its ranks or instead of
-    its only rank. ``view`` describes all ranks together: who waits in which collective.
+    its only rank. If ranks hang, ``states`` has first those that the others wait for, and ``view`` describes all
+    ranks together: who waits in which collective. ``cause`` is what ended the wait for them, if not the time-out of
+    the world.
     """
 
     def __init__(
@@ -82,24 +100,47 @@ class WorldError(Exception):
         outputs: Sequence[str] = (),
         label: str = "",
         view: str = "",
+        states: Sequence[RankState] = (),
+        cause: str = "",
     ) -> None:
         assert failures
-        self.failures = tuple(sorted(failures, key=lambda one: (one.lost_peer, one.when, one.rank)))
+        by_time = sorted(failures, key=lambda one: (one.lost_peer, one.when, one.rank))
+        self.failures = tuple(failure.printable for failure in by_time)
         self.doing = doing
         self.outputs = tuple(outputs)
         self.label = label
         self.view = view
+        self.states = tuple(states)
+        self.cause = cause
         super().__init__(self.summary)
 
     @property
     def summary(self) -> str:
         first = self.failures[0]
-        if first.user:
+        if self.states:
+            return self._describe_states()
+        if first.user and len(self.failures) >= len(self.outputs):
             return first.summary
         text = ADDRESS.sub("", first.summary)
         same = sorted(f.rank for f in self.failures if (f.kind, ADDRESS.sub("", f.summary)) == (first.kind, text))
+        if first.user:
+            return f"{self._who(same)}: {first.summary}"
         summary = _plural(first.summary) if len(same) > 1 else first.summary
         return f"{self._who(same)} {summary}"
+
+    def _describe_states(self) -> str:
+        """Describe a hang, like "rank 0 hung in barrier, test_x.py:58; rank 1 had returned"."""
+        first, *others = self.states
+        parts = [f"{self._who(first.ranks)} {_plural(first.text) if len(first.ranks) > 1 else first.text}"]
+        for state in others:
+            text = _plural(state.text) if len(state.ranks) > 1 else state.text
+            parts.append(f"{name_ranks(state.ranks)} {text}")
+        return "; ".join(filter(None, [self.cause, *parts]))
+
+    @property
+    def place(self) -> str:
+        """The "path:line" in the user's code where the first failure happened; "" if that is not known."""
+        return next((state.place for state in self.states if state.place), self.failures[0].place)
 
     def _who(self, ranks: Sequence[int]) -> str:
         if not self.label:
@@ -120,7 +161,9 @@ class WorldError(Exception):
     def __str__(self) -> str:
         if self.user:
             return self.summary
-        lines = [self.summary, f"(while {self.doing})", *(["", self.view] if self.view else [])]
+        first = self.failures[0]
+        time_out = f"{first.summary} " if self.states and not self.cause else ""
+        lines = [self.summary, f"({time_out}while {self.doing})", *(["", self.view] if self.view else [])]
         for number, (summary, detail, ranks) in enumerate(self._merged()):
             if number and summary:
                 lines += ["", f"then {name_ranks(ranks)} {summary}"]
@@ -130,7 +173,8 @@ class WorldError(Exception):
 
     def _merged(self) -> list[tuple[str, str, list[int]]]:
         """Return (summary, detail, ranks) for each distinct failure; consequences become one line without detail."""
-        if self.failures[0].kind == "hung":
+        first = self.failures[0]
+        if first.kind == "hung":
             stacks: dict[str, list[int]] = {}
             for failure in self.failures:
                 stacks.setdefault(failure.detail, []).append(failure.rank)
@@ -138,7 +182,6 @@ class WorldError(Exception):
                 ("", f"stack of {name_ranks(ranks)} (innermost frame last):\n{stack}", ranks)
                 for stack, ranks in stacks.items()
             ]
-        first = self.failures[0]
         merged: dict[str, tuple[str, str, list[int]]] = {}
         for failure in self.failures:
             lost = failure.lost_peer and not first.lost_peer
@@ -147,8 +190,12 @@ class WorldError(Exception):
         return list(merged.values())
 
 
+PLURALS = {"was killed": "were killed", "was lost": "were lost", "was stopped": "were stopped"}
+PLURALS |= {"was outside": "were outside", "with its ": "with their ", "waits in ": "wait in ", "was in ": "were in "}
+
+
 def _plural(summary: str) -> str:
-    for one, several in (("was killed", "were killed"), ("was lost", "were lost"), ("with its ", "with their ")):
+    for one, several in PLURALS.items():
         summary = summary.replace(one, several)
     return summary
 

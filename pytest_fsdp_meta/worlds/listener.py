@@ -55,6 +55,12 @@ class Listener:
         to close.
         """
 
+    def interrupted(self, world: ObservedWorld, error: BaseException, describe: Callable[[str], WorldError]) -> None:
+        """Handle that an exception ended the wait for the ranks, such as that of a time limit; the world ends now.
+
+        ``describe(cause)`` asks the ranks where they are.
+        """
+
     @contextmanager
     def terminal(self, world: ObservedWorld, rank: int) -> Iterator[Terminal]:
         """Provide the terminal for one prompt of a debugger on the rank. Raise ValueError with the reason if not."""

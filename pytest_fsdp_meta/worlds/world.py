@@ -148,7 +148,11 @@ class World:
         except BaseException as error:
             # Ranks report when they run out of disk space or descriptors; here it is the parent that did.
             shortage = self._describe_shortage(error) if isinstance(error, OSError) else ""
-            self.close()
+            try:
+                if self._conversation is not None:
+                    self._listener.interrupted(self, error, partial(self._describe_wait, self._conversation, doing))
+            finally:
+                self.close()
             if shortage:
                 raise WorldError([RankFailure(0, "unstarted", shortage, user=True)], doing, label=self.label) from error
             raise
@@ -262,11 +266,18 @@ class World:
             self._fail(replies, conversation.activities, doing, unanimous_outcomes)
         return replies.answers
 
+    def _describe_wait(self, conversation: Conversation, doing: str, cause: str) -> WorldError:
+        """Return where the ranks are when ``cause`` ends the wait for those that have not answered."""
+        waiting = sorted({member.rank for member in self._members} - conversation.answered)
+        replies = conversation.describe_hang(waiting, "was interrupted", verb="was")
+        doing = _describe_activities(replies.failures, conversation.activities, doing)
+        return WorldError(replies.failures, doing, self.outputs(), self.label, replies.view, replies.states, cause)
+
     def _fail(
         self, replies: Replies, activities: Mapping[int, str], doing: str, unanimous_outcomes: Collection[str]
     ) -> NoReturn:
         doing = _describe_activities(replies.failures, activities, doing)
-        error = WorldError(replies.failures, doing, self.outputs(), self.label, replies.view)
+        error = WorldError(replies.failures, doing, self.outputs(), self.label, replies.view, replies.states)
         if error.unanimous in unanimous_outcomes:
             raise error  # every rank has answered and waits for the next call
         self._listener.failed(self, error, self._set_aside)

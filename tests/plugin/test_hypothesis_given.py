@@ -126,5 +126,5 @@ def test_error(fsdp, n):
         "test_error[no_meta_buffers]": "same error",
     }
     lines = story(result, "test_error[no_meta_params]")
-    assert lines[0] == "no_meta_params: error: ranks 0, 1 raised KeyError: 0"
+    assert lines[0] == "test_error: ranks 0, 1 raised KeyError: 0"
     assert "    n=0,  # or any other generated value" in lines

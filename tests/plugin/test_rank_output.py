@@ -108,3 +108,20 @@ def test_a_warning_that_is_an_error_is_raised_by_the_call(project: Project) -> N
     result = project.run("-k", "second", "-W", "error:second")
     result.assert_outcomes(failed=1)
     assert "DeprecationWarning: second again (on ranks 0, 1)" in result.stdout.str()
+
+
+@pytest.mark.parametrize("options", [(), ("-s",)])
+def test_escape_sequences_of_ranks_are_not_obeyed(project: Project, options: tuple[str, ...]) -> None:
+    project.loaders(
+        r"""
+        @fsdp_conformance(only=["no_meta_params"])
+        def test_x(fsdp):
+            print("\x1b[2J\x1b]0;title\x07 cleared \x1b[31mred")
+            raise RuntimeError("\x1b[31mboom")
+        """
+    )
+    result = project.run(*options)
+    output = result.stdout.str()
+    assert "\x1b" not in output
+    assert output.count(r"\x1b[2J\x1b]0;title\x07 cleared \x1b[31mred") == 2
+    assert r"test_x: ranks 0, 1 raised RuntimeError: \x1b[31mboom" in result.outlines

@@ -133,6 +133,30 @@ def test_ray_is_not_installed(project: Project, args: tuple[str, ...]) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("typed", "hint"),
+    [
+        ("--fsdp-wrold-size=2", "did you mean --fsdp-world-size?"),
+        ("--fsdp_report=x", "did you mean --fsdp-report?"),
+        ("--fdsp-report", "did you mean --fsdp-report?"),
+        ("--fsdp-list-check", "did you mean --fsdp-list-checks?"),
+        ("--fsdp-zzz", "the options are --fsdp-world-size, "),
+    ],
+)
+def test_a_mistyped_option_is_one_line_with_the_nearest_one(project: Project, typed: str, hint: str) -> None:
+    (message,) = errors(project.collect(typed, "--fsdp-device=cpu"))
+    assert message.startswith(f"{typed.partition('=')[0]}: there is no such option; {hint}")
+
+
+def test_options_of_others_are_left_to_pytest(project: Project) -> None:
+    project.write("conftest.py", "def pytest_addoption(parser): parser.addoption('--fsdp-reports')")
+    project.write("test_it.py", "def test_option(pytestconfig): assert pytestconfig.getoption('--fsdp-reports') == 'x'")
+    project.collect("--fsdp-reports=x").assert_outcomes(passed=1)
+    result = project.collect("--maxfial=2")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert "unrecognized arguments: --maxfial=2" in "\n".join(result.errlines)
+
+
 @pytest.mark.parametrize("args", [(), ("-n2",), ("--collect-only",), ("--fsdp-list-checks",)])
 def test_a_wrong_value_ends_the_run(project: Project, args: tuple[str, ...]) -> None:
     project.write("test_it.py", LOADER)

@@ -267,10 +267,10 @@ def test_other(fsdp):
     result = project.run("-p", "no:randomly")
     result.assert_outcomes(passed=6, skipped=2, errors=4)
     result.stdout.fnmatch_lines([
-        "*error: the loader asks for a value of a tensor, which simulated ranks do not have (test_it.py:*): *",
-        "*error: checkpoint_of_shapes(model) has no values, which ranks that run need; give a checkpoint",
-        "*error: checkpoint_of_shapes('nowhere'): the folder has no .safetensors file",
-        "*error: checkpoint_of_shapes: broken/model.safetensors: not the header of a safetensors file",
+        "*: the loader asks for a value of a tensor, which simulated ranks do not have (test_it.py:*): *",
+        "*: checkpoint_of_shapes(model) has no values, which ranks that run need; give a checkpoint",
+        "*: checkpoint_of_shapes('nowhere'): the folder has no .safetensors file",
+        "*: checkpoint_of_shapes: broken/model.safetensors: not the header of a safetensors file",
     ])  # fmt: skip
 
 
@@ -339,7 +339,7 @@ def test_loader(fsdp):
     )
     result = project.run()
     result.assert_outcomes(errors=1)
-    result.stdout.fnmatch_lines([f"shards_tile_the_tensor: error: {message}"])
+    result.stdout.fnmatch_lines([f"test_loader: {message}"])
     assert "Traceback" not in result.stdout.str()
 
 
@@ -354,4 +354,4 @@ def test_loader(fsdp):
     )
     result = project.run()
     result.assert_outcomes(errors=1)
-    result.stdout.fnmatch_lines(["*: error: ranks 0, 15 raised MemoryError: the pool of pinned buffers is empty"])
+    result.stdout.fnmatch_lines(["test_loader: ranks 0, 15 raised MemoryError: the pool of pinned buffers is empty"])

@@ -336,15 +336,15 @@ def test_a_real_shape_and_the_expected_one():
 
 
 def test_an_error_with_a_separate_detail():
-    text = describe_error(make(), "it broke", "Traceback ...", RERUN)
-    assert text == f"weights_are_blue: error: it broke\n\nTraceback ...\n\nrerun: {RERUN}"
+    text = describe_error("test_it", "it broke", "Traceback ...", RERUN)
+    assert text == f"test_it: it broke\n\nTraceback ...\n\nrerun: {RERUN}"
 
 
 def test_an_error_whose_detail_begins_with_the_reason():
-    text = describe_error(make(), "rank 1 was killed by SIGKILL", "rank 1 was killed by SIGKILL\nrank 0: ...", RERUN)
+    text = describe_error("test_it", "rank 1 was killed by SIGKILL", "rank 1 was killed by SIGKILL\nrank 0: ...", RERUN)
     assert text == message(
         """
-        weights_are_blue: error: rank 1 was killed by SIGKILL
+        test_it: rank 1 was killed by SIGKILL
         rank 0: ...
 
         rerun: pytest 'test_a.py::test_llama[no_meta_buffers]'
@@ -354,7 +354,7 @@ def test_an_error_whose_detail_begins_with_the_reason():
 
 @pytest.mark.parametrize("detail", ["", "it broke"])
 def test_the_reason_of_an_error_is_not_repeated(detail):
-    assert describe_error(make(), "it broke", detail, RERUN) == (f"weights_are_blue: error: it broke\n\nrerun: {RERUN}")
+    assert describe_error("test_it", "it broke", detail, RERUN) == f"test_it: it broke\n\nrerun: {RERUN}"
 
 
 def test_the_list_of_checks():

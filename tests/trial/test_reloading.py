@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Collection, Iterable
@@ -358,7 +359,7 @@ def test_a_hanging_save_fails_only_the_checks_that_need_it():
     passed = {REPEATABLE, NAMES, EXPORTS, "params_equal_reference", "loss_parity"}
     assert {id for id, one in found.items() if one.status == "passed"} == passed
     assert {id: one.status for id, one in found.items() if id not in passed} == dict.fromkeys(SAVING, "error")
-    assert "did not answer within 8 s" in found[ROUND_TRIP].reason
+    assert re.match(r"rank 0 hung in barrier, test_reloading.py:\d+; ", found[ROUND_TRIP].reason)
 
 
 @pytest.mark.slow
@@ -376,7 +377,9 @@ def test_saving_that_hangs_or_ends_a_rank_is_not_retried(tmp_path, how):
 
     found = judged(lambda fsdp: declared(fsdp, build(), save=save, resume=resume), SAVING, timeout=8)
     assert statuses(found) == dict.fromkeys(SAVING, "error")
-    message = "did not answer within 8 s" if how == "hangs" else "exited with code 3 before it answered"
+    message = (
+        "ranks 0, 1 hung in save, test_reloading.py:" if how == "hangs" else "exited with code 3 before it answered"
+    )
     assert all(message in one.reason for one in found.values())
     assert found[ROUND_TRIP].detail.startswith("saving hung or ended a rank, and is not tried again:\n\nrank")
     assert {path.name.partition(" ")[0] for path in tmp_path.iterdir()} == {"continued"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
@@ -368,7 +369,8 @@ def test_other_numbers_of_backwards_are_named_as_the_cause():
 
 def test_a_rank_that_waits_for_a_micro_batch_of_another_is_a_hang():
     found = judged(uneven(divide=True, closes=True), ["loss_parity"], timeout=5)["loss_parity"]
-    assert (found.status, found.reason) == ("error", "ranks 0, 1 did not answer within 5 s")
+    assert found.status == "error"
+    assert re.match(r"rank \d (hung|waits) in all_gather, ", found.reason), found.reason
     assert "rank 0 waits in all_gather number 5 " in found.detail
     assert "rank 1 waits in all_reduce number 5 " in found.detail
     assert "mismatch: collective number 5 differs between these ranks" in found.detail

@@ -91,6 +91,26 @@ def test_a_misuse_is_reported_by_its_message_alone() -> None:
     assert str(error) == error.summary == "declare the batch"
 
 
+def test_a_misuse_of_one_rank_alone_names_it() -> None:
+    def misuse() -> None:
+        if current().rank == 1:
+            raise Misuse("declare the batch")
+
+    error = fails(world(3), misuse)
+    assert str(error) == error.summary == "rank 1: declare the batch"
+
+
+def test_control_characters_of_a_rank_are_escaped() -> None:
+    def colour() -> None:
+        raise ValueError("\x1b[31mred\x1b[0m\tand\nmore \x9b2J\r")
+
+    error = fails(world(1), colour)
+    assert error.summary == "rank 0 raised ValueError: \\x1b[31mred\\x1b[0m\tand"
+    assert error.failures[0].message == "\\x1b[31mred\\x1b[0m\tand\nmore \\x9b2J\\r"
+    assert "\x1b" not in str(error)
+    assert "more \\x9b2J" in str(error)
+
+
 def test_an_exception_without_text() -> None:
     class Mute(Exception):
         def __str__(self) -> str:
@@ -216,7 +236,7 @@ def test_large_arguments_for_a_stopped_rank() -> None:
     began = time.monotonic()
     with pytest.raises(WorldError) as caught:
         stopped.run(len, b"x" * (20 * 2**20))
-    assert caught.value.summary == "rank 1 did not answer within 1 s"
+    assert caught.value.summary == "rank 1 was stopped by a signal such as SIGSTOP; rank 0 had returned"
     assert time.monotonic() - began < SOON
 
 

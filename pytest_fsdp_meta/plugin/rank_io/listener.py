@@ -13,11 +13,15 @@ import pytest
 from pytest_fsdp_meta.plugin.rank_io.debugger import Debugger, TerminalLender, register_debugger
 from pytest_fsdp_meta.plugin.rank_io.progress import Progress, terminal_of
 from pytest_fsdp_meta.plugin.rank_io.warnings import Warnings
+from pytest_fsdp_meta.text import escape_controls, first_line
 from pytest_fsdp_meta.worlds import Listener, ObservedWorld, WorldError
 from pytest_fsdp_meta.worlds.rank import coverage
 from pytest_fsdp_meta.worlds.rank.warnings import RankWarning
 from pytest_fsdp_meta.worlds.system.messages import DOING
 from pytest_fsdp_meta.worlds.system.terminal import Terminal
+
+STARTING = "starting"
+"""What a world reports before it starts its ranks."""
 
 
 def name_rank(world: ObservedWorld, rank: int) -> str:
@@ -49,12 +53,15 @@ class RankListener(Listener):
         self._coverage = coverage.Sum()
         self._debugger: Debugger | None = None
         self._lender = TerminalLender(config)
+        self._interruption: WorldError | None = None
+        self._doing = ""
         self._progress = Progress(terminal_of(config), partial(cursor_column, config), importing)
 
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Wrap one phase of an item; fail it at its end for warnings that the user's filters turn into errors."""
         self._at_line_start = False
+        self._interruption, self._doing = None, ""
         self._progress.begin()
         try:
             yield
@@ -96,6 +103,21 @@ class RankListener(Listener):
         if self._debugger is not None:
             self._debugger.failed(world, error, keep)
 
+    def interrupted(self, world: ObservedWorld, error: BaseException, describe: Callable[[str], WorldError]) -> None:
+        """Take down where the ranks are when pytest-timeout, or another plugin with a time limit, fails the test."""
+        if isinstance(error, pytest.fail.Exception):
+            self._interruption = describe(first_line(str(error)).rstrip("."))
+
+    def take_interruption(self) -> WorldError | None:
+        """Return where the ranks were at the last interruption, once; None if they were not waited for."""
+        taken, self._interruption = self._interruption, None
+        return taken
+
+    @property
+    def is_starting(self) -> bool:
+        """Whether the last that a world did was to start its ranks, for which they import the user's modules."""
+        return self._doing == STARTING
+
     @contextmanager
     def terminal(self, world: ObservedWorld, rank: int) -> Iterator[Terminal]:
         self._progress.hide()
@@ -106,14 +128,15 @@ class RankListener(Listener):
         """Add what each rank wrote, as (rank, text), as a section of the item's report, unless it was shown live."""
         for rank, text in outputs:
             if text.strip() and not self.live:
-                item.add_report_section(when, f"rank {rank}", text)
+                item.add_report_section(when, f"rank {rank}", escape_controls(text, keep="\r"))  # of progress bars
 
     def on_wait(self, world: ObservedWorld, doing: str) -> None:
+        self._doing = doing
         self._progress.on_wait(world, doing)
 
     def on_output(self, world: ObservedWorld, rank: int, lines: Sequence[str]) -> None:
         name = name_rank(world, rank)
-        text = "".join(f"[{name}] {line}\n" for line in lines)
+        text = "".join(f"[{name}] {escape_controls(line)}\n" for line in lines)
         if not self._at_line_start and cursor_column(self._config):
             text = f"\n{text}"  # pytest has written the item's name in this line
         self._at_line_start = True

@@ -64,6 +64,8 @@ class Whereabouts:
 
     stack: str
     flight: Flight | None = None
+    stopped: bool = False
+    """Whether a signal such as SIGSTOP has stopped the rank."""
 
 
 def enable_recording() -> None:

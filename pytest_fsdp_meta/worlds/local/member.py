@@ -80,6 +80,10 @@ class LocalMember:
         """Whether the process itself has ended; a child that it forked can hold its pipe and its sentinel open."""
         return self.process.exitcode is not None
 
+    @property
+    def is_stopped(self) -> bool:
+        return self._state() in ("T", "t")
+
     def ending(self) -> RankFailure:
         when = time.monotonic()
         self.process.join(1.0)
@@ -135,11 +139,16 @@ class LocalMember:
 
     def _condition(self) -> str:
         """Return why the process does not react, if the system knows."""
+        return {"T": ": it is stopped", "D": ": it waits inside the kernel", "Z": ": it has ended"}.get(
+            self._state(), ""
+        )
+
+    def _state(self) -> str:
+        """Return the letter for the state of the process; "" where the system does not say."""
         try:
-            state = Path(f"/proc/{self.process.pid}/stat").read_text("utf-8").rpartition(")")[2].split()[0]
+            return Path(f"/proc/{self.process.pid}/stat").read_text("utf-8").rpartition(")")[2].split()[0]
         except (OSError, IndexError):
             return ""
-        return {"T": ": it is stopped", "D": ": it waits inside the kernel", "Z": ": it has ended"}.get(state, "")
 
 
 def _size(path: Path) -> int:

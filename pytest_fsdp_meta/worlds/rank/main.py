@@ -254,6 +254,7 @@ def _describe_failure(task: Assignment, error: BaseException) -> RankFailure:
         user=isinstance(error, Misuse),
         exception=f"{kind.__module__}.{kind.__qualname__}",
         message=_shortened(text, 20_000),
+        place=tracebacks.user_place(error),
     )
 
 

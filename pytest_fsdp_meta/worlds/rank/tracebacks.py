@@ -9,6 +9,9 @@ import threading
 import traceback
 from pathlib import Path
 
+from pytest_fsdp_meta.text import counted, first_line
+from pytest_fsdp_meta.worlds.diagnosis.headline import is_library
+
 PLUMBING = (
     "multiprocessing/",
     "pytest_fsdp_meta/worlds/rank/main.py",
@@ -18,6 +21,11 @@ PLUMBING = (
     "runpy",
 )
 """Parts of stack lines that belong to how ranks are started and called."""
+FIRST_CHAINED, LAST_CHAINED = 2, 3
+"""Exceptions of a longer chain that are shown: the oldest, which caused the others, and those that were raised last."""
+CAUSED = "The above exception was the direct cause of the following exception:"
+WHILE_HANDLED = "During handling of the above exception, another exception occurred:"
+"""Python's own sentences."""
 NO_FRAME = "  <no Python frame>"
 """What faulthandler prints for the threads of a C++ library."""
 PACKAGE = f'File "{Path(__file__).parents[2]}{os.sep}'
@@ -25,21 +33,44 @@ PACKAGE = f'File "{Path(__file__).parents[2]}{os.sep}'
 
 
 def format_traceback(error: BaseException, hide: Path) -> str:
-    """Format the traceback, causes and contexts included, without its leading frames in files under ``hide``."""
-    formatted = traceback.TracebackException.from_exception(error)
-    seen: set[int] = set()
-    todo: list[traceback.TracebackException | None] = [formatted]
-    while todo:
-        one = todo.pop()
-        if one is None or id(one) in seen:
+    """Format the traceback, without its leading frames in files under ``hide``.
+
+    Of the exceptions that led to this one, the first and the last are shown: a loop of retries can chain thousands.
+    """
+    chain = _chain(traceback.TracebackException.from_exception(error))
+    left_out = range(FIRST_CHAINED, len(chain) - LAST_CHAINED)
+    parts = []
+    for number, (one, join) in enumerate(chain):
+        if number in left_out:
+            parts += [f"... {counted(len(left_out), 'more exception')} ...\n\n"] if number == left_out[0] else []
             continue
-        seen.add(id(one))
         frames = list(one.stack)
         while frames and Path(frames[0].filename).is_relative_to(hide):
             frames.pop(0)
         one.stack = traceback.StackSummary.from_list(frames)
-        todo += [one.__cause__, one.__context__]
-    return "".join(formatted.format())
+        parts += [*one.format(chain=False), *([f"\n{join}\n\n"] if join else [])]
+    return "".join(parts)
+
+
+def describe_long_chain(error: BaseException) -> str:
+    """Return a line about the exceptions that led to this one if they are too many to be shown; else ""."""
+    chain = _chain(traceback.TracebackException.from_exception(error))
+    if len(chain) <= FIRST_CHAINED + LAST_CHAINED:
+        return ""
+    oldest = next(chain[0][0].format_exception_only()).strip()
+    return f"{counted(len(chain) - 1, 'exception')} led to this one, the first of them: {first_line(oldest)}"
+
+
+def _chain(last: traceback.TracebackException) -> list[tuple[traceback.TracebackException, str]]:
+    """Return the exceptions that Python shows, the oldest first, each with the sentence that joins it to the next."""
+    chain, seen = [(last, "")], {id(last)}
+    while True:
+        one = chain[-1][0]
+        earlier = one.__cause__ or (None if one.__suppress_context__ else one.__context__)
+        if earlier is None or id(earlier) in seen:
+            return chain[::-1]
+        seen.add(id(earlier))
+        chain.append((earlier, CAUSED if one.__cause__ is not None else WHILE_HANDLED))
 
 
 def user_line(error: BaseException | None = None) -> str:
@@ -48,9 +79,22 @@ def user_line(error: BaseException | None = None) -> str:
     Of the frames of an error, or else of those that run now.
     """
     frames = traceback.extract_stack() if error is None else traceback.extract_tb(error.__traceback__)
-    own = [one for one in frames if not Path(one.filename).is_relative_to(Path(__file__).parents[2])]
-    users = [one for one in own if "site-packages" not in Path(one.filename).parts] or own or frames
+    users = _of_user(frames) or _not_ours(frames) or frames
     return f"{os.path.relpath(users[-1].filename)}:{users[-1].lineno}" if users else "unknown line"
+
+
+def user_place(error: BaseException) -> str:
+    """Return "path:line" of the user's innermost frame; "" if the traceback has no frame of the user."""
+    users = _of_user(traceback.extract_tb(error.__traceback__))
+    return f"{os.path.abspath(users[-1].filename)}:{users[-1].lineno}" if users else ""
+
+
+def _of_user(frames: list[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
+    return [one for one in _not_ours(frames) if not is_library(one.filename)]
+
+
+def _not_ours(frames: list[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
+    return [one for one in frames if not Path(one.filename).is_relative_to(Path(__file__).parents[2])]
 
 
 def dump() -> str:

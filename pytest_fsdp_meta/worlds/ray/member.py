@@ -77,6 +77,10 @@ class RemoteMember:
     def has_message_or_ended(self) -> bool:
         return bool(self._inbox) or self._ending is not None
 
+    @property
+    def is_stopped(self) -> bool:
+        return False  # not known on this machine
+
     def send(self, note: bytes) -> None:
         self._command("send", messages.read_note(note))
 
