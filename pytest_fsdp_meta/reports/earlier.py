@@ -31,7 +31,7 @@ class EarlierReports:
 
     before: Report | None = None
     past: tuple[Report, ...] = ()
-    """All that were read, without findings and summaries, oldest first."""
+    """All that were read, with the results of checks only, oldest first."""
     which: str = ""
     """Which of several runs ``before`` is."""
     notes: tuple[str, ...] = ()
@@ -67,7 +67,7 @@ def read_earlier(paths: Sequence[str], now: datetime) -> EarlierReports:
                 notes.append(str(error))
                 reports = [one for one in reports if one[0] != path]
                 continue
-            which = "" if is_single else f"the last of {counted(len(reports), 'run')} that passed"
+            which = "" if is_single else f"the last that passed of {counted(len(reports), 'run')}"
             return EarlierReports(before, _without_paths(reports), which, tuple(notes))
     problem = f"none of {counted(len(reports), 'earlier run')} passed, so every failure fails this one"
     if not reports:

@@ -76,7 +76,7 @@ class ReportWriter:
 def read_report(path: Path, brief: bool = False) -> Report:
     """Return the report in a file. A report of an older schema is converted to the current one.
 
-    If ``brief``, without findings and summaries: this is ten times as fast, and enough for the history of checks.
+    If ``brief``, of loaders only what the history of checks needs, which is several times as fast.
 
     Raises ValueError if the file is not a report, and its subclass UnknownSchema if it has an unknown schema; the
     message is one line that names the file. The report of a killed run can be read; its ``complete`` is false.
@@ -106,14 +106,18 @@ def read_report(path: Path, brief: bool = False) -> Report:
 
 
 def _drop_details(data: dict[str, Any]) -> None:
-    """Remove the large parts of a report. The codec says what is wrong with data of another form."""
+    """Remove all of a report but the results of its checks. The codec says what is wrong with data of another form."""
     loaders = data.get("loaders")
     for loader in filter(_is_object, loaders if isinstance(loaders, list) else ()):
-        loader.pop("summary", None)
+        _keep(loader, ("loader", "world", "checks"))
         checks = loader.get("checks")
         for check in filter(_is_object, checks if isinstance(checks, list) else ()):
-            check.pop("findings", None)
-            check.pop("detail", None)
+            _keep(check, ("check", "status", "skip", "history"))
+
+
+def _keep(data: dict[str, Any], names: Iterable[str]) -> None:
+    for name in data.keys() - set(names):
+        del data[name]
 
 
 def _is_object(value: object) -> bool:

@@ -421,6 +421,19 @@ def test_invalid_options_are_refused(project: Project, options, message) -> None
     assert message in line
 
 
+def test_of_several_reports_each_has_to_exist_and_to_be_one(project: Project) -> None:
+    project.write("a, b/report.json", as_schema_1(run(), {}))
+    project.write("empty/report.json", "")
+    named = "--fsdp-compare=a, b/report.json"
+    assert project.collect("--collect-only", named).ret == pytest.ExitCode.NO_TESTS_COLLECTED, "a comma in a name"
+    (line,) = errors(project.collect("--fsdp-compare=empty,nowhere"))
+    assert "invalid value 'empty,nowhere'" in line
+    (line,) = errors(project.collect("--fsdp-compare=empty/report.json,empty"))
+    assert line.startswith("--fsdp-compare: empty/report.json: not JSON, or truncated: ")
+    (line,) = errors(project.collect("--fsdp-compare=,"))
+    assert "invalid value ','" in line
+
+
 OLD_STATUSES = {
     "passed": "passed",
     "failed": "failed",

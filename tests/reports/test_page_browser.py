@@ -110,6 +110,8 @@ def test_no_page_is_wider_than_the_screen(opened, name, width):
     [
         ("usual", "dark"),
         ("compared", "dark"),
+        ("nights", "light"),
+        pytest.param("nights", "dark", marks=pytest.mark.slow),
         pytest.param("usual", "light", marks=pytest.mark.slow),
         pytest.param("hostile", "light", marks=pytest.mark.slow),
         pytest.param("empty", "dark", marks=pytest.mark.slow),
