@@ -67,7 +67,7 @@ def read_earlier(paths: Sequence[str], now: datetime) -> EarlierReports:
                 notes.append(str(error))
                 reports = [one for one in reports if one[0] != path]
                 continue
-            which = "" if is_single else f"the last of {counted(len(reports), 'run')} that passed"
+            which = "" if is_single else f"the last that passed of {counted(len(reports), 'run')}"
             return EarlierReports(before, _without_paths(reports), which, tuple(notes))
     problem = f"none of {counted(len(reports), 'earlier run')} passed, so every failure fails this one"
     if not reports:

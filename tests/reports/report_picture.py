@@ -18,8 +18,9 @@ from pytest_fsdp_meta.reports.page import write_page
 from tests.reports.chromium import QUIET, chromium
 from tests.reports.many_loaders import nightly, yesterday
 
-MOST_HEIGHT = 1900
-"""Height (px) of a picture of many loaders."""
+SCALE = 0.8
+"""Pixels of the picture for each of the page, so that a picture stays below 300 kB."""
+MANY = 1000
 EXAMPLE = Path(__file__).parents[2] / "examples" / "test_llama.py"
 BROKEN = """
 
@@ -71,9 +72,7 @@ def run_broken(folder: Path) -> Path:
 def shoot(page: Any, folder: Path) -> None:
     """What a reader sees first, and how tensors lie."""
     first = page.locator(".loader").first
-    result = first.locator(".result").first.bounding_box()
-    whole = {"x": 0, "y": 0, "width": 1280, "height": result["y"] + result["height"] + 14}
-    page.screenshot(path=folder / "report.png", clip=whole, full_page=True)
+    page.screenshot(path=folder / "report.png", clip=top_until(page, ".matrix-scroller"), full_page=True)
     top = first.locator(".charts").bounding_box()
     end = first.locator(".drawings").first.bounding_box()
     height = end["y"] + end["height"] - top["y"] + 24
@@ -85,17 +84,30 @@ def shoot(page: Any, folder: Path) -> None:
 
 
 def shoot_many(browser: Any, folder: Path, target: Path, loaders: int) -> None:
-    """What a reader sees first of a nightly run of so many loaders: the top of the page, and the matrix below it."""
+    """What broke in a nightly run of so many loaders, and for the smaller one the table below it."""
     now = nightly(loaders)
     write_page(now, folder / "index.html", compare(yesterday(loaders), now))
-    page = browser.new_page(viewport={"width": 1280, "height": 800}, color_scheme="light")
-    page.goto((folder / "index.html").as_uri())
-    page.wait_for_timeout(1000)
-    bottom = page.locator(".matrix-scroller").bounding_box()
-    height = min(bottom["y"] + bottom["height"] + 14, MOST_HEIGHT)
-    clip = {"x": 0, "y": 0, "width": 1280, "height": height}
-    page.screenshot(path=target / f"report-{loaders}.png", clip=clip, full_page=True)
+    page = open_page(browser, folder / "index.html")
+    page.screenshot(path=target / f"report-{loaders}.png", clip=top_until(page, "#broke"), full_page=True)
+    if loaders < MANY:
+        top, end = page.locator("#overview").bounding_box(), page.locator(".others").first.bounding_box()
+        clip = {"x": 0, "y": top["y"] - 14, "width": 1280, "height": end["y"] + end["height"] + 14 - top["y"]}
+        page.screenshot(path=target / f"report-{loaders}-matrix.png", clip=clip, full_page=True)
     page.close()
+
+
+def open_page(browser: Any, path: Path) -> Any:
+    viewport = {"width": 1280, "height": 1180}
+    page = browser.new_page(viewport=viewport, color_scheme="light", device_scale_factor=SCALE)
+    page.goto(path.as_uri())
+    page.wait_for_timeout(1000)
+    return page
+
+
+def top_until(page: Any, selector: str) -> dict[str, float]:
+    """Return the clip from the top of the page to the end of an element."""
+    end = page.locator(selector).first.bounding_box()
+    return {"x": 0, "y": 0, "width": 1280, "height": end["y"] + end["height"] + 14}
 
 
 def main(target: Path) -> None:
@@ -105,11 +117,8 @@ def main(target: Path) -> None:
         project.mkdir()
         path = run_broken(project)
         browser = started.chromium.launch(executable_path=chromium(started), args=QUIET)
-        page = browser.new_page(viewport={"width": 1280, "height": 1180}, color_scheme="light")
-        page.goto(path.as_uri())
-        page.wait_for_timeout(1000)
-        shoot(page, target)
-        for loaders in (130, 1000):
+        shoot(open_page(browser, path), target)
+        for loaders in (130, MANY):
             shoot_many(browser, Path(folder), target, loaders)
         browser.close()
 

@@ -140,7 +140,7 @@ def test_a_world_that_vanished_is_missing():
 
 def test_a_run_without_a_loader_that_it_needs_is_red_everywhere():
     gone = report(loader(), missing=("t.py::old",), exit_status=1)
-    assert badge(gone)["message"] == f"{len(CATALOGUE)} passed, 1 loader missing"
+    assert badge(gone)["message"] == f"1 loader missing, {len(CATALOGUE)} passed"
     assert badge(gone)["color"] == "red"
     assert summarise_run(gone).startswith("### ❌")
     assert build_view(gone).verdict[:2] == ("failed", "1 loader missing")
@@ -226,16 +226,14 @@ def test_a_loader_with_only_errors_is_one_line():
     assert list(describe_comparison(compare(run(), now))) == [
         (
             "worse",
-            f"new failures: {len(CATALOGUE)}",
+            "new failures: 1",
             [
                 f"{LLAMA}: {CATALOGUE[0].check} (rank 1 raised ValueError: no), "
                 f"{', '.join(one.check for one in CATALOGUE[1:5])} and {len(CATALOGUE) - 5} more"
             ],
         )
     ]
-    assert (
-        describe_verdict(compare(run(), now)) == f"{len(CATALOGUE)} new failures since 2026-11-20T22:30:00Z (0123abc+)"
-    )
+    assert describe_verdict(compare(run(), now)) == "1 new failure since 2026-11-20T22:30:00Z (0123abc+)"
     assert describe_verdict(compare(run(), run())).startswith("no changes since")
 
 
@@ -421,6 +419,19 @@ def test_a_file_that_is_not_a_report_is_refused_before_anything_runs(project: Pr
 def test_invalid_options_are_refused(project: Project, options, message) -> None:
     (line,) = errors(project.collect(*options))
     assert message in line
+
+
+def test_of_several_reports_each_has_to_exist_and_to_be_one(project: Project) -> None:
+    project.write("a, b/report.json", as_schema_1(run(), {}))
+    project.write("empty/report.json", "")
+    named = "--fsdp-compare=a, b/report.json"
+    assert project.collect("--collect-only", named).ret == pytest.ExitCode.NO_TESTS_COLLECTED, "a comma in a name"
+    (line,) = errors(project.collect("--fsdp-compare=empty,nowhere"))
+    assert "invalid value 'empty,nowhere'" in line
+    (line,) = errors(project.collect("--fsdp-compare=empty/report.json,empty"))
+    assert line.startswith("--fsdp-compare: empty/report.json: not JSON, or truncated: ")
+    (line,) = errors(project.collect("--fsdp-compare=,"))
+    assert "invalid value ','" in line
 
 
 OLD_STATUSES = {

@@ -217,14 +217,14 @@ def test_a_folder_of_reports_is_read_in_the_order_of_time(tmp_path):
     assert [one.header.commit for one in found.past] == ["c1", "c2", "c3", "c4"]
     assert found.notes == ()
     assert found.before == read_report(tmp_path / "b/report.json"), "in full"
-    assert found.which == "the last of 4 runs that passed"
+    assert found.which == "the last that passed of 4 runs"
 
 
 @pytest.mark.parametrize(
     ("statuses", "day", "which"),
     [
-        (["failed", "passed", "failed"], 2, "the last of 3 runs that passed"),
-        (["passed", "passed", "error"], 2, "the last of 3 runs that passed"),
+        (["failed", "passed", "failed"], 2, "the last that passed of 3 runs"),
+        (["passed", "passed", "error"], 2, "the last that passed of 3 runs"),
     ],
 )
 def test_which_run_is_compared(tmp_path, statuses, day, which):

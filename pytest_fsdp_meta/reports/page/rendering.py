@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 HERE = files("pytest_fsdp_meta.reports.page")
 STYLES = ("vendor/uPlot.min.css", "templates/page.css", "templates/history.css")
 MAIN_VERSIONS = ("pytest-fsdp-meta", "torch", "transformers")
+MOST_OPEN = 5
+"""Lines of a kind of change that are open when the page opens; "What broke" has the new failures."""
 MOST_DETAILED = 60
 """Drawings of one loader that have a text below them; if there are more, only those with problems have one."""
 VENDORED = ("vendor/uPlot.LICENSE", "vendor/uPlot.iife.min.js")
@@ -133,6 +135,7 @@ def _environment() -> Environment:
         "TIMELINE_HEIGHT": TIMELINE_HEIGHT,
         "MOST_DETAILS": MOST_DETAILS,
         "MOST_DETAILED": MOST_DETAILED,
+        "MOST_OPEN": MOST_OPEN,
         "MAIN_VERSIONS": MAIN_VERSIONS,
         "ACTIVITIES": ACTIVITIES,
     }
