@@ -72,8 +72,6 @@ Storage device_storage(const Storage& made_on_host, DeviceIndex index) {
 
 // Return a tensor of the device that takes the memory of a CPU tensor over.
 Tensor as_standin(const Tensor& made_on_host, DeviceIndex index) {
-  TORCH_CHECK_NOT_IMPLEMENTED(made_on_host.layout() == c10::kStrided && !made_on_host.is_quantized(),
-                              "standin: sparse and quantized tensors are not implemented; test them on the CPU");
   if (made_on_host.is_conj() || made_on_host.is_neg()) {
     return as_standin(made_on_host.resolve_conj().resolve_neg(), index);
   }
@@ -193,7 +191,9 @@ class Call {
   }
 
   Tensor raise(const Tensor& tensor) {
-    if (!tensor.defined() || !tensor.is_cpu()) return tensor;
+    if (!tensor.defined() || !tensor.device().is_cpu()) return tensor;
+    TORCH_CHECK_NOT_IMPLEMENTED(tensor.layout() == c10::kStrided && !tensor.is_quantized(),
+                                "standin: sparse and quantized tensors are not implemented; test them on the CPU");
     for (const auto& pair : pairs_) {
       if (pair.host.is_same(tensor)) return pair.device;
       if (pair.host.storage().unsafeGetStorageImpl() == tensor.storage().unsafeGetStorageImpl()) {
@@ -252,6 +252,12 @@ Tensor empty_strided(IntArrayRef size, IntArrayRef stride, std::optional<c10::Sc
                                                   c10::dtype_or_default(dtype)));
 }
 
+// The gradient of what does not depend on its input: elsewhere a tensor without memory.
+Tensor efficient_zeros(IntArrayRef size, std::optional<c10::ScalarType> dtype, std::optional<c10::Layout>,
+                       std::optional<Device> device, std::optional<bool>) {
+  return empty(size, dtype, {}, device, {}, {}).zero_();
+}
+
 Tensor as_strided(const Tensor& self, IntArrayRef size, IntArrayRef stride, std::optional<int64_t> offset) {
   return at::native::as_strided_tensorimpl(self, size, stride, offset);
 }
@@ -275,12 +281,7 @@ Tensor& set_empty(Tensor& self) { return at::native::set_cpu_(self); }
 
 Tensor copy_from(const Tensor& source, const Tensor& target, bool) {
   TORCH_CHECK_NOT_IMPLEMENTED(!source.is_meta(), "Cannot copy out of meta tensor; no data!");
-  if (target.is_meta()) return target;
-  if (source._is_zerotensor()) {
-    as_cpu(target).zero_();  // a gradient that is known to be zero has no memory
-  } else {
-    as_cpu(target).copy_(as_cpu(source));
-  }
+  if (!target.is_meta()) as_cpu(target).copy_(as_cpu(source));
   return target;
 }
 Tensor copy_from_and_resize(const Tensor& source, const Tensor& target) {
@@ -383,6 +384,7 @@ TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromB
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", empty);
   m.impl("empty_strided", empty_strided);
+  m.impl("_efficientzerotensor", efficient_zeros);
   m.impl("as_strided", as_strided);
   m.impl("view", view);
   m.impl("_reshape_alias", reshape_alias);

@@ -149,7 +149,7 @@ def test_too_large(fsdp):
 """,
     )
     result = project.run("--fsdp-simulate=64", "-p", "no:randomly")
-    result.assert_outcomes(passed=8, errors=4)
+    result.assert_outcomes(passed=8, errors=1)
     result.stdout.fnmatch_lines([
         "*ValueError: init_process_group(world_size=65) in a world of 64: leave rank and world_size out*",
         "* 64 ranks: * of parameters on a rank*, peaks at * and sends * over dp_shard, * over dp_replicate",
@@ -169,6 +169,15 @@ def test_loader(fsdp):
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(
         ["*--fsdp-simulate=31: mesh * does not fit a world of 31, which is not a multiple of 2"]
+    )
+
+
+def test_a_size_that_no_machine_can_list_is_refused(project: Project) -> None:
+    project.write("test_it.py", f"{LOADER}\n@fsdp_conformance(simulate=10**9)\ndef test_loader(fsdp): ...\n")
+    result = project.run("--collect-only")
+    assert result.ret != pytest.ExitCode.OK
+    result.stderr.fnmatch_lines(
+        ["*a simulated world has at most 131072 ranks, not 1000000000; torch lists all of them"]
     )
 
 

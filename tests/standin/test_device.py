@@ -196,7 +196,7 @@ def use_what_it_lacks() -> list[str]:
     scale = torch.ones(2, device=here.device, requires_grad=True)
     torch.sgn(scale).sum().backward()
     assert scale.grad is not None
-    assert scale.grad.tolist() == [0, 0]  # a zero tensor, which has no memory
+    assert scale.grad.tolist() == [0, 0]  # elsewhere a tensor without memory
     return refuses(here.to_sparse, lambda: here.to_sparse_csr())
 
 
