@@ -208,7 +208,8 @@ def _leaving(op: str, nbytes: int, ranks: int) -> int:
 def _dims_by_group(rank: Rank, model: Module) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yield the name of each group with the dimensions of the mesh that it is for, the loader's own or the world's."""
     own = {parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)}
-    yield dist.group.WORLD.group_name, rank.mesh.mesh_dim_names or ()
-    for mesh in (*own, rank.mesh):
+    worlds = [rank.mesh] if rank.has_mesh else [mesh for mesh in own if mesh.size() == rank.world_size][:1]
+    yield dist.group.WORLD.group_name, (worlds[0].mesh_dim_names or ()) if worlds else ()
+    for mesh in (*own, *worlds):
         for name in mesh.mesh_dim_names or ():
             yield mesh.get_group(name).group_name, (name,)

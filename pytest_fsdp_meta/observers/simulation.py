@@ -24,6 +24,7 @@ from pytest_fsdp_meta.observers.support.torch_private import (
     operator_arguments,
     operator_name,
     refusing_objects,
+    refusing_stores,
     tree_leaves,
 )
 from pytest_fsdp_meta.observers.support.watching import watching
@@ -44,6 +45,9 @@ WITHOUT_VALUES = (
     "no fake impl or Meta kernel",
 )
 """What torch says when a value of a meta tensor is asked for."""
+ASKS_CUDA = re.compile(r"not compiled with CUDA|has no attribute '_cuda|No CUDA GPUs|Found no NVIDIA driver")
+NOT_FAKED = re.compile(r"only implemented for GLOO|pure virtual function \"::c10d|csrc/distributed/c10d")
+"""What torch says of collectives and stores that its fake process group does not have."""
 NO_AMOUNT = re.compile(r"$|Unable to allocate")
 """What Python and numpy say when the system has no memory; a MemoryError of the author's own says what is missing."""
 ON_META = "build the model with torch.device('meta') and materialise its shards on fsdp.device"
@@ -62,6 +66,7 @@ def load_simulated(call: Call) -> Loaded:
     with ExitStack() as stack:
         stack.enter_context(without_values("the loader", ON_META))
         stack.enter_context(refusing_objects(_refuse_objects))
+        stack.enter_context(refusing_stores(_refuse_stores))
         stack.enter_context(watching(_ReductionsOfValues()))
         stack.enter_context(cutting_own_shards())
         stack.enter_context(without_values_of_shapes(str(rank.shapes_folder)))
@@ -113,7 +118,7 @@ def without_values(what: str, instead: str) -> Iterator[None]:
     """
     try:
         yield
-    except (RuntimeError, TypeError, MemoryError, CallFailed) as error:
+    except (RuntimeError, TypeError, ValueError, AssertionError, AttributeError, MemoryError, CallFailed) as error:
         cause = error.__cause__ if isinstance(error, CallFailed) and error.__cause__ is not None else error
         if file := NOT_MAPPED.search(str(cause)):
             raise Misuse(
@@ -126,6 +131,16 @@ def without_values(what: str, instead: str) -> Iterator[None]:
             raise Misuse(
                 f"{what} allocates {amount} ({user_line(cause)}), and simulated ranks have no memory for values; "
                 f"{instead}"
+            ) from error
+        if ASKS_CUDA.search(str(cause)):
+            raise Misuse(
+                f"{what} asks CUDA for something ({user_line(cause)}), and simulated ranks have no GPU; use "
+                "fsdp.device, or leave it out where fsdp.simulated is true"
+            ) from error
+        if NOT_FAKED.search(str(cause)):
+            raise Misuse(
+                f"{what} calls what torch's fake process group cannot do ({user_line(cause)}): {first_line(cause)}; "
+                "leave it out where fsdp.simulated is true"
             ) from error
         if not any(text in str(cause) for text in WITHOUT_VALUES):
             raise
@@ -157,4 +172,11 @@ def _refuse_objects(function: str) -> Misuse:
     return Misuse(
         f"the loader calls torch.distributed.{function} ({user_line()}), which sends objects from rank to rank; "
         "simulated ranks are alone: compute them on each rank where fsdp.simulated is true"
+    )
+
+
+def _refuse_stores(function: str) -> Misuse:
+    return Misuse(
+        f"the loader calls {function}() of a store ({user_line()}), which waits for other ranks; simulated ranks are "
+        "alone: leave it out where fsdp.simulated is true"
     )

@@ -32,6 +32,8 @@ HIDDEN = getattr(pytest, "HIDDEN_PARAM", None)
 """Keeps the id of the only world out of the test's name; pytest before 8.4 shows it."""
 SKIPPED = pytest.StashKey[str]()
 """The reason of a skip that pytest should report at the test, not at the call of ``pytest.skip``."""
+MOST_SIMULATED = 2**17
+"""Ranks of a simulated world; each of its processes has lists of all."""
 ARGUMENT = "_fsdp_case"
 """The parametrized argument that makes several items of one test."""
 
@@ -181,6 +183,8 @@ def _simulated_ranks(mesh: Mapping[str, int], settings: Settings) -> tuple[int, 
     size = prod(mesh.values())
     if settings.engine != "local":
         raise ValueError(f"simulated ranks run on this machine only; remove --fsdp-engine={settings.engine}")
+    if size > MOST_SIMULATED:
+        raise ValueError(f"a simulated world has at most {MOST_SIMULATED} ranks, not {size}; torch lists all of them")
     if beyond := [rank for rank in settings.simulate_ranks if rank >= size]:
         raise ValueError(f"--fsdp-simulate-ranks: there is no rank {beyond[0]} in a world of {size}")
     return tuple(sorted({0, *settings.simulate_ranks})) if settings.simulate_ranks else choose_simulated(mesh)

@@ -223,11 +223,6 @@ def read_conformance_spec(
         checks = tuple(catalogue.ids_for(simulated is not None))
     if unsimulated:
         skip, xfail = dict.fromkeys(checks, unsimulated), {}
-    if simulated is not None and process_group == "loader":
-        raise ValueError(
-            "process_group='loader' cannot be simulated: the ranks need torch's fake process group, which the plugin "
-            "makes"
-        )
     return ConformanceSpec(
         meshes=simulated or _meshes(arguments.get("world_size"), arguments.get("mesh"), default_sizes),
         checks=checks,
@@ -290,8 +285,6 @@ def _why_not_simulated(arguments: Mapping[str, Any]) -> str:
     mesh = arguments.get("mesh")
     if arguments.get("simulate") is not None:
         return ""  # the author has decided
-    if arguments.get("process_group") == "loader":
-        return "--fsdp-simulate: the loader makes its own process group, and simulated ranks need torch's fake one"
     if isinstance(mesh, Mapping) and -1 not in mesh.values() and not any(map(shards_data, mesh)):
         return f"--fsdp-simulate: mesh {dict(mesh)} has no dimension that shards data and could be larger"
     return ""

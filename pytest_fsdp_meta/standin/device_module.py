@@ -47,7 +47,10 @@ class DeviceModule(ModuleType):
         """Return the index of a device, an index, a string or None, as all functions of ``torch.cuda`` accept them."""
         if isinstance(device, int):
             return device
-        index = torch.device(device).index if device is not None else None
+        given = torch.device(NAME if device is None else device)
+        if given.type != NAME:
+            raise ValueError(f"Expected a {NAME} device, but got: {given}")
+        index = given.index
         return int(self.core.current_device()) if index is None else index
 
     def is_available(self) -> bool:
@@ -164,10 +167,12 @@ def _stream_class(module: DeviceModule) -> type[torch.Stream]:
     return Stream
 
 
-def _event_class() -> type[torch.Event]:
-    class Event(torch.Event):  # type: ignore[misc]
+def _event_class() -> type:
+    class Event:
+        """Make a ``torch.Event``: another one's ``elapsed_time`` takes no instance of a subclass."""
+
         def __new__(cls, enable_timing: bool = False, **other: Any) -> Any:
-            return super().__new__(cls, device=NAME, enable_timing=enable_timing)
+            return torch.Event(device=NAME, enable_timing=enable_timing)
 
     return Event
 

@@ -4,6 +4,7 @@
 #include "standin.h"
 
 #include <ATen/EmptyTensor.h>
+#include <ATen/TensorOperators.h>
 #include <ATen/native/TensorFactories.h>
 #include <ATen/ops/_local_scalar_dense.h>
 #include <ATen/ops/_reshape_alias_native.h>
@@ -98,7 +99,7 @@ class Call {
     size_t count = schema_.arguments().size();
     size_t first = stack_->size() - count;
     for (size_t i = 0; i < count; ++i) lower((*stack_)[first + i], is_written(schema_.arguments()[i]));
-    if (device_ && has_cpu_tensor_ && !takes_indices_from_cpu(schema_.name())) {
+    if (device_ && has_cpu_tensor_) {
       on_two_devices(schema_.name(), device_->str(), "cpu");
     }
     index_ = device_ && device_->index() >= 0 ? device_->index() : current_device();
@@ -162,11 +163,13 @@ class Call {
       for (auto& tensor : tensors) tensor = lower(tensor, written);
       value = tensors;
     } else if (value.isOptionalTensorList()) {
+      bool had_cpu_tensor = has_cpu_tensor_;
       c10::List<std::optional<Tensor>> lowered;
       for (std::optional<Tensor> tensor : value.toOptionalTensorVector()) {
         lowered.push_back(tensor ? std::optional<Tensor>(lower(*tensor, written)) : tensor);
       }
       value = lowered;
+      if (takes_indices_from_cpu(schema_.name())) has_cpu_tensor_ = had_cpu_tensor;
     } else if (value.isDevice() && value.toDevice().type() == kStandin) {
       if (!device_) device_ = value.toDevice();
       value = Device(c10::kCPU);
@@ -188,7 +191,9 @@ class Call {
   }
 
   Tensor raise(const Tensor& tensor) {
-    if (!tensor.defined() || !tensor.is_cpu()) return tensor;
+    if (!tensor.defined() || !tensor.device().is_cpu()) return tensor;
+    TORCH_CHECK_NOT_IMPLEMENTED(tensor.layout() == c10::kStrided && !tensor.is_quantized(),
+                                "standin: sparse and quantized tensors are not implemented; test them on the CPU");
     for (const auto& pair : pairs_) {
       if (pair.host.is_same(tensor)) return pair.device;
       if (pair.host.storage().unsafeGetStorageImpl() == tensor.storage().unsafeGetStorageImpl()) {
@@ -245,6 +250,12 @@ Tensor empty_strided(IntArrayRef size, IntArrayRef stride, std::optional<c10::Sc
   return filled(at::detail::empty_strided_generic(size, stride, device_allocator(),
                                                   c10::DispatchKeySet(DispatchKey::PrivateUse1),
                                                   c10::dtype_or_default(dtype)));
+}
+
+// The gradient of what does not depend on its input: elsewhere a tensor without memory.
+Tensor efficient_zeros(IntArrayRef size, std::optional<c10::ScalarType> dtype, std::optional<c10::Layout>,
+                       std::optional<Device> device, std::optional<bool>) {
+  return empty(size, dtype, {}, device, {}, {}).zero_();
 }
 
 Tensor as_strided(const Tensor& self, IntArrayRef size, IntArrayRef stride, std::optional<int64_t> offset) {
@@ -337,11 +348,43 @@ std::tuple<Tensor, Tensor> native_dropout(const Tensor& self, double p, std::opt
   return {self.mul(kept).mul(p == 1 ? 0.0 : 1 / (1 - p)), kept};
 }
 
+// torch has the cells of recurrent layers for GPUs as one kernel, which the CPU lacks. The third result of an LSTM's and
+// the second of a GRU's are for the kernel's own backward.
+Tensor with_bias(const Tensor& gates, const std::optional<Tensor>& bias) {
+  return bias && bias->defined() ? gates + *bias : gates;
+}
+
+std::tuple<Tensor, Tensor, Tensor> lstm_cell(const Tensor& input_gates, const Tensor& hidden_gates, const Tensor& cell,
+                                             const std::optional<Tensor>& input_bias,
+                                             const std::optional<Tensor>& hidden_bias) {
+  auto gates = with_bias(input_gates, input_bias) + with_bias(hidden_gates, hidden_bias);
+  auto parts = gates.chunk(4, 1);
+  auto new_cell = parts[1].sigmoid() * cell + parts[0].sigmoid() * parts[2].tanh();
+  return {parts[3].sigmoid() * new_cell.tanh(), new_cell, gates.detach()};
+}
+
+std::tuple<Tensor, Tensor> gru_cell(const Tensor& input_gates, const Tensor& hidden_gates, const Tensor& hidden,
+                                    const std::optional<Tensor>& input_bias, const std::optional<Tensor>& hidden_bias) {
+  auto of_input = with_bias(input_gates, input_bias).chunk(3, 1);
+  auto of_hidden = with_bias(hidden_gates, hidden_bias).chunk(3, 1);
+  auto reset = (of_hidden[0] + of_input[0]).sigmoid();
+  auto update = (of_hidden[1] + of_input[1]).sigmoid();
+  auto proposed = (of_input[2] + of_hidden[2] * reset).tanh();
+  return {(hidden - proposed) * update + proposed, proposed.detach()};
+}
+
+// For both keys: without autograd in inference mode only, else it follows the operators inside.
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) {
+  m.impl("_thnn_fused_lstm_cell", lstm_cell);
+  m.impl("_thnn_fused_gru_cell", gru_cell);
+}
+
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&on_cpu>()); }
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", empty);
   m.impl("empty_strided", empty_strided);
+  m.impl("_efficientzerotensor", efficient_zeros);
   m.impl("as_strided", as_strided);
   m.impl("view", view);
   m.impl("_reshape_alias", reshape_alias);
@@ -360,6 +403,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("convolution_backward_overrideable", convolution_backward);
   m.impl("histc", histc);
   m.impl("native_dropout", native_dropout);
+  m.impl("_thnn_fused_lstm_cell", lstm_cell);
+  m.impl("_thnn_fused_gru_cell", gru_cell);
   // torch decomposes these for other devices than the CPU and CUDA, with other rounding.
   m.impl("native_layer_norm", torch::CppFunction::makeFromBoxedFunction<&on_cpu>());
 }

@@ -30,9 +30,10 @@ constexpr size_t kAlignment = 64;
 DeviceIndex device_count = 1;
 thread_local DeviceIndex current = 0;
 
-void check_index(DeviceIndex index) {
-  TORCH_CHECK(index < device_count, "standin: invalid device ordinal ", static_cast<int>(index), ", there are ",
+DeviceIndex check_index(int index) {
+  TORCH_CHECK(index >= 0 && index < device_count, "standin: invalid device ordinal ", index, ", there are ",
               static_cast<int>(device_count));
+  return static_cast<DeviceIndex>(index);
 }
 
 DeviceIndex or_current(DeviceIndex index) { return index < 0 ? current : index; }
@@ -247,7 +248,7 @@ const at::Generator& default_generator(DeviceIndex index) {
     for (DeviceIndex i = 0; i < kMostDevices; ++i) made->push_back(at::make_generator<Generator>(i));
     return made;
   }();
-  return generators->at(or_current(index));
+  return generators->at(check_index(or_current(index)));
 }
 
 struct Hooks final : at::PrivateUse1HooksInterface {
@@ -270,7 +271,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   }
   const at::Generator& getDefaultGenerator(DeviceIndex index) const override { return default_generator(index); }
   at::Generator getNewGenerator(DeviceIndex index) const override {
-    return at::make_generator<Generator>(or_current(index));
+    return at::make_generator<Generator>(check_index(or_current(index)));
   }
   // FSDP frees and allocates the storages of gathered parameters with this.
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
@@ -319,10 +320,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   });
   m.def("device_count", [] { return static_cast<int>(device_count); });
   m.def("current_device", [] { return static_cast<int>(current); });
-  m.def("set_device", [](int index) { Guard().setDevice({kStandin, static_cast<DeviceIndex>(index)}); });
-  m.def("memory_held", [](int index) { return ledger().held(static_cast<DeviceIndex>(index)); });
-  m.def("memory_peak", [](int index) { return ledger().peak(static_cast<DeviceIndex>(index)); });
-  m.def("reset_memory_peak", [](int index) { ledger().reset_peak(static_cast<DeviceIndex>(index)); });
+  // A negative index changes nothing, as in torch.cuda.
+  m.def("set_device", [](int index) {
+    if (index >= 0) Guard().setDevice({kStandin, check_index(index)});
+  });
+  m.def("memory_held", [](int index) { return ledger().held(check_index(index)); });
+  m.def("memory_peak", [](int index) { return ledger().peak(check_index(index)); });
+  m.def("reset_memory_peak", [](int index) { ledger().reset_peak(check_index(index)); });
   m.def("as_cpu", &on_host);
-  m.def("default_generator", [](int index) { return default_generator(static_cast<DeviceIndex>(index)); });
+  m.def("default_generator", [](int index) { return default_generator(check_index(index)); });
 }

@@ -67,9 +67,10 @@ class WorldSpec:
     def environ(self) -> dict[str, str]:
         """The environment variables of its ranks that the parent does not have.
 
-        Loaders select the GPU of their local rank, which would be another worker's if all were visible.
+        Loaders select the GPU of their local rank, which would be another worker's if all were visible. Simulated
+        ranks see none, so that a loader that asks for one is refused on every machine.
         """
-        return {VISIBLE: ",".join(self.visible)} if self.visible else {}
+        return {VISIBLE: ",".join(self.visible)} if self.visible or self.simulated else {}
 
     @property
     def ranks(self) -> Sequence[int]:

@@ -23,12 +23,13 @@ def build():
     return nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
 
 
-def load(fsdp):
+def load(fsdp, mesh=None):
+    mesh = mesh or fsdp.mesh
     with torch.device("meta"):
         model = build()
     for layer in model:
-        fully_shard(layer, mesh=fsdp.mesh)
-    fully_shard(model, mesh=fsdp.mesh)
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
     return model.to_empty(device=fsdp.device)
 
 
@@ -115,16 +116,43 @@ def test_real(fsdp):
 def test_tp(fsdp):
     return load(fsdp)
 
-@fsdp_conformance(process_group="loader", only=["shards_tile_the_tensor"], xfail={{"shards_tile_the_tensor": "bug"}})
-def test_own_group(fsdp):
-    return load(fsdp)
 """,
     )
     result = project.run("--fsdp-simulate=32", "-rs")
-    result.assert_outcomes(passed=1, skipped=2)
+    result.assert_outcomes(passed=1, skipped=1)
+    result.stdout.fnmatch_lines(["*--fsdp-simulate: mesh {'tp': 2} has no dimension that shards data and could be*"])
+
+
+def test_a_loader_may_make_its_own_groups(project: Project) -> None:
+    project.write(
+        "test_it.py",
+        f"""{LOADER}
+from torch.distributed import init_device_mesh, init_process_group
+
+@fsdp_conformance(process_group="loader", {ONLY})
+def test_own_group(fsdp):
+    init_process_group("cpu:gloo,cuda:nccl")
+    assert (dist.get_rank(), dist.get_world_size()) == (fsdp.rank, fsdp.world_size)
+    mesh = init_device_mesh("cpu", (2, fsdp.world_size // 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+    return Subject(load(fsdp, mesh), reference=build, batch=batch, loss=loss)
+
+@fsdp_conformance({ONLY})
+def test_further_groups(fsdp):
+    dist.barrier(dist.new_group(backend="gloo"))
+    dist.destroy_process_group()
+    init_process_group("gloo", init_method="env://")
+    return Subject(load(fsdp, init_device_mesh("cpu", (fsdp.world_size,))), reference=build, batch=batch, loss=loss)
+
+@fsdp_conformance(process_group="loader", {ONLY})
+def test_too_large(fsdp):
+    init_process_group("gloo", rank=fsdp.rank, world_size=65)
+""",
+    )
+    result = project.run("--fsdp-simulate=64", "-p", "no:randomly")
+    result.assert_outcomes(passed=8, errors=1)
     result.stdout.fnmatch_lines([
-        "*--fsdp-simulate: mesh {'tp': 2} has no dimension that shards data and could be larger*",
-        "*--fsdp-simulate: the loader makes its own process group, and simulated ranks need torch's fake one*",
+        "*ValueError: init_process_group(world_size=65) in a world of 64: leave rank and world_size out*",
+        "* 64 ranks: * of parameters on a rank*, peaks at * and sends * over dp_shard, * over dp_replicate",
     ])  # fmt: skip
 
 
@@ -312,6 +340,29 @@ ASKING = {
         "count = torch.ones(1); dist.all_reduce(count); model = load(fsdp) if count == 64 else None",
         "the loader calls all_reduce with values (test_it.py:*), which simulated ranks are alone with: leave it out "
         "where fsdp.simulated is true",
+    ),
+    "store": (
+        'dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False).get("ready")',
+        "the loader calls get() of a store (test_it.py:*), which waits for other ranks; simulated ranks are alone: "
+        "leave it out where fsdp.simulated is true",
+    ),
+    "store of the group": (
+        "dist.distributed_c10d._get_default_store().add('ready', 1)",
+        "the loader calls add() of a store (test_it.py:*), which waits for other ranks; *",
+    ),
+    "barrier with a timeout": (
+        "dist.monitored_barrier()",
+        "the loader calls what torch's fake process group cannot do (test_it.py:*): monitored_barrier is only * GLOO*",
+    ),
+    "CUDA": (
+        "torch.cuda.synchronize()",
+        "the loader asks CUDA for something (test_it.py:*), and simulated ranks have no GPU; use fsdp.device, or leave "
+        "it out where fsdp.simulated is true",
+    ),
+    "device of CUDA": ("torch.cuda.set_device(0)", "the loader asks CUDA for something (test_it.py:*), *"),
+    "mesh of CUDA": (
+        "dist.init_device_mesh('cuda', (dist.get_world_size(),))",
+        "the loader asks CUDA for something (test_it.py:*), *",
     ),
     "memory": (
         "model = nn.Linear(100_000, 100_000)",

@@ -39,10 +39,7 @@ WRONG = [
         "simulate=9, mesh={'dp_shard': -1, 'tp': 2}",
         "mesh dp_shard=-1 x tp=2 does not fit a world of 9, which is not a multiple of 2",
     ),
-    (
-        "simulate=8, process_group='loader'",
-        "process_group='loader' cannot be simulated: the ranks need torch's fake process group, which the plugin makes",
-    ),
+    ("simulate=10**9", "a simulated world has at most 131072 ranks, not 1000000000; torch lists all of them"),
     ("mesh=[2, 2]", "mesh=[2, 2] should be a dict of dimension names to sizes, such as {'dp_shard': 2}"),
     ("mesh={}", "mesh has no dimensions; write for example mesh={'dp_shard': 2}"),
     ("mesh={'tp': 0}", "mesh size tp=0 should be a positive int, or -1 for the remaining ranks"),

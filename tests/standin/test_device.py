@@ -52,6 +52,7 @@ def mix() -> list[str]:
         lambda: functional.layer_norm(here, (4,), torch.ones(4)),
         lambda: torch._foreach_add([here], [host]),
         lambda: here.masked_fill(torch.ones(2, 4, dtype=torch.bool), 0.0),
+        lambda: here.index_put_((torch.tensor([0]),), host[:1]),
     )
 
 
@@ -105,6 +106,34 @@ def test_training_gives_what_the_cpu_gives(ranks: World) -> None:
         assert tied
 
 
+def run_recurrent_layers() -> list[float]:
+    """Return the largest differences from the CPU, of results and gradients."""
+    import torch
+    from torch import nn
+
+    apart = []
+    for build in (nn.LSTM, nn.GRU, nn.RNN):
+        torch.manual_seed(0)
+        layer = build(3, 4, num_layers=2, bidirectional=True)
+        made = []
+        for place in ("cpu", current().device):
+            x = torch.linspace(-1, 1, 30).reshape(5, 2, 3).to(place).requires_grad_()
+            layer.to(place).zero_grad()
+            out = layer(x)[0]
+            out.pow(2).sum().backward()
+            with torch.inference_mode():
+                assert torch.equal(layer(x)[0], out)
+            made.append(
+                [tensor.detach().cpu().clone() for tensor in (out, x.grad, *(p.grad for p in layer.parameters()))]
+            )
+        apart += [float((host - here).abs().max()) for host, here in zip(*made, strict=True)]
+    return apart
+
+
+def test_recurrent_layers_give_what_the_cpu_gives(ranks: World) -> None:
+    assert max(ranks.run(run_recurrent_layers)[0]) < 1e-5
+
+
 def measure() -> dict[str, int]:
     import torch
 
@@ -130,14 +159,50 @@ def use_freed_memory() -> list[str]:
 
     freed = torch.ones(4, device=current().device)
     freed.untyped_storage().resize_(0)
-    return refuses(lambda: freed + 1, lambda: freed.cpu(), lambda: torch.empty(1, device="standin:7"))
+    return refuses(lambda: freed + 1, lambda: freed.cpu())
 
 
-def test_freed_memory_and_absent_devices_are_errors(ranks: World) -> None:
-    [first, second, third] = ranks.run(use_freed_memory)[0]
+def test_freed_memory_is_an_error(ranks: World) -> None:
+    [first, second] = ranks.run(use_freed_memory)[0]
     assert first.startswith("standin: the storage of this tensor has no memory")
     assert second == first
-    assert third == "standin: invalid device ordinal 7, there are 2"
+
+
+def name_absent_devices() -> list[str]:
+    import torch
+
+    module = torch.standin  # type: ignore[attr-defined]
+    module.set_device(-1)  # changes nothing
+    return refuses(
+        lambda: torch.empty(1, device="standin:7"),
+        lambda: module.set_device(300),
+        lambda: module.memory_allocated(100),
+        lambda: module.reset_peak_memory_stats(-5),
+        lambda: module.get_rng_state(9),
+        lambda: torch.Generator("standin:9"),
+    )
+
+
+def test_absent_devices_are_errors(ranks: World) -> None:
+    named = (7, 300, 100, -5, 9, 9)
+    found = ranks.run(name_absent_devices)[0]
+    assert found == [f"standin: invalid device ordinal {index}, there are 2" for index in named]
+
+
+def use_what_it_lacks() -> list[str]:
+    import torch
+
+    here = torch.ones(2, 2, device=current().device)
+    scale = torch.ones(2, device=here.device, requires_grad=True)
+    torch.sgn(scale).sum().backward()
+    assert scale.grad is not None
+    assert scale.grad.tolist() == [0, 0]  # elsewhere a tensor without memory
+    return refuses(here.to_sparse, lambda: here.to_sparse_csr())
+
+
+def test_sparse_tensors_are_refused(ranks: World) -> None:
+    for message in ranks.run(use_what_it_lacks)[0]:
+        assert message == "standin: sparse and quantized tensors are not implemented; test them on the CPU"
 
 
 def draw() -> dict[str, bool]:
@@ -211,8 +276,10 @@ def make_views() -> list[Any]:
     z = torch.ones(2, dtype=torch.complex64, device=current().device).mul_(1j).conj()
     counted = torch.histc(torch.tensor([0, 0, 1], dtype=torch.int32, device=current().device), 2, 0, 1)
     pinned = torch.ones(2).pin_memory()
-    event = torch.Event(standin.NAME)
+    first, event = (torch.standin.Event(enable_timing=True) for _ in range(2))  # type: ignore[attr-defined]
+    first.record()
     event.record()
+    assert first.elapsed_time(event) >= 0
     torch.accelerator.synchronize()
     return [
         x.tolist(),

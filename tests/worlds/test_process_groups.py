@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import socket
 import sys
@@ -218,6 +219,10 @@ def test_torch_still_has_the_private_names_that_process_groups_need() -> None:
 
     assert set(SCHEMES) <= set(import_module("torch.distributed.rendezvous")._rendezvous_handlers)
     assert callable(ProcessGroup._get_sequence_number_for_group)
+    helper = import_module("torch.distributed.distributed_c10d")._new_process_group_helper
+    named = list(inspect.signature(helper).parameters)
+    assert named[:5] == ["group_size", "group_rank", "global_ranks_in_group", "backend", "store"]
+    assert {"backend_options", "device_id"} <= set(named[6:])
 
 
 LOADERS = """

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -35,6 +35,10 @@ except ImportError:  # torch before 2.9 has the DDP-based replicate() only
 
     class ReplicateModule:  # type: ignore[no-redef]
         """A class that no module is an instance of."""
+
+
+WAITING = ("get", "multi_get", "wait", "add", "append", "compare_set", "check")
+"""The functions of a store whose result depends on other ranks."""
 
 
 def mixed_precision(module: FSDPModule) -> MixedPrecisionPolicy:
@@ -183,6 +187,26 @@ def refusing_objects(refuse: Callable[[str], Exception]) -> Iterator[None]:
         mock.patch.object(distributed_c10d, "_object_to_tensor", stop),
         mock.patch.object(distributed_c10d, "_tensor_to_object", stop),
     ):
+        yield
+
+
+@contextmanager
+def refusing_stores(refuse: Callable[[str], Exception]) -> Iterator[None]:
+    """Raise ``refuse(function)`` where something other than torch's process groups waits for a key of a store."""
+
+    def stopping(name: str) -> Callable[..., Any]:
+        wait = getattr(dist.Store, name)
+
+        def stop(*args: Any, **kwargs: Any) -> Any:
+            if sys._getframe(1).f_code.co_filename == distributed_c10d.__file__:
+                return wait(*args, **kwargs)
+            raise refuse(name)
+
+        return stop
+
+    with ExitStack() as stack:
+        for name in WAITING:
+            stack.enter_context(mock.patch.object(dist.Store, name, stopping(name)))
         yield
 
 

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 from pytest_fsdp_meta import standin
 from pytest_fsdp_meta.worlds.diagnosis import flight_recorder
 from pytest_fsdp_meta.worlds.failures import Misuse
-from pytest_fsdp_meta.worlds.rank import host_collectives, shapes
+from pytest_fsdp_meta.worlds.rank import alone, host_collectives, shapes
 from pytest_fsdp_meta.worlds.rank.channel import Channel
 from pytest_fsdp_meta.worlds.spec import Place, WorldSpec
 
@@ -155,9 +155,12 @@ def _join_alone(me: Rank, spec: WorldSpec) -> Rank:
     import torch
     import torch.distributed as dist
 
-    dist.init_process_group("fake", rank=me.rank, world_size=spec.size)
-    me._mesh = dist.device_mesh.init_device_mesh("cpu", tuple(spec.mesh.values()), mesh_dim_names=tuple(spec.mesh))
     me.device = torch.device("meta")
+    alone.make_all_groups_fake(lambda rank, size: _check_group((me.rank, rank), (spec.size, size)))
+    if spec.process_group == "loader":
+        return me
+    dist.init_process_group(alone.FAKE, rank=me.rank, world_size=spec.size)
+    me._mesh = dist.device_mesh.init_device_mesh("cpu", tuple(spec.mesh.values()), mesh_dim_names=tuple(spec.mesh))
     return me
 
 
