@@ -10,6 +10,7 @@ import pytest
 
 from pytest_fsdp_meta.plugin import (
     collection,
+    early_imports,
     evidence_items,
     failure_lines,
     hookspecs,
@@ -68,6 +69,12 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> EvidenceFile | None:
     return evidence_items.collect_file(file_path, parent)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> None:
+    if isinstance(collector, pytest.Module):
+        early_imports.begin(collector.path, collector.config, collector.config.stash[SESSION].engine)
 
 
 @pytest.hookimpl(trylast=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -77,6 +77,9 @@ class Engine(Protocol):
 
     def start(self) -> None:
         """Begin, in the background, to prepare what the first world would otherwise wait for."""
+
+    def start_early(self, modules: Mapping[str, Sequence[str]], path: Sequence[str]) -> None:
+        """Begin with imports that need nothing of the tests, before it is known what ``start`` has to prepare."""
 
     def importing(self) -> str:
         """Return what the first world waits for to be imported, such as "test_it (transformers)"; "" if nothing."""

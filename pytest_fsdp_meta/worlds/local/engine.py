@@ -8,7 +8,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Pipe
@@ -46,9 +46,22 @@ class ForkServerEngine:
     _reported: set[str] = field(default_factory=set, repr=False)
     """Modules whose import failure was reported already."""
 
+    def start_early(self, modules: Mapping[str, Sequence[str]], path: Sequence[str]) -> None:
+        """Import torch and what test modules will need, by names in them, while the parent still collects tests."""
+        with _LOCK:
+            if self._server is None and self.method == "forkserver":
+                early = {**dict.fromkeys(preload.TORCH_MODULES, ()), **modules}
+                with suppress(OSError):  # start() reports it
+                    self._server = Server([], Sources(tuple(path)), early)
+
     def start(self) -> None:
         """Start importing in the background; a world waits for it only if it has not finished."""
         with _LOCK:
+            if self._server is not None and self._server.waits:
+                if self._server.alive and self._server.knows_environment():
+                    self._server.give([*preload.TORCH_MODULES, *self.modules, *self.test_modules], self.sources)
+                else:
+                    self._server = None
             if self._server is None and self.method != "spawn":
                 forked = self.method == "forkserver"
                 modules = [*preload.TORCH_MODULES, *self.modules, *self.test_modules] if forked else []

@@ -28,6 +28,8 @@ from pytest_fsdp_meta.worlds.spec import Sources
 from pytest_fsdp_meta.worlds.system import processes, temp_folders
 
 MAIN = "pytest_fsdp_meta.worlds.local.forkserver_main"
+SET_BY_IMPORTS = ("TORCHINDUCTOR_CACHE_DIR",)
+"""Environment variables that torch sets when it is imported, in this process as in the server."""
 PACKAGE_PATH = str(Path(__file__).parents[3])
 """The search path entry under which this package is found."""
 
@@ -35,25 +37,28 @@ PACKAGE_PATH = str(Path(__file__).parents[3])
 class Server:
     """A fork server that starts to import at once, in the background. It ends with this object or with this process."""
 
-    def __init__(self, modules: Sequence[str], sources: Sources) -> None:
+    def __init__(
+        self, modules: Sequence[str], sources: Sources, early: Mapping[str, Sequence[str]] | None = None
+    ) -> None:
+        """With ``early``, import these modules, look up these names in them, and wait for ``give``."""
         resource_tracker.ensure_running()  # else it starts between folder and server, where a kill leaves the folder
         self._folder = Path(tempfile.mkdtemp(prefix=temp_folders.prefix("preload")))
         self._report: tuple[str, dict[str, str]] | None = None
         self._spared: frozenset[int] = frozenset()
         """Processes that the imported modules have started; they outlive the ranks."""
-        settings = coverage.current_settings()
-        # In a file, because the modules of a large repository are too much for an environment variable.
-        request = {
-            "modules": list(modules),
+        start = {
             "path": list(sources.path),
-            "files": dict(sources.modules),
-            "before": sources.before,
-            "coverage": None if settings is None else asdict(settings),
+            "early": None if early is None else {name: list(names) for name, names in early.items()},
             "leftovers": temp_folders.pattern(),
             "parent": os.getpid(),
             "from_main_thread": threading.current_thread() is threading.main_thread(),
         }
-        (self._folder / "request").write_text(json.dumps(request), "utf-8")
+        (self._folder / "start").write_text(json.dumps(start), "utf-8")
+        self._environ = dict(os.environ) if early is not None else {}
+        self.waits = early is not None
+        """Whether it waits for ``give``."""
+        if early is None:
+            self.give(modules, sources)
         self._server: Any = forkserver.ForkServer()
         self._server.set_forkserver_preload([MAIN])
         environ = {REQUEST: str(self._folder)}
@@ -63,6 +68,27 @@ class Server:
         weakref.finalize(self, _end, self._server, self._folder, os.getpid())
         with environment(environ):
             self._server.ensure_running()
+
+    def knows_environment(self) -> bool:
+        """Return whether this process has the environment in which the early imports began: modules may read it."""
+        before, now = ({**environ, **dict.fromkeys(SET_BY_IMPORTS)} for environ in (self._environ, os.environ))
+        return before == now
+
+    def give(self, modules: Sequence[str], sources: Sources) -> None:
+        """Let the server import these modules."""
+        settings = coverage.current_settings()
+        # In a file, because the modules of a large repository are too much for an environment variable.
+        request = {
+            "modules": list(modules),
+            "path": list(sources.path),
+            "files": dict(sources.modules),
+            "before": sources.before,
+            "coverage": None if settings is None else asdict(settings),
+        }
+        unfinished = self._folder / "request.part"
+        unfinished.write_text(json.dumps(request), "utf-8")
+        unfinished.rename(self._folder / "request")
+        self.waits = False
 
     def report(self, seconds: float) -> tuple[str, dict[str, str]]:
         """Wait for the imports; return why the server must not be forked, or "", and the import errors by module."""

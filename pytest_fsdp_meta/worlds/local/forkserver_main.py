@@ -29,6 +29,7 @@ from pytest_fsdp_meta.worlds.rank.preload import (
     REQUEST,
     ImportWatch,
     preload,
+    preload_early,
     use_sources,
     why_unsafe,
 )
@@ -40,26 +41,28 @@ PATIENCE = 0.5
 """Seconds for ranks to end by themselves when the parent has gone."""
 PARENT_EXIT = 5.0
 """Seconds for all threads of the parent to end, once one has or its descriptors are closed."""
+EARLY_PAUSE = 0.01
+"""Seconds between two looks whether the parent has collected its tests."""
 MADV_COLLAPSE = 25
 """The madvise() advice of Linux 6.1 and later, missing in Python's mmap module."""
 
 
 def _serve(folder: Path) -> None:
-    request = json.loads((folder / "request").read_text("utf-8"))
-    parent = request["parent"]
+    start = json.loads((folder / "start").read_text("utf-8"))
+    parent = start["parent"]
     atexit.register(_forget_address, _address(), parent, os.getpid())
     processes.outlive_group()
-    with _ending_with(parent, request["leftovers"]) if request["from_main_thread"] else nullcontext():
-        failed = _import(request, ImportWatch(folder / IMPORTING))
+    with _ending_with(parent, start["leftovers"]) if start["from_main_thread"] else nullcontext():
+        failed = _import(start, folder)
     processes.adopt_orphans()
-    atexit.register(_end_ranks, os.getpid(), request["leftovers"])
+    atexit.register(_end_ranks, os.getpid(), start["leftovers"])
     report = {"objection": why_unsafe(), "failed": failed, "children": sorted(processes.children(os.getpid()))}
     unfinished = folder / "report.part"
     unfinished.write_text(json.dumps(report), "utf-8")
     unfinished.rename(folder / "report")
 
 
-def _import(request: dict[str, Any], watch: ImportWatch) -> dict[str, str]:
+def _import(start: dict[str, Any], folder: Path) -> dict[str, str]:
     # Thread pools do not survive a fork, so no import may start one.
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ.setdefault(name, "1")
@@ -71,9 +74,18 @@ def _import(request: dict[str, Any], watch: ImportWatch) -> dict[str, str]:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
+    gc.disable()  # imports make no garbage, and looking for it takes a seventh of the time
+    watch = ImportWatch(folder / IMPORTING)
+    if start["early"] is not None:
+        use_sources(Sources(start["path"]))
+        preload_early(start["early"], watch)
+    while not (folder / "request").exists():
+        if os.getppid() != start["parent"]:
+            sys.exit(1)  # no signal tells of a parent that another thread than its main one started this from
+        time.sleep(EARLY_PAUSE)
+    request = json.loads((folder / "request").read_text("utf-8"))
     use_sources(Sources(request["path"], request["files"], request["before"]))
     enable_all()
-    gc.disable()  # imports make no garbage, and looking for it takes a seventh of the time
     with measuring_imports(request["coverage"]):
         failed = preload(request["modules"], watch)
     gc.enable()

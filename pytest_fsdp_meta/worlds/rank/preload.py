@@ -118,6 +118,23 @@ def preload(modules: Sequence[str], watch: ImportWatch | None = None) -> dict[st
     return failed
 
 
+def preload_early(modules: Mapping[str, Sequence[str]], watch: ImportWatch) -> None:
+    """Import modules that test modules will import, and look up names in them: lazy packages import more for these.
+
+    Errors count only when the test modules are imported.
+    """
+    sys.meta_path.insert(0, watch)
+    for name, attributes in modules.items():
+        watch.begin(name)
+        with suppress(Exception):
+            module = importlib.import_module(name)
+            for attribute in attributes:
+                getattr(module, attribute, None)
+    sys.meta_path.remove(watch)
+    with suppress(Exception):
+        _warm_up()
+
+
 def _warm_up() -> None:
     """Make torch import what it imports on first use: the inductor for deterministic mode alone takes 0.4 s."""
     torch = sys.modules.get("torch")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
@@ -58,8 +58,11 @@ class RayEngine:
         if self._cluster is None:
             self._cluster = cluster.connect(self.address)
 
+    def start_early(self, modules: Mapping[str, Sequence[str]], path: Sequence[str]) -> None:
+        """Do nothing: each rank imports on its own machine."""
+
     def importing(self) -> str:
-        return ""  # each rank imports on its own machine
+        return ""
 
     def count_gpus(self) -> int:
         """Return the number of GPUs in the cluster."""
