@@ -217,11 +217,12 @@ class PageView:
             so_far = f"{account} · {failures} so far" if failures else account
             return "incomplete", "Incomplete report", so_far
         bad = sum(_needs_attention(loader.record) for loader in self.loaders)
+        problems = [f"{counted(len(self.report.missing), 'loader')} missing"] if self.report.missing else []
         if bad:
             where = f"{bad} of {counted(len(self.loaders), 'loader')}"
-            return "failed", f"{failures} in {where}" if failures else f"{where} returned no model", account
-        if self.report.missing:
-            return "failed", f"{counted(len(self.report.missing), 'loader')} missing", account
+            problems.insert(0, f"{failures} in {where}" if failures else f"{where} returned no model")
+        if problems:
+            return "failed", ", ".join(problems), account
         if not how_many(counts, JUDGED):
             return "empty", "Nothing was judged", account
         expected = counts.get("xfailed", 0)
