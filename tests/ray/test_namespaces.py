@@ -158,7 +158,7 @@ def test_a_world_over_two_networks(cable: Cable, tmp_path: Path) -> None:
         "large": [3_000_000, 3_000_000],
         "outputs": [True, True],
         "loader": [2.0, 2.0],
-        "hang": ["ranks 0, 1 hung", True],
+        "hang": ["ranks 0, 1 hung outside of Python code", True],
     }
 
 

@@ -71,7 +71,7 @@ def headline(*found: Whereabouts, answered: tuple[int, ...] = (), label: str = "
         (
             [Whereabouts("", Flight())],  # in a function that is written in C
             (),
-            "rank 0 hung",
+            "rank 0 hung outside of Python code",
         ),
         (
             [at(1), at(2), at(3), at(4), at(4)],
