@@ -287,7 +287,7 @@ def night(runner: Runner, weight: int, grad: bool = True, **given: str) -> tuple
 def test_nights_find_known_new_and_fixed_failures(runner: Runner):
     code, output = night(runner, weight=1)
     assert code == 1, output
-    assert "❌ fsdp conformance: 1 passed, 1 failed" in runner.written("summary")
+    assert "❌ fsdp conformance: 1 check failed, 1 passed" in runner.written("summary")
     code, output = night(runner, weight=1)
     assert code == 1, "as none passed, nothing is excused"
     assert "none of 1 earlier run passed" in output

@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 from playwright.sync_api import sync_playwright
 
 from pytest_fsdp_meta.reports.io import PAGE
-from tests.reports.test_page_browser import QUIET, chromium
+from tests.reports.chromium import QUIET, chromium
 
 LOADERS = """
 import torch

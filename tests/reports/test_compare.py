@@ -145,7 +145,7 @@ def test_a_run_without_a_loader_that_it_needs_is_red_everywhere():
     assert summarise_run(gone).startswith("### ❌")
     assert build_view(gone).verdict[:2] == ("failed", "1 loader missing")
     both = report(loader(checks={CHECK: check(CHECK, "failed")}), missing=("t.py::old", "t.py::older"), exit_status=1)
-    assert build_view(both).verdict[1] == "1 failed in 1 of 1 loader, 2 loaders missing"
+    assert build_view(both).verdict[1] == "1 check failed, 2 loaders missing"
 
 
 def test_a_loader_in_two_worlds_is_compared_in_each():

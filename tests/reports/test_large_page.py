@@ -13,7 +13,7 @@ import pytest
 
 from pytest_fsdp_meta.reports.compare import compare
 from pytest_fsdp_meta.reports.page import write_page
-from pytest_fsdp_meta.reports.schema import Report
+from pytest_fsdp_meta.reports.schema import CheckHistory, Report
 from tests.reports.many_loaders import nightly, yesterday
 from tests.reports.report_factory import CATALOGUE, check, finding, report
 from tests.reports.test_page_browser import focused, shown, until
@@ -280,3 +280,21 @@ def test_failures_are_readable_without_javascript(opened):
     assert page.locator("noscript").is_visible()
     page.locator("#loader-1 summary").first.click()
     assert "never written" in shown(page, "#loader-1 .result")[0]
+
+
+def with_history(made: Report, loader: str, history: CheckHistory) -> Report:
+    """Give the first check of a loader a history."""
+    loaders = (
+        replace(one, checks=(replace(one.checks[0], history=history), *one.checks[1:])) if one.loader == loader else one
+        for one in made.loaders
+    )
+    return replace(made, loaders=tuple(loaders))
+
+
+def test_rows_that_are_built_later_have_the_marks_of_the_history(opened, files):
+    made = with_history(nightly(), "tests/test_zoo.py::test_loads[bert-tp]", CheckHistory(".F.F.", flaky=True))
+    files["flaky"] = files["nightly"].with_name("flaky.html")
+    write_page(made, files["flaky"])
+    page = opened("flaky", "#rows=all")
+    assert page.locator("#matrix .h-flaky").count() == 1
+    assert "flaky" in page.locator("#matrix .h-flaky").get_attribute("aria-label")

@@ -50,6 +50,7 @@ function showRows(now, here, isShown) {
 }
 function showColumns(visible) {
   const shown = Math.max(1, visible.filter(Boolean).length);
+  matrix.tHead.hidden = !visible.some(Boolean);
   let column = 0;
   const first = visible.map(() => false);
   families.forEach(([head, size]) => {

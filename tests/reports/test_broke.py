@@ -1,0 +1,69 @@
+"""The cards of "What broke", without a browser."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pytest_fsdp_meta.reports.compare import compare
+from pytest_fsdp_meta.reports.page.broke import Card, make_cards
+from pytest_fsdp_meta.reports.page.view import build_view
+from pytest_fsdp_meta.reports.schema import LoaderRecord, Report
+from tests.reports import report_factory as factory
+from tests.reports.report_factory import check, finding, loader, raised, report
+
+CAUSE = {"cause": "it is a non-persistent buffer", "remedy": "recompute it"}
+
+
+def failing(name: str, actual: str = "never written", mesh: dict[str, int] | None = None) -> LoaderRecord:
+    found = [finding("rotary.inv_freq", actual=actual, **CAUSE)]
+    return loader(name, mesh, {"no_meta_params": check("no_meta_params", "failed", found, name)})
+
+
+def cards(now: Report, before: Report | None = None) -> tuple[Card, ...]:
+    return make_cards(build_view(now), None if before is None else compare(before, now))
+
+
+def test_a_card_says_whether_its_cause_is_new():
+    now = report(failing("a.py::a"), failing("a.py::b"))
+
+    def news(before: Report | None) -> list[str]:
+        return [card.news for card in cards(now, before)]
+
+    assert news(None) == [""]
+    assert news(factory.passing(now)) == ["new since the last run"]
+    assert news(now) == ["also in the last run"]
+    assert news(report(failing("a.py::a"), loader("a.py::b"))) == ["new in 1 of 2 loaders"]
+
+
+def test_a_loader_in_two_worlds_is_new_in_one():
+    worlds = [failing("a.py::a", mesh={"dp_shard": size}) for size in (2, 4)]
+    passed = loader("a.py::a", {"dp_shard": 4})
+    (card,) = cards(report(*worlds), report(worlds[0], passed))
+    assert card.news == "new in 1 of 2 loaders"
+
+
+def test_a_card_says_since_when_it_is_broken():
+    now = factory.nights()
+    assert "broken since 2026-11-10 02:17" in " ".join(card.news for card in cards(now, now))
+
+
+def test_equal_values_are_one_line_and_others_name_their_loader():
+    (card,) = cards(report(failing("t.py::a"), failing("t.py::b"), failing("t.py::c", "on meta")))
+    assert [(value.line.actual, value.loaders, value.where) for value in card.values] == [
+        ("never written", 2, "a"),
+        ("on meta", 1, "c"),
+    ]
+    assert [chip.name for chip in card.chips] == ["a", "b", "c"]
+    assert card.count == "3 checks failed in 3 loaders"
+    assert card.again == "python -m pytest 't.py::a[no_meta_params]'"
+
+
+def test_a_crash_names_the_frame_that_raised_and_leads_to_the_loader():
+    crashed = raised()
+    trace = 'Traceback\n  File "a.py", line 3, in outer\n  File "pkg/b.py", line 88, in load\nOSError'
+    crashed = replace(crashed, checks=(replace(crashed.checks[0], detail=trace), *crashed.checks[1:]))
+    (card,) = cards(report(crashed))
+    assert (card.count, card.origins) == ("1 loader crashed", ("pkg/b.py:88 in load",))
+    assert [(chip.details, chip.cell) for chip in card.chips] == [("loader-1", "cell-1")]
+    bare = LoaderRecord("a.py::a", crashed.world, (), error="no rank started")
+    assert [card.count for card in cards(report(bare))] == ["1 loader crashed"]
