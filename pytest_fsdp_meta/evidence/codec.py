@@ -117,12 +117,12 @@ def _require(kind: type, data: Any, path: str) -> Any:
 
 
 def read_json(file: BufferedIOBase) -> Any:
-    """Return the value in a file. Raises TooLarge if it is larger than what this package writes."""
+    """Return the value in a file. Raises TooLarge beyond ``LARGEST`` bytes."""
     text = bytearray()
     while chunk := file.read(_CHUNK):
         text += chunk
         if len(text) > LARGEST:
-            raise TooLarge(f"more than {LARGEST / 2**20:g} MiB of JSON, so it was not written by this plugin")
+            raise TooLarge(f"more than {LARGEST / 2**20:g} MiB of JSON, which is the limit")
     return json.loads(text)
 
 

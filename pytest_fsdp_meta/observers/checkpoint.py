@@ -100,11 +100,15 @@ def first_step() -> FirstStep:
 
 def make_optimizer_state(subject: Subject, rank: Rank) -> None:
     """Step SGD with momentum with the gradients that the model has, unless the author declares an optimizer."""
-    if subject.optimizer is None:
+    if subject.optimizer is not None:
+        return
+    try:
         rank.state["resumable"] = optimizer = make_resumable_optimizer(subject)
         rank.state["beside"] = beside = make_beside(subject, optimizer)
         optimizer.step()
         beside.after_step(subject)
+    except Exception:  # ``first_step`` tries it again, and an error there is one of saving, not of the training
+        rank.state.pop("resumable", None)
 
 
 def save_all(folder: str) -> RankResumed:

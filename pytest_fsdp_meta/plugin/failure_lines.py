@@ -1,4 +1,4 @@
-"""Where the one-line forms of a failure point, and what they say: ``--tb=line``, the short summary, annotations of CI.
+"""The place and the text of a failure's one-line forms: ``--tb=line``, the short summary, annotations of CI.
 
 pytest takes them from where an exception was raised in its own process, which is a line of this plugin.
 """
@@ -12,7 +12,7 @@ import pytest
 
 @dataclass(frozen=True)
 class FailureLine:
-    """What to say of a failure in one line. ``subject`` is what failed; pytest's summary has it in the node id.
+    """A failure in one line. ``subject`` is what failed; pytest's summary has it in the node id.
 
     ``place`` is "path:line" in the user's code; "" for the line of the test.
     """
@@ -29,10 +29,12 @@ LINE = pytest.StashKey[FailureLine]()
 def point_to_user(item: pytest.Item, report: pytest.TestReport) -> None:
     """Let the report of a failed phase point to the user's code; with ``--tb=line``, it is that line alone."""
     line = item.stash.get(LINE, None)
-    crash = getattr(report.longrepr, "reprcrash", None)
-    if line is None or crash is None or not report.failed:
+    if line is None:
         return
-    del item.stash[LINE]
+    del item.stash[LINE]  # also of an expected failure: a later phase has a line of its own
+    crash = getattr(report.longrepr, "reprcrash", None)
+    if crash is None or not report.failed:
+        return
     path, _, number = line.place.rpartition(":")
     crash.path, crash.lineno = (path, int(number)) if path else (str(item.path), (item.location[1] or 0) + 1)
     crash.message = line.message

@@ -154,6 +154,7 @@ class ReportPlugin:
             self._locate(nodeid, report)
         elif report.when not in ("setup", "call", "teardown"):  # xdist reports the crash of a worker
             self._failed_items += self._records.add_crash(nodeid, first_line(str(report.longrepr))) in FAILED
+            self._locate(nodeid, report)
         elif report.when == "call" or (report.when == "setup" and not report.passed):
             self._records.forget_loader(nodeid)
             self._others_passed |= report.passed

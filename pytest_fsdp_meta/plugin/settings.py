@@ -371,7 +371,7 @@ OPTIONS = (
 )
 
 
-FLAGS = (*(option.flag for option in OPTIONS), "--fsdp-list-checks")
+FLAGS = (*(option.flag for option in OPTIONS), "--fsdp-init", "--fsdp-list-checks")
 
 
 def add_options(parser: pytest.Parser) -> None:

@@ -69,7 +69,7 @@ def read_earlier(paths: Sequence[str], now: datetime) -> EarlierReports:
                 continue
             which = "" if is_single else f"the last that passed of {counted(len(reports), 'run')}"
             return EarlierReports(before, _without_paths(reports), which, tuple(notes))
-    problem = f"none of {counted(len(reports), 'earlier run')} passed, so every failure fails this one"
+    problem = f"no earlier run passed ({len(reports)} read), so every failure counts"
     if not reports:
         problem = f"no report in {', '.join(paths)}" + (f"; {counted(len(notes), 'file')} left out" if notes else "")
     return EarlierReports(past=_without_paths(reports), notes=tuple(notes), problem=f"no comparison: {problem}")
@@ -100,7 +100,7 @@ def _read_last(sources: Iterable[_Source], now: datetime) -> tuple[list[tuple[Pa
     for source in sorted(sources, key=lambda source: _time_in(source.path), reverse=True):
         enough = len(reports) >= MOST_RUNS - 1 and any(_passed(report) for _, report in reports)
         if (enough or len(reports) >= MOST_READ) and not source.named:
-            break
+            continue  # a report that was named may follow
         try:
             report = read_report(source.path, brief=True)
         except UnknownSchema as error:

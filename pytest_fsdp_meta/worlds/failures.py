@@ -195,6 +195,8 @@ PLURALS |= {"was outside": "were outside", "with its ": "with their ", "waits in
 
 
 def _plural(summary: str) -> str:
+    if summary.startswith("raised "):
+        return summary  # the rest is the user's
     for one, several in PLURALS.items():
         summary = summary.replace(one, several)
     return summary

@@ -134,7 +134,7 @@ def test_a_small_file_that_holds_too_much_is_refused(project: Project) -> None:
     result = project.collect(OLD.name)
     result.assert_outcomes(failed=1)
     (line,) = [line for line in result.outlines if "MiB" in line and not line.startswith("FAILED")]
-    assert line.endswith(f"{OLD.name}: more than 512 MiB of JSON, so it was not written by this plugin")
+    assert line.endswith(f"{OLD.name}: more than 512 MiB of JSON, which is the limit")
 
 
 def test_evidence_that_could_not_be_read_again_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -236,7 +236,7 @@ def test_a_transformers_class(repository: Project) -> None:
 def test_what_was_found_is_said(repository: Project) -> None:
     output = init(repository, "like_a_script")
     assert "mypkg.loading:like_a_script(checkpoint_dir: str, seed: int)\n" in output
-    assert "  checkpoint_dir gets the fixture checkpoint\n" in output
+    assert "  checkpoint_dir gets checkpoint\n" in output
     line = LOADING.splitlines().index('    dist.init_process_group("gloo")') + 1
     assert f'  loading.py:{line} calls init_process_group: process_group="loader"\n' in output
     assert "run it: python -m pytest tests/test_like_a_script.py\n" in output
@@ -321,7 +321,7 @@ def test_a_usage_error_is_one_line(repository: Project, name: str) -> None:
 def test_a_file_is_never_overwritten(repository: Project) -> None:
     file = repository.write("tests/test_build.py", "def test_mine(): ...")
     (line,) = errors(repository.run("--fsdp-init=mypkg.loading:build"))
-    assert line.endswith("tests/test_build.py exists and is not overwritten; run it, or rename it first")
+    assert line.endswith("tests/test_build.py exists and is not overwritten; run or rename that file")
     assert file.read_text() == "def test_mine(): ..."
 
 

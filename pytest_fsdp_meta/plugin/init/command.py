@@ -16,7 +16,6 @@ import pytest
 from pytest_fsdp_meta.plugin.collection import require_plain_function
 from pytest_fsdp_meta.plugin.init.facts import Facts, find_facts
 from pytest_fsdp_meta.plugin.init.render import TestFile
-from pytest_fsdp_meta.plugin.init.values import FROM_RANK
 from pytest_fsdp_meta.plugin.named_loader import find_function
 from pytest_fsdp_meta.plugin.settings import parse_loader
 from pytest_fsdp_meta.text import counted
@@ -84,10 +83,12 @@ def _write(config: pytest.Config, name: str) -> str:
         with path.open("x", encoding="utf-8") as written:
             written.write(file.text)
     except FileExistsError:
-        raise ValueError(f"{shown} exists and is not overwritten; run it, or rename it first") from None
+        raise ValueError(f"{shown} exists and is not overwritten; run or rename that file") from None
     except OSError as error:
         raise ValueError(f"{shown} cannot be written ({error.strerror}); set testpaths to another folder") from None
-    return "\n".join([*_describe(facts, name), "", *_describe_rest(file, shown), "", _workflow(shown, facts, here)])
+    return "\n".join(
+        [*_describe(facts, file, name), "", *_describe_rest(file, shown), "", _workflow(shown, facts, here)]
+    )
 
 
 def _require_loader(function: Any, name: str) -> None:
@@ -122,11 +123,10 @@ def _is_own(module: str, here: Path) -> bool:
     return any((folder / top).is_dir() or (folder / f"{top}.py").is_file() for folder in folders)
 
 
-def _describe(facts: Facts, name: str) -> list[str]:
+def _describe(facts: Facts, file: TestFile, name: str) -> list[str]:
     """Return a line for each thing that was found out."""
     lines = [f"{name}{facts.signature}"]
-    given = {**FROM_RANK, "checkpoint": "the fixture checkpoint", "config": "make_config()"}
-    known = [f"{one.name} gets {given[one.role]}" for one in facts.parameters if one.role]
+    known = [f"{name} gets {value}" for name, value in file.given.items()]
     lines += [f"  {', '.join(known)}"] if known else []
     if facts.own_group:
         lines.append(f'  {facts.own_group} calls init_process_group: process_group="loader"')
@@ -137,7 +137,8 @@ def _describe(facts: Facts, name: str) -> list[str]:
     if facts.transformers is not None:
         lines.append("  it loads a transformers model: the reference and the batches come from the checkpoint")
     elif facts.model is not None:
-        lines.append(f"  it builds {facts.model.kind.__name__}: the reference is the same, on one device")
+        kind = facts.model.kind.__name__
+        lines.append(f"  it builds {kind}: the reference is an unsharded {kind} on one device")
     elif not facts.has_source:
         lines.append("  its source cannot be read, so only its signature is known")
     return lines

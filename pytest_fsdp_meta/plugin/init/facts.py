@@ -149,11 +149,11 @@ def _parameters(signature: inspect.Signature, hints: dict[str, Any]) -> Iterator
 
 
 def _own_group(sources: Sequence[Source]) -> tuple[str, str]:
-    names = [(source, call, ast.unparse(call.func).rpartition(".")[2]) for source in sources for call in source.calls]
-    if any(name == "is_initialized" for _, _, name in names):
-        return "", ""  # it uses a group that is there
-    for source, call, name in names:
-        if name == "init_process_group":
+    for source in sources:
+        names = [(call, ast.unparse(call.func).rpartition(".")[2]) for call in source.calls]
+        if any(name == "is_initialized" for _, name in names):
+            continue  # it uses a group that is there
+        for call in (call for call, name in names if name == "init_process_group"):
             given = [*call.args[:1], *(keyword.value for keyword in call.keywords if keyword.arg == "backend")]
             backend = given[0].value if given and isinstance(given[0], ast.Constant) else ""
             return source.place(call), str(backend or "")

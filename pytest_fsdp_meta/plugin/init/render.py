@@ -38,6 +38,8 @@ class TestFile:
         self.left: list[str] = []
         loader = self._import_loader(test)
         values = [self._argument(one) for one in facts.parameters]
+        self.given = {one.name: value for one, value in zip(facts.parameters, values, strict=True) if value}
+        """Parameter -> the expression that the test passes for it."""
         self._write_reference()
         self._takes_checkpoint = self._write_checkpoint()
         body = self._write_test(test, loader, values)

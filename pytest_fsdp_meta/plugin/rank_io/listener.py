@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pytest_fsdp_meta.plugin.rank_io.debugger import Debugger, TerminalLender, register_debugger
-from pytest_fsdp_meta.plugin.rank_io.progress import Progress, terminal_of
+from pytest_fsdp_meta.plugin.rank_io.progress import STARTING, Progress, terminal_of
 from pytest_fsdp_meta.plugin.rank_io.warnings import Warnings
 from pytest_fsdp_meta.text import escape_controls, first_line
 from pytest_fsdp_meta.worlds import Listener, ObservedWorld, WorldError
@@ -19,9 +19,6 @@ from pytest_fsdp_meta.worlds.rank import coverage
 from pytest_fsdp_meta.worlds.rank.warnings import RankWarning
 from pytest_fsdp_meta.worlds.system.messages import DOING
 from pytest_fsdp_meta.worlds.system.terminal import Terminal
-
-STARTING = "starting"
-"""What a world reports before it starts its ranks."""
 
 
 def name_rank(world: ObservedWorld, rank: int) -> str:

@@ -103,7 +103,8 @@ class Server:
             if not self.alive:
                 return "importing the test modules ended the process that does it", {}
             if time.monotonic() > deadline:
-                now = f", and {self.importing()} is not done" if self.importing() else ""
+                current = self.importing()
+                now = f", and {current} is not done" if current else ""
                 return f"importing the test modules took longer than {seconds:g} s{now}", {}
             time.sleep(0.005)
         report = json.loads((self._folder / "report").read_text("utf-8"))
@@ -111,7 +112,7 @@ class Server:
         return report["objection"], report["failed"]
 
     def importing(self) -> str:
-        """Return what is being imported: "test_it (transformers)"; empty before and after."""
+        """Return what is being imported: "test_it (transformers)"; empty if that is not known."""
         try:
             return (self._folder / IMPORTING).read_text("utf-8")
         except OSError:
