@@ -70,12 +70,23 @@ class RankSize:
 
 
 @dataclass(frozen=True)
+class BytesOfRanks:
+    """The parameters of the ranks of a world, those that do not run included, in bytes."""
+
+    minimum: int
+    median: int
+    maximum: int
+
+
+@dataclass(frozen=True)
 class SimulatedSize:
     """A world of one size, and those of its ranks that were simulated; none if ``problem`` says why."""
 
     mesh: tuple[tuple[str, int], ...]
     ranks: tuple[RankSize, ...]
     problem: str = ""
+    parameters: BytesOfRanks | None = None
+    """None if what the other ranks hold does not follow from placements."""
 
     @property
     def size(self) -> int:
@@ -84,7 +95,7 @@ class SimulatedSize:
     @property
     def largest(self) -> int:
         """The parameters of the rank that holds most."""
-        return max(rank.parameters for rank in self.ranks)
+        return self.parameters.maximum if self.parameters else max(rank.parameters for rank in self.ranks)
 
     @property
     def step(self) -> SimulatedStep | None:

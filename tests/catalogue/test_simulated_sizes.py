@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pytest_fsdp_meta.catalogue import built_in, judge
-from pytest_fsdp_meta.evidence import Evidence, RankInventory, ReferenceFacts, WorldFacts
-from pytest_fsdp_meta.evidence.simulation import RankSize, SimulatedSize, SimulatedStep, Traffic
+from pytest_fsdp_meta.evidence import Evidence, MeshFacts, RankInventory, ReferenceFacts, TensorFacts, WorldFacts
+from pytest_fsdp_meta.evidence.simulation import BytesOfRanks, RankSize, SimulatedSize, SimulatedStep, Traffic
 
 MIB = 2**20
 
@@ -21,13 +21,13 @@ def gathered(ranks: int, nbytes: int, *dims: str) -> Traffic:
     return Traffic("all_gather", dims, ranks, 1, nbytes)
 
 
-def judged(*sizes: SimulatedSize):
+def judged(*sizes: SimulatedSize, id: str = "communication_scales"):
     world = WorldFacts(sizes[0].size, sizes[0].mesh, "meta", "fake", simulated=(0,))
     inventory = RankInventory(0, "meta", ())
     reference = ReferenceFacts("callable", inventory)
     evidence = Evidence(world, inventory=(inventory,), reference=reference, simulation=sizes)
     catalogue = built_in()
-    return judge(catalogue["communication_scales"], evidence, catalogue)
+    return judge(catalogue[id], evidence, catalogue)
 
 
 @pytest.mark.parametrize(
@@ -75,3 +75,40 @@ def test_a_smaller_world_that_failed_says_why():
     verdict = judged(size(64), failed)
     assert verdict.reason == "no world of 8 could be simulated: rank 0 raised KeyError: 8"
     assert judged(size(97)).reason == "dp_shard=97 has no divisor up to 64 that gives a smaller world to compare with"
+
+
+@pytest.mark.parametrize(
+    ("length", "ranks", "expected"),
+    [
+        (128, 1024, "dim 0 is shorter than the ranks that share it: from 129 ranks on, some hold nothing"),
+        (
+            100,
+            64,
+            "dim 0 is cut into chunks of 2 rows, which do not reach the last ranks; on fewer than 11 ranks, each has "
+            "a part",
+        ),
+    ],
+)
+def test_an_empty_rank_is_found_with_the_size_from_which_on_some_are(length, ranks, expected):
+    mesh = MeshFacts(("dp_shard",), (ranks,), (0,))
+    part = -(-length // ranks), 4
+    runs = ((0, part[0]),), ((0, 4),)
+    tensor = TensorFacts(
+        "w", "parameter", (length, 4), part, runs, "float32", "meta", placements=("S(0)",), mesh=mesh, width=4
+    )
+    world = WorldFacts(ranks, (("dp_shard", ranks),), "meta", "fake", simulated=(0,))
+    inventory = RankInventory(0, "meta", (tensor,))
+    evidence = Evidence(world, inventory=(inventory,), reference=ReferenceFacts("callable", inventory))
+    verdict = judge(built_in()["no_rank_is_empty_handed"], evidence, built_in())
+    assert [finding.cause for finding in verdict.findings] == [expected]
+
+
+def test_a_rank_that_holds_more_than_the_median_is_found_with_it():
+    def held(ranks, nbytes, median):
+        known = BytesOfRanks(0, median, nbytes)
+        return SimulatedSize((("dp_shard", ranks),), (RankSize(0, nbytes, 0),), parameters=known)
+
+    verdict = judged(held(64, 4 * MIB, MIB), held(8, 4 * MIB, 4 * MIB), id="memory_falls_with_ranks")
+    assert [finding.actual for finding in verdict.findings] == [
+        "4 MiB of parameters on a rank of 64 (1 MiB in the median), after 4 MiB on one of 8"
+    ]

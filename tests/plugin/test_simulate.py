@@ -152,7 +152,7 @@ def test_too_large(fsdp):
     result.assert_outcomes(passed=8, errors=1)
     result.stdout.fnmatch_lines([
         "*ValueError: init_process_group(world_size=65) in a world of 64: leave rank and world_size out*",
-        "* 64 ranks: * of parameters on a rank*, peaks at * and sends * over dp_shard, * over dp_replicate",
+        "* 64 ranks: * of parameters on every rank*, peaks at * and sends * over dp_shard, * over dp_replicate",
     ])  # fmt: skip
 
 
@@ -211,8 +211,8 @@ def test_loader(fsdp):
     result.assert_outcomes(passed=2, skipped=2)
     result.stdout.fnmatch_lines([
         "* 8 ranks: not simulated (*RuntimeError: too few ranks)",
-        "*64 ranks: * of parameters on a rank*",
-        "*no world of 8 could be simulated: *RuntimeError: too few ranks",
+        "*64 ranks: * of parameters on every rank*",
+        "*no world of 8 could be simulated: *RuntimeError: too few ranks*",
     ])  # fmt: skip
 
 

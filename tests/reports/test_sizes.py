@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from pytest_fsdp_meta.evidence.simulation import RankSize, SimulatedSize, SimulatedStep, Traffic
+from pytest_fsdp_meta.evidence.simulation import BytesOfRanks, RankSize, SimulatedSize, SimulatedStep, Traffic
 from pytest_fsdp_meta.reports.page.sizes import BAR_WIDTH, size_view
 from pytest_fsdp_meta.reports.sizes import describe_sizes
 from pytest_fsdp_meta.text import as_bytes
@@ -33,6 +35,17 @@ def test_lines_name_what_each_size_needs_and_where_it_fits():
     ]
     [line] = describe_sizes((size(8, GIB, problem="no CUDA"),), 12 * GIB)
     assert line == "   8 ranks: 1 GiB of parameters on a rank; no step was simulated (no CUDA)"
+
+
+def test_what_all_ranks_hold_is_said_where_it_is_known():
+    even, uneven = BytesOfRanks(GIB, GIB, GIB), BytesOfRanks(0, GIB // 2, GIB)
+    known = [replace(size(ranks, 7, problem="?"), parameters=held) for ranks, held in ((8, even), (64, uneven))]
+    lines = [*describe_sizes(known, 0)]
+    assert lines == [
+        "    8 ranks: 1 GiB of parameters on every rank; no step was simulated (?)",
+        "   64 ranks: 0 bytes to 1 GiB of parameters on a rank, 512 MiB in the median; no step was simulated (?)",
+    ]
+    assert known[1].largest == GIB
 
 
 @pytest.mark.parametrize(("memory", "scale"), [(0, 16), (12, 16), (32, 32)])

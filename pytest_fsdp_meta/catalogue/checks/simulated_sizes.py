@@ -55,10 +55,18 @@ def no_rank_is_empty_handed(view: View) -> Iterable[Finding]:
             tuple(rank for rank, one in facts if not one.numel) or tuple(rank for rank, _ in facts),
             f"{length} rows on dim {dim} for {ranks} ranks, of which {_empty_chunks(length, ranks)} hold nothing",
             "a part of it on every rank",
-            cause=f"dim {dim} is shorter than the ranks that share it: from {length + 1} ranks on, some hold nothing"
-            if ranks > length
-            else f"dim {dim} is cut into chunks of {-(-length // ranks)} rows, which do not reach the last ranks",
+            cause=_why_empty(dim, length, ranks),
         )
+
+
+def _why_empty(dim: int, length: int, ranks: int) -> str:
+    if ranks > length:
+        return f"dim {dim} is shorter than the ranks that share it: from {length + 1} ranks on, some hold nothing"
+    fewest = next(n for n in range(2, ranks + 1) if _empty_chunks(length, n))
+    return (
+        f"dim {dim} is cut into chunks of {-(-length // ranks)} rows, which do not reach the last ranks; on fewer than "
+        f"{fewest} ranks, each has a part"
+    )
 
 
 def _ranks(tensor: TensorFacts) -> int:
@@ -116,10 +124,16 @@ def memory_falls_with_ranks(view: View) -> Iterable[Finding]:
             yield Finding(
                 None,
                 (_heaviest(largest),),
-                f"{as_bytes(largest.largest)} of parameters on a rank of {largest.size}, after "
+                f"{as_bytes(largest.largest)} of parameters on a rank of {largest.size}{_median(largest)}, after "
                 f"{as_bytes(smaller.largest)} on one of {smaller.size}",
                 f"{as_bytes(round(expected))}: {growth} times the ranks share them",
             )
+
+
+def _median(size: SimulatedSize) -> str:
+    """Return what the rank in the middle holds, if that is less: then a few ranks hold too much."""
+    known = size.parameters
+    return f" ({as_bytes(known.median)} in the median)" if known and known.median < known.maximum else ""
 
 
 @check(
