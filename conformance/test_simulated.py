@@ -20,7 +20,7 @@ from fixtures.conforming import blocks, build_on_meta, load_conforming, load_sha
 from fixtures.defects import DEFECTS
 from pytest_fsdp_meta.catalogue import built_in
 from pytest_fsdp_meta.evidence import TensorFacts
-from pytest_fsdp_meta.evidence.simulation import BytesOfRanks
+from pytest_fsdp_meta.evidence.simulation import BACKWARD, BytesOfRanks
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part
 from pytest_fsdp_meta.observers.batches import own_rows
 from pytest_fsdp_meta.observers.memory import Meter, noting_resizes
@@ -88,6 +88,30 @@ def test_a_simulated_rank_holds_and_sends_what_a_real_one_does(architecture, mes
 def parameter_bytes(inventory):
     distinct = {tensor.identity: tensor for tensor in inventory.tensors if tensor.kind == "parameter"}
     return sum(tensor.numel * tensor.width for tensor in distinct.values())
+
+
+def test_what_is_sent_is_known_by_module(loader_judge, checkpoint):
+    """Two layers are gathered in the forward and again in the backward; the root stays gathered."""
+    sizes = loader_judge.observe(
+        load_with_a_head_for_tp,
+        {"dp_shard": 4, "tp": 2},
+        ["communication_scales"],
+        simulated=True,
+        path=checkpoint("llama"),
+    )
+    parts = {
+        (part.op, part.where, one.module): one.count
+        for part in sizes.simulation[0].step.traffic
+        for one in part.modules
+    }
+    assert parts == {
+        ("all_gather", "dp_shard", ""): 1,
+        ("all_gather", "dp_shard", "model.layers.*"): 4,
+        ("reduce_scatter", "dp_shard", "model.layers.*"): 2,
+        ("reduce_scatter", "dp_shard", ""): 1,
+        ("all_gather", "tp", ""): 1,  # a hook on the head's output, which runs in the module around it
+        ("all_reduce", "tp", BACKWARD): 1,
+    }
 
 
 def sent_by(step):

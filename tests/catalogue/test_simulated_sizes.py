@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from pytest_fsdp_meta.catalogue import built_in, judge
 from pytest_fsdp_meta.evidence import Evidence, MeshFacts, RankInventory, ReferenceFacts, TensorFacts, WorldFacts
-from pytest_fsdp_meta.evidence.simulation import BytesOfRanks, RankSize, SimulatedSize, SimulatedStep, Traffic
+from pytest_fsdp_meta.evidence.simulation import (
+    BytesOfRanks,
+    ModuleTraffic,
+    RankSize,
+    SimulatedSize,
+    SimulatedStep,
+    Traffic,
+)
 
 MIB = 2**20
 
@@ -63,6 +72,15 @@ def test_a_ring_sends_as_much_in_a_larger_world(later, earlier):
 def test_more_is_found(later, earlier, actual):
     verdict = judged(size(64, *later), size(8, *earlier))
     assert [(finding.ranks, finding.actual) for finding in verdict.findings] == [((0,), actual)]
+
+
+def test_the_module_that_sends_most_is_named():
+    parts = (ModuleTraffic("head", 1, 600 * MIB), ModuleTraffic("layers.*", 4, 40 * MIB))
+    later = replace(gathered(64, 640 * MIB, "dp"), modules=parts)
+    [finding] = judged(size(64, later), size(8, gathered(8, 64 * MIB, "dp"))).findings
+    assert finding.actual == (
+        "640 MiB sent by all_gather over dp in a step of 64 ranks (600 MiB of it in head), after 64 MiB in one of 8"
+    )
 
 
 def test_a_world_without_a_step_is_not_compared():

@@ -65,6 +65,9 @@ def test_loader(fsdp):
     assert "Memory and traffic by world size" in page
     assert "does not have it" not in page  # ranks that did not run
     assert 'class="meta"' not in page
+    table = page[page.index("What one rank of 64 sends for each module in a step") :]
+    assert "<code>*</code>" in table
+    assert "<code>0</code>" not in table
 
 
 def test_several_sizes_are_several_worlds(project: Project) -> None:

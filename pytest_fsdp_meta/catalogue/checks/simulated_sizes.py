@@ -159,10 +159,16 @@ def communication_scales(view: View) -> Iterable[Finding]:
             yield Finding(
                 None,
                 (largest.ranks[0].rank,),
-                f"{as_bytes(part.nbytes)} sent by {part.op}{over} in a step of {largest.size} ranks, after "
-                f"{as_bytes(before)} in one of {smaller.size}",
+                f"{as_bytes(part.nbytes)} sent by {part.op}{over} in a step of {largest.size} ranks{_most(part)}, "
+                f"after {as_bytes(before)} in one of {smaller.size}",
                 "about as much",
             )
+
+
+def _most(part: Traffic) -> str:
+    """Return the module for which most of it is sent."""
+    most = part.largest_module
+    return f" ({as_bytes(most.nbytes)} of it in {most.module or 'the root module'})" if most is not None else ""
 
 
 def _step(size: SimulatedSize) -> SimulatedStep:
@@ -185,8 +191,13 @@ def _pairs(step: SimulatedStep, earlier: SimulatedStep) -> Iterator[tuple[Traffi
         if same is not None:
             yield part, same.nbytes, same.nbytes
             continue
-        other = grown.get((part.op, part.dims), replace(part, nbytes=0))
-        joined = replace(part, ranks=max(part.ranks, other.ranks), nbytes=part.nbytes + other.nbytes)
+        other = grown.get((part.op, part.dims), replace(part, nbytes=0, modules=()))
+        joined = replace(
+            part,
+            ranks=max(part.ranks, other.ranks),
+            nbytes=part.nbytes + other.nbytes,
+            modules=(*part.modules, *other.modules),
+        )
         grown[part.op, part.dims] = joined
     for (op, dims), part in grown.items():
         before = [one for one in by_ranks.values() if (one.op, one.dims) == (op, dims) and one.ranks > 1]
