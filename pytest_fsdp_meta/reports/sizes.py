@@ -59,8 +59,8 @@ def _describe_parameters(size: SimulatedSize) -> str:
     if known.minimum == known.maximum:
         return f"{as_bytes(known.maximum)} of parameters on every rank"
     return (
-        f"{as_bytes(known.minimum)} to {as_bytes(known.maximum)} of parameters on a rank, "
-        f"{as_bytes(known.median)} in the median"
+        f"{as_bytes(known.minimum)} to {as_bytes(known.maximum)} of parameters on a rank "
+        f"({as_bytes(known.median)} in the median)"
     )
 
 

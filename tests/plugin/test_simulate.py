@@ -144,7 +144,9 @@ def test_further_groups(fsdp):
     dist.barrier(dist.new_group(backend="gloo"))
     dist.destroy_process_group()
     init_process_group("gloo", init_method="env://")
-    return Subject(load(fsdp, init_device_mesh("cpu", (fsdp.world_size,))), reference=build, batch=batch, loss=loss)
+    mesh = init_device_mesh("cuda", (fsdp.world_size,), mesh_dim_names=("dp_shard",))
+    assert mesh == init_device_mesh("cpu", (fsdp.world_size,), mesh_dim_names=("dp_shard",))
+    return Subject(load(fsdp, mesh["dp_shard"]), reference=build, batch=batch, loss=loss)
 
 @fsdp_conformance(process_group="loader", {ONLY})
 def test_too_large(fsdp):
@@ -363,10 +365,6 @@ ASKING = {
         "it out where fsdp.simulated is true",
     ),
     "device of CUDA": ("torch.cuda.set_device(0)", "the loader asks CUDA for something (test_it.py:*), *"),
-    "mesh of CUDA": (
-        "dist.init_device_mesh('cuda', (dist.get_world_size(),))",
-        "the loader asks CUDA for something (test_it.py:*), *",
-    ),
     "memory": (
         "model = nn.Linear(100_000, 100_000)",
         "the loader allocates 37.3 GiB (test_it.py:*), and simulated ranks have no memory for values; build the model "

@@ -50,7 +50,7 @@ def test_what_all_ranks_hold_is_said_where_it_is_known():
     lines = [*describe_sizes(known, 0)]
     assert lines == [
         "    8 ranks: 1 GiB of parameters on every rank; no step was simulated (?)",
-        "   64 ranks: 0 bytes to 1 GiB of parameters on a rank, 512 MiB in the median; no step was simulated (?)",
+        "   64 ranks: 0 bytes to 1 GiB of parameters on a rank (512 MiB in the median); no step was simulated (?)",
     ]
     assert known[1].largest == GIB
 
