@@ -79,10 +79,10 @@ def test_a_simulated_rank_holds_and_sends_what_a_real_one_does(architecture, mes
     assert known == BytesOfRanks(min(held.values()), median_low(held.values()), max(held.values()))
     for rank in simulated.simulation[0].ranks:
         assert rank.parameters == held[rank.rank]
-        if rank.step is not None and not rank.step.problem:
+        if rank.step is not None:
+            assert rank.step.problem == ""
             assert sent_by(rank.step) == sent_in_a_step(real.collectives[rank.rank].step)
-        else:
-            assert rank.step is None or ("BF16" in rank.step.problem and architecture == "qwen3-moe")
+    assert simulated.simulation[0].step is not None
 
 
 def parameter_bytes(inventory):

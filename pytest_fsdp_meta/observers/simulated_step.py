@@ -24,6 +24,7 @@ from pytest_fsdp_meta.observers.loading import loaded_subject
 from pytest_fsdp_meta.observers.memory import Meter, noting_resizes
 from pytest_fsdp_meta.observers.module_watch import RunningModule
 from pytest_fsdp_meta.observers.optimizers import built_optimizer, make_optimizer
+from pytest_fsdp_meta.observers.support.grouped_products import GroupedProductsOfAnyDtype
 from pytest_fsdp_meta.observers.support.torch_private import (
     FakeTensorMode,
     is_in_backward,
@@ -64,7 +65,7 @@ def simulate_step(subject: Subject, rank: Rank, shares: int, rows: Mapping[str, 
     if subject.train_step is not None:
         return SimulatedStep(problem="train_step is not simulated")
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True), rearranging_shapes_only():
+        with FakeTensorMode(allow_non_fake_inputs=True), GroupedProductsOfAnyDtype(), rearranging_shapes_only():
             return _step(subject, rank, shares, rows)
     except Exception as error:  # of any type: what the model raises where it asks for a value
         cause = error.__cause__ or error
