@@ -62,3 +62,9 @@ def sharded_dim(placement: str) -> int | None:
     """Return the tensor dim that a placement shards (0 for ``S(0)`` and ``_S(0, 2)``), or None if it shards none."""
     found = re.match(r"_?S\((\d+)", placement)
     return int(found[1]) if found else None
+
+
+def split_factor(placement: str) -> int:
+    """Return the split factor of a placement that shards: 2 for ``_S(0, 2)``, 1 for ``S(0)``."""
+    found = re.match(r"_S\(\d+, (\d+)", placement)
+    return int(found[1]) if found else 1

@@ -10,6 +10,20 @@ NO_VALUES = "simulated: the ranks have no values, and send nothing"
 """Why what needs values is not observed."""
 FACTORS = (8, 64)
 """By how much smaller the worlds are, at most, that a simulated one is compared with."""
+BACKWARD = "autograd"
+
+
+@dataclass(frozen=True)
+class ModuleTraffic:
+    """The part of the traffic that is for one module, or for all modules whose names differ in numbers only.
+
+    ``module`` is a name with ``*`` for numbers. It is empty for the root, and for what is sent outside of all modules;
+    ``BACKWARD`` for what autograd sends, of which no module is known.
+    """
+
+    module: str
+    count: int
+    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -26,6 +40,17 @@ class Traffic:
     ranks: int
     count: int
     nbytes: int
+    modules: tuple[ModuleTraffic, ...] = ()
+    """The parts of it; older reports lack them."""
+
+    @property
+    def where(self) -> str:
+        """The mesh dimensions, or the number of ranks."""
+        return " and ".join(self.dims) or f"{self.ranks} ranks"
+
+    @property
+    def largest_module(self) -> ModuleTraffic | None:
+        return max(self.modules, key=lambda part: part.nbytes, default=None)
 
 
 @dataclass(frozen=True)
@@ -54,8 +79,7 @@ class SimulatedStep:
         """What the rank sends over each mesh dimension, or among so many ranks."""
         sent: dict[str, int] = {}
         for part in self.traffic:
-            where = " and ".join(part.dims) or f"{part.ranks} ranks"
-            sent[where] = sent.get(where, 0) + part.nbytes
+            sent[part.where] = sent.get(part.where, 0) + part.nbytes
         return sent
 
 
@@ -70,12 +94,23 @@ class RankSize:
 
 
 @dataclass(frozen=True)
+class BytesOfRanks:
+    """The parameters of the ranks of a world, those that do not run included, in bytes."""
+
+    minimum: int
+    median: int
+    maximum: int
+
+
+@dataclass(frozen=True)
 class SimulatedSize:
     """A world of one size, and those of its ranks that were simulated; none if ``problem`` says why."""
 
     mesh: tuple[tuple[str, int], ...]
     ranks: tuple[RankSize, ...]
     problem: str = ""
+    parameters: BytesOfRanks | None = None
+    """None if what the other ranks hold does not follow from placements."""
 
     @property
     def size(self) -> int:
@@ -84,7 +119,7 @@ class SimulatedSize:
     @property
     def largest(self) -> int:
         """The parameters of the rank that holds most."""
-        return max(rank.parameters for rank in self.ranks)
+        return self.parameters.maximum if self.parameters else max(rank.parameters for rank in self.ranks)
 
     @property
     def step(self) -> SimulatedStep | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from pytest_fsdp_meta.evidence.simulation import RankSize, SimulatedStep, Traffic
+from pytest_fsdp_meta.evidence.simulation import BACKWARD, ModuleTraffic, RankSize, SimulatedStep, Traffic
 from pytest_fsdp_meta.loader.subject import Subject
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part
 from pytest_fsdp_meta.observers.batches import global_batch, loss_of
@@ -21,9 +22,12 @@ from pytest_fsdp_meta.observers.collectives import GROUPS, INPUTS, NAMESPACES, O
 from pytest_fsdp_meta.observers.inventory import named_tensors, unwrapped
 from pytest_fsdp_meta.observers.loading import loaded_subject
 from pytest_fsdp_meta.observers.memory import Meter, noting_resizes
+from pytest_fsdp_meta.observers.module_watch import RunningModule
 from pytest_fsdp_meta.observers.optimizers import built_optimizer, make_optimizer
+from pytest_fsdp_meta.observers.support.grouped_products import GroupedProductsOfAnyDtype
 from pytest_fsdp_meta.observers.support.torch_private import (
     FakeTensorMode,
+    is_in_backward,
     operator_arguments,
     operator_name,
     process_group,
@@ -31,9 +35,13 @@ from pytest_fsdp_meta.observers.support.torch_private import (
     tree_leaves,
 )
 from pytest_fsdp_meta.observers.support.watching import watching
-from pytest_fsdp_meta.text import first_line
+from pytest_fsdp_meta.text import clean_name, first_line
 from pytest_fsdp_meta.worlds import Rank, current, doing
 from pytest_fsdp_meta.worlds.rank.tracebacks import user_line
+
+FSDP_SPAN = re.compile(r"FSDP::(?:all_gather|post_backward_reduce)(?: \((?P<module>.+)\))?$")
+"""How FSDP2 names what it does for the profiler; the root's groups have no module's name."""
+NUMBER = re.compile(r"(?<!\w)\d+(?!\w)")
 
 
 def observe_size(stepping: int, shares: int, rows: Mapping[str, int]) -> RankSize:
@@ -57,7 +65,7 @@ def simulate_step(subject: Subject, rank: Rank, shares: int, rows: Mapping[str, 
     if subject.train_step is not None:
         return SimulatedStep(problem="train_step is not simulated")
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True), rearranging_shapes_only():
+        with FakeTensorMode(allow_non_fake_inputs=True), GroupedProductsOfAnyDtype(), rearranging_shapes_only():
             return _step(subject, rank, shares, rows)
     except Exception as error:  # of any type: what the model raises where it asks for a value
         cause = error.__cause__ or error
@@ -73,7 +81,7 @@ def _step(subject: Subject, rank: Rank, shares: int, rows: Mapping[str, int]) ->
     meter, recorder = _FakeMeter(), _TrafficRecorder(rank, model)
     model.train()
     meter.after(torch.ops.aten.detach.default, (), [local_part(t) for t in (*model.parameters(), *model.buffers())])
-    with watching(meter, recorder), noting_resizes(meter):
+    with watching(meter, recorder), noting_resizes(meter), recorder.running.watching():
         loss_of(subject, batch).backward()
     state = _state_bytes(built or make_optimizer(subject))
     return SimulatedStep(
@@ -168,15 +176,29 @@ class _FakeMeter(Meter):
             self._track(tensor, maybe_mapped=False)
 
 
+Sent = tuple[str, tuple[str, ...], int]
+"""What is added up: the collective, the mesh dimensions and the number of ranks."""
+
+
 class _TrafficRecorder:
-    """A watcher that adds up what this rank sends."""
+    """A watcher that adds up what this rank sends, and for which modules.
+
+    FSDP2 names the module of each group while it sends, in the backward and ahead of time too. Other collectives in the
+    forward are of the module that runs, which for a hook on a module's output is the one around it; in the backward no
+    module runs.
+    """
 
     def __init__(self, rank: Rank, model: Module) -> None:
         self.gathered = 0
+        self.running = RunningModule(model)
         self._names = dict(_dims_by_group(rank, model))
-        self._sent: dict[tuple[str, tuple[str, ...], int], Counter[str]] = {}
+        self._spans: list[str | None] = []
+        """The modules that FSDP2 names in the spans that are open now; None for other spans."""
+        self._sent: dict[Sent, dict[str, Counter[str]]] = {}
 
     def before(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        if func.namespace == "profiler":
+            self._follow_span(operator_name(func), args)
         op = OPS.get(operator_name(func)) if func.namespace in NAMESPACES else None
         if op is None or op == "barrier":
             return
@@ -186,15 +208,29 @@ class _TrafficRecorder:
         nbytes, ranks = sum(tensor.nbytes for tensor in inputs), group.size()
         if op.startswith("all_gather"):
             self.gathered = max(self.gathered, nbytes * ranks)
-        counted = self._sent.setdefault((op, self._names.get(group.group_name, ()), ranks), Counter())
+        modules = self._sent.setdefault((op, self._names.get(group.group_name, ()), ranks), {})
+        counted = modules.setdefault(NUMBER.sub("*", self._module()), Counter())
         counted["count"] += 1
         counted["nbytes"] += _leaving(op, nbytes, ranks)
 
     def after(self, func: Any, args: Sequence[Any], out: Any) -> None: ...
 
     def traffic(self) -> Iterator[Traffic]:
-        for (op, dims, ranks), counted in self._sent.items():
-            yield Traffic(op, dims, ranks, counted["count"], counted["nbytes"])
+        for (op, dims, ranks), modules in self._sent.items():
+            parts = tuple(ModuleTraffic(name, one["count"], one["nbytes"]) for name, one in modules.items())
+            count, nbytes = sum(part.count for part in parts), sum(part.nbytes for part in parts)
+            yield Traffic(op, dims, ranks, count, nbytes, parts)
+
+    def _follow_span(self, operator: str, args: Sequence[Any]) -> None:
+        if operator.startswith("_record_function_enter"):
+            found = FSDP_SPAN.match(str(args[0]))
+            self._spans.append(found and clean_name(found["module"] or ""))
+        elif self._spans:
+            self._spans.pop()
+
+    def _module(self) -> str:
+        named = [span for span in self._spans if span is not None]
+        return named[-1] if named else self.running.name or (BACKWARD if is_in_backward() else "")
 
 
 def _leaving(op: str, nbytes: int, ranks: int) -> int:

@@ -45,11 +45,23 @@ def describe_fit(ordered: Sequence[SimulatedSize], device_memory: int) -> str:
 def _describe_size(size: SimulatedSize) -> str:
     if size.problem:
         return f"not simulated ({size.problem})"
-    held = f"{as_bytes(size.largest)} of parameters on a rank"
+    held = _describe_parameters(size)
     if size.step is not None:
         return f"{held}, {_describe_step(size.step)}"
     why = why_no_step(size)
     return f"{held}; no step was simulated ({why})" if why else held
+
+
+def _describe_parameters(size: SimulatedSize) -> str:
+    known = size.parameters
+    if known is None:
+        return f"{as_bytes(size.largest)} of parameters on a rank"
+    if known.minimum == known.maximum:
+        return f"{as_bytes(known.maximum)} of parameters on every rank"
+    return (
+        f"{as_bytes(known.minimum)} to {as_bytes(known.maximum)} of parameters on a rank "
+        f"({as_bytes(known.median)} in the median)"
+    )
 
 
 def _describe_step(step: SimulatedStep) -> str:

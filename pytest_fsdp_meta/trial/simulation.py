@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -22,6 +22,7 @@ from pytest_fsdp_meta.evidence import (
 from pytest_fsdp_meta.evidence.simulation import FACTORS, NO_VALUES, SimulatedSize
 from pytest_fsdp_meta.loader.call import Call
 from pytest_fsdp_meta.trial import on_ranks
+from pytest_fsdp_meta.trial.all_ranks import bytes_of_ranks
 from pytest_fsdp_meta.trial.loads import LOADER_OUTCOMES
 from pytest_fsdp_meta.trial.obstacles import NOT_WANTED, from_world_error
 from pytest_fsdp_meta.trial.timing import Stopwatch
@@ -99,7 +100,7 @@ class SimulatedRun:
 
     def _sizes(self) -> tuple[SimulatedSize, ...] | Unavailable:
         try:
-            own = self._size(self.world, {})
+            own = self._size(self.world, self.inventory, {})
         except WorldError as error:
             return from_world_error(error)
         # A rank has the same rows in each world: batches that the ranks share would be smaller in a larger one.
@@ -109,19 +110,21 @@ class SimulatedRun:
     def _smaller(self, spec: WorldSpec, rows: Mapping[str, int]) -> SimulatedSize:
         worlds: list[World] = []
         try:
-            return self._size(self.load_again(spec, f"the world of {spec.size}", worlds)[0], rows)
+            world, loaded = self.load_again(spec, f"the world of {spec.size}", worlds)
+            return self._size(world, [rank.inventory for rank in loaded], rows)
         except WorldError as error:
             return SimulatedSize(tuple(spec.mesh.items()), (), problem=error.summary)
         finally:
             for world in worlds:
                 world.close()
 
-    def _size(self, world: World, rows: Mapping[str, int]) -> SimulatedSize:
+    def _size(self, world: World, inventories: Sequence[RankInventory], rows: Mapping[str, int]) -> SimulatedSize:
         spec, shares = world.spec, self.loaded[0].data_parallel[1]
         # One rank, because a step takes seconds, and ranks differ in the sizes of their shards only.
         observe = on_ranks.simulated_step.observe_size
         ranks = on_ranks.run_on(world, observe, spec.simulated[0], shares, rows)
-        return SimulatedSize(tuple(spec.mesh.items()), tuple(ranks))
+        mesh, known = tuple(spec.mesh.items()), {rank.rank: rank.parameters for rank in ranks}
+        return SimulatedSize(mesh, tuple(ranks), parameters=bytes_of_ranks(inventories, mesh, known))
 
 
 def smaller_worlds(spec: WorldSpec) -> Iterator[WorldSpec]:

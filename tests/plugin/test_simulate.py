@@ -65,6 +65,9 @@ def test_loader(fsdp):
     assert "Memory and traffic by world size" in page
     assert "does not have it" not in page  # ranks that did not run
     assert 'class="meta"' not in page
+    table = page[page.index("What one rank of 64 sends for each module in a step") :]
+    assert "<code>*</code>" in table
+    assert "<code>0</code>" not in table
 
 
 def test_several_sizes_are_several_worlds(project: Project) -> None:
@@ -141,7 +144,9 @@ def test_further_groups(fsdp):
     dist.barrier(dist.new_group(backend="gloo"))
     dist.destroy_process_group()
     init_process_group("gloo", init_method="env://")
-    return Subject(load(fsdp, init_device_mesh("cpu", (fsdp.world_size,))), reference=build, batch=batch, loss=loss)
+    mesh = init_device_mesh("cuda", (fsdp.world_size,), mesh_dim_names=("dp_shard",))
+    assert mesh == init_device_mesh("cpu", (fsdp.world_size,), mesh_dim_names=("dp_shard",))
+    return Subject(load(fsdp, mesh["dp_shard"]), reference=build, batch=batch, loss=loss)
 
 @fsdp_conformance(process_group="loader", {ONLY})
 def test_too_large(fsdp):
@@ -152,7 +157,7 @@ def test_too_large(fsdp):
     result.assert_outcomes(passed=8, errors=1)
     result.stdout.fnmatch_lines([
         "*ValueError: init_process_group(world_size=65) in a world of 64: leave rank and world_size out*",
-        "* 64 ranks: * of parameters on a rank*, peaks at * and sends * over dp_shard, * over dp_replicate",
+        "* 64 ranks: * of parameters on every rank*, peaks at * and sends * over dp_shard, * over dp_replicate",
     ])  # fmt: skip
 
 
@@ -211,8 +216,8 @@ def test_loader(fsdp):
     result.assert_outcomes(passed=2, skipped=2)
     result.stdout.fnmatch_lines([
         "* 8 ranks: not simulated (*RuntimeError: too few ranks)",
-        "*64 ranks: * of parameters on a rank*",
-        "*no world of 8 could be simulated: *RuntimeError: too few ranks",
+        "*64 ranks: * of parameters on every rank*",
+        "*no world of 8 could be simulated: *RuntimeError: too few ranks*",
     ])  # fmt: skip
 
 
@@ -360,10 +365,6 @@ ASKING = {
         "it out where fsdp.simulated is true",
     ),
     "device of CUDA": ("torch.cuda.set_device(0)", "the loader asks CUDA for something (test_it.py:*), *"),
-    "mesh of CUDA": (
-        "dist.init_device_mesh('cuda', (dist.get_world_size(),))",
-        "the loader asks CUDA for something (test_it.py:*), *",
-    ),
     "memory": (
         "model = nn.Linear(100_000, 100_000)",
         "the loader allocates 37.3 GiB (test_it.py:*), and simulated ranks have no memory for values; build the model "

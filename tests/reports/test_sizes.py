@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from pytest_fsdp_meta.evidence.simulation import RankSize, SimulatedSize, SimulatedStep, Traffic
+from pytest_fsdp_meta.evidence.simulation import (
+    BytesOfRanks,
+    ModuleTraffic,
+    RankSize,
+    SimulatedSize,
+    SimulatedStep,
+    Traffic,
+)
 from pytest_fsdp_meta.reports.page.sizes import BAR_WIDTH, size_view
 from pytest_fsdp_meta.reports.sizes import describe_sizes
 from pytest_fsdp_meta.text import as_bytes
@@ -35,6 +44,17 @@ def test_lines_name_what_each_size_needs_and_where_it_fits():
     assert line == "   8 ranks: 1 GiB of parameters on a rank; no step was simulated (no CUDA)"
 
 
+def test_what_all_ranks_hold_is_said_where_it_is_known():
+    even, uneven = BytesOfRanks(GIB, GIB, GIB), BytesOfRanks(0, GIB // 2, GIB)
+    known = [replace(size(ranks, 7, problem="?"), parameters=held) for ranks, held in ((8, even), (64, uneven))]
+    lines = [*describe_sizes(known, 0)]
+    assert lines == [
+        "    8 ranks: 1 GiB of parameters on every rank; no step was simulated (?)",
+        "   64 ranks: 0 bytes to 1 GiB of parameters on a rank (512 MiB in the median); no step was simulated (?)",
+    ]
+    assert known[1].largest == GIB
+
+
 @pytest.mark.parametrize(("memory", "scale"), [(0, 16), (12, 16), (32, 32)])
 def test_bars_are_to_scale_and_end_at_the_peak(memory, scale):
     view = size_view((LARGE, SMALL, FAILED), memory * GIB)
@@ -44,6 +64,16 @@ def test_bars_are_to_scale_and_end_at_the_peak(memory, scale):
     assert ends == pytest.approx([0, 16 / scale * BAR_WIDTH, 10 / scale * BAR_WIDTH])
     assert view.rows[0].why == "rank 0 raised KeyError: 2"
     assert size_view((), memory * GIB) is None
+
+
+def test_the_modules_of_the_largest_world_are_listed_by_what_they_send():
+    gathered = replace(SENT[0], modules=(ModuleTraffic("a", 1, 5), ModuleTraffic("layers.*", 64, 70)))
+    reduced = replace(SENT[1], modules=tuple(ModuleTraffic(f"m{n}", 1, n) for n in range(20)))
+    step = replace(LARGE.step, traffic=(gathered, reduced))
+    large = replace(LARGE, ranks=(replace(LARGE.ranks[0], step=step),))
+    listed = [(traffic.where, part.module) for traffic, part in size_view((large, SMALL), 0).sent]
+    assert listed == [("dp_shard", "layers.*"), *(("4 ranks", f"m{n}") for n in range(19, 12, -1))]
+    assert size_view((FAILED,), 0).sent == ()
 
 
 def test_amounts_have_three_digits():

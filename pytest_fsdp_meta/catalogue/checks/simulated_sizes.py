@@ -55,10 +55,18 @@ def no_rank_is_empty_handed(view: View) -> Iterable[Finding]:
             tuple(rank for rank, one in facts if not one.numel) or tuple(rank for rank, _ in facts),
             f"{length} rows on dim {dim} for {ranks} ranks, of which {_empty_chunks(length, ranks)} hold nothing",
             "a part of it on every rank",
-            cause=f"dim {dim} is shorter than the ranks that share it: from {length + 1} ranks on, some hold nothing"
-            if ranks > length
-            else f"dim {dim} is cut into chunks of {-(-length // ranks)} rows, which do not reach the last ranks",
+            cause=_why_empty(dim, length, ranks),
         )
+
+
+def _why_empty(dim: int, length: int, ranks: int) -> str:
+    if ranks > length:
+        return f"dim {dim} is shorter than the ranks that share it: from {length + 1} ranks on, some hold nothing"
+    fewest = next(n for n in range(2, ranks + 1) if _empty_chunks(length, n))
+    return (
+        f"dim {dim} is cut into chunks of {-(-length // ranks)} rows, which do not reach the last ranks; on fewer than "
+        f"{fewest} ranks, each has a part"
+    )
 
 
 def _ranks(tensor: TensorFacts) -> int:
@@ -116,10 +124,16 @@ def memory_falls_with_ranks(view: View) -> Iterable[Finding]:
             yield Finding(
                 None,
                 (_heaviest(largest),),
-                f"{as_bytes(largest.largest)} of parameters on a rank of {largest.size}, after "
+                f"{as_bytes(largest.largest)} of parameters on a rank of {largest.size}{_median(largest)}, after "
                 f"{as_bytes(smaller.largest)} on one of {smaller.size}",
                 f"{as_bytes(round(expected))}: {growth} times the ranks share them",
             )
+
+
+def _median(size: SimulatedSize) -> str:
+    """Return what the rank in the middle holds, if that is less: then a few ranks hold too much."""
+    known = size.parameters
+    return f" ({as_bytes(known.median)} in the median)" if known and known.median < known.maximum else ""
 
 
 @check(
@@ -145,10 +159,16 @@ def communication_scales(view: View) -> Iterable[Finding]:
             yield Finding(
                 None,
                 (largest.ranks[0].rank,),
-                f"{as_bytes(part.nbytes)} sent by {part.op}{over} in a step of {largest.size} ranks, after "
-                f"{as_bytes(before)} in one of {smaller.size}",
+                f"{as_bytes(part.nbytes)} sent by {part.op}{over} in a step of {largest.size} ranks{_most(part)}, "
+                f"after {as_bytes(before)} in one of {smaller.size}",
                 "about as much",
             )
+
+
+def _most(part: Traffic) -> str:
+    """Return the module for which most of it is sent."""
+    most = part.largest_module
+    return f" ({as_bytes(most.nbytes)} of it in {most.module or 'the root module'})" if most is not None else ""
 
 
 def _step(size: SimulatedSize) -> SimulatedStep:
@@ -171,8 +191,13 @@ def _pairs(step: SimulatedStep, earlier: SimulatedStep) -> Iterator[tuple[Traffi
         if same is not None:
             yield part, same.nbytes, same.nbytes
             continue
-        other = grown.get((part.op, part.dims), replace(part, nbytes=0))
-        joined = replace(part, ranks=max(part.ranks, other.ranks), nbytes=part.nbytes + other.nbytes)
+        other = grown.get((part.op, part.dims), replace(part, nbytes=0, modules=()))
+        joined = replace(
+            part,
+            ranks=max(part.ranks, other.ranks),
+            nbytes=part.nbytes + other.nbytes,
+            modules=(*part.modules, *other.modules),
+        )
         grown[part.op, part.dims] = joined
     for (op, dims), part in grown.items():
         before = [one for one in by_ranks.values() if (one.op, one.dims) == (op, dims) and one.ranks > 1]

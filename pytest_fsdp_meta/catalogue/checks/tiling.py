@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
-from itertools import permutations, product
+from itertools import product
 from math import prod
 
 from pytest_fsdp_meta.catalogue.checks.materialisation import MANAGED
@@ -12,7 +11,8 @@ from pytest_fsdp_meta.catalogue.checks.structure import MANIFEST, NAMES, SHAPES
 from pytest_fsdp_meta.catalogue.findings import Explanation, Finding, Mismatch
 from pytest_fsdp_meta.catalogue.registry import check
 from pytest_fsdp_meta.catalogue.view import PartlyJudged, View, ranks_by
-from pytest_fsdp_meta.evidence import MeshFacts, Region, TensorFacts, WorldFacts, sharded_dim
+from pytest_fsdp_meta.evidence import Region, TensorFacts, WorldFacts, sharded_dim
+from pytest_fsdp_meta.evidence.numbering import mesh_and_place, order_of, possible_orders
 from pytest_fsdp_meta.text import counted, first_of
 
 Held = tuple[Region, ...]
@@ -20,8 +20,6 @@ Held = tuple[Region, ...]
 Pattern = tuple[tuple[int, ...], tuple[tuple[int, Held], ...], int]
 """The shape, the part that each rank holds, and how many ranks should hold each element."""
 Facts = list[tuple[int, TensorFacts]]
-Order = Sequence[tuple[str, int]]
-"""The dimensions of a mesh with their sizes."""
 Flaw = tuple[tuple[int, ...], str, str]
 """Ranks, actual and expected of a finding."""
 
@@ -50,7 +48,7 @@ def shards_tile_the_tensor(view: View) -> Iterable[Finding]:
     world = view.evidence.world
     known: dict[Pattern, Flaw | None] = {}  # thousands of tensors share a few patterns
     by_hand, own_mesh = list[str](), list[str]()
-    orders = _orders(view) if world.simulated else []
+    orders = possible_orders(world.mesh, view.evidence.inventory) if world.simulated else []
     for name, facts in view.tensors("parameter", "buffer"):
         sizes = [(rank, _compare_local_shape(tensor)) for rank, tensor in facts]
         if any(mismatch for _, mismatch in sizes):
@@ -59,7 +57,8 @@ def shards_tile_the_tensor(view: View) -> Iterable[Finding]:
         if world.simulated:
             by_hand += [name] * any(tensor.placements is None and tensor.sharded_by for _, tensor in facts)
             crowded = [*_crowded(name, facts, world)]
-            own_mesh += [name] * (not crowded and not _is_regular(facts, orders))
+            # Where some ranks are numbered regularly, all are, and the chunks of DTensor's placements tile.
+            own_mesh += [name] * (not crowded and order_of(facts, orders) is None)
             yield from crowded
             continue
         pattern = _pattern(facts)
@@ -79,47 +78,11 @@ def shards_tile_the_tensor(view: View) -> Iterable[Finding]:
 
 def _crowded(name: str, facts: Facts, world: WorldFacts) -> Iterator[Finding]:
     """Find more ranks at one place of a tensor's mesh than the world has copies of the mesh."""
-    for (mesh, coordinate), ranks in ranks_by((rank, _place(tensor)) for rank, tensor in facts).items():
+    for (mesh, coordinate), ranks in ranks_by((rank, mesh_and_place(tensor)) for rank, tensor in facts).items():
         most = max(1, world.size // prod(mesh.shape)) if mesh is not None else len(ranks)
         if coordinate is not None and len(ranks) > most:
             place = f"at {coordinate} of the mesh {mesh}"
             yield Finding(name, ranks, f"{len(ranks)} ranks are {place}", f"{counted(most, 'rank')} there")
-
-
-def _place(tensor: TensorFacts) -> tuple[MeshFacts | None, tuple[int, ...] | None]:
-    mesh = tensor.mesh
-    return (None, None) if mesh is None else (replace(mesh, coordinate=None), mesh.coordinate)
-
-
-def _orders(view: View) -> list[Order]:
-    """Return the ways in which the ranks may be numbered dimension by dimension.
-
-    The dimensions are the world's, in any order, or those of a mesh of the loader's own that has all ranks.
-    """
-    world = view.evidence.world
-    meshes = {_place(tensor)[0] for rank in view.evidence.inventory for tensor in rank.tensors}
-    own = [(*zip(map(str, mesh.dims), mesh.shape, strict=True),) for mesh in meshes if mesh is not None]
-    return [*permutations(world.mesh), *(dims for dims in own if prod(size for _, size in dims) == world.size)]
-
-
-def _is_regular(facts: Facts, orders: Sequence[Order]) -> bool:
-    """Return whether the places of these ranks are those of a mesh in which ranks are numbered in one of the orders.
-
-    Then those of all ranks are, and the chunks of DTensor's placements tile.
-    """
-    return any(all(_fits(rank, tensor, order) for rank, tensor in facts) for order in orders)
-
-
-def _fits(rank: int, tensor: TensorFacts, order: Order) -> bool:
-    mesh, sizes = tensor.mesh, dict(order)
-    if mesh is None or mesh.coordinate is None:
-        return True
-    if any(sizes.get(str(dim)) != size for dim, size in zip(mesh.dims, mesh.shape, strict=True)):
-        return False
-    coordinate = dict[str, int]()
-    for dim, size in reversed(order):  # the last dimension runs fastest
-        rank, coordinate[dim] = divmod(rank, size)
-    return mesh.coordinate == tuple(coordinate[str(dim)] for dim in mesh.dims)
 
 
 def _outside(tensor: TensorFacts) -> bool:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pytest_fsdp_meta.evidence.codec import write_whole
+from pytest_fsdp_meta.evidence.simulation import BACKWARD
 from pytest_fsdp_meta.reports.compare import Comparison, describe_changes, describe_comparison
 from pytest_fsdp_meta.reports.history import describe_history
 from pytest_fsdp_meta.reports.page.broke import MOST_CARDS, MOST_CHIPS, MOST_VALUES, make_cards
@@ -128,6 +129,7 @@ def _environment() -> Environment:
         "PROBLEMS": PROBLEMS,
         "TRACED": TRACED,
         "TRACED_GLYPHS": TRACED_GLYPHS,
+        "BACKWARD": BACKWARD,
         "SIZE_PARTS": PARTS,
         "SIZE_WIDTH": BAR_WIDTH,
         "SIZE_HEIGHT": BAR_HEIGHT,

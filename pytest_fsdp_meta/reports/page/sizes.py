@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from pytest_fsdp_meta.evidence.simulation import SimulatedSize, SimulatedStep
+from pytest_fsdp_meta.evidence.simulation import ModuleTraffic, SimulatedSize, SimulatedStep, Traffic
 from pytest_fsdp_meta.reports.sizes import describe_fit, smallest_first, why_no_step
 
 BAR_WIDTH, BAR_HEIGHT = 320, 14
 """Sizes (px) of the bar of a world."""
+MOST_MODULES = 8
+"""Rows of the table of modules."""
 PARTS = {
     "held": "parameters",
     "gradients": "gradients",
@@ -45,6 +47,8 @@ class Sizes:
     rows: tuple[SizeRow, ...]
     limit: float | None
     fit: str
+    sent: tuple[tuple[Traffic, ModuleTraffic], ...]
+    """What is sent for modules in a step of the largest world, most first."""
 
 
 def size_view(sizes: Sequence[SimulatedSize], device_memory: int) -> Sizes | None:
@@ -56,7 +60,12 @@ def size_view(sizes: Sequence[SimulatedSize], device_memory: int) -> Sizes | Non
     scale = BAR_WIDTH / max(1, device_memory, *needed)
     rows = tuple(SizeRow(size, size.step, why_no_step(size), tuple(_bars(size, scale))) for size in ordered)
     fit = describe_fit(ordered, device_memory) if device_memory else ""
-    return Sizes(rows, device_memory * scale if device_memory else None, fit)
+    return Sizes(rows, device_memory * scale if device_memory else None, fit, tuple(_sent(ordered[-1].step)))
+
+
+def _sent(step: SimulatedStep | None) -> list[tuple[Traffic, ModuleTraffic]]:
+    parts = [(traffic, part) for traffic in (step.traffic if step else ()) for part in traffic.modules]
+    return sorted(parts, key=lambda pair: pair[1].nbytes, reverse=True)[:MOST_MODULES]
 
 
 def _parts(size: SimulatedSize) -> Iterator[tuple[str, int]]:

@@ -1,4 +1,4 @@
-"""Process groups of a simulated rank: torch's fake one, whichever backend the loader names, without other ranks."""
+"""Process groups and meshes of a simulated rank, whichever backend and device the loader names: fake, and of CPUs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 FAKE = "fake"
+CPU = "cpu"
 HELPER = "_new_process_group_helper"
 """The private function of torch in which all public ones that make groups end, however they were imported."""
 
@@ -40,3 +41,19 @@ def make_all_groups_fake(check_group: Callable[[int, int], None]) -> None:
     # By name, because the attribute torch.distributed.rendezvous is a function that hides the module.
     handlers = import_module("torch.distributed.rendezvous")._rendezvous_handlers
     handlers.update(dict.fromkeys(handlers, meet_alone))
+
+
+def put_all_meshes_on_cpu() -> None:
+    """Let every later mesh of this process be of CPUs: a loader may name the devices for which it was written.
+
+    A mesh asks its devices to be there, and which one this rank has. Tensors on meta lie on a mesh of any type.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+
+    make = DeviceMesh.__init__
+
+    @wraps(make)
+    def make_on_cpu(self: DeviceMesh, device_type: str, *args: Any, **options: Any) -> None:
+        make(self, CPU, *args, **options)
+
+    DeviceMesh.__init__ = make_on_cpu

@@ -157,10 +157,11 @@ def _join_alone(me: Rank, spec: WorldSpec) -> Rank:
 
     me.device = torch.device("meta")
     alone.make_all_groups_fake(lambda rank, size: _check_group((me.rank, rank), (spec.size, size)))
+    alone.put_all_meshes_on_cpu()
     if spec.process_group == "loader":
         return me
     dist.init_process_group(alone.FAKE, rank=me.rank, world_size=spec.size)
-    me._mesh = dist.device_mesh.init_device_mesh("cpu", tuple(spec.mesh.values()), mesh_dim_names=tuple(spec.mesh))
+    me._mesh = dist.device_mesh.init_device_mesh(alone.CPU, tuple(spec.mesh.values()), mesh_dim_names=tuple(spec.mesh))
     return me
 
 
