@@ -48,6 +48,14 @@ class FailureGroup:
     remedy: str
     places: tuple[Place, ...]
 
+    @property
+    def headline(self) -> str:
+        """The cause; without one, the check that failed."""
+        first = self.places[0].check
+        if self.cause or first is None:
+            return self.cause
+        return f"{first.check}: no cause is known"
+
 
 def is_crashed(loader: LoaderRecord) -> bool:
     """Return whether the loader returned no model, so that all its errors are one."""
@@ -56,11 +64,13 @@ def is_crashed(loader: LoaderRecord) -> bool:
 
 def group_failures(loaders: Sequence[LoaderRecord]) -> list[FailureGroup]:
     """Return what broke, one group per cause: crashes first, then findings, errors and unexpected passes."""
-    groups: dict[tuple[str, str, str], list[tuple[str, Place]]] = {}
+    groups: dict[tuple[str, str, str, str], list[tuple[str, Place]]] = {}
 
     def add(kind: str, cause: str, remedy: str, place: Place) -> None:
+        # Without a cause, only failures of one check are surely the same problem.
+        check = place.check.check if place.check is not None and not cause and not remedy else ""
         # Reasons that differ only in numbers, such as a port or the time that a rank waited, have one cause.
-        key = kind, cause if kind == FINDING else NUMBER.sub("#", cause), remedy
+        key = kind, cause if kind == FINDING else NUMBER.sub("#", cause), remedy, check
         groups.setdefault(key, []).append((cause, place))
 
     for loader in filter(is_crashed, loaders):
@@ -80,7 +90,7 @@ def group_failures(loaders: Sequence[LoaderRecord]) -> list[FailureGroup]:
                 add(kind, check.reason, REMOVE if kind == UNEXPECTED_PASS else "", Place(loader, (check,)))
     return [
         FailureGroup(kind, places[0][0], remedy, tuple(place for _, place in places))
-        for (kind, _, remedy), places in groups.items()
+        for (kind, _, remedy, _), places in groups.items()
     ]
 
 

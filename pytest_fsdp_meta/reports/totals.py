@@ -123,7 +123,7 @@ def _describe_causes(loaders: Sequence[LoaderRecord]) -> Iterator[Line]:
     for kind, (label, noun) in LABELS.items():
         same = [(number, group) for number, group in numbered if group.kind == kind]
         for number, group in same[:MOST_CAUSES]:
-            yield from _describe_group(f"{number}. {label}: ", group)
+            yield from _describe_group(f"{number}. {label}: " if group.cause else f"{number}. ", group)
         if len(same) > MOST_CAUSES:
             yield f"... and {counted(len(same) - MOST_CAUSES, f'more {noun}')}", RED
     if groups:
@@ -132,7 +132,7 @@ def _describe_causes(loaders: Sequence[LoaderRecord]) -> Iterator[Line]:
 
 def _describe_group(label: str, group: FailureGroup) -> Iterator[Line]:
     yield "", {}
-    yield paragraph(label, group.cause), {"bold": True}
+    yield paragraph(label, group.headline), {"bold": True}
     if group.remedy:
         yield paragraph("   remedy: ", group.remedy), {}
     for place in group.places[:MOST_PLACES]:

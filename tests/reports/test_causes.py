@@ -21,6 +21,7 @@ from pytest_fsdp_meta.reports.markdown import describe_result
 from pytest_fsdp_meta.reports.page.view import build_view
 from pytest_fsdp_meta.reports.schema import LoaderRecord
 from pytest_fsdp_meta.reports.summary import summarise
+from pytest_fsdp_meta.reports.totals import describe_totals
 from tests.catalogue.test_memory import WHOLE, WIDTH, stored
 from tests.conftest import Project
 from tests.reports.many_loaders import LOST, nightly
@@ -47,6 +48,18 @@ def test_loaders_with_the_same_finding_share_a_cause():
     assert shape(named("a", **failed), named("b", **failed), named("c")) == [
         (FINDING, ROTARY["cause"], [("a", 1), ("b", 1)])
     ]
+
+
+def test_without_a_cause_each_check_is_one_of_its_own():
+    failed = {id_: ("failed", [finding("scale")]) for id_ in ("no_meta_params", "loss_parity")}
+    groups = group_failures([named("a", **failed), named("b", **failed)])
+    assert [(group.headline, len(group.places)) for group in groups] == [
+        ("no_meta_params: no cause is known", 2),
+        ("loss_parity: no cause is known", 2),
+    ]
+    lines = [line for line, _ in describe_totals([named("a", **failed)])]
+    assert "1. no_meta_params: no cause is known" in lines
+    assert not any("likely cause" in line for line in lines)
 
 
 def test_crashes_come_first_and_differ_only_in_numbers():

@@ -58,6 +58,8 @@ class Card:
     number: int
     kind: str
     cause: str
+    is_known: bool
+    """Whether the cause is; else ``cause`` names the check."""
     remedy: str
     count: str
     """How many loaders or checks it concerns, such as "3 loaders crashed"."""
@@ -92,6 +94,7 @@ def _card(number: int, group: FailureGroup, views: Mapping[int, LoaderView], new
         number=number,
         kind=group.kind,
         cause=_describe_cause(group),
+        is_known=bool(group.cause),
         remedy=group.remedy,
         count=_describe_count(group, len(chips)),
         news=news[0],
@@ -114,7 +117,7 @@ def _describe_cause(group: FailureGroup) -> str:
     first = group.places[0].check
     if group.kind == UNEXPECTED_PASS and first is not None:
         return explain_pass(first)
-    return group.cause or "no cause is known"
+    return group.headline
 
 
 def _describe_count(group: FailureGroup, loaders: int) -> str:
