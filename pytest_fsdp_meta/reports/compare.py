@@ -343,9 +343,9 @@ def describe_changes(comparison: Comparison) -> str:
         (f"{count_changes(comparison.fixed)} fixed", comparison.fixed),
         (f"{count_changes(comparison.known)} known", comparison.known),
         (f"{count_changes(comparison.changed)} known with other findings", comparison.changed),
-        (f"{len(comparison.expected)} xfailed now", comparison.expected),
-        (f"{len(comparison.dependent)} skipped because of a failed check", comparison.dependent),
-        (f"{len(comparison.no_longer_judged)} no longer judged", comparison.no_longer_judged),
+        (f"{count_changes(comparison.expected)} xfailed now", comparison.expected),
+        (f"{count_changes(comparison.dependent)} skipped because of a failed check", comparison.dependent),
+        (f"{count_changes(comparison.no_longer_judged)} no longer judged", comparison.no_longer_judged),
         (counted(len(comparison.slower), "slower load"), comparison.slower),
         (f"{len(comparison.drifted)} with losses further from the reference", comparison.drifted),
         (f"{len(comparison.added)} new", comparison.added),
@@ -363,9 +363,10 @@ def count_changes(changes: Iterable[Change]) -> int:
 
 
 def _identity(change: Change) -> tuple[str, str]:
-    for record in (change.now, change.before):
-        if record is not None and record.status == "error":
-            return change.loader, f"error: {record.reason}"
+    # What failed before and fails now is counted by what it is now.
+    record = change.now if change.now is not None and change.now.status in FAILED else change.before
+    if record is not None and record.status == "error":
+        return change.loader, f"error: {record.reason}"
     return change.loader, change.check
 
 
