@@ -15,7 +15,7 @@ from pytest_fsdp_meta.plugin.settings import Settings
 from pytest_fsdp_meta.reports.badge import badge_json, badge_svg
 from pytest_fsdp_meta.reports.compare import Comparison, compare, describe_comparison, describe_verdict
 from pytest_fsdp_meta.reports.earlier import EarlierReports, read_earlier
-from pytest_fsdp_meta.reports.history import describe_history, with_history
+from pytest_fsdp_meta.reports.history import PastRuns, describe_history
 from pytest_fsdp_meta.reports.markdown import summarise_run
 from pytest_fsdp_meta.reports.schema import Report
 from pytest_fsdp_meta.reports.terminal import shorten_list
@@ -44,6 +44,7 @@ class Comparer:
                 self._earlier = read_earlier(settings.compare, datetime.now(timezone.utc))
             except ValueError as error:
                 raise pytest.UsageError(f"--fsdp-compare: {error}") from None
+        self._past = PastRuns(self._earlier.past)
 
     @property
     def problem(self) -> str:
@@ -54,7 +55,7 @@ class Comparer:
         """Return the report with what is known from the earlier runs: the history of checks, and missing loaders."""
         is_failure = self.comparison is not None and self._fail_on != "failure"
         missing = self.comparison.missing if self.comparison is not None and is_failure else ()
-        return replace(with_history(report, self._earlier.past), missing=missing)
+        return replace(self._past.add_to(report), missing=missing)
 
     def compare(self, report: Report, status: int, others_failed: bool, is_selected: Callable[[str], bool]) -> int:
         """Compare the report with the earlier one, and return the exit status of a run that would exit with ``status``.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -15,6 +15,7 @@ from pytest_fsdp_meta.evidence.codec import from_plain, to_plain
 from pytest_fsdp_meta.reports.earlier import MOST_READ, read_earlier
 from pytest_fsdp_meta.reports.history import (
     MOST_RUNS,
+    PastRuns,
     describe_history,
     describe_results,
     describe_since,
@@ -147,6 +148,22 @@ def test_the_first_run_has_no_history_and_a_report_keeps_it():
     assert first.loaders[0].checks[0].history is None
     assert second.earlier == (EarlierRun(started(1), "c1", 0),)
     assert from_plain(Report, json.loads(json.dumps(to_plain(second)))) == second
+
+
+def test_earlier_reports_are_read_once_however_often_the_report_is_written():
+    turns: list[object] = []
+
+    class Counted(tuple[LoaderRecord, ...]):
+        def __iter__(self) -> Iterator[LoaderRecord]:
+            turns.append(self)
+            return super().__iter__()
+
+    first = night(1)
+    past = PastRuns([replace(first, loaders=Counted(first.loaders))])
+    assert days(history_of(past.add_to(night(2, "failed")))) == ("c2", "c1")
+    read = len(turns)
+    assert days(history_of(past.add_to(night(2, "failed")))) == ("c2", "c1")
+    assert read == len(turns)
 
 
 def test_a_run_between_two_reports_is_known_from_the_later_one():
