@@ -89,6 +89,7 @@ class ReportAttacher:
             record = with_later_error(before, _describe_exception(raised))
         else:
             record = _check_record(report, context.check, spec, outcome, raised)
+            record = replace(record, place=_place_of(outcome, item.config.rootpath))
             _stash_line(item, record, outcome)
         item.stash[RECORD] = record
         context = self._add_loader_results(replace(context, check=record), spec, evidence, known)
@@ -218,6 +219,15 @@ def _check_record(
         findings=record_findings(verdict) if verdict else (),
         unjudged=verdict.unjudged if verdict else {},
     )
+
+
+def _place_of(outcome: Outcome | None, root: Path) -> str:
+    """Return the user's line that an error points to, relative to ``root`` if it is inside; else ""."""
+    if outcome is None or outcome.line is None or not outcome.line.place:
+        return ""
+    path, _, line = outcome.line.place.rpartition(":")
+    inside = Path(path).is_relative_to(root)
+    return f"{Path(path).relative_to(root).as_posix() if inside else path}:{line}"
 
 
 def _shorten_detail(detail: str) -> str:

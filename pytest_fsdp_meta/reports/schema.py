@@ -136,6 +136,9 @@ class CheckRecord:
     The first check of a loader has the detail of an error that all its checks share."""
     skip: str = ""
     """The kind of the skip, one of ``SKIPS``; empty unless ``status`` is "skipped"."""
+    place: str = ""
+    """The line of the user's code that an error points to, as "path:line"; the path is relative to pytest's root folder
+    if it is inside. Empty if no frame is the user's, and in a report that is older than this field."""
     history: CheckHistory | None = None
     """None without earlier runs."""
 

@@ -99,7 +99,7 @@ def test_what_broke_has_a_card_for_each_cause(opened):
         "also in the run of 2026-11-19 22:30 (9876fed)",
         *["new since the run of 2026-11-19 22:30 (9876fed)"] * 4,
     ]
-    assert "raised at mypkg/loading.py:88 in load" in shown(page, "#cause-1 .origin")
+    assert "at mypkg/loading.py:88" in shown(page, "#cause-1 .origin")
     assert shown(page, "#cause-2 .values li") == [
         "no_uninitialized_memory model.rotary_emb.inv_freq, ranks 0-3: never written (poison value NaN), but should be "
         "written by the loader (8 of 8 elements)"

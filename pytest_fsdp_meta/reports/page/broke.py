@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -28,7 +27,6 @@ MOST_VALUES = 3
 """Lines of values on a card; the loaders below have all."""
 MOST_CHIPS = 8
 """Loaders that a card names before it folds the others."""
-FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
 
 
 @dataclass(frozen=True)
@@ -133,19 +131,11 @@ def _describe_count(group: FailureGroup, loaders: int) -> str:
 
 
 def _origins(group: FailureGroup) -> Iterator[str]:
-    """Yield where the difference starts, or the frame that raised."""
+    """Yield where the difference starts, or the user's line that an error points to."""
     for place in group.places:
         yield from origins(place.findings)
         if not place.findings:
-            yield from filter(None, (_raised_at(check.detail) for check in place.checks))
-
-
-def _raised_at(detail: str) -> str:
-    """Return the innermost frame of the last traceback, such as "loading.py:88 in load"."""
-    frames = list(FRAME.finditer(detail))
-    if not frames:
-        return ""
-    return "{file}:{line} in {function}".format(**frames[-1].groupdict())
+            yield from filter(None, (check.place for check in place.checks))
 
 
 def _values(group: FailureGroup, views: Mapping[int, LoaderView]) -> Iterable[Value]:
