@@ -58,7 +58,7 @@ class FailureGroup:
 
 
 def is_crashed(loader: LoaderRecord) -> bool:
-    """Return whether the loader returned no model, so that all its errors are one."""
+    """Return whether the loader crashed, so that all its errors are one."""
     return bool(loader.error)
 
 

@@ -280,7 +280,7 @@ class Summary:
     """The size of all parameters together; 0 in a report that is older than this field."""
     load_budget: int = 0
     """Bytes that a rank may hold while loading, as ``load_peak_memory_bounded`` judges it: its shards with copies of
-    them, and a few full tensors; at least the whole model."""
+    them and a few full tensors, or the whole model if that is more."""
     traced: TracedStep | None = None
     """None if no step was traced, or the ranks ran different modules."""
     unavailable: Mapping[str, str] = field(default_factory=dict)
@@ -311,7 +311,7 @@ class LoaderRecord:
     """``UNKNOWN`` under xdist where no item of the loader has run: only its worker knows the world."""
     checks: tuple[CheckRecord, ...]
     error: str = ""
-    """Why the loader returned no model to check, in one line."""
+    """Why no check of the loader was judged, in one line: it raised, returned no model, hung or died."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Activity -> seconds, in the order in which activities began."""
     evidence: str = ""
