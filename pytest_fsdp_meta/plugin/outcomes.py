@@ -19,6 +19,7 @@ from pytest_fsdp_meta.evidence.codec import from_plain, to_plain
 from pytest_fsdp_meta.plugin.collection import SKIPPED
 from pytest_fsdp_meta.plugin.failure_lines import LINE, FailureLine
 from pytest_fsdp_meta.plugin.markers import ConformanceSpec
+from pytest_fsdp_meta.reports.causes import REMOVE, explain_pass
 from pytest_fsdp_meta.reports.run_records import ItemContext
 from pytest_fsdp_meta.reports.schema import SKIPS, CheckRecord, with_later_error
 from pytest_fsdp_meta.reports.summary import evenness_of, record_findings, summarise
@@ -191,7 +192,7 @@ def raise_outcome(item: pytest.Item, outcome: Outcome, check: str, expected: str
     if outcome.status in ("failed", "error"):
         pytest.fail(outcome.message, pytrace=False)
     if expected is not None:
-        pytest.fail(f"{check} passes, but xfail expects it to fail ({expected}); remove it from xfail", pytrace=False)
+        pytest.fail(f"{explain_pass(check, expected)}; {REMOVE}", pytrace=False)
 
 
 def attached_context(report: pytest.TestReport) -> ItemContext | None:
@@ -267,9 +268,9 @@ def _failed_after_pass(
 ) -> tuple[str, str]:
     """Return kind and reason of an item that failed although its check passed."""
     if check in spec.xfail:
-        return "xpassed", f"expected to fail: {spec.xfail[check]}"
+        return "xpassed", spec.xfail[check]
     if raised is None:  # pytest.mark.xfail(strict=True)
-        return "xpassed", first_line(report.longreprtext)
+        return "xpassed", first_line(report.longreprtext).removeprefix("[XPASS(strict)] ")
     return "error", _describe_exception(raised)
 
 
@@ -281,7 +282,9 @@ def _stash_line(item: pytest.Item, record: CheckRecord, outcome: Outcome | None)
         item.stash[LINE] = outcome.line
     elif record.status == "failed" and record.findings:
         item.stash[LINE] = FailureLine(record.check, first_of(list(map(describe_finding, record.findings))))
-    elif record.status in ("error", "xpassed") and record.reason:
+    elif record.status == "xpassed":
+        item.stash[LINE] = FailureLine(record.check, explain_pass(record.check, record.reason))
+    elif record.status == "error" and record.reason:
         item.stash[LINE] = FailureLine(record.check, record.reason)
 
 

@@ -50,8 +50,10 @@ class FailureGroup:
 
     @property
     def headline(self) -> str:
-        """The cause; without one, the check that failed."""
+        """The cause; for an unexpected pass what it means, and without a cause the check that failed."""
         first = self.places[0].check
+        if first is not None and self.kind == UNEXPECTED_PASS:
+            return explain_pass(first.check, self.cause)
         if self.cause or first is None:
             return self.cause
         return f"{first.check}: no cause is known"
@@ -130,10 +132,9 @@ def describe_failures(loaders: Sequence[LoaderRecord], missing: int = 0) -> str:
     return ", ".join([*(text for kind, text in texts.items() if counts[kind]), *gone])
 
 
-def explain_pass(check: CheckRecord) -> str:
-    """Return what an unexpected pass means, with its reason."""
-    reason = check.reason.removeprefix("expected to fail: ").removeprefix("[XPASS(strict)] ")
-    return f"{check.check} passes, but xfail expects it to fail ({reason})"
+def explain_pass(check: str, reason: str) -> str:
+    """Return what an unexpected pass means; ``reason`` is that of the expectation."""
+    return f"{check} passes, but xfail expects it to fail ({reason})"
 
 
 def failing_loaders(loaders: Iterable[LoaderRecord]) -> list[LoaderRecord]:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from pytest_fsdp_meta.reports.causes import explain_pass
 from pytest_fsdp_meta.reports.schema import (
     FAILED,
     JUDGED,
@@ -384,6 +385,8 @@ def _describe_reason(change: Change) -> str:
     now = change.now
     if now is None:
         return ""
+    if now.status == "xpassed":
+        return explain_pass("", printable(now.reason))
     reason = describe_finding(now.findings[0]) if now.findings else now.reason
     return f" ({printable(reason)})" if reason else ""
 

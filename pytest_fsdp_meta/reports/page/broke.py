@@ -11,7 +11,6 @@ from pytest_fsdp_meta.reports.causes import (
     UNEXPECTED_PASS,
     FailureGroup,
     Place,
-    explain_pass,
     group_failures,
 )
 from pytest_fsdp_meta.reports.compare import Comparison
@@ -91,7 +90,7 @@ def _card(number: int, group: FailureGroup, views: Mapping[int, LoaderView], new
     return Card(
         number=number,
         kind=group.kind,
-        cause=_describe_cause(group),
+        cause=group.headline,
         is_known=bool(group.cause),
         remedy=group.remedy,
         count=_describe_count(group, len(chips)),
@@ -109,13 +108,6 @@ def _chip(loader: LoaderView, place: Place) -> Chip:
     if check is None:
         return Chip(loader.short, loader.title, loader.anchor, loader.cell)
     return Chip(loader.short, loader.title, check.anchor, check.cell)
-
-
-def _describe_cause(group: FailureGroup) -> str:
-    first = group.places[0].check
-    if group.kind == UNEXPECTED_PASS and first is not None:
-        return explain_pass(first)
-    return group.headline
 
 
 def _describe_count(group: FailureGroup, loaders: int) -> str:

@@ -10,7 +10,7 @@ from itertools import groupby, takewhile
 from typing import Any
 
 from pytest_fsdp_meta.evidence.collectives import Collective
-from pytest_fsdp_meta.reports.causes import describe_failures, is_crashed
+from pytest_fsdp_meta.reports.causes import describe_failures, explain_pass, is_crashed
 from pytest_fsdp_meta.reports.page.charts import LossChart, MemoryChart, loss_chart, memory_chart
 from pytest_fsdp_meta.reports.page.findings import Cause, group_by_cause
 from pytest_fsdp_meta.reports.page.history import HistoryView, history_view
@@ -89,6 +89,12 @@ class CheckView:
     @property
     def kind(self) -> str:
         return self.record.kind
+
+    @property
+    def reason(self) -> str:
+        """Why it did not simply pass or fail."""
+        is_unexpected = self.kind == "xpassed"
+        return explain_pass(self.record.check, self.record.reason) if is_unexpected else self.record.reason
 
     @property
     def cell(self) -> str:
