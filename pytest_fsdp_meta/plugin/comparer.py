@@ -13,7 +13,7 @@ import pytest
 from pytest_fsdp_meta.evidence.codec import write_whole
 from pytest_fsdp_meta.plugin.settings import Settings
 from pytest_fsdp_meta.reports.badge import badge_json, badge_svg
-from pytest_fsdp_meta.reports.compare import Comparison, compare, describe_comparison, describe_verdict
+from pytest_fsdp_meta.reports.compare import Comparison, compare, describe_comparison, describe_verdict, mark_of
 from pytest_fsdp_meta.reports.earlier import EarlierReports, read_earlier
 from pytest_fsdp_meta.reports.history import PastRuns, describe_history
 from pytest_fsdp_meta.reports.markdown import summarise_run
@@ -91,8 +91,8 @@ class Comparer:
             yield from ((f"  {note}", {}) for note in shorten_list(self._earlier.notes))
         changes = describe_comparison(self.comparison) if self.comparison is not None else ()
         history = describe_history(self._now) if self._now is not None else ()
-        for mark, headline, lines in (*changes, *history):
-            yield headline, MARKUP[mark]
+        for kind, headline, lines in (*changes, *history):
+            yield headline, MARKUP[mark_of(kind)]
             yield from ((f"  {line}", {}) for line in lines)
         if self.comparison is not None:
             yield describe_verdict(self.comparison), RED if self.comparison.fails(self._fail_on) else GREEN

@@ -212,7 +212,7 @@ def describe_flaky(results: str) -> str:
 
 
 def describe_history(report: Report) -> Iterator[tuple[str, str, list[str]]]:
-    """Yield (mark, headline, lines) of what is broken since an earlier run, and of what is flaky."""
+    """Yield (kind, headline, lines) of what is broken since an earlier run, and of what is flaky."""
     since: dict[str, dict[str, list[str]]] = {}
     flaky: dict[str, dict[str, list[str]]] = {}
     for loader in report.loaders:
@@ -224,10 +224,10 @@ def describe_history(report: Report) -> Iterator[tuple[str, str, list[str]]]:
             if check.history.flaky:
                 what = describe_flaky(check.history.results + letter_of(check))
                 flaky.setdefault(what, {}).setdefault(loader.loader, []).append(check.check)
-    for headline, groups in (("broken since an earlier run", since), ("flaky checks", flaky)):
+    for kind, headline, groups in (("broken", "broken since an earlier run", since), ("flaky", "flaky checks", flaky)):
         if groups:
             number = sum(len(checks) for where in groups.values() for checks in where.values())
-            yield "neutral", f"{headline}: {number}", shorten_list(map(printable, _describe_groups(groups)))
+            yield kind, f"{headline}: {number}", shorten_list(map(printable, _describe_groups(groups)))
 
 
 def _describe_groups(groups: Mapping[str, Mapping[str, Sequence[str]]]) -> Iterator[str]:

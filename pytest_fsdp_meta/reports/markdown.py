@@ -20,7 +20,7 @@ from pytest_fsdp_meta.reports.causes import (
     group_failures,
     is_crashed,
 )
-from pytest_fsdp_meta.reports.compare import Comparison, describe_comparison, describe_verdict
+from pytest_fsdp_meta.reports.compare import Comparison, describe_comparison, describe_verdict, mark_of
 from pytest_fsdp_meta.reports.history import describe_history
 from pytest_fsdp_meta.reports.schema import (
     BAD,
@@ -160,8 +160,8 @@ def _history(report: Report) -> Iterator[str]:
 
 
 def _lists(described: Iterable[tuple[str, str, list[str]]]) -> Iterator[str]:
-    for mark, headline, lines in described:
-        yield f"{MARKS[mark]} {headline}"
+    for kind, headline, lines in described:
+        yield f"{MARKS[mark_of(kind)]} {headline}"
         yield ""
         yield from (f"* {escaped(line)}" for line in lines)
         yield ""

@@ -135,7 +135,7 @@ def test_a_loader_that_vanished_fails_a_run_that_was_asked_for_it():
     assert (missing.missing, missing.allowed, missing.unselected) == (("t.py::old",), (), ())
     assert [missing.fails(on) for on in ("failure", "regression", "any")] == [False, True, True]
     assert next(describe_comparison(missing)) == (
-        "worse",
+        "missing",
         "missing loaders: 1 (removed or renamed on purpose? --fsdp-allow-missing accepts it)",
         ["t.py::old"],
     )
@@ -243,7 +243,7 @@ def test_a_loader_with_only_errors_is_one_line():
     now = run(*(check(one.check, "error", reason="rank 1 raised ValueError: no") for one in CATALOGUE))
     assert list(describe_comparison(compare(run(), now))) == [
         (
-            "worse",
+            "failures",
             "new failures: 1",
             [
                 f"{LLAMA}: {CATALOGUE[0].check} (rank 1 raised ValueError: no), "

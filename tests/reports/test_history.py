@@ -189,7 +189,7 @@ def test_what_is_said_of_broken_and_flaky_checks():
     broken = nights(["passed", "failed", "failed"])[-1]
     line = "broken since 2026-11-02 02:17 (c2), last passed 2026-11-01 02:17 (c1)"
     assert list(describe_history(broken)) == [
-        ("neutral", "broken since an earlier run: 1", [f"{CHECK} in {LLAMA}: {line}"])
+        ("broken", "broken since an earlier run: 1", [f"{CHECK} in {LLAMA}: {line}"])
     ]
     assert "broken since 2026-11-02 02:17" in summarise_run(broken)
     flaky = nights(["passed", "failed", "passed", "failed"])[-1]
