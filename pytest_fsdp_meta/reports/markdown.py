@@ -73,7 +73,7 @@ def _head(report: Report) -> Iterator[str]:
 def _mark(report: Report) -> str:
     if not report.complete:
         return "⚠️"
-    if is_bad(report.loaders) or report.missing:
+    if report.is_bad:
         return "❌"
     if _failed_otherwise(report):
         return "⚠️"
@@ -91,7 +91,7 @@ def describe_result(report: Report) -> str:
 
 def _failed_otherwise(report: Report) -> bool:
     """Return whether the run failed for a reason that no check shows: another test, a crash, an incomplete report."""
-    return bool(report.exit_status) and not is_bad(report.loaders) and not report.missing
+    return bool(report.exit_status) and not report.is_bad
 
 
 def _table(report: Report) -> Iterator[str]:

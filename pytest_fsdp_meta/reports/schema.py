@@ -375,6 +375,11 @@ class Report:
     exit_status: int | None = None
     complete: bool = False
 
+    @property
+    def is_bad(self) -> bool:
+        """Whether a check needs a fix or was not run, or a loader is missing."""
+        return is_bad(self.loaders) or bool(self.missing)
+
 
 def count_kinds(loaders: Iterable[LoaderRecord]) -> Counter[str]:
     """Return how many checks of the loaders have each kind: a status, or the kind of a skip."""

@@ -134,7 +134,7 @@ def test_pytest_counts_the_same(project: Project) -> None:
     result = project.run("--fsdp-report=out")
     failures = "1 loader crashed, 1 check failed, 1 unexpected pass"
     assert "2 failed, 1 error, 2 same error in " in result.stdout.str()
-    assert f"{failures} in 2 of 2 runs of loaders" in result.outlines
+    assert f"{failures} in 2 of 2 loaders" in result.outlines
     assert (project.path / "out" / "summary.md").read_text().startswith(f"### ❌ fsdp conformance: {failures}")
     assert f"<h1>{failures}</h1>" in (project.path / "out" / "index.html").read_text()
     assert failures in (project.path / "out" / "badge.json").read_text()

@@ -19,6 +19,7 @@ from pytest_fsdp_meta.reports.page.sizes import Sizes, size_view
 from pytest_fsdp_meta.reports.page.traced import StepView, step_view
 from pytest_fsdp_meta.reports.page.traffic import Kind, Row, Scale, fold_rows, group_by_kind, largest_of
 from pytest_fsdp_meta.reports.schema import (
+    BAD,
     FAILED,
     JUDGED,
     SKIPS,
@@ -311,6 +312,7 @@ class PageView:
         return {
             "checks": self.columns,
             "kinds": kinds,
+            "bad": BAD,
             "glyphs": [GLYPHS.get(kind, "?") for kind in kinds],
             "labels": [describe_kind(kind) for kind in kinds],
             "names": list(self.names),
