@@ -13,9 +13,9 @@ import pytest
 from pytest_fsdp_meta.evidence.codec import write_whole
 from pytest_fsdp_meta.plugin.settings import Settings
 from pytest_fsdp_meta.reports.badge import badge_json, badge_svg
-from pytest_fsdp_meta.reports.compare import Comparison, compare, describe_comparison, describe_verdict
+from pytest_fsdp_meta.reports.compare import Comparison, compare, describe_comparison, describe_verdict, mark_of
 from pytest_fsdp_meta.reports.earlier import EarlierReports, read_earlier
-from pytest_fsdp_meta.reports.history import describe_history, with_history
+from pytest_fsdp_meta.reports.history import PastRuns, describe_history
 from pytest_fsdp_meta.reports.markdown import summarise_run
 from pytest_fsdp_meta.reports.schema import Report
 from pytest_fsdp_meta.reports.terminal import shorten_list
@@ -44,6 +44,7 @@ class Comparer:
                 self._earlier = read_earlier(settings.compare, datetime.now(timezone.utc))
             except ValueError as error:
                 raise pytest.UsageError(f"--fsdp-compare: {error}") from None
+        self._past = PastRuns(self._earlier.past)
 
     @property
     def problem(self) -> str:
@@ -54,7 +55,7 @@ class Comparer:
         """Return the report with what is known from the earlier runs: the history of checks, and missing loaders."""
         is_failure = self.comparison is not None and self._fail_on != "failure"
         missing = self.comparison.missing if self.comparison is not None and is_failure else ()
-        return replace(with_history(report, self._earlier.past), missing=missing)
+        return replace(self._past.add_to(report), missing=missing)
 
     def compare(self, report: Report, status: int, others_failed: bool, is_selected: Callable[[str], bool]) -> int:
         """Compare the report with the earlier one, and return the exit status of a run that would exit with ``status``.
@@ -90,8 +91,8 @@ class Comparer:
             yield from ((f"  {note}", {}) for note in shorten_list(self._earlier.notes))
         changes = describe_comparison(self.comparison) if self.comparison is not None else ()
         history = describe_history(self._now) if self._now is not None else ()
-        for mark, headline, lines in (*changes, *history):
-            yield headline, MARKUP[mark]
+        for kind, headline, lines in (*changes, *history):
+            yield headline, MARKUP[mark_of(kind)]
             yield from ((f"  {line}", {}) for line in lines)
         if self.comparison is not None:
             yield describe_verdict(self.comparison), RED if self.comparison.fails(self._fail_on) else GREEN

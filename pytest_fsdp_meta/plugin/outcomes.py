@@ -19,6 +19,7 @@ from pytest_fsdp_meta.evidence.codec import from_plain, to_plain
 from pytest_fsdp_meta.plugin.collection import SKIPPED
 from pytest_fsdp_meta.plugin.failure_lines import LINE, FailureLine
 from pytest_fsdp_meta.plugin.markers import ConformanceSpec
+from pytest_fsdp_meta.reports.causes import REMOVE, explain_pass
 from pytest_fsdp_meta.reports.run_records import ItemContext
 from pytest_fsdp_meta.reports.schema import SKIPS, CheckRecord, with_later_error
 from pytest_fsdp_meta.reports.summary import evenness_of, record_findings, summarise
@@ -89,6 +90,7 @@ class ReportAttacher:
             record = with_later_error(before, _describe_exception(raised))
         else:
             record = _check_record(report, context.check, spec, outcome, raised)
+            record = replace(record, place=_place_of(outcome, item.config.rootpath))
             _stash_line(item, record, outcome)
         item.stash[RECORD] = record
         context = self._add_loader_results(replace(context, check=record), spec, evidence, known)
@@ -190,7 +192,7 @@ def raise_outcome(item: pytest.Item, outcome: Outcome, check: str, expected: str
     if outcome.status in ("failed", "error"):
         pytest.fail(outcome.message, pytrace=False)
     if expected is not None:
-        pytest.fail(f"{check} passes, but xfail expects it to fail ({expected}); remove it from xfail", pytrace=False)
+        pytest.fail(f"{explain_pass(check, expected)}; {REMOVE}", pytrace=False)
 
 
 def attached_context(report: pytest.TestReport) -> ItemContext | None:
@@ -218,6 +220,15 @@ def _check_record(
         findings=record_findings(verdict) if verdict else (),
         unjudged=verdict.unjudged if verdict else {},
     )
+
+
+def _place_of(outcome: Outcome | None, root: Path) -> str:
+    """Return the user's line that an error points to, relative to ``root`` if it is inside; else ""."""
+    if outcome is None or outcome.line is None or not outcome.line.place:
+        return ""
+    path, _, line = outcome.line.place.rpartition(":")
+    inside = Path(path).is_relative_to(root)
+    return f"{Path(path).relative_to(root).as_posix() if inside else path}:{line}"
 
 
 def _shorten_detail(detail: str) -> str:
@@ -257,9 +268,9 @@ def _failed_after_pass(
 ) -> tuple[str, str]:
     """Return kind and reason of an item that failed although its check passed."""
     if check in spec.xfail:
-        return "xpassed", f"expected to fail: {spec.xfail[check]}"
+        return "xpassed", spec.xfail[check]
     if raised is None:  # pytest.mark.xfail(strict=True)
-        return "xpassed", first_line(report.longreprtext)
+        return "xpassed", first_line(report.longreprtext).removeprefix("[XPASS(strict)] ")
     return "error", _describe_exception(raised)
 
 
@@ -271,7 +282,9 @@ def _stash_line(item: pytest.Item, record: CheckRecord, outcome: Outcome | None)
         item.stash[LINE] = outcome.line
     elif record.status == "failed" and record.findings:
         item.stash[LINE] = FailureLine(record.check, first_of(list(map(describe_finding, record.findings))))
-    elif record.status in ("error", "xpassed") and record.reason:
+    elif record.status == "xpassed":
+        item.stash[LINE] = FailureLine(record.check, explain_pass(record.check, record.reason))
+    elif record.status == "error" and record.reason:
         item.stash[LINE] = FailureLine(record.check, record.reason)
 
 

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
-from pytest_fsdp_meta.reports.schema import FAILED, CheckRecord, LoaderRecord
-from pytest_fsdp_meta.reports.terminal import by_cause, describe_finding
+from pytest_fsdp_meta.reports.causes import (
+    CRASH,
+    FINDING,
+    UNEXPECTED_PASS,
+    FailureGroup,
+    Place,
+    explain_pass,
+    group_failures,
+)
+from pytest_fsdp_meta.reports.schema import CheckRecord, LoaderRecord
+from pytest_fsdp_meta.reports.terminal import describe_finding
 from pytest_fsdp_meta.text import counted, first_of
 
 MOST = 10
@@ -39,25 +48,27 @@ class _Problem:
 
 
 def annotate(
-    loaders: Iterable[LoaderRecord], locations: Mapping[str, Location], is_excused: Callable[[str], bool]
+    loaders: Sequence[LoaderRecord], locations: Mapping[str, Location], is_excused: Callable[[str], bool]
 ) -> Iterator[str]:
     """Yield workflow commands: an error for each cause at each failed loader's line, a warning for an excused one.
 
     ``locations`` has the line of each item, by node id, and ``is_excused`` says of an item that its failure does not
     fail the run. The first line of each cause comes before the second line of any.
     """
-    by_reason: dict[tuple[str, str], dict[Location, _Problem]] = {}
-    for loader in loaders:
-        for check in loader.checks:
-            where = locations.get(check.nodeid)
-            if check.status not in FAILED or where is None:
-                continue
-            for reason, text, advice in _reasons(check):
-                new = _Problem(loader.loader, text, advice, is_excused(check.nodeid))
-                problem = by_reason.setdefault(reason, {}).setdefault(where, new)
-                problem.excused &= is_excused(check.nodeid)
-                problem.checks += [check.check] if check.check not in problem.checks else []
-    rounds = zip_longest(*(places.items() for places in by_reason.values()))
+    by_cause: list[dict[Location, _Problem]] = []
+    for group in group_failures(loaders):
+        places: dict[Location, _Problem] = {}
+        for place in group.places:
+            for check in place.checks:
+                where = locations.get(check.nodeid)
+                if where is not None:
+                    excused = is_excused(check.nodeid)
+                    new = _Problem(place.loader.loader, _describe(group, place, check), _advice(group), excused)
+                    problem = places.setdefault(where, new)
+                    problem.excused &= excused
+                    problem.checks += [check.check] if check.check not in problem.checks else []
+        by_cause.append(places)
+    rounds = zip_longest(*(places.items() for places in by_cause))
     listed = [one for turn in rounds for one in turn if one is not None]
     listed.sort(key=lambda one: one[1].excused)
     yield from (_command(where, problem) for where, problem in listed[:MOST])
@@ -65,15 +76,19 @@ def annotate(
         yield f"::notice::{counted(len(listed) - MOST, 'more annotation')} of fsdp conformance: see the summary"
 
 
-def _reasons(check: CheckRecord) -> Iterator[tuple[tuple[str, str], str, str]]:
-    """Yield an identity, the first finding, and the cause with its remedy, of each cause; for an error, its reason."""
-    if not check.findings:
-        yield (check.reason, ""), check.reason or check.status, ""
-    for cause, found in by_cause(check.findings).items():
-        more = f", and {counted(len(found) - 1, 'more finding')}" if len(found) > 1 else ""
-        # Without a cause, only findings of one check are surely the same problem.
-        key = cause if any(cause) else (check.check, "")
-        yield key, describe_finding(found[0]) + more, "; ".join(filter(None, cause))
+def _describe(group: FailureGroup, place: Place, check: CheckRecord) -> str:
+    """Return the first finding, or the reason of another failure."""
+    if group.kind == UNEXPECTED_PASS:
+        return explain_pass(check.check, check.reason)
+    if not place.findings:
+        return place.loader.error if group.kind == CRASH else check.reason or check.status
+    more = f", and {counted(len(place.findings) - 1, 'more finding')}" if len(place.findings) > 1 else ""
+    return describe_finding(place.findings[0]) + more
+
+
+def _advice(group: FailureGroup) -> str:
+    cause = group.cause if group.kind == FINDING and group.places[0].findings else ""
+    return "; ".join(filter(None, [cause, group.remedy]))
 
 
 def _command(where: Location, problem: _Problem) -> str:

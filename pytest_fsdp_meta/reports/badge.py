@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from pytest_fsdp_meta.reports.markdown import describe_result
-from pytest_fsdp_meta.reports.schema import JUDGED, Report, count_kinds, how_many, is_bad
+from pytest_fsdp_meta.reports.schema import JUDGED, Report, count_kinds, how_many
 
 LABEL = "fsdp conformance"
 COLORS = {"brightgreen": "#2e7d32", "red": "#c62828", "lightgrey": "#616161"}
@@ -29,7 +29,7 @@ def badge(report: Report) -> dict[str, object]:
     """Return what shields.io's endpoint badge expects."""
     judged = how_many(count_kinds(report.loaders), JUDGED)
     clean = judged and report.complete and not report.exit_status
-    color = "red" if is_bad(report.loaders) or report.missing else "brightgreen" if clean else "lightgrey"
+    color = "red" if report.is_bad else "brightgreen" if clean else "lightgrey"
     message = describe_result(report) if report.complete else f"incomplete, {describe_result(report)}"
     return {"schemaVersion": 1, "label": LABEL, "message": message, "color": color, "isError": color == "red"}
 

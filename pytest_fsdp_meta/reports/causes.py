@@ -48,19 +48,31 @@ class FailureGroup:
     remedy: str
     places: tuple[Place, ...]
 
+    @property
+    def headline(self) -> str:
+        """The cause; for an unexpected pass what it means, and without a cause the check that failed."""
+        first = self.places[0].check
+        if first is not None and self.kind == UNEXPECTED_PASS:
+            return explain_pass(first.check, self.cause)
+        if self.cause or first is None:
+            return self.cause
+        return f"{first.check}: no cause is known"
+
 
 def is_crashed(loader: LoaderRecord) -> bool:
-    """Return whether the loader returned no model, so that all its errors are one."""
+    """Return whether the loader crashed, so that all its errors are one."""
     return bool(loader.error)
 
 
 def group_failures(loaders: Sequence[LoaderRecord]) -> list[FailureGroup]:
     """Return what broke, one group per cause: crashes first, then findings, errors and unexpected passes."""
-    groups: dict[tuple[str, str, str], list[tuple[str, Place]]] = {}
+    groups: dict[tuple[str, str, str, str], list[tuple[str, Place]]] = {}
 
     def add(kind: str, cause: str, remedy: str, place: Place) -> None:
+        # Without a cause, only failures of one check are surely the same problem.
+        check = place.check.check if place.check is not None and not cause and not remedy else ""
         # Reasons that differ only in numbers, such as a port or the time that a rank waited, have one cause.
-        key = kind, cause if kind == FINDING else NUMBER.sub("#", cause), remedy
+        key = kind, cause if kind == FINDING else NUMBER.sub("#", cause), remedy, check
         groups.setdefault(key, []).append((cause, place))
 
     for loader in filter(is_crashed, loaders):
@@ -80,7 +92,7 @@ def group_failures(loaders: Sequence[LoaderRecord]) -> list[FailureGroup]:
                 add(kind, check.reason, REMOVE if kind == UNEXPECTED_PASS else "", Place(loader, (check,)))
     return [
         FailureGroup(kind, places[0][0], remedy, tuple(place for _, place in places))
-        for (kind, _, remedy), places in groups.items()
+        for (kind, _, remedy, _), places in groups.items()
     ]
 
 
@@ -120,10 +132,9 @@ def describe_failures(loaders: Sequence[LoaderRecord], missing: int = 0) -> str:
     return ", ".join([*(text for kind, text in texts.items() if counts[kind]), *gone])
 
 
-def explain_pass(check: CheckRecord) -> str:
-    """Return what an unexpected pass means, with its reason."""
-    reason = check.reason.removeprefix("expected to fail: ").removeprefix("[XPASS(strict)] ")
-    return f"{check.check} passes, but xfail expects it to fail ({reason})"
+def explain_pass(check: str, reason: str) -> str:
+    """Return what an unexpected pass means; ``reason`` is that of the expectation."""
+    return f"{check} passes, but xfail expects it to fail ({reason})"
 
 
 def failing_loaders(loaders: Iterable[LoaderRecord]) -> list[LoaderRecord]:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from pytest_fsdp_meta.reports.causes import explain_pass
 from pytest_fsdp_meta.reports.schema import (
     FAILED,
     JUDGED,
@@ -33,6 +34,8 @@ DRIFT = 10.0
 ROUNDING = 1e-6
 """... and further than this, relatively: float32 rounding differs from machine to machine."""
 MISSING = "removed or renamed on purpose? --fsdp-allow-missing accepts it"
+WORSE = ("failures", "missing", "slower", "drifted")
+"""Kinds of changes for the worse."""
 MOST_CHECKS = 5
 """Checks of a loader that are named."""
 
@@ -291,41 +294,47 @@ def _without(names: Iterable[str], others: Iterable[str]) -> list[str]:
 
 
 def describe_comparison(comparison: Comparison) -> Iterator[tuple[str, str, list[str]]]:
-    """Yield (mark, headline, lines) for each kind of change; the mark is "worse", "better" or "neutral"."""
+    """Yield (kind, headline, lines) for each kind of change; the kind is the field of ``Comparison``."""
     if comparison.failures:
         headline = f"new failures: {count_changes(comparison.failures)}"
-        yield "worse", headline, shorten_list(_describe_by_loader(comparison.failures))
+        yield "failures", headline, shorten_list(_describe_by_loader(comparison.failures))
     if comparison.missing:
         headline = f"missing loaders: {len(comparison.missing)} ({MISSING})"
-        yield "worse", headline, shorten_list(map(printable, comparison.missing))
+        yield "missing", headline, shorten_list(map(printable, comparison.missing))
     changes = (
-        ("neutral", "skipped because of a failed check", comparison.dependent),
-        ("neutral", "no longer judged", comparison.no_longer_judged),
-        ("neutral", "known failures, other findings", comparison.changed),
-        ("neutral", "known failures, same findings", comparison.known),
-        ("neutral", "xfailed now", comparison.expected),
-        ("better", "fixed", comparison.fixed),
+        ("dependent", "skipped because of a failed check", comparison.dependent),
+        ("no_longer_judged", "no longer judged", comparison.no_longer_judged),
+        ("changed", "known failures, other findings", comparison.changed),
+        ("known", "known failures, same findings", comparison.known),
+        ("expected", "xfailed now", comparison.expected),
+        ("fixed", "fixed", comparison.fixed),
     )
-    for mark, headline, group in changes:
+    for kind, headline, group in changes:
         if group:
-            yield mark, f"{headline}: {count_changes(group)}", shorten_list(_describe_by_loader(group))
+            yield kind, f"{headline}: {count_changes(group)}", shorten_list(_describe_by_loader(group))
     if comparison.slower:
-        yield "worse", f"slower loads: {len(comparison.slower)}", shorten_list(map(_describe_slower, comparison.slower))
+        lines = shorten_list(map(_describe_slower, comparison.slower))
+        yield "slower", f"slower loads: {len(comparison.slower)}", lines
     if comparison.drifted:
         headline = f"losses further from the reference: {len(comparison.drifted)}"
-        yield "worse", headline, shorten_list(map(_describe_drifted, comparison.drifted))
+        yield "drifted", headline, shorten_list(map(_describe_drifted, comparison.drifted))
     lists = (
-        ("new in this run", comparison.added),
-        ("missing loaders that --fsdp-allow-missing allows", comparison.allowed),
-        ("not selected in this run", comparison.unselected),
-        ("checks that this version lacks", comparison.removed),
-        ("environment changes", comparison.environment),
-        ("limits of this comparison", comparison.caveats),
-        ("earlier reports left out", comparison.left_out),
+        ("added", "new in this run", comparison.added),
+        ("allowed", "missing loaders that --fsdp-allow-missing allows", comparison.allowed),
+        ("unselected", "not selected in this run", comparison.unselected),
+        ("removed", "checks that this version lacks", comparison.removed),
+        ("environment", "environment changes", comparison.environment),
+        ("caveats", "limits of this comparison", comparison.caveats),
+        ("left_out", "earlier reports left out", comparison.left_out),
     )
-    for headline, lines in lists:
-        if lines:
-            yield "neutral", f"{headline}: {len(lines)}", shorten_list(map(printable, lines))
+    for kind, headline, names in lists:
+        if names:
+            yield kind, f"{headline}: {len(names)}", shorten_list(map(printable, names))
+
+
+def mark_of(kind: str) -> str:
+    """Return "worse", "better" or "neutral" for a kind of change or of history."""
+    return "worse" if kind in WORSE else "better" if kind == "fixed" else "neutral"
 
 
 def describe_verdict(comparison: Comparison) -> str:
@@ -343,9 +352,9 @@ def describe_changes(comparison: Comparison) -> str:
         (f"{count_changes(comparison.fixed)} fixed", comparison.fixed),
         (f"{count_changes(comparison.known)} known", comparison.known),
         (f"{count_changes(comparison.changed)} known with other findings", comparison.changed),
-        (f"{len(comparison.expected)} xfailed now", comparison.expected),
-        (f"{len(comparison.dependent)} skipped because of a failed check", comparison.dependent),
-        (f"{len(comparison.no_longer_judged)} no longer judged", comparison.no_longer_judged),
+        (f"{count_changes(comparison.expected)} xfailed now", comparison.expected),
+        (f"{count_changes(comparison.dependent)} skipped because of a failed check", comparison.dependent),
+        (f"{count_changes(comparison.no_longer_judged)} no longer judged", comparison.no_longer_judged),
         (counted(len(comparison.slower), "slower load"), comparison.slower),
         (f"{len(comparison.drifted)} with losses further from the reference", comparison.drifted),
         (f"{len(comparison.added)} new", comparison.added),
@@ -363,9 +372,10 @@ def count_changes(changes: Iterable[Change]) -> int:
 
 
 def _identity(change: Change) -> tuple[str, str]:
-    for record in (change.now, change.before):
-        if record is not None and record.status == "error":
-            return change.loader, f"error: {record.reason}"
+    # What failed before and fails now is counted by what it is now.
+    record = change.now if change.now is not None and change.now.status in FAILED else change.before
+    if record is not None and record.status == "error":
+        return change.loader, f"error: {record.reason}"
     return change.loader, change.check
 
 
@@ -383,6 +393,8 @@ def _describe_reason(change: Change) -> str:
     now = change.now
     if now is None:
         return ""
+    if now.status == "xpassed":
+        return explain_pass("", printable(now.reason))
     reason = describe_finding(now.findings[0]) if now.findings else now.reason
     return f" ({printable(reason)})" if reason else ""
 

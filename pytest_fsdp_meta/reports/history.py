@@ -59,38 +59,56 @@ def run_of(report: Report) -> EarlierRun:
     return EarlierRun(report.header.started, report.header.commit, report.exit_status)
 
 
-def with_history(now: Report, earlier: Iterable[Report]) -> Report:
-    """Return the report with the history of each check, from earlier reports and from the histories in them."""
-    past = sorted(earlier, key=lambda report: time_of(report.header.started))
-    names = _Names((*past, now))
-    columns = _columns(past, names)
-    if not columns:
-        return now
-    carried = _carried(past, names)
-    this = run_of(now)
+class PastRuns:
+    """The results of earlier runs. They are computed once, since the report is written many times during a run."""
 
-    def check_with_history(loader: LoaderRecord, check: CheckRecord) -> CheckRecord:
-        place = names.of(loader), check.check
-        results = "".join(column.results.get(place, ABSENT) for column in columns)
+    def __init__(self, earlier: Iterable[Report]) -> None:
+        self._past = sorted(earlier, key=lambda report: time_of(report.header.started))
+        self._repeated = frozenset().union(*map(_repeated_names, self._past))
+        self._known: dict[frozenset[str], tuple[list[_Column], dict[Place, CheckHistory]]] = {}
+        """Names of loaders in several worlds, of which this run may have more -> what is known from earlier runs."""
+
+    def add_to(self, now: Report) -> Report:
+        """Return the report with the history of each check, from earlier reports and from the histories in them."""
+        if not self._past:
+            return now
+        names = _Names(self._repeated | _repeated_names(now))
+        if names.repeated not in self._known:
+            self._known[names.repeated] = _columns(self._past, names), _carried(self._past, names)
+        columns, carried = self._known[names.repeated]
         runs = [column.run for column in columns]
-        return replace(check, history=_history(check, runs, results, this, carried.get(place)))
+        this = run_of(now)
 
-    loaders = tuple(
-        replace(loader, checks=tuple(check_with_history(loader, check) for check in loader.checks))
-        for loader in now.loaders
-    )
-    return replace(now, loaders=loaders, earlier=tuple(column.run for column in columns))
+        def check_with_history(loader: LoaderRecord, check: CheckRecord) -> CheckRecord:
+            place = names.of(loader), check.check
+            results = "".join(column.results.get(place, ABSENT) for column in columns)
+            return replace(check, history=_history(check, runs, results, this, carried.get(place)))
+
+        loaders = tuple(
+            replace(loader, checks=tuple(check_with_history(loader, check) for check in loader.checks))
+            for loader in now.loaders
+        )
+        return replace(now, loaders=loaders, earlier=tuple(runs))
+
+
+def with_history(now: Report, earlier: Iterable[Report]) -> Report:
+    """Return the report with the history of each check in these earlier ones."""
+    return PastRuns(earlier).add_to(now)
+
+
+def _repeated_names(report: Report) -> frozenset[str]:
+    count = Counter(loader.loader for loader in report.loaders)
+    return frozenset(name for name, times in count.items() if times > 1)
 
 
 class _Names:
-    """Names loaders in the same way in all reports: with the world where some report has a loader in several."""
+    """Names loaders in the same way in all reports: with the world where some report has the loader in several."""
 
-    def __init__(self, reports: Iterable[Report]) -> None:
-        counts = [Counter(loader.loader for loader in report.loaders) for report in reports]
-        self._repeated = {name for count in counts for name, times in count.items() if times > 1}
+    def __init__(self, repeated: frozenset[str]) -> None:
+        self.repeated = repeated
 
     def of(self, loader: LoaderRecord) -> str:
-        return f"{loader.loader}, {loader.world}" if loader.loader in self._repeated else loader.loader
+        return f"{loader.loader}, {loader.world}" if loader.loader in self.repeated else loader.loader
 
 
 def _columns(past: Sequence[Report], names: _Names) -> list[_Column]:
@@ -194,7 +212,7 @@ def describe_flaky(results: str) -> str:
 
 
 def describe_history(report: Report) -> Iterator[tuple[str, str, list[str]]]:
-    """Yield (mark, headline, lines) of what is broken since an earlier run, and of what is flaky."""
+    """Yield (kind, headline, lines) of what is broken since an earlier run, and of what is flaky."""
     since: dict[str, dict[str, list[str]]] = {}
     flaky: dict[str, dict[str, list[str]]] = {}
     for loader in report.loaders:
@@ -206,10 +224,10 @@ def describe_history(report: Report) -> Iterator[tuple[str, str, list[str]]]:
             if check.history.flaky:
                 what = describe_flaky(check.history.results + letter_of(check))
                 flaky.setdefault(what, {}).setdefault(loader.loader, []).append(check.check)
-    for headline, groups in (("broken since an earlier run", since), ("flaky checks", flaky)):
+    for kind, headline, groups in (("broken", "broken since an earlier run", since), ("flaky", "flaky checks", flaky)):
         if groups:
             number = sum(len(checks) for where in groups.values() for checks in where.values())
-            yield "neutral", f"{headline}: {number}", shorten_list(map(printable, _describe_groups(groups)))
+            yield kind, f"{headline}: {number}", shorten_list(map(printable, _describe_groups(groups)))
 
 
 def _describe_groups(groups: Mapping[str, Mapping[str, Sequence[str]]]) -> Iterator[str]:

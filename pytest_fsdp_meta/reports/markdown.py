@@ -20,7 +20,7 @@ from pytest_fsdp_meta.reports.causes import (
     group_failures,
     is_crashed,
 )
-from pytest_fsdp_meta.reports.compare import Comparison, describe_comparison, describe_verdict
+from pytest_fsdp_meta.reports.compare import Comparison, describe_comparison, describe_verdict, mark_of
 from pytest_fsdp_meta.reports.history import describe_history
 from pytest_fsdp_meta.reports.schema import (
     BAD,
@@ -73,7 +73,7 @@ def _head(report: Report) -> Iterator[str]:
 def _mark(report: Report) -> str:
     if not report.complete:
         return "⚠️"
-    if is_bad(report.loaders) or report.missing:
+    if report.is_bad:
         return "❌"
     if _failed_otherwise(report):
         return "⚠️"
@@ -91,7 +91,7 @@ def describe_result(report: Report) -> str:
 
 def _failed_otherwise(report: Report) -> bool:
     """Return whether the run failed for a reason that no check shows: another test, a crash, an incomplete report."""
-    return bool(report.exit_status) and not is_bad(report.loaders) and not report.missing
+    return bool(report.exit_status) and not report.is_bad
 
 
 def _table(report: Report) -> Iterator[str]:
@@ -137,7 +137,7 @@ def _describe_group(group: FailureGroup) -> Iterator[str]:
     for place in group.places:
         where = escaped(place.loader.loader)
         if group.kind == UNEXPECTED_PASS and place.check is not None:
-            yield f"* {escaped(explain_pass(place.check))}: {REMOVE}, in {where}"
+            yield f"* {escaped(explain_pass(place.check.check, place.check.reason))}: {REMOVE}, in {where}"
             continue
         what = escaped(describe_finding(place.findings[0]) if place.findings else group.cause)
         more = f", and {counted(len(place.findings) - 1, 'more finding')}" if len(place.findings) > 1 else ""
@@ -160,8 +160,8 @@ def _history(report: Report) -> Iterator[str]:
 
 
 def _lists(described: Iterable[tuple[str, str, list[str]]]) -> Iterator[str]:
-    for mark, headline, lines in described:
-        yield f"{MARKS[mark]} {headline}"
+    for kind, headline, lines in described:
+        yield f"{MARKS[mark_of(kind)]} {headline}"
         yield ""
         yield from (f"* {escaped(line)}" for line in lines)
         yield ""

@@ -136,6 +136,9 @@ class CheckRecord:
     The first check of a loader has the detail of an error that all its checks share."""
     skip: str = ""
     """The kind of the skip, one of ``SKIPS``; empty unless ``status`` is "skipped"."""
+    place: str = ""
+    """The line of the user's code that an error points to, as "path:line"; the path is relative to pytest's root folder
+    if it is inside. Empty if no frame is the user's, and in a report that is older than this field."""
     history: CheckHistory | None = None
     """None without earlier runs."""
 
@@ -277,7 +280,7 @@ class Summary:
     """The size of all parameters together; 0 in a report that is older than this field."""
     load_budget: int = 0
     """Bytes that a rank may hold while loading, as ``load_peak_memory_bounded`` judges it: its shards with copies of
-    them, and a few full tensors; at least the whole model."""
+    them and a few full tensors, or the whole model if that is more."""
     traced: TracedStep | None = None
     """None if no step was traced, or the ranks ran different modules."""
     unavailable: Mapping[str, str] = field(default_factory=dict)
@@ -308,7 +311,7 @@ class LoaderRecord:
     """``UNKNOWN`` under xdist where no item of the loader has run: only its worker knows the world."""
     checks: tuple[CheckRecord, ...]
     error: str = ""
-    """Why the loader returned no model to check, in one line."""
+    """Why no check of the loader was judged, in one line: it raised, returned no model, hung or died."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Activity -> seconds, in the order in which activities began."""
     evidence: str = ""
@@ -371,6 +374,11 @@ class Report:
     """From the start of pytest to the end of the last item."""
     exit_status: int | None = None
     complete: bool = False
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether a check needs a fix or was not run, or a loader is missing."""
+        return is_bad(self.loaders) or bool(self.missing)
 
 
 def count_kinds(loaders: Iterable[LoaderRecord]) -> Counter[str]:

@@ -46,13 +46,8 @@ def describe_failure(verdict: Verdict, world: str, rerun_command: str) -> str:
     for origin in origins(verdict.findings):
         lines += ["", paragraph("where it starts: ", origin)]
     for (cause, remedy), findings in by_cause(verdict.findings).items():
-        lines += [
-            "",
-            *_describe_findings(findings, verdict.model),
-            "",
-            paragraph("likely cause: ", cause),
-            paragraph("remedy: ", remedy),
-        ]
+        advice = [paragraph(label, text) for label, text in (("likely cause: ", cause), ("remedy: ", remedy)) if text]
+        lines += ["", *_describe_findings(findings, verdict.model), *(["", *advice] if advice else [])]
     if verdict.unjudged:
         lines += ["", describe_left_out(verdict.unjudged)]
     if verdict.reason:

@@ -86,7 +86,7 @@ def describe_totals(loaders: Sequence[LoaderRecord], verbosity: int = 0, device_
         yield from _describe_causes(loaders)
         yield from _describe_evenness(loaders)
     if len(loaders) > 1 and (failures := describe_failures(loaders)):
-        yield f"{failures} in {len(failing_loaders(loaders))} of {len(loaders)} runs of loaders", RED
+        yield f"{failures} in {len(failing_loaders(loaders))} of {len(loaders)} loaders", RED
     yield _describe_accounted(loaders)
 
 
@@ -123,7 +123,7 @@ def _describe_causes(loaders: Sequence[LoaderRecord]) -> Iterator[Line]:
     for kind, (label, noun) in LABELS.items():
         same = [(number, group) for number, group in numbered if group.kind == kind]
         for number, group in same[:MOST_CAUSES]:
-            yield from _describe_group(f"{number}. {label}: ", group)
+            yield from _describe_group(f"{number}. {label}: " if group.cause else f"{number}. ", group)
         if len(same) > MOST_CAUSES:
             yield f"... and {counted(len(same) - MOST_CAUSES, f'more {noun}')}", RED
     if groups:
@@ -132,7 +132,7 @@ def _describe_causes(loaders: Sequence[LoaderRecord]) -> Iterator[Line]:
 
 def _describe_group(label: str, group: FailureGroup) -> Iterator[Line]:
     yield "", {}
-    yield paragraph(label, group.cause), {"bold": True}
+    yield paragraph(label, group.headline), {"bold": True}
     if group.remedy:
         yield paragraph("   remedy: ", group.remedy), {}
     for place in group.places[:MOST_PLACES]:
@@ -170,7 +170,7 @@ def _describe_accounted(loaders: Sequence[LoaderRecord]) -> Line:
     counts = count_kinds(loaders)
     total = counts.total()
     others = ", ".join(f"{counts[kind]} {kind}" for kind in UNACCOUNTED if counts[kind])
-    where = f" in {len(loaders)} runs of loaders" if len(loaders) > 1 else ""
+    where = f" in {len(loaders)} loaders" if len(loaders) > 1 else ""
     accounted = f"{total - how_many(counts, UNACCOUNTED)} of {counted(total, 'check')} accounted for{where}"
     accounted += f" ({others})" if others else ""
     if not how_many(counts, JUDGED):

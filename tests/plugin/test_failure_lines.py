@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from pytest_fsdp_meta.reports.io import read_report
 from tests.conftest import Project
 
 
@@ -87,3 +88,18 @@ def test_other_styles_point_to_the_users_file_in_the_summary(project: Project) -
     line = next(line for line in result.outlines if line.startswith("crash: "))
     assert re.fullmatch(rf"crash: {project.path}/test_it.py:\d+: ranks 0, 1 raised KeyError: 'boom'", line)
     assert "test_raises: ranks 0, 1 raised KeyError: 'boom'" in result.outlines
+
+
+def test_the_report_has_the_users_line_although_torch_raised(project: Project) -> None:
+    file = project.loaders(
+        """
+        @fsdp_conformance(only=["no_meta_params"])
+        def test_raises(fsdp):
+            torch.nn.Linear(2, 2)(torch.zeros(2, 3))  # here
+        """,
+        "sub/test_it.py",
+    )
+    number = next(number for number, text in enumerate(file.read_text().splitlines(), 1) if "# here" in text)
+    project.run("--fsdp-report=report")
+    (loader,) = read_report(project.path / "report/report.json").loaders
+    assert {check.place for check in loader.checks if check.status == "error"} == {f"sub/test_it.py:{number}"}

@@ -47,6 +47,7 @@ TRACEBACK = """Traceback (most recent call last):
   File "mypkg/loading.py", line 88, in load
     shard = load_file(folder / name)
 FileNotFoundError: [Errno 2] No such file or directory: 'model-00003-of-00007.safetensors'"""
+PLACE = "mypkg/loading.py:88"
 NOT_APPLICABLE = ("frozen_weights_equal_verifier", "tied_weights_share_storage")
 NOT_DECLARED = ("batches_follow_the_mesh", "batches_resume", "beside_parity", "beside_round_trip")
 
@@ -108,7 +109,15 @@ def _rotary(name: str) -> dict[str, CheckRecord]:
 def _crashed(record: LoaderRecord) -> LoaderRecord:
     detail = TRACEBACK
     errors = tuple(
-        check(one.check, "error", name=record.loader, reason=LOST, detail=detail if not number else "", seconds=0.0)
+        check(
+            one.check,
+            "error",
+            name=record.loader,
+            reason=LOST,
+            detail=detail if not number else "",
+            place=PLACE,
+            seconds=0.0,
+        )
         for number, one in enumerate(record.checks)
     )
     return replace(record, checks=errors, error=LOST, summary=None, seconds={"world": 0.3, "loading": 0.2})
@@ -161,7 +170,7 @@ def _diverged(record: LoaderRecord) -> LoaderRecord:
 
 def _unexpected(record: LoaderRecord) -> LoaderRecord:
     name = "dcp_reshards"
-    reason = "expected to fail: resharding of the MoE router is not supported yet, issue 71"
+    reason = "resharding of the MoE router is not supported yet, issue 71"
     return _with(record, {name: check(name, "xpassed", name=record.loader, reason=reason)})
 
 

@@ -82,6 +82,14 @@ def test_findings_without_a_cause_are_one_annotation_for_each_check():
     ]
 
 
+def test_errors_that_differ_in_numbers_are_one_cause_with_their_own_words():
+    crashes = [
+        replace(failing(f"t.py::{name}", failed(f"t.py::{name}", FIRST, status="error", reason=text)), error=text)
+        for name, text in (("one", "rank 1 waited 5 s"), ("two", "rank 1 waited 7 s"))
+    ]
+    assert [message for *_, message in lines(*crashes)] == ["rank 1 waited 5 s", "rank 1 waited 7 s"]
+
+
 def test_a_failure_that_does_not_fail_the_run_is_a_warning_and_comes_last():
     known = failing("t.py::one", failed("t.py::one", FIRST, finding("a")))
     new = failing("t.py::two", failed("t.py::two", SECOND, finding("b")))
@@ -142,8 +150,8 @@ def test_a_run_in_github_actions_annotates_its_loaders(project: Project, monkeyp
     result = project.run("-q", *workers)
     assert result.ret == 1
     file = f"{project.path.name}/sub/test_it.py"
-    assert [one[:3] for one in printed(result)] == [("error", file, at[0]), ("error", file, at[1])]
-    (_, _, _, frozen, first), (_, _, _, raised, second) = printed(result)
+    assert [one[:3] for one in printed(result)] == [("error", file, at[1]), ("error", file, at[0])]
+    (_, _, _, raised, second), (_, _, _, frozen, first) = printed(result)
     assert frozen == "sub/test_it.py%3A%3Atest_one%3A requires_grad_matches_reference"
     assert first.startswith("bias, ranks 0, 1: frozen, but should be trainable")
     assert raised == "sub/test_it.py%3A%3Atest_raises%3A requires_grad_matches_reference%2C no_meta_params"

@@ -19,6 +19,21 @@ def failing(name: str, actual: str = "never written", mesh: dict[str, int] | Non
     return loader(name, mesh, {"no_meta_params": check("no_meta_params", "failed", found, name)})
 
 
+def with_causes(made: Report) -> Report:
+    """Return the report with a cause of its own for each failed check."""
+    loaders = (
+        replace(
+            one,
+            checks=tuple(
+                replace(each, findings=tuple(replace(found, cause=each.check) for found in each.findings))
+                for each in one.checks
+            ),
+        )
+        for one in made.loaders
+    )
+    return replace(made, loaders=tuple(loaders))
+
+
 def cards(now: Report, before: Report | None = None) -> tuple[Card, ...]:
     return make_cards(build_view(now), None if before is None else compare(before, now))
 
@@ -30,8 +45,8 @@ def test_a_card_says_whether_its_cause_is_new():
         return [card.news for card in cards(now, before)]
 
     assert news(None) == [""]
-    assert news(factory.passing(now)) == ["new since the last run"]
-    assert news(now) == ["also in the last run"]
+    assert news(factory.passing(now)) == ["new since the run of 2026-11-19 21:04 (0123abc+)"]
+    assert news(now) == ["also in the run of 2026-11-20 22:30 (0123abc+)"]
     assert news(report(failing("a.py::a"), loader("a.py::b"))) == ["new in 1 of 2 loaders"]
 
 
@@ -42,9 +57,16 @@ def test_a_loader_in_two_worlds_is_new_in_one():
     assert card.news == "new in 1 of 2 loaders"
 
 
-def test_a_card_says_since_when_it_is_broken():
-    now = factory.nights()
-    assert "broken since 2026-11-10 02:17" in " ".join(card.news for card in cards(now, now))
+def test_the_history_counts_more_than_a_baseline_of_several_runs_ago():
+    """Night 9 is the last that passed; loss_parity fails since the tenth, and params_equal_reference in the last."""
+    now = with_causes(factory.nights())
+    ninth = replace(factory.passing(now), exit_status=0)
+    compared = compare(ninth, now, which="the last that passed of 13 runs")
+    assert {change.check for change in compared.failures} == {"loss_parity", "params_equal_reference"}
+    since = "broken since 2026-11-10 02:17 (aaaaaaaaa)"
+    with_baseline = [card.news for card in make_cards(build_view(now), compared)]
+    assert with_baseline == ["new since the last that passed of 13 runs", since]
+    assert [card.news for card in cards(now)] == ["new in this run", since], "none of the earlier runs passed"
 
 
 def test_equal_values_are_one_line_and_others_name_their_loader():
@@ -58,12 +80,11 @@ def test_equal_values_are_one_line_and_others_name_their_loader():
     assert card.again == "python -m pytest 't.py::a[no_meta_params]'"
 
 
-def test_a_crash_names_the_frame_that_raised_and_leads_to_the_loader():
+def test_a_crash_names_the_line_of_the_user_and_leads_to_the_loader():
     crashed = raised()
-    trace = 'Traceback\n  File "a.py", line 3, in outer\n  File "pkg/b.py", line 88, in load\nOSError'
-    crashed = replace(crashed, checks=(replace(crashed.checks[0], detail=trace), *crashed.checks[1:]))
+    crashed = replace(crashed, checks=tuple(replace(one, place="pkg/b.py:88") for one in crashed.checks))
     (card,) = cards(report(crashed))
-    assert (card.count, card.origins) == ("1 loader crashed", ("pkg/b.py:88 in load",))
+    assert (card.count, card.origins) == ("1 loader crashed", ("pkg/b.py:88",))
     assert [(chip.details, chip.cell) for chip in card.chips] == [("loader-1", "cell-1")]
     bare = LoaderRecord("a.py::a", crashed.world, (), error="no rank started")
     assert [card.count for card in cards(report(bare))] == ["1 loader crashed"]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
+from pytest_fsdp_meta.reports.annotations import Location, annotate
 from pytest_fsdp_meta.reports.badge import badge
 from pytest_fsdp_meta.reports.causes import (
     CRASH,
@@ -14,17 +13,19 @@ from pytest_fsdp_meta.reports.causes import (
     UNEXPECTED_PASS,
     count_failures,
     describe_failures,
-    explain_pass,
     group_failures,
 )
+from pytest_fsdp_meta.reports.compare import compare, describe_comparison
 from pytest_fsdp_meta.reports.markdown import describe_result
+from pytest_fsdp_meta.reports.page.rendering import render
 from pytest_fsdp_meta.reports.page.view import build_view
 from pytest_fsdp_meta.reports.schema import LoaderRecord
 from pytest_fsdp_meta.reports.summary import summarise
+from pytest_fsdp_meta.reports.totals import describe_totals
 from tests.catalogue.test_memory import WHOLE, WIDTH, stored
 from tests.conftest import Project
 from tests.reports.many_loaders import LOST, nightly
-from tests.reports.report_factory import check, finding, loader, raised
+from tests.reports.report_factory import check, finding, loader, raised, report
 
 ROTARY = {"cause": "a non-persistent buffer", "remedy": "recompute it"}
 
@@ -49,6 +50,18 @@ def test_loaders_with_the_same_finding_share_a_cause():
     ]
 
 
+def test_without_a_cause_each_check_is_one_of_its_own():
+    failed = {id_: ("failed", [finding("scale")]) for id_ in ("no_meta_params", "loss_parity")}
+    groups = group_failures([named("a", **failed), named("b", **failed)])
+    assert [(group.headline, len(group.places)) for group in groups] == [
+        ("no_meta_params: no cause is known", 2),
+        ("loss_parity: no cause is known", 2),
+    ]
+    lines = [line for line, _ in describe_totals([named("a", **failed)])]
+    assert "1. no_meta_params: no cause is known" in lines
+    assert not any("likely cause" in line for line in lines)
+
+
 def test_crashes_come_first_and_differ_only_in_numbers():
     crash = [replace(raised(), loader=name, error=f"rank 1 waited {time} s") for name, time in (("a", 5), ("b", 12))]
     failed = named("c", no_meta_params=("failed", [finding("scale", **ROTARY)]))
@@ -66,11 +79,17 @@ def test_an_error_of_several_checks_is_one():
     assert describe_failures([one]) == "1 error"
 
 
-@pytest.mark.parametrize("reason", ["expected to fail: issue 7", "[XPASS(strict)] issue 7"])
-def test_an_unexpected_pass_reads_as_one(reason):
-    passed = check("dcp_reshards", "xpassed", reason=reason)
-    assert shape(loader(checks={"dcp_reshards": passed}))[0][0] == UNEXPECTED_PASS
-    assert explain_pass(passed) == ("dcp_reshards passes, but xfail expects it to fail (issue 7)")
+def test_an_unexpected_pass_reads_the_same_everywhere():
+    passed = check("dcp_reshards", "xpassed", reason="issue 7")
+    one = loader(checks={"dcp_reshards": passed})
+    sentence = "dcp_reshards passes, but xfail expects it to fail (issue 7)"
+    assert shape(one) == [(UNEXPECTED_PASS, "issue 7", [(one.loader, 1)])]
+    assert group_failures([one])[0].headline == sentence
+    assert f"1. unexpected pass: {sentence}" in [line for line, _ in describe_totals([one])]
+    assert f": {sentence}" in str(list(describe_comparison(compare(report(loader()), report(one)))))
+    (annotation,) = annotate([one], {passed.nodeid: Location("t.py", 3)}, lambda nodeid: False)
+    assert annotation.endswith(f"::{sentence}%0Aremove it from xfail")
+    assert sentence in render(report(one))
 
 
 def test_a_crash_counts_as_one_loader():
@@ -115,7 +134,7 @@ def test_pytest_counts_the_same(project: Project) -> None:
     result = project.run("--fsdp-report=out")
     failures = "1 loader crashed, 1 check failed, 1 unexpected pass"
     assert "2 failed, 1 error, 2 same error in " in result.stdout.str()
-    assert f"{failures} in 2 of 2 runs of loaders" in result.outlines
+    assert f"{failures} in 2 of 2 loaders" in result.outlines
     assert (project.path / "out" / "summary.md").read_text().startswith(f"### ❌ fsdp conformance: {failures}")
     assert f"<h1>{failures}</h1>" in (project.path / "out" / "index.html").read_text()
     assert failures in (project.path / "out" / "badge.json").read_text()

@@ -19,7 +19,7 @@ from pytest_fsdp_meta.reports.markdown import summarise_run
 from pytest_fsdp_meta.reports.page.view import build_view
 from pytest_fsdp_meta.reports.schema import FAILED, PASSED, SCHEMA, SKIPS, STATUSES, Curves, Report
 from tests.conftest import Project, errors
-from tests.reports.report_factory import CATALOGUE, HOSTILE, LLAMA, check, finding, header, loader, report
+from tests.reports.report_factory import CATALOGUE, HOSTILE, LLAMA, check, finding, header, loader, raised, report
 
 CHECK = "no_meta_params"
 CHANGES = ("failures", "dependent", "no_longer_judged", "expected", "fixed", "changed", "known")
@@ -104,6 +104,22 @@ def test_a_known_error_has_the_same_reason_apart_from_numbers():
     assert changes(compare(one, other)) == {"failures": [CHECK]}
 
 
+def test_checks_of_a_loader_that_crashed_before_are_counted_one_by_one_if_they_fail_now():
+    ids = ("no_meta_params", "loss_parity", "grad_parity")
+    now = run(*(check(one, "failed", [finding("a")]) for one in ids))
+    assert describe_changes(compare(report(raised()), now)) == "3 new failures, 1 fixed", "the crash is one failure"
+
+
+def test_lists_and_verdict_count_the_same():
+    """An error that several checks share is one, in the headline of its list as well."""
+    ids = ("loss_parity", "grad_parity")
+    before = run(*(check(one, "error", reason="rank 0 hung") for one in ids))
+    now = run(*(check(one, "depends on a failed check") for one in ids))
+    comparison = compare(before, now)
+    assert [headline for _, headline, _ in describe_comparison(comparison)] == ["skipped because of a failed check: 1"]
+    assert describe_changes(comparison) == "1 skipped because of a failed check"
+
+
 def test_a_new_loader_that_fails_is_a_new_failure_and_a_removed_one_is_listed():
     before, now = run(name="t.py::old"), run(check(CHECK, "failed", name="t.py::new"), name="t.py::new")
     comparison = compare(before, now)
@@ -119,7 +135,7 @@ def test_a_loader_that_vanished_fails_a_run_that_was_asked_for_it():
     assert (missing.missing, missing.allowed, missing.unselected) == (("t.py::old",), (), ())
     assert [missing.fails(on) for on in ("failure", "regression", "any")] == [False, True, True]
     assert next(describe_comparison(missing)) == (
-        "worse",
+        "missing",
         "missing loaders: 1 (removed or renamed on purpose? --fsdp-allow-missing accepts it)",
         ["t.py::old"],
     )
@@ -227,7 +243,7 @@ def test_a_loader_with_only_errors_is_one_line():
     now = run(*(check(one.check, "error", reason="rank 1 raised ValueError: no") for one in CATALOGUE))
     assert list(describe_comparison(compare(run(), now))) == [
         (
-            "worse",
+            "failures",
             "new failures: 1",
             [
                 f"{LLAMA}: {CATALOGUE[0].check} (rank 1 raised ValueError: no), "

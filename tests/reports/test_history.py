@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -15,6 +15,7 @@ from pytest_fsdp_meta.evidence.codec import from_plain, to_plain
 from pytest_fsdp_meta.reports.earlier import MOST_READ, read_earlier
 from pytest_fsdp_meta.reports.history import (
     MOST_RUNS,
+    PastRuns,
     describe_history,
     describe_results,
     describe_since,
@@ -149,6 +150,22 @@ def test_the_first_run_has_no_history_and_a_report_keeps_it():
     assert from_plain(Report, json.loads(json.dumps(to_plain(second)))) == second
 
 
+def test_earlier_reports_are_read_once_however_often_the_report_is_written():
+    turns: list[object] = []
+
+    class Counted(tuple[LoaderRecord, ...]):
+        def __iter__(self) -> Iterator[LoaderRecord]:
+            turns.append(self)
+            return super().__iter__()
+
+    first = night(1)
+    past = PastRuns([replace(first, loaders=Counted(first.loaders))])
+    assert days(history_of(past.add_to(night(2, "failed")))) == ("c2", "c1")
+    read = len(turns)
+    assert days(history_of(past.add_to(night(2, "failed")))) == ("c2", "c1")
+    assert read == len(turns)
+
+
 def test_a_run_between_two_reports_is_known_from_the_later_one():
     made = nights(["passed", "failed", "failed", "failed"])
     last = with_history(replace(made[3], earlier=(), loaders=without_history(made[3])), [made[0], made[2]])
@@ -172,7 +189,7 @@ def test_what_is_said_of_broken_and_flaky_checks():
     broken = nights(["passed", "failed", "failed"])[-1]
     line = "broken since 2026-11-02 02:17 (c2), last passed 2026-11-01 02:17 (c1)"
     assert list(describe_history(broken)) == [
-        ("neutral", "broken since an earlier run: 1", [f"{CHECK} in {LLAMA}: {line}"])
+        ("broken", "broken since an earlier run: 1", [f"{CHECK} in {LLAMA}: {line}"])
     ]
     assert "broken since 2026-11-02 02:17" in summarise_run(broken)
     flaky = nights(["passed", "failed", "passed", "failed"])[-1]

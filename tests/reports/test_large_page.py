@@ -60,13 +60,15 @@ def files(tmp_path_factory) -> dict[str, Path]:
 def opened(browser, files) -> Iterator[Callable[..., Any]]:
     contexts, errors = [], []
 
-    def open_page(name: str = "nightly", fragment: str = "", **settings: Any) -> Any:
+    def open_page(name: str = "nightly", fragment: str = "", script: str = "", **settings: Any) -> Any:
         context = browser.new_context(**{"viewport": SCREEN, **settings})
         context.set_default_timeout(60_000)
         contexts.append(context)
         page = context.new_page()
         page.on("console", lambda message: errors.append(message.text))
         page.on("pageerror", lambda error: errors.append(str(error)))
+        if script:
+            page.add_init_script(script)
         page.goto(files[name].as_uri() + fragment)
         return page
 
@@ -95,11 +97,11 @@ def test_what_broke_has_a_card_for_each_cause(opened):
     assert shown(page, ".card .kind")[0] == "3 loaders crashed"
     assert shown(page, ".card .kind")[-1] == "1 unexpected pass"
     assert shown(page, ".card .kind + .tag") == [
-        "new since the last run",
-        "also in the last run",
-        *["new since the last run"] * 4,
+        "new since the run of 2026-11-19 22:30 (9876fed)",
+        "also in the run of 2026-11-19 22:30 (9876fed)",
+        *["new since the run of 2026-11-19 22:30 (9876fed)"] * 4,
     ]
-    assert "raised at mypkg/loading.py:88 in load" in shown(page, "#cause-1 .origin")
+    assert "at mypkg/loading.py:88" in shown(page, "#cause-1 .origin")
     assert shown(page, "#cause-2 .values li") == [
         "no_uninitialized_memory model.rotary_emb.inv_freq, ranks 0-3: never written (poison value NaN), but should be "
         "written by the loader (8 of 8 elements)"
@@ -202,6 +204,12 @@ def test_a_link_into_a_packed_section_opens_it(opened):
     assert page.locator("#loader-77-no_meta_params").is_visible()
     assert page.locator("#loader-77 .plot").count() == 2
     until(page, "document.querySelectorAll('#loader-78 script.packed').length === 1")
+
+
+def test_a_browser_that_cannot_unpack_a_section_says_so(opened):
+    page = opened(fragment="#loader-77-no_meta_params", script="delete window.DecompressionStream")
+    until(page, "document.querySelectorAll('#loader-77 script.packed').length === 0")
+    assert shown(page, "#loader-77 .warn") == ["This browser cannot unpack this section; see report.json."]
 
 
 def test_arrow_keys_reach_the_fold(opened):

@@ -459,10 +459,11 @@ def test_losses_that_are_nan_or_infinite():
     assert "NaN or infinite at step 2, marked on the axis." in page.text
 
 
-def test_a_loader_that_returned_no_model():
+def test_a_loader_that_crashed_before_any_check():
     bare = LoaderRecord("a.py::a", UNKNOWN, (), error="rank 1 raised OSError")
     page = Reader(render(report(bare)))
-    assert "This loader returned no model: rank 1 raised OSError" in page.text
+    assert "This loader crashed: rank 1 raised OSError" in page.text
+    assert "1 crashed (none of its checks was judged)" in page.text
     assert "1 loader crashed" in page.text
     assert "world unknown: none of its items ran" in page.text
 

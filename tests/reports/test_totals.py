@@ -125,8 +125,8 @@ def test_a_line_for_each_loader_and_one_for_all_checks() -> None:
             {},
         ),
         ("", {}),
-        ("1 check failed in 1 of 2 runs of loaders", {"red": True}),
-        ("4 of 4 checks accounted for in 2 runs of loaders", {"red": True}),
+        ("1 check failed in 1 of 2 loaders", {"red": True}),
+        ("4 of 4 checks accounted for in 2 loaders", {"red": True}),
     ]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -12,11 +11,11 @@ from pytest_fsdp_meta.reports.causes import (
     UNEXPECTED_PASS,
     FailureGroup,
     Place,
-    explain_pass,
     group_failures,
 )
 from pytest_fsdp_meta.reports.compare import Comparison
 from pytest_fsdp_meta.reports.page.findings import Line, as_line
+from pytest_fsdp_meta.reports.page.news import describe_news
 from pytest_fsdp_meta.reports.page.view import LoaderView, PageView
 from pytest_fsdp_meta.reports.terminal import group_similar, origins
 from pytest_fsdp_meta.text import counted
@@ -27,8 +26,6 @@ MOST_VALUES = 3
 """Lines of values on a card; the loaders below have all."""
 MOST_CHIPS = 8
 """Loaders that a card names before it folds the others."""
-NEW, KNOWN = "new since the last run", "also in the last run"
-FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
 
 
 @dataclass(frozen=True)
@@ -58,11 +55,13 @@ class Card:
     number: int
     kind: str
     cause: str
+    is_known: bool
+    """Whether the cause is; else ``cause`` names the check."""
     remedy: str
     count: str
     """How many loaders or checks it concerns, such as "3 loaders crashed"."""
     news: str
-    """Whether it is new since the run compared with; empty without one."""
+    """Since when it is broken, as far as earlier runs show; empty without any."""
     is_new: bool
     origins: tuple[str, ...]
     values: tuple[Value, ...]
@@ -77,27 +76,26 @@ class Card:
 def make_cards(page: PageView, comparison: Comparison | None) -> tuple[Card, ...]:
     """Return the cards of a page, in the terminal's order."""
     views = {id(loader.record): loader for loader in page.loaders}
-    new = None if comparison is None else {(one.loader, one.check) for one in comparison.failures}
     groups = group_failures(page.report.loaders)
-    return tuple(_card(number, group, views, new) for number, group in enumerate(groups, 1))
+    return tuple(
+        _card(number, group, views, describe_news(group.places, page.report, comparison))
+        for number, group in enumerate(groups, 1)
+    )
 
 
-def _card(number: int, group: FailureGroup, views: Mapping[int, LoaderView], new: set[tuple[str, str]] | None) -> Card:
+def _card(number: int, group: FailureGroup, views: Mapping[int, LoaderView], news: tuple[str, bool]) -> Card:
     first = {id(place.loader): place for place in reversed(group.places)}
     chips = [_chip(views[key], first[key]) for key in dict.fromkeys(id(place.loader) for place in group.places)]
-    fresh = [place for place in group.places if new is not None and _is_new(place, new)]
-    some = f"new in {len({id(place.loader) for place in fresh})} of {counted(len(chips), 'loader')}"
-    checks = (views[id(place.loader)].checks[check.check] for place in group.places for check in place.checks)
-    since = next((check.history.since for check in checks if check.history and check.history.since), "")
     commands = (check.again for place in group.places for check in place.checks if check.again)
     return Card(
         number=number,
         kind=group.kind,
-        cause=_describe_cause(group),
+        cause=group.headline,
+        is_known=bool(group.cause),
         remedy=group.remedy,
         count=_describe_count(group, len(chips)),
-        news="" if new is None else NEW if len(fresh) == len(group.places) else some if fresh else since or KNOWN,
-        is_new=bool(fresh),
+        news=news[0],
+        is_new=news[1],
         origins=tuple(dict.fromkeys(_origins(group))),
         values=tuple(_values(group, views)),
         chips=tuple(chips),
@@ -110,19 +108,6 @@ def _chip(loader: LoaderView, place: Place) -> Chip:
     if check is None:
         return Chip(loader.short, loader.title, loader.anchor, loader.cell)
     return Chip(loader.short, loader.title, check.anchor, check.cell)
-
-
-def _is_new(place: Place, new: set[tuple[str, str]]) -> bool:
-    """Return whether a comparison has any of these checks as a new failure."""
-    names = place.loader.loader, f"{place.loader.loader}, {place.loader.world}"
-    return any((name, check.check) in new for name in names for check in place.checks)
-
-
-def _describe_cause(group: FailureGroup) -> str:
-    first = group.places[0].check
-    if group.kind == UNEXPECTED_PASS and first is not None:
-        return explain_pass(first)
-    return group.cause or "no cause is known"
 
 
 def _describe_count(group: FailureGroup, loaders: int) -> str:
@@ -138,19 +123,11 @@ def _describe_count(group: FailureGroup, loaders: int) -> str:
 
 
 def _origins(group: FailureGroup) -> Iterator[str]:
-    """Yield where the difference starts, or the frame that raised."""
+    """Yield where the difference starts, or the user's line that an error points to."""
     for place in group.places:
         yield from origins(place.findings)
         if not place.findings:
-            yield from filter(None, (_raised_at(check.detail) for check in place.checks))
-
-
-def _raised_at(detail: str) -> str:
-    """Return the innermost frame of the last traceback, such as "loading.py:88 in load"."""
-    frames = list(FRAME.finditer(detail))
-    if not frames:
-        return ""
-    return "{file}:{line} in {function}".format(**frames[-1].groupdict())
+            yield from filter(None, (check.place for check in place.checks))
 
 
 def _values(group: FailureGroup, views: Mapping[int, LoaderView]) -> Iterable[Value]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_fsdp_meta.evidence.codec import write_whole
 from pytest_fsdp_meta.evidence.simulation import BACKWARD
-from pytest_fsdp_meta.reports.compare import Comparison, describe_changes, describe_comparison
+from pytest_fsdp_meta.reports.compare import Comparison, describe_changes, describe_comparison, mark_of
 from pytest_fsdp_meta.reports.history import describe_history
 from pytest_fsdp_meta.reports.page.broke import MOST_CARDS, MOST_CHIPS, MOST_VALUES, make_cards
 from pytest_fsdp_meta.reports.page.findings import MOST_DETAILS
@@ -69,7 +69,7 @@ def render(report: Report, comparison: Comparison | None = None, problem: str = 
             and {
                 "before": comparison.before.header,
                 "changes": describe_changes(comparison),
-                "kinds": list(describe_comparison(comparison)),
+                "kinds": [(mark_of(kind), kind, *texts) for kind, *texts in describe_comparison(comparison)],
             },
             history_lists=list(describe_history(report)),
             data=_embedded(page.data),

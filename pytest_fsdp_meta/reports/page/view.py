@@ -10,7 +10,7 @@ from itertools import groupby, takewhile
 from typing import Any
 
 from pytest_fsdp_meta.evidence.collectives import Collective
-from pytest_fsdp_meta.reports.causes import describe_failures, is_crashed
+from pytest_fsdp_meta.reports.causes import describe_failures, explain_pass, is_crashed
 from pytest_fsdp_meta.reports.page.charts import LossChart, MemoryChart, loss_chart, memory_chart
 from pytest_fsdp_meta.reports.page.findings import Cause, group_by_cause
 from pytest_fsdp_meta.reports.page.history import HistoryView, history_view
@@ -19,6 +19,7 @@ from pytest_fsdp_meta.reports.page.sizes import Sizes, size_view
 from pytest_fsdp_meta.reports.page.traced import StepView, step_view
 from pytest_fsdp_meta.reports.page.traffic import Kind, Row, Scale, fold_rows, group_by_kind, largest_of
 from pytest_fsdp_meta.reports.schema import (
+    BAD,
     FAILED,
     JUDGED,
     SKIPS,
@@ -89,6 +90,12 @@ class CheckView:
     @property
     def kind(self) -> str:
         return self.record.kind
+
+    @property
+    def reason(self) -> str:
+        """Why it did not simply pass or fail."""
+        is_unexpected = self.kind == "xpassed"
+        return explain_pass(self.record.check, self.record.reason) if is_unexpected else self.record.reason
 
     @property
     def cell(self) -> str:
@@ -305,6 +312,7 @@ class PageView:
         return {
             "checks": self.columns,
             "kinds": kinds,
+            "bad": BAD,
             "glyphs": [GLYPHS.get(kind, "?") for kind in kinds],
             "labels": [describe_kind(kind) for kind in kinds],
             "names": list(self.names),

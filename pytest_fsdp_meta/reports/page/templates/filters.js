@@ -9,6 +9,7 @@ function unpack(section) {
   return unpacking.get(section);
 }
 async function inflate(text) {
+  if (!window.DecompressionStream) return '<p class="warn">This browser cannot unpack this section; see report.json.</p>';
   const compressed = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
   return new Response(new Blob([compressed]).stream().pipeThrough(new DecompressionStream("deflate"))).text();
 }

@@ -3,11 +3,10 @@ const rows = matrix ? all("tbody tr[data-row]", matrix) : [];
 const fold = one("#matrix .fold");
 const families = matrix ? [...matrix.tHead.rows[0].cells].slice(1).map((head) => [head, head.colSpan]) : [];
 const heads = matrix ? [...matrix.tHead.rows[1].cells].slice(1) : [];
-const BAD = ["failed", "error", "xpassed", "not run"];
 const kindAt = (loader, column) => data.kinds[parseInt(loader.kinds[column], 36)];
 const isCrashed = (row) => row.cells.length === 2 && row.cells[1].matches(".whole");
 // The columns in which a loader that did not crash has a failure.
-const failing = data.checks.map((_, column) => rows.some((row) => !row.matches(".clean") && !isCrashed(row) && BAD.includes(kindAt(data.loaders[row.dataset.row], column))));
+const failing = data.checks.map((_, column) => rows.some((row) => !row.matches(".clean") && !isCrashed(row) && data.bad.includes(kindAt(data.loaders[row.dataset.row], column))));
 function buildRow(row) {
   if (row.cells.length > 1) return;
   const index = Number(row.dataset.row), cells = document.createDocumentFragment();

@@ -18,7 +18,7 @@ function fragment(at) {
   if (at) parts.set("at", at);
   return `#${parts}`;
 }
-const storeState = (at) => history.replaceState(null, "", fragment(at) || location.pathname + location.search);
+const storeState = () => history.replaceState(null, "", fragment() || location.pathname + location.search);
 function restoreFilters(parts) {
   form.reset();
   for (const key of FIELDS) {
