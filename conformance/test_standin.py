@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from fixtures.architectures import load_plain, save_plain
 from fixtures.defects import DEFECTS
 from fixtures.devices import MISPLACING
 from fixtures.forms import FORMS
@@ -60,6 +61,13 @@ def test_a_form_gets_the_verdicts_of_the_cpu(name, checkpoint, judge_loader):
     on_cpu = judge_loader(form.load, form.mesh, path=path)
     judged = [{id: v.status for id, v in found.items()} for found in (on_cpu, on_device)]
     assert {id for id in judged[0] if judged[0][id] != judged[1][id]} == DIFFERENT.get(name, set())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "gemma3_text", "falcon_h1"])
+def test_models_of_transformers_pass(name, judge_loader, tmp_path):
+    path = save_plain(name, tmp_path)
+    assert problems_of(judge_loader(load_plain, {"dp_shard": 2}, device=standin.NAME, path=path)) == {}
 
 
 @pytest.mark.slow
