@@ -18,7 +18,7 @@ class ModuleTraffic:
     """The part of the traffic that is for one module, or for all modules whose names differ in numbers only.
 
     ``module`` is a name with ``*`` for numbers. It is empty for the root, and for what is sent outside of all modules;
-    ``BACKWARD`` for what autograd sends, of which no module is known.
+    ``BACKWARD`` for what autograd sends, whose module is unknown.
     """
 
     module: str

@@ -14,7 +14,7 @@ PREFIX = "--fsdp"
 
 
 def check_options(config: pytest.Config, parser: pytest.Parser, args: Sequence[str]) -> None:
-    """Raise UsageError for the first option like one of this plugin's that nobody has registered.
+    """Raise UsageError for the first option like one of this plugin's that no plugin has registered.
 
     To be called when conftest files have registered theirs, which may begin with the same word.
     """

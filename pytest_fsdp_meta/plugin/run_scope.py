@@ -25,7 +25,7 @@ class RunScope:
         self._deselected: set[str] = set()
 
     def deselect(self, names: Iterable[str]) -> None:
-        """Record loaders of which at least one item was deselected."""
+        """Record loaders with at least one deselected item."""
         self._deselected.update(names)
 
     def has(self, loader: str) -> bool:

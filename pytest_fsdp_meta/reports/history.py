@@ -66,7 +66,7 @@ class PastRuns:
         self._past = sorted(earlier, key=lambda report: time_of(report.header.started))
         self._repeated = frozenset().union(*map(_repeated_names, self._past))
         self._known: dict[frozenset[str], tuple[list[_Column], dict[Place, CheckHistory]]] = {}
-        """Names of loaders in several worlds, of which this run may have more -> what is known from earlier runs."""
+        """Names of loaders in several worlds; this run may have more of them -> what is known from earlier runs."""
 
     def add_to(self, now: Report) -> Report:
         """Return the report with the history of each check, from earlier reports and from the histories in them."""

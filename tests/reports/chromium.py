@@ -1,4 +1,4 @@
-"""The Chromium in which pages are tested and of which pictures are taken."""
+"""The Chromium that tests and takes pictures of pages."""
 
 from __future__ import annotations
 

@@ -236,7 +236,7 @@ def _vocabulary(kind: Any, call: ast.expr | None) -> str:
     try:
         signature = inspect.signature(kind)
         bound = signature.bind(*call.args, **{one.arg: one.value for one in call.keywords if one.arg}).arguments
-    except (TypeError, ValueError):  # it has **arguments, of which bind cannot know the names
+    except (TypeError, ValueError):  # it has **arguments, whose names bind cannot know
         return ""
     for name, one in signature.parameters.items():
         if "vocab" in name:

@@ -21,7 +21,7 @@ SIZES = {
     **dict.fromkeys(("length", "len", "positions", "context", "seq"), 64),
     **dict.fromkeys(("hidden", "width", "dim", "embd", "embed", "embedding"), 32),
 }
-"""Small sizes by a word of a name, for names of which nothing else is known; the first word that fits decides."""
+"""Small sizes by a word of a name, for names about which nothing else is known; the first word that fits decides."""
 PLAIN = {
     **dict.fromkeys(("lr", "learning_rate"), "1e-3"),
     **dict.fromkeys(("dropout", "weight_decay"), "0.0"),

@@ -81,7 +81,7 @@ def _import(start: dict[str, Any], folder: Path) -> dict[str, str]:
         preload_early(start["early"], watch)
     while not (folder / "request").exists():
         if os.getppid() != start["parent"]:
-            sys.exit(1)  # no signal tells of a parent that another thread than its main one started this from
+            sys.exit(1)  # a parent that started this in another thread than its main one sends no signal
         time.sleep(EARLY_PAUSE)
     request = json.loads((folder / "request").read_text("utf-8"))
     use_sources(Sources(request["path"], request["files"], request["before"]))
