@@ -192,7 +192,7 @@ def raise_outcome(item: pytest.Item, outcome: Outcome, check: str, expected: str
     if outcome.status in ("failed", "error"):
         pytest.fail(outcome.message, pytrace=False)
     if expected is not None:
-        pytest.fail(f"{explain_pass(check, expected)}; {REMOVE}", pytrace=False)
+        pytest.fail(f"{explain_pass(expected, check)}; {REMOVE}", pytrace=False)
 
 
 def attached_context(report: pytest.TestReport) -> ItemContext | None:
@@ -283,7 +283,7 @@ def _stash_line(item: pytest.Item, record: CheckRecord, outcome: Outcome | None)
     elif record.status == "failed" and record.findings:
         item.stash[LINE] = FailureLine(record.check, first_of(list(map(describe_finding, record.findings))))
     elif record.status == "xpassed":
-        item.stash[LINE] = FailureLine(record.check, explain_pass(record.check, record.reason))
+        item.stash[LINE] = FailureLine(record.check, explain_pass(record.reason))
     elif record.status == "error" and record.reason:
         item.stash[LINE] = FailureLine(record.check, record.reason)
 

@@ -79,7 +79,7 @@ def annotate(
 def _describe(group: FailureGroup, place: Place, check: CheckRecord) -> str:
     """Return the first finding, or the reason of another failure."""
     if group.kind == UNEXPECTED_PASS:
-        return explain_pass(check.check, check.reason)
+        return explain_pass(check.reason, check.check)
     if not place.findings:
         return place.loader.error if group.kind == CRASH else check.reason or check.status
     more = f", and {counted(len(place.findings) - 1, 'more finding')}" if len(place.findings) > 1 else ""

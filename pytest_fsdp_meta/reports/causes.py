@@ -53,7 +53,7 @@ class FailureGroup:
         """The cause; for an unexpected pass what it means, and without a cause the check that failed."""
         first = self.places[0].check
         if first is not None and self.kind == UNEXPECTED_PASS:
-            return explain_pass(first.check, self.cause)
+            return explain_pass(self.cause, first.check)
         if self.cause or first is None:
             return self.cause
         return f"{first.check}: no cause is known"
@@ -132,9 +132,9 @@ def describe_failures(loaders: Sequence[LoaderRecord], missing: int = 0) -> str:
     return ", ".join([*(text for kind, text in texts.items() if counts[kind]), *gone])
 
 
-def explain_pass(check: str, reason: str) -> str:
-    """Return what an unexpected pass means; ``reason`` is that of the expectation."""
-    return f"{check} passes, but xfail expects it to fail ({reason})"
+def explain_pass(reason: str, check: str = "") -> str:
+    """Return what an unexpected pass means, with the check as its subject; ``reason`` is that of the expectation."""
+    return f"{check} passes, but xfail expects it to fail ({reason})".lstrip()
 
 
 def failing_loaders(loaders: Iterable[LoaderRecord]) -> list[LoaderRecord]:

@@ -394,7 +394,7 @@ def _describe_reason(change: Change) -> str:
     if now is None:
         return ""
     if now.status == "xpassed":
-        return explain_pass("", printable(now.reason))
+        return f" {explain_pass(printable(now.reason))}"
     reason = describe_finding(now.findings[0]) if now.findings else now.reason
     return f" ({printable(reason)})" if reason else ""
 

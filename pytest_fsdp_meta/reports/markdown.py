@@ -137,7 +137,7 @@ def _describe_group(group: FailureGroup) -> Iterator[str]:
     for place in group.places:
         where = escaped(place.loader.loader)
         if group.kind == UNEXPECTED_PASS and place.check is not None:
-            yield f"* {escaped(explain_pass(place.check.check, place.check.reason))}: {REMOVE}, in {where}"
+            yield f"* {escaped(explain_pass(place.check.reason, place.check.check))}: {REMOVE}, in {where}"
             continue
         what = escaped(describe_finding(place.findings[0]) if place.findings else group.cause)
         more = f", and {counted(len(place.findings) - 1, 'more finding')}" if len(place.findings) > 1 else ""

@@ -39,6 +39,10 @@ def test_one_line_with_the_users_file(project: Project) -> None:
             with torch.device("meta"):
                 return build()
 
+        @fsdp_conformance(only=["no_meta_params"], xfail={"no_meta_params": "issue 7"})  # unexpected
+        def test_unexpected(fsdp):
+            return build()
+
         @fsdp_spmd
         def test_spmd(fsdp):
             assert fsdp.rank == 0  # spmd
@@ -56,6 +60,7 @@ def test_one_line_with_the_users_file(project: Project) -> None:
         "misuse": r"test_misuse: Subject\(tolerance=...\).*",
         "nothing": "test_nothing: rank 1: the loader returned None, but should return .*",
         "finding": r"no_meta_params: weight, ranks 0, 1: .* and 1 more",
+        "unexpected": r"no_meta_params: passes, but xfail expects it to fail \(issue 7\)",
         "spmd": "test_spmd: rank 1 raised AssertionError: assert 1 == 0.*",
     }
     assert len(shown) == len(expected), "\n".join(result.outlines)

@@ -95,7 +95,7 @@ class CheckView:
     def reason(self) -> str:
         """Why it did not simply pass or fail."""
         is_unexpected = self.kind == "xpassed"
-        return explain_pass(self.record.check, self.record.reason) if is_unexpected else self.record.reason
+        return explain_pass(self.record.reason, self.record.check) if is_unexpected else self.record.reason
 
     @property
     def cell(self) -> str:
