@@ -236,7 +236,7 @@ def test_a_transformers_class(repository: Project) -> None:
 def test_what_was_found_is_said(repository: Project) -> None:
     output = init(repository, "like_a_script")
     assert "mypkg.loading:like_a_script(checkpoint_dir: str, seed: int)\n" in output
-    assert "  checkpoint_dir gets checkpoint\n" in output
+    assert "  checkpoint_dir gets str(checkpoint), seed gets 0\n" in output
     line = LOADING.splitlines().index('    dist.init_process_group("gloo")') + 1
     assert f'  loading.py:{line} calls init_process_group: process_group="loader"\n' in output
     assert "run it: python -m pytest tests/test_like_a_script.py\n" in output

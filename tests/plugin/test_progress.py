@@ -170,12 +170,12 @@ def test_an_error_says_what_its_rank_was_doing() -> None:
 
     with world_of(2, timeout=2.0) as world, pytest.raises(WorldError) as caught:
         world.run(lambda: (doing(f"step {current().rank}"), time.sleep(60)))
-    assert str(caught.value).splitlines()[1] == "(while step 0 on rank 0; step 1 on rank 1)"
+    assert str(caught.value).splitlines()[1] == "(did not answer within 2 s while step 0 on rank 0; step 1 on rank 1)"
 
     with world_of(3, timeout=2.0) as world, pytest.raises(WorldError) as caught:
         world.run(lambda: current().rank == 2 or (current().rank and doing("saving"), time.sleep(60)))
     what = "running test_an_error_says_what_its_rank_was_doing.<locals>.<lambda>"
-    assert str(caught.value).splitlines()[1] == f"(while {what} on rank 0; saving on rank 1)"
+    assert str(caught.value).splitlines()[1] == f"(did not answer within 2 s while {what} on rank 0; saving on rank 1)"
 
 
 def test_an_error_does_not_name_the_activity_of_an_earlier_call() -> None:

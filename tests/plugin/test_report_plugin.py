@@ -400,7 +400,7 @@ def test_a_file_that_is_not_a_report_is_refused_in_one_line(tmp_path: Path, text
 
 
 def test_a_file_that_never_ends_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"^/dev/zero: more than 512 MiB of JSON, so it was not written"):
+    with pytest.raises(ValueError, match=r"^/dev/zero: more than 512 MiB of JSON, which is the limit"):
         read_report(Path("/dev/zero"))
 
 

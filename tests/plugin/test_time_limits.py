@@ -67,7 +67,10 @@ def test_goes_on(fsdp):
     assert "3 passed, 1 error, 2 same error" in result.outlines[-1]
     assert project.notes == ["reached"]
     first, second, *rest = story(result, "test_loading[no_meta_params]")
-    assert re.match(rf"test_loading: {LIMIT}; rank 1 was in reach_limit, test_it.py:\d+; rank 0 ", first)
+    assert re.match(rf"test_loading: {LIMIT}; ", first)
+    # Rank 0 may not have reached its barrier yet; then it is named first.
+    assert re.search(r"; rank 1 was in reach_limit, test_it.py:\d+", first)
+    assert re.search(r"; rank 0 \w", first)
     assert second == "(while loading)"
     assert any("in reach_limit" in line for line in rest)
 

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from traceback import walk_tb
+from types import FrameType
 from typing import Any
 from unittest import mock
 
@@ -174,7 +176,8 @@ def process_group(argument: Any) -> dist.ProcessGroup:
 def refusing_objects(refuse: Callable[[str], Exception]) -> Iterator[None]:
     """Raise ``refuse(function)`` where a function of torch.distributed, such as ``gather_object``, pickles objects.
 
-    All of these functions pickle and unpickle by these two; the public ones may have been imported by name.
+    All of these functions pickle and unpickle by these two; the public ones may have been imported by name. A receiver
+    allocates as much as the sender says before it unpickles, which without a sender is any number.
     """
 
     def stop(*_: Any) -> Any:
@@ -187,7 +190,17 @@ def refusing_objects(refuse: Callable[[str], Exception]) -> Iterator[None]:
         mock.patch.object(distributed_c10d, "_object_to_tensor", stop),
         mock.patch.object(distributed_c10d, "_tensor_to_object", stop),
     ):
-        yield
+        try:
+            yield
+        except (RuntimeError, MemoryError) as error:
+            names = [frame.f_code.co_name for frame, _ in walk_tb(error.__traceback__) if _is_collective(frame)]
+            if not names or not names[0].endswith(("_object", "_object_list")):
+                raise
+            raise refuse(names[0]) from error
+
+
+def _is_collective(frame: FrameType) -> bool:
+    return bool(frame.f_code.co_filename == distributed_c10d.__file__)
 
 
 @contextmanager
