@@ -15,8 +15,8 @@ from pytest_fsdp_meta.evidence import RankBatches
 from pytest_fsdp_meta.loader.subject import Subject, SubjectError
 from pytest_fsdp_meta.loader.validation import is_stateful, yields_batches
 from pytest_fsdp_meta.observers.batches import batch_slice, calling, calling_field
-from pytest_fsdp_meta.observers.beside import Beside, make_beside
-from pytest_fsdp_meta.observers.checkpoint import as_built, handed_over, make_resumable_optimizer
+from pytest_fsdp_meta.observers.beside import Beside
+from pytest_fsdp_meta.observers.checkpoint import as_built, handed_over, renew_optimizer
 from pytest_fsdp_meta.observers.loading import LEFT_BY_LOADER, loaded_subject, resharded_subject
 from pytest_fsdp_meta.observers.rows import digest_rows
 from pytest_fsdp_meta.observers.sending import PackedFunction, pack_for_one_rank, unpack_on_one_rank
@@ -180,8 +180,7 @@ def _optimizer(rank: Rank, subject: Subject) -> tuple[Optimizer | None, Beside |
     if not any(parameter.requires_grad for parameter in subject.model.parameters()):
         return None, None
     if "resumable" not in rank.state:
-        rank.state["resumable"] = make_resumable_optimizer(subject)
-        rank.state["beside"] = make_beside(subject, rank.state["resumable"])
+        renew_optimizer(subject, rank)
     return rank.state["resumable"], rank.state["beside"]
 
 

@@ -87,9 +87,10 @@ def first_step() -> FirstStep:
     """
     rank, subject = current(), resharded_subject()
     trained = rank.state.get("optimizer" if subject.optimizer is not None else "resumable")
-    rank.state["resumable"] = optimizer = trained or make_resumable_optimizer(subject)
-    if trained is None:
-        rank.state["beside"] = make_beside(subject, optimizer)
+    if trained is not None:
+        rank.state["resumable"] = optimizer = trained
+    else:
+        optimizer, _ = renew_optimizer(subject, rank)
         _train(rank, subject, range(1))
     names = _first_names(subject.model)
     trainable = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
@@ -103,8 +104,7 @@ def make_optimizer_state(subject: Subject, rank: Rank) -> None:
     if subject.optimizer is not None:
         return
     try:
-        rank.state["resumable"] = optimizer = make_resumable_optimizer(subject)
-        rank.state["beside"] = beside = make_beside(subject, optimizer)
+        optimizer, beside = renew_optimizer(subject, rank)
         optimizer.step()
         beside.after_step(subject)
     except Exception:  # ``first_step`` tries it again, and an error there is one of saving, not of the training
@@ -133,8 +133,7 @@ def load_all(folder: str, changed: Collection[str] = (), in_other_size: bool = F
     another size, torch cannot load plain tensors beside the model that have the shapes of shards; they are left out.
     """
     rank, subject = current(), resharded_subject()
-    rank.state["resumable"] = optimizer = make_resumable_optimizer(subject)
-    rank.state["beside"] = beside = make_beside(subject, optimizer)
+    optimizer, beside = renew_optimizer(subject, rank)
     # An optimizer that the loader built may have trained as far as the one that saved.
     _overwrite(subject, changed, optimizer, beside)
     generators: dict[str, RandomState] = {}
@@ -255,7 +254,14 @@ def _overwrite(
                 overwrite(local)
 
 
-def make_resumable_optimizer(subject: Subject) -> Optimizer:
+def renew_optimizer(subject: Subject, rank: Rank) -> tuple[Optimizer, Beside]:
+    """Build the optimizer that is saved and resumed and what is beside it; the rank's state has both."""
+    rank.state["resumable"] = optimizer = _make_resumable_optimizer(subject)
+    rank.state["beside"] = beside = make_beside(subject, optimizer)
+    return optimizer, beside
+
+
+def _make_resumable_optimizer(subject: Subject) -> Optimizer:
     """Return the author's optimizer; where none is declared, SGD with momentum, which has state to save."""
     trainable = [parameter for parameter in subject.model.parameters() if parameter.requires_grad]
     if subject.optimizer is None:
