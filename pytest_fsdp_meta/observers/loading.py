@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import inspect
 import os
 from collections.abc import Callable, Collection, Mapping
@@ -22,12 +21,11 @@ from pytest_fsdp_meta.evidence.collectives import Collective, RankMemory
 from pytest_fsdp_meta.loader.call import Call
 from pytest_fsdp_meta.loader.subject import Subject, SubjectError
 from pytest_fsdp_meta.observers.adapters import lookup, zero3
-from pytest_fsdp_meta.observers.adapters.dtensor import local_part
 from pytest_fsdp_meta.observers.batches import batch_slice, has_stages
 from pytest_fsdp_meta.observers.beside import beside_for_reference, scheduler_for_reference
 from pytest_fsdp_meta.observers.collectives import Recorder
 from pytest_fsdp_meta.observers.inventory import managed_names, named_tensors, non_persistent, reshard, take_inventory
-from pytest_fsdp_meta.observers.memory import Peak, accelerator_of, return_freed_memory
+from pytest_fsdp_meta.observers.memory import Peak, accelerator_of
 from pytest_fsdp_meta.observers.optimizers import built_optimizer, optimizer_facts, pack_optimizer
 from pytest_fsdp_meta.observers.sending import pack_function
 from pytest_fsdp_meta.observers.support.generators import read_all
@@ -37,8 +35,6 @@ from pytest_fsdp_meta.observers.support.precision import precision
 from pytest_fsdp_meta.observers.support.watching import DTensorDraws, watching
 from pytest_fsdp_meta.worlds import SEED, Misuse, Rank, current, doing, forward_warnings
 
-LARGE = 2**26
-"""Bytes of a model from which on ``release`` collects garbage (64 MiB)."""
 LEFT_BY_LOADER = "random states"
 """The key, in a rank's state, of the states of its generators when the loader returned."""
 SENT_FIELDS = ("reference", "verifier", "batch", "loss", "optimizer", "max_grad_norm", "scheduler", "beside")
@@ -97,19 +93,6 @@ def load(call: Call, watch: Collection[str] = ()) -> Loaded:
         collectives=recorder.collectives(subject.model) if recorder else None,
         memory=peak.facts(subject.model) if peak else None,
     )
-
-
-def release() -> None:
-    """Drop the subject of this rank, to free its memory for another load."""
-    rank = current()
-    tensors = [local_part(tensor) for _, _, tensor in named_tensors(loaded_subject(rank).model)]
-    size = sum(tensor.nbytes for tensor in tensors if not tensor.is_meta and tensor.layout is torch.strided)
-    del tensors
-    rank.state.clear()
-    # With all these modules imported, garbage collection takes a second.
-    if size >= LARGE or accelerator_of(rank.device) is not None:
-        gc.collect()
-        return_freed_memory(rank.device)
 
 
 def loaded_subject(rank: Rank) -> Subject:

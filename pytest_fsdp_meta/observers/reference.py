@@ -47,6 +47,7 @@ from pytest_fsdp_meta.observers.support.poison import NOTICES, poisoned_memory, 
 from pytest_fsdp_meta.observers.support.reference_record import (
     STEP_GRADIENTS,
     Record,
+    RecordWriter,
     checkpoint_entries,
     record_at,
     without_repetition,
@@ -124,6 +125,20 @@ def train_reference(
     Record in ``folder`` what ``RECORDS`` lists: gradients and parameters of the first steps, and the mean gradient
     of the rounds of micro-batches of ``data_parallel_size`` ranks.
     """
+    with RecordWriter() as writer:
+        trained = _train_and_record(recipe, steps, folder, data_parallel_size, facts, writer)
+    return_freed_memory(current().device)  # this world waits while others train
+    return trained
+
+
+def _train_and_record(
+    recipe: Mapping[str, bytes],
+    steps: int,
+    folder: str,
+    data_parallel_size: int,
+    facts: ReferenceFacts,
+    writer: RecordWriter,
+) -> ReferenceFacts:
     rank = current()
     subject = declared_subject(rank.state["reference"], recipe)
     model, optimizer = subject.model, make_optimizer(subject)
@@ -131,7 +146,7 @@ def train_reference(
     subject.clip_grad_norm = clipping.clip
     settings = {} if optimizer is None else settings_of(optimizer, model)
     beside = make_beside(subject, optimizer)
-    first = _RecordedSteps(model, steps, folder, clipping)
+    first = _RecordedSteps(model, steps, folder, clipping, writer)
     first.record_beside("beside", beside)
     # Where nothing is trainable there is no backward, but the ranks need empty records.
     first.after_backward(0)
@@ -148,8 +163,6 @@ def train_reference(
     left_out = hooks_left_out(subject)
     memory = () if optimizer is None else memory_by_slice(subject, data_parallel_size)
     drop_gradients(model)
-    del optimizer, beside
-    return_freed_memory(rank.device)  # this world waits while others train
     return replace(
         facts,
         losses=tuple(run.losses),
@@ -203,8 +216,11 @@ def memory_by_slice(subject: Subject, size: int) -> tuple[StepMemory, ...]:
 class _RecordedSteps(StepObserver):
     """The gradients of the first two steps, with sizes and norm of the first, which is clipped too, and its weights."""
 
-    def __init__(self, model: Module, steps: int, folder: str, clipping: ReferenceClipping) -> None:
+    def __init__(
+        self, model: Module, steps: int, folder: str, clipping: ReferenceClipping, writer: RecordWriter
+    ) -> None:
         self._model = model
+        self._writer = writer
         self._clipping = clipping
         self._steps = steps
         self._folder = folder
@@ -242,7 +258,7 @@ class _RecordedSteps(StepObserver):
         return loss
 
     def record(self, name: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        write_record(record_at(self._folder, name), tensors)
+        self._writer.write(record_at(self._folder, name), tensors)
 
     def record_beside(self, name: str, beside: Beside) -> None:
         if beside.compared:

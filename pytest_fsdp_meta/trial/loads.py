@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from pytest_fsdp_meta.loader.call import ASSUME, SKIPS
-from pytest_fsdp_meta.trial.on_ranks import loading, run_on
+from pytest_fsdp_meta.trial.on_ranks import run_on
 from pytest_fsdp_meta.worlds import World, WorldError, WorldSpec
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ class Loads:
     """Why the second load failed; it is not tried again."""
     _worlds: list[World] = field(default_factory=list)
     _second: tuple[World, list[Loaded]] | None = None
-    _released: bool = False
 
     def first_world(self) -> World:
         """Return the loader's own world; load again where training has ended it."""
@@ -54,7 +53,7 @@ class Loads:
         if self.failure is not None:
             raise self.failure
         if self._second is None or not self._second[0].alive:
-            self._release_first()
+            self.first.close()  # so that the ranks never hold two loads
             try:
                 self._second = self.load(self.first.spec, "the second load", self._worlds)
             except WorldError as error:
@@ -79,8 +78,3 @@ class Loads:
         """Close all worlds but the loader's own."""
         for world in self._worlds:
             world.close()
-
-    def _release_first(self) -> None:
-        if self.first.alive and not self._released:
-            self._released = True
-            run_on(self.first, loading.release)

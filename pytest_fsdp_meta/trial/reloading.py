@@ -1,7 +1,7 @@
 """Take the observations that need more than one load: a second load, and checkpoints that another load reads.
 
 The loader's own world takes part after its training, so whatever goes wrong here cannot affect earlier observations.
-That world releases its model before the second load, so that the ranks never hold two loads of one size.
+Each world ends with its last observation: the ranks never hold two loads of one size.
 """
 
 from __future__ import annotations
@@ -129,6 +129,7 @@ class Reloading:
             self.training_mode = self._take("training_mode", self._observe_training_mode)
             self.repetition = self._take("repetition", self._repeat_load)
             self.export = self._take("export", self._export)
+            self.reference_world.close()
             self._take("kept", self._save_second_load)
             self.resumed = self._take("resumed", self._resume)
             self.restored = self._take("restored", self._restore_model)

@@ -108,7 +108,7 @@ class Trial:
                 world=world,
                 reference_world=self._single_rank_world("the reference"),
                 loaded=self._load_first(world, load),
-                load_again=partial(self._load_again, load),
+                load_again=partial(self._load_again, folder, load),
                 facts=world_facts(self.spec),
                 stopwatch=self._stopwatch,
             )
@@ -143,7 +143,7 @@ class Trial:
             loaded=loaded,
             folder=folder,
             steps=self._steps,
-            load_again=partial(self._load_again, partial(_load, loader=loader)),
+            load_again=partial(self._load_again, folder, partial(_load, loader=loader)),
             selection=self._selection,
             facts=world_facts(self.spec),
             tolerance=self._tolerance,
@@ -170,10 +170,10 @@ class Trial:
         return World(spec, self._engine, label=label, listener=self._listener)
 
     def _load_again(
-        self, load: Callable[[World], list[Loaded]], spec: WorldSpec, label: str, worlds: list[World]
+        self, folder: Path, load: Callable[[World], list[Loaded]], spec: WorldSpec, label: str, worlds: list[World]
     ) -> tuple[World, list[Loaded]]:
         """Run the loader in another world. It is first added to ``worlds``, which the caller closes."""
-        world = World(spec, self._engine, label, listener=self._listener)
+        world = World(spec, self._engine, label, folder, self._listener)
         worlds.append(world)
         world.start()
         return world, load(world)

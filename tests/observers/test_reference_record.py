@@ -7,10 +7,16 @@ from itertools import product
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from pytest_fsdp_meta.observers.support.layout import regions
-from pytest_fsdp_meta.observers.support.reference_record import Record, checkpoint_entries, write_record
+from pytest_fsdp_meta.observers.support.reference_record import (
+    Record,
+    RecordWriter,
+    checkpoint_entries,
+    write_record,
+)
 
 
 @pytest.fixture
@@ -179,6 +185,34 @@ def test_parameters_are_copied_when_they_are_written(record):
     read = stored.read("a", whole(weight))
     assert read.tolist() == [1.0, 1.0]
     assert not read.requires_grad
+
+
+def test_a_writer_writes_what_the_tensors_held(tmp_path):
+    weights = torch.arange(100_000.0).view(-1, 10)
+    named = [("weight", weights), ("tied", weights), ("turned", weights.t()), ("row", weights[3])]
+    before = [tensor.clone() for _, tensor in named]
+    with RecordWriter() as writer:
+        writer.write(tmp_path / "first", named)
+        weights += 1
+        writer.write(tmp_path / "second", named)
+        assert Record(tmp_path / "first").names() == ["row", "turned", "weight", "tied"], "complete"
+        weights += 1
+        writer.write(tmp_path / "other", [("weight", weights[:2])])
+    first, second, other = (Record(tmp_path / name) for name in ("first", "second", "other"))
+    for (name, _), tensor in zip(named, before, strict=True):
+        assert torch.equal(first.read_whole(name), tensor)
+        assert torch.equal(second.read_whole(name), tensor + 1)
+    assert torch.equal(other.read_whole("weight"), before[0][:2] + 2)
+
+
+def test_errors_of_a_writer_are_raised(tmp_path):
+    weight = [("weight", torch.ones(2))]
+    with pytest.raises(SafetensorError, match="No such file"), RecordWriter() as writer:
+        writer.write(tmp_path / "missing" / "values", weight)
+    with RecordWriter() as writer:
+        writer.write(tmp_path / "missing" / "values", weight)
+        with pytest.raises(SafetensorError, match="No such file"):
+            writer.write(tmp_path / "values", weight)
 
 
 def test_an_empty_record(record):

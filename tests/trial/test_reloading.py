@@ -37,7 +37,7 @@ from pytest_fsdp_meta.loader.call import Call
 from pytest_fsdp_meta.trial import LoaderFailed, Trial
 from pytest_fsdp_meta.trial.world_sizes import other_size
 from pytest_fsdp_meta.worlds import Rank, WorldSpec
-from tests.world_help import trial_preload
+from tests.world_help import is_running, trial_preload
 
 REPEATABLE, NAMES, ROUND_TRIP = "load_is_repeatable", "state_dict_names_clean", "dcp_round_trip"
 RESHARDS, EXPORTS = "dcp_reshards", "full_state_dict_exports"
@@ -282,6 +282,18 @@ def test_a_loader_that_runs_only_once(tmp_path):
     assert found[REPEATABLE].detail.startswith(
         "the loader succeeded once, and failed when it ran again in a fresh world with the same fixtures:\n\nrank"
     )
+
+
+def test_the_first_load_has_ended_when_the_loader_runs_again(tmp_path):
+    def load(fsdp: Rank) -> Subject:
+        running = [path.name for path in tmp_path.glob(f"{fsdp.rank}-*") if is_running(int(path.suffix[1:]))]
+        assert not running, f"{running} of an earlier load still runs"
+        Path(tmp_path, f"{fsdp.rank}-of-{fsdp.world_size}.{os.getpid()}").touch()
+        return declared(fsdp, build())
+
+    verdicts = judged(load)
+    assert [check for check, verdict in verdicts.items() if verdict.status != "passed"] == []
+    assert len(list(tmp_path.iterdir())) == 2 + 2 + 1  # a load, a second one, and one in a world of another size
 
 
 def test_a_failed_second_load_shows_its_output(tmp_path):

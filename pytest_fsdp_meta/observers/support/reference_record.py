@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,13 +54,65 @@ def write_record(path: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
     """
     from safetensors.torch import save_file
 
+    stored, metadata = _for_file(tensors)
+    # safetensors refuses views that share a storage; a copy of a tensor that has its own would be a waste.
+    storages: set[int] = set()
+    for name, data in stored.items():
+        whole = data.untyped_storage().nbytes() == data.nbytes and data.untyped_storage().data_ptr() not in storages
+        storages.add(data.untyped_storage().data_ptr())
+        stored[name] = data if whole else data.clone()
+    save_file(stored, path, metadata=metadata)
+
+
+class RecordWriter:
+    """Writes records beside what follows: tensors are copied at once, and written by a thread.
+
+    A record is complete when the next one begins, or when the block ends, which also raises errors of writing. The
+    memory of the copies is used again: to get new pages from the system takes longer than to copy.
+    """
+
+    def __init__(self) -> None:
+        self._copies: dict[tuple[Any, ...], Tensor] = {}
+        self._written: Future[None] | None = None
+        self._thread = ThreadPoolExecutor(max_workers=1)
+
+    def __enter__(self) -> RecordWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._thread:
+            self._finish()
+
+    def write(self, path: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Begin to write what ``write_record`` would."""
+        from safetensors.torch import save_file
+
+        self._finish()
+        stored, metadata = _for_file(tensors)
+        copies = {name: self._copy(name, data) for name, data in stored.items()}
+        self._written = self._thread.submit(save_file, copies, path, metadata)
+
+    def _finish(self) -> None:
+        written, self._written = self._written, None
+        if written is not None:
+            written.result()
+
+    def _copy(self, name: str, data: Tensor) -> Tensor:
+        key = name, data.shape, data.dtype
+        if key in self._copies:
+            return self._copies[key].copy_(data)
+        self._copies[key] = data.clone()
+        return self._copies[key]
+
+
+def _for_file(tensors: Iterable[tuple[str, Tensor]]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return (the arrays to write, which may be views, and the metadata of the file)."""
     from pytest_fsdp_meta.observers.support.subclasses import plain
 
     stored: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     as_bytes: dict[str, str] = {}
     first: dict[tuple[Any, ...], str] = {}
-    storages: set[int] = set()
     for name, tensor in tensors:
         if not is_array(tensor):
             continue
@@ -70,15 +123,11 @@ def write_record(path: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
             aliases[name] = first[key]
         else:
             first[key] = name
-            data = data.resolve_conj().resolve_neg().cpu().contiguous()
+            stored[name] = data.resolve_conj().resolve_neg().cpu().contiguous()
             dtype = str(data.dtype).removeprefix("torch.")
             if dtype in RECENT or dtype not in DTYPES.values():
-                as_bytes[name], data = dtype, _bytes(data)
-            # safetensors refuses views that share a storage; a copy of a tensor that has its own would be a waste.
-            whole = data.untyped_storage().nbytes() == data.nbytes and data.untyped_storage().data_ptr() not in storages
-            stored[name] = data if whole else data.clone()
-            storages.add(data.untyped_storage().data_ptr())
-    save_file(stored, path, metadata={ALIASES: json.dumps(aliases), AS_BYTES: json.dumps(as_bytes)})
+                as_bytes[name], stored[name] = dtype, _bytes(stored[name])
+    return stored, {ALIASES: json.dumps(aliases), AS_BYTES: json.dumps(as_bytes)}
 
 
 def is_array(tensor: Tensor) -> bool:
