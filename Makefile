@@ -42,7 +42,7 @@ help:
 	@echo "                  (one part: make bench-catalogue, make bench-worlds, make bench-faults)"
 	@echo "make power        count false findings of right trainings, and find the smallest errors that are found (an hour)"
 	@echo "make soak         run four workers on eight slots for ten minutes; no slot may be shared and nothing left behind;"
-	@echo "                  then 1000 worlds on one fork server, of which nothing may grow"
+	@echo "                  then 1000 worlds on one fork server, whose memory and descriptors may not grow"
 	@echo "make docs         generate docs/catalogue.md and docs/report.schema.json from the code"
 	@echo "make site         build docs/ as a site that works offline: build/site/index.html"
 	@echo "make pictures     run broken loaders and take the screenshots of their report: docs/images"

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from pytest_fsdp_meta.evidence.collectives import RankMemory
+from pytest_fsdp_meta.evidence.collectives import COPIES, RankMemory
 from pytest_fsdp_meta.observers.adapters.dtensor import own_memory
 from pytest_fsdp_meta.observers.inventory import unwrapped
 from pytest_fsdp_meta.observers.support.mapped import MappedFiles
@@ -26,8 +26,6 @@ from pytest_fsdp_meta.observers.support.watching import tensors_in
 
 POINTS = 200
 """Most points of a timeline: a chart is hardly wider in pixels, and a report has one timeline per rank."""
-COPIES = 2
-"""Times that a loader may hold its shards: in the model, and in the tensors that it copies into the model."""
 HOST = "cpu"
 META = "meta"
 

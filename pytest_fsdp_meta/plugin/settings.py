@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import difflib
 import os
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any
 
 import pytest
 
 from pytest_fsdp_meta import standin
-from pytest_fsdp_meta.reports.io import FILE, PAGE
+from pytest_fsdp_meta.plugin.option_values import (
+    one_of,
+    parse_bytes,
+    parse_count,
+    parse_folder,
+    parse_loader,
+    parse_new_folder,
+    parse_patterns,
+    parse_ranks,
+    parse_ray_address,
+    parse_reports,
+    parse_seconds,
+    parse_sizes,
+    parse_switch,
+)
 from pytest_fsdp_meta.worlds import SCOPES
 
 DEVICES = ("auto", "cpu", "cuda", standin.NAME)
@@ -24,8 +35,6 @@ FAIL_ON = ("failure", "regression", "any")
 """What makes a compared run fail: any failure; only failures that the earlier run did not have; or any failure and
 anything else that got worse."""
 ANNOTATE = ("auto", "github", "none")
-UNITS = {"MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "": 0}
-"""Bytes of a unit; a number without one is refused."""
 REPEATED = ("-c", "-o", "-p", "--config-file", "--override-ini", "--rootdir", "--import-mode")
 """Options of pytest, with a value, that change which tests are collected or how; rerun commands repeat them."""
 
@@ -86,117 +95,12 @@ class Option:
         return f"PYTEST_{self.ini.upper()}"
 
 
-def _sizes(text: str) -> tuple[int, ...]:
-    sizes = tuple(int(part) for part in text.split(","))
-    if any(size < 1 for size in sizes) or len(set(sizes)) != len(sizes):
-        raise ValueError
-    return sizes
-
-
-def _ranks(text: str) -> tuple[int, ...]:
-    ranks = tuple(int(part) for part in text.split(","))
-    if any(rank < 0 for rank in ranks):
-        raise ValueError
-    return ranks
-
-
-def _bytes(text: str) -> int:
-    unit = next(unit for unit in UNITS if text.endswith(unit) or not unit)
-    size = float(text.removesuffix(unit)) * UNITS[unit]
-    if not 0 < size < 2**63:
-        raise ValueError
-    return int(size)
-
-
-def _count(text: str) -> int:
-    count = int(text)
-    if count < 1:
-        raise ValueError
-    return count
-
-
-def _seconds(text: str) -> float:
-    seconds = float(text)
-    if not 0 < seconds < 1e9:
-        raise ValueError
-    return seconds
-
-
-def _one_of(values: Sequence[str]) -> Callable[[str], str]:
-    def parse(text: str) -> str:
-        if text not in values:
-            raise ValueError
-        return text
-
-    return parse
-
-
-def _ray_address(text: str) -> str:
-    host, _, port = text.rpartition(":")
-    if text not in ("auto", "local") and not (host and port.isdecimal() and "/" not in host):
-        raise ValueError
-    return text
-
-
-def parse_loader(text: str) -> str:
-    """Return "MODULE:NAME" if it may be such a name. Raises ValueError."""
-    module, _, name = text.partition(":")
-    if not all(part.isidentifier() for part in (*module.split("."), *name.split("."))):
-        raise ValueError
-    return text
-
-
-def _folder(text: str) -> str:
-    folder = os.path.expanduser(text)  # shells do not expand the ~ in --fsdp-checkpoint=~/model
-    if not os.path.isdir(folder):
-        raise ValueError
-    return folder
-
-
-def _reports(text: str) -> tuple[str, ...]:
-    parts = [text] if os.path.exists(os.path.expanduser(text)) else text.split(",")
-    paths = tuple(Path(part.strip()).expanduser() for part in parts)
-    if not all(part.strip() for part in parts) or not all(path.is_file() or path.is_dir() for path in paths):
-        raise ValueError
-    return tuple(map(str, paths))
-
-
-def _patterns(text: str) -> tuple[str, ...]:
-    try:
-        return ("*",) if _switch(text) else ()
-    except KeyError:
-        patterns = tuple(filter(None, (part.strip() for part in re.split(r"[,\n]", text))))
-        if not all("::" in pattern or "*" in pattern for pattern in patterns):
-            raise ValueError from None
-        return patterns
-
-
-def _new_folder(text: str) -> str:
-    if not text.strip():
-        raise ValueError
-    folder = Path(text).expanduser().absolute()
-    existing = next(path for path in (folder, *folder.parents) if path.exists() or path.is_symlink())
-    if not existing.is_dir() or any((folder / name).is_dir() for name in (FILE, PAGE)):
-        raise ValueError
-    try:
-        TemporaryFile(dir=existing).close()  # os.access allows root everything, also in /proc
-    except OSError as error:
-        raise ValueError from error
-    return str(folder)
-
-
-def _switch(text: str) -> bool:
-    return {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}[
-        text.lower()
-    ]
-
-
 OPTIONS = (
     Option(
         "world-size",
         "number of ranks for loaders and tests whose marker sets none; a list such as 1,2,4 runs them once per size "
         "(default: 2)",
-        _sizes,
+        parse_sizes,
         "expected a positive int, or a list of distinct ones such as 1,2,4",
         "N[,N...]",
     ),
@@ -204,21 +108,21 @@ OPTIONS = (
         "simulate",
         "judge loaders at this world size, or these, without running it: some of its ranks run, without values and "
         "without a network, and the checks that need neither judge them",
-        _sizes,
+        parse_sizes,
         "expected a positive int, or a list of distinct ones such as 64,1024",
         "N[,N...]",
     ),
     Option(
         "simulate-ranks",
         "which ranks run in a simulated world, besides rank 0 (default: both ends of each mesh dimension)",
-        _ranks,
+        parse_ranks,
         "expected a list of ranks such as 1,1023",
         "RANK[,RANK...]",
     ),
     Option(
         "device-memory",
         "memory of a device, such as 80GiB: the summary of a simulated loader says at which sizes a step fits",
-        _bytes,
+        parse_bytes,
         "expected a number with MiB, GiB or TiB, such as 80GiB",
         "SIZE",
     ),
@@ -226,7 +130,7 @@ OPTIONS = (
         "device",
         "device type of the ranks: auto (default: cuda if there is a GPU for every rank, else cpu), cpu, cuda, or "
         "standin, a device in the host's memory that does not mix with the CPU (compiled once, with a C++ compiler)",
-        _one_of(DEVICES),
+        one_of(DEVICES),
         "choose auto, cpu, cuda or standin",
         "DEVICE",
     ),
@@ -234,7 +138,7 @@ OPTIONS = (
         "backend",
         "process group backend: auto (default: nccl on cuda, gloo on cpu), gloo or nccl; with gloo on cuda, ranks can "
         "share a GPU",
-        _one_of(BACKENDS),
+        one_of(BACKENDS),
         "choose auto, gloo or nccl",
         "BACKEND",
     ),
@@ -242,14 +146,14 @@ OPTIONS = (
         "timeout",
         "seconds that one call to the ranks may take; after it, their stacks are shown and the ranks are ended "
         "(default: 300)",
-        _seconds,
+        parse_seconds,
         "expected a positive number of seconds",
         "SECONDS",
     ),
     Option(
         "require-gpu",
         "fail instead of falling back to the CPU if there are too few GPUs; useful for nightly jobs",
-        _switch,
+        parse_switch,
         "choose true or false",
         "",
     ),
@@ -257,7 +161,7 @@ OPTIONS = (
         "world-scope",
         "how long the ranks of @fsdp_spmd and fsdp_world live if the marker does not say: function (default: fresh "
         "ranks for every test), module or session",
-        _one_of(SCOPES),
+        one_of(SCOPES),
         "choose function, module or session",
         "SCOPE",
     ),
@@ -265,7 +169,7 @@ OPTIONS = (
         "slots",
         "with pytest-xdist, number of ranks that all workers together may run on the CPU at a time; a larger world "
         "runs alone (default: number of available CPU cores)",
-        _count,
+        parse_count,
         "expected a positive int",
         "N",
     ),
@@ -273,7 +177,7 @@ OPTIONS = (
         "engine",
         "where ranks run: local (default: processes on this machine) or ray (spread over a Ray cluster; needs the "
         "extra 'ray')",
-        _one_of(ENGINES),
+        one_of(ENGINES),
         "choose local or ray",
         "ENGINE",
     ),
@@ -281,7 +185,7 @@ OPTIONS = (
         "ray-address",
         "cluster for --fsdp-engine=ray: HOST:PORT, auto (the cluster that this machine belongs to) or local (a new "
         "cluster on this machine, for this run); default: RAY_ADDRESS, else local",
-        _ray_address,
+        parse_ray_address,
         "expected HOST:PORT, auto or local; Ray's client protocol, ray://, cannot run ranks",
         "ADDRESS",
     ),
@@ -299,7 +203,7 @@ OPTIONS = (
         "checkpoint folder for --fsdp-loader. If the loader returns a bare model, it is also the reference: a "
         "transformers checkpoint (config.json) is loaded with from_pretrained and trained for comparison; otherwise "
         "values are compared with the *.safetensors files",
-        _folder,
+        parse_folder,
         "expected an existing folder",
         "DIR",
     ),
@@ -308,7 +212,7 @@ OPTIONS = (
         "compare every module with the reference's in one more first step even if no check finds a difference; without "
         "this option, that is done for the first step that departs where loss_parity, grad_parity or "
         "second_grad_parity fails, to name the module where it starts",
-        _switch,
+        parse_switch,
         "choose true or false",
         "",
     ),
@@ -316,7 +220,7 @@ OPTIONS = (
         "report",
         "write report.json, the page index.html, summary.md and a badge into this folder, replacing those of an "
         "earlier run",
-        _new_folder,
+        parse_new_folder,
         "expected a writable folder, or one that can be created",
         "DIR",
         repeated=False,
@@ -325,7 +229,7 @@ OPTIONS = (
         "keep-evidence",
         "with --fsdp-report: store what was observed on the ranks in DIR/evidence; 'pytest DIR/evidence' runs the "
         "checks on it again, without ranks",
-        _switch,
+        parse_switch,
         "choose true or false",
         "",
         repeated=False,
@@ -335,7 +239,7 @@ OPTIONS = (
         "report.json of an earlier run to compare with: show new failures, fixed checks, slower loads and checks that "
         "no longer run. Several, or a folder in which every run leaves its report, also show the history of each "
         "check; the run is then compared with the last that passed",
-        _reports,
+        parse_reports,
         "expected an existing report.json, a folder of reports, or several, separated by commas",
         "REPORT[,REPORT...]",
         repeated=False,
@@ -345,7 +249,7 @@ OPTIONS = (
         "with --fsdp-compare, what makes the run fail: failure (default: as without --fsdp-compare), regression (only "
         "failures that the earlier run did not have, and missing loaders) or any (every failure, missing loaders, "
         "slower loads, drifting losses and checks that no longer run)",
-        _one_of(FAIL_ON),
+        one_of(FAIL_ON),
         "choose failure, regression or any",
         "WHAT",
         repeated=False,
@@ -354,7 +258,7 @@ OPTIONS = (
         "allow-missing",
         "with --fsdp-fail-on, accept that loaders of the earlier run are missing; in the ini file or the environment "
         "also for some loaders only: their node ids, * for any text, separated by commas",
-        _patterns,
+        parse_patterns,
         "choose true or false, or node ids such as tests/test_old.py::*",
         "",
         repeated=False,
@@ -363,7 +267,7 @@ OPTIONS = (
         "annotate",
         "print an annotation for each failed loader, which the CI service shows at its line: auto (default: in GitHub "
         "Actions), github or none",
-        _one_of(ANNOTATE),
+        one_of(ANNOTATE),
         "choose auto, github or none",
         "SERVICE",
         repeated=False,

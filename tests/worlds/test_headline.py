@@ -76,7 +76,7 @@ def headline(*found: Whereabouts, answered: tuple[int, ...] = (), label: str = "
         (
             [at(1), at(2), at(3), at(4), at(4)],
             (),
-            "rank 0 hung in load, test_x.py:1; rank 1 hung in load, test_x.py:2; ranks 2-4 elsewhere",
+            "rank 0 hung in load, test_x.py:1; rank 1 hung in load, test_x.py:2; ranks 2-4 were elsewhere",
         ),
     ],
 )

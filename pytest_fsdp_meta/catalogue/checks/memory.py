@@ -11,7 +11,7 @@ from pytest_fsdp_meta.catalogue.findings import Explanation, Finding, Mismatch
 from pytest_fsdp_meta.catalogue.registry import check
 from pytest_fsdp_meta.catalogue.view import NotJudged, View
 from pytest_fsdp_meta.evidence import RankInventory, TensorFacts, sharded_dim
-from pytest_fsdp_meta.evidence.collectives import RankMemory
+from pytest_fsdp_meta.evidence.collectives import COPIES, RankMemory
 from pytest_fsdp_meta.text import counted, name_ranks
 
 FULL = 0.95
@@ -22,8 +22,6 @@ TINY = 2048
 """Bytes; in a smaller model, parameters cannot be distinguished from temporaries."""
 FEW = 3
 """Number of largest tensors that a loader may hold at a time: a full tensor, its copy, and the next one."""
-COPIES = 2
-"""Times that a rank may hold its own shards, which ``RankMemory.beyond`` leaves out."""
 SLACK = 1.5
 """Factor by which a storage may exceed its tensors: flat buffers are padded; a full tensor is at least 2 shards."""
 LEAST = 512

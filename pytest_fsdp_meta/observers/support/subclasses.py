@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from pytest_fsdp_meta.observers.support.torch_private import AsyncCollectiveTensor, is_traceable_wrapper_subclass
 
 
 def wrapped(tensor: Tensor) -> Tensor:

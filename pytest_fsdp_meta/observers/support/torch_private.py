@@ -20,6 +20,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.distributed import distributed_c10d
 from torch.distributed._composable.replicate import replicate
+from torch.distributed._functional_collectives import AsyncCollectiveTensor as AsyncCollectiveTensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param

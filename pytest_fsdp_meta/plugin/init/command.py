@@ -17,7 +17,7 @@ from pytest_fsdp_meta.plugin.collection import require_plain_function
 from pytest_fsdp_meta.plugin.init.facts import Facts, find_facts
 from pytest_fsdp_meta.plugin.init.render import TestFile
 from pytest_fsdp_meta.plugin.named_loader import find_function
-from pytest_fsdp_meta.plugin.settings import parse_loader
+from pytest_fsdp_meta.plugin.option_values import parse_loader
 from pytest_fsdp_meta.text import counted
 
 OPTION = "--fsdp-init"

@@ -62,8 +62,7 @@ class HistoryView:
     @property
     def note(self) -> str:
         """What the matrix says of the cell beside its status, such as "broken since ..."."""
-        flaky = describe_flaky(self.results) if self.is_flaky else ""
-        return "; ".join(filter(None, [self.since, flaky]))
+        return "; ".join(filter(None, [self.since, self.flaky]))
 
     @property
     def flaky(self) -> str:

@@ -53,7 +53,7 @@ def _shorten(states: list[RankState]) -> list[RankState]:
     if len(states) <= MOST_STATES:
         return states
     rest = sorted(rank for state in states[MOST_STATES - 1 :] for rank in state.ranks)
-    return [*states[: MOST_STATES - 1], RankState(tuple(rest), "elsewhere")]
+    return [*states[: MOST_STATES - 1], RankState(tuple(rest), "were elsewhere")]
 
 
 def _awaited(whereabouts: Whereabouts) -> Collective | None:
