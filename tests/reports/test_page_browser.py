@@ -333,7 +333,7 @@ def test_themes(opened):
 
 def test_changes_are_folded(opened):
     page = opened("compared")
-    assert shown(page, "#changes h2") == ["Since 2026-11-19 21:04 UTC, commit 0123abc+"]
+    assert shown(page, "#changes h2") == ["Since 2026-11-19 21:04:00 UTC, commit 0123abc+"]
     assert not shown(page, "#changes li"), "what broke has the new failures"
     page.locator("#changes .c-worse summary").first.click()
     assert shown(page, "#changes .c-worse li")

@@ -14,8 +14,8 @@ from pytest_fsdp_meta.reports.causes import (
     group_failures,
 )
 from pytest_fsdp_meta.reports.compare import Comparison
+from pytest_fsdp_meta.reports.news import describe_news
 from pytest_fsdp_meta.reports.page.findings import Line, as_line
-from pytest_fsdp_meta.reports.page.news import describe_news
 from pytest_fsdp_meta.reports.page.view import LoaderView, PageView
 from pytest_fsdp_meta.reports.terminal import group_similar, origins
 from pytest_fsdp_meta.text import counted
