@@ -14,7 +14,7 @@ from pytest_fsdp_meta.reports.schema import (
     describe_count,
 )
 from pytest_fsdp_meta.reports.terminal import by_cause
-from pytest_fsdp_meta.text import counted, without_numbers
+from pytest_fsdp_meta.text import counted, first_of, fold_names, without_numbers
 
 CRASH, FINDING, ERROR, UNEXPECTED_PASS = "crash", "finding", "error", "unexpected pass"
 REMOVE = "remove it from xfail"
@@ -44,6 +44,12 @@ class FailureGroup:
     """The likely cause of findings; the reason of a crash, an error or an expectation."""
     remedy: str
     places: tuple[Place, ...]
+
+    @property
+    def subject(self) -> str:
+        """The tensors of the findings, such as "lm_head.weight and 1 more"; "" if there are none."""
+        names = (finding.tensor for place in self.places for finding in place.findings)
+        return first_of(list(fold_names(name for name in names if name is not None)))
 
     @property
     def headline(self) -> str:

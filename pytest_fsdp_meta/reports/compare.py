@@ -313,7 +313,7 @@ def describe_comparison(comparison: Comparison) -> Iterator[tuple[str, str, list
         yield "drifted", headline, shorten_list(map(_describe_drifted, comparison.drifted))
     lists = (
         ("added", "new in this run", comparison.added),
-        ("allowed", "missing loaders that --fsdp-allow-missing allows", comparison.allowed),
+        ("allowed", "missing loaders that are allowed", comparison.allowed),
         ("unselected", "not selected in this run", comparison.unselected),
         ("removed", "checks that this version lacks", comparison.removed),
         ("environment", "environment changes", comparison.environment),

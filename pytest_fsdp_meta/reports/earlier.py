@@ -71,7 +71,8 @@ def read_earlier(paths: Sequence[str], now: datetime) -> EarlierReports:
             return EarlierReports(before, _without_paths(reports), which, tuple(notes))
     problem = f"no earlier run passed ({len(reports)} read), so every failure counts"
     if not reports:
-        problem = f"no report in {', '.join(paths)}" + (f"; {counted(len(notes), 'file')} left out" if notes else "")
+        left_out = f" ({counted(len(notes), 'file')} left out)" if notes else ""
+        problem = f"no report in {', '.join(paths)}{left_out}, so every failure counts"
     return EarlierReports(past=_without_paths(reports), notes=tuple(notes), problem=f"no comparison: {problem}")
 
 

@@ -359,7 +359,7 @@ class Header:
     device_memory: int = 0
     """Bytes into which a step of simulated worlds should fit; 0 if none were given."""
     settings: Mapping[str, str] = field(default_factory=dict)
-    """Options that ``command`` lacks, by where they were set: an environment variable or "ini option NAME"."""
+    """Environment variable or ini option -> its value, for options that ``command`` does not have."""
 
 
 @dataclass(frozen=True)

@@ -382,10 +382,12 @@ def test_a_report_that_is_damaged_in_its_details_is_not_compared(tmp_path):
 
 
 def test_an_empty_folder_has_nothing_to_compare(tmp_path):
-    assert read_earlier([str(tmp_path)], NOW).problem == f"no comparison: no report in {tmp_path}"
+    assert (
+        read_earlier([str(tmp_path)], NOW).problem == f"no comparison: no report in {tmp_path}, so every failure counts"
+    )
     write(tmp_path, "1/report.json", "")
     found = read_earlier([str(tmp_path)], NOW)
-    assert found.problem == f"no comparison: no report in {tmp_path}; 1 file left out"
+    assert found.problem == f"no comparison: no report in {tmp_path} (1 file left out), so every failure counts"
     assert len(found.notes) == 1
 
 

@@ -468,6 +468,25 @@ def test_a_loader_that_crashed_before_any_check():
     assert "world unknown: none of its items ran" in page.text
 
 
+@pytest.mark.parametrize(
+    ("causes", "since", "mark"),
+    [
+        ({"a": "one"}, "broken since {moment}", "h-old"),
+        ({"b": "two"}, "new cause; it failed for another one since {moment}", ""),
+        ({"a": "one", "b": "two"}, "broken since {moment}; new: b", "h-old"),
+    ],
+)
+def test_a_check_that_failed_before_for_another_cause_is_not_marked_as_old(causes, since, mark):
+    def run(found: dict[str, str], **facts: object) -> Report:
+        findings = [finding(name, cause=cause) for name, cause in found.items()]
+        return report(loader(checks={"loss_parity": check("loss_parity", "failed", findings)}), **facts)
+
+    before = run({"a": "one"}, header=header(started="2026-11-19T21:04:00Z"))
+    now = with_history(run(causes), [before])
+    view = build_view(now).loaders[0].checks["loss_parity"].history
+    assert (view.since, view.mark) == (since.format(moment="2026-11-19 21:04:00 (0123abc+)"), mark)
+
+
 def test_numbers_are_abbreviated():
     assert [describe_bytes(size) for size in (None, 0, 1023, 1536, 200 * 2**20, 3 * 2**40)] == [
         "unknown",

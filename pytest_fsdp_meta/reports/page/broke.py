@@ -54,6 +54,8 @@ class Card:
 
     number: int
     kind: str
+    subject: str
+    """Its tensors; "" if it is about whole models, a crash or an error."""
     cause: str
     is_known: bool
     """Whether the cause is; else ``cause`` names the check."""
@@ -90,6 +92,7 @@ def _card(number: int, group: FailureGroup, views: Mapping[int, LoaderView], new
     return Card(
         number=number,
         kind=group.kind,
+        subject=group.subject,
         cause=group.headline,
         is_known=bool(group.cause),
         remedy=group.remedy,
