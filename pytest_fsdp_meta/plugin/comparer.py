@@ -66,10 +66,10 @@ class Comparer:
             return None
         return outcome
 
-    def compare(self, report: Report, status: int, others_failed: bool, is_selected: Callable[[str], bool]) -> int:
+    def compare(self, report: Report, status: int, others: str, is_selected: Callable[[str], bool]) -> int:
         """Compare the report with the earlier one, and return the exit status of a run that would exit with ``status``.
 
-        ``others_failed`` says whether anything failed that is not in the report, or was not run after a failure.
+        ``others`` says what failed that is not in the report, or was not run after a failure; "" if nothing.
         ``is_selected`` says whether the run was asked for a loader.
         """
         self._now = report
@@ -80,8 +80,8 @@ class Comparer:
             return status
         bad = status != pytest.ExitCode.OK
         if self.comparison is not None:
-            bad = others_failed or self.comparison.fails(self._fail_on)
-        self._outcome = decide_outcome(report, self.comparison, self._fail_on, not bad, others_failed)
+            bad = bool(others) or self.comparison.fails(self._fail_on)
+        self._outcome = decide_outcome(report, self.comparison, self._fail_on, not bad, others)
         return int(pytest.ExitCode.TESTS_FAILED if bad else pytest.ExitCode.OK)
 
     def _is_allowed(self, loader: str) -> bool:

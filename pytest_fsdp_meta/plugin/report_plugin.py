@@ -197,7 +197,8 @@ class ReportPlugin:
             report = self._report(int(session.exitstatus))
             # Only pytest counts other failures (tests, imports, coverage). Tests that were not run because of an
             # earlier failure might have failed as well.
-            others = session.testsfailed > self._failed_items or bool(session.shouldfail or session.shouldstop)
+            others = "failures outside of the checks" if session.testsfailed > self._failed_items else ""
+            others = "pytest stopped early" if session.shouldfail or session.shouldstop else others
             session.exitstatus = self._comparer.compare(report, int(session.exitstatus), others, self._scope.has)
         if session.exitstatus == pytest.ExitCode.OK and nothing_judged(self.loaders, self._others_passed):
             session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED

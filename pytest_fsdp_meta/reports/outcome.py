@@ -21,14 +21,12 @@ from pytest_fsdp_meta.text import counted
 IN_RESULT = tuple(status for status in STATUSES if status != "skipped" and status not in BAD)
 
 
-def decide_outcome(
-    report: Report, comparison: Comparison | None, fail_on: str, passes: bool, others_failed: bool
-) -> Outcome:
+def decide_outcome(report: Report, comparison: Comparison | None, fail_on: str, passes: bool, others: str) -> Outcome:
     """Return whether the run passes by ``--fsdp-fail-on``, and why. Without a comparison, every failure fails it.
 
-    ``others_failed`` says whether anything failed that is not in the report, or was not run after a failure.
+    ``others`` says what failed that is not in the report, or was not run after a failure; "" if nothing.
     """
-    reasons = _why_it_passes(comparison) if passes else _why_it_fails(report, comparison, fail_on, others_failed)
+    reasons = _why_it_passes(comparison) if passes else _why_it_fails(report, comparison, fail_on, others)
     return Outcome(passes, ", ".join(reasons) or describe_counts_of(report), fail_on)
 
 
@@ -41,7 +39,7 @@ def _why_it_passes(comparison: Comparison | None) -> Iterator[str]:
         yield f"{counted(len(comparison.allowed), 'loader')} missing as allowed"
 
 
-def _why_it_fails(report: Report, comparison: Comparison | None, fail_on: str, others_failed: bool) -> Iterator[str]:
+def _why_it_fails(report: Report, comparison: Comparison | None, fail_on: str, others: str) -> Iterator[str]:
     if comparison is not None and fail_on == "regression":
         if comparison.failures:
             yield counted(count_changes(comparison.failures), "new failure")
@@ -51,8 +49,8 @@ def _why_it_fails(report: Report, comparison: Comparison | None, fail_on: str, o
         yield failures
     if comparison is not None:
         yield from _what_is_worse(comparison, fail_on)
-    if others_failed:
-        yield "other tests failed or were not run"
+    if others:
+        yield others
 
 
 def _what_is_worse(comparison: Comparison, fail_on: str) -> Iterator[str]:

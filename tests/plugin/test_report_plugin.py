@@ -236,7 +236,8 @@ def test_a_teardown_that_fails_after_a_skip_always_fails_the_run(project: Projec
         patch.setenv("BREAK", "1")
         failed = project.run("--fsdp-compare=old/report.json", f"--fsdp-fail-on={fail_on}", "--fsdp-report=new")
     assert failed.ret == pytest.ExitCode.TESTS_FAILED
-    assert json.loads((project.path / "new" / "badge.json").read_text())["color"] == "lightgrey"
+    badge = json.loads((project.path / "new" / "badge.json").read_text())
+    assert (badge["color"], badge["message"]) == ("red", "fails: failures outside of the checks")
 
 
 def test_each_worker_has_its_own_record_with_dist_each(project: Project) -> None:

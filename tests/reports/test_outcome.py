@@ -46,15 +46,15 @@ def one(record: CheckRecord) -> Report:
 def test_the_outcome_and_its_reason(before, now, fail_on, expected):
     comparison = compare(before, now) if before is not None else None
     passes = not comparison.fails(fail_on) if comparison is not None else now is GOOD
-    assert str(decide_outcome(now, comparison, fail_on, passes, others_failed=False)) == expected
+    assert str(decide_outcome(now, comparison, fail_on, passes, others="")) == expected
 
 
 def test_other_tests_and_missing_loaders_that_are_allowed_are_named():
     comparison = compare(report(loader(), loader("t.py::old")), FAILED, is_allowed=lambda name: True)
-    failed = decide_outcome(FAILED, comparison, "regression", passes=False, others_failed=True)
-    assert str(failed) == "fails: 1 new failure, other tests failed or were not run"
+    failed = decide_outcome(FAILED, comparison, "regression", passes=False, others="pytest stopped early")
+    assert str(failed) == "fails: 1 new failure, pytest stopped early"
     known = compare(report(*FAILED.loaders, loader("t.py::old")), FAILED, is_allowed=lambda name: True)
-    passed = decide_outcome(FAILED, known, "regression", passes=True, others_failed=False)
+    passed = decide_outcome(FAILED, known, "regression", passes=True, others="")
     assert str(passed) == "passes: 1 known failure, 1 loader missing as allowed"
 
 
