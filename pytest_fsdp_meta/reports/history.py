@@ -42,8 +42,8 @@ Place = tuple[str, str]
 Failure = tuple[str, str | None, str]
 """What is the same from run to run: "finding", its tensor and its cause, or "reason", the status and the reason of a
 failure without findings. Causes and reasons are without numbers."""
-Before = tuple[EarlierRun, CheckRecord]
-"""An earlier run, and what a check was in it."""
+Before = tuple[EarlierRun, CheckRecord, dict[Failure, EarlierRun | None]]
+"""An earlier run, what a check was in it, and its failures, each with its start as far as that report has it."""
 
 
 @dataclass
@@ -92,7 +92,7 @@ class PastRuns:
             place = names.of(loader), check.check
             results = "".join(column.results.get(place, ABSENT) for column in columns)
             before = earlier.get(place, [])
-            carried = next((one.history for _, one in before if one.history is not None), None)
+            carried = next((one.history for _, one, _ in before if one.history is not None), None)
             return _with_starts(replace(check, history=_history(check, runs, results, this, carried)), before, this)
 
         loaders = tuple(
@@ -159,7 +159,7 @@ def _by_place(past: Sequence[Report], names: _Names) -> dict[Place, list[Before]
     earlier: dict[Place, list[Before]] = {}
     for report in reversed(past):
         for place, check in _places(report, names):
-            earlier.setdefault(place, []).append((run_of(report), check))
+            earlier.setdefault(place, []).append((run_of(report), check, failures_of(check)))
     return earlier
 
 
@@ -212,10 +212,9 @@ def _with_starts(check: CheckRecord, before: Sequence[Before], this: EarlierRun)
 def _start(failure: Failure, before: Sequence[Before], this: EarlierRun, broken_since: EarlierRun) -> EarlierRun:
     """Return the first run since which the check has failed in this way, which is not before ``broken_since``."""
     since, bound = this, time_of(broken_since.started)
-    for run, check in before:
+    for run, check, known in before:
         if time_of(run.started) < bound:
             break
-        known = failures_of(check)
         if failure in known:
             since = known[failure] or run
             if known[failure] is not None:
