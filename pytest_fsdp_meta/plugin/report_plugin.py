@@ -23,7 +23,7 @@ from pytest_fsdp_meta.plugin.loader_items import planned_context
 from pytest_fsdp_meta.plugin.node_ids import split_evidence_node_id, split_node_id
 from pytest_fsdp_meta.plugin.outcomes import attached_context
 from pytest_fsdp_meta.plugin.run_scope import DESELECTED, RunScope, loaders_of
-from pytest_fsdp_meta.plugin.settings import Settings
+from pytest_fsdp_meta.plugin.settings import Settings, settings_elsewhere
 from pytest_fsdp_meta.plugin.skip_lines import name_checks
 from pytest_fsdp_meta.reports.annotations import Location, annotate
 from pytest_fsdp_meta.reports.io import PAGE, ReportWriter
@@ -56,6 +56,8 @@ class ReportPlugin:
         """Reports of loaders' items that pytest counts as failed."""
         self._write_problem = ""
         """Why the report could not be written."""
+        self._exit_status: int | None = None
+        """With which pytest exits, which the hooks of the summary do not get; None until the run ends."""
         self._is_started = False
         """Whether this run has written its report at least once."""
         self._has_news = False
@@ -78,9 +80,9 @@ class ReportPlugin:
             return
         if self._writer is not None or self._comparer.is_requested:
             command = ("pytest", *map(str, self._config.invocation_params.args))
-            settings = self._settings
-            memory = settings.device_memory
-            self._header = read_header(self._config.rootpath, command, settings.engine, catalogue, memory)
+            engine, memory = self._settings.engine, self._settings.device_memory
+            others = settings_elsewhere(self._config)
+            self._header = read_header(self._config.rootpath, command, engine, catalogue, memory, others)
 
     def _start_report(self) -> None:
         """Replace the old report. Called once tests were collected, so a mistyped path deletes nothing."""
@@ -200,6 +202,7 @@ class ReportPlugin:
         if session.exitstatus == pytest.ExitCode.OK and nothing_judged(self.loaders, self._others_passed):
             session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED
         self._finish_report(session)
+        self._exit_status = int(session.exitstatus)
 
     def _finish_report(self, session: pytest.Session) -> None:
         """Write the complete report; if that fails, try once more with the exit status that the failure causes."""
@@ -221,7 +224,7 @@ class ReportPlugin:
             self._print_totals(terminalreporter)
         if self._comparer.is_requested:
             terminalreporter.section("fsdp conformance, compared")
-            for line, markup in self._comparer.lines():
+            for line, markup in self._comparer.lines(self._exit_status):
                 terminalreporter.write_line(line, **markup)
         self._print_annotations(terminalreporter)
 

@@ -313,7 +313,9 @@ def test_a_run_without_judged_checks_does_not_pass_though_its_failure_is_known(p
     assert second.detail == ""
     assert "second line" in (project.path / "new" / "index.html").read_text()
     summary = (project.path / "new" / "summary.md").read_text()
-    assert summary.count("raised ValueError: first line") == 2  # as an error, and as a known failure
+    assert summary.count("raised ValueError: first line") == 1, "a known failure is listed once"
+    assert written(project, "new").outcome is None, "it neither passes nor fails by --fsdp-fail-on"
+    assert "passes: " not in known.stdout.str()
 
 
 def test_a_run_without_judged_checks_does_not_pass(project: Project) -> None:
