@@ -6,14 +6,16 @@ import ast
 import inspect
 import re
 import sys
-import typing
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from pytest_fsdp_meta.plugin.init.config import add_fields, choose_values, hints_of, is_config_class
+from pytest_fsdp_meta.plugin.init.pretrained import Sizes, find_built, find_sizes, fit_config
+from pytest_fsdp_meta.plugin.init.reads import Reads, find_reads, find_scopes
 from pytest_fsdp_meta.plugin.init.source import Source, read_sources
-from pytest_fsdp_meta.plugin.init.values import Reads, fields_of, find_reads, role_of
+from pytest_fsdp_meta.plugin.init.values import OTHER_MESHES, role_of
 
 WEIGHTS = {
     "safetensors": re.compile(r"[\w.-]*\.safetensors$"),
@@ -21,6 +23,8 @@ WEIGHTS = {
 }
 """Names of weight files, by the library that reads them."""
 READERS = {"load_file": "safetensors", "safe_open": "safetensors", "torch.load": "torch"}
+MAY_BE_META = re.compile("meta|device|empty|init|fake|skip|defer|context", re.IGNORECASE)
+"""What a context may be called in which a model is built without memory."""
 DEFAULT_FILES = {"safetensors": "model.safetensors", "torch": "model.pt"}
 
 
@@ -32,6 +36,8 @@ class Parameter:
     role: str
     annotation: Any
     positional: bool
+    is_other: bool = False
+    """Whether it is a mesh or a group of another dimension than the one over which FSDP shards."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +67,7 @@ class Transformers:
 
     auto_class: str
     model_type: str
+    sizes: Sizes = field(default_factory=Sizes)
 
 
 @dataclass(frozen=True)
@@ -86,7 +93,8 @@ class Facts:
     transformers: Transformers | None
     from_pretrained: bool
     """Whether it is itself the ``from_pretrained`` of a transformers class."""
-    uses_meta: bool
+    builds_whole: bool
+    """Whether its source was seen to build the model, and not on the meta device."""
     has_source: bool
 
     def role(self, role: str) -> Parameter | None:
@@ -103,11 +111,13 @@ def find_facts(name: str, function: Callable[..., Any], root: Path) -> Facts:
     kind = getattr(function, "__self__", None)
     from_pretrained = attribute.endswith(".from_pretrained") and _is_transformers(kind)
     sources = [] if from_pretrained else read_sources(function, root)
-    parameters = tuple(_parameters(signature, _hints(function)))
+    parameters = tuple(_parameters(signature, hints_of(getattr(function, "__func__", function))))
     config = next((one for one in parameters if one.role == "config"), None)
     group, backend = _own_group(sources)
     returned, returns_subject = _returned(sources)
     transformers = _describe(kind) if from_pretrained else _transformers(sources)
+    reads, sizes = _read_config(sources, config, transformers, has_mesh=not group)
+    model = _model(sources, config) if transformers is None else None
     text = "\n".join(ast.unparse(source.tree) for source in sources)
     return Facts(
         module=module,
@@ -118,34 +128,68 @@ def find_facts(name: str, function: Callable[..., Any], root: Path) -> Facts:
         returns_subject=returns_subject,
         own_group=group,
         backend=backend,
-        config=None if config is None else fields_of(config.annotation) or find_reads(sources, config.name),
-        config_class=config.annotation if config is not None and fields_of(config.annotation) else None,
-        model=_model(sources, config) if transformers is None else None,
+        config=reads,
+        config_class=config.annotation if config is not None and is_config_class(config.annotation) else None,
+        model=model,
         weights=_weights(sources) if transformers is None else None,
         seed=next(iter(re.findall(r"manual_seed\((\d+)\)", text)), ""),
-        transformers=transformers,
+        transformers=None if transformers is None else replace(transformers, sizes=sizes),
         from_pretrained=from_pretrained,
-        uses_meta="'meta'" in text,
+        builds_whole=model is not None and "'meta'" not in text and not _may_build_on_meta(sources),
         has_source=bool(sources) or from_pretrained,
     )
 
 
-def _hints(function: Callable[..., Any]) -> dict[str, Any]:
-    try:
-        return typing.get_type_hints(getattr(function, "__func__", function))
-    except Exception:  # a name that only type checkers import
-        return {}
+def _read_config(
+    sources: Sequence[Source], config: Parameter | None, transformers: Transformers | None, *, has_mesh: bool
+) -> tuple[Reads | None, Sizes]:
+    """Return what the config of the loader needs, with values, and the sizes that a checkpoint then has."""
+    scopes = find_scopes(sources, config.name if config is not None else "")
+    reads = find_reads(scopes)
+    if config is not None and is_config_class(config.annotation) and not _is_pretrained_config(config):
+        add_fields(reads, config.annotation)
+    built = find_built(scopes) if transformers is not None else None
+    kind = transformers.model_type if transformers is not None else ""
+    if built is not None:
+        fit_config(reads, built, kind)
+    choose_values(reads, has_mesh=has_mesh)
+    sizes = Sizes()
+    if built is not None:
+        sizes = find_sizes(reads, built, kind)
+    elif sources and transformers is not None and not _is_pretrained_config(config):
+        is_loaded = any("from_pretrained" in ast.unparse(source.tree) for source in sources)
+        what = "the sizes of the config from which the loader builds its model, as a dict"
+        sizes = Sizes() if is_loaded else Sizes(unknown=what)
+    return reads if config is not None else None, sizes
+
+
+def _is_pretrained_config(config: Parameter | None) -> bool:
+    kind = None if config is None else config.annotation
+    return inspect.isclass(kind) and any(base.__name__.startswith("PreTrained") for base in kind.__mro__)
+
+
+def _may_build_on_meta(sources: Sequence[Source]) -> bool:
+    for node in (node for source in sources for node in ast.walk(source.tree)):
+        contexts = [ast.unparse(item) for item in node.items] if isinstance(node, ast.With) else []
+        if any(MAY_BE_META.search(text) for text in contexts if not text.startswith(("open(", "safe_open("))):
+            return True
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("set_default_device"):
+            return True
+    return False
 
 
 def _parameters(signature: inspect.Signature, hints: dict[str, Any]) -> Iterator[Parameter]:
     """Yield those that must be passed, and those that say where the model lies."""
+    seen: set[str] = set()
     for name, one in signature.parameters.items():
         if one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD):
             continue
         annotation = hints.get(name, one.annotation)
         role = role_of(name, annotation)
-        if one.default is one.empty or role not in ("", "config"):
-            yield Parameter(name, role, annotation, one.kind is one.POSITIONAL_ONLY)
+        is_other = role in ("mesh", "group") and (role in seen or bool(OTHER_MESHES.intersection(name.split("_"))))
+        if one.default is one.empty or (role not in ("", "config") and not is_other):
+            yield Parameter(name, role, annotation, one.kind is one.POSITIONAL_ONLY, is_other)
+            seen |= set() if is_other else {role}
 
 
 def _own_group(sources: Sequence[Source]) -> tuple[str, str]:
