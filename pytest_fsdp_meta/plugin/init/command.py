@@ -22,6 +22,7 @@ from pytest_fsdp_meta.plugin.option_values import parse_loader
 from pytest_fsdp_meta.text import counted
 
 OPTION = "--fsdp-init"
+OPTIONAL = "# Optional: "
 FOLDERS = ("tests", "test")
 """Where the file goes if the ini file names no ``testpaths``: the first that exists, else the current folder."""
 WORKFLOW = """\
@@ -156,13 +157,13 @@ def _describe_rest(file: TestFile, shown: str) -> list[str]:
     )
     text = file.text.splitlines()
     lines = [f"  line {number}: {what}" for number, what in todos]
-    optional = [number for number, line in enumerate(text, 1) if "# Optional: " in line]
+    optional = [number for number, line in enumerate(text, 1) if OPTIONAL in line]
     for number in optional:
-        whole = [line.strip() for line in takewhile(lambda line: line.strip().startswith("#"), text[number - 1 :])]
-        lines.append(f"  line {number}: {' '.join(line.strip('# ') for line in whole)}")
+        rest = takewhile(lambda line: line.strip().startswith("#") and OPTIONAL not in line, text[number:])
+        lines.append(f"  line {number}: {' '.join(line.strip('# ') for line in (text[number - 1], *rest))}")
     if not todos:
         return [f"wrote {shown}; nothing is left to fill in", *lines, f"run it: python -m pytest {shown}"]
-    first = f"wrote {shown}, with {counted(len(todos), 'TODO')}; the test fails until they are filled in:"
+    first = f"wrote {shown}; fill in {counted(len(todos), 'TODO')}, as the test fails until then:"
     return [first, *lines, f"then run it: python -m pytest {shown}"]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pytest_fsdp_meta.plugin.init.config import add_fields, choose_values, hints_of, is_config_class
-from pytest_fsdp_meta.plugin.init.pretrained import Sizes, find_built, find_sizes, fit_config
+from pytest_fsdp_meta.plugin.init.pretrained import Sizes, find_built, find_instance, find_sizes, fit_config, sizes_of
 from pytest_fsdp_meta.plugin.init.reads import Reads, find_reads, find_scopes
 from pytest_fsdp_meta.plugin.init.source import Source, read_sources
 from pytest_fsdp_meta.plugin.init.values import OTHER_MESHES, role_of
@@ -23,6 +24,8 @@ WEIGHTS = {
 }
 """Names of weight files, by the library that reads them."""
 READERS = {"load_file": "safetensors", "safe_open": "safetensors", "torch.load": "torch"}
+MOST_ELEMENTS = 2**26
+"""The largest product of two sizes of a model that a test builds: 256 MiB in float32."""
 MAY_BE_META = re.compile("meta|device|empty|init|fake|skip|defer|context", re.IGNORECASE)
 """What a context may be called in which a model is built without memory."""
 DEFAULT_FILES = {"safetensors": "model.safetensors", "torch": "model.pt"}
@@ -38,6 +41,8 @@ class Parameter:
     positional: bool
     is_other: bool = False
     """Whether it is a mesh or a group of another dimension than the one over which FSDP shards."""
+    expression: str = ""
+    """The size that the test passes for it."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,8 @@ class Model:
     """The expression for the size of its vocabulary; empty if that is not known."""
     needs: tuple[Any, ...] = ()
     """Classes and functions of the project that the call names."""
+    too_large: str = ""
+    """The sizes with which it is built, if they are those of a large model."""
 
 
 @dataclass(frozen=True)
@@ -111,12 +118,14 @@ def find_facts(name: str, function: Callable[..., Any], root: Path) -> Facts:
     kind = getattr(function, "__self__", None)
     from_pretrained = attribute.endswith(".from_pretrained") and _is_transformers(kind)
     sources = [] if from_pretrained else read_sources(function, root)
-    parameters = tuple(_parameters(signature, hints_of(getattr(function, "__func__", function))))
+    hints = hints_of(getattr(function, "__func__", function))
+    parameters = tuple(_parameters(signature, hints, Reads()))
     config = next((one for one in parameters if one.role == "config"), None)
     group, backend = _own_group(sources)
     returned, returns_subject = _returned(sources)
     transformers = _describe(kind) if from_pretrained else _transformers(sources)
-    reads, sizes = _read_config(sources, config, transformers, has_mesh=not group)
+    arguments, sizes = _read_arguments(sources, signature, config, transformers, has_mesh=not group)
+    parameters = tuple(_parameters(signature, hints, arguments))
     model = _model(sources, config) if transformers is None else None
     text = "\n".join(ast.unparse(source.tree) for source in sources)
     return Facts(
@@ -128,7 +137,7 @@ def find_facts(name: str, function: Callable[..., Any], root: Path) -> Facts:
         returns_subject=returns_subject,
         own_group=group,
         backend=backend,
-        config=reads,
+        config=None if config is None else arguments.parts[config.name],
         config_class=config.annotation if config is not None and is_config_class(config.annotation) else None,
         model=model,
         weights=_weights(sources) if transformers is None else None,
@@ -140,27 +149,37 @@ def find_facts(name: str, function: Callable[..., Any], root: Path) -> Facts:
     )
 
 
-def _read_config(
-    sources: Sequence[Source], config: Parameter | None, transformers: Transformers | None, *, has_mesh: bool
-) -> tuple[Reads | None, Sizes]:
-    """Return what the config of the loader needs, with values, and the sizes that a checkpoint then has."""
-    scopes = find_scopes(sources, config.name if config is not None else "")
-    reads = find_reads(scopes)
+def _read_arguments(
+    sources: Sequence[Source],
+    signature: inspect.Signature,
+    config: Parameter | None,
+    transformers: Transformers | None,
+    *,
+    has_mesh: bool,
+) -> tuple[Reads, Sizes]:
+    """Return what is read of each argument, with values for it, and the sizes that a checkpoint then has."""
+    scopes = find_scopes(sources)
+    arguments = find_reads(scopes)
+    for name, one in signature.parameters.items():
+        arguments.add(((True, name),)).default = one.default
     if config is not None and is_config_class(config.annotation) and not _is_pretrained_config(config):
-        add_fields(reads, config.annotation)
-    built = find_built(scopes) if transformers is not None else None
-    kind = transformers.model_type if transformers is not None else ""
+        add_fields(arguments.parts[config.name], config.annotation)
+    if transformers is None:
+        choose_values(arguments, has_mesh=has_mesh)
+        return arguments, Sizes()
+    kind, built = transformers.model_type, find_built(scopes)
     if built is not None:
-        fit_config(reads, built, kind)
-    choose_values(reads, has_mesh=has_mesh)
-    sizes = Sizes()
+        fit_config(arguments, built, kind)
+    choose_values(arguments, has_mesh=has_mesh)
     if built is not None:
-        sizes = find_sizes(reads, built, kind)
-    elif sources and transformers is not None and not _is_pretrained_config(config):
-        is_loaded = any("from_pretrained" in ast.unparse(source.tree) for source in sources)
-        what = "the sizes of the config from which the loader builds its model, as a dict"
-        sizes = Sizes() if is_loaded else Sizes(unknown=what)
-    return reads if config is not None else None, sizes
+        return arguments, find_sizes(arguments, built, kind, transformers.auto_class)
+    instance, place = find_instance(sources)
+    if instance is not None:
+        return arguments, sizes_of(instance.to_dict(), kind, transformers.auto_class, place)
+    is_loaded = any("from_pretrained" in ast.unparse(source.tree) for source in sources)
+    if is_loaded or not sources or _is_pretrained_config(config):
+        return arguments, Sizes()
+    return arguments, Sizes(unknown="the sizes of the config from which the loader builds its model, as a dict")
 
 
 def _is_pretrained_config(config: Parameter | None) -> bool:
@@ -178,17 +197,19 @@ def _may_build_on_meta(sources: Sequence[Source]) -> bool:
     return False
 
 
-def _parameters(signature: inspect.Signature, hints: dict[str, Any]) -> Iterator[Parameter]:
-    """Yield those that must be passed, and those that say where the model lies."""
+def _parameters(signature: inspect.Signature, hints: dict[str, Any], arguments: Reads) -> Iterator[Parameter]:
+    """Yield those that must be passed, those that say where the model lies, and sizes."""
     seen: set[str] = set()
     for name, one in signature.parameters.items():
         if one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD):
             continue
         annotation = hints.get(name, one.annotation)
-        role = role_of(name, annotation)
+        role, value = role_of(name, annotation), arguments.parts.get(name, Reads())
         is_other = role in ("mesh", "group") and (role in seen or bool(OTHER_MESHES.intersection(name.split("_"))))
-        if one.default is one.empty or (role not in ("", "config") and not is_other):
-            yield Parameter(name, role, annotation, one.kind is one.POSITIONAL_ONLY, is_other)
+        is_size = isinstance(one.default, int) and bool(value.expression) and not value.role
+        if one.default is one.empty or is_size or (role not in ("", "config") and not is_other):
+            expression = value.expression if not role else ""
+            yield Parameter(name, role, annotation, one.kind is one.POSITIONAL_ONLY, is_other, expression)
             seen |= set() if is_other else {role}
 
 
@@ -269,7 +290,7 @@ def _model(sources: Sequence[Source], config: Parameter | None) -> Model | None:
                 needed: list[Any] = [kind]
                 whole = _inline(call, source, config.name if config is not None else "", needed)
                 text = None if whole is None else re.sub(r"'([^'\"\\]*)'", r'"\1"', ast.unparse(whole))
-                return Model(kind, text, _vocabulary(kind, whole), tuple(needed))
+                return Model(kind, text, _vocabulary(kind, whole), tuple(needed), _too_large(kind, whole))
     return None
 
 
@@ -282,10 +303,28 @@ def _vocabulary(kind: Any, call: ast.expr | None) -> str:
         bound = signature.bind(*call.args, **{one.arg: one.value for one in call.keywords if one.arg}).arguments
     except (TypeError, ValueError):  # it has **arguments, whose names bind cannot know
         return ""
+    if any(one.arg is None for one in call.keywords):
+        return ""
     for name, one in signature.parameters.items():
         if "vocab" in name:
             return ast.unparse(bound[name]) if name in bound else str(one.default) if one.default else ""
     return ""
+
+
+def _too_large(kind: Any, call: ast.expr | None) -> str:
+    """Return the sizes that the call, or its class by default, gives a model that is too large for a test."""
+    given = {one.arg: one.value for one in call.keywords} if isinstance(call, ast.Call) else {}
+    if not isinstance(call, ast.Call) or None in given:
+        return ""
+    sizes = {}
+    for place, (name, one) in enumerate(inspect.signature(kind).parameters.items()):
+        node = call.args[place] if place < len(call.args) else given.get(name)
+        value = one.default if node is None else node.value if isinstance(node, ast.Constant) else None
+        if isinstance(value, int) and value > 1:
+            sizes[name] = value
+    largest = sorted(sizes, key=lambda name: -sizes[name])[:2]
+    is_large = math.prod(sizes[name] for name in largest) > MOST_ELEMENTS
+    return ", ".join(f"{name}={sizes[name]}" for name in largest) if is_large else ""
 
 
 def _inline(node: ast.expr, source: Source, parameter: str, needed: list[Any], depth: int = 4) -> ast.expr | None:

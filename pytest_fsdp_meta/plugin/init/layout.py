@@ -26,7 +26,7 @@ def todo(start: str, what: str, end: str = "", within: int = 4) -> list[str]:
     line = f"{start}todo({quoted(what)}){end}"
     if len(line) + within <= WIDTH:
         return [line]
-    parts = textwrap.wrap(what, WIDTH - within - 6, break_long_words=False, break_on_hyphens=False)
+    parts = textwrap.wrap(what, WIDTH - within - 7, break_long_words=False, break_on_hyphens=False)
     texts = [quoted(part + " " * (part is not parts[-1])) for part in parts]
     return [f"{start}todo(", *indent(texts), f"){end}"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,23 +72,29 @@ def fit_config(reads: Reads, built: Built, model_type: str) -> None:
     from pytest_fsdp_meta.transformers.sizes import SIZES, tiny_config
 
     tiny = tiny_config(model_type).to_dict()
+    taken: dict[str, Reads] = {}
     for keyword in built.call.keywords:
         chain = chain_of(keyword.value, built.names)
         part = None if chain is None else reads.find(chain)
-        if part is None:
-            continue
-        if keyword.arg is None:
-            for name in SIZES:
-                if tiny.get(name) is not None:
-                    part.add(((False, name),), built.place).expression = repr(tiny[name])
-            continue
+        if part is not None and keyword.arg is not None:
+            taken[keyword.arg] = part
+        elif part is not None:
+            names = [name for name in SIZES if tiny.get(name) is not None and "token_id" not in name]
+            names = [name for name in names if part.kind is None or name in part.parts]
+            taken |= {name: part.add(((part.kind is not None, name),), built.place) for name in names}
+    if "num_attention_heads" not in taken and not built.overrides:
+        node = next((one.value for one in built.call.keywords if one.arg == "num_attention_heads"), None)
+        heads = getattr(built.kind(), "num_attention_heads", 0) if node is None else getattr(node, "value", 0)
+        if isinstance(heads, int):  # rotary embeddings need two numbers in each head
+            tiny["hidden_size"] = max(tiny.get("hidden_size", 0), 2 * heads)
+    for name, part in taken.items():
         is_size = isinstance(part.default, int) and not isinstance(part.default, bool)
-        value = tiny.get(keyword.arg)
+        value = tiny.get(name)
         if isinstance(value, (int, float, str)) and (is_size or part.default is EMPTY):
             part.expression = f'"{value}"' if isinstance(value, str) else repr(value)
 
 
-def find_sizes(reads: Reads, built: Built, model_type: str) -> Sizes:
+def find_sizes(reads: Reads, built: Built, model_type: str, auto_class: str) -> Sizes:
     """Return the sizes that the loader's model has when it gets these values."""
     from pytest_fsdp_meta.transformers.sizes import tiny_config
 
@@ -110,11 +116,28 @@ def find_sizes(reads: Reads, built: Built, model_type: str) -> Sizes:
         whole = {**tiny, **given} if built.overrides else built.kind(**given).to_dict()
     except Exception as error:  # the architecture's own validation
         return Sizes(unknown=f"{what}; {type(error).__name__}: {str(error).splitlines()[0]}")
-    values = {name: value for name, value in whole.items() if _differs(name, value, tiny)}
     if unknown:
-        known = {name: value for name, value in values.items() if name not in unknown}
-        return Sizes(known, f"{what}: {', '.join(unknown)}")
-    return Sizes(values, too_large=_too_large(model_type, values, built.place))
+        return Sizes(unknown=f"{what}; the source does not say {', '.join(unknown)}")
+    return sizes_of(whole, model_type, auto_class, built.place)
+
+
+def sizes_of(config: Mapping[str, Any], model_type: str, auto_class: str, place: str) -> Sizes:
+    """Return the sizes of this config that a tiny checkpoint needs, or that it is too large."""
+    from pytest_fsdp_meta.transformers.sizes import tiny_config
+
+    tiny = tiny_config(model_type).to_dict()
+    values = {name: value for name, value in config.items() if _differs(name, value, tiny)}
+    return Sizes(values, too_large=_too_large(model_type, values, auto_class, place))
+
+
+def find_instance(sources: Iterable[Source]) -> tuple[Any, str]:
+    """Return the transformers config that a source names, and where; None if there is none."""
+    for source in sources:
+        for node in ast.walk(source.tree):
+            found = source.resolve(node) if isinstance(node, (ast.Name, ast.Attribute)) else None
+            if _is_config(type(found)):
+                return found, f"{getattr(source.owner, '__name__', 'it')} ({source.place(node)})"
+    return None, ""
 
 
 def _differs(name: str, value: Any, tiny: Mapping[str, Any]) -> bool:
@@ -131,16 +154,16 @@ def _is_literal(value: Any) -> bool:
     return True
 
 
-def _too_large(model_type: str, values: Mapping[str, Any], place: str) -> str:
+def _too_large(model_type: str, values: Mapping[str, Any], auto_class: str, place: str) -> str:
     """Return why the model is not tiny; empty if it is."""
     import torch
-    from transformers import AutoModel
+    import transformers
 
     from pytest_fsdp_meta.transformers.checkpoints import MAX_PARAMETERS
     from pytest_fsdp_meta.transformers.sizes import tiny_config
 
     with torch.device("meta"):
-        model = AutoModel.from_config(tiny_config(model_type, **values))
+        model = getattr(transformers, auto_class).from_config(tiny_config(model_type, **values))
     count = sum(parameter.numel() for parameter in model.parameters())
     if count <= MAX_PARAMETERS:
         return ""

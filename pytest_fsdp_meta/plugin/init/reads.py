@@ -1,4 +1,4 @@
-"""What the sources of a loader read of its config: followed through local names, attributes and calls."""
+"""What the sources of a loader read of its arguments, through local names, attributes and calls."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from pytest_fsdp_meta.plugin.init.source import Source
 
 EMPTY = inspect.Parameter.empty
 PASSES = 4
-"""How often all sources are read for names of the config: a call may come before the call that its argument is from."""
+"""How often all sources are read for names: a function may be read before the one that calls it."""
+DUMPS = {"asdict", "vars", "dict", "model_dump", "to_dict", "to_container", "_asdict"}
+"""Functions and methods that return the parts of a config by their names."""
 
 Chain = tuple[tuple[bool, str], ...]
-"""The names that lead from the config to a part of it; True for an attribute, False for an item."""
+"""The names that lead to a part of an argument: that of the argument, then attributes (True) and items (False)."""
 Names = dict[str, Chain]
-"""Name in a source, such as "cfg", "m" or "self.cfg" -> the part of the config that it stands for."""
+"""Name in a source, such as "cfg", "m" or "self.cfg" -> the part of an argument that it stands for."""
 
 
 @dataclass
@@ -57,7 +59,7 @@ class Reads:
 
 
 def find_reads(scopes: Mapping[Source, Names]) -> Reads:
-    """Return what these sources read of the config."""
+    """Return what these sources read of each argument of the loader."""
     reads = Reads()
     for source, names in scopes.items():
         called = {id(call.func) for call in source.calls}
@@ -84,15 +86,16 @@ def _add_call(source: Source, call: ast.Call, names: Names, reads: Reads, reader
             here = reads.add(chain)
             here.unpacked = True
             for name, one in signature_of(target).items():
-                if one.default is one.empty:
-                    here.add(((False, name),), reader).annotation = one.annotation
+                if one.default is one.empty or (isinstance(one.default, int) and inspect.isclass(target)):
+                    part = here.add(((False, name),), reader)
+                    part.annotation, part.default = one.annotation, one.default
 
 
-def find_scopes(sources: Sequence[Source], parameter: str) -> dict[Source, Names]:
-    """Return the names of the config, a parameter of the first source, and of its parts in each source."""
+def find_scopes(sources: Sequence[Source]) -> dict[Source, Names]:
+    """Return the names of the loader's arguments, and of their parts, in each source."""
     scopes: dict[Source, Names] = {source: {} for source in sources}
     for source in sources[:1]:
-        scopes[source][parameter] = ()
+        scopes[source] = {name: ((True, name),) for name in source.parameters}
     owners = {id(inspect.unwrap(source.owner)): source for source in sources}
     for _ in range(PASSES):
         for source, names in scopes.items():
@@ -121,7 +124,11 @@ def _bound(call: ast.Call, called: Source) -> Iterator[tuple[str, ast.expr]]:
 
 
 def chain_of(node: ast.AST, names: Mapping[str, Chain]) -> Chain | None:
-    """Return the names that lead from the config to this node; None for other nodes."""
+    """Return the names that lead from an argument to this node; None for other nodes."""
+    if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in DUMPS:
+        is_method = isinstance(node.func, ast.Attribute) and not node.args
+        dumped = node.func.value if is_method and isinstance(node.func, ast.Attribute) else next(iter(node.args), None)
+        return None if dumped is None else chain_of(dumped, names)
     if isinstance(node, ast.Name):
         return names.get(node.id)
     if isinstance(node, ast.Attribute):

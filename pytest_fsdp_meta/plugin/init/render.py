@@ -71,7 +71,7 @@ class TestFile:
     def _argument(self, one: Parameter) -> str:
         """Return the expression that the test passes for a parameter; "" if its author has to write it."""
         facts, as_text = self._facts, one.annotation in (str, "str")
-        if one.role in ("mesh", "group") and facts.own_group:
+        if one.is_other or (one.role in ("mesh", "group") and facts.own_group):
             return ""
         if one.role in FROM_RANK:
             value = FROM_RANK[one.role]
@@ -88,7 +88,7 @@ class TestFile:
                 return "AutoConfig.from_pretrained(checkpoint)"
             self._write_config(one)
             return f"make_config({', '.join(self._config_arguments('checkpoint'))})"
-        return "" if one.is_other else guess(one.name, one.annotation, "checkpoint")
+        return one.expression or guess(one.name, one.annotation, "checkpoint")
 
     def _config_arguments(self, folder: str) -> list[str]:
         """Return what a rank passes to ``make_config``."""
@@ -202,7 +202,7 @@ class TestFile:
             self._imports.add(("safetensors.torch" if library == "safetensors" else "torch", ""))
             start = "safetensors.torch.save_model" if library == "safetensors" else "torch.save"
             saved = built[1] if library == "safetensors" else f"{built[1]}.state_dict()"
-            body = [make, *built[0], *call(start, [saved, file]), "return folder"]
+            body = [*self._refuse_large(), make, *built[0], *call(start, [saved, file]), "return folder"]
         doc = f"Return a folder with small weights for {facts.attribute}."
         self._write_fixture(doc, body)
         return True
@@ -233,7 +233,7 @@ class TestFile:
 
     def _write_test(self, test: str, loader: str, values: list[str]) -> str:
         facts = self._facts
-        body, given = [], []
+        body, given = [] if self._takes_checkpoint else self._refuse_large(), []
         for one, value in zip(facts.parameters, values, strict=True):
             name = f"{one.name}_" if one.name in TAKEN or keyword.iskeyword(one.name) else one.name
             if not value:
@@ -256,6 +256,14 @@ class TestFile:
         arguments = "fsdp, checkpoint" if self._takes_checkpoint else "fsdp"
         head = [f"@fsdp_conformance{group}", f"def {test}({arguments}):  # runs on every rank"]
         return "\n".join([*head, *indent(body)])
+
+    def _refuse_large(self) -> list[str]:
+        """Return a todo for a loader that builds a large model, whatever the test does."""
+        model = self._facts.model
+        if model is None or not model.too_large:
+            return []
+        what = f"{model.kind.__name__} has {model.too_large}; let {self._facts.attribute} take smaller sizes"
+        return self._todo("", f"{what} from an argument")
 
     def _why(self, one: Parameter) -> str:
         """Return why the test cannot pass the mesh of the rank."""
