@@ -43,6 +43,7 @@ jobs:
         with:
           python-version: "{python}"
       - run: pip install torch --index-url https://download.pytorch.org/whl/cpu
+      # not on PyPI yet: until the first release, put the path of a checkout in place of pytest-fsdp-meta
       - run: pip install {install}
       - run: python -m pytest {file}
 """

@@ -7,14 +7,14 @@ import inspect
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from pytest_fsdp_meta.plugin.init.config import add_fields, choose_values, hints_of, is_config_class
 from pytest_fsdp_meta.plugin.init.pretrained import Sizes, find_built, find_instance, find_sizes, fit_config, sizes_of
-from pytest_fsdp_meta.plugin.init.reads import Reads, find_reads, find_scopes
+from pytest_fsdp_meta.plugin.init.reads import Reads, find_reads, find_scopes, signature_of
 from pytest_fsdp_meta.plugin.init.source import Source, read_sources
 from pytest_fsdp_meta.plugin.init.values import OTHER_MESHES, role_of
 
@@ -290,7 +290,7 @@ def _model(sources: Sequence[Source], config: Parameter | None) -> Model | None:
                 needed: list[Any] = [kind]
                 whole = _inline(call, source, config.name if config is not None else "", needed)
                 text = None if whole is None else re.sub(r"'([^'\"\\]*)'", r'"\1"', ast.unparse(whole))
-                return Model(kind, text, _vocabulary(kind, whole), tuple(needed), _too_large(kind, whole))
+                return Model(kind, text, _vocabulary(kind, whole), tuple(needed), _too_large(kind, whole, needed))
     return None
 
 
@@ -311,20 +311,26 @@ def _vocabulary(kind: Any, call: ast.expr | None) -> str:
     return ""
 
 
-def _too_large(kind: Any, call: ast.expr | None) -> str:
-    """Return the sizes that the call, or its class by default, gives a model that is too large for a test."""
-    given = {one.arg: one.value for one in call.keywords} if isinstance(call, ast.Call) else {}
-    if not isinstance(call, ast.Call) or None in given:
-        return ""
-    sizes = {}
-    for place, (name, one) in enumerate(inspect.signature(kind).parameters.items()):
-        node = call.args[place] if place < len(call.args) else given.get(name)
-        value = one.default if node is None else node.value if isinstance(node, ast.Constant) else None
-        if isinstance(value, int) and value > 1:
-            sizes[name] = value
+def _too_large(kind: Any, call: ast.expr | None, needed: Sequence[Any]) -> str:
+    """Return the largest sizes that the call gives the model, if they are too large for a test."""
+    sizes = _sizes(kind, call, {one.__name__: one for one in needed}) if isinstance(call, ast.Call) else {}
     largest = sorted(sizes, key=lambda name: -sizes[name])[:2]
     is_large = math.prod(sizes[name] for name in largest) > MOST_ELEMENTS
     return ", ".join(f"{name}={sizes[name]}" for name in largest) if is_large else ""
+
+
+def _sizes(kind: Any, call: ast.Call, needed: Mapping[str, Any]) -> dict[str, int]:
+    """Return the integers that this call passes, also in configs that it makes, and those that are defaults."""
+    given = {one.arg: one.value for one in call.keywords}
+    sizes: dict[str, int] = {}
+    for place, (name, one) in enumerate(signature_of(kind).items()):
+        node = call.args[place] if place < len(call.args) else given.get(name)
+        value = one.default if node is None else node.value if isinstance(node, ast.Constant) else None
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in needed:
+            sizes |= _sizes(needed[ast.unparse(node.func)], node, needed)
+        elif isinstance(value, int) and value > 1 and None not in given:
+            sizes[name] = value
+    return sizes
 
 
 def _inline(node: ast.expr, source: Source, parameter: str, needed: list[Any], depth: int = 4) -> ast.expr | None:

@@ -20,7 +20,7 @@ TAKEN = {
     *{"pytest", "torch", "safetensors", "fsdp", "checkpoint", "model", "optimizer", "scheduler", "folder", "subject"},
     *{"make_config", "build_unsharded", "batch", "loss", "SimpleNamespace", "Subject", "fsdp_conformance", "step"},
     *{"tiny_checkpoint", "DistributedConfig", "AutoConfig", "tokens", "logits", "predicted", "generator"},
-    *{"todo", "sizes"},
+    *{"todo", "sizes", "reference"},
 }
 """Names that the test file uses itself; a loader with such a name is imported under another one."""
 PARTS = ("model", "optimizer", "scheduler")
@@ -40,6 +40,7 @@ class TestFile:
         self._config_takes_folder = False
         self._config_variables: list[tuple[str, str, str]] = []
         self._has_todo = False
+        self._has_reference = False
         loader = self._import_loader(test)
         values = [self._argument(one) for one in facts.parameters]
         self.given = {one.name: value for one, value in zip(facts.parameters, values, strict=True) if value}
@@ -134,7 +135,7 @@ class TestFile:
                 lines += [start + value[0], *value[1:]]
                 lines[-1] += ","
             else:
-                lines += self._todo(start, f"{where}{_describe(below)}", ",", within + 4)
+                lines += self._todo(start, f"{where}{_describe(name, below)}", ",", within + 4)
         start, end = (f"{constructor}(", ")") if by_name else ("{", "}")
         return [start, *indent(lines), end] if lines else [start + end]
 
@@ -162,18 +163,17 @@ class TestFile:
         facts = self._facts
         if facts.model is None:
             return
-        doc = "Return the same model on one device, which the loaded one must equal."
         built = self._build() if self._has_folder() or facts.weights is None else None
         if built is None:
-            what = f"a {facts.model.kind.__name__} without sharding, with the weights that {facts.attribute} loads"
-            body = self._todo("return ", what)
-        else:
-            before, made = built
-            seeded = [f"torch.manual_seed({facts.seed})"] if facts.seed and facts.weights is None else []
-            self._imports |= {("torch", "")} if seeded else set()
-            load = [f"model = {made}", self._load(), "return model"] if facts.weights else [f"return {made}"]
-            body = [*before, *seeded, *load]
-        self._functions.append(function(f"def build_unsharded({'folder' * self._needs_folder()}):", doc, body))
+            return  # the test has a todo for it
+        before, made = built
+        seeded = [f"torch.manual_seed({facts.seed})"] if facts.seed and facts.weights is None else []
+        self._imports |= {("torch", "")} if seeded else set()
+        load = [f"model = {made}", self._load(), "return model"] if facts.weights else [f"return {made}"]
+        doc = "Return the same model on one device, which the loaded one must equal."
+        head = f"def build_unsharded({'folder' * self._needs_folder()}):"
+        self._functions.append(function(head, doc, [*before, *seeded, *load]))
+        self._has_reference = True
 
     def _load(self) -> str:
         assert self._facts.weights is not None
@@ -234,6 +234,9 @@ class TestFile:
     def _write_test(self, test: str, loader: str, values: list[str]) -> str:
         facts = self._facts
         body, given = [] if self._takes_checkpoint else self._refuse_large(), []
+        if facts.model is not None and not self._has_reference:
+            what = f"a function that returns a {facts.model.kind.__name__} without sharding, with the weights that"
+            body += self._todo("reference = ", f"{what} {facts.attribute} loads")
         for one, value in zip(facts.parameters, values, strict=True):
             name = f"{one.name}_" if one.name in TAKEN or keyword.iskeyword(one.name) else one.name
             if not value:
@@ -281,8 +284,8 @@ class TestFile:
         self._imports.add(("pytest_fsdp_meta", "Subject"))
         lines = ["model,", *(f"{part}," for part in built)]
         if facts.model is not None:
-            lazy = "lambda: build_unsharded(checkpoint)" if self._needs_folder() else "build_unsharded"
-            lines.append(f"reference={lazy},")
+            built = "lambda: build_unsharded(checkpoint)" if self._needs_folder() else "build_unsharded"
+            lines.append(f"reference={built if self._has_reference else 'reference'},")
             if facts.weights is None and not facts.seed:
                 lines.append('drawn="*",  # its source loads no weights, so they are random')
         else:
@@ -348,10 +351,11 @@ def literal(value: Any) -> str:
     return quoted(value) if isinstance(value, str) else repr(value)
 
 
-def _describe(part: Reads) -> str:
-    """Return what is known of a part without a value: its type, and what reads it."""
+def _describe(name: str, part: Reads) -> str:
+    """Return what is known of a part without a value: its type, examples, and what reads it."""
     kind = annotation_text(part.annotation).rpartition(".")[2] if part.annotation is not EMPTY else ""
-    return f"{f' ({kind})' * bool(kind)}{f', which {part.reader} reads' * bool(part.reader)}"
+    example = ", such as 'float32' or torch.float32" * ("dtype" in name.lower())
+    return f"{f' ({kind})' * bool(kind)}{example}{f'; {part.reader} reads it' * bool(part.reader)}"
 
 
 def _leaves(reads: Reads) -> list[str]:
