@@ -201,5 +201,5 @@ def _unfit(function: Callable[..., Any], signature: inspect.Signature) -> Unfit:
     name = getattr(function, "__qualname__", type(function).__name__)
     return Unfit(
         f"{name}{signature} should take fsdp (the rank) and checkpoint (a pathlib.Path), by these names or in this "
-        f"order: {name}(fsdp, checkpoint)"
+        f"order: {name}(fsdp, checkpoint); for one that takes something else, --fsdp-init writes a test file"
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -70,6 +70,9 @@ class ReportPlugin:
             )
         self._comparer = Comparer(settings)
         self._scope = RunScope(config)
+        self._any_test_reported = False
+        self._not_collected = ""
+        """The first error of collection."""
         self._locations: dict[str, Location] = {}
         """Node id -> the line of an item that has reported."""
 
@@ -117,6 +120,19 @@ class ReportPlugin:
     def pytest_testnodedown(self, node: Any) -> None:
         self._scope.deselect(getattr(node, "workeroutput", {}).get(DESELECTED, ()))
 
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed and not self._not_collected:
+            raised = [line[1:].strip() for line in report.longreprtext.splitlines() if line.startswith("E ")]
+            self._not_collected = f"{report.nodeid}: {first_line(raised[-1] if raised else report.longreprtext)}"
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_collection_modifyitems(self) -> Generator[None, None, None]:
+        try:
+            yield
+        except pytest.UsageError as error:
+            self._not_collected = first_line(str(error), 400)
+            raise
+
     @pytest.hookimpl(trylast=True)
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         if session.items:
@@ -144,6 +160,7 @@ class ReportPlugin:
         return f" on {node.gateway.id}" if each else ""
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._any_test_reported = True
         context, worker = attached_context(report), self._worker_suffix(getattr(report, "node", None))
         nodeid = report.nodeid + worker
         if context is not None:
@@ -257,7 +274,16 @@ class ReportPlugin:
     def _report(self, exit_status: int | None) -> Report:
         assert self._header is not None
         seconds = time.monotonic() - self._began
-        report = Report(SCHEMA, self._header, self.loaders, seconds, exit_status, exit_status is not None)
+        stopped_by = "" if self._any_test_reported else self._not_collected
+        report = Report(
+            SCHEMA,
+            self._header,
+            self.loaders,
+            stopped_by=stopped_by,
+            seconds=seconds,
+            exit_status=exit_status,
+            complete=exit_status is not None,
+        )
         return self._comparer.add_earlier(report)
 
     def _write(self, report: Report, before: Callable[[], None] = lambda: None) -> None:

@@ -90,7 +90,8 @@ def _find(path: Path) -> Iterator[_Source]:
             folders.sort()
             top = Path(folder) == path
             for name in sorted(files):
-                if name == FILE or (top and name.endswith(".json") and name not in NO_REPORTS):
+                wanted = name == FILE or (top and name.endswith(".json") and name not in NO_REPORTS)
+                if wanted and Path(folder, name).is_file():  # to open a named pipe would wait forever
                     yield _Source(Path(folder, name), named=False)
 
 

@@ -73,6 +73,9 @@ def _head(report: Report) -> Iterator[str]:
     if outcome is not None:
         yield f"{describe_counts_of(report)}, with --fsdp-fail-on={outcome.fail_on}"
         yield ""
+    if report.stopped_by:
+        yield f"Nothing ran: {escaped(report.stopped_by)}"
+        yield ""
     if not report.complete:
         yield "The run was cut off; this is what had been checked by then."
         yield ""

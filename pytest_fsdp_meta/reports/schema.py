@@ -393,6 +393,8 @@ class Report:
     """Loaders of the run that this one was compared with, for whose absence it fails."""
     outcome: Outcome | None = field(default=None, kw_only=True)
     """None unless the run ended, with ``--fsdp-fail-on=regression`` or ``any``, and passed or failed by that."""
+    stopped_by: str = field(default="", kw_only=True)
+    """What went wrong while pytest collected tests, if it ran none because of that."""
     seconds: float = 0.0
     """From the start of pytest to the end of the last item."""
     exit_status: int | None = None

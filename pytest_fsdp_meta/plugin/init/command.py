@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import os
 import re
@@ -21,6 +22,7 @@ from pytest_fsdp_meta.plugin.option_values import parse_loader
 from pytest_fsdp_meta.text import counted
 
 OPTION = "--fsdp-init"
+OPTIONAL = "# Optional: "
 FOLDERS = ("tests", "test")
 """Where the file goes if the ini file names no ``testpaths``: the first that exists, else the current folder."""
 WORKFLOW = """\
@@ -41,6 +43,7 @@ jobs:
         with:
           python-version: "{python}"
       - run: pip install torch --index-url https://download.pytorch.org/whl/cpu
+      # not on PyPI yet: until the first release, put the path of a checkout in place of pytest-fsdp-meta
       - run: pip install {install}
       - run: python -m pytest {file}
 """
@@ -95,12 +98,14 @@ def _require_loader(function: Any, name: str) -> None:
     """Raise ValueError for what cannot be called as a loader, with what to name instead."""
     owner, _, last = name.partition(":")[2].rpartition(".")
     if inspect.isclass(function):
-        raise ValueError(f"it is a class; name a function that loads the model, or a class method such as {name}.load")
+        methods = [one for one, value in vars(function).items() if isinstance(value, (classmethod, staticmethod))]
+        also = next((f", or name {name}.{one}" for one in methods if not one.startswith("_")), "")
+        raise ValueError(f"it is a class; write a function that makes the {last} and loads the model{also}")
     if getattr(function, "__name__", "") == "<lambda>":
         raise ValueError(f"it is a lambda; write it as a function: def {last}(...)")
     first = next(iter(_parameter_names(function)), "")
     if owner and inspect.isfunction(function) and first == "self":
-        raise ValueError(f"it is a method of an instance; name a function that makes the {owner} and calls {last}")
+        raise ValueError(f"it is a method of an instance; write a function that makes the {owner} and calls {last}")
     require_plain_function(function, "a loader")
 
 
@@ -145,15 +150,22 @@ def _describe(facts: Facts, file: TestFile, name: str) -> list[str]:
 
 
 def _describe_rest(file: TestFile, shown: str) -> list[str]:
+    """Return what is left to do, with lines of the file."""
+    todos = sorted(
+        (node.lineno, str(node.args[0].value))
+        for node in ast.walk(ast.parse(file.text))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "todo" and isinstance(node.args[0], ast.Constant)
+    )
     text = file.text.splitlines()
-    todos = [number for number, line in enumerate(text, 1) if "# TODO: " in line]
-    lines = [
-        f"wrote {shown}, with {counted(len(todos), 'TODO')}:" if todos else f"wrote {shown}; nothing is left to fill in"
-    ]
-    for number in todos:
-        whole = [line.strip() for line in takewhile(lambda line: line.strip().startswith("#"), text[number - 1 :])]
-        lines.append(f"  line {number}: {' '.join(line.strip('# ') for line in whole).removeprefix('TODO: ')}")
-    return [*lines, f"run it: python -m pytest {shown}"]
+    lines = [f"  line {number}: {what}" for number, what in todos]
+    optional = [number for number, line in enumerate(text, 1) if OPTIONAL in line]
+    for number in optional:
+        rest = takewhile(lambda line: line.strip().startswith("#") and OPTIONAL not in line, text[number:])
+        lines.append(f"  line {number}: {' '.join(line.strip('# ') for line in (text[number - 1], *rest))}")
+    if not todos:
+        return [f"wrote {shown}; nothing is left to fill in", *lines, f"run it: python -m pytest {shown}"]
+    first = f"wrote {shown}; fill in {counted(len(todos), 'TODO')}, as the test fails until then:"
+    return [first, *lines, f"then run it: python -m pytest {shown}"]
 
 
 def _workflow(shown: str, facts: Facts, here: Path) -> str:

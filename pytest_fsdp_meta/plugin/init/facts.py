@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import ast
 import inspect
+import math
 import re
 import sys
-import typing
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from pytest_fsdp_meta.plugin.init.config import add_fields, choose_values, hints_of, is_config_class
+from pytest_fsdp_meta.plugin.init.pretrained import Sizes, find_built, find_instance, find_sizes, fit_config, sizes_of
+from pytest_fsdp_meta.plugin.init.reads import Reads, find_reads, find_scopes, signature_of
 from pytest_fsdp_meta.plugin.init.source import Source, read_sources
-from pytest_fsdp_meta.plugin.init.values import Reads, fields_of, find_reads, role_of
+from pytest_fsdp_meta.plugin.init.values import OTHER_MESHES, role_of
 
 WEIGHTS = {
     "safetensors": re.compile(r"[\w.-]*\.safetensors$"),
@@ -21,6 +24,10 @@ WEIGHTS = {
 }
 """Names of weight files, by the library that reads them."""
 READERS = {"load_file": "safetensors", "safe_open": "safetensors", "torch.load": "torch"}
+MOST_ELEMENTS = 2**26
+"""The largest product of two sizes of a model that a test builds: 256 MiB in float32."""
+MAY_BE_META = re.compile("meta|device|empty|init|fake|skip|defer|context", re.IGNORECASE)
+"""What a context may be called in which a model is built without memory."""
 DEFAULT_FILES = {"safetensors": "model.safetensors", "torch": "model.pt"}
 
 
@@ -32,6 +39,10 @@ class Parameter:
     role: str
     annotation: Any
     positional: bool
+    is_other: bool = False
+    """Whether it is a mesh or a group of another dimension than the one over which FSDP shards."""
+    expression: str = ""
+    """The size that the test passes for it."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +64,8 @@ class Model:
     """The expression for the size of its vocabulary; empty if that is not known."""
     needs: tuple[Any, ...] = ()
     """Classes and functions of the project that the call names."""
+    too_large: str = ""
+    """The sizes with which it is built, if they are those of a large model."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +74,7 @@ class Transformers:
 
     auto_class: str
     model_type: str
+    sizes: Sizes = field(default_factory=Sizes)
 
 
 @dataclass(frozen=True)
@@ -86,7 +100,8 @@ class Facts:
     transformers: Transformers | None
     from_pretrained: bool
     """Whether it is itself the ``from_pretrained`` of a transformers class."""
-    uses_meta: bool
+    builds_whole: bool
+    """Whether its source was seen to build the model, and not on the meta device."""
     has_source: bool
 
     def role(self, role: str) -> Parameter | None:
@@ -103,11 +118,15 @@ def find_facts(name: str, function: Callable[..., Any], root: Path) -> Facts:
     kind = getattr(function, "__self__", None)
     from_pretrained = attribute.endswith(".from_pretrained") and _is_transformers(kind)
     sources = [] if from_pretrained else read_sources(function, root)
-    parameters = tuple(_parameters(signature, _hints(function)))
+    hints = hints_of(getattr(function, "__func__", function))
+    parameters = tuple(_parameters(signature, hints, Reads()))
     config = next((one for one in parameters if one.role == "config"), None)
     group, backend = _own_group(sources)
     returned, returns_subject = _returned(sources)
     transformers = _describe(kind) if from_pretrained else _transformers(sources)
+    arguments, sizes = _read_arguments(sources, signature, config, transformers, has_mesh=not group)
+    parameters = tuple(_parameters(signature, hints, arguments))
+    model = _model(sources, config) if transformers is None else None
     text = "\n".join(ast.unparse(source.tree) for source in sources)
     return Facts(
         module=module,
@@ -118,34 +137,80 @@ def find_facts(name: str, function: Callable[..., Any], root: Path) -> Facts:
         returns_subject=returns_subject,
         own_group=group,
         backend=backend,
-        config=None if config is None else fields_of(config.annotation) or find_reads(sources, config.name),
-        config_class=config.annotation if config is not None and fields_of(config.annotation) else None,
-        model=_model(sources, config) if transformers is None else None,
+        config=None if config is None else arguments.parts[config.name],
+        config_class=config.annotation if config is not None and is_config_class(config.annotation) else None,
+        model=model,
         weights=_weights(sources) if transformers is None else None,
         seed=next(iter(re.findall(r"manual_seed\((\d+)\)", text)), ""),
-        transformers=transformers,
+        transformers=None if transformers is None else replace(transformers, sizes=sizes),
         from_pretrained=from_pretrained,
-        uses_meta="'meta'" in text,
+        builds_whole=model is not None and "'meta'" not in text and not _may_build_on_meta(sources),
         has_source=bool(sources) or from_pretrained,
     )
 
 
-def _hints(function: Callable[..., Any]) -> dict[str, Any]:
-    try:
-        return typing.get_type_hints(getattr(function, "__func__", function))
-    except Exception:  # a name that only type checkers import
-        return {}
+def _read_arguments(
+    sources: Sequence[Source],
+    signature: inspect.Signature,
+    config: Parameter | None,
+    transformers: Transformers | None,
+    *,
+    has_mesh: bool,
+) -> tuple[Reads, Sizes]:
+    """Return what is read of each argument, with values for it, and the sizes that a checkpoint then has."""
+    scopes = find_scopes(sources)
+    arguments = find_reads(scopes)
+    for name, one in signature.parameters.items():
+        arguments.add(((True, name),)).default = one.default
+    if config is not None and is_config_class(config.annotation) and not _is_pretrained_config(config):
+        add_fields(arguments.parts[config.name], config.annotation)
+    if transformers is None:
+        choose_values(arguments, has_mesh=has_mesh)
+        return arguments, Sizes()
+    kind, built = transformers.model_type, find_built(scopes)
+    if built is not None:
+        fit_config(arguments, built, kind)
+    choose_values(arguments, has_mesh=has_mesh)
+    if built is not None:
+        return arguments, find_sizes(arguments, built, kind, transformers.auto_class)
+    instance, place = find_instance(sources)
+    if instance is not None:
+        return arguments, sizes_of(instance.to_dict(), kind, transformers.auto_class, place)
+    is_loaded = any("from_pretrained" in ast.unparse(source.tree) for source in sources)
+    if is_loaded or not sources or _is_pretrained_config(config):
+        return arguments, Sizes()
+    return arguments, Sizes(unknown="the sizes of the config from which the loader builds its model, as a dict")
 
 
-def _parameters(signature: inspect.Signature, hints: dict[str, Any]) -> Iterator[Parameter]:
-    """Yield those that must be passed, and those that say where the model lies."""
+def _is_pretrained_config(config: Parameter | None) -> bool:
+    kind = None if config is None else config.annotation
+    return inspect.isclass(kind) and any(base.__name__.startswith("PreTrained") for base in kind.__mro__)
+
+
+def _may_build_on_meta(sources: Sequence[Source]) -> bool:
+    for node in (node for source in sources for node in ast.walk(source.tree)):
+        contexts = [ast.unparse(item) for item in node.items] if isinstance(node, ast.With) else []
+        if any(MAY_BE_META.search(text) for text in contexts if not text.startswith(("open(", "safe_open("))):
+            return True
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("set_default_device"):
+            return True
+    return False
+
+
+def _parameters(signature: inspect.Signature, hints: dict[str, Any], arguments: Reads) -> Iterator[Parameter]:
+    """Yield those that must be passed, those that say where the model lies, and sizes."""
+    seen: set[str] = set()
     for name, one in signature.parameters.items():
         if one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD):
             continue
         annotation = hints.get(name, one.annotation)
-        role = role_of(name, annotation)
-        if one.default is one.empty or role not in ("", "config"):
-            yield Parameter(name, role, annotation, one.kind is one.POSITIONAL_ONLY)
+        role, value = role_of(name, annotation), arguments.parts.get(name, Reads())
+        is_other = role in ("mesh", "group") and (role in seen or bool(OTHER_MESHES.intersection(name.split("_"))))
+        is_size = isinstance(one.default, int) and bool(value.expression) and not value.role
+        if one.default is one.empty or is_size or (role not in ("", "config") and not is_other):
+            expression = value.expression if not role else ""
+            yield Parameter(name, role, annotation, one.kind is one.POSITIONAL_ONLY, is_other, expression)
+            seen |= set() if is_other else {role}
 
 
 def _own_group(sources: Sequence[Source]) -> tuple[str, str]:
@@ -225,7 +290,7 @@ def _model(sources: Sequence[Source], config: Parameter | None) -> Model | None:
                 needed: list[Any] = [kind]
                 whole = _inline(call, source, config.name if config is not None else "", needed)
                 text = None if whole is None else re.sub(r"'([^'\"\\]*)'", r'"\1"', ast.unparse(whole))
-                return Model(kind, text, _vocabulary(kind, whole), tuple(needed))
+                return Model(kind, text, _vocabulary(kind, whole), tuple(needed), _too_large(kind, whole, needed))
     return None
 
 
@@ -238,10 +303,34 @@ def _vocabulary(kind: Any, call: ast.expr | None) -> str:
         bound = signature.bind(*call.args, **{one.arg: one.value for one in call.keywords if one.arg}).arguments
     except (TypeError, ValueError):  # it has **arguments, whose names bind cannot know
         return ""
+    if any(one.arg is None for one in call.keywords):
+        return ""
     for name, one in signature.parameters.items():
         if "vocab" in name:
             return ast.unparse(bound[name]) if name in bound else str(one.default) if one.default else ""
     return ""
+
+
+def _too_large(kind: Any, call: ast.expr | None, needed: Sequence[Any]) -> str:
+    """Return the largest sizes that the call gives the model, if they are too large for a test."""
+    sizes = _sizes(kind, call, {one.__name__: one for one in needed}) if isinstance(call, ast.Call) else {}
+    largest = sorted(sizes, key=lambda name: -sizes[name])[:2]
+    is_large = math.prod(sizes[name] for name in largest) > MOST_ELEMENTS
+    return ", ".join(f"{name}={sizes[name]}" for name in largest) if is_large else ""
+
+
+def _sizes(kind: Any, call: ast.Call, needed: Mapping[str, Any]) -> dict[str, int]:
+    """Return the integers that this call passes, also in configs that it makes, and those that are defaults."""
+    given = {one.arg: one.value for one in call.keywords}
+    sizes: dict[str, int] = {}
+    for place, (name, one) in enumerate(signature_of(kind).items()):
+        node = call.args[place] if place < len(call.args) else given.get(name)
+        value = one.default if node is None else node.value if isinstance(node, ast.Constant) else None
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in needed:
+            sizes |= _sizes(needed[ast.unparse(node.func)], node, needed)
+        elif isinstance(value, int) and value > 1 and None not in given:
+            sizes[name] = value
+    return sizes
 
 
 def _inline(node: ast.expr, source: Source, parameter: str, needed: list[Any], depth: int = 4) -> ast.expr | None:

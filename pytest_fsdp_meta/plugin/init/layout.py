@@ -21,6 +21,21 @@ def comment(text: str) -> list[str]:
     )
 
 
+def todo(start: str, what: str, end: str = "", within: int = 4) -> list[str]:
+    """Return the lines of a call of ``todo`` that will be indented by ``within``, as ruff formats a long text."""
+    line = f"{start}todo({quoted(what)}){end}"
+    if len(line) + within <= WIDTH:
+        return [line]
+    parts = textwrap.wrap(what, WIDTH - within - 7, break_long_words=False, break_on_hyphens=False)
+    texts = [quoted(part + " " * (part is not parts[-1])) for part in parts]
+    return [f"{start}todo(", *indent(texts), f"){end}"]
+
+
+def quoted(text: str) -> str:
+    """Return the string as ruff writes it: in double quotes, unless that needs more backslashes."""
+    return repr(text) if '"' in text else f'"{text}"'
+
+
 def call(start: str, arguments: list[str], within: int = 4) -> list[str]:
     """Return the lines of a call that will be indented by ``within``: one line if that is short enough."""
     line = f"{start}({', '.join(arguments)})"

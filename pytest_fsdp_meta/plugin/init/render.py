@@ -8,9 +8,11 @@ import keyword
 from collections.abc import Callable
 from typing import Any
 
+from pytest_fsdp_meta.plugin.init.config import VARIABLES, roles_of
 from pytest_fsdp_meta.plugin.init.facts import Facts, Parameter
-from pytest_fsdp_meta.plugin.init.layout import call, comment, function, import_lines, indent
-from pytest_fsdp_meta.plugin.init.values import FROM_RANK, SIZES, Reads, guess
+from pytest_fsdp_meta.plugin.init.layout import call, comment, function, import_lines, indent, quoted, todo
+from pytest_fsdp_meta.plugin.init.reads import EMPTY, Reads
+from pytest_fsdp_meta.plugin.init.values import FROM_RANK, SIZES, annotation_text, guess
 
 TOKENS = {"tokens", "input_ids", "ids", "idx", "token_ids", "inputs"}
 """Names of a parameter of ``forward`` that gets tokens."""
@@ -18,6 +20,7 @@ TAKEN = {
     *{"pytest", "torch", "safetensors", "fsdp", "checkpoint", "model", "optimizer", "scheduler", "folder", "subject"},
     *{"make_config", "build_unsharded", "batch", "loss", "SimpleNamespace", "Subject", "fsdp_conformance", "step"},
     *{"tiny_checkpoint", "DistributedConfig", "AutoConfig", "tokens", "logits", "predicted", "generator"},
+    *{"todo", "sizes", "reference"},
 }
 """Names that the test file uses itself; a loader with such a name is imported under another one."""
 PARTS = ("model", "optimizer", "scheduler")
@@ -25,7 +28,7 @@ PARTS = ("model", "optimizer", "scheduler")
 
 
 class TestFile:
-    """The text of a test file: ``text``, and ``left``, what its author has to fill in."""
+    """The text of a test file: ``text``. Where its author has to fill something in, it calls ``todo``, which fails."""
 
     __test__ = False
 
@@ -35,7 +38,9 @@ class TestFile:
         self._functions: list[str] = []
         self._config = facts.role("config")
         self._config_takes_folder = False
-        self.left: list[str] = []
+        self._config_variables: list[tuple[str, str, str]] = []
+        self._has_todo = False
+        self._has_reference = False
         loader = self._import_loader(test)
         values = [self._argument(one) for one in facts.parameters]
         self.given = {one.name: value for one, value in zip(facts.parameters, values, strict=True) if value}
@@ -43,14 +48,18 @@ class TestFile:
         self._write_reference()
         self._takes_checkpoint = self._write_checkpoint()
         body = self._write_test(test, loader, values)
-        doc = f"Check what {facts.module}:{facts.attribute} loads on two ranks."
-        doc = f'"""{doc}\n\nEach TODO below says what to write there.\n"""' if self.left else f'"""{doc}"""'
-        head = f"{doc}\n\n{import_lines(self._imports, is_own)}"
+        doc = f"Check what {facts.module}:{facts.attribute} loads."
+        if self._has_todo:
+            doc += "\n\nReplace each todo(...) by what it says; the test fails until then.\n"
+            self._imports.add(("pytest", ""))
+            body_of_todo = ['pytest.fail(f"TODO: {what}", pytrace=False)']
+            self._functions.insert(0, function("def todo(what):", "Fail before the loader is called.", body_of_todo))
+        head = f'"""{doc}"""\n\n{import_lines(self._imports, is_own)}'
         self.text = "\n\n\n".join([head, *self._functions, body]) + "\n"
 
-    def _todo(self, what: str) -> list[str]:
-        self.left.append(what)
-        return comment(f"TODO: {what}")
+    def _todo(self, start: str, what: str, end: str = "", within: int = 4) -> list[str]:
+        self._has_todo = True
+        return todo(start, what, end, within)
 
     def _import_loader(self, test: str) -> str:
         """Import the loader; return the name by which the test calls it."""
@@ -63,7 +72,7 @@ class TestFile:
     def _argument(self, one: Parameter) -> str:
         """Return the expression that the test passes for a parameter; "" if its author has to write it."""
         facts, as_text = self._facts, one.annotation in (str, "str")
-        if one.role in ("mesh", "group") and facts.own_group:
+        if one.is_other or (one.role in ("mesh", "group") and facts.own_group):
             return ""
         if one.role in FROM_RANK:
             value = FROM_RANK[one.role]
@@ -79,46 +88,54 @@ class TestFile:
                 self._imports.add(("transformers", "AutoConfig"))
                 return "AutoConfig.from_pretrained(checkpoint)"
             self._write_config(one)
-            return f"make_config({'checkpoint' if self._config_takes_folder else ''})"
-        return guess(one.name, one.annotation, "checkpoint")
+            return f"make_config({', '.join(self._config_arguments('checkpoint'))})"
+        return one.expression or guess(one.name, one.annotation, "checkpoint")
+
+    def _config_arguments(self, folder: str) -> list[str]:
+        """Return what a rank passes to ``make_config``."""
+        given = [folder] if self._config_takes_folder else []
+        return given + [f"{name}={value}" for name, _, value in self._config_variables]
 
     def _write_config(self, one: Parameter) -> None:
         facts = self._facts
         kind, reads = facts.config_class, facts.config
-        if kind is not None:
-            self._imports.add((kind.__module__, kind.__name__))
         if reads is None or not (reads.parts or reads.unpacked or kind):
-            what = f"return the {one.name} that {facts.attribute} gets, with small sizes; put the paths that it reads"
-            body = [
-                *self._todo(f"{what} into this folder"),
-                'raise NotImplementedError("write make_config in this file")',
-            ]
+            what = f"the {one.name} that {facts.attribute} gets, with small sizes and with paths to this folder"
+            body = self._todo("return ", what)
             self._config_takes_folder = True
         else:
-            value = self._value(reads, one.name, kind.__name__ if kind is not None else "")
+            self._config_variables = sorted({VARIABLES[role] for role in roles_of(reads)})
+            value = self._value(reads, one.name, 4)
             body = [f"return {value[0]}", *value[1:]]
-            self._config_takes_folder = any("folder" in line.partition("#")[0] for line in body)
+            self._config_takes_folder = any("folder" in line.partition("todo(")[0] for line in body)
         doc = f"Return a {one.name} with small sizes{' and paths to this folder' * self._config_takes_folder}."
-        head = f"def make_config({'folder' if self._config_takes_folder else ''}):"
-        self._functions.append(function(head, doc, body))
+        taken = ["folder"] * self._config_takes_folder
+        taken += [f"{name}={default}" for name, default, _ in self._config_variables]
+        self._functions.append(function(f"def make_config({', '.join(taken)}):", doc, body))
 
-    def _value(self, reads: Reads, path: str, constructor: str) -> list[str]:
-        """Return the lines of an expression that has all that is read; None and a TODO for what cannot be guessed."""
-        by_name = bool(constructor) or reads.attributes
-        if by_name and not constructor:
+    def _value(self, reads: Reads, path: str, within: int) -> list[str]:
+        """Return the lines of an expression that has all that is read; a todo for what cannot be guessed."""
+        by_name, constructor = reads.attributes, ""
+        if reads.kind is not None:
+            constructor = reads.kind.__name__
+            self._imports.add((reads.kind.__module__, constructor))
+        elif by_name:
             constructor = "SimpleNamespace"
             self._imports.add(("types", "SimpleNamespace"))
         lines = []
         for name, below in reads.parts.items():
-            where = f"{path}.{name}" if by_name else f'{path}["{name}"]'
-            value = self._value(below, where, "") if below.parts or below.unpacked else []
-            if not value:
-                annotation = reads.annotations.get(name, inspect.Parameter.empty)
-                value = [guess(name, annotation, "folder") or "None"]
-            if value == ["None"]:
-                lines += self._todo(f"{where}, which {self._facts.attribute} reads")
-            lines += [(f"{name}=" if by_name else f'"{name}": ') + value[0], *value[1:]]
-            lines[-1] += ","
+            where, start = (f"{path}.{name}", f"{name}=") if by_name else (f"{path}['{name}']", f'"{name}": ')
+            if below.is_kept:
+                continue
+            if below.expression:
+                self._imports |= {("torch", "")} if below.expression.startswith("torch.") else set()
+                lines.append(f"{start}{below.expression},")
+            elif below.parts or below.unpacked or below.kind:
+                value = self._value(below, where, within + 4)
+                lines += [start + value[0], *value[1:]]
+                lines[-1] += ","
+            else:
+                lines += self._todo(start, f"{where}{_describe(name, below)}", ",", within + 4)
         start, end = (f"{constructor}(", ")") if by_name else ("{", "}")
         return [start, *indent(lines), end] if lines else [start + end]
 
@@ -132,7 +149,7 @@ class TestFile:
         names = {node.id for node in ast.walk(ast.parse(model.call)) if isinstance(node, ast.Name)}
         if config is None or config.name not in names:
             return [], model.call
-        return [f"{config.name} = make_config({'folder' if self._config_takes_folder else ''})"], model.call
+        return [f"{config.name} = make_config({'folder' * self._config_takes_folder})"], model.call
 
     def _has_folder(self) -> bool:
         """Return whether the loader learns where its weights are from what the test passes."""
@@ -146,18 +163,17 @@ class TestFile:
         facts = self._facts
         if facts.model is None:
             return
-        doc = "Return the same model on one device, which the loaded one must equal."
         built = self._build() if self._has_folder() or facts.weights is None else None
         if built is None:
-            what = f"build {facts.model.kind.__name__} without sharding, and load the weights that the loader loads"
-            body = [*self._todo(what), 'raise NotImplementedError("write build_unsharded in this file")']
-        else:
-            before, made = built
-            seeded = [f"torch.manual_seed({facts.seed})"] if facts.seed and facts.weights is None else []
-            self._imports |= {("torch", "")} if seeded else set()
-            load = [f"model = {made}", self._load(), "return model"] if facts.weights else [f"return {made}"]
-            body = [*before, *seeded, *load]
-        self._functions.append(function(f"def build_unsharded({'folder' * self._needs_folder()}):", doc, body))
+            return  # the test has a todo for it
+        before, made = built
+        seeded = [f"torch.manual_seed({facts.seed})"] if facts.seed and facts.weights is None else []
+        self._imports |= {("torch", "")} if seeded else set()
+        load = [f"model = {made}", self._load(), "return model"] if facts.weights else [f"return {made}"]
+        doc = "Return the same model on one device, which the loaded one must equal."
+        head = f"def build_unsharded({'folder' * self._needs_folder()}):"
+        self._functions.append(function(head, doc, [*before, *seeded, *load]))
+        self._has_reference = True
 
     def _load(self) -> str:
         assert self._facts.weights is not None
@@ -179,14 +195,14 @@ class TestFile:
         make = 'folder = tmp_path_factory.mktemp("checkpoint")'
         if facts.weights is None or built is None:
             file = f"{facts.weights.file} with small weights" if facts.weights else f"what {facts.attribute} reads"
-            todo = self._todo(f"write {file} into this folder, or return one that has it")
-            body = [*todo, 'return tmp_path_factory.mktemp("checkpoint")']
+            what = f"a folder with {file}; tmp_path_factory.mktemp('checkpoint') makes an empty one"
+            body = self._todo("return ", what)
         else:
             library, file = facts.weights.library, f'folder / "{facts.weights.file}"'
             self._imports.add(("safetensors.torch" if library == "safetensors" else "torch", ""))
             start = "safetensors.torch.save_model" if library == "safetensors" else "torch.save"
             saved = built[1] if library == "safetensors" else f"{built[1]}.state_dict()"
-            body = [make, *built[0], *call(start, [saved, file]), "return folder"]
+            body = [*self._refuse_large(), make, *built[0], *call(start, [saved, file]), "return folder"]
         doc = f"Return a folder with small weights for {facts.attribute}."
         self._write_fixture(doc, body)
         return True
@@ -196,11 +212,19 @@ class TestFile:
         assert kind is not None
         self._imports.add(("pytest_fsdp_meta.transformers", "tiny_checkpoint"))
         arguments = [f'"{kind.model_type}"', 'tmp_path_factory.mktemp("tiny") / "model"']
+        before = []
         if kind.auto_class != "AutoModelForCausalLM":
             self._imports.add(("transformers", kind.auto_class))
             arguments.append(f"auto_class={kind.auto_class}")
+        if kind.sizes.too_large:
+            before = self._todo("", kind.sizes.too_large)
+        else:
+            arguments += [f"{name}={literal(value)}" for name, value in kind.sizes.values.items()]
+        if kind.sizes.unknown:
+            before = self._todo("sizes = ", kind.sizes.unknown)
+            arguments.append("**sizes")
         doc = "Return a tiny checkpoint of this type: a model_type as in config.json."
-        self._write_fixture(doc, call("return tiny_checkpoint", arguments))
+        self._write_fixture(doc, [*before, *call("return tiny_checkpoint", arguments)])
 
     def _write_fixture(self, doc: str, body: list[str]) -> None:
         self._imports.add(("pytest", ""))
@@ -209,12 +233,18 @@ class TestFile:
 
     def _write_test(self, test: str, loader: str, values: list[str]) -> str:
         facts = self._facts
-        body, given = [], []
+        body, given = [] if self._takes_checkpoint else self._refuse_large(), []
+        if facts.model is not None and not self._has_reference:
+            what = f"a function that returns a {facts.model.kind.__name__} without sharding, with the weights that"
+            body += self._todo("reference = ", f"{what} {facts.attribute} loads")
         for one, value in zip(facts.parameters, values, strict=True):
+            name = f"{one.name}_" if one.name in TAKEN or keyword.iskeyword(one.name) else one.name
             if not value:
-                value = f"{one.name}_" if one.name in TAKEN or keyword.iskeyword(one.name) else one.name
-                late = f" (no mesh exists before {facts.own_group} makes the process group)" * bool(one.role)
-                body += [*self._todo(f"what {facts.attribute} gets as {one.name}{late}"), f"{value} = None"]
+                body += self._todo(f"{name} = ", f"what {facts.attribute} gets as {one.name}{self._why(one)}")
+                value = name
+            elif one is self._config and self._config_variables:
+                body += call(f"{name} = make_config", self._config_arguments("checkpoint"))
+                value = name
             given.append(value if one.positional else f"{one.name}={value}")
         if facts.from_pretrained:
             given = ["checkpoint"]
@@ -225,10 +255,24 @@ class TestFile:
             body += call(f"return {loader}", given)
         else:
             body += [*call(f"{', '.join(names)} = {loader}", given), *self._subject(names)]
-        group = ', process_group="loader"' if facts.own_group else ""
+        group = '(process_group="loader")' if facts.own_group else ""
         arguments = "fsdp, checkpoint" if self._takes_checkpoint else "fsdp"
-        head = [f"@fsdp_conformance(world_size=2{group})", f"def {test}({arguments}):  # runs on every rank"]
+        head = [f"@fsdp_conformance{group}", f"def {test}({arguments}):  # runs on every rank"]
         return "\n".join([*head, *indent(body)])
+
+    def _refuse_large(self) -> list[str]:
+        """Return a todo for a loader that builds a large model, whatever the test does."""
+        model = self._facts.model
+        if model is None or not model.too_large:
+            return []
+        what = f"{model.kind.__name__} has {model.too_large}; let {self._facts.attribute} take smaller sizes"
+        return self._todo("", f"{what} from an argument")
+
+    def _why(self, one: Parameter) -> str:
+        """Return why the test cannot pass the mesh of the rank."""
+        if one.is_other and not self._facts.own_group:
+            return "; fsdp.mesh has the dimensions of @fsdp_conformance(mesh=...)"
+        return f" (no mesh exists before {self._facts.own_group} makes the process group)" if one.role else ""
 
     def _subject(self, names: list[str]) -> list[str]:
         """Return the lines of the return statement."""
@@ -240,14 +284,14 @@ class TestFile:
         self._imports.add(("pytest_fsdp_meta", "Subject"))
         lines = ["model,", *(f"{part}," for part in built)]
         if facts.model is not None:
-            lazy = "lambda: build_unsharded(checkpoint)" if self._needs_folder() else "build_unsharded"
-            lines.append(f"reference={lazy},")
+            built = "lambda: build_unsharded(checkpoint)" if self._needs_folder() else "build_unsharded"
+            lines.append(f"reference={built if self._has_reference else 'reference'},")
             if facts.weights is None and not facts.seed:
                 lines.append('drawn="*",  # its source loads no weights, so they are random')
         else:
             what = "reference=lambda: ..., a function that builds the same model on one device; without it, names"
-            lines += self._todo(f"{what}, shapes and values are not compared")
-        if facts.has_source and not facts.uses_meta:
+            lines += comment(f"Optional: {what}, shapes and values are not compared")
+        if facts.builds_whole:
             lines.append("whole_while_loading=True,  # its source does not use the meta device")
         return ["return Subject(", *indent([*lines, *self._training()]), ")"]
 
@@ -262,7 +306,9 @@ class TestFile:
             return ["batch=batch,", "loss=loss,"]
         forward = f" ({kind.__name__}.forward gets {', '.join(required)})" if kind is not None and required else ""
         what = f"batch=lambda step: {{...}}, a dict of tensors with the rows of all ranks{forward}, and loss=lambda"
-        return self._todo(f"{what} model, batch: ...; without them, gradients, losses and resuming are not compared")
+        return comment(
+            f"Optional: {what} model, batch: ...; without them, gradients, losses and resuming are not compared"
+        )
 
     def _vocabulary(self) -> str:
         """Return the size of the vocabulary of the model that is built; "" if that is not known."""
@@ -294,6 +340,22 @@ class TestFile:
 
 def _bases(kind: Any) -> tuple[type, ...]:
     return kind.__mro__ if inspect.isclass(kind) else ()
+
+
+def literal(value: Any) -> str:
+    """Return the value as ruff writes it."""
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{literal(key)}: {literal(one)}' for key, one in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(literal, value))}]"
+    return quoted(value) if isinstance(value, str) else repr(value)
+
+
+def _describe(name: str, part: Reads) -> str:
+    """Return what is known of a part without a value: its type, examples, and what reads it."""
+    kind = annotation_text(part.annotation).rpartition(".")[2] if part.annotation is not EMPTY else ""
+    example = ", such as 'float32' or torch.float32" * ("dtype" in name.lower())
+    return f"{f' ({kind})' * bool(kind)}{example}{f'; {part.reader} reads it' * bool(part.reader)}"
 
 
 def _leaves(reads: Reads) -> list[str]:

@@ -25,35 +25,68 @@ class Source:
     tree: ast.FunctionDef
     file: Path
     cls: type | None = None
-    """The class of a class method."""
+    """The class of a method."""
 
     @cached_property
     def names(self) -> Mapping[str, Any]:
-        """Global names, and those that imports in its body give."""
+        """Global names, and those that imports in its body give; ``self`` stands for its class, as ``cls`` does."""
         module = inspect.getmodule(self.owner)
-        return {**(vars(module) if module is not None else {}), **_imported_inside(self.tree), "cls": self.cls}
+        names = (node for node in ast.walk(self.tree) if isinstance(node, ast.Name))
+        stored = [node.id for node in names if isinstance(node.ctx, ast.Store)]
+        return {
+            **(vars(module) if module is not None else {}),
+            **dict.fromkeys([*stored, *self.parameters]),
+            **_imported_inside(self.tree),
+            **dict.fromkeys(("self", "cls"), self.cls),
+        }
+
+    @cached_property
+    def assigned(self) -> Mapping[str, ast.expr]:
+        """Local names -> what is assigned to them, where that is done once."""
+        found: dict[str, list[ast.expr]] = {}
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Assign) and len(node.targets) == 1:
+                found.setdefault(ast.unparse(node.targets[0]), []).append(node.value)
+        return {name: values[0] for name, values in found.items() if len(values) == 1}
 
     @property
     def calls(self) -> Iterator[ast.Call]:
         return (node for node in ast.walk(self.tree) if isinstance(node, ast.Call))
 
-    @property
-    def parameters(self) -> set[str]:
+    @cached_property
+    def parameters(self) -> tuple[str, ...]:
         """The names of the parameters: those of ``__init__`` for a class."""
         function: Any = vars(self.owner).get("__init__") if isinstance(self.owner, type) else self.owner
         with suppress(TypeError, ValueError):
-            return set(inspect.signature(function).parameters)
-        return set()
+            return tuple(inspect.signature(function).parameters)
+        return ()
 
     def resolve(self, node: ast.AST) -> Any:
         """Return what a name such as ``nn.Linear`` stands for in this source; None where that cannot be known."""
         if isinstance(node, ast.Name):
             return self.names.get(node.id)
         if isinstance(node, ast.Attribute):
-            owner = self.resolve(node.value)
+            owner = self.owner_of(node)
             with suppress(Exception):  # lazy modules import, and may fail to
                 return getattr(owner, node.attr, None) if owner is not None else None
         return None
+
+    def owner_of(self, node: ast.Attribute) -> Any:
+        """Return what this is an attribute of; for an instance that the source makes, its class."""
+        owner = self.resolve(node.value)
+        return self._class_of(node.value) if owner is None else owner
+
+    def _class_of(self, node: ast.AST) -> type | None:
+        """Return the class that is called here, or where this local name is assigned."""
+        made = self.assigned.get(node.id) if isinstance(node, ast.Name) else node
+        called = made.func if isinstance(made, ast.Call) else None
+        kind: Any = None
+        if isinstance(called, ast.Name):
+            kind = self.names.get(called.id)
+        elif isinstance(called, ast.Attribute) and isinstance(called.value, ast.Name):
+            with suppress(Exception):  # as above
+                kind = getattr(self.names.get(called.value.id), called.attr, None)
+        return kind if inspect.isclass(kind) else None
 
     def place(self, node: ast.AST) -> str:
         return f"{self.file.name}:{getattr(node, 'lineno', 0)}"
@@ -67,20 +100,20 @@ def read_sources(function: Callable[..., Any], root: Path) -> list[Source]:
     called: Any = getattr(function, "func", function)  # that of a functools.partial
     package = str(getattr(called, "__module__", "")).partition(".")[0]
     found: dict[int, Source] = {}
-    waiting: list[Any] = [called]
+    waiting: list[tuple[Any, Any]] = [(called, getattr(called, "__self__", None))]
     while waiting and len(found) < MOST:
-        called = waiting.pop(0)
-        cls = called.__self__ if inspect.isclass(getattr(called, "__self__", None)) else None
+        called, cls = waiting.pop(0)
         owner = inspect.unwrap(getattr(called, "__func__", called))
-        source = None if id(owner) in found else _read(owner, cls)
+        source = None if id(owner) in found else _read(owner, cls if inspect.isclass(cls) else None)
         if source is None:
             continue
         found[id(owner)] = source
         for call in source.calls:
             target = source.resolve(call.func)
+            cls = source.owner_of(call.func) if isinstance(call.func, ast.Attribute) else None
             is_python = inspect.isfunction(target) or inspect.ismethod(target) or inspect.isclass(target)
             if is_python and _is_own(target, package, root):
-                waiting.append(target)
+                waiting.append((target, target if inspect.isclass(target) else cls))
     return list(found.values())
 
 

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
-from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Any
-
-from pytest_fsdp_meta.plugin.init.source import Source
 
 CONFIGS = {"cfg", "config", "configuration", "conf", "args", "hparams", "settings", "options", "opts"}
 PATHS = {"path", "checkpoint", "ckpt", "folder", "dir", "directory", "weights", "pretrained", "file"}
@@ -31,6 +26,8 @@ PLAIN = {
     "head_dim": "8",
     "top_k": "2",
     "rope_theta": "10000.0",
+    "reshard_after_forward": "True",
+    **dict.fromkeys((f"{axis}_{word}" for axis in ("tp", "pp", "cp", "ep") for word in ("size", "degree")), "1"),
 }
 """Values by a whole name."""
 FROM_RANK = {
@@ -44,6 +41,13 @@ FROM_RANK = {
     "device": "fsdp.device",
 }
 """What a parameter of this role gets; all of it exists on ranks only."""
+RANKS = {"rank", "global_rank", "world_rank", "dp_rank", "process_rank", "my_rank"}
+WORLD_SIZES = {
+    *{"world_size", "num_ranks", "nranks", "dp_world_size", "data_parallel_size"},
+    *(f"{axis}_{word}" for axis in ("dp", "fsdp") for word in ("size", "degree")),
+}
+OTHER_MESHES = {"tp", "pp", "cp", "ep", "sp", "tensor", "pipeline", "context", "expert", "sequence"}
+"""Words of a mesh that does not shard parameters as FSDP does."""
 
 
 def role_of(name: str, annotation: Any) -> str:
@@ -55,16 +59,18 @@ def role_of(name: str, annotation: Any) -> str:
         return "mesh"
     if name in ("local_rank", "device_type"):
         return name
-    if words[-1] == "rank":
+    if name.strip("_") in RANKS:
         return "rank"
-    if name in ("world_size", "num_ranks", "nranks"):
+    if name.strip("_") in WORLD_SIZES:
         return "world_size"
     if words[-1] in ("group", "pg") or "ProcessGroup" in kind:
         return "group"
-    if words[-1] in ("device", "dev") or kind == "torch.device":
+    if words[-1] in ("device", "dev") or kind in ("torch.device", "device"):
         return "device"
     if CONFIGS.intersection(words) and not PATHS.intersection(words) and "name" not in words:
         return "config"
+    if kind in ("bool", "int", "float"):
+        return ""
     if (PATHS.intersection(words) and not CONFIGS.intersection(words)) or "Path" in kind or name in MODELS_BY_NAME:
         return "checkpoint"
     return ""
@@ -88,91 +94,3 @@ def guess(name: str, annotation: Any, folder: str) -> str:
     if kind in ("", "int") and "name" not in words:
         return next((str(size) for word, size in SIZES.items() if word in words), "")
     return ""
-
-
-@dataclass
-class Reads:
-    """What a source reads of a value: attributes (``cfg.size``) or items (``cfg["size"]``), each read further."""
-
-    parts: dict[str, Reads] = field(default_factory=dict)
-    attributes: bool = False
-    unpacked: bool = False
-    """Whether it is passed on as keyword arguments."""
-    annotations: dict[str, Any] = field(default_factory=dict)
-
-    def add(self, chain: Iterable[tuple[bool, str]]) -> Reads:
-        here = self
-        for attribute, name in chain:
-            here.attributes = here.attributes or attribute
-            here = here.parts.setdefault(name, Reads())
-        return here
-
-
-def find_reads(sources: Iterable[Source], parameter: str) -> Reads:
-    """Return what these sources read of the parameter, in all functions that have one of this name."""
-    reads = Reads()
-    for source in sources:
-        if parameter not in source.parameters:
-            continue
-        called = {id(call.func) for call in source.calls}
-        for node in ast.walk(source.tree):
-            chain = _chain(node, parameter)
-            if chain and id(node) not in called:
-                reads.add(chain)
-            if isinstance(node, ast.Call):
-                _add_call(source, node, parameter, reads)
-    return reads
-
-
-def _add_call(source: Source, call: ast.Call, parameter: str, reads: Reads) -> None:
-    """Add ``cfg.get("size")``, and for ``Model(**cfg)`` the parameters of Model."""
-    if isinstance(call.func, ast.Attribute) and call.func.attr == "get" and call.args:
-        key, chain = call.args[0], _chain(call.func.value, parameter)
-        if chain is not None and isinstance(key, ast.Constant) and isinstance(key.value, str):
-            reads.add([*chain, (False, key.value)])
-    for keyword in call.keywords:
-        chain = _chain(keyword.value, parameter) if keyword.arg is None else None
-        target = source.resolve(call.func)
-        if chain is not None and callable(target):
-            here = reads.add(chain)
-            here.unpacked = True
-            for name, one in _signature_of(target).items():
-                if one.default is one.empty:
-                    here.add([(False, name)])
-                    here.annotations[name] = one.annotation
-
-
-def _chain(node: ast.AST, parameter: str) -> list[tuple[bool, str]] | None:
-    """Return the names that lead from the parameter, or from ``self.`` and its name, to this node; None for others."""
-    if isinstance(node, ast.Name):
-        return [] if node.id == parameter else None
-    if isinstance(node, ast.Attribute):
-        if isinstance(node.value, ast.Name) and node.value.id == "self":
-            return [] if node.attr == parameter else None
-        chain = _chain(node.value, parameter)
-        return None if chain is None else [*chain, (True, node.attr)]
-    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, str):
-        chain = _chain(node.value, parameter)
-        return None if chain is None else [*chain, (False, node.slice.value)]
-    return None
-
-
-def _signature_of(target: Any) -> dict[str, inspect.Parameter]:
-    try:
-        parameters = inspect.signature(target).parameters
-    except (TypeError, ValueError):
-        return {}
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return {name: one for name, one in parameters.items() if one.kind in named}
-
-
-def fields_of(kind: Any) -> Reads | None:
-    """Return what an own config class takes: its parameters that have no default, and those that are paths."""
-    if not inspect.isclass(kind) or kind.__module__ in ("builtins", "types", "typing", "argparse", "inspect"):
-        return None
-    reads = Reads(attributes=True)
-    for name, one in _signature_of(kind).items():
-        if one.default is one.empty or role_of(name, one.annotation) == "checkpoint":
-            reads.add([(True, name)])
-            reads.annotations[name] = one.annotation
-    return reads
