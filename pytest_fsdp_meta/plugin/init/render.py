@@ -284,8 +284,8 @@ class TestFile:
         self._imports.add(("pytest_fsdp_meta", "Subject"))
         lines = ["model,", *(f"{part}," for part in built)]
         if facts.model is not None:
-            built = "lambda: build_unsharded(checkpoint)" if self._needs_folder() else "build_unsharded"
-            lines.append(f"reference={built if self._has_reference else 'reference'},")
+            build = "lambda: build_unsharded(checkpoint)" if self._needs_folder() else "build_unsharded"
+            lines.append(f"reference={build if self._has_reference else 'reference'},")
             if facts.weights is None and not facts.seed:
                 lines.append('drawn="*",  # its source loads no weights, so they are random')
         else:
