@@ -251,7 +251,7 @@ def test_what_was_found_is_said(repository: Project) -> None:
 def test_the_config_is_written_as_it_is_read(repository: Project) -> None:
     init(repository, "typed")
     written = (repository.path / "tests/test_typed.py").read_text()
-    assert "    return Config(\n        vocab=128,\n        file=str(folder),\n    )\n" in written
+    assert "    return Config(\n        vocab=128,\n        file=str(folder),\n        width=32,\n    )\n" in written
     init(repository, "load_model")
     written = (repository.path / "tests/test_load_model.py").read_text()
     assert "        checkpoint_dir=str(folder),\n" in written
@@ -261,10 +261,15 @@ def test_the_config_is_written_as_it_is_read(repository: Project) -> None:
 def test_what_is_left_is_named_with_its_line(repository: Project) -> None:
     output = init(repository, "unknown")
     lines = (repository.path / "tests/test_unknown.py").read_text().splitlines()
-    todos = [number for number, line in enumerate(lines, 1) if "# TODO: " in line]
-    assert len(todos) == 4
-    assert "wrote tests/test_unknown.py, with 4 TODOs:\n" in output
+    todos = [
+        number for number, line in enumerate(lines, 1) if line.strip().startswith(("return todo(", "tokenizer = todo("))
+    ]
+    assert len(todos) == 2
+    assert "wrote tests/test_unknown.py; fill in 2 TODOs, as the test fails until then:\n" in output
     assert f"  line {todos[1]}: what unknown gets as tokenizer\n" in output
+    optional = [number for number, line in enumerate(lines, 1) if "# Optional: " in line]
+    assert len(optional) == 2
+    assert f"  line {optional[0]}: Optional: reference=lambda: ..., a function that builds" in output
     assert "gradients, losses and resuming are not compared\n" in output
 
 
@@ -295,10 +300,10 @@ USAGE_PROBLEMS = {
     "no module": ("absent.loading:load", [], "module 'absent.loading' not found"),
     "no attribute": (f"{NAMED}:biuld", [], "module 'mypkg.loading' has no 'biuld'; did you mean 'build'?"),
     "not callable": (f"{NAMED}:PATH", [], "is a str, but should be a function that loads the model"),
-    "a class": (f"{NAMED}:Loader", [], "it is a class; name a function that loads the model, or a class method"),
+    "a class": (f"{NAMED}:Loader", [], "it is a class; write a function that makes the Loader"),
     "a lambda": (f"{NAMED}:short", [], "it is a lambda; write it as a function: def short(...)"),
     "built in": ("math:hypot", [], "it has no signature, as it is written in C; name a Python function that calls it"),
-    "a method": (f"{NAMED}:Loader.load", [], "it is a method of an instance; name a function that makes the Loader"),
+    "a method": (f"{NAMED}:Loader.load", [], "it is a method of an instance; write a function that makes the Loader"),
     "a coroutine": (f"{NAMED}:later", [], "a loader should be a plain function, not a coroutine"),
     "a quote": (f"{NAMED}:it's", [], "invalid value (expected MODULE:FUNCTION"),
     "quotes": (f'{NAMED}:"build"', [], "invalid value (expected MODULE:FUNCTION"),

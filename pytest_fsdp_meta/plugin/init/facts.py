@@ -8,13 +8,13 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pytest_fsdp_meta.plugin.init.config import add_fields, choose_values, hints_of, is_config_class
-from pytest_fsdp_meta.plugin.init.pretrained import Sizes, find_built, find_instance, find_sizes, fit_config, sizes_of
-from pytest_fsdp_meta.plugin.init.reads import Reads, find_reads, find_scopes, signature_of
+from pytest_fsdp_meta.plugin.init.pretrained import Transformers, fit_checkpoint
+from pytest_fsdp_meta.plugin.init.reads import Names, Reads, find_reads, find_scopes, signature_of
 from pytest_fsdp_meta.plugin.init.source import Source, read_sources
 from pytest_fsdp_meta.plugin.init.values import OTHER_MESHES, role_of
 
@@ -69,15 +69,6 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Transformers:
-    """The class of transformers that the loader builds."""
-
-    auto_class: str
-    model_type: str
-    sizes: Sizes = field(default_factory=Sizes)
-
-
-@dataclass(frozen=True)
 class Facts:
     """What ``--fsdp-init`` could find out about a loader."""
 
@@ -124,7 +115,12 @@ def find_facts(name: str, function: Callable[..., Any], root: Path) -> Facts:
     group, backend = _own_group(sources)
     returned, returns_subject = _returned(sources)
     transformers = _describe(kind) if from_pretrained else _transformers(sources)
-    arguments, sizes = _read_arguments(sources, signature, config, transformers, has_mesh=not group)
+    scopes = find_scopes(sources)
+    arguments = _read_arguments(scopes, signature, hints, config)
+    if transformers is None or from_pretrained or _is_pretrained_config(config):
+        choose_values(arguments, has_mesh=not group)
+    else:
+        transformers = fit_checkpoint(arguments, scopes, transformers, has_mesh=not group)
     parameters = tuple(_parameters(signature, hints, arguments))
     model = _model(sources, config) if transformers is None else None
     text = "\n".join(ast.unparse(source.tree) for source in sources)
@@ -142,7 +138,7 @@ def find_facts(name: str, function: Callable[..., Any], root: Path) -> Facts:
         model=model,
         weights=_weights(sources) if transformers is None else None,
         seed=next(iter(re.findall(r"manual_seed\((\d+)\)", text)), ""),
-        transformers=None if transformers is None else replace(transformers, sizes=sizes),
+        transformers=transformers,
         from_pretrained=from_pretrained,
         builds_whole=model is not None and "'meta'" not in text and not _may_build_on_meta(sources),
         has_source=bool(sources) or from_pretrained,
@@ -150,36 +146,16 @@ def find_facts(name: str, function: Callable[..., Any], root: Path) -> Facts:
 
 
 def _read_arguments(
-    sources: Sequence[Source],
-    signature: inspect.Signature,
-    config: Parameter | None,
-    transformers: Transformers | None,
-    *,
-    has_mesh: bool,
-) -> tuple[Reads, Sizes]:
-    """Return what is read of each argument, with values for it, and the sizes that a checkpoint then has."""
-    scopes = find_scopes(sources)
+    scopes: Mapping[Source, Names], signature: inspect.Signature, hints: Mapping[str, Any], config: Parameter | None
+) -> Reads:
+    """Return what is read of each argument, and what its annotation and its default are."""
     arguments = find_reads(scopes)
     for name, one in signature.parameters.items():
-        arguments.add(((True, name),)).default = one.default
+        part = arguments.add(((True, name),))
+        part.annotation, part.default = hints.get(name, one.annotation), one.default
     if config is not None and is_config_class(config.annotation) and not _is_pretrained_config(config):
         add_fields(arguments.parts[config.name], config.annotation)
-    if transformers is None:
-        choose_values(arguments, has_mesh=has_mesh)
-        return arguments, Sizes()
-    kind, built = transformers.model_type, find_built(scopes)
-    if built is not None:
-        fit_config(arguments, built, kind)
-    choose_values(arguments, has_mesh=has_mesh)
-    if built is not None:
-        return arguments, find_sizes(arguments, built, kind, transformers.auto_class)
-    instance, place = find_instance(sources)
-    if instance is not None:
-        return arguments, sizes_of(instance.to_dict(), kind, transformers.auto_class, place)
-    is_loaded = any("from_pretrained" in ast.unparse(source.tree) for source in sources)
-    if is_loaded or not sources or _is_pretrained_config(config):
-        return arguments, Sizes()
-    return arguments, Sizes(unknown="the sizes of the config from which the loader builds its model, as a dict")
+    return arguments
 
 
 def _is_pretrained_config(config: Parameter | None) -> bool:

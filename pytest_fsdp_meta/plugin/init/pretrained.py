@@ -6,9 +6,10 @@ import ast
 import inspect
 import operator
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from pytest_fsdp_meta.plugin.init.config import choose_values
 from pytest_fsdp_meta.plugin.init.reads import EMPTY, Names, Reads, chain_of
 from pytest_fsdp_meta.plugin.init.source import Source
 
@@ -45,8 +46,45 @@ class Sizes:
     values: dict[str, Any] = field(default_factory=dict)
     unknown: str = ""
     """What its author has to write; empty if all is known."""
-    too_large: str = ""
-    """Why this loader cannot be tested; empty if it can."""
+    refused: str = ""
+    """Why ``tiny_checkpoint`` cannot write the checkpoint; empty if it can."""
+
+
+@dataclass(frozen=True)
+class Transformers:
+    """The class of transformers that the loader builds."""
+
+    auto_class: str
+    model_type: str
+    sizes: Sizes = field(default_factory=Sizes)
+
+
+def fit_checkpoint(
+    arguments: Reads, scopes: Mapping[Source, Names], model: Transformers, *, has_mesh: bool
+) -> Transformers:
+    """Choose values for the arguments, and the sizes of the tiny checkpoint that fits them."""
+    from transformers import CONFIG_MAPPING
+
+    built, (instance, place) = find_built(scopes), find_instance(scopes)
+    kind = built.kind if built is not None else type(instance)
+    model_type = getattr(kind, "model_type", "") or model.model_type
+    if model_type not in CONFIG_MAPPING:
+        choose_values(arguments, has_mesh=has_mesh)
+        what = f"return a folder that save_pretrained wrote; tiny_checkpoint does not know the type {model_type!r}"
+        return Transformers(model.auto_class, model_type, Sizes(refused=what))
+    model = Transformers(model.auto_class, model_type)
+    if built is not None:
+        fit_config(arguments, built, model_type)
+    choose_values(arguments, has_mesh=has_mesh)
+    if built is not None:
+        sizes = find_sizes(arguments, built, model)
+    elif instance is not None:
+        sizes = sizes_of(instance.to_dict(), model, place)
+    elif any("from_pretrained" in ast.unparse(source.tree) for source in scopes):
+        sizes = Sizes()
+    else:
+        sizes = Sizes(unknown="the sizes of the config from which the loader builds its model, as a dict")
+    return replace(model, sizes=sizes)
 
 
 def find_built(scopes: Mapping[Source, Names]) -> Built | None:
@@ -84,7 +122,7 @@ def fit_config(reads: Reads, built: Built, model_type: str) -> None:
             taken |= {name: part.add(((part.kind is not None, name),), built.place) for name in names}
     if "num_attention_heads" not in taken and not built.overrides:
         node = next((one.value for one in built.call.keywords if one.arg == "num_attention_heads"), None)
-        heads = getattr(built.kind(), "num_attention_heads", 0) if node is None else getattr(node, "value", 0)
+        heads = _default(built.kind, "num_attention_heads") if node is None else getattr(node, "value", 0)
         if isinstance(heads, int):  # rotary embeddings need two numbers in each head
             tiny["hidden_size"] = max(tiny.get("hidden_size", 0), 2 * heads)
     for name, part in taken.items():
@@ -94,11 +132,18 @@ def fit_config(reads: Reads, built: Built, model_type: str) -> None:
             part.expression = f'"{value}"' if isinstance(value, str) else repr(value)
 
 
-def find_sizes(reads: Reads, built: Built, model_type: str, auto_class: str) -> Sizes:
+def _default(kind: Any, name: str) -> Any:
+    try:
+        return getattr(kind(), name, 0)
+    except Exception:  # its defaults do not pass its own validation
+        return 0
+
+
+def find_sizes(reads: Reads, built: Built, model: Transformers) -> Sizes:
     """Return the sizes that the loader's model has when it gets these values."""
     from pytest_fsdp_meta.transformers.sizes import tiny_config
 
-    tiny = tiny_config(model_type).to_dict()
+    tiny = tiny_config(model.model_type).to_dict()
     given: dict[str, Any] = {}
     unknown = []
     for keyword in built.call.keywords:
@@ -118,16 +163,16 @@ def find_sizes(reads: Reads, built: Built, model_type: str, auto_class: str) -> 
         return Sizes(unknown=f"{what}; {type(error).__name__}: {str(error).splitlines()[0]}")
     if unknown:
         return Sizes(unknown=f"{what}; the source does not say {', '.join(unknown)}")
-    return sizes_of(whole, model_type, auto_class, built.place)
+    return sizes_of(whole, model, built.place)
 
 
-def sizes_of(config: Mapping[str, Any], model_type: str, auto_class: str, place: str) -> Sizes:
+def sizes_of(config: Mapping[str, Any], model: Transformers, place: str) -> Sizes:
     """Return the sizes of this config that a tiny checkpoint needs, or that it is too large."""
     from pytest_fsdp_meta.transformers.sizes import tiny_config
 
-    tiny = tiny_config(model_type).to_dict()
+    tiny = tiny_config(model.model_type).to_dict()
     values = {name: value for name, value in config.items() if _differs(name, value, tiny)}
-    return Sizes(values, too_large=_too_large(model_type, values, auto_class, place))
+    return Sizes(values, refused=_too_large(model, values, place))
 
 
 def find_instance(sources: Iterable[Source]) -> tuple[Any, str]:
@@ -154,7 +199,7 @@ def _is_literal(value: Any) -> bool:
     return True
 
 
-def _too_large(model_type: str, values: Mapping[str, Any], auto_class: str, place: str) -> str:
+def _too_large(model: Transformers, values: Mapping[str, Any], place: str) -> str:
     """Return why the model is not tiny; empty if it is."""
     import torch
     import transformers
@@ -162,9 +207,12 @@ def _too_large(model_type: str, values: Mapping[str, Any], auto_class: str, plac
     from pytest_fsdp_meta.transformers.checkpoints import MAX_PARAMETERS
     from pytest_fsdp_meta.transformers.sizes import tiny_config
 
-    with torch.device("meta"):
-        model = getattr(transformers, auto_class).from_config(tiny_config(model_type, **values))
-    count = sum(parameter.numel() for parameter in model.parameters())
+    try:
+        with torch.device("meta"):
+            made = getattr(transformers, model.auto_class).from_config(tiny_config(model.model_type, **values))
+    except Exception:  # the fixture, which calls tiny_checkpoint, fails with it, before the loader is called
+        return ""
+    count = sum(parameter.numel() for parameter in made.parameters())
     if count <= MAX_PARAMETERS:
         return ""
     return f"{place} builds a model of {count:,} parameters; let it take smaller sizes from an argument or a checkpoint"

@@ -135,7 +135,7 @@ class TestFile:
                 lines += [start + value[0], *value[1:]]
                 lines[-1] += ","
             else:
-                lines += self._todo(start, f"{where}{_describe(name, below)}", ",", within + 4)
+                lines += self._todo(start, f"a value for {where}{_describe(name, below)}", ",", within + 4)
         start, end = (f"{constructor}(", ")") if by_name else ("{", "}")
         return [start, *indent(lines), end] if lines else [start + end]
 
@@ -216,8 +216,8 @@ class TestFile:
         if kind.auto_class != "AutoModelForCausalLM":
             self._imports.add(("transformers", kind.auto_class))
             arguments.append(f"auto_class={kind.auto_class}")
-        if kind.sizes.too_large:
-            before = self._todo("", kind.sizes.too_large)
+        if kind.sizes.refused:
+            before = self._todo("", kind.sizes.refused)
         else:
             arguments += [f"{name}={literal(value)}" for name, value in kind.sizes.values.items()]
         if kind.sizes.unknown:
@@ -284,8 +284,8 @@ class TestFile:
         self._imports.add(("pytest_fsdp_meta", "Subject"))
         lines = ["model,", *(f"{part}," for part in built)]
         if facts.model is not None:
-            built = "lambda: build_unsharded(checkpoint)" if self._needs_folder() else "build_unsharded"
-            lines.append(f"reference={built if self._has_reference else 'reference'},")
+            build = "lambda: build_unsharded(checkpoint)" if self._needs_folder() else "build_unsharded"
+            lines.append(f"reference={build if self._has_reference else 'reference'},")
             if facts.weights is None and not facts.seed:
                 lines.append('drawn="*",  # its source loads no weights, so they are random')
         else:

@@ -8,7 +8,7 @@ import inspect
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,9 @@ class Source:
     @cached_property
     def parameters(self) -> tuple[str, ...]:
         """The names of the parameters: those of ``__init__`` for a class."""
-        function: Any = vars(self.owner).get("__init__") if isinstance(self.owner, type) else self.owner
+        function: Any = self.owner
+        if isinstance(self.owner, type):
+            function = inspect.getattr_static(self.owner, "__init__")
         with suppress(TypeError, ValueError):
             return tuple(inspect.signature(function).parameters)
         return ()
@@ -125,6 +127,10 @@ def _read(owner: Any, cls: type | None) -> Source | None:
     except (OSError, TypeError, SyntaxError, IndexError):  # no file, or a part of a line, such as a lambda
         return None
     if isinstance(tree, ast.ClassDef):
+        inherited = next((base for base in owner.__mro__ if "__init__" in vars(base)), owner)
+        if inherited is not owner and inherited.__module__.partition(".")[0] == owner.__module__.partition(".")[0]:
+            source = _read(inherited, cls)
+            return None if source is None else replace(source, owner=owner)
         empty = ast.FunctionDef("__init__", ast.arguments([], [], None, [], [], None, []), [], [])
         tree = next((one for one in tree.body if isinstance(one, ast.FunctionDef) and one.name == "__init__"), empty)
     if not isinstance(tree, ast.FunctionDef):
