@@ -69,6 +69,7 @@ def _import_ahead(config: pytest.Config, settings: Settings, engine: Engine, col
     if spec is not None and spec.origin is not None and os.path.isfile(spec.origin):
         collection.path = Path(os.path.abspath(spec.origin))
         if all(collection.has(arg) for arg in config.args):
+            engine.worlds = preloading.WORLDS_OF_A_LOADER
             preloading.begin(engine, {collection.module: os.fspath(collection.path)}, config, loaders=True)
 
 

@@ -74,6 +74,8 @@ class Engine(Protocol):
     modules: Sequence[str]
     """Names of the modules, of this package and of the project under test, that every rank needs."""
     test_modules: Sequence[str]
+    worlds: int | None
+    """About how many worlds will start, if that is known: what makes each of them faster may not be worth it."""
 
     def start(self) -> None:
         """Begin, in the background, to prepare what the first world would otherwise wait for."""

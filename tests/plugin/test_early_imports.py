@@ -89,6 +89,32 @@ def test_no_garbage_is_looked_for_while_the_first_file_is_imported(project: Proj
     project.run("broken", "test_it.py", "--continue-on-collection-errors").assert_outcomes(errors=1, passed=1)
 
 
+def test_it_is_known_about_how_many_worlds_start(project: Project) -> None:
+    """A loader has four; tests on the ranks have one each, unless they share it."""
+    project.loaders(
+        """
+        import pytest
+        from pytest_fsdp_meta import fsdp_spmd
+
+        @fsdp_conformance(world_size=(1, 2), only=["no_meta_params"])
+        def test_x(fsdp): return load(fsdp)
+
+        @fsdp_spmd(world_size=1)
+        @pytest.mark.parametrize("n", [1, 2, 3])
+        def test_own(fsdp, n): ...
+
+        @pytest.mark.fsdp_world(world_size=1, scope="module")
+        @pytest.mark.parametrize("n", [1, 2])
+        def test_shared(fsdp_world, n): ...
+
+        def test_it(pytestconfig):
+            from pytest_fsdp_meta.plugin.session import SESSION
+            assert pytestconfig.stash[SESSION].engine.worlds == 2 * 4 + 3 + 1
+        """
+    )
+    project.run("-rf").assert_outcomes(passed=2 + 3 + 2 + 1)
+
+
 STARTED = """
 def started(config):
     from pytest_fsdp_meta.plugin.session import SESSION

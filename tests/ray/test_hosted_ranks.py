@@ -45,6 +45,7 @@ class OneHost:
     sources: Sources = field(default_factory=Sources)
     modules: Sequence[str] = ()
     test_modules: Sequence[str] = ()
+    worlds: int | None = None
 
     def start(self) -> None: ...
 

@@ -41,6 +41,8 @@ class ForkServerEngine:
     is unsafe; "spawn" if there can be no server."""
     patience: float = 120.0
     """Seconds that the imports may take, besides the timeout of a world, which may be short."""
+    worlds: int | None = None
+    """About how many worlds will start; None if that is not known."""
     _server: Server | None = field(default=None, repr=False)
     _processes: weakref.WeakSet[BaseProcess] = field(default_factory=weakref.WeakSet, repr=False)
     _reported: set[str] = field(default_factory=set, repr=False)
@@ -59,14 +61,15 @@ class ForkServerEngine:
         with _LOCK:
             if self._server is not None and self._server.waits:
                 if self._server.alive and self._server.knows_environment():
-                    self._server.give([*preload.TORCH_MODULES, *self.modules, *self.test_modules], self.sources)
+                    modules = [*preload.TORCH_MODULES, *self.modules, *self.test_modules]
+                    self._server.give(modules, self.sources, self.worlds)
                 else:
                     self._server = None
             if self._server is None and self.method != "spawn":
                 forked = self.method == "forkserver"
                 modules = [*preload.TORCH_MODULES, *self.modules, *self.test_modules] if forked else []
                 try:
-                    self._server = Server(modules, self.sources)
+                    self._server = Server(modules, self.sources, worlds=self.worlds)
                 except OSError as error:  # a long TMPDIR makes the path of its socket too long
                     self.method = "spawn"
                     _warn(f"pytest-fsdp-meta: the fork server cannot start ({error}), so ranks are spawned")

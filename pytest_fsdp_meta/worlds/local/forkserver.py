@@ -38,7 +38,11 @@ class Server:
     """A fork server that starts to import at once, in the background. It ends with this object or with this process."""
 
     def __init__(
-        self, modules: Sequence[str], sources: Sources, early: Mapping[str, Sequence[str]] | None = None
+        self,
+        modules: Sequence[str],
+        sources: Sources,
+        early: Mapping[str, Sequence[str]] | None = None,
+        worlds: int | None = None,
     ) -> None:
         """With ``early``, import these modules, look up these names in them, and wait for ``give``."""
         resource_tracker.ensure_running()  # else it starts between folder and server, where a kill leaves the folder
@@ -58,7 +62,7 @@ class Server:
         self.waits = early is not None
         """Whether it waits for ``give``."""
         if early is None:
-            self.give(modules, sources)
+            self.give(modules, sources, worlds)
         self._server: Any = forkserver.ForkServer()
         self._server.set_forkserver_preload([MAIN])
         environ = {REQUEST: str(self._folder)}
@@ -74,8 +78,8 @@ class Server:
         before, now = ({**environ, **dict.fromkeys(SET_BY_IMPORTS)} for environ in (self._environ, os.environ))
         return before == now
 
-    def give(self, modules: Sequence[str], sources: Sources) -> None:
-        """Let the server import these modules."""
+    def give(self, modules: Sequence[str], sources: Sources, worlds: int | None) -> None:
+        """Let the server import these modules, for about that many worlds."""
         settings = coverage.current_settings()
         # In a file, because the modules of a large repository are too much for an environment variable.
         request = {
@@ -84,6 +88,7 @@ class Server:
             "files": dict(sources.modules),
             "before": sources.before,
             "coverage": None if settings is None else asdict(settings),
+            "worlds": worlds,
         }
         unfinished = self._folder / "request.part"
         unfinished.write_text(json.dumps(request), "utf-8")

@@ -46,6 +46,7 @@ class RayEngine:
     """The method of the ``ForkServerEngine`` on every node."""
     patience: float = 120.0
     """Seconds that imports may take on a node; separate from the timeout of a world, which may be short."""
+    worlds: int | None = None
     _cluster: Cluster | None = field(default=None, repr=False)
     _groups: list[Group] = field(default_factory=list, repr=False)
     _members: list[RemoteMember] = field(default_factory=list, repr=False)
