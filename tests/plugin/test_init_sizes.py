@@ -122,6 +122,15 @@ def items(cfg, mesh):
     return fill(build(LlamaConfig(**cfg["model"])), cfg["path"], mesh, mesh.device_type)
 
 
+def asked(cfg, mesh):
+    assert DTYPES[cfg.get("dtype", "float32")]
+    config = LlamaConfig(
+        hidden_size=cfg.get("width", 4096), num_hidden_layers=cfg.get("n", 32), vocab_size=cfg["vocab"],
+        num_attention_heads=cfg.get("heads", 32),
+    )
+    return fill(build(config), cfg["path"], mesh, "cpu")
+
+
 def shortened(path, mesh, layers_to_keep=16):
     config = AutoConfig.from_pretrained(path, num_hidden_layers=layers_to_keep)
     with torch.device("meta"):
@@ -253,7 +262,7 @@ def unseen(path, mesh):
 """
 
 
-SLOW = ("untyped", "dumped", "items", "shortened", "other_type")
+SLOW = ("untyped", "dumped", "items", "asked", "shortened", "other_type")
 
 
 @pytest.fixture
