@@ -9,6 +9,7 @@ from itertools import product
 
 NUMBER = re.compile(r"(?<![A-Za-z0-9_])(0|[1-9][0-9]*)(?![A-Za-z0-9_])")
 """A number between separators; not ``007``, which would be written back as 7."""
+QUANTITY = re.compile(r"[-+]?\d[\d.]*(?:e[-+]?\d+)?")
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """Control characters but tab and newline: a terminal obeys them, and XML and JSON readers refuse them."""
 WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
@@ -30,6 +31,11 @@ def first_line(error: BaseException | str, width: int = 160) -> str:
     """Return the first line of an error or a text, shortened to ``width`` at a word boundary."""
     lines = str(error).splitlines()
     return textwrap.shorten(lines[0], width, placeholder=" ...") if lines else ""
+
+
+def without_numbers(text: str) -> str:
+    """Return the text with "#" for each number: two texts that differ only in numbers become the same."""
+    return QUANTITY.sub("#", text)
 
 
 def escape_controls(text: str, keep: str = "") -> str:

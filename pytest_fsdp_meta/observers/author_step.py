@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import wraps
@@ -54,6 +55,9 @@ def run_author_step(
             hooked.enter_context(before_steps(part, before_step))
         with calling_field("train_step"):
             loss = subject.train_step(subject.model, handed, rows, **handed_by_name)
+    if inspect.isawaitable(loss) or inspect.isgenerator(loss) or inspect.isasyncgen(loss):
+        what = f"it returned a {type(loss).__name__} and has not run"
+        raise SubjectError("train_step", f"{what}; make it a plain function, without async or yield")
     if errors and errors[0] is not None:
         raise errors[0]
     for part in parts:
@@ -62,9 +66,8 @@ def run_author_step(
             done = f"stepped {which} {counted(times, 'time')}" if times else f"never stepped {which}"
             hint = _HINTS[bool(times)]
             raise SubjectError("train_step", f"it {done} in step {number}, but should step it once; {hint}")
-    if not isinstance(loss, Real) and not (isinstance(loss, Tensor) and loss.numel() == 1):
-        shown = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-        raise SubjectError("train_step", f"it returned {shown}, but should return the loss, a number")
+    if problem := _describe_no_loss(loss):
+        raise SubjectError("train_step", f"it returned {problem}, but should return the loss, a number")
     return loss if isinstance(loss, Tensor) else float(loss), len(backwards)
 
 
@@ -73,6 +76,21 @@ _HINTS = {
     True: "one call gets the rows of one step, with all its micro-batches",
 }
 """What to do, by whether it has stepped at all."""
+
+
+def _describe_no_loss(loss: object) -> str:
+    """Return what ``train_step`` has returned if it is no loss, else ""."""
+    if isinstance(loss, Tensor):
+        if loss.is_meta or loss.is_complex():
+            return f"a tensor {'on meta' if loss.is_meta else 'of complex numbers'}"
+        return "" if loss.numel() == 1 else str(tuple(loss.shape))
+    if not isinstance(loss, Real):
+        return type(loss).__name__
+    try:
+        float(loss)
+    except OverflowError:
+        return "a number that no float holds"
+    return ""
 
 
 def _error_of(observe: Callable[[], None]) -> Exception | None:

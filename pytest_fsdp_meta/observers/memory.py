@@ -45,8 +45,8 @@ def return_freed_memory(device: torch.device) -> None:
     Without this, glibc's malloc keeps it: of a Llama of 120M parameters, 1.8 GiB on each of two ranks. The reference is
     on the device of rank 0, whose allocator keeps freed memory for its own process, as do tensors in reference cycles.
     """
+    gc.collect()
     if (accelerator := accelerator_of(device)) is not None:
-        gc.collect()
         accelerator.empty_cache()
     with suppress(OSError, AttributeError):  # another C library than glibc
         ctypes.CDLL(None).malloc_trim(0)

@@ -17,7 +17,8 @@ from pytest_fsdp_meta.reports.compare import Comparison, compare, describe_compa
 from pytest_fsdp_meta.reports.earlier import EarlierReports, read_earlier
 from pytest_fsdp_meta.reports.history import PastRuns, describe_history
 from pytest_fsdp_meta.reports.markdown import summarise_run
-from pytest_fsdp_meta.reports.schema import Report
+from pytest_fsdp_meta.reports.outcome import decide_outcome
+from pytest_fsdp_meta.reports.schema import Outcome, Report
 from pytest_fsdp_meta.reports.terminal import shorten_list
 from pytest_fsdp_meta.reports.totals import GREEN, RED, YELLOW, Line
 
@@ -45,6 +46,7 @@ class Comparer:
             except ValueError as error:
                 raise pytest.UsageError(f"--fsdp-compare: {error}") from None
         self._past = PastRuns(self._earlier.past)
+        self._outcome: Outcome | None = None
 
     @property
     def problem(self) -> str:
@@ -52,25 +54,34 @@ class Comparer:
         return self._earlier.problem
 
     def add_earlier(self, report: Report) -> Report:
-        """Return the report with what is known from the earlier runs: the history of checks, and missing loaders."""
+        """Return the report with what is known from the earlier runs: history, missing loaders, and the outcome."""
         is_failure = self.comparison is not None and self._fail_on != "failure"
         missing = self.comparison.missing if self.comparison is not None and is_failure else ()
-        return replace(self._past.add_to(report), missing=missing)
+        return replace(self._past.add_to(report), missing=missing, outcome=self._outcome_for(report.exit_status))
 
-    def compare(self, report: Report, status: int, others_failed: bool, is_selected: Callable[[str], bool]) -> int:
+    def _outcome_for(self, exit_status: int | None) -> Outcome | None:
+        """Return the outcome unless pytest exits otherwise, as when nothing was judged or the report is incomplete."""
+        outcome = self._outcome
+        if outcome is None or exit_status != (pytest.ExitCode.OK if outcome.passes else pytest.ExitCode.TESTS_FAILED):
+            return None
+        return outcome
+
+    def compare(self, report: Report, status: int, others: str, is_selected: Callable[[str], bool]) -> int:
         """Compare the report with the earlier one, and return the exit status of a run that would exit with ``status``.
 
-        ``others_failed`` says whether anything failed that is not in the report, or was not run after a failure.
+        ``others`` says what failed that is not in the report, or was not run after a failure; "" if nothing.
         ``is_selected`` says whether the run was asked for a loader.
         """
         self._now = report
-        if self._earlier.before is None:
-            return status
-        which, notes = self._earlier.which, self._earlier.notes
-        self.comparison = compare(self._earlier.before, report, is_selected, self._is_allowed, which, notes)
+        if self._earlier.before is not None:
+            which, notes = self._earlier.which, self._earlier.notes
+            self.comparison = compare(self._earlier.before, report, is_selected, self._is_allowed, which, notes)
         if self._fail_on == "failure" or status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
             return status
-        bad = others_failed or self.comparison.fails(self._fail_on)
+        bad = status != pytest.ExitCode.OK
+        if self.comparison is not None:
+            bad = bool(others) or self.comparison.fails(self._fail_on)
+        self._outcome = decide_outcome(report, self.comparison, self._fail_on, not bad, others)
         return int(pytest.ExitCode.TESTS_FAILED if bad else pytest.ExitCode.OK)
 
     def _is_allowed(self, loader: str) -> bool:
@@ -84,8 +95,8 @@ class Comparer:
         known = (*comparison.known, *comparison.changed)
         return any(change.now is not None and change.now.nodeid == nodeid for change in known)
 
-    def lines(self) -> Iterator[Line]:
-        """Yield the lines of the section in the terminal."""
+    def lines(self, exit_status: int | None) -> Iterator[Line]:
+        """Yield the lines of the section in the terminal; the last says whether the run passes."""
         if self.problem:
             yield self.problem, RED
             yield from ((f"  {note}", {}) for note in shorten_list(self._earlier.notes))
@@ -96,6 +107,9 @@ class Comparer:
             yield from ((f"  {line}", {}) for line in lines)
         if self.comparison is not None:
             yield describe_verdict(self.comparison), RED if self.comparison.fails(self._fail_on) else GREEN
+        outcome = self._outcome_for(exit_status)
+        if outcome is not None:
+            yield f"{outcome} (--fsdp-fail-on={outcome.fail_on})", {"bold": True} | (GREEN if outcome.passes else RED)
 
     def write(self, report: Report, folder: Path) -> None:
         """Write the summary and the badge. Raises OSError."""

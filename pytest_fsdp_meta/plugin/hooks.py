@@ -71,10 +71,14 @@ def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> EvidenceFi
     return evidence_items.collect_file(file_path, parent)
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_make_collect_report(collector: pytest.Collector) -> None:
-    if isinstance(collector, pytest.Module):
-        early_imports.begin(collector.path, collector.config, collector.config.stash[SESSION].engine)
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    if not isinstance(collector, pytest.Module):
+        return (yield)
+    with early_imports.importing(collector.path, collector.config, collector.config.stash[SESSION].engine):
+        return (yield)
 
 
 @pytest.hookimpl(trylast=True)

@@ -20,8 +20,8 @@ from pytest_fsdp_meta.plugin.collection import SKIPPED
 from pytest_fsdp_meta.plugin.failure_lines import LINE, FailureLine
 from pytest_fsdp_meta.plugin.markers import ConformanceSpec
 from pytest_fsdp_meta.reports.causes import REMOVE, explain_pass
-from pytest_fsdp_meta.reports.run_records import ItemContext
-from pytest_fsdp_meta.reports.schema import SKIPS, CheckRecord, with_later_error
+from pytest_fsdp_meta.reports.run_records import ItemContext, with_later_error
+from pytest_fsdp_meta.reports.schema import SKIPS, CheckRecord
 from pytest_fsdp_meta.reports.summary import evenness_of, record_findings, summarise
 from pytest_fsdp_meta.reports.terminal import describe_error, describe_failure, describe_finding
 from pytest_fsdp_meta.text import first_line, first_of

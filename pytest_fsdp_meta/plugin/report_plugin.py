@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from pytest_fsdp_meta.plugin.loader_items import planned_context
 from pytest_fsdp_meta.plugin.node_ids import split_evidence_node_id, split_node_id
 from pytest_fsdp_meta.plugin.outcomes import attached_context
 from pytest_fsdp_meta.plugin.run_scope import DESELECTED, RunScope, loaders_of
-from pytest_fsdp_meta.plugin.settings import Settings
+from pytest_fsdp_meta.plugin.settings import Settings, settings_elsewhere
 from pytest_fsdp_meta.plugin.skip_lines import name_checks
 from pytest_fsdp_meta.reports.annotations import Location, annotate
 from pytest_fsdp_meta.reports.io import PAGE, ReportWriter
@@ -56,6 +56,8 @@ class ReportPlugin:
         """Reports of loaders' items that pytest counts as failed."""
         self._write_problem = ""
         """Why the report could not be written."""
+        self._exit_status: int | None = None
+        """With which pytest exits, which the hooks of the summary do not get; None until the run ends."""
         self._is_started = False
         """Whether this run has written its report at least once."""
         self._has_news = False
@@ -68,6 +70,9 @@ class ReportPlugin:
             )
         self._comparer = Comparer(settings)
         self._scope = RunScope(config)
+        self._any_test_reported = False
+        self._not_collected = ""
+        """The first error of collection."""
         self._locations: dict[str, Location] = {}
         """Node id -> the line of an item that has reported."""
 
@@ -78,9 +83,9 @@ class ReportPlugin:
             return
         if self._writer is not None or self._comparer.is_requested:
             command = ("pytest", *map(str, self._config.invocation_params.args))
-            settings = self._settings
-            memory = settings.device_memory
-            self._header = read_header(self._config.rootpath, command, settings.engine, catalogue, memory)
+            engine, memory = self._settings.engine, self._settings.device_memory
+            others = settings_elsewhere(self._config)
+            self._header = read_header(self._config.rootpath, command, engine, catalogue, memory, others)
 
     def _start_report(self) -> None:
         """Replace the old report. Called once tests were collected, so a mistyped path deletes nothing."""
@@ -115,6 +120,19 @@ class ReportPlugin:
     def pytest_testnodedown(self, node: Any) -> None:
         self._scope.deselect(getattr(node, "workeroutput", {}).get(DESELECTED, ()))
 
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed and not self._not_collected:
+            raised = [line[1:].strip() for line in report.longreprtext.splitlines() if line.startswith("E ")]
+            self._not_collected = f"{report.nodeid}: {first_line(raised[-1] if raised else report.longreprtext)}"
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_collection_modifyitems(self) -> Generator[None, None, None]:
+        try:
+            yield
+        except pytest.UsageError as error:
+            self._not_collected = first_line(str(error), 400)
+            raise
+
     @pytest.hookimpl(trylast=True)
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         if session.items:
@@ -142,6 +160,7 @@ class ReportPlugin:
         return f" on {node.gateway.id}" if each else ""
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._any_test_reported = True
         context, worker = attached_context(report), self._worker_suffix(getattr(report, "node", None))
         nodeid = report.nodeid + worker
         if context is not None:
@@ -195,11 +214,13 @@ class ReportPlugin:
             report = self._report(int(session.exitstatus))
             # Only pytest counts other failures (tests, imports, coverage). Tests that were not run because of an
             # earlier failure might have failed as well.
-            others = session.testsfailed > self._failed_items or bool(session.shouldfail or session.shouldstop)
+            others = "failures outside of the checks" if session.testsfailed > self._failed_items else ""
+            others = "pytest stopped early" if session.shouldfail or session.shouldstop else others
             session.exitstatus = self._comparer.compare(report, int(session.exitstatus), others, self._scope.has)
         if session.exitstatus == pytest.ExitCode.OK and nothing_judged(self.loaders, self._others_passed):
             session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED
         self._finish_report(session)
+        self._exit_status = int(session.exitstatus)
 
     def _finish_report(self, session: pytest.Session) -> None:
         """Write the complete report; if that fails, try once more with the exit status that the failure causes."""
@@ -221,7 +242,7 @@ class ReportPlugin:
             self._print_totals(terminalreporter)
         if self._comparer.is_requested:
             terminalreporter.section("fsdp conformance, compared")
-            for line, markup in self._comparer.lines():
+            for line, markup in self._comparer.lines(self._exit_status):
                 terminalreporter.write_line(line, **markup)
         self._print_annotations(terminalreporter)
 
@@ -253,7 +274,16 @@ class ReportPlugin:
     def _report(self, exit_status: int | None) -> Report:
         assert self._header is not None
         seconds = time.monotonic() - self._began
-        report = Report(SCHEMA, self._header, self.loaders, seconds, exit_status, exit_status is not None)
+        stopped_by = "" if self._any_test_reported else self._not_collected
+        report = Report(
+            SCHEMA,
+            self._header,
+            self.loaders,
+            stopped_by=stopped_by,
+            seconds=seconds,
+            exit_status=exit_status,
+            complete=exit_status is not None,
+        )
         return self._comparer.add_earlier(report)
 
     def _write(self, report: Report, before: Callable[[], None] = lambda: None) -> None:

@@ -34,7 +34,10 @@ class RunScope:
         if loader in self._deselected or any(option(name, False) for name in PARTIAL):
             return False
         path, _, node = loader.partition("::")
-        file = (self._config.rootpath / path).resolve()
+        try:
+            file = (self._config.rootpath / path).resolve()
+        except ValueError:  # a name that no file can have, from a report that something else wrote
+            return False
         return not self._is_ignored(file) and any(self._covers(arg, file, node) for arg in self._config.args)
 
     def _covers(self, arg: str, file: Path, node: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -324,6 +325,16 @@ def read_settings(config: pytest.Config) -> Settings:
             f"--fsdp-fail-on={values['fail_on']} requires an earlier run: --fsdp-compare=OLD/report.json"
         )
     return Settings(**values, given=(*_repeated(config.invocation_params.args), *given))
+
+
+def settings_elsewhere(config: pytest.Config) -> dict[str, str]:
+    """Return environment variable or ini option -> its value, for the options that the command line does not have."""
+    found = {"PYTEST_ADDOPTS": os.environ.get("PYTEST_ADDOPTS", ""), "addopts": shlex.join(config.getini("addopts"))}
+    for option in OPTIONS:
+        text, source = _find(config, option) or ("", "")
+        if source != option.flag:
+            found[source.removeprefix("ini option ")] = text
+    return {name: text for name, text in found.items() if text}
 
 
 def _warn_of_unknown(config: pytest.Config) -> None:

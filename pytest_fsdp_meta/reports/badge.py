@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 
-from pytest_fsdp_meta.reports.markdown import describe_result
-from pytest_fsdp_meta.reports.schema import JUDGED, Report, count_kinds, how_many
+from pytest_fsdp_meta.reports.outcome import describe_result, state_of
+from pytest_fsdp_meta.reports.schema import Report
 
 LABEL = "fsdp conformance"
-COLORS = {"brightgreen": "#2e7d32", "red": "#c62828", "lightgrey": "#616161"}
+COLORS = {"brightgreen": "#2e7d32", "red": "#c62828", "yellow": "#7a5c00", "lightgrey": "#616161"}
 """shields.io's name -> the colour in the picture. White text on each has a contrast of 5 or more."""
+STATES = {"passed": "brightgreen", "failed": "red", "known": "yellow"}
+"""State of a run -> shields.io's name of its colour, where it is not grey."""
 CHARACTER_WIDTH = 6.6
 """Average width (px) of a character at 11 px; ``textLength`` then fits the text to it."""
 
@@ -27,10 +29,10 @@ SVG = """<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="20" rol
 
 def badge(report: Report) -> dict[str, object]:
     """Return what shields.io's endpoint badge expects."""
-    judged = how_many(count_kinds(report.loaders), JUDGED)
-    clean = judged and report.complete and not report.exit_status
-    color = "red" if report.is_bad else "brightgreen" if clean else "lightgrey"
-    message = describe_result(report) if report.complete else f"incomplete, {describe_result(report)}"
+    state = state_of(report)
+    color = "red" if state == "incomplete" and report.is_bad else STATES.get(state, "lightgrey")
+    message = str(report.outcome or describe_result(report))
+    message = f"incomplete, {message}" if state == "incomplete" else message
     return {"schemaVersion": 1, "label": LABEL, "message": message, "color": color, "isError": color == "red"}
 
 

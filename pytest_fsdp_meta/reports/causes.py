@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -13,14 +12,12 @@ from pytest_fsdp_meta.reports.schema import (
     LoaderRecord,
     count_kinds,
     describe_count,
-    errors_by_reason,
 )
 from pytest_fsdp_meta.reports.terminal import by_cause
-from pytest_fsdp_meta.text import counted
+from pytest_fsdp_meta.text import counted, first_of, fold_names, without_numbers
 
 CRASH, FINDING, ERROR, UNEXPECTED_PASS = "crash", "finding", "error", "unexpected pass"
 REMOVE = "remove it from xfail"
-NUMBER = re.compile(r"\d+")
 
 
 @dataclass(frozen=True)
@@ -49,6 +46,12 @@ class FailureGroup:
     places: tuple[Place, ...]
 
     @property
+    def subject(self) -> str:
+        """The tensors of the findings, such as "lm_head.weight and 1 more"; "" if there are none."""
+        names = (finding.tensor for place in self.places for finding in place.findings)
+        return first_of(list(fold_names(name for name in names if name is not None)))
+
+    @property
     def headline(self) -> str:
         """The cause; for an unexpected pass what it means, and without a cause the check that failed."""
         first = self.places[0].check
@@ -72,7 +75,7 @@ def group_failures(loaders: Sequence[LoaderRecord]) -> list[FailureGroup]:
         # Without a cause, only failures of one check are surely the same problem.
         check = place.check.check if place.check is not None and not cause and not remedy else ""
         # Reasons that differ only in numbers, such as a port or the time that a rank waited, have one cause.
-        key = kind, cause if kind == FINDING else NUMBER.sub("#", cause), remedy, check
+        key = kind, cause if kind == FINDING else without_numbers(cause), remedy, check
         groups.setdefault(key, []).append((cause, place))
 
     for loader in filter(is_crashed, loaders):
@@ -94,6 +97,16 @@ def group_failures(loaders: Sequence[LoaderRecord]) -> list[FailureGroup]:
         FailureGroup(kind, places[0][0], remedy, tuple(place for _, place in places))
         for (kind, _, remedy, _), places in groups.items()
     ]
+
+
+def errors_by_reason(loaders: Iterable[LoaderRecord]) -> dict[tuple[str, str], list[str]]:
+    """Return (reason, loader) -> the checks with this error. Most often all checks of a loader share one reason."""
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for loader in loaders:
+        for check in loader.checks:
+            if check.status == "error" and not check.findings:
+                reasons.setdefault((check.reason, loader.loader), []).append(check.check)
+    return reasons
 
 
 def count_failures(loaders: Sequence[LoaderRecord]) -> dict[str, int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -22,9 +21,8 @@ from pytest_fsdp_meta.reports.schema import (
     is_bad,
 )
 from pytest_fsdp_meta.reports.terminal import describe_finding, printable, shorten_list
-from pytest_fsdp_meta.text import counted, first_of
+from pytest_fsdp_meta.text import counted, first_of, without_numbers
 
-NUMBERS = re.compile(r"[-+]?\d[\d.]*(?:e[-+]?\d+)?")
 SLOWER = 1.5
 """A load is reported as slower if it takes this many times as long as before, ..."""
 LEAST_SLOWER = 1.0
@@ -223,17 +221,12 @@ def _tensors(findings: Iterable[FindingRecord]) -> set[str | None]:
 def _without_numbers(check: CheckRecord) -> tuple[str, str, frozenset[FindingRecord]]:
     """Return what identifies a failure. Numbers are masked, because those of a broken model vary from run to run."""
 
-    def mask(text: str) -> str:
-        return NUMBERS.sub("#", text)
+    def mask(finding: FindingRecord) -> FindingRecord:
+        actual, expected = map(without_numbers, (finding.actual, finding.expected))
+        return replace(finding, actual=actual, expected=expected, detail="", origin="", since=None)
 
-    return (
-        check.status,
-        mask(check.reason) if check.status == "error" else "",
-        frozenset(
-            replace(finding, actual=mask(finding.actual), expected=mask(finding.expected), detail="", origin="")
-            for finding in check.findings
-        ),
-    )
+    reason = without_numbers(check.reason) if check.status == "error" else ""
+    return check.status, reason, frozenset(map(mask, check.findings))
 
 
 def _slower_loads(in_both: Iterable[tuple[LoaderRecord, LoaderRecord]]) -> Iterator[Measurement]:
@@ -320,7 +313,7 @@ def describe_comparison(comparison: Comparison) -> Iterator[tuple[str, str, list
         yield "drifted", headline, shorten_list(map(_describe_drifted, comparison.drifted))
     lists = (
         ("added", "new in this run", comparison.added),
-        ("allowed", "missing loaders that --fsdp-allow-missing allows", comparison.allowed),
+        ("allowed", "missing loaders that are allowed", comparison.allowed),
         ("unselected", "not selected in this run", comparison.unselected),
         ("removed", "checks that this version lacks", comparison.removed),
         ("environment", "environment changes", comparison.environment),

@@ -67,11 +67,12 @@ def read_earlier(paths: Sequence[str], now: datetime) -> EarlierReports:
                 notes.append(str(error))
                 reports = [one for one in reports if one[0] != path]
                 continue
-            which = "" if is_single else f"the last that passed of {counted(len(reports), 'run')}"
+            which = "" if is_single else f"the last run that passed ({len(reports)} read)"
             return EarlierReports(before, _without_paths(reports), which, tuple(notes))
     problem = f"no earlier run passed ({len(reports)} read), so every failure counts"
     if not reports:
-        problem = f"no report in {', '.join(paths)}" + (f"; {counted(len(notes), 'file')} left out" if notes else "")
+        left_out = f" ({counted(len(notes), 'file')} left out)" if notes else ""
+        problem = f"no report in {', '.join(paths)}{left_out}, so every failure counts"
     return EarlierReports(past=_without_paths(reports), notes=tuple(notes), problem=f"no comparison: {problem}")
 
 
@@ -89,7 +90,8 @@ def _find(path: Path) -> Iterator[_Source]:
             folders.sort()
             top = Path(folder) == path
             for name in sorted(files):
-                if name == FILE or (top and name.endswith(".json") and name not in NO_REPORTS):
+                wanted = name == FILE or (top and name.endswith(".json") and name not in NO_REPORTS)
+                if wanted and Path(folder, name).is_file():  # to open a named pipe would wait forever
                     yield _Source(Path(folder, name), named=False)
 
 

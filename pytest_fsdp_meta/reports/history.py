@@ -1,4 +1,7 @@
-"""What became of each check over the last runs: its results, since when it is broken, and whether it is flaky."""
+"""What became of each check over the last runs: its results, since when it is broken, and whether it is flaky.
+
+A check may fail for one cause after another, so each finding has a start of its own.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,12 @@ from pytest_fsdp_meta.reports.schema import (
     CheckHistory,
     CheckRecord,
     EarlierRun,
+    FindingRecord,
     LoaderRecord,
     Report,
 )
 from pytest_fsdp_meta.reports.terminal import printable, shorten_list
-from pytest_fsdp_meta.text import counted, first_of
+from pytest_fsdp_meta.text import counted, first_of, without_numbers
 
 MOST_RUNS = 14
 """Runs that a history has, with the one that it belongs to."""
@@ -35,6 +39,11 @@ SHORT_COMMIT = 9
 UNKNOWN_TIME = datetime.min.replace(tzinfo=timezone.utc)
 Place = tuple[str, str]
 """A loader's name and a check."""
+Failure = tuple[str, str | None, str]
+"""What is the same from run to run: "finding", its tensor and its cause, or "reason", the status and the reason of a
+failure without findings. Causes and reasons are without numbers."""
+Before = tuple[EarlierRun, CheckRecord, dict[Failure, EarlierRun | None]]
+"""An earlier run, what a check was in it, and its failures, each with its start as far as that report has it."""
 
 
 @dataclass
@@ -65,7 +74,7 @@ class PastRuns:
     def __init__(self, earlier: Iterable[Report]) -> None:
         self._past = sorted(earlier, key=lambda report: time_of(report.header.started))
         self._repeated = frozenset().union(*map(_repeated_names, self._past))
-        self._known: dict[frozenset[str], tuple[list[_Column], dict[Place, CheckHistory]]] = {}
+        self._known: dict[frozenset[str], tuple[list[_Column], dict[Place, list[Before]]]] = {}
         """Names of loaders in several worlds; this run may have more of them -> what is known from earlier runs."""
 
     def add_to(self, now: Report) -> Report:
@@ -74,15 +83,17 @@ class PastRuns:
             return now
         names = _Names(self._repeated | _repeated_names(now))
         if names.repeated not in self._known:
-            self._known[names.repeated] = _columns(self._past, names), _carried(self._past, names)
-        columns, carried = self._known[names.repeated]
+            self._known[names.repeated] = _columns(self._past, names), _by_place(self._past, names)
+        columns, earlier = self._known[names.repeated]
         runs = [column.run for column in columns]
         this = run_of(now)
 
         def check_with_history(loader: LoaderRecord, check: CheckRecord) -> CheckRecord:
             place = names.of(loader), check.check
             results = "".join(column.results.get(place, ABSENT) for column in columns)
-            return replace(check, history=_history(check, runs, results, this, carried.get(place)))
+            before = earlier.get(place, [])
+            carried = next((one.history for _, one, _ in before if one.history is not None), None)
+            return _with_starts(replace(check, history=_history(check, runs, results, this, carried)), before, this)
 
         loaders = tuple(
             replace(loader, checks=tuple(check_with_history(loader, check) for check in loader.checks))
@@ -143,14 +154,13 @@ def letter_of(check: CheckRecord) -> str:
     return LETTERS.get(check.status, ABSENT)
 
 
-def _carried(past: Sequence[Report], names: _Names) -> dict[Place, CheckHistory]:
-    """Return the histories of the newest reports, which may reach further back than the runs that are known."""
-    carried: dict[Place, CheckHistory] = {}
-    for report in past:
+def _by_place(past: Sequence[Report], names: _Names) -> dict[Place, list[Before]]:
+    """Return what the reports have of each check, newest first."""
+    earlier: dict[Place, list[Before]] = {}
+    for report in reversed(past):
         for place, check in _places(report, names):
-            if check.history is not None:
-                carried[place] = check.history
-    return carried
+            earlier.setdefault(place, []).append((run_of(report), check, failures_of(check)))
+    return earlier
 
 
 def _history(
@@ -172,32 +182,88 @@ def _history(
     return CheckHistory(results, since, passed, is_flaky(results + letter_of(check)))
 
 
+def failures_of(check: CheckRecord) -> dict[Failure, EarlierRun | None]:
+    """Return what is wrong with a failing check, and since when, as far as its report says."""
+    if check.status not in FAILED:
+        return {}
+    if check.findings:
+        return {failure_of(found): found.since for found in check.findings}
+    since = check.history.reason_since if check.history is not None else None
+    return {("reason", check.status, without_numbers(check.reason)): since}
+
+
+def failure_of(finding: FindingRecord) -> Failure:
+    """Return what identifies a finding from run to run."""
+    return "finding", finding.tensor, without_numbers(finding.cause)
+
+
+def _with_starts(check: CheckRecord, before: Sequence[Before], this: EarlierRun) -> CheckRecord:
+    """Return the check, whose history is known, with the first run of each of its findings."""
+    history = check.history
+    if history is None or history.broken_since is None:
+        return check
+    starts = {failure: _start(failure, before, this, history.broken_since) for failure in failures_of(check)}
+    if check.findings:
+        found = tuple(replace(one, since=starts[failure_of(one)]) for one in check.findings)
+        return replace(check, findings=found)
+    return replace(check, history=replace(history, reason_since=next(iter(starts.values()))))
+
+
+def _start(failure: Failure, before: Sequence[Before], this: EarlierRun, broken_since: EarlierRun) -> EarlierRun:
+    """Return the first run since which the check has failed in this way, which is not before ``broken_since``."""
+    since, bound = this, time_of(broken_since.started)
+    for run, check, known in before:
+        if time_of(run.started) < bound:
+            break
+        if failure in known:
+            since = known[failure] or run
+            if known[failure] is not None:
+                break
+        elif _decides(check, failure):
+            break
+    return max(since, broken_since, key=lambda run: time_of(run.started))
+
+
+def _decides(check: CheckRecord, failure: Failure) -> bool:
+    """Return whether a check that failed in other ways was without the failure: it was judged, this tensor included."""
+    kind, tensor, _ = failure
+    if kind == "reason":
+        return check.status in FAILED
+    return check.status == "failed" and not any(tensor in tensors for tensors in check.unjudged.values())
+
+
+def starts_of(check: CheckRecord) -> dict[EarlierRun, list[FindingRecord]]:
+    """Return the run in which each part of a failure began -> its findings, oldest first; {} without earlier runs."""
+    history = check.history
+    if history is None or history.broken_since is None:
+        return {}
+    starts: dict[EarlierRun, list[FindingRecord]] = {}
+    for finding in check.findings:
+        starts.setdefault(finding.since or history.broken_since, []).append(finding)
+    starts = starts or {history.reason_since or history.broken_since: []}
+    return dict(sorted(starts.items(), key=lambda item: time_of(item[0].started)))
+
+
 def is_flaky(results: str) -> bool:
     """Return whether a check passed and failed in turn at least twice. Runs that decided neither do not count."""
     outcomes = [letter in GOOD for letter in results if letter in GOOD or letter in BROKEN]
     return sum(1 for _ in groupby(outcomes)) >= FLAKY_STRETCHES
 
 
-def is_new(check: CheckRecord, report: Report) -> bool:
-    """Return whether a failing check has not failed since an earlier run."""
-    return check.history is None or check.history.broken_since == run_of(report)
-
-
 def describe_moment(run: EarlierRun) -> str:
-    """Return a text such as "2026-11-18 02:17 (0123abcde)"."""
+    """Return a text such as "2026-11-18 02:17:00 (0123abcde)"."""
     time = time_of(run.started)
-    when = run.started if time == UNKNOWN_TIME else f"{time.astimezone(timezone.utc):%Y-%m-%d %H:%M}"
+    when = run.started if time == UNKNOWN_TIME else f"{time.astimezone(timezone.utc):%Y-%m-%d %H:%M:%S}"
     changed = "+" if run.commit.endswith("+") else ""
     commit = f" ({run.commit.rstrip('+')[:SHORT_COMMIT]}{changed})" if run.commit else ""
     return f"{when}{commit}"
 
 
-def describe_since(history: CheckHistory) -> str:
-    """Return a text such as "broken since 2026-11-18 02:17 (0123abcde), passed on ..."; "" for a check that is not."""
-    if history.broken_since is None:
-        return ""
-    passed = f", last passed {describe_moment(history.last_passed)}" if history.last_passed else ""
-    return f"broken since {describe_moment(history.broken_since)}{passed}"
+def describe_since(start: EarlierRun, history: CheckHistory) -> str:
+    """Return a text such as "broken since 2026-11-18 02:17:00 (0123abcde), last passed ..." of a part of a failure."""
+    is_first = history.broken_since is not None and start.started == history.broken_since.started
+    passed = f", last passed {describe_moment(history.last_passed)}" if history.last_passed and is_first else ""
+    return f"broken since {describe_moment(start)}{passed}"
 
 
 def describe_results(results: str) -> str:
@@ -219,8 +285,12 @@ def describe_history(report: Report) -> Iterator[tuple[str, str, list[str]]]:
         for check in loader.checks:
             if check.history is None:
                 continue
-            if check.history.broken_since is not None and not is_new(check, report):
-                since.setdefault(describe_since(check.history), {}).setdefault(loader.loader, []).append(check.check)
+            old = {start: found for start, found in starts_of(check).items() if start != run_of(report)}
+            for start, found in old.items():
+                tensors = [str(finding.tensor or "the model") for finding in found]
+                part = f" ({first_of(tensors)})" if len(found) < len(check.findings) else ""
+                where = since.setdefault(describe_since(start, check.history), {})
+                where.setdefault(loader.loader, []).append(check.check + part)
             if check.history.flaky:
                 what = describe_flaky(check.history.results + letter_of(check))
                 flaky.setdefault(what, {}).setdefault(loader.loader, []).append(check.check)

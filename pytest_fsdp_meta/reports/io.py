@@ -122,7 +122,11 @@ def _drop_details(data: dict[str, Any]) -> None:
         _keep(loader, ("loader", "world", "checks"))
         checks = loader.get("checks")
         for check in filter(_is_object, checks if isinstance(checks, list) else ()):
-            _keep(check, ("check", "status", "skip", "history"))
+            _keep(check, ("check", "status", "skip", "reason", "findings", "unjudged", "history"))
+            findings = check.get("findings")
+            for finding in filter(_is_object, findings if isinstance(findings, list) else ()):
+                _keep(finding, ("tensor", "cause", "since"))
+                finding |= {"ranks": [], "actual": "", "expected": ""}
 
 
 def _keep(data: dict[str, Any], names: Iterable[str]) -> None:

@@ -12,86 +12,73 @@ from pytest_fsdp_meta.reports.causes import (
     CRASH,
     ERROR,
     FINDING,
-    REMOVE,
     UNEXPECTED_PASS,
     FailureGroup,
-    describe_failures,
-    explain_pass,
     group_failures,
     is_crashed,
 )
 from pytest_fsdp_meta.reports.compare import Comparison, describe_comparison, describe_verdict, mark_of
 from pytest_fsdp_meta.reports.history import describe_history
-from pytest_fsdp_meta.reports.schema import (
-    BAD,
-    JUDGED,
-    SKIPS,
-    STATUSES,
-    LoaderRecord,
-    Report,
-    count_kinds,
-    describe_count,
-    how_many,
-    is_bad,
-)
-from pytest_fsdp_meta.reports.terminal import MOST_LINES, describe_finding, printable
+from pytest_fsdp_meta.reports.news import describe_news
+from pytest_fsdp_meta.reports.outcome import describe_counts_of, describe_result, state_of
+from pytest_fsdp_meta.reports.schema import SKIPS, LoaderRecord, Report, count_kinds, how_many, is_bad
+from pytest_fsdp_meta.reports.terminal import MOST_LINES, describe_finding, printable, shorten_list
 from pytest_fsdp_meta.text import counted, first_of
 
-IN_RESULT = tuple(status for status in STATUSES if status != "skipped" and status not in BAD)
 COLUMNS = ("passed", "partly checked", "failed", "error")
-PLAIN = r"(?<=:):|:(?=[: ])|(?<=\d):(?=\d)|(?<=\d)\+"
-MARKUP = re.compile(rf"(?!{PLAIN})[^\w .,/=()-]|(?<![^\W_])_|_(?![^\W_])")
-"""Characters written as entities: not an underscore within a word, nor the colons of sentences, node ids and times."""
+PLAIN = r"(?<=:):|:(?=[: ])|(?<=\d):(?=\d)|(?<=\d)\+|(?<=\w)\[|\](?![\[(])"
+MARKUP = re.compile(rf"(?!{PLAIN})[^\w .,;/=()'\"?%{{}}-]|(?<![^\W_])_|_(?![^\W_])")
+"""Characters that are escaped: not an underscore within a word, nor the colons of sentences, node ids and times, nor
+brackets that make no link: those of a node id."""
+BACKSLASHED = "_*`~[]"
+"""Characters that a backslash escapes; others become entities, which no extension of Markdown or HTML reads."""
+HEADS = {"passed": "✅", "known": "🟡", "failed": "❌", "incomplete": "⚠️", "otherwise": "⚠️", "empty": "⚪"}
+"""State of a run -> the sign of its headline."""
 MARKS = {"worse": "❌", "better": "✅", "neutral": "ℹ️"}  # noqa: RUF001  (the sign is meant)
 HEADLINES = {CRASH: "Crashed", FINDING: "Failed", ERROR: "Errors", UNEXPECTED_PASS: "Passed unexpectedly"}
 """Kind of a failure -> the headline of its list."""
+IN_FAILURES = ("failures", "changed", "known", "broken")
+"""Kinds of changes and of history that the list of failures has already, each with its start."""
 MOST_NAMED = 10
-"""Loaders named for one crash."""
+"""Loaders named for one failure."""
 MOST_ROWS = 200
 """Rows of the table; GitHub truncates a page at 1 MiB."""
 
 
 def summarise_run(report: Report, comparison: Comparison | None = None, problem: str = "") -> str:
     """Return the whole page. ``problem`` says why there is no comparison although one was requested."""
-    parts = [*_head(report), *_failures(report), *_comparison(comparison, problem), *_history(report), *_table(report)]
+    parts = (
+        *_head(report),
+        *_failures(report, comparison),
+        *_partly_checked(report),
+        *_comparison(comparison, problem),
+        *_lists(describe_history(report)),
+        *_table(report),
+    )
     return "\n".join(parts) + "\n"
 
 
 def escaped(text: str) -> str:
     """Return any text as Markdown that stays in its line and its table cell."""
-    return MARKUP.sub(lambda found: f"&#{ord(found[0])};", printable(text))
+    return MARKUP.sub(
+        lambda found: f"\\{found[0]}" if found[0] in BACKSLASHED else f"&#{ord(found[0])};", printable(text)
+    )
 
 
 def _head(report: Report) -> Iterator[str]:
-    yield f"### {_mark(report)} fsdp conformance: {describe_result(report)}"
+    outcome = report.outcome
+    result = f" {outcome}" if outcome is not None else f": {describe_result(report)}"
+    yield f"### {HEADS[state_of(report)]} fsdp conformance{result}"
     yield ""
+    if outcome is not None:
+        yield f"{describe_counts_of(report)}, with --fsdp-fail-on={outcome.fail_on}"
+        yield ""
+    if report.stopped_by:
+        yield f"Nothing ran: {escaped(report.stopped_by)}"
+        yield ""
     if not report.complete:
         yield "The run was cut off; this is what had been checked by then."
         yield ""
-
-
-def _mark(report: Report) -> str:
-    if not report.complete:
-        return "⚠️"
-    if report.is_bad:
-        return "❌"
-    if _failed_otherwise(report):
-        return "⚠️"
-    return "✅" if how_many(count_kinds(report.loaders), JUDGED) else "⚪"
-
-
-def describe_result(report: Report) -> str:
-    """Return a text such as "3 loaders crashed, 2 checks failed, 41 passed". Skipped checks are not counted."""
-    counts = count_kinds(report.loaders)
-    others = [describe_count(counts[status], status) for status in IN_RESULT if counts[status]]
-    failures = describe_failures(report.loaders, len(report.missing))
-    parts = list(filter(None, [failures, *others])) or ["nothing judged"]
-    return ", ".join([*parts, *([f"pytest exited with {report.exit_status}"] if _failed_otherwise(report) else [])])
-
-
-def _failed_otherwise(report: Report) -> bool:
-    """Return whether the run failed for a reason that no check shows: another test, a crash, an incomplete report."""
-    return bool(report.exit_status) and not report.is_bad
 
 
 def _table(report: Report) -> Iterator[str]:
@@ -117,31 +104,54 @@ def _world(loader: LoaderRecord) -> str:
     return escaped(str(loader.world)) if loader.world.size else ""
 
 
-def _failures(report: Report) -> Iterator[str]:
+def _failures(report: Report, comparison: Comparison | None) -> Iterator[str]:
     groups = group_failures(report.loaders)
     for kind, headline in HEADLINES.items():
-        lines = [line for group in groups if group.kind == kind for line in _describe_group(group)]
-        if lines:
-            yield from [f"**{headline}**", "", *lines[:MOST_LINES]]
-            if len(lines) > MOST_LINES:
-                yield f"* and {len(lines) - MOST_LINES} more"
+        same = [group for group in groups if group.kind == kind]
+        if same:
+            yield from [f"**{headline}**", ""]
+            for group in same[:MOST_LINES]:
+                yield from _describe_group(group, describe_news(group.places, report, comparison)[0])
+            if len(same) > MOST_LINES:
+                yield f"* and {len(same) - MOST_LINES} more"
             yield ""
 
 
-def _describe_group(group: FailureGroup) -> Iterator[str]:
-    """Yield one line for a crash that several loaders share, and one for each check with a finding or an error."""
+def _describe_group(group: FailureGroup, news: str) -> Iterator[str]:
+    """Yield the cause and the remedy, and a line for each check that failed, with all loaders where it failed alike."""
+    since = f" ({escaped(news)})" if news else ""
     if group.kind == CRASH:
         loaders = [place.loader.loader for place in group.places]
-        yield f"* {escaped(group.cause)}: {escaped(first_of(loaders, MOST_NAMED))}"
+        yield f"* {escaped(group.cause)}: {escaped(first_of(loaders, MOST_NAMED))}{since}"
         return
+    subject = f"**{escaped(group.subject)}**, {'likely cause: ' if group.cause else ''}" if group.subject else ""
+    yield f"* {subject}{escaped(group.headline)}{since}"
+    if group.remedy:
+        yield f"  * remedy: {escaped(group.remedy)}"
+    found: dict[tuple[str, str], list[str]] = {}
     for place in group.places:
-        where = escaped(place.loader.loader)
-        if group.kind == UNEXPECTED_PASS and place.check is not None:
-            yield f"* {escaped(explain_pass(place.check.reason, place.check.check))}: {REMOVE}, in {where}"
-            continue
-        what = escaped(describe_finding(place.findings[0]) if place.findings else group.cause)
         more = f", and {counted(len(place.findings) - 1, 'more finding')}" if len(place.findings) > 1 else ""
-        yield f"* {escaped(first_of([check.check for check in place.checks]))} in {where}: {what}{more}"
+        what = f": {describe_finding(place.findings[0])}{more}" if place.findings else ""
+        found.setdefault((first_of([check.check for check in place.checks]), what), []).append(place.loader.loader)
+    lines = [
+        f"  * {escaped(f'{checks} in {first_of(where, MOST_NAMED)}{what}')}" for (checks, what), where in found.items()
+    ]
+    yield from lines[:MOST_LINES]
+    if len(lines) > MOST_LINES:
+        yield f"  * and {len(lines) - MOST_LINES} more"
+
+
+def _partly_checked(report: Report) -> Iterator[str]:
+    found: dict[tuple[str, str], list[str]] = {}
+    for loader in report.loaders:
+        for check in loader.checks:
+            if check.status == "partly checked":
+                found.setdefault((check.check, check.reason), []).append(loader.loader)
+    if found:
+        yield from ["**Partly checked**", ""]
+        lines = (f"{check} in {first_of(where, MOST_NAMED)}: {reason}" for (check, reason), where in found.items())
+        yield from (f"* {escaped(line)}" for line in shorten_list(lines))
+        yield ""
 
 
 def _comparison(comparison: Comparison | None, problem: str) -> Iterator[str]:
@@ -155,12 +165,10 @@ def _comparison(comparison: Comparison | None, problem: str) -> Iterator[str]:
     yield from _lists(describe_comparison(comparison))
 
 
-def _history(report: Report) -> Iterator[str]:
-    yield from _lists(describe_history(report))
-
-
 def _lists(described: Iterable[tuple[str, str, list[str]]]) -> Iterator[str]:
     for kind, headline, lines in described:
+        if kind in IN_FAILURES:
+            continue
         yield f"{MARKS[mark_of(kind)]} {headline}"
         yield ""
         yield from (f"* {escaped(line)}" for line in lines)

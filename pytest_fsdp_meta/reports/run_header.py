@@ -80,7 +80,14 @@ def _git(folder: Path, *arguments: str) -> str:
     return finished.stdout.decode(errors="replace").strip()
 
 
-def read_header(root: Path, command: Sequence[str], engine: str, catalogue: Catalogue, device_memory: int) -> Header:
+def read_header(
+    root: Path,
+    command: Sequence[str],
+    engine: str,
+    catalogue: Catalogue,
+    device_memory: int,
+    settings: Mapping[str, str],
+) -> Header:
     """Return the header of a run that starts now."""
     return Header(
         started=datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -95,6 +102,7 @@ def read_header(root: Path, command: Sequence[str], engine: str, catalogue: Cata
             for check in catalogue
         ),
         device_memory=device_memory,
+        settings=settings,
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pytest_fsdp_meta.catalogue import Catalogue
 from pytest_fsdp_meta.evidence import WorldFacts
 from pytest_fsdp_meta.evidence.simulation import SimulatedSize
-from pytest_fsdp_meta.reports.schema import UNKNOWN, CheckRecord, Evenness, LoaderRecord, Summary, with_later_error
+from pytest_fsdp_meta.reports.schema import PASSED, UNKNOWN, CheckRecord, Evenness, LoaderRecord, Summary
 
 
 @dataclass(frozen=True)
@@ -148,3 +148,17 @@ def _loader_record(item: ItemContext, checks: Mapping[str, CheckRecord], ids: It
         evenness=item.evenness,
         sizes=item.sizes,
     )
+
+
+def with_later_error(check: CheckRecord, error: str) -> CheckRecord:
+    """Return the record of a check after an error in a later phase of its item, such as a fixture's teardown.
+
+    Only a pass becomes an error: findings and reasons that are already known stay.
+    """
+    status = "error" if check.status in (*PASSED, "not run") else check.status
+    return replace(check, status=status, reason=join_reasons(check.reason, error))
+
+
+def join_reasons(reason: str, later: str) -> str:
+    """Return both reasons as one line."""
+    return "; and then ".join(filter(None, [reason, later]))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from pytest_fsdp_meta.evidence import MeshFacts, Region, WorldFacts
 from pytest_fsdp_meta.evidence.collectives import Collective, RankMemory
@@ -69,6 +69,16 @@ TRACED = {
 
 
 @dataclass(frozen=True)
+class EarlierRun:
+    """A run before this one: when it started (UTC, ISO 8601), of which commit, and how it ended."""
+
+    started: str
+    commit: str = ""
+    exit_status: int | None = None
+    """None for a run that was killed."""
+
+
+@dataclass(frozen=True)
 class FindingRecord:
     """One broken promise: "<tensor>, <ranks>: <actual>, but should be <expected> (<detail>)".
 
@@ -85,16 +95,9 @@ class FindingRecord:
     remedy: str = ""
     origin: str = ""
     """Where the difference starts; the same for all findings of a check."""
-
-
-@dataclass(frozen=True)
-class EarlierRun:
-    """A run before this one: when it started (UTC, ISO 8601), of which commit, and how it ended."""
-
-    started: str
-    commit: str = ""
-    exit_status: int | None = None
-    """None for a run that was killed."""
+    since: EarlierRun | None = None
+    """The first run since which the check has had a finding on this tensor with this cause; this run itself if it is
+    new. None without earlier runs."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,8 @@ class CheckHistory:
     """If the check fails: the last run in which it passed, where that is known."""
     flaky: bool = False
     """Whether it passed in at least two stretches of runs, and failed in two."""
+    reason_since: EarlierRun | None = None
+    """If the check fails without findings: the first run since which it has failed for the same reason."""
 
 
 @dataclass(frozen=True)
@@ -353,6 +358,22 @@ class Header:
     catalogue: tuple[CatalogueRecord, ...] = ()
     device_memory: int = 0
     """Bytes into which a step of simulated worlds should fit; 0 if none were given."""
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """Environment variable or ini option -> its value, for options that ``command`` does not have."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What ``--fsdp-fail-on`` made of the run."""
+
+    passes: bool
+    reason: str
+    """Why, such as "1 known failure" or "1 loader missing"."""
+    fail_on: str
+    """The option's value."""
+
+    def __str__(self) -> str:
+        return f"{'passes' if self.passes else 'fails'}: {self.reason}"
 
 
 @dataclass(frozen=True)
@@ -370,6 +391,10 @@ class Report:
     """Runs whose results the checks have as ``history``, oldest first."""
     missing: tuple[str, ...] = field(default=(), kw_only=True)
     """Loaders of the run that this one was compared with, for whose absence it fails."""
+    outcome: Outcome | None = field(default=None, kw_only=True)
+    """None unless the run ended, with ``--fsdp-fail-on=regression`` or ``any``, and passed or failed by that."""
+    stopped_by: str = field(default="", kw_only=True)
+    """What went wrong while pytest collected tests, if it ran none because of that."""
     seconds: float = 0.0
     """From the start of pytest to the end of the last item."""
     exit_status: int | None = None
@@ -416,27 +441,3 @@ def describe_kind(kind: str) -> str:
 def is_bad(loaders: Iterable[LoaderRecord]) -> bool:
     """Return whether any check of the loaders needs a fix or was not run."""
     return bool(how_many(count_kinds(loaders), BAD))
-
-
-def with_later_error(check: CheckRecord, error: str) -> CheckRecord:
-    """Return the record of a check after an error in a later phase of its item, such as a fixture's teardown.
-
-    Only a pass becomes an error: findings and reasons that are already known stay.
-    """
-    status = "error" if check.status in (*PASSED, "not run") else check.status
-    return replace(check, status=status, reason=join_reasons(check.reason, error))
-
-
-def errors_by_reason(loaders: Iterable[LoaderRecord]) -> dict[tuple[str, str], list[str]]:
-    """Return (reason, loader) -> the checks with this error. Most often all checks of a loader share one reason."""
-    reasons: dict[tuple[str, str], list[str]] = {}
-    for loader in loaders:
-        for check in loader.checks:
-            if check.status == "error" and not check.findings:
-                reasons.setdefault((check.reason, loader.loader), []).append(check.check)
-    return reasons
-
-
-def join_reasons(reason: str, later: str) -> str:
-    """Return both reasons as one line."""
-    return "; and then ".join(filter(None, [reason, later]))

@@ -653,6 +653,13 @@ def test_a_training_that_changes_nothing_between_two_saves():
     found = verdict(AGAIN, evidence)
     assert found.status == "skipped"
     assert found.reason == "training changed nothing between the two saves, so they cannot be distinguished"
+    runs = tuple(replace(run, losses=(math.nan, math.nan)) for run in evidence.continued)
+    garbage = change(differ(replace(evidence, continued=runs), MIDDLE), MIDDLE, nan=12, poisoned=12)
+    assert (found := verdict(AGAIN, garbage)).why == "depends on a failed check"
+    assert found.reason == (
+        "the losses between the two saves are not finite (nan, nan), which the findings of no_uninitialized_memory "
+        "explain; fix those first"
+    )
 
 
 def test_evidence_that_is_older_than_the_second_save():

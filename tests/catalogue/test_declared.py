@@ -184,6 +184,22 @@ def test_shares_of_the_loss_add_up():
     assert verdict(PARITY, declare(shares, loss_over_ranks="sum")).status == "passed"
 
 
+def test_a_step_that_divides_by_the_count_of_the_global_batch():
+    """The remedy is the one of grad_parity, whose gradients are halved as well."""
+    shares = with_losses(healthy(), *SHARES)
+    shares = declare(shares, declared=shares.subject.declared | {"train_step"})
+    [finding] = verdict(PARITY, shares).findings
+    assert finding.cause == (
+        "the loss is 1/2 of the reference's in every step (2 is the number of data-parallel ranks): train_step divides "
+        "it by the count of the global batch, and the ranks' losses are averaged"
+    )
+    assert finding.remedy == (
+        "if grad_parity fails as well, multiply the loss by 2 before backward(), because gradients are averaged over "
+        "the data-parallel ranks; if only the returned number is wrong, multiply that; or declare "
+        'Subject(loss_over_ranks="sum") if the ranks\' losses add up to the global loss'
+    )
+
+
 def test_tensor_parallel_ranks_compute_one_share_together():
     mesh = {"dp_shard": 2, "tp": 2}
     shares = with_losses(healthy(mesh=mesh), SHARES[0], SHARES[0], SHARES[1], SHARES[1])

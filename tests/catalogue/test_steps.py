@@ -17,6 +17,7 @@ from tests.catalogue.evidence_factory import (
     change,
     change_reference,
     clipped,
+    differ,
     empty,
     findings_of,
     healthy,
@@ -87,6 +88,19 @@ def test_an_update_that_is_wrong_explains_the_second_gradients():
         "the first step moved the parameters otherwise than in the reference (see update_parity)"
     )
     assert [f.tensor for f in verdict(UPDATE, evidence).findings] == [EMBEDDING]
+
+
+@pytest.mark.parametrize("check", [SECOND, UPDATE])
+def test_what_makes_the_first_loss_nan_is_named(check):
+    runs = tuple(replace(run, losses=(math.nan,) * 3) for run in healthy().training)
+    evidence = change(differ(replace(healthy(), training=runs), MIDDLE), MIDDLE, nan=12, poisoned=12)
+    evidence = second_step(remeasured(evidence, EMBEDDING, 0.1, observed="parameters"), apart=math.nan)
+    runs = tuple(replace(run, second=replace(run.second, parameters=run.parameters)) for run in evidence.training)
+    found = verdict(check, replace(evidence, training=runs))
+    assert found.why == "depends on a failed check"
+    assert found.reason == (
+        "the first loss is nan, but should be 2, which the findings of no_uninitialized_memory explain; fix those first"
+    )
 
 
 def test_an_optimizer_that_already_has_state_has_another_first_step():

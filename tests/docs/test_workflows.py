@@ -301,7 +301,7 @@ def test_nights_find_known_new_and_fixed_failures(runner: Runner):
     assert code == 1, "it stays red until it is fixed"
     assert "1 new failure, 1 known since" in output
     assert "test_it.py::test_it: broken since" in output
-    assert "the last that passed of 2 runs" in output
+    assert "the last run that passed (2 read)" in output
     code, output = night(runner, weight=0)
     assert code == 0, output
     assert "1 fixed since" in output

@@ -77,6 +77,18 @@ def test_a_run_without_tests_for_ranks_starts_nothing(project: Project) -> None:
     project.run("test_marked.py").assert_outcomes(passed=1)
 
 
+def test_no_garbage_is_looked_for_while_the_first_file_is_imported(project: Project) -> None:
+    seen = (
+        "import gc\n\nIMPORTING = gc.isenabled()\n\n\ndef test_it(): assert (IMPORTING, gc.isenabled()) == ({}, True)\n"
+    )
+    project.write("test_it.py", seen.format(True))
+    project.loaders(seen.format(False), "test_marked.py")
+    project.loaders(seen.format(True), "test_marked_too.py")
+    project.loaders("import gc\n\nassert not gc.isenabled()\nraise ValueError", "broken/test_broken.py")
+    project.run("test_it.py", "test_marked.py", "test_marked_too.py").assert_outcomes(passed=3)
+    project.run("broken", "test_it.py", "--continue-on-collection-errors").assert_outcomes(errors=1, passed=1)
+
+
 STARTED = """
 def started(config):
     from pytest_fsdp_meta.plugin.session import SESSION

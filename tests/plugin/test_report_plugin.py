@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import html
 import json
 import os
 import signal
@@ -236,7 +237,8 @@ def test_a_teardown_that_fails_after_a_skip_always_fails_the_run(project: Projec
         patch.setenv("BREAK", "1")
         failed = project.run("--fsdp-compare=old/report.json", f"--fsdp-fail-on={fail_on}", "--fsdp-report=new")
     assert failed.ret == pytest.ExitCode.TESTS_FAILED
-    assert json.loads((project.path / "new" / "badge.json").read_text())["color"] == "lightgrey"
+    badge = json.loads((project.path / "new" / "badge.json").read_text())
+    assert (badge["color"], badge["message"]) == ("red", "fails: failures outside of the checks")
 
 
 def test_each_worker_has_its_own_record_with_dist_each(project: Project) -> None:
@@ -267,6 +269,21 @@ def test_a_failed_collection_replaces_the_earlier_report(project: Project) -> No
     project.write("test_it.py", "import absent_of_all")
     assert project.collect("--fsdp-report=out").ret == pytest.ExitCode.INTERRUPTED
     assert written(project).exit_status == pytest.ExitCode.INTERRUPTED
+    why = "test_it.py: ModuleNotFoundError: No module named 'absent_of_all'"
+    assert written(project).stopped_by == why
+    assert f"Nothing ran: {why}" in html.unescape((project.path / "out/index.html").read_text())
+    assert "Nothing ran: test_it.py: ModuleNotFoundError" in (project.path / "out/summary.md").read_text()
+    project.write("test_good.py", "def test_x(): ...")
+    project.run("--fsdp-report=out", "--continue-on-collection-errors").assert_outcomes(passed=1, errors=1)
+    assert written(project).stopped_by == "", "something ran"
+
+
+def test_a_report_says_which_mistake_in_a_test_stopped_the_run(project: Project) -> None:
+    project.loaders("@fsdp_conformance(skip={'nope': 'no reason'})\ndef test_x(fsdp): return load(fsdp)\n")
+    assert project.run("--fsdp-report=out").ret == pytest.ExitCode.USAGE_ERROR
+    assert written(project).stopped_by.startswith(
+        "test_it.py::test_x: @fsdp_conformance: skip: there is no check 'nope'"
+    )
 
 
 def test_a_foreign_page_is_not_overwritten(project: Project) -> None:
@@ -313,7 +330,9 @@ def test_a_run_without_judged_checks_does_not_pass_though_its_failure_is_known(p
     assert second.detail == ""
     assert "second line" in (project.path / "new" / "index.html").read_text()
     summary = (project.path / "new" / "summary.md").read_text()
-    assert summary.count("raised ValueError: first line") == 2  # as an error, and as a known failure
+    assert summary.count("raised ValueError: first line") == 1, "a known failure is listed once"
+    assert written(project, "new").outcome is None, "it neither passes nor fails by --fsdp-fail-on"
+    assert "passes: " not in known.stdout.str()
 
 
 def test_a_run_without_judged_checks_does_not_pass(project: Project) -> None:

@@ -366,6 +366,7 @@ def hostile() -> Report:
         commit=second,
         started=second,
         catalogue=(*CATALOGUE, own),
+        settings=dict(zip(HOSTILE, reversed(HOSTILE), strict=True)),
     )
     return report(record, *(replace(loader(name), summary=None) for name in others), header=top)
 

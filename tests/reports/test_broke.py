@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from pytest_fsdp_meta.reports.compare import compare
+from pytest_fsdp_meta.reports.history import with_history
 from pytest_fsdp_meta.reports.page.broke import Card, make_cards
 from pytest_fsdp_meta.reports.page.view import build_view
-from pytest_fsdp_meta.reports.schema import LoaderRecord, Report
+from pytest_fsdp_meta.reports.schema import FindingRecord, LoaderRecord, Report
 from tests.reports import report_factory as factory
-from tests.reports.report_factory import check, finding, loader, raised, report
+from tests.reports.report_factory import check, finding, header, loader, raised, report
 
 CAUSE = {"cause": "it is a non-persistent buffer", "remedy": "recompute it"}
 
 
-def failing(name: str, actual: str = "never written", mesh: dict[str, int] | None = None) -> LoaderRecord:
-    found = [finding("rotary.inv_freq", actual=actual, **CAUSE)]
+def failing(
+    name: str, actual: str = "never written", mesh: dict[str, int] | None = None, others: Sequence[FindingRecord] = ()
+) -> LoaderRecord:
+    found = [finding("rotary.inv_freq", actual=actual, **CAUSE), *others]
     return loader(name, mesh, {"no_meta_params": check("no_meta_params", "failed", found, name)})
 
 
@@ -45,8 +49,8 @@ def test_a_card_says_whether_its_cause_is_new():
         return [card.news for card in cards(now, before)]
 
     assert news(None) == [""]
-    assert news(factory.passing(now)) == ["new since the run of 2026-11-19 21:04 (0123abc+)"]
-    assert news(now) == ["also in the run of 2026-11-20 22:30 (0123abc+)"]
+    assert news(factory.passing(now)) == ["new since the run of 2026-11-19 21:04:00 (0123abc+)"]
+    assert news(now) == ["also in the run of 2026-11-20 22:30:00 (0123abc+)"]
     assert news(report(failing("a.py::a"), loader("a.py::b"))) == ["new in 1 of 2 loaders"]
 
 
@@ -61,12 +65,33 @@ def test_the_history_counts_more_than_a_baseline_of_several_runs_ago():
     """Night 9 is the last that passed; loss_parity fails since the tenth, and params_equal_reference in the last."""
     now = with_causes(factory.nights())
     ninth = replace(factory.passing(now), exit_status=0)
-    compared = compare(ninth, now, which="the last that passed of 13 runs")
+    compared = compare(ninth, now, which="the last run that passed (13 read)")
     assert {change.check for change in compared.failures} == {"loss_parity", "params_equal_reference"}
-    since = "broken since 2026-11-10 02:17 (aaaaaaaaa)"
+    since = "broken since 2026-11-10 02:17:00 (aaaaaaaaa)"
     with_baseline = [card.news for card in make_cards(build_view(now), compared)]
-    assert with_baseline == ["new since the last that passed of 13 runs", since]
-    assert [card.news for card in cards(now)] == ["new in this run", since], "none of the earlier runs passed"
+    new = "new since the run of 2026-11-13 02:17:00 (ddddddddd)"
+    assert with_baseline == [new, since]
+    assert [card.news for card in cards(now)] == [new, since], "none of the earlier runs passed"
+
+
+def test_a_cause_is_new_although_its_check_failed_before_for_another_one():
+    """As for the first report of a page, and with the history that the run would have."""
+    other = finding("lm_head.weight", cause="the tie is broken")
+    before = report(failing("a.py::a"), header=header(started="2026-11-19T02:17:00Z", commit="before"))
+    now = report(failing("a.py::a", others=[other]))
+    for one in (now, with_history(now, [before])):
+        old, new = make_cards(build_view(one), compare(before, one))
+        assert (new.news, new.is_new) == ("new since the run of 2026-11-19 02:17:00 (before)", True)
+        assert not old.is_new
+        assert old.news in (
+            "broken since 2026-11-19 02:17:00 (before)",
+            "also in the run of 2026-11-19 02:17:00 (before)",
+        )
+
+
+def test_one_of_several_tensors_with_a_cause_is_new():
+    now = report(failing("a.py::a", others=[finding("rotary.original", **CAUSE)]))
+    assert [card.news for card in cards(now, report(failing("a.py::a")))] == ["new in 1 of 2 findings"]
 
 
 def test_equal_values_are_one_line_and_others_name_their_loader():

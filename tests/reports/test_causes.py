@@ -16,7 +16,7 @@ from pytest_fsdp_meta.reports.causes import (
     group_failures,
 )
 from pytest_fsdp_meta.reports.compare import compare, describe_comparison
-from pytest_fsdp_meta.reports.markdown import describe_result
+from pytest_fsdp_meta.reports.outcome import describe_result
 from pytest_fsdp_meta.reports.page.rendering import render
 from pytest_fsdp_meta.reports.page.view import build_view
 from pytest_fsdp_meta.reports.schema import LoaderRecord

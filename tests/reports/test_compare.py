@@ -15,7 +15,7 @@ from pytest_fsdp_meta.evidence.codec import to_plain, write_whole
 from pytest_fsdp_meta.reports.badge import COLORS, badge, badge_json, badge_svg
 from pytest_fsdp_meta.reports.compare import compare, describe_changes, describe_comparison, describe_verdict
 from pytest_fsdp_meta.reports.io import read_report
-from pytest_fsdp_meta.reports.markdown import summarise_run
+from pytest_fsdp_meta.reports.markdown import escaped, summarise_run
 from pytest_fsdp_meta.reports.page.view import build_view
 from pytest_fsdp_meta.reports.schema import FAILED, PASSED, SCHEMA, SKIPS, STATUSES, Curves, Report
 from tests.conftest import Project, errors
@@ -275,8 +275,11 @@ def test_long_lists_of_loaders_are_shortened():
     assert len(lines) == 21
     assert lines[-1] == "... and 10 more"
     page = summarise_run(many)
-    assert page.count("* no_meta_params") == 20
-    assert "* and 10 more" in page
+    named = ", ".join(f"t.py::test_{n}" for n in range(10))
+    assert f"* no_meta_params: no cause is known\n  * no_meta_params in {named} and 20 more\n" in page
+    causes = run(*(check(one.check, "failed") for one in CATALOGUE[:22]))
+    assert summarise_run(causes).count(": no cause is known\n") == 20
+    assert "\n* and 2 more\n" in summarise_run(causes)
 
 
 def rendered(page: str) -> ElementTree.Element:
@@ -301,6 +304,45 @@ def test_names_are_escaped_in_markdown(name):
     assert "://" not in page
     for _, _, lines in describe_comparison(compare(before, now)):
         assert all(line.isprintable() for line in lines)
+
+
+def test_the_summary_has_each_failure_once_with_its_cause_and_its_start():
+    old, new = finding("norm.weight", cause="nothing wrote to it", remedy="load it"), finding("head.bias")
+    partly = check("grad_parity", "partly checked", reason="not checked: 1 tensor")
+    before = run(check(CHECK, "failed", [old]))
+    now = run(check(CHECK, "failed", [old, new]), partly)
+    page = summarise_run(now, compare(before, now))
+    moment = "the run of 2026-11-20 22:30:00 (0123abc&#43;)"
+    mismatch = "ranks 0-3: wrong, but should be right"
+    assert page.partition("**Failed**\n\n")[2].partition("**Compared")[0].splitlines() == [
+        f"* **norm.weight**, likely cause: nothing wrote to it (also in {moment})",
+        "  * remedy: load it",
+        f"  * {CHECK} in {LLAMA}: norm.weight, {mismatch}",
+        f"* **head.bias**, {CHECK}: no cause is known (new since {moment})",
+        f"  * {CHECK} in {LLAMA}: head.bias, {mismatch}",
+        "",
+        "**Partly checked**",
+        "",
+        f"* grad_parity in {LLAMA}: not checked: 1 tensor",
+        "",
+    ]
+    assert page.count("norm.weight, ranks") == page.count("head.bias, ranks") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [
+        ("t.py::test_a[untied-no_meta]", "t.py::test_a[untied-no_meta]"),
+        ("not checked; layers.{0..3}.w", "not checked; layers.{0..3}.w"),
+        ("the module's __init__", "the module's \\_\\_init\\_\\_"),
+        ("t.py::a[b](c)", "t.py::a[b\\](c)"),
+        ("[x] done", "\\[x] done"),
+        ("a|b & <c>", "a&#124;b &#38; &#60;c&#62;"),
+    ],
+)
+def test_only_what_markdown_reads_is_escaped(name, source):
+    assert escaped(name) == source
+    assert "".join(rendered(f"* {escaped(name)}\n").find(".//li").itertext()) == name
 
 
 def test_the_summary_of_a_good_run_and_of_one_cut_off():
@@ -392,7 +434,7 @@ def test_nightly_runs_compared_one_after_another(project: Project) -> None:
     assert "fixed: 2" in compared(fixed)
     folder = project.path / "report"
     assert "2 fixed since" in (folder / "summary.md").read_text()
-    assert json.loads((folder / "badge.json").read_text())["message"] == "3 passed"
+    assert json.loads((folder / "badge.json").read_text())["message"] == "passes: 3 passed"
     assert json.loads((folder / "report.json").read_text())["exit_status"] == 0
     assert "3 passed" in (folder / "badge.svg").read_text()
 

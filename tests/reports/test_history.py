@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -31,6 +31,7 @@ from pytest_fsdp_meta.reports.schema import (
     CheckHistory,
     CheckRecord,
     EarlierRun,
+    FindingRecord,
     Header,
     LoaderRecord,
     Report,
@@ -187,7 +188,7 @@ def test_a_loader_in_two_worlds_has_two_histories():
 def test_what_is_said_of_broken_and_flaky_checks():
     assert list(describe_history(nights(["passed", "failed"])[-1])) == [], "it is a new failure"
     broken = nights(["passed", "failed", "failed"])[-1]
-    line = "broken since 2026-11-02 02:17 (c2), last passed 2026-11-01 02:17 (c1)"
+    line = "broken since 2026-11-02 02:17:00 (c2), last passed 2026-11-01 02:17:00 (c1)"
     assert list(describe_history(broken)) == [
         ("broken", "broken since an earlier run: 1", [f"{CHECK} in {LLAMA}: {line}"])
     ]
@@ -201,10 +202,81 @@ def test_what_is_said_of_broken_and_flaky_checks():
     assert describe_results(".p..F-") == "1 passed, 1 partly checked, 2 passed, 1 failed, 1 not in the run"
 
 
+def with_findings(*each: Sequence[FindingRecord] | str, history: bool = True) -> list[Report]:
+    """Return runs of one check, with these findings or this status, each with the history that it would have."""
+    made: list[Report] = []
+    for day, what in enumerate(each, 1):
+        facts = (what,) if isinstance(what, str) else ("failed", what)
+        one = night(day, facts[0])
+        records = (check(CHECK, *facts, reason="rank 1 hung, 30 s" if facts[0] == "error" else ""),)
+        one = replace(one, loaders=(replace(one.loaders[0], checks=records),))
+        made.append(with_history(one, made) if history else one)
+    return made
+
+
+def starts(one: Report) -> dict[str | None, str]:
+    return {found.tensor: found.since.commit if found.since else "" for found in one.loaders[0].checks[0].findings}
+
+
+A, OTHER, B = (finding(name, cause=cause) for name, cause in (("a", "2 rows"), ("a", "swapped"), ("b", "2 rows")))
+
+
+@pytest.mark.parametrize(
+    ("each", "expected"),
+    [
+        (["passed", [A], [B]], {"b": "c3"}),
+        (["passed", [A], [A, B]], {"a": "c2", "b": "c3"}),
+        (["passed", [A], [OTHER]], {"a": "c3"}),
+        (["passed", [A], [replace(A, cause="3 rows", actual="else")]], {"a": "c2"}),
+        (["passed", [A], "error", [A]], {"a": "c2"}),
+        (["passed", [A], [B], [A]], {"a": "c4"}),
+        (["passed", [A], "passed", [A]], {"a": "c4"}),
+        ([[A], "depends on a failed check", [A]], {"a": "c1"}),
+    ],
+)
+def test_each_finding_has_a_start_of_its_own(each, expected):
+    made = with_findings(*each)
+    assert starts(made[-1]) == expected
+    plain = with_findings(*each, history=False)
+    assert starts(with_history(plain[-1], plain[:-1])) == expected, "from the reports alone"
+    if made[-2].loaders[0].checks[0].findings:
+        assert starts(with_history(plain[-1], [made[-2]])) == expected, "from the last report alone"
+
+
+def test_a_tensor_that_was_not_judged_in_between_is_not_new():
+    first, second, third = with_findings([A, B], [B], [A, B], history=False)
+    record = replace(second.loaders[0].checks[0], unjudged={"no_meta_buffers": ("a",)})
+    second = replace(second, loaders=(replace(second.loaders[0], checks=(record,)),))
+    assert starts(with_history(third, [first, second])) == {"a": "c1", "b": "c1"}
+
+
+def test_an_error_with_another_reason_is_new():
+    made = with_findings("passed", "error", "error")
+    assert history_of(made[-1]).reason_since == EarlierRun(started(2), "c2", 1)
+    record = replace(made[-1].loaders[0].checks[0], reason="killed", history=None)
+    other = replace(made[-1], loaders=(replace(made[-1].loaders[0], checks=(record,)),), earlier=())
+    assert history_of(with_history(other, made[:-1])).reason_since == EarlierRun(started(3), "c3", 1)
+
+
+def test_what_is_new_is_not_listed_as_broken_since_an_earlier_run():
+    assert list(describe_history(with_findings("passed", [A], [B])[-1])) == []
+    ((_, headline, lines),) = describe_history(with_findings("passed", [A], [A, B])[-1])
+    passed = ", last passed 2026-11-01 02:17:00 (c1)"
+    assert headline == "broken since an earlier run: 1"
+    assert lines == [f"{CHECK} (a) in {LLAMA}: broken since 2026-11-02 02:17:00 (c2){passed}"]
+
+
+def test_the_starts_of_findings_are_read_from_a_file(tmp_path):
+    made = with_findings("passed", [A], [A, B])
+    path = write(tmp_path, "3/report.json", made[-1])
+    assert read_report(path) == made[-1]
+    now = with_findings("passed", [A], [A, B], [A, B], history=False)[-1]
+    assert starts(with_history(now, read_earlier([str(tmp_path)], NOW).past)) == {"a": "c2", "b": "c3"}
+
+
 def test_a_commit_is_shortened_and_a_time_that_is_none_is_shown_as_it_is():
     commit = EarlierRun("no time", "0123456789abcdef+")
-    assert describe_since(CheckHistory("", commit)) == "broken since no time (012345678+)"
-    assert describe_since(CheckHistory(".")) == ""
+    assert describe_since(commit, CheckHistory("", commit)) == "broken since no time (012345678+)"
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -234,14 +306,14 @@ def test_a_folder_of_reports_is_read_in_the_order_of_time(tmp_path):
     assert [one.header.commit for one in found.past] == ["c1", "c2", "c3", "c4"]
     assert found.notes == ()
     assert found.before == read_report(tmp_path / "b/report.json"), "in full"
-    assert found.which == "the last that passed of 4 runs"
+    assert found.which == "the last run that passed (4 read)"
 
 
 @pytest.mark.parametrize(
     ("statuses", "day", "which"),
     [
-        (["failed", "passed", "failed"], 2, "the last that passed of 3 runs"),
-        (["passed", "passed", "error"], 2, "the last that passed of 3 runs"),
+        (["failed", "passed", "failed"], 2, "the last run that passed (3 read)"),
+        (["passed", "passed", "error"], 2, "the last run that passed (3 read)"),
     ],
 )
 def test_which_run_is_compared(tmp_path, statuses, day, which):
@@ -296,7 +368,7 @@ def test_what_is_wrong_in_a_folder_is_one_line_each_and_the_rest_is_read(tmp_pat
     assert named["3"].startswith("not JSON, or truncated: ")
     assert named["8"].startswith("a report of schema 99, but this version reads schemas 1 to 2")
     assert named["9"].startswith("Report.header: 3, but should be dict")
-    assert named["10"] == "started 2030-01-01 00:00 (0123abc+), later than this run"
+    assert named["10"] == "started 2030-01-01 00:00:00 (0123abc+), later than this run"
 
 
 def test_a_report_that_is_damaged_in_its_details_is_not_compared(tmp_path):
@@ -310,10 +382,12 @@ def test_a_report_that_is_damaged_in_its_details_is_not_compared(tmp_path):
 
 
 def test_an_empty_folder_has_nothing_to_compare(tmp_path):
-    assert read_earlier([str(tmp_path)], NOW).problem == f"no comparison: no report in {tmp_path}"
+    assert (
+        read_earlier([str(tmp_path)], NOW).problem == f"no comparison: no report in {tmp_path}, so every failure counts"
+    )
     write(tmp_path, "1/report.json", "")
     found = read_earlier([str(tmp_path)], NOW)
-    assert found.problem == f"no comparison: no report in {tmp_path}; 1 file left out"
+    assert found.problem == f"no comparison: no report in {tmp_path} (1 file left out), so every failure counts"
     assert len(found.notes) == 1
 
 

@@ -97,9 +97,9 @@ def test_what_broke_has_a_card_for_each_cause(opened):
     assert shown(page, ".card .kind")[0] == "3 loaders crashed"
     assert shown(page, ".card .kind")[-1] == "1 unexpected pass"
     assert shown(page, ".card .kind + .tag") == [
-        "new since the run of 2026-11-19 22:30 (9876fed)",
-        "also in the run of 2026-11-19 22:30 (9876fed)",
-        *["new since the run of 2026-11-19 22:30 (9876fed)"] * 4,
+        "new since the run of 2026-11-19 22:30:00 (9876fed)",
+        "also in the run of 2026-11-19 22:30:00 (9876fed)",
+        *["new since the run of 2026-11-19 22:30:00 (9876fed)"] * 4,
     ]
     assert "at mypkg/loading.py:88" in shown(page, "#cause-1 .origin")
     assert shown(page, "#cause-2 .values li") == [

@@ -126,7 +126,7 @@ def test_hostile_names_are_shown_as_text():
 def test_the_comparison_with_an_earlier_run_comes_first():
     now, before = factory.hostile(), factory.passing(factory.hostile())
     page = Reader(render(now, compare(before, now)))
-    assert "Since 2026-11-19 21:04 UTC, commit " in page.text
+    assert "Since 2026-11-19 21:04:00 UTC, commit " in page.text
     assert "3 new failures" in page.text
     assert page.text.index("What broke") < page.text.index("new failures: 3") < page.text.index("Loaders and checks")
     assert {tag for tag, _ in page.elements} & {"img", "iframe", "object", "base", "embed"} == set()
@@ -140,7 +140,7 @@ def test_each_cell_shows_its_history():
     first = view.loaders[0]
     broken, flaky, steady = (first.checks[id] for id in ("loss_parity", "params_equal_reference", "no_meta_params"))
     assert (broken.mark, flaky.mark, steady.mark) == (" h-old", " h-flaky", "")
-    assert broken.note == ", broken since 2026-11-10 02:17 (aaaaaaaaa), last passed 2026-11-09 02:17 (999999999)"
+    assert broken.note == ", broken since 2026-11-10 02:17:00 (aaaaaaaaa), last passed 2026-11-09 02:17:00 (999999999)"
     assert flaky.note == ", flaky: 10 passed and 4 failed, in turn, of the last 14 runs"
     assert broken.history.words == "9 passed, 5 failed"
     assert flaky.history.words == "10 passed, 4 failed", "how many of each, as there are many stretches"
@@ -468,6 +468,25 @@ def test_a_loader_that_crashed_before_any_check():
     assert "world unknown: none of its items ran" in page.text
 
 
+@pytest.mark.parametrize(
+    ("causes", "since", "mark"),
+    [
+        ({"a": "one"}, "broken since {moment}", "h-old"),
+        ({"b": "two"}, "new cause; it failed for another one since {moment}", ""),
+        ({"a": "one", "b": "two"}, "broken since {moment}; new: b", "h-old"),
+    ],
+)
+def test_a_check_that_failed_before_for_another_cause_is_not_marked_as_old(causes, since, mark):
+    def run(found: dict[str, str], **facts: object) -> Report:
+        findings = [finding(name, cause=cause) for name, cause in found.items()]
+        return report(loader(checks={"loss_parity": check("loss_parity", "failed", findings)}), **facts)
+
+    before = run({"a": "one"}, header=header(started="2026-11-19T21:04:00Z"))
+    now = with_history(run(causes), [before])
+    view = build_view(now).loaders[0].checks["loss_parity"].history
+    assert (view.since, view.mark) == (since.format(moment="2026-11-19 21:04:00 (0123abc+)"), mark)
+
+
 def test_numbers_are_abbreviated():
     assert [describe_bytes(size) for size in (None, 0, 1023, 1536, 200 * 2**20, 3 * 2**40)] == [
         "unknown",
@@ -478,8 +497,8 @@ def test_numbers_are_abbreviated():
         "3.0 TiB",
     ]
     assert [describe_time(time) for time in ("2026-11-20T22:30:00Z", "2026-11-20T22:30:05+00:00", "<b>")] == [
-        "2026-11-20 22:30 UTC",
-        "2026-11-20 22:30 UTC",
+        "2026-11-20 22:30:00 UTC",
+        "2026-11-20 22:30:05 UTC",
         "<b>",
     ]
     assert [describe_duration(seconds) for seconds in (0.0123, 3.44, 320)] == ["12 ms", "3.4 s", "5 min 20 s"]

@@ -14,9 +14,9 @@ import pytest
 
 from pytest_fsdp_meta.reports.compare import compare
 from pytest_fsdp_meta.reports.page import write_page
-from pytest_fsdp_meta.reports.schema import Report
+from pytest_fsdp_meta.reports.schema import Outcome, Report
 from tests.reports import report_factory as factory
-from tests.reports.report_factory import EMBEDDING, HOSTILE, ROTARY, report
+from tests.reports.report_factory import EMBEDDING, HOSTILE, ROTARY, header, report
 
 # In CI a missing package is an error: a test that is skipped there runs nowhere.
 import_package = importlib.import_module if os.environ.get("CI") else pytest.importorskip
@@ -32,6 +32,10 @@ PAGES: dict[str, Callable[[], Report]] = {
     "large": factory.large,
     "compared": report,
     "nights": factory.nights,
+    "known": lambda: report(
+        outcome=Outcome(True, "1 known failure", "regression"),
+        header=header(settings={"PYTEST_FSDP_COMPARE": "reports"}),
+    ),
 }
 COMPARED = ("compared", "hostile")
 PHONE, DESKTOP = 360, 1440
@@ -111,6 +115,7 @@ def test_no_page_is_wider_than_the_screen(opened, name, width):
         ("usual", "dark"),
         ("compared", "dark"),
         ("nights", "light"),
+        ("known", "light"),
         pytest.param("nights", "dark", marks=pytest.mark.slow),
         pytest.param("usual", "light", marks=pytest.mark.slow),
         pytest.param("hostile", "light", marks=pytest.mark.slow),
@@ -333,7 +338,7 @@ def test_themes(opened):
 
 def test_changes_are_folded(opened):
     page = opened("compared")
-    assert shown(page, "#changes h2") == ["Since 2026-11-19 21:04 UTC, commit 0123abc+"]
+    assert shown(page, "#changes h2") == ["Since 2026-11-19 21:04:00 UTC, commit 0123abc+"]
     assert not shown(page, "#changes li"), "what broke has the new failures"
     page.locator("#changes .c-worse summary").first.click()
     assert shown(page, "#changes .c-worse li")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from pytest_fsdp_meta.catalogue import built_in
-from pytest_fsdp_meta.evidence import RankInventory, WorldFacts
+from pytest_fsdp_meta.evidence import Evidence, RankInventory, WorldFacts
 from pytest_fsdp_meta.reports.run_records import ItemContext, RunRecords
 from pytest_fsdp_meta.reports.schema import SKIPS, CheckRecord, Evenness, FindingRecord, LoaderRecord, describe_counts
 from pytest_fsdp_meta.reports.summary import evenness_of
-from pytest_fsdp_meta.reports.totals import describe_totals, nothing_judged
+from pytest_fsdp_meta.reports.totals import ACTIVITIES, describe_totals, nothing_judged
 from tests.catalogue.evidence_factory import parameter
 
 WORLD = WorldFacts(2, (("dp_shard", 2),), "cpu", "gloo")
@@ -171,6 +171,12 @@ def test_checks_without_a_result_are_named() -> None:
 def test_nothing_judged_is_never_a_pass() -> None:
     lines = list(describe_totals([loader_with("not declared", "left out")]))
     assert lines[-1] == ("2 of 2 checks accounted for; nothing was judged, so nothing has passed", {"red": True})
+
+
+def test_every_phase_has_a_plain_name() -> None:
+    phases = [field.name for field in fields(Evidence) if field.name not in ("world", "subject")]
+    assert "training_mode" in phases
+    assert [name for name in (ACTIVITIES.get(phase, phase) for phase in phases) if "_" in name] == []
 
 
 def test_when_a_run_without_judged_checks_is_bad() -> None:

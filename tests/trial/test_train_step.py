@@ -184,6 +184,27 @@ def returns_a_row(model, optimizer, batch):
     return torch.zeros(3)
 
 
+async def is_awaited(model, optimizer, batch):
+    return plain_step(model, optimizer, batch)
+
+
+def yields(model, optimizer, batch):
+    yield plain_step(model, optimizer, batch)
+
+
+def returns_a_complex_number(model, optimizer, batch):
+    return plain_step(model, optimizer, batch) * 1j
+
+
+def returns_nothing_computed(model, optimizer, batch):
+    return plain_step(model, optimizer, batch).to("meta")
+
+
+def returns_too_much(model, optimizer, batch):
+    plain_step(model, optimizer, batch)
+    return 10**400
+
+
 def raises(model, optimizer, batch):
     raise KeyError("labels")
 
@@ -195,6 +216,11 @@ def raises(model, optimizer, batch):
         (steps_twice, "it stepped the optimizer 2 times in step 0, but should step it once; one call gets the rows"),
         (returns_nothing, "it returned NoneType, but should return the loss, a number"),
         (returns_a_row, "it returned (3,), but should return the loss, a number"),
+        (is_awaited, "it returned a coroutine and has not run; make it a plain function, without async or yield"),
+        (yields, "it returned a generator and has not run; make it a plain function, without async or yield"),
+        (returns_a_complex_number, "it returned a tensor of complex numbers, but should return the loss, a number"),
+        (returns_nothing_computed, "it returned a tensor on meta, but should return the loss, a number"),
+        (returns_too_much, "it returned a number that no float holds, but should return the loss, a number"),
     ],
 )
 def test_a_step_that_breaks_its_contract(step, message):

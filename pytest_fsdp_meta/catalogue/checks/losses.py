@@ -210,6 +210,14 @@ def _explain_multiple(view: View, runs: Sequence[RankTraining], allowed: float) 
     multiple_of = f"{factor} of" if factor.startswith("1/") else f"{factor} times"
     in_ranks = f" ({number} is {meaning})" if meaning else ""
     shares = "" if summed or not meaning or not factor.startswith("1/") else _SHARES
+    if shares and "train_step" in view.evidence.subject.declared:
+        return {
+            "cause": f"the loss is {factor} of the reference's in every step{in_ranks}: train_step divides it by the "
+            "count of the global batch, and the ranks' losses are averaged",
+            "remedy": f"if grad_parity fails as well, multiply the loss by {number} before backward(), because "
+            "gradients are averaged over the data-parallel ranks; if only the returned number is wrong, multiply that"
+            f"{_SHARES}",
+        }
     return {
         "cause": f"the loss is {multiple_of} the reference's in every step{in_ranks}: "
         + _explain_scaled_loss(factor, bool(meaning)),

@@ -56,9 +56,12 @@ def second_grad_parity(view: View) -> Iterable[Finding]:
     if len(seconds) < len(runs):
         raise NotJudged(_describe_missing(view, runs))
     if not _first_steps_equal(view, runs):
+        message = "the first step moved the parameters otherwise than in the reference"
         if loaded := describe_loaded_state(view):
-            raise NotJudged(f"the first step moved the parameters otherwise than in the reference: {loaded}")
-        raise NotJudged("the first step moved the parameters otherwise than in the reference (see update_parity)")
+            raise NotJudged(f"{message}: {loaded}")
+        require_same_forward(view, runs)
+        require_no_other_cause(view, message)
+        raise NotJudged(f"{message} (see update_parity)")
     found = list(_wrong_second_gradients(view, runs))
     if found:
         require_same_forward(view, runs)
@@ -134,7 +137,8 @@ _LOST: Explanation = {
     "forward fills",
 }
 _NOT_ZEROED: Explanation = {
-    "cause": "nothing zeroes this gradient after the step: the optimizer's zero_grad() does not reach it, so each step "
-    "adds to all earlier ones",
-    "remedy": "call zero_grad() for every parameter group, and clear gradient buffers that a wrapper keeps",
+    "cause": "nothing zeroes this gradient after the step: zero_grad() is not called, or the optimizer's does not "
+    "reach it, so each step adds to all earlier ones",
+    "remedy": "let train_step call optimizer.zero_grad(); if it does, call it for every parameter group, and clear "
+    "gradient buffers that a wrapper keeps",
 }

@@ -128,14 +128,13 @@ def require_gradients(view: View) -> None:
 
 def require_same_forward(view: View, runs: Sequence[RankTraining]) -> None:
     """Raise Blocked if loss_parity reports the first loss: a wrong forward makes all gradients and updates wrong."""
-    if "loss_parity" not in view.selection:
-        return
     expected, actual = view.reference.losses or (), global_losses(view.evidence)
-    if expected and loss_limits(view).exceeded(actual, expected, 0):
-        raise Blocked(
-            f"the first loss is {actual[0]:.6g}, but should be {expected[0]:.6g} (see loss_parity); gradients and "
-            "updates depend on it"
-        )
+    if "loss_parity" not in view.selection or not expected or not loss_limits(view).exceeded(actual, expected, 0):
+        return
+    message = f"the first loss is {actual[0]:.6g}, but should be {expected[0]:.6g}"
+    if not view.reference.unstable:  # loss_parity says so
+        require_no_other_cause(view, message, first_forward=True)
+    raise Blocked(f"{message} (see loss_parity); gradients and updates depend on it")
 
 
 def require_noise(view: View, by_dtype: Mapping[str, float], differences: Iterable[float]) -> None:

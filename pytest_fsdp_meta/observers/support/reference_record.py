@@ -81,6 +81,7 @@ class RecordWriter:
 
     def __exit__(self, *_: object) -> None:
         with self._thread:
+            self._copies.clear()
             self._finish()
 
     def write(self, path: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:

@@ -14,8 +14,8 @@ from pytest_fsdp_meta.reports.causes import (
     group_failures,
 )
 from pytest_fsdp_meta.reports.compare import Comparison
+from pytest_fsdp_meta.reports.news import describe_news
 from pytest_fsdp_meta.reports.page.findings import Line, as_line
-from pytest_fsdp_meta.reports.page.news import describe_news
 from pytest_fsdp_meta.reports.page.view import LoaderView, PageView
 from pytest_fsdp_meta.reports.terminal import group_similar, origins
 from pytest_fsdp_meta.text import counted
@@ -54,6 +54,8 @@ class Card:
 
     number: int
     kind: str
+    subject: str
+    """Its tensors; "" if it is about whole models, a crash or an error."""
     cause: str
     is_known: bool
     """Whether the cause is; else ``cause`` names the check."""
@@ -90,6 +92,7 @@ def _card(number: int, group: FailureGroup, views: Mapping[int, LoaderView], new
     return Card(
         number=number,
         kind=group.kind,
+        subject=group.subject,
         cause=group.headline,
         is_known=bool(group.cause),
         remedy=group.remedy,

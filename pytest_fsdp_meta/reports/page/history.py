@@ -11,12 +11,15 @@ from pytest_fsdp_meta.reports.history import (
     GOOD,
     NAMES,
     describe_flaky,
+    describe_moment,
     describe_results,
     describe_since,
-    is_new,
     letter_of,
+    run_of,
+    starts_of,
 )
 from pytest_fsdp_meta.reports.schema import ABSENT, CheckRecord, Report
+from pytest_fsdp_meta.text import first_of
 
 STEP, BAR, HEIGHT = 8, 6, 16
 """Widths of a run and of its bar, and the height of the strip (px)."""
@@ -31,7 +34,9 @@ class HistoryView:
     record: CheckRecord
     results: str
     since: str
-    """Since when it is broken, if it was broken before this run."""
+    """Since when it is broken, if it was broken before this run, for this cause or another one."""
+    is_old: bool = False
+    """Whether something that is wrong with it now was wrong before this run."""
 
     @property
     def width(self) -> int:
@@ -71,7 +76,7 @@ class HistoryView:
     @property
     def mark(self) -> str:
         """The class of the cell in the matrix."""
-        return "h-flaky" if self.is_flaky else "h-old" if self.since else ""
+        return "h-flaky" if self.is_flaky else "h-old" if self.is_old else ""
 
     @cached_property
     def paths(self) -> tuple[tuple[str, str], ...]:
@@ -90,5 +95,11 @@ def history_view(check: CheckRecord, report: Report) -> HistoryView | None:
     history = check.history
     if history is None:
         return None
-    since = "" if is_new(check, report) else describe_since(history)
-    return HistoryView(check, history.results + letter_of(check), since)
+    starts, this = starts_of(check), run_of(report)
+    since, new = "", starts.pop(this, [])
+    if starts:
+        names = [one.tensor or "the model" for one in new]
+        since = describe_since(next(iter(starts)), history) + (f"; new: {first_of(names)}" if new else "")
+    elif history.broken_since is not None and history.broken_since != this:
+        since = f"new cause; it failed for another one since {describe_moment(history.broken_since)}"
+    return HistoryView(check, history.results + letter_of(check), since, bool(starts))

@@ -204,9 +204,9 @@ def describe_duration(seconds: float) -> str:
 
 
 def describe_time(text: str) -> str:
-    """Return an ISO 8601 time as "2026-11-20 22:30 UTC"; any other text unchanged."""
+    """Return an ISO 8601 time as "2026-11-20 22:30:00 UTC"; any other text unchanged."""
     try:
-        return datetime.fromisoformat(text.replace("Z", "+00:00")).strftime("%Y-%m-%d %H:%M %Z")
+        return datetime.fromisoformat(text.replace("Z", "+00:00")).strftime("%Y-%m-%d %H:%M:%S %Z")
     except ValueError:
         return text
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from pytest_fsdp_meta.evidence.collectives import Collective
 from pytest_fsdp_meta.reports.causes import describe_failures, explain_pass, is_crashed
+from pytest_fsdp_meta.reports.outcome import state_of
 from pytest_fsdp_meta.reports.page.charts import LossChart, MemoryChart, loss_chart, memory_chart
 from pytest_fsdp_meta.reports.page.findings import Cause, group_by_cause
 from pytest_fsdp_meta.reports.page.history import HistoryView, history_view
@@ -286,7 +287,7 @@ class PageView:
 
     @property
     def verdict(self) -> tuple[str, str, str]:
-        """(state: "incomplete", "failed", "empty" or "passed"; the headline; what it is about)."""
+        """(state: "incomplete", "failed", "known", "empty" or "passed"; the headline; what it is about)."""
         counts = count_kinds(self.report.loaders)
         total = sum(counts.values())
         failures = describe_failures(self.report.loaders, len(self.report.missing))
@@ -296,8 +297,14 @@ class PageView:
         if not self.report.complete:
             so_far = f"{account} · {failures} so far" if failures else account
             return "incomplete", "Incomplete report", so_far
+        where = f"in {len(self.failing)} of {loaders}" if self.failing else loaders
+        outcome = self.report.outcome
+        if outcome is not None:
+            what = f"{failures} {where}" if failures and self.failing else loaders
+            text = str(outcome)
+            account = f"{what} · {account} · --fsdp-fail-on={outcome.fail_on}"
+            return state_of(self.report), text[:1].upper() + text[1:], account
         if failures:
-            where = f"in {len(self.failing)} of {loaders}" if self.failing else loaders
             return "failed", failures, f"{where} · {account}"
         if not how_many(counts, JUDGED):
             return "empty", "Nothing was judged", account

@@ -1,0 +1,101 @@
+"""How a run ended, in one line and in one state, which terminal, page, summary and badge share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pytest_fsdp_meta.reports.causes import describe_failures
+from pytest_fsdp_meta.reports.compare import Comparison, count_changes
+from pytest_fsdp_meta.reports.schema import (
+    BAD,
+    JUDGED,
+    STATUSES,
+    Outcome,
+    Report,
+    count_kinds,
+    describe_count,
+    how_many,
+)
+from pytest_fsdp_meta.text import counted
+
+IN_RESULT = tuple(status for status in STATUSES if status != "skipped" and status not in BAD)
+
+
+def decide_outcome(report: Report, comparison: Comparison | None, fail_on: str, passes: bool, others: str) -> Outcome:
+    """Return whether the run passes by ``--fsdp-fail-on``, and why. Without a comparison, every failure fails it.
+
+    ``others`` says what failed that is not in the report, or was not run after a failure; "" if nothing.
+    """
+    reasons = _why_it_passes(comparison) if passes else _why_it_fails(report, comparison, fail_on, others)
+    return Outcome(passes, ", ".join(reasons) or describe_counts_of(report), fail_on)
+
+
+def _why_it_passes(comparison: Comparison | None) -> Iterator[str]:
+    if comparison is None:
+        return
+    if known := count_changes((*comparison.known, *comparison.changed)):
+        yield counted(known, "known failure")
+    if comparison.allowed:
+        yield f"{counted(len(comparison.allowed), 'loader')} missing as allowed"
+
+
+def _why_it_fails(report: Report, comparison: Comparison | None, fail_on: str, others: str) -> Iterator[str]:
+    if comparison is not None and fail_on == "regression":
+        if comparison.failures:
+            yield counted(count_changes(comparison.failures), "new failure")
+        if not_run := count_kinds(report.loaders)["not run"]:
+            yield f"{not_run} not run"
+    elif failures := describe_failures(report.loaders):
+        yield failures
+    if comparison is not None:
+        yield from _what_is_worse(comparison, fail_on)
+    if others:
+        yield others
+
+
+def _what_is_worse(comparison: Comparison, fail_on: str) -> Iterator[str]:
+    if comparison.missing:
+        yield f"{counted(len(comparison.missing), 'loader')} missing"
+    if fail_on != "any":
+        return
+    counts = (
+        (counted(len(comparison.unselected), "loader") + " not selected", comparison.unselected),
+        (counted(len(comparison.removed), "check") + " removed", comparison.removed),
+        (f"{count_changes(comparison.no_longer_judged)} no longer judged", comparison.no_longer_judged),
+        (f"{count_changes(comparison.dependent)} skipped because of a failed check", comparison.dependent),
+        (counted(len(comparison.slower), "slower load"), comparison.slower),
+        (f"{len(comparison.drifted)} with losses further from the reference", comparison.drifted),
+    )
+    yield from (text for text, changes in counts if changes)
+
+
+def describe_counts_of(report: Report) -> str:
+    """Return a text such as "3 loaders crashed, 2 checks failed, 41 passed". Skipped checks are not counted."""
+    counts = count_kinds(report.loaders)
+    others = [describe_count(counts[status], status) for status in IN_RESULT if counts[status]]
+    failures = describe_failures(report.loaders, len(report.missing))
+    return ", ".join(filter(None, [failures, *others])) or "nothing judged"
+
+
+def describe_result(report: Report) -> str:
+    """Return the counts of a run, and the exit status where they do not explain it."""
+    counts = describe_counts_of(report)
+    return f"{counts}, pytest exited with {report.exit_status}" if state_of(report) == "otherwise" else counts
+
+
+def state_of(report: Report) -> str:
+    """Return the state that decides the colour of a run.
+
+    It is "incomplete", "failed", "known" (it passes with known failures), "otherwise" (it failed for a reason that no
+    check shows: another test, a crash, an incomplete report), "empty" (nothing was judged) or "passed".
+    """
+    if not report.complete:
+        return "incomplete"
+    outcome = report.outcome
+    if outcome is not None and not outcome.passes:
+        return "failed"
+    if report.is_bad:
+        return "known" if outcome is not None else "failed"
+    if report.exit_status:
+        return "otherwise"
+    return "passed" if how_many(count_kinds(report.loaders), JUDGED) else "empty"

@@ -1,0 +1,120 @@
+"""The line that says whether a run passes by ``--fsdp-fail-on``, and why: the same in all reports of a run."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from pytest_fsdp_meta.reports.badge import badge, badge_svg
+from pytest_fsdp_meta.reports.compare import compare
+from pytest_fsdp_meta.reports.io import read_report
+from pytest_fsdp_meta.reports.markdown import summarise_run
+from pytest_fsdp_meta.reports.outcome import decide_outcome, state_of
+from pytest_fsdp_meta.reports.page.rendering import render
+from pytest_fsdp_meta.reports.page.view import build_view
+from pytest_fsdp_meta.reports.schema import CheckRecord, Outcome, Report
+from tests.conftest import Project
+from tests.reports.report_factory import CATALOGUE, check, finding, loader, report
+
+CHECK = "no_meta_params"
+GOOD = report(loader())
+FAILED = report(loader(checks={CHECK: check(CHECK, "failed", [finding("a")])}))
+PASSED = f"{len(CATALOGUE)} passed"
+
+
+def one(record: CheckRecord) -> Report:
+    return report(loader(checks={record.check: record}))
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "fail_on", "expected"),
+    [
+        (GOOD, GOOD, "regression", f"passes: {PASSED}"),
+        (FAILED, FAILED, "regression", "passes: 1 known failure"),
+        (GOOD, FAILED, "regression", "fails: 1 new failure"),
+        (FAILED, FAILED, "any", "fails: 1 check failed"),
+        (report(loader(), loader("t.py::old")), GOOD, "regression", "fails: 1 loader missing"),
+        (report(loader(), loader("t.py::old")), FAILED, "any", "fails: 1 check failed, 1 loader missing"),
+        (GOOD, one(check(CHECK, "not run")), "regression", "fails: 1 not run"),
+        (GOOD, one(check(CHECK, "not declared")), "any", "fails: 1 no longer judged"),
+        (None, FAILED, "regression", "fails: 1 check failed"),
+        (None, GOOD, "regression", f"passes: {PASSED}"),
+    ],
+)
+def test_the_outcome_and_its_reason(before, now, fail_on, expected):
+    comparison = compare(before, now) if before is not None else None
+    passes = not comparison.fails(fail_on) if comparison is not None else now is GOOD
+    assert str(decide_outcome(now, comparison, fail_on, passes, others="")) == expected
+
+
+def test_other_tests_and_missing_loaders_that_are_allowed_are_named():
+    comparison = compare(report(loader(), loader("t.py::old")), FAILED, is_allowed=lambda name: True)
+    failed = decide_outcome(FAILED, comparison, "regression", passes=False, others="pytest stopped early")
+    assert str(failed) == "fails: 1 new failure, pytest stopped early"
+    known = compare(report(*FAILED.loaders, loader("t.py::old")), FAILED, is_allowed=lambda name: True)
+    passed = decide_outcome(FAILED, known, "regression", passes=True, others="")
+    assert str(passed) == "passes: 1 known failure, 1 loader missing as allowed"
+
+
+@pytest.mark.parametrize(
+    ("made", "outcome", "state", "color", "sign"),
+    [
+        (FAILED, Outcome(True, "1 known failure", "regression"), "known", "yellow", "🟡"),
+        (GOOD, Outcome(False, "1 loader missing", "regression"), "failed", "red", "❌"),
+        (GOOD, Outcome(True, PASSED, "any"), "passed", "brightgreen", "✅"),
+    ],
+)
+def test_page_summary_and_badge_have_the_line_and_its_colour(made, outcome, state, color, sign):
+    now = replace(made, outcome=outcome, exit_status=int(not outcome.passes))
+    assert state_of(now) == state
+    found, headline, account = build_view(now).verdict
+    assert (found, headline) == (state, str(outcome).capitalize())
+    assert account.endswith(f" · --fsdp-fail-on={outcome.fail_on}")
+    assert f'<div class="verdict {state}">' in render(now)
+    assert summarise_run(now).startswith(f"### {sign} fsdp conformance {outcome}\n\n")
+    assert (badge(now)["message"], badge(now)["color"], badge(now)["isError"]) == (str(outcome), color, color == "red")
+    assert f"<title>fsdp conformance: {outcome}</title>" in badge_svg(now)
+
+
+LOADERS = """
+@fsdp_conformance(only=["no_meta_params", "params_equal_reference"])
+def test_one(fsdp):
+    subject = load(fsdp, reference=build)
+    with torch.no_grad():
+        subject.model.weight.to_local().add_(1)
+    return subject
+"""
+
+
+def test_a_real_run_says_whether_it_passes(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As its options come from the environment and the ini file, the report names them."""
+    project.loaders(LOADERS + LOADERS.replace("test_one", "test_two"))
+    project.write("pytest.ini", "[pytest]\nfsdp_fail_on = regression\naddopts = -p no:cacheprovider\n")
+    monkeypatch.setenv("PYTEST_FSDP_COMPARE", "reports")
+    (project.path / "reports").mkdir()
+
+    def run(name: str) -> tuple[int, str, Report]:
+        result = project.run(f"--fsdp-report=reports/{name}")
+        section = result.outlines[next(n for n, line in enumerate(result.outlines) if "compared ==" in line) :]
+        last = next(line for line in section if line.startswith(("passes: ", "fails: ")))
+        return int(result.ret), last, read_report(project.path / "reports" / name / "report.json")
+
+    status, line, first = run("first")
+    assert (status, line) == (1, "fails: 2 checks failed (--fsdp-fail-on=regression)"), "no earlier run"
+    assert first.outcome == Outcome(False, "2 checks failed", "regression")
+    monkeypatch.setenv("PYTEST_FSDP_COMPARE", "reports/first")
+    status, line, known = run("known")
+    assert (status, line) == (0, "passes: 2 known failures (--fsdp-fail-on=regression)")
+    assert known.header.settings == {
+        "addopts": "-p no:cacheprovider",
+        "PYTEST_FSDP_COMPARE": "reports/first",
+        "fsdp_fail_on": "regression",
+    }
+    page = (project.path / "reports" / "known" / "index.html").read_text()
+    assert "<code>PYTEST_FSDP_COMPARE=reports/first</code>" in page
+    assert "<h1>Passes: 2 known failures</h1>" in page
+    assert json.loads((project.path / "reports/known/badge.json").read_text())["message"] == "passes: 2 known failures"
+    project.loaders(LOADERS)
+    assert run("gone")[:2] == (1, "fails: 1 loader missing (--fsdp-fail-on=regression)")
