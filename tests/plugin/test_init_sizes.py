@@ -364,8 +364,9 @@ def test_an_open_todo_fails_before_the_loader_is_called(repository: Project, nam
     ("name", "is_written"), [("whole", True), ("on_meta", False), ("on_a_device", False), ("unseen", False)]
 )
 def test_whole_while_loading_needs_a_build_that_was_seen(repository: Project, name: str, is_written: bool) -> None:
-    _, text = written(repository, name)
+    output, text = written(repository, name)
     assert ("whole_while_loading" in text) is is_written
+    assert ("it runs as it is, and judges more with:" in output) is ("# Optional: " in text and "todo(" not in text)
 
 
 def test_a_mesh_of_another_dimension_keeps_its_default(repository: Project) -> None:
