@@ -163,7 +163,8 @@ def _describe_rest(file: TestFile, shown: str) -> list[str]:
         rest = takewhile(lambda line: line.strip().startswith("#") and OPTIONAL not in line, text[number:])
         lines.append(f"  line {number}: {' '.join(line.strip('# ') for line in (text[number - 1], *rest))}")
     if not todos:
-        return [f"wrote {shown}; nothing is left to fill in", *lines, f"run it: python -m pytest {shown}"]
+        first = "it runs as it is, and judges more with:" if lines else "nothing is left to fill in"
+        return [f"wrote {shown}; {first}", *lines, f"run it: python -m pytest {shown}"]
     first = f"wrote {shown}; fill in {counted(len(todos), 'TODO')}, as the test fails until then:"
     return [first, *lines, f"then run it: python -m pytest {shown}"]
 

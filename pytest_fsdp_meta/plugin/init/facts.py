@@ -14,7 +14,7 @@ from typing import Any
 
 from pytest_fsdp_meta.plugin.init.config import add_fields, choose_values, hints_of, is_config_class
 from pytest_fsdp_meta.plugin.init.pretrained import Transformers, fit_checkpoint
-from pytest_fsdp_meta.plugin.init.reads import Names, Reads, find_reads, find_scopes, signature_of
+from pytest_fsdp_meta.plugin.init.reads import Chain, Names, Reads, chain_of, find_reads, find_scopes, signature_of
 from pytest_fsdp_meta.plugin.init.source import Source, read_sources
 from pytest_fsdp_meta.plugin.init.values import OTHER_MESHES, role_of
 
@@ -122,7 +122,7 @@ def find_facts(name: str, function: Callable[..., Any], root: Path) -> Facts:
     else:
         transformers = fit_checkpoint(arguments, scopes, transformers, has_mesh=not group)
     parameters = tuple(_parameters(signature, hints, arguments))
-    model = _model(sources, config) if transformers is None else None
+    model = _model(scopes, config) if transformers is None else None
     text = "\n".join(ast.unparse(source.tree) for source in sources)
     return Facts(
         module=module,
@@ -255,16 +255,17 @@ def _describe(kind: Any) -> Transformers:
     return Transformers(auto if known else "AutoModelForCausalLM", config.model_type)
 
 
-def _model(sources: Sequence[Source], config: Parameter | None) -> Model | None:
+def _model(scopes: Mapping[Source, Names], config: Parameter | None) -> Model | None:
     """Return the first class of the project that is a module and that the loader's own code builds."""
     torch: Any = sys.modules.get("torch")
-    found = {source.owner for source in sources}
-    for source in sources if torch is not None else ():
+    found = {source.owner for source in scopes}
+    for source, names in scopes.items() if torch is not None else ():
         for call in sorted(source.calls, key=lambda call: call.lineno):
             kind = source.resolve(call.func)
             if inspect.isclass(kind) and issubclass(kind, torch.nn.Module) and kind in found:
                 needed: list[Any] = [kind]
-                whole = _inline(call, source, config.name if config is not None else "", needed)
+                of_config = {name: chain for name, chain in names.items() if config and chain[0][1] == config.name}
+                whole = _inline(call, source, of_config, needed)
                 text = None if whole is None else re.sub(r"'([^'\"\\]*)'", r'"\1"', ast.unparse(whole))
                 return Model(kind, text, _vocabulary(kind, whole), tuple(needed), _too_large(kind, whole, needed))
     return None
@@ -309,7 +310,7 @@ def _sizes(kind: Any, call: ast.Call, needed: Mapping[str, Any]) -> dict[str, in
     return sizes
 
 
-def _inline(node: ast.expr, source: Source, parameter: str, needed: list[Any], depth: int = 4) -> ast.expr | None:
+def _inline(node: ast.expr, source: Source, names: Names, needed: list[Any], depth: int = 4) -> ast.expr | None:
     """Replace local names by their values, until only the config and names of the project are left; else None."""
     assigned = {
         one.targets[0].id: one.value
@@ -319,12 +320,18 @@ def _inline(node: ast.expr, source: Source, parameter: str, needed: list[Any], d
     fits = True
 
     class Inline(ast.NodeTransformer):
+        def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+            return _expression(chain_of(node, names)) or self.generic_visit(node)
+
+        def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
+            return _expression(chain_of(node, names)) or self.generic_visit(node)
+
         def visit_Name(self, name: ast.Name) -> ast.expr:
             nonlocal fits
-            if name.id == parameter and name.id not in assigned:
-                return name
+            if (part := _expression(chain_of(name, names))) is not None:
+                return part
             if name.id in assigned and depth:
-                value = _inline(assigned[name.id], source, parameter, needed, depth - 1)
+                value = _inline(assigned[name.id], source, names, needed, depth - 1)
                 fits = fits and value is not None
                 return value or name
             target = source.resolve(name)
@@ -338,6 +345,16 @@ def _inline(node: ast.expr, source: Source, parameter: str, needed: list[Any], d
 
     replaced = Inline().visit(ast.parse(ast.unparse(node), mode="eval").body)
     return replaced if fits else None
+
+
+def _expression(chain: Chain | None) -> ast.expr | None:
+    """Return the expression for a part of the config."""
+    if not chain:
+        return None
+    node: ast.expr = ast.Name(chain[0][1])
+    for is_attribute, name in chain[1:]:
+        node = ast.Attribute(node, name) if is_attribute else ast.Subscript(node, ast.Constant(name))
+    return node
 
 
 def _weights(sources: Sequence[Source]) -> Weights | None:

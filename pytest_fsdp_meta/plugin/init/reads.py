@@ -67,18 +67,16 @@ def find_reads(scopes: Mapping[Source, Names]) -> Reads:
             chain = chain_of(node, names)
             reader = f"{getattr(source.owner, '__name__', 'it')} ({source.place(node)})"
             if chain and id(node) not in called:
-                reads.add(chain, reader)
+                part = reads.add(chain, reader)
+                if (optional := _default_of(node)) is not None:
+                    part.default = optional.value if isinstance(optional, ast.Constant) else None
             if isinstance(node, ast.Call):
                 _add_call(source, node, names, reads, reader)
     return reads
 
 
 def _add_call(source: Source, call: ast.Call, names: Names, reads: Reads, reader: str) -> None:
-    """Add ``cfg.get("size")``, and for ``Model(**cfg)`` the parameters of Model."""
-    if isinstance(call.func, ast.Attribute) and call.func.attr == "get" and call.args:
-        key, chain = call.args[0], chain_of(call.func.value, names)
-        if chain is not None and isinstance(key, ast.Constant) and isinstance(key.value, str):
-            reads.add((*chain, (False, key.value)), reader)
+    """Add the parameters of Model for ``Model(**cfg)``."""
     for keyword in call.keywords:
         chain = chain_of(keyword.value, names) if keyword.arg is None else None
         target = source.resolve(call.func)
@@ -125,6 +123,9 @@ def _bound(call: ast.Call, called: Source) -> Iterator[tuple[str, ast.expr]]:
 
 def chain_of(node: ast.AST, names: Mapping[str, Chain]) -> Chain | None:
     """Return the names that lead from an argument to this node; None for other nodes."""
+    if isinstance(node, ast.Call) and (asked := _asked(node)) is not None:
+        chain = chain_of(asked[0], names)
+        return None if chain is None else (*chain, asked[1])
     if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in DUMPS:
         is_method = isinstance(node.func, ast.Attribute) and not node.args
         dumped = node.func.value if is_method and isinstance(node.func, ast.Attribute) else next(iter(node.args), None)
@@ -140,6 +141,24 @@ def chain_of(node: ast.AST, names: Mapping[str, Chain]) -> Chain | None:
         chain = chain_of(node.value, names)
         return None if chain is None else (*chain, (False, node.slice.value))
     return None
+
+
+def _asked(call: ast.Call) -> tuple[ast.expr, tuple[bool, str]] | None:
+    """Return what ``getattr(cfg, "size", 1)`` or ``cfg.get("size", 1)`` reads, and of what; None for other calls."""
+    is_get = isinstance(call.func, ast.Attribute) and call.func.attr == "get"
+    owner = call.func.value if is_get and isinstance(call.func, ast.Attribute) else next(iter(call.args), None)
+    key = next(iter(call.args[0 if is_get else 1 :]), None)
+    if owner is None or not isinstance(key, ast.Constant) or not isinstance(key.value, str):
+        return None
+    return (owner, (not is_get, key.value)) if is_get or ast.unparse(call.func) == "getattr" else None
+
+
+def _default_of(node: ast.AST) -> ast.expr | None:
+    """Return the default of such a call."""
+    if not isinstance(node, ast.Call) or _asked(node) is None:
+        return None
+    is_get = isinstance(node.func, ast.Attribute)
+    return next(iter(node.args[1 if is_get else 2 :]), None)
 
 
 def signature_of(target: Any) -> dict[str, inspect.Parameter]:
