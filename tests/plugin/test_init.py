@@ -323,6 +323,35 @@ def test_a_usage_error_is_one_line(repository: Project, name: str) -> None:
     assert not list(repository.path.glob("tests/*"))
 
 
+def test_what_a_terminal_would_obey_is_escaped(repository: Project) -> None:
+    (line,) = errors(repository.run("--fsdp-init=\x1b[31m"))
+    assert line.startswith("--fsdp-init=\\x1b[31m: invalid value")
+
+
+def test_defaults_that_cannot_be_shown_on_one_line(repository: Project) -> None:
+    repository.write(
+        "odd.py",
+        """
+        class Odd:
+            def __init__(self, shown): self.shown = shown
+            def __repr__(self): return self.shown or 1 / 0
+
+        def load(path, one=Odd("two\\nlines")): ...
+        def load_other(path, one=Odd("")): ...
+        """,
+    )
+    for name, shown in (("load", "(path, one=two lines)"), ("load_other", "(path, one=...)")):
+        result = repository.run(f"--fsdp-init=odd:{name}")
+        assert (result.ret, result.outlines[0]) == (0, f"odd:{name}{shown}")
+
+
+def test_an_interrupted_import_writes_nothing(repository: Project) -> None:
+    repository.write("slow_import.py", "raise KeyboardInterrupt")
+    result = repository.run("--fsdp-init=slow_import:load")
+    assert result.ret == pytest.ExitCode.INTERRUPTED
+    assert result.errlines == ["--fsdp-init: interrupted; no file was written"]
+
+
 def test_a_file_is_never_overwritten(repository: Project) -> None:
     file = repository.write("tests/test_build.py", "def test_mine(): ...")
     (line,) = errors(repository.run("--fsdp-init=mypkg.loading:build"))

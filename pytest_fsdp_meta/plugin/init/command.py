@@ -19,7 +19,7 @@ from pytest_fsdp_meta.plugin.init.facts import Facts, find_facts
 from pytest_fsdp_meta.plugin.init.render import TestFile
 from pytest_fsdp_meta.plugin.named_loader import find_function
 from pytest_fsdp_meta.plugin.option_values import parse_loader
-from pytest_fsdp_meta.text import counted
+from pytest_fsdp_meta.text import counted, escape_controls
 
 OPTION = "--fsdp-init"
 OPTIONAL = "# Optional: "
@@ -61,8 +61,12 @@ def run(config: pytest.Config) -> int | None:
         text = _write(config, parse_loader(name))
     except ValueError as error:
         expected = "expected MODULE:FUNCTION, such as mypkg.loading:load"
-        raise pytest.UsageError(f"{OPTION}={name}: {str(error) or f'invalid value ({expected})'}") from None
-    print(text)
+        message = f"{OPTION}={name}: {str(error) or f'invalid value ({expected})'}"
+        raise pytest.UsageError(escape_controls(message)) from None
+    except KeyboardInterrupt:
+        print(f"{OPTION}: interrupted; no file was written", file=sys.stderr)
+        return pytest.ExitCode.INTERRUPTED
+    print(escape_controls(text))
     return 0
 
 

@@ -127,7 +127,7 @@ def find_facts(name: str, function: Callable[..., Any], root: Path) -> Facts:
     return Facts(
         module=module,
         attribute=attribute,
-        signature=str(signature),
+        signature=_shown(signature),
         parameters=parameters,
         returned=returned,
         returns_subject=returns_subject,
@@ -143,6 +143,16 @@ def find_facts(name: str, function: Callable[..., Any], root: Path) -> Facts:
         builds_whole=model is not None and "'meta'" not in text and not _may_build_on_meta(sources),
         has_source=bool(sources) or from_pretrained,
     )
+
+
+def _shown(signature: inspect.Signature) -> str:
+    """Return the signature on one line, without the defaults that cannot be shown."""
+    try:
+        return " ".join(str(signature).split())
+    except Exception:  # what the __repr__ of a default raises
+        parameters = signature.parameters.values()
+        bare = [one if one.default is one.empty else one.replace(default=...) for one in parameters]
+        return str(signature.replace(parameters=bare)).replace("Ellipsis", "...")
 
 
 def _read_arguments(
