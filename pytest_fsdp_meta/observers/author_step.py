@@ -79,7 +79,7 @@ _HINTS = {
 
 
 def _describe_no_loss(loss: object) -> str:
-    """Return what ``train_step`` has returned if it is no loss, else ""."""
+    """Return what ``train_step`` has returned, unless that can be the loss; then return ""."""
     if isinstance(loss, Tensor):
         if loss.is_meta or loss.is_complex():
             return f"a tensor {'on meta' if loss.is_meta else 'of complex numbers'}"

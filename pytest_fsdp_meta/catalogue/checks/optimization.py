@@ -9,6 +9,7 @@ from pytest_fsdp_meta.catalogue.diagnosis.parity import (
     BLOCKING_CHECKS,
     EXPLAINING_CHECKS,
     comparable_training,
+    first_not_finite,
     format_losses,
     leave_not_finite,
     require_no_other_cause,
@@ -179,9 +180,8 @@ def _changed(after: RankInventory, name: str, digest: str | None) -> bool:
 )
 def every_trainable_moves(view: View) -> Iterable[Finding]:
     runs = _runs(view)
-    diverging = [run.losses for run in runs if not all(map(math.isfinite, run.losses))]
-    if diverging:  # NaN replaces every value, so everything would count as moved
-        message = f"the losses are not finite ({format_losses(diverging[0])})"
+    if diverging := first_not_finite(runs):  # NaN replaces every value, so everything would count as moved
+        message = f"the losses are not finite ({format_losses(diverging)})"
         leave_not_finite(view, message)
         raise Unjudgeable(message)
     swallowed = list(_swallowed(view, runs))

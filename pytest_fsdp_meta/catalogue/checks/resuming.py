@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from pytest_fsdp_meta.catalogue.checks.checkpoint import SOUND, diverging_names
 from pytest_fsdp_meta.catalogue.diagnosis.limits import declared_or_coarsest
-from pytest_fsdp_meta.catalogue.diagnosis.parity import format_losses, leave_not_finite
+from pytest_fsdp_meta.catalogue.diagnosis.parity import first_not_finite, format_losses, leave_not_finite
 from pytest_fsdp_meta.catalogue.findings import Explanation, Finding, Mismatch
 from pytest_fsdp_meta.catalogue.registry import check
 from pytest_fsdp_meta.catalogue.view import Blocked, NotDeclared, NotJudged, PartlyJudged, Unjudgeable, View, ranks_by
@@ -253,7 +253,7 @@ def resume_parity(view: View) -> Iterable[Finding]:
             if _relative_error(actual, expected, uninterrupted.losses) > tolerance:
                 different.setdefault(step, []).append(rank)
     if not different:
-        if diverging := _first_not_finite(before):
+        if diverging := first_not_finite(before):
             # Losses that are not finite stay so, whether or not anything was loaded.
             message = f"the losses of the uninterrupted run are not finite ({format_losses(diverging)})"
             leave_not_finite(view, message)
@@ -346,7 +346,7 @@ _UNTIED: Explanation = {
 
 def _require_no_other_cause(view: View, what: str, message: str) -> None:
     before, after = view.evidence.continued or (), view.evidence.resumed or ()
-    if _first_not_finite(before):
+    if first_not_finite(before):
         message = f"the losses of the uninterrupted run are not finite ({message})"
         leave_not_finite(view, message)
         raise Unjudgeable(message)
@@ -363,11 +363,6 @@ def _require_no_other_cause(view: View, what: str, message: str) -> None:
         )
     if view.failed:
         raise Blocked(f"the {what} differ ({message}), {view.attribute_to(view.failed)}")
-
-
-def _first_not_finite(runs: Sequence[RankResumed]) -> Sequence[float]:
-    """Return the losses of the first rank that has one that is not finite, else ()."""
-    return next((run.losses for run in runs if not all(map(math.isfinite, run.losses))), ())
 
 
 def _relative_error(actual: float, expected: float, curve: Sequence[float]) -> float:

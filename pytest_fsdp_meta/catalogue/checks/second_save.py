@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from pytest_fsdp_meta.catalogue.checks.checkpoint import SAVED, SOUND, diverging_names
-from pytest_fsdp_meta.catalogue.diagnosis.parity import OLDER_EVIDENCE, format_losses, leave_not_finite
+from pytest_fsdp_meta.catalogue.diagnosis.parity import (
+    OLDER_EVIDENCE,
+    first_not_finite,
+    format_losses,
+    leave_not_finite,
+)
 from pytest_fsdp_meta.catalogue.findings import Explanation, Finding, Mismatch
 from pytest_fsdp_meta.catalogue.registry import check
 from pytest_fsdp_meta.catalogue.view import NotJudged, View, ranks_by
@@ -47,8 +51,7 @@ def second_save_is_current(view: View) -> Iterable[Finding]:
     runs = (evidence.continued or (), evidence.saved_again or (), evidence.restored_again or ())
     ranks = [_Saves(*saves) for saves in zip(*runs, strict=True)]
     if not any(map(_changed, ranks)):
-        losses = next((rank.first.losses for rank in ranks if not all(map(math.isfinite, rank.first.losses))), ())
-        if losses:
+        if losses := first_not_finite(rank.first for rank in ranks):
             leave_not_finite(view, f"the losses between the two saves are not finite ({format_losses(losses)})")
         raise NotJudged("training changed nothing between the two saves, so they cannot be distinguished")
     diverging = diverging_names(view, [rank.second.model for rank in ranks])

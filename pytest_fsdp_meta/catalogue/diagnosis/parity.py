@@ -10,6 +10,7 @@ from pytest_fsdp_meta.catalogue.diagnosis.limits import loss_limits, noise_lost
 from pytest_fsdp_meta.catalogue.findings import Explanation
 from pytest_fsdp_meta.catalogue.view import Blocked, NotJudged, PartlyJudged, Unjudgeable, View, ranks_by
 from pytest_fsdp_meta.evidence import Evidence, RankTraining
+from pytest_fsdp_meta.evidence.checkpoint import RankResumed
 from pytest_fsdp_meta.evidence.tolerances import LOSS_TOLERANCE
 from pytest_fsdp_meta.text import counted, first_of, name_ranks
 
@@ -104,6 +105,11 @@ def require_no_other_cause(view: View, message: str, first_forward: bool = False
     in_training = [check_id for check_id in view.failed if check_id not in EXPLAINING_CHECKS]
     if in_training and not first_forward:
         raise Blocked(f"{message}, {view.attribute_to(in_training)}")
+
+
+def first_not_finite(runs: Iterable[RankTraining | RankResumed]) -> Sequence[float]:
+    """Return the losses of the first rank that has one that is not finite, else ()."""
+    return next((run.losses for run in runs if not all(map(math.isfinite, run.losses))), ())
 
 
 def leave_not_finite(view: View, message: str) -> None:

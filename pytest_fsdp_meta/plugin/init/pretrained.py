@@ -188,15 +188,15 @@ def find_instance(sources: Iterable[Source]) -> tuple[Any, str]:
 def _differs(name: str, value: Any, tiny: Mapping[str, Any]) -> bool:
     if name in IGNORED or name.endswith("token_id") or name not in tiny:
         return False
-    return bool(value != tiny[name]) and ast.literal_eval(repr(value)) == value if _is_literal(value) else False
+    return bool(value != tiny[name]) and _is_literal(value)
 
 
 def _is_literal(value: Any) -> bool:
+    """Return whether the value can be written into the test."""
     try:
-        ast.literal_eval(repr(value))
+        return bool(ast.literal_eval(repr(value)) == value)
     except (ValueError, SyntaxError):
         return False
-    return True
 
 
 def _too_large(model: Transformers, values: Mapping[str, Any], place: str) -> str:

@@ -24,7 +24,7 @@ Names = dict[str, Chain]
 
 @dataclass
 class Reads:
-    """A value of which sources read attributes (``cfg.size``) or items (``cfg["size"]``), each read further."""
+    """A value, and what sources read of it: attributes (``cfg.size``) or items (``cfg["size"]``), each with its own."""
 
     parts: dict[str, Reads] = field(default_factory=dict)
     attributes: bool = False

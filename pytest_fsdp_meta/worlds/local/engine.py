@@ -58,18 +58,17 @@ class ForkServerEngine:
 
     def start(self) -> None:
         """Start importing in the background; a world waits for it only if it has not finished."""
+        modules = [*preload.TORCH_MODULES, *self.modules, *self.test_modules]
         with _LOCK:
             if self._server is not None and self._server.waits:
                 if self._server.alive and self._server.knows_environment():
-                    modules = [*preload.TORCH_MODULES, *self.modules, *self.test_modules]
                     self._server.give(modules, self.sources, self.worlds)
                 else:
                     self._server = None
             if self._server is None and self.method != "spawn":
                 forked = self.method == "forkserver"
-                modules = [*preload.TORCH_MODULES, *self.modules, *self.test_modules] if forked else []
                 try:
-                    self._server = Server(modules, self.sources, worlds=self.worlds)
+                    self._server = Server(modules if forked else [], self.sources, worlds=self.worlds)
                 except OSError as error:  # a long TMPDIR makes the path of its socket too long
                     self.method = "spawn"
                     _warn(f"pytest-fsdp-meta: the fork server cannot start ({error}), so ranks are spawned")
