@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -50,11 +50,16 @@ def union_of_ranks(size: int) -> list[list[tuple[int, int]]]:
     return [list(pieces) for pieces in zip(*(micro_batches((index, size)) for index in range(size)), strict=True)]
 
 
-def accumulate(subject: Subject, device: torch.device, rounds: Sequence[Sequence[tuple[int, int]]]) -> tuple[str, ...]:
+def accumulate(
+    subject: Subject,
+    device: torch.device,
+    rounds: Sequence[Sequence[tuple[int, int]]],
+    around_first: AbstractContextManager[None] | None = None,
+) -> tuple[str, ...]:
     """Accumulate the mean gradient over the rounds; the caller zeroes the gradients.
 
-    A round is one forward over some slices of the first batch together. Return the parameters whose gradients were
-    already reduced after the first.
+    A round is one forward over some slices of the first batch together, and its backward; the first one runs in the
+    context ``around_first``. Return the parameters whose gradients were already reduced after it.
     """
     model, early = subject.model, tuple[str, ...]()
     drop_gradients(model)
@@ -65,7 +70,8 @@ def accumulate(subject: Subject, device: torch.device, rounds: Sequence[Sequence
             torch.manual_seed(SEED)
             doing(f"accumulating gradients, micro-batch {number + 1} of {len(rounds)}")
             last = number == len(rounds) - 1
-            with nullcontext() if last else _unsynced(model):
+            around = around_first if number == 0 else None
+            with nullcontext() if last else _unsynced(model), around or nullcontext():
                 (loss_of(subject, rows) / len(rounds)).backward()
             if number == 0 and not last:
                 early = tuple(_already_reduced(model))

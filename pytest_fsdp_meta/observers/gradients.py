@@ -25,6 +25,8 @@ from pytest_fsdp_meta.text import first_line
 
 LEFT_OVER = 0.05
 """Fraction of the first gradient: what may remain when it is taken out of a gradient that contains it."""
+ADDED = 0.5
+"""Fraction of the first gradient by which a gradient that contains it differs at least from what it should be."""
 ClipGradNorm = Callable[[Iterable[Parameter], float], object]
 
 
@@ -50,7 +52,7 @@ def contains(part: Part, name: str, first: Record, second: Record) -> bool:
     old, new = (comparable(read_part(part, record, name)).double() for record in (first, second))
     if not ours.numel() or not ours.shape == old.shape == new.shape:
         return False
-    return bool((ours - new - old).norm() <= LEFT_OVER * old.norm() and (ours - new).norm() > 0.5 * old.norm() > 0)
+    return bool((ours - new - old).norm() <= LEFT_OVER * old.norm() and (ours - new).norm() > ADDED * old.norm() > 0)
 
 
 def gradient_norm(model: Module, own: ClipGradNorm | None) -> tuple[float | None, str]:

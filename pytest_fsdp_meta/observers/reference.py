@@ -25,7 +25,13 @@ from pytest_fsdp_meta.evidence import PartFacts, RankInventory, ReferenceFacts, 
 from pytest_fsdp_meta.evidence.step_memory import StepMemory
 from pytest_fsdp_meta.evidence.training import FIRST_BUFFERS, LAST_BUFFERS
 from pytest_fsdp_meta.loader.subject import Subject, SubjectError
-from pytest_fsdp_meta.observers.accumulation import accumulate, finish_gradients, indivisible_batch, union_of_ranks
+from pytest_fsdp_meta.observers.accumulation import (
+    accumulate,
+    finish_gradients,
+    indivisible_batch,
+    micro_batches,
+    union_of_ranks,
+)
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part
 from pytest_fsdp_meta.observers.assembly import put_together
 from pytest_fsdp_meta.observers.batches import global_batch, own_rows
@@ -41,7 +47,7 @@ from pytest_fsdp_meta.observers.optimizers import (
     make_optimizer,
     settings_of,
 )
-from pytest_fsdp_meta.observers.step_memory import observe_step_memory
+from pytest_fsdp_meta.observers.step_memory import memory_of
 from pytest_fsdp_meta.observers.steps import StepObserver, train
 from pytest_fsdp_meta.observers.support.poison import NOTICES, poisoned_memory, restore_defaults
 from pytest_fsdp_meta.observers.support.reference_record import (
@@ -206,11 +212,18 @@ def accumulate_as_ranks(subject: Subject, optimizer: Optimizer, data_parallel_si
 
 
 def memory_by_slice(subject: Subject, size: int) -> tuple[StepMemory, ...]:
-    """Observe the memory of a forward and a backward of the rows of each of ``size`` data-parallel ranks."""
+    """Observe the memory of a forward and a backward of the first micro-batch of each of ``size`` data-parallel ranks.
+
+    The ranks observe the same rows when they accumulate gradients.
+    """
     if indivisible_batch(subject, size):
         return ()  # the ranks say so
-    batch, device = global_batch(subject, 0), current().device
-    return tuple(observe_step_memory(subject, own_rows(batch, 0, (index, size), device)) for index in range(size))
+    batch, device, found = global_batch(subject, 0), current().device, []
+    for index in range(size):
+        drop_gradients(subject.model)
+        rows = own_rows(batch, 0, micro_batches((index, size))[0], device)
+        found.append(memory_of(subject, rows, device))
+    return tuple(found)
 
 
 class _RecordedSteps(StepObserver):

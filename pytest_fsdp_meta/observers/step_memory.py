@@ -6,9 +6,9 @@ Storages are counted, so a CPU shows what a GPU's allocator would; what kernels 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,44 +20,49 @@ from pytest_fsdp_meta.evidence.step_memory import GatheredGroup, StepMemory
 from pytest_fsdp_meta.loader.subject import Subject
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part
 from pytest_fsdp_meta.observers.batches import loss_of
-from pytest_fsdp_meta.observers.inventory import drop_gradients, named_tensors
+from pytest_fsdp_meta.observers.inventory import named_tensors
 from pytest_fsdp_meta.observers.module_watch import RunningModule
-from pytest_fsdp_meta.observers.support.poison import deterministic
 from pytest_fsdp_meta.observers.support.precision import is_low
+from pytest_fsdp_meta.observers.support.reproducible import reproducible
 from pytest_fsdp_meta.observers.support.torch_private import fsdp_groups, is_compiled
 from pytest_fsdp_meta.observers.support.watching import tensors_in
 from pytest_fsdp_meta.text import first_line
 
+T = TypeVar("T")
 COMPILED = "torch.compile decides what to compute again"
 OWN_STEP = "train_step is not run once more for it, and nothing can be declared"
 
 
 def observe_step_memory(
-    subject: Subject, rows: dict[str, Any], use_gradients: Callable[[], None] = lambda: None
-) -> StepMemory:
-    """Run a forward of these rows and its backward once more, and count what is kept between them.
+    subject: Subject, run: Callable[[AbstractContextManager[None]], T]
+) -> tuple[T | None, StepMemory]:
+    """Return the result of ``run``, and what is kept in the context that it gets, for a forward and its backward.
 
-    ``use_gradients`` is called while the gradients are there. The backward is run apart from the training, because code
-    sees other tensors where a hook has seen what autograd saves, and some code refuses such hooks. Then, or where the
-    author has a step of their own, nothing is counted.
+    Code sees other tensors where a hook has seen what autograd saves, and some code refuses such hooks. Then, or where
+    the author has a step of their own, there is neither a result nor a count; the caller drops the gradients.
     """
     model = subject.model
     groups = tuple(_groups(model))
     compiled = any(map(is_compiled, model.modules()))
     if compiled or subject.train_step is not None:
-        return StepMemory(None, groups=groups, problem=COMPILED if compiled else OWN_STEP)
+        return None, StepMemory(None, groups=groups, problem=COMPILED if compiled else OWN_STEP)
     watch = StepMemoryWatch(model)
     try:
-        with deterministic(), watch.watching():
-            loss_of(subject, rows).backward()
+        result = run(watch.watching())
     except Exception as error:  # of any type: what the author's code raises where hooks are refused
         cause = error.__cause__ or error
-        return StepMemory(None, groups=groups, problem=f"{type(cause).__name__}: {first_line(cause)}")
-    else:
-        use_gradients()
-    finally:
-        drop_gradients(model)
-    return StepMemory(watch.most, watch.modules(), groups)
+        return None, StepMemory(None, groups=groups, problem=f"{type(cause).__name__}: {first_line(cause)}")
+    return result, StepMemory(watch.most, watch.modules(), groups)
+
+
+def memory_of(subject: Subject, rows: dict[str, Any], device: torch.device) -> StepMemory:
+    """Observe a forward of these rows and its backward, which leaves its gradients."""
+
+    def step(watching: AbstractContextManager[None]) -> None:
+        with reproducible(device), watching:
+            loss_of(subject, rows).backward()
+
+    return observe_step_memory(subject, step)[1]
 
 
 @dataclass

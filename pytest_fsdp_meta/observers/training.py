@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import replace
-from functools import partial
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -16,7 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from pytest_fsdp_meta.evidence import (
-    Accumulation,
     Clipping,
     Comparison,
     Movement,
@@ -24,19 +20,23 @@ from pytest_fsdp_meta.evidence import (
     RankTraining,
     SecondStep,
 )
-from pytest_fsdp_meta.evidence.step_memory import StepMemory
-from pytest_fsdp_meta.loader.subject import Subject, SubjectError
-from pytest_fsdp_meta.observers.accumulation import accumulate, finish_gradients, indivisible_batch, micro_batches
+from pytest_fsdp_meta.loader.subject import Subject
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part
 from pytest_fsdp_meta.observers.adapters.lookup import parts_of
-from pytest_fsdp_meta.observers.batches import batch_slice, global_batch, own_rows
+from pytest_fsdp_meta.observers.batches import batch_slice
 from pytest_fsdp_meta.observers.beside import Beside, make_beside
-from pytest_fsdp_meta.observers.checkpoint import make_optimizer_state
 from pytest_fsdp_meta.observers.clipping import clip_on_rank
 from pytest_fsdp_meta.observers.draws import DrawsInEvaluation
+from pytest_fsdp_meta.observers.first_batch_again import FirstBatchAgain
 from pytest_fsdp_meta.observers.forward_weights import WeightWatch
-from pytest_fsdp_meta.observers.gradients import contains, gradient_norm, gradients_of, without_gradient
-from pytest_fsdp_meta.observers.inventory import drop_gradients, named_tensors, reshard, take_inventory
+from pytest_fsdp_meta.observers.gradients import (
+    ADDED,
+    contains,
+    gradient_norm,
+    gradients_of,
+    without_gradient,
+)
+from pytest_fsdp_meta.observers.inventory import named_tensors, reshard, take_inventory
 from pytest_fsdp_meta.observers.loading import loaded_subject
 from pytest_fsdp_meta.observers.movement import (
     compare_beside,
@@ -52,18 +52,12 @@ from pytest_fsdp_meta.observers.movement import (
 )
 from pytest_fsdp_meta.observers.optimizers import make_optimizer, optimizer_facts
 from pytest_fsdp_meta.observers.step_collectives import watching_step
-from pytest_fsdp_meta.observers.step_memory import observe_step_memory
 from pytest_fsdp_meta.observers.steps import StepObserver, train
 from pytest_fsdp_meta.observers.support.precision import is_low
 from pytest_fsdp_meta.observers.support.reference_record import RECORDS, STEP_GRADIENTS, Record, record_at
 from pytest_fsdp_meta.observers.trained_buffers import BufferWatch
 from pytest_fsdp_meta.observers.values import compare_gradients
-from pytest_fsdp_meta.worlds import CallFailed, Rank, current
-
-SCALING = 16
-"""How much smaller the gradients of a second step are, to see that they follow their scale."""
-OFF = 1e-6
-"""Relative; a second gradient that is less off does not contain the first, which need not be read again for it."""
+from pytest_fsdp_meta.worlds import Rank, current
 
 
 def observe_training(
@@ -97,6 +91,8 @@ def observe_training(
     seen.before.clear()  # what follows needs the memory
     rank.state.update(optimizer=optimizer, beside=beside)
     after = take_inventory(subject.model, rank.rank, str(rank.device))
+    again = FirstBatchAgain(subject, rank, data_parallel, seen.records, optimizer)
+    again.observe()
     return RankTraining(
         losses=tuple(run.losses),
         loss_dtype=run.loss_dtype,
@@ -113,8 +109,8 @@ def observe_training(
         after=after,
         optimizer=held,
         movements=moved,
-        accumulation=_observe_accumulation(subject, rank, data_parallel, seen.records, optimizer),
-        unclipped=_observe_unclipped(subject, rank, data_parallel, seen.records, optimizer),
+        accumulation=again.accumulation,
+        unclipped=again.unclipped,
         clipped=seen.clipped,
         second=seen.second,
         late=seen.late,
@@ -124,7 +120,7 @@ def observe_training(
         beside=averages,
         draws_in_evaluation=seen.draws.modules,
         buffers=buffers,
-        memory=_observe_memory(subject, rank, data_parallel, optimizer),
+        memory=again.memory,
     )
 
 
@@ -237,7 +233,9 @@ class _RankSteps(StepObserver):
     def _observe_second_gradients(self) -> None:
         gradients, (first, second) = gradients_of(self._model), (self.records[name] for name in STEP_GRADIENTS)
         comparisons = compare_gradients(gradients, second)
-        off = {c.name for c in comparisons if c.measure is not None and not c.measure.apart <= OFF * c.measure.truth}
+        sizes = {c.name: c.measure.truth for c in self.gradients if c.measure is not None}
+        measured = ((c.name, c.measure.apart) for c in comparisons if c.measure is not None)
+        off = {name for name, apart in measured if apart > ADDED * sizes.get(name, 0.0)}
         left_over = tuple(name for name, part in gradients if name in off and contains(part, name, first, second))
         self.second = SecondStep(
             parameters=self._first_updates,
@@ -252,99 +250,6 @@ def _open_records(folder: str | None) -> dict[str, Record]:
         return {}
     files = {name: record_at(folder, name) for name in RECORDS}
     return {name: Record(file) for name, file in files.items() if file.exists()}
-
-
-def _observe_accumulation(
-    subject: Subject,
-    rank: Rank,
-    data_parallel: tuple[int, int],
-    records: Mapping[str, Record],
-    optimizer: Optimizer | None,
-) -> Accumulation | None:
-    """Compare accumulated gradients. Call this after the steps, so that a failure disturbs no other observation."""
-    if optimizer is None or not records or subject.train_step is not None:
-        return None
-    if problem := indivisible_batch(subject, data_parallel[1]):
-        return Accumulation(problem=problem)
-    if "accumulated" not in records:
-        return None  # nothing is trainable in the reference
-    early = accumulate(subject, rank.device, [[piece] for piece in micro_batches(data_parallel)])
-    if refused := finish_gradients(optimizer):
-        return Accumulation(refused=refused)
-    gradients = gradients_of(subject.model)
-    missing = without_gradient(subject.model, gradients)
-    accumulated = Accumulation(compare_gradients(gradients, records["accumulated"]), missing, early)
-    optimizer.zero_grad(set_to_none=True)  # model.zero_grad() does not reach gradient buffers of a wrapper
-    drop_gradients(subject.model)
-    reshard(subject.model)
-    return accumulated
-
-
-class _Unclipped(StepObserver):
-    """The gradients of a step that are too small to be clipped, compared with the reference's."""
-
-    gradient_scale = 2.0**-10  # a power of two, so that scaling rounds nothing
-
-    def __init__(self, model: Module, record: Record) -> None:
-        self._model = model
-        self._record = record
-        self.gradients: tuple[Comparison, ...] = ()
-        self.norms: list[float] = []
-
-    def after_backward(self, step: int) -> None:
-        parts = [(name, replace(part, local=local_part(part.local))) for name, part in gradients_of(self._model)]
-        self.norms.append(math.hypot(*(float(part.local.norm()) for _, part in parts)))
-        if not self.gradients:
-            whole = ((name, replace(part, local=part.local / self.gradient_scale)) for name, part in parts)
-            self.gradients = compare_gradients(whole, self._record)
-
-    @property
-    def scaled(self) -> bool:
-        """Whether gradients follow their scale, about as it changed between two steps, and so were not clipped.
-
-        The backward of some fused losses ignores its factor, and other code may compute gradients without a backward.
-        """
-        return len(self.norms) == 2 and self.norms[1] * SCALING**0.5 <= self.norms[0] <= self.norms[1] * SCALING**1.5
-
-
-def _observe_unclipped(
-    subject: Subject,
-    rank: Rank,
-    data_parallel: tuple[int, int],
-    records: Mapping[str, Record],
-    optimizer: Optimizer | None,
-) -> tuple[Comparison, ...]:
-    """Let the author's step train on the first batch once more, so that clipping hides no wrong scale.
-
-    Call this after the steps. A step that refuses one more, as one with a schedule of its own may, is not observed.
-    """
-    clips = subject.train_step is not None and subject.max_grad_norm is not None
-    if optimizer is None or not clips or "accumulated" not in records:
-        return ()
-    seen = _Unclipped(subject.model, records["accumulated"])
-    beside: Beside = rank.state["beside"]
-    with suppress(CallFailed, SubjectError), beside.kept_schedule(optimizer):
-        for _ in range(2):
-            train(subject, rank.device, range(1), data_parallel, optimizer, seen, beside)
-            seen.gradient_scale /= SCALING
-    reshard(subject.model)
-    return seen.gradients if seen.scaled else ()
-
-
-def _observe_memory(
-    subject: Subject, rank: Rank, data_parallel: tuple[int, int], optimizer: Optimizer | None
-) -> StepMemory:
-    """Observe one more forward and backward. Call this last, so that a failure disturbs no other observation.
-
-    Their gradients give the optimizer that is saved later the state that it needs.
-    """
-    if optimizer is None:
-        return StepMemory(0)
-    rows = own_rows(global_batch(subject, 0), 0, data_parallel, rank.device)
-    memory = observe_step_memory(subject, rows, partial(make_optimizer_state, subject, rank))
-    optimizer.zero_grad(set_to_none=True)  # model.zero_grad() does not reach gradient buffers of a wrapper
-    reshard(subject.model)
-    return memory
 
 
 def _is_unreduced(model: Module) -> bool:

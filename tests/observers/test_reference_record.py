@@ -195,14 +195,16 @@ def test_a_writer_writes_what_the_tensors_held(tmp_path):
         writer.write(tmp_path / "first", named)
         weights += 1
         writer.write(tmp_path / "second", named)
-        assert Record(tmp_path / "first").names() == ["row", "turned", "weight", "tied"], "complete"
         weights += 1
         writer.write(tmp_path / "other", [("weight", weights[:2])])
-    first, second, other = (Record(tmp_path / name) for name in ("first", "second", "other"))
+        weights += 1
+        writer.write(tmp_path / "third", named)
+    records = [Record(tmp_path / name) for name in ("first", "second", "third")]
+    assert records[0].names() == ["row", "turned", "weight", "tied"]
     for (name, _), tensor in zip(named, before, strict=True):
-        assert torch.equal(first.read_whole(name), tensor)
-        assert torch.equal(second.read_whole(name), tensor + 1)
-    assert torch.equal(other.read_whole("weight"), before[0][:2] + 2)
+        for record, steps in zip(records, (0, 1, 3), strict=True):
+            assert torch.equal(record.read_whole(name), tensor + steps)
+    assert torch.equal(Record(tmp_path / "other").read_whole("weight"), before[0][:2] + 2)
 
 
 def test_errors_of_a_writer_are_raised(tmp_path):
@@ -211,8 +213,9 @@ def test_errors_of_a_writer_are_raised(tmp_path):
         writer.write(tmp_path / "missing" / "values", weight)
     with RecordWriter() as writer:
         writer.write(tmp_path / "missing" / "values", weight)
+        writer.write(tmp_path / "second", weight)
         with pytest.raises(SafetensorError, match="No such file"):
-            writer.write(tmp_path / "values", weight)
+            writer.write(tmp_path / "third", weight)
 
 
 def test_an_empty_record(record):

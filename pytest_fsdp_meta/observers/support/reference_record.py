@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from math import prod
@@ -38,6 +39,8 @@ DTYPES = {
     "F8_E5M2": "float8_e5m2", "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8",
     "U16": "uint16", "U32": "uint32", "U64": "uint64", "BOOL": "bool", "C64": "complex64",
 }  # fmt: skip
+BUFFERS = 2
+"""Records that are copied and not written yet: a step takes about as long as to write what it changed."""
 RECENT = frozenset({"uint16", "uint32", "uint64", "complex64"})
 """Dtypes that the oldest supported version of safetensors does not have."""
 
@@ -67,13 +70,13 @@ def write_record(path: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
 class RecordWriter:
     """Writes records beside what follows: tensors are copied at once, and written by a thread.
 
-    A record is complete when the next one begins, or when the block ends, which also raises errors of writing. The
-    memory of the copies is used again: to get new pages from the system takes longer than to copy.
+    All records are complete when the block ends, which raises errors of writing; so may a later ``write``. The memory
+    of the copies is used again: to get new pages from the system takes longer than to copy.
     """
 
     def __init__(self) -> None:
-        self._copies: dict[tuple[Any, ...], Tensor] = {}
-        self._written: Future[None] | None = None
+        self._buffers: deque[dict[tuple[Any, ...], Tensor]] = deque({} for _ in range(BUFFERS))
+        self._writing: deque[Future[None]] = deque()
         self._thread = ThreadPoolExecutor(max_workers=1)
 
     def __enter__(self) -> RecordWriter:
@@ -81,29 +84,31 @@ class RecordWriter:
 
     def __exit__(self, *_: object) -> None:
         with self._thread:
-            self._copies.clear()
-            self._finish()
+            self._buffers.clear()
+            self._finish(0)
 
     def write(self, path: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Begin to write what ``write_record`` would."""
         from safetensors.torch import save_file
 
-        self._finish()
+        self._finish(BUFFERS - 1)
+        self._buffers.rotate()
         stored, metadata = _for_file(tensors)
-        copies = {name: self._copy(name, data) for name, data in stored.items()}
-        self._written = self._thread.submit(save_file, copies, path, metadata)
+        copies = {name: _copy_to(self._buffers[0], name, data) for name, data in stored.items()}
+        self._writing.append(self._thread.submit(save_file, copies, path, metadata))
 
-    def _finish(self) -> None:
-        written, self._written = self._written, None
-        if written is not None:
-            written.result()
+    def _finish(self, most: int) -> None:
+        """Wait until at most this many records are being written."""
+        while len(self._writing) > most:
+            self._writing.popleft().result()
 
-    def _copy(self, name: str, data: Tensor) -> Tensor:
-        key = name, data.shape, data.dtype
-        if key in self._copies:
-            return self._copies[key].copy_(data)
-        self._copies[key] = data.clone()
-        return self._copies[key]
+
+def _copy_to(buffer: dict[tuple[Any, ...], Tensor], name: str, data: Tensor) -> Tensor:
+    key = name, data.shape, data.dtype
+    if key in buffer:
+        return buffer[key].copy_(data)
+    buffer[key] = data.clone()
+    return buffer[key]
 
 
 def _for_file(tensors: Iterable[tuple[str, Tensor]]) -> tuple[dict[str, Tensor], dict[str, str]]:
