@@ -1,4 +1,4 @@
-"""Record each rank's part of tensors, and put the parts of all ranks together in the world of the reference."""
+"""Record each rank's part of tensors, and put the parts of all ranks together in another world."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pytest_fsdp_meta.evidence import PartFacts
+from pytest_fsdp_meta.evidence import PartFacts, Region
 from pytest_fsdp_meta.loader.adapter import Part
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part
-from pytest_fsdp_meta.observers.support.reference_record import Record, write_record
+from pytest_fsdp_meta.observers.support.reference_record import Record, select, write_record
 
 
 def record_parts(parts: Mapping[str, Part], path: Path) -> dict[str, PartFacts]:
@@ -36,15 +36,53 @@ def put_together(
     Parts are written to what ``start`` returns for the name and its first part, or to zeros.
     """
     for name in dict.fromkeys(name for held in held_by_rank for name in held):
-        whole = None
-        for held, record in zip(held_by_rank, records, strict=True):
-            if name in held:
-                values = record.read_whole(name)
-                if whole is None:
-                    whole = (start or _zeros)(name, held[name], values)
-                write_part(whole, held[name], values)
-        assert whole is not None, "some rank has the name"
-        yield name, whole
+        yield name, _put_together(name, held_by_rank, records, start or _zeros)
+
+
+def _put_together(
+    name: str,
+    held_by_rank: Sequence[Mapping[str, PartFacts]],
+    records: Sequence[Record],
+    start: Callable[[str, PartFacts, Tensor], Tensor],
+) -> Tensor:
+    whole = None
+    for held, record in zip(held_by_rank, records, strict=True):
+        if name in held:
+            values = record.read_whole(name)
+            if whole is None:
+                whole = start(name, held[name], values)
+            write_part(whole, held[name], values)
+    assert whole is not None, "some rank has the name"
+    return whole
+
+
+class AssembledRecord(Record):
+    """Tensors that are put together, one at a time, from the parts that ``record_parts`` recorded on each rank."""
+
+    def __init__(self, held_by_rank: Sequence[Mapping[str, PartFacts]], paths: Sequence[Path], label: str) -> None:
+        self.label = label
+        self._held_by_rank = held_by_rank
+        self._records = [Record(path) for path in paths]
+        self._facts = {name: facts for held in held_by_rank for name, facts in held.items()}
+        self._read: tuple[str, Tensor] | None = None
+        """The tensor that was read last: its elements may be asked for in several blocks."""
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._facts
+
+    def names(self) -> list[str]:
+        return [*self._facts]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._facts[name].shape
+
+    def dtype(self, name: str) -> str:
+        return next(record.dtype(name) for record in self._records if name in record)
+
+    def read(self, name: str, regions: Sequence[Region]) -> Tensor:
+        if self._read is None or self._read[0] != name:
+            self._read = name, _put_together(name, self._held_by_rank, self._records, _zeros)
+        return select(self._read[1], regions)
 
 
 def write_part(whole: Tensor, facts: PartFacts, values: Tensor) -> None:

@@ -14,17 +14,14 @@ from pytest_fsdp_meta.evidence import Comparison, PartFacts
 from pytest_fsdp_meta.loader.adapter import Part
 from pytest_fsdp_meta.observers.adapters.dtensor import fits, local_part, own_part, placed_like, with_elements
 from pytest_fsdp_meta.observers.adapters.lookup import parts_of
-from pytest_fsdp_meta.observers.assembly import put_together, record_parts
+from pytest_fsdp_meta.observers.assembly import AssembledRecord, record_parts
 from pytest_fsdp_meta.observers.inventory import named_tensors
 from pytest_fsdp_meta.observers.loading import loaded_subject
-from pytest_fsdp_meta.observers.memory import return_freed_memory
-from pytest_fsdp_meta.observers.support.reference_record import Record, is_array, record_at, write_record
+from pytest_fsdp_meta.observers.support.reference_record import is_array, record_at
 from pytest_fsdp_meta.observers.values import compare_all
 from pytest_fsdp_meta.text import first_line
 from pytest_fsdp_meta.worlds import current
 
-NAME = "optimizer_state"
-"""The record of the whole state."""
 Held = dict[str, PartFacts]
 """Name -> where the elements lie that one rank has recorded."""
 
@@ -39,29 +36,10 @@ def record_state(folder: str) -> Held | str:
         return f"{type(error).__name__}: {first_line(error)}"
 
 
-def assemble_state(held_by_rank: Sequence[Held], folder: str) -> str:
-    """Record the whole state, from what each rank has recorded of its own; or return why that fails.
-
-    Runs in the world of the reference.
-    """
-    try:
-        _assemble(held_by_rank, folder)
-    except Exception as error:
-        return f"{type(error).__name__}: {first_line(error)}"
-    return_freed_memory(current().device)
-    return ""
-
-
-def _assemble(held_by_rank: Sequence[Held], folder: str) -> None:
+def compare_state(held_by_rank: Sequence[Held], folder: str) -> tuple[Comparison, ...]:
+    """Compare the state of this rank's optimizer with what the ranks of another world have recorded of theirs."""
     files = [_own_file(rank, folder) for rank in range(len(held_by_rank))]
-    write_record(record_at(folder, NAME), put_together(held_by_rank, [Record(file) for file in files]))
-    for file in files:
-        file.unlink()
-
-
-def compare_state(folder: str) -> tuple[Comparison, ...]:
-    """Compare the state of this rank's optimizer with the record of the whole."""
-    record, found = Record(record_at(folder, NAME)), dict(_state_parts())
+    record, found = AssembledRecord(held_by_rank, files, "what was saved"), dict(_state_parts())
     model = loaded_subject(current()).model
     parts = parts_of(model)
     held = {name for name, _, tensor in named_tensors(model) if parts.of(name, tensor).local.numel()}
@@ -98,4 +76,4 @@ def _part_like(part: Part, parameter: Tensor, value: Tensor) -> Part | None:
 
 
 def _own_file(rank: int, folder: str) -> Path:
-    return record_at(folder, f"{NAME}{rank}")
+    return record_at(folder, f"optimizer_state{rank}")

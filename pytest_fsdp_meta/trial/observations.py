@@ -27,7 +27,7 @@ from pytest_fsdp_meta.evidence import (
 )
 from pytest_fsdp_meta.evidence.collectives import RankCollectives, RankMemory
 from pytest_fsdp_meta.evidence.traces import RankTrace
-from pytest_fsdp_meta.observers.support.reference_record import record_at
+from pytest_fsdp_meta.observers.support.reference_record import RECORDS, record_at
 from pytest_fsdp_meta.trial import on_ranks
 from pytest_fsdp_meta.trial.loads import Load, Loads
 from pytest_fsdp_meta.trial.localising import departing_step, trace_step
@@ -111,6 +111,7 @@ class ObservationRun:
         else:
             self.unavailable["collectives"] = NOT_WANTED
         self.traces = self._trace()  # it may end the world, which is then loaded again
+        self._remove_training_records()
         self.reloading = self._reload()
 
     def evidence(self, world: WorldFacts, tolerance: Mapping[str, float]) -> Evidence:
@@ -337,6 +338,12 @@ class ObservationRun:
             RankCollectives(rank.collectives or (), *(step or ()))
             for rank, step in zip(self.loaded, steps, strict=True)
         )
+
+    def _remove_training_records(self) -> None:
+        """Remove what only the training is compared with: checkpoints need the disk, and its cache, for themselves."""
+        for name in RECORDS:
+            if name != "values":
+                record_at(self.folder, name).unlink(missing_ok=True)
 
     def _reload(self) -> Reloading:
         training = self.unavailable.get("training")

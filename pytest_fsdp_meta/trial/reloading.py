@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from pytest_fsdp_meta.evidence import (
     Epoch,
@@ -39,11 +39,14 @@ from pytest_fsdp_meta.trial.obstacles import (
     not_saved_by_torch,
     optimizer_not_loaded_by_torch,
 )
-from pytest_fsdp_meta.trial.on_ranks import checkpoint, export, random_numbers, run_on, state_dict
-from pytest_fsdp_meta.trial.resharding import record_optimizer, reshard_model, reshard_optimizer
+from pytest_fsdp_meta.trial.on_ranks import checkpoint, export, optimizer_state, random_numbers, run_on, state_dict
+from pytest_fsdp_meta.trial.resharding import reshard_model, reshard_optimizer
 from pytest_fsdp_meta.trial.timing import Stopwatch
 from pytest_fsdp_meta.trial.world_sizes import describe_size, other_size
 from pytest_fsdp_meta.worlds import World, WorldError
+
+if TYPE_CHECKING:
+    from pytest_fsdp_meta.observers.optimizer_state import Held
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -110,8 +113,10 @@ class Reloading:
     _wanted: set[str] = field(default_factory=set)
     _saved_with_optimizer: tuple[RankResumed, ...] = ()
     _loaded_with_optimizer: tuple[RankResumed, ...] = ()
-    _unrecorded: str | None = None
-    """Why the optimizer's state was not recorded; empty if it was, None if no optimizer was saved."""
+    _recorded_state: list[Held] = field(default_factory=list)
+    """What each rank has recorded of the state of the optimizer that it saved."""
+    _unrecorded: str = ""
+    """Why that failed on some rank."""
     _save_failure: WorldError | None = None
     """How saving hung or ended a rank; another attempt would cost the same time."""
 
@@ -304,18 +309,17 @@ class Reloading:
         except WorldError as error:
             return Unavailable(f"the loader fails in {describe_size(spec)}: {error.summary}")
         resharded = reshard_model(world, self._path("kept"), self.reference_path, self._loads_in_same_size)
-        if not self.resumed or resharded.refused or self._unrecorded != "":
-            return replace(resharded, optimizer_problem=self._unrecorded or "")
-        return reshard_optimizer(world, self._path("continued"), str(self.folder), resharded)
+        if not self.resumed or resharded.refused or not self._recorded_state:
+            return replace(resharded, optimizer_problem=self._unrecorded)
+        return reshard_optimizer(world, self._path("continued"), self._recorded_state, str(self.folder), resharded)
 
     def _record_state(self) -> None:
         """Record the optimizer's state at its checkpoint, if it will be loaded in a world of another size."""
         if "resharded" not in self._wanted or isinstance(other_size(self.loads.first.spec), Unavailable):
             return
-        self._unrecorded = "the world of the reference has ended"
-        if self.reference_world.alive:
-            ranks = self.loads.first_world()
-            self._unrecorded = record_optimizer(ranks, self.reference_world, str(self.folder))
+        held = self.loads.run_first(optimizer_state.record_state, str(self.folder))
+        self._unrecorded = next((problem for problem in held if isinstance(problem, str)), "")
+        self._recorded_state = [] if self._unrecorded else [own for own in held if not isinstance(own, str)]
 
     def _loads_in_same_size(self) -> bool:
         """Load the same checkpoint in a world of the size that saved it; return whether that works."""

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from pytest_fsdp_meta.evidence import Resharded
 from pytest_fsdp_meta.trial.obstacles import refuses_checkpoint
 from pytest_fsdp_meta.trial.on_ranks import checkpoint, optimizer_state, run_on
 from pytest_fsdp_meta.worlds import World, WorldError
+
+if TYPE_CHECKING:
+    from pytest_fsdp_meta.observers.optimizer_state import Held
 
 
 def reshard_model(world: World, saved: str, reference_path: str, loads_in_same_size: Callable[[], bool]) -> Resharded:
@@ -26,27 +30,17 @@ def reshard_model(world: World, saved: str, reference_path: str, loads_in_same_s
     return Resharded(mesh, tuple(run_on(world, checkpoint.compare_loaded, reference_path)))
 
 
-def record_optimizer(ranks: World, alone: World, folder: str) -> str:
-    """Record the optimizer's whole state in the world of the reference, from the part that each rank has.
+def reshard_optimizer(
+    world: World, saved: str, recorded: Sequence[Held], folder: str, resharded: Resharded
+) -> Resharded:
+    """Load model and optimizer, which a world of the same size has loaded, and compare the optimizer's state.
 
-    Return why that fails, or an empty text.
+    ``recorded`` has what ``record_state`` returned on each rank that saved.
     """
-    held = run_on(ranks, optimizer_state.record_state, folder)
-    if problems := [own for own in held if isinstance(own, str)]:
-        return problems[0]
-    try:
-        return run_on(alone, optimizer_state.assemble_state, [own for own in held if not isinstance(own, str)], folder)[
-            0
-        ]
-    except WorldError as error:
-        return error.summary
-
-
-def reshard_optimizer(world: World, saved: str, folder: str, resharded: Resharded) -> Resharded:
-    """Load model and optimizer, which a world of the same size has loaded, and compare the optimizer's state."""
     try:
         run_on(world, checkpoint.load_all, saved, (), True)
-        return replace(resharded, optimizer=tuple(run_on(world, optimizer_state.compare_state, folder)))
+        compared = run_on(world, optimizer_state.compare_state, recorded, folder)
+        return replace(resharded, optimizer=tuple(compared))
     except WorldError as error:
         if not refuses_checkpoint(error):
             return replace(resharded, optimizer_problem=error.summary)

@@ -15,7 +15,7 @@ from pytest_fsdp_meta import Part, Subject
 from pytest_fsdp_meta.evidence import Export, PartFacts
 from pytest_fsdp_meta.evidence.checkpoint import Assembled, RankExport
 from pytest_fsdp_meta.observers.adapters.lookup import remember
-from pytest_fsdp_meta.observers.assembly import put_together, write_part
+from pytest_fsdp_meta.observers.assembly import AssembledRecord, put_together, write_part
 from pytest_fsdp_meta.observers.export import compare_export, export
 from pytest_fsdp_meta.observers.support.reference_record import Record, record_at, write_record
 from pytest_fsdp_meta.worlds import World, current
@@ -292,6 +292,22 @@ def test_parts_are_put_together_one_tensor_at_a_time(tmp_path):
     assert found == {"a": [1.0, 0.0, 0.0, 4.0], "b": [[0.0, 2.0], [3.0, 0.0]]}
     kept = dict(put_together(held, records, lambda name, facts, values: torch.full(facts.shape, 9.0)))
     assert kept["a"].tolist() == [1.0, 9.0, 9.0, 4.0]
+
+
+def test_an_assembled_record_is_read_like_one_of_whole_tensors(tmp_path):
+    square = torch.arange(12.0).reshape(4, 3)
+    by_rows = [{"a": PartFacts((4, 3), (rows, ((0, 3),)))} for rows in (((0, 1), (3, 4)), ((1, 3),))]
+    flat = [{"b": PartFacts((4, 3), (span,), flat=True)} for span in (((0, 5),), ((5, 12),))]
+    paths = [tmp_path / "0", tmp_path / "1"]
+    write_record(paths[0], [("a", square[[0, 3]]), ("b", square.reshape(-1)[:5].bfloat16())])
+    write_record(paths[1], [("a", square[1:3]), ("b", square.reshape(-1)[5:].bfloat16())])
+    record = AssembledRecord([{**a, **b} for a, b in zip(by_rows, flat, strict=True)], paths, "what was saved")
+    assert (record.names(), "a" in record, "c" in record) == (["a", "b"], True, False)
+    assert [(record.shape(name), record.dtype(name)) for name in "ab"] == [((4, 3), "float32"), ((4, 3), "bfloat16")]
+    assert torch.equal(record.read_whole("a"), square)
+    assert torch.equal(record.read("a", (((0, 1), (2, 4)), ((1, 2),))), square[[0, 2, 3], 1:2])
+    assert record.read_run("b", ((2, 4), (5, 8))).tolist() == [2.0, 3.0, 5.0, 6.0, 7.0]
+    assert torch.equal(record.read("a", (((3, 4),), ((0, 3),))), square[3:])
 
 
 def test_a_scalar_and_an_empty_part_are_written():

@@ -21,7 +21,7 @@ MOST = 0.5
 FACTOR = 1.5
 """How much more than the reference a rank may keep for the same rows. Right loaders of transformers' models keep up to
 1.1 times as much: DTensors save redistributed copies, and casts save both dtypes."""
-LEAST = 4096
+LEAST = 1024
 """Bytes by which a rank may always keep more; in a model as small as that, scalars and indices count."""
 BLOCK = re.compile(r"^(?P<stack>(?:.*?\.)?)(?P<index>[0-9]+)\.(?P<rest>.+)$")
 """The name of a tensor in a numbered block, such as "model.layers." "3" "mlp.weight"; inner numbers are in the rest."""

@@ -196,7 +196,7 @@ class Record:
             stored = self._aliases.get(name, name)
             read = self._open(self._file_of[stored]).get_tensor(stored)
         else:
-            read = _assemble(self._slice(name), list(regions), [])
+            read = select(self._slice(name), regions)
         dtype = self._dtype_of_bytes(name)
         return _elements(read, dtype) if dtype else read
 
@@ -252,14 +252,14 @@ def _files(folder: Path) -> list[Path]:
     return sorted({folder / file for index in indexes for file in json.loads(index.read_text())["weight_map"].values()})
 
 
-def _assemble(source: Any, regions: list[Region], chosen: list[tuple[int, int]]) -> Tensor:
-    """Read each combination of runs and concatenate them dim by dim; nearly always this is a single read."""
+def select(source: Any, regions: Sequence[Region], chosen: Sequence[tuple[int, int]] = ()) -> Tensor:
+    """Return the elements of a tensor, which may be a stored one, in these runs of each dim: nearly always one read."""
     import torch
 
     dim = len(chosen)
     if dim == len(regions):
         return source[tuple(slice(start, stop) for start, stop in chosen)]
-    parts = [_assemble(source, regions, [*chosen, run]) for run in regions[dim] or ((0, 0),)]
+    parts = [select(source, regions, [*chosen, run]) for run in regions[dim] or ((0, 0),)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
