@@ -46,8 +46,8 @@ class Measure:
 class Movement:
     """How much of one trainable parameter changed in training, by rows (dim 0) of a rank's shard.
 
-    ``due`` rows should have changed and ``still`` of them did not. ``first`` is the global index of the first
-    unchanged row; it is None if there is none or the tensor has no dims.
+    ``due`` rows should have changed and ``still`` of them did not; where every row changed, all may count as due.
+    ``first`` is the global index of the first unchanged row; it is None if there is none or the tensor has no dims.
     """
 
     name: str

@@ -125,16 +125,19 @@ def movements(
 ) -> tuple[Movement, ...]:
     """Count, for each trainable parameter, the rows of this rank's shard that must move, and those that do not.
 
-    ``earlier`` are the rows that had moved after the first step: later steps may take a row back, bit for bit.
+    ``earlier`` are the rows that had moved after the first step: later steps may take a row back, bit for bit. Once a
+    row must move, all rows of a tensor in which all have moved count as such.
     """
-    found, parts = [], parts_of(model)
+    found, parts = list[Movement](), parts_of(model)
     moved = moved_rows(model, before)  # without those whose layout training changed: there is nothing to compare with
     for name, _, tensor in named_tensors(model):
         if name not in moved:
             continue
-        part = parts.of(name, tensor)
-        must = _any_by_row(due(name, tensor, part, before[name]))
-        still = (must & ~(moved[name] | earlier.get(name, False))).nonzero()
+        part, rows = parts.of(name, tensor), moved[name] | earlier.get(name, False)
+        # To read how the reference moved takes long, and where all rows moved none stands still.
+        known = bool(rows.all()) and any(movement.due for movement in found)
+        must = rows if known else _any_by_row(due(name, tensor, part, before[name]))
+        still = (must & ~rows).nonzero()
         first = None
         if len(still) and before[name].ndim:
             first = whole_index(part, [int(still[0]), *[0] * (before[name].ndim - 1)])[0]

@@ -308,6 +308,27 @@ def test_a_row_that_later_steps_take_back_has_moved():
     assert movements(model, before, due, after_first_step) == (Movement("weight", 2, 1, 1),)
 
 
+def test_what_is_due_is_looked_up_only_where_it_can_matter():
+    model = nn.ParameterDict({name: nn.Parameter(torch.zeros(2, 2)) for name in "abcd"})
+    before, asked = copy_shards(model), []
+    with torch.no_grad():
+        for name in "abd":
+            model[name] += 1
+        model["c"][0] += 1
+
+    def due(name, tensor, part, old):
+        asked.append(name)
+        return torch.full_like(old, name != "a", dtype=torch.bool)
+
+    assert movements(model, before, due, {}) == (
+        Movement("a", 0, 0),
+        Movement("b", 2, 0),
+        Movement("c", 2, 1, 1),
+        Movement("d", 2, 0),
+    )
+    assert asked == ["a", "b", "c"]
+
+
 def missing(batch):
     raise KeyError("labels")
 
