@@ -64,7 +64,7 @@ def root_mean_square(tensor: Tensor) -> float:
     local = local_part(tensor)
     if not _readable(local):
         return 0.0
-    return float(comparable(local).double().norm()) / math.sqrt(local.numel())
+    return length(comparable(local)) / math.sqrt(local.numel())
 
 
 def _readable(local: Tensor) -> bool:

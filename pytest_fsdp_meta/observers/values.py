@@ -21,8 +21,8 @@ from pytest_fsdp_meta.observers.loading import loaded_subject
 from pytest_fsdp_meta.observers.support.reference_record import Record, global_index, record_at
 from pytest_fsdp_meta.worlds import current, doing
 
-SLICE = 2**18
-"""Elements that are computed at a time: as many as a processor's cache holds."""
+SLICE = 2**15
+"""Elements that are computed at a time: their float64 copies stay in the cache of a core, and in malloc's reach."""
 
 
 def observe_values(path: str, names: Mapping[str, str] | None = None) -> tuple[Comparison, ...]:
@@ -125,7 +125,11 @@ def read_part(part: Part, record: Record, name: str) -> Tensor:
 
 def length(tensor: Tensor) -> float:
     """Return the Euclidean norm, computed in float64."""
-    return float(torch.linalg.vector_norm(tensor.flatten().double()))
+    square = torch.zeros((), dtype=torch.float64, device=tensor.device)
+    for part in tensor.flatten().split(SLICE if tensor.device.type == "cpu" else max(tensor.numel(), 1)):
+        exact = part.double()
+        square += exact.dot(exact)
+    return math.sqrt(float(square))
 
 
 def measure(
@@ -144,8 +148,8 @@ def measure(
     sums = torch.zeros(4, dtype=torch.float64, device=actual.device)
     for start in range(0, vectors[0].numel(), SLICE):
         ours, theirs, *before = (vector[start : start + SLICE].double() for vector in vectors)
-        if before:
-            ours, theirs = ours.sub_(before[0]), theirs.sub_(before[1])
+        if before:  # not in place: in float64 these are the tensors themselves
+            ours, theirs = ours - before[0], theirs - before[1]
         apart = ours - theirs
         sums += torch.stack([ours.dot(ours), theirs.dot(theirs), apart.dot(apart), ours.dot(theirs)])
     actual_square, truth_square, apart_square, dot = sums.tolist()

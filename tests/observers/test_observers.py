@@ -21,7 +21,7 @@ from pytest_fsdp_meta.observers.movement import copy_shards, moved_rows, movemen
 from pytest_fsdp_meta.observers.optimizers import optimizer_facts, pack_optimizer
 from pytest_fsdp_meta.observers.support.bits import digest
 from pytest_fsdp_meta.observers.support.reference_record import Record, write_record
-from pytest_fsdp_meta.observers.values import compare
+from pytest_fsdp_meta.observers.values import SLICE, compare, length, measure
 from pytest_fsdp_meta.worlds import CallFailed, current
 from tests.world_help import world_of
 
@@ -150,6 +150,19 @@ def maybe_tied(tie: bool) -> nn.ModuleDict:
     if tie:
         model["c"].weight = model["b"].weight
     return model
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.int64])
+@pytest.mark.parametrize("size", [0, 1, SLICE, 2 * SLICE + 7])
+def test_what_is_measured_stays_as_it_is(dtype, size):
+    ours, theirs, before, old = vectors = [(torch.arange(size) % (7 + k)).to(dtype) for k in range(4)]
+    copies = [vector.clone() for vector in vectors]
+    found = measure(ours, theirs, since=(before, old))
+    assert all(torch.equal(*pair) for pair in zip(vectors, copies, strict=True))
+    moved, due = (ours - before).double(), (theirs - old).double()
+    expected = [moved.norm(), due.norm(), (moved - due).norm(), moved.dot(due)]
+    assert [found.actual, found.truth, found.apart, found.dot] == pytest.approx([float(e) for e in expected])
+    assert length(ours) == pytest.approx(float(ours.double().norm()))
 
 
 @pytest.mark.parametrize("model_tied", [True, False])
