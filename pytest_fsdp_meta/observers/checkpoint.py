@@ -126,21 +126,34 @@ def save_all(folder: str) -> RankResumed:
     return replace(held, generators=generators)
 
 
-def load_all(folder: str, changed: Collection[str] = (), in_other_size: bool = False) -> RankResumed:
+def load_all(folder: str, changed: Collection[str] = ()) -> RankResumed:
     """Load model and optimizer in the folder over other values; return what they hold afterwards.
 
-    The author can restore tensors that have ``changed`` in training from nothing but the checkpoint. In a world of
-    another size, torch cannot load plain tensors beside the model that have the shapes of shards; they are left out.
+    The author can restore tensors that have ``changed`` in training from nothing but the checkpoint.
     """
+    optimizer, generators = _load_all(folder, changed)
+    subject = resharded_subject()
+    held = _describe_all(subject, optimizer, _describe_loaded_model(subject))
+    return replace(held, generators=generators)
+
+
+def load_all_in_other_size(folder: str) -> None:
+    """Load model and optimizer in the folder, which a world of another size has saved, over other values."""
+    _load_all(folder, in_other_size=True)
+
+
+def _load_all(
+    folder: str, changed: Collection[str] = (), in_other_size: bool = False
+) -> tuple[Optimizer, dict[str, RandomState]]:
     rank, subject = current(), resharded_subject()
     optimizer, beside = renew_optimizer(subject, rank)
     # An optimizer that the loader built may have trained as far as the one that saved.
     _overwrite(subject, changed, optimizer, beside)
     generators: dict[str, RandomState] = {}
     with observing_resume(subject, rank, generators):
+        # torch cannot load plain tensors beside the model that have the shapes of shards of another size.
         _load(subject, optimizer, Path(folder), None if in_other_size and subject.save is None else beside)
-    held = _describe_all(subject, optimizer, _describe_loaded_model(subject))
-    return replace(held, generators=generators)
+    return optimizer, generators
 
 
 def train_on(steps: Sequence[int]) -> tuple[tuple[float, ...], tuple[tuple[float, ...], ...]]:

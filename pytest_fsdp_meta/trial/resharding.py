@@ -38,7 +38,7 @@ def reshard_optimizer(
     ``recorded`` has what ``record_state`` returned on each rank that saved.
     """
     try:
-        run_on(world, checkpoint.load_all, saved, (), True)
+        run_on(world, checkpoint.load_all_in_other_size, saved)
         compared = run_on(world, optimizer_state.compare_state, recorded, folder)
         return replace(resharded, optimizer=tuple(compared))
     except WorldError as error:
