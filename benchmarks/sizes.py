@@ -85,25 +85,19 @@ def work(name: str, path: Path) -> dict[str, Any]:
 
 def measure(name: str, path: Path) -> dict[str, Any]:
     """Run ``work`` in two processes: the second adds the peak of its memory in bytes, and when it was reached."""
-    timed = _started(name, path)
-    timed.wait()
-    watched, began, peak, at = _started(name, path), time.perf_counter(), 0, 0.0
+    command = [sys.executable, "-m", "benchmarks.sizes", "--work", name, "--checkpoint", str(path)]
+    timed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    watched = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    began, peak, at = time.perf_counter(), 0, 0.0
     while watched.poll() is None:
         held = memory_of(psutil.Process(watched.pid))
         if held > peak:
             peak, at = held, time.perf_counter() - began
         time.sleep(PERIOD)
-    for process in (timed, watched):
-        if process.returncode:
-            raise SystemExit(f"{name}: the process ended with status {process.returncode}")
-    assert timed.stdout is not None
-    result: dict[str, Any] = json.loads(timed.stdout.read().splitlines()[-1])
+    if watched.returncode:
+        raise SystemExit(f"{name}: the process ended with status {watched.returncode}")
+    result: dict[str, Any] = json.loads(timed.stdout.splitlines()[-1])
     return {**result, "peak": peak, "peak_at": at}
-
-
-def _started(name: str, path: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "benchmarks.sizes", "--work", name, "--checkpoint", str(path)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
 def memory_of(process: psutil.Process) -> int:
@@ -135,7 +129,7 @@ def describe(size: str, parameters: int, bare: Mapping[str, Any], whole: Mapping
     times, memory = (whole[key] / bare[key] for key in ("seconds", "peak"))
     return (
         f"{label}: {', '.join(both)}: {times:.2f} and {memory:.2f} times as much\n"
-        f"      seconds: {where}; the peak is at {whole['peak_at']:.0f} s"
+        f"      seconds: {where}; the peak is at {whole['peak_at']:.0f} s of its run"
     )
 
 

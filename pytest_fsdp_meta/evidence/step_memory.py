@@ -19,6 +19,8 @@ class GatheredGroup:
 class StepMemory:
     """What one rank, or the reference with the rows of one, holds in a forward and a backward besides its weights.
 
+    The rows are the first micro-batch of the first batch, or all of a rank's where nothing is accumulated.
+
     ``kept`` is the most that autograd keeps for the backward at a time, in bytes of storages that belong to no
     parameter or buffer; None if that was not observed, for the reason in ``problem``. ``modules`` has the bytes that
     each module keeps at that moment, largest first. ``groups`` is empty where FSDP2 manages nothing.

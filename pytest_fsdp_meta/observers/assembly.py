@@ -57,7 +57,10 @@ def _put_together(
 
 
 class AssembledRecord(Record):
-    """Tensors that are put together, one at a time, from the parts that ``record_parts`` recorded on each rank."""
+    """Tensors that are put together from the parts that ``record_parts`` recorded on each rank.
+
+    Who reads a part of one holds the whole of it, one tensor at a time.
+    """
 
     def __init__(self, held_by_rank: Sequence[Mapping[str, PartFacts]], paths: Sequence[Path], label: str) -> None:
         self.label = label

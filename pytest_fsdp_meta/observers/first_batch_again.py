@@ -1,7 +1,4 @@
-"""Run the first batch again after the training: in micro-batches, too small to be clipped, and for its memory.
-
-What fails here disturbs nothing that the training has shown.
-"""
+"""Run the first batch again after the training, to observe accumulation, gradients that are not clipped, and memory."""
 
 from __future__ import annotations
 
@@ -48,7 +45,7 @@ class FirstBatchAgain:
     memory: StepMemory | None = None
 
     def observe(self) -> None:
-        """Take all observations. The gradients of the last give the optimizer that is saved its state."""
+        """Take all. Accumulated gradients, or those of the run for memory, give the saved optimizer its state."""
         if self.optimizer is None:
             self.memory = StepMemory(0)
             return
@@ -58,18 +55,15 @@ class FirstBatchAgain:
             self.memory = self._run_for_memory(self.optimizer)
 
     def _accumulate(self, optimizer: Optimizer) -> Accumulation | None:
-        """Compare accumulated gradients, and count what the backward of the first micro-batch keeps."""
-        subject, rank = self.subject, self.rank
+        """Compare accumulated gradients."""
+        subject = self.subject
         if not self.records or subject.train_step is not None:
             return None
         if problem := indivisible_batch(subject, self.data_parallel[1]):
             return Accumulation(problem=problem)
         if "accumulated" not in self.records:
             return None  # nothing is trainable in the reference
-        rounds = [[piece] for piece in micro_batches(self.data_parallel)]
-        early, self.memory = observe_step_memory(subject, partial(accumulate, subject, rank.device, rounds))
-        if early is None:  # what refuses to be watched may well run
-            early = accumulate(subject, rank.device, rounds)
+        early = self.run_micro_batches(optimizer)
         if refused := finish_gradients(optimizer):
             accumulated = Accumulation(refused=refused)
         else:
@@ -78,6 +72,19 @@ class FirstBatchAgain:
             accumulated = Accumulation(compared, without_gradient(subject.model, gradients), early)
         self._use_gradients(optimizer)
         return accumulated
+
+    def run_micro_batches(self, optimizer: Optimizer) -> tuple[str, ...]:
+        """Accumulate gradients, and count what the backward of the first micro-batch keeps.
+
+        Return the parameters whose gradients were already reduced after it.
+        """
+        rounds = [[piece] for piece in micro_batches(self.data_parallel)]
+        run = partial(accumulate, self.subject, self.rank.device, rounds)
+        early, self.memory = observe_step_memory(self.subject, run)
+        if early is None:  # what refuses to be watched may well run
+            self._use_gradients(optimizer, whole=False)
+            early = run()
+        return early
 
     def _leave_unclipped(self, optimizer: Optimizer) -> tuple[Comparison, ...]:
         """Let the author's step train on the batch, so that clipping hides no wrong scale.

@@ -20,7 +20,12 @@ from pytest_fsdp_meta.observers.adapters.dtensor import local_part, own_part, si
 from pytest_fsdp_meta.observers.adapters.lookup import parts_of
 from pytest_fsdp_meta.observers.support.bits import count_poison, digest
 from pytest_fsdp_meta.observers.support.mapped import MAPS, MappedFiles
-from pytest_fsdp_meta.observers.support.torch_private import is_replicated, managed_places, non_persistent_names
+from pytest_fsdp_meta.observers.support.torch_private import (
+    drop_unreduced_gradients,
+    is_replicated,
+    managed_places,
+    non_persistent_names,
+)
 from pytest_fsdp_meta.observers.support.watching import tensors_in
 from pytest_fsdp_meta.text import clean_name, first_line
 
@@ -179,3 +184,4 @@ def drop_gradients(model: Module) -> None:
     """Set every gradient to None. A method ``zero_grad`` of the author's or an engine's need not take set_to_none."""
     for parameter in model.parameters():
         parameter.grad = None
+    drop_unreduced_gradients(model)

@@ -125,8 +125,8 @@ def movements(
 ) -> tuple[Movement, ...]:
     """Count, for each trainable parameter, the rows of this rank's shard that must move, and those that do not.
 
-    ``earlier`` are the rows that had moved after the first step: later steps may take a row back, bit for bit. Once a
-    row must move, all rows of a tensor in which all have moved count as such.
+    ``earlier`` are the rows that had moved after the first step: later steps may take a row back, bit for bit.
+    After the first tensor with a row that must move, a tensor whose rows all moved is not looked up: all count as due.
     """
     found, parts = list[Movement](), parts_of(model)
     moved = moved_rows(model, before)  # without those whose layout training changed: there is nothing to compare with

@@ -33,7 +33,13 @@ from pytest_fsdp_meta.observers.reference import (
 from pytest_fsdp_meta.observers.steps import StepObserver, train
 from pytest_fsdp_meta.observers.support.nudges import Nudges
 from pytest_fsdp_meta.observers.support.precision import COMPUTED
-from pytest_fsdp_meta.observers.support.reference_record import STEP_GRADIENTS, Record, record_at, write_record
+from pytest_fsdp_meta.observers.support.reference_record import (
+    STEP_GRADIENTS,
+    Record,
+    noise_of,
+    record_at,
+    write_record,
+)
 from pytest_fsdp_meta.observers.trained_buffers import persistent_buffers
 from pytest_fsdp_meta.observers.values import comparable, read_part
 from pytest_fsdp_meta.text import first_line
@@ -226,7 +232,7 @@ def _distance(tensor: Tensor, whole: Tensor) -> Tensor:
 
 
 def _noise_file(folder: str, record: str) -> Path:
-    return record_at(folder, f"{record}_noise")
+    return record_at(folder, noise_of(record))
 
 
 def coarsest_unit(dtypes: Collection[str]) -> float:

@@ -1,6 +1,7 @@
 """Observe what a training step holds: the groups that FSDP2 gathers, and the storages that autograd keeps for backward.
 
 Storages are counted, so a CPU shows what a GPU's allocator would; what kernels allocate inside of one operator is not.
+Ranks and reference compute reproducibly: on CUDA without fused attention, so that both keep the matrices of attention.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ def observe_step_memory(
     """Return the result of ``run``, and what is kept in the context that it gets, for a forward and its backward.
 
     Code sees other tensors where a hook has seen what autograd saves, and some code refuses such hooks. Then, or where
-    the author has a step of their own, there is neither a result nor a count; the caller drops the gradients.
+    the author has a step of their own, there is neither a result nor a count, and some gradients may be left. An error
+    after the context is raised.
     """
     model = subject.model
     groups = tuple(_groups(model))
@@ -50,6 +52,8 @@ def observe_step_memory(
     try:
         result = run(watch.watching())
     except Exception as error:  # of any type: what the author's code raises where hooks are refused
+        if watch.ended:
+            raise
         cause = error.__cause__ or error
         return None, StepMemory(None, groups=groups, problem=f"{type(cause).__name__}: {first_line(cause)}")
     return result, StepMemory(watch.most, watch.modules(), groups)
@@ -79,6 +83,8 @@ class StepMemoryWatch:
     def __init__(self, model: Module) -> None:
         self.most = 0
         """The most bytes at a time."""
+        self.ended = False
+        """Whether the block that was watched has ended without an error."""
         self._model = model
         self._running = RunningModule(model)
         self._weights: dict[int, StorageWeakRef] = {}
@@ -101,6 +107,7 @@ class StepMemoryWatch:
             hooks.callback(register_module_forward_pre_hook(self._note_weights).remove)
             hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack))
             yield
+        self.ended = True
         self._note_most()
 
     def modules(self) -> dict[str, int]:

@@ -22,7 +22,7 @@ from pytest_fsdp_meta.observers.support.reference_record import Record, global_i
 from pytest_fsdp_meta.worlds import current, doing
 
 SLICE = 2**15
-"""Elements that are computed at a time: their float64 copies stay in the cache of a core, and in malloc's reach."""
+"""Elements that are computed at a time: float64 copies of so many fit into a core's cache, and malloc keeps them."""
 
 
 def observe_values(path: str, names: Mapping[str, str] | None = None) -> tuple[Comparison, ...]:

@@ -27,7 +27,7 @@ from pytest_fsdp_meta.evidence import (
 )
 from pytest_fsdp_meta.evidence.collectives import RankCollectives, RankMemory
 from pytest_fsdp_meta.evidence.traces import RankTrace
-from pytest_fsdp_meta.observers.support.reference_record import RECORDS, record_at
+from pytest_fsdp_meta.observers.support.reference_record import RECORDS, noise_of, record_at
 from pytest_fsdp_meta.trial import on_ranks
 from pytest_fsdp_meta.trial.loads import Load, Loads
 from pytest_fsdp_meta.trial.localising import departing_step, trace_step
@@ -343,7 +343,8 @@ class ObservationRun:
         """Remove what only the training is compared with: checkpoints need the disk, and its cache, for themselves."""
         for name in RECORDS:
             if name != "values":
-                record_at(self.folder, name).unlink(missing_ok=True)
+                for record in (name, noise_of(name)):
+                    record_at(self.folder, record).unlink(missing_ok=True)
 
     def _reload(self) -> Reloading:
         training = self.unavailable.get("training")

@@ -39,12 +39,14 @@ def reshard_optimizer(
     """
     try:
         run_on(world, checkpoint.load_all_in_other_size, saved)
-        compared = run_on(world, optimizer_state.compare_state, recorded, folder)
-        return replace(resharded, optimizer=tuple(compared))
     except WorldError as error:
         if not refuses_checkpoint(error):
             return replace(resharded, optimizer_problem=error.summary)
         return replace(_refusal(resharded.mesh, error), optimizer_refused=True)
+    try:
+        return replace(resharded, optimizer=tuple(run_on(world, optimizer_state.compare_state, recorded, folder)))
+    except WorldError as error:
+        return replace(resharded, optimizer_problem=error.summary)
 
 
 def _refusal(mesh: tuple[tuple[str, int], ...], error: WorldError) -> Resharded:

@@ -8,11 +8,17 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from pytest_fsdp_meta import Subject
 from pytest_fsdp_meta.evidence.step_memory import StepMemory
-from pytest_fsdp_meta.observers.step_memory import OWN_STEP, StepMemoryWatch, memory_of
+from pytest_fsdp_meta.observers.accumulation import accumulate, micro_batches
+from pytest_fsdp_meta.observers.first_batch_again import FirstBatchAgain
+from pytest_fsdp_meta.observers.gradients import gradients_of
+from pytest_fsdp_meta.observers.step_memory import OWN_STEP, StepMemoryWatch, memory_of, observe_step_memory
+from pytest_fsdp_meta.worlds import current
+from tests.world_help import world_of
 
 ROWS, WIDTH = 8, 16
 TENSOR = ROWS * WIDTH * 4
@@ -122,6 +128,65 @@ def test_code_that_refuses_hooks_is_not_observed_and_gives_the_reason():
     assert seen.kept is None
     assert seen.problem.startswith("RuntimeError: torch.func.{grad, vjp, jacrev, hessian} don't yet support saved")
     assert observe(model, lambda: model(batch()).backward()).kept == 3 * TENSOR
+
+
+class Scaled(torch.autograd.Function):
+    """As Megatron's fused gradients, it wants the parameter itself, with its attributes, in the backward."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, slope):
+        x, weight = ctx.saved_tensors
+        if not isinstance(weight, nn.Parameter):
+            raise AttributeError("no main_grad")
+        return slope * weight, (slope * x).sum(0)
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((WIDTH,), 1.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Scaled.apply(x, self.weight)
+
+
+def accumulated(watched: bool) -> tuple[str, dict[str, list[float]]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Scale(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    for module in (*model, model):
+        fully_shard(module, mesh=current().mesh)
+    rows = {"x": torch.arange(2.0 * WIDTH).view(2, WIDTH) / WIDTH}
+    subject = Subject(model, batch=lambda step: rows, loss=lambda model, batch: model(batch["x"]).square().mean())
+    optimizer = torch.optim.SGD(model.parameters())
+    again = FirstBatchAgain(subject, current(), (0, 1), {}, optimizer)
+    if watched:
+        again.run_micro_batches(optimizer)
+    else:
+        accumulate(subject, current().device, [[piece] for piece in micro_batches((0, 1))])
+    gradients = {name: part.local.flatten().tolist() for name, part in gradients_of(model)}
+    return again.memory.problem if again.memory else "", gradients
+
+
+def test_a_backward_that_fails_when_it_is_watched_leaves_nothing_behind():
+    with world_of(1) as world:
+        problem, gradients = world.run(accumulated, True)[0]
+        assert problem == "AttributeError: no main_grad"
+        assert gradients == world.run(accumulated, False)[0][1]
+
+
+def test_an_error_after_the_watched_block_is_raised():
+    def run(watching):
+        with watching:
+            pass
+        raise ValueError("the second micro-batch")
+
+    with pytest.raises(ValueError, match="the second micro-batch"):
+        observe_step_memory(Subject(Net(), batch=dict), run)
 
 
 def test_the_step_of_the_author_is_not_run_again():

@@ -50,6 +50,11 @@ def record_at(folder: str | Path, name: str) -> Path:
     return Path(folder, f"{name}.safetensors")
 
 
+def noise_of(name: str) -> str:
+    """Return the name of the record that has the noise of another one."""
+    return f"{name}_noise"
+
+
 def write_record(path: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Write the tensors to one safetensors file; tied names are written once and stored as aliases.
 
@@ -70,7 +75,7 @@ def write_record(path: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
 class RecordWriter:
     """Writes records beside what follows: tensors are copied at once, and written by a thread.
 
-    All records are complete when the block ends, which raises errors of writing; so may a later ``write``. The memory
+    All records are complete when the block ends. Errors of writing are raised then, or by a later ``write``. The memory
     of the copies is used again: to get new pages from the system takes longer than to copy.
     """
 
@@ -92,10 +97,10 @@ class RecordWriter:
         from safetensors.torch import save_file
 
         self._finish(BUFFERS - 1)
-        self._buffers.rotate()
         stored, metadata = _for_file(tensors)
         copies = {name: _copy_to(self._buffers[0], name, data) for name, data in stored.items()}
         self._writing.append(self._thread.submit(save_file, copies, path, metadata))
+        self._buffers.rotate()
 
     def _finish(self, most: int) -> None:
         """Wait until at most this many records are being written."""
@@ -253,7 +258,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def select(source: Any, regions: Sequence[Region], chosen: Sequence[tuple[int, int]] = ()) -> Tensor:
-    """Return the elements of a tensor, which may be a stored one, in these runs of each dim: nearly always one read."""
+    """Return these runs of each dim of a tensor, or of a slice of safetensors, which nearly always is one read."""
     import torch
 
     dim = len(chosen)

@@ -314,6 +314,16 @@ def fsdp_groups(model: Module) -> Iterator[ManagedGroup]:
                 )
 
 
+def drop_unreduced_gradients(model: Module) -> None:
+    """Drop what FSDP2 has accumulated and not reduced: it adds the next backward to it, and no parameter shows it."""
+    for module in model.modules():
+        for group in _param_groups(module) if isinstance(module, FSDPModule) else ():
+            for managed in group.fsdp_params:
+                managed.unsharded_accumulated_grad = None
+                if (unsharded := getattr(managed, "_unsharded_param", None)) is not None:
+                    unsharded.grad = None
+
+
 def is_compiled(module: Module) -> bool:
     """Return whether ``torch.compile`` has wrapped the module, or compiles its calls in place."""
     # The class of a wrapped module is in torch._dynamo, which takes a second to import.
