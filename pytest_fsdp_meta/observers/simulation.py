@@ -168,9 +168,9 @@ class _ReductionsOfValues:
     def after(self, func: Any, args: Sequence[Any], out: Any) -> None: ...
 
 
-def _refuse_objects(function: str) -> Misuse:
+def _refuse_objects(function: str, error: BaseException | None) -> Misuse:
     return Misuse(
-        f"the loader calls torch.distributed.{function} ({user_line()}), which sends objects from rank to rank; "
+        f"the loader calls torch.distributed.{function} ({user_line(error)}), which sends objects from rank to rank; "
         "simulated ranks are alone: compute them on each rank where fsdp.simulated is true"
     )
 

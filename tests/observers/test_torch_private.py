@@ -350,7 +350,7 @@ def gathering_objects() -> str:
     return " ".join(found)
 
 
-def _refusal(function: str) -> ValueError:
+def _refusal(function: str, error: BaseException | None) -> ValueError:
     return ValueError(f"refused {function}")
 
 

@@ -337,6 +337,10 @@ ASKING = {
         "the loader calls torch.distributed.broadcast_object_list (test_it.py:*), which sends objects from rank to "
         "rank; simulated ranks are alone: compute them on each rank where fsdp.simulated is true",
     ),
+    "object of any size": (  # what torch.empty() holds says how long the object is that no rank has sent
+        "torch.empty = lambda size, **kw: torch.full((size,), 2**60, **kw); dist.broadcast_object_list([None], src=1)",
+        "the loader calls torch.distributed.broadcast_object_list (test_it.py:*), which sends objects from rank to *",
+    ),
     "object by name": (
         "from torch.distributed import all_gather_object; found = [None] * 16; all_gather_object(found, fsdp.rank)",
         "the loader calls torch.distributed.all_gather_object (test_it.py:*), which sends objects from rank to rank; *",

@@ -174,18 +174,19 @@ def process_group(argument: Any) -> dist.ProcessGroup:
 
 
 @contextmanager
-def refusing_objects(refuse: Callable[[str], Exception]) -> Iterator[None]:
-    """Raise ``refuse(function)`` where a function of torch.distributed, such as ``gather_object``, pickles objects.
+def refusing_objects(refuse: Callable[[str, BaseException | None], Exception]) -> Iterator[None]:
+    """Raise ``refuse(function, None)`` where a function of torch.distributed, as ``gather_object``, pickles objects.
 
     All of these functions pickle and unpickle by these two; the public ones may have been imported by name. A receiver
-    allocates as much as the sender says before it unpickles, which without a sender is any number.
+    allocates as much as the sender says before it unpickles, which without a sender is any number: if that fails,
+    ``refuse`` also gets the error, because the call that it is about has ended by then.
     """
 
     def stop(*_: Any) -> Any:
         frame = sys._getframe(1)
         while frame.f_back is not None and frame.f_back.f_code.co_filename == distributed_c10d.__file__:
             frame = frame.f_back
-        raise refuse(frame.f_code.co_name)
+        raise refuse(frame.f_code.co_name, None)
 
     with (
         mock.patch.object(distributed_c10d, "_object_to_tensor", stop),
@@ -197,7 +198,7 @@ def refusing_objects(refuse: Callable[[str], Exception]) -> Iterator[None]:
             names = [frame.f_code.co_name for frame, _ in walk_tb(error.__traceback__) if _is_collective(frame)]
             if not names or not names[0].endswith(("_object", "_object_list")):
                 raise
-            raise refuse(names[0]) from error
+            raise refuse(names[0], error) from error
 
 
 def _is_collective(frame: FrameType) -> bool:
