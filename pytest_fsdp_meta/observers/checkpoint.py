@@ -73,7 +73,7 @@ def load_over_other_values(folder: str) -> None:
 
 def compare_loaded(record: str) -> tuple[Comparison, ...]:
     """Compare the parameters and persistent buffers of the model with the record of the reference."""
-    return compare_all(_persistent_parts(resharded_subject().model).items(), Record(record))
+    return compare_all(persistent_parts(resharded_subject().model).items(), Record(record))
 
 
 # Observers of model and optimizer; the rank's state has the optimizer as "resumable", and what is "beside" it.
@@ -256,7 +256,7 @@ def _overwrite(
     all others from the place that the loader took them from.
     """
     trained = {name for name, tensor in _persistent(subject.model).items() if tensor.requires_grad}
-    parts = _persistent_parts(subject.model).items()
+    parts = persistent_parts(subject.model).items()
     memory = [part.local for name, part in parts if subject.save is None or name in trained or name in changed]
     states = [] if optimizer is None else [value for own in optimizer.state.values() for value in own.values()]
     states += [] if beside is None else [value for name, value in beside.entries() if not beside.is_of_scheduler(name)]
@@ -300,7 +300,7 @@ def _train(rank: Rank, subject: Subject, steps: Sequence[int], until_loss: bool 
 
 def _describe_model(subject: Subject) -> RankSaved:
     model = subject.model
-    tensors = {name: digest(local_part(part.local)) for name, part in _persistent_parts(model).items()}
+    tensors = {name: digest(local_part(part.local)) for name, part in persistent_parts(model).items()}
     if subject.save is not None:
         return RankSaved(tensors)
     state = get_model_state_dict(model)
@@ -310,7 +310,7 @@ def _describe_model(subject: Subject) -> RankSaved:
 
 def _describe_loaded_model(subject: Subject) -> RankSaved:
     """Describe the model, with the tensors that still hold what ``_overwrite`` wrote."""
-    parts = {name: local_part(part.local) for name, part in _persistent_parts(subject.model).items()}
+    parts = {name: local_part(part.local) for name, part in persistent_parts(subject.model).items()}
     untouched = tuple(name for name, local in parts.items() if is_untouched(local))
     return replace(_describe_model(subject), untouched=untouched)
 
@@ -363,7 +363,7 @@ def _persistent(model: Module) -> dict[str, Tensor]:
     return {name: tensor for name, _, tensor in named_tensors(model) if name not in transient}
 
 
-def _persistent_parts(model: Module) -> dict[str, Part]:
+def persistent_parts(model: Module) -> dict[str, Part]:
     """Return this rank's parts of what a checkpoint must have, without tensors that are not plain arrays."""
     parts = parts_of(model)
     named = {name: parts.of(name, tensor) for name, tensor in _persistent(model).items()}

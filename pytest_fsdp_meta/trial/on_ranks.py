@@ -17,7 +17,7 @@ R = TypeVar("R")
 
 OBSERVERS = "pytest_fsdp_meta.observers"
 ON_RANKS = (
-    *(f"{OBSERVERS}.checkpoint", f"{OBSERVERS}.optimizer_state", f"{OBSERVERS}.training", f"{OBSERVERS}.noise"),
+    *(f"{OBSERVERS}.checkpoint", f"{OBSERVERS}.saved_state", f"{OBSERVERS}.training", f"{OBSERVERS}.noise"),
     *(f"{OBSERVERS}.author_data", f"{OBSERVERS}.drawn_weights", f"{OBSERVERS}.export"),
     f"{OBSERVERS}.preload:warm_up",
 )
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
         export,
         loading,
         noise,
-        optimizer_state,
         random_numbers,
         reference,
+        saved_state,
         simulated_step,
         simulation,
         state_dict,
@@ -59,7 +59,7 @@ else:
     export = ObserverModule(f"{OBSERVERS}.export")
     loading = ObserverModule(f"{OBSERVERS}.loading")
     noise = ObserverModule(f"{OBSERVERS}.noise")
-    optimizer_state = ObserverModule(f"{OBSERVERS}.optimizer_state")
+    saved_state = ObserverModule(f"{OBSERVERS}.saved_state")
     random_numbers = ObserverModule(f"{OBSERVERS}.random_numbers")
     reference = ObserverModule(f"{OBSERVERS}.reference")
     simulated_step = ObserverModule(f"{OBSERVERS}.simulated_step")
@@ -78,10 +78,10 @@ __all__ = [
     "export",
     "loading",
     "noise",
-    "optimizer_state",
     "random_numbers",
     "reference",
     "run_on",
+    "saved_state",
     "simulated_step",
     "simulation",
     "state_dict",

@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 from pytest_fsdp_meta.evidence import (
+    Comparison,
     Epoch,
     Export,
     RankBatches,
@@ -39,14 +41,11 @@ from pytest_fsdp_meta.trial.obstacles import (
     not_saved_by_torch,
     optimizer_not_loaded_by_torch,
 )
-from pytest_fsdp_meta.trial.on_ranks import checkpoint, export, optimizer_state, random_numbers, run_on, state_dict
-from pytest_fsdp_meta.trial.resharding import reshard_model, reshard_optimizer
+from pytest_fsdp_meta.trial.on_ranks import checkpoint, export, random_numbers, run_on, state_dict
+from pytest_fsdp_meta.trial.resharding import Recorded, record_saved, reshard_all, reshard_model
 from pytest_fsdp_meta.trial.timing import Stopwatch
 from pytest_fsdp_meta.trial.world_sizes import describe_size, other_size
 from pytest_fsdp_meta.worlds import World, WorldError
-
-if TYPE_CHECKING:
-    from pytest_fsdp_meta.observers.optimizer_state import Held
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -113,10 +112,8 @@ class Reloading:
     _wanted: set[str] = field(default_factory=set)
     _saved_with_optimizer: tuple[RankResumed, ...] = ()
     _loaded_with_optimizer: tuple[RankResumed, ...] = ()
-    _recorded_state: list[Held] = field(default_factory=list)
-    """What each rank has recorded of the state of the optimizer that it saved."""
-    _unrecorded: str = ""
-    """Why that failed on some rank."""
+    _recorded: Recorded = field(default_factory=Recorded)
+    """What each rank has recorded of what it saved with its optimizer."""
     _save_failure: WorldError | None = None
     """How saving hung or ended a rank; another attempt would cost the same time."""
 
@@ -183,7 +180,8 @@ class Reloading:
         if problem and not self._author_saves:
             return Unavailable(f"{problem}; {DECLARE}", kind="undeclared")
         self._saved_with_optimizer = self._save_all("continued")
-        self._record_state()
+        if "resharded" in self._wanted and not isinstance(other_size(self.loads.first.spec), Unavailable):
+            self._recorded = record_saved(self.loads.first_world(), str(self.folder))
         return _with_steps(self._saved_with_optimizer, self.loads.run_first(checkpoint.train_on, self._steps_on))
 
     def _save_again(self) -> tuple[RankResumed, ...] | Unavailable:
@@ -252,6 +250,8 @@ class Reloading:
         return run_on(self.reference_world, export.compare_export, folder, self.reference_path, exports)[0]
 
     def _save_second_load(self) -> tuple[RankSaved, ...] | Unavailable:
+        if self._recorded.model:  # the checkpoint with the optimizer has the model as well
+            return _models(self._saved_with_optimizer)
         return self._unsavable() or self._save(self.loads.second_world, checkpoint.save_model, self._path("kept"))
 
     def _resume(self) -> tuple[RankResumed, ...] | Unavailable:
@@ -304,27 +304,25 @@ class Reloading:
         if isinstance(spec, Unavailable):
             return spec
         self.loads.close_second()
+        label = f"the load in {describe_size(spec)}"
         try:
-            world = self.loads.of_size(spec, f"the load in {describe_size(spec)}")
+            world = self.loads.of_size(spec, label)
         except WorldError as error:
             return Unavailable(f"the loader fails in {describe_size(spec)}: {error.summary}")
-        resharded = reshard_model(world, self._path("kept"), self.reference_path, self._loads_in_same_size)
-        if not self.resumed or resharded.refused or not self._recorded_state:
-            return replace(resharded, optimizer_problem=self._unrecorded)
-        return reshard_optimizer(world, self._path("continued"), self._recorded_state, str(self.folder), resharded)
+        name, compare = ("continued", self._recorded.compare_model) if self._recorded.model else ("kept", self._compare)
+        saved = self._path(name)
+        if self.resumed and self._recorded.state:
+            return reshard_all(world, partial(self.loads.of_size, spec, label), saved, self._recorded)
+        resharded = reshard_model(world, saved, compare, partial(self._loads_in_same_size, saved))
+        return replace(resharded, optimizer_problem=self._recorded.problem)
 
-    def _record_state(self) -> None:
-        """Record the optimizer's state at its checkpoint, if it will be loaded in a world of another size."""
-        if "resharded" not in self._wanted or isinstance(other_size(self.loads.first.spec), Unavailable):
-            return
-        held = self.loads.run_first(optimizer_state.record_state, str(self.folder))
-        self._unrecorded = next((problem for problem in held if isinstance(problem, str)), "")
-        self._recorded_state = [] if self._unrecorded else [own for own in held if not isinstance(own, str)]
+    def _compare(self, world: World) -> list[tuple[Comparison, ...]]:
+        return run_on(world, checkpoint.compare_loaded, self.reference_path)
 
-    def _loads_in_same_size(self) -> bool:
+    def _loads_in_same_size(self, saved: str) -> bool:
         """Load the same checkpoint in a world of the size that saved it; return whether that works."""
         try:
-            self.loads.run_second(checkpoint.load_over_other_values, self._path("kept"))
+            self.loads.run_second(checkpoint.load_over_other_values, saved)
         except WorldError:
             return False
         return True

@@ -3,20 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from pytest_fsdp_meta.evidence import Resharded
+from pytest_fsdp_meta.evidence import Comparison, Resharded
 from pytest_fsdp_meta.trial.obstacles import refuses_checkpoint
-from pytest_fsdp_meta.trial.on_ranks import checkpoint, optimizer_state, run_on
+from pytest_fsdp_meta.trial.on_ranks import checkpoint, run_on, saved_state
 from pytest_fsdp_meta.worlds import World, WorldError
 
 if TYPE_CHECKING:
-    from pytest_fsdp_meta.observers.optimizer_state import Held
+    from pytest_fsdp_meta.observers.saved_state import Held
 
 
-def reshard_model(world: World, saved: str, reference_path: str, loads_in_same_size: Callable[[], bool]) -> Resharded:
-    """Load the model that was ``saved`` and compare it with the reference.
+@dataclass(frozen=True)
+class Recorded:
+    """What each rank has recorded of the model and the optimizer's state that it saved; empty if that failed."""
+
+    folder: str = ""
+    model: Sequence[Held] = ()
+    state: Sequence[Held] = ()
+    problem: str = ""
+    """Why it failed on some rank."""
+
+    def compare_model(self, world: World) -> list[tuple[Comparison, ...]]:
+        return run_on(world, saved_state.compare_model, self.model, self.folder)
+
+    def compare_state(self, world: World) -> list[tuple[Comparison, ...]]:
+        return run_on(world, saved_state.compare_state, self.state, self.folder)
+
+
+def record_saved(world: World, folder: str) -> Recorded:
+    """Let the ranks that have saved record what it was. State that is recorded without the model is of no use."""
+    model, problem = _all_or_none(run_on(world, saved_state.record_model, folder))
+    if problem:
+        return Recorded(problem=problem)
+    state, problem = _all_or_none(run_on(world, saved_state.record_state, folder))
+    return Recorded(folder, model, state, problem)
+
+
+def _all_or_none(held: Sequence[Held | str]) -> tuple[list[Held], str]:
+    problem = next((own for own in held if isinstance(own, str)), "")
+    return [] if problem else [own for own in held if not isinstance(own, str)], problem
+
+
+Compare = Callable[[World], Sequence[tuple[Comparison, ...]]]
+"""Compare the model in this world, which has loaded the checkpoint, with what was saved."""
+
+
+def reshard_model(world: World, saved: str, compare: Compare, loads_in_same_size: Callable[[], bool]) -> Resharded:
+    """Load the model that was ``saved``, and ``compare`` it.
 
     An error is a refusal only if a world of the size that saved can load the same checkpoint.
     """
@@ -27,24 +62,27 @@ def reshard_model(world: World, saved: str, reference_path: str, loads_in_same_s
         if not refuses_checkpoint(error) or not loads_in_same_size():
             raise
         return _refusal(mesh, error)
-    return Resharded(mesh, tuple(run_on(world, checkpoint.compare_loaded, reference_path)))
+    return Resharded(mesh, tuple(compare(world)))
 
 
-def reshard_optimizer(
-    world: World, saved: str, recorded: Sequence[Held], folder: str, resharded: Resharded
-) -> Resharded:
-    """Load model and optimizer, which a world of the same size has loaded, and compare the optimizer's state.
+def reshard_all(world: World, load_again: Callable[[], World], saved: str, recorded: Recorded) -> Resharded:
+    """Load model and optimizer, which a world of the same size has loaded, and compare both with what was saved.
 
-    ``recorded`` has what ``record_state`` returned on each rank that saved.
+    After an error the model is loaded alone, to see whether the optimizer made it.
     """
+    mesh = tuple(world.spec.mesh.items())
     try:
         run_on(world, checkpoint.load_all_in_other_size, saved)
     except WorldError as error:
+        alone = reshard_model(world if world.alive else load_again(), saved, recorded.compare_model, lambda: True)
+        if alone.refused:
+            return alone
         if not refuses_checkpoint(error):
-            return replace(resharded, optimizer_problem=error.summary)
-        return replace(_refusal(resharded.mesh, error), optimizer_refused=True)
+            return replace(alone, optimizer_problem=error.summary)
+        return replace(_refusal(mesh, error), optimizer_refused=True)
+    resharded = Resharded(mesh, tuple(recorded.compare_model(world)))
     try:
-        return replace(resharded, optimizer=tuple(run_on(world, optimizer_state.compare_state, recorded, folder)))
+        return replace(resharded, optimizer=tuple(recorded.compare_state(world)))
     except WorldError as error:
         return replace(resharded, optimizer_problem=error.summary)
 

@@ -1,8 +1,8 @@
-"""Record the optimizer's state that each rank holds, and compare it after loading in a world of another size."""
+"""Record the model and the optimizer's state that each rank saves, to compare them in a world of another size."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from torch import Tensor
@@ -15,8 +15,9 @@ from pytest_fsdp_meta.loader.adapter import Part
 from pytest_fsdp_meta.observers.adapters.dtensor import fits, local_part, own_part, placed_like, with_elements
 from pytest_fsdp_meta.observers.adapters.lookup import parts_of
 from pytest_fsdp_meta.observers.assembly import AssembledRecord, record_parts
+from pytest_fsdp_meta.observers.checkpoint import persistent_parts
 from pytest_fsdp_meta.observers.inventory import named_tensors
-from pytest_fsdp_meta.observers.loading import loaded_subject
+from pytest_fsdp_meta.observers.loading import loaded_subject, resharded_subject
 from pytest_fsdp_meta.observers.support.reference_record import is_array, record_at
 from pytest_fsdp_meta.observers.values import compare_all
 from pytest_fsdp_meta.text import first_line
@@ -26,20 +27,25 @@ Held = dict[str, PartFacts]
 """Name -> where the elements lie that one rank has recorded."""
 
 
+def record_model(folder: str) -> Held | str:
+    """Record this rank's part of each parameter and persistent buffer; or return why that fails."""
+    return _record("model", persistent_parts(resharded_subject().model).items(), folder)
+
+
 def record_state(folder: str) -> Held | str:
     """Record this rank's part of each tensor in the state of its optimizer; or return why that fails."""
-    rank = current()
-    try:
-        own = {name: part for name, part in _state_parts() if part.local.numel()}
-        return record_parts(own, _own_file(rank.rank, folder))
-    except Exception as error:  # odd state must not end a world that still has to save
-        return f"{type(error).__name__}: {first_line(error)}"
+    return _record("optimizer", _state_parts(), folder)
+
+
+def compare_model(held_by_rank: Sequence[Held], folder: str) -> tuple[Comparison, ...]:
+    """Compare this rank's parameters and persistent buffers with what the ranks of another world have recorded."""
+    record = _recorded("model", held_by_rank, folder)
+    return compare_all(persistent_parts(resharded_subject().model).items(), record)
 
 
 def compare_state(held_by_rank: Sequence[Held], folder: str) -> tuple[Comparison, ...]:
     """Compare the state of this rank's optimizer with what the ranks of another world have recorded of theirs."""
-    files = [_own_file(rank, folder) for rank in range(len(held_by_rank))]
-    record, found = AssembledRecord(held_by_rank, files, "what was saved"), dict(_state_parts())
+    record, found = _recorded("optimizer", held_by_rank, folder), dict(_state_parts())
     model = loaded_subject(current()).model
     parts = parts_of(model)
     held = {name for name, _, tensor in named_tensors(model) if parts.of(name, tensor).local.numel()}
@@ -75,5 +81,18 @@ def _part_like(part: Part, parameter: Tensor, value: Tensor) -> Part | None:
     return with_elements(part, value) if fits(value, part) else None
 
 
-def _own_file(rank: int, folder: str) -> Path:
-    return record_at(folder, f"optimizer_state{rank}")
+def _record(what: str, parts: Iterable[tuple[str, Part]], folder: str) -> Held | str:
+    try:
+        own = {name: part for name, part in parts if part.local.numel()}
+        return record_parts(own, _own_file(what, current().rank, folder))
+    except Exception as error:  # odd tensors must not end a world that still has to save
+        return f"{type(error).__name__}: {first_line(error)}"
+
+
+def _recorded(what: str, held_by_rank: Sequence[Held], folder: str) -> AssembledRecord:
+    files = [_own_file(what, rank, folder) for rank in range(len(held_by_rank))]
+    return AssembledRecord(held_by_rank, files, "what was saved")
+
+
+def _own_file(what: str, rank: int, folder: str) -> Path:
+    return record_at(folder, f"saved_{what}{rank}")
