@@ -177,7 +177,7 @@ def _save(subject: Subject, optimizer: Optimizer | None, folder: Path, beside: B
             subject.save(subject.model, as_built(subject, optimizer), folder, **handed_over(subject, "save", beside))
         return
     states = _torch_states(subject.model, optimizer)
-    # No one reads it after a crash of the machine, so there is no need to wait for the disk.
+    # The trial deletes it soon, so it does not have to survive a crash of the machine: do not wait for the disk.
     writer = dcp.FileSystemWriter(folder, sync_files=False)
     with calling_torch("torch.distributed.checkpoint.save", "save"):
         dcp.save(states if beside is None else {**states, **beside.states()}, storage_writer=writer)
