@@ -319,8 +319,10 @@ def drop_unreduced_gradients(model: Module) -> None:
     """Drop what FSDP2 has accumulated and not reduced: it adds the next backward to it, and no parameter shows it."""
     for module in model.modules():
         for group in _param_groups(module) if isinstance(module, FSDPModule) else ():
+            group._partial_reduce_output = None  # HSDP's, which is scattered and not yet reduced over the replicas
             for managed in group.fsdp_params:
-                managed.unsharded_accumulated_grad = None
+                if "unsharded_accumulated_grad" in vars(managed):  # since torch 2.15 it is the gradient below
+                    managed.unsharded_accumulated_grad = None
                 if (unsharded := getattr(managed, "_unsharded_param", None)) is not None:
                     unsharded.grad = None
 
