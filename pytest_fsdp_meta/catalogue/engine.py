@@ -32,7 +32,12 @@ EXPLAINING_A_CRASH = ("structure", "materialisation")
 """Families of checks whose findings may explain an error raised while running or saving the model."""
 PACKAGE = Path(__file__).parents[1]
 PASSED_IN_PART = "passed for what could be checked"
-KINDS = {"undeclared": "not declared", "blocked": "depends on a failed check", "unselected": "not selected"}
+KINDS = {
+    "undeclared": "not declared",
+    "blocked": "depends on a failed check",
+    "unselected": "not selected",
+    "unsupported": "not supported",
+}
 """``Unavailable.kind`` -> ``Verdict.why``."""
 
 
@@ -45,8 +50,9 @@ class Verdict:
     ``model`` has the names of all tensors by kind ("parameter", "buffer"), so that reports recognise a finding about
     all of them.
     Where ``status`` is "skipped", ``why`` is the kind of the skip: "not declared" (a field of Subject is missing),
-    "depends on a failed check", "not selected" (no selected check asked for the observation), "not applicable" (the
-    model has nothing of the kind), or "partly checked" (something could not be judged, and the rest passed).
+    "depends on a failed check", "not selected" (no selected check asked for the observation), "not supported" (by this
+    release of torch), "not applicable" (the model has nothing of the kind), or "partly checked" (something could not be
+    judged, and the rest passed).
     """
 
     check: Check
@@ -95,7 +101,7 @@ def _judge(check: Check, run: _Run) -> Verdict:
     if evidence.world.simulated and not check.simulated:
         return Verdict(check, "skipped", reason=NO_VALUES, why="not applicable")
     failed = tuple(filter(run.findings, check.after))
-    for need in check.needs:
+    for need in (*check.needs, check.id):
         if need in evidence.unavailable:
             return _unavailable(check, need, run, failed)
     if "training" in check.needs and (reason := _trained_otherwise(check, run)):

@@ -40,6 +40,8 @@ class FsdpGroup:
     trainable: bool
     replicates: bool = False
     """Whether gradients are also reduced over replicas (HSDP)."""
+    ranks: int = 2
+    """How many ranks share the parameters; replicate() does not shard."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,8 @@ class RankCollectives:
     loading: tuple[Collective, ...]
     step: tuple[Collective, ...] | None = None
     groups: tuple[FsdpGroup, ...] | None = None
+    unknown: tuple[str, ...] = ()
+    """Operators of torch that communicate, and that the recorder does not know."""
 
 
 COPIES = 2

@@ -199,7 +199,8 @@ class Unavailable:
     ``error`` is True if taking it failed; its checks are then errors, and ``detail`` has the traceback or a similar
     long text. It is False if the author did not declare what the observation needs or if earlier findings rule it
     out; its checks are then skipped. ``kind`` is "undeclared" if declaring a field of Subject would make it possible,
-    "blocked" if fixing the findings of other checks would, and "unselected" if no selected check asked for it.
+    "blocked" if fixing the findings of other checks would, "unselected" if no selected check asked for it, and
+    "unsupported" if this release of torch lacks a private name that it needs.
     """
 
     summary: str
@@ -215,7 +216,7 @@ def not_declared(field: str) -> Unavailable:
 
 @dataclass(frozen=True)
 class Evidence:
-    """Everything observed in one trial; ``unavailable`` says why an observation is absent.
+    """Everything observed in one trial; ``unavailable`` says why an observation is absent, or a check not supported.
 
     Tuples of ranks are in rank order; ``values`` and ``verifier`` have a tuple of comparisons for each rank.
     """

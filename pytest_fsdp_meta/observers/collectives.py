@@ -23,6 +23,7 @@ from pytest_fsdp_meta.observers.support.torch_private import operator_arguments,
 from pytest_fsdp_meta.observers.support.watching import tensors_in
 
 NAMESPACES = frozenset({"c10d", "_c10d_functional", "_dtensor"})
+"""Where torch's operators that communicate are."""
 OPS = {
     "allreduce_": "all_reduce",
     "allreduce_coalesced_": "all_reduce",
@@ -47,6 +48,7 @@ OPS = {
     "reduce_scatter_tensor_out": "reduce_scatter",
     "reduce_scatter_tensor_coalesced": "reduce_scatter",
     "gather_": "gather",
+    "gather_into_tensor_": "gather",
     "scatter_": "scatter",
     "alltoall_": "all_to_all",
     "alltoall_base_": "all_to_all",
@@ -55,12 +57,25 @@ OPS = {
     "barrier": "barrier",
     "monitored_barrier_": "barrier",
 }
-"""The collective of each of torch's operators; point-to-point transfers and waits are not collectives."""
+"""The collective of each of torch's operators."""
+OTHERS = frozenset(
+    {
+        *("send", "recv_", "recv_any_source_", "isend", "irecv", "batch_p2p_ops"),
+        *("wait_tensor", "wait_tensors", "_wrap_tensor_autograd", "check_for_nan", "mesh_get_process_group"),
+    }
+)
+"""Operators beside the collectives: point-to-point transfers, waits, and what looks up or checks something."""
 INPUTS = ("input_tensors", "input_tensor", "input_list", "inputs", "input", "tensors")
 """The names that operators' schemas give the tensors that a rank sends."""
 GROUPS = ("process_group", "group_name")
-FSDP_BUFFERS = {"all_gather_copy_in": "all_gather", "chunk_cat": "reduce_scatter"}
+FSDP_BUFFERS = {
+    "all_gather_copy_in": "all_gather",
+    "chunk_cat": "reduce_scatter",
+    "chunk_cat_mixed_dtype": "reduce_scatter",  # since torch 2.15
+}
 """The operators with which FSDP2 fills its buffers, and the collective that a buffer is for."""
+FSDP_OTHERS = frozenset({"split_with_sizes_copy", "copy_", "record_grad_output_stream"})
+"""FSDP2's other operators."""
 Span = tuple[StorageWeakRef, int, int]
 """A storage with the first byte and the byte after the last; the weak reference keeps its identity from reuse."""
 
@@ -78,6 +93,8 @@ class Recorder:
     """A watcher that records the collectives of one phase; it recognises copies of the ``known`` parameters."""
 
     known: Mapping[str, Tensor] = field(default_factory=dict)
+    unknown: set[str] = field(default_factory=set)
+    """Operators of torch that communicate or serve FSDP2, and of which this package does not know what they do."""
     _steps: int = 0
     """The number of optimizers' steps that run now: one may call the step of another."""
     _recorded: list[_Recorded] = field(default_factory=list)
@@ -86,12 +103,19 @@ class Recorder:
     gather."""
 
     def before(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        name = operator_name(func)
         if func.namespace == "fsdp":
-            if buffer_for := FSDP_BUFFERS.get(operator_name(func)):
+            if buffer_for := FSDP_BUFFERS.get(name):
                 self._mark_as_fsdp(buffer_for, kwargs.get("out"))
+            elif name not in FSDP_OTHERS:
+                self.unknown.add(f"fsdp::{name}")
             return
-        op = OPS.get(operator_name(func)) if func.namespace in NAMESPACES else None
+        if func.namespace not in NAMESPACES:
+            return
+        op = OPS.get(name)
         if op is None:
+            if name not in OTHERS:
+                self.unknown.add(f"{func.namespace}::{name}")
             return
         given = operator_arguments(func, args, kwargs)
         group = process_group(next(given[name] for name in GROUPS if name in given))

@@ -32,6 +32,7 @@ from pytest_fsdp_meta.observers.support.generators import read_all
 from pytest_fsdp_meta.observers.support.mapped import MAPS
 from pytest_fsdp_meta.observers.support.poison import NOTICES, poisoned_memory, restore_defaults
 from pytest_fsdp_meta.observers.support.precision import precision
+from pytest_fsdp_meta.observers.support.torch_names import lacking
 from pytest_fsdp_meta.observers.support.watching import DTensorDraws, watching
 from pytest_fsdp_meta.worlds import SEED, Misuse, Rank, current, doing, forward_warnings
 
@@ -53,6 +54,8 @@ class Loaded:
     """The pickled values of ``SENT_FIELDS``, and of ``clip_grad_norm``; empty on other ranks than 0."""
     checkpoints: Mapping[str, str]
     """The paths of reference and verifier, where they are checkpoint directories."""
+    lacking: Mapping[str, str]
+    """The observations and checks for which this torch lacks a private name, each with the reason."""
     data_parallel: tuple[int, int] = (0, 1)
     """(index, size) of this rank's slice of the batch."""
     gpu: str = ""
@@ -60,6 +63,8 @@ class Loaded:
     """The library that moves data between the ranks, with its version if it has one."""
     collectives: tuple[Collective, ...] | None = None
     """The collectives of the loader; None where they were not recorded."""
+    unknown_operators: tuple[str, ...] = ()
+    """Operators of torch that communicated, and that the recorder does not know."""
     memory: RankMemory | None = None
     """The memory that the loader needed; None where it was not measured."""
 
@@ -72,6 +77,7 @@ def load(call: Call, watch: Collection[str] = ()) -> Loaded:
     rank = current()
     doing("loading")
     loader, values = call.unpack(rank)
+    watch = set(watch).difference(lacking())
     recorder = Recorder() if "collectives" in watch else None
     draws = DTensorDraws() if "draws" in watch else None
     peak = Peak(rank.device) if "memory" in watch and MAPS.exists() else None
@@ -91,6 +97,7 @@ def load(call: Call, watch: Collection[str] = ()) -> Loaded:
     return replace(
         describe(subject, rank, managed, poison.active),
         collectives=recorder.collectives(subject.model) if recorder else None,
+        unknown_operators=tuple(sorted(recorder.unknown)) if recorder else (),
         memory=peak.facts(subject.model) if peak else None,
     )
 
@@ -140,6 +147,7 @@ def describe(subject: Subject, rank: Rank, managed: Mapping[str, bool], poison_a
         data_parallel=batch_slice(subject, rank),
         gpu="" if (accelerator := accelerator_of(rank.device)) is None else accelerator.get_device_name(rank.device),
         library=_communication_library(),
+        lacking=lacking(subject.model),
     )
 
 

@@ -34,7 +34,7 @@ from pytest_fsdp_meta.evidence.traces import (
 from pytest_fsdp_meta.observers.adapters.dtensor import local_part, mesh_facts
 from pytest_fsdp_meta.observers.inventory import unwrapped
 from pytest_fsdp_meta.observers.support.generators import States, read_states
-from pytest_fsdp_meta.observers.support.torch_private import is_in_backward
+from pytest_fsdp_meta.observers.support.torch_private import is_in_backward, is_written_view, write_count
 from pytest_fsdp_meta.observers.support.watching import takes_hooks
 from pytest_fsdp_meta.text import clean_name, first_line
 
@@ -126,7 +126,7 @@ class ModuleWatch:
             value = self._note(Seen(AGAIN_INPUT if again else INPUT, name, turn, path), tensor)
             if value is not None:
                 instead[path] = _WithValue.apply(tensor, value)
-                self._handed.append((instead[path], instead[path]._version))
+                self._handed.append((instead[path], write_count(instead[path])))
         if not instead:
             return None
         inputs = _replace(inputs, instead)
@@ -138,7 +138,7 @@ class ModuleWatch:
         self._note_draws()
         self._running.pop()
         if not self._running:
-            written = any(value._version != version for value, version in self._handed)
+            written = any(write_count(value) != version for value, version in self._handed)
             self.problem = self.problem or (WRITTEN if written else "")
             self._handed.clear()
         for path, tensor in tensors_in(output):
@@ -146,7 +146,7 @@ class ModuleWatch:
                 continue
             self._note(Seen(AGAIN_OUTPUT if again else OUTPUT, name, turn, path), tensor)
             # Torch may crash where a hook is set on a view from before a write to its base.
-            if tensor.requires_grad and not self.problem and not (tensor._is_view() and tensor._version):
+            if tensor.requires_grad and not self.problem and not is_written_view(tensor):
                 self._with_gradient.add((name, turn))
                 handle = tensor.register_hook(partial(self._gradient, Seen(GRADIENT, name, turn, path)))
                 self._hooks.callback(handle.remove)  # a module may return a parameter, which lives on

@@ -19,6 +19,7 @@ from pytest_fsdp_meta.observers.collectives import INPUTS, NAMESPACES, OPS
 from pytest_fsdp_meta.observers.inventory import managed_names, named_tensors, take_inventory
 from pytest_fsdp_meta.observers.loading import Loaded, call_loader, describe, judgeable_subject
 from pytest_fsdp_meta.observers.shapes import without_values_of_shapes
+from pytest_fsdp_meta.observers.support.torch_names import lacking
 from pytest_fsdp_meta.observers.support.torch_private import (
     cutting_own_shards,
     operator_arguments,
@@ -61,6 +62,8 @@ def load_simulated(call: Call) -> Loaded:
     rank = current()
     doing("loading")
     loader, values = call.unpack(rank)
+    if reason := lacking().get("simulation"):
+        raise Misuse(f"worlds cannot be simulated: {reason}")
     torch.manual_seed(SEED)
     limit_memory()
     with ExitStack() as stack:

@@ -17,8 +17,8 @@ from pytest_fsdp_meta.observers.support.torch_private import ManagedGroup, fsdp_
 from pytest_fsdp_meta.observers.support.watching import watching
 from pytest_fsdp_meta.worlds import Rank, current
 
-StepTraffic = tuple[tuple[Collective, ...], tuple[FsdpGroup, ...]]
-"""The collectives of one step, and the FSDP2 groups that it gathered."""
+StepTraffic = tuple[tuple[Collective, ...], tuple[FsdpGroup, ...], tuple[str, ...]]
+"""The collectives of one step, the FSDP2 groups that it gathered, and the operators that the recorder does not know."""
 
 
 def observe_step() -> StepTraffic | None:
@@ -56,7 +56,7 @@ def _recording(rank: Rank, model: Module) -> Iterator[None]:
     for name, _, tensor in named_tensors(model):
         names.setdefault(id(tensor), []).append(name)
     facts = tuple(_group_facts(group, names, forwards[index]) for index, group in enumerate(groups))
-    rank.state["step"] = recorder.collectives(model), facts
+    rank.state["step"] = recorder.collectives(model), facts, tuple(sorted(recorder.unknown))
 
 
 def _group_facts(group: ManagedGroup, names: Mapping[int, Sequence[str]], forwards: int) -> FsdpGroup:
@@ -67,4 +67,5 @@ def _group_facts(group: ManagedGroup, names: Mapping[int, Sequence[str]], forwar
         reshards=group.reshards,
         trainable=any(parameter.requires_grad for parameter in group.parameters),
         replicates=group.replicates,
+        ranks=group.ranks,
     )

@@ -25,7 +25,7 @@ from pytest_fsdp_meta.observers.inventory import named_tensors
 from pytest_fsdp_meta.observers.module_watch import RunningModule
 from pytest_fsdp_meta.observers.support.precision import is_low
 from pytest_fsdp_meta.observers.support.reproducible import reproducible
-from pytest_fsdp_meta.observers.support.torch_private import fsdp_groups, is_compiled
+from pytest_fsdp_meta.observers.support.torch_private import base_of, fsdp_groups, is_compiled
 from pytest_fsdp_meta.observers.support.watching import tensors_in
 from pytest_fsdp_meta.text import first_line
 
@@ -120,9 +120,8 @@ class StepMemoryWatch:
     def _note_weights(self, module: Module, _: Any = None) -> None:
         if torch.compiler.is_compiling():  # of a function that calls modules, which are not compiled themselves
             return
-        for tensor in (*module._parameters.values(), *module._buffers.values()):
-            if isinstance(tensor, Tensor):
-                self._note_weight(tensor)
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            self._note_weight(tensor)
 
     def _note_weight(self, tensor: Tensor) -> None:
         for local in tensors_in(local_part(tensor)):
@@ -152,7 +151,7 @@ class StepMemoryWatch:
         FSDP2 registers what it gathers for a module only after ``_enter``, and code may use the weights of a module
         that it does not call.
         """
-        whole = tensor if tensor._base is None else tensor._base
+        whole = base_of(tensor)
         if whole.grad_fn is not None and whole.grad_fn.name() == "ToCopyBackward0":
             whole = getattr(whole.grad_fn.next_functions[0][0], "variable", whole)
         if isinstance(whole, Parameter):

@@ -32,7 +32,13 @@ from pytest_fsdp_meta.trial import on_ranks
 from pytest_fsdp_meta.trial.loads import Load, Loads
 from pytest_fsdp_meta.trial.localising import departing_step, trace_step
 from pytest_fsdp_meta.trial.noise import departs, with_noise
-from pytest_fsdp_meta.trial.obstacles import NOT_WANTED, describe_odd_model, from_world_error, no_training_declared
+from pytest_fsdp_meta.trial.obstacles import (
+    NOT_WANTED,
+    describe_odd_model,
+    from_world_error,
+    no_training_declared,
+    unsupported,
+)
 from pytest_fsdp_meta.trial.on_ranks import run_on
 from pytest_fsdp_meta.trial.reloading import Reloading
 from pytest_fsdp_meta.trial.timing import Stopwatch
@@ -99,6 +105,7 @@ class ObservationRun:
     def take_all(self, wanted: set[str]) -> None:
         """Take the wanted observations; those that change the model are taken last."""
         self._wanted = wanted | {"reference"} if wanted & NEED_REFERENCE else wanted
+        self.unavailable |= unsupported(self.loaded)
         self.memory = self._take("memory", self._measure_memory)
         self.reference = self._take("reference", self._record_reference)
         self.values = self._take("values", self._compare_with_reference)
@@ -106,10 +113,10 @@ class ObservationRun:
         self.draws = self._take("draws", self._describe_draws)
         self.training = self._take("training", self._train)
         # The collectives of loading are known even if training has ended the world.
-        if "collectives" in self._wanted:
-            self.collectives = self._collect_collectives()
-        else:
+        if "collectives" not in self._wanted:
             self.unavailable["collectives"] = NOT_WANTED
+        elif "collectives" not in self.unavailable:
+            self.collectives = self._collect_collectives()
         self.traces = self._trace()  # it may end the world, which is then loaded again
         self._remove_training_records()
         self.reloading = self._reload()
@@ -150,6 +157,7 @@ class ObservationRun:
     def _take(self, name: str, observe: Callable[[], T | Unavailable]) -> T | None:
         if name not in self._wanted:
             self.unavailable[name] = NOT_WANTED
+        if name in self.unavailable:
             return None
         try:
             with self.stopwatch.timing(name):
@@ -264,7 +272,13 @@ class ObservationRun:
 
     def _trace(self) -> tuple[RankTrace, ...] | None:
         """Trace the first step that departs from the reference's, or step 0 on request."""
-        if self.training is None or self.reference is None or self.facts is None or not self.reference.losses:
+        if (
+            "traces" in self.unavailable
+            or self.training is None
+            or self.reference is None
+            or self.facts is None
+            or not self.reference.losses
+        ):
             return None
         seen = {name: getattr(self, name) for name in ("reference", "values", "verifier", "draws", "training")}
         missing = {name: NOT_WANTED for name in OBSERVATIONS if seen.get(name, self.inventory) is None}
@@ -331,12 +345,15 @@ class ObservationRun:
 
     def _collect_collectives(self) -> tuple[RankCollectives, ...]:
         if self.training is None:
-            return tuple(RankCollectives(rank.collectives or ()) for rank in self.loaded)
+            return tuple(
+                RankCollectives(rank.collectives or (), unknown=rank.unknown_operators) for rank in self.loaded
+            )
         with self.stopwatch.timing("collectives"):
             steps = run_on(self.world, on_ranks.step_collectives.observe_step)
+        recorded = [step or (None, None, ()) for step in steps]
         return tuple(
-            RankCollectives(rank.collectives or (), *(step or ()))
-            for rank, step in zip(self.loaded, steps, strict=True)
+            RankCollectives(rank.collectives or (), step, groups, (*rank.unknown_operators, *unknown))
+            for rank, (step, groups, unknown) in zip(self.loaded, recorded, strict=True)
         )
 
     def _remove_training_records(self) -> None:
@@ -361,6 +378,7 @@ class ObservationRun:
             training_error=training if training is not None and training.error else None,
             reference_path=self._reference_path,
             steps=self.steps,
+            unavailable=unsupported(self.loaded),
         )
         reloading.take_all(self._wanted)
         return reloading

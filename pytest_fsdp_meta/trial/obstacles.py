@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Container, Sequence
+from typing import TYPE_CHECKING
 
 from pytest_fsdp_meta.evidence import (
     RankInventory,
@@ -20,6 +21,9 @@ from pytest_fsdp_meta.evidence.checkpoint import FirstStep, RankStateDict
 from pytest_fsdp_meta.loader.adapter import BUILT_IN
 from pytest_fsdp_meta.loader.subject import SubjectError
 from pytest_fsdp_meta.worlds import WorldError
+
+if TYPE_CHECKING:
+    from pytest_fsdp_meta.observers.loading import Loaded
 
 NOT_WANTED = Unavailable("no selected check needs it", kind="unselected")
 DECLARE = "declare Subject(save=..., resume=...)"
@@ -41,6 +45,12 @@ def from_world_error(error: WorldError) -> Unavailable:
     ]
     hints = (hint for text, hint in HINTS.items() if text in error.summary)
     return Unavailable("; ".join([error.summary, *hints]), error=True, detail="\n\n".join([str(error), *shown]))
+
+
+def unsupported(loaded: Sequence[Loaded]) -> dict[str, Unavailable]:
+    """Return the observations and checks that cannot be judged because torch lacks a private name."""
+    reasons = {name: reason for rank in reversed(loaded) for name, reason in rank.lacking.items()}
+    return {name: Unavailable(f"not judged: {reason}", kind="unsupported") for name, reason in reasons.items()}
 
 
 def no_training_declared(subject: SubjectFacts) -> Unavailable | None:

@@ -145,6 +145,7 @@ class Reloading:
     def _take(self, name: str, observe: Callable[[], T | Unavailable]) -> T | None:
         if name not in self._wanted:
             self.unavailable[name] = NOT_WANTED
+        if name in self.unavailable:
             return None
         try:
             with self.stopwatch.timing(name):

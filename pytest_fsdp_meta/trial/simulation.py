@@ -24,7 +24,7 @@ from pytest_fsdp_meta.loader.call import Call
 from pytest_fsdp_meta.trial import on_ranks
 from pytest_fsdp_meta.trial.all_ranks import bytes_of_ranks
 from pytest_fsdp_meta.trial.loads import LOADER_OUTCOMES
-from pytest_fsdp_meta.trial.obstacles import NOT_WANTED, from_world_error
+from pytest_fsdp_meta.trial.obstacles import NOT_WANTED, from_world_error, unsupported
 from pytest_fsdp_meta.trial.timing import Stopwatch
 from pytest_fsdp_meta.worlds import World, WorldError, WorldSpec, choose_simulated
 
@@ -73,6 +73,7 @@ class SimulatedRun:
                 unavailable[name] = observed
             else:
                 del unavailable[name]
+        unavailable |= unsupported(self.loaded)
         return Evidence(
             world=self.facts,
             subject=self.subject,

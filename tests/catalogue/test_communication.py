@@ -329,3 +329,38 @@ def test_a_tensor_of_another_shape_is_reported_by_another_check():
     found = verdict(BUDGET, evidence)
     assert (found.status, found.reason) == ("skipped", left_out("same_manifest_on_every_rank", MIDDLE))
     assert verdict(MATCH, drop(evidence, MIDDLE)).status == "passed"
+
+
+@pytest.mark.parametrize("id", [MATCH, BUDGET, UNSHARDED])
+def test_an_operator_that_the_recorder_does_not_know_is_partly_checked(id):
+    evidence = whole(*NEEDED)
+    ranks = (replace(evidence.collectives[0], unknown=("fsdp::new_copy_in",)), evidence.collectives[1])
+    found = verdict(id, replace(evidence, collectives=ranks))
+    assert (found.status, found.why) == ("skipped", "partly checked")
+    assert "torch ran fsdp::new_copy_in, which this release of pytest-fsdp-meta does not know" in found.reason
+
+
+@pytest.mark.parametrize(
+    ("evidence", "op"),
+    [
+        (step(*[GATHER] * 3, *[replace(SCATTER, by_fsdp=False)] * 2), "reduce_scatter"),
+        (step(*[replace(GATHER, by_fsdp=False)] * 3, *[SCATTER] * 2), "all_gather"),
+    ],
+)
+def test_collectives_of_which_none_is_recognised_as_fsdps_are_partly_checked(evidence, op):
+    found = verdict(BUDGET, evidence)
+    assert (found.status, found.why) == ("skipped", "partly checked")
+    assert f"no {op} was recognised as FSDP2's" in found.reason
+
+
+@pytest.mark.parametrize(
+    "evidence",
+    [
+        step(*[GATHER] * 3, groups=[replace(group, trainable=False) for group in GROUPS]),
+        step(*[replace(GATHER, by_fsdp=False)] * 3, groups=[replace(group, ranks=1) for group in GROUPS]),
+        step(*[replace(GATHER, by_fsdp=False)] * 3, groups=[replace(group, forwards=0) for group in GROUPS]),
+        step(*[GATHER] * 3),  # nothing got a gradient
+    ],
+)
+def test_groups_that_need_no_collective_leave_nothing_to_recognise(evidence):
+    assert verdict(BUDGET, evidence).status == "passed"

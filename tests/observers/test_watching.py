@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -17,11 +18,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
-from pytest_fsdp_meta.evidence.collectives import Collective, FsdpGroup
+from pytest_fsdp_meta.evidence.collectives import Collective
 from pytest_fsdp_meta.observers import memory
-from pytest_fsdp_meta.observers.collectives import Recorder
+from pytest_fsdp_meta.observers.collectives import FSDP_BUFFERS, Recorder
 from pytest_fsdp_meta.observers.memory import POINTS, Change, Meter, Peak, find_peaks, make_timeline
-from pytest_fsdp_meta.observers.step_collectives import observe_step, watching_step
+from pytest_fsdp_meta.observers.step_collectives import StepTraffic, observe_step, watching_step
 from pytest_fsdp_meta.observers.support.mapped import MAPS, MappedFiles
 from pytest_fsdp_meta.observers.support.watching import watching
 from pytest_fsdp_meta.worlds import current
@@ -143,7 +144,7 @@ class Stack(nn.Module):
         return x
 
 
-def observe_one_step(forwards: int, inside: bool) -> tuple[tuple[Collective, ...], tuple[FsdpGroup, ...]]:
+def observe_one_step(forwards: int, inside: bool) -> StepTraffic:
     """Train a step with several forwards and recomputed blocks; ``inside`` shards a module within each block."""
     me = current()
     me.state["watch"] = ("collectives",)
@@ -169,9 +170,9 @@ def observe_one_step(forwards: int, inside: bool) -> tuple[tuple[Collective, ...
 @pytest.mark.parametrize("forwards", [1, 2])
 def test_repeated_forwards_explain_the_gathers(forwards, inside):
     with world_of(2) as world:
-        collectives, groups = world.run(observe_one_step, forwards, inside)[0]
+        collectives, groups, unknown = world.run(observe_one_step, forwards, inside)[0]
     gathers = sum(c.op == "all_gather" and c.by_fsdp for c in collectives)
-    assert len(groups) == 2
+    assert (len(groups), unknown) == (2, ())
     assert 4 <= gathers <= sum(group.forwards * (2 if group.reshards else 1) for group in groups)
     assert all(c.by_fsdp for c in collectives)
 
@@ -225,6 +226,21 @@ def test_gathers_of_gradients_are_not_those_of_fsdp(stepping, others):
         for gathers, needed in world.run(observe_gathers, stepping):
             assert set(gathers) == {(True, False), *others}
             assert gathers.count((True, False)) <= needed
+
+
+def observe_unknown_buffers() -> tuple[list[bool], tuple[str, ...]]:
+    """Record a step as if no operator of FSDP2 were known that fills buffers of reduce-scatters."""
+    known = {name: op for name, op in FSDP_BUFFERS.items() if op != "reduce_scatter"}
+    with mock.patch("pytest_fsdp_meta.observers.collectives.FSDP_BUFFERS", known):
+        collectives, _, unknown = observe_one_step(1, False)
+    return [c.by_fsdp for c in collectives if c.op == "reduce_scatter"], unknown
+
+
+def test_operators_are_noted_that_are_not_known():
+    with world_of(2) as world:
+        for by_fsdp, unknown in world.run(observe_unknown_buffers):
+            assert by_fsdp == [False, False]
+            assert [name.startswith("fsdp::chunk_cat") for name in unknown] == [True]
 
 
 KIB = 1024 // 4

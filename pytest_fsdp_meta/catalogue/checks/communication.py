@@ -19,6 +19,8 @@ ONE_TENSOR = frozenset({"all_reduce", "reduce", "broadcast"})
 """Ops in which every rank passes the same tensor. In others it may not: an optimizer may gather another parameter from
 each rank."""
 ONE_DTYPE = EQUAL_SIZES | {"all_gather of lists", "reduce_scatter of lists", "gather", "scatter", "all_to_all"}
+FSDP_OPS = ("all_gather", "reduce_scatter")
+UNKNOWN = "this release of pytest-fsdp-meta does not know; please report it"
 PHASES = {"loading": "while loading", "step": "in one training step"}
 
 
@@ -44,6 +46,7 @@ def unsharded_modules_are_not_gathered(view: View) -> Iterable[Finding]:
     for name, collectives, where in _communicated(view, ranks, lambda _: set(view.names("parameter", only=names))):
         actual = f"communicated by {collectives} in one training step"
         yield Finding(name, where, actual, "used locally, because it is declared unsharded")
+    _require_known(ranks)
 
 
 @check(
@@ -67,6 +70,13 @@ def collectives_match_on_every_rank(view: View) -> Iterable[Finding]:
                 yield from _compare_sequences({rank: sequences.get(rank, []) for rank in members}, when)
     if any(own.step is None for own in ranks):
         raise PartlyJudged(_describe_no_step(view))
+    _require_known(ranks)
+
+
+def _require_known(ranks: Sequence[RankCollectives]) -> None:
+    """Raise PartlyJudged for operators that the recorder does not know: they may be collectives."""
+    if unknown := sorted({name for own in ranks for name in own.unknown}):
+        raise PartlyJudged(f"torch ran {first_of(unknown)}, which {UNKNOWN}")
 
 
 def _describe_no_step(view: View) -> str:
@@ -173,6 +183,10 @@ def collectives_within_budget(view: View) -> Iterable[Finding]:
         for excess, where in ranks_by(excesses).items():
             if excess is not None:
                 yield Finding(None, where, *excess)
+    _require_known(ranks)
+    for op in FSDP_OPS:
+        if any(_unattributed(op, own) for own in ranks):
+            raise PartlyJudged(f"no {op} was recognised as FSDP2's: how this torch prepares it {UNKNOWN}")
 
 
 def _require_step(view: View, ranks: Sequence[RankCollectives]) -> None:
@@ -200,6 +214,13 @@ def _reductions(group: FsdpGroup) -> int:
 
 def _replica_reductions(group: FsdpGroup) -> int:
     return _reductions(group) if group.replicates else 0
+
+
+def _unattributed(op: str, own: RankCollectives) -> bool:
+    """Return whether groups need the collective, and none that might be theirs was recognised as such."""
+    groups = [g for g in own.groups or () if g.ranks > 1 and g.forwards and (g.trainable or op == "all_gather")]
+    issued = [c for c in own.step or () if c.op == op and not c.optimizing and not c.tensors and len(c.ranks) > 1]
+    return bool(groups and issued) and not any(collective.by_fsdp for collective in issued)
 
 
 def _excess(op: str, own: RankCollectives, budget: int) -> tuple[str, str] | None:

@@ -76,7 +76,8 @@ def _optimizers(view: View) -> list[tuple[int, OptimizerFacts]]:
             f"({failed.summary})"
         )
     if not optimizers:
-        raise NotJudged("Subject(optimizer=...) is a callable and was not called: nothing was trained")
+        why = f" ({failed.summary})" if failed is not None and failed.kind == "unsupported" else ""
+        raise NotJudged(f"Subject(optimizer=...) is a callable and was not called: nothing was trained{why}")
     return optimizers
 
 

@@ -6,7 +6,13 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from pytest_fsdp_meta.observers.support.torch_private import AsyncCollectiveTensor, is_traceable_wrapper_subclass
+from pytest_fsdp_meta.observers.support.torch_private import AsyncCollectiveTensor
+
+
+def is_wrapper(tensor: Tensor) -> bool:
+    """Return whether the tensor consists of others, by the methods with which FSDP and torch.compile take it apart."""
+    kind = type(tensor)
+    return kind is not Tensor and hasattr(kind, "__tensor_flatten__") and hasattr(kind, "__tensor_unflatten__")
 
 
 def wrapped(tensor: Tensor) -> Tensor:
@@ -15,7 +21,7 @@ def wrapped(tensor: Tensor) -> Tensor:
     They hold one tensor of their own shape and dtype: float8 weights of torchao, which are cast when FSDP gathers them.
     A collective that is still running has to be waited for, which any operation does.
     """
-    while is_traceable_wrapper_subclass(tensor) and not isinstance(tensor, (DTensor, AsyncCollectiveTensor)):
+    while is_wrapper(tensor) and not isinstance(tensor, (DTensor, AsyncCollectiveTensor)):
         inner = inner_tensors(tensor)
         if len(inner) != 1 or (inner[0].shape, inner[0].dtype) != (tensor.shape, tensor.dtype):
             break
@@ -30,7 +36,7 @@ def plain(tensor: Tensor) -> Tensor:
     compute its values is returned as it is.
     """
     tensor = wrapped(tensor)
-    if isinstance(tensor, DTensor) or not is_traceable_wrapper_subclass(tensor):
+    if isinstance(tensor, DTensor) or not is_wrapper(tensor):
         return tensor
     compute = getattr(tensor, "get_original_weight", None)  # of NF4, whose dequantize() is another function
     if compute is None and type(tensor).dequantize is not Tensor.dequantize:

@@ -1,49 +1,81 @@
 """Access the private names of torch that observers need because no public ones exist.
 
-tests/observers/test_torch_private.py fails when torch moves one of them.
+Each function declares the names that it uses, and what cannot be judged without them: see ``torch_names``.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from traceback import walk_tb
-from types import FrameType
-from typing import Any
+from types import FrameType, SimpleNamespace
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.distributed import distributed_c10d
-from torch.distributed._composable.replicate import replicate
-from torch.distributed._functional_collectives import AsyncCollectiveTensor as AsyncCollectiveTensor
-from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy
-from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves as tree_leaves
-from torch.utils._pytree import tree_map as tree_map
 
-try:
-    from torch.distributed._composable.replicate_with_fsdp import ReplicateModule
-except ImportError:  # torch before 2.9 has the DDP-based replicate() only
+from pytest_fsdp_meta.observers.support.torch_names import borrow, needs
 
-    class ReplicateModule:  # type: ignore[no-redef]
-        """A class that no module is an instance of."""
+WATCHED = ("collectives", "draws", "memory", "training", "training_mode", "simulation")
+"""The observations that watch torch's operators."""
+if TYPE_CHECKING:
+    from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor as AsyncCollectiveTensor
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+    from torch.utils._pytree import tree_leaves as tree_leaves
+    from torch.utils._pytree import tree_map as tree_map
+else:
+    FakeTensorMode = borrow("torch._subclasses.fake_tensor:FakeTensorMode", ("simulation",))
+    AsyncCollectiveTensor = borrow("torch.distributed._functional_collectives:AsyncCollectiveTensor", ("inventory",))
+    TorchDispatchMode = borrow("torch.utils._python_dispatch:TorchDispatchMode", WATCHED)
+    tree_leaves = borrow("torch.utils._pytree:tree_leaves", ("simulation",), lambda tree: [tree])
+    tree_map = borrow("torch.utils._pytree:tree_map", ("simulation",), lambda _, tree: tree)
 
-
+STATE = "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState"
+GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup"
+PARAM = "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam"
+INFO = "torch.distributed.fsdp._fully_shard._fsdp_param:ParamModuleInfo"
+GROUPS = (
+    "torch.distributed.fsdp:FSDPModule._get_fsdp_state",
+    f"{STATE}._fsdp_param_groups|_fsdp_param_group",  # before torch 2.12 a module had one group
+    f"{GROUP}.fsdp_params",
+)
+"""How to find the parameters that FSDP2 manages."""
+FLAT = "torch.distributed.fsdp._flat_param"
+PLACES = tuple(f"{INFO}.{name}" for name in ("module", "param_name", "shared_modules", "shared_param_names"))
+"""Where modules register a parameter that FSDP2 manages."""
 WAITING = ("get", "multi_get", "wait", "add", "append", "compare_set", "check")
 """The functions of a store whose result depends on other ranks."""
 
 
+REPLICATED = ("dtensor_placements", "nothing_left_unsharded")
+"""The checks that take parameters as right because replicate(), which is DDP without a wrapper, holds them whole."""
+replicate = borrow(
+    "torch.distributed._composable.replicate:replicate", REPLICATED, SimpleNamespace(state=lambda _: None)
+)
+ReplicateState = borrow("torch.distributed._composable.replicate_with_fsdp:_ReplicateState", REPLICATED)
+
+
+def _nothing(*_: Any, **__: Any) -> tuple[()]:
+    return ()
+
+
+@needs(
+    GROUPS[0],
+    f"{STATE}._mp_policy",
+    spoils=("training",),
+    of=FSDPModule,
+    instead=lambda _: MixedPrecisionPolicy(),
+)
 def mixed_precision(module: FSDPModule) -> MixedPrecisionPolicy:
     """Return the policy that ``fully_shard`` was given; public torch has no way to read it back."""
     policy = module._get_fsdp_state()._mp_policy
@@ -51,11 +83,19 @@ def mixed_precision(module: FSDPModule) -> MixedPrecisionPolicy:
     return policy
 
 
+@needs(GROUPS[0], spoils=REPLICATED, of=FSDPModule, instead=lambda _: False)
 def is_replicated(module: Module) -> bool:
     """Whether replicate() was applied to the module; it is DDP without a wrapper, which public torch cannot detect."""
-    return isinstance(module, ReplicateModule) or replicate.state(module) is not None
+    by_fsdp = isinstance(module, FSDPModule) and isinstance(module._get_fsdp_state(), ReplicateState)
+    return by_fsdp or replicate.state(module) is not None
 
 
+@needs(
+    "torch.optim:Optimizer._optimizer_step_pre_hooks",
+    "torch.optim:Optimizer._optimizer_step_post_hooks",
+    spoils=("training",),
+    instead=lambda _: [],
+)
 def step_hooks(optimizer: Optimizer) -> list[tuple[bool, Callable[..., Any]]]:
     """Return (whether it runs before the step, hook) for the optimizer's step hooks; public torch only adds them.
 
@@ -66,6 +106,7 @@ def step_hooks(optimizer: Optimizer) -> list[tuple[bool, Callable[..., Any]]]:
     return [*((True, hook) for hook in before.values()), *((False, hook) for hook in after.values())]
 
 
+@needs("torch.optim:Optimizer._optimizer_step_pre_hooks", spoils=("training",), instead=lambda *_: nullcontext())
 @contextmanager
 def before_other_step_hooks(optimizer: Optimizer, hook: Callable[..., None]) -> Iterator[None]:
     """Call the hook before the optimizer's other hooks at each step; public torch only appends one."""
@@ -77,6 +118,15 @@ def before_other_step_hooks(optimizer: Optimizer, hook: Callable[..., None]) -> 
         handle.remove()
 
 
+@needs(
+    "torch.distributed.fsdp:FullyShardedDataParallel._handle",
+    *(f"{FLAT}:FlatParamHandle.{name}" for name in ("uses_sharded_strategy", "flat_param")),
+    *(f"{FLAT}:FlatParameter.{name}" for name in ("_params", "_shapes", "_shard_param_infos")),
+    f"{FLAT}:_ShardParamInfo.intra_param_start_idx",
+    spoils=("inventory",),
+    of=FullyShardedDataParallel,
+    instead=_nothing,
+)
 def flat_parameters(model: Module) -> Iterator[tuple[Tensor, tuple[int, ...], int]]:
     """Yield (parameter, its whole shape, position of its first element on this rank) for what FSDP1 shards.
 
@@ -91,6 +141,16 @@ def flat_parameters(model: Module) -> Iterator[tuple[Tensor, tuple[int, ...], in
                 yield parameter, tuple(shape), info.intra_param_start_idx or 0
 
 
+@needs(
+    *GROUPS,
+    *PLACES,
+    "torch.nn:Module._parameters",
+    f"{GROUP}._reset_sharded_params",
+    *(f"{PARAM}.{name}" for name in ("_module_info", "sharded_state", "sharded_param", "_unsharded_param")),
+    spoils=("managed_params_are_registered",),
+    of=FSDPModule,
+    instead=_nothing,
+)
 def managed_places(model: Module) -> Iterator[tuple[Module, str, bool]]:
     """Yield (module, name in it, whether FSDP2 manages the parameter registered there) for all that FSDP2 manages.
 
@@ -137,16 +197,33 @@ def _address(parameter: Tensor) -> int:
     return int(local.data_ptr())
 
 
+@needs("torch.nn:Module._non_persistent_buffers_set", spoils=("inventory",), instead=lambda _: set[str]())
 def non_persistent_names(module: Module) -> set[str]:
     """Return the names, in the module, of its buffers that a state dict leaves out."""
     return set(module._non_persistent_buffers_set)
 
 
+_Operator = type(torch.ops.aten.detach.default)
+
+
 def is_operator(func: object) -> bool:
     """Whether a function that a dispatch mode sees is an operator with a schema, not a higher-order operator."""
-    return isinstance(func, torch._ops.OpOverload)
+    return isinstance(func, _Operator)
 
 
+@needs("torch:Tensor._base", spoils=("step_memory_bounded",), instead=lambda tensor: tensor)
+def base_of(tensor: Tensor) -> Tensor:
+    """Return the tensor of which autograd knows this one as a view, or the tensor itself."""
+    return tensor if tensor._base is None else tensor._base
+
+
+@needs("torch:Tensor._is_view", "torch:Tensor._version", spoils=("traces",), instead=lambda _: False)
+def is_written_view(tensor: Tensor) -> bool:
+    """Whether the tensor is a view, and was written to in place, or its base was."""
+    return bool(tensor._is_view() and tensor._version)
+
+
+@needs("torch:Tensor._version", spoils=("training", "traces"), instead=lambda _: 0)
 def write_count(tensor: Tensor) -> int:
     """Return how often the tensor has been written to in place; public torch only raises where autograd notices."""
     return int(tensor._version)
@@ -154,14 +231,21 @@ def write_count(tensor: Tensor) -> int:
 
 def operator_name(func: Any) -> str:
     """Return the operator's name without namespace and overload: "all_reduce"."""
-    return str(func._opname)
+    return str(func.overloadpacket.__name__)
 
 
+@needs("torch._ops:OpOverload._schema", spoils=WATCHED, instead=lambda func, args, kwargs: dict(kwargs))
 def operator_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the operator's arguments by the names of its schema."""
     return {spec.name: value for spec, value in zip(func._schema.arguments, args, strict=False)} | dict(kwargs)
 
 
+@needs(
+    "torch.distributed.distributed_c10d:_resolve_process_group",
+    "torch.distributed:ProcessGroup.unbox",
+    spoils=("collectives", "simulation"),
+    instead=lambda _: dist.group.WORLD,
+)
 def process_group(argument: Any) -> dist.ProcessGroup:
     """Return the process group that a collective's operator was given.
 
@@ -169,10 +253,15 @@ def process_group(argument: Any) -> dist.ProcessGroup:
     group to either, but not back.
     """
     if isinstance(argument, str):
-        return _resolve_process_group(argument)
+        return distributed_c10d._resolve_process_group(argument)
     return dist.ProcessGroup.unbox(argument) if isinstance(argument, torch.ScriptObject) else argument
 
 
+@needs(
+    *(f"torch.distributed.distributed_c10d:{name}=" for name in ("_object_to_tensor", "_tensor_to_object")),
+    spoils=("simulation",),
+    instead=nullcontext,
+)
 @contextmanager
 def refusing_objects(refuse: Callable[[str, BaseException | None], Exception]) -> Iterator[None]:
     """Raise ``refuse(function, None)`` where a function of torch.distributed, as ``gather_object``, pickles objects.
@@ -225,10 +314,11 @@ def refusing_stores(refuse: Callable[[str], Exception]) -> Iterator[None]:
         yield
 
 
+@needs("torch.distributed.fsdp._fully_shard._fsdp_param:_chunk_with_empty=", instead=nullcontext)  # it is only slower
 @contextmanager
 def cutting_own_shards() -> Iterator[None]:
     """Let ``fully_shard`` cut only the shards that it reads, not those of thousands of other ranks as well."""
-    with mock.patch.object(_fsdp_param, "_chunk_with_empty", _Chunks):
+    with mock.patch("torch.distributed.fsdp._fully_shard._fsdp_param._chunk_with_empty", _Chunks):
         yield
 
 
@@ -257,6 +347,7 @@ class _Chunks(Sequence[Tensor]):
         return self._tensor.new_empty(shape)
 
 
+@needs("torch.distributed.fsdp._fully_shard._fsdp_collectives:torch=", instead=nullcontext)  # it is only slower
 @contextmanager
 def rearranging_shapes_only() -> Iterator[None]:
     """Let FSDP2 compute the shape of what it rearranges, where it has no values.
@@ -264,7 +355,7 @@ def rearranging_shapes_only() -> Iterator[None]:
     For parameters that are sharded on another dim than 0, it cuts a tensor into a piece for each rank and joins these
     on another dim, which takes seconds per layer among a thousand ranks.
     """
-    with mock.patch.object(_fsdp_collectives, "torch", _ShapesOfTorch()):
+    with mock.patch("torch.distributed.fsdp._fully_shard._fsdp_collectives.torch", _ShapesOfTorch()):
         yield
 
 
@@ -297,6 +388,16 @@ class ManagedGroup:
     """How many ranks share the parameters; replicate() does not shard."""
 
 
+@needs(
+    *GROUPS,
+    *(f"{GROUP}.{name}" for name in ("modules", "post_forward_mesh_info", "mesh_info")),
+    f"{PARAM}.sharded_param",
+    "torch.distributed.fsdp._fully_shard._fsdp_common:HSDPMeshInfo.replicate_mesh_dim",
+    "torch.distributed.fsdp._fully_shard._fsdp_common:FSDPMeshInfo.shard_mesh_size",
+    spoils=("collectives_within_budget", "unsharded_modules_are_not_gathered", "step_memory_bounded"),
+    of=FSDPModule,
+    instead=_nothing,
+)
 def fsdp_groups(model: Module) -> Iterator[ManagedGroup]:
     """Yield the groups of parameters that FSDP2 manages; only its private state has them."""
     seen: set[int] = set()
@@ -315,6 +416,14 @@ def fsdp_groups(model: Module) -> Iterator[ManagedGroup]:
                 )
 
 
+@needs(
+    *GROUPS,
+    f"{GROUP}._partial_reduce_output=",
+    f"{PARAM}._unsharded_param",
+    spoils=("training",),
+    of=FSDPModule,
+    instead=_nothing,
+)
 def drop_unreduced_gradients(model: Module) -> None:
     """Drop what FSDP2 has accumulated and not reduced: it adds the next backward to it, and no parameter shows it."""
     for module in model.modules():
@@ -327,12 +436,19 @@ def drop_unreduced_gradients(model: Module) -> None:
                     unsharded.grad = None
 
 
+@needs(
+    "torch.nn:Module._modules",
+    "torch.nn:Module._compiled_call_impl",
+    spoils=("step_memory_bounded",),
+    instead=lambda _: False,
+)
 def is_compiled(module: Module) -> bool:
     """Return whether ``torch.compile`` has wrapped the module, or compiles its calls in place."""
     # The class of a wrapped module is in torch._dynamo, which takes a second to import.
     return "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) is not None
 
 
+@needs("torch._C._functorch:is_functorch_wrapped_tensor", spoils=WATCHED, instead=lambda _: False)
 def is_wrapped_by_functorch(tensor: Tensor) -> bool:
     """Return whether the tensor is one of those that torch.func computes with."""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
@@ -389,6 +505,9 @@ class ManagedWeight:
         return whole.narrow(dim, start, min(self.shard.shape[dim], whole.shape[dim] - start))
 
 
+@needs(
+    "torch.distributed.tensor:DTensor._local_tensor", instead=lambda t: t.to_local() if isinstance(t, DTensor) else t
+)
 def local_tensor(tensor: Tensor) -> Tensor:
     """Return this rank's memory of the tensor.
 
@@ -399,6 +518,17 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return local
 
 
+@needs(
+    *GROUPS,
+    *PLACES,
+    "torch.nn:Module._parameters",
+    *(f"{PARAM}.{name}" for name in ("_module_info", "sharded_param", "_unsharded_param", "_sharded_param_data")),
+    *(f"{PARAM}.{name}" for name in ("_orig_size", "fsdp_placement", "mesh_info", "padded_sharded_param_size")),
+    "torch.distributed.fsdp._fully_shard._fsdp_common:FSDPMeshInfo.shard_mesh_rank",
+    spoils=("forward_sees_current_weights",),
+    of=FSDPModule,
+    instead=lambda _: [],
+)
 def managed_weights(model: Module) -> list[ManagedWeight]:
     """Return the parameters that FSDP2 manages, once for each group."""
     groups = {
@@ -410,11 +540,13 @@ def managed_weights(model: Module) -> list[ManagedWeight]:
     return [ManagedWeight(managed) for group in groups.values() for managed in group.fsdp_params]
 
 
+@needs("torch._C:_FunctionBase._sequence_nr", spoils=("forward_sees_current_weights",), instead=lambda _: 0)
 def sequence_number(node: torch.autograd.graph.Node) -> int:
     """Return the position of an autograd node among the nodes that this thread has made."""
     return int(node._sequence_nr())
 
 
+@needs("torch._C:_current_graph_task_id", spoils=("traces",), instead=lambda: False)
 def is_in_backward() -> bool:
     """Whether autograd runs this code in a backward, as it does where activation checkpointing repeats a forward."""
     return bool(torch._C._current_graph_task_id() != -1)

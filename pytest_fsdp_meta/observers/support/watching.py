@@ -13,12 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.jit import ScriptModule
 from torch.nn import Module
 
-from pytest_fsdp_meta.observers.support.torch_private import (
-    TorchDispatchMode,
-    is_operator,
-    is_traceable_wrapper_subclass,
-    is_wrapped_by_functorch,
-)
+from pytest_fsdp_meta.observers.support.subclasses import is_wrapper
+from pytest_fsdp_meta.observers.support.torch_private import TorchDispatchMode, is_operator, is_wrapped_by_functorch
 
 
 class Watcher(Protocol):
@@ -112,7 +108,7 @@ WITHOUT_STORAGE = frozenset({"meta", "lazy", "xla"})
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """Yield the plain tensors with a storage in an operation's arguments or results, also inside tensor subclasses."""
     if isinstance(value, Tensor):
-        if is_traceable_wrapper_subclass(value):
+        if is_wrapper(value):
             for name in value.__tensor_flatten__()[0]:
                 yield from tensors_in(getattr(value, name))
         elif value.layout == torch.strided and value.device.type not in WITHOUT_STORAGE and _has_memory(value):

@@ -48,6 +48,7 @@ GLYPHS = {
     "not declared": "?",
     "not applicable": "·",
     "depends on a failed check": "⊘",
+    "not supported": "≠",
     "left out": "-",
     "not selected": "○",
     "by the test": "»",

@@ -13,16 +13,28 @@ FAKE = "fake"
 CPU = "cpu"
 HELPER = "_new_process_group_helper"
 """The private function of torch in which all public ones that make groups end, however they were imported."""
+HANDLERS = "_rendezvous_handlers"
+"""torch's private table of how ranks meet; the public function that adds to it refuses to replace an entry."""
 
 
 def make_all_groups_fake(check_group: Callable[[int, int], None]) -> None:
     """Let every later process group of this process be fake. ``check_group`` raises for a rank and size that is none.
 
-    Ranks do not meet: the store of a group is this process's own. Private: ``HELPER``, and ``_rendezvous_handlers``.
+    Ranks do not meet: the store of a group is this process's own. Raises RuntimeError where torch lacks ``HELPER`` or
+    ``HANDLERS``.
     """
+    import torch
     import torch.distributed as dist
 
     c10d = import_module("torch.distributed.distributed_c10d")
+    # By name, because the attribute torch.distributed.rendezvous is a function that hides the module.
+    meeting = import_module("torch.distributed.rendezvous")
+    for module, name in ((c10d, HELPER), (meeting, HANDLERS)):
+        if not hasattr(module, name):
+            raise RuntimeError(
+                f"worlds cannot be simulated: torch {torch.__version__} has no {module.__name__}.{name}; please "
+                "report it to pytest-fsdp-meta"
+            )
     make = getattr(c10d, HELPER)
 
     @wraps(make)
@@ -38,8 +50,7 @@ def make_all_groups_fake(check_group: Callable[[int, int], None]) -> None:
         yield dist.HashStore(), rank, size
 
     setattr(c10d, HELPER, make_fake)
-    # By name, because the attribute torch.distributed.rendezvous is a function that hides the module.
-    handlers = import_module("torch.distributed.rendezvous")._rendezvous_handlers
+    handlers = getattr(meeting, HANDLERS)
     handlers.update(dict.fromkeys(handlers, meet_alone))
 
 

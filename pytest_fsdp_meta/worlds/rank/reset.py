@@ -20,6 +20,8 @@ from pytest_fsdp_meta.worlds.system import processes
 if TYPE_CHECKING:
     import torch
 
+COUNTER = "_get_sequence_number_for_group"
+"""The private method of a process group that returns how many collectives it has started; no public one does."""
 LEAKED_DESCRIPTORS = 256
 """How many more open files than at the start count as a leak, which would make a later test fail."""
 Group: TypeAlias = tuple[str, tuple[int, ...]]
@@ -174,6 +176,7 @@ def restore_start() -> ResetReport:
         "no folder": lost,
         "inference mode": torch.is_inference_mode_enabled(),
         "open files": _count_descriptors() > before.descriptors + LEAKED_DESCRIPTORS,
+        "collectives that nothing counts": not all(hasattr(group, COUNTER) for group in before.groups.values()),
     }
     return ResetReport(_count_started(before.groups), tuple(name for name, found in not_restored.items() if found))
 
@@ -206,8 +209,7 @@ def _process_groups() -> dict[Group, Any]:
 
 
 def _count_started(groups: Mapping[Group, Any]) -> Counts:
-    """Return the count that every backend keeps. Private: ``_get_sequence_number_for_group`` has no public name."""
-    return {key: int(group._get_sequence_number_for_group()) for key, group in groups.items()}
+    return {key: int(getattr(group, COUNTER)()) for key, group in groups.items() if hasattr(group, COUNTER)}
 
 
 def count_collectives() -> Counts:
