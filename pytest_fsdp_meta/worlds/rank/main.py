@@ -244,7 +244,8 @@ def _describe_failure(task: Assignment, error: BaseException) -> RankFailure:
     except Exception:
         text = "(its __str__ raised an exception)"
     first = _shortened(text.strip().splitlines()[0], 300) if text.strip() else ""
-    summary = ": ".join(filter(None, (f"raised {kind.__name__}{where}", first, disk.hint(task.folder, error, text))))
+    hint = disk.hint(task.folder, error, text) or preload.hint(text)
+    summary = ": ".join(filter(None, (f"raised {kind.__name__}{where}", first, hint)))
     return RankFailure(
         task.place.rank,
         "raised",
