@@ -219,11 +219,9 @@ def _send_coverage() -> None:
 
 
 def _pack(result: Any) -> bytes:
-    import cloudpickle
+    from pytest_fsdp_meta.worlds.system.pickling import dumps
 
-    packed = cloudpickle.dumps(result)
-    assert isinstance(packed, bytes)
-    return packed
+    return dumps(result)
 
 
 def _unpack(target: str, payload: bytes) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:

@@ -21,7 +21,13 @@ REQUEST = "PYTEST_FSDP_META_PRELOAD"
 """The environment variable with the folder in which the fork server finds its request."""
 IMPORTING = "importing"
 """The file in that folder that says what is being imported."""
-TORCH_MODULES = ("torch", "torch.distributed", "torch.distributed.tensor", "torch.distributed.fsdp", "cloudpickle")
+TORCH_MODULES = (
+    "torch",
+    "torch.distributed",
+    "torch.distributed.tensor",
+    "torch.distributed.fsdp",
+    "pytest_fsdp_meta.worlds.system.pickling",
+)
 NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 """Set to 1, ``torch.cuda.is_available()`` asks the driver's library, and does not start CUDA in the process."""
 DEVICE_FILES = ("/dev/nvidia*", "/dev/nvmap", "/dev/dxg", "/dev/kfd")
