@@ -249,7 +249,7 @@ def _names_by_kind(model: Module) -> dict[str, list[str]]:
 
 def _pack_recipe(subject: Subject) -> dict[str, bytes]:
     """Pickle the fields that the reference needs. Raises SubjectError for a field that cannot be pickled."""
-    import cloudpickle
+    from pytest_fsdp_meta.worlds.system.pickling import dumps
 
     packed, built = {}, built_optimizer(subject)
     for field in SENT_FIELDS:
@@ -262,7 +262,7 @@ def _pack_recipe(subject: Subject) -> dict[str, bytes]:
         elif field == "beside":
             value = beside_for_reference(subject)
         try:
-            packed[field] = cloudpickle.dumps(value)
+            packed[field] = dumps(value)
         except Exception as error:
             raise SubjectError(
                 field,
@@ -272,5 +272,5 @@ def _pack_recipe(subject: Subject) -> dict[str, bytes]:
     if subject.clip_grad_norm is not None:
         # Functions that clip often hold a mesh or a group. The reference then clips with torch's.
         function = pack_function(subject.clip_grad_norm, subject.model, built)
-        packed["clip_grad_norm"] = cloudpickle.dumps(function)
+        packed["clip_grad_norm"] = dumps(function)
     return packed

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
 
-import cloudpickle
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
@@ -27,6 +26,7 @@ from pytest_fsdp_meta.observers.joined_optimizer import (
     unwrapped_optimizer,
 )
 from pytest_fsdp_meta.observers.step_hooks import PackedHook, add_hooks, pack_hooks
+from pytest_fsdp_meta.worlds.system.pickling import dumps
 
 IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable", "initial_lr"})
 """Settings of a parameter group that change how a step is computed, and not its result."""
@@ -228,10 +228,10 @@ def pack_optimizer(optimizer: Optimizer, model: Module) -> bytes:
     Where that fails, pickle a function that raises the SubjectError when the reference builds its optimizer.
     """
     try:
-        packed = cloudpickle.dumps(tuple(_pack_one(part, model) for part in parts_of_optimizer(optimizer)))
+        packed = dumps(tuple(_pack_one(part, model) for part in parts_of_optimizer(optimizer)))
     except Exception as error:
-        packed = cloudpickle.dumps(partial(_refuse, f"{type(error).__name__}: {error}"))
-    return bytes(packed)
+        packed = dumps(partial(_refuse, f"{type(error).__name__}: {error}"))
+    return packed
 
 
 def _pack_one(optimizer: Optimizer, model: Module) -> PackedOptimizer:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
-import cloudpickle
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -19,6 +18,7 @@ from pytest_fsdp_meta.observers.inventory import named_tensors, unwrapped
 from pytest_fsdp_meta.observers.joined_optimizer import parts_of_optimizer
 from pytest_fsdp_meta.text import clean_name, first_line
 from pytest_fsdp_meta.worlds import Rank, current
+from pytest_fsdp_meta.worlds.system.pickling import Pickler
 
 Place: TypeAlias = tuple[str, str]
 """The kind and the name of something that the ranks and the reference both have."""
@@ -81,7 +81,7 @@ def _shared(model: Module, optimizer: Optimizer | None) -> dict[Place, object]:
     return {**shared, **parts, OPTIMIZER: optimizer}
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+class _Pickler(Pickler):
     def __init__(self, file: io.BytesIO, places: Mapping[int, Place]) -> None:
         super().__init__(file)
         self._places = places
@@ -103,7 +103,7 @@ class _Unpickler(pickle.Unpickler):
         return self._shared[pid]
 
 
-class _OneRankPickler(cloudpickle.Pickler):  # type: ignore[misc]
+class _OneRankPickler(Pickler):
     def persistent_id(self, obj: object) -> tuple[str, tuple[str, ...]] | None:
         if isinstance(obj, DTensor):
             raise pickle.PicklingError("it holds a DTensor, whose other parts are on other ranks")

@@ -20,12 +20,12 @@ class Unsendable(LoaderFailed):
 
 def pack_call(item: pytest.Function) -> Call:
     """Pickle the test and its fixture values one by one, so that an error can name one. Raises Unsendable."""
-    import cloudpickle
+    from pytest_fsdp_meta.worlds.system.pickling import dumps
 
     requested = [name for name in requested_fixtures(item) if name != ARGUMENT]
     arguments = {name: _pack_fixture(name, item.funcargs[name]) for name in requested if name != "fsdp"}
     try:
-        function = cloudpickle.dumps(_by_name(item.obj))
+        function = dumps(_by_name(item.obj))
     except Exception as error:
         what = "the test and its instance (self)" if item.cls else "the test"
         raise Unsendable(f"{what} cannot be sent to the ranks: {type(error).__name__}: {error}") from error
@@ -61,17 +61,15 @@ def pack_drawn(name: str, value: Any) -> bytes:
 
 def _pack(value: Any, what: str, verb: str) -> bytes:
     """Pickle a value. Raises Unsendable: "``what`` cannot be sent ...; ``verb`` plain data ..."."""
-    import cloudpickle
+    from pytest_fsdp_meta.worlds.system.pickling import dumps
 
     try:
-        packed = cloudpickle.dumps(value)
+        return dumps(value)
     except Exception as error:
         raise Unsendable(
             f"{what} cannot be sent to the ranks ({type(error).__name__}: {error}); {verb} plain data, such as a "
             "path or a config, and build the rest on the ranks"
         ) from error
-    assert isinstance(packed, bytes)
-    return packed
 
 
 def pack_run(

@@ -142,11 +142,11 @@ def pack_call(
 
     ``number`` comes back with each result, so that no answer can be taken for that of another call.
     """
-    import cloudpickle
+    from pytest_fsdp_meta.worlds.system.pickling import dumps
 
     target = function if isinstance(function, str) else ""
     try:
-        payload = cloudpickle.dumps((None if target else function, tuple(args), dict(kwargs)))
+        payload = dumps((None if target else function, tuple(args), dict(kwargs)))
     except Exception as error:
         raise ValueError(f"the arguments cannot be sent to the ranks: {type(error).__name__}: {error}") from error
     return "call", number, target, payload

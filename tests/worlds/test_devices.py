@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
-from pytest_fsdp_meta.worlds import ForkServerEngine, Sources, choose
+from pytest_fsdp_meta.worlds import ForkServerEngine, Sources, World, WorldError, WorldSpec, choose
 from pytest_fsdp_meta.worlds.local import gpus as counting
+from pytest_fsdp_meta.worlds.rank import preload as preloading
+from tests.world_help import ROOT
 
 NO_GPU = "--fsdp-device=cuda: this machine has no GPU that torch can use; use cpu or auto"
 NO_GPU_NCCL = "--fsdp-backend=nccl: this machine has no GPU that torch can use; use gloo or auto"
@@ -22,8 +25,13 @@ class cuda:
 class backends:
     class cuda:
         is_built = staticmethod(lambda: True)
+
+from pytest_fsdp_meta.worlds.rank import preload
+
+preload.DEVICE_FILES = ({device_file!r},)
 """
-"""A torch with only the names that are used."""
+"""A torch with only the names that are used, on a machine where the driver's files are this one."""
+GPU, NO_GPU_FILE = "/dev/null", "/dev/no-such-device*"
 TOO_FEW = (
     "a world of 4 on cuda with nccl needs 4 GPUs, this machine has 2; use a smaller world, "
     "or --fsdp-device=cuda --fsdp-backend=gloo, which lets ranks share a GPU"
@@ -68,7 +76,7 @@ def test_a_world_of_one_rank_uses_the_only_gpu() -> None:
 
 
 def test_no_gpu_is_counted_without_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(counting, "DEVICE_FILES", ("/dev/no-such-device*",))
+    monkeypatch.setattr(preloading, "DEVICE_FILES", (NO_GPU_FILE,))
     engine = ForkServerEngine()
     assert engine.count_gpus() == 0
     assert engine._server is None
@@ -76,7 +84,7 @@ def test_no_gpu_is_counted_without_a_process(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_the_gpus_that_torch_can_use_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
-    engine = _with_torch(TORCH.format(bad_fork=False), tmp_path, monkeypatch, method)
+    engine = _with_torch(TORCH.format(bad_fork=False, device_file=GPU), tmp_path, monkeypatch, method)
     assert counting.count_gpus(engine.launch_process) == 3
 
 
@@ -84,10 +92,69 @@ def test_a_server_that_has_asked_cuda_for_devices_is_not_forked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """CUDA then refuses to start in forked processes, and only those can find out."""
-    preload = _with_torch(TORCH.format(bad_fork=True), tmp_path, monkeypatch, "forkserver")
+    preload = _with_torch(TORCH.format(bad_fork=True, device_file=GPU), tmp_path, monkeypatch, "forkserver")
     with pytest.warns(UserWarning, match="importing the test modules asked CUDA for its devices, so ranks are spawned"):
         preload.ready()
     assert preload.method == "bare"
+
+
+def test_a_server_that_has_asked_cuda_for_devices_is_forked_on_a_machine_without_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch = TORCH.format(bad_fork=True, device_file=NO_GPU_FILE)
+    engine = _with_torch(torch, tmp_path, monkeypatch, "forkserver")
+    engine.ready()
+    assert engine.method == "forkserver"
+
+
+ASKS = "torch.cuda.is_available(), torch.cuda.device_count(), torch.accelerator.is_available()"
+TRIES = """
+try:
+    torch.cuda.init()
+except (AssertionError, RuntimeError):
+    pass
+"""
+
+
+def look_for_cuda() -> tuple[bool, str | None]:
+    import torch
+
+    return torch.cuda._is_in_bad_fork(), os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+def use_cuda() -> None:
+    import torch
+
+    if torch.backends.cuda.is_built():
+        torch.zeros(1).cuda()
+    raise RuntimeError("Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must ...")
+
+
+@pytest.mark.parametrize(("text", "bad_fork"), [(ASKS, False), (TRIES, True)], ids=["asks", "tries"])
+def test_ranks_fork_from_a_module_that_looks_for_cuda(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, bad_fork: bool
+) -> None:
+    """On a rank torch then works as in a spawned process; only a CUDA build that tried to start CUDA errs otherwise."""
+    import torch
+
+    if preloading.has_gpu_files():
+        pytest.skip("this machine has a GPU")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    (tmp_path / "looks_for_cuda.py").write_text(f"import torch\n{text}\n")
+    engine = ForkServerEngine(Sources((str(tmp_path), str(ROOT), *sys.path)), test_modules=["looks_for_cuda"])
+    with World(WorldSpec({"dp": 1}), engine) as world:
+        assert engine.method == "forkserver"
+        assert world.run(look_for_cuda) == [(bad_fork and torch.backends.cuda.is_built(), None)]
+        if bad_fork:
+            with pytest.raises(WorldError) as caught:
+                world.run(use_cuda)
+            assert caught.value.summary.startswith("rank 0 raised RuntimeError: Cannot re-initialize CUDA in forked")
+            assert caught.value.summary.endswith(": this machine has no GPU, so spawned ranks cannot use cuda either")
+
+
+def test_torchs_advice_to_spawn_is_left_alone_on_a_machine_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preloading, "DEVICE_FILES", (GPU,))
+    assert preloading.hint(f"{preloading.TORCH_ON_FORK}. To use CUDA ...") == ""
 
 
 def test_torch_still_says_whether_cuda_can_start_in_a_forked_process() -> None:
@@ -127,7 +194,7 @@ def _chosen(size: int, device: str, backend: str, gpus: int, require_gpu: bool =
 
 def _with_torch(text: str, folder: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> ForkServerEngine:
     """Return an engine on a machine with a device file, whose torch consists of this text."""
-    monkeypatch.setattr(counting, "DEVICE_FILES", ("/dev/null",))
+    monkeypatch.setattr(preloading, "DEVICE_FILES", (GPU,))
     (folder / "torch.py").write_text(text, encoding="utf-8")
     monkeypatch.syspath_prepend(folder)
     return ForkServerEngine(Sources((str(folder), *sys.path)), method=method)

@@ -28,13 +28,14 @@ from pytest_fsdp_meta.worlds.rank.preload import (
     NVML_CHECK,
     REQUEST,
     ImportWatch,
+    has_gpu_files,
     preload,
     preload_early,
     use_sources,
     why_unsafe,
 )
 from pytest_fsdp_meta.worlds.rank.warnings import enable_all
-from pytest_fsdp_meta.worlds.spec import Sources
+from pytest_fsdp_meta.worlds.spec import VISIBLE, Sources
 from pytest_fsdp_meta.worlds.system import processes, temp_folders
 
 PATIENCE = 0.5
@@ -70,6 +71,9 @@ def _import(start: dict[str, Any], folder: Path) -> dict[str, str]:
         os.environ.setdefault(name, "1")
     # Test modules call torch.cuda.is_available(), which without NVML starts so much of CUDA that ranks cannot use it.
     os.environ.setdefault(NVML_CHECK, "1")
+    # Without a driver there is no NVML, but where no device is visible, torch does not ask further.
+    if not has_gpu_files():
+        os.environ.setdefault(VISIBLE, "")
     # Ctrl-C is for the parent, which ends the server when it exits.
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Modules that print while they are imported do so in the parent as well; once on the terminal is enough.

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from glob import glob
 from multiprocessing.connection import Connection, Pipe
 from multiprocessing.process import BaseProcess
 
 from pytest_fsdp_meta.worlds.failures import describe_exit
+from pytest_fsdp_meta.worlds.rank.preload import has_gpu_files
 
-DEVICE_FILES = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg")
-"""A machine with none of these files has no GPU, so no process has to import torch to count them."""
 PATIENCE = 120.0
 """Seconds that counting may take; most of them import torch."""
 ASK_TORCH = "to see why, run: python -c 'import torch; print(torch.cuda.device_count())'"
@@ -22,7 +20,7 @@ def count_gpus(launch_process: Callable[..., BaseProcess]) -> int:
     ``launch_process(target, args, name=...)`` starts it. Raises ValueError when that process fails. On a machine
     without GPUs no process is started.
     """
-    if not any(glob(pattern) for pattern in DEVICE_FILES):
+    if not has_gpu_files():  # so no process has to import torch to count them
         return 0
     here, there = Pipe(duplex=False)
     with here:

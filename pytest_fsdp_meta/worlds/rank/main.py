@@ -219,11 +219,9 @@ def _send_coverage() -> None:
 
 
 def _pack(result: Any) -> bytes:
-    import cloudpickle
+    from pytest_fsdp_meta.worlds.system.pickling import dumps
 
-    packed = cloudpickle.dumps(result)
-    assert isinstance(packed, bytes)
-    return packed
+    return dumps(result)
 
 
 def _unpack(target: str, payload: bytes) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
@@ -244,7 +242,8 @@ def _describe_failure(task: Assignment, error: BaseException) -> RankFailure:
     except Exception:
         text = "(its __str__ raised an exception)"
     first = _shortened(text.strip().splitlines()[0], 300) if text.strip() else ""
-    summary = ": ".join(filter(None, (f"raised {kind.__name__}{where}", first, disk.hint(task.folder, error, text))))
+    hint = disk.hint(task.folder, error, text) or preload.hint(text)
+    summary = ": ".join(filter(None, (f"raised {kind.__name__}{where}", first, hint)))
     return RankFailure(
         task.place.rank,
         "raised",

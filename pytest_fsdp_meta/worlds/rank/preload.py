@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from glob import glob
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import spec_from_file_location
@@ -20,9 +21,19 @@ REQUEST = "PYTEST_FSDP_META_PRELOAD"
 """The environment variable with the folder in which the fork server finds its request."""
 IMPORTING = "importing"
 """The file in that folder that says what is being imported."""
-TORCH_MODULES = ("torch", "torch.distributed", "torch.distributed.tensor", "torch.distributed.fsdp", "cloudpickle")
+TORCH_MODULES = (
+    "torch",
+    "torch.distributed",
+    "torch.distributed.tensor",
+    "torch.distributed.fsdp",
+    "pytest_fsdp_meta.worlds.system.pickling",
+)
 NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 """Set to 1, ``torch.cuda.is_available()`` asks the driver's library, and does not start CUDA in the process."""
+DEVICE_FILES = ("/dev/nvidia*", "/dev/nvmap", "/dev/dxg", "/dev/kfd")
+"""What CUDA and ROCm open when they start: the driver of a card, of a Jetson, of WSL, of AMD."""
+TORCH_ON_FORK = "Cannot re-initialize CUDA in forked subprocess"
+"""What torch says in a forked process instead of "Found no NVIDIA driver", if CUDA was asked before the fork."""
 FORKABLE_THREADS = frozenset({"jemalloc_bg_thd"})
 """Native threads whose library starts them again after a fork: that of the allocator which pyarrow brings."""
 
@@ -142,6 +153,18 @@ def _warm_up() -> None:
         torch.use_deterministic_algorithms(torch.are_deterministic_algorithms_enabled())
 
 
+def has_gpu_files() -> bool:
+    """Return whether this machine has a GPU's device file; without one, no process can start CUDA."""
+    return any(glob(pattern) for pattern in DEVICE_FILES)
+
+
+def hint(text: str) -> str:
+    """Return the line to show for an error in which torch advises to spawn ranks, if that does not help; else ""."""
+    if TORCH_ON_FORK not in text or has_gpu_files():
+        return ""
+    return "this machine has no GPU, so spawned ranks cannot use cuda either"
+
+
 def why_unsafe() -> str:
     """Return the reason why this process must not be forked, or ""."""
     others = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
@@ -153,7 +176,7 @@ def why_unsafe() -> str:
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         return "importing the test modules initialised CUDA"
-    if torch is not None and torch.backends.cuda.is_built() and _forks_without_cuda(torch):
+    if torch is not None and torch.backends.cuda.is_built() and has_gpu_files() and _forks_without_cuda(torch):
         return "importing the test modules asked CUDA for its devices"
     return ""
 
