@@ -17,7 +17,7 @@ SYSTEMS := $(notdir $(patsubst %/requirements.txt,%,$(wildcard conformance/syste
 # Those that have a recipe in docs/frameworks.
 WILD := accelerate composer deepspeed lightning peft torchao torchtitan torchtune trainer verl
 
-.PHONY: help conformance test slow lint check wheel downstream matrix field fields bench bench-catalogue bench-worlds bench-faults power soak gpu format docs site browser pictures clean ray systems wild $(SYSTEMS:%=system-%)
+.PHONY: help conformance test slow lint check wheel downstream matrix field fields bench bench-catalogue bench-worlds bench-faults power soak gpu gpu-bundle format docs site browser pictures clean ray systems wild $(SYSTEMS:%=system-%)
 
 help:
 	@echo "make conformance  install, then check on real ranks (GPUs if there are enough, else CPU) that conforming loaders pass"
@@ -30,7 +30,9 @@ help:
 	@echo "make systems      judge released third-party packages, each in its own environment: $(SYSTEMS:%=system-%)"
 	@echo "make wild         judge those with a recipe in docs/frameworks, and write the table in docs/released.md: $(WILD)"
 	@echo "make ray          install Ray in a separate environment and run the tests of worlds on several machines"
-	@echo "make gpu          run the tests that need a GPU and write benchmarks/results/DATE-gpu.md"
+	@echo "make gpu          run the tests that need a GPU, step by step; results and gpu.md in \$$OUT or build/gpu-results"
+	@echo "                  (continues an interrupted run; on the CPU, to try the steps: make gpu GPU_OPTIONS=--dry-run)"
+	@echo "make gpu-bundle   the same for a machine without a network, in build/gpu: python3 build/gpu --help"
 	@echo "make wheel        build the distribution into dist and check its contents"
 	@echo "make downstream   run examples/downstream in a new environment with that wheel"
 	@echo "make matrix       judge every loader by every check: build/matrix.json, .md and .svg"
@@ -187,7 +189,25 @@ soak: .venv/installed
 
 # Exits with status 2 without a GPU. torch 2.13.0 from PyPI includes CUDA and NCCL.
 gpu: .venv/installed
-	$(BIN)/python -m benchmarks.gpu
+	$(BIN)/python -m benchmarks.gpu $(GPU_OPTIONS)
+
+# What that machine must have is a CUDA build of torch with what torch needs, for the Python that is named here. The wheels
+# of everything else are used where it lacks them.
+GPU_PYTHON ?= 3.12
+GPU_WHEELS := accelerate annotated-doc annotated-types anyio certifi click cloudpickle execnet h11 hf-xet httpcore2 httpx2 huggingface_hub \
+  hypothesis idna iniconfig markdown-it-py mdurl numpy packaging peft pluggy psutil pydantic pydantic_core Pygments pytest \
+  pytest-xdist PyYAML regex rich safetensors shellingham sortedcontainers tokenizers tqdm transformers truststore typer \
+  typing-inspection
+
+gpu-bundle: .venv-release/installed
+	rm -rf build/gpu && mkdir -p build/gpu
+	git ls-files -z --cached --others --exclude-standard -- benchmarks conformance examples fixtures tests pyproject.toml \
+	  | tar c --null -T - | tar x -C build/gpu
+	printf 'import sys\n\nfrom benchmarks.gpu import main\n\nsys.exit(main())\n' > build/gpu/__main__.py
+	.venv-release/bin/python -m pip wheel --quiet --no-deps --wheel-dir build/gpu/wheels .
+	.venv-release/bin/python -m pip download --quiet --no-deps --only-binary=:all: --python-version $(GPU_PYTHON) \
+	  -c constraints.txt --dest build/gpu/wheels $(GPU_WHEELS)
+	@size=$$(du -sm build/gpu | cut -f1); echo "build/gpu: $$size MiB"; [ $$size -le 64 ] || { echo "more than 64 MiB"; exit 1; }
 
 # Files generated from the code.
 docs: .venv/installed

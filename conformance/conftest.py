@@ -9,7 +9,9 @@ import pytest
 
 from conformance.judging import PRELOADED, LoaderJudge, Verdicts
 from fixtures.tiny import save_tiny
+from pytest_fsdp_meta import standin
 from pytest_fsdp_meta.evidence import Evidence
+from pytest_fsdp_meta.plugin.settings import read_settings
 
 collect_ignore = ["systems"]  # these need separate environments: make systems
 
@@ -38,8 +40,12 @@ def path(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path]) -> P
 
 
 @pytest.fixture(scope="session")
-def loader_judge() -> LoaderJudge:
-    return LoaderJudge()
+def loader_judge(request: pytest.FixtureRequest) -> LoaderJudge:
+    """Return a judge of loaders on the device of ``--fsdp-device``, which is the CPU unless one is named."""
+    settings = read_settings(request.config)
+    if settings.device == standin.NAME:
+        standin.prepare()
+    return LoaderJudge("cpu" if settings.device == "auto" else settings.device, settings.backend)
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 import cloudpickle
@@ -12,7 +13,7 @@ from pytest_fsdp_meta.catalogue import Verdict, built_in, judge
 from pytest_fsdp_meta.evidence import Evidence
 from pytest_fsdp_meta.loader.call import Call
 from pytest_fsdp_meta.trial import ON_RANKS, Trial
-from pytest_fsdp_meta.worlds import ForkServerEngine, Sources, WorldSpec, choose_simulated
+from pytest_fsdp_meta.worlds import ForkServerEngine, Sources, WorldSpec, choose, choose_simulated
 
 Verdicts = dict[str, Verdict]
 KINDS = ("llama", "qwen3", "qwen3_moe", "gemma3", "gpt2")
@@ -24,7 +25,8 @@ which otherwise each rank would do."""
 class LoaderJudge:
     """Judge one loader after another, each in a fresh world, as the plugin does."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "cpu", backend: str = "auto") -> None:
+        self.device, self._backend = device, backend
         self._preload = ForkServerEngine(Sources(tuple(sys.path)), [*ON_RANKS, *PRELOADED])
 
     def judge(
@@ -33,7 +35,7 @@ class LoaderJudge:
         mesh: Mapping[str, int],
         checks: Collection[str] = (),
         simulated: bool = False,
-        device: str = "cpu",
+        device: str = "",
         **arguments: Any,
     ) -> Verdicts:
         """Call ``function`` with ``fsdp`` and the arguments on every rank, and return the verdict of every check.
@@ -56,17 +58,26 @@ class LoaderJudge:
         checks: Collection[str] = (),
         localise: bool = False,
         simulated: bool = False,
-        device: str = "cpu",
+        device: str = "",
         timeout: float = 120,
         **arguments: Any,
     ) -> Evidence:
-        ranks = choose_simulated(mesh) if simulated else ()
-        spec = WorldSpec(mesh, device, timeout=timeout, simulated=ranks)
+        if simulated:
+            spec = WorldSpec(mesh, timeout=timeout, simulated=choose_simulated(mesh))
+        else:
+            spec = self._on_device(WorldSpec(mesh, device or self.device, timeout=timeout))
         trial = Trial(spec, self._preload, steps=3, tolerance={}, localise=localise)
         catalogue = built_in()
         wanted = catalogue.observations(checks or catalogue.ids())
         packed = {name: cloudpickle.dumps(value) for name, value in arguments.items()}
         return trial.observe(Call(cloudpickle.dumps(function), packed, "fsdp"), wanted)
+
+    def _on_device(self, world: WorldSpec) -> WorldSpec:
+        if world.device_type != "cuda":
+            return world
+        gpus = self._preload.count_gpus()
+        _, backend = choose(world.size, "cuda", self._backend, gpus)
+        return replace(world, backend=backend, devices=tuple(rank % gpus for rank in range(world.size)))
 
 
 def judge_all(evidence: Evidence) -> Verdicts:

@@ -18,19 +18,20 @@ SLOWLY = [pytest.param(name, marks=[] if name in FIRST.values() else pytest.mark
 
 
 @pytest.mark.parametrize("name", SLOWLY)
-def test_defect_is_caught_by_its_check_alone(name, checkpoint, judge_loader):
+def test_defect_is_caught_by_its_check_alone(name, checkpoint, loader_judge):
     defect = DEFECTS[name]
     path = checkpoint(defect.architecture)
     # State that only a training step changes is lost only by what is saved after one.
     trained = ["loss_parity"] if built_in()[defect.caught_by].family == "checkpoint" else []
     checks = [defect.caught_by, *trained]
-    verdicts = judge_loader(defect.load, defect.mesh, checks=checks, simulated=defect.simulated, path=path)
+    verdicts = loader_judge.judge(defect.load, defect.mesh, checks=checks, simulated=defect.simulated, path=path)
     failures = {id: describe_failure(v, "world", "command") for id, v in verdicts.items() if v.status == "failed"}
     errors = {id: verdict.reason for id, verdict in verdicts.items() if verdict.status == "error"}
     assert (set(failures), errors) == ({defect.caught_by}, {}), "\n\n".join(failures.values())
     unwrapped = " ".join(failures[defect.caught_by].split())
+    device = loader_judge.device if loader_judge.device == "cpu" else f"{loader_judge.device}:0"
     for line in defect.says:
-        assert line.strip() in unwrapped
+        assert line.strip().replace("{device}", device) in unwrapped
 
 
 def test_every_check_has_a_defect():

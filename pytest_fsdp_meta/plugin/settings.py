@@ -130,7 +130,8 @@ OPTIONS = (
     Option(
         "device",
         "device type of the ranks: auto (default: cuda if there is a GPU for every rank, else cpu), cpu, cuda, or "
-        "standin, a device in the host's memory that does not mix with the CPU (compiled once, with a C++ compiler)",
+        f"standin, a device in the host's memory that does not mix with the CPU (torch {', '.join(standin.TORCH)}; "
+        "compiled once, with a C++ compiler)",
         one_of(DEVICES),
         "choose auto, cpu, cuda or standin",
         "DEVICE",

@@ -6,9 +6,9 @@ has room for one such device (``PrivateUse1``), and a user's own may have it els
 asynchronous streams and no NCCL.
 """
 
-from pytest_fsdp_meta.standin.build import NAME, Unavailable, prepare
+from pytest_fsdp_meta.standin.build import NAME, TORCH, Unavailable, prepare
 
-__all__ = ["BACKEND", "NAME", "Unavailable", "activate", "prepare"]
+__all__ = ["BACKEND", "NAME", "TORCH", "Unavailable", "activate", "prepare"]
 
 BACKEND = f"cpu:gloo,{NAME}:gloo"
 """The process group of a world on the stand-in, for ``init_process_group``."""

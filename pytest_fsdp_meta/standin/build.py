@@ -17,7 +17,7 @@ from pathlib import Path
 
 NAME = "standin"
 MODULE = "_standin"
-TORCH = ("2.13",)
+TORCH = ("2.13", "2.14", "2.15")
 """The releases of torch with which the stand-in was tested. It overrides operators and hooks that torch may change."""
 SOURCES = ("memory.cpp", "kernels.cpp")
 HEADERS = ("standin.h",)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import cache
 
 import pytest
@@ -11,11 +12,17 @@ from tests.world_help import preload
 
 COLLECTIVES = ("all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "barrier")
 
+PRETENDED = os.environ.get("GPU_DRY_RUN")
+"""The number of GPUs in a dry run, which uses the CPU in their place (``python -m benchmarks.gpu --dry-run``)."""
+DEVICE = "cpu" if PRETENDED else "cuda"
+SHARED = (f"--fsdp-device={DEVICE}", "--fsdp-backend=gloo")
+only_cuda = pytest.mark.skipif(bool(PRETENDED), reason="a dry run on the CPU")
+
 
 @cache
 def gpus() -> int:
     """Count the GPUs; not done when this module is imported, because ranks import it too."""
-    return ForkServerEngine().count_gpus()
+    return int(PRETENDED) if PRETENDED else ForkServerEngine().count_gpus()
 
 
 def need(count: int) -> None:
@@ -24,10 +31,23 @@ def need(count: int) -> None:
         pytest.skip(f"needs {count} GPU{'s' if count > 1 else ''}, this machine has {gpus()}")
 
 
-def gpu_world(size: int, backend: str, timeout: float = 120.0) -> World:
-    """Return a world whose ranks share the GPUs evenly."""
+def gpu_spec(size: int, backend: str, timeout: float = 120.0) -> WorldSpec:
+    """Return the specification of a world whose ranks share the GPUs evenly."""
+    if PRETENDED:
+        return WorldSpec({"dp_shard": size}, timeout=timeout)
     devices = tuple(rank % gpus() for rank in range(size))
-    return World(WorldSpec({"dp_shard": size}, "cuda", backend, timeout=timeout, devices=devices), preload())
+    return WorldSpec({"dp_shard": size}, "cuda", backend, timeout=timeout, devices=devices)
+
+
+def gpu_world(size: int, backend: str, timeout: float = 120.0) -> World:
+    return World(gpu_spec(size, backend, timeout), preload())
+
+
+def synchronize() -> None:
+    """Wait for the work that this rank has given to its device."""
+    import torch
+
+    torch.get_device_module(current().device).synchronize()
 
 
 def check_collective(name: str) -> None:

@@ -12,7 +12,19 @@ import pytest
 
 from pytest_fsdp_meta.worlds import ForkServerEngine, World, WorldError, WorldSpec, current
 from tests.conftest import Project
-from tests.gpu.gpu_help import COLLECTIVES, check_collective, export, gpu_world, gpus, need, train
+from tests.gpu.gpu_help import (
+    COLLECTIVES,
+    DEVICE,
+    SHARED,
+    check_collective,
+    export,
+    gpu_world,
+    gpus,
+    need,
+    only_cuda,
+    synchronize,
+    train,
+)
 from tests.world_help import ROOT, preload
 
 
@@ -28,10 +40,10 @@ def describe_devices() -> tuple[str, int, bool]:
     return str(rank.device), torch.cuda.current_device(), rank.mesh.device_type == "cuda"
 
 
-SHARED = ("--fsdp-device=cuda", "--fsdp-backend=gloo")
 WORLDS = [(1, "nccl"), (2, "gloo"), (4, "gloo")]
 
 
+@only_cuda
 @pytest.mark.parametrize(("size", "backend"), WORLDS)
 def test_ranks_run_on_their_device(size: int, backend: str) -> None:
     with gpu_world(size, backend) as ranks:
@@ -62,11 +74,9 @@ def test_a_sharded_model_is_exported(size: int, backend: str) -> None:
 
 
 def raise_on_rank_0() -> None:
-    import torch
-
     if current().rank == 0:
         raise RuntimeError("boom")
-    torch.cuda.synchronize()
+    synchronize()
     time.sleep(60)
 
 
@@ -93,6 +103,7 @@ def test_a_failing_rank_is_reported(fault: Callable[[], None], message: str) -> 
     assert caught.value.summary.startswith(message)
 
 
+@only_cuda
 def test_memory_is_free_after_a_world_has_ended() -> None:
     with gpu_world(1, "nccl") as ranks:
         during = ranks.run(hold_memory)[0]
@@ -117,6 +128,7 @@ def memory_after_a_reference() -> tuple[int, int]:
     return held, torch.cuda.memory_reserved(device)
 
 
+@only_cuda
 def test_memory_of_the_reference_is_given_back() -> None:
     """Rank 0 trains the whole reference on its GPU, where another rank may have its shard."""
     with gpu_world(1, "nccl") as ranks:
@@ -132,6 +144,7 @@ AVAILABLE = torch.cuda.is_available()
 """
 
 
+@only_cuda
 def test_a_module_that_calls_is_available_is_preloaded(project: Project) -> None:
     """Calling ``is_available`` at import time neither disables the fork server nor keeps ranks from using CUDA."""
     project.loaders(
@@ -149,6 +162,7 @@ def test_x(fsdp):
     assert result.ret == 0
 
 
+@only_cuda
 def test_a_world_with_too_few_gpus_is_a_usage_error(project: Project) -> None:
     project.loaders(f"@fsdp_conformance(world_size={gpus() + 1})\ndef test_x(fsdp): ...\n")
     result = project.run("--fsdp-backend=nccl")
@@ -156,6 +170,7 @@ def test_a_world_with_too_few_gpus_is_a_usage_error(project: Project) -> None:
     assert result.ret == pytest.ExitCode.USAGE_ERROR
 
 
+@only_cuda
 def test_workers_lease_the_gpus(project: Project) -> None:
     """Two workers that each need all GPUs take turns."""
     project.loaders(
@@ -177,6 +192,7 @@ def test_workers_lease_the_gpus(project: Project) -> None:
     assert project.notes == ["in", "out"] * 4
 
 
+@only_cuda
 def test_peak_memory_is_measured(tmp_path: Path) -> None:
     from pytest_fsdp_meta.trial import ON_RANKS
 
@@ -213,7 +229,7 @@ def test_the_readmes_loader_passes(project: Project) -> None:
     project.write("test_llama.py", readme_loader())
     result = project.run(*SHARED)
     result.assert_outcomes(passed=result.parseoutcomes()["passed"], skipped=result.parseoutcomes()["skipped"])
-    result.stdout.fnmatch_lines(["*world of 2 (gloo on cuda)*"])
+    result.stdout.fnmatch_lines([f"*world of 2 (gloo on {DEVICE})*"])
 
 
 def test_the_readmes_broken_loader_is_found(project: Project) -> None:
@@ -238,6 +254,7 @@ def draw_on_a_dtensor() -> list[float]:
     return linear.weight.detach().to_local().flatten().tolist()  # type: ignore[no-any-return]
 
 
+@only_cuda
 def test_a_draw_on_a_dtensor_is_one_draw_on_gpus():
     """On the CPU, both ranks draw the same numbers: there, drawn_weights_are_one_draw does not judge such loaders."""
     with gpu_world(2, "gloo") as ranks:

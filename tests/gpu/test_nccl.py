@@ -10,7 +10,7 @@ import pytest
 
 from pytest_fsdp_meta.worlds import WorldError, current
 from tests.conftest import Project
-from tests.gpu.gpu_help import COLLECTIVES, check_collective, export, gpu_world, need, train
+from tests.gpu.gpu_help import COLLECTIVES, check_collective, export, gpu_world, need, only_cuda, synchronize, train
 
 SIZES = (2, 4, 8)
 
@@ -57,7 +57,7 @@ def reduce_without_rank_1(absent: str) -> None:
     dist.barrier()
     if current().rank != 1:
         dist.all_reduce(torch.ones(3, device=current().device))
-        torch.cuda.synchronize()
+        synchronize()
     elif absent == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     else:
@@ -82,6 +82,7 @@ def test_a_collective_that_a_rank_skips_is_named(size: int) -> None:
     assert "all_reduce" in caught.value.view
 
 
+@only_cuda
 def test_workers_that_select_a_gpu_by_local_rank_do_not_meet(project: Project) -> None:
     """Two workers lease two GPUs each; ``LOCAL_RANK`` is 0 and 1 in both."""
     need(4)

@@ -69,7 +69,8 @@ def test_another_version_is_compiled_anew(changed: str, monkeypatch: pytest.Monk
 def test_another_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "version", lambda name: "2.130.0")
     with pytest.raises(
-        Unavailable, match=r"^the stand-in device was tested with torch 2\.13, here is 2\.130\.0; use cpu$"
+        Unavailable,
+        match=r"^the stand-in device was tested with torch 2\.13, 2\.14, 2\.15, here is 2\.130\.0; use cpu$",
     ):
         prepare()
 
