@@ -76,6 +76,9 @@ print(json.dumps({{"Python": platform.python_version(), "torch": torch, **versio
 """
 CAUGHT = "no_uninitialized_memory"
 """The check that fails for README's broken loader."""
+DROPPED = {"GITHUB_ACTIONS", "PYTEST_ADDOPTS", "PYTHONDONTWRITEBYTECODE"}
+"""Variables that commands do not inherit. In GitHub Actions the plugin annotates failures, and README's broken example has
+one. Without bytecode each interpreter compiles torch again, which takes minutes because pip does not compile it either."""
 LIMIT = 3600
 """Seconds for one command, so that a hang on a nightly torch does not last all night."""
 SHOWN = 20
@@ -265,8 +268,7 @@ def run_row(row: Row, outcome: Outcome, ready: str, workers: int, keep: bool) ->
     log = RESULTS / f"{row.name}.log"
     log.unlink(missing_ok=True)
     print(f"{row.name}: its output is in {log.relative_to(ROOT)}", file=sys.stderr, flush=True)
-    # In GitHub Actions the plugin annotates failures, and README's broken example has one.
-    environment = {name: os.environ[name] for name in os.environ.keys() - {"GITHUB_ACTIONS", "PYTEST_ADDOPTS"}}
+    environment = {name: os.environ[name] for name in os.environ.keys() - DROPPED}
     if ready:
         environment["PYTHONPATH"] = str(ROOT)  # another checkout may be installed there
     began = time.monotonic()
