@@ -17,7 +17,7 @@ SYSTEMS := $(notdir $(patsubst %/requirements.txt,%,$(wildcard conformance/syste
 # Those that have a recipe in docs/frameworks.
 WILD := accelerate composer deepspeed lightning peft torchao torchtitan torchtune trainer verl
 
-.PHONY: help conformance test slow lint check wheel downstream matrix field fields bench bench-catalogue bench-worlds bench-faults power soak gpu gpu-bundle format docs site browser pictures clean ray systems wild $(SYSTEMS:%=system-%)
+.PHONY: help conformance test slow lint check wheel downstream matrix field fields versions bench bench-catalogue bench-worlds bench-faults power soak gpu gpu-bundle format docs site browser pictures clean ray systems wild $(SYSTEMS:%=system-%)
 
 help:
 	@echo "make conformance  install, then check on real ranks (GPUs if there are enough, else CPU) that conforming loaders pass"
@@ -40,6 +40,9 @@ help:
 	@echo "                  (LOADER=transformers-uneven: with a vocabulary and sizes that two ranks do not divide;"
 	@echo "                  LOADER=transformers-tp or transformers-fsdp-tp: tensor-parallel)"
 	@echo "make fields       the same for its other classes of models, and all ways to shard them: docs/field-modes.md"
+	@echo "make versions     run README's example, a defect of each check and a loader of each form with each torch in a table,"
+	@echo "                  each in a new environment: docs/versions.md (ROWS=newest: only this row, printed; AGAIN=1: also rows"
+	@echo "                  that ran today; KEEP=1: keep the environments, 6 GB each)"
 	@echo "make bench        measure checks, weight verification, worlds and faults next to other tools: benchmarks/results"
 	@echo "                  (one part: make bench-catalogue, make bench-worlds, make bench-faults)"
 	@echo "make power        count false findings of right trainings, and find the smallest errors that are found (an hour)"
@@ -154,6 +157,12 @@ field: .venv/installed
 fields: .venv/installed
 	$(BIN)/python -m conformance.field --loader all --page docs/field-modes.md
 
+# Creates its own environments, with pip as users call it. Rows that ran today on this commit are not run again. The page is
+# written only by a run of all rows.
+versions:
+	$(PYTHON) -m conformance.versions $(if $(ROWS),$(ROWS),--page docs/versions.md) --workers $(WORKERS) \
+	  $(if $(AGAIN),--again) $(if $(KEEP),--keep)
+
 # Speed and memory next to the same work without the plugin and next to other tools; files are named by date.
 DATED := benchmarks/results/$(shell date +%F)
 TESTS ?= 20
@@ -219,4 +228,4 @@ site: docs
 	$(BIN)/python -m sphinx -q -W --keep-going docs build/site
 
 clean:
-	rm -rf .venv .venv-ray .venv-release .venv-systems build dist
+	rm -rf .venv .venv-ray .venv-release .venv-systems .venv-versions build dist

@@ -101,11 +101,12 @@ def table(rows: list[Row]) -> str:
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
-def replace_table(page: str, written: str) -> str:
-    before, begin, rest = page.partition(BEGIN)
+def replace_table(page: str, written: str, mark: str = BEGIN) -> str:
+    """Replace what is between the mark and END. Raises ValueError if the page lacks one of them."""
+    before, begin, rest = page.partition(mark)
     _, end, after = rest.partition(END)
     if not (begin and end):
-        raise ValueError(f"{PAGE.name} lacks the lines {BEGIN.strip()!r} and {END.strip()!r}")
+        raise ValueError(f"the page lacks the lines {mark.strip()!r} and {END.strip()!r}")
     return f"{before}{begin}\n{written}\n{end}{after}"
 
 
