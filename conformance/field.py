@@ -30,6 +30,7 @@ import cloudpickle
 from conformance.field_page import Run, render_overview, render_page
 from conformance.field_results import TASKS, ArchitectureResult, accept
 from conformance.judging import judge_all
+from fixtures.releases import NO_FSDP_SIZE
 from pytest_fsdp_meta import __version__
 from pytest_fsdp_meta.catalogue.registry import OBSERVATIONS
 from pytest_fsdp_meta.loader.call import ByName, Call
@@ -208,9 +209,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--accept", action="store_true", help="from now on, expect these results of another class")
     parser.add_argument("--page", type=Path, help="file for the results page")
     options = parser.parse_args(arguments)
+    loaders = [*LOADERS] if options.loader == ALL else [options.loader]
+    if NO_FSDP_SIZE and any(LOADERS[loader].loader == OWN for loader in loaders):
+        sys.exit(f"field.py: {NO_FSDP_SIZE}, or judge --loader plain")
     warnings.filterwarnings("ignore")  # transformers warns about the tiny configurations
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
-    runs = [judge(options, loader) for loader in (LOADERS if options.loader == ALL else [options.loader])]
+    runs = [judge(options, loader) for loader in loaders]
     if options.page is not None:
         options.page.write_text(render_overview(runs) if options.loader == ALL else render_page(*runs), "utf-8")
     return 1 if any(run.unexpected for run in runs) else 0

@@ -124,7 +124,7 @@ it on two ranks {loaded}. The whole catalogue compares each with the same checkp
 """
 LOADED = {
     "transformers": "as users do, `from_pretrained(path, distributed_config=DistributedConfig(fsdp_size=2))`, with the "
-    "class\nthat the checkpoint names",
+    "class\nthat the checkpoint names; this needs transformers 5.13 or newer",
     "transformers-uneven": "as users do, with a vocabulary of 131 tokens and other sizes that two ranks do not divide",
     "transformers-tp": "tensor-parallel, with `DistributedConfig(tp_size=2)`, if transformers has a plan for it",
     "transformers-fsdp-tp": "and two, with `DistributedConfig(fsdp_size=2, tp_size=2)`,\n"

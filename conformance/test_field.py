@@ -12,6 +12,7 @@ from conformance.field import LOADERS, ResultsFile, Sweep
 from conformance.field_page import Run, render_overview, render_page
 from conformance.field_results import FINDINGS, RAISING, UNTRAINABLE, WITHOUT_CHECKPOINT, ArchitectureResult
 from fixtures.architectures import load_plain, load_transformers, names_of, names_with_tp_plan, save_plain
+from fixtures.releases import needs_fsdp_size
 from pytest_fsdp_meta import fsdp_conformance
 from pytest_fsdp_meta.catalogue import built_in
 from pytest_fsdp_meta.transformers import CAUSAL_LMS
@@ -30,6 +31,7 @@ def architecture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
     return save_plain(request.param, tmp_path_factory.mktemp("architecture") / request.param)
 
 
+@needs_fsdp_size
 @pytest.mark.parametrize("architecture", REPRESENTATIVE, indirect=True)
 @fsdp_conformance(world_size=2)
 def test_loaded_by_transformers(fsdp, architecture):
@@ -152,6 +154,7 @@ def test_model_types_with_a_plan_for_tensor_parallelism():
     assert {*FINDINGS["transformers-tp"]} <= set(planned)
 
 
+@needs_fsdp_size
 def test_a_tensor_parallel_sweep(tmp_path):
     sweep = Sweep("transformers-tp", tmp_path)
     try:
@@ -162,6 +165,7 @@ def test_a_tensor_parallel_sweep(tmp_path):
     assert [*rows["qwen3"].findings] == ["grad_accumulation_parity"]
 
 
+@needs_fsdp_size
 def test_a_sweep_of_another_class(tmp_path):
     loader = "transformers-seq2seq"
     sweep = Sweep(loader, tmp_path)
@@ -174,6 +178,7 @@ def test_a_sweep_of_another_class(tmp_path):
     assert [*rows["umt5"].findings] == ["step_memory_bounded"]
 
 
+@needs_fsdp_size
 def test_a_sweep_of_several_at_a_time(tmp_path):
     sweep = Sweep("transformers", tmp_path)
     try:

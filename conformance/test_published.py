@@ -13,6 +13,7 @@ from transformers.distributed import DistributedConfig
 
 from conformance.judging import judge_all
 from fixtures.published import build, tokens
+from fixtures.releases import needs_fsdp_size
 from pytest_fsdp_meta import Subject
 from pytest_fsdp_meta.reports.sizes import describe_sizes
 from pytest_fsdp_meta.trial import LoaderFailed
@@ -56,7 +57,9 @@ JUDGED = {"names_match_reference", "shapes_match_reference", "nothing_left_unsha
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize(
+    "run", [pytest.param(run, marks=needs_fsdp_size) if run.endswith("-transformers") else run for run in RUNS]
+)
 def test_a_published_model_on_1024_ranks(run, loader_judge):
     load, mesh, failing = RUNS[run]
     evidence = loader_judge.observe(load, mesh, simulated=True, timeout=600)
@@ -69,6 +72,7 @@ def test_a_published_model_on_1024_ranks(run, loader_judge):
 
 
 @pytest.mark.slow
+@needs_fsdp_size
 def test_transformers_cannot_load_an_empty_shard(loader_judge):
     """Of 4 heads for keys, 128 x 8 ranks leave nothing to some; the same with 4 x 2 ranks that run."""
     with pytest.raises(LoaderFailed, match="IndexError: list index out of range"):

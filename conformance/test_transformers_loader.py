@@ -14,9 +14,12 @@ from transformers import (
 from transformers.distributed import DistributedConfig
 
 from fixtures.conforming import subject
+from fixtures.releases import needs_fsdp_size, needs_hsdp
 from fixtures.tiny import CHECKPOINTS
 from pytest_fsdp_meta import fsdp_conformance, transformers
 from pytest_fsdp_meta.transformers import tiny_checkpoint
+
+pytestmark = needs_fsdp_size
 
 
 def from_pretrained(path: Path, **sizes: int):
@@ -41,6 +44,7 @@ def test_from_pretrained_in_other_worlds(fsdp, path):
 
 @pytest.mark.parametrize("path", PLANNED, indirect=True)
 @pytest.mark.slow
+@needs_hsdp
 @fsdp_conformance(mesh={"dp_replicate": 2, "dp_shard": 2})
 def test_from_pretrained_hsdp(fsdp, path):
     return subject(from_pretrained(path, fsdp_size=2, dp_replicate_size=2), path)

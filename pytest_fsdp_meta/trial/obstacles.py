@@ -32,8 +32,14 @@ NOT_ABOUT_THE_CHECKPOINT = re.compile(r"(OutOfMemoryError|MemoryError|DistBacken
 HINTS = {
     "ReduceOp.PREMUL_SUM with Gloo": "gloo does not scale while it reduces: on the CPU, call "
     "set_force_sum_reduction_for_comms(True) on the FSDP modules as well",
+    "DistributedConfig.__init__() got an unexpected keyword argument": "DistributedConfig has fsdp_size and tp_size "
+    "from transformers 5.13 on",
 }
-"""Part of an error's summary -> what to do, where torch's message does not say it."""
+"""Part of an error's summary -> what to do, where the message of torch or transformers does not say it."""
+
+
+def add_hints(summary: str) -> str:
+    return "; ".join([summary, *(hint for text, hint in HINTS.items() if text in summary)])
 
 
 def from_world_error(error: WorldError) -> Unavailable:
@@ -43,8 +49,7 @@ def from_world_error(error: WorldError) -> Unavailable:
     shown = [
         f"output of {error.label if alone else f'rank {rank} of {error.label}'}:\n{text}" for rank, text in outputs
     ]
-    hints = (hint for text, hint in HINTS.items() if text in error.summary)
-    return Unavailable("; ".join([error.summary, *hints]), error=True, detail="\n\n".join([str(error), *shown]))
+    return Unavailable(add_hints(error.summary), error=True, detail="\n\n".join([str(error), *shown]))
 
 
 def unsupported(loaded: Sequence[Loaded]) -> dict[str, Unavailable]:

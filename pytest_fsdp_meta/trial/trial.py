@@ -18,7 +18,7 @@ from pytest_fsdp_meta.loader.call import Call
 from pytest_fsdp_meta.trial import on_ranks, simulation
 from pytest_fsdp_meta.trial.loads import LOADER_OUTCOMES
 from pytest_fsdp_meta.trial.observations import ObservationRun
-from pytest_fsdp_meta.trial.obstacles import unknown_attribute
+from pytest_fsdp_meta.trial.obstacles import add_hints, unknown_attribute
 from pytest_fsdp_meta.trial.timing import Stopwatch
 from pytest_fsdp_meta.worlds import DEFAULT_MESH_DIM, Engine, Listener, World, WorldError, WorldSpec
 from pytest_fsdp_meta.worlds.system import temp_folders
@@ -130,8 +130,9 @@ class Trial:
                 return load(world)
         except WorldError as error:
             unanimous_outcome = error.unanimous if error.unanimous in LOADER_OUTCOMES else ""
-            message = error.failures[0].message
-            raise LoaderFailed(error.summary, str(error), unanimous_outcome, message, error.place) from error
+            message, summary = error.failures[0].message, add_hints(error.summary)
+            detail = str(error).replace(error.summary, summary, 1)
+            raise LoaderFailed(summary, detail, unanimous_outcome, message, error.place) from error
 
     def _observe(self, world: World, loaded: list[Loaded], loader: Call, wanted: set[str], folder: Path) -> Evidence:
         reference_world = self._single_rank_world("the reference")
