@@ -22,6 +22,7 @@ from conformance.matrix_pages import render_markdown, render_svg
 from fixtures.conforming import load_conforming
 from fixtures.defects import DEFECTS
 from fixtures.forms import FORMS
+from fixtures.needs import lacking
 from fixtures.reports import PAIRS
 from fixtures.tiny import CHECKPOINTS, save_tiny
 from pytest_fsdp_meta.catalogue import built_in
@@ -74,9 +75,11 @@ class Row:
 
 def entries() -> list[Entry]:
     """Return every defect, then every conforming loader: ours, all forms of sharding, repaired pull requests."""
-    defects = [Entry(name, d.load, d.mesh, d.architecture, d.caught_by, d.simulated) for name, d in DEFECTS.items()]
+    known = {name: d for name, d in DEFECTS.items() if not lacking(d.needs)}
+    defects = [Entry(name, d.load, d.mesh, d.architecture, d.caught_by, d.simulated) for name, d in known.items()]
     conforming = [Entry("conforming", load_conforming, mesh, name) for name in CHECKPOINTS for mesh in MESHES]
     possible = {name: form for name, form in FORMS.items() if not form.needs_accelerator or has_accelerator()}
+    possible = {name: form for name, form in possible.items() if not lacking(form.needs)}
     conforming += [Entry(name, form.load, form.mesh, form.architecture) for name, form in possible.items()]
     repaired = {pair.repaired: pair for pair in PAIRS.values()}
     conforming += [Entry(load.__name__, load, pair.mesh, pair.architecture) for load, pair in repaired.items()]

@@ -12,6 +12,7 @@ import torch
 
 from fixtures.forms import FORMS
 from fixtures.forms_registry import MAY_SKIP
+from fixtures.needs import lacking
 
 pytestmark = pytest.mark.slow
 USUAL = "per_block_and_root"
@@ -30,6 +31,8 @@ def test_a_form_conforms(name, checkpoint, judge_loader, usual_skips):
     form = FORMS[name]
     if form.needs_accelerator and not torch.accelerator.is_available():
         pytest.skip("torch refuses this form without an accelerator")
+    if lack := lacking(form.needs):
+        pytest.skip(lack)
     path = checkpoint(form.architecture) if form.architecture else None
     verdicts = judge_loader(form.load, form.mesh, path=path)
     problems = {id: (v.findings, v.reason) for id, v in verdicts.items() if v.status in ("failed", "error")}

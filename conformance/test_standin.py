@@ -8,6 +8,7 @@ from fixtures.architectures import load_plain, save_plain
 from fixtures.defects import DEFECTS
 from fixtures.devices import MISPLACING
 from fixtures.forms import FORMS
+from fixtures.needs import lacking
 from fixtures.reports import PAIRS
 from pytest_fsdp_meta import standin
 from pytest_fsdp_meta.catalogue import built_in
@@ -53,6 +54,8 @@ def test_on_the_cpu_there_is_no_wrong_device(name, checkpoint, judge_loader):
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in FAST else pytest.mark.slow) for n in FORMS])
 def test_a_form_gets_the_verdicts_of_the_cpu(name, checkpoint, judge_loader):
     form = FORMS[name]
+    if lack := lacking(form.needs):
+        pytest.skip(lack)
     path = checkpoint(form.architecture) if form.architecture else None
     on_device = judge_loader(form.load, form.mesh, device=standin.NAME, path=path)
     assert problems_of(on_device) == {}
