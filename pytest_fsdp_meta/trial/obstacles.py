@@ -7,6 +7,7 @@ import re
 from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING
 
+from pytest_fsdp_meta.catalogue.registry import OBSERVATIONS
 from pytest_fsdp_meta.evidence import (
     RankInventory,
     ReferenceFacts,
@@ -53,8 +54,13 @@ def from_world_error(error: WorldError) -> Unavailable:
 
 
 def unsupported(loaded: Sequence[Loaded]) -> dict[str, Unavailable]:
-    """Return the observations and checks that cannot be judged because torch lacks a private name."""
+    """Return the observations and checks that cannot be judged because torch lacks a private name.
+
+    Without the inventory, nothing can.
+    """
     reasons = {name: reason for rank in reversed(loaded) for name, reason in rank.lacking.items()}
+    if "inventory" in reasons:
+        reasons |= dict.fromkeys(OBSERVATIONS, reasons["inventory"])
     return {name: Unavailable(f"not judged: {reason}", kind="unsupported") for name, reason in reasons.items()}
 
 
