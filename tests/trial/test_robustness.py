@@ -244,8 +244,7 @@ def test_a_temporary_folder_with_a_long_name(monkeypatch, tmp_path: Path):
     script = tmp_path / "script.py"
     script.write_text(code)
     result = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
-    assert result.stdout == "True spawn\n"
-    assert "the fork server cannot start (AF_UNIX path too long), so ranks are spawned" in result.stderr
+    assert (result.stdout, result.stderr) == ("True forkserver\n", "")
     assert list(long.iterdir()) == []
 
 

@@ -69,7 +69,7 @@ class ForkServerEngine:
                 forked = self.method == "forkserver"
                 try:
                     self._server = Server(modules if forked else [], self.sources, worlds=self.worlds)
-                except OSError as error:  # a long TMPDIR makes the path of its socket too long
+                except OSError as error:  # such as a full disk
                     self.method = "spawn"
                     _warn(f"pytest-fsdp-meta: the fork server cannot start ({error}), so ranks are spawned")
 

@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 import sysconfig
 import tempfile
 import threading
@@ -30,6 +31,10 @@ from pytest_fsdp_meta.worlds.system import processes, temp_folders
 MAIN = "pytest_fsdp_meta.worlds.local.forkserver_main"
 SET_BY_IMPORTS = ("TORCHINDUCTOR_CACHE_DIR",)
 """Environment variables that torch sets when it is imported, in this process as in the server."""
+MAX_SOCKET_PATH = 107 if sys.platform == "linux" else 103
+"""Bytes that the path of a socket may have."""
+SOCKET_NAME = "/pymp-12345678/listener-12345678"
+"""What multiprocessing appends to the temporary folder for the path of the server's socket."""
 PACKAGE_PATH = str(Path(__file__).parents[3])
 """The search path entry under which this package is found."""
 
@@ -70,7 +75,7 @@ class Server:
             # Before Python 3.13 the server does not get the sys.path of this process, and would not find this package.
             environ["PYTHONPATH"] = os.pathsep.join(filter(None, (PACKAGE_PATH, os.environ.get("PYTHONPATH"))))
         weakref.finalize(self, _end, self._server, self._folder, os.getpid())
-        with environment(environ):
+        with environment(environ), _short_temporary_folder():
             self._server.ensure_running()
 
     def knows_environment(self) -> bool:
@@ -163,6 +168,18 @@ def _end(server: Any, folder: Path, owner: int) -> None:
             os.kill(server._forkserver_pid, signal.SIGKILL)  # without waiting for the imports to finish
         server._stop()
     shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _short_temporary_folder() -> Iterator[None]:
+    """Let multiprocessing make its folder for sockets in /tmp if TMPDIR is too long for the path of a socket."""
+    before = tempfile.tempdir
+    if len(os.fsencode(tempfile.gettempdir() + SOCKET_NAME)) > MAX_SOCKET_PATH:
+        tempfile.tempdir = "/tmp"
+    try:
+        yield
+    finally:
+        tempfile.tempdir = before
 
 
 @contextmanager
