@@ -157,8 +157,8 @@ class Run:
 def run(command: list[str], output: object, limit: float, environ: dict[str, str]) -> int | None:
     """Return the exit status, or None if it took too long; then pytest gets SIGINT, and writes what it has."""
     given = {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    # Where no DNS answers, torch waits for it at each connection of a TCPStore.
-    given |= {"RES_OPTIONS": "timeout:1 attempts:1", **environ}
+    # Where no DNS answers, torch waits for it at each connection of a TCPStore, and warns in the output of ranks.
+    given |= {"RES_OPTIONS": "timeout:1 attempts:1", "TORCH_CPP_LOG_LEVEL": "ERROR", **environ}
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     process = subprocess.Popen(
         command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, env={**inherited, **given}, start_new_session=True
