@@ -47,6 +47,7 @@ OPS = {
     "reduce_scatter_tensor_out": "reduce_scatter",
     "reduce_scatter_tensor_coalesced": "reduce_scatter",
     "gather_": "gather",
+    "gather_into_tensor_": "gather",
     "scatter_": "scatter",
     "alltoall_": "all_to_all",
     "alltoall_base_": "all_to_all",
