@@ -9,6 +9,7 @@ from importlib import import_module
 LATE_IMPORTS = (
     "torch.distributed.checkpoint._fsspec_filesystem",  # imported by dcp.save and dcp.load, with fsspec
     "torch.utils.serialization.config",
+    "torch._dynamo",  # imported by an optimizer's first step in torch 2.9 (1.7 s), and later with FSDP2
     "torch.profiler._cupti_monitor",  # imported by an optimizer's first step
     "numpy.ctypeslib",  # imported by torch.from_file, which maps safetensors files
 )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -62,6 +64,8 @@ def observe_size(stepping: int, shares: int, rows: Mapping[str, int]) -> RankSiz
 def simulate_step(subject: Subject, rank: Rank, shares: int, rows: Mapping[str, int]) -> SimulatedStep:
     """Run a forward, a backward and the optimizer's step with this rank's rows."""
     doing("simulating a step")
+    if find_spec("torch.distributed._meta_registrations") is None:  # torch 2.9 lets fake tensors send by this module
+        import_module("torch.distributed._tools.fake_collectives")
     if subject.train_step is not None:
         return SimulatedStep(problem="train_step is not simulated")
     try:

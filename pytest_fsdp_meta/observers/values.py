@@ -176,7 +176,7 @@ def _compare(name: str, actual: Tensor, expected: Tensor, part: Part, measuring:
     if not differs.any():
         return Comparison(name, True, elements=actual.numel(), cast=cast)
     first = tuple(int(i) for i in differs.nonzero()[0])
-    rounded, varied = _rounding(ours[differs], theirs[differs])
+    rounded, varied = _rounding(ours, theirs, differs)
     # Different integers differ by at least one, but large ones may be equal in float64.
     least = 0.0 if ours.is_floating_point() else 1.0
     ours, theirs = ours.double(), theirs.double()
@@ -202,9 +202,10 @@ def _compare(name: str, actual: Tensor, expected: Tensor, part: Part, measuring:
     )
 
 
-def _rounding(actual: Tensor, expected: Tensor) -> tuple[str, bool]:
+def _rounding(actual: Tensor, expected: Tensor, differs: Tensor) -> tuple[str, bool]:
     """Return the dtype through which rounding ``expected`` gives ``actual``, and whether that has several values."""
-    if actual.dtype in (torch.float32, torch.float64):
+    if actual.dtype in (torch.float32, torch.float64):  # torch 2.9 cannot index uint16, uint32 and uint64
+        actual, expected = actual[differs], expected[differs]
         for dtype in (torch.bfloat16, torch.float16):
             if torch.equal(expected.to(dtype).to(actual.dtype), actual):
                 return str(dtype).removeprefix("torch."), bool((actual != actual[0]).any())

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
+from fixtures.releases import needs_gather_in_backward
 from pytest_fsdp_meta import Subject
 from pytest_fsdp_meta.evidence.step_memory import StepMemory
 from pytest_fsdp_meta.observers.accumulation import accumulate, micro_batches
@@ -172,6 +173,7 @@ def accumulated(watched: bool) -> tuple[str, dict[str, list[float]]]:
     return again.memory.problem if again.memory else "", gradients
 
 
+@needs_gather_in_backward
 def test_a_backward_that_fails_when_it_is_watched_leaves_nothing_behind():
     with world_of(1) as world:
         problem, gradients = world.run(accumulated, True)[0]

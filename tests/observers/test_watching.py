@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
+from fixtures.releases import needs_gather_in_backward
 from pytest_fsdp_meta.evidence.collectives import Collective
 from pytest_fsdp_meta.observers import memory
 from pytest_fsdp_meta.observers.collectives import FSDP_BUFFERS, Recorder
@@ -166,8 +167,9 @@ def observe_one_step(forwards: int, inside: bool) -> StepTraffic:
     return seen
 
 
-@pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("forwards", [1, 2])
+@pytest.mark.parametrize(
+    ("forwards", "inside"), [(1, False), (1, True), (2, False), pytest.param(2, True, marks=needs_gather_in_backward)]
+)
 def test_repeated_forwards_explain_the_gathers(forwards, inside):
     with world_of(2) as world:
         collectives, groups, unknown = world.run(observe_one_step, forwards, inside)[0]
