@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -303,6 +304,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if unknown := set(options.rows) - set(ROWS):
         parser.error(f"no row {', '.join(sorted(unknown))} (choose from {', '.join(ROWS)})")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # else pytest goes on, and the environment stays
     commit, outcomes = current_commit(), []
     for row in (ROWS[name] for name in options.rows or [row.name for row in USUAL]):
         today = date.today().isoformat()
