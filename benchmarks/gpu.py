@@ -100,14 +100,15 @@ class Run:
         counts, bad = read(report) if report.exists() else ({}, [])
         report.unlink(missing_ok=True)
         said = output.read_text("utf-8", errors="replace")
-        shown = "pytest" not in command or counts.get("passed") or (self.dry and counts.get("skipped"))
-        if status != 0 or not shown:
-            ended = (
-                f"ended with {status}"
-                if status is not None
-                else f"was ended after {limit:.0f} s" + (", as no time was left" if limit < step.seconds else "")
+        last = said.strip().rpartition("\n")[2][:300]
+        if status is None:
+            bad.append(
+                f"was ended after {limit:.0f} s{', as no time was left' if limit < step.seconds else ''}: {last}"
             )
-            bad = bad or [f"{ended}: {said.strip().rpartition(chr(10))[2][:300]}"]
+        elif status != 0 and not bad:
+            bad.append(f"ended with {status}: {last}")
+        elif "pytest" in command and not counts.get("passed") and not (self.dry and counts.get("skipped")):
+            bad.append(f"no test passed: {last}")
         bad += left_on_gpus()
         outcome = Outcome(counts, time.monotonic() - began, bad, self.dry, "" if counts or bad else said)
         (self.out / f"{step.file}.json").write_text(json.dumps(asdict(outcome), indent=1), "utf-8")
@@ -213,7 +214,7 @@ def left_on_gpus() -> list[str]:
 
 
 def machine() -> tuple[int, dict[str, str]]:
-    """Return the number of GPUs that torch finds, and facts; asked in another process, as this one is forked from."""
+    """Return the number of GPUs that torch finds, and facts. A separate process asks: this one has no torch."""
     code = (
         "import json, torch; n = torch.cuda.device_count(); print(json.dumps([n, {'torch': torch.__version__, "
         "'CUDA': str(torch.version.cuda), 'NCCL': str(torch.cuda.nccl.version()) if n else 'not asked'}]))"

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -34,6 +32,7 @@ from pytest_fsdp_meta.observers.support.torch_private import (
     operator_name,
     process_group,
     rearranging_shapes_only,
+    register_fake_collectives,
     tree_leaves,
 )
 from pytest_fsdp_meta.observers.support.watching import watching
@@ -64,8 +63,7 @@ def observe_size(stepping: int, shares: int, rows: Mapping[str, int]) -> RankSiz
 def simulate_step(subject: Subject, rank: Rank, shares: int, rows: Mapping[str, int]) -> SimulatedStep:
     """Run a forward, a backward and the optimizer's step with this rank's rows."""
     doing("simulating a step")
-    if find_spec("torch.distributed._meta_registrations") is None:  # torch 2.9 lets fake tensors send by this module
-        import_module("torch.distributed._tools.fake_collectives")
+    register_fake_collectives()
     if subject.train_step is not None:
         return SimulatedStep(problem="train_step is not simulated")
     try:

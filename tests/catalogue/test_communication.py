@@ -337,7 +337,7 @@ def test_an_operator_that_the_recorder_does_not_know_is_partly_checked(id):
     ranks = (replace(evidence.collectives[0], unknown=("fsdp::new_copy_in",)), evidence.collectives[1])
     found = verdict(id, replace(evidence, collectives=ranks))
     assert (found.status, found.why) == ("skipped", "partly checked")
-    assert "torch ran fsdp::new_copy_in, which this release of pytest-fsdp-meta does not know" in found.reason
+    assert "torch ran fsdp::new_copy_in, which pytest-fsdp-meta does not know" in found.reason
 
 
 @pytest.mark.parametrize(
@@ -350,7 +350,7 @@ def test_an_operator_that_the_recorder_does_not_know_is_partly_checked(id):
 def test_collectives_of_which_none_is_recognised_as_fsdps_are_partly_checked(evidence, op):
     found = verdict(BUDGET, evidence)
     assert (found.status, found.why) == ("skipped", "partly checked")
-    assert f"no {op} was recognised as FSDP2's" in found.reason
+    assert f"none of the {op}s could be attributed to FSDP2" in found.reason
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from pytest_fsdp_meta.observers.inventory import managed_names
 from pytest_fsdp_meta.observers.support.torch_private import (
     FakeTensorMode,
     cutting_own_shards,
+    drop_unreduced_gradients,
     flat_parameters,
     fsdp_groups,
     is_in_backward,
@@ -231,6 +232,27 @@ def test_groups_of_fsdp2():
 def test_resharding_and_replication_of_fsdp2_groups(mesh):
     with world_of(2, mesh=mesh) as world:
         assert world.run(policies_of_groups) == [[(True, len(mesh) == 2), (False, len(mesh) == 2)]] * 2
+
+
+def gradient_after_an_unreduced_one() -> list[float]:
+    """Leave a gradient unreduced, drop it, and return the sum of the next one; the batches are ones."""
+    sums = []
+    for keep in ("set_requires_gradient_sync", "set_requires_all_reduce"):
+        model = nn.Linear(2, 1, bias=False)
+        fully_shard(model, mesh=current().mesh)
+        getattr(model, keep)(False)
+        model(torch.ones(4, 2)).sum().backward()
+        drop_unreduced_gradients(model)
+        model.zero_grad()
+        getattr(model, keep)(True)
+        model(torch.ones(1, 2)).sum().backward()
+        sums.append(model.weight.grad.full_tensor().sum().item())
+    return sums
+
+
+def test_gradients_that_were_not_reduced_are_dropped():
+    with world_of(2, mesh={"dp_replicate": 2, "dp_shard": 1}) as world:
+        assert world.run(gradient_after_an_unreduced_one) == [[2.0, 2.0]] * 2
 
 
 def groups() -> list[tuple[str, list[int]]]:

@@ -20,7 +20,6 @@ ONE_TENSOR = frozenset({"all_reduce", "reduce", "broadcast"})
 each rank."""
 ONE_DTYPE = EQUAL_SIZES | {"all_gather of lists", "reduce_scatter of lists", "gather", "scatter", "all_to_all"}
 FSDP_OPS = ("all_gather", "reduce_scatter")
-UNKNOWN = "this release of pytest-fsdp-meta does not know; please report it"
 PHASES = {"loading": "while loading", "step": "in one training step"}
 
 
@@ -76,7 +75,7 @@ def collectives_match_on_every_rank(view: View) -> Iterable[Finding]:
 def _require_known(ranks: Sequence[RankCollectives]) -> None:
     """Raise PartlyJudged for operators that the recorder does not know: they may be collectives."""
     if unknown := sorted({name for own in ranks for name in own.unknown}):
-        raise PartlyJudged(f"torch ran {first_of(unknown)}, which {UNKNOWN}")
+        raise PartlyJudged(f"torch ran {first_of(unknown)}, which pytest-fsdp-meta does not know; please report it")
 
 
 def _describe_no_step(view: View) -> str:
@@ -186,7 +185,9 @@ def collectives_within_budget(view: View) -> Iterable[Finding]:
     _require_known(ranks)
     for op in FSDP_OPS:
         if any(_unattributed(op, own) for own in ranks):
-            raise PartlyJudged(f"no {op} was recognised as FSDP2's: how this torch prepares it {UNKNOWN}")
+            raise PartlyJudged(
+                f"none of the {op}s could be attributed to FSDP2; please report this, with your torch version"
+            )
 
 
 def _require_step(view: View, ranks: Sequence[RankCollectives]) -> None:

@@ -76,8 +76,9 @@ def lacking(model: Module | None = None) -> dict[str, str]:
 
 
 def _describe(name: str) -> str:
-    shown = name.partition("|")[0].partition(":")[2].rstrip("=")
-    return f"torch {torch.__version__.partition('+')[0]} has no {shown}; please report it to pytest-fsdp-meta"
+    shown = name.partition(":")[2].rstrip("=").replace("|", " or ")
+    lacks = "does not let us write" if exists(name.rstrip("=")) else "has no"
+    return f"torch {torch.__version__.partition('+')[0]} {lacks} {shown}; please report it to pytest-fsdp-meta"
 
 
 def _declare(names: Sequence[str], spoils: Sequence[str], of: type | tuple[type, ...]) -> Use:

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
 from traceback import walk_tb
 from types import FrameType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -414,6 +416,12 @@ def fsdp_groups(model: Module) -> Iterator[ManagedGroup]:
                     replicates=getattr(group.mesh_info, "replicate_mesh_dim", None) is not None,
                     ranks=getattr(group.mesh_info, "shard_mesh_size", 1),
                 )
+
+
+def register_fake_collectives() -> None:
+    """Let collectives take fake tensors; torch 2.9 registers their fake versions only where this module is imported."""
+    if find_spec("torch.distributed._meta_registrations") is None:
+        import_module("torch.distributed._tools.fake_collectives")
 
 
 @needs(

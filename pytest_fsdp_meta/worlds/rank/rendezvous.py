@@ -279,7 +279,7 @@ def watch_groups(address: str, port: int, own_rank: int, world_size: int) -> Non
     ``register_rendezvous_handler`` refuses to replace a handler.
     """
     # By name, because the attribute torch.distributed.rendezvous is a function that hides the module.
-    handlers = getattr(import_module("torch.distributed.rendezvous"), "_rendezvous_handlers", {})
+    handlers = getattr(import_module("torch.distributed.rendezvous"), alone.HANDLERS, {})
     groups = count()
 
     def with_prefix(handler: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
