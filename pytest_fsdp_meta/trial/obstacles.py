@@ -28,8 +28,11 @@ NOT_ABOUT_THE_CHECKPOINT = re.compile(r"(OutOfMemoryError|MemoryError|DistBacken
 HINTS = {
     "ReduceOp.PREMUL_SUM with Gloo": "gloo does not scale while it reduces: on the CPU, call "
     "set_force_sum_reduction_for_comms(True) on the FSDP modules as well",
-    "DistributedConfig.__init__() got an unexpected keyword argument": "DistributedConfig has fsdp_size and tp_size "
-    "from transformers 5.13 on",
+    **{
+        f"DistributedConfig.__init__() got an unexpected keyword argument '{name}'": "DistributedConfig has fsdp_size "
+        "and tp_size from transformers 5.13 on"
+        for name in ("fsdp_size", "tp_size")
+    },
 }
 """Part of an error's summary -> what to do, where the message of torch or transformers does not say it."""
 
