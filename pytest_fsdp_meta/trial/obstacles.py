@@ -37,8 +37,7 @@ HINTS = {
         f"DistributedConfig.__init__() got an unexpected keyword argument '{name}'": (
             f"DistributedConfig has {name} from transformers {since} on"
         )
-        for since, names in {"5.13": ("fsdp_size", "tp_size"), "5.23": ("dp_replicate_size", "ep_size")}.items()
-        for name in names
+        for name, since in (("fsdp_size", "5.13"), ("tp_size", "5.13"), ("dp_replicate_size", "5.23"))
     },
 }
 """Part of an error's summary -> what to do, where the message of torch or transformers does not say it."""

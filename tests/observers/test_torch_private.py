@@ -81,7 +81,7 @@ def replicated() -> list[bool]:
 
     plain, by_ddp, by_fsdp = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
     replicate(by_ddp, device_mesh=current().mesh)
-    replicate_with_fsdp(by_fsdp, mesh=current().mesh)
+    replicate_with_fsdp(by_fsdp)
     return [is_replicated(module) for module in (plain, by_ddp, by_fsdp)]
 
 

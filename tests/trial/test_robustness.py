@@ -56,6 +56,17 @@ def test_switching_the_poison_off_is_an_error():
     )
 
 
+@pytest.mark.parametrize(("field", "hinted"), [("fsdp_size", True), ("fdsp_size", False)])
+def test_an_old_transformers_is_said(field, hinted):
+    def loader(fsdp):
+        raise TypeError(f"DistributedConfig.__init__() got an unexpected keyword argument '{field}'")
+
+    with pytest.raises(LoaderFailed) as failed:
+        observed(loader)
+    assert ("from transformers 5.13 on" in failed.value.summary) == hinted
+    assert str(failed.value).startswith(failed.value.summary)
+
+
 def with_buffer(value: Tensor) -> nn.Module:
     model = build()
     model.register_buffer("odd", value)
