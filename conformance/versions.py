@@ -182,9 +182,12 @@ class Runner:
             described = subprocess.run(
                 [python, "-c", DESCRIBE], env=self.environment, capture_output=True, text=True, check=False
             )
-            if described.returncode:
-                raise Stopped("import torch", described.stderr.strip().rpartition("\n")[2])
-            outcome.versions = json.loads(described.stdout)
+            last = described.stdout.strip().rpartition("\n")[2]  # what is imported may print something, too
+            if described.returncode or not last.startswith("{"):
+                with self.log.open("a", encoding="utf-8") as log:
+                    log.write(described.stdout + described.stderr)
+                raise Stopped("import torch", described.stderr.strip().rpartition("\n")[2] or "it printed no versions")
+            outcome.versions = json.loads(last)
             if not outcome.versions["Python"].startswith(f"{row.python}."):
                 outcome.versions["Python"] += f" (no {row.python} was found)"
             self.try_readme(python, outcome)
@@ -307,9 +310,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if unknown := set(options.rows) - set(ROWS):
         parser.error(f"no row {', '.join(sorted(unknown))} (choose from {', '.join(ROWS)})")
+    if options.workers < 1:
+        parser.error(f"--workers={options.workers} is not a number of processes; use 1 or more")
+    if options.page and not options.page.is_file():
+        parser.error(f"--page={options.page} is not a page; pass docs/versions.md")
+    selected = options.rows or [row.name for row in USUAL]
+    if unused := set(dict(options.python)) - set(selected):
+        parser.error(f"--python names {', '.join(sorted(unused))}, which is not run")
+    if not (ROOT / ".git").exists():
+        parser.error("this is not a git checkout, and the table names the commit; clone the repository")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # else pytest goes on, and the environment stays
     commit, outcomes = current_commit(), []
-    for row in (ROWS[name] for name in options.rows or [row.name for row in USUAL]):
+    for row in map(ROWS.__getitem__, selected):
         today = date.today().isoformat()
         outcome = None if options.again else earlier(row.name, today, commit)
         if outcome is None:

@@ -31,6 +31,7 @@ from pytest_fsdp_meta.observers.support.torch_private import (
 from pytest_fsdp_meta.observers.support.watching import watching
 from pytest_fsdp_meta.text import as_bytes, first_line
 from pytest_fsdp_meta.worlds import SEED, CallFailed, Misuse, current, doing
+from pytest_fsdp_meta.worlds.rank.preload import TORCH_ON_FORK
 from pytest_fsdp_meta.worlds.rank.tracebacks import user_line
 
 GIVING_VALUES = ("all_reduce", "reduce", "all_gather", "gather")
@@ -46,7 +47,9 @@ WITHOUT_VALUES = (
     "no fake impl or Meta kernel",
 )
 """What torch says when a value of a meta tensor is asked for."""
-ASKS_CUDA = re.compile(r"not compiled with CUDA|has no attribute '_cuda|No CUDA GPUs|Found no NVIDIA driver")
+ASKS_CUDA = re.compile(
+    rf"not compiled with CUDA|has no attribute '_cuda|No CUDA GPUs|Found no NVIDIA driver|{TORCH_ON_FORK}"
+)
 NOT_FAKED = re.compile(r"only implemented for GLOO|pure virtual function \"::c10d|csrc/distributed/c10d")
 """What torch says of collectives and stores that its fake process group does not have."""
 NO_AMOUNT = re.compile(r"$|Unable to allocate")
