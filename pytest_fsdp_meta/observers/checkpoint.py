@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
@@ -280,10 +281,23 @@ def _make_resumable_optimizer(subject: Subject) -> Optimizer:
     """Return the author's optimizer; where none is declared, SGD with momentum, which has state to save."""
     trainable = [parameter for parameter in subject.model.parameters() if parameter.requires_grad]
     if subject.optimizer is None:
-        return torch.optim.SGD(trainable, lr=0.1, momentum=0.9, foreach=False)
+        optimizer = torch.optim.SGD(trainable, lr=0.1, momentum=0.9, foreach=False)
+        optimizer.register_step_pre_hook(_reduce_partial_gradients)
+        return optimizer
     optimizer = make_optimizer(subject)
     assert optimizer is not None, "something is trainable"
     return optimizer
+
+
+def _reduce_partial_gradients(optimizer: Optimizer, *_: Any) -> None:
+    """Reduce the gradients that sequence parallelism leaves as parts of a sum.
+
+    Since torch 2.15, momentum is a copy of the gradient with its placements, and torch saves no parts of a sum.
+    """
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        gradient = parameter.grad
+        if isinstance(gradient, DTensor) and any(placement.is_partial() for placement in gradient.placements):
+            parameter.grad = gradient.redistribute(placements=parameter.placements)
 
 
 def _train(rank: Rank, subject: Subject, steps: Sequence[int], until_loss: bool = False) -> TrainingRun:
