@@ -13,11 +13,14 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from io import StringIO
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from _pytest.assertion import util
 from _pytest.assertion.rewrite import AssertionRewritingHook
+from _pytest.config import create_terminal_writer
 from _pytest.skipping import evaluate_skip_marks, evaluate_xfail_marks
 
 
@@ -74,6 +77,9 @@ def rewrite_asserts(root: str, verbosity: str, *modules: str) -> None:
         del os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"]
         os.environ.update({name: value for name, value in given.items() if value is not None})
     config.option.verbose = int(verbosity)
+    # pytest 8.0 asks the terminal, which only a session has, how to highlight what an assert compares.
+    terminal = SimpleNamespace(_tw=create_terminal_writer(config, StringIO()))
+    config.pluginmanager.register(terminal, "terminalreporter")
     pytest.register_assert_rewrite(*modules)
     util._reprcompare = partial(_explain_comparison, config)
 
