@@ -94,7 +94,7 @@ class Recorder:
 
     known: Mapping[str, Tensor] = field(default_factory=dict)
     unknown: set[str] = field(default_factory=set)
-    """Operators of torch that communicate or serve FSDP2, and of which this package does not know what they do."""
+    """Operators of torch that communicate or serve FSDP2 and are in none of the tables above."""
     _steps: int = 0
     """The number of optimizers' steps that run now: one may call the step of another."""
     _recorded: list[_Recorded] = field(default_factory=list)
@@ -103,8 +103,8 @@ class Recorder:
     gather."""
 
     def before(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        name = operator_name(func)
         if func.namespace == "fsdp":
+            name = operator_name(func)
             if buffer_for := FSDP_BUFFERS.get(name):
                 self._mark_as_fsdp(buffer_for, kwargs.get("out"))
             elif name not in FSDP_OTHERS:
@@ -112,6 +112,7 @@ class Recorder:
             return
         if func.namespace not in NAMESPACES:
             return
+        name = operator_name(func)
         op = OPS.get(name)
         if op is None:
             if name not in OTHERS:

@@ -215,7 +215,7 @@ def is_operator(func: object) -> bool:
 
 @needs("torch:Tensor._base", spoils=("step_memory_bounded",), instead=lambda tensor: tensor)
 def base_of(tensor: Tensor) -> Tensor:
-    """Return the tensor of which autograd knows this one as a view, or the tensor itself."""
+    """Return the base of a view, as autograd knows it, or the tensor itself."""
     return tensor if tensor._base is None else tensor._base
 
 
