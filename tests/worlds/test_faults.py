@@ -358,9 +358,10 @@ def test_the_fork_server_is_killed() -> None:
     assert error.summary == "ranks 0, 1 were killed because the fork server of all ranks was ended from outside"
 
 
-def test_running_out_of_file_descriptors() -> None:
+@pytest.mark.parametrize("free", [5, 6, 8, 15, 40])
+def test_running_out_of_file_descriptors(free: int) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = len(os.listdir("/proc/self/fd")) + 8
+    most = len(os.listdir("/proc/self/fd")) + free
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     try:
         with pytest.raises(WorldError) as caught:

@@ -23,6 +23,7 @@ from pytest_fsdp_meta.worlds.local.member import LocalMember
 from pytest_fsdp_meta.worlds.rank import preload
 from pytest_fsdp_meta.worlds.rank.main import Assignment, main
 from pytest_fsdp_meta.worlds.spec import Sources, WorldSpec, place_of
+from pytest_fsdp_meta.worlds.system import processes
 
 _LOCK = threading.RLock()
 """Held while a process is started, because that temporarily changes state of the whole interpreter."""
@@ -110,6 +111,7 @@ class ForkServerEngine:
         return gpus.count_gpus(ForkServerEngine(method="spawn").launch_process)
 
     def launch(self, spec: WorldSpec, folder: Path, leftovers: Sequence[str]) -> Iterator[LocalMember]:
+        processes.require_descriptors(len(spec.ranks))
         self.ready()
         for rank in spec.ranks:
             task = Assignment(

@@ -30,6 +30,10 @@ _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
 _UNUSED = ctypes.c_ulong(0)
 _THREADS_FIELD = 16
 """Index of the number of threads in /proc/PID/stat, counted from the first field after the state."""
+_DESCRIPTORS_PER_RANK = 4
+"""A rank's pipe, the two ends by which multiprocessing follows its process, and a file of its output being read."""
+_SPARE_DESCRIPTORS = 16
+"""For a fork server that is still to start, and for removing a folder."""
 _IGNORED: dict[int, Any] = {}
 """The former handler of each signal that ``outlive_group`` ignores."""
 
@@ -124,12 +128,27 @@ def defer_interrupts() -> Iterator[None]:
 # Limits
 
 
+def require_descriptors(ranks: int) -> None:
+    """Raise the OSError of exhausted file descriptors if this process has too few left to start so many ranks.
+
+    Asked before the first rank starts: a fork server whose client runs out in the middle of a request ends, and a world
+    without a free descriptor cannot remove its folder.
+    """
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(FileNotFoundError):  # where the system does not list them
+        if limit - len(os.listdir("/dev/fd")) < ranks * _DESCRIPTORS_PER_RANK + _SPARE_DESCRIPTORS:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
 def describe_descriptor_limit(error: OSError) -> str:
     """Return the line to show for an error about exhausted file descriptors; "" for another error."""
     if error.errno not in (errno.EMFILE, errno.ENFILE):
         return ""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return f"out of file descriptors (limit {limit}); the pytest process needs 4 for each rank; raise it with ulimit -n"
+    return (
+        f"out of file descriptors (limit {limit}); the pytest process needs {_DESCRIPTORS_PER_RANK} for each rank; "
+        "raise it with ulimit -n"
+    )
 
 
 def count_oom_kills() -> int:
