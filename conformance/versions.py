@@ -54,7 +54,7 @@ USUAL = (
 ROWS = {row.name: row for row in (*USUAL, Row("nightly", "3.13", ("--pre", "torch", "--index-url", NIGHTLY_CPU)))}
 
 SELECTION = (
-    # The first defect of each check, and what breaks first when torch, pytest or Hypothesis changes.
+    # The first defect of each check, and what breaks first when torch, safetensors, pytest or Hypothesis changes.
     (
         "-m",
         "not slow",
@@ -62,6 +62,7 @@ SELECTION = (
         "tests/observers/test_torch_names.py",
         "tests/observers/test_torch_private.py",
         "tests/observers/test_collectives.py",
+        "tests/observers/test_reference_record.py",
         "tests/plugin/test_pytest_private.py",
         "tests/plugin/test_hypothesis_given.py",
     ),

@@ -116,8 +116,11 @@ def _copy_to(buffer: dict[tuple[Any, ...], Tensor], name: str, data: Tensor) -> 
     return buffer[key]
 
 
-def _for_file(tensors: Iterable[tuple[str, Tensor]]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return (the arrays to write, which may be views, and the metadata of the file)."""
+def _for_file(tensors: Iterable[tuple[str, Tensor]]) -> tuple[dict[str, Tensor], dict[str, str] | None]:
+    """Return (the arrays to write, which may be views, and the metadata of the file).
+
+    There is none without arrays: safetensors 0.4.3 cannot read the file that it writes then.
+    """
     from pytest_fsdp_meta.observers.support.subclasses import plain
 
     stored: dict[str, Tensor] = {}
@@ -138,7 +141,7 @@ def _for_file(tensors: Iterable[tuple[str, Tensor]]) -> tuple[dict[str, Tensor],
             dtype = str(data.dtype).removeprefix("torch.")
             if dtype in RECENT or dtype not in DTYPES.values():
                 as_bytes[name], stored[name] = dtype, _bytes(stored[name])
-    return stored, {ALIASES: json.dumps(aliases), AS_BYTES: json.dumps(as_bytes)}
+    return stored, {ALIASES: json.dumps(aliases), AS_BYTES: json.dumps(as_bytes)} if stored else None
 
 
 def is_array(tensor: Tensor) -> bool:
