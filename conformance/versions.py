@@ -45,7 +45,7 @@ class Row:
 OLDEST = ("pytest==8.0.0", "pytest-xdist==3.5.0", "hypothesis==6.100.0", "transformers==5.0.0", "accelerate==1.10.0")
 """The oldest releases that pyproject.toml allows."""
 USUAL = (
-    Row("2.9.1", "3.10", ("torch==2.9.1",), (*OLDEST, "peft==0.17.0", "safetensors==0.4.3", "cloudpickle==3.0.0")),
+    Row("2.9.1", "3.10", ("torch==2.9.1",), (*OLDEST, "peft==0.18.0", "safetensors==0.4.3", "cloudpickle==3.0.0")),
     Row("2.11.0", "3.12", ("torch==2.11.0",), ("transformers==5.17.0",)),
     Row("2.13.0-cpu", "3.11", ("torch==2.13.0", "--extra-index-url", CPU), ("-c", "constraints.txt")),
     Row("2.14.1", "3.11", ("torch==2.14.1",)),
