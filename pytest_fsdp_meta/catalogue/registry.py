@@ -64,7 +64,7 @@ def check(
     uses: Sequence[str] = (),
     after: Sequence[str] = (),
     references: Sequence[str] = (),
-    since: str = "0.1",
+    since: str = "0.3",
     fields: Sequence[str] = (),
     tolerance: Mapping[str, float] = MappingProxyType({}),
     simulated: str = "",

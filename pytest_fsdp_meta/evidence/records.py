@@ -135,10 +135,7 @@ class ReferenceFacts:
     idle: tuple[str, ...] = ()
     """The parameters of modules that did not run in its first step, such as a vision tower that gets text only."""
     used: tuple[str, ...] = ()
-    """The other parameters, in the order in which the first forward reached the modules that own them.
-
-    Empty in stored evidence that is older than this field.
-    """
+    """The other parameters, in the order in which the first forward reached the modules that own them."""
     rates: tuple[tuple[float, ...], ...] = ()
     """As in ``RankTraining``."""
     memory: tuple[StepMemory, ...] = ()

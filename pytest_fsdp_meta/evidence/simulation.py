@@ -41,7 +41,7 @@ class Traffic:
     count: int
     nbytes: int
     modules: tuple[ModuleTraffic, ...] = ()
-    """The parts of it; older reports lack them."""
+    """The parts of it."""
 
     @property
     def where(self) -> str:

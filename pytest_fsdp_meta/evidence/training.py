@@ -224,11 +224,11 @@ class RankTraining:
     data_parallel: tuple[int, int]
     """The (index, size) of that slice."""
     loss_dtype: str = ""
-    """The dtype in which the loss was returned; empty in stored evidence that is older than this field."""
+    """The dtype in which the loss was returned."""
     batches: tuple[str, ...] = ()
     """A hash of the global batch of each step."""
     backwards: tuple[int, ...] = ()
-    """How many backwards each step ran; empty in stored evidence that is older than this field."""
+    """How many backwards each step ran."""
     gradients: tuple[Comparison, ...] = ()
     parameters: tuple[Comparison, ...] = ()
     unreduced: bool = False
@@ -261,15 +261,12 @@ class RankTraining:
     """None if nothing differs from the reference by more than the smallest tolerance: then it is not needed."""
     swallowed: tuple[str, ...] = ()
     """The parameters whose updates are all rounded away: nothing moves, neither here nor in the reference."""
-    forward: ForwardWeights | None = None
-    """None in stored evidence that is older than this field."""
+    forward: ForwardWeights = ForwardWeights(0)
     rates: tuple[tuple[float, ...], ...] = ()
     """The learning rate of each parameter group, for each step."""
     beside: tuple[Comparison, ...] = ()
     """What the author keeps beside the model, after the last step; the measures are of how far each tensor moved."""
     draws_in_evaluation: tuple[str, ...] = ()
     """The modules that drew random numbers in the second step, although the model was in evaluation mode."""
-    buffers: TrainedBuffers | None = None
-    """None in stored evidence that is older than this field."""
-    memory: StepMemory | None = None
-    """None in stored evidence that is older than this field."""
+    buffers: TrainedBuffers = TrainedBuffers()
+    memory: StepMemory = field(default=StepMemory(0))

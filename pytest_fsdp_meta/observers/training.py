@@ -93,6 +93,7 @@ def observe_training(
     after = take_inventory(subject.model, rank.rank, str(rank.device))
     again = FirstBatchAgain(subject, rank, data_parallel, seen.records, optimizer)
     again.observe()
+    assert again.memory is not None
     return RankTraining(
         losses=tuple(run.losses),
         loss_dtype=run.loss_dtype,

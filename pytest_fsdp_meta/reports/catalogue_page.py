@@ -57,7 +57,7 @@ def _check(check: Check) -> Iterator[str]:
         yield f"* Runs after: {', '.join(f'[`{id}`](#{id})' for id in check.after)}."
     if check.references:
         yield f"* Seen in: {', '.join(map(_with_links, check.references))}."
-    yield f"* Since: {check.since}.\n"
+    yield ""
 
 
 def _evidence(check: Check) -> str:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from pytest_fsdp_meta.evidence.codec import TooLarge, from_plain, read_json, schema_of, to_plain, write_whole
-from pytest_fsdp_meta.reports.schema import SCHEMA, CheckRecord, LoaderRecord, Report
+from pytest_fsdp_meta.reports.schema import SCHEMA, Report
 
 FILE, PAGE = "report.json", "index.html"
 GENERATOR = '<meta name="generator" content="pytest-fsdp-meta">'
@@ -20,16 +19,6 @@ INTERVAL = 2.0
 """Least time (s) between two writes during a run, ..."""
 INTERVAL_PER_WRITE = 10
 """... or this many times the duration of the last write, if that is longer: a large report takes a second to write."""
-FROM_SCHEMA_1 = {
-    "partly": ("partly checked", ""),
-    "blocked": ("skipped", "depends on a failed check"),
-    "undeclared": ("skipped", "not declared"),
-    "nothing": ("skipped", "not applicable"),
-    "skipped": ("skipped", "by the test"),
-    "left out": ("skipped", "left out"),
-    "unselected": ("skipped", "not selected"),
-}
-"""Status in schema 1 -> status and kind of the skip in schema 2; other statuses are the same in both."""
 
 
 class UnknownSchema(ValueError):
@@ -74,7 +63,7 @@ class ReportWriter:
 
 
 def read_report(path: Path, brief: bool = False) -> Report:
-    """Return the report in a file. A report of an older schema is converted to the current one.
+    """Return the report in a file.
 
     If ``brief``, of loaders only what the history of checks needs, which is several times as fast.
 
@@ -100,19 +89,18 @@ def _read(path: Path, brief: bool) -> Report:
     version = data.get("schema") if isinstance(data, dict) else None
     if type(version) is not int:
         raise ValueError(f"{path}: not a report of pytest-fsdp-meta; pass a report.json that --fsdp-report has written")
-    if not 1 <= version <= SCHEMA:
+    if version != SCHEMA:
         remedy = "upgrade pytest-fsdp-meta, or " if version > SCHEMA else ""
         raise UnknownSchema(
-            f"{path}: a report of schema {version!r:.60}, but this version reads schemas 1 to {SCHEMA}; "
+            f"{path}: a report of schema {version!r:.60}, but this version reads schema {SCHEMA}; "
             f"{remedy}write the report again with --fsdp-report"
         )
     if brief:
         _drop_details(data)
     try:
-        report = from_plain(Report, data)
+        return from_plain(Report, data)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-    return _from_schema_1(report) if version == 1 else report
 
 
 def _drop_details(data: dict[str, Any]) -> None:
@@ -136,17 +124,6 @@ def _keep(data: dict[str, Any], names: Iterable[str]) -> None:
 
 def _is_object(value: object) -> bool:
     return isinstance(value, dict)
-
-
-def _from_schema_1(report: Report) -> Report:
-    def convert_check(check: CheckRecord) -> CheckRecord:
-        status, skip = FROM_SCHEMA_1.get(check.status, (check.status, ""))
-        return replace(check, status=status, skip=skip)
-
-    def convert_loader(loader: LoaderRecord) -> LoaderRecord:
-        return replace(loader, checks=tuple(map(convert_check, loader.checks)))
-
-    return replace(report, schema=SCHEMA, loaders=tuple(map(convert_loader, report.loaders)))
 
 
 def schema() -> dict[str, Any]:

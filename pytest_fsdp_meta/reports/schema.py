@@ -144,7 +144,7 @@ class CheckRecord:
     """The kind of the skip, one of ``SKIPS``; empty unless ``status`` is "skipped"."""
     place: str = ""
     """The line of the user's code that an error points to, as "path:line"; the path is relative to pytest's root folder
-    if it is inside. Empty if no frame is the user's, and in a report that is older than this field."""
+    if it is inside. Empty if no frame is the user's."""
     history: CheckHistory | None = None
     """None without earlier runs."""
 
@@ -201,7 +201,7 @@ class Curves:
     reference: tuple[float, ...] = ()
     tolerance: tuple[float, ...] = ()
     """How far ``mean`` may be from the reference at each step, relative to the largest loss of the reference.
-    Empty without a reference, and in a report that is older than this field."""
+    Empty without a reference."""
 
 
 @dataclass(frozen=True)
@@ -283,7 +283,7 @@ class Summary:
     memory: tuple[RankMemory, ...] = ()
     """In rank order."""
     model_bytes: int = 0
-    """The size of all parameters together; 0 in a report that is older than this field."""
+    """The size of all parameters together."""
     load_budget: int = 0
     """Bytes that a rank may hold while loading, as ``load_peak_memory_bounded`` judges it: its shards with copies of
     them and a few full tensors, or the whole model if that is more."""
@@ -324,7 +324,7 @@ class LoaderRecord:
     """The file of the stored evidence, relative to the report; empty where none was stored."""
     summary: Summary | None = None
     evenness: Evenness | None = None
-    """None if nothing is sharded, or in a report that is older than this field."""
+    """None if nothing is sharded."""
     sizes: tuple[SimulatedSize, ...] = ()
     """What ranks need in this world and in smaller ones, if it was simulated."""
     loads: int = 1

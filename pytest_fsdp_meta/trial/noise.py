@@ -115,9 +115,8 @@ def _updates(run: RankTraining) -> Iterator[Comparison]:
 
 
 def _buffers(run: RankTraining) -> Iterator[Comparison]:
-    if run.buffers is not None:
-        yield from run.buffers.first
-        yield from run.buffers.last
+    yield from run.buffers.first
+    yield from run.buffers.last
 
 
 def _rounds(comparison: Comparison) -> bool:

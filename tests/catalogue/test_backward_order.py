@@ -9,7 +9,6 @@ import pytest
 
 from pytest_fsdp_meta.catalogue.diagnosis.backward_order import describe_boundary
 from pytest_fsdp_meta.evidence import Evidence
-from pytest_fsdp_meta.evidence.codec import from_plain, to_plain
 from tests.catalogue.evidence_factory import healthy, remeasured, verdict, with_reference
 
 PARITY = "grad_parity"
@@ -40,18 +39,8 @@ def test_findings_are_in_the_order_of_the_backward():
 
 
 def test_without_the_order_of_use_that_of_registration_is_reversed():
-    """As in stored evidence that is older than the order of use."""
     evidence = evidence_of("embed.weight", "head.weight", "layers.0.mlp.weight", used=())
     assert names(evidence) == ["layers.0.mlp.weight", "head.weight", "embed.weight"]  # registered by name
-
-
-def test_evidence_without_the_field_is_read():
-    plain = to_plain(evidence_of("embed.weight"))
-    del plain["reference"]["used"]
-    read = from_plain(Evidence, plain)
-    assert read.reference is not None
-    assert read.reference.used == ()
-    assert names(read) == ["embed.weight"]
 
 
 def test_what_still_agrees_is_named_beside_what_departs():

@@ -136,4 +136,3 @@ def test_another_learning_rate_after_resuming_names_the_first_step():
         "0.05, as in the uninterrupted run",
         "group 0",
     )
-    assert verdict(RESUME, replace(HEALTHY, continued=before)).status == "passed", "older evidence has no rates"

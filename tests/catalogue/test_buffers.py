@@ -169,9 +169,3 @@ def test_a_wrong_gradient_explains_buffers_that_differ():
     assert verdict(ID, evidence).why == "depends on a failed check"
     apart = remeasured(counted(healthy(), 0.5, ranks=[1]), MIDDLE, 2.0)
     assert verdict(REPLICAS, apart).findings == ()
-
-
-def test_older_evidence_is_not_judged():
-    older = on_runs(counted(healthy(), 0.5, ranks=[1]), None, buffers=None)
-    assert verdict(ID, older).reason == "this evidence is older than the check; run the test again"
-    assert verdict(REPLICAS, older).reason.startswith("nothing is replicated")

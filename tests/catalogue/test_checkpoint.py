@@ -662,11 +662,6 @@ def test_a_training_that_changes_nothing_between_two_saves():
     )
 
 
-def test_evidence_that_is_older_than_the_second_save():
-    old = verdict(AGAIN, replace(healthy(), saved_again=None, restored_again=None))
-    assert (old.status, old.reason) == ("skipped", "this evidence is older than the check; run the test again")
-
-
 def test_parameters_that_are_frozen_or_untied_by_resuming():
     evidence = again(healthy(), "continued", frozen=(FROZEN,), tied=((EMBEDDING, HEAD),))
     same = again(evidence, "resumed", frozen=(FROZEN,), tied=((EMBEDDING, HEAD),))

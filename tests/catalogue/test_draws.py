@@ -16,7 +16,6 @@ from tests.catalogue.evidence_factory import (
     HEAD,
     MIDDLE,
     change,
-    declare,
     drew,
     findings_of,
     healthy,
@@ -226,8 +225,6 @@ def test_replicas_that_drew_differently_are_left_to_replicas_equal():
 
 def test_what_was_not_observed_is_said():
     assert verdict(ID, healthy()).reason == "Subject(drawn=...) is not declared"
-    older = declare(healthy(), drawn=(MIDDLE,))
-    assert verdict(ID, older).reason == "this evidence is older than the check; run the test again"
     whole = drew(place(healthy(), MIDDLE, {}), MIDDLE)
     assert verdict(ID, whole).status == "skipped"
     assert verdict(ID, undeclared(healthy(), "draws", why="rank 1 died", error=True)).status == "error"

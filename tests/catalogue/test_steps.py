@@ -136,14 +136,6 @@ def test_frozen_models_have_no_second_step():
     assert verdict(SECOND, frozen).reason == "nothing is trainable"
 
 
-def test_evidence_of_several_steps_without_the_second_is_older_than_the_check():
-    found = verdict(SECOND, on_runs(healthy(), None, second=None))
-    assert (found.why, found.reason) == (
-        "not applicable",
-        "this evidence is older than the check; run the test again",
-    )
-
-
 # Clipping.
 
 

@@ -1,7 +1,7 @@
-"""Stored evidence: a file as version 0.3.0 wrote it gives the same verdicts, and unreadable files say why.
+"""Stored evidence: a file of the current schema gives the same verdicts, and unreadable files say why.
 
-``data/0.3.0.evidence.json.gz`` was written by 0.3.0 for a loader of two ``nn.Linear`` layers on 2 ranks (gloo), which
-adds 1 to ``0.bias`` and freezes ``1.bias``.
+``data/schema-2.evidence.json.gz`` was written on 2026-11-25 for a loader of two ``nn.Linear`` layers on 2 ranks (gloo),
+which adds 1 to ``0.bias`` and freezes ``1.bias``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pytest_fsdp_meta.evidence.store import (
 )
 from tests.conftest import Project
 
-OLD = Path(__file__).parent / "data" / f"0.3.0{SUFFIX}"
+STORED = Path(__file__).parent / "data" / f"schema-2{SUFFIX}"
 STATUSES = {
     "dtypes_match_reference": "passed",  # skip= left it out of the run
     "requires_grad_matches_reference": "failed",  # xfail= expected it to
@@ -43,20 +43,20 @@ STATUSES = {
     "loss_parity": "skipped",
     "load_is_repeatable": "passed",
 }
-"""The verdict of each check in ``only=``, as version 0.3.0 judged this evidence."""
+"""The verdict of each check in ``only=``."""
 
 
-def judge_old_evidence() -> dict[str, Verdict]:
-    stored, catalogue = read_evidence(OLD), built_in()
+def judge_stored() -> dict[str, Verdict]:
+    stored, catalogue = read_evidence(STORED), built_in()
     return {id: judge(catalogue[id], stored.evidence, catalogue) for id in stored.offered}
 
 
-def test_evidence_of_version_0_3_0_gives_the_same_verdicts() -> None:
-    assert {id: verdict.status for id, verdict in judge_old_evidence().items()} == STATUSES
+def test_stored_evidence_gives_the_same_verdicts() -> None:
+    assert {id: verdict.status for id, verdict in judge_stored().items()} == STATUSES
 
 
-def test_evidence_of_version_0_3_0_gives_the_same_findings() -> None:
-    verdicts = judge_old_evidence()
+def test_stored_evidence_gives_the_same_findings() -> None:
+    verdicts = judge_stored()
     findings = {id: [(f.tensor, f.ranks) for f in verdict.findings] for id, verdict in verdicts.items()}
     assert {id: found for id, found in findings.items() if found} == {
         "params_equal_reference": [("0.bias", (0, 1))],
@@ -64,30 +64,23 @@ def test_evidence_of_version_0_3_0_gives_the_same_findings() -> None:
     }
 
 
-@pytest.mark.parametrize("check", ["forward_sees_current_weights", "second_grad_parity"])
-def test_checks_that_are_newer_than_the_evidence_ask_for_another_run(check: str) -> None:
-    evidence, catalogue = read_evidence(OLD).evidence, built_in()
-    verdict = judge(catalogue[check], evidence, catalogue)
-    assert (verdict.status, verdict.reason) == ("skipped", "this evidence is older than the check; run the test again")
-
-
-def test_evidence_of_version_0_3_0_keeps_its_settings() -> None:
-    stored = read_evidence(OLD)
+def test_stored_evidence_keeps_its_settings() -> None:
+    stored = read_evidence(STORED)
     assert stored.loader == "test_tiny.py::test_tiny"
     assert set(stored.offered) < set(stored.known) <= set(built_in().ids())
     assert stored.skip == {"dtypes_match_reference": "left out on purpose"}
     assert stored.xfail == {"requires_grad_matches_reference": "a known defect", "no_meta_params": "fixed by now"}
 
 
-def test_pytest_judges_evidence_of_version_0_3_0(project: Project) -> None:
-    shutil.copy(OLD, project.path)
-    result = project.collect(OLD.name)
+def test_pytest_judges_stored_evidence(project: Project) -> None:
+    shutil.copy(STORED, project.path)
+    result = project.collect(STORED.name)
     # no_meta_params passes although xfail= expects it to fail, and xfail= is strict.
-    result.assert_outcomes(passed=2, failed=2, skipped=20, xfailed=1)
+    result.assert_outcomes(passed=2, failed=2, skipped=7, xfailed=1)
 
 
 def test_evidence_survives_a_round_trip(tmp_path: Path) -> None:
-    stored = read_evidence(OLD)
+    stored = read_evidence(STORED)
     path = write_evidence(tmp_path / "new", stored)
     assert path.name == evidence_file_name(stored.loader)
     assert read_evidence(path) == stored
@@ -109,15 +102,15 @@ def change(**changes: Any) -> Callable[[bytes], bytes]:
         (lambda data: b"", "not stored evidence, or truncated"),
         (lambda data: data[: len(data) // 2], "not stored evidence, or truncated (EOFError: "),
         (lambda data: b"{}", "not stored evidence, or truncated (BadGzipFile: "),
-        (lambda data: compress([]), "stored evidence of schema None, but should be 1; store it again with --fsdp-keep"),
-        (change(schema=2), "stored evidence of schema 2, but should be 1; store it again with --fsdp-keep-evidence"),
+        (lambda data: compress([]), "stored evidence of schema None, but should be 2; store it again with --fsdp-keep"),
+        (change(schema=1), "stored evidence of schema 1, but should be 2; store it again with --fsdp-keep-evidence"),
         (change(known=[1]), "StoredEvidence.known[0]: 1, but should be str"),
     ],
     ids=["empty", "truncated", "not compressed", "not an object", "another schema", "a wrong field"],
 )
 def test_unreadable_files_say_why(tmp_path: Path, damage: Callable[[bytes], bytes], problem: str) -> None:
-    path = tmp_path / OLD.name
-    path.write_bytes(damage(OLD.read_bytes()))
+    path = tmp_path / STORED.name
+    path.write_bytes(damage(STORED.read_bytes()))
     with pytest.raises(ValueError) as caught:
         read_evidence(path)
     assert str(caught.value).startswith(f"{path}: {problem}")
@@ -130,17 +123,17 @@ def bomb() -> bytes:
 
 
 def test_a_small_file_that_holds_too_much_is_refused(project: Project) -> None:
-    project.path.joinpath(OLD.name).write_bytes(bomb())
-    result = project.collect(OLD.name)
+    project.path.joinpath(STORED.name).write_bytes(bomb())
+    result = project.collect(STORED.name)
     result.assert_outcomes(failed=1)
     (line,) = [line for line in result.outlines if "MiB" in line and not line.startswith("FAILED")]
-    assert line.endswith(f"{OLD.name}: more than 512 MiB of JSON, which is the limit")
+    assert line.endswith(f"{STORED.name}: more than 512 MiB of JSON, which is the limit")
 
 
 def test_evidence_that_could_not_be_read_again_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "LARGEST", 2**14)
     with pytest.raises(OSError, match=r"^0 MiB, but at most 0\.015625 MiB can be read again$"):
-        write_evidence(tmp_path, read_evidence(OLD))
+        write_evidence(tmp_path, read_evidence(STORED))
     assert not list(tmp_path.iterdir())
 
 

@@ -403,10 +403,10 @@ def test_folders_that_cannot_hold_a_report_are_refused(project: Project) -> None
     ("text", "message"),
     [
         ("", "not JSON, or truncated: Expecting value: line 1 column 1 (char 0)"),
-        ('{"schema": 1, "header": {', "not JSON, or truncated: Expecting property name enclosed in double quotes"),
+        ('{"schema": 2, "header": {', "not JSON, or truncated: Expecting property name enclosed in double quotes"),
         ("[]", "not a report of pytest-fsdp-meta; pass a report.json that --fsdp-report has written"),
-        ('{"schema": 99}', "a report of schema 99, but this version reads schemas 1 to 2; upgrade pytest-fsdp-meta"),
-        ('{"schema": 1, "loaders": []}', "Report: 'header' is missing"),
+        ('{"schema": 99}', "a report of schema 99, but this version reads schema 2; upgrade pytest-fsdp-meta"),
+        ('{"schema": 2, "loaders": []}', "Report: 'header' is missing"),
     ],
 )
 def test_a_file_that_is_not_a_report_is_refused_in_one_line(tmp_path: Path, text: str, message: str) -> None:

@@ -14,10 +14,9 @@ from pytest_fsdp_meta.evidence import WorldFacts
 from pytest_fsdp_meta.evidence.codec import to_plain, write_whole
 from pytest_fsdp_meta.reports.badge import COLORS, badge, badge_json, badge_svg
 from pytest_fsdp_meta.reports.compare import compare, describe_changes, describe_comparison, describe_verdict
-from pytest_fsdp_meta.reports.io import read_report
 from pytest_fsdp_meta.reports.markdown import escaped, summarise_run
 from pytest_fsdp_meta.reports.page.view import build_view
-from pytest_fsdp_meta.reports.schema import FAILED, PASSED, SCHEMA, SKIPS, STATUSES, Curves, Report
+from pytest_fsdp_meta.reports.schema import FAILED, PASSED, SKIPS, STATUSES, Curves
 from tests.conftest import Project, errors
 from tests.reports.report_factory import CATALOGUE, HOSTILE, LLAMA, check, finding, header, loader, raised, report
 
@@ -444,7 +443,7 @@ def test_a_report_of_an_unknown_schema_is_reported_and_excuses_no_failure(projec
     result = nightly(project, "--fsdp-compare=old", "--fsdp-fail-on=regression", weight=1)
     assert result.ret == 1
     assert compared(result)[0] == (
-        "no comparison: old/report.json: a report of schema 99, but this version reads schemas 1 to 2; "
+        "no comparison: old/report.json: a report of schema 99, but this version reads schema 2; "
         "upgrade pytest-fsdp-meta, or write the report again with --fsdp-report"
     )
     assert "no comparison" in (project.path / "report" / "summary.md").read_text()
@@ -453,8 +452,8 @@ def test_a_report_of_an_unknown_schema_is_reported_and_excuses_no_failure(projec
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"schema": 1, "header": {', "report.json: not JSON, or truncated: "),
-        ('{"schema": 1, "header": 3}', "report.json: Report.header: 3, but should be dict"),
+        ('{"schema": 2, "header": {', "report.json: not JSON, or truncated: "),
+        ('{"schema": 2, "header": 3}', "report.json: Report.header: 3, but should be dict"),
         ("\x00\x01", "report.json: not JSON, or truncated: "),
     ],
 )
@@ -482,7 +481,7 @@ def test_invalid_options_are_refused(project: Project, options, message) -> None
 
 
 def test_of_several_reports_each_has_to_exist_and_to_be_one(project: Project) -> None:
-    project.write("a, b/report.json", as_schema_1(run(), {}))
+    project.write("a, b/report.json", json.dumps(to_plain(run())))
     project.write("empty/report.json", "")
     named = "--fsdp-compare=a, b/report.json"
     assert project.collect("--collect-only", named).ret == pytest.ExitCode.NO_TESTS_COLLECTED, "a comma in a name"
@@ -492,54 +491,3 @@ def test_of_several_reports_each_has_to_exist_and_to_be_one(project: Project) ->
     assert line.startswith("--fsdp-compare: empty/report.json: not JSON, or truncated: ")
     (line,) = errors(project.collect("--fsdp-compare=,"))
     assert "invalid value ','" in line
-
-
-OLD_STATUSES = {
-    "passed": "passed",
-    "failed": "failed",
-    "error": "error",
-    "xfailed": "xfailed",
-    "xpassed": "xpassed",
-    "partly": "partly checked",
-    "blocked": "depends on a failed check",
-    "undeclared": "not declared",
-    "nothing": "not applicable",
-    "skipped": "by the test",
-    "left out": "left out",
-    "unselected": "not selected",
-    "not run": "not run",
-}
-"""Status in schema 1 -> ``CheckRecord.kind`` in schema 2."""
-
-
-def as_schema_1(now: Report, statuses: dict[str, str]) -> str:
-    """Return a report as schema 1 had it, with these statuses of its first loader's checks."""
-    data = to_plain(replace(now, schema=1))
-    for loader_data in data["loaders"]:
-        for one in loader_data["checks"]:
-            del one["skip"]
-    for one in data["loaders"][0]["checks"]:
-        one["status"] = statuses.get(one["check"], one["status"])
-    return json.dumps(data)
-
-
-def test_a_report_of_schema_1_is_converted(tmp_path: Path) -> None:
-    path = tmp_path / "report.json"
-    ids = [one.check for one in CATALOGUE]
-    path.write_text(as_schema_1(run(), dict(zip(ids, OLD_STATUSES, strict=False))))
-    before = read_report(path)
-    assert before.schema == SCHEMA
-    assert [one.kind for one in before.loaders[0].checks[: len(OLD_STATUSES)]] == list(OLD_STATUSES.values())
-    assert set(OLD_STATUSES.values()) == set(KINDS) - {"not supported"}  # which is newer
-    same = run(*(check(id_, kind) for id_, kind in zip(ids, OLD_STATUSES.values(), strict=False)))
-    assert changes(compare(before, same)) == {"known": [ids[1], ids[2], ids[4]]}
-
-
-def test_a_run_is_compared_with_a_report_of_schema_1(project: Project) -> None:
-    assert nightly(project, weight=1).ret == 1
-    path = project.path / "report" / "report.json"
-    project.write("old/report.json", as_schema_1(read_report(path), {"requires_grad_matches_reference": "unselected"}))
-    result = nightly(project, "--fsdp-compare=old", "--fsdp-fail-on=regression", weight=1)
-    assert result.ret == 0, "the known failure is accepted"
-    assert compared(result)[:1] == ["known failures, same findings: 1"]
-    assert any(line.startswith("1 known since ") for line in compared(result))

@@ -21,7 +21,6 @@ from pytest_fsdp_meta.reports.traced_step import MOST_COLUMNS, NEAR, record_step
 from tests.catalogue.evidence_factory import healthy
 from tests.conftest import Project
 from tests.reports.report_factory import loader, report, traced_step
-from tests.reports.test_old_reports import OLD
 from tests.world_help import ROOT
 
 NOISE = 1e-7
@@ -254,12 +253,6 @@ def test_multiples_are_short():
 def test_a_page_without_a_traced_step_has_no_such_part():
     assert "Where the step departs" in render(report())
     assert "Where the step departs" not in render(report(loader()))
-
-
-def test_reports_of_earlier_versions_have_no_step():
-    found = [one.summary.traced for one in read_report(OLD).loaders if one.summary is not None]
-    assert found
-    assert not any(found)
 
 
 def test_a_loader_with_a_defect_in_one_module_gets_its_picture(project: Project, monkeypatch):

@@ -37,7 +37,6 @@ from pytest_fsdp_meta.evidence.tolerances import GRADIENT_TOLERANCE
     cause="the switch (FSDP2's set_requires_gradient_sync, DDP's no_sync) does not reach every wrapped module",
     remedy="apply the switch to every FSDP module, and turn it on again before the backward of the last micro-batch",
     references=["nvidia-cosmos/cosmos-framework#161"],
-    since="0.2",
     tolerance=GRADIENT_TOLERANCE,
 )
 def grad_accumulation_parity(view: View) -> Iterable[Finding]:

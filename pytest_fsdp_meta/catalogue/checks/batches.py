@@ -42,7 +42,6 @@ class _Part(NamedTuple):
         *("NVlabs/LongLive#71", "huggingface/accelerate#3092", "huggingface/accelerate#4201"),
         *("NVIDIA-NeMo/Megatron-Bridge#5944", "axolotl-ai-cloud/axolotl#3920"),
     ],
-    since="0.3",
     fields=["data"],
 )
 def batches_follow_the_mesh(view: View) -> Iterator[Finding]:

@@ -38,7 +38,6 @@ class _Run(NamedTuple):
     cause="the state of the loader, its sampler or its dataset is saved or loaded in part",
     remedy="save the position, the epoch and the seed of each rank's loader, and load them before the iteration begins",
     references=["KempnerInstitute/KempnerForge#51", "pytorch/torchtitan#409", "huggingface/accelerate#2016"],
-    since="0.3",
     fields=["data"],
 )
 def batches_resume(view: View) -> Iterator[Finding]:

@@ -25,7 +25,6 @@ from pytest_fsdp_meta.text import first_of
     cause="they are updated once per micro-batch, before the optimizer steps, with another decay or on some ranks only",
     remedy="update them once after each step of the optimizer, from this rank's shards",
     references=["pytorch/pytorch#117742"],
-    since="0.3",
     fields=["beside"],
     tolerance=UPDATE_TOLERANCE,
 )

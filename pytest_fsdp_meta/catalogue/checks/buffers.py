@@ -8,7 +8,6 @@ from pytest_fsdp_meta.catalogue.diagnosis.limits import relative_errors, update_
 from pytest_fsdp_meta.catalogue.diagnosis.multiples import multiple, number_of
 from pytest_fsdp_meta.catalogue.diagnosis.parity import (
     EXPLAINING_CHECKS,
-    OLDER_EVIDENCE,
     comparable_training,
     explain_hooks_left_out,
     require_no_other_cause,
@@ -45,13 +44,10 @@ SAME_FACTOR = 0.02
     "forward that activation checkpointing repeats",
     remedy="compute them from the whole batch: reduce over the data-parallel ranks and divide as the reference does",
     references=["pytorch/torchtitan#1593", "leggedrobotics/rsl_rl#226", "NVIDIA/Megatron-LM#7081"],
-    since="0.3",
     tolerance=UPDATE_TOLERANCE,
 )
 def buffers_follow_training(view: View) -> Iterable[Finding]:
     runs = comparable_training(view)
-    if any(run.buffers is None for run in runs):
-        raise NotJudged(OLDER_EVIDENCE)
     changed = changed_buffers(view)
     if not changed:
         raise NotJudged("training changes no persistent buffer, except those that DDP broadcasts from one rank")
@@ -72,7 +68,7 @@ def buffers_follow_training(view: View) -> Iterable[Finding]:
         yield from _findings(view, runs, wrong, when)
     else:
         # Integers are equal here, and have no rounding that the noise would have to explain.
-        compared = (c for run in runs if run.buffers is not None for c in run.buffers.last if c.name in names)
+        compared = (c for run in runs for c in run.buffers.last if c.name in names)
         require_noise(view, UPDATE_TOLERANCE, relative_errors(c for c in compared if c.measure and c.measure.grain))
 
 
@@ -90,7 +86,7 @@ def _leave_to_updates(view: View, runs: Sequence[RankTraining], wrong: Mapping[s
 def _require_one_forward(runs: Sequence[RankTraining], name: str) -> None:
     """Raise NotJudged if the author's steps run another number of forwards than the reference's."""
     for rank, run in enumerate(runs):
-        forwards, steps = run.buffers.forwards if run.buffers is not None else 0, len(run.losses)
+        forwards, steps = run.buffers.forwards, len(run.losses)
         if forwards != steps:
             raise NotJudged(
                 f"{name} differs from the reference's, but train_step runs {counted(forwards, 'forward')} of the model "

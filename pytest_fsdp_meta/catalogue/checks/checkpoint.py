@@ -43,7 +43,6 @@ ROUNDING = 1e-2
     "which rank comes first",
     remedy="load every weight that the checkpoint has, and seed every generator by step and tensor name, not by time",
     references=["LLaMA-Factory 0.9.5"],
-    since="0.2",
 )
 def load_is_repeatable(view: View) -> Iterable[Finding]:
     second = {rank.rank: rank.by_name for rank in view.evidence.repetition or ()}
@@ -81,7 +80,6 @@ def _compare_loads(first: TensorFacts, second: TensorFacts | None, drawn: bool) 
     remedy="save the result of torch.distributed.checkpoint.state_dict.get_model_state_dict, which strips wrapper "
     "prefixes",
     references=["pytorch/pytorch#118119"],
-    since="0.2",
 )
 def state_dict_names_clean(view: View) -> Iterable[Finding]:
     expected = set(view.reference.state_dict)
@@ -129,7 +127,6 @@ _WRAPPED: Explanation = {
     "asynchronous save), and training changed them",
     remedy="save and load with torch.distributed.checkpoint, get_model_state_dict and set_model_state_dict, strictly",
     references=["NVIDIA/TransformerEngine#2713", "NVIDIA/TransformerEngine#1860"],
-    since="0.2",
 )
 def dcp_round_trip(view: View) -> Iterable[Finding]:
     evidence = view.evidence
@@ -211,7 +208,6 @@ def diverging_names(view: View, before: Sequence[RankSaved]) -> list[str]:
     cause="shards are saved by rank instead of by their place in the tensor, or resume() reads its own rank's file",
     remedy="save DTensors with torch.distributed.checkpoint, which records the place of each shard",
     references=["pytorch/torchtitan#1136"],
-    since="0.2",
 )
 def dcp_reshards(view: View) -> Iterable[Finding]:
     resharded = view.evidence.resharded

@@ -56,7 +56,6 @@ CLIP: Explanation = {
     why="A norm over a rank's own shards is too small, so gradients are clipped too late and differently on each rank.",
     **NORM,
     references=["pytorch/pytorch#170862", "pytorch/torchtune#2420", "pytorch/pytorch#180346"],
-    since="0.2",
     tolerance=GRADIENT_TOLERANCE,
 )
 def grad_norm_parity(view: View) -> Iterable[Finding]:
@@ -149,7 +148,6 @@ _WRONG_NORM: dict[bool, Explanation] = {
     "norm looks right.",
     **CLIP,
     references=["NVIDIA-NeMo/Automodel#3477", "pytorch/torchtune#2420"],
-    since="0.3",
     tolerance=GRADIENT_TOLERANCE,
 )
 def grad_clip_parity(view: View) -> Iterable[Finding]:

@@ -35,7 +35,6 @@ PHASES = {"loading": "while loading", "step": "in one training step"}
     cause="a hook or a wrapper broadcasts or gathers it before it is used, as if it were sharded",
     remedy="use the rank's own copy in the forward, and reduce only its gradient",
     references=["NVIDIA/Megatron-LM fsdp_no_shard"],
-    since="0.2",
 )
 def unsharded_modules_are_not_gathered(view: View) -> Iterable[Finding]:
     ranks, names = view.evidence.collectives or (), view.evidence.subject.unsharded
@@ -58,7 +57,6 @@ def unsharded_modules_are_not_gathered(view: View) -> Iterable[Finding]:
     cause="the ranks iterate in different orders (a set, a directory listing), or branch on the rank",
     remedy="iterate over sorted names or over the model itself, and issue no collective in a branch on the rank",
     references=["huggingface/accelerate#3982", "verl-project/verl#6365", "NVIDIA/Megatron-LM#6573"],
-    since="0.2",
 )
 def collectives_match_on_every_rank(view: View) -> Iterable[Finding]:
     ranks = view.evidence.collectives or ()
@@ -166,7 +164,6 @@ def _describe_collective(collective: Collective | None) -> str:
     "already",
     remedy="use the weight in its own module's forward, where FSDP2 has gathered it, or compute on the local shard",
     references=["pytorch/pytorch#105635", "pytorch/torchtitan#3123"],
-    since="0.2",
 )
 def collectives_within_budget(view: View) -> Iterable[Finding]:
     ranks = view.evidence.collectives or ()

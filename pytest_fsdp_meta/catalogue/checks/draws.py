@@ -17,7 +17,6 @@ from pytest_fsdp_meta.catalogue.diagnosis.fans import (
     weight_of,
     wrong_fan,
 )
-from pytest_fsdp_meta.catalogue.diagnosis.parity import OLDER_EVIDENCE
 from pytest_fsdp_meta.catalogue.findings import Explanation, Finding
 from pytest_fsdp_meta.catalogue.registry import check
 from pytest_fsdp_meta.catalogue.view import NotDeclared, NotJudged, PartlyJudged, View, ranks_by
@@ -52,13 +51,10 @@ class Tested(NamedTuple):
     cause="each rank drew its own part from the same seed",
     remedy="draw the whole tensor before sharding or on the DTensor, or seed each part by its name and place",
     references=["NVIDIA-NeMo/Megatron-Bridge#5840", "modelscope/ms-swift#7944", "pytorch/torchtitan#3106"],
-    since="0.3",
 )
 def drawn_weights_are_one_draw(view: View) -> Iterable[Finding]:
     if not view.evidence.subject.drawn:
         raise NotDeclared("drawn")
-    if view.evidence.draws is None:
-        raise NotJudged(OLDER_EVIDENCE)
     found = {name: _parts(view, name) for name in view.names("parameter", "buffer", only=view.evidence.subject.drawn)}
     varied = {name: parts for name, parts in found.items() if any(part.draw.own.distinct > 1 for part in parts)}
     tested = list(_spreads(view, varied))

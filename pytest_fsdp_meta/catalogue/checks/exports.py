@@ -46,7 +46,6 @@ _NO_PART: Explanation = {
     remedy="undo layout changes for sharding or kernels in the export, and compare an exported checkpoint with the "
     "original",
     references=["huggingface/accelerate#4206", "pytorch/torchtitan#3764", "NVIDIA-NeMo/Automodel#2511"],
-    since="0.2",
 )
 def full_state_dict_exports(view: View) -> Iterable[Finding]:
     export = view.evidence.export

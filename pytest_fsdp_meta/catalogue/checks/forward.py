@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from pytest_fsdp_meta.catalogue.diagnosis.parity import BLOCKING_CHECKS, OLDER_EVIDENCE
+from pytest_fsdp_meta.catalogue.diagnosis.parity import BLOCKING_CHECKS
 from pytest_fsdp_meta.catalogue.findings import Explanation, Finding
 from pytest_fsdp_meta.catalogue.registry import check
 from pytest_fsdp_meta.catalogue.view import NotJudged, View, ranks_by
@@ -24,13 +24,9 @@ from pytest_fsdp_meta.evidence import StaleWeight
     remedy="let FSDP reshard after the last backward of each step: set_reshard_after_backward(True), or "
     "model.reshard() after optimizer.step()",
     references=["pytorch/pytorch#188346"],
-    since="0.3",
 )
 def forward_sees_current_weights(view: View) -> Iterable[Finding]:
-    runs = view.evidence.training or ()
-    observed = [run.forward for run in runs if run.forward is not None]
-    if len(observed) < len(runs):
-        raise NotJudged(OLDER_EVIDENCE)
+    observed = [run.forward for run in view.evidence.training or ()]
     if all(forward.forwards < 2 for forward in observed):
         raise NotJudged("no forward follows an optimizer step; train for two steps or more")
     if not any(t.requires_grad for rank in view.evidence.inventory for t in rank.tensors):

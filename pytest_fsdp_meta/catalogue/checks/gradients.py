@@ -57,7 +57,6 @@ NOISE = 1e-7
         "verl-project/verl#7835",
         "NVIDIA-NeMo/Automodel#2146",
     ],
-    since="0.2",
     tolerance=GRADIENT_TOLERANCE,
 )
 def grad_parity(view: View) -> Iterable[Finding]:

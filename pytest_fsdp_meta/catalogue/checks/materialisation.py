@@ -184,7 +184,6 @@ def buffers_on_rank_device(view: View) -> Iterable[Finding]:
     "restores it",
     remedy="write into the parameter in place (under torch.no_grad), or re-create parameters before fully_shard()",
     references=["NVIDIA/Megatron-LM#6799"],
-    since="0.2",
     simulated="too",
 )
 def managed_params_are_registered(view: View) -> Iterable[Finding]:

@@ -37,7 +37,6 @@ LEAST = 512
     cause="the shard is a view of the full tensor, which keeps the whole storage alive",
     remedy="clone() the slice before it becomes the parameter, or read only the slice from the checkpoint",
     references=["axolotl-ai-cloud/axolotl#3597"],
-    since="0.2",
 )
 def shard_bytes_within_budget(view: View) -> Iterable[Finding]:
     names = set(view.names("parameter"))
@@ -123,7 +122,6 @@ BY_SLICES = "build the model on meta, shard it, call to_empty(), then read only 
     cause="the model was built or read as a whole on the rank, and sharded afterwards",
     remedy=f"{BY_SLICES}; or declare it as intended: Subject(whole_while_loading=(0,))",
     references=["huggingface/transformers#43749", "huggingface/transformers#45649"],
-    since="0.2",
 )
 def load_peak_memory_bounded(view: View) -> Iterable[Finding]:
     memory, declared = view.evidence.memory or (), set(view.evidence.subject.whole_while_loading)

@@ -34,7 +34,6 @@ from pytest_fsdp_meta.text import counted, first_of
     cause="the optimizer was built from other parameters than the trainable ones of the loaded model",
     remedy="build the optimizer last: optimizer(p for p in model.parameters() if p.requires_grad)",
     references=["huggingface/accelerate#3394", "pytorch/pytorch#149205"],
-    since="0.2",
     simulated="too",
 )
 def optimizer_owns_parameters(view: View) -> Iterable[Finding]:
@@ -132,7 +131,6 @@ _FROZEN: Explanation = {
     cause="something other than the optimizer writes to it: a moving average, a hook, a tie to a trained weight",
     remedy="look for copy_(), lerp_() and .data on it in hooks and forwards, and for ties to trainable parameters",
     references=["vllm-project/speculators#593"],
-    since="0.2",
 )
 def frozen_weights_stay_frozen(view: View) -> Iterable[Finding]:
     after, steps = inventories_after_steps(view), count_steps(view)
@@ -177,7 +175,6 @@ def _changed(after: RankInventory, name: str, digest: str | None) -> bool:
     remedy="check which parameters the optimizer's groups hold on this rank, and look for copies that are not written "
     "back",
     references=["NVIDIA/Megatron-LM#6228", "huggingface/accelerate#1527", "pytorch/pytorch#176076"],
-    since="0.2",
 )
 def every_trainable_moves(view: View) -> Iterable[Finding]:
     runs = _runs(view)

@@ -7,7 +7,7 @@ from itertools import combinations
 from typing import NamedTuple
 
 from pytest_fsdp_meta.catalogue.diagnosis.coordinates import coordinates
-from pytest_fsdp_meta.catalogue.diagnosis.parity import BLOCKING_CHECKS, OLDER_EVIDENCE
+from pytest_fsdp_meta.catalogue.diagnosis.parity import BLOCKING_CHECKS
 from pytest_fsdp_meta.catalogue.findings import Explanation, Finding, Mismatch
 from pytest_fsdp_meta.catalogue.registry import check
 from pytest_fsdp_meta.catalogue.view import NotDeclared, NotJudged, PartlyJudged, View, ranks_by
@@ -45,7 +45,6 @@ class _Pair(NamedTuple):
         "NVIDIA/Megatron-LM#206",
         "ecmwf/anemoi-core#595",
     ],
-    since="0.3",
 )
 def random_numbers_follow_the_mesh(view: View) -> Iterable[Finding]:
     steps = _steps_with_draws(view)
@@ -85,9 +84,7 @@ def _seeded_for_training(view: View, draw: Draw) -> bool:
 
 
 def _steps_with_draws(view: View) -> Sequence[RankTrainingMode]:
-    steps = view.evidence.training_mode
-    if steps is None:
-        raise NotJudged(OLDER_EVIDENCE)
+    steps = view.evidence.training_mode or ()
     if not any(step.draws for step in steps):
         if any(step.hidden for step in steps):
             raise NotJudged(
@@ -216,7 +213,6 @@ def _findings(pairs: Sequence[_Pair], actual: str, expected: str, explanation: E
         "NVIDIA-NeMo/Automodel#3437",
         "modelscope/ms-swift#9935",
     ],
-    since="0.3",
     fields=["save"],
 )
 def random_numbers_resume(view: View) -> Iterable[Finding]:
@@ -227,8 +223,6 @@ def random_numbers_resume(view: View) -> Iterable[Finding]:
     if used == {OWN_GENERATOR}:
         raise NotJudged("the model draws from a generator of its own, whose state only the model knows")
     saved, resumed = view.evidence.continued or (), view.evidence.resumed or ()
-    if not all(rank.generators for rank in (*saved, *resumed)):
-        raise NotJudged(OLDER_EVIDENCE)
     problems = {
         kind: [(rank, _problem(kind, saved, resumed, rank)) for rank in range(len(resumed))]
         for kind in sorted(used - {OWN_GENERATOR})

@@ -24,7 +24,6 @@ from pytest_fsdp_meta.text import name_ranks
     cause="these ranks did not receive the value that the others have, or replicas diverged after loading",
     remedy="load or compute it alike on every rank, or broadcast it after loading",
     references=["allenai/OLMo-core#319", "NVIDIA-NeMo/Automodel#3822", "pytorch/pytorch#178569"],
-    since="0.2",
 )
 def replicas_equal(view: View) -> Iterable[Finding]:
     compared, coordinates = _compared(view), model_coordinates(view)

@@ -45,7 +45,6 @@ both runs, nearly bit for bit."""
     remedy="save and load it by name with get_optimizer_state_dict and set_optimizer_state_dict, and freeze the same "
     "parameters before loading as before saving",
     references=["pytorch/pytorch#192202"],
-    since="0.2",
 )
 def optimizer_state_round_trip(view: View) -> Iterable[Finding]:
     before, after = view.evidence.continued or (), view.evidence.resumed or ()
@@ -161,7 +160,6 @@ def _compare_groups(before: RankResumed, after: RankResumed) -> Iterator[Mismatc
     cause="save() or resume() leaves it out, or resume() rebuilds it from the loaded model",
     remedy="save its state_dict() with the model, and load it after the model and the optimizer",
     references=["TensorAuto/OpenTau#185", "radixark/miles#3143", "NCAR/miles-credit#414"],
-    since="0.3",
     fields=["scheduler or beside"],
 )
 def beside_round_trip(view: View) -> Iterable[Finding]:
@@ -234,7 +232,6 @@ _STARTS_AGAIN: Explanation = {
     "a module that resume() recreates, or a cached copy of a weight",
     remedy="register changing state as a persistent buffer or extra state, and recompute derived state after loading",
     references=["huggingface/transformers#31034"],
-    since="0.2",
     tolerance=TOLERANCE,
 )
 def resume_parity(view: View) -> Iterable[Finding]:

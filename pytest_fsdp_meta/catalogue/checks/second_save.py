@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from pytest_fsdp_meta.catalogue.checks.checkpoint import SAVED, SOUND, diverging_names
 from pytest_fsdp_meta.catalogue.diagnosis.parity import (
-    OLDER_EVIDENCE,
     first_not_finite,
     format_losses,
     leave_not_finite,
@@ -42,12 +41,9 @@ class _Saves(NamedTuple):
     "assumed not to change), and later ones write these again",
     remedy="copy the current values at each save; a cache may keep shapes and plans, but no values",
     references=["NVIDIA-NeMo/RL#3312"],
-    since="0.3",
 )
 def second_save_is_current(view: View) -> Iterable[Finding]:
     evidence = view.evidence
-    if evidence.saved_again is None:
-        raise NotJudged(OLDER_EVIDENCE)
     runs = (evidence.continued or (), evidence.saved_again or (), evidence.restored_again or ())
     ranks = [_Saves(*saves) for saves in zip(*runs, strict=True)]
     if not any(map(_changed, ranks)):

@@ -34,7 +34,6 @@ from pytest_fsdp_meta.text import first_of, name_ranks
     cause="the parameter is declared unsharded but was passed to fully_shard() or parallelize_module()",
     remedy="exclude it from fully_shard() (ignored_params), or remove it from Subject(unsharded=...)",
     references=["NVIDIA/Megatron-LM fsdp_no_shard"],
-    since="0.2",
     simulated="too",
 )
 def unsharded_modules_stay_whole(view: View) -> Iterable[Finding]:
@@ -68,7 +67,6 @@ def _split(view: View, tensor: TensorFacts) -> Mismatch:
     cause="its module was not passed to fully_shard() or parallelize_module(), was ignored, or its mesh has one rank",
     remedy="shard it, or declare the intent with Subject(unsharded=...) or Subject(placements=...)",
     references=["huggingface/accelerate#2947", "verl-project/verl#6289"],
-    since="0.2",
     simulated="too",
 )
 def nothing_left_unsharded(view: View) -> Iterable[Finding]:

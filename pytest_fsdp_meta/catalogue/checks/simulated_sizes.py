@@ -33,7 +33,6 @@ NOT_SIMULATED = "it is judged in simulated worlds: @fsdp_conformance(simulate=10
     cause="the tensor is sharded on a dim that is shorter than the number of ranks",
     remedy="shard it on a longer dim: fully_shard(shard_placement_fn=lambda parameter: Shard(1)), or over fewer ranks",
     references=["pytorch/pytorch#140069"],
-    since="0.3",
     simulated="only",
 )
 def no_rank_is_empty_handed(view: View) -> Iterable[Finding]:
@@ -111,7 +110,6 @@ def _bytes(tensor: TensorFacts) -> int:
     cause="parameters are whole on every rank, are sharded over a part of the mesh only, or on a dim that is too short",
     remedy="shard them over the dimension that grows; what should stay whole is declared by Subject(unsharded=...)",
     references=["arXiv:1910.02054 (ZeRO), figure 1"],
-    since="0.3",
     simulated="only",
 )
 def memory_falls_with_ranks(view: View) -> Iterable[Finding]:
@@ -145,7 +143,6 @@ def _median(size: SimulatedSize) -> str:
     cause="a collective gathers something from every rank: gradients, optimizer state or outputs",
     remedy="reduce instead of gathering, or gather within a group of fixed size",
     references=["arXiv:1910.02054 (ZeRO), section 7"],
-    since="0.3",
     simulated="only",
 )
 def communication_scales(view: View) -> Iterable[Finding]:

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from math import prod
 
 from pytest_fsdp_meta.catalogue.checks.structure import MANIFEST
-from pytest_fsdp_meta.catalogue.diagnosis.parity import OLDER_EVIDENCE
 from pytest_fsdp_meta.catalogue.findings import Explanation, Finding
 from pytest_fsdp_meta.catalogue.registry import check
-from pytest_fsdp_meta.catalogue.view import NotJudged, PartlyJudged, View, ranks_by
+from pytest_fsdp_meta.catalogue.view import PartlyJudged, View, ranks_by
 from pytest_fsdp_meta.evidence import splits_experts
 from pytest_fsdp_meta.evidence.step_memory import GatheredGroup, StepMemory
 from pytest_fsdp_meta.text import fold_names, name_ranks
@@ -42,13 +41,9 @@ BLOCK = re.compile(r"^(?P<stack>(?:.*?\.)?)(?P<index>[0-9]+)\.(?P<rest>.+)$")
     "auto_wrap_policy='TRANSFORMER_BASED_WRAP' does it; if the model is small enough to be gathered as a whole, skip "
     "this check with that reason",
     references=["huggingface/accelerate#4172", "NVIDIA-NeMo/Automodel#3708"],
-    since="0.3",
 )
 def step_memory_bounded(view: View) -> Iterable[Finding]:
-    observed = [run.memory for run in view.evidence.training or ()]
-    ranks = [memory for memory in observed if memory is not None]
-    if len(ranks) < len(observed):
-        raise NotJudged(OLDER_EVIDENCE)
+    ranks = [run.memory for run in view.evidence.training or ()]
     yield from _gathered_as_one(view, ranks)
     reference = view.evidence.reference
     if reference is None or not reference.memory:

@@ -188,7 +188,6 @@ _BIAS: Explanation = {
     "the checkpoint is of another model, or the vocabulary was resized",
     remedy="choose placements for each parameter's own dims, and pass the global shape to DTensor.from_local",
     references=["NVIDIA/TransformerEngine#2713"],
-    since="0.2",
     simulated="too",
 )
 def shapes_match_reference(view: View) -> Iterable[Finding]:
@@ -295,7 +294,6 @@ def _trainability(tensor: TensorFacts, expected: bool) -> Mismatch | None:
     cause="the parameter was re-created (to_empty, fully_shard, assign=True), which drops its attributes",
     remedy="set the attributes again after the last step that creates new Parameter objects; read them only after that",
     references=["NVIDIA/Megatron-LM fsdp_no_shard", "NVIDIA/TransformerEngine#1771"],
-    since="0.2",
     simulated="too",
 )
 def parameter_attributes_kept(view: View) -> Iterable[Finding]:

@@ -41,7 +41,6 @@ Flaw = tuple[tuple[int, ...], str, str]
     cause="ranks created their own meshes, in which two ranks have the same coordinate or some have none",
     remedy="create one mesh of all ranks, in the same order on every rank",
     references=["NVIDIA/TransformerEngine#3207", "huggingface/transformers#48237"],
-    since="0.2",
     simulated="too",
 )
 def shards_tile_the_tensor(view: View) -> Iterable[Finding]:

@@ -61,7 +61,6 @@ def tied_weights_share_storage(view: View) -> Iterable[Finding]:
     cause="something replaces the parameter of one of the names, or writes to one of them only",
     remedy="update tied weights in place and only once, and call tie_weights() after parameters are re-created",
     references=["pytorch/pytorch#176076"],
-    since="0.2",
 )
 def tied_weights_stay_tied(view: View) -> Iterable[Finding]:
     after = [run.after for run in view.evidence.training or () if run.after is not None]

@@ -52,7 +52,6 @@ SAME_UPDATE = 0.02
     "called in a world of 1 for the reference",
     remedy="compare the optimizer's groups and their settings with the reference's, by parameter name",
     references=["pytorch/pytorch#149205"],
-    since="0.2",
     tolerance=UPDATE_TOLERANCE,
 )
 def update_parity(view: View) -> Iterable[Finding]:

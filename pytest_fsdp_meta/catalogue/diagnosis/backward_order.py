@@ -16,8 +16,8 @@ MOST_MEMBERS = 6
 def backward_order(view: View) -> dict[str, int]:
     """Return the place of each parameter in the order in which the backward completes the gradients.
 
-    That is the reverse of the order of first use in the reference's forward. Stored evidence that is older than this
-    fact has the order of registration, which stands in for it, as it does for what no module's forward announced.
+    That is the reverse of the order of first use in the reference's forward. The order of registration stands in for it
+    for what no module's forward announced.
     """
     registered = [t.name for t in view.reference_inventory.tensors if t.kind == "parameter"]
     used = view.reference.used

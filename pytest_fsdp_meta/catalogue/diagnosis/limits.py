@@ -226,7 +226,7 @@ def _smallest(view: View, by_dtype: Mapping[str, float]) -> float:
 
 
 def _returned(view: View) -> set[str]:
-    """Return the dtypes of the ranks' losses; evidence that is older than this fact has none.
+    """Return the dtypes of the ranks' losses.
 
     A loss that the author returned as a number may have been computed in any dtype that the ranks use.
     """

@@ -49,7 +49,6 @@ BEFORE_UPDATES = (
     "buffers_follow_training",
 )
 """Checks whose failure makes later steps differ."""
-OLDER_EVIDENCE = "this evidence is older than the check; run the test again"
 """The reason of a check that stored evidence lacks an observation for."""
 
 

@@ -27,13 +27,12 @@ def changed_buffers(view: View) -> set[str]:
         if tensor.kind == "buffer" and tensor.persistent and tensor.name in before.by_name
         if tensor.digest != before.by_name[tensor.name].digest
     }
-    return changed.difference(*(run.buffers.broadcast for run in runs if run.buffers is not None))
+    return changed.difference(*(run.buffers.broadcast for run in runs))
 
 
 def comparable_buffers(view: View) -> bool:
     """Return whether the buffers were compared with those of a reference that was trained."""
-    reference, runs = view.evidence.reference, view.evidence.training or ()
-    return reference is not None and reference.after is not None and all(run.buffers is not None for run in runs)
+    return view.evidence.reference is not None and view.evidence.reference.after is not None
 
 
 def moved_otherwise(view: View, names: Collection[str], when: str) -> dict[str, Cases]:
@@ -43,9 +42,7 @@ def moved_otherwise(view: View, names: Collection[str], when: str) -> dict[str, 
     """
     found: dict[str, Cases] = {}
     runs = view.evidence.training or ()
-    observed = [
-        run.buffers.first if when == FIRST_BUFFERS else run.buffers.last for run in runs if run.buffers is not None
-    ]
+    observed = [run.buffers.first if when == FIRST_BUFFERS else run.buffers.last for run in runs]
     limits = replace(buffer_limits(view, when), roundings=2 * len(view.reference.losses or ()))
     exact = replace(limits, relative=0.0)
     for name, cases in view.comparisons(tuple(observed), names).items():

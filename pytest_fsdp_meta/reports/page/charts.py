@@ -15,7 +15,7 @@ FLOOR = 1e-9
 
 @dataclass(frozen=True)
 class LossRow:
-    """One training step in the table; None where there is no reference, or an older report has no tolerance."""
+    """One training step in the table; None where there is no reference."""
 
     mean: float
     reference: float | None

@@ -1,6 +1,6 @@
-"""A ``report.json`` as version 0.3.0 wrote it can still be read, and each check has the same outcome.
+"""A stored ``report.json`` of the current schema can be read, and each check has the same outcome.
 
-``data/0.3.0.report.json`` was written by 0.3.0 for four loaders on 2 ranks (gloo) with different outcomes. The
+``data/schema-2.report.json`` was written on 2026-11-25 for four loaders on 2 ranks (gloo) with different outcomes. The
 machine and the date were removed, and from all loaders but the first the checks that ``only=`` left out.
 """
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from pytest_fsdp_meta.reports.io import read_report
 from pytest_fsdp_meta.reports.schema import CheckRecord
 
-OLD = Path(__file__).parent / "data" / "0.3.0.report.json"
+STORED = Path(__file__).parent / "data" / "schema-2.report.json"
 OUTCOMES = {
     "test_tiny.py::test_tiny": {
         "dtypes_match_reference": "skipped, left out",
@@ -45,19 +45,19 @@ def outcome(check: CheckRecord) -> str:
     return ", ".join(filter(None, [check.status, check.skip]))
 
 
-def test_each_check_of_a_report_of_version_0_3_0_keeps_its_outcome() -> None:
-    report = read_report(OLD)
+def test_each_check_keeps_its_outcome() -> None:
+    report = read_report(STORED)
     found = {loader.loader: {check.check: outcome(check) for check in loader.checks} for loader in report.loaders}
     others = found["test_tiny.py::test_tiny"].keys() - OUTCOMES["test_tiny.py::test_tiny"].keys()
     left_out = Counter(found["test_tiny.py::test_tiny"].pop(check) for check in others)
-    assert left_out == {"skipped, left out": 31}
+    assert left_out == {"skipped, left out": 44}
     assert found == OUTCOMES
 
 
-def test_each_finding_of_a_report_of_version_0_3_0_is_read() -> None:
+def test_each_finding_is_read() -> None:
     found = {
         (loader.loader.partition("::")[2], check.check): [(f.tensor, f.ranks) for f in check.findings]
-        for loader in read_report(OLD).loaders
+        for loader in read_report(STORED).loaders
         for check in loader.checks
         if check.findings
     }
@@ -68,7 +68,7 @@ def test_each_finding_of_a_report_of_version_0_3_0_is_read() -> None:
     }
 
 
-def test_a_report_of_version_0_3_0_names_that_version() -> None:
-    report = read_report(OLD)
+def test_a_report_names_the_version_that_wrote_it() -> None:
+    report = read_report(STORED)
     assert report.header.versions["pytest-fsdp-meta"] == "0.3.0"
     assert report.complete
