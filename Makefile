@@ -17,14 +17,15 @@ SYSTEMS := $(notdir $(patsubst %/requirements.txt,%,$(wildcard conformance/syste
 # Those that have a recipe in docs/frameworks.
 WILD := accelerate composer deepspeed lightning peft torchao torchtitan torchtune trainer verl
 
-.PHONY: help conformance test slow lint check wheel downstream matrix field fields versions bench bench-catalogue bench-worlds bench-faults power soak gpu gpu-bundle format docs site browser pictures clean ray systems wild $(SYSTEMS:%=system-%)
+.PHONY: help conformance test slow nightly lint check wheel downstream matrix field fields versions bench bench-catalogue bench-worlds bench-faults power soak gpu gpu-bundle format docs site browser pictures clean ray systems wild $(SYSTEMS:%=system-%)
 
 help:
 	@echo "make conformance  install, then check on real ranks (GPUs if there are enough, else CPU) that conforming loaders pass"
 	@echo "                  and that a defect of each check fails it"
-	@echo "make test         install, then lint, type-check and run all tests but the slow ones"
+	@echo "make test         install, then lint, type-check and run all tests but the slow and the nightly ones"
 	@echo "make check        the same without lint"
 	@echo "make slow         the other tests: every form of sharding by every check, every further defect, random models"
+	@echo "make nightly      what CI runs each night: forms and defects on the stand-in device, the whole matrix"
 	@echo "make lint         run ruff, mypy and import-linter"
 	@echo "make format       format and fix with ruff"
 	@echo "make systems      judge released third-party packages, each in its own environment: $(SYSTEMS:%=system-%)"
@@ -56,16 +57,20 @@ help:
 	@echo "variables: PYTHON=$(PYTHON) WORLD_SIZE=$(WORLD_SIZE) WORKERS=$(WORKERS)"
 
 conformance: .venv/judging
-	$(PYTEST) -n $(WORKERS) -m "not slow" conformance examples --fsdp-world-size=$(WORLD_SIZE)
+	$(PYTEST) -n $(WORKERS) -m "not slow and not nightly" conformance examples --fsdp-world-size=$(WORLD_SIZE)
 
 test: lint check
 
 check: .venv/installed browser
-	$(PYTEST) -n $(WORKERS) -m "not slow" tests conformance examples
+	$(PYTEST) -n $(WORKERS) -m "not slow and not nightly" tests conformance examples
 
 # Apart from the others because they take as long as all of these, and a change breaks them last. CI runs both.
 slow: .venv/installed
-	$(PYTEST) -n $(WORKERS) -m slow tests conformance examples
+	$(PYTEST) -n $(WORKERS) -m "slow and not nightly" tests conformance examples
+
+# Worth keeping, but not worth every change. GitHub runs it each night; run it before you close an issue.
+nightly: .venv/installed browser matrix
+	$(PYTEST) -n $(WORKERS) -m nightly tests conformance examples
 
 # The report page is tested in a real browser. If none can be installed here, say how to get one.
 browser:

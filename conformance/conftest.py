@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from conformance.judging import PRELOADED, LoaderJudge, Verdicts
+from fixtures.forms import FORMS
 from fixtures.tiny import save_tiny
 from pytest_fsdp_meta import standin
-from pytest_fsdp_meta.evidence import Evidence
 from pytest_fsdp_meta.plugin.settings import read_settings
 
 collect_ignore = ["systems"]  # these need separate environments: make systems
@@ -55,6 +55,8 @@ def judge_loader(loader_judge: LoaderJudge) -> Callable[..., Verdicts]:
 
 
 @pytest.fixture(scope="session")
-def trace_loader(loader_judge: LoaderJudge) -> Callable[..., Evidence]:
-    """Return ``trace_loader(function, mesh, **arguments)``, which returns evidence with traces of all modules."""
-    return loader_judge.trace
+def usual_skips(checkpoint: Callable[[str], Path], judge_loader: Callable[..., Verdicts]) -> set[str]:
+    """Return the checks that do not apply to the model in any form (nothing is frozen, nothing is tied)."""
+    usual = FORMS["per_block_and_root"]
+    verdicts = judge_loader(usual.load, usual.mesh, device="cpu", path=checkpoint(usual.architecture or ""))
+    return {id for id, verdict in verdicts.items() if verdict.status == "skipped"}

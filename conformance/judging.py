@@ -9,9 +9,11 @@ from typing import Any
 
 import cloudpickle
 
+from fixtures.forms_registry import MAY_SKIP
 from pytest_fsdp_meta.catalogue import Verdict, built_in, judge
 from pytest_fsdp_meta.evidence import Evidence
 from pytest_fsdp_meta.loader.call import Call
+from pytest_fsdp_meta.reports.terminal import describe_failure
 from pytest_fsdp_meta.trial import ON_RANKS, Trial
 from pytest_fsdp_meta.worlds import ForkServerEngine, Sources, WorldSpec, choose, choose_simulated
 
@@ -45,12 +47,6 @@ class LoaderJudge:
         """
         return judge_all(self.observe(function, mesh, checks, simulated=simulated, device=device, **arguments))
 
-    def trace(
-        self, function: Callable[..., Any], mesh: Mapping[str, int], checks: Collection[str] = (), **arguments: Any
-    ) -> Evidence:
-        """Return what these checks read, and the first step traced module by module."""
-        return self.observe(function, mesh, checks, localise=True, **arguments)
-
     def observe(
         self,
         function: Callable[..., Any],
@@ -62,6 +58,7 @@ class LoaderJudge:
         timeout: float = 120,
         **arguments: Any,
     ) -> Evidence:
+        """Return what these checks read; with ``localise``, the first step is traced module by module in any case."""
         if simulated:
             spec = WorldSpec(mesh, timeout=timeout, simulated=choose_simulated(mesh))
         else:
@@ -78,6 +75,27 @@ class LoaderJudge:
         gpus = self._preload.count_gpus()
         _, backend = choose(world.size, "cuda", self._backend, gpus)
         return replace(world, backend=backend, devices=tuple(rank % gpus for rank in range(world.size)))
+
+
+def unexpected(verdicts: Verdicts, skips: Mapping[str, str], usual: Collection[str]) -> dict[str, str]:
+    """Return what is wrong with the verdicts of a conforming form, by check; empty if it conforms.
+
+    ``skips`` are those of the form, each with a part of its reason; it may also skip what the ``usual`` form does.
+    """
+    found = {}
+    for id, verdict in verdicts.items():
+        skipped = verdict.status == "skipped"
+        if verdict.status in ("failed", "error"):
+            found[id] = describe_failure(verdict, "world", "command")
+        elif id in skips and not (skipped and skips[id] in verdict.reason):
+            found[id] = f"{verdict.status} ({verdict.reason}), but should be skipped: {skips[id]}"
+        elif skipped and id not in skips and id not in usual and not _may_skip(id, verdict.reason):
+            found[id] = f"skipped, but should be judged: {verdict.reason}"
+    return found
+
+
+def _may_skip(id: str, reason: str) -> bool:
+    return id in MAY_SKIP and MAY_SKIP[id] in reason
 
 
 def judge_all(evidence: Evidence) -> Verdicts:

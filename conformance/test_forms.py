@@ -1,6 +1,6 @@
-"""Conforming loaders of every form of sharding: no finding, no error, and only the declared skips.
+"""Conforming loaders of every form of sharding: no finding, no error, only the declared skips, and no module is named.
 
-Forms that need a declaration fail without it.
+The first step is traced on request. Forms that need a declaration fail without it.
 """
 
 from __future__ import annotations
@@ -10,42 +10,40 @@ from dataclasses import replace
 import pytest
 import torch
 
+from conformance.judging import judge_all, unexpected
 from fixtures.forms import FORMS
-from fixtures.forms_registry import MAY_SKIP
 from fixtures.needs import lacking
+from pytest_fsdp_meta.catalogue.diagnosis.origin import describe_origin, find_place
+from pytest_fsdp_meta.trial.localising import STAGES
 
 pytestmark = pytest.mark.slow
-USUAL = "per_block_and_root"
-
-
-@pytest.fixture(scope="session")
-def usual_skips(checkpoint, judge_loader):
-    """Return the checks that do not apply to the model in any form (nothing is frozen, nothing is tied)."""
-    usual = FORMS[USUAL]
-    verdicts = judge_loader(usual.load, usual.mesh, path=checkpoint(usual.architecture))
-    return {id for id, verdict in verdicts.items() if verdict.status == "skipped"}
+FOLLOW, RESUME = "batches_follow_the_mesh", "batches_resume"
+PASSED = {
+    "data_of_a_loader_with_a_state": [RESUME],
+    "data_of_a_sampler_that_fills_up": [FOLLOW],
+    "data_saved_by_the_author": [RESUME],
+    "data_along_tp": [FOLLOW, RESUME],
+    "data_scattered_by_rank_0": [FOLLOW],
+    "data_that_never_ends": [RESUME],
+}
+"""Form -> the checks that it passes, although the usual form skips them."""
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_a_form_conforms(name, checkpoint, judge_loader, usual_skips):
+def test_a_form_conforms(name, checkpoint, loader_judge, usual_skips):
     form = FORMS[name]
     if form.needs_accelerator and not torch.accelerator.is_available():
         pytest.skip("torch refuses this form without an accelerator")
     if lack := lacking(form.needs):
         pytest.skip(lack)
     path = checkpoint(form.architecture) if form.architecture else None
-    verdicts = judge_loader(form.load, form.mesh, path=path)
-    problems = {id: (v.findings, v.reason) for id, v in verdicts.items() if v.status in ("failed", "error")}
-    assert problems == {}
-
-    def may_skip(id: str, reason: str) -> bool:
-        return id in form.skips or id in usual_skips or MAY_SKIP.get(id, reason + "!") in reason
-
-    skipped = {id: v.reason for id, v in verdicts.items() if v.status == "skipped"}
-    unexplained = {id: reason for id, reason in skipped.items() if not may_skip(id, reason)}
-    assert unexplained == {}
-    for id, reason in form.skips.items():
-        assert reason in skipped.get(id, f"{id} is judged")
+    evidence = loader_judge.observe(form.load, form.mesh, localise=True, path=path)
+    verdicts = judge_all(evidence)
+    assert unexpected(verdicts, form.skips, usual_skips) == {}
+    assert {id: verdicts[id].status for id in PASSED.get(name, ())} == dict.fromkeys(PASSED.get(name, ()), "passed")
+    assert evidence.traces is not None
+    assert {trace.problem for trace in evidence.traces} == {STAGES if "pp" in form.mesh else ""}
+    assert find_place(evidence.traces) is None, "no module departs: " + describe_origin(evidence.traces)
 
 
 NEEDED = {
@@ -68,22 +66,3 @@ def test_a_form_needs_its_declaration(name, checkpoint, judge_loader):
 
     path = checkpoint(form.architecture) if form.architecture else None
     assert judge_loader(undeclared, form.mesh, checks=[check], path=path)[check].status == "failed"
-
-
-FOLLOW, RESUME = "batches_follow_the_mesh", "batches_resume"
-PASSED = {
-    "data_of_a_loader_with_a_state": [RESUME],
-    "data_of_a_sampler_that_fills_up": [FOLLOW],
-    "data_saved_by_the_author": [RESUME],
-    "data_along_tp": [FOLLOW, RESUME],
-    "data_scattered_by_rank_0": [FOLLOW],
-    "data_that_never_ends": [RESUME],
-}
-"""Form -> the checks that it passes, although the usual form skips them."""
-
-
-@pytest.mark.parametrize("name", PASSED)
-def test_a_form_is_judged_by_what_it_declares(name, checkpoint, judge_loader):
-    form, checks = FORMS[name], PASSED[name]
-    verdicts = judge_loader(form.load, form.mesh, checks=checks, path=checkpoint(form.architecture))
-    assert {id: verdicts[id].status for id in checks} == dict.fromkeys(checks, "passed")

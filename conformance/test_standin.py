@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from conformance.judging import unexpected
 from fixtures.architectures import load_plain, save_plain
 from fixtures.defects import DEFECTS
 from fixtures.devices import MISPLACING
@@ -17,11 +18,11 @@ from pytest_fsdp_meta.reports.terminal import describe_failure
 FIRST = {defect.caught_by: name for name, defect in reversed(DEFECTS.items()) if not defect.simulated}
 """Check -> the first of its defects."""
 FAST = ("hybrid", "offloaded_to_the_cpu", "uneven_and_empty_shards", "sharded_and_tensor_parallel")
-"""Forms in make conformance; make slow has all."""
+"""Forms in make conformance; make nightly has all."""
 NAMED = ("NVIDIA-NeMo/Automodel#2146", "vllm-project/speculators#314")
 REPORTED = {name: pair for name, pair in PAIRS.items() if pair.pull_request in NAMED}
-DIFFERENT = {"head_drawn_as_a_dtensor": {"drawn_weights_are_one_draw"}}
-"""Where the device is judged and the CPU is not: DTensor makes one draw of all parts on accelerators only."""
+JUDGED_HERE = {"head_drawn_as_a_dtensor": {"drawn_weights_are_one_draw"}}
+"""What is judged here and skipped on the CPU: DTensor makes one draw of all parts on accelerators only."""
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -51,29 +52,25 @@ def test_on_the_cpu_there_is_no_wrong_device(name, checkpoint, judge_loader):
     assert {verdicts[id].status for id in loader.caught_by} == {"passed"}
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in FAST else pytest.mark.slow) for n in FORMS])
-def test_a_form_gets_the_verdicts_of_the_cpu(name, checkpoint, judge_loader):
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in FAST else pytest.mark.nightly) for n in FORMS])
+def test_a_form_conforms(name, checkpoint, judge_loader, usual_skips):
     form = FORMS[name]
     if lack := lacking(form.needs):
         pytest.skip(lack)
     path = checkpoint(form.architecture) if form.architecture else None
-    on_device = judge_loader(form.load, form.mesh, device=standin.NAME, path=path)
-    assert problems_of(on_device) == {}
-    if form.needs_accelerator:
-        return  # torch refuses it on the CPU
-    on_cpu = judge_loader(form.load, form.mesh, path=path)
-    judged = [{id: v.status for id, v in found.items()} for found in (on_cpu, on_device)]
-    assert {id for id in judged[0] if judged[0][id] != judged[1][id]} == DIFFERENT.get(name, set())
+    verdicts = judge_loader(form.load, form.mesh, device=standin.NAME, path=path)
+    skips = {id: reason for id, reason in form.skips.items() if id not in JUDGED_HERE.get(name, ())}
+    assert unexpected(verdicts, skips, usual_skips) == {}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe", "gemma3_text", "falcon_h1"])
 def test_models_of_transformers_pass(name, judge_loader, tmp_path):
     path = save_plain(name, tmp_path)
     assert problems_of(judge_loader(load_plain, {"dp_shard": 2}, device=standin.NAME, path=path)) == {}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", FIRST.values())
 def test_a_defect_is_caught(name, checkpoint, judge_loader):
     defect = DEFECTS[name]
