@@ -198,7 +198,7 @@ def _already_failed(check: Check, run: _Run) -> dict[str, str]:
     """Return the tensors that failed a more basic check, mapped to the first such check."""
     already_failed: dict[str, str] = {}
     reference = run.evidence.reference
-    # The reference trained from the loader's own values of these, so training is compared without their effect.
+    # For these tensors the reference trained from the loader's values, so wrong values do not make training differ.
     adopted = reference.adopted if reference is not None and "training" in check.needs else ()
     for id in check.after:
         for finding in run.findings(id):

@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
@@ -29,7 +28,7 @@ from pytest_fsdp_meta.evidence.checkpoint import FirstStep, RankResumed, RankSav
 from pytest_fsdp_meta.evidence.random_numbers import RandomState
 from pytest_fsdp_meta.loader.adapter import Part
 from pytest_fsdp_meta.loader.subject import Subject
-from pytest_fsdp_meta.observers.adapters.dtensor import local_part, own_memory, placed_like
+from pytest_fsdp_meta.observers.adapters.dtensor import local_part, own_memory, placed_like, without_partial
 from pytest_fsdp_meta.observers.adapters.lookup import parts_of
 from pytest_fsdp_meta.observers.batches import batch_slice, calling_field, calling_torch, has_stages
 from pytest_fsdp_meta.observers.beside import Beside, make_beside
@@ -295,9 +294,8 @@ def _reduce_partial_gradients(optimizer: Optimizer, *_: Any) -> None:
     Since torch 2.15, momentum is a copy of the gradient with its placements, and torch saves no parts of a sum.
     """
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-        gradient = parameter.grad
-        if isinstance(gradient, DTensor) and any(placement.is_partial() for placement in gradient.placements):
-            parameter.grad = gradient.redistribute(placements=parameter.placements)
+        if parameter.grad is not None:
+            parameter.grad = without_partial(parameter, parameter.grad)
 
 
 def _train(rank: Rank, subject: Subject, steps: Sequence[int], until_loss: bool = False) -> TrainingRun:

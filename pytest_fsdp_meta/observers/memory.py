@@ -160,7 +160,7 @@ def find_peaks(changes: Iterable[Change], model: Module) -> RankMemory:
         for size, change in ((before, -1), (after, 1)):
             alive += change * size
             host += change * size if on_host else 0
-            # At most as many storages of one size count as there are whole parameters of that size.
+            # No more storages count as whole parameters than the model has parameters of this size.
             held_whole += size // width * _step(elements, size // width, change, whole[size // width])
             beyond += change * size - size * _step(sizes, size, change, COPIES * shards[size])
         peaks = RankMemory(

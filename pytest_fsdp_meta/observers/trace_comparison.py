@@ -46,7 +46,7 @@ DESCRIBED = 8
 """Departing tensors of the forward, and of the backward, that are looked at more closely: nearly all that come later
 depart as well, because these do."""
 HUGE = 1e4
-"""Larger elements count as this large: the smallest that masks add to scores."""
+"""Larger elements are compared as this. Masks add -1e4, the least number or -inf to scores, and mean the same."""
 ROUNDED = 1e-5
 """Relative: how much numbers that are computed before a call may differ."""
 MISSING, LONGEST = "nothing", 60

@@ -100,7 +100,7 @@ def _fit(own: Sequence[int], whole: Sequence[int], layout: Layout) -> tuple[list
         fits = all(whole[dim] == own[dim] * size for dim, ((_, size), _) in zip(off, chosen, strict=True))
         if fits and len(set(chosen)) == len(chosen) and sum(is_split for _, is_split in chosen) <= 1:
             ways.append(dict(zip(off, chosen, strict=True)))
-    # Dim 0 is that of the rows, also where as many ranks share them out as see them.
+    # If dim 0 is shorter, it is the rows that are shared out, even if a mesh dimension that splits has the same size.
     by_rows = [way for way in ways if off[:1] == [0] and not way[0][1]]
     usual, less_usual = (by_rows, [way for way in ways if way not in by_rows]) if by_rows else (ways, [])
     return [_regions(way, own) for way in usual], [_regions(way, own) for way in less_usual]

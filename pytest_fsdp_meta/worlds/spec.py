@@ -104,9 +104,9 @@ def place_of(rank: int, spec: WorldSpec) -> Place:
 
 
 def choose_simulated(mesh: Mapping[str, int]) -> tuple[int, ...]:
-    """Return the ranks of which every other one is like one: both ends of each dimension, with all combinations.
+    """Return ranks that stand for all others: both ends of each dimension, in all combinations.
 
-    Of more than ``ENDS`` dimensions, the first rank, the last one, and each dimension's last with the others' first.
+    With more than ``ENDS`` dimensions: the first rank, the last one, and each dimension's last with the others' first.
     """
     sizes = [size for size in mesh.values() if size > 1]
     strides = [prod(sizes[dim + 1 :]) for dim in range(len(sizes))]

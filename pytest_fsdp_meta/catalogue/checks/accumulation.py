@@ -70,7 +70,7 @@ def grad_accumulation_parity(view: View) -> Iterable[Finding]:
         require_same_forward(view, runs)
         message = f"accumulated gradients differ ({found[0].tensor}: {found[0].actual})"
         require_no_other_cause(view, message)
-        if loaded := describe_loaded_state(view):  # they are those of the weights after the steps
+        if loaded := describe_loaded_state(view):  # the gradients are those of weights that have trained
             yield from (finding for finding in found if finding.actual == _NO_GRADIENT)
             raise PartlyJudged(f"{message}: {loaded}")
         yield from found

@@ -37,7 +37,8 @@ from pytest_fsdp_meta.evidence.tolerances import GRADIENT_TOLERANCE
 SCALED = 0.05
 """Fraction: gradients before clipping that are off by less have no wrong scale."""
 FAR = 3
-"""How many times farther from 1 the factor of all gradients has to be than their direction is off, not to be noise."""
+"""A factor of all gradients is named if its distance from 1 is this many times the error of their direction. A smaller
+one may be noise."""
 NOISE = 1e-7
 """Largest element of a gradient that is zero but for rounding, such as that of an attention key's bias."""
 

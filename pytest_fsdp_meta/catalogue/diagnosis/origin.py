@@ -155,7 +155,8 @@ def _first_in_forward(merged: Sequence[MergedCall], splitting: Collection[str] |
     agreeing = [one.call for one in before if one.state == AGREE and one.call.compared]
     entered = next((one for one in merged if _is_input(one.call, call.module) and one.call.turn == call.turn), None)
     passed = None
-    # What departs may be an argument, which several modules hand on; it starts in the one that does not get it.
+    # What departs may be an argument that modules hand on to the modules inside them. It starts in the outermost one
+    # that passes it on without having got it.
     while entered is not None and entered.call.caller is not None:
         around = entered.call.caller
         passed = Passed(entered.call.module, *entered.call.argument) if entered.call.argument else passed

@@ -62,6 +62,14 @@ def placed_like(parameter: Tensor, value: Any) -> Any:
     return value
 
 
+def without_partial(parameter: Tensor, gradient: Tensor) -> Tensor:
+    """Return the gradient, reduced if its ranks hold parts of a sum, as any operation of an optimizer would do."""
+    if isinstance(gradient, DTensor) and any(placement.is_partial() for placement in gradient.placements):
+        assert isinstance(parameter, DTensor)
+        return gradient.redistribute(placements=parameter.placements)
+    return gradient
+
+
 def sizes(tensor: Tensor) -> tuple[int, ...]:
     """Return the shape, with 0 for a ragged dim, whose size is a different symbol in every tensor."""
     return tuple(size if isinstance(size, int) else 0 for size in tensor.shape)

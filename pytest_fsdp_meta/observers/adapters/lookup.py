@@ -7,14 +7,13 @@ from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
 from pytest_fsdp_meta.loader.adapter import BUILT_IN, Adapter, Part, PartError
 from pytest_fsdp_meta.loader.subject import SubjectError
 from pytest_fsdp_meta.observers.adapters import fsdp1, megatron_fsdp, zero3
 from pytest_fsdp_meta.observers.adapters.checking import describe_misfit, find_fault
-from pytest_fsdp_meta.observers.adapters.dtensor import own_memory, own_part, own_share, with_elements
+from pytest_fsdp_meta.observers.adapters.dtensor import own_memory, own_part, own_share, with_elements, without_partial
 from pytest_fsdp_meta.worlds import CallFailed
 
 
@@ -31,7 +30,7 @@ class Parts:
     def gradient(self, name: str, parameter: Tensor) -> Part | None:
         """Return the part of the parameter's gradient; None where this rank has none.
 
-        Partial placements of a DTensor are reduced first, as any operation of an optimizer would do.
+        Of a DTensor, it is the part of the reduced gradient.
         """
         part = self._adapted(name, parameter)
         gradient = parameter.grad if part is None or part.gradient is None else part.gradient
@@ -40,10 +39,7 @@ class Parts:
         if part is not None:
             _require_fit(name, gradient, part)
             return with_elements(part, gradient)
-        if isinstance(gradient, DTensor) and any(placement.is_partial() for placement in gradient.placements):
-            assert isinstance(parameter, DTensor)
-            gradient = gradient.redistribute(placements=parameter.placements)
-        return own_part(gradient)
+        return own_part(without_partial(parameter, gradient))
 
     def _adapted(self, name: str, tensor: Tensor) -> Part | None:
         for adapter in self.adapters:

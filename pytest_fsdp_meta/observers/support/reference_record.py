@@ -24,10 +24,10 @@ RECORDS = (
     *("values", "gradients", "clipped", "first_updated", "second_gradients", "late", "updated", "accumulated"),
     *("first_buffers", "buffers", "beside", "updated_beside"),
 )
-"""Records of the reference: weights; gradients of the first step, the same as the author's function clips them, weights
-after it; gradients of the second step; weights before the last step, and after it; mean gradients of micro-batches; the
-buffers that have changed after the first step, and after the last one; and what is kept beside the model before the
-first step, and after the last.
+"""Records of the reference, in this order: its weights; the gradients of the first step; the same gradients as the
+author's function has clipped them; the weights after the first step; the gradients of the second step; the weights
+before the last step; the weights after it; the mean gradients of micro-batches; the buffers that the first step has
+changed; those that have changed by the end; what the author keeps beside the model, before training; the same after it.
 """
 STEP_GRADIENTS = ("gradients", "second_gradients")
 """The records of the gradients of the first steps, in order."""

@@ -22,8 +22,8 @@ class Use(NamedTuple):
     """Private names of torch that serve one purpose."""
 
     names: tuple[str, ...]
-    """Each as "module:Class.attribute"; with "|" between alternatives, of which releases have one, and with "=" at the
-    end where the attribute is written."""
+    """Each as "module:Class.attribute"; with "|" between the names that different releases give it, and with
+    "=" at the end where the attribute is written."""
     spoils: tuple[str, ...]
     """The observations and checks that are not judged without them."""
     of: tuple[type, ...]

@@ -56,7 +56,7 @@ class WorkerDevices:
 
         Raises LeaseError when no device has changed hands for a long time.
         """
-        # A worker releases devices after its own calls to ranks, each of which ends within the timeout.
+        # A worker releases devices after its own calls to ranks, and each call ends within the timeout.
         patience = max(PATIENCE, 10 * spec.timeout)
         return self._leases_for(spec).take(max(len(spec.ranks), ranks), purpose, waiting, patience)
 

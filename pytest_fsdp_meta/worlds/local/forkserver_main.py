@@ -71,7 +71,7 @@ def _import(start: dict[str, Any], folder: Path) -> dict[str, str]:
         os.environ.setdefault(name, "1")
     # Test modules call torch.cuda.is_available(), which without NVML starts so much of CUDA that ranks cannot use it.
     os.environ.setdefault(NVML_CHECK, "1")
-    # Without a driver there is no NVML, but where no device is visible, torch does not ask further.
+    # A machine without a driver lacks NVML, too; there, an empty list of visible devices stops torch from asking CUDA.
     if not has_gpu_files():
         os.environ.setdefault(VISIBLE, "")
     # Ctrl-C is for the parent, which ends the server when it exits.

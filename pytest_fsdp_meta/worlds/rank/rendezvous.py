@@ -151,7 +151,7 @@ def join(channel: Channel, spec: WorldSpec, place: Place, folder: Path) -> Rank:
 
 
 def _join_alone(me: Rank, spec: WorldSpec) -> Rank:
-    """Join a world of which no other rank runs: collectives return at once, and what they give is arbitrary."""
+    """Join a world whose other ranks do not run: collectives return at once, with arbitrary results."""
     import torch
     import torch.distributed as dist
 

@@ -24,7 +24,7 @@ from pytest_fsdp_meta.worlds.ray.host import Host
 NAME_PREFIX = "pytest-fsdp-meta-"
 """How the names of this plugin's placement groups begin, in all sessions."""
 ATTEMPTS = 3
-"""Attempts to start actors, each of which may fail because a node is lost."""
+"""Attempts to start actors; one may fail because a node is lost."""
 PAUSE = 1.0
 """Seconds between two attempts, and between two looks at a placement group that is not ready."""
 SHARED_CPU = 0.001
