@@ -78,7 +78,7 @@ def _read(path: Path) -> StoredEvidence:
     if version != SCHEMA:
         raise ValueError(
             f"{path}: stored evidence of schema {version!r:.60}, but should be {SCHEMA}; "
-            "store it again with --fsdp-keep-evidence"
+            "run the tests again with --fsdp-report"
         )
     try:
         return from_plain(StoredEvidence, data)

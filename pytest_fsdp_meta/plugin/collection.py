@@ -130,7 +130,7 @@ def _parametrize_worlds(metafunc: pytest.Metafunc, mark: str, settings: Settings
     if mark == SPMD:
         require_plain_function(metafunc.function, "an SPMD test")
     args, kwargs = (marker.args, marker.kwargs) if marker else ((), {})
-    spec = read_world_marker_spec(args, kwargs, settings.world_sizes, settings.world_scope)
+    spec = read_world_marker_spec(args, kwargs, settings.world_sizes)
     worlds = [_world(spec, mesh, settings, gpus) for mesh in spec.meshes]
     metafunc.fixturenames.append(ARGUMENT)
     metafunc.parametrize(
@@ -170,7 +170,7 @@ def _world(
 ) -> WorldSpec:
     world = WorldSpec(mesh, timeout=spec.timeout or settings.timeout, process_group=spec.process_group)
     if isinstance(spec, ConformanceSpec) and spec.simulate:
-        return replace(world, backend="fake", simulated=_simulated_ranks(mesh, settings))
+        return replace(world, backend="fake", simulated=_simulated_ranks(mesh, spec.simulate_ranks, settings))
     if gpus is None:
         return world
     here = "this machine" if settings.engine == "local" else "the cluster"
@@ -179,15 +179,15 @@ def _world(
     return replace(world, device_type=device, backend=backend, devices=devices)
 
 
-def _simulated_ranks(mesh: Mapping[str, int], settings: Settings) -> tuple[int, ...]:
+def _simulated_ranks(mesh: Mapping[str, int], ranks: tuple[int, ...], settings: Settings) -> tuple[int, ...]:
     size = prod(mesh.values())
     if settings.engine != "local":
         raise ValueError(f"simulated ranks run on this machine only; remove --fsdp-engine={settings.engine}")
     if size > MOST_SIMULATED:
         raise ValueError(f"a simulated world has at most {MOST_SIMULATED} ranks, not {size}; torch lists all of them")
-    if beyond := [rank for rank in settings.simulate_ranks if rank >= size]:
-        raise ValueError(f"--fsdp-simulate-ranks: there is no rank {beyond[0]} in a world of {size}")
-    return tuple(sorted({0, *settings.simulate_ranks})) if settings.simulate_ranks else choose_simulated(mesh)
+    if beyond := [rank for rank in ranks if rank >= size]:
+        raise ValueError(f"simulate_ranks: there is no rank {beyond[0]} in a world of {size}")
+    return tuple(sorted({0, *ranks})) if ranks else choose_simulated(mesh)
 
 
 def require_plain_function(function: Callable[..., Any], what: str) -> None:

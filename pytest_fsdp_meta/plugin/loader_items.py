@@ -342,8 +342,7 @@ class LoaderSession:
         try:
             with self._devices.leased(loader.world, item, largest_world_size(loader.world, wanted)) as world:
                 spec, selection = loader.spec, run.selection
-                localise = self._settings.localise
-                trial = Trial(world, self._engine, spec.steps, spec.tolerance, self._listener, selection, localise)
+                trial = Trial(world, self._engine, spec.steps, spec.tolerance, self._listener, selection)
                 try:
                     run.evidence = trial.observe(run.call, wanted)
                 finally:

@@ -28,6 +28,7 @@ WORLD = "fsdp_world"
 PROCESS_GROUPS = ("plugin", "loader")
 ARGUMENTS = (
     "world_size", "mesh", "only", "skip", "xfail", "tolerance", "steps", "timeout", "process_group", "simulate",
+    "simulate_ranks",
 )  # fmt: skip
 WORLD_ARGUMENTS = ("world_size", "mesh", "scope", "timeout", "process_group")
 
@@ -57,6 +58,7 @@ def fsdp_conformance(
     timeout: float | None = None,
     process_group: Literal["plugin", "loader"] = "plugin",
     simulate: bool | int | Sequence[int] | None = None,
+    simulate_ranks: Sequence[int] | None = None,
 ) -> Callable[[F], F]: ...
 def fsdp_conformance(
     *positional: Any,
@@ -70,6 +72,7 @@ def fsdp_conformance(
     timeout: float | None = None,
     process_group: Literal["plugin", "loader"] = "plugin",
     simulate: bool | int | Sequence[int] | None = None,
+    simulate_ranks: Sequence[int] | None = None,
     **unknown: Any,
 ) -> Any:
     """Mark a test as a loader: its body runs on every rank, and each check of the catalogue becomes one pytest item.
@@ -79,7 +82,8 @@ def fsdp_conformance(
     training steps for parity. ``timeout``: seconds for one call to the ranks. ``process_group``: "plugin", or "loader"
     when the loader calls ``init_process_group`` itself. ``simulate``: a world size or a tuple of them, or True for that
     of ``mesh``: some ranks of such a world run, without values and without a network, and the checks that need neither
-    judge them. The arguments are checked when pytest collects the test.
+    judge them. ``simulate_ranks``: which ranks, besides rank 0, instead of those at both ends of each mesh dimension.
+    The arguments are checked when pytest collects the test.
 
     The same as ``@pytest.mark.fsdp_conformance``, except that the test fails where the plugin is not active.
     """
@@ -188,6 +192,8 @@ class ConformanceSpec:
     process_group: str = "plugin"
     simulate: bool = False
     """Whether only some ranks of each world run, without values."""
+    simulate_ranks: tuple[int, ...] = ()
+    """Those that run, besides rank 0; empty: both ends of each mesh dimension."""
 
     @property
     def expected(self) -> tuple[str, ...]:
@@ -234,6 +240,7 @@ def read_conformance_spec(
         timeout=_seconds(arguments.get("timeout")),
         process_group=process_group,
         simulate=simulated is not None,
+        simulate_ranks=_ranks(arguments.get("simulate_ranks")),
     )
 
 
@@ -248,21 +255,19 @@ class WorldMarkerSpec:
 
 
 def read_world_marker_spec(
-    positional: tuple[Any, ...], arguments: Mapping[str, Any], default_sizes: tuple[int, ...], default_scope: str
+    positional: tuple[Any, ...], arguments: Mapping[str, Any], default_sizes: tuple[int, ...]
 ) -> WorldMarkerSpec:
     """Check the arguments of such a marker. Raises ValueError with one line: the argument, the problem, the fix."""
     _require_known(positional, arguments, WORLD_ARGUMENTS)
-    scope = arguments.get("scope", default_scope)
+    scope = arguments.get("scope", "function")
     if scope not in SCOPES:
         raise ValueError(f"scope={scope!r} should be 'function', 'module' or 'session'")
     process_group = _process_group(arguments.get("process_group", "plugin"))
     if process_group == "loader" and scope != "function":
-        if "scope" in arguments:
-            raise ValueError(
-                f"scope={scope!r} keeps the ranks for other tests, but with process_group='loader' each test creates "
-                "its own process group; remove scope"
-            )
-        scope = "function"
+        raise ValueError(
+            f"scope={scope!r} keeps the ranks for other tests, but with process_group='loader' each test creates "
+            "its own process group; remove scope"
+        )
     return WorldMarkerSpec(
         meshes=_meshes(arguments.get("world_size"), arguments.get("mesh"), default_sizes),
         scope=scope,
@@ -309,6 +314,13 @@ def _simulated_meshes(arguments: Mapping[str, Any], option: tuple[int, ...]) -> 
         return _meshes(simulate, mesh, ())
     except ValueError as error:
         raise ValueError(str(error).replace("world_size", "simulate")) from None
+
+
+def _ranks(value: Any) -> tuple[int, ...]:
+    ranks = value if isinstance(value, list | tuple) else () if value is None else (value,)
+    if not all(isinstance(rank, Integral) and not isinstance(rank, bool) and int(rank) >= 0 for rank in ranks):
+        raise ValueError(f"simulate_ranks={value!r} should be a list of ranks such as [1, 511]")
+    return tuple(int(rank) for rank in ranks)
 
 
 def _grown(mesh: Any, size: int) -> Mapping[str, int]:

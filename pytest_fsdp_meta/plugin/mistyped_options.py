@@ -8,7 +8,7 @@ from copy import copy
 
 import pytest
 
-from pytest_fsdp_meta.plugin.settings import FLAGS
+from pytest_fsdp_meta.plugin.settings import FLAGS, GONE
 
 PREFIX = "--fsdp"
 
@@ -21,6 +21,8 @@ def check_options(config: pytest.Config, parser: pytest.Parser, args: Sequence[s
     _, unknown = parser.parse_known_and_unknown_args(args, copy(config.known_args_namespace))
     for argument in unknown:
         typed = argument.partition("=")[0]
+        if typed in GONE:
+            raise pytest.UsageError(f"{typed}: there is no such option any more; {GONE[typed]}")
         near = difflib.get_close_matches(typed.replace("_", "-"), FLAGS, n=1, cutoff=0.75)
         if typed.startswith("--") and near:
             raise pytest.UsageError(f"{typed}: there is no such option; did you mean {near[0]}?")

@@ -1,4 +1,4 @@
-"""Parse the values of options, as text from the command line, the environment or the ini file.
+"""Parse the values of options, as text from the command line or the ini file.
 
 Each function raises ValueError for a value that the option does not take; the option says which ones it does.
 """
@@ -22,13 +22,6 @@ def parse_sizes(text: str) -> tuple[int, ...]:
     if any(size < 1 for size in sizes) or len(set(sizes)) != len(sizes):
         raise ValueError
     return sizes
-
-
-def parse_ranks(text: str) -> tuple[int, ...]:
-    ranks = tuple(int(part) for part in text.split(","))
-    if any(rank < 0 for rank in ranks):
-        raise ValueError
-    return ranks
 
 
 def parse_bytes(text: str) -> int:
@@ -60,13 +53,6 @@ def one_of(values: Sequence[str]) -> Callable[[str], str]:
         return text
 
     return parse
-
-
-def parse_ray_address(text: str) -> str:
-    host, _, port = text.rpartition(":")
-    if text not in ("auto", "local") and not (host and port.isdecimal() and "/" not in host):
-        raise ValueError
-    return text
 
 
 def parse_loader(text: str) -> str:

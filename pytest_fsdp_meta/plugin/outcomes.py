@@ -57,12 +57,11 @@ class Outcome:
 class ReportAttacher:
     """Attaches the results of items to pytest's reports, and stores evidence. There is one per process.
 
-    ``report`` is the folder of the report, if one is written; ``keep`` says whether evidence is stored in it.
+    ``report`` is the folder of the report, in which evidence is stored, if one is written.
     """
 
-    def __init__(self, report: Path | None, keep: bool) -> None:
+    def __init__(self, report: Path | None) -> None:
         self._report = report
-        self._keep = keep
         self._attached: dict[str, Evidence | str] = {}
         """Key of a loader -> the evidence or error that its latest item attached."""
         self._shown: dict[tuple[str, str], str] = {}
@@ -127,7 +126,7 @@ class ReportAttacher:
         if self._report is None:
             return context
         file, problem = "", ""
-        if self._keep and known:
+        if known:
             try:
                 file = _store_evidence(self._report / store.FOLDER, context.loader, spec, evidence, known)
             except OSError as error:

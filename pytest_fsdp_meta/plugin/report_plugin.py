@@ -247,8 +247,7 @@ class ReportPlugin:
         self._print_annotations(terminalreporter)
 
     def _print_annotations(self, terminalreporter: pytest.TerminalReporter) -> None:
-        chosen = self._settings.annotate
-        if chosen == "github" or (chosen == "auto" and os.environ.get("GITHUB_ACTIONS") == "true"):
+        if os.environ.get("GITHUB_ACTIONS") == "true":
             for command in annotate(self.loaders, self._locations, self._comparer.is_excused):
                 terminalreporter.write_line(command)
 

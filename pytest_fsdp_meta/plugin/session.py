@@ -30,9 +30,7 @@ class PluginSession:
         self.engine = _engine(self.settings)
         self.listener = RankListener(config, self.engine.importing)
         self.devices = Devices(config, self.settings, self.engine)
-        self.attacher = ReportAttacher(
-            Path(self.settings.report) if self.settings.report else None, self.settings.keep_evidence
-        )
+        self.attacher = ReportAttacher(Path(self.settings.report) if self.settings.report else None)
         self.catalogue = Catalogue()
         self.loaders = LoaderSession(
             self.settings, self.catalogue, self.engine, self.listener, self.devices, self.attacher
@@ -103,4 +101,4 @@ def _engine(settings: Settings) -> Engine:
         raise pytest.UsageError(
             "--fsdp-engine=ray needs Ray, which is not installed; install it with: pip install 'pytest-fsdp-meta[ray]'"
         )
-    return RayEngine(settings.ray_address)
+    return RayEngine()

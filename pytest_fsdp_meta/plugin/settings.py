@@ -1,8 +1,7 @@
-"""Read settings from the command line, the environment and the ini file, in this order of precedence."""
+"""Read settings from the command line, else from the ini file."""
 
 from __future__ import annotations
 
-import difflib
 import os
 import shlex
 from collections.abc import Callable, Sequence
@@ -20,14 +19,11 @@ from pytest_fsdp_meta.plugin.option_values import (
     parse_loader,
     parse_new_folder,
     parse_patterns,
-    parse_ranks,
-    parse_ray_address,
     parse_reports,
     parse_seconds,
     parse_sizes,
     parse_switch,
 )
-from pytest_fsdp_meta.worlds import SCOPES
 
 DEVICES = ("auto", "cpu", "cuda", standin.NAME)
 BACKENDS = ("auto", "gloo", "nccl")
@@ -35,7 +31,6 @@ ENGINES = ("local", "ray")
 FAIL_ON = ("failure", "regression", "any")
 """What makes a compared run fail: any failure; only failures that the earlier run did not have; or any failure and
 anything else that got worse."""
-ANNOTATE = ("auto", "github", "none")
 REPEATED = ("-c", "-o", "-p", "--config-file", "--override-ini", "--rootdir", "--import-mode")
 """Options of pytest, with a value, that change which tests are collected or how; rerun commands repeat them."""
 
@@ -46,31 +41,25 @@ class Settings:
 
     world_sizes: tuple[int, ...] = (2,)
     simulate: tuple[int, ...] = ()
-    simulate_ranks: tuple[int, ...] = ()
     device_memory: int = 0
     device: str = "auto"
     backend: str = "auto"
     timeout: float = 300.0
     require_gpu: bool = False
-    world_scope: str = "function"
     slots: int | None = None
     engine: str = "local"
-    ray_address: str = ""
     loader: str = ""
     checkpoint: str = ""
-    localise: bool = False
     report: str = ""
-    keep_evidence: bool = False
     compare: tuple[str, ...] = ()
     fail_on: str = "failure"
     allow_missing: tuple[str, ...] = ()
-    annotate: str = "auto"
     given: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Option:
-    """A setting: ``--fsdp-NAME``, ``fsdp_NAME`` in the ini file, ``PYTEST_FSDP_NAME`` in the environment.
+    """A setting: ``--fsdp-NAME``, or ``fsdp_NAME`` in the ini file.
 
     ``expected`` describes valid values in usage errors. An option without ``metavar`` is a switch.
     """
@@ -91,10 +80,6 @@ class Option:
     def ini(self) -> str:
         return f"fsdp_{self.name.replace('-', '_')}"
 
-    @property
-    def variable(self) -> str:
-        return f"PYTEST_{self.ini.upper()}"
-
 
 OPTIONS = (
     Option(
@@ -112,13 +97,6 @@ OPTIONS = (
         parse_sizes,
         "expected a positive int, or a list of distinct ones such as 64,1024",
         "N[,N...]",
-    ),
-    Option(
-        "simulate-ranks",
-        "which ranks run in a simulated world, besides rank 0 (default: both ends of each mesh dimension)",
-        parse_ranks,
-        "expected a list of ranks such as 1,1023",
-        "RANK[,RANK...]",
     ),
     Option(
         "device-memory",
@@ -160,14 +138,6 @@ OPTIONS = (
         "",
     ),
     Option(
-        "world-scope",
-        "how long the ranks of @fsdp_spmd and fsdp_world live if the marker does not say: function (default: fresh "
-        "ranks for every test), module or session",
-        one_of(SCOPES),
-        "choose function, module or session",
-        "SCOPE",
-    ),
-    Option(
         "slots",
         "with pytest-xdist, number of ranks that all workers together may run on the CPU at a time; a larger world "
         "runs alone (default: number of available CPU cores)",
@@ -182,14 +152,6 @@ OPTIONS = (
         one_of(ENGINES),
         "choose local or ray",
         "ENGINE",
-    ),
-    Option(
-        "ray-address",
-        "cluster for --fsdp-engine=ray: HOST:PORT, auto (the cluster that this machine belongs to) or local (a new "
-        "cluster on this machine, for this run); default: RAY_ADDRESS, else local",
-        parse_ray_address,
-        "expected HOST:PORT, auto or local; Ray's client protocol, ray://, cannot run ranks",
-        "ADDRESS",
     ),
     Option(
         "loader",
@@ -210,30 +172,12 @@ OPTIONS = (
         "DIR",
     ),
     Option(
-        "localise",
-        "compare every module with the reference's in one more first step even if no check finds a difference; without "
-        "this option, that is done for the first step that departs where loss_parity, grad_parity or "
-        "second_grad_parity fails, to name the module where it starts",
-        parse_switch,
-        "choose true or false",
-        "",
-    ),
-    Option(
         "report",
         "write report.json, the page index.html, summary.md and a badge into this folder, replacing those of an "
         "earlier run",
         parse_new_folder,
         "expected a writable folder, or one that can be created",
         "DIR",
-        repeated=False,
-    ),
-    Option(
-        "keep-evidence",
-        "with --fsdp-report: store what was observed on the ranks in DIR/evidence; 'pytest DIR/evidence' runs the "
-        "checks on it again, without ranks",
-        parse_switch,
-        "choose true or false",
-        "",
         repeated=False,
     ),
     Option(
@@ -258,32 +202,35 @@ OPTIONS = (
     ),
     Option(
         "allow-missing",
-        "with --fsdp-fail-on, accept that loaders of the earlier run are missing; in the ini file or the environment "
-        "also for some loaders only: their node ids, * for any text, separated by commas",
+        "with --fsdp-fail-on, accept that loaders of the earlier run are missing; in the ini file also for some "
+        "loaders only: their node ids, * for any text, separated by commas",
         parse_patterns,
         "choose true or false, or node ids such as tests/test_old.py::*",
         "",
         repeated=False,
     ),
-    Option(
-        "annotate",
-        "print an annotation for each failed loader, which the CI service shows at its line: auto (default: in GitHub "
-        "Actions), github or none",
-        one_of(ANNOTATE),
-        "choose auto, github or none",
-        "SERVICE",
-        repeated=False,
-    ),
 )
 
 
+GONE = {
+    "--fsdp-simulate-ranks": "write them in the decorator: @fsdp_conformance(simulate=512, simulate_ranks=[1, 511])",
+    "--fsdp-world-scope": 'write the scope in the decorator: @fsdp_spmd(scope="module")',
+    "--fsdp-ray-address": "set the environment variable RAY_ADDRESS",
+    "--fsdp-localise": "the first step that departs is traced without an option",
+    "--fsdp-keep-evidence": "evidence is kept beside every report: --fsdp-report=DIR",
+    "--fsdp-annotate": "failed loaders are annotated in GitHub Actions, and nowhere else",
+}
+"""Option that there was -> what to do instead."""
+PREFIX = "PYTEST_FSDP_"
+INTERNAL = "PYTEST_FSDP_META_"
+"""How the names of variables begin that the plugin sets itself."""
 FLAGS = (*(option.flag for option in OPTIONS), "--fsdp-init", "--fsdp-list-checks")
 
 
 def add_options(parser: pytest.Parser) -> None:
     group = parser.getgroup("fsdp", "conformance of sharded model loaders (pytest-fsdp-meta)")
     for option in OPTIONS:
-        text = f"{option.help} [ini: {option.ini}, env: {option.variable}]"
+        text = f"{option.help} [ini: {option.ini}]"
         if option.metavar:
             group.addoption(option.flag, dest=option.ini, metavar=option.metavar, default=None, help=text)
         else:
@@ -302,9 +249,12 @@ def add_options(parser: pytest.Parser) -> None:
 def read_settings(config: pytest.Config) -> Settings:
     """Read and check all settings. Raises UsageError with one line: the source of an invalid value, and what is valid.
 
-    Warns of environment variables that look like settings of this plugin but are misspelt; they have no effect.
+    So does an environment variable that looks like a setting: none is read.
     """
-    _warn_of_unknown(config)
+    for name in sorted(os.environ):
+        if name.startswith(PREFIX) and not name.startswith(INTERNAL):
+            flag = f"--fsdp-{name.removeprefix(PREFIX).lower().replace('_', '-')}"
+            raise pytest.UsageError(f"{name} is not read; set PYTEST_ADDOPTS='{flag}=...', or the ini option")
     values: dict[str, Any] = {}
     given: list[str] = []
     for option in OPTIONS:
@@ -319,8 +269,6 @@ def read_settings(config: pytest.Config) -> Settings:
         values["world_sizes" if option.name == "world-size" else option.ini.removeprefix("fsdp_")] = value
         if option.repeated and not source.startswith("ini"):
             given += [f"{option.flag}={text}"] if option.metavar else [option.flag] * value
-    if values.get("keep_evidence") and not values.get("report"):
-        raise pytest.UsageError("--fsdp-keep-evidence requires --fsdp-report=DIR")
     if values.get("fail_on", "failure") != "failure" and not values.get("compare"):
         raise pytest.UsageError(
             f"--fsdp-fail-on={values['fail_on']} requires an earlier run: --fsdp-compare=OLD/report.json"
@@ -329,23 +277,13 @@ def read_settings(config: pytest.Config) -> Settings:
 
 
 def settings_elsewhere(config: pytest.Config) -> dict[str, str]:
-    """Return environment variable or ini option -> its value, for the options that the command line does not have."""
+    """Return PYTEST_ADDOPTS or an ini option -> its value, for the options that the command line does not have."""
     found = {"PYTEST_ADDOPTS": os.environ.get("PYTEST_ADDOPTS", ""), "addopts": shlex.join(config.getini("addopts"))}
     for option in OPTIONS:
         text, source = _find(config, option) or ("", "")
         if source != option.flag:
             found[source.removeprefix("ini option ")] = text
     return {name: text for name, text in found.items() if text}
-
-
-def _warn_of_unknown(config: pytest.Config) -> None:
-    known = {option.variable for option in OPTIONS}
-    for name in sorted(os.environ):
-        if name.startswith("PYTEST_FSDP_") and not name.startswith("PYTEST_FSDP_META_") and name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"the variables are {', '.join(sorted(known))}"
-            message = f"unknown environment variable {name} of pytest-fsdp-meta; {hint}"
-            config.issue_config_time_warning(pytest.PytestConfigWarning(message), stacklevel=2)
 
 
 def _repeated(args: Sequence[str | os.PathLike[str]]) -> list[str]:
@@ -365,7 +303,5 @@ def _find(config: pytest.Config, option: Option) -> tuple[str, str] | None:
     typed = config.getoption(option.ini)
     if typed is not None:
         return str(typed), option.flag
-    if os.environ.get(option.variable):
-        return os.environ[option.variable], option.variable
     written = config.getini(option.ini)
     return (str(written).strip(), f"ini option {option.ini}") if written else None

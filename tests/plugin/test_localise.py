@@ -1,4 +1,4 @@
-"""The module where a difference starts, as a user sees it: in the message, in the report, and on request."""
+"""The module where a difference starts, as a user sees it: in the message and in the report."""
 
 from __future__ import annotations
 
@@ -50,10 +50,8 @@ def test_the_module_is_named_in_the_message_and_in_the_report(project: Project) 
     assert "where it starts:" in (project.path / "report" / "index.html").read_text()
 
 
-def test_a_right_loader_is_traced_on_request_only(project: Project) -> None:
+def test_a_right_loader_is_not_traced(project: Project) -> None:
     project.write("test_it.py", LOADERS)
-    for arguments, traced in ((), False), (("--fsdp-localise",), True):
-        result = project.run("--fsdp-report=report", "-k", "right", *arguments)
-        result.assert_outcomes(passed=2, deselected=2)
-        [loader] = json.loads((project.path / "report" / "report.json").read_text())["loaders"]
-        assert ("localising" in loader["seconds"]) is traced
+    project.run("--fsdp-report=report", "-k", "right").assert_outcomes(passed=2, deselected=2)
+    [loader] = json.loads((project.path / "report" / "report.json").read_text())["loaders"]
+    assert "localising" not in loader["seconds"]

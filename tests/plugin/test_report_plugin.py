@@ -80,7 +80,7 @@ def the(loader: LoaderRecord, check: str) -> CheckRecord:
 
 def test_the_report_has_every_check_of_every_loader(project: Project) -> None:
     project.loaders(LOADERS)
-    result = project.run("--fsdp-report=out", "--fsdp-keep-evidence", "--junitxml=junit.xml")
+    result = project.run("--fsdp-report=out", "--junitxml=junit.xml")
     report = written(project)
     loaders = by_name(report)
     assert list(loaders) == [
@@ -118,7 +118,7 @@ def test_the_report_has_every_check_of_every_loader(project: Project) -> None:
     assert report.complete
     assert report.exit_status == result.ret == 1
     assert report.header.command[0] == "pytest"
-    assert report.header.command[-3:] == ("--fsdp-report=out", "--fsdp-keep-evidence", "--junitxml=junit.xml")
+    assert report.header.command[-2:] == ("--fsdp-report=out", "--junitxml=junit.xml")
     assert {"torch", "pytest", "pytest-fsdp-meta", "python"} <= set(report.header.versions)
     assert (project.path / "out" / "index.html").stat().st_size > 10_000
     output = result.stdout.str()
@@ -302,7 +302,7 @@ def test_inconsistent_evidence_is_reported_in_one_line(project: Project) -> None
                                       loss=lambda model, batch: model(**batch).mean())
         """
     )
-    project.run("--fsdp-report=out", "--fsdp-keep-evidence").assert_outcomes(passed=2)
+    project.run("--fsdp-report=out").assert_outcomes(passed=2)
     (path,) = (project.path / "out" / "evidence").iterdir()
     data = json.loads(gzip.decompress(path.read_bytes()))
     data["evidence"]["inventory"][0]["rank"] = 7
@@ -376,7 +376,7 @@ def test_an_error_is_an_error_again_when_stored_evidence_is_judged(project: Proj
         def test_x(fsdp): return load(fsdp, reference=build, batch=batch)
         """
     )
-    project.run("--fsdp-report=out", "--fsdp-keep-evidence").assert_outcomes(passed=1, errors=1)
+    project.run("--fsdp-report=out").assert_outcomes(passed=1, errors=1)
     before = [(one.check, one.status, one.reason) for one in written(project).loaders[0].checks]
     project.run("out/evidence", "--fsdp-report=again").assert_outcomes(passed=1, errors=1)
     assert [(one.check, one.status, one.reason) for one in written(project, "again").loaders[0].checks] == before
@@ -396,7 +396,6 @@ def test_folders_that_cannot_hold_a_report_are_refused(project: Project) -> None
     project.write("file", "")
     right = "expected a writable folder, or one that can be created"
     assert errors(project.collect("--fsdp-report=file")) == [f"--fsdp-report: invalid value 'file' ({right})"]
-    assert errors(project.collect("--fsdp-keep-evidence")) == ["--fsdp-keep-evidence requires --fsdp-report=DIR"]
 
 
 @pytest.mark.parametrize(
@@ -431,9 +430,10 @@ def test_the_published_schema_is_current() -> None:
 
 def test_evidence_is_not_removed_by_the_run_that_judges_it(project: Project) -> None:
     project.loaders("@fsdp_conformance(only=['no_meta_params'])\ndef test_x(fsdp): return load(fsdp)\n")
-    project.run("--fsdp-report=out", "--fsdp-keep-evidence").assert_outcomes(passed=1)
-    project.run("out/evidence", "--fsdp-report=out", "--fsdp-keep-evidence").assert_outcomes(passed=1)
+    project.run("--fsdp-report=out").assert_outcomes(passed=1)
+    project.run("out/evidence", "--fsdp-report=out").assert_outcomes(passed=1)
     (stored,) = (project.path / "out" / "evidence").iterdir()
+    project.loaders("@fsdp_conformance(only=['no_meta_params'])\ndef test_y(fsdp): return load(fsdp)\n")
     project.run("--fsdp-report=out")
     assert not stored.exists(), "a new report has no evidence of an earlier run"
 
@@ -441,7 +441,7 @@ def test_evidence_is_not_removed_by_the_run_that_judges_it(project: Project) -> 
 def test_new_checks_judge_stored_evidence_and_removed_ones_are_reported(project: Project) -> None:
     project.loaders("@fsdp_conformance(only=['no_meta_params', 'gone'])\ndef test_x(fsdp): return load(fsdp)\n")
     project.write("conftest.py", CHECK.format(name="gone", after=[], value="[gone]"))
-    project.run("--fsdp-report=out", "--fsdp-keep-evidence").assert_outcomes(passed=2)
+    project.run("--fsdp-report=out").assert_outcomes(passed=2)
     project.write("conftest.py", CHECK.format(name="later", after=[], value="[later]"))
     result = project.run("out/evidence", "-v")
     result.assert_outcomes(passed=2, warnings=1)
@@ -452,7 +452,7 @@ def test_new_checks_judge_stored_evidence_and_removed_ones_are_reported(project:
 
 def test_damaged_files_do_not_prevent_judging_the_others(project: Project) -> None:
     project.loaders("@fsdp_conformance(only=['no_meta_params'])\ndef test_x(fsdp): return load(fsdp)\n")
-    project.run("--fsdp-report=out", "--fsdp-keep-evidence")
+    project.run("--fsdp-report=out")
     (whole,) = (project.path / "out" / "evidence").iterdir()
     data = whole.read_bytes()
     whole.with_name("cut.evidence.json.gz").write_bytes(data[: len(data) // 2])
@@ -480,7 +480,7 @@ def test_the_report_shows_the_example_that_failed(project: Project) -> None:
             return model
         """
     )
-    project.run("--fsdp-report=out", "--fsdp-keep-evidence").assert_outcomes(failed=1)
+    project.run("--fsdp-report=out").assert_outcomes(failed=1)
     (loader,) = written(project).loaders
     assert loader.summary is not None
     assert {(tensor.shape, tensor.pieces[0].device) for tensor in loader.summary.tensors} == {
@@ -612,7 +612,7 @@ def test_a_folder_whose_name_is_too_long(project: Project) -> None:
 
 def test_a_mistyped_path_leaves_the_earlier_report_alone(project: Project) -> None:
     project.loaders("@fsdp_conformance(only=['no_meta_params'])\ndef test_x(fsdp): return load(fsdp)\n")
-    project.run("--fsdp-report=out", "--fsdp-keep-evidence")
+    project.run("--fsdp-report=out")
     files = {path: path.read_bytes() for path in (project.path / "out").rglob("*") if path.is_file()}
     for arguments in (["out"], ["nowhere.py"], ["out/evidence/nowhere.evidence.json.gz"]):
         assert project.run(*arguments, "--fsdp-report=out").ret not in (0, 1)

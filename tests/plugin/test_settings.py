@@ -1,4 +1,4 @@
-"""Options from the command line, the environment and the ini file; none of them needs torch."""
+"""Options from the command line and the ini file; none of them needs torch."""
 
 from __future__ import annotations
 
@@ -31,37 +31,21 @@ def test_defaults(pytester: pytest.Pytester) -> None:
 @pytest.mark.parametrize(
     ("name", "field", "texts", "values"),
     [
-        ("world-size", "world_sizes", ("1,2,4", "3", "8"), ((1, 2, 4), (3,), (8,))),
-        ("simulate", "simulate", ("64,1024", "8", "16"), ((64, 1024), (8,), (16,))),
-        ("simulate-ranks", "simulate_ranks", ("1,1023", "0", "7"), ((1, 1023), (0,), (7,))),
-        ("device", "device", ("cpu", "cuda", "auto"), ("cpu", "cuda", "auto")),
-        ("backend", "backend", ("gloo", "nccl", "auto"), ("gloo", "nccl", "auto")),
-        ("timeout", "timeout", ("5", "0.5", "60"), (5.0, 0.5, 60.0)),
-        ("engine", "engine", ("ray", "local", "ray"), ("ray", "local", "ray")),
-        (
-            "ray-address",
-            "ray_address",
-            ("head:6379", "auto", "local"),
-            ("head:6379", "auto", "local"),
-        ),
-        ("require-gpu", "require_gpu", ("true", "0", "yes"), (True, False, True)),
-        ("localise", "localise", ("true", "0", "yes"), (True, False, True)),
+        ("world-size", "world_sizes", ("1,2,4", "8"), ((1, 2, 4), (8,))),
+        ("simulate", "simulate", ("64,1024", "16"), ((64, 1024), (16,))),
+        ("device", "device", ("cpu", "auto"), ("cpu", "auto")),
+        ("backend", "backend", ("gloo", "auto"), ("gloo", "auto")),
+        ("timeout", "timeout", ("5", "60"), (5.0, 60.0)),
+        ("engine", "engine", ("local", "ray"), ("local", "ray")),
+        ("require-gpu", "require_gpu", ("true", "no"), (True, False)),
     ],
 )
-def test_command_line_before_environment_before_ini(
-    pytester: pytest.Pytester,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    field: str,
-    texts: tuple[str, str, str],
-    values: tuple[object, object, object],
+def test_command_line_before_ini(
+    pytester: pytest.Pytester, name: str, field: str, texts: tuple[str, str], values: tuple[object, object]
 ) -> None:
-    underscored = name.replace("-", "_")
-    pytester.makeini(f"[pytest]\nfsdp_{underscored} = {texts[2]}")
-    assert getattr(settings(pytester), field) == values[2]
-    monkeypatch.setenv(f"PYTEST_FSDP_{underscored.upper()}", texts[1])
+    pytester.makeini(f"[pytest]\nfsdp_{name.replace('-', '_')} = {texts[1]}")
     assert getattr(settings(pytester), field) == values[1]
-    typed = f"--fsdp-{name}" if name in ("require-gpu", "localise") else f"--fsdp-{name}={texts[0]}"
+    typed = f"--fsdp-{name}" if name == "require-gpu" else f"--fsdp-{name}={texts[0]}"
     assert getattr(settings(pytester, typed), field) == values[0]
 
 
@@ -71,14 +55,12 @@ def test_settings_in_pyproject(pytester: pytest.Pytester) -> None:
     assert settings(pytester).timeout == 7.0
 
 
-def test_options_that_a_rerun_command_repeats(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_that_a_rerun_command_repeats(pytester: pytest.Pytester) -> None:
     pytester.makefile(".ini", other="[pytest]\nfsdp_timeout = 9")
-    monkeypatch.setenv("PYTEST_FSDP_BACKEND", "gloo")
-    monkeypatch.setenv("PYTEST_FSDP_REQUIRE_GPU", "no")
     typed = ["-c", "other.ini", "-pno:cacheprovider", "--rootdir=.", "--fsdp-world-size", "2,4", "-q", "-k", "x"]
-    assert settings(pytester, *typed).given == (
+    assert settings(pytester, *typed, "--fsdp-require-gpu").given == (
         *("-c", "other.ini", "-pno:cacheprovider", "--rootdir=."),
-        *("--fsdp-world-size=2,4", "--fsdp-backend=gloo"),
+        *("--fsdp-world-size=2,4", "--fsdp-require-gpu"),
     )
 
 
@@ -93,34 +75,26 @@ def test_options_that_a_rerun_command_repeats(pytester: pytest.Pytester, monkeyp
         ("device", ("tpu", "CUDA"), "choose auto, cpu, cuda or standin"),
         ("backend", ("mpi",), "choose auto, gloo or nccl"),
         ("engine", ("RAY", "slurm"), "choose local or ray"),
-        (
-            "ray-address",
-            ("ray://head:10001", "head", ":6379", "head:port"),
-            "expected HOST:PORT, auto or local; Ray's client protocol, ray://, cannot run ranks",
-        ),
         ("timeout", ("0", "-3", "soon", "nan", "inf"), "expected a positive number of seconds"),
     ],
 )
 def test_a_wrong_value_names_its_source(
-    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, name: str, texts: tuple[str, ...], expected: str
+    pytester: pytest.Pytester, name: str, texts: tuple[str, ...], expected: str
 ) -> None:
-    variable = f"PYTEST_FSDP_{name.replace('-', '_').upper()}"
     for text in texts:
         with pytest.raises(pytest.UsageError, match=rf"^--fsdp-{name}: invalid value {text!r} \({expected}\)$"):
             settings(pytester, f"--fsdp-{name}={text}")
-    monkeypatch.setenv(variable, texts[0])
-    with pytest.raises(pytest.UsageError, match=rf"^{variable}: invalid value {texts[0]!r} \({expected}\)$"):
-        settings(pytester)
-    monkeypatch.delenv(variable)
     ini = f"fsdp_{name.replace('-', '_')}"
     pytester.makeini(f"[pytest]\n{ini} = {texts[0]}")
     with pytest.raises(pytest.UsageError, match=rf"^ini option {ini}: invalid value {texts[0]!r} \({expected}\)$"):
         settings(pytester)
 
 
-def test_a_wrong_switch(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTEST_FSDP_REQUIRE_GPU", "perhaps")
-    with pytest.raises(pytest.UsageError, match=r"^PYTEST_FSDP_REQUIRE_GPU: invalid value 'perhaps' \(choose true or"):
+def test_a_wrong_switch(pytester: pytest.Pytester) -> None:
+    pytester.makeini("[pytest]\nfsdp_require_gpu = perhaps")
+    with pytest.raises(
+        pytest.UsageError, match=r"^ini option fsdp_require_gpu: invalid value 'perhaps' \(choose true or"
+    ):
         settings(pytester)
 
 
@@ -146,6 +120,25 @@ def test_ray_is_not_installed(project: Project, args: tuple[str, ...]) -> None:
 def test_a_mistyped_option_is_one_line_with_the_nearest_one(project: Project, typed: str, hint: str) -> None:
     (message,) = errors(project.collect(typed, "--fsdp-device=cpu"))
     assert message.startswith(f"{typed.partition('=')[0]}: there is no such option; {hint}")
+
+
+@pytest.mark.parametrize(
+    ("typed", "instead"),
+    [
+        ("--fsdp-localise", "the first step that departs is traced without an option"),
+        ("--fsdp-keep-evidence", "evidence is kept beside every report: --fsdp-report=DIR"),
+        ("--fsdp-world-scope=module", 'write the scope in the decorator: @fsdp_spmd(scope="module")'),
+        ("--fsdp-ray-address=auto", "set the environment variable RAY_ADDRESS"),
+        ("--fsdp-annotate=none", "failed loaders are annotated in GitHub Actions, and nowhere else"),
+        (
+            "--fsdp-simulate-ranks=5",
+            "write them in the decorator: @fsdp_conformance(simulate=512, simulate_ranks=[1, 511])",
+        ),
+    ],
+)
+def test_an_option_that_went_names_its_successor(project: Project, typed: str, instead: str) -> None:
+    name = typed.partition("=")[0]
+    assert errors(project.collect(typed)) == [f"{name}: there is no such option any more; {instead}"]
 
 
 def test_options_of_others_are_left_to_pytest(project: Project) -> None:
@@ -197,11 +190,11 @@ def test_a_missing_device_is_no_error_where_nothing_runs(project: Project) -> No
     assert project.collect("--fsdp-device=cuda", "--collect-only").ret == 0
 
 
-def test_help_names_ini_option_and_environment_variable(project: Project) -> None:
+def test_help_names_the_ini_option(project: Project) -> None:
     text = " ".join(project.collect("--help").stdout.str().split())
     for option in OPTIONS:
         assert f"{option.flag}" in text
-        assert f"[ini: {option.ini}, env: {option.variable}]" in text
+        assert f"[ini: {option.ini}]" in text
     assert "--fsdp-list-checks list all checks and exit" in text
 
 
@@ -237,12 +230,8 @@ def test_no_torch_is_imported(project: Project, code: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_a_misspelt_environment_variable(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTEST_FSDP_WORLD_SIZES", "3")
-    project.write("test_it.py", "def test_x(): ...\n")
-    result = project.collect()
-    result.assert_outcomes(passed=1, warnings=1)
-    assert (
-        "unknown environment variable PYTEST_FSDP_WORLD_SIZES of pytest-fsdp-meta; did you mean "
-        "PYTEST_FSDP_WORLD_SIZE?" in result.stdout.str()
-    )
+def test_the_environment_has_no_settings(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTEST_FSDP_WORLD_SIZE", "3")
+    message = "^PYTEST_FSDP_WORLD_SIZE is not read; set PYTEST_ADDOPTS='--fsdp-world-size=...', or the ini option$"
+    with pytest.raises(pytest.UsageError, match=message):
+        settings(pytester)

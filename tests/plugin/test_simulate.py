@@ -6,7 +6,7 @@ import pytest
 from safetensors.torch import save
 from torch import nn
 
-from tests.conftest import Project
+from tests.conftest import Project, errors
 
 LOADER = """
 import os
@@ -84,6 +84,23 @@ def test_loader(fsdp):
     result.stdout.fnmatch_lines(["*test_loader[[]simulated16-shards_tile*", "*test_loader[[]simulated64-shards_tile*"])
 
 
+def test_the_author_chooses_the_ranks_that_run(project: Project) -> None:
+    text = f"""{LOADER}
+@fsdp_conformance(simulate=32, simulate_ranks=[5], only=["shards_tile_the_tensor"])
+def test_loader(fsdp):
+    assert fsdp.rank in (0, 5)
+    return load(fsdp)
+"""
+    project.write("test_it.py", text)
+    project.run().assert_outcomes(passed=1)
+    for wrong, message in (
+        ("[32]", "simulate_ranks: there is no rank 32 in a world of 32"),
+        ("-1", "simulate_ranks=-1 should be a list of ranks such as [1, 511]"),
+    ):
+        project.write("test_it.py", text.replace("[5]", wrong))
+        assert errors(project.run()) == [f"test_it.py::test_loader: @fsdp_conformance: {message}"]
+
+
 def test_the_option_simulates_loaders_that_would_run(project: Project) -> None:
     project.write(
         "test_it.py",
@@ -98,12 +115,9 @@ def test_hybrid(fsdp):
     return load(fsdp)
 """,
     )
-    result = project.run("--fsdp-simulate=32", "--fsdp-simulate-ranks=5", "-rs")
+    result = project.run("--fsdp-simulate=32", "-rs")
     result.assert_outcomes(passed=2, skipped=1)
     result.stdout.fnmatch_lines(["*simulated: the ranks have no values, and send nothing*"])
-    wrong = project.run("--fsdp-simulate=32", "--fsdp-simulate-ranks=32")
-    assert wrong.ret == pytest.ExitCode.USAGE_ERROR
-    wrong.stderr.fnmatch_lines(["*--fsdp-simulate-ranks: there is no rank 32 in a world of 32"])
 
 
 def test_the_option_leaves_loaders_alone_that_it_cannot_simulate(project: Project) -> None:

@@ -381,18 +381,22 @@ class TestKept:
 
 @pytest.mark.parametrize(("scope", "worlds"), [("function", 4), ("module", 2), ("session", 1)])
 def test_scopes_of_worlds(project: Project, scope: str, worlds: int) -> None:
-    text = """
-from pytest_fsdp_meta.worlds import current
+    text = (
+        f"SCOPE = {scope!r}"
+        + """
+import pytest
 import os, pathlib
+pytestmark = pytest.mark.fsdp_world(scope=SCOPE)
 def test_a(fsdp_world): note(fsdp_world)
 def test_b(fsdp_world): note(fsdp_world)
 def note(world):
     with open(pathlib.Path(__file__).parent / "notes", "a") as file:
         file.write(f"{world.run(os.getpid)[0]}\\n")
 """
+    )
     for name in ("test_one.py", "test_two.py"):
         project.write(name, text)
-    project.run(f"--fsdp-world-scope={scope}").assert_outcomes(passed=4)
+    project.run().assert_outcomes(passed=4)
     assert len(set(project.notes)) == worlds
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.conftest import CHECK, Project, errors
 
-ARGUMENTS = "world_size, mesh, only, skip, xfail, tolerance, steps, timeout, process_group, simulate"
+ARGUMENTS = "world_size, mesh, only, skip, xfail, tolerance, steps, timeout, process_group, simulate, simulate_ranks"
 HINT = "(pytest --fsdp-list-checks shows all)"
 NEAREST = f"there is no check 'no_meta_param'; did you mean 'no_meta_params'? {HINT}"
 

@@ -216,8 +216,9 @@ def test_a_temporary_folder_that_the_nodes_do_not_share(cable: Cable, tmp_path: 
     text = TINY.format(folder=str(tmp_path)).replace("import Subject", "import Subject, fsdp_spmd")
     (tmp_path / "test_it.py").write_text(text + LOADER)
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), str(tmp_path)]
-    options = ["--fsdp-engine=ray", f"--fsdp-ray-address={FIRST}:{PORT}"]
-    output, _ = cable.run([*command, *options], TMPDIR=str(cable.private)).communicate(timeout=PATIENCE)
+    command.append("--fsdp-engine=ray")
+    address = f"{FIRST}:{PORT}"
+    output, _ = cable.run(command, TMPDIR=str(cable.private), RAY_ADDRESS=address).communicate(timeout=PATIENCE)
     assert re.search(
         rf": node {SECOND} cannot see {cable.private}/fsdp-trial-[\w-]+, where the reference is "
         "stored; set TMPDIR to a folder that all nodes share",
@@ -226,5 +227,5 @@ def test_a_temporary_folder_that_the_nodes_do_not_share(cable: Cable, tmp_path: 
     assert "assert 2.0 == 3" in output, "@fsdp_spmd needs no shared folder, and its asserts are rewritten on every node"
     shared = cable.private.parent / "shared"
     shared.mkdir()
-    output, _ = cable.run([*command, *options], TMPDIR=str(shared)).communicate(timeout=PATIENCE)
+    output, _ = cable.run(command, TMPDIR=str(shared), RAY_ADDRESS=address).communicate(timeout=PATIENCE)
     assert "1 failed, 2 passed" in output, output

@@ -233,12 +233,13 @@ def verdicts(project: Project, *args: str) -> dict[str, str]:
 
 
 def test_a_loader_gets_the_same_outcomes_on_two_nodes_as_on_one_machine(
-    cluster: Any, engine: RayEngine, project: Project
+    cluster: Any, engine: RayEngine, project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine.release_seats()
     project.loaders(LOADERS)
     local = verdicts(project)
-    remote = verdicts(project, "--fsdp-engine=ray", f"--fsdp-ray-address={cluster.address}")
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    remote = verdicts(project, "--fsdp-engine=ray")
     assert remote == local
     assert len(local) > 80
     assert local["test_it.py::test_good[params_equal_reference]"] == "PASSED"
@@ -283,12 +284,13 @@ def _processes_in(folder: Path) -> list[int]:
     return found
 
 
-def test_an_address_without_a_cluster(project: Project) -> None:
+def test_an_address_without_a_cluster(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     project.loaders("@fsdp_conformance(world_size=2)\ndef test_it(fsdp): return load(fsdp)")
-    result = project.run("--fsdp-engine=ray", "--fsdp-ray-address=127.0.0.1:1")
+    result = project.run("--fsdp-engine=ray")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     text = result.stdout.str() + result.stderr.str()
-    assert "no Ray cluster answers at 127.0.0.1:1; check --fsdp-ray-address and RAY_ADDRESS" in text
+    assert "no Ray cluster answers at 127.0.0.1:1; check RAY_ADDRESS" in text
     assert "Traceback" not in text
 
 

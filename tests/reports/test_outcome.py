@@ -92,7 +92,7 @@ def test_a_real_run_says_whether_it_passes(project: Project, monkeypatch: pytest
     """As its options come from the environment and the ini file, the report names them."""
     project.loaders(LOADERS + LOADERS.replace("test_one", "test_two"))
     project.write("pytest.ini", "[pytest]\nfsdp_fail_on = regression\naddopts = -p no:cacheprovider\n")
-    monkeypatch.setenv("PYTEST_FSDP_COMPARE", "reports")
+    monkeypatch.setenv("PYTEST_ADDOPTS", "--fsdp-compare=reports")
     (project.path / "reports").mkdir()
 
     def run(name: str) -> tuple[int, str, Report]:
@@ -104,16 +104,16 @@ def test_a_real_run_says_whether_it_passes(project: Project, monkeypatch: pytest
     status, line, first = run("first")
     assert (status, line) == (1, "fails: 2 checks failed (--fsdp-fail-on=regression)"), "no earlier run"
     assert first.outcome == Outcome(False, "2 checks failed", "regression")
-    monkeypatch.setenv("PYTEST_FSDP_COMPARE", "reports/first")
+    monkeypatch.setenv("PYTEST_ADDOPTS", "--fsdp-compare=reports/first")
     status, line, known = run("known")
     assert (status, line) == (0, "passes: 2 known failures (--fsdp-fail-on=regression)")
     assert known.header.settings == {
         "addopts": "-p no:cacheprovider",
-        "PYTEST_FSDP_COMPARE": "reports/first",
+        "PYTEST_ADDOPTS": "--fsdp-compare=reports/first",
         "fsdp_fail_on": "regression",
     }
     page = (project.path / "reports" / "known" / "index.html").read_text()
-    assert "<code>PYTEST_FSDP_COMPARE=reports/first</code>" in page
+    assert "<code>PYTEST_ADDOPTS=--fsdp-compare=reports/first</code>" in page
     assert "<h1>Passes: 2 known failures</h1>" in page
     assert json.loads((project.path / "reports/known/badge.json").read_text())["message"] == "passes: 2 known failures"
     project.loaders(LOADERS)

@@ -34,7 +34,7 @@ PAGES: dict[str, Callable[[], Report]] = {
     "nights": factory.nights,
     "known": lambda: report(
         outcome=Outcome(True, "1 known failure", "regression"),
-        header=header(settings={"PYTEST_FSDP_COMPARE": "reports"}),
+        header=header(settings={"PYTEST_ADDOPTS": "--fsdp-compare=reports"}),
     ),
 }
 COMPARED = ("compared", "hostile")

@@ -255,10 +255,13 @@ def _require_reachable(address: str) -> None:
     host, _, port = address.rpartition(":")
     if address == "auto":
         return
-    if not (host and port.isdecimal() and "/" not in host):  # --fsdp-ray-address was checked before
-        raise ValueError(f"invalid RAY_ADDRESS={address} (choose HOST:PORT, auto or local)")
+    if not (host and port.isdecimal() and "/" not in host):
+        raise ValueError(
+            f"invalid RAY_ADDRESS={address} (choose HOST:PORT, auto or local; Ray's client protocol, ray://, cannot "
+            "run ranks)"
+        )
     if not wire.is_listening(host, int(port), seconds=5.0):
-        raise ValueError(f"no Ray cluster answers at {address}; check --fsdp-ray-address and RAY_ADDRESS")
+        raise ValueError(f"no Ray cluster answers at {address}; check RAY_ADDRESS")
 
 
 def _start_embedded() -> Cluster:
