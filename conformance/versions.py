@@ -57,7 +57,7 @@ SELECTION = (
     # The first defect of each check, and what breaks first when torch, safetensors, pytest or Hypothesis changes.
     (
         "-m",
-        "not slow",
+        "not slow and not nightly",
         "conformance/test_defects.py",
         "tests/observers/test_torch_names.py",
         "tests/observers/test_torch_private.py",

@@ -161,7 +161,7 @@ def outcomes(project) -> dict[str, dict[str, tuple[str, str]]]:
     }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", NAMES)
 def test_the_rest_is_judged_without_the_name(name, project, monkeypatch, usual):
     if not usual:

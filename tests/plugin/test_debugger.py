@@ -72,7 +72,7 @@ def test_the_debugger_opens_where_the_rank_failed(project: Project, shell: Any) 
     assert_gone(largest_world_size(project))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_quit_ends_the_session(project: Project, shell: Any) -> None:
     project.loaders(BOOM)
     child = shell("--pdb", "--pdbcls=pdb:Pdb")
@@ -93,7 +93,7 @@ def test_no_rank_is_left_when_pytest_is_killed_at_the_prompt(project: Project, s
     assert_gone(largest_world_size(project))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_rank_that_ends_in_the_debugger(project: Project, shell: Any) -> None:
     project.loaders(BOOM)
     child = shell("--pdb", "-k", "test_x", "-x")
@@ -152,7 +152,7 @@ def test_failures_of_other_tests_on_ranks_and_of_plain_tests(project: Project, s
     assert "3 failed, 1 passed" in rest
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ranks_that_cannot_start(project: Project, shell: Any) -> None:
     project.loaders(
         """
@@ -231,7 +231,7 @@ def test_breakpoints_on_all_ranks_around_a_collective(project: Project, shell: A
         assert output.count(f"'2.0 on {rank + 41}'") == 1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("stop", ["pdb.set_trace()", "dist.breakpoint(1)"])
 def test_other_breakpoints_and_a_pause_longer_than_the_timeout(project: Project, shell: Any, stop: str) -> None:
     project.loaders(STOPS.format(stop=f"fsdp.rank == 1 and {stop}" if "dist" not in stop else stop).replace("20", "3"))
@@ -247,7 +247,7 @@ def test_other_breakpoints_and_a_pause_longer_than_the_timeout(project: Project,
     assert "1 passed" in child.read().decode()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_quit_at_a_breakpoint_ends_the_session(project: Project, shell: Any) -> None:
     project.loaders(STOPS.format(stop="fsdp.rank == 1 and breakpoint()"))
     child = shell()

@@ -98,7 +98,7 @@ def test_slow(fsdp):
 """
 
 
-@pytest.mark.parametrize("verbose", [pytest.param("-v", marks=pytest.mark.slow), ""])
+@pytest.mark.parametrize("verbose", [pytest.param("-v", marks=pytest.mark.nightly), ""])
 def test_a_long_item_in_a_terminal(
     project: Project, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, verbose: str
 ) -> None:
@@ -117,7 +117,7 @@ def test_a_long_item_in_a_terminal(
     assert child.wait() == 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("args", [("-s",), ("-n1",)])
 def test_no_line_with_live_output_or_on_a_worker(
     project: Project, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, args: tuple[str, ...]
@@ -131,7 +131,7 @@ def test_no_line_with_live_output_or_on_a_worker(
     assert "2 ranks" not in output
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_no_line_in_a_log(project: Project) -> None:
     project.loaders(SLOW)
     result = project.run()

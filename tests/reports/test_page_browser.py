@@ -101,7 +101,7 @@ def focused(page: playwright.Page, what: str) -> str:
 
 
 @pytest.mark.parametrize("name", PAGES)
-@pytest.mark.parametrize("width", [PHONE, pytest.param(DESKTOP, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("width", [PHONE, pytest.param(DESKTOP, marks=pytest.mark.nightly)])
 def test_no_page_is_wider_than_the_screen(opened, name, width):
     page = opened(name, width=width)
     assert page.evaluate("document.documentElement.scrollWidth") == width
@@ -116,10 +116,10 @@ def test_no_page_is_wider_than_the_screen(opened, name, width):
         ("compared", "dark"),
         ("nights", "light"),
         ("known", "light"),
-        pytest.param("nights", "dark", marks=pytest.mark.slow),
-        pytest.param("usual", "light", marks=pytest.mark.slow),
-        pytest.param("hostile", "light", marks=pytest.mark.slow),
-        pytest.param("empty", "dark", marks=pytest.mark.slow),
+        pytest.param("nights", "dark", marks=pytest.mark.nightly),
+        pytest.param("usual", "light", marks=pytest.mark.nightly),
+        pytest.param("hostile", "light", marks=pytest.mark.nightly),
+        pytest.param("empty", "dark", marks=pytest.mark.nightly),
     ],
 )
 def test_axe_finds_no_accessibility_problem(opened, name, theme):
