@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 
 TESTS = ("-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider")
-FAST = ("-m", "not slow")
+FAST = ("-m", "not slow and not nightly")
 SHARED = ("--fsdp-device=cuda", "--fsdp-backend=gloo")
 OWN = "--fsdp-require-gpu"
 ON_GPU, ON_GPUS = (*TESTS, "tests/gpu/test_gpu.py"), (*TESTS, "tests/gpu/test_nccl.py")

@@ -11,7 +11,7 @@ from pytest_fsdp_meta.worlds.diagnosis.flight_recorder import Collective, Flight
 from pytest_fsdp_meta.worlds.diagnosis.headline import rank_states
 
 STACK = (
-    '  File "/work/test_x.py", line {line} in {function}\n  File "{library}/torch/x.py", line 5 in wait\n  in C: wait'
+    '  File "/work/test_x.py", line {line} in {function}\n  File "{library}/torch/x.py", line 5 in wait'
 )
 
 

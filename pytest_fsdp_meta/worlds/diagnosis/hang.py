@@ -8,7 +8,6 @@ from dataclasses import replace
 from multiprocessing import connection
 
 from pytest_fsdp_meta.text import name_ranks
-from pytest_fsdp_meta.worlds.diagnosis import native_stacks
 from pytest_fsdp_meta.worlds.diagnosis.collective_history import (
     History,
     describe_collective,
@@ -28,8 +27,6 @@ NEVER = Collective("", 0, "", "", "", done=False)
 """Stands for the last collective of a rank that has entered none."""
 RETURNED = "  (the call has returned)"
 STOPPED = "  (it did not react: it is stopped)"
-SHORT_GDB_TIMEOUT = 1.0
-"""Seconds for gdb where a rank is stopped: that says already why the ranks hang."""
 
 
 def look(members: Sequence[Member]) -> dict[int, Whereabouts]:
@@ -38,29 +35,14 @@ def look(members: Sequence[Member]) -> dict[int, Whereabouts]:
     stopped = {member.rank: Whereabouts(STOPPED, stopped=True) for member in members if member.is_stopped}
     found = _ask([member for member in members if member.rank not in stopped and not member.has_ended])
     silent = [member for member in members if member.rank not in found and member.rank not in stopped]
-    # Before the stacks: the signal that makes a rank write its stack interrupts the system call that it sleeps in.
-    stacks = {rank: whereabouts.stack for rank, whereabouts in found.items()}
-    c_stacks = _c_stacks(members, stacks, SHORT_GDB_TIMEOUT if stopped else native_stacks.TIMEOUT)
     for member in silent:
         member.request_stack()
     deadline = time.monotonic() + PATIENCE
     found |= stopped | {member.rank: Whereabouts(member.stack(deadline)) for member in silent}
     return {
-        rank: replace(whereabouts, stack="\n".join(filter(None, (whereabouts.stack or RETURNED, c_stacks.get(rank)))))
+        rank: whereabouts if whereabouts.stack else replace(whereabouts, stack=RETURNED)
         for rank, whereabouts in found.items()
     }
-
-
-def _c_stacks(members: Sequence[Member], stacks: Mapping[int, str], seconds: float) -> dict[int, str]:
-    """Return the C functions that ranks are in. Of ranks with equal Python stacks only one is inspected.
-
-    Ranks that have returned, whose stack is empty, are left out.
-    """
-    pids = {member.rank: member.pid for member in members if member.pid and stacks.get(member.rank) != ""}
-    stack_of = {rank: stacks.get(rank, f"unknown, of rank {rank}") for rank in pids}
-    first = {stack: rank for rank, stack in reversed(stack_of.items())}
-    inspected = native_stacks.c_stacks({rank: pids[rank] for rank in first.values()}, seconds)
-    return {rank: inspected[first[stack]] for rank, stack in stack_of.items() if first[stack] in inspected}
 
 
 def _ask(members: Sequence[Member]) -> dict[int, Whereabouts]:

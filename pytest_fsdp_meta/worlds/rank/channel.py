@@ -18,7 +18,7 @@ from typing import Any
 from pytest_fsdp_meta.worlds.diagnosis import disk, flight_recorder
 from pytest_fsdp_meta.worlds.failures import CUT_OFF, CUT_OFF_MARK
 from pytest_fsdp_meta.worlds.rank import tracebacks
-from pytest_fsdp_meta.worlds.system import messages, output, processes
+from pytest_fsdp_meta.worlds.system import messages, output
 
 POLL_INTERVAL = 0.5
 """Seconds between two checks how much this rank has written and whether its pipe is still open."""
@@ -65,7 +65,6 @@ class Channel:
 
     def _report_whereabouts(self) -> None:
         """Answer for the main thread, which may be stuck in a collective."""
-        processes.allow_debuggers()
         found = flight_recorder.Whereabouts(tracebacks.user_stack(tracebacks.dump()), flight_recorder.read())
         # Without this answer the parent only knows less. With an exception this thread would end, and nothing would
         # notice the end of the parent.

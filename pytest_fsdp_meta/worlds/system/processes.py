@@ -25,8 +25,6 @@ OOM_KILL_NOTE = " (meanwhile the kernel's out-of-memory killer ended a process)"
 """Added to the summary of a rank that was killed while ``shortages`` went up."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-_PR_SET_PTRACER = 0x59616D61
-_PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
 _UNUSED = ctypes.c_ulong(0)
 _THREADS_FIELD = 16
 """Index of the number of threads in /proc/PID/stat, counted from the first field after the state."""
@@ -49,11 +47,6 @@ def die_with_parent(number: int = signal.SIGKILL) -> None:
 def adopt_orphans() -> None:
     """Become the parent of descendants whose parent has ended, whatever session they are in."""
     _prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1))
-
-
-def allow_debuggers() -> None:
-    """Let any process of the same user debug this one, also where only ancestors may (Yama)."""
-    _prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY)
 
 
 def _prctl(option: int, argument: ctypes.c_ulong) -> None:
