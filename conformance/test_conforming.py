@@ -1,4 +1,7 @@
-"""Our conforming loaders pass every check, on checkpoints of real architectures."""
+"""Our conforming loaders pass every check, on checkpoints of real architectures.
+
+What is neither slow nor nightly here is the part of ``make conformance`` that shows that right loaders pass.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +16,25 @@ from pytest_fsdp_meta import Subject, fsdp_conformance
 from pytest_fsdp_meta.transformers import reference_model
 
 
-def slow_but(*fast: str) -> list[Any]:
-    """Return the checkpoints; only make slow takes those that are not ``fast``."""
-    return [pytest.param(name, marks=() if name in fast else pytest.mark.slow) for name in CHECKPOINTS]
+def nightly_but(*others: str) -> list[Any]:
+    """Return the checkpoints; only make nightly takes those that are not among ``others``."""
+    return [pytest.param(name, marks=() if name in others else pytest.mark.nightly) for name in CHECKPOINTS]
 
 
-@pytest.mark.parametrize("path", slow_but("llama", "gpt2"), indirect=True)
-@fsdp_conformance(world_size=(1, 2, 4))
+@pytest.mark.parametrize("path", nightly_but("llama", "gpt2"), indirect=True)
+@fsdp_conformance(world_size=2)
 def test_sharded(fsdp, path):
     return subject(load_sharded(path, fsdp.mesh, fsdp.device), path)
 
 
-@pytest.mark.parametrize("path", slow_but("llama-tied"), indirect=True)
+@pytest.mark.slow
+@pytest.mark.parametrize("path", nightly_but("llama"), indirect=True)
+@fsdp_conformance(world_size=(1, 4))
+def test_sharded_in_other_worlds(fsdp, path):
+    return subject(load_sharded(path, fsdp.mesh, fsdp.device), path)
+
+
+@pytest.mark.parametrize("path", nightly_but("llama-tied"), indirect=True)
 @fsdp_conformance(mesh={"dp_replicate": 2, "dp_shard": 2})
 def test_hsdp(fsdp, path):
     return subject(load_sharded(path, fsdp.mesh, fsdp.device), path)
@@ -36,6 +46,7 @@ def test_uneven_sizes_and_empty_shards(fsdp, path):
     return subject(load_sharded(path, fsdp.mesh, fsdp.device), path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["llama", "llama-prime-tied"], indirect=True)
 @fsdp_conformance(world_size=3)
 def test_three_ranks(fsdp, path):
@@ -43,21 +54,21 @@ def test_three_ranks(fsdp, path):
     return subject(load_sharded(path, fsdp.mesh, fsdp.device), path, rows=12)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("path", ["llama-tied", "llama-odd"], indirect=True)
 @fsdp_conformance(world_size=8)
 def test_eight_ranks(fsdp, path):
     return subject(load_sharded(path, fsdp.mesh, fsdp.device), path)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("path", ["llama"], indirect=True)
 @fsdp_conformance(mesh={"dp_replicate": 2, "dp_shard": 4})
 def test_hsdp_of_eight(fsdp, path):
     return subject(load_sharded(path, fsdp.mesh, fsdp.device), path)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("path", ["llama-bfloat16"], indirect=True)
 @fsdp_conformance(world_size=(1, 2))
 def test_long_batches_in_bfloat16(fsdp, path):
@@ -71,7 +82,7 @@ def freeze(model: torch.nn.Module, prefix: str) -> torch.nn.Module:
     return model
 
 
-@pytest.mark.parametrize("path", ["llama", "gpt2"], indirect=True)
+@pytest.mark.parametrize("path", ["llama", pytest.param("gpt2", marks=pytest.mark.nightly)], indirect=True)
 @fsdp_conformance(world_size=2)
 def test_frozen_part(fsdp, path):
     model = load_sharded(path, fsdp.mesh, fsdp.device)
@@ -85,12 +96,14 @@ def test_frozen_part(fsdp, path):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["llama"], indirect=True)
 @fsdp_conformance(world_size=2)
 def test_checkpoint_directory_as_reference(fsdp, path):
     return Subject(load_sharded(path, fsdp.mesh, fsdp.device), reference=path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["llama"], indirect=True)
 @fsdp_conformance(world_size=2)
 def test_bare_model(fsdp, path):

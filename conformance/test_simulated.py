@@ -90,6 +90,7 @@ def parameter_bytes(inventory):
     return sum(tensor.numel * tensor.width for tensor in distinct.values())
 
 
+@pytest.mark.slow
 def test_what_is_sent_is_known_by_module(loader_judge, checkpoint):
     """Two layers are gathered in the forward and again in the backward; the root stays gathered."""
     sizes = loader_judge.observe(
@@ -170,6 +171,7 @@ class Measure(Meter):
             self._track(tensor, maybe_mapped=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 8])
 @pytest.mark.parametrize("architecture", ["llama-prime-tied", "gpt2"])
 def test_the_peak_is_that_of_a_real_run(architecture, size, checkpoint, loader_judge, tmp_path):
@@ -239,6 +241,7 @@ OWN_MESHES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("load", OWN_MESHES, ids=lambda load: load.__name__)
 def test_meshes_of_the_loader(load, checkpoint, judge_loader):
     mesh = {"dp_shard": 16, "tp" if load is load_with_a_head_for_tp else "dp_replicate": 2}

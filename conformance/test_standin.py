@@ -15,10 +15,11 @@ from pytest_fsdp_meta import standin
 from pytest_fsdp_meta.catalogue import built_in
 from pytest_fsdp_meta.reports.terminal import describe_failure
 
+pytestmark = pytest.mark.slow
 FIRST = {defect.caught_by: name for name, defect in reversed(DEFECTS.items()) if not defect.simulated}
 """Check -> the first of its defects."""
 FAST = ("hybrid", "offloaded_to_the_cpu", "uneven_and_empty_shards", "sharded_and_tensor_parallel")
-"""Forms in make conformance; make nightly has all."""
+"""Forms in make slow; make nightly has all."""
 NAMED = ("NVIDIA-NeMo/Automodel#2146", "vllm-project/speculators#314")
 REPORTED = {name: pair for name, pair in PAIRS.items() if pair.pull_request in NAMED}
 JUDGED_HERE = {"head_drawn_as_a_dtensor": {"drawn_weights_are_one_draw"}}

@@ -27,23 +27,24 @@ def from_pretrained(path: Path, **sizes: int):
 
 
 PLANNED = [name for name in CHECKPOINTS if name != "gpt2"]
+SLOWLY = [pytest.param(name, marks=() if name == "llama" else pytest.mark.slow) for name in PLANNED]
 
 
-@pytest.mark.parametrize("path", PLANNED, indirect=True)
+@pytest.mark.parametrize("path", SLOWLY, indirect=True)
 @fsdp_conformance(world_size=2)
 def test_from_pretrained(fsdp, path):
     return subject(from_pretrained(path, fsdp_size=fsdp.world_size), path)
 
 
 @pytest.mark.parametrize("path", PLANNED, indirect=True)
-@pytest.mark.slow
+@pytest.mark.nightly
 @fsdp_conformance(world_size=(1, 4))
 def test_from_pretrained_in_other_worlds(fsdp, path):
     return subject(from_pretrained(path, fsdp_size=fsdp.world_size), path)
 
 
 @pytest.mark.parametrize("path", PLANNED, indirect=True)
-@pytest.mark.slow
+@pytest.mark.nightly
 @needs_hsdp
 @fsdp_conformance(mesh={"dp_replicate": 2, "dp_shard": 2})
 def test_from_pretrained_hsdp(fsdp, path):
@@ -66,7 +67,7 @@ def other(request, tmp_path_factory):
     return auto_class, tiny_checkpoint(request.param, folder, auto_class=auto_class, **sizes)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @fsdp_conformance(world_size=2)
 def test_other_classes(fsdp, other):
     auto_class, path = other
@@ -77,6 +78,7 @@ def test_other_classes(fsdp, other):
 NO_GROUPS = "transformers 5.23: the FSDP plan of GPT-2 names transformer.layers, but its blocks are transformer.h"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["gpt2"], indirect=True)
 @fsdp_conformance(world_size=(2, 4), xfail={"step_memory_bounded": NO_GROUPS})
 def test_from_pretrained_with_a_plan_that_matches_no_block(fsdp, path):
@@ -86,6 +88,7 @@ def test_from_pretrained_with_a_plan_that_matches_no_block(fsdp, path):
 MUP_VECTOR = "transformers 5.23: under FSDP2, the non-persistent mup_vector of FalconH1Mixer is never written"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["falcon-h1"], indirect=True)
 @fsdp_conformance(world_size=2, xfail={"no_uninitialized_memory": MUP_VECTOR})
 def test_from_pretrained_with_a_known_defect(fsdp, path):
@@ -95,12 +98,14 @@ def test_from_pretrained_with_a_known_defect(fsdp, path):
 TIED_LATE = "transformers 5.23: shards a tied embedding and head as two groups and ties them afterwards"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["llama-prime-tied"], indirect=True)
 @fsdp_conformance(world_size=2, xfail={"forward_sees_current_weights": TIED_LATE})
 def test_from_pretrained_with_an_uneven_vocabulary(fsdp, path):
     return subject(from_pretrained(path, fsdp_size=fsdp.world_size), path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["llama-prime"], indirect=True)
 @fsdp_conformance(world_size=2)
 def test_from_pretrained_with_an_uneven_vocabulary_that_is_not_tied(fsdp, path):
@@ -126,6 +131,7 @@ def load_uneven(fsdp, path):
     return subject(from_pretrained(path, fsdp_size=2), path)
 
 
+@pytest.mark.slow
 def test_the_real_defect_of_uneven_tied_weights_is_reported_once(checkpoint, judge_loader):
     verdicts = judge_loader(load_uneven, {"dp_shard": 2}, path=checkpoint("llama-prime-tied"))
     failed = {id: verdict.findings for id, verdict in verdicts.items() if verdict.status in ("failed", "error")}
