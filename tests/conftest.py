@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from textwrap import dedent
 
+import hypothesis
 import pytest
 
 from tests import warm_runs
@@ -18,6 +19,9 @@ pytest_plugins = "pytester"
 
 # Inner runs, and the commands that they print, call "python"; this finds it without an activated environment.
 os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])
+# A busy machine makes an example slow, not wrong.
+hypothesis.settings.register_profile("without deadline", deadline=None)
+hypothesis.settings.load_profile("without deadline")
 # Inner runs print no annotations in CI, where the failures that they provoke are none.
 os.environ.pop("GITHUB_ACTIONS", None)
 
