@@ -132,7 +132,7 @@ def next_world_works(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pyte
     yield
     with world_of(2) as world:
         assert world.run(total, 1.0) == [1.0, 1.0]
-    assert not list(folder.glob("fsdp-world-*"))
+    assert not [str(path.relative_to(folder)) for path in folder.rglob("*") if "fsdp-world-" in str(path)]
 
 
 @pytest.fixture

@@ -11,6 +11,8 @@ import pytest
 from tests.conftest import Project
 from tests.world_help import world_of
 
+pytestmark = pytest.mark.slow
+
 LIBRARY = """
 def on_both(rank):
     if rank == 0:

@@ -14,6 +14,8 @@ import pytest
 from tests.conftest import Project
 from tests.world_help import assert_gone
 
+pytestmark = pytest.mark.nightly
+
 BOOM = """
 import os
 

@@ -227,7 +227,8 @@ def _take_terminal() -> None:
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
-@pytest.mark.parametrize("times", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.nightly
+@pytest.mark.parametrize("times", [1, 2])
 def test_ctrl_c_in_a_terminal(project: Project, temporary: Path, times: int) -> None:
     terminal, its_side = pty.openpty()
     seen = b""

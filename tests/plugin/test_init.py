@@ -11,6 +11,8 @@ import pytest
 from fixtures.releases import NO_FSDP_SIZE
 from tests.conftest import Project, errors
 
+pytestmark = pytest.mark.slow
+
 RULES = "E,F,W,I,B,UP,SIM,RUF,PT,TID,C4,PIE,RET"
 
 MODEL = """

@@ -11,6 +11,8 @@ from pytest_fsdp_meta.plugin.init.command import WORKFLOW
 from tests.conftest import Project, errors
 from tests.plugin.test_init import MODEL, RULES, ruff
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 
 LOADING = """

@@ -8,6 +8,8 @@ from torch import nn
 
 from tests.conftest import Project, errors
 
+pytestmark = pytest.mark.slow
+
 LOADER = """
 import os
 

@@ -13,6 +13,8 @@ from pytest_fsdp_meta.plugin.xdist_scheduler import by_loader, loader_of
 from pytest_fsdp_meta.worlds import run_folder_of
 from tests.conftest import Project, errors
 
+pytestmark = pytest.mark.slow
+
 LOADERS = """
 import os
 import pytest

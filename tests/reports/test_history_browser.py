@@ -6,6 +6,8 @@ import pytest
 
 from tests.reports.test_page_browser import PHONE, files, opened, shown
 
+pytestmark = pytest.mark.nightly
+
 __all__ = ["files", "opened"]
 
 

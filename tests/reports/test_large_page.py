@@ -18,6 +18,8 @@ from tests.reports.many_loaders import nightly, yesterday
 from tests.reports.report_factory import CATALOGUE, check, finding, report
 from tests.reports.test_page_browser import focused, shown, until
 
+pytestmark = pytest.mark.nightly
+
 import_package = importlib.import_module if os.environ.get("CI") else pytest.importorskip
 axe = import_package("axe_playwright_python.sync_playwright")
 

@@ -117,6 +117,7 @@ def test_x(fsdp):
 """
 
 
+@pytest.mark.nightly
 def test_the_option_shows_what_is_left_on_the_cpu(project: Project) -> None:
     project.loaders(LEFT_BEHIND)
     result = project.run("--fsdp-device=standin")

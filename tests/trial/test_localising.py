@@ -28,6 +28,8 @@ from pytest_fsdp_meta.trial import Trial
 from pytest_fsdp_meta.worlds import SEED, Rank, WorldSpec, current
 from tests.world_help import trial_preload
 
+pytestmark = pytest.mark.slow
+
 PARITY = ("grad_parity", "second_grad_parity", "loss_parity")
 LONG = 300.0
 """Seconds; what waits until the time is up takes longer than all else, also on a busy machine."""

@@ -476,6 +476,7 @@ def test_forking_works_despite_modules_that_cannot_be_preloaded(tmp_path: Path) 
     assert shared.method == "forkserver"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
