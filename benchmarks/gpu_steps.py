@@ -73,7 +73,7 @@ STEPS = (
         "conforming loaders, gloo on GPUs",
         150,
         "ranks that share a GPU differ from those with their own in the group, and in the memory left for each",
-        (*CONFORMING, *SHARED, *FAST, "-k", "test_sharded and (world2 or world4)"),
+        (*CONFORMING, *SHARED, "-m", "not nightly", "-k", "test_sharded"),
     ),
     Step(
         "the same in bfloat16 with 2048 tokens",
@@ -127,7 +127,7 @@ STEPS = (
         (*ON_GPUS, "-k", "[2 or 2] or on_the_cpu"),
         2,
     ),
-    Step("conforming loaders, NCCL, two", 300, NCCL_ONLY, (*CONFORMING, OWN, "-k", "world2 or frozen"), 2),
+    Step("conforming loaders, NCCL, two", 300, NCCL_ONLY, (*CONFORMING, OWN, "-k", "test_sharded[ or frozen"), 2),
     Step("NCCL, four ranks", 300, MORE, (*ON_GPUS, "-k", "[4 or 4] or local_rank"), 4),
     Step(
         "conforming loaders, NCCL, four, HSDP, uneven",

@@ -17,7 +17,7 @@ from pytest_fsdp_meta import fsdp_conformance
 from pytest_fsdp_meta.catalogue import built_in
 from pytest_fsdp_meta.transformers import CAUSAL_LMS
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 REPRESENTATIVE = {
     "deepseek_v3": "latent attention, experts",
     "minimax": "linear attention, with decay tables that are larger than all weights",

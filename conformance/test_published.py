@@ -56,7 +56,7 @@ RUNS = {
 JUDGED = {"names_match_reference", "shapes_match_reference", "nothing_left_unsharded", "dtensor_placements"}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "run", [pytest.param(run, marks=needs_fsdp_size) if run.endswith("-transformers") else run for run in RUNS]
 )
@@ -71,7 +71,7 @@ def test_a_published_model_on_1024_ranks(run, loader_judge):
     print("\n".join(describe_sizes(evidence.simulation, 80 * 2**30)))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @needs_fsdp_size
 def test_transformers_cannot_load_an_empty_shard(loader_judge):
     """Of 4 heads for keys, 128 x 8 ranks leave nothing to some; the same with 4 x 2 ranks that run."""

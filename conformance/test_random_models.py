@@ -14,7 +14,7 @@ from fixtures.random_models import INJURIES, injuries, load
 from pytest_fsdp_meta.strategies import meshes, plans
 from pytest_fsdp_meta.strategies.build import save
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 MESHES = st.integers(1, 4).flatmap(meshes)
 EXAMPLES = int(os.environ.get("FSDP_META_EXAMPLES", "12"))
 """Examples per test. Set FSDP_META_EXAMPLES to search longer; each run then draws other examples."""

@@ -283,7 +283,7 @@ def night(runner: Runner, weight: int, grad: bool = True, **given: str) -> tuple
     return code, text
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_nights_find_known_new_and_fixed_failures(runner: Runner):
     code, output = night(runner, weight=1)
     assert code == 1, output

@@ -20,7 +20,7 @@ LARGE = Step("large", 20, "", ("-c", ""), gpus=8)
 SMALL = (PRINTS, FAILS, HANGS, LARGE)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("step", [s for s in STEPS if "pytest" in s.arguments], ids=lambda step: step.name)
 def test_each_step_selects_tests(step: Step) -> None:
     arguments = [argument for argument in step.arguments if not argument.startswith("--fsdp")]

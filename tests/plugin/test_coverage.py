@@ -81,8 +81,8 @@ def executed(project: Project) -> list[int]:
     "args",
     [
         ("--cov=library",),
-        pytest.param(("--cov=.", "--cov-branch"), marks=pytest.mark.slow),
-        pytest.param(("--cov", "-n2"), marks=pytest.mark.slow),
+        pytest.param(("--cov=.", "--cov-branch"), marks=pytest.mark.nightly),
+        pytest.param(("--cov", "-n2"), marks=pytest.mark.nightly),
     ],
 )
 def test_pytest_cov(measured: Project, args: tuple[str, ...]) -> None:
@@ -134,7 +134,7 @@ def test_branches_of_spmd_tests(project: Project) -> None:
     result.stdout.re_match_lines([rf"test_it\.py +18 +1 +6 +1 +\d+% +{missed}$"])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_coverage_run(measured: Project) -> None:
     command = f"{sys.executable} -m coverage run --source=. -m pytest -p no:cacheprovider"
     measured.shell(command).assert_outcomes(passed=2, errors=1)

@@ -264,7 +264,7 @@ def test_pytest_is_killed(project: Project, temporary: Path) -> None:
     assert not list(temporary.glob("fsdp-*"))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_runs_at_the_same_time(project: Project) -> None:
     file = project.loaders(
         """
@@ -335,7 +335,7 @@ def test_room(fsdp):
 )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(not shutil.which("unshare"), reason="needs unshare to mount a small disk")
 def test_a_full_disk_in_a_run(project: Project, temporary: Path) -> None:
     file = project.loaders(FULL)

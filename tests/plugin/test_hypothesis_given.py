@@ -70,7 +70,7 @@ def test_x(fsdp, n):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_xfail_skip_assume_and_errors(project: Project) -> None:
     result = run(
         project,

@@ -213,7 +213,7 @@ def test_what_is_written_is_clean_and_collected(repository: Project) -> None:
     [
         *("load_model", "like_a_script", "set_up_training"),
         *(
-            pytest.param(name, marks=pytest.mark.slow)
+            pytest.param(name, marks=pytest.mark.nightly)
             for name in ("build", "Loader.from_checkpoint", "items", "guarded")
         ),
     ],
@@ -366,7 +366,7 @@ def test_a_file_is_never_overwritten(repository: Project) -> None:
     assert file.read_text() == "def test_mine(): ..."
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_new_user_in_a_new_interpreter(repository: Project) -> None:
     result = repository.run_cold("--fsdp-init=mypkg.loading:build")
     result.stdout.fnmatch_lines(["wrote tests/test_build.py; nothing is left to fill in"])

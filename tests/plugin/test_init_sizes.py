@@ -305,7 +305,7 @@ def written(project: Project, name: str) -> tuple[str, str]:
     "name",
     [
         *("typed", "Loader.from_folder"),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW),
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in SLOW),
     ],
 )
 def test_sizes_are_small_and_fit_the_checkpoint(repository: Project, name: str) -> None:

@@ -50,7 +50,7 @@ def test_only_what_is_given_is_in_the_mark() -> None:
     assert mark.kwargs == {"mesh": {"dp_shard": 2}, "wrold_size": 2}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_type_checkers_know_the_arguments(tmp_path: Path) -> None:
     file = tmp_path / "typed.py"
     file.write_text(

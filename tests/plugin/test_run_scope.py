@@ -120,7 +120,7 @@ def test_a_name_that_no_file_has_is_not_covered(pytester: pytest.Pytester, name:
     assert not RunScope(pytester.parseconfig()).has(name)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_under_xdist(repository: Project) -> None:
     result = repository.run(*REGRESSION, "-n", "2", "-k", "not two")
     assert gone(repository, result) == ["b/test_it.py::test_gone"]

@@ -263,7 +263,7 @@ def test_a_folder_of_another_user(project: Project) -> None:
     leasing.stdout.fnmatch_lines([f"*{message}*"])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_long_wait_is_reported(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     project.write("conftest.py", "from pytest_fsdp_meta.plugin import xdist_workers\nxdist_workers.LONG = 1.0\n")
     project.loaders(

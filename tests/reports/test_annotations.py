@@ -140,7 +140,7 @@ def printed(result: pytest.RunResult) -> list[tuple[str, ...]]:
     return [found.groups() for line in result.outlines if (found := COMMAND.fullmatch(line))]
 
 
-@pytest.mark.parametrize("workers", [[], pytest.param(["-n", "2"], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("workers", [[], pytest.param(["-n", "2"], marks=pytest.mark.nightly)])
 def test_a_run_in_github_actions_annotates_its_loaders(project: Project, monkeypatch, workers) -> None:
     path = project.loaders(LOADERS, "sub/test_it.py")
     text = path.read_text().splitlines()

@@ -408,7 +408,7 @@ def compared(result: pytest.RunResult) -> list[str]:
     return lines[next(n for n, line in enumerate(lines) if "fsdp conformance, compared" in line) + 1 : -1]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_nightly_runs_compared_one_after_another(project: Project) -> None:
     regression = ("--fsdp-compare=report", "--fsdp-fail-on=regression")
     assert nightly(project, weight=1).ret == 1

@@ -197,7 +197,7 @@ def normalise(text: str) -> str:
     return re.sub(r"#[^\n]*|\s+|,\s*(?=\))", "", text)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_loader_is_judged_on_drawn_plans(project: Project) -> None:
     project.write("test_it.py", LOADER)
     result = project.run("-v")

@@ -406,7 +406,7 @@ def test_a_loader_that_ends_early_on_one_rank():
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_loader_that_waits_for_a_rank_that_has_ended():
     def waiting(fsdp: Rank) -> Iterator[Tensor]:
         for number in range(4 - fsdp.rank):

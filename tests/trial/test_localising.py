@@ -34,7 +34,7 @@ PARITY = ("grad_parity", "second_grad_parity", "loss_parity")
 LONG = 300.0
 """Seconds; what waits until the time is up takes longer than all else, also on a busy machine."""
 CASES = [
-    pytest.param(name, mesh, marks=[] if mesh == "FSDP2" else pytest.mark.slow)
+    pytest.param(name, mesh, marks=[] if mesh == "FSDP2" else pytest.mark.nightly)
     for name, found in MISPLACED.items()
     for mesh in found.meshes
 ]
@@ -79,7 +79,7 @@ def test_the_module_where_it_starts_is_named(name, mesh):
         assert origin.partition("; ")[2] == defect.how
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", [name for name, defect in MISPLACED.items() if "FSDP2" in defect.meshes])
 def test_checkpointed_modules_are_named(name):
     defect = MISPLACED[name]
@@ -96,7 +96,7 @@ def test_checkpointed_modules_are_named(name):
 @pytest.mark.parametrize(
     ("name", "mesh"),
     [
-        pytest.param(name, mesh, marks=[] if mesh == "FSDP2" else pytest.mark.slow)
+        pytest.param(name, mesh, marks=[] if mesh == "FSDP2" else pytest.mark.nightly)
         for name in SEEN_IN_BFLOAT16
         for mesh in MISPLACED[name].meshes
     ],
@@ -110,7 +110,7 @@ def test_modules_get_the_inputs_of_the_reference_in_bfloat16(name, mesh):
     assert without_numbers(origin) == defect.says.format(ranks=RANKS[mesh])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("mesh", "name"), [("FSDP2", "layers.0.mlp"), ("FSDP2 x TP", "layers.0.attn.q")])
 def test_an_error_of_a_module_is_placed_in_bfloat16(mesh, name):
     """Column-parallel layers return parts of their output, as their weights say."""
@@ -128,7 +128,9 @@ def test_an_error_of_a_module_is_placed_in_bfloat16(mesh, name):
     assert "; it is 1.3 times the reference's" in describe_origin(evidence.traces)
 
 
-@pytest.mark.parametrize("mesh", ["FSDP2", *(pytest.param(m, marks=pytest.mark.slow) for m in ("FSDP2 x TP", "HSDP"))])
+@pytest.mark.parametrize(
+    "mesh", ["FSDP2", *(pytest.param(m, marks=pytest.mark.nightly) for m in ("FSDP2 x TP", "HSDP"))]
+)
 def test_a_right_loader_in_bfloat16_has_no_such_module(mesh):
     evidence = observe(partial(load, policy=IN_BFLOAT16), dict(MESHES[mesh]), localise=True)
     assert origins(evidence) == {}
@@ -194,7 +196,7 @@ def test_a_difference_that_another_check_explains_is_not_traced():
     assert evidence.traces is None  # the reference has adopted the loader's values
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_ranks_continue_as_if_nothing_had_been_traced():
     """The loaded weights are only borrowed: what is saved after the training equals what it was without tracing."""
     broken = partial(load, break_it=MISPLACED["other_activation"].break_it)
@@ -289,7 +291,7 @@ def test_modules_that_run_several_times_are_told_apart_by_their_turn():
     assert states[0] < 1e-6 < states[1]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_compiled_and_checkpointed_modules_have_the_authors_names():
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -356,7 +358,7 @@ def written() -> Decoder:
     return model
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("built", [in_pieces, written])
 def test_modules_that_get_pieces_or_write_to_inputs_are_not_named(built, dtype):
     evidence = observe_in(dtype, built, lambda model: None, localise=True)
@@ -431,7 +433,7 @@ def hand_on_no_mask(model: Any) -> None:
         (lambda model: setattr(model, "scale", 0.75), "", "passing gets 0.75 as argument scale, in the reference 0.5"),
     ],
 )
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.nightly)])
 def test_the_module_that_passes_a_wrong_argument_is_named(change, module, says, dtype):
     evidence = observe_in(dtype, handing, change)
     place = find_place(evidence.traces or ())

@@ -114,7 +114,7 @@ def test_a_scaled_gradient_is_found_beyond_the_noise(precision, scale):
     assert {(f.tensor, rank) for f in found.findings for rank in f.ranks} == {("2.weight", 0), ("2.weight", 1)}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_model_that_cannot_be_nudged_is_judged_by_its_dtype():
     evidence = observe(BFLOAT16, whimsical=True)
     assert noise_of(evidence).problem == "AssertionError: what is this?"
@@ -123,7 +123,7 @@ def test_a_model_that_cannot_be_nudged_is_judged_by_its_dtype():
     assert {f.tensor for f in wrong.findings} == {"2.weight"}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_reference_that_is_killed_while_its_noise_is_measured_passes_nothing_by_dtype():
     def deadly(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         if torch.distributed.get_world_size() == 1 and model._forward_hooks:  # those that nudge
@@ -137,7 +137,7 @@ def test_a_reference_that_is_killed_while_its_noise_is_measured_passes_nothing_b
     assert "measuring the reference's noise failed (the reference was killed by SIGKILL)" in found.reason
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_numbers_that_an_optimizer_draws_are_noise():
     """Rounding by chance, it moves other elements of a slice than of the whole tensor."""
     evidence = observe(SINGLE, prepare=lambda model: model.to(torch.bfloat16), **STOCHASTIC)
@@ -146,7 +146,7 @@ def test_the_numbers_that_an_optimizer_draws_are_noise():
     assert statuses(evidence) == {"passed"}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_dtype_of_a_frozen_weight_does_not_count():
     """Weights are stored in float8; nothing computes in it."""
 
@@ -158,14 +158,14 @@ def test_the_dtype_of_a_frozen_weight_does_not_count():
     assert {f.tensor for f in judge(built_in()["grad_parity"], evidence, built_in()).findings} == {"2.weight"}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_dtype_of_the_reduction_excuses_no_forward():
     evidence = observe(MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))
     assert noise_of(evidence).losses[0] < 1e-4
     assert statuses(evidence) == {"passed"}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_function_that_clips_may_replace_gradients():
     def clip(parameters, bound: float) -> Tensor:
         held = list(parameters)
@@ -179,7 +179,7 @@ def test_a_function_that_clips_may_replace_gradients():
     assert judge(built_in()["grad_clip_parity"], evidence, built_in()).status == "passed"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_loss_that_is_computed_in_bfloat16_passes():
     """What the author's loss rounds is not in the noise of what the model returns."""
     evidence = observe(BFLOAT16, loss=lambda model, batch: model(batch["x"]).square().mean())

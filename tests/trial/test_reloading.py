@@ -438,7 +438,7 @@ def test_a_hanging_save_fails_only_the_checks_that_need_it():
     assert re.match(r"rank 0 hung in barrier, test_reloading.py:\d+; ", found[ROUND_TRIP].reason)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("how", ["hangs", "ends"])
 def test_saving_that_hangs_or_ends_a_rank_is_not_retried(tmp_path, how):
     def save(model, optimizer, folder):
@@ -476,7 +476,7 @@ def plain(parameters: Iterable[nn.Parameter], lr: float = 0.1) -> torch.optim.Op
     return torch.optim.SGD(parameters, lr=lr, foreach=False)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_checkpoint_that_cannot_be_loaded_is_not_tried_a_second_time(tmp_path):
     def resume(model, optimizer, folder):
         (tmp_path / f"{folder.name} of rank {torch.distributed.get_rank()}").touch()

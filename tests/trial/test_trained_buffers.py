@@ -67,7 +67,7 @@ def routed_and_checkpointed(fsdp: Rank) -> Subject:
     "load",
     [
         in_bfloat16,
-        *(pytest.param(load, marks=pytest.mark.slow) for load in (routed_in_pieces, routed_and_checkpointed)),
+        *(pytest.param(load, marks=pytest.mark.nightly) for load in (routed_in_pieces, routed_and_checkpointed)),
     ],
 )
 def test_right_buffers_pass(load):
@@ -76,7 +76,7 @@ def test_right_buffers_pass(load):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_wrong_buffers_are_found_in_bfloat16_as_well():
     def load(fsdp: Rank) -> Subject:
         made = in_bfloat16(fsdp)
@@ -98,7 +98,7 @@ def test_without_a_reference_the_replicas_are_compared():
     assert verdicts["buffers_follow_training"].why == "not declared"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_buffer_with_an_offset_of_each_rank_is_not_a_replica():
     """Only the checks of loaded values say that it differs from the reference's."""
 
@@ -110,7 +110,7 @@ def test_a_buffer_with_an_offset_of_each_rank_is_not_a_replica():
     assert [id for id, verdict in judged(observed(load)).items() if verdict.findings] == []
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_only_what_changed_is_recorded():
     def load(fsdp: Rank) -> Subject:
         model = load_tracked(fsdp, mean_of_ranks)

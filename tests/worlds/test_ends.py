@@ -112,9 +112,9 @@ world.run(stuck, "{how}")
     [
         ("stopped", "forkserver"),
         ("locked", "bare"),
-        pytest.param("collective", "forkserver", marks=pytest.mark.slow),
-        pytest.param("locked", "forkserver", marks=pytest.mark.slow),
-        pytest.param("collective", "bare", marks=pytest.mark.slow),
+        pytest.param("collective", "forkserver", marks=pytest.mark.nightly),
+        pytest.param("locked", "forkserver", marks=pytest.mark.nightly),
+        pytest.param("collective", "bare", marks=pytest.mark.nightly),
     ],
 )
 def test_ranks_end_when_their_parent_is_killed(tmp_path: Path, how: str, method: str) -> None:
@@ -139,7 +139,7 @@ def test_ranks_end_when_their_parent_is_killed(tmp_path: Path, how: str, method:
     [
         signal.SIGTERM,
         signal.SIGKILL,
-        *(pytest.param(n, marks=pytest.mark.slow) for n in (signal.SIGHUP, signal.SIGQUIT)),
+        *(pytest.param(n, marks=pytest.mark.nightly) for n in (signal.SIGHUP, signal.SIGQUIT)),
     ],
 )
 def test_a_signal_to_the_whole_process_group(tmp_path: Path, number: signal.Signals) -> None:

@@ -209,7 +209,7 @@ def test_a_rank_that_has_answered_and_dies_while_others_wait_for_it() -> None:
     assert fails(world(2), answer_and_die).summary == "rank 0 exited with code 5 before it answered"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_rank_stopped_in_the_middle_of_a_large_result() -> None:
     def stop_soon() -> bytes:
         if current().rank == 1:
@@ -229,7 +229,7 @@ def test_a_rank_stopped_in_the_middle_of_a_large_result() -> None:
     assert_gone(pids)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_large_arguments_for_a_stopped_rank() -> None:
     stopped = world(2, timeout=1.0)
     os.kill(stopped.run(os.getpid)[1], signal.SIGSTOP)

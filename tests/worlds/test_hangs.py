@@ -149,7 +149,7 @@ def test_a_stopped_rank_is_named_without_waiting_for_it(monkeypatch: pytest.Monk
     assert stacks_of(error)["rank 1"].startswith("  (it did not react: it is stopped)")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ranks_that_hang_while_joining_the_process_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(world, "STARTING", 3.0)
     (tmp_path / "never.py").write_text(

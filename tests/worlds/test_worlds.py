@@ -360,7 +360,7 @@ print("done", flush=True)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_processes_at_the_same_time(tmp_path: Path) -> None:
     folders = [tmp_path / "a", tmp_path / "b"]
     for folder in folders:
