@@ -65,7 +65,7 @@ def load_with_rows_for_all(fsdp, path):
     return replace(load_conforming(fsdp, path), batch=lambda step: {"input_ids": tokens, "labels": tokens})
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("architecture", "mesh"), TRUTH, ids=str)
 def test_a_simulated_rank_holds_and_sends_what_a_real_one_does(architecture, mesh, checkpoint, loader_judge):
     path, checks = checkpoint(architecture), ["dtensor_placements", "collectives_match_on_every_rank"]
@@ -172,7 +172,7 @@ class Measure(Meter):
             self._track(tensor, maybe_mapped=False)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("size", [2, 8])
 @pytest.mark.parametrize("architecture", ["llama-prime-tied", "gpt2"])
 def test_the_peak_is_that_of_a_real_run(architecture, size, checkpoint, loader_judge, tmp_path):

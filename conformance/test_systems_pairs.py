@@ -10,7 +10,7 @@ import pytest
 from fixtures.reports import PAIRS
 from pytest_fsdp_meta.reports.terminal import describe_failure
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 SEVERAL = [name for name, pair in PAIRS.items() if len(pair.caught_by) > 1]
 REPAIRED = {(pair.repaired.__name__, pair.architecture): pair for pair in PAIRS.values()}
 

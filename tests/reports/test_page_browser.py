@@ -18,7 +18,7 @@ from pytest_fsdp_meta.reports.schema import Outcome, Report
 from tests.reports import report_factory as factory
 from tests.reports.report_factory import EMBEDDING, HOSTILE, ROTARY, header, report
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 # In CI a missing package is an error: a test that is skipped there runs nowhere.
 import_package = importlib.import_module if os.environ.get("CI") else pytest.importorskip
