@@ -8,8 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 import cloudpickle
+import pytest
 
 from fixtures.forms_registry import MAY_SKIP
+from fixtures.needs import lacking
 from pytest_fsdp_meta.catalogue import Verdict, built_in, judge
 from pytest_fsdp_meta.evidence import Evidence
 from pytest_fsdp_meta.loader.call import Call
@@ -96,6 +98,12 @@ def unexpected(verdicts: Verdicts, skips: Mapping[str, str], usual: Collection[s
 
 def _may_skip(id: str, reason: str) -> bool:
     return id in MAY_SKIP and MAY_SKIP[id] in reason
+
+
+def require(needed: str) -> None:
+    """Skip the test if the installed releases lack what a loader needs."""
+    if lack := lacking(needed):
+        pytest.skip(lack)
 
 
 def judge_all(evidence: Evidence) -> Verdicts:

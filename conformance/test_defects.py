@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import pytest
 
+from conformance.judging import require
 from fixtures.defects import DEFECTS
-from fixtures.needs import lacking
 from pytest_fsdp_meta.catalogue import built_in
 from pytest_fsdp_meta.reports.terminal import describe_failure
 
@@ -21,8 +21,7 @@ SLOWLY = [pytest.param(name, marks=[] if name in FIRST.values() else pytest.mark
 @pytest.mark.parametrize("name", SLOWLY)
 def test_defect_is_caught_by_its_check_alone(name, checkpoint, loader_judge):
     defect = DEFECTS[name]
-    if lack := lacking(defect.needs):
-        pytest.skip(lack)
+    require(defect.needs)
     path = checkpoint(defect.architecture)
     # State that only a training step changes is lost only by what is saved after one.
     trained = ["loss_parity"] if built_in()[defect.caught_by].family == "checkpoint" else []

@@ -10,9 +10,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from conformance.judging import judge_all, unexpected
+from conformance.judging import judge_all, require, unexpected
 from fixtures.forms import FORMS
-from fixtures.needs import lacking
 from pytest_fsdp_meta.catalogue.diagnosis.origin import describe_origin, find_place
 from pytest_fsdp_meta.trial.localising import STAGES
 
@@ -34,8 +33,7 @@ def test_a_form_conforms(name, checkpoint, loader_judge, usual_skips):
     form = FORMS[name]
     if form.needs_accelerator and not torch.accelerator.is_available():
         pytest.skip("torch refuses this form without an accelerator")
-    if lack := lacking(form.needs):
-        pytest.skip(lack)
+    require(form.needs)
     path = checkpoint(form.architecture) if form.architecture else None
     evidence = loader_judge.observe(form.load, form.mesh, localise=True, path=path)
     verdicts = judge_all(evidence)

@@ -16,9 +16,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
+from conformance.judging import require
 from fixtures.conforming import blocks, build_on_meta, load_conforming, load_sharded, materialise
 from fixtures.defects import DEFECTS
-from fixtures.needs import lacking
 from pytest_fsdp_meta.catalogue import built_in
 from pytest_fsdp_meta.evidence import TensorFacts
 from pytest_fsdp_meta.evidence.simulation import BACKWARD, BytesOfRanks
@@ -186,8 +186,7 @@ def test_the_peak_is_that_of_a_real_run(architecture, size, checkpoint, loader_j
 @pytest.mark.parametrize("name", OWN_MODELS)
 def test_a_simulated_world_shows_the_defects_that_need_no_values(name, checkpoint, judge_loader):
     defect = DEFECTS[name]
-    if lack := lacking(defect.needs):
-        pytest.skip(lack)
+    require(defect.needs)
     if name in RUN_THE_MODEL:
         with pytest.raises(LoaderFailed, match="the loader asks for a value of a tensor"):
             judge_loader(defect.load, defect.mesh, simulated=True, path=checkpoint(defect.architecture))

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from conformance.judging import unexpected
+from conformance.judging import require, unexpected
 from fixtures.architectures import load_plain, save_plain
 from fixtures.defects import DEFECTS
 from fixtures.devices import MISPLACING
 from fixtures.forms import FORMS
-from fixtures.needs import lacking
 from fixtures.reports import PAIRS
 from pytest_fsdp_meta import standin
 from pytest_fsdp_meta.catalogue import built_in
@@ -56,8 +55,7 @@ def test_on_the_cpu_there_is_no_wrong_device(name, checkpoint, judge_loader):
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in FAST else pytest.mark.nightly) for n in FORMS])
 def test_a_form_conforms(name, checkpoint, judge_loader, usual_skips):
     form = FORMS[name]
-    if lack := lacking(form.needs):
-        pytest.skip(lack)
+    require(form.needs)
     path = checkpoint(form.architecture) if form.architecture else None
     verdicts = judge_loader(form.load, form.mesh, device=standin.NAME, path=path)
     skips = {id: reason for id, reason in form.skips.items() if id not in JUDGED_HERE.get(name, ())}
@@ -75,8 +73,7 @@ def test_models_of_transformers_pass(name, judge_loader, tmp_path):
 @pytest.mark.parametrize("name", FIRST.values())
 def test_a_defect_is_caught(name, checkpoint, judge_loader):
     defect = DEFECTS[name]
-    if lack := lacking(defect.needs):
-        pytest.skip(lack)
+    require(defect.needs)
     trained = ["loss_parity"] if built_in()[defect.caught_by].family == "checkpoint" else []
     problems = problems_of(
         judge_loader(

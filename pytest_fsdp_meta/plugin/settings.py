@@ -253,8 +253,7 @@ def read_settings(config: pytest.Config) -> Settings:
     """
     for name in sorted(os.environ):
         if name.startswith(PREFIX) and not name.startswith(INTERNAL):
-            flag = f"--fsdp-{name.removeprefix(PREFIX).lower().replace('_', '-')}"
-            raise pytest.UsageError(f"{name} is not read; set PYTEST_ADDOPTS='{flag}=...', or the ini option")
+            raise pytest.UsageError(f"{name} is not read; write the option in PYTEST_ADDOPTS or in the ini file")
     values: dict[str, Any] = {}
     given: list[str] = []
     for option in OPTIONS:

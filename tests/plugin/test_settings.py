@@ -232,6 +232,6 @@ def test_no_torch_is_imported(project: Project, code: str) -> None:
 
 def test_the_environment_has_no_settings(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTEST_FSDP_WORLD_SIZE", "3")
-    message = "^PYTEST_FSDP_WORLD_SIZE is not read; set PYTEST_ADDOPTS='--fsdp-world-size=...', or the ini option$"
+    message = "^PYTEST_FSDP_WORLD_SIZE is not read; write the option in PYTEST_ADDOPTS or in the ini file$"
     with pytest.raises(pytest.UsageError, match=message):
         settings(pytester)
